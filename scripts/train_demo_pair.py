@@ -1,0 +1,459 @@
+"""Train the embedded demo pair from the source of CPython's standard library.
+
+Writes ``models/demo-hf/{target,draft}`` (bf16 safetensors, tokenizer, chat template) and the
+model card ``models/demo-hf/README.md``. Everything comes from the ``.py`` files that ship with
+the Python running this script (PSF licence). The target learns the text; the draft (about 1M
+parameters) learns the target's distributions.
+
+Bounded by wall clock (``--minutes``, both models together), seeded, and resumable: Ctrl-C or a
+kill loses at most the last few minutes, the same command goes on from there.
+
+    python scripts/train_demo_pair.py --minutes 90
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import math
+import sysconfig
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+ROOT = Path(__file__).resolve().parent.parent
+VOCAB = 4096
+EOT, IM_START, IM_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+MAX_POSITIONS = 2048
+# The last part of each training run sees windows of the full context.
+SHORT, LONG, LONG_FROM = 512, MAX_POSITIONS, 0.75
+TARGET_SHARE = 0.7  # of the wall clock; the rest distils the draft
+# transformers' own annotations are too narrow for what its models do.
+Model = Any
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+# ---------------------------------------------------------------- text
+
+
+def stdlib_files() -> list[tuple[str, str]]:
+    """(relative path, text) of every usable source file, sorted; tables and odd encodings left out."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    files = []
+    for path in sorted(root.rglob("*.py")):
+        name = path.relative_to(root).as_posix()
+        if name.startswith(("site-packages/", "encodings/", "pydoc_data/")):
+            continue
+        if not 400 <= path.stat().st_size <= 150_000:
+            continue
+        try:
+            files.append((name, path.read_text(encoding="utf-8")))
+        except UnicodeDecodeError:
+            continue
+    return files
+
+
+def is_held_out(name: str) -> bool:
+    """A fixed 2.5 % of the files, chosen by name."""
+    return int(hashlib.sha256(name.encode()).hexdigest(), 16) % 40 == 0
+
+
+def shingles(text: str, size: int = 4) -> set[int]:
+    """Hashes of every run of ``size`` non-blank lines, for finding near-duplicates."""
+    lines = [stripped for line in text.splitlines() if (stripped := line.strip())]
+    runs = ("\n".join(lines[i : i + size]) for i in range(max(1, len(lines) - size + 1)))
+    return {int.from_bytes(hashlib.blake2b(r.encode(), digest_size=8).digest(), "big") for r in runs}
+
+
+def split_files() -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
+    """(training files, held-out files); training files sharing >= 10 % with a held-out one are dropped."""
+    files = stdlib_files()
+    held_out = [file for file in files if is_held_out(file[0])]
+    held_shingles = [shingles(text) for _, text in held_out]
+    everything = set().union(*held_shingles)
+    train = []
+    for name, text in files:
+        if is_held_out(name):
+            continue
+        own = shingles(text)
+        if len(own & everything) >= 0.1 * len(own):
+            continue
+        if any(len(own & other) >= 0.1 * len(other) for other in held_shingles):
+            continue
+        train.append((name, text))
+    return train, held_out
+
+
+def train_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
+    """Byte-level BPE; the split pattern keeps indentation together and digits apart."""
+    tokenizer = Tokenizer(models.BPE())
+    pattern = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(pattern), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB,
+        special_tokens=[EOT, IM_START, IM_END],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token=EOT,
+        pad_token=EOT,
+        additional_special_tokens=[IM_START, IM_END],
+        model_max_length=MAX_POSITIONS,
+        clean_up_tokenization_spaces=False,
+    )
+    fast.chat_template = CHAT_TEMPLATE
+    return fast
+
+
+@dataclass
+class Corpus:
+    """Documents one behind the other, never padded; ``doc`` tells which one a token belongs to."""
+
+    documents: list[np.ndarray]
+
+    def epoch(self, seed: int) -> tuple[np.ndarray, np.ndarray]:
+        order = np.random.default_rng(seed).permutation(len(self.documents))
+        tokens = np.concatenate([self.documents[i] for i in order])
+        doc = np.repeat(np.arange(len(order)), [len(self.documents[i]) for i in order])
+        return tokens, doc
+
+    def batches(self, seed: int, rows: int, window: int) -> Iterator[dict[str, torch.Tensor]]:
+        """Endless batches of ``rows`` windows; an epoch's remainder is left out."""
+        epoch = 0
+        while True:
+            tokens, doc = self.epoch(seed * 1000 + epoch)
+            count = (len(tokens) - 1) // window
+            starts = np.random.default_rng(seed + epoch).permutation(count) * window
+            for at in range(0, count - rows + 1, rows):
+                yield packed(tokens, doc, starts[at : at + rows], window)
+            epoch += 1
+
+
+def packed(tokens: np.ndarray, doc: np.ndarray, starts: np.ndarray, window: int) -> dict[str, torch.Tensor]:
+    """Windows with an attention mask and positions that stop at document borders."""
+    index = starts[:, None] + np.arange(window)
+    ids, docs = tokens[index], doc[index]
+    fresh = np.concatenate([np.ones((len(starts), 1), bool), docs[:, 1:] != docs[:, :-1]], axis=1)
+    place = np.arange(window)
+    positions = place - np.maximum.accumulate(np.where(fresh, place, 0), axis=1)
+    labels = np.where(doc[index + 1] == docs, tokens[index + 1].astype(np.int64), -100)
+    mask = (docs[:, :, None] == docs[:, None, :]) & np.tri(window, dtype=bool)
+    return {
+        "ids": torch.from_numpy(ids.astype(np.int64)).to(DEVICE),
+        "positions": torch.from_numpy(positions).to(DEVICE),
+        "mask": torch.from_numpy(mask[:, None]).to(DEVICE),
+        "labels": torch.from_numpy(labels).to(DEVICE),
+    }
+
+
+# ---------------------------------------------------------------- models
+
+
+def new_model(kind: str) -> Model:
+    """A fresh target (9.4 million parameters) or draft (1.0 million), embeddings tied."""
+    shapes: dict[str, dict[str, Any]] = {
+        "target": {
+            "hidden_size": 384,
+            "intermediate_size": 1024,
+            "num_hidden_layers": 5,
+            "num_attention_heads": 6,
+            "num_key_value_heads": 2,
+        },
+        "draft": {
+            "hidden_size": 128,
+            "intermediate_size": 512,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+        },
+    }
+    common: dict[str, Any] = {
+        "vocab_size": VOCAB,
+        "max_position_embeddings": MAX_POSITIONS,
+        "tie_word_embeddings": True,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+        "pad_token_id": 0,
+        "rms_norm_eps": 1e-5,
+    }
+    model: Model = LlamaForCausalLM(LlamaConfig(**common, **shapes[kind]))
+    return model.to(DEVICE)
+
+
+def logits_of(model: Model, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """(rows, window, VOCAB)"""
+    return model(
+        input_ids=batch["ids"], attention_mask=batch["mask"], position_ids=batch["positions"], use_cache=False
+    ).logits
+
+
+def text_loss(model: Model, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    return F.cross_entropy(logits_of(model, batch).flatten(0, 1).float(), batch["labels"].flatten())
+
+
+def distillation_loss(draft: Model, target: Model, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """KL(target || draft), plus the target's own first choice: greedy acceptance is what counts most."""
+    with torch.no_grad():
+        wanted = logits_of(target, batch).flatten(0, 1).float()
+    own = F.log_softmax(logits_of(draft, batch).flatten(0, 1).float(), dim=-1)
+    kl = F.kl_div(own, F.log_softmax(wanted, dim=-1), log_target=True, reduction="batchmean")
+    return kl + 0.5 * F.nll_loss(own, wanted.argmax(-1))
+
+
+def optimizers(model: Model) -> list[torch.optim.Optimizer]:
+    """Muon (Jordan et al. 2024) for the matrices of the layers, AdamW for embeddings and norms."""
+    matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
+    others = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed" in name]
+    return [
+        torch.optim.Muon(matrices, lr=0.02, weight_decay=0.01),
+        torch.optim.AdamW(others, lr=3e-3, betas=(0.9, 0.95), weight_decay=0.0),
+    ]
+
+
+def rate(progress: float) -> float:
+    """Factor of the learning rate: short warm-up, plateau, then linearly to zero."""
+    return min(1.0, progress / 0.01 + 0.02, (1.0 - progress) / 0.45)
+
+
+# ---------------------------------------------------------------- training
+
+
+def train(
+    kind: str,
+    model: Model,
+    loss_of: Callable[[dict[str, torch.Tensor]], torch.Tensor],
+    corpus: Corpus,
+    minutes: float,
+    state_file: Path,
+    seed: int,
+) -> None:
+    """Train until ``minutes`` of wall clock are used, over all runs together."""
+    opts = optimizers(model)
+    base = [group["lr"] for opt in opts for group in opt.param_groups]
+    step, elapsed = 0, 0.0
+    if state_file.exists():
+        state = torch.load(state_file, map_location=DEVICE, weights_only=True)
+        model.load_state_dict(state["model"])
+        for opt, saved in zip(opts, state["opts"], strict=True):
+            opt.load_state_dict(saved)
+        step, elapsed = state["step"], state["elapsed"]
+
+    def save() -> None:
+        partial = state_file.with_suffix(".partial")
+        saved = {"model": model.state_dict(), "opts": [opt.state_dict() for opt in opts]}
+        torch.save(saved | {"step": step, "elapsed": elapsed}, partial)
+        partial.replace(state_file)
+
+    budget, batches, window, mean = minutes * 60, None, 0, 0.0
+    last_save = began = time.monotonic()
+    try:
+        while elapsed < budget:
+            progress = elapsed / budget
+            wanted = LONG if progress >= LONG_FROM else SHORT
+            if wanted != window:
+                window = wanted
+                # A resumed run goes on with an order of its own instead of repeating the first one.
+                batches = corpus.batches(seed + step, rows=6144 // window, window=window)
+            assert batches is not None
+            scale = rate(progress)
+            groups = [group for opt in opts for group in opt.param_groups]
+            for group, lr in zip(groups, base, strict=True):
+                group["lr"] = lr * scale
+            with torch.autocast(DEVICE, torch.bfloat16):
+                loss = loss_of(next(batches))
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            for opt in opts:
+                opt.step()
+                opt.zero_grad(set_to_none=True)
+            step += 1
+            mean = loss.item() if mean == 0.0 else 0.95 * mean + 0.05 * loss.item()
+            now = time.monotonic()
+            elapsed, began = elapsed + now - began, now
+            if step % 10 == 0:
+                progress_bar(kind, elapsed / budget, f"step {step} loss {mean:.3f} window {window}")
+            if now - last_save > 180:
+                save()
+                last_save = now
+    finally:
+        save()
+    print(flush=True)
+
+
+def progress_bar(kind: str, done: float, text: str) -> None:
+    filled = int(30 * min(done, 1.0))
+    print(f"\r{kind:6} [{'#' * filled}{'.' * (30 - filled)}] {done:5.1%} {text}  ", end="", flush=True)
+
+
+# ---------------------------------------------------------------- what the card says
+
+
+@torch.no_grad()
+def held_out_loss(model: Model, held_out: Corpus) -> float:
+    """Mean negative log-likelihood, nats a token, windows of 512."""
+    tokens, doc = held_out.epoch(0)
+    starts = np.arange((len(tokens) - 1) // SHORT) * SHORT
+    total, count = 0.0, 0
+    for at in range(0, len(starts), 12):
+        batch = packed(tokens, doc, starts[at : at + 12], SHORT)
+        logits = logits_of(model, batch).flatten(0, 1).float()
+        labels = batch["labels"].flatten()
+        total += F.cross_entropy(logits, labels, reduction="sum").item()
+        count += int((labels >= 0).sum())
+    return total / count
+
+
+@torch.no_grad()
+def acceptance(target: Model, draft: Model, held_out: Corpus, sample: bool, seed: int) -> dict[str, float]:
+    """Probability that the draft's next token is accepted, along text that the target writes itself.
+
+    48 held-out prompts of 128 tokens, 128 tokens generated for each. ``coupled``: both models choose
+    with the same Gumbel noise (Daliri et al. 2408.07978); ``rejection``: sum of min(p, q)
+    (Leviathan et al. 2211.17192). Greedy: equal argmax.
+    """
+    torch.manual_seed(seed)
+    documents = [d for d in held_out.documents if len(d) > 400]
+    picks = np.random.default_rng(seed).choice(len(documents), 48)
+    prompts = np.stack([documents[i][60:188] for i in picks]).astype(np.int64)
+    ids = torch.from_numpy(prompts).to(DEVICE)
+    config = GenerationConfig(
+        do_sample=sample, top_k=0, max_new_tokens=128, min_new_tokens=128, pad_token_id=0, eos_token_id=None
+    )
+    text = target.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config)
+    assert isinstance(text, torch.Tensor)
+    p = F.log_softmax(target(text[:, :-1]).logits[:, 127:].float(), -1)
+    q = F.log_softmax(draft(text[:, :-1]).logits[:, 127:].float(), -1)
+    if not sample:
+        return {"greedy": (p.argmax(-1) == q.argmax(-1)).float().mean().item()}
+    noise = -torch.log(-torch.log(torch.rand_like(p).clamp_(1e-20, 1 - 1e-7)))
+    coupled = ((p + noise).argmax(-1) == (q + noise).argmax(-1)).float().mean().item()
+    return {"coupled": coupled, "rejection": torch.minimum(p.exp(), q.exp()).sum(-1).mean().item()}
+
+
+def write_model(model: Model, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
+    model = model.to(torch.bfloat16)
+    model.generation_config = GenerationConfig(bos_token_id=0, eos_token_id=[0, 2], pad_token_id=0, max_new_tokens=None)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def model_card(figures: dict[str, float | int | str]) -> str:
+    return """# The demo pair
+
+Two Llama-architecture language models that write Python, trained by `scripts/train_demo_pair.py`
+from the source of CPython's standard library (PSF licence, https://docs.python.org/3/license.html),
+with one byte-level BPE tokenizer of {vocab} tokens. They exist to test and show ovspec; they are
+far too small to be useful for anything else. The chat template is there so that its code path can
+be run: neither model was trained on dialogue.
+
+| | target | draft |
+|---|---|---|
+| parameters | {target_parameters:,} | {draft_parameters:,} |
+| held-out loss, nats a token | {target_loss:.3f} | {draft_loss:.3f} |
+| held-out loss, bits a byte | {target_bits:.3f} | {draft_bits:.3f} |
+
+Acceptance rate of the draft (probability that a proposed token is accepted given that those before
+it were), on text the target generates from 48 held-out prompts:
+
+| greedy | T=1, coupled | T=1, rejection |
+|---|---|---|
+| {greedy:.3f} | {coupled:.3f} | {rejection:.3f} |
+
+Trained on {train_files} files ({train_tokens:,} tokens) of Python {python}; {held_files} held-out
+files ({held_tokens:,} tokens) were never seen, and training files that share a tenth of their
+four-line runs with one of them were removed. {target_steps:,} + {draft_steps:,} steps of 6,144
+tokens in {minutes:.0f} minutes of wall clock on {device}; seed {seed}. Context {context} tokens.
+""".format(**figures)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=90, help="wall clock for both models (default 90)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("-o", "--output", type=Path, default=ROOT / "models" / "demo-hf")
+    parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out (no C++ compiler)")
+    args = parser.parse_args()
+    torch.manual_seed(args.seed)
+    work = args.output.parent / (args.output.name + ".training")
+    work.mkdir(parents=True, exist_ok=True)
+
+    train_files, held_files = split_files()
+    tokenizer_file = work / "tokenizer"
+    if tokenizer_file.exists():
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(tokenizer_file)
+    else:
+        tokenizer = train_tokenizer([text for _, text in train_files])
+        tokenizer.save_pretrained(tokenizer_file)
+
+    def corpus_of(files: list[tuple[str, str]]) -> Corpus:
+        encoded = tokenizer([text for _, text in files], add_special_tokens=False)["input_ids"]
+        return Corpus([np.array([*ids, 0], dtype=np.uint16) for ids in encoded])  # pyright: ignore
+
+    corpus, held_out = corpus_of(train_files), corpus_of(held_files)
+    train_tokens = sum(map(len, corpus.documents))
+    held_tokens = sum(map(len, held_out.documents))
+    print(f"{len(train_files)} files, {train_tokens:,} tokens; held out {len(held_files)}, {held_tokens:,}")
+    (work / "held_out.json").write_text(json.dumps([name for name, _ in held_files], indent=1), encoding="utf-8")
+
+    def compiled(function: Callable) -> Callable:
+        return function if args.no_compile else torch.compile(function, dynamic=False)
+
+    target = new_model("target")
+    loss = compiled(lambda batch: text_loss(target, batch))
+    train("target", target, loss, corpus, args.minutes * TARGET_SHARE, work / "target.pt", args.seed)
+    target.requires_grad_(False).eval()
+    draft = new_model("draft")
+    loss = compiled(lambda batch: distillation_loss(draft, target, batch))
+    draft_minutes = args.minutes * (1 - TARGET_SHARE)
+    train("draft", draft, loss, corpus, draft_minutes, work / "draft.pt", args.seed + 1)
+    draft.requires_grad_(False).eval()
+
+    held_bytes = sum(len(text.encode()) for _, text in held_files)
+    figures: dict[str, float | int | str] = {
+        "vocab": VOCAB, "context": MAX_POSITIONS, "seed": args.seed, "minutes": args.minutes,
+        "python": sysconfig.get_python_version(), "device": f"{DEVICE}, {torch.get_num_threads()} threads",
+        "train_files": len(train_files), "train_tokens": train_tokens,
+        "held_files": len(held_files), "held_tokens": held_tokens,
+    }  # fmt: skip
+    for kind, model in (("target", target), ("draft", draft)):
+        write_model(model, tokenizer, args.output / kind)
+        model.float()  # the card speaks of the bf16 weights as they are shipped
+        nats = held_out_loss(model, held_out)
+        figures[f"{kind}_loss"] = nats
+        figures[f"{kind}_bits"] = nats * held_tokens / held_bytes / math.log(2)
+        figures[f"{kind}_parameters"] = model.num_parameters()
+        figures[f"{kind}_steps"] = torch.load(work / f"{kind}.pt", weights_only=True)["step"]
+    figures |= acceptance(target, draft, held_out, sample=False, seed=args.seed)
+    figures |= acceptance(target, draft, held_out, sample=True, seed=args.seed)
+    card = model_card(figures)
+    (args.output / "README.md").write_text(card, encoding="utf-8")
+    print(card)
+
+
+if __name__ == "__main__":
+    main()
