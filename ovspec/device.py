@@ -1,0 +1,108 @@
+"""From what the user calls a device to a checked OpenVINO device name and compile properties."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import openvino as ov
+import platformdirs
+
+from ovspec.errors import OvspecError
+
+PRECISIONS = ("f32", "bf16", "f16")
+KV_PRECISIONS = ("f32", "bf16", "f16", "u8")
+
+
+@dataclass(frozen=True)
+class DeviceOptions:
+    """Where and how a model is compiled; ``None`` leaves a choice to the OpenVINO plugin.
+
+    ``device`` is CPU, GPU, GPU.N, AUTO or AUTO:X,Y; ``precision`` and ``kv_precision`` are the
+    arithmetic and the KV cache's type; ``properties`` are handed to OpenVINO as they are and win
+    over everything else.
+    """
+
+    device: str = "CPU"
+    precision: str | None = None
+    kv_precision: str | None = None
+    threads: int | None = None
+    properties: dict[str, str] = field(default_factory=dict)
+    cache_dir: Path | None = None
+
+
+@functools.cache
+def core() -> ov.Core:
+    """The process's one OpenVINO core."""
+    return ov.Core()
+
+
+def default_cache_dir() -> Path:
+    return Path(platformdirs.user_cache_dir("ovspec", appauthor=False))
+
+
+def available_devices() -> list[tuple[str, str]]:
+    """(name, description) of every device that can be used now."""
+    return [(name, str(core().get_property(name, "FULL_DEVICE_NAME"))) for name in core().available_devices]
+
+
+def check_device(device: str) -> str:
+    """The device's OpenVINO name, in capitals.
+
+    Raises:
+        OvspecError: no such device here; says which there are, and what a missing GPU needs.
+    """
+    name = device.upper()
+    base, _, listed = name.partition(":")
+    wanted = [part.lstrip("-") for part in listed.split(",")] if listed else [base]
+    if base not in ("AUTO", "HETERO") and listed:
+        raise OvspecError(f"--device {device}: only AUTO and HETERO take a list of devices, as in AUTO:GPU,CPU.")
+    if wanted == ["AUTO"]:
+        return name
+    present = core().available_devices
+    for part in wanted:
+        if part in present or (part == "GPU" and any(p.startswith("GPU.") for p in present)):
+            continue
+        if part == "GPU.0" and "GPU" in present:
+            continue
+        reason = "no such device"
+        if part.startswith("GPU") and not any(p.startswith("GPU") for p in present):
+            reason = (
+                "no GPU driver found (on Linux it is the package intel-opencl-icd, on Windows Intel's graphics driver)"
+            )
+        raise OvspecError(f"--device {device}: {reason}; available here: {', '.join(present)}.")
+    return name
+
+
+def compile_properties(options: DeviceOptions) -> dict[str, str]:
+    """The properties for ``Core.compile_model``."""
+    properties = {
+        "PERFORMANCE_HINT": "LATENCY",
+        "CACHE_DIR": str(options.cache_dir or default_cache_dir() / "compiled"),
+    }
+    if options.device.upper().startswith("AUTO"):
+        # The KV cache lives in the request: it must not start on the CPU and move away.
+        properties["ENABLE_STARTUP_FALLBACK"] = "NO"
+    if options.precision:
+        properties["INFERENCE_PRECISION_HINT"] = options.precision
+    kv_precision = options.kv_precision or unquantised_kv_precision(options)
+    if kv_precision:
+        properties["KV_CACHE_PRECISION"] = kv_precision
+    if options.threads:
+        properties["INFERENCE_NUM_THREADS"] = str(options.threads)
+    return properties | options.properties
+
+
+def unquantised_kv_precision(options: DeviceOptions) -> str | None:
+    """The KV cache's default type: that of the arithmetic, so that rolling back and refeeding is exact.
+
+    The CPU plugin's own default for compressed weights, u8, is not (see ARCHITECTURE.md).
+    None where the device doesn't say what it computes in.
+    """
+    if check_device(options.device) != "CPU":
+        return None
+    if options.precision:
+        return options.precision
+    default = core().get_property("CPU", "INFERENCE_PRECISION_HINT")
+    return {ov.Type.f32: "f32", ov.Type.bf16: "bf16", ov.Type.f16: "f16"}.get(default)

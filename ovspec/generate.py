@@ -1,0 +1,220 @@
+"""The text level: from rounds of tokens to pieces of text, stop strings, results and statistics."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Literal
+
+from ovspec.decoder import Decoder
+from ovspec.drafting import Drafter
+from ovspec.sampling import greedy
+from ovspec.sequence import Sequence, common_prefix
+from ovspec.speculation import Verdict, speculate, uninterrupted
+from ovspec.tokenizer import Detokenizer
+
+FinishReason = Literal["stop", "length", "eos", "cancelled"]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What one round added to the text. ``finish_reason`` is None until the last piece."""
+
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason | None = None
+
+
+@dataclass
+class Stats:
+    """Counts are tokens, times milliseconds of wall clock.
+
+    ``ttft_ms`` runs from the call to the first token, ``tpot_ms`` is the mean time of each later one.
+    ``target_ms`` and ``draft_ms`` are spent in inference, ``other_ms`` is all the rest. In a batch,
+    times are those of the whole batch until the row was finished.
+    """
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    generated_tokens: int = 0
+    ttft_ms: float = 0.0
+    tpot_ms: float = 0.0
+    rounds: int = 0
+    proposed: int = 0
+    accepted: int = 0
+    reached: int = 0  # proposed tokens that were compared: all before them were accepted
+    accepted_by_position: list[int] = field(default_factory=list)
+    target_ms: float = 0.0
+    draft_ms: float = 0.0
+    other_ms: float = 0.0
+    rollback: str = ""
+    device: str = ""
+    draft_device: str | None = None
+
+    @property
+    def acceptance_rate(self) -> float | None:
+        """Probability that a proposed token is accepted given that those before it were."""
+        return self.accepted / self.reached if self.reached else None
+
+    def count(self, verdict: Verdict) -> None:
+        self.rounds += 1
+        self.proposed += verdict.proposed
+        self.accepted += verdict.accepted
+        self.reached += min(verdict.accepted + 1, verdict.proposed)
+        for position in range(verdict.accepted):
+            if position == len(self.accepted_by_position):
+                self.accepted_by_position.append(0)
+            self.accepted_by_position[position] += 1
+
+
+@dataclass(frozen=True)
+class Result:
+    """``token_ids`` holds what was generated, the EOS that ended it included; ``text`` leaves out the stop string."""
+
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason
+    stats: Stats
+
+
+class StopStrings:
+    """Holds text back while it may be the beginning of a stop string."""
+
+    def __init__(self, stops: list[str]) -> None:
+        self._stops = stops
+        self._held = ""
+
+    def push(self, text: str) -> tuple[str, bool]:
+        """(text that may be shown, whether a stop string was found right behind it)"""
+        self._held += text
+        found = [at for stop in self._stops if (at := self._held.find(stop)) >= 0]
+        if found:
+            shown, self._held = self._held[: min(found)], ""
+            return shown, True
+        keep = max((self._overlap(stop) for stop in self._stops), default=0)
+        end = len(self._held) - keep
+        shown, self._held = self._held[:end], self._held[end:]
+        return shown, False
+
+    def flush(self) -> str:
+        shown, self._held = self._held, ""
+        return shown
+
+    def _overlap(self, stop: str) -> int:
+        """Length of the longest end of the held text that ``stop`` begins with."""
+        most = min(len(stop) - 1, len(self._held))
+        return next((n for n in range(most, 0, -1) if stop.startswith(self._held[-n:])), 0)
+
+
+class Row:
+    """One text in the making: its tokens, what they say so far, and when it ends.
+
+    Args:
+        sequence: prompt and, as rounds commit to it, what follows.
+        max_tokens: tokens to generate at most.
+        stop: strings that end the text and are left out of it.
+        eos: ids that end the text.
+    """
+
+    def __init__(
+        self, sequence: Sequence, detokenizer: Detokenizer, max_tokens: int, stop: list[str], eos: frozenset[int]
+    ) -> None:
+        self.sequence = sequence
+        self.text = ""
+        self.finish_reason: FinishReason | None = None
+        self.stats = Stats(prompt_tokens=len(sequence))
+        self._start, self._end = len(sequence), len(sequence) + max_tokens
+        self._detokenizer, self._stops, self._eos = detokenizer, StopStrings(stop), eos
+
+    @property
+    def token_ids(self) -> list[int]:
+        return self.sequence.tokens[self._start :].tolist()
+
+    def budget(self, lookahead: int) -> int:
+        """Tokens worth proposing. None before the first token: it must not wait for the drafter."""
+        length = len(self.sequence)
+        return min(lookahead, self._end - length - 1) if length > self._start else 0
+
+    def take(self, verdict: Verdict) -> Piece:
+        """Read what a round committed, up to where the text ends; later tokens are taken back."""
+        self.stats.count(verdict)
+        tokens = verdict.tokens.tolist()
+        begin = len(self.sequence) - len(tokens)
+        shown, used = "", 0
+        for used, token in enumerate(tokens, 1):
+            text, stopped = self._stops.push(self._detokenizer.push(token))
+            shown += text
+            if stopped:
+                self.finish_reason = "stop"
+            elif token in self._eos:
+                self.finish_reason = "eos"
+            elif begin + used == self._end:
+                self.finish_reason = "length"
+            if self.finish_reason:
+                break
+        self.sequence.rewind(begin + used)
+        if self.finish_reason in ("eos", "length"):
+            shown += self._rest()
+        self.text += shown
+        self.stats.generated_tokens = len(self.sequence) - self._start
+        return Piece(shown, tokens[:used], self.finish_reason)
+
+    def cancel(self) -> Piece:
+        """End the text where it is."""
+        self.finish_reason = "cancelled"
+        rest = self._rest()
+        self.text += rest
+        return Piece(rest, [], "cancelled")
+
+    def result(self) -> Result:
+        assert self.finish_reason
+        return Result(self.text, self.token_ids, self.finish_reason, self.stats)
+
+    def _rest(self) -> str:
+        shown, stopped = self._stops.push(self._detokenizer.flush())
+        return shown if stopped else shown + self._stops.flush()
+
+
+def generate_rows(
+    target: Decoder, drafter: Drafter | None, rows: list[Row], lookahead: int
+) -> Iterator[list[tuple[int, Piece]]]:
+    """Run rounds until every row is finished; yields (row, piece) for the rows of each round.
+
+    ``target`` and ``drafter`` hold one row for each of ``rows``. Finished rows leave the batch.
+    On Ctrl-C the round is finished, its pieces and then a last one "cancelled" are yielded, and
+    KeyboardInterrupt is raised.
+    """
+    began = time.perf_counter()
+    target_before, draft_before = target.seconds, drafter.seconds if drafter else 0.0
+    for i, row in enumerate(rows):
+        row.stats.cached_tokens = min(common_prefix(target.rows[i], row.sequence), len(row.sequence) - 1)
+
+    def note_times(stats: Stats) -> None:
+        elapsed = (time.perf_counter() - began) * 1e3
+        if stats.rounds == 1:  # it commits one token: nothing is proposed before the first
+            stats.ttft_ms = elapsed
+        if stats.generated_tokens > 1:
+            stats.tpot_ms = (elapsed - stats.ttft_ms) / (stats.generated_tokens - 1)
+        stats.target_ms = (target.seconds - target_before) * 1e3
+        stats.draft_ms = (drafter.seconds - draft_before) * 1e3 if drafter else 0.0
+        stats.other_ms = elapsed - stats.target_ms - stats.draft_ms
+
+    active = list(range(len(rows)))
+    while active:
+        with uninterrupted() as interrupt:
+            budgets = [rows[i].budget(lookahead) for i in active]
+            verdicts = speculate(target, drafter, [rows[i].sequence for i in active], budgets, greedy)
+            pieces = [(i, rows[i].take(verdict)) for i, verdict in zip(active, verdicts, strict=True)]
+            for i in active:
+                note_times(rows[i].stats)
+            left = [place for place, i in enumerate(active) if not rows[i].finish_reason]
+            if left and len(left) < len(active):
+                target.reorder(left)
+                if drafter:
+                    drafter.reorder(left)
+        yield pieces
+        active = [active[place] for place in left]
+        if interrupt.pressed:
+            yield [(i, rows[i].cancel()) for i in active]
+            raise KeyboardInterrupt

@@ -1,0 +1,158 @@
+"""Read an exported IR: its inputs, its states and their axes; ask for logits only where they are read."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import openvino as ov
+from openvino import opset13 as ops
+
+from ovspec.device import DeviceOptions, check_device, compile_properties, core
+from ovspec.errors import OvspecError
+
+MODEL_FILE = "openvino_model.xml"
+# What may stand between the lm_head and the result without mixing positions (bias, scale, soft cap).
+ELEMENTWISE = {"Add", "Multiply", "Divide", "Subtract", "Tanh", "Convert", "Clamp"}
+
+
+@dataclass(frozen=True)
+class KVState:
+    """One variable of the model. ``sequence_axis`` is None where the state can't be cut (conv, SSM)."""
+
+    name: str
+    batch_axis: int
+    sequence_axis: int | None
+
+
+@dataclass
+class CompiledIR:
+    """A compiled language model and what drives it."""
+
+    folder: Path
+    compiled: ov.CompiledModel
+    device: str
+    states: list[KVState]
+    config: dict[str, Any]
+    inputs: dict[str, int]  # name -> index, for the fast setters
+    picks_logits: bool  # has the logits_idx input
+
+    @property
+    def context_length(self) -> int | None:
+        """Positions the model was made for, as its config says; None where the config is silent."""
+        names = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
+        return next((int(self.config[n]) for n in names if isinstance(self.config.get(n), int)), None)
+
+    @property
+    def sliding_window(self) -> int | None:
+        """Slots that the narrowest attention layer sees, None for full attention."""
+        window = self.config.get("sliding_window")
+        if not isinstance(window, int) or self.config.get("use_sliding_window") is False:
+            return None
+        return window
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file, {} where there is no such file."""
+    if not path.is_file():
+        return {}
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise OvspecError(f"{path}: not valid JSON ({error}); export the model again.") from None
+
+
+def check_ir_folder(folder: Path) -> None:
+    """Raises OvspecError where ``folder`` holds no exported language model, and says what it is instead."""
+    if not folder.is_dir():
+        raise OvspecError(f"{folder}: no such folder; name a folder made by 'ovspec export' or optimum-cli.")
+    if (folder / MODEL_FILE).is_file():
+        return
+    if list(folder.glob("*.safetensors")) or list(folder.glob("pytorch_model*.bin")):
+        raise OvspecError(f"{folder}: a Hugging Face checkpoint, not an IR; run 'ovspec export {folder} -o DIR' first.")
+    raise OvspecError(f"{folder}: no {MODEL_FILE} in it; name a folder made by 'ovspec export' or optimum-cli.")
+
+
+def kv_states(model: ov.Model) -> list[KVState]:
+    """The model's variables with their axes. ``beam_idx`` gathers along the batch axis of each."""
+    batch_axes = {}
+    for op in model.get_ops():
+        if op.get_type_name() == "ReadValue":
+            for use in op.output(0).get_target_inputs():
+                gather = use.get_node()
+                if gather.get_type_name() == "Gather" and use.get_index() == 0:
+                    axis = gather.input_value(2).get_node()
+                    if axis.get_type_name() == "Constant":
+                        batch_axes[op.get_variable_id()] = int(axis.get_data().item())  # type: ignore[attr-defined]
+    states = []
+    for variable in model.get_variables():
+        info = variable.info
+        batch_axis = batch_axes.get(info.variable_id, 0)
+        dynamic = [i for i, d in enumerate(info.data_shape) if d.is_dynamic and i != batch_axis]
+        cuttable = len(dynamic) == 1 and len(info.data_shape) == 4
+        states.append(KVState(info.variable_id, batch_axis, dynamic[0] if cuttable else None))
+    return sorted(states, key=lambda state: state.name)
+
+
+def pick_logits(model: ov.Model) -> bool:
+    """Add the input ``logits_idx`` [?] i64: flat (row * width + column) places whose logits are computed.
+
+    The hidden states are gathered in front of the lm_head, so ``logits`` becomes [1, places, vocab].
+    Returns False, and leaves the model as it was, where the lm_head is not found.
+    """
+    node = model.output("logits").get_node().input_value(0).get_node()
+    while node.get_type_name() in ELEMENTWISE:
+        sources = [node.input_value(i).get_node() for i in range(node.get_input_size())]
+        moving = [source for source in sources if source.get_type_name() not in ("Constant", "Convert")]
+        if len(moving) != 1:
+            return False
+        node = moving[0]
+    if node.get_type_name() != "MatMul":
+        return False
+    hidden = node.input_value(0)
+    shape = hidden.get_partial_shape()
+    if shape.rank.get_length() != 3 or shape[2].is_dynamic:
+        return False
+    index = ops.parameter([-1], ov.Type.i64, name="logits_idx")
+    index.output(0).get_tensor().set_names({"logits_idx"})
+    flat = ops.reshape(hidden, ops.constant([-1, shape[2].get_length()], dtype=ov.Type.i64), special_zero=False)
+    picked = ops.gather(flat, index, ops.constant(0, dtype=ov.Type.i64))
+    node.input(0).replace_source_output(ops.unsqueeze(picked, ops.constant(0, dtype=ov.Type.i64)).output(0))
+    model.add_parameters([index])
+    model.validate_nodes_and_infer_types()
+    return True
+
+
+def compile_ir(folder: Path, options: DeviceOptions) -> CompiledIR:
+    """Read, rewrite and compile the language model in ``folder``.
+
+    Raises:
+        OvspecError: no IR there, not a stateful text model, no such device, or a property it refuses.
+    """
+    check_ir_folder(folder)
+    device = check_device(options.device)
+    try:
+        model = core().read_model(folder / MODEL_FILE)
+    except RuntimeError as error:
+        raise OvspecError(f"{folder / MODEL_FILE}: cannot be read ({last_line(error)}); export it again.") from None
+    states = kv_states(model)
+    names = {name for port in model.inputs for name in port.names}
+    if not states or not {"input_ids", "attention_mask", "beam_idx"} <= names:
+        raise OvspecError(
+            f"{folder}: not a stateful text-generation model; export it with the task text-generation-with-past."
+        )
+    picks = pick_logits(model)
+    try:
+        compiled = core().compile_model(model, device, compile_properties(options))
+    except RuntimeError as error:
+        raise OvspecError(f"{folder}: {device} cannot compile it ({last_line(error)}).") from None
+    inputs = {port.get_any_name(): i for i, port in enumerate(compiled.inputs)}
+    return CompiledIR(folder, compiled, device, states, read_json(folder / "config.json"), inputs, picks)
+
+
+def last_line(error: Exception) -> str:
+    """The last line of an OpenVINO error: the others name source files of OpenVINO."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[-1].rstrip(".") if lines else type(error).__name__

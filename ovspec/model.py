@@ -1,0 +1,302 @@
+"""LanguageModel: puts decoders, tokenizer and manifest together. Nothing below imports it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypedDict, Unpack, overload
+
+import numpy as np
+
+from ovspec.decoder import COMPACT_AT, Decoder, StatefulDecoder, probe_rollback
+from ovspec.device import DeviceOptions
+from ovspec.drafting import Drafter
+from ovspec.drafting.draft_model import DraftModel
+from ovspec.errors import OvspecError
+from ovspec.generate import Piece, Result, Row, generate_rows
+from ovspec.ir import CompiledIR, check_ir_folder, compile_ir, read_json
+from ovspec.kv import Rollback
+from ovspec.manifest import DRAFT_FOLDER, ExportedModel, read_manifest
+from ovspec.sequence import Sequence
+from ovspec.session import Session, TextStream
+from ovspec.tokenizer import Message, Tokenizer, chat_template
+from ovspec.vocabulary import check_same_vocabulary
+
+DEFAULT_LOOKAHEAD = 4
+DEFAULT_MAX_TOKENS = 256
+
+# A text, token ids, or chat messages for the model's chat template.
+Prompt = str | list[int] | np.ndarray | list[Message]
+
+
+class GenerateOptions(TypedDict, total=False):
+    """What every generating call takes.
+
+    max_tokens: tokens to generate at most; by default the generation config's ``max_new_tokens``
+        or 256, and never past the model's context. Asking for more than fits is an error.
+    stop: one string or several; the text ends in front of the first that appears.
+    ignore_eos: go on after an end-of-sequence token.
+    lookahead: tokens proposed each round, 0 for plain decoding; by default the model's.
+    """
+
+    max_tokens: int | None
+    stop: str | list[str]
+    ignore_eos: bool
+    lookahead: int | None
+
+
+@dataclass
+class Engine:
+    """The decoders of one session or batch."""
+
+    target: Decoder
+    drafter: Drafter | None
+
+    def reset(self, rows: int) -> None:
+        self.target.reset(rows)
+        if self.drafter:
+            self.drafter.reset(rows)
+
+
+@dataclass
+class LoadedIR:
+    """A compiled model, how it rolls back, and when its cache is compacted."""
+
+    ir: CompiledIR
+    rollback: Rollback
+    compact_at: int
+
+    def decoder(self, vocab_size: int | None) -> Decoder:
+        return StatefulDecoder(self.ir, self.rollback, vocab_size, self.compact_at)
+
+
+class LanguageModel:
+    """A loaded model, with or without a draft; made by ``ovspec.load``."""
+
+    def __init__(self, folder: Path, target: LoadedIR, draft: LoadedIR | None, lookahead: int) -> None:
+        self.folder, self.lookahead = folder, lookahead
+        self.tokenizer = Tokenizer(folder)
+        self._target, self._draft = target, draft
+        self._idle: list[Engine] = []
+        self._generation_config = read_json(folder / "generation_config.json")
+
+    # ------------------------------------------------------------ generating
+
+    @overload
+    def generate(self, prompt: list[str] | list[list[int]], **options: Unpack[GenerateOptions]) -> list[Result]: ...
+    @overload
+    def generate(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Result: ...
+    def generate(self, prompt: Any, **options: Unpack[GenerateOptions]) -> Result | list[Result]:
+        """Continue ``prompt``, or each of a list of prompts as one batch; see ``GenerateOptions``.
+
+        Raises:
+            OvspecError: an empty prompt, or one that doesn't fit the model's context.
+        """
+        if isinstance(prompt, list) and prompt and isinstance(prompt[0], (str, list, np.ndarray)):
+            return self._generate_batch(prompt, options)
+        return self.stream(prompt, **options).result()
+
+    def stream(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> TextStream:
+        """As ``generate``, piece by piece: ``for piece in lm.stream("def "): print(piece.text)``."""
+        session = self.session()
+        session.append(prompt)
+        inner = session.stream(**options)
+
+        def pieces() -> Iterator[Piece]:
+            with session:
+                yield from inner
+
+        return TextStream(pieces(), inner.row)
+
+    def session(self) -> Session:
+        """A text whose KV cache is kept between calls."""
+        return Session(self, self._engine())
+
+    def _generate_batch(self, prompts: list[Any], options: GenerateOptions) -> list[Result]:
+        rows = [self.row(Sequence(self.encode(prompt)), options) for prompt in prompts]
+        lookahead = self.lookahead_of(options)
+        engine = self._engine()
+        engine.reset(len(rows))
+        try:
+            for _ in generate_rows(engine.target, engine.drafter if lookahead else None, rows, lookahead):
+                pass
+        finally:
+            self.release(engine)
+        return [row.result() for row in rows]
+
+    def next_logits(self, prompt: Prompt) -> np.ndarray:
+        """The target's logits (vocab,) float32 for the token after ``prompt``."""
+        engine = self._engine()
+        engine.reset(1)
+        logits = engine.target.feed([self.encode(prompt)], [1])[0][0].copy()
+        self.release(engine)
+        return logits
+
+    # ------------------------------------------------------------ for sessions
+
+    def encode(self, prompt: Prompt, begins: bool = True) -> np.ndarray:
+        """(n,) int64. ``begins``: the prompt starts a text and gets the model's BOS where it has one."""
+        if isinstance(prompt, str):
+            return self.tokenizer.encode(prompt, special=begins)
+        if len(prompt) and isinstance(prompt[0], Mapping):
+            # The template spells out the special tokens itself.
+            return self.tokenizer.encode(chat_template(self.folder).render(list(prompt)), special=False)  # type: ignore[arg-type]
+        ids = np.asarray(prompt, dtype=np.int64)
+        size = self.tokenizer.size
+        bad = ids[(ids < 0) | (ids >= size)] if size else ids[ids < 0]
+        if len(bad):
+            raise OvspecError(f"Token id {bad[0]} is not in the vocabulary (0 to {(size or 0) - 1}).")
+        return ids
+
+    def row(self, sequence: Sequence, options: GenerateOptions) -> Row:
+        """A row that continues ``sequence`` as ``options`` say; raises OvspecError where they can't be met."""
+        unknown = options.keys() - GenerateOptions.__annotations__.keys()
+        if unknown:
+            raise TypeError(
+                f"unknown option {sorted(unknown)[0]!r}; there are {', '.join(GenerateOptions.__annotations__)}"
+            )
+        if not len(sequence):
+            bos = self._generation_config.get("bos_token_id")
+            if bos is None:
+                raise OvspecError("The prompt is empty, and this model has no token to begin a text with.")
+            sequence.commit([bos])
+        stop = options.get("stop") or []
+        stop = [stop] if isinstance(stop, str) else list(stop)
+        if not all(stop):
+            raise OvspecError("A stop string is empty; leave it out.")
+        eos = frozenset() if options.get("ignore_eos") else self.eos_ids
+        max_tokens = self._max_tokens(len(sequence), options.get("max_tokens"))
+        row = Row(sequence, self.tokenizer.detokenizer(), max_tokens, stop, eos)
+        row.stats.rollback, row.stats.device = self._target.rollback, self._target.ir.device
+        row.stats.draft_device = self._draft.ir.device if self._draft and self.lookahead_of(options) else None
+        return row
+
+    def lookahead_of(self, options: GenerateOptions) -> int:
+        """Tokens to propose each round; 0 without a drafter."""
+        wanted = options.get("lookahead")
+        if wanted is not None and wanted < 0:
+            raise OvspecError(f"lookahead is {wanted}; it must be 0 or more.")
+        if not self._draft:
+            return 0
+        return self.lookahead if wanted is None else wanted
+
+    def release(self, engine: Engine) -> None:
+        """Take an engine back for the next session."""
+        self._idle.append(engine)
+
+    @property
+    def eos_ids(self) -> frozenset[int]:
+        """The ids that end a text, from the generation config or else the model's config."""
+        for config in (self._generation_config, self._target.ir.config):
+            eos = config.get("eos_token_id")
+            if eos is not None:
+                return frozenset(eos if isinstance(eos, list) else [eos])
+        return frozenset()
+
+    def _max_tokens(self, prompt: int, wanted: int | None) -> int:
+        if wanted is not None and wanted < 1:
+            raise OvspecError(f"max_tokens is {wanted}; it must be at least 1.")
+        context = self._target.ir.context_length
+        left = context - prompt if context else None
+        if left is not None and left < (wanted or 1):
+            raise OvspecError(
+                f"The prompt has {prompt} tokens and {wanted or 1} more are asked for, but the model's context "
+                f"is {context}; shorten the prompt or lower max_tokens."
+            )
+        default = self._generation_config.get("max_new_tokens") or DEFAULT_MAX_TOKENS
+        return wanted or (min(default, left) if left is not None else default)
+
+    def _engine(self) -> Engine:
+        if self._idle:
+            return self._idle.pop()
+        size = self.tokenizer.size
+        draft = self._draft
+        drafter = DraftModel(draft.decoder(size)) if draft else None
+        return Engine(self._target.decoder(size), drafter)
+
+
+# ---------------------------------------------------------------- loading
+
+
+def embedded_pair() -> Path:
+    """The demo pair of a source checkout."""
+    folder = Path(__file__).resolve().parent.parent / "models" / "demo"
+    if not folder.is_dir():
+        raise OvspecError("This installation has no embedded model; name a folder made by 'ovspec export'.")
+    return folder
+
+
+def load(
+    model: str | Path | None = None,
+    draft: bool | str | Path | None = None,
+    *,
+    device: str = "CPU",
+    draft_device: str | None = None,
+    precision: str | None = None,
+    kv_precision: str | None = None,
+    threads: int | None = None,
+    properties: dict[str, str] | None = None,
+    cache_dir: str | Path | None = None,
+    lookahead: int = DEFAULT_LOOKAHEAD,
+    compact_at: int = COMPACT_AT,
+    export: bool = False,
+) -> LanguageModel:
+    """Load an exported model.
+
+    Args:
+        model: a folder made by ``ovspec export`` or plain optimum-cli; the embedded pair by default.
+            With ``export=True`` also a Hugging Face checkpoint (folder or hub id).
+        draft: True for the draft exported beside the target, or the folder of another one.
+        device: CPU, GPU, GPU.N, AUTO or AUTO:X,Y.
+        draft_device: the draft's own; by default the same.
+        precision: arithmetic, f32, bf16 or f16; by default what the device prefers.
+        kv_precision: type of the KV cache, f32, bf16, f16 or u8; by default that of the arithmetic.
+        threads: CPU threads; by default what OpenVINO takes.
+        properties: OpenVINO properties, which win over all the above.
+        cache_dir: where compiled models are kept; by default the user's cache folder.
+        lookahead: tokens the draft proposes each round.
+        compact_at: dead slots at which the KV cache is compacted.
+        export: export ``model`` (and a ``draft`` given by name) into the cache first, unless done before.
+
+    Raises:
+        OvspecError: with one sentence that says what to do.
+    """
+    if export:
+        if model is None:
+            raise OvspecError("export=True needs the model to export: a checkpoint folder or a hub id.")
+        from ovspec.exporting import export_to_cache
+
+        folder = export_to_cache(str(model), None if draft in (None, True, False) else str(draft))
+        draft = bool(draft)
+    else:
+        folder = Path(model) if model is not None else embedded_pair()
+    check_ir_folder(folder)
+    options = DeviceOptions(
+        device, precision, kv_precision, threads, properties or {}, Path(cache_dir) if cache_dir else None
+    )
+    manifest = read_manifest(folder)
+    target = _load_ir(folder, options, manifest.target if manifest else None, compact_at)
+    if not draft:
+        return LanguageModel(folder, target, None, 0)
+    if draft is True:
+        draft_folder = folder / DRAFT_FOLDER
+        if not draft_folder.is_dir():
+            raise OvspecError(f"{folder}: it was exported without a draft; name one, or export with --draft.")
+    else:
+        draft_folder = Path(draft)
+        check_ir_folder(draft_folder)
+    if not (draft is True and manifest and manifest.draft):
+        check_same_vocabulary(folder, draft_folder)
+    draft_options = replace(options, device=draft_device or device)
+    exported = manifest.draft if draft is True and manifest else None
+    return LanguageModel(folder, target, _load_ir(draft_folder, draft_options, exported, compact_at), lookahead)
+
+
+def _load_ir(folder: Path, options: DeviceOptions, exported: ExportedModel | None, compact_at: int) -> LoadedIR:
+    ir = compile_ir(folder, options)
+    if exported and exported.rollback in ("mask", "trim"):
+        rollback: Rollback = "mask" if exported.rollback == "mask" else "trim"
+    else:
+        rollback = probe_rollback(ir)
+    return LoadedIR(ir, rollback, compact_at)

@@ -1,0 +1,248 @@
+"""Text to token ids and back: the OpenVINO tokenizer, the byte vocabulary, the chat template."""
+
+from __future__ import annotations
+
+import codecs
+import functools
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import openvino as ov
+import openvino_tokenizers
+
+from ovspec.device import core
+from ovspec.errors import OvspecError
+from ovspec.ir import read_json
+
+Message = dict[str, Any]  # {"role": ..., "content": ...}
+
+
+@functools.cache
+def _string_ops() -> ov.Core:
+    """The core, knowing the string operations that tokenizer IRs are made of."""
+    core().add_extension(str(openvino_tokenizers._ext_path))
+    return core()
+
+
+def _request(path: Path) -> ov.InferRequest:
+    if not path.is_file():
+        raise OvspecError(f"{path.parent}: no {path.name} in it; export the model again with openvino-tokenizers.")
+    try:
+        return _string_ops().compile_model(path, "CPU").create_infer_request()
+    except RuntimeError as error:
+        raise OvspecError(f"{path}: cannot be compiled ({str(error).splitlines()[-1]}); export it again.") from None
+
+
+# ---------------------------------------------------------------- bytes
+
+
+def byte_level_alphabet() -> dict[str, int]:
+    """Character -> byte of byte-level BPE (GPT-2): printable bytes stand for themselves, the others follow at 256."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+def byte_vocabulary(tokenizer_json: dict[str, Any]) -> list[bytes | None] | None:
+    """What each id adds to the text, from a ``tokenizer.json``; None for ids that have no token.
+
+    Special tokens add nothing. Returns None for kinds of decoder that do not map tokens to bytes one by one.
+    """
+    model, decoder = tokenizer_json.get("model", {}), tokenizer_json.get("decoder") or {}
+    steps = decoder.get("decoders", [decoder])
+    kinds = {step.get("type") for step in steps}
+    pieces = model.get("vocab")
+    if kinds == {"ByteLevel"} and isinstance(pieces, dict):
+        alphabet = byte_level_alphabet()
+
+        def to_bytes(piece: str) -> bytes:
+            if all(c in alphabet for c in piece):
+                return bytes(alphabet[c] for c in piece)
+            return piece.encode()
+
+    elif kinds <= {"Replace", "ByteFallback", "Fuse", "Strip"} and "ByteFallback" in kinds and isinstance(pieces, dict):
+
+        def to_bytes(piece: str) -> bytes:
+            if len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
+                return bytes([int(piece[3:5], 16)])
+            return piece.replace("\N{LOWER ONE EIGHTH BLOCK}", " ").encode()
+
+    else:
+        return None
+    added = {token["id"]: token for token in tokenizer_json.get("added_tokens", [])}
+    vocabulary: list[bytes | None] = [None] * (max([*pieces.values(), *added]) + 1)
+    for piece, index in pieces.items():
+        vocabulary[index] = to_bytes(piece)
+    for index, token in added.items():
+        vocabulary[index] = b"" if token.get("special") else token["content"].encode()
+    return vocabulary
+
+
+# ---------------------------------------------------------------- tokenizer
+
+
+class Tokenizer:
+    """The tokenizer of an exported model.
+
+    Args:
+        folder: holds ``openvino_tokenizer.xml``, ``openvino_detokenizer.xml`` and, for most models,
+            ``tokenizer.json``, from which the byte vocabulary is read.
+
+    Raises:
+        OvspecError: a file is missing or broken.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._encoder = _request(folder / "openvino_tokenizer.xml")
+        self.vocabulary = byte_vocabulary(read_json(folder / "tokenizer.json"))
+        empty, one = self._encode(""), self._encode("a")
+        # What encoding puts around every text (BOS in front for some models, EOS behind for few).
+        self._prefix = next((i for i, (a, b) in enumerate(zip(empty, one, strict=False)) if a != b), len(empty))
+        self._suffix = len(empty) - self._prefix
+
+    @property
+    def size(self) -> int | None:
+        """Ids that the tokenizer knows; None where there is no byte vocabulary."""
+        return len(self.vocabulary) if self.vocabulary else None
+
+    def encode(self, text: str, special: bool = True) -> np.ndarray:
+        """(n,) int64. ``special``: with the BOS and EOS that the model's tokenizer adds."""
+        try:
+            ids = self._encode(text)
+        except UnicodeEncodeError:
+            raise OvspecError("The prompt is not valid Unicode: it holds half of a surrogate pair.") from None
+        return ids if special else ids[self._prefix : len(ids) - self._suffix]
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        """The text of ``tokens`` as it stands inside a longer one; special tokens left out."""
+        detokenizer = self.detokenizer()
+        return "".join([detokenizer.push(int(token)) for token in tokens]) + detokenizer.flush()
+
+    def detokenizer(self) -> Detokenizer:
+        if self.vocabulary:
+            return ByteDetokenizer(self.vocabulary)
+        return WindowDetokenizer(self._decoder)
+
+    def _encode(self, text: str) -> np.ndarray:
+        text.encode()  # a lone surrogate would end in a crash further down
+        self._encoder.set_input_tensor(0, ov.Tensor([text]))
+        self._encoder.infer()
+        return self._encoder.get_tensor("input_ids").data[0].astype(np.int64)
+
+    @functools.cached_property
+    def _decoder(self) -> ov.InferRequest:
+        return _request(self.folder / "openvino_detokenizer.xml")
+
+
+class Detokenizer:
+    """Text as it grows; never half a character."""
+
+    def push(self, token: int) -> str:
+        """The text that ``token`` completes, which may be none."""
+        raise NotImplementedError
+
+    def flush(self) -> str:
+        """What is left at the end: a replacement character for a character that was cut off."""
+        raise NotImplementedError
+
+
+class ByteDetokenizer(Detokenizer):
+    """Tokens are bytes; UTF-8 says where a character ends."""
+
+    def __init__(self, vocabulary: list[bytes | None]) -> None:
+        self._vocabulary = vocabulary
+        self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def push(self, token: int) -> str:
+        known = token < len(self._vocabulary)
+        return self._utf8.decode((self._vocabulary[token] if known else None) or b"")
+
+    def flush(self) -> str:
+        return self._utf8.decode(b"", final=True)
+
+
+class WindowDetokenizer(Detokenizer):
+    """For vocabularies that are not bytes: decode a window that slides, print what it adds."""
+
+    def __init__(self, request: ov.InferRequest) -> None:
+        self._request = request
+        self._tokens: list[int] = []
+        self._start = 0  # tokens before it can't change the text of those behind
+        self._shown = ""  # text of the window that was returned
+
+    def _window(self) -> str:
+        ids = np.array([self._tokens[self._start :]], dtype=np.int64)
+        self._request.set_input_tensor(0, ov.Tensor(ids))
+        self._request.infer()
+        return str(self._request.get_output_tensor(0).str_data[0])
+
+    def push(self, token: int) -> str:
+        self._tokens.append(token)
+        text = self._window()
+        if len(text) <= len(self._shown) or text.endswith("\N{REPLACEMENT CHARACTER}"):
+            return ""
+        new = text[len(self._shown) :]
+        self._start = max(self._start, len(self._tokens) - 8)
+        self._shown = self._window()
+        return new
+
+    def flush(self) -> str:
+        text = self._window() if self._tokens else ""
+        new, self._shown = text[len(self._shown) :], text
+        return new
+
+
+# ---------------------------------------------------------------- chat
+
+
+@dataclass(frozen=True)
+class ChatTemplate:
+    """A model's Jinja chat template with the variables that Hugging Face hands to it."""
+
+    source: str
+    special_tokens: dict[str, str]
+
+    def render(self, messages: list[Message]) -> str:
+        """The prompt for ``messages``, open for the assistant's answer; runs in Jinja's sandbox.
+
+        Raises:
+            OvspecError: the template fails or refuses these messages.
+        """
+        import jinja2
+        from jinja2.ext import loopcontrols
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+        def refuse(message: str) -> None:
+            raise jinja2.TemplateError(message)
+
+        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+        environment.globals["raise_exception"] = refuse
+        environment.policies["json.dumps_kwargs"] = {"ensure_ascii": False, "sort_keys": False}
+        try:
+            template = environment.from_string(self.source)
+            return template.render(messages=messages, add_generation_prompt=True, **self.special_tokens)
+        except jinja2.TemplateError as error:
+            raise OvspecError(f"The model's chat template refuses these messages: {error}.") from None
+
+
+def chat_template(folder: Path) -> ChatTemplate:
+    """The chat template in an exported folder.
+
+    Raises:
+        OvspecError: the model has none.
+    """
+    config = read_json(folder / "tokenizer_config.json")
+    source = config.get("chat_template")
+    if isinstance(source, list):  # several named templates
+        source = {entry["name"]: entry["template"] for entry in source}.get("default")
+    if (folder / "chat_template.jinja").is_file():
+        source = (folder / "chat_template.jinja").read_text(encoding="utf-8")
+    if not source:
+        raise OvspecError(f"{folder}: this model has no chat template; leave --chat out and give a raw prompt.")
+    special = {name: config.get(name) for name in ("bos_token", "eos_token", "pad_token", "unk_token")}
+    texts = {name: value["content"] if isinstance(value, dict) else value for name, value in special.items()}
+    return ChatTemplate(source, {name: value for name, value in texts.items() if value})
