@@ -1,0 +1,12 @@
+"""From a Hugging Face pair to OpenVINO IR: the only part of ovspec that needs torch and transformers."""
+
+from __future__ import annotations
+
+import importlib.util
+
+for _name in ("torch", "transformers", "optimum", "nncf"):
+    if importlib.util.find_spec(_name) is None:
+        raise ModuleNotFoundError(f"No module named {_name!r}", name=_name)
+
+from ovspec_export.export import Compression as Compression  # noqa: E402
+from ovspec_export.export import export_pair as export_pair  # noqa: E402
