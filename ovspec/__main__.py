@@ -1,0 +1,5 @@
+"""python -m ovspec"""
+
+from ovspec.cli import main
+
+main()

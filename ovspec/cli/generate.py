@@ -1,0 +1,137 @@
+"""ovspec generate"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ovspec.cli.options import runtime_options
+
+DRAFT_OF_THE_EXPORT = "the draft of the export"  # what a bare --draft stands for
+
+
+@click.command()
+@click.argument("arguments", nargs=-1, metavar="[DIR] [PROMPT]")
+@click.option("-p", "--prompt", "prompt_option", metavar="TEXT", help="The prompt, where DIR PROMPT is ambiguous.")
+@click.option("-f", "--file", "prompt_file", type=click.Path(), help="Read the prompt from a file; - is stdin.")
+@click.option("--token-ids", metavar="IDS", help="The prompt as token ids, separated by commas or spaces.")
+@click.option("--chat/--raw", default=False, help="Apply the model's chat template, or not.  [default: raw]")
+@click.option("--system", metavar="TEXT", help="System message; needs --chat.")
+@click.option(
+    "--draft",
+    is_flag=False,
+    flag_value=DRAFT_OF_THE_EXPORT,
+    metavar="[PATH|none]",
+    help="Speculate with the draft that was exported beside DIR, or with the one in PATH.",
+)
+@click.option("--lookahead", type=click.IntRange(min=0), help="Tokens proposed a round.  [default: 4]")
+@click.option("-n", "--max-tokens", type=int, help="Tokens to generate.  [default: the model's, or 256]")
+@click.option("--stop", multiple=True, metavar="TEXT", help="End in front of this text; may be repeated.")
+@click.option("--ignore-eos", is_flag=True, help="Go on after an end-of-sequence token.")
+@click.option("--stats", is_flag=True, help="Print statistics on stderr.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the text.")
+@click.option("--compare", is_flag=True, help="Generate without and with --draft; show both times, compare the texts.")
+@runtime_options
+def generate(
+    arguments: tuple[str, ...],
+    prompt_option: str | None,
+    prompt_file: str | None,
+    token_ids: str | None,
+    chat: bool,
+    system: str | None,
+    draft: str | None,
+    lookahead: int | None,
+    max_tokens: int | None,
+    stop: tuple[str, ...],
+    ignore_eos: bool,
+    stats: bool,
+    as_json: bool,
+    compare: bool,
+    **runtime: Any,
+) -> None:
+    """Continue PROMPT with the model in DIR (by default the embedded pair).
+
+    The prompt comes from the argument, --prompt, --file, --token-ids or stdin. Text goes to stdout,
+    statistics to stderr.
+
+    \b
+    Examples:
+      ovspec generate "def fib("
+      ovspec generate my-pair "import os" --draft --stats
+      git diff | ovspec generate my-pair -f - --draft --compare
+    """
+    if compare and draft is None:
+        draft = DRAFT_OF_THE_EXPORT
+    if draft is not None and draft != DRAFT_OF_THE_EXPORT and draft != "none" and not Path(draft).is_dir():
+        # '--draft "def f("': the option took what was meant as the prompt.
+        if prompt_option or prompt_file or token_ids or len(arguments) > 1 or looks_like_path(draft):
+            raise click.UsageError(f"--draft {draft}: no such folder; name an exported draft, or none.")
+        arguments, draft = (*arguments, draft), DRAFT_OF_THE_EXPORT
+    folder, text = split_arguments(arguments)
+    prompt = read_prompt(text, prompt_option, prompt_file, token_ids)
+    if system is not None and not chat:
+        raise click.UsageError("--system needs --chat.")
+    if chat:
+        if not isinstance(prompt, str):
+            raise click.UsageError("--chat needs a text, not --token-ids.")
+        messages = [{"role": "system", "content": system}] if system is not None else []
+        prompt = [*messages, {"role": "user", "content": prompt}]
+    if compare and draft == "none":
+        raise click.UsageError("--compare needs a draft; leave --draft none out.")
+    if lookahead is not None and draft in (None, "none"):
+        raise click.UsageError("--lookahead needs --draft.")
+    if compare and lookahead == 0:
+        raise click.UsageError("--compare needs a --lookahead of at least 1.")
+
+    import ovspec
+    from ovspec.cli import output
+
+    drafts: dict[str | None, Any] = {None: None, "none": None, DRAFT_OF_THE_EXPORT: True}
+    lm = ovspec.load(folder, drafts.get(draft, draft), **runtime)
+    options = {"max_tokens": max_tokens, "stop": list(stop), "ignore_eos": ignore_eos, "lookahead": lookahead}
+    if compare:
+        output.compare(lm, prompt, options, as_json)
+    else:
+        output.generate(lm, prompt, options, stats, as_json)
+
+
+def looks_like_path(text: str) -> bool:
+    return not any(c.isspace() for c in text) and ("/" in text or "\\" in text)
+
+
+def split_arguments(arguments: tuple[str, ...]) -> tuple[Path | None, str | None]:
+    """(DIR, PROMPT) from one or two arguments; a single one that is no folder is the prompt."""
+    if len(arguments) > 2:
+        raise click.UsageError("Too many arguments; put the prompt in quotes.")
+    if len(arguments) == 2:
+        return Path(arguments[0]), arguments[1]
+    if arguments and (Path(arguments[0]).is_dir() or looks_like_path(arguments[0])):
+        return Path(arguments[0]), None
+    return None, arguments[0] if arguments else None
+
+
+def read_prompt(text: str | None, option: str | None, file: str | None, ids: str | None) -> str | list[int]:
+    """The prompt from the one place that gives it; stdin where none does."""
+    given = [value for value in (text, option, file, ids) if value is not None]
+    if len(given) > 1:
+        raise click.UsageError("Give one prompt: the argument, --prompt, --file or --token-ids.")
+    if ids is not None:
+        try:
+            return [int(part) for part in ids.replace(",", " ").split()]
+        except ValueError:
+            raise click.UsageError(f"--token-ids {ids}: not a list of numbers.") from None
+    if text is not None or option is not None:
+        return text if text is not None else option or ""
+    if file is None and sys.stdin.isatty():
+        raise click.UsageError("No prompt; give it as an argument, with --file, or on stdin.")
+    try:
+        data = sys.stdin.buffer.read() if file in (None, "-") else Path(file).read_bytes()
+    except OSError as error:
+        raise click.UsageError(f"--file {file}: {error.strerror}.") from None
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError:
+        raise click.UsageError("The prompt is not UTF-8 text.") from None

@@ -1,0 +1,49 @@
+"""Options that several commands share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import click
+
+# As in ovspec.device, which is not imported here: it brings openvino.
+PRECISIONS = ("f32", "bf16", "f16")
+KV_PRECISIONS = ("f32", "bf16", "f16", "u8")
+
+
+def parse_properties(_: click.Context, __: click.Parameter, values: tuple[str, ...]) -> dict[str, str]:
+    properties = {}
+    for value in values:
+        key, equals, text = value.partition("=")
+        if not equals or not key:
+            raise click.BadParameter(f"{value!r} is not KEY=VALUE, as in --property NUM_STREAMS=1.")
+        properties[key.strip()] = text.strip()
+    return properties
+
+
+def runtime_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Where and how models are compiled."""
+    options = [
+        click.option("--device", default="CPU", show_default=True, help="CPU, GPU, GPU.N, AUTO or AUTO:X,Y."),
+        click.option("--draft-device", help="Device of the draft model.  [default: that of --device]"),
+        click.option("--precision", type=click.Choice(PRECISIONS), help="Arithmetic.  [default: the device's own]"),
+        click.option(
+            "--kv-precision", type=click.Choice(KV_PRECISIONS), help="KV cache.  [default: as the arithmetic]"
+        ),
+        click.option("--threads", type=click.IntRange(min=1), help="CPU threads.  [default: OpenVINO's choice]"),
+        click.option(
+            "--property",
+            "properties",
+            multiple=True,
+            metavar="KEY=VALUE",
+            callback=parse_properties,
+            help="OpenVINO property for the target and the draft; wins over the options above; may be repeated.",
+        ),
+        click.option(
+            "--cache-dir", type=click.Path(file_okay=False), help="Compiled models.  [default: the user's cache]"
+        ),
+    ]
+    for option in reversed(options):
+        command = option(command)
+    return command

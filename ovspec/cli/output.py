@@ -1,0 +1,124 @@
+"""What generating commands print: text on stdout, the rest on stderr."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import Any
+
+import click
+import numpy as np
+
+from ovspec.generate import Result, Stats
+from ovspec.model import LanguageModel
+
+
+def generate(lm: LanguageModel, prompt: Any, options: dict[str, Any], stats: bool, as_json: bool) -> None:
+    """Stream the text; on Ctrl-C print what there is and pass the interrupt on."""
+    result, interrupted = run(lm, prompt, options, show=not as_json)
+    if as_json:
+        click.echo(json.dumps(as_dict(result), ensure_ascii=False))
+    else:
+        click.echo()
+    if stats:
+        click.echo(summary(result), err=True)
+    if interrupted:
+        raise KeyboardInterrupt
+
+
+def compare(lm: LanguageModel, prompt: Any, options: dict[str, Any], as_json: bool) -> None:
+    """Plain and speculative decoding of the same prompt, after a short warm-up of both."""
+    for lookahead in (0, options["lookahead"]):
+        run(
+            lm, prompt, options | {"lookahead": lookahead, "max_tokens": min(8, options["max_tokens"] or 8)}, show=False
+        )
+    if not as_json:
+        click.secho("plain", bold=True, err=True)
+    plain, interrupted = run(lm, prompt, options | {"lookahead": 0}, show=not as_json)
+    if interrupted:
+        raise KeyboardInterrupt
+    if not as_json:
+        click.echo()
+        click.secho("speculative", bold=True, err=True)
+    speculative, interrupted = run(lm, prompt, options, show=not as_json)
+    if interrupted:
+        raise KeyboardInterrupt
+    equal = plain.token_ids == speculative.token_ids
+    report: dict[str, Any] = {
+        "plain": as_dict(plain),
+        "speculative": as_dict(speculative),
+        "equal": equal,
+        "speedup": round(seconds_a_token(plain.stats) / seconds_a_token(speculative.stats), 3),
+    }
+    if not equal:
+        report["top2_gap"] = top2_gap(lm, prompt, plain.token_ids, speculative.token_ids)
+    if as_json:
+        click.echo(json.dumps(report, ensure_ascii=False))
+        return
+    click.echo()
+    click.echo(f"plain        {summary(plain)}", err=True)
+    click.echo(f"speculative  {summary(speculative)}", err=True)
+    verdict = (
+        f"the {len(plain.token_ids)} token ids are identical"
+        if equal
+        else f"the texts part at a near-tie: the two most likely tokens are {report['top2_gap']:.4f} apart there"
+    )
+    click.echo(f"{verdict}; speed-up {report['speedup']:.2f}x", err=True)
+
+
+def run(lm: LanguageModel, prompt: Any, options: dict[str, Any], show: bool) -> tuple[Result, bool]:
+    """(result, whether Ctrl-C ended it)"""
+    stream = lm.stream(prompt, **options)
+    interrupted = False
+    try:
+        for piece in stream:
+            if show and piece.text:
+                click.echo(piece.text, nl=False)
+    except KeyboardInterrupt:
+        interrupted = True
+    return stream.row.result(), interrupted
+
+
+def seconds_a_token(stats: Stats) -> float:
+    """Decoding only: the first token's time is the prompt's."""
+    return stats.tpot_ms / 1e3 or stats.ttft_ms / 1e3
+
+
+def as_dict(result: Result) -> dict[str, Any]:
+    rate = result.stats.acceptance_rate
+    stats = {name: round(v, 3) if isinstance(v, float) else v for name, v in asdict(result.stats).items()}
+    stats["acceptance_rate"] = round(rate, 4) if rate is not None else None
+    return {
+        "text": result.text,
+        "token_ids": result.token_ids,
+        "finish_reason": result.finish_reason,
+        "stats": stats,
+    }
+
+
+def summary(result: Result) -> str:
+    """The statistics in a line."""
+    stats = result.stats
+    parts = [
+        f"{stats.prompt_tokens} + {stats.generated_tokens} tokens ({result.finish_reason})",
+        f"first after {stats.ttft_ms:.0f} ms",
+    ]
+    if stats.tpot_ms:
+        parts.append(f"then {stats.tpot_ms:.2f} ms each ({1e3 / stats.tpot_ms:.0f} tokens/s)")
+    if stats.proposed:
+        parts.append(f"{stats.accepted} of {stats.proposed} proposed accepted (rate {stats.acceptance_rate or 0:.2f})")
+        parts.append(f"{stats.generated_tokens / stats.rounds:.2f} tokens a round")
+    parts.append(
+        f"target {stats.target_ms:.0f} ms, draft {stats.draft_ms:.0f} ms, other {stats.other_ms:.0f} ms on "
+        f"{stats.device}, rollback {stats.rollback}"
+    )
+    return "; ".join(parts)
+
+
+def top2_gap(lm: LanguageModel, prompt: Any, plain: list[int], speculative: list[int]) -> float:
+    """Distance of the target's two largest logits where the texts part."""
+    shared = next((i for i, (a, b) in enumerate(zip(plain, speculative, strict=False)) if a != b), None)
+    shared = min(len(plain), len(speculative)) if shared is None else shared
+    logits = lm.next_logits([*lm.encode(prompt).tolist(), *plain[:shared]])
+    second, first = np.partition(logits, -2)[-2:]
+    return float(first - second)
