@@ -114,6 +114,9 @@ class StatefulDecoder:
         self._slots.truncate(row, length)
 
     def reorder(self, rows: list[int]) -> None:
+        if not self._slots.used:
+            self.reset(len(rows))  # an empty state has no rows that could be gathered
+            return
         self.rows = [self.rows[row].copy() for row in rows]
         self._slots.reorder(rows)
         self._beam = self._beam[rows]

@@ -161,7 +161,7 @@ class LanguageModel:
             if bos is None:
                 raise OvspecError("The prompt is empty, and this model has no token to begin a text with.")
             sequence.commit([bos])
-        stop = options.get("stop") or []
+        stop = options.get("stop", [])
         stop = [stop] if isinstance(stop, str) else list(stop)
         if not all(stop):
             raise OvspecError("A stop string is empty; leave it out.")

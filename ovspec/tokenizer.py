@@ -110,11 +110,18 @@ class Tokenizer:
         return len(self.vocabulary) if self.vocabulary else None
 
     def encode(self, text: str, special: bool = True) -> np.ndarray:
-        """(n,) int64. ``special``: with the BOS and EOS that the model's tokenizer adds."""
+        """(n,) int64. ``special``: with the BOS and EOS that the model's tokenizer adds.
+
+        Raises:
+            OvspecError: half of a surrogate pair, or a NUL at the end, which OpenVINO's strings lose.
+        """
+        if text.endswith("\0"):
+            raise OvspecError("The prompt ends with a NUL character, which would be lost; remove it.")
         try:
-            ids = self._encode(text)
+            text.encode()
         except UnicodeEncodeError:
             raise OvspecError("The prompt is not valid Unicode: it holds half of a surrogate pair.") from None
+        ids = self._encode(text)
         return ids if special else ids[self._prefix : len(ids) - self._suffix]
 
     def decode(self, tokens: Iterable[int]) -> str:
@@ -128,7 +135,6 @@ class Tokenizer:
         return WindowDetokenizer(self._decoder)
 
     def _encode(self, text: str) -> np.ndarray:
-        text.encode()  # a lone surrogate would end in a crash further down
         self._encoder.set_input_tensor(0, ov.Tensor([text]))
         self._encoder.infer()
         return self._encoder.get_tensor("input_ids").data[0].astype(np.int64)

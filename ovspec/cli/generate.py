@@ -83,6 +83,8 @@ def generate(
         raise click.UsageError("--compare needs a draft; leave --draft none out.")
     if lookahead is not None and draft in (None, "none"):
         raise click.UsageError("--lookahead needs --draft.")
+    if runtime["draft_device"] and draft in (None, "none"):
+        raise click.UsageError("--draft-device needs --draft.")
     if compare and lookahead == 0:
         raise click.UsageError("--compare needs a --lookahead of at least 1.")
 

@@ -1,0 +1,142 @@
+"""The figures of the README: time to help and to the first token, overhead, speed-up, on this machine.
+
+    python scripts/benchmark.py [--json]
+
+Times are medians. Run it on an idle machine; it exports the demo pair in f32 first (about 20 s).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import ovspec
+from ovspec.device import available_devices
+
+ROOT = Path(__file__).resolve().parent.parent
+CHECKPOINTS = ROOT / "models" / "demo-hf"
+PROMPTS = [entry["text"] for entry in json.loads((ROOT / "models" / "prompts.json").read_text("utf-8"))["prompts"]]
+TOKENS = 128
+
+
+def time_to_help() -> float:
+    """Seconds from process start to the end of ``ovspec --help``, median of 10."""
+
+    def once() -> float:
+        began = time.perf_counter()
+        subprocess.run([sys.executable, "-m", "ovspec", "--help"], capture_output=True, check=True)
+        return time.perf_counter() - began
+
+    return statistics.median(once() for _ in range(10))
+
+
+def time_to_first_token(folder: Path, cache: Path, *options: str) -> float:
+    """Seconds from process start to the first byte of text, compile cache warm, median of 5."""
+
+    def once() -> float:
+        command = [sys.executable, "-m", "ovspec", "generate", str(folder), PROMPTS[0], "--draft", "-n", "16"]
+        began = time.perf_counter()
+        process = subprocess.Popen([*command, "--cache-dir", str(cache), *options], stdout=subprocess.PIPE)
+        assert process.stdout
+        process.stdout.read(1)
+        seconds = time.perf_counter() - began
+        process.communicate()
+        return seconds
+
+    once()  # fills the cache
+    return statistics.median(once() for _ in range(5))
+
+
+def speed(folder: Path, cache: Path, lookaheads: list[int], **options: Any) -> list[dict[str, Any]]:
+    """Plain and speculative decoding of every prompt, interleaved; totals over the prompts."""
+    lm = ovspec.load(folder, True, cache_dir=cache, **options)
+    modes = [0, *lookaheads]
+    for lookahead in modes:
+        lm.generate(PROMPTS[0], max_tokens=32, ignore_eos=True, lookahead=lookahead)
+    runs: dict[int, list[ovspec.Result]] = {lookahead: [] for lookahead in modes}
+    for prompt in PROMPTS:
+        for lookahead in modes:
+            runs[lookahead].append(lm.generate(prompt, max_tokens=TOKENS, ignore_eos=True, lookahead=lookahead))
+    plain = statistics.mean(result.stats.tpot_ms for result in runs[0])
+    rows = []
+    for lookahead, results in runs.items():
+        stats = [result.stats for result in results]
+        inferences = sum(s.rounds + s.proposed for s in stats)
+        tpot = statistics.mean(s.tpot_ms for s in stats)
+        reached = sum(s.reached for s in stats)
+        rows.append(
+            {
+                "lookahead": lookahead,
+                "tpot_ms": tpot,
+                "speedup": plain / tpot,
+                "acceptance": sum(s.accepted for s in stats) / reached if reached else None,
+                "tokens_per_round": sum(s.generated_tokens for s in stats) / sum(s.rounds for s in stats),
+                "overhead_ms_per_inference": sum(s.other_ms for s in stats) / inferences,
+                "equal": all(a.token_ids == b.token_ids for a, b in zip(results, runs[0], strict=True)),
+            }
+        )
+    return rows
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    heads = [
+        "lookahead",
+        "ms a token",
+        "speed-up",
+        "acceptance",
+        "tokens a round",
+        "overhead, ms an inference",
+        "equal",
+    ]
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    for row in rows:
+        acceptance = f"{row['acceptance']:.2f}" if row["acceptance"] is not None else ""
+        name = row["lookahead"] or "plain"
+        lines.append(
+            f"| {name} | {row['tpot_ms']:.2f} | {row['speedup']:.2f} | {acceptance} | "
+            f"{row['tokens_per_round']:.2f} | {row['overhead_ms_per_inference']:.3f} | "
+            f"{'yes' if row['equal'] else 'no'} |"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of tables")
+    args = parser.parse_args()
+    lookaheads = [1, 2, 3, 4, 6, 8]
+    with tempfile.TemporaryDirectory() as scratch:
+        cache, f32 = Path(scratch) / "cache", Path(scratch) / "f32"
+        command = ["export", CHECKPOINTS / "target", "--draft", CHECKPOINTS / "draft", "-o", f32]
+        subprocess.run(
+            [sys.executable, "-m", "ovspec", *map(str, command), "--weight-format", "fp32"], check=True, text=True
+        )
+        figures = {
+            "machine": f"{dict(available_devices())['CPU']}, {os.cpu_count()} cores, {platform.system()}",
+            "help_s": time_to_help(),
+            "first_token_s": time_to_first_token(ROOT / "models" / "demo", cache),
+            "f32": speed(f32, cache, lookaheads, precision="f32"),
+            "int8": speed(ROOT / "models" / "demo", cache, lookaheads),
+        }
+    if args.json:
+        print(json.dumps(figures, indent=1))
+        return
+    print(f"machine: {figures['machine']}")
+    print(f"ovspec --help: {figures['help_s']:.3f} s")
+    print(f"first token from process start, compile cache warm: {figures['first_token_s']:.2f} s")
+    for name in ("f32", "int8"):
+        print(f"\n{name} demo pair, {len(PROMPTS)} held-out prompts, {TOKENS} tokens each, greedy\n")
+        print(table(figures[name]))
+
+
+if __name__ == "__main__":
+    main()

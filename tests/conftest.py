@@ -1,0 +1,96 @@
+"""The demo pair, exported in f32, and Hugging Face's own model on the same checkpoint as the oracle."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import ovspec
+from ovspec.decoder import StatefulDecoder
+from ovspec.device import DeviceOptions
+from ovspec.ir import CompiledIR, compile_ir
+
+ROOT = Path(__file__).resolve().parent.parent
+CHECKPOINTS = ROOT / "models" / "demo-hf"
+PROMPTS: list[str] = [
+    entry["text"] for entry in json.loads((ROOT / "models" / "prompts.json").read_text(encoding="utf-8"))["prompts"]
+]
+
+
+@pytest.fixture(scope="session")
+def cache_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(scope="session")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo pair, exported in f32."""
+    from ovspec_export import Compression, export_pair
+
+    folder = tmp_path_factory.mktemp("export") / "pair"
+    export_pair(str(CHECKPOINTS / "target"), str(CHECKPOINTS / "draft"), folder, Compression("fp32"))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def load(pair: Path, cache_dir: Path) -> Callable[..., ovspec.LanguageModel]:
+    """``ovspec.load`` of the f32 pair, in f32; one model per set of options."""
+
+    @functools.cache
+    def load(draft: bool = False, **options: Any) -> ovspec.LanguageModel:
+        return ovspec.load(pair, draft, precision="f32", cache_dir=cache_dir, **options)
+
+    return load
+
+
+@pytest.fixture(scope="session")
+def target_ir(pair: Path, cache_dir: Path) -> CompiledIR:
+    return compile_ir(pair, DeviceOptions(precision="f32", cache_dir=cache_dir))
+
+
+@pytest.fixture(scope="session")
+def make_decoder(target_ir: CompiledIR) -> Callable[..., StatefulDecoder]:
+    def make_decoder(rollback: Any, compact_at: int = 256) -> StatefulDecoder:
+        return StatefulDecoder(target_ir, rollback, compact_at=compact_at)
+
+    return make_decoder
+
+
+class Reference:
+    """Hugging Face's model and tokenizer, in f32."""
+
+    def __init__(self, folder: Path) -> None:
+        import torch
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        self.torch = torch
+        self.model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        self.tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+
+    def logits(self, tokens: list[int]) -> np.ndarray:
+        """(len(tokens), vocab), from scratch."""
+        with self.torch.no_grad():
+            return self.model(input_ids=self.torch.tensor([tokens])).logits[0].numpy()
+
+    def generate(self, prompt: str, max_tokens: int, ignore_eos: bool = False) -> list[int]:
+        """The greedy continuation's token ids."""
+        ids = self.tokenizer(prompt, return_tensors="pt")
+        config = self.model.generation_config
+        ends, config.eos_token_id = config.eos_token_id, None if ignore_eos else config.eos_token_id
+        out = self.model.generate(**ids, max_new_tokens=max_tokens, do_sample=False, pad_token_id=0)
+        config.eos_token_id = ends
+        return out[0, ids["input_ids"].shape[1] :].tolist()
+
+
+@pytest.fixture(scope="session")
+def reference() -> Reference:
+    return Reference(CHECKPOINTS / "target")

@@ -1,0 +1,209 @@
+"""Texts, how they end, sessions, Ctrl-C."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from conftest import PROMPTS, Reference
+from hypothesis import given
+from hypothesis import strategies as st
+
+import ovspec
+from ovspec.generate import StopStrings
+from ovspec.model import LanguageModel
+
+Load = Callable[..., LanguageModel]
+
+
+@given(st.text("ab\n", max_size=30), st.lists(st.text("ab\n", min_size=1, max_size=4), max_size=3), st.data())
+def test_stop_strings_in_any_pieces(text: str, stops: list[str], data: st.DataObject) -> None:
+    finder, shown, rest = StopStrings(stops), "", text
+    stopped = False
+    while rest and not stopped:
+        size = data.draw(st.integers(1, len(rest)))
+        piece, rest = rest[:size], rest[size:]
+        new, stopped = finder.push(piece)
+        shown += new
+    if not stopped:
+        shown += finder.flush()
+    seen = text[: len(text) - len(rest)]
+    places = [at for stop in stops if (at := seen.find(stop)) >= 0]
+    assert stopped == bool(places)
+    if not places:
+        assert shown == text
+    else:
+        # Streaming decides at the first piece that completes a stop string; nothing of it is ever shown.
+        assert text.startswith(shown)
+        assert any(text.startswith(stop, len(shown)) for stop in stops)
+        assert not any(stop in shown for stop in stops)
+
+
+@pytest.mark.parametrize("draft", [False, True])
+def test_stop_string_is_left_out(load: Load, draft: bool) -> None:
+    lm = load(draft=draft)
+    whole = lm.generate(PROMPTS[0], max_tokens=40, ignore_eos=True)
+    stop = whole.text.strip()[4:8]
+    result = lm.generate(PROMPTS[0], max_tokens=40, ignore_eos=True, stop=["never there", stop])
+    assert result.finish_reason == "stop"
+    assert result.text == whole.text[: whole.text.index(stop)]
+    assert result.token_ids == whole.token_ids[: len(result.token_ids)]
+    assert stop in lm.tokenizer.decode(result.token_ids)
+
+
+@pytest.mark.parametrize("draft", [False, True])
+def test_pieces_add_up(load: Load, draft: bool) -> None:
+    stream = load(draft=draft).stream(PROMPTS[3], max_tokens=50)
+    pieces = list(stream)
+    result = stream.result()
+    assert "".join(piece.text for piece in pieces) == result.text
+    assert [token for piece in pieces for token in piece.token_ids] == result.token_ids
+    assert [piece.finish_reason for piece in pieces[:-1]] == [None] * (len(pieces) - 1)
+    assert pieces[-1].finish_reason == result.finish_reason
+    assert result.text == load(draft=draft).tokenizer.decode(result.token_ids)
+
+
+@pytest.mark.parametrize("draft", [False, True])
+@pytest.mark.parametrize("max_tokens", [1, 2, 7])
+def test_max_tokens_is_exact(load: Load, reference: Reference, draft: bool, max_tokens: int) -> None:
+    result = load(draft=draft).generate(PROMPTS[1], max_tokens=max_tokens, ignore_eos=True)
+    assert result.finish_reason == "length"
+    assert result.token_ids == reference.generate(PROMPTS[1], max_tokens, ignore_eos=True)
+
+
+@pytest.mark.parametrize("draft", [False, True])
+def test_every_id_of_an_eos_list_ends_the_text(load: Load, monkeypatch: pytest.MonkeyPatch, draft: bool) -> None:
+    lm = load(draft=draft)
+    whole = lm.generate(PROMPTS[2], max_tokens=30, ignore_eos=True)
+    for at in (0, 3, 11):
+        ends = [4090, whole.token_ids[at]]
+        monkeypatch.setattr(lm, "_generation_config", {"eos_token_id": ends})
+        result = lm.generate(PROMPTS[2], max_tokens=30)
+        first = min(whole.token_ids.index(token) for token in ends if token in whole.token_ids)
+        assert result.finish_reason == "eos"
+        assert result.token_ids == whole.token_ids[: first + 1]
+        assert lm.generate(PROMPTS[2], max_tokens=30, ignore_eos=True).token_ids == whole.token_ids
+
+
+def test_defaults_come_from_the_generation_config(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    lm = load()
+    assert lm.eos_ids == {0, 2}
+    monkeypatch.setattr(lm, "_generation_config", {"eos_token_id": 0, "max_new_tokens": 5})
+    assert lm.generate(PROMPTS[0]).stats.generated_tokens <= 5
+
+
+@pytest.mark.parametrize("draft", [False, True])
+def test_the_context_limit(load: Load, draft: bool) -> None:
+    lm = load(draft=draft)
+    ids: list[int] = np.resize(lm.tokenizer.encode(PROMPTS[4]), 2040).tolist()
+    result = lm.generate(ids, ignore_eos=True)
+    assert result.finish_reason == "length"
+    assert result.stats.generated_tokens == 8
+    assert lm.generate(ids, max_tokens=8, ignore_eos=True).token_ids == result.token_ids
+    with pytest.raises(ovspec.OvspecError, match="context is 2048"):
+        lm.generate(ids, max_tokens=9)
+    with pytest.raises(ovspec.OvspecError, match="context is 2048"):
+        lm.generate(ids + ids)
+
+
+def test_prompts_that_cannot_be_used(load: Load) -> None:
+    lm = load()
+    with pytest.raises(ovspec.OvspecError, match="Token id 5000"):
+        lm.generate([5, 5000])
+    with pytest.raises(ovspec.OvspecError, match="max_tokens is 0"):
+        lm.generate("a", max_tokens=0)
+    with pytest.raises(ovspec.OvspecError, match="stop string is empty"):
+        lm.generate("a", stop="")
+    with pytest.raises(ovspec.OvspecError, match="lookahead is -1"):
+        lm.generate("a", lookahead=-1)
+    with pytest.raises(TypeError, match="unknown option 'max_new_tokens'"):
+        lm.generate("a", max_new_tokens=5)  # type: ignore[call-arg]
+    # After refusals the model still works.
+    assert lm.generate("a", max_tokens=2).stats.generated_tokens == 2
+
+
+def test_an_empty_prompt_begins_with_bos(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    lm = load()
+    assert lm.generate("", max_tokens=4, ignore_eos=True).token_ids == (
+        lm.generate([0], max_tokens=4, ignore_eos=True).token_ids
+    )
+    monkeypatch.setattr(lm, "_generation_config", {})
+    with pytest.raises(ovspec.OvspecError, match="prompt is empty"):
+        lm.generate("")
+
+
+@pytest.mark.parametrize("draft", [False, True])
+def test_a_session_goes_on_where_it_was(load: Load, draft: bool) -> None:
+    lm = load(draft=draft)
+    whole = lm.generate(PROMPTS[0], max_tokens=30, ignore_eos=True)
+    with lm.session() as session:
+        session.append(PROMPTS[0])
+        first = session.generate(max_tokens=13, ignore_eos=True)
+        second = session.generate(max_tokens=17, ignore_eos=True)
+        assert first.token_ids + second.token_ids == whole.token_ids
+        # Only the last token of the first call was not in the cache yet.
+        assert second.stats.cached_tokens == second.stats.prompt_tokens - 1
+        session.append("\n# and then\n")
+        third = session.generate(max_tokens=5, ignore_eos=True)
+        fresh = lm.generate(session.sequence.tokens[:-5].tolist(), max_tokens=5, ignore_eos=True)
+        assert third.token_ids == fresh.token_ids
+        assert session.text.startswith(PROMPTS[0])
+        # An edit: everything behind the common prefix is rolled back when next used.
+        session.sequence.rewind(20)
+        edited = session.generate(max_tokens=5, ignore_eos=True)
+        fresh = lm.generate(session.sequence.tokens[:20].tolist(), max_tokens=5, ignore_eos=True)
+        assert edited.token_ids == fresh.token_ids
+        assert edited.stats.cached_tokens == 19
+    with pytest.raises(ValueError, match="closed"):
+        session.generate()
+
+
+def test_two_sessions_do_not_mix(load: Load) -> None:
+    lm = load(draft=True)
+    expected = [lm.generate(prompt, max_tokens=12, ignore_eos=True).token_ids for prompt in PROMPTS[:2]]
+    with lm.session() as a, lm.session() as b:
+        a.append(PROMPTS[0])
+        b.append(PROMPTS[1])
+        got = [[], []]
+        for _ in range(3):
+            for session, tokens in zip((a, b), got, strict=True):
+                tokens += session.generate(max_tokens=4, ignore_eos=True).token_ids
+    assert got == expected
+
+
+def test_an_abandoned_stream_harms_nothing(load: Load) -> None:
+    lm = load(draft=True)
+    stream = lm.stream(PROMPTS[0], max_tokens=50)
+    next(iter(stream))
+    del stream
+    assert lm.generate(PROMPTS[1], max_tokens=8).token_ids == load().generate(PROMPTS[1], max_tokens=8).token_ids
+
+
+def test_ctrl_c_leaves_kv_and_text_in_agreement(load: Load) -> None:
+    """A real SIGINT from another thread while rounds run; afterwards the session goes on as if nothing was."""
+    lm = load(draft=True)
+    whole = lm.generate(PROMPTS[5], max_tokens=300, ignore_eos=True)
+    for delay in (0.0, 0.01, 0.02, 0.05):
+        with lm.session() as session:
+            session.append(PROMPTS[5])
+            start = len(session.sequence)
+            stream = session.stream(max_tokens=300, ignore_eos=True)
+            pieces = [next(iter(stream))]
+            threading.Thread(target=lambda d=delay: (time.sleep(d), os.kill(os.getpid(), signal.SIGINT))).start()
+            with pytest.raises(KeyboardInterrupt):
+                while True:
+                    pieces += stream
+                    time.sleep(0.5)  # everything was generated first: the signal still comes
+            if pieces[-1].finish_reason == "cancelled":
+                result = stream.result()
+                assert result.text == "".join(piece.text for piece in pieces)
+                assert result.token_ids == session.sequence.tokens[start:].tolist()
+            done = len(session.sequence) - start
+            rest = session.generate(max_tokens=320 - done, ignore_eos=True)
+            assert (session.sequence.tokens[start : start + 300].tolist()) == whole.token_ids
+            assert rest.finish_reason == "length"

@@ -1,0 +1,112 @@
+"""Plain greedy = speculative greedy = Hugging Face generate, token for token, in f32."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from conftest import PROMPTS, Reference
+
+import ovspec
+
+TOKENS = 32
+BATCHES = [PROMPTS[i : i + 3] for i in range(0, len(PROMPTS) - 2, 3)]
+# How the cache is rolled back, and after how many dead slots it is compacted.
+CACHES = {
+    "mask": {"rollback": "mask"},
+    "mask-compacted": {"rollback": "mask", "compact_at": 2},
+    "trim": {"rollback": "trim"},
+    "trim-compacted": {"rollback": "trim", "compact_at": 2},
+}
+
+
+@pytest.fixture(scope="module")
+def expected(reference: Reference) -> dict[str, list[int]]:
+    return {prompt: reference.generate(prompt, TOKENS) for prompt in PROMPTS}
+
+
+def check_speculation(results: list[ovspec.Result], lookahead: int) -> None:
+    """A switched-off accelerator must not pass."""
+    assert sum(result.stats.proposed for result in results) > 0
+    if lookahead > 0:
+        assert sum(result.stats.accepted for result in results) > 0
+    for result in results:
+        # One token a round from the target itself, the others were accepted proposals.
+        assert result.stats.rounds <= result.stats.generated_tokens <= result.stats.rounds + result.stats.accepted
+
+
+def test_plain_equals_hugging_face(load: Callable[..., ovspec.LanguageModel], expected: dict[str, list[int]]) -> None:
+    lm = load()
+    for prompt in PROMPTS:
+        result = lm.generate(prompt, max_tokens=TOKENS)
+        assert result.token_ids == expected[prompt]
+        assert result.stats.proposed == 0
+        assert result.stats.rounds == len(result.token_ids)
+
+
+def test_plain_batches_equal_hugging_face(
+    load: Callable[..., ovspec.LanguageModel], expected: dict[str, list[int]]
+) -> None:
+    for batch in BATCHES:
+        for prompt, result in zip(batch, load().generate(batch, max_tokens=TOKENS), strict=True):
+            assert result.token_ids == expected[prompt]
+
+
+@pytest.mark.parametrize("lookahead", range(1, 9))
+@pytest.mark.parametrize("cache", CACHES)
+def test_speculative_equals_hugging_face(
+    load: Callable[..., ovspec.LanguageModel], expected: dict[str, list[int]], cache: str, lookahead: int
+) -> None:
+    lm = load(draft=True, **CACHES[cache])
+    results = []
+    for prompt in PROMPTS:
+        result = lm.generate(prompt, max_tokens=TOKENS, lookahead=lookahead)
+        assert result.token_ids == expected[prompt]
+        assert result.stats.rollback == CACHES[cache]["rollback"]
+        results.append(result)
+    check_speculation(results, lookahead)
+
+
+@pytest.mark.parametrize("lookahead", range(1, 9))
+@pytest.mark.parametrize("cache", CACHES)
+def test_speculative_batches_equal_hugging_face(
+    load: Callable[..., ovspec.LanguageModel], expected: dict[str, list[int]], cache: str, lookahead: int
+) -> None:
+    lm = load(draft=True, **CACHES[cache])
+    results = []
+    for batch in BATCHES:
+        for prompt, result in zip(batch, lm.generate(batch, max_tokens=TOKENS, lookahead=lookahead), strict=True):
+            assert result.token_ids == expected[prompt]
+            results.append(result)
+    check_speculation(results, lookahead)
+
+
+def test_one_target_inference_a_round(load: Callable[..., ovspec.LanguageModel]) -> None:
+    lm = load(draft=True)
+    with lm.session() as session:
+        session.append(PROMPTS[0])
+        engine = session._engine
+        assert engine
+        before = engine.target.inferences
+        result = session.generate(max_tokens=40)
+        assert engine.target.inferences - before == result.stats.rounds < 40
+
+
+def test_long_texts_that_compact_by_themselves(load: Callable[..., ovspec.LanguageModel], reference: Reference) -> None:
+    """Enough rejections to reach the default threshold, past the window the pair was mostly trained on."""
+    lm = load(draft=True)
+    with lm.session() as session:
+        session.append(PROMPTS[4])
+        result = session.generate(max_tokens=400, ignore_eos=True, lookahead=8)
+        assert session._engine
+        assert session._engine.target.compactions > 0  # type: ignore[attr-defined]
+    assert result.token_ids == reference.generate(PROMPTS[4], 400, ignore_eos=True)
+
+
+def test_rows_that_end_early_leave_the_batch(load: Callable[..., ovspec.LanguageModel]) -> None:
+    lm = load(draft=True)
+    singles = [lm.generate(prompt, max_tokens=60, stop=["\n", "return"]) for prompt in PROMPTS[:6]]
+    together = lm.generate(PROMPTS[:6], max_tokens=60, stop=["\n", "return"])
+    assert len({result.stats.rounds for result in together}) > 1
+    for alone, row in zip(singles, together, strict=True):
+        assert (row.text, row.token_ids, row.finish_reason) == (alone.text, alone.token_ids, alone.finish_reason)

@@ -1,0 +1,110 @@
+"""Encoding and decoding against Hugging Face's tokenizer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import PROMPTS, Reference
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from ovspec_export.tokenizers import TEXTS
+
+from ovspec.errors import OvspecError
+from ovspec.tokenizer import ChatTemplate, Tokenizer, WindowDetokenizer, byte_vocabulary, chat_template
+
+
+@pytest.fixture(scope="module")
+def tokenizer(pair: Path) -> Tokenizer:
+    return Tokenizer(pair)
+
+
+def test_encodes_like_hugging_face(tokenizer: Tokenizer, reference: Reference) -> None:
+    for text in [*TEXTS, *PROMPTS]:
+        assert tokenizer.encode(text).tolist() == reference.tokenizer(text)["input_ids"]
+
+
+TEXT = st.text(max_size=40).filter(lambda text: not text.endswith("\0"))
+
+
+@settings(max_examples=300, deadline=None)
+@given(text=TEXT)
+def test_encodes_any_text_like_hugging_face(tokenizer: Tokenizer, reference: Reference, text: str) -> None:
+    assert tokenizer.encode(text).tolist() == reference.tokenizer(text)["input_ids"]
+
+
+@settings(max_examples=300, deadline=None)
+@given(ids=st.lists(st.integers(0, 4095), max_size=30))
+def test_decodes_any_tokens_like_hugging_face(tokenizer: Tokenizer, reference: Reference, ids: list[int]) -> None:
+    assert tokenizer.decode(ids) == reference.tokenizer.decode(ids, skip_special_tokens=True)
+
+
+@settings(max_examples=100, deadline=None)
+@given(text=TEXT)
+def test_streams_whole_characters_only(tokenizer: Tokenizer, text: str) -> None:
+    detokenizer = tokenizer.detokenizer()
+    pieces = [detokenizer.push(int(token)) for token in tokenizer.encode(text, special=False)]
+    assert "\N{REPLACEMENT CHARACTER}" not in "".join(pieces) or "\N{REPLACEMENT CHARACTER}" in text
+    assert "".join(pieces) + detokenizer.flush() == text
+
+
+def test_window_detokenizer_agrees(tokenizer: Tokenizer) -> None:
+    """What is used where a vocabulary is not bytes."""
+    for text in [*TEXTS[:11], *PROMPTS[:3]]:
+        ids = tokenizer.encode(text).tolist()
+        window = WindowDetokenizer(tokenizer._decoder)
+        pieces = [window.push(token) for token in ids]
+        assert "".join(pieces) + window.flush() == tokenizer.decode(ids) == text
+
+
+def test_sentencepiece_vocabulary_is_bytes() -> None:
+    data: dict[str, Any] = {
+        "model": {"vocab": {"<unk>": 0, "<s>": 1, "<0xE2>": 2, "▁the": 3, "é": 4}},
+        "added_tokens": [{"id": 1, "content": "<s>", "special": True}],
+        "decoder": {
+            "type": "Sequence",
+            "decoders": [{"type": "Replace"}, {"type": "ByteFallback"}, {"type": "Fuse"}, {"type": "Strip"}],
+        },
+    }
+    assert byte_vocabulary(data) == [b"<unk>", b"", b"\xe2", b" the", "é".encode()]
+    assert byte_vocabulary({"decoder": {"type": "WordPiece"}, "model": {"vocab": {"a": 0}}}) is None
+
+
+def test_byte_vocabulary_covers_every_byte(tokenizer: Tokenizer) -> None:
+    assert tokenizer.vocabulary
+    singles = {token for token in tokenizer.vocabulary if token is not None and len(token) == 1}
+    assert singles == {bytes([b]) for b in range(256)}
+
+
+def test_half_a_surrogate_pair_is_refused(tokenizer: Tokenizer) -> None:
+    with pytest.raises(OvspecError, match="not valid Unicode"):
+        tokenizer.encode("a\ud800")
+
+
+def test_a_nul_at_the_end_is_refused(tokenizer: Tokenizer) -> None:
+    with pytest.raises(OvspecError, match="NUL"):
+        tokenizer.encode("a\0")
+
+
+def test_chat_template_renders_like_hugging_face(pair: Path, reference: Reference) -> None:
+    messages = [
+        {"role": "system", "content": "You write Python."},
+        {"role": "user", "content": "  Say <hi> & 'bye'.\n"},
+    ]
+    expected = reference.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert chat_template(pair).render(messages) == expected
+
+
+def test_chat_template_runs_in_a_sandbox() -> None:
+    escape = ChatTemplate("{{ messages.__class__.__mro__[1].__subclasses__() }}", {})
+    with pytest.raises(OvspecError, match="refuses these messages"):
+        escape.render([{"role": "user", "content": "x"}])
+    refusal = ChatTemplate("{{ raise_exception('only user turns') }}", {})
+    with pytest.raises(OvspecError, match="only user turns"):
+        refusal.render([])
+
+
+def test_a_model_without_chat_template_says_so(tmp_path: Path) -> None:
+    with pytest.raises(OvspecError, match="no chat template"):
+        chat_template(tmp_path)
