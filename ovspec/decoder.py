@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from typing import Protocol
 
@@ -15,6 +16,7 @@ from ovspec.sequence import Sequence, common_prefix
 
 # Dead slots cost attention time and memory, a compaction copies the whole cache: wait for this many.
 COMPACT_AT = 256
+INPUTS = ("input_ids", "attention_mask", "position_ids", "beam_idx", "logits_idx")
 
 
 class Decoder(Protocol):
@@ -73,7 +75,9 @@ class StatefulDecoder:
         # Past its window, attention by slot index can't skip dead slots any more.
         self._mask_until = ir.sliding_window if rollback == "mask" else 0
         self._request = ir.compiled.create_infer_request()
-        self._has_positions = "position_ids" in ir.inputs
+        self._kept: dict[tuple[int, int], tuple[np.ndarray, np.ndarray]] = {}
+        self._inputs = [ir.inputs.get(name) for name in INPUTS]
+        self._bound: dict[int, np.ndarray] = {}  # what the request reads each input from
         self.reset(1)
 
     def reset(self, rows: int) -> None:
@@ -85,27 +89,20 @@ class StatefulDecoder:
 
     def feed(self, tokens: list[np.ndarray], wanted: list[int]) -> list[np.ndarray]:
         counts = [len(new) for new in tokens]
+        places = places_of(tuple(counts), tuple(wanted))
         width = max(counts)
-        if not width:
-            raise ValueError("feed needs at least one token")
-        if any(want > count for want, count in zip(wanted, counts, strict=True)):
-            raise ValueError("logits can be wanted for new tokens only")
         self._make_room(width)
-        shape = (len(tokens), width)
-        ids = np.zeros(shape, dtype=np.int64)
-        positions = np.zeros(shape, dtype=np.int64)
-        places = []  # flat (row * width + column)
+        ids, positions = self._buffers(len(tokens), width)
         for row, new in enumerate(tokens):
-            n, start = counts[row], len(self.rows[row])
+            n, held = counts[row], self.rows[row]
+            start = len(held)
             ids[row, :n] = new
-            positions[row, :n] = np.arange(start, start + n)
-            places.append(np.arange(row * width + n - wanted[row], row * width + n))
-            self.rows[row].commit(new)
+            positions[row, :n] = range(start, start + n) if n < 16 else np.arange(start, start + n)
+            held.commit(new)
         self._slots.extend(counts)
-        index = np.concatenate(places) if len(places) > 1 else places[0]
-        logits = self._infer(ids, positions, index)[:, : self._vocab_size]
+        logits = self._infer(ids, positions, places)[:, : self._vocab_size]
         if len(tokens) == 1:
-            return [logits]
+            return [logits[: wanted[0]]]
         ends = np.cumsum(wanted)
         return [logits[end - want : end] for end, want in zip(ends, wanted, strict=True)]
 
@@ -139,18 +136,23 @@ class StatefulDecoder:
                 # Nothing is alive in any row: an empty state is the compacted one.
                 self.reset(len(self.rows))
 
-    def _infer(self, ids: np.ndarray, positions: np.ndarray, index: np.ndarray) -> np.ndarray:
-        """(len(index), vocab): the logits at the flat places ``index``."""
-        inputs, request = self._ir.inputs, self._request
-        request.set_input_tensor(inputs["input_ids"], ov.Tensor(ids, shared_memory=True))
-        request.set_input_tensor(inputs["attention_mask"], ov.Tensor(self._slots.mask, shared_memory=True))
-        if self._has_positions:
-            request.set_input_tensor(inputs["position_ids"], ov.Tensor(positions, shared_memory=True))
-        request.set_input_tensor(inputs["beam_idx"], ov.Tensor(self._beam, shared_memory=True))
-        if self._ir.picks_logits:
-            # Something must be computed: an empty list would not compile to a kernel everywhere.
-            read = index if len(index) else np.zeros(1, dtype=np.int64)
-            request.set_input_tensor(inputs["logits_idx"], ov.Tensor(read, shared_memory=True))
+    def _buffers(self, rows: int, width: int) -> tuple[np.ndarray, np.ndarray]:
+        """Token ids and positions (rows, width); those of a round are used again, because binding costs."""
+        shape = (rows, width)
+        if width > 16:
+            return np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=np.int64)
+        if shape not in self._kept:
+            self._kept[shape] = np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=np.int64)
+        return self._kept[shape]
+
+    def _infer(self, ids: np.ndarray, positions: np.ndarray, places: np.ndarray) -> np.ndarray:
+        """(len(places), vocab): the logits at the flat places (row * width + column)."""
+        request, bound = self._request, self._bound
+        arrays = (ids, self._slots.mask, positions, self._beam, places)
+        for index, array in zip(self._inputs, arrays, strict=True):
+            if index is not None and bound.get(index) is not array:
+                request.set_input_tensor(index, ov.Tensor(array, shared_memory=True))
+                bound[index] = array
         began = time.perf_counter()
         request.start_async()
         request.wait()
@@ -159,8 +161,24 @@ class StatefulDecoder:
         self._beam = self._in_order  # the inference has gathered them
         logits = request.get_output_tensor(0).data
         if self._ir.picks_logits:
-            return logits[0, : len(index)]
-        return logits.reshape(-1, logits.shape[-1])[index]
+            return logits[0]
+        return logits.reshape(-1, logits.shape[-1])[places]
+
+
+@functools.lru_cache(maxsize=256)
+def places_of(counts: tuple[int, ...], wanted: tuple[int, ...]) -> np.ndarray:
+    """Flat places (row * width + column) of each row's last ``wanted`` of ``counts`` tokens.
+
+    At least one place: not every device runs a kernel on an empty list.
+    """
+    if not any(counts):
+        raise ValueError("feed needs at least one token")
+    if any(want > count for want, count in zip(wanted, counts, strict=True)):
+        raise ValueError("logits can be wanted for new tokens only")
+    width = max(counts)
+    ends = [row * width + count for row, count in enumerate(counts)]
+    places = [np.arange(end - want, end) for end, want in zip(ends, wanted, strict=True)]
+    return np.concatenate(places) if any(wanted) else np.zeros(1, dtype=np.int64)
 
 
 def catch_up(decoder: Decoder, row: int, sequence: Sequence) -> np.ndarray:

@@ -9,15 +9,16 @@ from typing import Literal
 
 from ovspec.decoder import Decoder
 from ovspec.drafting import Drafter
+from ovspec.interrupts import HeldInterrupts
 from ovspec.sampling import greedy
 from ovspec.sequence import Sequence, common_prefix
-from ovspec.speculation import Verdict, speculate, uninterrupted
+from ovspec.speculation import Verdict, speculate
 from ovspec.tokenizer import Detokenizer
 
 FinishReason = Literal["stop", "length", "eos", "cancelled"]
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Piece:
     """What one round added to the text. ``finish_reason`` is None until the last piece."""
 
@@ -87,6 +88,8 @@ class StopStrings:
 
     def push(self, text: str) -> tuple[str, bool]:
         """(text that may be shown, whether a stop string was found right behind it)"""
+        if not self._stops:
+            return text, False
         self._held += text
         found = [at for stop in self._stops if (at := self._held.find(stop)) >= 0]
         if found:
@@ -201,20 +204,28 @@ def generate_rows(
         stats.other_ms = elapsed - stats.target_ms - stats.draft_ms
 
     active = list(range(len(rows)))
-    while active:
-        with uninterrupted() as interrupt:
+    interrupts = HeldInterrupts()
+    try:
+        while active:
+            interrupts.holding = True
             budgets = [rows[i].budget(lookahead) for i in active]
             verdicts = speculate(target, drafter, [rows[i].sequence for i in active], budgets, greedy)
             pieces = [(i, rows[i].take(verdict)) for i, verdict in zip(active, verdicts, strict=True)]
-            for i in active:
-                note_times(rows[i].stats)
             left = [place for place, i in enumerate(active) if not rows[i].finish_reason]
+            for i in active:
+                if rows[i].finish_reason or rows[i].stats.rounds == 1:
+                    note_times(rows[i].stats)
             if left and len(left) < len(active):
                 target.reorder(left)
                 if drafter:
                     drafter.reorder(left)
-        yield pieces
-        active = [active[place] for place in left]
-        if interrupt.pressed:
-            yield [(i, rows[i].cancel()) for i in active]
-            raise KeyboardInterrupt
+            active = [active[place] for place in left]
+            interrupts.holding = False
+            yield pieces
+            if interrupts.pressed:
+                for i in active:
+                    note_times(rows[i].stats)
+                yield [(i, rows[i].cancel()) for i in active]
+                raise KeyboardInterrupt
+    finally:
+        interrupts.stop()

@@ -52,7 +52,9 @@ class Sequence:
 
 def common_prefix(a: Sequence, b: Sequence) -> int:
     """Number of leading tokens that ``a`` and ``b`` share."""
-    n = min(len(a), len(b))
-    differ = a.tokens[:n] != b.tokens[:n]
-    first = int(differ.argmax()) if n else 0
-    return first if n and differ[first] else n
+    n = min(a._length, b._length)
+    if not n:
+        return 0
+    differ = a._buffer[:n] != b._buffer[:n]
+    first = int(differ.argmax())
+    return first if differ[first] else n

@@ -5,10 +5,7 @@ Plain decoding is this loop with nothing proposed.
 
 from __future__ import annotations
 
-import signal
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,7 +18,7 @@ from ovspec.sequence import Sequence
 Choose = Callable[[np.ndarray], np.ndarray]
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Verdict:
     """What one round did to one row: ``tokens`` (accepted + 1,) were committed."""
 
@@ -61,37 +58,13 @@ def commit(target: Decoder, row: int, sequence: Sequence, proposal: Proposal, ch
 
     That one is the correction of the first wrong guess or, after a fully accepted proposal, the bonus token.
     """
-    proposed = len(proposal.tokens)
-    wrong = choices[:proposed] != proposal.tokens
-    accepted = int(wrong.argmax()) if wrong.any() else proposed
-    sequence.commit(choices[: accepted + 1])
+    proposed = accepted = len(proposal.tokens)
+    if proposed:
+        wrong = choices[:proposed] != proposal.tokens
+        first = int(wrong.argmax())
+        if wrong[first]:
+            choices, accepted = choices[: first + 1], first
+    sequence.commit(choices)
     if accepted < proposed:
         target.truncate(row, len(sequence) - 1)
-    return Verdict(choices[: accepted + 1], proposed, accepted)
-
-
-class Interrupt:
-    """Whether Ctrl-C was pressed while a block held it back."""
-
-    pressed = False
-
-
-@contextmanager
-def uninterrupted() -> Iterator[Interrupt]:
-    """Hold Ctrl-C back until the block is done, so that KV cache and text stay in agreement.
-
-    The caller looks at ``pressed`` and raises KeyboardInterrupt when it is ready to.
-    """
-    interrupt = Interrupt()
-    if threading.current_thread() is not threading.main_thread():
-        yield interrupt
-        return
-
-    def note(*_: object) -> None:
-        interrupt.pressed = True
-
-    previous = signal.signal(signal.SIGINT, note)
-    try:
-        yield interrupt
-    finally:
-        signal.signal(signal.SIGINT, previous)
+    return Verdict(choices, proposed, accepted)

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import signal
-
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ovspec.drafting import Proposal
 from ovspec.sampling import greedy
 from ovspec.sequence import Sequence
-from ovspec.speculation import speculate, uninterrupted
+from ovspec.speculation import speculate
 
 VOCAB = 11
 
@@ -98,14 +94,3 @@ def test_counts_of_a_round(prompt: list[int], right: int, wrong: int) -> None:
     assert verdict.accepted == right
     assert verdict.proposed == right + wrong
     assert sequence.tokens.tolist() == [*text, truth]
-
-
-def test_ctrl_c_waits_for_the_round() -> None:
-    done = False
-    with uninterrupted() as interrupt:
-        os.kill(os.getpid(), signal.SIGINT)
-        done = True
-    assert done
-    assert interrupt.pressed
-    with pytest.raises(KeyboardInterrupt):
-        signal.raise_signal(signal.SIGINT)
