@@ -1,4 +1,4 @@
-"""The figures of the README: time to help and to the first token, overhead, speed-up, on this machine.
+"""The figures of the docs: time to help and to the first token, overhead, speed-up, drift of the KV cache.
 
     python scripts/benchmark.py [--json]
 
@@ -8,6 +8,7 @@ Times are medians. Run it on an idle machine; it exports the demo pair in f32 fi
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import platform
@@ -19,8 +20,13 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 import ovspec
-from ovspec.device import available_devices
+from ovspec.decoder import StatefulDecoder
+from ovspec.device import DeviceOptions, available_devices
+from ovspec.ir import compile_ir
+from ovspec.tokenizer import Tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
 CHECKPOINTS = ROOT / "models" / "demo-hf"
@@ -87,6 +93,41 @@ def speed(folder: Path, cache: Path, lookaheads: list[int], **options: Any) -> l
     return rows
 
 
+def rollback_drift(folder: Path, cache: Path) -> list[dict[str, Any]]:
+    """How far logits move when tokens of a text are rolled back and fed again, by type of the KV cache.
+
+    ``again``: the last 4 tokens, fed as before. ``regrouped``: the last 100 and 4, first fed as 200 and 4.
+    In units of the logits' standard deviation.
+    """
+    rows = []
+    for precision, kv_precision in itertools.product(("f32", "bf16"), ("f32", "f16", "bf16", "u8")):
+        options = DeviceOptions(precision=precision, kv_precision=kv_precision, cache_dir=cache)
+        decoder = StatefulDecoder(compile_ir(folder, options), "mask")
+        text = Tokenizer(folder).encode("".join(PROMPTS))[:204]
+        decoder.feed([text[:200]], [0])
+        first = decoder.feed([text[200:]], [4])[0].copy()
+        decoder.truncate(0, 200)
+        again = decoder.feed([text[200:]], [4])[0].copy()
+        decoder.truncate(0, 200)
+        decoder.compact()
+        compacted = decoder.feed([text[200:]], [4])[0].copy()
+        decoder.truncate(0, 100)
+        decoder.feed([text[100:200]], [0])
+        regrouped = decoder.feed([text[200:]], [4])[0].copy()
+        drifts = {"again": again, "compacted": compacted, "regrouped": regrouped}
+        row = {name: float(np.abs(logits - first).max() / first.std()) for name, logits in drifts.items()}
+        rows.append({"precision": precision, "kv_precision": kv_precision} | row)
+    return rows
+
+
+def drift_table(rows: list[dict[str, Any]]) -> str:
+    lines = ["| arithmetic | KV cache | rolled back | and compacted | and fed in other groups |", "|---" * 5 + "|"]
+    for row in rows:
+        drifts = " | ".join(f"{row[name]:.0e}" for name in ("again", "compacted", "regrouped"))
+        lines.append(f"| {row['precision']} | {row['kv_precision']} | {drifts} |")
+    return "\n".join(lines)
+
+
 def table(rows: list[dict[str, Any]]) -> str:
     heads = [
         "lookahead",
@@ -126,6 +167,7 @@ def main() -> None:
             "first_token_s": time_to_first_token(ROOT / "models" / "demo", cache),
             "f32": speed(f32, cache, lookaheads, precision="f32"),
             "int8": speed(ROOT / "models" / "demo", cache, lookaheads),
+            "drift": rollback_drift(f32, cache),
         }
     if args.json:
         print(json.dumps(figures, indent=1))
@@ -136,6 +178,8 @@ def main() -> None:
     for name in ("f32", "int8"):
         print(f"\n{name} demo pair, {len(PROMPTS)} held-out prompts, {TOKENS} tokens each, greedy\n")
         print(table(figures[name]))
+    print("\nlargest change of a logit after a rollback, in standard deviations of the logits\n")
+    print(drift_table(figures["drift"]))
 
 
 if __name__ == "__main__":
