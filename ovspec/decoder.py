@@ -10,7 +10,7 @@ import numpy as np
 import openvino as ov
 
 from ovspec.errors import OvspecError
-from ovspec.ir import CompiledIR
+from ovspec.ir import CompiledIR, last_line
 from ovspec.kv import Rollback, Slots, gather_states
 from ovspec.sequence import Sequence, common_prefix
 
@@ -121,20 +121,18 @@ class StatefulDecoder:
 
     def compact(self) -> None:
         """Gather the live slots, so that every row is contiguous."""
-        if self._slots.used:
-            gather_states(self._request, self._ir.states, self._beam, self._slots.compact())
-            self._beam = self._in_order
-            self.compactions += 1
+        if not any(self._slots.lengths):
+            self.reset(len(self.rows))
+            return
+        gather_states(self._request, self._ir.states, self._beam, self._slots.compact())
+        self._beam = self._in_order
+        self.compactions += 1
 
     def _make_room(self, width: int) -> None:
         slots = self._slots
         by_index = self._mask_until is not None and slots.used + width > self._mask_until
         if slots.dead >= self._compact_at or (by_index and not slots.contiguous):
-            if max(slots.lengths):
-                self.compact()
-            else:
-                # Nothing is alive in any row: an empty state is the compacted one.
-                self.reset(len(self.rows))
+            self.compact()
 
     def _buffers(self, rows: int, width: int) -> tuple[np.ndarray, np.ndarray]:
         """Token ids and positions (rows, width); those of a round are used again, because binding costs."""
@@ -154,8 +152,12 @@ class StatefulDecoder:
                 request.set_input_tensor(index, ov.Tensor(array, shared_memory=True))
                 bound[index] = array
         began = time.perf_counter()
-        request.start_async()
-        request.wait()
+        try:
+            request.start_async()
+            request.wait()
+        except RuntimeError as error:
+            self.reset(len(self.rows))  # what the cache holds is unknown; an empty one agrees with any text
+            raise OvspecError(f"{self._ir.device}: the inference failed ({last_line(error)}).") from None
         self.seconds += time.perf_counter() - began
         self.inferences += 1
         self._beam = self._in_order  # the inference has gathered them

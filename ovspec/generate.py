@@ -125,14 +125,11 @@ class Row:
     ) -> None:
         self.sequence = sequence
         self.text = ""
+        self.token_ids: list[int] = []
         self.finish_reason: FinishReason | None = None
         self.stats = Stats(prompt_tokens=len(sequence))
         self._start, self._end = len(sequence), len(sequence) + max_tokens
         self._detokenizer, self._stops, self._eos = detokenizer, StopStrings(stop), eos
-
-    @property
-    def token_ids(self) -> list[int]:
-        return self.sequence.tokens[self._start :].tolist()
 
     def budget(self, lookahead: int) -> int:
         """Tokens worth proposing. None before the first token: it must not wait for the drafter."""
@@ -160,7 +157,8 @@ class Row:
         if self.finish_reason in ("eos", "length"):
             shown += self._rest()
         self.text += shown
-        self.stats.generated_tokens = len(self.sequence) - self._start
+        self.token_ids += tokens[:used]
+        self.stats.generated_tokens = len(self.token_ids)
         return Piece(shown, tokens[:used], self.finish_reason)
 
     def cancel(self) -> Piece:

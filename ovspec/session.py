@@ -58,8 +58,16 @@ class Session:
             raise ValueError("this session is closed")
         engine, lookahead = self._engine, self._model.lookahead_of(options)
         row = self._model.row(self.sequence, options)
-        rounds = generate_rows(engine.target, engine.drafter if lookahead else None, [row], lookahead)
-        return TextStream((piece for pieces in rounds for _, piece in pieces), row)
+
+        def pieces() -> Iterator[Piece]:
+            drafter = engine.drafter if lookahead else None
+            for round_pieces in generate_rows(engine.target, drafter, [row], lookahead):
+                for _, piece in round_pieces:
+                    if piece.finish_reason == "stop":
+                        self._end_with_the_text(row)
+                    yield piece
+
+        return TextStream(pieces(), row)
 
     def generate(self, **options: Unpack[GenerateOptions]) -> Result:
         """As ``LanguageModel.generate``, going on from this session's text."""
@@ -70,6 +78,15 @@ class Session:
         if self._engine:
             self._model.release(self._engine)
             self._engine = None
+
+    def _end_with_the_text(self, row: Row) -> None:
+        """Take the tokens that spelt the stop string back, so that the session holds what the user saw."""
+        decode, kept = self._model.tokenizer.decode, len(row.token_ids)
+        while not row.text.startswith(decode(row.token_ids[:kept])):
+            kept -= 1
+        rest = row.text[len(decode(row.token_ids[:kept])) :]
+        self.sequence.rewind(len(self.sequence) - len(row.token_ids) + kept)
+        self.sequence.commit(self._model.tokenizer.encode(rest, special=False))
 
     def __enter__(self) -> Session:
         return self

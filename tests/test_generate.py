@@ -163,6 +163,23 @@ def test_a_session_goes_on_where_it_was(load: Load, draft: bool) -> None:
         session.generate()
 
 
+@pytest.mark.parametrize("draft", [False, True])
+def test_a_session_holds_no_stop_string(load: Load, draft: bool) -> None:
+    lm = load(draft=draft)
+    whole = lm.generate(PROMPTS[0], max_tokens=40, ignore_eos=True)
+    for stop in (whole.text[20:23], whole.text[41:42], whole.text[:1]):
+        with lm.session() as session:
+            session.append(PROMPTS[0])
+            result = session.generate(max_tokens=40, ignore_eos=True, stop=stop)
+            assert result.finish_reason == "stop"
+            assert session.text == PROMPTS[0] + result.text
+            session.append(stop)
+            session.generate(max_tokens=5, ignore_eos=True)
+            assert session.text.startswith(PROMPTS[0] + result.text + stop)
+            # What comes later is not part of the result.
+            assert result.token_ids == whole.token_ids[: len(result.token_ids)]
+
+
 def test_two_sessions_do_not_mix(load: Load) -> None:
     lm = load(draft=True)
     expected = [lm.generate(prompt, max_tokens=12, ignore_eos=True).token_ids for prompt in PROMPTS[:2]]
