@@ -18,6 +18,7 @@ import ovspec
 from ovspec.decoder import StatefulDecoder
 from ovspec.device import DeviceOptions
 from ovspec.ir import CompiledIR, compile_ir
+from ovspec.kv import Rollback
 
 ROOT = Path(__file__).resolve().parent.parent
 CHECKPOINTS = ROOT / "models" / "demo-hf"
@@ -43,11 +44,17 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def load(pair: Path, cache_dir: Path) -> Callable[..., ovspec.LanguageModel]:
-    """``ovspec.load`` of the f32 pair, in f32; one model per set of options."""
+    """``ovspec.load`` of the f32 pair, in f32; one model per set of options.
+
+    ``rollback`` is used instead of the probed one: what the pair needs only to be masked can also be cut.
+    """
 
     @functools.cache
-    def load(draft: bool = False, **options: Any) -> ovspec.LanguageModel:
-        return ovspec.load(pair, draft, precision="f32", cache_dir=cache_dir, **options)
+    def load(draft: bool = False, rollback: Rollback | None = None, **options: Any) -> ovspec.LanguageModel:
+        lm = ovspec.load(pair, draft, precision="f32", cache_dir=cache_dir, **options)
+        for loaded in filter(None, (lm._target, lm._draft)):
+            loaded.rollback = rollback or loaded.rollback
+        return lm
 
     return load
 

@@ -118,7 +118,7 @@ def test_wrong_sources_are_named(tmp_path: Path) -> None:
     for source, message in [
         (str(tmp_path / "nowhere"), "no such folder"),
         (str(tmp_path), "no config.json in it"),
-        ("no-such-org/no-such-model", "neither a folder here nor a model that can be reached on the hub"),
+        ("no-such-org/no-such-model", "neither a folder here nor a model that can be reached on the Hugging Face hub"),
     ]:
         with pytest.raises(ovspec.OvspecError, match=message):
             export_pair(source, None, tmp_path / "out")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -42,13 +43,15 @@ def load_tokenizer(source: str) -> Any:
         raise OvspecError(f"{source}: no such folder.")
     from transformers import AutoTokenizer
 
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # its retries are not news
     try:
         return AutoTokenizer.from_pretrained(source)
     except Exception as error:  # the hub, transformers and tokenizers raise a dozen kinds of their own
         if folder.is_dir():
             raise OvspecError(f"{source}: its tokenizer cannot be loaded ({first_line(error)}).") from None
         raise OvspecError(
-            f"{source}: neither a folder here nor a model that can be reached on the hub ({first_line(error)})."
+            f"{source}: neither a folder here nor a model that can be reached on the Hugging Face hub; "
+            "check the name and the network, or log in with 'hf auth login' if the model is gated."
         ) from None
 
 
