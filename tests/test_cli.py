@@ -198,3 +198,16 @@ def test_ctrl_c_prints_what_there_is(pair: Path, environment: dict[str, str], as
     assert "Traceback" not in err
     if as_json:
         assert json.loads(out)["finish_reason"] == "cancelled"
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no broken pipes")
+def test_a_reader_that_leaves_early_is_no_error(pair: Path, environment: dict[str, str]) -> None:
+    command = [sys.executable, "-m", "ovspec", "generate", str(pair), PROMPTS[4], "--ignore-eos", "-n", "500", *F32]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment)
+    assert process.stdout
+    assert process.stderr
+    process.stdout.read(1)
+    process.stdout.close()
+    err = process.stderr.read()
+    process.wait(timeout=30)
+    assert err == b""

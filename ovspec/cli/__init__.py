@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import sys
 
 import click
@@ -44,7 +45,11 @@ def main() -> None:
     except click.ClickException as error:
         error.show()
         sys.exit(error.exit_code)
-    except OvspecError as error:
+    except BrokenPipeError:
+        # The reader of our output has gone, as 'head' does; what is still buffered has nowhere to go.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+    except (OvspecError, OSError) as error:
         click.echo(f"Error: {error}", err=True)
         sys.exit(1)
     except (KeyboardInterrupt, click.Abort):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from dataclasses import asdict
 from typing import Any
@@ -29,9 +30,8 @@ def generate(lm: LanguageModel, prompt: Any, options: dict[str, Any], stats: boo
 def compare(lm: LanguageModel, prompt: Any, options: dict[str, Any], as_json: bool) -> None:
     """Plain and speculative decoding of the same prompt, after a short warm-up of both."""
     for lookahead in (0, options["lookahead"]):
-        run(
-            lm, prompt, options | {"lookahead": lookahead, "max_tokens": min(8, options["max_tokens"] or 8)}, show=False
-        )
+        for _ in itertools.islice(lm.stream(prompt, **options | {"lookahead": lookahead}), 8):
+            pass
     if not as_json:
         click.secho("plain", bold=True, err=True)
     plain, interrupted = run(lm, prompt, options | {"lookahead": 0}, show=not as_json)
