@@ -30,7 +30,8 @@ def generate(lm: LanguageModel, prompt: Any, options: dict[str, Any], stats: boo
 def compare(lm: LanguageModel, prompt: Any, options: dict[str, Any], as_json: bool) -> None:
     """Plain and speculative decoding of the same prompt, after a short warm-up of both."""
     for lookahead in (0, options["lookahead"]):
-        for _ in itertools.islice(lm.stream(prompt, **options | {"lookahead": lookahead}), 8):
+        warm_up: dict[str, Any] = options | {"lookahead": lookahead}
+        for _ in itertools.islice(lm.stream(prompt, **warm_up), 8):
             pass
     if not as_json:
         click.secho("plain", bold=True, err=True)
