@@ -117,8 +117,6 @@ def check_output(output: Path) -> None:
     """Raises OvspecError where ``output`` holds something that ovspec did not make."""
     restore_backup(output)
     if not output.exists():
-        if not output.parent.is_dir():
-            output.parent.mkdir(parents=True)
         return
     if not output.is_dir():
         raise OvspecError(f"{output}: is a file; choose another folder with -o.")
