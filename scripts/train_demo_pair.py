@@ -355,6 +355,18 @@ def acceptance(target: Model, draft: Model, held_out: Corpus, sample: bool, seed
     return {"coupled": coupled, "rejection": torch.minimum(p.exp(), q.exp()).sum(-1).mean().item()}
 
 
+@torch.no_grad()
+def agreement(target: Model, draft: Model, held_out: Corpus) -> float:
+    """Share of the held-out text's places where both models' first choices are the same."""
+    tokens, doc = held_out.epoch(0)
+    starts = np.arange((len(tokens) - 1) // SHORT) * SHORT
+    same = []
+    for at in range(0, len(starts), 12):
+        batch = packed(tokens, doc, starts[at : at + 12], SHORT)
+        same.append(logits_of(target, batch).argmax(-1) == logits_of(draft, batch).argmax(-1))
+    return torch.cat(same).float().mean().item()
+
+
 def write_model(model: Model, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
     model = model.to(torch.bfloat16)
     model.generation_config = GenerationConfig(bos_token_id=0, eos_token_id=[0, 2], pad_token_id=0, max_new_tokens=None)
@@ -383,6 +395,10 @@ it were), on text the target generates from 48 held-out prompts:
 | greedy | T=1, coupled | T=1, rejection |
 |---|---|---|
 | {greedy:.3f} | {coupled:.3f} | {rejection:.3f} |
+
+Greedy text of so small a model soon repeats itself, which the draft learns to foresee: that is why
+the greedy rate is so high. Along the held-out text itself, both models' first choices agree at
+{agreement:.3f} of the places.
 
 Trained on {train_files} files ({train_tokens:,} tokens) of Python {python}; {held_files} held-out
 files ({held_tokens:,} tokens) were never seen, and training files that share a tenth of their
@@ -448,6 +464,7 @@ def main() -> None:
         figures[f"{kind}_bits"] = nats * held_tokens / held_bytes / math.log(2)
         figures[f"{kind}_parameters"] = model.num_parameters()
         figures[f"{kind}_steps"] = torch.load(work / f"{kind}.pt", weights_only=True)["step"]
+    figures["agreement"] = agreement(target, draft, held_out)
     figures |= acceptance(target, draft, held_out, sample=False, seed=args.seed)
     figures |= acceptance(target, draft, held_out, sample=True, seed=args.seed)
     card = model_card(figures)
