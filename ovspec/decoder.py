@@ -72,8 +72,9 @@ class StatefulDecoder:
         self.context_length = ir.context_length
         self.seconds, self.inferences, self.compactions = 0.0, 0, 0
         self._ir, self._vocab_size, self._compact_at = ir, vocab_size, compact_at
-        # Past its window, attention by slot index can't skip dead slots any more.
-        self._mask_until = ir.sliding_window if rollback == "mask" else 0
+        # Past its window, or its table of positions, attention by slot index can't skip dead slots any more.
+        bounds = [bound for bound in (ir.attention_window, ir.context_length) if bound]
+        self._mask_until = min(bounds, default=None) if rollback == "mask" else 0
         self._request = ir.compiled.create_infer_request()
         self._kept: dict[tuple[int, int], tuple[np.ndarray, np.ndarray]] = {}
         self._inputs = [ir.inputs.get(name) for name in INPUTS]
@@ -90,17 +91,13 @@ class StatefulDecoder:
     def feed(self, tokens: list[np.ndarray], wanted: list[int]) -> list[np.ndarray]:
         counts = [len(new) for new in tokens]
         places = places_of(tuple(counts), tuple(wanted))
-        width = max(counts)
-        self._make_room(width)
-        ids, positions = self._buffers(len(tokens), width)
-        for row, new in enumerate(tokens):
-            n, held = counts[row], self.rows[row]
-            start = len(held)
-            ids[row, :n] = new
-            positions[row, :n] = range(start, start + n) if n < 16 else np.arange(start, start + n)
-            held.commit(new)
-        self._slots.extend(counts)
-        logits = self._infer(ids, positions, places)[:, : self._vocab_size]
+        try:
+            logits = self._append(tokens, counts, places)
+        except BaseException as error:
+            self.reset(len(self.rows))  # what the cache holds is unknown; an empty one agrees with any text
+            if isinstance(error, RuntimeError):
+                raise OvspecError(f"{self._ir.device}: the inference failed ({last_line(error)}).") from None
+            raise
         if len(tokens) == 1:
             return [logits[: wanted[0]]]
         ends = np.cumsum(wanted)
@@ -128,6 +125,19 @@ class StatefulDecoder:
         self._beam = self._in_order
         self.compactions += 1
 
+    def _append(self, tokens: list[np.ndarray], counts: list[int], places: np.ndarray) -> np.ndarray:
+        width = max(counts)
+        self._make_room(width)
+        ids, positions = self._buffers(len(tokens), width)
+        for row, new in enumerate(tokens):
+            n, held = counts[row], self.rows[row]
+            start = len(held)
+            ids[row, :n] = new
+            positions[row, :n] = range(start, start + n) if n < 16 else np.arange(start, start + n)
+            held.commit(new)
+        self._slots.extend(counts)
+        return self._infer(ids, positions, places)[:, : self._vocab_size]
+
     def _make_room(self, width: int) -> None:
         slots = self._slots
         by_index = self._mask_until is not None and slots.used + width > self._mask_until
@@ -152,12 +162,8 @@ class StatefulDecoder:
                 request.set_input_tensor(index, ov.Tensor(array, shared_memory=True))
                 bound[index] = array
         began = time.perf_counter()
-        try:
-            request.start_async()
-            request.wait()
-        except RuntimeError as error:
-            self.reset(len(self.rows))  # what the cache holds is unknown; an empty one agrees with any text
-            raise OvspecError(f"{self._ir.device}: the inference failed ({last_line(error)}).") from None
+        request.start_async()
+        request.wait()
         self.seconds += time.perf_counter() - began
         self.inferences += 1
         self._beam = self._in_order  # the inference has gathered them

@@ -11,17 +11,14 @@ import platformdirs
 
 from ovspec.errors import OvspecError
 
-PRECISIONS = ("f32", "bf16", "f16")
-KV_PRECISIONS = ("f32", "bf16", "f16", "u8")
-
 
 @dataclass(frozen=True)
 class DeviceOptions:
     """Where and how a model is compiled; ``None`` leaves a choice to the OpenVINO plugin.
 
-    ``device`` is CPU, GPU, GPU.N, AUTO or AUTO:X,Y; ``precision`` and ``kv_precision`` are the
-    arithmetic and the KV cache's type; ``properties`` are handed to OpenVINO as they are and win
-    over everything else.
+    ``device`` is CPU, GPU, GPU.N, AUTO or AUTO:X,Y; ``precision`` (f32, bf16, f16) is the arithmetic's,
+    ``kv_precision`` (also u8) the KV cache's, by default that of the arithmetic on the CPU;
+    ``properties`` are handed to OpenVINO as they are and win over everything else.
     """
 
     device: str = "CPU"
@@ -98,11 +95,12 @@ def unquantised_kv_precision(options: DeviceOptions) -> str | None:
     """The KV cache's default type: that of the arithmetic, so that rolling back and refeeding is exact.
 
     The CPU plugin's own default for compressed weights, u8, is not (see ARCHITECTURE.md).
-    None where the device doesn't say what it computes in.
+    None on other devices: AUTO and HETERO do not know the property, and a GPU has a choice of its own.
     """
     if check_device(options.device) != "CPU":
         return None
-    if options.precision:
-        return options.precision
+    named = options.properties.get("INFERENCE_PRECISION_HINT", options.precision)
+    if named:
+        return named
     default = core().get_property("CPU", "INFERENCE_PRECISION_HINT")
     return {ov.Type.f32: "f32", ov.Type.bf16: "bf16", ov.Type.f16: "f16"}.get(default)

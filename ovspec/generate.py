@@ -31,9 +31,10 @@ class Piece:
 class Stats:
     """Counts are tokens, times milliseconds of wall clock.
 
-    ``ttft_ms`` runs from the call to the first token, ``tpot_ms`` is the mean time of each later one.
-    ``target_ms`` and ``draft_ms`` are spent in inference, ``other_ms`` is all the rest. In a batch,
-    times are those of the whole batch until the row was finished.
+    ``ttft_ms`` runs from the prompt's token ids to the first token, ``tpot_ms`` is the mean time of each
+    later one. ``target_ms`` and ``draft_ms`` are spent in inference; ``other_ms`` is all the rest, with
+    what the caller does between two pieces of a stream. In a batch, times are those of the whole batch
+    until the row was finished.
     """
 
     prompt_tokens: int = 0
@@ -149,7 +150,7 @@ class Row:
                 self.finish_reason = "stop"
             elif token in self._eos:
                 self.finish_reason = "eos"
-            elif begin + used == self._end:
+            elif begin + used >= self._end:
                 self.finish_reason = "length"
             if self.finish_reason:
                 break
@@ -162,13 +163,16 @@ class Row:
         return Piece(shown, tokens[:used], self.finish_reason)
 
     def cancel(self) -> Piece:
-        """End the text where it is."""
+        """End the text where it is, unless it has ended already."""
+        if self.finish_reason:
+            return Piece("", [], self.finish_reason)
         self.finish_reason = "cancelled"
         rest = self._rest()
         self.text += rest
         return Piece(rest, [], "cancelled")
 
     def result(self) -> Result:
+        """Of a text that has ended."""
         assert self.finish_reason
         return Result(self.text, self.token_ids, self.finish_reason, self.stats)
 
@@ -221,9 +225,9 @@ def generate_rows(
             interrupts.holding = False
             yield pieces
             if interrupts.pressed:
-                for i in active:
-                    note_times(rows[i].stats)
                 yield [(i, rows[i].cancel()) for i in active]
                 raise KeyboardInterrupt
     finally:
         interrupts.stop()
+        for i in active:
+            note_times(rows[i].stats)

@@ -17,8 +17,11 @@ class HeldInterrupts:
     def __init__(self) -> None:
         self.holding = self.pressed = self._stopped = False
         self._previous: Any = None
-        if threading.current_thread() is threading.main_thread():
-            self._previous = signal.signal(signal.SIGINT, self._note)
+        handler = signal.getsignal(signal.SIGINT)
+        # A process that ignores Ctrl-C, as one in the background does, goes on doing so.
+        if threading.current_thread() is threading.main_thread() and callable(handler):
+            self._previous = handler
+            signal.signal(signal.SIGINT, self._note)
 
     def stop(self) -> None:
         """Give the signal back to whoever had it. Streams may end in another order than they began."""
@@ -33,5 +36,5 @@ class HeldInterrupts:
     def _note(self, *arguments: Any) -> None:
         if self.holding:
             self.pressed = True
-        elif callable(self._previous):
+        else:
             self._previous(*arguments)

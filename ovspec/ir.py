@@ -40,18 +40,25 @@ class CompiledIR:
     picks_logits: bool  # has the logits_idx input
 
     @property
+    def text_config(self) -> dict[str, Any]:
+        """The part of the config that speaks of the language model."""
+        return self.config.get("text_config") or self.config
+
+    @property
     def context_length(self) -> int | None:
         """Positions the model was made for, as its config says; None where the config is silent."""
         names = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
-        return next((int(self.config[n]) for n in names if isinstance(self.config.get(n), int)), None)
+        config = self.text_config
+        return next((int(config[n]) for n in names if isinstance(config.get(n), int)), None)
 
     @property
-    def sliding_window(self) -> int | None:
+    def attention_window(self) -> int | None:
         """Slots that the narrowest attention layer sees, None for full attention."""
-        window = self.config.get("sliding_window")
-        if not isinstance(window, int) or self.config.get("use_sliding_window") is False:
-            return None
-        return window
+        config = self.text_config
+        windows = [config.get(name) for name in ("sliding_window", "window_size", "attention_chunk_size")]
+        if config.get("use_sliding_window") is False:
+            windows[0] = None
+        return min((window for window in windows if isinstance(window, int)), default=None)
 
 
 def read_json(path: Path) -> dict[str, Any]:

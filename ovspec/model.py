@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import warnings
+from collections.abc import Generator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypedDict, Unpack, overload
@@ -25,6 +26,20 @@ from ovspec.vocabulary import check_same_vocabulary
 
 DEFAULT_LOOKAHEAD = 4
 DEFAULT_MAX_TOKENS = 256
+
+# What Hugging Face's greedy generate would apply from a generation config and we do not yet; neutral values.
+NOT_APPLIED = {
+    "repetition_penalty": 1.0,
+    "no_repeat_ngram_size": 0,
+    "min_length": 0,
+    "min_new_tokens": None,
+    "bad_words_ids": None,
+    "suppress_tokens": None,
+    "begin_suppress_tokens": None,
+    "forced_bos_token_id": None,
+    "forced_eos_token_id": None,
+    "sequence_bias": None,
+}
 
 # A text, token ids, or chat messages for the model's chat template.
 Prompt = str | list[int] | np.ndarray | list[Message]
@@ -80,6 +95,11 @@ class LanguageModel:
         self._target, self._draft = target, draft
         self._idle: list[Engine] = []
         self._generation_config = read_json(folder / "generation_config.json")
+        asked = [name for name, neutral in NOT_APPLIED.items() if self._generation_config.get(name, neutral) != neutral]
+        if asked:
+            warnings.warn(
+                f"{folder}: its generation config asks for {', '.join(asked)}, which is not applied", stacklevel=3
+            )
 
     # ------------------------------------------------------------ generating
 
@@ -103,7 +123,7 @@ class LanguageModel:
         session.append(prompt)
         inner = session.stream(**options)
 
-        def pieces() -> Iterator[Piece]:
+        def pieces() -> Generator[Piece]:
             with session:
                 yield from inner
 
@@ -137,16 +157,20 @@ class LanguageModel:
 
     def encode(self, prompt: Prompt, begins: bool = True) -> np.ndarray:
         """(n,) int64. ``begins``: the prompt starts a text and gets the model's BOS where it has one."""
+        if begins and not len(prompt):
+            return self._beginning()
         if isinstance(prompt, str):
-            return self.tokenizer.encode(prompt, special=begins)
+            return self.tokenizer.encode(prompt) if begins else self.tokenizer.encode_more(prompt)
         if len(prompt) and isinstance(prompt[0], Mapping):
+            if not begins:
+                raise OvspecError("Chat messages can only begin a session; append the next turn as text.")
             # The template spells out the special tokens itself.
             return self.tokenizer.encode(chat_template(self.folder).render(list(prompt)), special=False)  # type: ignore[arg-type]
         ids = np.asarray(prompt, dtype=np.int64)
         size = self.tokenizer.size
         bad = ids[(ids < 0) | (ids >= size)] if size else ids[ids < 0]
         if len(bad):
-            raise OvspecError(f"Token id {bad[0]} is not in the vocabulary (0 to {(size or 0) - 1}).")
+            raise OvspecError(f"Token id {bad[0]} is not in the vocabulary{f' (0 to {size - 1})' if size else ''}.")
         return ids
 
     def row(self, sequence: Sequence, options: GenerateOptions) -> Row:
@@ -156,17 +180,14 @@ class LanguageModel:
             raise TypeError(
                 f"unknown option {sorted(unknown)[0]!r}; there are {', '.join(GenerateOptions.__annotations__)}"
             )
-        if not len(sequence):
-            bos = self._generation_config.get("bos_token_id")
-            if bos is None:
-                raise OvspecError("The prompt is empty, and this model has no token to begin a text with.")
-            sequence.commit([bos])
         stop = options.get("stop", [])
         stop = [stop] if isinstance(stop, str) else list(stop)
         if not all(stop):
             raise OvspecError("A stop string is empty; leave it out.")
         eos = frozenset() if options.get("ignore_eos") else self.eos_ids
-        max_tokens = self._max_tokens(len(sequence), options.get("max_tokens"))
+        max_tokens = self._max_tokens(max(len(sequence), 1), options.get("max_tokens"))
+        if not len(sequence):
+            sequence.commit(self._beginning())
         row = Row(sequence, self.tokenizer.detokenizer(), max_tokens, stop, eos)
         row.stats.rollback, row.stats.device = self._target.rollback, self._target.ir.device
         row.stats.draft_device = self._draft.ir.device if self._draft and self.lookahead_of(options) else None
@@ -177,8 +198,8 @@ class LanguageModel:
         wanted = options.get("lookahead")
         if wanted is not None and wanted < 0:
             raise OvspecError(f"lookahead is {wanted}; it must be 0 or more.")
-        if not self._draft:
-            return 0
+        if wanted and not self._draft:
+            raise OvspecError("lookahead needs a draft; load the model with draft=True or a draft's folder.")
         return self.lookahead if wanted is None else wanted
 
     def release(self, engine: Engine) -> None:
@@ -193,6 +214,13 @@ class LanguageModel:
             if eos is not None:
                 return frozenset(eos if isinstance(eos, list) else [eos])
         return frozenset()
+
+    def _beginning(self) -> np.ndarray:
+        """What an empty prompt stands for: the model's BOS, (1,) int64."""
+        bos = self._generation_config.get("bos_token_id")
+        if bos is None:
+            raise OvspecError("The prompt is empty, and this model has no token to begin a text with.")
+        return np.array([bos], dtype=np.int64)
 
     def _max_tokens(self, prompt: int, wanted: int | None) -> int:
         if wanted is not None and wanted < 1:
@@ -251,7 +279,8 @@ def load(
         device: CPU, GPU, GPU.N, AUTO or AUTO:X,Y.
         draft_device: the draft's own; by default the same.
         precision: arithmetic, f32, bf16 or f16; by default what the device prefers.
-        kv_precision: type of the KV cache, f32, bf16, f16 or u8; by default that of the arithmetic.
+        kv_precision: type of the KV cache, f32, bf16, f16 or u8; by default that of the arithmetic on
+            the CPU and the device's own choice elsewhere.
         threads: CPU threads; by default what OpenVINO takes.
         properties: OpenVINO properties, which win over all the above.
         cache_dir: where compiled models are kept; by default the user's cache folder.
@@ -262,12 +291,18 @@ def load(
     Raises:
         OvspecError: with one sentence that says what to do.
     """
+    if lookahead < 0:
+        raise OvspecError(f"lookahead is {lookahead}; it must be 0 or more.")
+    if draft_device and not draft:
+        raise OvspecError("draft_device needs a draft.")
     if export:
         if model is None:
             raise OvspecError("export=True needs the model to export: a checkpoint folder or a hub id.")
+        if draft is True:
+            raise OvspecError("export=True needs the draft's checkpoint by name, not draft=True.")
         from ovspec.exporting import export_to_cache
 
-        folder = export_to_cache(str(model), None if draft in (None, True, False) else str(draft))
+        folder = export_to_cache(str(model), str(draft) if draft else None)
         draft = bool(draft)
     else:
         folder = Path(model) if model is not None else embedded_pair()

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import TYPE_CHECKING, Unpack
 
+from ovspec.errors import OvspecError
 from ovspec.generate import Piece, Result, Row, generate_rows
 from ovspec.sequence import Sequence
 
@@ -15,32 +16,40 @@ if TYPE_CHECKING:
 class TextStream:
     """Pieces of text as rounds produce them; iterate over it once.
 
-    On Ctrl-C the piece with the finish reason "cancelled" comes last, and then KeyboardInterrupt.
+    Ctrl-C during a round ends it with a piece "cancelled" and then KeyboardInterrupt.
     """
 
-    def __init__(self, pieces: Iterator[Piece], row: Row) -> None:
+    def __init__(self, pieces: Generator[Piece], row: Row) -> None:
         self._pieces, self.row = pieces, row
 
     def __iter__(self) -> Iterator[Piece]:
         return self._pieces
 
+    def cancel(self) -> None:
+        """End the text where it is."""
+        self._pieces.close()
+        self.row.cancel()
+
     def result(self) -> Result:
         """The whole text and its statistics; runs to the end what is not generated yet."""
         for _ in self._pieces:
             pass
+        self.row.cancel()  # has no effect unless an exception ended the stream
         return self.row.result()
 
 
 class Session:
     """One text that grows by what you append and what the model generates; its KV cache is kept.
 
-    Made by ``LanguageModel.session()``; use it in a ``with`` statement or call ``close``.
+    Made by ``LanguageModel.session()``; use it in a ``with`` statement or call ``close``. A stream that
+    has not ended is cancelled when the session is used for something else.
     """
 
     def __init__(self, model: LanguageModel, engine: Engine) -> None:
         self.sequence = Sequence()
         self._model = model
         self._engine: Engine | None = engine
+        self._stream: TextStream | None = None
         engine.reset(1)
 
     @property
@@ -49,17 +58,19 @@ class Session:
         return self._model.tokenizer.decode(self.sequence.tokens)
 
     def append(self, prompt: Prompt) -> None:
-        """Add a text, token ids or chat messages; nothing is computed before the next ``generate``."""
+        """Add a text, token ids or, at the beginning, chat messages; computes nothing yet."""
+        self._cancel_stream()
         self.sequence.commit(self._model.encode(prompt, begins=not len(self.sequence)))
 
     def stream(self, **options: Unpack[GenerateOptions]) -> TextStream:
         """As ``LanguageModel.stream``, going on from this session's text."""
+        self._cancel_stream()
         if not self._engine:
-            raise ValueError("this session is closed")
+            raise OvspecError("This session is closed; make a new one with session().")
         engine, lookahead = self._engine, self._model.lookahead_of(options)
         row = self._model.row(self.sequence, options)
 
-        def pieces() -> Iterator[Piece]:
+        def pieces() -> Generator[Piece]:
             drafter = engine.drafter if lookahead else None
             for round_pieces in generate_rows(engine.target, drafter, [row], lookahead):
                 for _, piece in round_pieces:
@@ -67,7 +78,8 @@ class Session:
                         self._end_with_the_text(row)
                     yield piece
 
-        return TextStream(pieces(), row)
+        self._stream = TextStream(pieces(), row)
+        return self._stream
 
     def generate(self, **options: Unpack[GenerateOptions]) -> Result:
         """As ``LanguageModel.generate``, going on from this session's text."""
@@ -75,18 +87,24 @@ class Session:
 
     def close(self) -> None:
         """Hand the decoders back to the model; the session can't generate any more."""
+        self._cancel_stream()
         if self._engine:
             self._model.release(self._engine)
             self._engine = None
+
+    def _cancel_stream(self) -> None:
+        if self._stream:
+            stream, self._stream = self._stream, None
+            stream.cancel()
 
     def _end_with_the_text(self, row: Row) -> None:
         """Take the tokens that spelt the stop string back, so that the session holds what the user saw."""
         decode, kept = self._model.tokenizer.decode, len(row.token_ids)
         while not row.text.startswith(decode(row.token_ids[:kept])):
             kept -= 1
-        rest = row.text[len(decode(row.token_ids[:kept])) :]
+        rest = self._model.tokenizer.encode_more(row.text[len(decode(row.token_ids[:kept])) :])
         self.sequence.rewind(len(self.sequence) - len(row.token_ids) + kept)
-        self.sequence.commit(self._model.tokenizer.encode(rest, special=False))
+        self.sequence.commit(rest)
 
     def __enter__(self) -> Session:
         return self

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import codecs
 import functools
+import json
+import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -98,11 +101,14 @@ class Tokenizer:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._encoder = _request(folder / "openvino_tokenizer.xml")
+        self._lock = threading.Lock()  # one request serves all threads
         self.vocabulary = byte_vocabulary(read_json(folder / "tokenizer.json"))
         empty, one = self._encode(""), self._encode("a")
         # What encoding puts around every text (BOS in front for some models, EOS behind for few).
         self._prefix = next((i for i, (a, b) in enumerate(zip(empty, one, strict=False)) if a != b), len(empty))
         self._suffix = len(empty) - self._prefix
+        # SentencePiece models put a space in front of every text they encode.
+        self._adds_space = self.decode(self.encode("a", special=False)) == " a"
 
     @property
     def size(self) -> int | None:
@@ -124,6 +130,15 @@ class Tokenizer:
         ids = self._encode(text)
         return ids if special else ids[self._prefix : len(ids) - self._suffix]
 
+    def encode_more(self, text: str) -> np.ndarray:
+        """(n,) int64: ``text`` as it goes on from another one, without BOS and without a space in front."""
+        ids = self.encode(text, special=False)
+        if not self._adds_space:
+            return ids
+        before, both = self.encode("\n", special=False), self.encode("\n" + text, special=False)
+        same = len(both) >= len(before) and bool((both[: len(before)] == before).all())
+        return both[len(before) :] if same else ids
+
     def decode(self, tokens: Iterable[int]) -> str:
         """The text of ``tokens`` as it stands inside a longer one; special tokens left out."""
         detokenizer = self.detokenizer()
@@ -132,16 +147,13 @@ class Tokenizer:
     def detokenizer(self) -> Detokenizer:
         if self.vocabulary:
             return ByteDetokenizer(self.vocabulary)
-        return WindowDetokenizer(self._decoder)
+        return WindowDetokenizer(_request(self.folder / "openvino_detokenizer.xml"))
 
     def _encode(self, text: str) -> np.ndarray:
-        self._encoder.set_input_tensor(0, ov.Tensor([text]))
-        self._encoder.infer()
-        return self._encoder.get_tensor("input_ids").data[0].astype(np.int64)
-
-    @functools.cached_property
-    def _decoder(self) -> ov.InferRequest:
-        return _request(self.folder / "openvino_detokenizer.xml")
+        with self._lock:
+            self._encoder.set_input_tensor(0, ov.Tensor([text]))
+            self._encoder.infer()
+            return self._encoder.get_tensor("input_ids").data[0].astype(np.int64)
 
 
 class Detokenizer:
@@ -207,7 +219,7 @@ class WindowDetokenizer(Detokenizer):
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """A model's Jinja chat template with the variables that Hugging Face hands to it."""
+    """A model's Jinja chat template, rendered with the variables and functions that Hugging Face gives it."""
 
     source: str
     special_tokens: dict[str, str]
@@ -226,12 +238,19 @@ class ChatTemplate:
             raise jinja2.TemplateError(message)
 
         environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+
+        def tojson(value: Any, indent: int | None = None) -> str:
+            # Jinja's own would escape for HTML.
+            return json.dumps(value, ensure_ascii=False, indent=indent)
+
         environment.globals["raise_exception"] = refuse
-        environment.policies["json.dumps_kwargs"] = {"ensure_ascii": False, "sort_keys": False}
+        environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+        environment.filters["tojson"] = tojson
+        variables = {"tools": None, "documents": None, **self.special_tokens}
         try:
             template = environment.from_string(self.source)
-            return template.render(messages=messages, add_generation_prompt=True, **self.special_tokens)
-        except jinja2.TemplateError as error:
+            return template.render(messages=messages, add_generation_prompt=True, **variables)
+        except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
             raise OvspecError(f"The model's chat template refuses these messages: {error}.") from None
 
 

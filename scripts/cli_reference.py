@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -15,12 +16,13 @@ REFERENCE = Path(__file__).resolve().parent.parent / "docs" / "cli.md"
 def reference() -> str:
     """The help of the group and of each command."""
     parts = ["# Command line\n\nMade by `scripts/cli_reference.py` from the code; do not edit.\n"]
-    with click.Context(cli, info_name="ovspec", max_content_width=100, terminal_width=100) as group:
+    settings: dict[str, Any] = {**cli.context_settings, "terminal_width": 100}
+    with click.Context(cli, info_name="ovspec", **settings) as group:
         parts.append(f"```text\n{cli.get_help(group)}\n```\n")
         for name in cli.list_commands(group):
             command = cli.get_command(group, name)
             assert command
-            with click.Context(command, parent=group, info_name=name, terminal_width=100) as context:
+            with click.Context(command, parent=group, info_name=name, **settings) as context:
                 parts.append(f"## ovspec {name}\n\n```text\n{command.get_help(context)}\n```\n")
     return "\n".join(parts)
 

@@ -29,10 +29,10 @@ DEMO_PROMPT = '''class Stack:
 '''
 
 
-def run(*command: str | Path, stdin: str | None = None) -> None:
+def run(*command: str | Path) -> None:
     """Run a command in the repository's root; end with its exit code where it fails."""
     environment = {**os.environ, "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}", "PYTHONUTF8": "1"}
-    done = subprocess.run([str(part) for part in command], cwd=ROOT, env=environment, input=stdin, encoding="utf-8")
+    done = subprocess.run([str(part) for part in command], cwd=ROOT, env=environment)
     if done.returncode:
         sys.exit(done.returncode)
 
@@ -56,8 +56,8 @@ def demo() -> None:
     run(PYTHON, "-m", "ovspec", *export)
     print("\n$ ovspec generate .cache/demo-f32 PROMPT --draft --compare --precision f32 --max-tokens 160\n", flush=True)
     print(DEMO_PROMPT, flush=True)
-    generate = ["generate", DEMO, "--draft", "--compare", "--precision", "f32", "--max-tokens", "160", "--file", "-"]
-    run(PYTHON, "-m", "ovspec", *generate, stdin=DEMO_PROMPT)
+    generate = ["generate", DEMO, DEMO_PROMPT, "--draft", "--compare", "--precision", "f32", "--max-tokens", "160"]
+    run(PYTHON, "-m", "ovspec", *generate)
 
 
 def test(arguments: list[str]) -> None:

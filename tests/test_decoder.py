@@ -109,7 +109,7 @@ def test_rolling_back_by_mask_and_by_compaction_is_exact(pair: Path, cache_dir: 
             if compacted:
                 decoder.compact()
             again = decoder.feed([text[150:154]], [4])[0]
-            assert np.abs(again - first).max() <= 2e-5
+            assert np.abs(again - first).max() <= 2e-5 * first.std()
 
 
 def test_probe_finds_that_a_mask_suffices(target_ir: CompiledIR) -> None:

@@ -186,6 +186,14 @@ def test_a_replacement_killed_half_way_is_undone(tmp_path: Path) -> None:
     assert contents(tmp_path)["out/ovspec.json"] == b"old"
     replace_folder(new, output)
     assert contents(tmp_path) == {"out/ovspec.json": b"new"}
+    with pytest.raises(FileNotFoundError):
+        replace_folder(tmp_path / "vanished", output)
+    assert contents(tmp_path) == {"out/ovspec.json": b"new"}
+    # A folder of that name that is not ours stays.
+    backup_of(output).mkdir()
+    (backup_of(output) / "mine").write_text("mine", encoding="utf-8")
+    check_output(output)
+    assert contents(tmp_path)[".out.old/mine"] == b"mine"
 
 
 def test_damaged_exports_are_named(pair: Path, tmp_path: Path) -> None:

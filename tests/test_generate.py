@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -159,8 +160,89 @@ def test_a_session_goes_on_where_it_was(load: Load, draft: bool) -> None:
         fresh = lm.generate(session.sequence.tokens[:20].tolist(), max_tokens=5, ignore_eos=True)
         assert edited.token_ids == fresh.token_ids
         assert edited.stats.cached_tokens == 19
-    with pytest.raises(ValueError, match="closed"):
+    with pytest.raises(ovspec.OvspecError, match="closed"):
         session.generate()
+
+
+def test_a_session_cancels_the_stream_it_leaves(load: Load) -> None:
+    lm = load(draft=True)
+    whole = lm.generate(PROMPTS[0], max_tokens=30, ignore_eos=True).token_ids
+    with lm.session() as session:
+        session.append(PROMPTS[0])
+        start = len(session.sequence)
+        first = session.stream(max_tokens=10, ignore_eos=True)
+        next(iter(first))
+        second = session.stream(max_tokens=10, ignore_eos=True)
+        assert list(first) == []
+        assert first.result().finish_reason == "cancelled"
+        assert session.sequence.tokens[start:].tolist() == whole[:1]
+        assert len([token for piece in second for token in piece.token_ids]) == 10
+        assert session.sequence.tokens[start:].tolist() == whole[:11]
+        third = session.stream(max_tokens=5, ignore_eos=True)
+        session.append("\n")
+        assert list(third) == []
+    assert lm.generate(PROMPTS[0], max_tokens=30, ignore_eos=True).token_ids == whole
+
+
+def test_ctrl_c_between_rounds_leaves_a_result(load: Load) -> None:
+    """The caller is interrupted while it looks at a piece."""
+    stream = load(draft=True).stream(PROMPTS[0], max_tokens=50, stop="never there")
+    with pytest.raises(KeyboardInterrupt):
+        for piece in stream:
+            if piece.token_ids:
+                signal.raise_signal(signal.SIGINT)
+    stream.cancel()
+    result = stream.result()
+    assert result.finish_reason == "cancelled"
+    assert len(result.token_ids) == result.stats.generated_tokens == 1
+    assert result.stats.other_ms > 0
+
+
+def test_a_failed_inference_is_fed_again(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    lm = load(draft=True)
+    whole = lm.generate(PROMPTS[0], max_tokens=30, ignore_eos=True).token_ids
+    with lm.session() as session:
+        session.append(PROMPTS[0])
+        done = session.generate(max_tokens=10, ignore_eos=True).token_ids
+        assert session._engine
+        target = session._engine.target
+        working = target._request  # type: ignore[attr-defined]
+
+        class Broken:
+            def __getattr__(self, name: str) -> object:
+                return getattr(working, name)
+
+            def wait(self) -> None:
+                working.wait()
+                raise RuntimeError("Check 'memory' failed at x.cpp:1:\nOut of memory\n")
+
+        monkeypatch.setattr(target, "_request", Broken())
+        with pytest.raises(ovspec.OvspecError, match=r"the inference failed .*Out of memory"):
+            session.generate(max_tokens=5, ignore_eos=True)
+        monkeypatch.undo()
+        done += session.generate(max_tokens=20, ignore_eos=True).token_ids
+    assert done == whole
+
+
+def test_what_is_not_applied_is_said(load: Load, pair: Path, tmp_path: Path, cache_dir: Path) -> None:
+    import shutil
+
+    folder = tmp_path / "penalised"
+    shutil.copytree(pair, folder)
+    (folder / "ovspec.json").unlink()
+    (folder / "generation_config.json").write_text('{"repetition_penalty": 1.05, "bos_token_id": 0}', "utf-8")
+    with pytest.warns(UserWarning, match="asks for repetition_penalty, which is not applied"):
+        ovspec.load(folder, precision="f32", cache_dir=cache_dir)
+    with pytest.raises(ovspec.OvspecError, match="lookahead needs a draft"):
+        load().generate("a", lookahead=3)
+
+
+def test_chat_messages_begin_a_session_only(load: Load) -> None:
+    with load().session() as session:
+        session.append([{"role": "user", "content": "hi"}])
+        assert session.generate(max_tokens=3, ignore_eos=True).stats.generated_tokens == 3
+        with pytest.raises(ovspec.OvspecError, match="only begin a session"):
+            session.append([{"role": "user", "content": "again"}])
 
 
 @pytest.mark.parametrize("draft", [False, True])

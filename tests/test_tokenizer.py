@@ -12,7 +12,14 @@ from hypothesis import strategies as st
 from ovspec_export.tokenizers import TEXTS
 
 from ovspec.errors import OvspecError
-from ovspec.tokenizer import ChatTemplate, Tokenizer, WindowDetokenizer, byte_vocabulary, chat_template
+from ovspec.tokenizer import (
+    ChatTemplate,
+    Tokenizer,
+    WindowDetokenizer,
+    _request,
+    byte_vocabulary,
+    chat_template,
+)
 
 
 @pytest.fixture(scope="module")
@@ -49,11 +56,11 @@ def test_streams_whole_characters_only(tokenizer: Tokenizer, text: str) -> None:
     assert "".join(pieces) + detokenizer.flush() == text
 
 
-def test_window_detokenizer_agrees(tokenizer: Tokenizer) -> None:
+def test_window_detokenizer_agrees(tokenizer: Tokenizer, pair: Path) -> None:
     """What is used where a vocabulary is not bytes."""
     for text in [*TEXTS[:11], *PROMPTS[:3]]:
         ids = tokenizer.encode(text).tolist()
-        window = WindowDetokenizer(tokenizer._decoder)
+        window = WindowDetokenizer(_request(pair / "openvino_detokenizer.xml"))
         pieces = [window.push(token) for token in ids]
         assert "".join(pieces) + window.flush() == tokenizer.decode(ids) == text
 

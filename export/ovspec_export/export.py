@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import importlib.metadata
-import os
+import secrets
 import shutil
 import subprocess
 import sys
@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import ovspec
 from ovspec.decoder import probe_rollback
 from ovspec.device import DeviceOptions
 from ovspec.errors import OvspecError
@@ -81,11 +82,12 @@ def export_pair(
         wanted.check()
     output = output.absolute()
     check_output(output)
+    versions = {name: importlib.metadata.version(name) for name in VERSIONED} | {"ovspec": ovspec.__version__}
     tokenizer = load_tokenizer(target)
     if draft:
         check_pair(target, tokenizer.get_vocab(), draft, load_tokenizer(draft).get_vocab())
 
-    work = output.with_name(f".{output.name}.partial-{os.getpid()}")
+    work = output.with_name(f".{output.name}.partial-{secrets.token_hex(4)}")
     work.mkdir(parents=True)
     try:
         convert(target, work, compression, report)
@@ -95,7 +97,7 @@ def export_pair(
         manifest = Manifest(
             target=describe(target, work, compression),
             draft=None,
-            versions={name: importlib.metadata.version(name) for name in ("ovspec", *VERSIONED)},
+            versions=versions,
             files={},
             tokenizer_differs_on=differing,
         )
@@ -115,12 +117,10 @@ def export_pair(
 
 def check_output(output: Path) -> None:
     """Raises OvspecError where ``output`` holds something that ovspec did not make."""
-    restore_backup(output)
-    if not output.exists():
-        return
-    if not output.is_dir():
+    if output.exists() and not output.is_dir():
         raise OvspecError(f"{output}: is a file; choose another folder with -o.")
-    if any(output.iterdir()) and not (output / MANIFEST_FILE).is_file():
+    restore_backup(output)
+    if output.exists() and any(output.iterdir()) and not (output / MANIFEST_FILE).is_file():
         raise OvspecError(f"{output}: holds files that ovspec did not export; choose another folder with -o.")
 
 
@@ -180,7 +180,7 @@ def backup_of(output: Path) -> Path:
 def restore_backup(output: Path) -> None:
     """Undo a replacement that was killed half way; drop a backup that is not needed any more."""
     backup = backup_of(output)
-    if not backup.is_dir():
+    if not (backup / MANIFEST_FILE).is_file():
         return
     if output.exists():
         shutil.rmtree(backup)
@@ -193,5 +193,9 @@ def replace_folder(new: Path, output: Path) -> None:
     backup = backup_of(output)
     if output.exists():
         output.rename(backup)
-    new.rename(output)
+    try:
+        new.rename(output)
+    except BaseException:
+        restore_backup(output)
+        raise
     shutil.rmtree(backup, ignore_errors=True)

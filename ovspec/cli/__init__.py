@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import io
-import os
 import sys
+import warnings
 
 import click
 
@@ -38,17 +38,12 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(encoding="utf-8", errors="replace")
+    warnings.formatwarning = lambda message, *_, **__: f"Warning: {message}\n"
     try:
         cli.main(standalone_mode=False)
-    except click.exceptions.Exit as error:
-        sys.exit(error.exit_code)
     except click.ClickException as error:
         error.show()
         sys.exit(error.exit_code)
-    except BrokenPipeError:
-        # The reader of our output has gone, as 'head' does; what is still buffered has nowhere to go.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(1)
     except (OvspecError, OSError) as error:
         click.echo(f"Error: {error}", err=True)
         sys.exit(1)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -45,13 +45,23 @@ def export(
     from ovspec.exporting import export_package
 
     package = export_package()
-    compression = package.Compression(weight_format, group_size, ratio, sym)
-    draft_compression = compression
-    if draft_weight_format and draft_weight_format != weight_format:
-        # The options of the target's format mean nothing for another one.
-        draft_compression = package.Compression(draft_weight_format)
-    elif draft_weight_format:
-        draft_compression = dataclasses.replace(compression, weight_format=draft_weight_format)
+
+    def compression(name: str) -> Any:
+        """The options that mean something for a format; export_pair refuses those that fit neither model."""
+        int4 = name == "int4" or "int4" not in formats
+        return package.Compression(
+            name,
+            group_size if int4 else None,
+            ratio if int4 else None,
+            sym and (name in ("int4", "int8") or not formats & {"int4", "int8"}),
+        )
+
+    formats = {weight_format, draft_weight_format or weight_format}
     package.export_pair(
-        target, draft, output, compression, draft_compression, report=lambda line: click.echo(line, err=True)
+        target,
+        draft,
+        output,
+        compression(weight_format),
+        compression(draft_weight_format or weight_format),
+        report=lambda line: click.echo(line, err=True),
     )

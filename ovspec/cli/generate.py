@@ -28,7 +28,9 @@ DRAFT_OF_THE_EXPORT = "the draft of the export"  # what a bare --draft stands fo
     help="Speculate with the draft that was exported beside DIR, or with the one in PATH.",
 )
 @click.option("--lookahead", type=click.IntRange(min=0), help="Tokens proposed a round.  [default: 4]")
-@click.option("-n", "--max-tokens", type=int, help="Tokens to generate.  [default: the model's, or 256]")
+@click.option(
+    "-n", "--max-tokens", type=click.IntRange(min=1), help="Tokens to generate.  [default: the model's, or 256]"
+)
 @click.option("--stop", multiple=True, metavar="TEXT", help="End in front of this text; may be repeated.")
 @click.option("--ignore-eos", is_flag=True, help="Go on after an end-of-sequence token.")
 @click.option("--stats", is_flag=True, help="Print statistics on stderr.")
@@ -70,7 +72,7 @@ def generate(
         if prompt_option or prompt_file or token_ids or len(arguments) > 1 or looks_like_path(draft):
             raise click.UsageError(f"--draft {draft}: no such folder; name an exported draft, or none.")
         arguments, draft = (*arguments, draft), DRAFT_OF_THE_EXPORT
-    folder, text = split_arguments(arguments)
+    folder, text = split_arguments(arguments, bool(prompt_option or prompt_file or token_ids))
     prompt = read_prompt(text, prompt_option, prompt_file, token_ids)
     if system is not None and not chat:
         raise click.UsageError("--system needs --chat.")
@@ -104,13 +106,13 @@ def looks_like_path(text: str) -> bool:
     return not any(c.isspace() for c in text) and ("/" in text or "\\" in text)
 
 
-def split_arguments(arguments: tuple[str, ...]) -> tuple[Path | None, str | None]:
-    """(DIR, PROMPT) from one or two arguments; a single one that is no folder is the prompt."""
+def split_arguments(arguments: tuple[str, ...], prompt_elsewhere: bool) -> tuple[Path | None, str | None]:
+    """(DIR, PROMPT) from one or two arguments; a single one that is no folder is the prompt unless there is one."""
     if len(arguments) > 2:
         raise click.UsageError("Too many arguments; put the prompt in quotes.")
     if len(arguments) == 2:
         return Path(arguments[0]), arguments[1]
-    if arguments and (Path(arguments[0]).is_dir() or looks_like_path(arguments[0])):
+    if arguments and (prompt_elsewhere or Path(arguments[0]).is_dir() or looks_like_path(arguments[0])):
         return Path(arguments[0]), None
     return None, arguments[0] if arguments else None
 
@@ -134,6 +136,6 @@ def read_prompt(text: str | None, option: str | None, file: str | None, ids: str
     except OSError as error:
         raise click.UsageError(f"--file {file}: {error.strerror}.") from None
     try:
-        return data.decode("utf-8")
+        return data.decode("utf-8-sig")
     except UnicodeDecodeError:
         raise click.UsageError("The prompt is not UTF-8 text.") from None

@@ -7,7 +7,6 @@ from typing import Any
 
 import click
 
-# As in ovspec.device, which is not imported here: it brings openvino.
 PRECISIONS = ("f32", "bf16", "f16")
 KV_PRECISIONS = ("f32", "bf16", "f16", "u8")
 
@@ -29,7 +28,9 @@ def runtime_options(command: Callable[..., Any]) -> Callable[..., Any]:
         click.option("--draft-device", help="Device of the draft model.  [default: that of --device]"),
         click.option("--precision", type=click.Choice(PRECISIONS), help="Arithmetic.  [default: the device's own]"),
         click.option(
-            "--kv-precision", type=click.Choice(KV_PRECISIONS), help="KV cache.  [default: as the arithmetic]"
+            "--kv-precision",
+            type=click.Choice(KV_PRECISIONS),
+            help="KV cache.  [default: as the arithmetic on the CPU]",
         ),
         click.option("--threads", type=click.IntRange(min=1), help="CPU threads.  [default: OpenVINO's choice]"),
         click.option(

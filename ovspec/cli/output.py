@@ -62,7 +62,7 @@ def compare(lm: LanguageModel, prompt: Any, options: dict[str, Any], as_json: bo
     verdict = (
         f"the {len(plain.token_ids)} token ids are identical"
         if equal
-        else f"the texts part at a near-tie: the two most likely tokens are {report['top2_gap']:.4f} apart there"
+        else f"the texts part where the logits of the two most likely tokens are {report['top2_gap']:.4f} apart"
     )
     click.echo(f"{verdict}; speed-up {report['speedup']:.2f}x", err=True)
 
@@ -70,14 +70,20 @@ def compare(lm: LanguageModel, prompt: Any, options: dict[str, Any], as_json: bo
 def run(lm: LanguageModel, prompt: Any, options: dict[str, Any], show: bool) -> tuple[Result, bool]:
     """(result, whether Ctrl-C ended it)"""
     stream = lm.stream(prompt, **options)
-    interrupted = False
+    printed, interrupted = 0, False
     try:
         for piece in stream:
             if show and piece.text:
                 click.echo(piece.text, nl=False)
+                printed += len(piece.text)
     except KeyboardInterrupt:
+        # It may come while a piece is printed, when the stream knows nothing of it.
         interrupted = True
-    return stream.row.result(), interrupted
+        stream.cancel()
+    result = stream.result()
+    if show and printed < len(result.text):
+        click.echo(result.text[printed:], nl=False)
+    return result, interrupted
 
 
 def seconds_a_token(stats: Stats) -> float:
@@ -107,7 +113,9 @@ def summary(result: Result) -> str:
     if stats.tpot_ms:
         parts.append(f"then {stats.tpot_ms:.2f} ms each ({1e3 / stats.tpot_ms:.0f} tokens/s)")
     if stats.proposed:
-        parts.append(f"{stats.accepted} of {stats.proposed} proposed accepted (rate {stats.acceptance_rate or 0:.2f})")
+        parts.append(
+            f"acceptance rate {stats.acceptance_rate or 0:.2f} ({stats.accepted} of {stats.proposed} proposed)"
+        )
         parts.append(f"{stats.generated_tokens / stats.rounds:.2f} tokens a round")
     parts.append(
         f"target {stats.target_ms:.0f} ms, draft {stats.draft_ms:.0f} ms, other {stats.other_ms:.0f} ms on "
