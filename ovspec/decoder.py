@@ -133,7 +133,7 @@ class StatefulDecoder:
             n, held = counts[row], self.rows[row]
             start = len(held)
             ids[row, :n] = new
-            positions[row, :n] = range(start, start + n) if n < 16 else np.arange(start, start + n)
+            positions[row, :n] = np.arange(start, start + n)
             held.commit(new)
         self._slots.extend(counts)
         return self._infer(ids, positions, places)[:, : self._vocab_size]

@@ -51,7 +51,8 @@ class Slots:
         for row, count in enumerate(counts):
             length = self.lengths[row]
             self._alive[row, start : start + count] = 1
-            self._alive[row, start + count : end] = 0
+            if start + count < end:
+                self._alive[row, start + count : end] = 0
             self._slot_of[row, length : length + count] = np.arange(start, start + count)
             self.lengths[row] = length + count
         self.used = end
