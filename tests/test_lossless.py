@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 from conftest import PROMPTS, Reference
 
 import ovspec
+from ovspec.drafting import Proposal
+from ovspec.sequence import Sequence
 
 TOKENS = 32
 # Every prompt, three at a time, lengths mixed.
@@ -93,15 +96,36 @@ def test_one_target_inference_a_round(load: Callable[..., ovspec.LanguageModel])
         assert engine.target.inferences - before == result.stats.rounds < 40
 
 
-def test_long_texts_that_compact_by_themselves(load: Callable[..., ovspec.LanguageModel], reference: Reference) -> None:
+class Guessing:
+    """A drafter that is nearly always wrong."""
+
+    seconds = 0.0
+
+    def __init__(self) -> None:
+        self.random = np.random.default_rng(0)
+
+    def propose(self, sequences: list[Sequence], budgets: list[int]) -> list[Proposal]:
+        assert len(sequences) == len(budgets)
+        return [Proposal(self.random.integers(3, 4096, budget)) for budget in budgets]
+
+    def reset(self, rows: int) -> None: ...
+
+    def reorder(self, rows: list[int]) -> None: ...
+
+
+def test_useless_proposals_pile_up_and_are_compacted(
+    load: Callable[..., ovspec.LanguageModel], reference: Reference
+) -> None:
     """Enough rejections to reach the default threshold, past the window the pair was mostly trained on."""
     lm = load(draft=True)
-    with lm.session() as session:
-        session.append(PROMPTS[4])
-        result = session.generate(max_tokens=400, ignore_eos=True, lookahead=8)
-        assert session._engine
-        assert session._engine.target.compactions > 0  # type: ignore[attr-defined]
-    assert result.token_ids == reference.generate(PROMPTS[4], 400, ignore_eos=True)
+    session = lm.session()  # never closed: its engine must not go back to the model
+    session.append(PROMPTS[4])
+    assert session._engine
+    session._engine.drafter = Guessing()
+    result = session.generate(max_tokens=200, ignore_eos=True, lookahead=8)
+    assert session._engine.target.compactions > 0  # type: ignore[attr-defined]
+    assert result.stats.accepted < 10
+    assert result.token_ids == reference.generate(PROMPTS[4], 200, ignore_eos=True)
 
 
 def test_rows_that_end_early_leave_the_batch(load: Callable[..., ovspec.LanguageModel]) -> None:
