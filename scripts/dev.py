@@ -22,11 +22,11 @@ VENV = ROOT / ".venv"
 BIN = VENV / ("Scripts" if os.name == "nt" else "bin")
 PYTHON = BIN / ("python.exe" if os.name == "nt" else "python")
 DEMO = ROOT / ".cache" / "demo-f32"
-DEMO_PROMPT = '''class Stack:
-    """A last-in, first-out list."""
+DEMO_PROMPT = '''import os
+import sys
 
-    def __init__(self):
-'''
+def find_executable(name, path=None):
+    """Find'''
 
 
 def run(*command: str | Path) -> None:
@@ -55,7 +55,7 @@ def demo() -> None:
     export = ["export", pair / "target", "--draft", pair / "draft", "-o", DEMO, "--weight-format", "fp32"]
     run(PYTHON, "-m", "ovspec", *export)
     print("\n$ ovspec generate .cache/demo-f32 PROMPT --draft --compare --precision f32 --max-tokens 160\n", flush=True)
-    print(DEMO_PROMPT, flush=True)
+    print(f"PROMPT:\n{DEMO_PROMPT}\n", flush=True)
     generate = ["generate", DEMO, DEMO_PROMPT, "--draft", "--compare", "--precision", "f32", "--max-tokens", "160"]
     run(PYTHON, "-m", "ovspec", *generate)
 
