@@ -262,6 +262,19 @@ def test_a_session_holds_no_stop_string(load: Load, draft: bool) -> None:
             assert result.token_ids == whole.token_ids[: len(result.token_ids)]
 
 
+def test_nothing_stays_behind_an_eos(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where a round committed more tokens after it."""
+    lm = load(draft=True)
+    whole = lm.generate(PROMPTS[2], max_tokens=30, ignore_eos=True).token_ids
+    for token in set(whole):
+        monkeypatch.setattr(lm, "_generation_config", {"eos_token_id": token})
+        with lm.session() as session:
+            session.append(PROMPTS[2])
+            start = len(session.sequence)
+            result = session.generate(max_tokens=30, lookahead=8)
+            assert session.sequence.tokens[start:].tolist() == result.token_ids == whole[: whole.index(token) + 1]
+
+
 def test_two_sessions_do_not_mix(load: Load) -> None:
     lm = load(draft=True)
     expected = [lm.generate(prompt, max_tokens=12, ignore_eos=True).token_ids for prompt in PROMPTS[:2]]
