@@ -216,7 +216,10 @@ class LanguageModel:
         return frozenset()
 
     def _beginning(self) -> np.ndarray:
-        """What an empty prompt stands for: the model's BOS, (1,) int64."""
+        """What an empty prompt stands for: the tokenizer's BOS or else the generation config's, (n,) int64."""
+        special = self.tokenizer.encode("")
+        if len(special):
+            return special
         bos = self._generation_config.get("bos_token_id")
         if bos is None:
             raise OvspecError("The prompt is empty, and this model has no token to begin a text with.")
