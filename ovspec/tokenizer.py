@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import openvino as ov
@@ -156,19 +156,19 @@ class Tokenizer:
             return self._encoder.get_tensor("input_ids").data[0].astype(np.int64)
 
 
-class Detokenizer:
+class Detokenizer(Protocol):
     """Text as it grows; never half a character."""
 
     def push(self, token: int) -> str:
         """The text that ``token`` completes, which may be none."""
-        raise NotImplementedError
+        ...
 
     def flush(self) -> str:
         """What is left at the end: a replacement character for a character that was cut off."""
-        raise NotImplementedError
+        ...
 
 
-class ByteDetokenizer(Detokenizer):
+class ByteDetokenizer:
     """Tokens are bytes; UTF-8 says where a character ends."""
 
     def __init__(self, vocabulary: list[bytes | None]) -> None:
@@ -183,7 +183,7 @@ class ByteDetokenizer(Detokenizer):
         return self._utf8.decode(b"", final=True)
 
 
-class WindowDetokenizer(Detokenizer):
+class WindowDetokenizer:
     """For vocabularies that are not bytes: decode a window that slides, print what it adds."""
 
     def __init__(self, request: ov.InferRequest) -> None:
