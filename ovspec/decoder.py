@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import time
+from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
@@ -11,22 +13,37 @@ import openvino as ov
 
 from ovspec.errors import OvspecError
 from ovspec.ir import CompiledIR, last_line
-from ovspec.kv import Rollback, Slots, gather_states
+from ovspec.kv import Rollback, Slots, gather_states, read_states, write_states
 from ovspec.sequence import Sequence, common_prefix
+from ovspec.vocabulary import ALL_IDS, KnownIds
 
 # Dead slots cost attention time and memory, a compaction copies the whole cache: wait for this many.
 COMPACT_AT = 256
+# Tokens that are fed again after a replay at most before the snapshot is renewed, which costs an inference.
+REPLAY_AT = 8
+# Tokens of plain decoding between two snapshots.
+SNAPSHOT_EVERY = 64
 INPUTS = ("input_ids", "attention_mask", "position_ids", "beam_idx", "logits_idx")
 
 
 class Decoder(Protocol):
     """A language model with its KV cache, for a batch of rows. Target and draft are both Decoders."""
 
-    rows: list[Sequence]  # the tokens whose keys and values the cache holds, a row each
-    seconds: float  # spent in inference so far
-    inferences: int
-    rollback: str
+    rollback: Rollback
     context_length: int | None
+
+    @property
+    def rows(self) -> list[Sequence]:
+        """The tokens whose keys and values the cache holds, a row each."""
+        ...
+
+    @property
+    def seconds(self) -> float:
+        """Spent in inference so far."""
+        ...
+
+    @property
+    def inferences(self) -> int: ...
 
     def reset(self, rows: int) -> None:
         """Empty the cache and start over with ``rows`` empty rows."""
@@ -41,7 +58,7 @@ class Decoder(Protocol):
         ...
 
     def truncate(self, row: int, length: int) -> None:
-        """Roll ``row`` back to its first ``length`` tokens."""
+        """Roll ``row`` back to its first ``length`` tokens, or fewer: ``rows[row]`` tells what is left."""
         ...
 
     def reorder(self, rows: list[int]) -> None:
@@ -52,29 +69,29 @@ class Decoder(Protocol):
 class StatefulDecoder:
     """Drives the stateful IR that optimum exports, on every device.
 
+    With recurrent states (``rollback.replay``) it takes a single row: ``RowByRow`` makes a batch of them.
+
     Args:
         ir: the compiled model.
-        rollback: what its states allow, from the manifest or ``probe_rollback``.
-        vocab_size: ids that the tokenizer knows; wider logits are cut to it.
+        rollback: what its states allow, from ``probing.rollback_of``.
+        vocabulary: the ids that may be chosen.
         compact_at: dead slots at which the cache is compacted.
-
-    Raises:
-        OvspecError: a state has no sequence axis to cut.
     """
 
     def __init__(
-        self, ir: CompiledIR, rollback: Rollback, vocab_size: int | None = None, compact_at: int = COMPACT_AT
+        self,
+        ir: CompiledIR,
+        rollback: Rollback,
+        vocabulary: KnownIds = ALL_IDS,
+        compact_at: int = COMPACT_AT,
     ) -> None:
-        for state in ir.states:
-            if state.sequence_axis is None:
-                raise OvspecError(f"{ir.folder}: its state {state.name} cannot be rolled back; not supported yet.")
         self.rollback = rollback
         self.context_length = ir.context_length
         self.seconds, self.inferences, self.compactions = 0.0, 0, 0
-        self._ir, self._vocab_size, self._compact_at = ir, vocab_size, compact_at
+        self._ir, self._vocabulary, self._compact_at = ir, vocabulary, compact_at
         # Past its window, or its table of positions, attention by slot index can't skip dead slots any more.
-        bounds = [bound for bound in (ir.attention_window, ir.context_length) if bound]
-        self._mask_until = min(bounds, default=None) if rollback == "mask" else 0
+        bounds = [bound for bound in (rollback.mask_until, ir.context_length) if bound]
+        self._mask_until = min(bounds, default=None) if rollback.kv == "mask" else 0
         self._request = ir.compiled.create_infer_request()
         self._kept: dict[tuple[int, int], tuple[np.ndarray, np.ndarray]] = {}
         self._inputs = [ir.inputs.get(name) for name in INPUTS]
@@ -86,12 +103,17 @@ class StatefulDecoder:
         self._slots = Slots(rows)
         self._in_order = np.arange(rows, dtype=np.int32)
         self._beam = self._in_order  # rows of the physical cache that the next inference gathers
+        self._snapshot, self._snapshot_length = {}, 0  # of the recurrent states; none at all is their beginning
+        self._settled = False  # the last feed began a text that is likely to be returned to
         self._request.reset_state()
 
     def feed(self, tokens: list[np.ndarray], wanted: list[int]) -> list[np.ndarray]:
         counts = [len(new) for new in tokens]
         places = places_of(tuple(counts), tuple(wanted))
         try:
+            if self.rollback.replay and (fed := self._prepare_replay(tokens[0], wanted[0])):
+                tokens, counts = [tokens[0][fed:]], [counts[0] - fed]
+                places = places_of((counts[0],), (wanted[0],))
             logits = self._append(tokens, counts, places)
         except BaseException as error:
             self.reset(len(self.rows))  # what the cache holds is unknown; an empty one agrees with any text
@@ -104,6 +126,8 @@ class StatefulDecoder:
         return [logits[end - want : end] for end, want in zip(ends, wanted, strict=True)]
 
     def truncate(self, row: int, length: int) -> None:
+        if self.rollback.replay:
+            length = self._restore_snapshot(length)
         self.rows[row].rewind(length)
         self._slots.truncate(row, length)
 
@@ -121,9 +145,49 @@ class StatefulDecoder:
         if not any(self._slots.lengths):
             self.reset(len(self.rows))
             return
-        gather_states(self._request, self._ir.states, self._beam, self._slots.compact())
+        gather_states(self._request, self._ir.kv_states, self._beam, self._slots.compact())
         self._beam = self._in_order
         self.compactions += 1
+
+    def copy_to(self, other: StatefulDecoder) -> None:
+        """Give ``other``, of the same model, this decoder's text and states."""
+        other.rows = [row.copy() for row in self.rows]
+        other._slots = copy.deepcopy(self._slots)
+        other._in_order, other._beam = self._in_order, self._beam
+        other._snapshot, other._snapshot_length, other._settled = self._snapshot, self._snapshot_length, self._settled
+        if self._slots.used:
+            write_states(other._request, read_states(self._request, self._ir.states))
+        else:
+            other._request.reset_state()
+
+    def _prepare_replay(self, tokens: np.ndarray, wanted: int) -> int:
+        """Take a snapshot where the new tokens may be taken back; returns how many of them it has fed.
+
+        Tokens whose logits nobody wants are settled. A few of them are fed again with every replay; when they
+        are many they get an inference of their own, and the snapshot moves behind them.
+        """
+        fed, held = 0, len(self.rows[0])
+        if held == self._snapshot_length and wanted > 1 and len(tokens) - wanted > REPLAY_AT:
+            fed = len(tokens) - wanted
+            self._append([tokens[:fed]], [fed], places_of((fed,), (0,)))
+            held += fed
+        behind = held - self._snapshot_length
+        if behind and (wanted > 1 or self._settled or behind >= SNAPSHOT_EVERY):
+            self._snapshot = read_states(self._request, self._ir.recurrent_states)
+            self._snapshot_length, behind = held, 0
+        # A draft feeds what was committed in one piece and then its guesses one by one: it returns to this place.
+        self._settled = len(tokens) > 1 or not behind
+        return fed
+
+    def _restore_snapshot(self, length: int) -> int:
+        """Put the recurrent states back to where they can be; returns that place, at most ``length``."""
+        if length >= len(self.rows[0]):
+            return length
+        if self._snapshot_length > length or not self._snapshot:
+            self.reset(1)
+            return 0
+        write_states(self._request, self._snapshot)
+        return self._snapshot_length
 
     def _append(self, tokens: list[np.ndarray], counts: list[int], places: np.ndarray) -> np.ndarray:
         width = max(counts)
@@ -136,7 +200,7 @@ class StatefulDecoder:
             positions[row, :n] = np.arange(start, start + n)
             held.commit(new)
         self._slots.extend(counts)
-        return self._infer(ids, positions, places)[:, : self._vocab_size]
+        return self._vocabulary.restrict(self._infer(ids, positions, places))
 
     def _make_room(self, width: int) -> None:
         slots = self._slots
@@ -173,6 +237,67 @@ class StatefulDecoder:
         return logits.reshape(-1, logits.shape[-1])[places]
 
 
+class RowByRow:
+    """A batch for models whose recurrent states can't wait for each other: every row has a request of its own.
+
+    Padding, which attention skips, would run through a convolution or an SSM; so rows of different lengths
+    don't share an inference.
+    """
+
+    def __init__(self, make: Callable[[], StatefulDecoder]) -> None:
+        self._make = make
+        self._decoders = [make()]
+        self._spare: list[StatefulDecoder] = []
+        self.rollback, self.context_length = self._decoders[0].rollback, self._decoders[0].context_length
+
+    @property
+    def rows(self) -> list[Sequence]:
+        return [decoder.rows[0] for decoder in self._decoders]
+
+    @property
+    def seconds(self) -> float:
+        return sum(decoder.seconds for decoder in self._decoders + self._spare)
+
+    @property
+    def inferences(self) -> int:
+        return sum(decoder.inferences for decoder in self._decoders + self._spare)
+
+    def reset(self, rows: int) -> None:
+        self._take(rows)
+        for decoder in self._decoders:
+            decoder.reset(1)
+
+    def feed(self, tokens: list[np.ndarray], wanted: list[int]) -> list[np.ndarray]:
+        places_of(tuple(map(len, tokens)), tuple(wanted))  # refuses wrong calls before anything is fed
+        nothing = np.empty((0, 0), dtype=np.float32)
+        return [
+            decoder.feed([new], [want])[0] if len(new) else nothing
+            for decoder, new, want in zip(self._decoders, tokens, wanted, strict=True)
+        ]
+
+    def truncate(self, row: int, length: int) -> None:
+        self._decoders[row].truncate(0, length)
+
+    def reorder(self, rows: list[int]) -> None:
+        old = self._decoders
+        kept: dict[int, StatefulDecoder] = {}
+        self._spare += [decoder for row, decoder in enumerate(old) if row not in rows]
+        self._decoders = []
+        for row in rows:
+            if row in kept:
+                self._decoders.append(self._spare.pop() if self._spare else self._make())
+                kept[row].copy_to(self._decoders[-1])
+            else:
+                kept[row] = old[row]
+                self._decoders.append(old[row])
+
+    def _take(self, rows: int) -> None:
+        self._spare += self._decoders[rows:]
+        del self._decoders[rows:]
+        while len(self._decoders) < rows:
+            self._decoders.append(self._spare.pop() if self._spare else self._make())
+
+
 @functools.lru_cache(maxsize=256)
 def places_of(counts: tuple[int, ...], wanted: tuple[int, ...]) -> np.ndarray:
     """Flat places (row * width + column) of each row's last ``wanted`` of ``counts`` tokens.
@@ -199,28 +324,4 @@ def catch_up(decoder: Decoder, row: int, sequence: Sequence) -> np.ndarray:
     shared = min(shared, len(sequence) - 1)
     if shared < len(decoder.rows[row]):
         decoder.truncate(row, shared)
-    return sequence.tokens[shared:]
-
-
-def probe_rollback(ir: CompiledIR) -> Rollback:
-    """Find by trial how ``ir`` can be rolled back: prefill, feed junk, drop it, feed on, compare with a clean run.
-
-    Raises:
-        OvspecError: neither masking nor cutting gives back the clean run's logits.
-    """
-    vocab = ir.compiled.output(0).get_partial_shape()[-1].get_length()
-    text, junk = np.arange(5, 17) % vocab, np.arange(31, 37) % vocab
-    kinds: tuple[Rollback, ...] = ("mask", "trim")
-    for kind in kinds:
-        decoder = StatefulDecoder(ir, kind)
-        decoder.feed([text[:8]], [0])
-        decoder.feed([junk], [0])
-        decoder.truncate(0, 8)
-        after = decoder.feed([text[8:]], [1])[0].copy()
-        decoder.reset(1)
-        decoder.feed([text[:8]], [0])
-        clean = decoder.feed([text[8:]], [1])[0]
-        # Wrong rollbacks move logits by about their spread, rounding by a hundredth of it.
-        if np.abs(after - clean).max() <= 0.1 * clean.std():
-            return kind
-    raise OvspecError(f"{ir.folder}: its KV cache can be rolled back neither by mask nor by cutting it.")
+    return sequence.tokens[len(decoder.rows[row]) :]

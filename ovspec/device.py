@@ -11,6 +11,10 @@ import platformdirs
 
 from ovspec.errors import OvspecError
 
+# A KV cache of these types is the same after trimming, compacting, forking and copying, in any arithmetic
+# (tests/test_decoder.py measures it); u8 is not.
+EXACT_KV_PRECISIONS = ("f32", "bf16", "f16")
+
 
 @dataclass(frozen=True)
 class DeviceOptions:
@@ -27,6 +31,16 @@ class DeviceOptions:
     threads: int | None = None
     properties: dict[str, str] = field(default_factory=dict)
     cache_dir: Path | None = None
+
+    @property
+    def cache_folder(self) -> Path | None:
+        """Where compiled models and probes are kept; None where the properties switch the cache off."""
+        named = self.properties.get("CACHE_DIR")
+        return (
+            (Path(named) if named else None)
+            if named is not None
+            else self.cache_dir or default_cache_dir() / "compiled"
+        )
 
 
 @functools.cache
@@ -76,14 +90,14 @@ def compile_properties(options: DeviceOptions) -> dict[str, str]:
     """The properties for ``Core.compile_model``."""
     properties = {
         "PERFORMANCE_HINT": "LATENCY",
-        "CACHE_DIR": str(options.cache_dir or default_cache_dir() / "compiled"),
+        "CACHE_DIR": str(options.cache_folder or ""),
     }
     if options.device.upper().startswith("AUTO"):
         # The KV cache lives in the request: it must not start on the CPU and move away.
         properties["ENABLE_STARTUP_FALLBACK"] = "NO"
     if options.precision:
         properties["INFERENCE_PRECISION_HINT"] = options.precision
-    kv_precision = options.kv_precision or unquantised_kv_precision(options)
+    kv_precision = options.kv_precision or default_kv_precision(options)
     if kv_precision:
         properties["KV_CACHE_PRECISION"] = kv_precision
     if options.threads:
@@ -91,8 +105,8 @@ def compile_properties(options: DeviceOptions) -> dict[str, str]:
     return properties | options.properties
 
 
-def unquantised_kv_precision(options: DeviceOptions) -> str | None:
-    """The KV cache's default type: that of the arithmetic, so that rolling back and refeeding is exact.
+def default_kv_precision(options: DeviceOptions) -> str | None:
+    """The KV cache's default type: that of the arithmetic, so that rolling back is exact.
 
     The CPU plugin's own default for compressed weights, u8, is not (see ARCHITECTURE.md).
     None on other devices: AUTO and HETERO do not know the property, and a GPU has a choice of its own.
@@ -100,7 +114,6 @@ def unquantised_kv_precision(options: DeviceOptions) -> str | None:
     if check_device(options.device) != "CPU":
         return None
     named = options.properties.get("INFERENCE_PRECISION_HINT", options.precision)
-    if named:
-        return named
     default = core().get_property("CPU", "INFERENCE_PRECISION_HINT")
-    return {ov.Type.f32: "f32", ov.Type.bf16: "bf16", ov.Type.f16: "f16"}.get(default)
+    precision = named or {ov.Type.f32: "f32", ov.Type.bf16: "bf16", ov.Type.f16: "f16"}.get(default, "f32")
+    return precision if precision in EXACT_KV_PRECISIONS else "f32"

@@ -19,8 +19,11 @@ ELEMENTWISE = {"Add", "Multiply", "Divide", "Subtract", "Tanh", "Convert", "Clam
 
 
 @dataclass(frozen=True)
-class KVState:
-    """One variable of the model. ``sequence_axis`` is None where the state can't be cut (conv, SSM)."""
+class State:
+    """One variable of the model: keys or values of a layer, or a state that replaces itself (conv, SSM).
+
+    ``sequence_axis`` is None for the latter: it has no slots that could be cut or masked.
+    """
 
     name: str
     batch_axis: int
@@ -34,15 +37,26 @@ class CompiledIR:
     folder: Path
     compiled: ov.CompiledModel
     device: str
-    states: list[KVState]
+    states: list[State]
     config: dict[str, Any]
     inputs: dict[str, int]  # name -> index, for the fast setters
     picks_logits: bool  # has the logits_idx input
+    properties: dict[str, str]  # it was compiled with
 
     @property
     def text_config(self) -> dict[str, Any]:
         """The part of the config that speaks of the language model."""
         return self.config.get("text_config") or self.config
+
+    @property
+    def kv_states(self) -> list[State]:
+        """The states with a slot for each token."""
+        return [state for state in self.states if state.sequence_axis is not None]
+
+    @property
+    def recurrent_states(self) -> list[State]:
+        """The states without slots."""
+        return [state for state in self.states if state.sequence_axis is None]
 
     @property
     def context_length(self) -> int | None:
@@ -82,7 +96,7 @@ def check_ir_folder(folder: Path) -> None:
     raise OvspecError(f"{folder}: no {MODEL_FILE} in it; name a folder made by 'ovspec export' or optimum-cli.")
 
 
-def kv_states(model: ov.Model) -> list[KVState]:
+def model_states(model: ov.Model) -> list[State]:
     """The model's variables with their axes. ``beam_idx`` gathers along the batch axis of each."""
     batch_axes = {}
     for op in model.get_ops():
@@ -99,7 +113,7 @@ def kv_states(model: ov.Model) -> list[KVState]:
         batch_axis = batch_axes.get(info.variable_id, 0)
         dynamic = [i for i, d in enumerate(info.data_shape) if d.is_dynamic and i != batch_axis]
         cuttable = len(dynamic) == 1 and len(info.data_shape) == 4
-        states.append(KVState(info.variable_id, batch_axis, dynamic[0] if cuttable else None))
+        states.append(State(info.variable_id, batch_axis, dynamic[0] if cuttable else None))
     return sorted(states, key=lambda state: state.name)
 
 
@@ -144,19 +158,20 @@ def compile_ir(folder: Path, options: DeviceOptions) -> CompiledIR:
         model = core().read_model(folder / MODEL_FILE)
     except RuntimeError as error:
         raise OvspecError(f"{folder / MODEL_FILE}: cannot be read ({last_line(error)}); export it again.") from None
-    states = kv_states(model)
+    states = model_states(model)
     names = {name for port in model.inputs for name in port.names}
     if not states or not {"input_ids", "attention_mask", "beam_idx"} <= names:
         raise OvspecError(
             f"{folder}: not a stateful text-generation model; export it with the task text-generation-with-past."
         )
     picks = pick_logits(model)
+    properties = compile_properties(options)
     try:
-        compiled = core().compile_model(model, device, compile_properties(options))
+        compiled = core().compile_model(model, device, properties)
     except RuntimeError as error:
         raise OvspecError(f"{folder}: {device} cannot compile it ({last_line(error)}).") from None
     inputs = {port.get_any_name(): i for i, port in enumerate(compiled.inputs)}
-    return CompiledIR(folder, compiled, device, states, read_json(folder / "config.json"), inputs, picks)
+    return CompiledIR(folder, compiled, device, states, read_json(folder / "config.json"), inputs, picks, properties)
 
 
 def last_line(error: Exception) -> str:

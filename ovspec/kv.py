@@ -7,15 +7,32 @@ when dead ones pile up, or before every inference where a model can't skip slots
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 import openvino as ov
 
-from ovspec.ir import KVState
+from ovspec.ir import State
 
-# mask: attention skips dead slots.  trim: slots must be contiguous, so the state is cut.
-Rollback = Literal["mask", "trim"]
+
+@dataclass(frozen=True)
+class Rollback:
+    """How tokens are taken back, found by probing (``ovspec/probing.py``).
+
+    kv: "mask", attention skips dead slots; "trim", slots must be contiguous, so the state is cut;
+        None for a model without keys and values.
+    mask_until: slots up to which masking is exact (a sliding window), None for any number.
+    replay: some states can't be cut (convolution, SSM): a snapshot is restored and what stays is fed again.
+    """
+
+    kv: Literal["mask", "trim"] | None
+    mask_until: int | None = None
+    replay: bool = False
+
+    def __str__(self) -> str:
+        kv = f"mask until {self.mask_until}" if self.kv == "mask" and self.mask_until else self.kv
+        return " + ".join(filter(None, (kv, "replay" if self.replay else None)))
 
 
 class Slots:
@@ -83,15 +100,29 @@ class Slots:
         return old
 
 
-def gather_states(request: ov.InferRequest, states: list[KVState], rows: np.ndarray, slots: np.ndarray) -> None:
-    """Replace each state by its ``slots`` (rows, width), taken from the batch rows ``rows`` (rows,).
+def gather_states(request: ov.InferRequest, states: list[State], rows: np.ndarray, slots: np.ndarray) -> None:
+    """Replace each of ``states`` by its ``slots`` (rows, width), taken from the batch rows ``rows`` (rows,).
 
-    Reads and writes a dequantised copy: exact for f32, f16 and bf16 caches, not for u8.
+    Reads and writes a dequantised copy: exact for f32, f16 and bf16 caches, see ``device.EXACT_KV_PRECISIONS``.
     """
     axes = {state.name: state for state in states}
     for variable in request.query_state():
-        state = axes[variable.name]
-        assert state.sequence_axis is not None
+        state = axes.get(variable.name)
+        if state is None or state.sequence_axis is None:
+            continue
         data = np.moveaxis(variable.state.data, (state.batch_axis, state.sequence_axis), (0, 1))
         picked = np.moveaxis(data[rows[:, None], slots], (0, 1), (state.batch_axis, state.sequence_axis))
         variable.state = ov.Tensor(np.ascontiguousarray(picked))
+
+
+def read_states(request: ov.InferRequest, states: list[State]) -> dict[str, np.ndarray]:
+    """Copies of ``states``, by name; dequantised."""
+    names = {state.name for state in states}
+    return {v.name: np.array(v.state.data) for v in request.query_state() if v.name in names}
+
+
+def write_states(request: ov.InferRequest, values: dict[str, np.ndarray]) -> None:
+    """Set the states named in ``values``, as ``read_states`` gave them."""
+    for variable in request.query_state():
+        if variable.name in values:
+            variable.state = ov.Tensor(values[variable.name])

@@ -9,6 +9,8 @@ from typing import Any
 
 from ovspec.errors import OvspecError
 from ovspec.ir import read_json
+from ovspec.kv import Rollback
+from ovspec.probing import Probe
 
 MANIFEST_FILE = "ovspec.json"
 DRAFT_FOLDER = "draft"
@@ -17,12 +19,12 @@ FORMAT = 1
 
 @dataclass
 class ExportedModel:
-    """One model of the pair. ``states`` lists each KV state with its axes, ``rollback`` is what was probed."""
+    """One model of the pair. ``states`` lists each state with its axes, ``probe`` is how it rolls back."""
 
     source: str
     weight_format: str
     options: dict[str, Any]
-    rollback: str
+    probe: Probe
     states: list[dict[str, Any]]
 
 
@@ -43,6 +45,12 @@ class Manifest:
         (folder / MANIFEST_FILE).write_text(text + "\n", encoding="utf-8")
 
 
+def exported_model(data: dict[str, Any]) -> ExportedModel:
+    probe = data["probe"]
+    found = Probe(Rollback(**probe["rollback"]), probe["setting"], probe["seconds"])
+    return ExportedModel(**{**data, "probe": found})
+
+
 def read_manifest(folder: Path) -> Manifest | None:
     """The manifest in ``folder``, None for a folder that ovspec did not export.
 
@@ -57,8 +65,8 @@ def read_manifest(folder: Path) -> Manifest | None:
     try:
         draft = data["draft"]
         manifest = Manifest(
-            target=ExportedModel(**data["target"]),
-            draft=ExportedModel(**draft) if draft else None,
+            target=exported_model(data["target"]),
+            draft=exported_model(draft) if draft else None,
             versions=data["versions"],
             files=data["files"],
             tokenizer_differs_on=data["tokenizer_differs_on"],

@@ -10,7 +10,7 @@ from typing import Any, TypedDict, Unpack, overload
 
 import numpy as np
 
-from ovspec.decoder import COMPACT_AT, Decoder, StatefulDecoder, probe_rollback
+from ovspec.decoder import COMPACT_AT, Decoder, RowByRow, StatefulDecoder
 from ovspec.device import DeviceOptions
 from ovspec.drafting import Drafter
 from ovspec.drafting.draft_model import DraftModel
@@ -19,10 +19,11 @@ from ovspec.generate import Piece, Result, Row, generate_rows
 from ovspec.ir import CompiledIR, check_ir_folder, compile_ir, read_json
 from ovspec.kv import Rollback
 from ovspec.manifest import DRAFT_FOLDER, ExportedModel, read_manifest
+from ovspec.probing import find_probe
 from ovspec.sequence import Sequence
 from ovspec.session import Session, TextStream
 from ovspec.tokenizer import Message, Tokenizer, chat_template
-from ovspec.vocabulary import check_same_vocabulary
+from ovspec.vocabulary import KnownIds, check_same_vocabulary
 
 DEFAULT_LOOKAHEAD = 4
 DEFAULT_MAX_TOKENS = 256
@@ -82,8 +83,11 @@ class LoadedIR:
     rollback: Rollback
     compact_at: int
 
-    def decoder(self, vocab_size: int | None) -> Decoder:
-        return StatefulDecoder(self.ir, self.rollback, vocab_size, self.compact_at)
+    def decoder(self, vocabulary: KnownIds) -> Decoder:
+        def make() -> StatefulDecoder:
+            return StatefulDecoder(self.ir, self.rollback, vocabulary, self.compact_at)
+
+        return RowByRow(make) if self.rollback.replay else make()
 
 
 class LanguageModel:
@@ -167,10 +171,11 @@ class LanguageModel:
             # The template spells out the special tokens itself.
             return self.tokenizer.encode(chat_template(self.folder).render(list(prompt)), special=False)  # type: ignore[arg-type]
         ids = np.asarray(prompt, dtype=np.int64)
-        size = self.tokenizer.size
-        bad = ids[(ids < 0) | (ids >= size)] if size else ids[ids < 0]
-        if len(bad):
-            raise OvspecError(f"Token id {bad[0]} is not in the vocabulary{f' (0 to {size - 1})' if size else ''}.")
+        known = self.tokenizer.known
+        unknown = known.first_unknown(ids)
+        if unknown is not None:
+            upto = f" (0 to {known.size - 1})" if known.size else ""
+            raise OvspecError(f"Token id {unknown} is not in the vocabulary{upto}.")
         return ids
 
     def row(self, sequence: Sequence, options: GenerateOptions) -> Row:
@@ -189,7 +194,7 @@ class LanguageModel:
         if not len(sequence):
             sequence.commit(self._beginning())
         row = Row(sequence, self.tokenizer.detokenizer(), max_tokens, stop, eos)
-        row.stats.rollback, row.stats.device = self._target.rollback, self._target.ir.device
+        row.stats.rollback, row.stats.device = str(self._target.rollback), self._target.ir.device
         row.stats.draft_device = self._draft.ir.device if self._draft and self.lookahead_of(options) else None
         return row
 
@@ -241,10 +246,9 @@ class LanguageModel:
     def _engine(self) -> Engine:
         if self._idle:
             return self._idle.pop()
-        size = self.tokenizer.size
-        draft = self._draft
-        drafter = DraftModel(draft.decoder(size)) if draft else None
-        return Engine(self._target.decoder(size), drafter)
+        known = self.tokenizer.known
+        drafter = DraftModel(self._draft.decoder(known)) if self._draft else None
+        return Engine(self._target.decoder(known), drafter)
 
 
 # ---------------------------------------------------------------- loading
@@ -333,8 +337,4 @@ def load(
 
 def _load_ir(folder: Path, options: DeviceOptions, exported: ExportedModel | None, compact_at: int) -> LoadedIR:
     ir = compile_ir(folder, options)
-    if exported and exported.rollback in ("mask", "trim"):
-        rollback: Rollback = "mask" if exported.rollback == "mask" else "trim"
-    else:
-        rollback = probe_rollback(ir)
-    return LoadedIR(ir, rollback, compact_at)
+    return LoadedIR(ir, find_probe(ir, options.cache_folder, exported and exported.probe).rollback, compact_at)

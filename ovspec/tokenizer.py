@@ -19,6 +19,7 @@ import openvino_tokenizers
 from ovspec.device import core
 from ovspec.errors import OvspecError
 from ovspec.ir import read_json
+from ovspec.vocabulary import TOKENIZER_FILE, known_ids, tokens_by_id
 
 Message = dict[str, Any]  # {"role": ..., "content": ...}
 
@@ -102,18 +103,19 @@ class Tokenizer:
         self.folder = folder
         self._encoder = _request(folder / "openvino_tokenizer.xml")
         self._lock = threading.Lock()  # one request serves all threads
-        self.vocabulary = byte_vocabulary(read_json(folder / "tokenizer.json"))
+        tokenizer_json = read_json(folder / TOKENIZER_FILE)
+        self.vocabulary = byte_vocabulary(tokenizer_json)
+        self.known = known_ids(
+            (i for i, token in enumerate(self.vocabulary) if token is not None)
+            if self.vocabulary
+            else tokens_by_id(tokenizer_json)
+        )
         empty, one = self._encode(""), self._encode("a")
         # What encoding puts around every text (BOS in front for some models, EOS behind for few).
         self._prefix = next((i for i, (a, b) in enumerate(zip(empty, one, strict=False)) if a != b), len(empty))
         self._suffix = len(empty) - self._prefix
         # SentencePiece models put a space in front of every text they encode.
         self._adds_space = self.decode(self.encode("a", special=False)) == " a"
-
-    @property
-    def size(self) -> int | None:
-        """Ids that the tokenizer knows; None where there is no byte vocabulary."""
-        return len(self.vocabulary) if self.vocabulary else None
 
     def encode(self, text: str, special: bool = True) -> np.ndarray:
         """(n,) int64. ``special``: with the BOS and EOS that the model's tokenizer adds.

@@ -2,13 +2,52 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from ovspec.errors import OvspecError
 from ovspec.ir import read_json
 
 TOKENIZER_FILE = "tokenizer.json"
+
+
+@dataclass(frozen=True)
+class KnownIds:
+    """The ids that a tokenizer can spell: those below ``size`` but for ``gaps`` (n,). None knows them all.
+
+    Logits are often wider than that, padded to a round number; no id of the padding may come out.
+    """
+
+    size: int | None = None
+    gaps: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
+
+    def restrict(self, logits: np.ndarray) -> np.ndarray:
+        """(places, width) float32 -> (places, at most size), the gaps' logits overwritten by -inf."""
+        logits = logits[:, : self.size]
+        if len(self.gaps):
+            logits[:, self.gaps[self.gaps < logits.shape[1]]] = -np.inf
+        return logits
+
+    def first_unknown(self, ids: np.ndarray) -> int | None:
+        """The first of ``ids`` (n,) that is not known."""
+        unknown = ids[(ids < 0) | np.isin(ids, self.gaps) | (ids >= (self.size or np.iinfo(np.int64).max))]
+        return int(unknown[0]) if len(unknown) else None
+
+
+ALL_IDS = KnownIds()
+
+
+def known_ids(ids: Iterable[int]) -> KnownIds:
+    """From the ids that have a token; no id at all means that nothing is known of them."""
+    present = np.unique(np.fromiter(ids, dtype=np.int64))
+    if not len(present):
+        return ALL_IDS
+    size = int(present[-1]) + 1
+    return KnownIds(size, np.setdiff1d(np.arange(size), present))
 
 
 def tokens_by_id(tokenizer_json: dict[str, Any]) -> dict[int, str]:

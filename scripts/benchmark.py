@@ -26,6 +26,7 @@ import ovspec
 from ovspec.decoder import StatefulDecoder
 from ovspec.device import DeviceOptions, available_devices
 from ovspec.ir import compile_ir
+from ovspec.kv import Rollback
 from ovspec.tokenizer import Tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -102,7 +103,7 @@ def rollback_drift(folder: Path, cache: Path) -> list[dict[str, Any]]:
     rows = []
     for precision, kv_precision in itertools.product(("f32", "bf16"), ("f32", "f16", "bf16", "u8")):
         options = DeviceOptions(precision=precision, kv_precision=kv_precision, cache_dir=cache)
-        decoder = StatefulDecoder(compile_ir(folder, options), "mask")
+        decoder = StatefulDecoder(compile_ir(folder, options), Rollback("mask"))
         text = Tokenizer(folder).encode("".join(PROMPTS))[:204]
         decoder.feed([text[:200]], [0])
         first = decoder.feed([text[200:]], [4])[0].copy()

@@ -7,7 +7,7 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -25,6 +25,10 @@ CHECKPOINTS = ROOT / "models" / "demo-hf"
 PROMPTS: list[str] = [
     entry["text"] for entry in json.loads((ROOT / "models" / "prompts.json").read_text(encoding="utf-8"))["prompts"]
 ]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--update-docs", action="store_true", help="Write what the tests found into docs/.")
 
 
 @pytest.fixture(scope="session")
@@ -50,10 +54,12 @@ def load(pair: Path, cache_dir: Path) -> Callable[..., ovspec.LanguageModel]:
     """
 
     @functools.cache
-    def load(draft: bool = False, rollback: Rollback | None = None, **options: Any) -> ovspec.LanguageModel:
+    def load(
+        draft: bool = False, rollback: Literal["mask", "trim"] | None = None, **options: Any
+    ) -> ovspec.LanguageModel:
         lm = ovspec.load(pair, draft, precision="f32", cache_dir=cache_dir, **options)
         for loaded in filter(None, (lm._target, lm._draft)):
-            loaded.rollback = rollback or loaded.rollback
+            loaded.rollback = Rollback(rollback) if rollback else loaded.rollback
         return lm
 
     return load
@@ -67,7 +73,7 @@ def target_ir(pair: Path, cache_dir: Path) -> CompiledIR:
 @pytest.fixture(scope="session")
 def make_decoder(target_ir: CompiledIR) -> Callable[..., StatefulDecoder]:
     def make_decoder(rollback: Any, compact_at: int = 256) -> StatefulDecoder:
-        return StatefulDecoder(target_ir, rollback, compact_at=compact_at)
+        return StatefulDecoder(target_ir, Rollback(rollback), compact_at=compact_at)
 
     return make_decoder
 

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import hybrid
 import numpy as np
 import pytest
-from conftest import Reference
+from conftest import ROOT, Reference
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ovspec.decoder import StatefulDecoder, catch_up, probe_rollback
-from ovspec.device import DeviceOptions
-from ovspec.ir import CompiledIR, compile_ir
+from ovspec.decoder import RowByRow, StatefulDecoder, catch_up
+from ovspec.device import EXACT_KV_PRECISIONS, DeviceOptions, compile_properties
+from ovspec.ir import compile_ir
+from ovspec.kv import Rollback
+from ovspec.probing import probe_rollback
 from ovspec.sequence import Sequence
 
 TOKENS = st.lists(st.integers(3, 4095), max_size=6)
@@ -95,36 +99,109 @@ def test_dropped_rows_and_joined_rows(make_decoder: Callable[..., StatefulDecode
         np.testing.assert_allclose(logits[row][0], reference.logits(text)[-1], atol=2e-3)
 
 
-def test_rolling_back_by_mask_and_by_compaction_is_exact(pair: Path, cache_dir: Path) -> None:
-    """The default KV cache, in each arithmetic: refeeding after a rollback moves no logit beyond rounding."""
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(rows=st.integers(1, 3), operations=OPERATIONS.map(lambda ops: [op for op in ops if op[0] != "compact"]))
+@pytest.mark.parametrize("attention", ["mask", "alibi", None])
+def test_random_use_with_recurrent_states(
+    hybrids: Callable[..., tuple[hybrid.Hybrid, RowByRow]],
+    attention: str | None,
+    rows: int,
+    operations: list[tuple[str, Any]],
+) -> None:
+    """Rolling back may go further than asked; what is left, and what is fed on, is as from scratch."""
+    model, decoder = hybrids(attention)
+    decoder.reset(rows)
+    for kind, argument in operations:
+        held = [row.tokens.tolist() for row in decoder.rows]
+        if kind == "feed":
+            new = [tokens or ([7] if not held[row] else []) for row, tokens in enumerate(argument[: len(held)])]
+            if not any(new):
+                continue
+            logits = decoder.feed([np.array(tokens, dtype=np.int64) for tokens in new], [len(t) for t in new])
+            for row, tokens in enumerate(new):
+                if tokens:
+                    expected = model.logits(held[row] + tokens)[-len(tokens) :]
+                    np.testing.assert_allclose(logits[row], expected, atol=2e-3)
+            assert [row.tokens.tolist() for row in decoder.rows] == [a + b for a, b in zip(held, new, strict=True)]
+        elif kind == "truncate":
+            row = argument[0] % len(held)
+            length = max(0, len(held[row]) - argument[1])
+            decoder.truncate(row, length)
+            left = decoder.rows[row].tokens.tolist()
+            assert len(left) <= length
+            assert left == held[row][: len(left)]
+        else:
+            picks = [pick % len(held) for pick in argument]
+            decoder.reorder(picks)
+            assert [row.tokens.tolist() for row in decoder.rows] == [held[pick] for pick in picks]
+
+
+@pytest.fixture(scope="module")
+def hybrids(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[hybrid.Hybrid, RowByRow]]:
+    @functools.cache
+    def make(attention: str | None) -> tuple[hybrid.Hybrid, RowByRow]:
+        model = hybrid.Hybrid(4096, attention)
+        folder = hybrid.export(model, tmp_path_factory.mktemp("hybrid") / "ir", ROOT / "models" / "demo")
+        ir = compile_ir(folder, DeviceOptions(precision="f32"))
+        rollback = probe_rollback(ir).rollback
+        assert rollback.replay
+        return model, RowByRow(lambda: StatefulDecoder(ir, rollback))
+
+    return make
+
+
+@pytest.mark.parametrize("precision", ["f32", "bf16"])
+def test_which_kv_precisions_survive(precision: str, cache_dir: Path) -> None:
+    """The types that are unchanged by taking back, trimming, compacting, forking and copying drive the default."""
     rng = np.random.default_rng(0)
     text = rng.integers(3, 4096, 200)
-    for precision in ("f32", "bf16"):
-        ir = compile_ir(pair, DeviceOptions(precision=precision, cache_dir=cache_dir))
-        decoder = StatefulDecoder(ir, "mask")
-        decoder.feed([text[:150]], [0])
-        first = decoder.feed([text[150:154]], [4])[0].copy()
-        for compacted in (False, True):
-            decoder.truncate(0, 150)
-            if compacted:
-                decoder.compact()
-            again = decoder.feed([text[150:154]], [4])[0]
-            assert np.abs(again - first).max() <= 2e-5 * first.std()
+    moved = {}
+    for kv_precision in ("f32", "bf16", "f16", "u8"):
+        options = DeviceOptions(precision=precision, kv_precision=kv_precision, cache_dir=cache_dir)
+        ir = compile_ir(ROOT / "models" / "demo", options)
+        decoder, other = (StatefulDecoder(ir, Rollback("mask")) for _ in range(2))
+
+        def last(decoder: StatefulDecoder) -> np.ndarray:
+            return decoder.feed([text[150:154]], [4])[0].copy()
+
+        decoder.feed([text[:100]], [0])
+        decoder.feed([text[100:150]], [0])
+        clean = last(decoder)
+        seen = {}
+        decoder.truncate(0, 150)
+        seen["mask"] = last(decoder)
+        decoder.truncate(0, 150)
+        decoder.compact()
+        seen["trim"] = last(decoder)
+        decoder.reset(1)
+        decoder.feed([text[:100]], [0])
+        decoder.feed([text[:20]], [0])
+        decoder.truncate(0, 100)
+        decoder.feed([text[100:150]], [0])
+        with_dead = last(decoder)
+        decoder.truncate(0, 150)
+        decoder.compact()
+        seen["compact"] = last(decoder) - with_dead + clean
+        decoder.reset(1)
+        decoder.feed([text[:100]], [0])
+        decoder.feed([text[100:150]], [0])
+        decoder.copy_to(other)
+        seen["copy, which save will use"] = last(other)
+        decoder.reset(1)
+        decoder.feed([text[:100]], [0])
+        decoder.feed([text[100:150]], [0])
+        decoder.reorder([0, 0])
+        seen["fork"] = decoder.feed([text[150:154]] * 2, [4, 4])[1]
+        moved[kv_precision] = max(np.abs(logits - clean).max() for logits in seen.values()) / clean.std()
+    exact = {kv_precision for kv_precision, most in moved.items() if most <= 1e-5}
+    assert exact >= set(EXACT_KV_PRECISIONS)
+    if precision == "f32":
+        assert exact == set(EXACT_KV_PRECISIONS), "u8 was not exact when this was written; the default may change"
 
 
-def test_probe_finds_that_a_mask_suffices(target_ir: CompiledIR) -> None:
-    assert probe_rollback(target_ir) == "mask"
-
-
-def test_probe_falls_back_to_trim(target_ir: CompiledIR, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a mask that has no effect, dead slots are attended to: only cutting the state helps."""
-    from ovspec.kv import Slots
-
-    def all_alive(self: Slots) -> np.ndarray:
-        return np.ones((len(self.lengths), self.used), dtype=np.int64)
-
-    monkeypatch.setattr(Slots, "mask", property(all_alive))
-    assert probe_rollback(target_ir) == "trim"
+@pytest.mark.parametrize("precision", ["f32", "bf16", "f16"])
+def test_the_default_kv_precision_is_an_exact_one(precision: str) -> None:
+    assert compile_properties(DeviceOptions(precision=precision))["KV_CACHE_PRECISION"] in EXACT_KV_PRECISIONS
 
 
 def test_feeding_nothing_is_refused(make_decoder: Callable[..., StatefulDecoder]) -> None:

@@ -18,6 +18,7 @@ from ovspec_export import Compression, export_pair
 from ovspec_export.export import backup_of, check_output, convert, replace_folder
 
 import ovspec
+from ovspec.kv import Rollback
 from ovspec.manifest import read_manifest
 from ovspec.vocabulary import check_same_vocabulary
 
@@ -33,7 +34,7 @@ def test_the_manifest_tells_what_is_there(pair: Path) -> None:
     assert manifest
     assert manifest.draft
     assert {*manifest.files, "ovspec.json"} == set(contents(pair))
-    assert (manifest.target.weight_format, manifest.target.rollback) == ("fp32", "mask")
+    assert (manifest.target.weight_format, manifest.target.probe.rollback) == ("fp32", Rollback("mask"))
     assert len(manifest.target.states) == 10
     assert manifest.tokenizer_differs_on == []
     needed = {"openvino_model.xml", "openvino_tokenizer.xml", "openvino_detokenizer.xml", "tokenizer.json"}

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ovspec.drafting import Proposal
+from ovspec.kv import Rollback
 from ovspec.sampling import greedy
 from ovspec.sequence import Sequence
 from ovspec.speculation import speculate
@@ -17,7 +18,7 @@ VOCAB = 11
 class Counting:
     """A language model whose next token is a fixed function of all tokens before it."""
 
-    rollback = "mask"
+    rollback = Rollback("mask")
     context_length: int | None = None
 
     def __init__(self) -> None:

@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import ovspec
-from ovspec.decoder import probe_rollback
 from ovspec.device import DeviceOptions
 from ovspec.errors import OvspecError
 from ovspec.ir import compile_ir
 from ovspec.manifest import DRAFT_FOLDER, MANIFEST_FILE, ExportedModel, Manifest
+from ovspec.probing import probe_rollback
 from ovspec.vocabulary import differing_ids
 from ovspec_export.tokenizers import differing_texts, load_tokenizer
 
@@ -160,7 +160,7 @@ def describe(source: str, folder: Path, compression: Compression) -> ExportedMod
         source=Path(source).name if Path(source).is_dir() else source,
         weight_format=compression.weight_format,
         options={"group_size": compression.group_size, "ratio": compression.ratio, "sym": compression.sym},
-        rollback=probe_rollback(ir),
+        probe=probe_rollback(ir),
         states=[dataclasses.asdict(state) for state in ir.states],
     )
 
