@@ -298,6 +298,17 @@ class RowByRow:
             self._decoders.append(self._spare.pop() if self._spare else self._make())
 
 
+def decoder_of(
+    ir: CompiledIR, rollback: Rollback, vocabulary: KnownIds = ALL_IDS, compact_at: int = COMPACT_AT
+) -> Decoder:
+    """The decoder that fits the model's states; arguments as ``StatefulDecoder``."""
+
+    def make() -> StatefulDecoder:
+        return StatefulDecoder(ir, rollback, vocabulary, compact_at)
+
+    return RowByRow(make) if rollback.replay else make()
+
+
 @functools.lru_cache(maxsize=256)
 def places_of(counts: tuple[int, ...], wanted: tuple[int, ...]) -> np.ndarray:
     """Flat places (row * width + column) of each row's last ``wanted`` of ``counts`` tokens.

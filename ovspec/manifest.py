@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ovspec.errors import OvspecError
+from ovspec.files import write_atomically
 from ovspec.ir import read_json
 from ovspec.kv import Rollback
 from ovspec.probing import Probe
@@ -15,6 +18,7 @@ from ovspec.probing import Probe
 MANIFEST_FILE = "ovspec.json"
 DRAFT_FOLDER = "draft"
 FORMAT = 1
+UNFINISHED = '{"format": 1, "unfinished": true}\n'  # the manifest of a folder that is being written
 
 
 @dataclass
@@ -42,7 +46,35 @@ class Manifest:
 
     def write(self, folder: Path) -> None:
         text = json.dumps(asdict(self), indent=1, ensure_ascii=False)
-        (folder / MANIFEST_FILE).write_text(text + "\n", encoding="utf-8")
+        write_atomically(folder / MANIFEST_FILE, text + "\n")
+
+
+def sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def is_ours(folder: Path) -> bool:
+    """Whether ovspec wrote ``folder``, wholly or in part."""
+    return (folder / MANIFEST_FILE).is_file()
+
+
+def backup_of(output: Path) -> Path:
+    """Where a folder stands while it is being replaced."""
+    return output.with_name(f".{output.name}.old")
+
+
+def restore_backup(output: Path) -> None:
+    """Undo a replacement that was killed between its two renames."""
+    backup = backup_of(output)
+    if is_ours(backup) and not is_unfinished(backup) and not output.exists():
+        with contextlib.suppress(OSError):  # another process was quicker
+            backup.rename(output)
+
+
+def is_unfinished(folder: Path) -> bool:
+    """Whether ``folder`` was still being written, or already being deleted, when somebody stopped that."""
+    return bool(read_json(folder / MANIFEST_FILE).get("unfinished"))
 
 
 def exported_model(data: dict[str, Any]) -> ExportedModel:
@@ -51,8 +83,10 @@ def exported_model(data: dict[str, Any]) -> ExportedModel:
     return ExportedModel(**{**data, "probe": found})
 
 
-def read_manifest(folder: Path) -> Manifest | None:
+def read_manifest(folder: Path, verify: bool = False) -> Manifest | None:
     """The manifest in ``folder``, None for a folder that ovspec did not export.
+
+    Sizes of the files are compared; with ``verify`` their checksums too, which reads all of them.
 
     Raises:
         OvspecError: it is damaged or of a newer format, or a file it lists is missing or of another size.
@@ -60,6 +94,8 @@ def read_manifest(folder: Path) -> Manifest | None:
     data = read_json(folder / MANIFEST_FILE)
     if not data:
         return None
+    if data.get("unfinished"):
+        raise OvspecError(f"{folder}: an export that was not finished; export the model again.")
     if data.get("format") != FORMAT:
         raise OvspecError(f"{folder / MANIFEST_FILE}: format {data.get('format')} is not known; update ovspec.")
     try:
@@ -77,4 +113,6 @@ def read_manifest(folder: Path) -> Manifest | None:
         path = folder / name
         if not path.is_file() or path.stat().st_size != file["size"]:
             raise OvspecError(f"{path}: missing or not of the exported size; export the model again.")
+        if verify and sha256(path) != file["sha256"]:
+            raise OvspecError(f"{path}: changed since it was exported; export the model again.")
     return manifest

@@ -10,7 +10,7 @@ from typing import Any, TypedDict, Unpack, overload
 
 import numpy as np
 
-from ovspec.decoder import COMPACT_AT, Decoder, RowByRow, StatefulDecoder
+from ovspec.decoder import COMPACT_AT, Decoder, decoder_of
 from ovspec.device import DeviceOptions
 from ovspec.drafting import Drafter
 from ovspec.drafting.draft_model import DraftModel
@@ -18,12 +18,13 @@ from ovspec.errors import OvspecError
 from ovspec.generate import Piece, Result, Row, generate_rows
 from ovspec.ir import CompiledIR, check_ir_folder, compile_ir, read_json
 from ovspec.kv import Rollback
-from ovspec.manifest import DRAFT_FOLDER, ExportedModel, read_manifest
+from ovspec.manifest import DRAFT_FOLDER, ExportedModel, read_manifest, restore_backup
+from ovspec.pairing import check_same_vocabulary
 from ovspec.probing import find_probe
 from ovspec.sequence import Sequence
 from ovspec.session import Session, TextStream
 from ovspec.tokenizer import Message, Tokenizer, chat_template
-from ovspec.vocabulary import KnownIds, check_same_vocabulary
+from ovspec.vocabulary import KnownIds
 
 DEFAULT_LOOKAHEAD = 4
 DEFAULT_MAX_TOKENS = 256
@@ -84,10 +85,7 @@ class LoadedIR:
     compact_at: int
 
     def decoder(self, vocabulary: KnownIds) -> Decoder:
-        def make() -> StatefulDecoder:
-            return StatefulDecoder(self.ir, self.rollback, vocabulary, self.compact_at)
-
-        return RowByRow(make) if self.rollback.replay else make()
+        return decoder_of(self.ir, self.rollback, vocabulary, self.compact_at)
 
 
 class LanguageModel:
@@ -313,6 +311,7 @@ def load(
         draft = bool(draft)
     else:
         folder = Path(model) if model is not None else embedded_pair()
+    restore_backup(folder)
     check_ir_folder(folder)
     options = DeviceOptions(
         device, precision, kv_precision, threads, properties or {}, Path(cache_dir) if cache_dir else None

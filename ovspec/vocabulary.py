@@ -1,16 +1,12 @@
-"""Whether two models speak of the same tokens: byte for byte, id by id."""
+"""The tokens of a vocabulary, id by id."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-
-from ovspec.errors import OvspecError
-from ovspec.ir import read_json
 
 TOKENIZER_FILE = "tokenizer.json"
 
@@ -59,23 +55,6 @@ def tokens_by_id(tokenizer_json: dict[str, Any]) -> dict[int, str]:
         tokens = {index: entry[0] for index, entry in enumerate(vocab)}
     added = {token["id"]: token["content"] for token in tokenizer_json.get("added_tokens", [])}
     return tokens | added
-
-
-def check_same_vocabulary(target: Path, draft: Path) -> None:
-    """Compare two folders' ``tokenizer.json``. Logits wider than the vocabulary don't matter.
-
-    Raises:
-        OvspecError: the vocabularies differ, naming the first differences, or can't be compared.
-    """
-    vocabularies = []
-    for folder in (target, draft):
-        data = read_json(folder / TOKENIZER_FILE)
-        if not data:
-            raise OvspecError(f"{folder}: no {TOKENIZER_FILE} in it, so the pair's vocabularies cannot be compared.")
-        vocabularies.append(tokens_by_id(data))
-    message = differing_ids(*vocabularies)
-    if message:
-        raise OvspecError(f"{draft} cannot draft for {target}: {message}; choose a draft with the same tokenizer.")
 
 
 def differing_ids(ours: dict[int, str], theirs: dict[int, str]) -> str | None:

@@ -2,66 +2,116 @@
 
 from __future__ import annotations
 
+import signal
+import sys
 from pathlib import Path
 from typing import Any
 
 import click
 
-FORMATS = ("fp32", "fp16", "int8", "int4")
+from ovspec.errors import OvspecError
+
+FORMATS = ("fp32", "fp16", "bf16", "int8", "int4")
+BACKUPS = ("none", "int8_sym", "int8_asym")
+NO_DRAFT = "none"
 
 
 @click.command()
-@click.argument("target")
-@click.option("--draft", metavar="DRAFT", help="Draft model: a checkpoint folder or a hub id.")
-@click.option("-o", "--output", required=True, type=click.Path(path_type=Path), help="Folder to write.")
+@click.argument("target", required=False)
+@click.option("--draft", metavar="DRAFT", help="Draft model: a checkpoint or IR folder, or a hub id.")
+@click.option("--draft-layers", type=click.IntRange(min=1), metavar="N", help="Draft: the target's first N layers.")
+@click.option("-o", "--output", type=click.Path(path_type=Path), help="Folder to write.")
+@click.option("--list", "list_pairs", is_flag=True, help="List the short names of known pairs, and stop.")
 @click.option(
     "--weight-format", type=click.Choice(FORMATS), default="int8", show_default=True, help="Target's weights."
 )
 @click.option("--draft-weight-format", type=click.Choice(FORMATS), help="Draft's weights.  [default: the target's]")
-@click.option("--group-size", type=int, help="int4: weights that share a scale.  [default: optimum's]")
+@click.option("--group-size", type=int, help="int4: weights that share a scale, -1 for a channel.  [default: 128]")
 @click.option("--ratio", type=float, help="int4: share of the layers, the others are int8.  [default: optimum's]")
 @click.option("--sym", is_flag=True, help="int8 and int4: symmetric, without zero points.")
+@click.option("--backup-precision", type=click.Choice(BACKUPS), help="int4: of the layers that stay above 4 bits.")
+@click.option("--awq", is_flag=True, help="int4: activation-aware scaling; better with --calibration.")
+@click.option("--scale-estimation", is_flag=True, help="int4: fit the scales to the calibration text.")
+@click.option("--gptq", is_flag=True, help="int4: round layer by layer to the calibration text; slow.")
+@click.option("--lora-correction", is_flag=True, help="int4: add low-rank corrections; costs some speed.")
+@click.option(
+    "--calibration", type=click.Path(path_type=Path), metavar="FILE", help="int4: text that data-aware methods look at."
+)
+@click.option("--samples", type=int, help="int4: pieces of the calibration text.  [default: 128]")
+@click.option(
+    "--evaluate",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Compare with the checkpoint on a text: perplexity, KL divergence, same first choices.",
+)
+@click.option("--trust-remote-code", is_flag=True, help="Run the Python code that a checkpoint brings.")
 def export(
-    target: str,
+    target: str | None,
     draft: str | None,
-    output: Path,
+    draft_layers: int | None,
+    output: Path | None,
+    list_pairs: bool,
     weight_format: str,
     draft_weight_format: str | None,
-    group_size: int | None,
-    ratio: float | None,
-    sym: bool,
+    evaluate: Path | None,
+    trust_remote_code: bool,
+    **options: Any,
 ) -> None:
-    """Export TARGET, a Hugging Face checkpoint folder or hub id, to OpenVINO IR.
+    """Export TARGET, a Hugging Face checkpoint, to OpenVINO IR.
 
-    With --draft, the draft is exported beside it, after a check that both speak of the same tokens.
-    The folder is replaced at the very end: an interrupted export leaves what was there before.
+    TARGET is a folder, a hub id, or the short name of a known pair (--list), which brings its draft. With a
+    draft, both must speak of the same tokens. The folder is replaced at the very end: whatever interrupts an
+    export leaves what was there before.
 
     \b
-    Example:
+    Examples:
       ovspec export models/demo-hf/target --draft models/demo-hf/draft -o my-pair --weight-format int8
+      ovspec export qwen3-8b -o qwen3 --weight-format int4 --awq --scale-estimation --calibration notes.txt
+      ovspec export org/model --draft-layers 4 -o my-pair --evaluate notes.txt
     """
-    if draft_weight_format and not draft:
-        raise click.UsageError("--draft-weight-format needs --draft.")
+    from ovspec.pairs import known_pairs
+
+    pairs = known_pairs()
+    if list_pairs:
+        for pair in pairs.values():
+            click.echo(f"{pair.name:16} {pair.target}  +  {pair.draft}" + f"  ({pair.note})" * bool(pair.note))
+        click.echo("Not verified here: these models were not exported or run by this project's tests.", err=True)
+        return
+    if target is None or output is None:
+        raise click.UsageError("Name the model to export and the folder to write: ovspec export TARGET -o DIR.")
+    if target in pairs and not Path(target).exists():
+        draft = draft or (pairs[target].draft if draft_layers is None else None)
+        target = pairs[target].target
+    draft = None if draft == NO_DRAFT else draft
+    if draft_weight_format and not draft and draft_layers is None:
+        raise click.UsageError("--draft-weight-format needs --draft or --draft-layers.")
+    if sys.platform != "win32":
+        signal.signal(signal.SIGTERM, end_tidily)
+    from ovspec.cli.progress import Progress
     from ovspec.exporting import export_package
 
     package = export_package()
-
-    def compression(name: str) -> Any:
-        """The options that mean something for a format; export_pair refuses those that fit neither model."""
-        int4 = name == "int4" or "int4" not in formats
-        return package.Compression(
-            name,
-            group_size if int4 else None,
-            ratio if int4 else None,
-            sym and (name in ("int4", "int8") or not formats & {"int4", "int8"}),
-        )
-
-    formats = {weight_format, draft_weight_format or weight_format}
+    formats = [weight_format, draft_weight_format or weight_format]
+    compressions = [package.Compression(name, **meant_for(name, formats, options)) for name in formats]
     package.export_pair(
         target,
         draft,
         output,
-        compression(weight_format),
-        compression(draft_weight_format or weight_format),
-        report=lambda line: click.echo(line, err=True),
+        *compressions,
+        draft_layers=draft_layers,
+        evaluate=evaluate,
+        trust_remote_code=trust_remote_code,
+        progress=Progress(),
     )
+
+
+def meant_for(name: str, formats: list[str], options: dict[str, Any]) -> dict[str, Any]:
+    """The options that mean something for one of two formats; what fits neither is left in and refused."""
+    if name == "int4" or "int4" not in formats:
+        return options
+    return {"sym": options["sym"] and name == "int8"}
+
+
+def end_tidily(*_: object) -> None:
+    """SIGTERM: clear up as after Ctrl-C."""
+    raise OvspecError("the export was told to end; nothing was changed.")

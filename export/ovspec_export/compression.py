@@ -1,0 +1,107 @@
+"""How weights are stored: what optimum-cli and nncf are asked for."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ovspec.errors import OvspecError
+
+# Bits a weight takes, scales and zero points included, roughly.
+WEIGHT_FORMATS = {"fp32": 32.0, "fp16": 16.0, "bf16": 16.0, "int8": 8.1, "int4": 5.0}
+BACKUP_PRECISIONS = ("none", "int8_sym", "int8_asym")
+
+
+@dataclass(frozen=True)
+class Compression:
+    """A weight format and, for int4, nncf's options; None leaves a choice to optimum.
+
+    group_size: weights that share a scale. ratio: share of the layers that get int4.
+    sym: without zero points. backup_precision: of the layers that don't get int4.
+    awq, scale_estimation, gptq, lora_correction: data-aware methods of nncf, which look at what the model
+        computes on ``calibration``, a text file; awq also works without one.
+    samples: pieces of the calibration text that are looked at.
+    """
+
+    weight_format: str = "int8"
+    group_size: int | None = None
+    ratio: float | None = None
+    sym: bool = False
+    backup_precision: str | None = None
+    awq: bool = False
+    scale_estimation: bool = False
+    gptq: bool = False
+    lora_correction: bool = False
+    calibration: Path | None = None
+    samples: int | None = None
+
+    def check(self) -> None:
+        """Raises OvspecError where the options don't fit together."""
+        if self.weight_format not in WEIGHT_FORMATS:
+            raise OvspecError(f"Weight format {self.weight_format!r} is not one of {', '.join(WEIGHT_FORMATS)}.")
+        given = [
+            flag(name)
+            for name, value in asdict(self).items()
+            if name not in ("weight_format", "sym") and value is not None and value is not False
+        ]
+        if self.weight_format != "int4" and given:
+            raise OvspecError(f"{given[0]} goes with --weight-format int4 only.")
+        if self.weight_format not in ("int4", "int8") and self.sym:
+            raise OvspecError("--sym goes with --weight-format int8 or int4 only.")
+        if self.ratio is not None and not 0 < self.ratio <= 1:
+            raise OvspecError(f"--ratio is {self.ratio}; it must be above 0 (that would be int8) and at most 1.")
+        if self.group_size is not None and self.group_size != -1 and self.group_size < 1:
+            raise OvspecError(f"--group-size is {self.group_size}; it must be positive, or -1 for a scale per channel.")
+        if self.backup_precision not in (None, *BACKUP_PRECISIONS):
+            raise OvspecError(f"--backup-precision is not one of {', '.join(BACKUP_PRECISIONS)}.")
+        if self.gptq and self.lora_correction:
+            raise OvspecError("--gptq and --lora-correction cannot be combined; choose one.")
+        wants_data = [flag(n) for n in ("scale_estimation", "gptq", "lora_correction", "samples") if getattr(self, n)]
+        if wants_data and not self.calibration:
+            raise OvspecError(f"{wants_data[0]} needs a text to calibrate on; name one with --calibration FILE.")
+        if self.samples is not None and self.samples < 1:
+            raise OvspecError(f"--samples is {self.samples}; it must be at least 1.")
+        if self.calibration and not self.calibration.is_file():
+            raise OvspecError(f"--calibration {self.calibration}: no such file.")
+
+    def arguments(self) -> list[str]:
+        """For optimum-cli. What calibration and bf16 need comes afterwards, from an fp32 export."""
+        if self.calibration or self.weight_format == "bf16":
+            return ["--weight-format", "fp32"]
+        arguments = ["--weight-format", self.weight_format]
+        if self.group_size is not None:
+            arguments += ["--group-size", str(self.group_size)]
+        if self.ratio is not None:
+            arguments += ["--ratio", str(self.ratio)]
+        if self.backup_precision:
+            arguments += ["--backup-precision", self.backup_precision]
+        return arguments + ["--sym"] * self.sym + ["--awq"] * self.awq
+
+    def quantization_config(self) -> dict[str, Any]:
+        """For optimum-intel's OVWeightQuantizationConfig, the texts and the tokenizer left out."""
+        options: dict[str, Any] = {
+            "bits": 4,
+            "sym": self.sym,
+            "ratio": 1.0 if self.ratio is None else self.ratio,
+            "group_size": self.group_size,
+            "quant_method": "awq" if self.awq else "default",
+            "scale_estimation": self.scale_estimation or None,
+            "gptq": self.gptq or None,
+            "lora_correction": self.lora_correction or None,
+            "backup_precision": self.backup_precision,
+        }
+        return {name: value for name, value in options.items() if value is not None}
+
+    def options(self) -> dict[str, Any]:
+        """For the manifest: what was asked for, but no path of this machine."""
+        values = asdict(self) | {"calibration": self.calibration.name if self.calibration else None}
+        return {name: value for name, value in values.items() if name != "weight_format" and value not in (None, False)}
+
+
+INT8 = Compression()
+
+
+def flag(name: str) -> str:
+    """The command line's spelling."""
+    return "--" + name.replace("_", "-")

@@ -1,0 +1,156 @@
+"""One model: from a checkpoint to an IR in a folder, each step in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from ovspec.errors import OvspecError
+from ovspec.ir import MODEL_FILE, read_json
+from ovspec.manifest import MANIFEST_FILE
+from ovspec.tokenizer import TOKENIZER_FILE
+from ovspec_export.compression import WEIGHT_FORMATS, Compression
+from ovspec_export.progress import Progress
+from ovspec_export.sources import Source
+from ovspec_export.tokenizers import load_tokenizer
+
+FAILED = {
+    "optimum_cli": "optimum-cli could not export it",
+    "first_layers": "its first layers could not be taken",
+    "calibrate": "nncf could not compress it",
+    "to_bf16": "it could not be rounded to bf16",
+    "evaluate": "it could not be compared with the checkpoint",
+}
+# What the last line of a failed step says -> what is told instead.
+KNOWN_REASONS = {
+    "No space left on device": "the disk is full",
+    "MemoryError": "not enough memory",
+    "bad_alloc": "not enough memory",
+}
+
+
+def convert(
+    source: Source, folder: Path, compression: Compression, progress: Progress, trust_remote_code: bool = False
+) -> None:
+    """Write the IR and the tokenizer of ``source`` into ``folder``.
+
+    Raises:
+        OvspecError: optimum or nncf refuse the model or the options, or there is no room.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    if source.is_ir:
+        with progress.step(f"{source.name}: copying the IR") as step:
+            copy_ir(source, folder)
+            step.result = megabytes(folder)
+        return
+    arguments = ["export", "openvino", "--model", str(source.folder), "--task", "text-generation-with-past"]
+    arguments += [*compression.arguments(), "--trust-remote-code"] if trust_remote_code else compression.arguments()
+    first = arguments[arguments.index("--weight-format") + 1]
+    with progress.step(f"{source.name}: converting to {first}") as step:
+        run_job("optimum_cli", source, folder, arguments=[*arguments, str(folder)])
+        if not (folder / TOKENIZER_FILE).is_file():  # holds the byte vocabulary; optimum-cli leaves it out for some
+            load_tokenizer(source, trust_remote_code).save_pretrained(folder)
+        step.result = megabytes(folder)
+    if compression.calibration:
+        with progress.step(f"{source.name}: compressing to int4 with {compression.calibration.name}") as step:
+            run_job(
+                "calibrate",
+                source,
+                folder,
+                folder=str(folder),
+                calibration=str(compression.calibration.absolute()),
+                samples=compression.samples,
+                config=compression.quantization_config(),
+            )
+            step.result = megabytes(folder)
+    elif compression.weight_format == "bf16":
+        with progress.step(f"{source.name}: rounding to bf16") as step:
+            run_job("to_bf16", source, folder, folder=str(folder))
+            step.result = megabytes(folder)
+
+
+def first_layers(source: Source, layers: int, folder: Path, progress: Progress, trust_remote_code: bool) -> Source:
+    """A checkpoint in ``folder`` that is the first ``layers`` layers of ``source``, as a source to export."""
+    if source.is_ir:
+        raise OvspecError(f"{source.name}: --draft-layers needs a checkpoint, and this is an IR already.")
+    config = read_json(source.folder / "config.json")
+    names = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+    total = next((config[name] for name in names if isinstance(config.get(name), int)), None)
+    if total is not None and not 0 < layers < total:
+        raise OvspecError(f"--draft-layers is {layers}; {source.name} has {total} layers, so take 1 to {total - 1}.")
+    with progress.step(f"{source.name}: taking its first {layers} layers as the draft"):
+        options: dict[str, Any] = {"layers": layers, "folder": str(folder), "trust_remote_code": trust_remote_code}
+        run_job("first_layers", source, folder.parent, source=str(source.folder), **options)
+    return Source(f"{source.name}, first {layers} layers", folder, is_ir=False)
+
+
+def copy_ir(source: Source, folder: Path) -> None:
+    """The files of an IR, not what else lies beside them."""
+    for file in source.folder.iterdir():
+        wanted = file.suffix in (".json", ".jinja", ".model", ".txt") or file.name.startswith("openvino_")
+        if file.is_file() and wanted and file.name != MANIFEST_FILE:
+            shutil.copyfile(file, folder / file.name)
+
+
+def run_job(job: str, model: Source, scratch: Path, **arguments: Any) -> None:
+    """Run a job of ``worker.py`` with temporary files in ``scratch``; raises OvspecError with its last line."""
+    command = [sys.executable, "-m", "ovspec_export.worker", job, json.dumps(arguments)]
+    scratch.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=scratch, ignore_cleanup_errors=True) as temporary:
+        # All that is needed was downloaded before, safetensors only; nothing else may be fetched now.
+        environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONUTF8": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+        environment |= {"TMPDIR": temporary, "TEMP": temporary, "TMP": temporary}
+        # The worker ends when this pipe does, also when we are killed.
+        with subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=environment
+        ) as process:
+            try:
+                assert process.stderr
+                told = process.stderr.read().decode("utf-8", errors="replace")
+                process.wait()
+            except BaseException:
+                process.kill()
+                raise
+    if process.returncode:
+        raise OvspecError(f"{model.name}: {FAILED[job]} ({reason(told, process.returncode)}).")
+
+
+def reason(told: str, returncode: int) -> str:
+    """What went wrong, from the end of a process's standard error."""
+    known = next((text for sign, text in KNOWN_REASONS.items() if sign in told), None)
+    lines = [line.rstrip() for line in told.splitlines() if line.strip()]
+    if known or not lines or returncode < 0:
+        return known or (f"ended by signal {-returncode}" if returncode < 0 else f"exit code {returncode}")
+    # A traceback ends with the exception, whose message may have several lines.
+    raised = [i for i, line in enumerate(lines) if re.match(r"[A-Za-z_][\w.]*(Error|Exception)\b", line)]
+    told = " ".join(line.strip() for line in lines[raised[-1] if raised else -1 :])
+    sentences = re.split(r"(?<=\.) ", re.sub(r"^[\w.]+: ", "", told))
+    return " ".join(sentences[:2])[:300].rstrip(". ")
+
+
+def megabytes(folder: Path) -> str:
+    size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    return f"{size / 1e6:.1f} MB"
+
+
+def needed_space(source: Source, compression: Compression) -> float:
+    """Bytes on disk while ``source`` is exported: the uncompressed IR, and the compressed one beside it."""
+    if source.is_ir:
+        return source.size
+    final = source.parameters * WEIGHT_FORMATS[compression.weight_format] / 8
+    through_fp32 = compression.calibration or compression.weight_format not in ("fp32", "fp16")
+    return 1.05 * (final + source.parameters * 4 * bool(through_fp32)) + 20e6
+
+
+def check_ir(source: Source, folder: Path) -> None:
+    """Raises OvspecError where a step said that all is well and left no model."""
+    for file in (folder / MODEL_FILE, (folder / MODEL_FILE).with_suffix(".bin")):
+        if not file.is_file() or not file.stat().st_size:
+            raise OvspecError(f"{source.name}: the conversion left no {file.name}; is the disk full?")

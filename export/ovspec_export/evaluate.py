@@ -1,0 +1,63 @@
+"""What an export has lost: its IR beside the checkpoint it was made from, on a text."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ovspec.decoder import decoder_of
+from ovspec.device import DeviceOptions
+from ovspec.ir import compile_ir
+from ovspec.perplexity import DEFAULT_CONTEXT, check_length, log_softmax, predictions, windows
+from ovspec.probing import find_probe
+from ovspec.tokenizer import Tokenizer
+
+
+def compare(source: Path, folder: Path, text: str, context: int, trust_remote_code: bool) -> dict[str, float]:
+    """Perplexity of both, mean KL divergence of the IR from the checkpoint (nats), top-1 agreement.
+
+    Both compute in f32, so that nothing but the weights differs. Raises OvspecError for a text of one token.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    options = DeviceOptions(precision="f32", properties={"CACHE_DIR": ""})
+    ir = compile_ir(folder, options)
+    tokenizer = Tokenizer(folder)
+    decoder = decoder_of(ir, find_probe(ir, None, None).rollback, tokenizer.known)
+    tokens = tokenizer.encode(text)
+    context = min(context, DEFAULT_CONTEXT, ir.context_length or DEFAULT_CONTEXT)
+    check_length(tokens, context)
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        source, dtype=torch.float32, use_safetensors=True, trust_remote_code=trust_remote_code
+    ).eval()
+    spans = windows(len(tokens), context)
+    reference, start, end = np.empty((0, 0), np.float32), 0, 0
+    ours = theirs = divergence = 0.0
+    agreed = scored = 0
+    for place, logits in predictions(decoder, tokens, context):
+        if place >= end:
+            start, end, _ = next(spans)
+            with torch.no_grad():
+                reference = model(input_ids=torch.from_numpy(tokens[None, start:end])).logits[0].numpy()
+        n, width = logits.shape
+        q = log_softmax(logits)
+        p = log_softmax(reference[place - 1 - start : place - 1 - start + n, :width])
+        wanted = tokens[place : place + n]
+        ours -= q[np.arange(n), wanted].sum()
+        theirs -= p[np.arange(n), wanted].sum()
+        with np.errstate(invalid="ignore"):  # ids that nobody knows are -inf in both
+            divergence += np.nansum(np.exp(p) * (p - q))
+        agreed += int((q.argmax(1) == p.argmax(1)).sum())
+        scored += n
+    return {
+        "perplexity": math.exp(ours / scored),
+        "perplexity_of_the_checkpoint": math.exp(theirs / scored),
+        "kl": float(divergence) / scored,
+        "top1": agreed / scored,
+        "tokens": scored,
+        "context": context,
+    }

@@ -1,0 +1,136 @@
+"""Where a model comes from: a checkpoint or an IR, in a folder or on the Hugging Face hub."""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ovspec.errors import OvspecError
+from ovspec.ir import MODEL_FILE, read_json
+
+# All that an export reads; above all no pickled weights, which could run code when loaded.
+PATTERNS = ["*.safetensors", "*.json", "*.model", "*.txt", "*.jinja", "openvino_*"]
+CODE = ["*.py"]
+
+
+@dataclass(frozen=True)
+class Source:
+    """A model on this disk. ``name`` is what the manifest calls it: the hub id or the folder's name."""
+
+    name: str
+    folder: Path
+    is_ir: bool
+
+    @property
+    def parameters(self) -> int:
+        """Of a checkpoint, from the headers of its safetensors files."""
+        return sum(
+            math.prod(tensor["shape"])
+            for file in self.folder.glob("*.safetensors")
+            for name, tensor in safetensors_header(file).items()
+            if name != "__metadata__"
+        )
+
+    @property
+    def size(self) -> int:
+        """Bytes on disk."""
+        return sum(path.stat().st_size for path in self.folder.iterdir() if path.is_file())
+
+
+def find_source(name: str, trust_remote_code: bool = False) -> Source:
+    """The model that the user calls ``name``: a folder, or a hub id that is downloaded into the hub's cache.
+
+    Raises:
+        OvspecError: no such model, not one that can be exported, or it can't be reached.
+    """
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        source = Source(folder.resolve().name, folder, (folder / MODEL_FILE).is_file())
+    elif folder.is_file():
+        raise OvspecError(f"{name}: is a file; name the folder that holds the checkpoint's config.json.")
+    elif name.startswith((".", "/", "~")) or name.count("/") != 1 or "\\" in name:
+        raise OvspecError(f"{name}: no such folder, and not a hub id like 'org/model'.")
+    else:
+        source = download(name, trust_remote_code)
+    check_source(source, name, trust_remote_code)
+    return source
+
+
+def check_source(source: Source, name: str, trust_remote_code: bool) -> None:
+    """Raises OvspecError where the folder holds no model that can be exported."""
+    folder = source.folder
+    if not (folder / "config.json").is_file():
+        raise OvspecError(f"{name}: no config.json in it; name a folder with a Hugging Face checkpoint.")
+    config = read_json(folder / "config.json")
+    if source.is_ir:
+        return
+    files = list(folder.glob("*.safetensors"))
+    if not files:
+        raise OvspecError(
+            f"{name}: no safetensors weights in it, and others are not loaded because they can run code; "
+            "save the model with save_pretrained(..., safe_serialization=True) first."
+        )
+    for file in files:
+        safetensors_header(file)
+    index = read_json(folder / "model.safetensors.index.json").get("weight_map", {})
+    missing = sorted({file for file in index.values() if not (folder / file).is_file()})
+    if missing:
+        raise OvspecError(f"{name}: {missing[0]} is missing ({len(missing)} files are); download the model again.")
+    if "auto_map" in config and not trust_remote_code:
+        raise OvspecError(
+            f"{name}: the model brings Python code of its own; read it, and add --trust-remote-code if you trust it."
+        )
+    if config.get("is_encoder_decoder"):
+        raise OvspecError(f"{name}: an encoder-decoder model; only decoder-only language models can be exported.")
+
+
+def safetensors_header(file: Path) -> dict[str, Any]:
+    """Names, types and shapes of a file's tensors.
+
+    Raises:
+        OvspecError: not a safetensors file, or not all of it.
+    """
+    size = file.stat().st_size
+    try:
+        with file.open("rb") as stream:
+            (length,) = struct.unpack("<Q", stream.read(8))
+            if length > min(size, 100_000_000):
+                raise ValueError
+            header = json.loads(stream.read(length))
+        end = max((tensor["data_offsets"][1] for name, tensor in header.items() if name != "__metadata__"), default=0)
+    except (struct.error, ValueError, KeyError, TypeError, AttributeError):
+        raise OvspecError(f"{file}: not a safetensors file; download the model again.") from None
+    if size < 8 + length + end:
+        raise OvspecError(f"{file}: cut off ({size} of {8 + length + end} bytes); download the model again.")
+    return header
+
+
+def download(name: str, trust_remote_code: bool) -> Source:
+    """Fetch a hub model, or find it in the hub's cache."""
+    from huggingface_hub import errors as hub
+    from huggingface_hub import snapshot_download
+
+    try:
+        folder = Path(snapshot_download(name, allow_patterns=PATTERNS + CODE * trust_remote_code))
+    except hub.GatedRepoError:
+        raise OvspecError(
+            f"{name}: its owner asks for consent; accept the terms on its page and log in with 'hf auth login'."
+        ) from None
+    except hub.RepositoryNotFoundError:
+        raise OvspecError(
+            f"{name}: neither a folder here nor a model on the Hugging Face hub; check the spelling, "
+            "or log in with 'hf auth login' if it is private."
+        ) from None
+    except hub.HFValidationError:
+        raise OvspecError(f"{name}: neither a folder here nor a name that a hub model can have.") from None
+    except Exception as error:  # offline, timeouts, proxies, a full disk: each library below raises its own
+        if isinstance(error, OSError) and error.errno:
+            raise
+        raise OvspecError(
+            f"{name}: neither a folder here nor in the hub's cache, and the hub cannot be reached; check the network."
+        ) from None
+    return Source(name, folder, (folder / MODEL_FILE).is_file())

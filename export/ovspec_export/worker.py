@@ -1,0 +1,118 @@
+"""What needs torch runs here, in a process of its own: it is noisy and large, and can be ended at once.
+
+    python -m ovspec_export.worker JOB JSON-ARGUMENTS
+
+The worker ends when its standard input does, so that it doesn't outlive a parent that was killed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+MODEL = "openvino_model"
+
+
+def optimum_cli(arguments: list[str]) -> None:
+    """Run optimum-cli."""
+    from optimum.commands.optimum_cli import main
+
+    sys.argv = ["optimum-cli", *arguments]
+    main()
+
+
+def first_layers(source: str, layers: int, folder: str, trust_remote_code: bool) -> None:
+    """Save the checkpoint ``source`` with only its first ``layers`` layers in ``folder``."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
+    config.num_hidden_layers = layers
+    if getattr(config, "layer_types", None):
+        config.layer_types = config.layer_types[:layers]
+    model = AutoModelForCausalLM.from_pretrained(
+        source, config=config, dtype="auto", use_safetensors=True, trust_remote_code=trust_remote_code
+    )
+    model.save_pretrained(folder)
+    for file in Path(source).iterdir():
+        wanted = file.suffix in (".json", ".model", ".txt", ".jinja", ".py") and not file.name.startswith("model")
+        if file.is_file() and wanted and not (Path(folder) / file.name).exists():
+            shutil.copy(file, folder)
+
+
+def calibrate(folder: str, calibration: str, samples: int | None, config: dict[str, Any]) -> None:
+    """Compress the fp32 IR in ``folder`` with nncf, looking at what it computes on the text ``calibration``."""
+    from optimum.intel import OVModelForCausalLM, OVWeightQuantizationConfig
+
+    texts = pieces(Path(calibration).read_text(encoding="utf-8"), samples or 128)
+    quantization = OVWeightQuantizationConfig(dataset=texts, tokenizer=folder, num_samples=len(texts), **config)
+    model = OVModelForCausalLM.from_pretrained(folder, quantization_config=quantization, compile=False)
+    model.save_pretrained(Path(folder) / "compressed")
+    del model
+    for file in (Path(folder) / "compressed").iterdir():
+        if file.stem in (MODEL, "openvino_config"):
+            file.replace(Path(folder) / file.name)
+    shutil.rmtree(Path(folder) / "compressed")
+
+
+def pieces(text: str, count: int, length: int = 2000) -> list[str]:
+    """At most ``count`` pieces of about ``length`` characters, spread over the whole text."""
+    starts = range(0, max(len(text) - length // 4, 1), length)
+    chosen = starts if len(starts) <= count else [starts[i * len(starts) // count] for i in range(count)]
+    return [text[start : start + length] for start in chosen]
+
+
+def to_bf16(folder: str) -> None:
+    """Round the fp32 weights of the IR in ``folder`` to bf16; OpenVINO itself can only write fp16."""
+    import numpy as np
+    import openvino as ov
+    from openvino import opset13 as ops
+
+    file = Path(folder) / f"{MODEL}.xml"
+    model = ov.Core().read_model(file)
+    op = None
+    for op in model.get_ops():
+        if op.get_type_name() != "Constant" or op.get_element_type() != ov.Type.f32:
+            continue
+        if int(np.prod(op.get_output_shape(0))) < 1024:
+            continue  # norms and biases cost nothing
+        bits = op.get_data().view(np.uint32)  # type: ignore[attr-defined]
+        # To nearest, ties to even.
+        rounded = np.ascontiguousarray(((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16))
+        tensor = ov.Tensor(rounded.reshape(-1), list(rounded.shape), ov.Type.bf16)
+        constant = ov.op.Constant(tensor, shared_memory=False)
+        for use in op.output(0).get_target_inputs():
+            use.replace_source_output(ops.convert(constant, "f32").output(0))
+    ov.save_model(model, Path(folder) / "bf16.xml", compress_to_fp16=False)
+    del model, op  # the old weights are mapped into memory
+    for suffix in (".xml", ".bin"):
+        (Path(folder) / f"bf16{suffix}").replace(file.with_suffix(suffix))
+
+
+def evaluate(source: str, folder: str, text: str, context: int, output: str, trust_remote_code: bool) -> None:
+    """Compare the IR in ``folder`` with the checkpoint on a text; writes a JSON object to ``output``."""
+    from ovspec_export.evaluate import compare
+
+    result = compare(Path(source), Path(folder), Path(text).read_text(encoding="utf-8"), context, trust_remote_code)
+    Path(output).write_text(json.dumps(result), encoding="utf-8")
+
+
+JOBS: dict[str, Callable[..., None]] = {
+    job.__name__: job for job in (optimum_cli, first_layers, calibrate, to_bf16, evaluate)
+}
+
+
+def end_with_parent() -> None:
+    while os.read(0, 1024):  # not through sys.stdin, whose lock would be held when the interpreter ends
+        pass
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    threading.Thread(target=end_with_parent, daemon=True).start()
+    JOBS[sys.argv[1]](**json.loads(sys.argv[2]))

@@ -1,0 +1,55 @@
+"""How far a long command has got: a line that moves on a terminal, a line a step elsewhere. On stderr."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import click
+
+
+@dataclass
+class Step:
+    """``result`` is shown behind the step when it has ended."""
+
+    result: str = ""
+
+
+class Progress:
+    """``with progress.step("converting") as step: ...; step.result = "9.5 MB"``"""
+
+    def __init__(self) -> None:
+        self._live = sys.stderr.isatty()
+
+    def note(self, text: str) -> None:
+        click.echo(text, err=True)
+
+    @contextlib.contextmanager
+    def step(self, text: str) -> Iterator[Step]:
+        step, began, ended = Step(), time.monotonic(), threading.Event()
+
+        def moving() -> None:
+            while not ended.wait(0.5):
+                click.echo(f"\r{text} … {time.monotonic() - began:.0f} s ", nl=False, err=True)
+
+        shown = threading.Thread(target=moving, daemon=True)
+        if self._live:
+            shown.start()
+        try:
+            yield step
+        except BaseException:
+            self._end(ended, shown)
+            raise
+        self._end(ended, shown)
+        result = f", {step.result}" if step.result else ""
+        click.echo(f"{text}: {time.monotonic() - began:.1f} s{result}", err=True)
+
+    def _end(self, ended: threading.Event, shown: threading.Thread) -> None:
+        ended.set()
+        if self._live:
+            shown.join()
+            click.echo("\r\x1b[K", nl=False, err=True)
