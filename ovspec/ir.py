@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +30,7 @@ class State:
     name: str
     batch_axis: int
     sequence_axis: int | None
+    width: int  # values that a row holds: per slot, or in all
 
 
 @dataclass
@@ -96,6 +99,21 @@ def check_ir_folder(folder: Path) -> None:
     raise OvspecError(f"{folder}: no {MODEL_FILE} in it; name a folder made by 'ovspec export' or optimum-cli.")
 
 
+def check_weights(xml: Path) -> None:
+    """Raises OvspecError where the .bin beside ``xml`` is missing or shorter than the .xml says.
+
+    OpenVINO maps it into memory: reading past its end would kill the process.
+    """
+    try:
+        text = xml.read_bytes()
+        size = xml.with_suffix(".bin").stat().st_size
+    except FileNotFoundError as error:
+        raise OvspecError(f"{error.filename}: missing; export the model again.") from None
+    ends = [int(offset) + int(length) for offset, length in re.findall(rb'offset="(\d+)" size="(\d+)"', text)]
+    if size < max(ends, default=0):
+        raise OvspecError(f"{xml.with_suffix('.bin')}: cut off ({size} of {max(ends)} bytes); export the model again.")
+
+
 def model_states(model: ov.Model) -> list[State]:
     """The model's variables with their axes. ``beam_idx`` gathers along the batch axis of each."""
     batch_axes = {}
@@ -113,7 +131,8 @@ def model_states(model: ov.Model) -> list[State]:
         batch_axis = batch_axes.get(info.variable_id, 0)
         dynamic = [i for i, d in enumerate(info.data_shape) if d.is_dynamic and i != batch_axis]
         cuttable = len(dynamic) == 1 and len(info.data_shape) == 4
-        states.append(State(info.variable_id, batch_axis, dynamic[0] if cuttable else None))
+        width = math.prod(d.get_length() for d in info.data_shape if d.is_static)
+        states.append(State(info.variable_id, batch_axis, dynamic[0] if cuttable else None, width))
     return sorted(states, key=lambda state: state.name)
 
 
@@ -154,16 +173,20 @@ def compile_ir(folder: Path, options: DeviceOptions) -> CompiledIR:
     """
     check_ir_folder(folder)
     device = check_device(options.device)
+    check_weights(folder / MODEL_FILE)
     try:
         model = core().read_model(folder / MODEL_FILE)
     except RuntimeError as error:
         raise OvspecError(f"{folder / MODEL_FILE}: cannot be read ({last_line(error)}); export it again.") from None
     states = model_states(model)
     names = {name for port in model.inputs for name in port.names}
-    if not states or not {"input_ids", "attention_mask", "beam_idx"} <= names:
-        raise OvspecError(
-            f"{folder}: not a stateful text-generation model; export it with the task text-generation-with-past."
-        )
+    outputs = {name for port in model.outputs for name in port.names}
+    if "logits" not in outputs or "input_ids" not in names:
+        raise OvspecError(f"{folder}: not a language model that generates text (it has no logits to choose from).")
+    if not states or not {"attention_mask", "beam_idx"} <= names:
+        raise OvspecError(f"{folder}: exported without a KV cache; export it with the task text-generation-with-past.")
+    if "encoder_hidden_states" in names:
+        raise OvspecError(f"{folder}: the decoder of an encoder-decoder model, which is not supported.")
     picks = pick_logits(model)
     properties = compile_properties(options)
     try:

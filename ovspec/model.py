@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass, replace
@@ -10,6 +11,7 @@ from typing import Any, TypedDict, Unpack, overload
 
 import numpy as np
 
+from ovspec.chat import Message, chat_template
 from ovspec.decoder import COMPACT_AT, Decoder, decoder_of
 from ovspec.device import DeviceOptions
 from ovspec.drafting import Drafter
@@ -19,11 +21,13 @@ from ovspec.generate import Piece, Result, Row, generate_rows
 from ovspec.ir import CompiledIR, check_ir_folder, compile_ir, read_json
 from ovspec.kv import Rollback
 from ovspec.manifest import DRAFT_FOLDER, ExportedModel, read_manifest, restore_backup
+from ovspec.memory import check_memory
 from ovspec.pairing import check_same_vocabulary
+from ovspec.perplexity import DEFAULT_CONTEXT, Perplexity, measure
 from ovspec.probing import find_probe
 from ovspec.sequence import Sequence
 from ovspec.session import Session, TextStream
-from ovspec.tokenizer import Message, Tokenizer, chat_template
+from ovspec.tokenizer import Tokenizer
 from ovspec.vocabulary import KnownIds
 
 DEFAULT_LOOKAHEAD = 4
@@ -89,7 +93,11 @@ class LoadedIR:
 
 
 class LanguageModel:
-    """A loaded model, with or without a draft; made by ``ovspec.load``."""
+    """A loaded model, with or without a draft; made by ``ovspec.load``.
+
+    Threads may share it: calls and sessions that run at the same time have requests of their own, and each
+    gives what it gives alone. A session or a stream belongs to one thread at a time.
+    """
 
     def __init__(self, folder: Path, target: LoadedIR, draft: LoadedIR | None, lookahead: int) -> None:
         self.folder, self.lookahead = folder, lookahead
@@ -136,7 +144,7 @@ class LanguageModel:
         return Session(self, self._engine())
 
     def _generate_batch(self, prompts: list[Any], options: GenerateOptions) -> list[Result]:
-        rows = [self.row(Sequence(self.encode(prompt)), options) for prompt in prompts]
+        rows = [self.row(Sequence(self.encode(prompt)), options, len(prompts)) for prompt in prompts]
         lookahead = self.lookahead_of(options)
         engine = self._engine()
         engine.reset(len(rows))
@@ -146,6 +154,22 @@ class LanguageModel:
         finally:
             self.release(engine)
         return [row.result() for row in rows]
+
+    def perplexity(self, text: str, context: int | None = None) -> Perplexity:
+        """How well the target foresees ``text``, in windows of ``context`` tokens (the model's, at most 1024).
+
+        Raises:
+            OvspecError: fewer than two tokens, or a window longer than the model's context.
+        """
+        most = self._target.ir.context_length
+        if context and most and context > most:
+            raise OvspecError(f"A window of {context} tokens is longer than the model's context of {most}.")
+        context = context or min(DEFAULT_CONTEXT, most or DEFAULT_CONTEXT)
+        engine = self._engine()
+        try:
+            return measure(engine.target, self.tokenizer.encode(text), context)
+        finally:
+            self.release(engine)
 
     def next_logits(self, prompt: Prompt) -> np.ndarray:
         """The target's logits (vocab,) float32 for the token after ``prompt``."""
@@ -176,7 +200,7 @@ class LanguageModel:
             raise OvspecError(f"Token id {unknown} is not in the vocabulary{upto}.")
         return ids
 
-    def row(self, sequence: Sequence, options: GenerateOptions) -> Row:
+    def row(self, sequence: Sequence, options: GenerateOptions, rows: int = 1) -> Row:
         """A row that continues ``sequence`` as ``options`` say; raises OvspecError where they can't be met."""
         unknown = options.keys() - GenerateOptions.__annotations__.keys()
         if unknown:
@@ -188,7 +212,7 @@ class LanguageModel:
         if not all(stop):
             raise OvspecError("A stop string is empty; leave it out.")
         eos = frozenset() if options.get("ignore_eos") else self.eos_ids
-        max_tokens = self._max_tokens(max(len(sequence), 1), options.get("max_tokens"))
+        max_tokens = self._max_tokens(max(len(sequence), 1), options.get("max_tokens"), rows)
         if not len(sequence):
             sequence.commit(self._beginning())
         row = Row(sequence, self.tokenizer.detokenizer(), max_tokens, stop, eos)
@@ -228,7 +252,7 @@ class LanguageModel:
             raise OvspecError("The prompt is empty, and this model has no token to begin a text with.")
         return np.array([bos], dtype=np.int64)
 
-    def _max_tokens(self, prompt: int, wanted: int | None) -> int:
+    def _max_tokens(self, prompt: int, wanted: int | None, rows: int) -> int:
         if wanted is not None and wanted < 1:
             raise OvspecError(f"max_tokens is {wanted}; it must be at least 1.")
         context = self._target.ir.context_length
@@ -239,10 +263,12 @@ class LanguageModel:
                 f"is {context}; shorten the prompt or lower max_tokens."
             )
         default = self._generation_config.get("max_new_tokens") or DEFAULT_MAX_TOKENS
-        return wanted or (min(default, left) if left is not None else default)
+        most = wanted or (min(default, left) if left is not None else default)
+        check_memory([loaded.ir for loaded in (self._target, self._draft) if loaded], prompt + most, rows)
+        return most
 
     def _engine(self) -> Engine:
-        if self._idle:
+        with contextlib.suppress(IndexError):  # one step, so that threads don't take the same one
             return self._idle.pop()
         known = self.tokenizer.known
         drafter = DraftModel(self._draft.decoder(known)) if self._draft else None
@@ -274,6 +300,7 @@ def load(
     lookahead: int = DEFAULT_LOOKAHEAD,
     compact_at: int = COMPACT_AT,
     export: bool = False,
+    verify: bool = False,
 ) -> LanguageModel:
     """Load an exported model.
 
@@ -291,6 +318,7 @@ def load(
         cache_dir: where compiled models are kept; by default the user's cache folder.
         lookahead: tokens the draft proposes each round.
         compact_at: dead slots at which the KV cache is compacted.
+        verify: compare the checksums of all files with those of the export, which reads all of them.
         export: export ``model`` (and a ``draft`` given by name) into the cache first, unless done before.
 
     Raises:
@@ -316,7 +344,9 @@ def load(
     options = DeviceOptions(
         device, precision, kv_precision, threads, properties or {}, Path(cache_dir) if cache_dir else None
     )
-    manifest = read_manifest(folder)
+    manifest = read_manifest(folder, verify)
+    if verify and not manifest:
+        raise OvspecError(f"{folder}: to verify it needs the manifest of 'ovspec export', which is not there.")
     target = _load_ir(folder, options, manifest.target if manifest else None, compact_at)
     if not draft:
         return LanguageModel(folder, target, None, 0)

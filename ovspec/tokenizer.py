@@ -1,14 +1,11 @@
-"""Text to token ids and back: the OpenVINO tokenizer, the byte vocabulary, the chat template."""
+"""Text to token ids and back: the OpenVINO tokenizer and the byte vocabulary."""
 
 from __future__ import annotations
 
 import codecs
 import functools
-import json
 import threading
 from collections.abc import Iterable
-from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -18,10 +15,8 @@ import openvino_tokenizers
 
 from ovspec.device import core
 from ovspec.errors import OvspecError
-from ovspec.ir import read_json
+from ovspec.ir import check_weights, last_line, read_json
 from ovspec.vocabulary import TOKENIZER_FILE, known_ids, tokens_by_id
-
-Message = dict[str, Any]  # {"role": ..., "content": ...}
 
 
 @functools.cache
@@ -32,12 +27,14 @@ def _string_ops() -> ov.Core:
 
 
 def _request(path: Path) -> ov.InferRequest:
-    if not path.is_file():
+    if path.is_file():
+        check_weights(path)
+    else:
         raise OvspecError(f"{path.parent}: no {path.name} in it; export the model again with openvino-tokenizers.")
     try:
         return _string_ops().compile_model(path, "CPU").create_infer_request()
     except RuntimeError as error:
-        raise OvspecError(f"{path}: cannot be compiled ({str(error).splitlines()[-1]}); export it again.") from None
+        raise OvspecError(f"{path}: cannot be compiled ({last_line(error)}); export it again.") from None
 
 
 # ---------------------------------------------------------------- bytes
@@ -214,62 +211,3 @@ class WindowDetokenizer:
         text = self._window() if self._tokens else ""
         new, self._shown = text[len(self._shown) :], text
         return new
-
-
-# ---------------------------------------------------------------- chat
-
-
-@dataclass(frozen=True)
-class ChatTemplate:
-    """A model's Jinja chat template, rendered with the variables and functions that Hugging Face gives it."""
-
-    source: str
-    special_tokens: dict[str, str]
-
-    def render(self, messages: list[Message]) -> str:
-        """The prompt for ``messages``, open for the assistant's answer; runs in Jinja's sandbox.
-
-        Raises:
-            OvspecError: the template fails or refuses these messages.
-        """
-        import jinja2
-        from jinja2.ext import loopcontrols
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-        def refuse(message: str) -> None:
-            raise jinja2.TemplateError(message)
-
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
-
-        def tojson(value: Any, indent: int | None = None) -> str:
-            # Jinja's own would escape for HTML.
-            return json.dumps(value, ensure_ascii=False, indent=indent)
-
-        environment.globals["raise_exception"] = refuse
-        environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-        environment.filters["tojson"] = tojson
-        variables = {"tools": None, "documents": None, **self.special_tokens}
-        try:
-            template = environment.from_string(self.source)
-            return template.render(messages=messages, add_generation_prompt=True, **variables)
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
-            raise OvspecError(f"The model's chat template refuses these messages: {error}.") from None
-
-
-def chat_template(folder: Path) -> ChatTemplate:
-    """The chat template in an exported folder.
-
-    Raises:
-        OvspecError: the model has none.
-    """
-    config = read_json(folder / "tokenizer_config.json")
-    source = config.get("chat_template")
-    if isinstance(source, list):  # several named templates
-        source = {entry["name"]: entry["template"] for entry in source}.get("default")
-    if (folder / "chat_template.jinja").is_file():
-        source = (folder / "chat_template.jinja").read_text(encoding="utf-8")
-    if not source:
-        raise OvspecError(f"{folder}: this model has no chat template; leave --chat out and give a raw prompt.")
-    special = {name: config.get(name) for name in ("bos_token", "eos_token", "pad_token", "unk_token")}
-    texts = {name: value["content"] if isinstance(value, dict) else value for name, value in special.items()}
-    return ChatTemplate(source, {name: value for name, value in texts.items() if value})

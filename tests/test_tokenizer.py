@@ -9,16 +9,14 @@ import pytest
 from conftest import PROMPTS, Reference
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ovspec_export.tokenizers import TEXTS
 
 from ovspec.errors import OvspecError
+from ovspec.pairing import TEXTS
 from ovspec.tokenizer import (
-    ChatTemplate,
     Tokenizer,
     WindowDetokenizer,
     _request,
     byte_vocabulary,
-    chat_template,
 )
 
 
@@ -92,26 +90,3 @@ def test_half_a_surrogate_pair_is_refused(tokenizer: Tokenizer) -> None:
 def test_a_nul_at_the_end_is_refused(tokenizer: Tokenizer) -> None:
     with pytest.raises(OvspecError, match="NUL"):
         tokenizer.encode("a\0")
-
-
-def test_chat_template_renders_like_hugging_face(pair: Path, reference: Reference) -> None:
-    messages = [
-        {"role": "system", "content": "You write Python."},
-        {"role": "user", "content": "  Say <hi> & 'bye'.\n"},
-    ]
-    expected = reference.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    assert chat_template(pair).render(messages) == expected
-
-
-def test_chat_template_runs_in_a_sandbox() -> None:
-    escape = ChatTemplate("{{ messages.__class__.__mro__[1].__subclasses__() }}", {})
-    with pytest.raises(OvspecError, match="refuses these messages"):
-        escape.render([{"role": "user", "content": "x"}])
-    refusal = ChatTemplate("{{ raise_exception('only user turns') }}", {})
-    with pytest.raises(OvspecError, match="only user turns"):
-        refusal.render([])
-
-
-def test_a_model_without_chat_template_says_so(tmp_path: Path) -> None:
-    with pytest.raises(OvspecError, match="no chat template"):
-        chat_template(tmp_path)

@@ -12,6 +12,8 @@ from ovspec import __version__
 from ovspec.cli.devices import devices
 from ovspec.cli.export import export
 from ovspec.cli.generate import generate
+from ovspec.cli.inspect import inspect
+from ovspec.cli.perplexity import perplexity
 from ovspec.errors import OvspecError
 
 
@@ -30,6 +32,8 @@ def cli() -> None:
 cli.add_command(generate)
 cli.add_command(export)
 cli.add_command(devices)
+cli.add_command(inspect)
+cli.add_command(perplexity)
 
 
 def main() -> None:

@@ -33,6 +33,7 @@ DRAFT_OF_THE_EXPORT = "the draft of the export"  # what a bare --draft stands fo
 )
 @click.option("--stop", multiple=True, metavar="TEXT", help="End in front of this text; may be repeated.")
 @click.option("--ignore-eos", is_flag=True, help="Go on after an end-of-sequence token.")
+@click.option("--verify", is_flag=True, help="Compare the checksums of DIR with those of the export first.")
 @click.option("--stats", is_flag=True, help="Print statistics on stderr.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the text.")
 @click.option("--compare", is_flag=True, help="Generate without and with --draft; show both times, compare the texts.")
@@ -49,6 +50,7 @@ def generate(
     max_tokens: int | None,
     stop: tuple[str, ...],
     ignore_eos: bool,
+    verify: bool,
     stats: bool,
     as_json: bool,
     compare: bool,
@@ -94,7 +96,7 @@ def generate(
     from ovspec.cli import output
 
     drafts: dict[str | None, Any] = {None: None, "none": None, DRAFT_OF_THE_EXPORT: True}
-    lm = ovspec.load(folder, drafts.get(draft, draft), **runtime)
+    lm = ovspec.load(folder, drafts.get(draft, draft), verify=verify, **runtime)
     options = {"max_tokens": max_tokens, "stop": list(stop), "ignore_eos": ignore_eos, "lookahead": lookahead}
     if compare:
         output.compare(lm, prompt, options, as_json)

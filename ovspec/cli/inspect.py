@@ -1,0 +1,51 @@
+"""ovspec inspect"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ovspec.cli.options import runtime_options
+
+
+@click.command()
+@click.argument("folder", required=False, type=click.Path(path_type=Path), metavar="[DIR]")
+@click.option("--verify", is_flag=True, help="Compare the checksums of all files with those of the export.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@runtime_options
+def inspect(folder: Path | None, verify: bool, as_json: bool, **runtime: Any) -> None:
+    """Show what is in DIR (by default the embedded pair): weights, states, how they roll back, memory.
+
+    \b
+    Examples:
+      ovspec inspect my-pair
+      ovspec inspect my-pair --verify --json
+    """
+    from ovspec import inspection
+    from ovspec.device import DeviceOptions
+    from ovspec.errors import OvspecError
+    from ovspec.manifest import restore_backup
+    from ovspec.model import embedded_pair
+
+    folder = folder or embedded_pair()
+    restore_backup(folder)
+    draft_device = runtime.pop("draft_device")
+    if draft_device:
+        raise click.UsageError("--draft-device is not used here; inspect the draft's folder with --device.")
+    cache_dir = runtime.pop("cache_dir")
+    options = DeviceOptions(**runtime, cache_dir=Path(cache_dir) if cache_dir else None)
+    if verify and not (folder / "ovspec.json").is_file():
+        raise OvspecError(f"{folder}: --verify needs the manifest of 'ovspec export', which is not there.")
+    found = inspection.inspect(folder, options, verify)
+    if as_json:
+        click.echo(json.dumps({name: asdict(model) for name, model in found.items()}, ensure_ascii=False))
+        return
+    for name, model in found.items():
+        for line in inspection.summary(name, model):
+            click.echo(line)
+    if verify:
+        click.echo("All checksums are those of the export.")

@@ -1,0 +1,50 @@
+"""ovspec perplexity"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ovspec.cli.options import runtime_options
+
+
+@click.command()
+@click.argument("folder", type=click.Path(path_type=Path), metavar="DIR")
+@click.argument("file", type=click.Path(path_type=Path))
+@click.option("--context", type=click.IntRange(min=2), help="Tokens a window.  [default: the model's, at most 1024]")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@runtime_options
+def perplexity(folder: Path, file: Path, context: int | None, as_json: bool, **runtime: Any) -> None:
+    """How well the model in DIR foresees the text in FILE.
+
+    Windows overlap by half, so that every token but the first is scored once, and those after the first
+    window have at least half a window in front of them.
+
+    \b
+    Example:
+      ovspec perplexity my-pair notes.txt
+    """
+    import ovspec
+    from ovspec.errors import OvspecError
+
+    if runtime["draft_device"]:
+        raise click.UsageError("--draft-device is not used here: only the target is measured.")
+    try:
+        text = file.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError:
+        raise OvspecError(f"{file}: not UTF-8 text.") from None
+    except OSError as error:
+        raise click.UsageError(f"{file}: {error.strerror}.") from None
+    found = ovspec.load(folder, **runtime).perplexity(text, context)
+    if as_json:
+        click.echo(json.dumps(asdict(found)))
+    else:
+        speed = found.scored / found.seconds
+        click.echo(
+            f"perplexity {found.perplexity:.4f} ({found.nats:.5f} nats a token), {found.scored} tokens in windows of "
+            f"{found.context}, {speed:.0f} tokens/s"
+        )

@@ -1,0 +1,38 @@
+"""How much memory a text will take, before it is accepted."""
+
+from __future__ import annotations
+
+import psutil
+
+from ovspec.errors import OvspecError
+from ovspec.ir import CompiledIR
+
+BYTES = {"f32": 4.0, "bf16": 2.0, "f16": 2.0, "u8": 1.1}  # of a value in the cache; u8 with its scales
+
+
+def kv_bytes_per_token(ir: CompiledIR) -> float:
+    """Bytes that the KV cache of a row grows by with each token."""
+    precision = ir.properties.get("KV_CACHE_PRECISION", "")
+    return sum(state.width for state in ir.kv_states) * BYTES.get(precision, 2.0)
+
+
+def recurrent_bytes(ir: CompiledIR) -> float:
+    """Bytes of the states of a row that don't grow, kept twice: as they are and as a snapshot."""
+    return 2 * 4.0 * sum(state.width for state in ir.recurrent_states)
+
+
+def check_memory(irs: list[CompiledIR], tokens: int, rows: int = 1) -> None:
+    """Raises OvspecError where the states for ``tokens`` tokens in each of ``rows`` can't fit into what is free.
+
+    Only on the CPU, whose memory can be asked for.
+    """
+    needed = sum(
+        rows * (tokens * kv_bytes_per_token(ir) + recurrent_bytes(ir)) for ir in irs if not ir.device.startswith("GPU")
+    )
+    # Small texts are not worth the system call.
+    if needed > 100e6 and needed > (free := psutil.virtual_memory().available):
+        raise OvspecError(
+            f"The KV cache of {tokens * rows} tokens takes about {needed / 1e9:.1f} GB "
+            f"and {free / 1e9:.1f} GB of memory are free; shorten the prompt, lower max_tokens, "
+            "or take a smaller --kv-precision."
+        )

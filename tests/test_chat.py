@@ -1,0 +1,108 @@
+"""Chat templates: as Hugging Face renders them, in a sandbox that can't be escaped, stalled or flooded."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from conftest import Reference
+
+from ovspec.chat import ChatTemplate, chat_template
+from ovspec.errors import OvspecError
+
+MESSAGES = [
+    {"role": "system", "content": "You write Python."},
+    {"role": "user", "content": "  Say <hi> & 'bye'.\n"},
+]
+# What published templates are made of.
+FEATURES = """{%- set ns = namespace(first=true, text='') -%}
+{%- macro turn(role, content) -%}<|{{ role ~ '|>' ~ content | trim }}{%- endmacro -%}
+{%- for message in messages -%}
+{%- if loop.first and message.role == 'system' -%}{{ '[' + message['content'].split(' ')[0] * 2 + ']' }}
+{%- set ns.first = false -%}{%- continue -%}{%- endif -%}
+{{ turn(message.role, message.content) }}{{ '%s/%d' % (message.role, loop.index0) }}
+{{- '{:>4}'.format(loop.length) }}{{ message | tojson(indent=2) }}{{ message.content | replace('i', 'I') | upper }}
+{%- if tools %}tools{% endif %}{{ [1, 2] + [3] }}{{ 'abc'[::-1] }}{{ 7 // 2 ** 1 % 3 }}{{ message.keys() | join(',') }}
+{%- endfor -%}
+{%- if add_generation_prompt %}{{ bos_token }}<|assistant|>{% endif -%}"""
+
+
+def test_templates_render_like_hugging_face(pair: Path, reference: Reference) -> None:
+    def expected(template: str | None) -> str:
+        return reference.tokenizer.apply_chat_template(
+            MESSAGES, tokenize=False, add_generation_prompt=True, chat_template=template
+        )
+
+    ours = chat_template(pair)
+    assert ours.render(MESSAGES) == expected(None)
+    assert ChatTemplate(FEATURES, ours.special_tokens).render(MESSAGES) == expected(FEATURES)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ messages.__class__.__mro__[1].__subclasses__() }}",
+        "{{ messages.append(1) }}",
+        "{{ self._TemplateReference__context }}{{ cycler.__init__.__globals__.os }}",
+        "{% include '/etc/passwd' %}",
+        "{{ raise_exception('only user turns') }}",
+        "{% for %}",
+        "{{ 1 / 0 }}",
+        "{{ [][3].x.y }}",
+    ],
+)
+def test_refused_in_a_sentence(source: str) -> None:
+    with pytest.raises(OvspecError, match="chat template"):
+        ChatTemplate(source, {}).render(MESSAGES)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+        "{% macro again(n) %}{{ again(n + 1) }}{{ again(n + 1) }}{% endmacro %}{{ again(0) }}",
+        "{% for i in range(99999) %}{{ messages }}{{ 'x' * 1000 }}{% endfor %}",
+        "{{ 'a' * 10 ** 10 }}",
+        "{{ [0] * 999999999 }}",
+        "{{ 9 ** (9 ** 9) }}",
+        "{{ 'a' | center(9999999999) }}",
+        "{{ 'a'.ljust(9999999999) }}",
+        "{{ '%9999999999d' % 1 }}",
+        "{{ '%*d' % (9999999999, 1) }}",
+        "{{ '%9999999999d' | format(1) }}",
+        "{{ '{:9999999999}'.format(1) }}",
+        "{{ lipsum(n=99999999) }}",
+        "{% set ns = namespace(t='ab') %}{% for i in range(60) %}{% set ns.t = ns.t + ns.t %}{% endfor %}",
+        "{% set ns = namespace(t='ab') %}{% for i in range(60) %}{% set ns.t = ns.t ~ ns.t %}{% endfor %}",
+        "{% set ns = namespace(t='ab') %}{% for i in range(60) %}{% set ns.t = [ns.t, ns.t] | join %}{% endfor %}",
+        "{% set ns = namespace(t=['ab']) %}{% for i in range(60) %}{% set ns.t = [ns.t, ns.t] %}{% endfor %}{{ ns.t }}",
+        "{% set ns = namespace(t=['ab']) %}{% for i in range(60) %}{% set ns.t = [ns.t, ns.t] %}{% endfor %}"
+        "{{ ns.t | tojson }}",
+        "{{ 'ab' | replace('', 'x' * 49999999) }}",
+        "{{ messages | tojson(indent=999999999) }}",
+        "{{ range(99999) | map('center', 99999) | join }}",
+    ],
+)
+def test_bounded_in_time_and_size(source: str) -> None:
+    began = time.monotonic()
+    with pytest.raises(OvspecError, match="chat template"):
+        ChatTemplate(source, {}).render(MESSAGES)
+    assert time.monotonic() - began < 6
+    assert sys.gettrace() is None
+
+
+def test_rendering_is_quick(pair: Path) -> None:
+    template = chat_template(pair)
+    template.render(MESSAGES)
+    long = [{"role": "user", "content": "word " * 200_000}]
+    for messages, limit in ((MESSAGES, 0.02), (long, 1.0)):
+        began = time.perf_counter()
+        template.render(messages)
+        assert time.perf_counter() - began < limit
+
+
+def test_a_model_without_chat_template_says_so(tmp_path: Path) -> None:
+    with pytest.raises(OvspecError, match="no chat template"):
+        chat_template(tmp_path)
