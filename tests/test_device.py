@@ -26,6 +26,18 @@ def test_missing_devices_are_named() -> None:
                 check_device(name)
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("SCHEDULING_CORE_TYPE", "PCORE_ONLY"), ("ENABLE_HYPER_THREADING", "NO"), ("ENABLE_CPU_PINNING", "NO")],
+)
+def test_the_scheduling_hints_of_the_docs_are_accepted(
+    load: Callable[..., ovspec.LanguageModel], cache_dir: Path, pair: Path, name: str, value: str
+) -> None:
+    lm = ovspec.load(pair, draft=True, precision="f32", properties={name: value}, cache_dir=cache_dir)
+    expected = load().generate(PROMPTS[0], max_tokens=8).token_ids
+    assert lm.generate(PROMPTS[0], max_tokens=8).token_ids == expected
+
+
 def test_properties_win_over_options() -> None:
     options = DeviceOptions(precision="f32", threads=1, properties={"INFERENCE_NUM_THREADS": "2"})
     properties = compile_properties(options)

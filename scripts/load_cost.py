@@ -1,0 +1,53 @@
+"""Time and memory that it takes to load a model and to generate a first token, with an empty compile cache and a full one.
+
+    .venv/bin/python scripts/load_cost.py models/demo [DIR ...]
+
+Every figure is from a process of its own: seconds from the call of ``load``, peak resident memory of the process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+MEASURED = """
+import json, sys, time
+import psutil
+began = time.perf_counter()
+import ovspec
+imported = time.perf_counter()
+lm = ovspec.load(sys.argv[1], cache_dir=sys.argv[2])
+loaded = time.perf_counter()
+lm.generate([5, 6, 7, 8], max_tokens=1, ignore_eos=True)
+first = time.perf_counter()
+lm.generate([5, 6, 7, 8], max_tokens=33, ignore_eos=True)
+memory = psutil.Process().memory_info()
+try:
+    import resource
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+except ImportError:
+    peak = memory.peak_wset
+print(json.dumps({"import_s": imported - began, "load_s": loaded - imported, "first_token_s": first - loaded,
+                  "peak_mb": peak / 1e6, "rss_mb": memory.rss / 1e6}))
+"""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folders", nargs="+", type=Path)
+    for folder in parser.parse_args().folders:
+        with tempfile.TemporaryDirectory() as cache:
+            for name in ("cold", "warm", "warm"):
+                command = [sys.executable, "-c", MEASURED, str(folder), cache]
+                done = subprocess.run(command, capture_output=True, text=True, check=True)
+                found = json.loads(done.stdout)
+                figures = ", ".join(f"{key} {value:.2f}" for key, value in found.items())
+                print(f"{folder} ({name} cache): {figures}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

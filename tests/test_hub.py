@@ -1,0 +1,112 @@
+"""Models from the Hugging Face hub, by a small server that answers as the hub does."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+from conftest import CHECKPOINTS
+
+COMMIT = hashlib.sha1(b"a commit").hexdigest()
+REQUESTED: list[str] = []
+
+
+class Hub(BaseHTTPRequestHandler):
+    """One model, ``org/model``, which also has pickled weights; ``org/gated`` asks for consent."""
+
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        self.answer(body=True)
+
+    def do_HEAD(self) -> None:
+        self.answer(body=False)
+
+    def answer(self, body: bool) -> None:
+        REQUESTED.append(self.path)
+        files = {path.name: path.read_bytes() for path in (CHECKPOINTS / "draft").iterdir()}
+        files |= {"pytorch_model.bin": b"a pickle", "modeling_x.py": b"raise SystemExit"}
+        parts = self.path.strip("/").split("/")
+        if "gated" in parts:
+            return self.send(403, b"", {"X-Error-Code": "GatedRepo", "X-Error-Message": "no"}, body)
+        if "model" not in parts:
+            return self.send(401, b"", {"X-Error-Code": "RepoNotFound", "X-Error-Message": "no"}, body)
+        if parts[0] == "api":
+            siblings = [{"rfilename": name} for name in files]
+            info = {"id": "org/model", "modelId": "org/model", "sha": COMMIT, "siblings": siblings, "tags": []}
+            return self.send(200, json.dumps(info).encode(), {"Content-Type": "application/json"}, body)
+        content = files[parts[-1]]
+        headers = {"ETag": f'"{hashlib.sha1(content).hexdigest()}"', "X-Repo-Commit": COMMIT}
+        return self.send(200, content, headers, body)
+
+    def send(self, status: int, content: bytes, headers: dict[str, str], body: bool) -> None:
+        self.send_response(status)
+        for name, value in {**headers, "Content-Length": str(len(content))}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if body:
+            self.wfile.write(content)
+
+    def log_message(self, format: str, *args: object) -> None: ...
+
+
+@pytest.fixture
+def hub() -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    REQUESTED.clear()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+def export(name: str, output: Path, endpoint: str, home: Path) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "HF_ENDPOINT": endpoint, "HF_HUB_OFFLINE": "0", "HF_HOME": str(home)}
+    environment |= {"NO_PROXY": "127.0.0.1", "HF_HUB_DISABLE_TELEMETRY": "1"}
+    command = [sys.executable, "-m", "ovspec", "export", name, "-o", str(output)]
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
+
+
+def test_export_from_the_hub(hub: str, tmp_path: Path) -> None:
+    done = export("org/model", tmp_path / "out", hub, tmp_path / "home")
+    assert done.returncode == 0, done.stderr
+    manifest = json.loads((tmp_path / "out" / "ovspec.json").read_text(encoding="utf-8"))
+    assert manifest["target"]["source"] == "org/model"
+    assert any(path.endswith("model.safetensors") for path in REQUESTED)
+    assert not [path for path in REQUESTED if path.endswith((".bin", ".py"))], "something that runs code was fetched"
+    # Once more without a network: the hub's cache has it.
+    done = export("org/model", tmp_path / "again", "http://127.0.0.1:9", tmp_path / "home")
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("org/nothing", "neither a folder here nor a model on the Hugging Face hub; check the spelling"),
+        ("org/gated", "its owner asks for consent"),
+    ],
+)
+def test_models_that_cannot_be_had(hub: str, tmp_path: Path, name: str, message: str) -> None:
+    done = export(name, tmp_path / "out", hub, tmp_path / "home")
+    assert done.returncode == 1
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith(f"Error: {name}: ")
+    assert message in last
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_no_network(tmp_path: Path) -> None:
+    done = export("org/model", tmp_path / "out", "http://127.0.0.1:9", tmp_path / "home")
+    assert done.returncode == 1
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("Error: org/model: neither a folder here nor in the hub's cache")
+    assert last.endswith("check the network.")
