@@ -1,4 +1,4 @@
-"""Time and memory that it takes to load a model and to generate a first token, with an empty compile cache and a full one.
+"""Time and memory that loading a model and a first token take, with an empty compile cache and with a full one.
 
     .venv/bin/python scripts/load_cost.py models/demo [DIR ...]
 

@@ -56,7 +56,7 @@ print([name for name in {HEAVY!r} if name in sys.modules])
 
 
 def test_every_command_shows_an_example(ovspec) -> None:
-    for command in ("generate", "export", "devices"):
+    for command in ("generate", "export", "devices", "inspect", "perplexity"):
         assert "Example" in ovspec(command, "--help").stdout
 
 
@@ -166,7 +166,7 @@ def test_a_bare_draft_option_may_stand_before_the_prompt(ovspec, pair: Path) -> 
         (["generate", "PAIR", "hi", "-n", "5000"], 1, "context is 2048"),
         (["generate", "PAIR", "hi", "-n", "0"], 2, "not in the range"),
         (["generate", "my-pear", "-p", "hi"], 1, "no such folder"),
-        (["export", "PAIR", "-o", "OUT", "--group-size", "64"], 1, "go with --weight-format int4"),
+        (["export", "PAIR", "-o", "OUT", "--group-size", "64"], 1, "goes with --weight-format int4"),
         (["export", "nowhere/at/all", "-o", "OUT"], 1, "no such folder"),
         (["export", "PAIR", "-o", "OUT", "--draft-weight-format", "int8"], 2, "needs --draft"),
     ],
