@@ -73,7 +73,7 @@ class StatefulDecoder:
 
     Args:
         ir: the compiled model.
-        rollback: what its states allow, from ``probing.rollback_of``.
+        rollback: what its states allow, from ``probing.find_probe``.
         vocabulary: the ids that may be chosen.
         compact_at: dead slots at which the cache is compacted.
     """
@@ -104,7 +104,7 @@ class StatefulDecoder:
         self._in_order = np.arange(rows, dtype=np.int32)
         self._beam = self._in_order  # rows of the physical cache that the next inference gathers
         self._snapshot, self._snapshot_length = {}, 0  # of the recurrent states; none at all is their beginning
-        self._settled = False  # the last feed began a text that is likely to be returned to
+        self._returns_here = False  # the end of the last feed is where the next ones are likely to be rolled back to
         self._request.reset_state()
 
     def feed(self, tokens: list[np.ndarray], wanted: list[int]) -> list[np.ndarray]:
@@ -154,7 +154,11 @@ class StatefulDecoder:
         other.rows = [row.copy() for row in self.rows]
         other._slots = copy.deepcopy(self._slots)
         other._in_order, other._beam = self._in_order, self._beam
-        other._snapshot, other._snapshot_length, other._settled = self._snapshot, self._snapshot_length, self._settled
+        other._snapshot, other._snapshot_length, other._returns_here = (
+            self._snapshot,
+            self._snapshot_length,
+            self._returns_here,
+        )
         if self._slots.used:
             write_states(other._request, read_states(self._request, self._ir.states))
         else:
@@ -167,16 +171,17 @@ class StatefulDecoder:
         are many they get an inference of their own, and the snapshot moves behind them.
         """
         fed, held = 0, len(self.rows[0])
-        if held == self._snapshot_length and wanted > 1 and len(tokens) - wanted > REPLAY_AT:
+        restored = held == self._snapshot_length
+        if restored and wanted > 1 and len(tokens) - wanted > REPLAY_AT:
             fed = len(tokens) - wanted
             self._append([tokens[:fed]], [fed], places_of((fed,), (0,)))
             held += fed
         behind = held - self._snapshot_length
-        if behind and (wanted > 1 or self._settled or behind >= SNAPSHOT_EVERY):
+        if behind and (wanted > 1 or self._returns_here or behind >= SNAPSHOT_EVERY):
             self._snapshot = read_states(self._request, self._ir.recurrent_states)
-            self._snapshot_length, behind = held, 0
-        # A draft feeds what was committed in one piece and then its guesses one by one: it returns to this place.
-        self._settled = len(tokens) > 1 or not behind
+            self._snapshot_length = held
+        # A draft feeds what was committed, after a rejection or in one piece, and then its guesses one by one.
+        self._returns_here = restored or len(tokens) > 1
         return fed
 
     def _restore_snapshot(self, length: int) -> int:

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
-from ovspec.decoder import Decoder
+from ovspec.decoder import Decoder, catch_up
 from ovspec.drafting import Drafter
 from ovspec.interrupts import HeldInterrupts
 from ovspec.sampling import greedy
-from ovspec.sequence import Sequence, common_prefix
+from ovspec.sequence import Sequence
 from ovspec.speculation import Verdict, speculate
 from ovspec.tokenizer import Detokenizer
 
@@ -193,7 +193,7 @@ def generate_rows(
     began = time.perf_counter()
     target_before, draft_before = target.seconds, drafter.seconds if drafter else 0.0
     for i, row in enumerate(rows):
-        row.stats.cached_tokens = min(common_prefix(target.rows[i], row.sequence), len(row.sequence) - 1)
+        row.stats.cached_tokens = len(row.sequence) - len(catch_up(target, i, row.sequence))
 
     def note_times(stats: Stats) -> None:
         elapsed = (time.perf_counter() - began) * 1e3

@@ -55,6 +55,28 @@ print([name for name in {HEAVY!r} if name in sys.modules])
     assert min(times) < 0.25
 
 
+def test_progress_is_a_line_a_step_and_moves_on_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from ovspec.cli.progress import Progress
+
+    for terminal in (False, True):
+        monkeypatch.setattr(sys.stderr, "isatty", lambda terminal=terminal: terminal)
+        progress = Progress()
+        with progress.step("converting") as step:
+            time.sleep(0.7)
+            step.result = "9 MB"
+        with pytest.raises(KeyboardInterrupt), progress.step("never ends"):
+            raise KeyboardInterrupt
+        progress.note("done")
+        told = capsys.readouterr().err
+        assert "converting: 0.7 s, 9 MB\n" in told
+        assert told.endswith("done\n")
+        assert "never ends:" not in told
+        assert ("\rconverting … 0 s " in told) is terminal
+        assert ("\r" in told) is terminal
+
+
 def test_every_command_shows_an_example(ovspec) -> None:
     for command in ("generate", "export", "devices", "inspect", "perplexity"):
         assert "Example" in ovspec(command, "--help").stdout

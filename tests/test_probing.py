@@ -117,6 +117,36 @@ def test_logits_that_are_not_numbers_are_refused(tmp_path: Path) -> None:
         ovspec.load(folder, cache_dir=tmp_path / "cache")
 
 
+def test_snapshots_are_where_they_are_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A draft with recurrent states never starts over, and plain decoding hardly ever pays for a snapshot."""
+    from test_families import Mistaken
+
+    import ovspec.decoder
+
+    folder = hybrid.export(hybrid.Hybrid(4096, "mask"), tmp_path / "ir", DEMO)
+    lm = ovspec.load(folder, folder, precision="f32", cache_dir=tmp_path / "cache")
+    engine = lm._engine()
+    draft = engine.drafter.decoder._decoders[0]  # type: ignore[union-attr]
+    engine.drafter = Mistaken(engine.drafter)  # type: ignore[arg-type]
+    lm.release(engine)
+    widths, snapshots, infer = [], [], draft._infer
+
+    def recording(ids: np.ndarray, *rest: np.ndarray) -> np.ndarray:
+        widths.append(ids.shape[1])
+        return infer(ids, *rest)
+
+    read_states = ovspec.decoder.read_states
+    monkeypatch.setattr(draft, "_infer", recording)
+    monkeypatch.setattr(ovspec.decoder, "read_states", lambda *a: snapshots.append(1) or read_states(*a))
+    prompt = list(range(100, 140))
+    lm.generate(prompt, max_tokens=100, ignore_eos=True, lookahead=0)
+    assert len(snapshots) <= 3
+    result = lm.generate(prompt, max_tokens=100, ignore_eos=True, lookahead=4)
+    assert 0 < result.stats.accepted < result.stats.proposed
+    assert widths[0] >= len(prompt)
+    assert max(widths[1:]) <= 4
+
+
 def test_replay_is_bounded(tmp_path: Path) -> None:
     """However often a proposal is rejected, at most REPLAY_AT settled tokens are fed again."""
     from ovspec.decoder import REPLAY_AT, catch_up

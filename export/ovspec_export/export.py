@@ -64,10 +64,10 @@ def export_pair(
         raise OvspecError(f"--evaluate {evaluate}: no such file.")
     output = output.absolute()
     check_output(output)
-    with progress.step(f"{target}: looking for it") as step:
-        sources = [find_source(target, trust_remote_code)]
-        sources += [find_source(draft, trust_remote_code)] if draft else []
-        step.result = ", ".join(f"{source.size / 1e6:.1f} MB" for source in sources)
+    # No step around it: a download shows its own progress.
+    sources = [find_source(name, trust_remote_code) for name in (target, draft) if name]
+    for source in sources:
+        progress.note(f"{source.name}: {source.size / 1e6:.1f} MB{', an IR already' if source.is_ir else ''}")
     if evaluate and any(source.is_ir for source in sources):
         raise OvspecError("--evaluate compares with a checkpoint, and an IR that is already made has none.")
     if len(sources) == 2:
