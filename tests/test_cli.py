@@ -73,7 +73,7 @@ def test_progress_is_a_line_a_step_and_moves_on_a_terminal(
         assert "converting: 0.7 s, 9 MB\n" in told
         assert told.endswith("done\n")
         assert "never ends:" not in told
-        assert ("\rconverting … 0 s " in told) is terminal
+        assert ("\rconverting … " in told) is terminal
         assert ("\r" in told) is terminal
 
 
