@@ -1,9 +1,28 @@
-"""Files that are whole or not there."""
+"""Text files: read with an error that names them, written whole or not at all."""
 
 from __future__ import annotations
 
 import secrets
 from pathlib import Path
+
+from ovspec.errors import OvspecError
+
+
+def read_text(path: Path) -> str:
+    """The text in ``path``.
+
+    Raises:
+        OvspecError: there is no such file, it can't be read, holds nothing, or is not UTF-8.
+    """
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise OvspecError(f"{path}: {(error.strerror or str(error)).lower()}; name a text file.") from None
+    except UnicodeDecodeError:
+        raise OvspecError(f"{path}: not UTF-8 text; name a text file.") from None
+    if not text.strip():
+        raise OvspecError(f"{path}: holds no text.")
+    return text
 
 
 def write_atomically(path: Path, text: str) -> None:

@@ -20,6 +20,9 @@ MODEL_FILE = "openvino_model.xml"
 ELEMENTWISE = {"Add", "Multiply", "Divide", "Subtract", "Tanh", "Convert", "Clamp"}
 
 
+KNOWN_INPUTS = {"input_ids", "attention_mask", "position_ids", "beam_idx"}
+
+
 @dataclass(frozen=True)
 class State:
     """One variable of the model: keys or values of a layer, or a state that replaces itself (conv, SSM).
@@ -187,6 +190,9 @@ def compile_ir(folder: Path, options: DeviceOptions) -> CompiledIR:
         raise OvspecError(f"{folder}: exported without a KV cache; export it with the task text-generation-with-past.")
     if "encoder_hidden_states" in names:
         raise OvspecError(f"{folder}: the decoder of an encoder-decoder model, which is not supported.")
+    unknown = names - KNOWN_INPUTS
+    if unknown:
+        raise OvspecError(f"{folder}: wants the input {sorted(unknown)[0]}, which ovspec cannot give; not supported.")
     picks = pick_logits(model)
     properties = compile_properties(options)
     try:

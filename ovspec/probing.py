@@ -127,7 +127,7 @@ def mask_bound(ir: CompiledIR) -> int | None:
             middle = (low + high) // 2
             low, high = (middle, high) if same_view(request, axes, middle) else (low, middle)
         return low
-    except RuntimeError:  # an attention mask of a kind not seen before
+    except (RuntimeError, LookupError, ValueError):  # an attention mask of a kind not seen before
         return None
 
 

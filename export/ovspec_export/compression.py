@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ovspec.errors import OvspecError
+from ovspec.files import read_text
 
 # Bits a weight takes, scales and zero points included, roughly.
 WEIGHT_FORMATS = {"fp32": 32.0, "fp16": 16.0, "bf16": 16.0, "int8": 8.1, "int4": 5.0}
@@ -62,8 +63,8 @@ class Compression:
             raise OvspecError(f"{wants_data[0]} needs a text to calibrate on; name one with --calibration FILE.")
         if self.samples is not None and self.samples < 1:
             raise OvspecError(f"--samples is {self.samples}; it must be at least 1.")
-        if self.calibration and not self.calibration.is_file():
-            raise OvspecError(f"--calibration {self.calibration}: no such file.")
+        if self.calibration:
+            read_text(self.calibration)
 
     def arguments(self) -> list[str]:
         """For optimum-cli. What calibration and bf16 need comes afterwards, from an fp32 export."""

@@ -10,6 +10,7 @@ from pathlib import Path
 import ovspec
 from ovspec.device import DeviceOptions
 from ovspec.errors import OvspecError
+from ovspec.files import read_text
 from ovspec.ir import compile_ir
 from ovspec.manifest import DRAFT_FOLDER, MANIFEST_FILE, ExportedModel, Manifest, sha256
 from ovspec.pairing import check_same_vocabulary
@@ -60,8 +61,8 @@ def export_pair(
         wanted.check()
     if draft and draft_layers is not None:
         raise OvspecError("--draft-layers makes a draft from the target; leave it or --draft out.")
-    if evaluate and not evaluate.is_file():
-        raise OvspecError(f"--evaluate {evaluate}: no such file.")
+    if evaluate:
+        read_text(evaluate)
     output = output.absolute()
     check_output(output)
     # No step around it: a download shows its own progress.

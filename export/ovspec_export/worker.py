@@ -49,7 +49,9 @@ def calibrate(folder: str, calibration: str, samples: int | None, config: dict[s
     """Compress the fp32 IR in ``folder`` with nncf, looking at what it computes on the text ``calibration``."""
     from optimum.intel import OVModelForCausalLM, OVWeightQuantizationConfig
 
-    texts = pieces(Path(calibration).read_text(encoding="utf-8"), samples or 128)
+    from ovspec.files import read_text
+
+    texts = pieces(read_text(Path(calibration)), samples or 128)
     quantization = OVWeightQuantizationConfig(dataset=texts, tokenizer=folder, num_samples=len(texts), **config)
     model = OVModelForCausalLM.from_pretrained(folder, quantization_config=quantization, compile=False)
     model.save_pretrained(Path(folder) / "compressed")
@@ -96,9 +98,10 @@ def to_bf16(folder: str) -> None:
 
 def evaluate(source: str, folder: str, text: str, context: int, output: str, trust_remote_code: bool) -> None:
     """Compare the IR in ``folder`` with the checkpoint on a text; writes a JSON object to ``output``."""
+    from ovspec.files import read_text
     from ovspec_export.evaluate import compare
 
-    result = compare(Path(source), Path(folder), Path(text).read_text(encoding="utf-8"), context, trust_remote_code)
+    result = compare(Path(source), Path(folder), read_text(Path(text)), context, trust_remote_code)
     Path(output).write_text(json.dumps(result), encoding="utf-8")
 
 

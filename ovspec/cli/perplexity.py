@@ -29,16 +29,11 @@ def perplexity(folder: Path, file: Path, context: int | None, as_json: bool, **r
       ovspec perplexity my-pair notes.txt
     """
     import ovspec
-    from ovspec.errors import OvspecError
+    from ovspec.files import read_text
 
     if runtime["draft_device"]:
         raise click.UsageError("--draft-device is not used here: only the target is measured.")
-    try:
-        text = file.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError:
-        raise OvspecError(f"{file}: not UTF-8 text.") from None
-    except OSError as error:
-        raise click.UsageError(f"{file}: {error.strerror}.") from None
+    text = read_text(file)
     found = ovspec.load(folder, **runtime).perplexity(text, context)
     if as_json:
         click.echo(json.dumps(asdict(found)))
