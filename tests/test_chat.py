@@ -29,6 +29,13 @@ FEATURES = """{%- set ns = namespace(first=true, text='') -%}
 {%- if add_generation_prompt %}{{ bos_token }}<|assistant|>{% endif -%}"""
 
 
+# As some do: every turn looks at the length of the chat and at its last turns.
+WALKS_THE_CHAT = """{%- for message in messages -%}{%- set index = (messages | length - 1) - loop.index0 -%}
+{%- set other = messages[::-1][index] -%}
+{%- if messages[index:] | selectattr('role', 'equalto', 'x') | list -%}x{%- endif -%}
+{{- '<|' ~ message.role ~ '|>' + message.content + other.content | trim }}{%- endfor -%}"""
+
+
 def test_templates_render_like_hugging_face(pair: Path, reference: Reference) -> None:
     def expected(template: str | None) -> str:
         return reference.tokenizer.apply_chat_template(
@@ -97,10 +104,21 @@ def test_rendering_is_quick(pair: Path) -> None:
     template = chat_template(pair)
     template.render(MESSAGES)
     long = [{"role": "user", "content": "word " * 200_000}]
-    for messages, limit in ((MESSAGES, 0.02), (long, 1.0)):
+    many = [{"role": ("user", "assistant")[i % 2], "content": f"turn {i}"} for i in range(500)]
+    for chosen, messages, limit in (
+        (template, MESSAGES, 0.05),
+        (template, long, 1.0),
+        (ChatTemplate(WALKS_THE_CHAT, {}), many, 1.0),
+    ):
         began = time.perf_counter()
-        template.render(messages)
+        chosen.render(messages)
         assert time.perf_counter() - began < limit
+
+
+def test_long_messages_are_no_attack() -> None:
+    message = {"role": "user", "content": "<tool_response>" + "word " * 3_000_000}
+    source = "{{ messages[0].content.startswith('<tool_response>') }}{{ messages[0].content | replace('word', 'w') }}"
+    assert ChatTemplate(source, {}).render([message]).startswith("True<tool")
 
 
 def test_a_model_without_chat_template_says_so(tmp_path: Path) -> None:
