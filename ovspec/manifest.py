@@ -61,20 +61,16 @@ def is_ours(folder: Path) -> bool:
 
 def backup_of(output: Path) -> Path:
     """Where a folder stands while it is being replaced."""
-    return output.with_name(f".{output.name}.old")
+    output = output.resolve()
+    return output.with_name(f".{output.name}.old") if output.name else output / ".old"  # the root has no name
 
 
 def restore_backup(output: Path) -> None:
     """Undo a replacement that was killed between its two renames."""
     backup = backup_of(output)
-    if is_ours(backup) and not is_unfinished(backup) and not output.exists():
+    if not output.exists() and is_ours(backup):
         with contextlib.suppress(OSError):  # another process was quicker
             backup.rename(output)
-
-
-def is_unfinished(folder: Path) -> bool:
-    """Whether ``folder`` was still being written, or already being deleted, when somebody stopped that."""
-    return bool(read_json(folder / MANIFEST_FILE).get("unfinished"))
 
 
 def exported_model(data: dict[str, Any]) -> ExportedModel:

@@ -22,13 +22,11 @@ def recurrent_bytes(ir: CompiledIR) -> float:
 
 
 def check_memory(irs: list[CompiledIR], tokens: int, rows: int = 1) -> None:
-    """Raises OvspecError where the states for ``tokens`` tokens in each of ``rows`` can't fit into what is free.
+    """Raises OvspecError where the states for ``tokens`` more tokens in each of ``rows`` can't fit into what is free.
 
     Only on the CPU, whose memory can be asked for.
     """
-    needed = sum(
-        rows * (tokens * kv_bytes_per_token(ir) + recurrent_bytes(ir)) for ir in irs if not ir.device.startswith("GPU")
-    )
+    needed = sum(rows * (tokens * kv_bytes_per_token(ir) + recurrent_bytes(ir)) for ir in irs if ir.device == "CPU")
     # Small texts are not worth the system call.
     if needed > 100e6 and needed > (free := psutil.virtual_memory().available):
         raise OvspecError(

@@ -200,8 +200,11 @@ class LanguageModel:
             raise OvspecError(f"Token id {unknown} is not in the vocabulary{upto}.")
         return ids
 
-    def row(self, sequence: Sequence, options: GenerateOptions, rows: int = 1) -> Row:
-        """A row that continues ``sequence`` as ``options`` say; raises OvspecError where they can't be met."""
+    def row(self, sequence: Sequence, options: GenerateOptions, rows: int = 1, held: int = 0) -> Row:
+        """A row that continues ``sequence`` as ``options`` say; raises OvspecError where they can't be met.
+
+        It is one of ``rows``, and the KV cache of its first ``held`` tokens is there already.
+        """
         unknown = options.keys() - GenerateOptions.__annotations__.keys()
         if unknown:
             raise TypeError(
@@ -212,9 +215,11 @@ class LanguageModel:
         if not all(stop):
             raise OvspecError("A stop string is empty; leave it out.")
         eos = frozenset() if options.get("ignore_eos") else self.eos_ids
-        max_tokens = self._max_tokens(max(len(sequence), 1), options.get("max_tokens"), rows)
+        max_tokens = self._max_tokens(max(len(sequence), 1), options.get("max_tokens"))
         if not len(sequence):
             sequence.commit(self._beginning())
+        used = [self._target, self._draft] if self.lookahead_of(options) else [self._target]
+        check_memory([loaded.ir for loaded in used if loaded], len(sequence) + max_tokens - held, rows)
         row = Row(sequence, self.tokenizer.detokenizer(), max_tokens, stop, eos)
         row.stats.rollback, row.stats.device = str(self._target.rollback), self._target.ir.device
         row.stats.draft_device = self._draft.ir.device if self._draft and self.lookahead_of(options) else None
@@ -252,7 +257,7 @@ class LanguageModel:
             raise OvspecError("The prompt is empty, and this model has no token to begin a text with.")
         return np.array([bos], dtype=np.int64)
 
-    def _max_tokens(self, prompt: int, wanted: int | None, rows: int) -> int:
+    def _max_tokens(self, prompt: int, wanted: int | None) -> int:
         if wanted is not None and wanted < 1:
             raise OvspecError(f"max_tokens is {wanted}; it must be at least 1.")
         context = self._target.ir.context_length
@@ -263,9 +268,7 @@ class LanguageModel:
                 f"is {context}; shorten the prompt or lower max_tokens."
             )
         default = self._generation_config.get("max_new_tokens") or DEFAULT_MAX_TOKENS
-        most = wanted or (min(default, left) if left is not None else default)
-        check_memory([loaded.ir for loaded in (self._target, self._draft) if loaded], prompt + most, rows)
-        return most
+        return wanted or (min(default, left) if left is not None else default)
 
     def _engine(self) -> Engine:
         with contextlib.suppress(IndexError):  # one step, so that threads don't take the same one

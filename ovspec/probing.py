@@ -15,6 +15,7 @@ import numpy as np
 import openvino as ov
 from openvino import opset13 as ops
 
+from ovspec import __version__
 from ovspec.decoder import StatefulDecoder
 from ovspec.device import core
 from ovspec.errors import OvspecError
@@ -37,9 +38,10 @@ class Probe:
 
 
 def setting_of(ir: CompiledIR) -> str:
-    """The device and what of its properties may change a rollback."""
+    """The device, what of its properties may change a rollback, and OpenVINO's version."""
     ours = {name: value for name, value in ir.properties.items() if name.endswith(("PRECISION", "PRECISION_HINT"))}
-    return " ".join([ir.device, *(f"{name}={value}" for name, value in sorted(ours.items()))])
+    version = ov.get_version().split("-")[0]
+    return " ".join([ir.device, *(f"{name}={value}" for name, value in sorted(ours.items())), f"OpenVINO {version}"])
 
 
 def probe_rollback(ir: CompiledIR) -> Probe:
@@ -229,10 +231,10 @@ def find_probe(ir: CompiledIR, cache_dir: Path | None, exported: Probe | None) -
 
 def known_probe(ir: CompiledIR, cache_dir: Path | None) -> Probe | None:
     """What an earlier run found for this model, device and precision."""
-    data = read_json(probe_file(ir, cache_dir)) if cache_dir else {}
     try:
+        data = read_json(probe_file(ir, cache_dir)) if cache_dir else {}
         return Probe(Rollback(**data["rollback"]), data["setting"], data["seconds"]) if data else None
-    except (KeyError, TypeError):
+    except (KeyError, TypeError, OvspecError):  # damaged, or of another version of ovspec
         return None
 
 
@@ -246,5 +248,5 @@ def remember_probe(ir: CompiledIR, cache_dir: Path | None, probe: Probe) -> None
 def probe_file(ir: CompiledIR, cache_dir: Path) -> Path:
     files = [ir.folder / MODEL_FILE, (ir.folder / MODEL_FILE).with_suffix(".bin")]
     identity = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-    key = repr((identity, setting_of(ir), ov.get_version()))
+    key = repr((identity, ir.attention_window, ir.context_length, setting_of(ir), __version__))
     return cache_dir / "probes" / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"

@@ -68,7 +68,7 @@ class Session:
         if not self._engine:
             raise OvspecError("This session is closed; make a new one with session().")
         engine, lookahead = self._engine, self._model.lookahead_of(options)
-        row = self._model.row(self.sequence, options)
+        row = self._model.row(self.sequence, options, held=len(engine.target.rows[0]))
 
         def pieces() -> Generator[Piece]:
             drafter = engine.drafter if lookahead else None

@@ -24,11 +24,14 @@ DRAFT = str(CHECKPOINTS / "draft")
 posix = pytest.mark.skipif(sys.platform == "win32", reason="sends POSIX signals")
 
 
+MANIFEST = '{"files": {"text": {}}}'
+
+
 def contents(folder: Path) -> dict[str, bytes]:
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def marked(folder: Path, text: str, manifest: str = "{}") -> Path:
+def marked(folder: Path, text: str, manifest: str = MANIFEST) -> Path:
     """A folder that passes for an export."""
     folder.mkdir()
     (folder / MANIFEST_FILE).write_text(manifest, encoding="utf-8")
@@ -68,6 +71,12 @@ def test_folders_of_others_are_left_alone(tmp_path: Path) -> None:
     with pytest.raises(ovspec.OvspecError, match="in the way"):
         export_pair(DRAFT, None, tmp_path / "out")
     assert contents(tmp_path) == {"thesis.txt": b"precious", ".out.old/mine": b"mine"}
+    # Also what somebody has put into an export of ours.
+    ours = marked(tmp_path / "ours", "whole")
+    check_output(ours)
+    (ours / "notes.txt").write_text("mine", encoding="utf-8")
+    with pytest.raises(ovspec.OvspecError, match=r"\(notes.txt\)"):
+        export_pair(DRAFT, None, ours)
     # What looks like our leftovers but has no manifest of ours stays too.
     (tmp_path / ".new.partial-1234").mkdir()
     (tmp_path / ".new.partial-1234" / "mine").write_text("mine", encoding="utf-8")
@@ -85,14 +94,29 @@ def test_a_replacement_killed_half_way_is_undone(tmp_path: Path) -> None:
     new.rename(output)  # or here, before the backup was deleted
     check_output(output)
     replace_folder(marked(tmp_path / "newer", "newer"), output)
-    assert contents(tmp_path) == {"out/ovspec.json": b"{}", "out/text": b"newer"}
-    # A backup that was already being deleted is no export.
-    output.rename(backup_of(output))
-    (backup_of(output) / MANIFEST_FILE).write_text(UNFINISHED, encoding="utf-8")
-    restore_backup(output)
-    assert not output.exists()
+    assert contents(tmp_path) == {"out/ovspec.json": MANIFEST.encode(), "out/text": b"newer"}
     with pytest.raises(FileNotFoundError):
         replace_folder(tmp_path / "vanished", output)
+
+
+def test_odd_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The current folder, a link, an empty folder, a damaged leftover."""
+    shutil.copytree(CHECKPOINTS.parent / "demo", tmp_path / "real")
+    monkeypatch.chdir(tmp_path / "real")
+    assert ovspec.load(".").generate("def f(", max_tokens=2).token_ids
+    restore_backup(Path("/"))
+    monkeypatch.chdir(tmp_path)
+    marked(tmp_path / "there", "old")
+    (tmp_path / "link").symlink_to(tmp_path / "there")
+    replace_folder(marked(tmp_path / "new", "new"), (tmp_path / "link").resolve())
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "link" / "text").read_text(encoding="utf-8") == "new"
+    (tmp_path / "empty").mkdir()
+    replace_folder(marked(tmp_path / "new", "new"), tmp_path / "empty")
+    assert not backup_of(tmp_path / "empty").exists()
+    backup_of(tmp_path / "real").mkdir()
+    (backup_of(tmp_path / "real") / MANIFEST_FILE).write_text("", encoding="utf-8")  # as a power cut leaves it
+    assert ovspec.load(tmp_path / "real")
 
 
 def test_an_unfinished_folder_is_not_loaded(tmp_path: Path) -> None:
@@ -204,7 +228,7 @@ for turn in range(100000):
     new = parent / "new"
     if not new.exists():
         (parent / "making").mkdir(exist_ok=True)
-        (parent / "making" / MANIFEST_FILE).write_text("{}")
+        (parent / "making" / MANIFEST_FILE).write_text('{"files": {"text": {}}}')
         (parent / "making" / "text").write_text("whole")
         (parent / "making").rename(new)
     replace_folder(new, parent / "out")
@@ -225,4 +249,4 @@ def test_killed_while_folders_are_renamed(tmp_path: Path) -> None:
         process.kill()
         process.communicate()
         restore_backup(output)
-        assert contents(output) == {"ovspec.json": b"{}", "text": b"whole"}
+        assert contents(output) == {"ovspec.json": MANIFEST.encode(), "text": b"whole"}

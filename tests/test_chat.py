@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
 from conftest import Reference
 
-from ovspec.chat import ChatTemplate, chat_template
+from ovspec.chat import RENDERER, ChatTemplate, chat_template
 from ovspec.errors import OvspecError
 
 MESSAGES = [
@@ -23,17 +23,13 @@ FEATURES = """{%- set ns = namespace(first=true, text='') -%}
 {%- if loop.first and message.role == 'system' -%}{{ '[' + message['content'].split(' ')[0] * 2 + ']' }}
 {%- set ns.first = false -%}{%- continue -%}{%- endif -%}
 {{ turn(message.role, message.content) }}{{ '%s/%d' % (message.role, loop.index0) }}
-{{- '{:>4}'.format(loop.length) }}{{ message | tojson(indent=2) }}{{ message.content | replace('i', 'I') | upper }}
-{%- if tools %}tools{% endif %}{{ [1, 2] + [3] }}{{ 'abc'[::-1] }}{{ 7 // 2 ** 1 % 3 }}{{ message.keys() | join(',') }}
+{{- '{:>4}'.format(loop.length) }}{{ message | tojson(indent=2, sort_keys=true) }}
+{% generation %}{{ loop.index }}{% endgeneration %}
+{{ message.content | replace('i', 'I') | upper }}
+{%- if tools %}tools{% endif %}{{ [1, 2] + [3] }}{{ 'abc'[::-1] }}{{ 7 // 2 ** 1 % 3 }}
+{{ message.keys() | join(',') }}
 {%- endfor -%}
 {%- if add_generation_prompt %}{{ bos_token }}<|assistant|>{% endif -%}"""
-
-
-# As some do: every turn looks at the length of the chat and at its last turns.
-WALKS_THE_CHAT = """{%- for message in messages -%}{%- set index = (messages | length - 1) - loop.index0 -%}
-{%- set other = messages[::-1][index] -%}
-{%- if messages[index:] | selectattr('role', 'equalto', 'x') | list -%}x{%- endif -%}
-{{- '<|' ~ message.role ~ '|>' + message.content + other.content | trim }}{%- endfor -%}"""
 
 
 def test_templates_render_like_hugging_face(pair: Path, reference: Reference) -> None:
@@ -58,6 +54,7 @@ def test_templates_render_like_hugging_face(pair: Path, reference: Reference) ->
         "{% for %}",
         "{{ 1 / 0 }}",
         "{{ [][3].x.y }}",
+        "{% for a in [1] %}" * 30 + "x" + "{% endfor %}" * 30,
     ],
 )
 def test_refused_in_a_sentence(source: str) -> None:
@@ -74,6 +71,14 @@ def test_refused_in_a_sentence(source: str) -> None:
         "{{ 'a' * 10 ** 10 }}",
         "{{ [0] * 999999999 }}",
         "{{ 9 ** (9 ** 9) }}",
+        "{{ (3 ** 99999999) % (3 ** 9999999) }}",
+        "{% if false %}" + "{{ " + " ~ ".join(["('a' | center(99999999))"] * 40) + " }}{% endif %}",
+        "{% set ns = namespace(t={}) %}{% for i in range(60) %}"
+        "{% set ns.t = {'a': ns.t.values(), 'b': ns.t.values()} %}{% endfor %}{{ ns.t }}",
+        "{{ ('{1:{0}}' * 9999).format(9999999, 1) }}",
+        "{{ strftime_now('%200d' * 99999999) }}",
+        "{% for i in range(99999) %}{% for j in range(99999) %}{% set x = [1, 2] | map('upper') | first %}{% endfor %}"
+        "{% endfor %}",
         "{{ 'a' | center(9999999999) }}",
         "{{ 'a'.ljust(9999999999) }}",
         "{{ '%9999999999d' % 1 }}",
@@ -97,7 +102,7 @@ def test_bounded_in_time_and_size(source: str) -> None:
     with pytest.raises(OvspecError, match="chat template"):
         ChatTemplate(source, {}).render(MESSAGES)
     assert time.monotonic() - began < 6
-    assert sys.gettrace() is None
+    assert ChatTemplate("{{ messages[0].role }}", {}).render(MESSAGES) == "system", "the next one is not harmed"
 
 
 def test_rendering_is_quick(pair: Path) -> None:
@@ -105,20 +110,31 @@ def test_rendering_is_quick(pair: Path) -> None:
     template.render(MESSAGES)
     long = [{"role": "user", "content": "word " * 200_000}]
     many = [{"role": ("user", "assistant")[i % 2], "content": f"turn {i}"} for i in range(500)]
-    for chosen, messages, limit in (
-        (template, MESSAGES, 0.05),
-        (template, long, 1.0),
-        (ChatTemplate(WALKS_THE_CHAT, {}), many, 1.0),
-    ):
+    for chosen, messages, limit in ((template, MESSAGES, 0.05), (template, long, 1.0), (template, many, 1.0)):
         began = time.perf_counter()
         chosen.render(messages)
         assert time.perf_counter() - began < limit
 
 
-def test_long_messages_are_no_attack() -> None:
-    message = {"role": "user", "content": "<tool_response>" + "word " * 3_000_000}
-    source = "{{ messages[0].content.startswith('<tool_response>') }}{{ messages[0].content | replace('word', 'w') }}"
-    assert ChatTemplate(source, {}).render([message]).startswith("True<tool")
+def test_a_renderer_that_died_is_replaced() -> None:
+    template = ChatTemplate("{{ messages | length }}", {})
+    assert template.render(MESSAGES) == "2"
+    assert RENDERER._process
+    RENDERER._process.kill()
+    assert template.render(MESSAGES) == "2"
+
+
+def test_renderings_from_several_threads() -> None:
+    template, found = ChatTemplate("{{ messages[0] }}", {}), {}
+    threads = [
+        threading.Thread(target=lambda i=i: found.update({i: template.render([str(i)])}))  # type: ignore[list-item]
+        for i in range(8)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == {i: str(i) for i in range(8)}
 
 
 def test_a_model_without_chat_template_says_so(tmp_path: Path) -> None:

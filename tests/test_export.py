@@ -109,7 +109,10 @@ def test_a_pair_of_irs_is_copied(pair: Path, tmp_path: Path) -> None:
     draft = tmp_path / "published"
     shutil.copytree(pair / "draft", draft)
     (draft / "tokenizer.json").unlink()
-    manifest = export_pair(str(pair), str(draft), tmp_path / "out", Compression("int4"))
+    for options in ((Compression("int4"), None), (Compression(), Compression("fp16"))):
+        with pytest.raises(ovspec.OvspecError, match="an IR is taken as it is"):
+            export_pair(str(pair), str(draft), tmp_path / "out", *options)
+    manifest = export_pair(str(pair), str(draft), tmp_path / "out")
     assert manifest.draft
     assert (manifest.target.weight_format, manifest.draft.weight_format) == ("as it was", "as it was")
     weights = (tmp_path / "out" / "draft" / "openvino_model.bin").read_bytes()

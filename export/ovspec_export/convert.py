@@ -31,6 +31,7 @@ FAILED = {
 # What the last line of a failed step says -> what is told instead.
 KNOWN_REASONS = {
     "No space left on device": "the disk is full",
+    "iostream error": "a file could not be written; is the disk full?",
     "MemoryError": "not enough memory",
     "bad_alloc": "not enough memory",
 }
@@ -51,7 +52,7 @@ def convert(
             step.result = megabytes(folder)
         return
     arguments = ["export", "openvino", "--model", str(source.folder), "--task", "text-generation-with-past"]
-    arguments += [*compression.arguments(), "--trust-remote-code"] if trust_remote_code else compression.arguments()
+    arguments += [*compression.arguments(), *["--trust-remote-code"] * trust_remote_code]
     first = arguments[arguments.index("--weight-format") + 1]
     with progress.step(f"{source.name}: converting to {first}") as step:
         run_job("optimum_cli", source, folder, arguments=[*arguments, str(folder)])
@@ -68,6 +69,7 @@ def convert(
                 calibration=str(compression.calibration.absolute()),
                 samples=compression.samples,
                 config=compression.quantization_config(),
+                trust_remote_code=trust_remote_code,
             )
             step.result = megabytes(folder)
     elif compression.weight_format == "bf16":
@@ -78,17 +80,24 @@ def convert(
 
 def first_layers(source: Source, layers: int, folder: Path, progress: Progress, trust_remote_code: bool) -> Source:
     """A checkpoint in ``folder`` that is the first ``layers`` layers of ``source``, as a source to export."""
+    with progress.step(f"{source.name}: taking its first {layers} layers as the draft"):
+        options: dict[str, Any] = {"layers": layers, "folder": str(folder), "trust_remote_code": trust_remote_code}
+        run_job("first_layers", source, folder.parent, source=str(source.folder), **options)
+    return Source(f"{source.name}, first {layers} layers", folder, is_ir=False)
+
+
+def layers_of(source: Source, layers: int) -> float:
+    """What share of the model its first ``layers`` layers are; raises OvspecError where there aren't so many."""
     if source.is_ir:
         raise OvspecError(f"{source.name}: --draft-layers needs a checkpoint, and this is an IR already.")
     config = read_json(source.folder / "config.json")
     names = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
     total = next((config[name] for name in names if isinstance(config.get(name), int)), None)
-    if total is not None and not 0 < layers < total:
+    if total is None:
+        return 1.0  # transformers will know
+    if not 0 < layers < total:
         raise OvspecError(f"--draft-layers is {layers}; {source.name} has {total} layers, so take 1 to {total - 1}.")
-    with progress.step(f"{source.name}: taking its first {layers} layers as the draft"):
-        options: dict[str, Any] = {"layers": layers, "folder": str(folder), "trust_remote_code": trust_remote_code}
-        run_job("first_layers", source, folder.parent, source=str(source.folder), **options)
-    return Source(f"{source.name}, first {layers} layers", folder, is_ir=False)
+    return layers / total
 
 
 def copy_ir(source: Source, folder: Path) -> None:
@@ -101,11 +110,11 @@ def copy_ir(source: Source, folder: Path) -> None:
 
 def run_job(job: str, model: Source, scratch: Path, **arguments: Any) -> None:
     """Run a job of ``worker.py`` with temporary files in ``scratch``; raises OvspecError with its last line."""
-    command = [sys.executable, "-m", "ovspec_export.worker", job, json.dumps(arguments)]
+    command = [sys.executable, "-P", "-m", "ovspec_export.worker", job, json.dumps(arguments)]
     scratch.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=scratch, ignore_cleanup_errors=True) as temporary:
         # All that is needed was downloaded before, safetensors only; nothing else may be fetched now.
-        environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONUTF8": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+        environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONUTF8": "1"}
         environment |= {"TMPDIR": temporary, "TEMP": temporary, "TMP": temporary}
         # The worker ends when this pipe does, also when we are killed.
         with subprocess.Popen(

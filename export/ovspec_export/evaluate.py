@@ -43,13 +43,14 @@ def compare(source: Path, folder: Path, text: str, context: int, trust_remote_co
             start, end, _ = next(spans)
             with torch.no_grad():
                 reference = model(input_ids=torch.from_numpy(tokens[None, start:end])).logits[0].numpy()
+            reference = tokenizer.known.restrict(reference)  # as ours are: padding is never chosen
         n, width = logits.shape
         q = log_softmax(logits)
         p = log_softmax(reference[place - 1 - start : place - 1 - start + n, :width])
         wanted = tokens[place : place + n]
         ours -= q[np.arange(n), wanted].sum()
         theirs -= p[np.arange(n), wanted].sum()
-        with np.errstate(invalid="ignore"):  # ids that nobody knows are -inf in both
+        with np.errstate(invalid="ignore"):  # ids without a token are -inf in both
             divergence += np.nansum(np.exp(p) * (p - q))
         agreed += int((q.argmax(1) == p.argmax(1)).sum())
         scored += n

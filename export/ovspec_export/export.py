@@ -18,7 +18,7 @@ from ovspec.perplexity import DEFAULT_CONTEXT
 from ovspec.probing import probe_rollback
 from ovspec.vocabulary import TOKENIZER_FILE, differing_ids
 from ovspec_export.compression import INT8, Compression
-from ovspec_export.convert import check_ir, convert, first_layers, needed_space, run_job
+from ovspec_export.convert import check_ir, convert, first_layers, layers_of, needed_space, run_job
 from ovspec_export.folders import check_output, check_space, replace_folder, work_folder
 from ovspec_export.progress import SILENT, Progress
 from ovspec_export.sources import Source, find_source
@@ -56,25 +56,30 @@ def export_pair(
         OvspecError: bad options, a pair that does not fit, a model that can't be exported, a folder in the
             way, no room.
     """
-    draft_compression = draft_compression or compression
-    for wanted in (compression, draft_compression):
+    for wanted in filter(None, (compression, draft_compression)):
         wanted.check()
     if draft and draft_layers is not None:
         raise OvspecError("--draft-layers makes a draft from the target; leave it or --draft out.")
     if evaluate:
         read_text(evaluate)
-    output = output.absolute()
+    output = output.expanduser().resolve()
     check_output(output)
     # No step around it: a download shows its own progress.
     sources = [find_source(name, trust_remote_code) for name in (target, draft) if name]
     for source in sources:
-        progress.note(f"{source.name}: {source.size / 1e6:.1f} MB{', an IR already' if source.is_ir else ''}")
+        progress.note(f"{source.name}: {source.size / 1e6:.1f} MB{', an IR, taken as it is' if source.is_ir else ''}")
     if evaluate and any(source.is_ir for source in sources):
         raise OvspecError("--evaluate compares with a checkpoint, and an IR that is already made has none.")
+    for source, wanted in zip(sources, (compression, draft_compression), strict=False):
+        if source.is_ir and wanted not in (None, INT8):
+            raise OvspecError(f"{source.name}: an IR is taken as it is; leave the options for its weights out.")
     if len(sources) == 2:
         check_pair(sources[0], sources[1], trust_remote_code)
-    compressions = [compression, draft_compression]
-    check_space(output, sum(needed_space(s, c) for s, c in zip(sources, compressions, strict=False)))
+    compressions = [compression, draft_compression or compression]
+    needed = [needed_space(source, wanted) for source, wanted in zip(sources, compressions, strict=False)]
+    if draft_layers is not None:
+        needed.append(needed[0] * layers_of(sources[0], draft_layers))
+    check_space(output, sum(needed))
 
     with work_folder(output) as work:
         if draft_layers is not None:
@@ -150,7 +155,11 @@ def evaluated(
             result = work / "evaluation.json"
             where = {"source": str(source.folder), "folder": str(folder), "text": str(text.absolute())}
             options = {"context": DEFAULT_CONTEXT, "output": str(result), "trust_remote_code": trust_remote_code}
-            run_job("evaluate", source, work, **where, **options)
+            try:
+                run_job("evaluate", source, work, **where, **options)
+            except OvspecError as error:
+                progress.note(f"warning: {error}")  # no reason to throw a finished export away
+                continue
             found.append((source.name, json.loads(result.read_text(encoding="utf-8"))))
             result.unlink()
     return found

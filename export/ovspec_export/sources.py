@@ -13,7 +13,7 @@ from ovspec.errors import OvspecError
 from ovspec.ir import MODEL_FILE, read_json
 
 # All that an export reads; above all no pickled weights, which could run code when loaded.
-PATTERNS = ["*.safetensors", "*.json", "*.model", "*.txt", "*.jinja", "openvino_*"]
+PATTERNS = ["model*.safetensors", "*.json", "*.model", "*.txt", "*.jinja", "openvino_*"]
 CODE = ["*.py"]
 
 
@@ -30,7 +30,7 @@ class Source:
         """Of a checkpoint, from the headers of its safetensors files."""
         return sum(
             math.prod(tensor["shape"])
-            for file in self.folder.glob("*.safetensors")
+            for file in self.folder.glob("model*.safetensors")
             for name, tensor in safetensors_header(file).items()
             if name != "__metadata__"
         )
@@ -49,7 +49,7 @@ def find_source(name: str, trust_remote_code: bool = False) -> Source:
     """
     folder = Path(name).expanduser()
     if folder.is_dir():
-        source = Source(folder.resolve().name, folder, (folder / MODEL_FILE).is_file())
+        source = Source(folder.resolve().name, folder, holds_only_ir(folder))
     elif folder.is_file():
         raise OvspecError(f"{name}: is a file; name the folder that holds the checkpoint's config.json.")
     elif name.startswith((".", "/", "~")) or name.count("/") != 1 or "\\" in name:
@@ -68,7 +68,7 @@ def check_source(source: Source, name: str, trust_remote_code: bool) -> None:
     config = read_json(folder / "config.json")
     if source.is_ir:
         return
-    files = list(folder.glob("*.safetensors"))
+    files = list(folder.glob("model*.safetensors"))
     if not files:
         raise OvspecError(
             f"{name}: no safetensors weights in it, and others are not loaded because they can run code; "
@@ -115,7 +115,9 @@ def download(name: str, trust_remote_code: bool) -> Source:
     from huggingface_hub import snapshot_download
 
     try:
-        folder = Path(snapshot_download(name, allow_patterns=PATTERNS + CODE * trust_remote_code))
+        folder = Path(
+            snapshot_download(name, allow_patterns=PATTERNS + CODE * trust_remote_code, ignore_patterns=["*/*"])
+        )
     except hub.GatedRepoError:
         raise OvspecError(
             f"{name}: its owner asks for consent; accept the terms on its page and log in with 'hf auth login'."
@@ -133,4 +135,9 @@ def download(name: str, trust_remote_code: bool) -> Source:
         raise OvspecError(
             f"{name}: neither a folder here nor in the hub's cache, and the hub cannot be reached; check the network."
         ) from None
-    return Source(name, folder, (folder / MODEL_FILE).is_file())
+    return Source(name, folder, holds_only_ir(folder))
+
+
+def holds_only_ir(folder: Path) -> bool:
+    """Whether an IR is all there is; beside a checkpoint it was made by somebody else, with other options."""
+    return (folder / MODEL_FILE).is_file() and not list(folder.glob("model*.safetensors"))

@@ -45,7 +45,9 @@ def first_layers(source: str, layers: int, folder: str, trust_remote_code: bool)
             shutil.copy(file, folder)
 
 
-def calibrate(folder: str, calibration: str, samples: int | None, config: dict[str, Any]) -> None:
+def calibrate(
+    folder: str, calibration: str, samples: int | None, config: dict[str, Any], trust_remote_code: bool
+) -> None:
     """Compress the fp32 IR in ``folder`` with nncf, looking at what it computes on the text ``calibration``."""
     from optimum.intel import OVModelForCausalLM, OVWeightQuantizationConfig
 
@@ -53,7 +55,9 @@ def calibrate(folder: str, calibration: str, samples: int | None, config: dict[s
 
     texts = pieces(read_text(Path(calibration)), samples or 128)
     quantization = OVWeightQuantizationConfig(dataset=texts, tokenizer=folder, num_samples=len(texts), **config)
-    model = OVModelForCausalLM.from_pretrained(folder, quantization_config=quantization, compile=False)
+    model = OVModelForCausalLM.from_pretrained(
+        folder, quantization_config=quantization, compile=False, trust_remote_code=trust_remote_code
+    )
     model.save_pretrained(Path(folder) / "compressed")
     del model
     for file in (Path(folder) / "compressed").iterdir():
@@ -71,29 +75,34 @@ def pieces(text: str, count: int, length: int = 2000) -> list[str]:
 
 def to_bf16(folder: str) -> None:
     """Round the fp32 weights of the IR in ``folder`` to bf16; OpenVINO itself can only write fp16."""
+    import openvino as ov
+
+    file = Path(folder) / f"{MODEL}.xml"
+    model = ov.Core().read_model(file)
+    round_weights(model)
+    ov.save_model(model, Path(folder) / "bf16.xml", compress_to_fp16=False)
+    del model  # the old weights are mapped into memory
+    for suffix in (".xml", ".bin"):
+        (Path(folder) / f"bf16{suffix}").replace(file.with_suffix(suffix))
+
+
+def round_weights(model: Any) -> None:
+    """Make every large f32 constant of an OpenVINO model bf16, to the nearest, ties to even."""
     import numpy as np
     import openvino as ov
     from openvino import opset13 as ops
 
-    file = Path(folder) / f"{MODEL}.xml"
-    model = ov.Core().read_model(file)
-    op = None
     for op in model.get_ops():
         if op.get_type_name() != "Constant" or op.get_element_type() != ov.Type.f32:
             continue
         if int(np.prod(op.get_output_shape(0))) < 1024:
             continue  # norms and biases cost nothing
-        bits = op.get_data().view(np.uint32)  # type: ignore[attr-defined]
-        # To nearest, ties to even.
+        bits = op.get_data().view(np.uint32)
         rounded = np.ascontiguousarray(((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16))
         tensor = ov.Tensor(rounded.reshape(-1), list(rounded.shape), ov.Type.bf16)
         constant = ov.op.Constant(tensor, shared_memory=False)
         for use in op.output(0).get_target_inputs():
             use.replace_source_output(ops.convert(constant, "f32").output(0))
-    ov.save_model(model, Path(folder) / "bf16.xml", compress_to_fp16=False)
-    del model, op  # the old weights are mapped into memory
-    for suffix in (".xml", ".bin"):
-        (Path(folder) / f"bf16{suffix}").replace(file.with_suffix(suffix))
 
 
 def evaluate(source: str, folder: str, text: str, context: int, output: str, trust_remote_code: bool) -> None:

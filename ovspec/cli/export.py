@@ -9,8 +9,6 @@ from typing import Any
 
 import click
 
-from ovspec.errors import OvspecError
-
 FORMATS = ("fp32", "fp16", "bf16", "int8", "int4")
 BACKUPS = ("none", "int8_sym", "int8_asym")
 NO_DRAFT = "none"
@@ -91,7 +89,7 @@ def export(
     from ovspec.exporting import export_package
 
     package = export_package()
-    formats = [weight_format, draft_weight_format or weight_format]
+    formats = [weight_format] + ([draft_weight_format] if draft_weight_format else [])
     compressions = [package.Compression(name, **meant_for(name, formats, options)) for name in formats]
     package.export_pair(
         target,
@@ -113,5 +111,5 @@ def meant_for(name: str, formats: list[str], options: dict[str, Any]) -> dict[st
 
 
 def end_tidily(*_: object) -> None:
-    """SIGTERM: clear up as after Ctrl-C."""
-    raise OvspecError("the export was told to end; nothing was changed.")
+    """SIGTERM: clear up as after Ctrl-C. No library below catches this one."""
+    raise SystemExit("Error: the export was told to end; nothing was changed.")
