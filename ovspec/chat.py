@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import subprocess
 import sys
@@ -62,10 +63,10 @@ class Renderer:
             try:
                 return self._ask(request)
             except (OSError, ValueError):  # it was killed between two turns
-                self._stop()
+                self.stop()
                 return self._ask(request)
             except BaseException:
-                self._stop()  # its answer, if one comes, belongs to nobody
+                self.stop()  # its answer, if one comes, belongs to nobody
                 raise
 
     def _ask(self, request: str) -> dict[str, str]:
@@ -95,10 +96,11 @@ class Renderer:
         return json.loads(answers[0])
 
     def _refuse(self, why: str) -> None:
-        self._stop()
+        self.stop()
         raise OvspecError(f"The model's chat template {why}; give a raw prompt without --chat.")
 
-    def _stop(self) -> None:
+    def stop(self) -> None:
+        """End the process; the next rendering starts another."""
         if self._process:
             self._process.kill()
             self._process.communicate()
@@ -124,6 +126,7 @@ def memory_of(process: psutil.Process) -> int:
 
 
 RENDERER = Renderer()
+atexit.register(RENDERER.stop)
 
 
 def chat_template(folder: Path) -> ChatTemplate:
