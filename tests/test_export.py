@@ -211,6 +211,9 @@ def test_wrong_sources_are_named(tmp_path: Path) -> None:
     (cut_off / "model.safetensors").write_bytes(weights[: len(weights) // 2])
     nonsense = Path(edited(tmp_path / "nonsense", {}))
     (nonsense / "model.safetensors").write_bytes(b"not a checkpoint at all")
+    mute = Path(edited(tmp_path / "mute", {}))
+    for tokenizer in mute.glob("tokenizer*"):
+        tokenizer.unlink()
     file = tmp_path / "model.gguf"
     file.write_bytes(b"GGUF")
     for source, message in [
@@ -218,6 +221,8 @@ def test_wrong_sources_are_named(tmp_path: Path) -> None:
         (str(file), "is a file"),
         (str(tmp_path), "no config.json in it"),
         ("no-such-org/no-such-model", "neither a folder here nor in the hub's cache, and the hub cannot be reached"),
+        ("", "is empty"),
+        (str(mute), "no tokenizer in it"),
         (str(pickled), "no safetensors weights in it"),
         (str(cut_off), "model.safetensors: cut off"),
         (str(nonsense), "not a safetensors file"),
@@ -228,6 +233,15 @@ def test_wrong_sources_are_named(tmp_path: Path) -> None:
             export_pair(source, None, tmp_path / "out")
         assert "\n" not in str(error.value)
     assert not (tmp_path / "out").exists()
+
+
+def test_the_output_is_not_the_source(pair: Path, tmp_path: Path) -> None:
+    shutil.copytree(pair, tmp_path / "pair")
+    before = contents(tmp_path)
+    for output in (tmp_path / "pair", tmp_path / "pair" / "sub", tmp_path):
+        with pytest.raises(ovspec.OvspecError, match="choose another folder"):
+            export_pair(str(tmp_path / "pair"), None, output)
+    assert contents(tmp_path) == before
 
 
 def test_architectures_that_cannot_be_exported(tmp_path: Path) -> None:

@@ -65,9 +65,14 @@ def export_pair(
     output = output.expanduser().resolve()
     check_output(output)
     # No step around it: a download shows its own progress.
-    sources = [find_source(name, trust_remote_code) for name in (target, draft) if name]
+    sources = [find_source(name, trust_remote_code) for name in (target, draft) if name is not None]
     for source in sources:
         progress.note(f"{source.name}: {source.size / 1e6:.1f} MB{', an IR, taken as it is' if source.is_ir else ''}")
+        where = source.folder.resolve()
+        if output == where or where in output.parents or output in where.parents:
+            raise OvspecError(
+                f"{output}: is the source {source.name}, in it or around it; choose another folder with -o."
+            )
     if evaluate and any(source.is_ir for source in sources):
         raise OvspecError("--evaluate compares with a checkpoint, and an IR that is already made has none.")
     for source, wanted in zip(sources, (compression, draft_compression), strict=False):

@@ -15,6 +15,7 @@ from ovspec.ir import MODEL_FILE, read_json
 # All that an export reads; above all no pickled weights, which could run code when loaded.
 PATTERNS = ["model*.safetensors", "*.json", "*.model", "*.txt", "*.jinja", "openvino_*"]
 CODE = ["*.py"]
+TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model")
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,8 @@ def find_source(name: str, trust_remote_code: bool = False) -> Source:
     Raises:
         OvspecError: no such model, not one that can be exported, or it can't be reached.
     """
+    if not name.strip():
+        raise OvspecError("The name of the model to export is empty; give a folder or a hub id.")
     folder = Path(name).expanduser()
     if folder.is_dir():
         source = Source(folder.resolve().name, folder, holds_only_ir(folder))
@@ -76,6 +79,8 @@ def check_source(source: Source, name: str, trust_remote_code: bool) -> None:
         )
     for file in files:
         safetensors_header(file)
+    if not any((folder / tokenizer).is_file() for tokenizer in TOKENIZERS) and not trust_remote_code:
+        raise OvspecError(f"{name}: no tokenizer in it (none of {', '.join(TOKENIZERS[:4])} ...); put it there.")
     index = read_json(folder / "model.safetensors.index.json").get("weight_map", {})
     missing = sorted({file for file in index.values() if not (folder / file).is_file()})
     if missing:
