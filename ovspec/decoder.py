@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import copy
 import functools
-import time
+import itertools
 from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
-import openvino as ov
 
 from ovspec.errors import OvspecError
 from ovspec.ir import CompiledIR, last_line
 from ovspec.kv import Rollback, Slots, gather_states, read_states, write_states
+from ovspec.request import Request
 from ovspec.sequence import Sequence, common_prefix
 from ovspec.vocabulary import ALL_IDS, KnownIds
 
@@ -87,16 +87,22 @@ class StatefulDecoder:
     ) -> None:
         self.rollback = rollback
         self.context_length = ir.context_length
-        self.seconds, self.inferences, self.compactions = 0.0, 0, 0
+        self.compactions = 0
         self._ir, self._vocabulary, self._compact_at = ir, vocabulary, compact_at
         # Past its window, or its table of positions, attention by slot index can't skip dead slots any more.
         bounds = [bound for bound in (rollback.mask_until, ir.context_length) if bound]
         self._mask_until = min(bounds, default=None) if rollback.kv == "mask" else 0
-        self._request = ir.compiled.create_infer_request()
+        self._request = Request(ir, INPUTS)
         self._kept: dict[tuple[int, int], tuple[np.ndarray, np.ndarray]] = {}
-        self._inputs = [ir.inputs.get(name) for name in INPUTS]
-        self._bound: dict[int, np.ndarray] = {}  # what the request reads each input from
         self.reset(1)
+
+    @property
+    def seconds(self) -> float:
+        return self._request.seconds
+
+    @property
+    def inferences(self) -> int:
+        return self._request.inferences
 
     def reset(self, rows: int) -> None:
         self.rows = [Sequence() for _ in range(rows)]
@@ -105,7 +111,7 @@ class StatefulDecoder:
         self._beam = self._in_order  # rows of the physical cache that the next inference gathers
         self._snapshot, self._snapshot_length = {}, 0  # of the recurrent states; none at all is their beginning
         self._returns_here = False  # the end of the last feed is where the next ones are likely to be rolled back to
-        self._request.reset_state()
+        self._request.raw.reset_state()
 
     def feed(self, tokens: list[np.ndarray], wanted: list[int]) -> list[np.ndarray]:
         counts = [len(new) for new in tokens]
@@ -120,10 +126,7 @@ class StatefulDecoder:
             if isinstance(error, RuntimeError):
                 raise OvspecError(f"{self._ir.device}: the inference failed ({last_line(error)}).") from None
             raise
-        if len(tokens) == 1:
-            return [logits[: wanted[0]]]
-        ends = np.cumsum(wanted)
-        return [logits[end - want : end] for end, want in zip(ends, wanted, strict=True)]
+        return by_row(logits, wanted)
 
     def truncate(self, row: int, length: int) -> None:
         if self.rollback.replay:
@@ -145,7 +148,7 @@ class StatefulDecoder:
         if not any(self._slots.lengths):
             self.reset(len(self.rows))
             return
-        gather_states(self._request, self._ir.kv_states, self._beam, self._slots.compact())
+        gather_states(self._request.raw, self._ir.kv_states, self._beam, self._slots.compact())
         self._beam = self._in_order
         self.compactions += 1
 
@@ -160,9 +163,9 @@ class StatefulDecoder:
             self._returns_here,
         )
         if self._slots.used:
-            write_states(other._request, read_states(self._request, self._ir.states))
+            write_states(other._request.raw, read_states(self._request.raw, self._ir.states))
         else:
-            other._request.reset_state()
+            other._request.raw.reset_state()
 
     def _prepare_replay(self, tokens: np.ndarray, wanted: int) -> int:
         """Take a snapshot where the new tokens may be taken back; returns how many of them it has fed.
@@ -178,7 +181,7 @@ class StatefulDecoder:
             held += fed
         behind = held - self._snapshot_length
         if behind and (wanted > 1 or self._returns_here or behind >= SNAPSHOT_EVERY):
-            self._snapshot = read_states(self._request, self._ir.recurrent_states)
+            self._snapshot = read_states(self._request.raw, self._ir.recurrent_states)
             self._snapshot_length = held
         # A draft feeds what was committed, after a rejection or in one piece, and then its guesses one by one.
         self._returns_here = restored or len(tokens) > 1
@@ -191,7 +194,7 @@ class StatefulDecoder:
         if self._snapshot_length > length or not self._snapshot:
             self.reset(1)
             return 0
-        write_states(self._request, self._snapshot)
+        write_states(self._request.raw, self._snapshot)
         return self._snapshot_length
 
     def _append(self, tokens: list[np.ndarray], counts: list[int], places: np.ndarray) -> np.ndarray:
@@ -224,22 +227,9 @@ class StatefulDecoder:
 
     def _infer(self, ids: np.ndarray, positions: np.ndarray, places: np.ndarray) -> np.ndarray:
         """(len(places), vocab): the logits at the flat places (row * width + column)."""
-        request, bound = self._request, self._bound
-        arrays = (ids, self._slots.mask, positions, self._beam, places)
-        for index, array in zip(self._inputs, arrays, strict=True):
-            if index is not None and bound.get(index) is not array:
-                request.set_input_tensor(index, ov.Tensor(array, shared_memory=True))
-                bound[index] = array
-        began = time.perf_counter()
-        request.start_async()
-        request.wait()
-        self.seconds += time.perf_counter() - began
-        self.inferences += 1
+        logits = self._request.infer((ids, self._slots.mask, positions, self._beam, places), places)
         self._beam = self._in_order  # the inference has gathered them
-        logits = request.get_output_tensor(0).data
-        if self._ir.picks_logits:
-            return logits[0]
-        return logits.reshape(-1, logits.shape[-1])[places]
+        return logits
 
 
 class RowByRow:
@@ -315,19 +305,28 @@ def decoder_of(
 
 
 @functools.lru_cache(maxsize=256)
-def places_of(counts: tuple[int, ...], wanted: tuple[int, ...]) -> np.ndarray:
-    """Flat places (row * width + column) of each row's last ``wanted`` of ``counts`` tokens.
+def places_of(counts: tuple[int, ...], wanted: tuple[int, ...], packed: bool = False) -> np.ndarray:
+    """Flat places of each row's last ``wanted`` of ``counts`` tokens.
 
-    At least one place: not every device runs a kernel on an empty list.
+    Every row is as wide as the longest, or ``packed``: rows follow each other without a gap. At least one
+    place: not every device runs a kernel on an empty list.
     """
     if not any(counts):
         raise ValueError("feed needs at least one token")
     if any(want > count for want, count in zip(wanted, counts, strict=True)):
         raise ValueError("logits can be wanted for new tokens only")
-    width = max(counts)
-    ends = [row * width + count for row, count in enumerate(counts)]
+    starts = [0, *itertools.accumulate(counts if packed else [max(counts)] * len(counts))]
+    ends = [start + count for start, count in zip(starts, counts, strict=False)]
     places = [np.arange(end - want, end) for end, want in zip(ends, wanted, strict=True)]
     return np.concatenate(places) if any(wanted) else np.zeros(1, dtype=np.int64)
+
+
+def by_row(logits: np.ndarray, wanted: list[int]) -> list[np.ndarray]:
+    """(places, vocab) -> for each row (wanted[row], vocab)"""
+    if len(wanted) == 1:
+        return [logits[: wanted[0]]]
+    ends = itertools.accumulate(wanted)
+    return [logits[end - want : end] for end, want in zip(ends, wanted, strict=True)]
 
 
 def catch_up(decoder: Decoder, row: int, sequence: Sequence) -> np.ndarray:

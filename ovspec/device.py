@@ -33,6 +33,16 @@ class DeviceOptions:
     cache_dir: Path | None = None
 
     @property
+    def fixed(self) -> dict[str, str]:
+        """The properties that are named here, as OpenVINO calls them."""
+        named = {
+            "INFERENCE_PRECISION_HINT": self.precision,
+            "KV_CACHE_PRECISION": self.kv_precision,
+            "INFERENCE_NUM_THREADS": self.threads,
+        }
+        return {name: str(value) for name, value in named.items() if value is not None} | self.properties
+
+    @property
     def cache_folder(self) -> Path | None:
         """Where compiled models and probes are kept; None where the properties switch the cache off."""
         named = self.properties.get("CACHE_DIR")
@@ -95,14 +105,10 @@ def compile_properties(options: DeviceOptions) -> dict[str, str]:
     if options.device.upper().startswith("AUTO"):
         # The KV cache lives in the request: it must not start on the CPU and move away.
         properties["ENABLE_STARTUP_FALLBACK"] = "NO"
-    if options.precision:
-        properties["INFERENCE_PRECISION_HINT"] = options.precision
-    kv_precision = options.kv_precision or default_kv_precision(options)
+    kv_precision = default_kv_precision(options)
     if kv_precision:
         properties["KV_CACHE_PRECISION"] = kv_precision
-    if options.threads:
-        properties["INFERENCE_NUM_THREADS"] = str(options.threads)
-    return properties | options.properties
+    return properties | options.fixed
 
 
 def default_kv_precision(options: DeviceOptions) -> str | None:
@@ -113,7 +119,7 @@ def default_kv_precision(options: DeviceOptions) -> str | None:
     """
     if check_device(options.device) != "CPU":
         return None
-    named = options.properties.get("INFERENCE_PRECISION_HINT", options.precision)
+    named = options.fixed.get("INFERENCE_PRECISION_HINT")
     default = core().get_property("CPU", "INFERENCE_PRECISION_HINT")
     precision = named or {ov.Type.f32: "f32", ov.Type.bf16: "bf16", ov.Type.f16: "f16"}.get(default, "f32")
     return precision if precision in EXACT_KV_PRECISIONS else "f32"

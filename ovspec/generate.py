@@ -53,6 +53,10 @@ class Stats:
     rollback: str = ""
     device: str = ""
     draft_device: str | None = None
+    engine: str = ""
+    engine_reason: str = ""
+    draft_engine: str | None = None
+    profile: str | None = None  # what was chosen for this machine
 
     @property
     def acceptance_rate(self) -> float | None:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from ovspec.device import DeviceOptions, core
+from ovspec.engine import EngineChoice
 from ovspec.ir import MODEL_FILE, compile_ir
 from ovspec.manifest import DRAFT_FOLDER, ExportedModel, read_manifest
 from ovspec.memory import kv_bytes_per_token
 from ovspec.probing import Probe, find_probe
+from ovspec.profile import known_profile, load_with
 
 # Element types of OpenVINO that hold weights -> what users call them.
 WEIGHT_TYPES = {"f32": "fp32", "f16": "fp16", "bf16": "bf16", "i8": "int8", "u8": "int8", "i4": "int4", "u4": "int4"}
@@ -34,29 +36,44 @@ class Inspection:
     window: int | None
     logits: int
     states: list[dict[str, Any]]
+    engine: str
+    engine_reason: str
+    profile: str | None
     rollback: str
     probed: Probe
     kv_precision: str
     kv_bytes_per_1000_tokens: int
 
 
-def inspect(folder: Path, options: DeviceOptions, verify: bool = False) -> dict[str, Inspection]:
+def inspect(
+    folder: Path, options: DeviceOptions, engine: EngineChoice = "auto", tuned: bool = True, verify: bool = False
+) -> dict[str, Inspection]:
     """The target in ``folder`` and, where there is one, the draft beside it.
+
+    Args:
+        engine: as ``load``.
+        tuned: take the setting of the profile, where there is one.
 
     Raises:
         OvspecError: as ``load``; with ``verify`` also where a file's checksum is not the exported one.
     """
     manifest = read_manifest(folder, verify)
-    found = {"target": inspect_ir(folder, options, manifest.target if manifest else None)}
+    found = {"target": inspect_ir(folder, options, engine, tuned, manifest.target if manifest else None)}
     if (folder / DRAFT_FOLDER / MODEL_FILE).is_file():
         exported = manifest.draft if manifest else None
-        found["draft"] = inspect_ir(folder / DRAFT_FOLDER, options, exported)
+        found["draft"] = inspect_ir(folder / DRAFT_FOLDER, options, engine, tuned, exported)
     return found
 
 
-def inspect_ir(folder: Path, options: DeviceOptions, exported: ExportedModel | None) -> Inspection:
-    ir = compile_ir(folder, options)
-    probe = find_probe(ir, options.cache_folder, exported and exported.probe)
+def inspect_ir(
+    folder: Path, options: DeviceOptions, engine: EngineChoice, tuned: bool, exported: ExportedModel | None
+) -> Inspection:
+    probe = exported and exported.probe
+    loaded = load_with(known_profile(folder, options) if tuned else None, folder, options, engine, probe)
+    ir = loaded.ir
+    if loaded.engine == "paged":
+        ir = compile_ir(folder, replace(options, properties=ir.properties))
+    probe = find_probe(ir, options.cache_folder, probe)
     parameters, weights = weight_shares(folder)
     return Inspection(
         folder=str(folder),
@@ -70,6 +87,9 @@ def inspect_ir(folder: Path, options: DeviceOptions, exported: ExportedModel | N
         window=ir.attention_window,
         logits=ir.compiled.output(0).get_partial_shape()[-1].get_length(),
         states=[asdict(state) for state in ir.states],
+        engine=loaded.engine,
+        engine_reason=loaded.reason,
+        profile=loaded.profile,
         rollback=str(probe.rollback),
         probed=probe,
         kv_precision=ir.properties.get("KV_CACHE_PRECISION", "the device's own"),
@@ -103,7 +123,10 @@ def summary(name: str, found: Inspection) -> list[str]:
         "context": f"{found.context or 'unknown'}" + (f", window {found.window}" if found.window else ""),
         "logits": f"{found.logits} wide",
         "states": states,
-        "rollback": f"{found.rollback} (probed on {found.probed.setting} in {found.probed.seconds:.2f} s)",
+        "engine": f"{found.engine} ({found.engine_reason})",
+        "profile": found.profile or "none; 'ovspec tune' measures one",
+        "rollback": f"{found.rollback} when stateful "
+        f"(probed on {found.probed.setting} in {found.probed.seconds:.2f} s)",
         "memory": f"{found.kv_bytes_per_1000_tokens / 1e6:,.1f} MB per 1000 tokens in a {found.kv_precision} cache, "
         f"{found.size / 1e6:,.1f} MB for the weights",
     }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -168,8 +169,8 @@ def pick_logits(model: ov.Model) -> bool:
     return True
 
 
-def compile_ir(folder: Path, options: DeviceOptions) -> CompiledIR:
-    """Read, rewrite and compile the language model in ``folder``.
+def compile_ir(folder: Path, options: DeviceOptions, rewrite: Callable[[ov.Model], None] | None = None) -> CompiledIR:
+    """Read and compile the language model in ``folder``, after ``rewrite`` where there is one.
 
     Raises:
         OvspecError: no IR there, not a stateful text model, no such device, or a property it refuses.
@@ -194,6 +195,8 @@ def compile_ir(folder: Path, options: DeviceOptions) -> CompiledIR:
     if unknown:
         raise OvspecError(f"{folder}: wants the input {sorted(unknown)[0]}, which ovspec cannot give; not supported.")
     picks = pick_logits(model)
+    if rewrite:
+        rewrite(model)
     properties = compile_properties(options)
     try:
         compiled = core().compile_model(model, device, properties)

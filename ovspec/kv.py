@@ -20,13 +20,13 @@ from ovspec.ir import State
 class Rollback:
     """How tokens are taken back, found by probing (``ovspec/probing.py``).
 
-    kv: "mask", attention skips dead slots; "trim", slots must be contiguous, so the state is cut;
-        None for a model without keys and values.
+    kv: "mask", attention skips dead slots; "trim", slots must be contiguous, so the state is cut; "blocks",
+        the paged decoder's, each inference is told how much counts; None for a model without keys and values.
     mask_until: slots up to which masking is exact (a sliding window), None for any number.
     replay: some states can't be cut (convolution, SSM): a snapshot is restored and what stays is fed again.
     """
 
-    kv: Literal["mask", "trim"] | None
+    kv: Literal["mask", "trim", "blocks"] | None
     mask_until: int | None = None
     replay: bool = False
 

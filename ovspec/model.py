@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import sys
 import warnings
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass, replace
@@ -12,23 +14,24 @@ from typing import Any, TypedDict, Unpack, overload
 import numpy as np
 
 from ovspec.chat import Message, chat_template
-from ovspec.decoder import COMPACT_AT, Decoder, decoder_of
+from ovspec.decoder import COMPACT_AT, Decoder
 from ovspec.device import DeviceOptions
 from ovspec.drafting import Drafter
 from ovspec.drafting.draft_model import DraftModel
+from ovspec.engine import ENGINES, EngineChoice, LoadedIR
 from ovspec.errors import OvspecError
 from ovspec.generate import Piece, Result, Row, generate_rows
-from ovspec.ir import CompiledIR, check_ir_folder, compile_ir, read_json
-from ovspec.kv import Rollback
-from ovspec.manifest import DRAFT_FOLDER, ExportedModel, read_manifest, restore_backup
+from ovspec.ir import check_ir_folder, read_json
+from ovspec.manifest import DRAFT_FOLDER, read_manifest, restore_backup
 from ovspec.memory import check_memory
 from ovspec.pairing import check_same_vocabulary
 from ovspec.perplexity import DEFAULT_CONTEXT, Perplexity, measure
-from ovspec.probing import find_probe
+from ovspec.probing import Probe
+from ovspec.profile import load_with
 from ovspec.sequence import Sequence
 from ovspec.session import Session, TextStream
 from ovspec.tokenizer import Tokenizer
-from ovspec.vocabulary import KnownIds
+from ovspec.tuning import tune_if_new
 
 DEFAULT_LOOKAHEAD = 4
 DEFAULT_MAX_TOKENS = 256
@@ -68,8 +71,8 @@ class GenerateOptions(TypedDict, total=False):
 
 
 @dataclass
-class Engine:
-    """The decoders of one session or batch."""
+class Decoders:
+    """Of one session or batch."""
 
     target: Decoder
     drafter: Drafter | None
@@ -78,18 +81,6 @@ class Engine:
         self.target.reset(rows)
         if self.drafter:
             self.drafter.reset(rows)
-
-
-@dataclass
-class LoadedIR:
-    """A compiled model, how it rolls back, and when its cache is compacted."""
-
-    ir: CompiledIR
-    rollback: Rollback
-    compact_at: int
-
-    def decoder(self, vocabulary: KnownIds) -> Decoder:
-        return decoder_of(self.ir, self.rollback, vocabulary, self.compact_at)
 
 
 class LanguageModel:
@@ -103,7 +94,7 @@ class LanguageModel:
         self.folder, self.lookahead = folder, lookahead
         self.tokenizer = Tokenizer(folder)
         self._target, self._draft = target, draft
-        self._idle: list[Engine] = []
+        self._idle: list[Decoders] = []
         self._generation_config = read_json(folder / "generation_config.json")
         asked = [name for name, neutral in NOT_APPLIED.items() if self._generation_config.get(name, neutral) != neutral]
         if asked:
@@ -141,18 +132,18 @@ class LanguageModel:
 
     def session(self) -> Session:
         """A text whose KV cache is kept between calls."""
-        return Session(self, self._engine())
+        return Session(self, self._decoders())
 
     def _generate_batch(self, prompts: list[Any], options: GenerateOptions) -> list[Result]:
         rows = [self.row(Sequence(self.encode(prompt)), options, len(prompts)) for prompt in prompts]
         lookahead = self.lookahead_of(options)
-        engine = self._engine()
-        engine.reset(len(rows))
+        decoders = self._decoders()
+        decoders.reset(len(rows))
         try:
-            for _ in generate_rows(engine.target, engine.drafter if lookahead else None, rows, lookahead):
+            for _ in generate_rows(decoders.target, decoders.drafter if lookahead else None, rows, lookahead):
                 pass
         finally:
-            self.release(engine)
+            self.release(decoders)
         return [row.result() for row in rows]
 
     def perplexity(self, text: str, context: int | None = None) -> Perplexity:
@@ -165,18 +156,18 @@ class LanguageModel:
         if context and most and context > most:
             raise OvspecError(f"A window of {context} tokens is longer than the model's context of {most}.")
         context = context or min(DEFAULT_CONTEXT, most or DEFAULT_CONTEXT)
-        engine = self._engine()
+        decoders = self._decoders()
         try:
-            return measure(engine.target, self.tokenizer.encode(text), context)
+            return measure(decoders.target, self.tokenizer.encode(text), context)
         finally:
-            self.release(engine)
+            self.release(decoders)
 
     def next_logits(self, prompt: Prompt) -> np.ndarray:
         """The target's logits (vocab,) float32 for the token after ``prompt``."""
-        engine = self._engine()
-        engine.reset(1)
-        logits = engine.target.feed([self.encode(prompt)], [1])[0][0].copy()
-        self.release(engine)
+        decoders = self._decoders()
+        decoders.reset(1)
+        logits = decoders.target.feed([self.encode(prompt)], [1])[0][0].copy()
+        self.release(decoders)
         return logits
 
     # ------------------------------------------------------------ for sessions
@@ -221,8 +212,11 @@ class LanguageModel:
         used = [self._target, self._draft] if self.lookahead_of(options) else [self._target]
         check_memory([loaded.ir for loaded in used if loaded], len(sequence) + max_tokens - held, rows)
         row = Row(sequence, self.tokenizer.detokenizer(), max_tokens, stop, eos)
-        row.stats.rollback, row.stats.device = str(self._target.rollback), self._target.ir.device
-        row.stats.draft_device = self._draft.ir.device if self._draft and self.lookahead_of(options) else None
+        stats, target = row.stats, self._target
+        stats.rollback, stats.device = str(target.rollback), target.ir.device
+        stats.engine, stats.engine_reason, stats.profile = target.engine, target.reason, target.profile
+        if self._draft and self.lookahead_of(options):
+            stats.draft_device, stats.draft_engine = self._draft.ir.device, self._draft.engine
         return row
 
     def lookahead_of(self, options: GenerateOptions) -> int:
@@ -234,9 +228,9 @@ class LanguageModel:
             raise OvspecError("lookahead needs a draft; load the model with draft=True or a draft's folder.")
         return self.lookahead if wanted is None else wanted
 
-    def release(self, engine: Engine) -> None:
-        """Take an engine back for the next session."""
-        self._idle.append(engine)
+    def release(self, decoders: Decoders) -> None:
+        """Take decoders back for the next session."""
+        self._idle.append(decoders)
 
     @property
     def eos_ids(self) -> frozenset[int]:
@@ -270,12 +264,12 @@ class LanguageModel:
         default = self._generation_config.get("max_new_tokens") or DEFAULT_MAX_TOKENS
         return wanted or (min(default, left) if left is not None else default)
 
-    def _engine(self) -> Engine:
+    def _decoders(self) -> Decoders:
         with contextlib.suppress(IndexError):  # one step, so that threads don't take the same one
             return self._idle.pop()
         known = self.tokenizer.known
         drafter = DraftModel(self._draft.decoder(known)) if self._draft else None
-        return Engine(self._target.decoder(known), drafter)
+        return Decoders(self._target.decoder(known), drafter)
 
 
 # ---------------------------------------------------------------- loading
@@ -300,8 +294,10 @@ def load(
     threads: int | None = None,
     properties: dict[str, str] | None = None,
     cache_dir: str | Path | None = None,
+    engine: EngineChoice = "auto",
     lookahead: int = DEFAULT_LOOKAHEAD,
     compact_at: int = COMPACT_AT,
+    tune: bool | None = None,
     export: bool = False,
     verify: bool = False,
 ) -> LanguageModel:
@@ -319,8 +315,13 @@ def load(
         threads: CPU threads; by default what OpenVINO takes.
         properties: OpenVINO properties, which win over all the above.
         cache_dir: where compiled models are kept; by default the user's cache folder.
+        engine: what drives the model and its draft; "auto" takes the paged decoder where it agrees with the
+            stateful one, which runs everywhere.
         lookahead: tokens the draft proposes each round.
-        compact_at: dead slots at which the KV cache is compacted.
+        compact_at: dead slots at which the stateful decoder's KV cache is compacted.
+        tune: take what is fastest on this machine, as ``ovspec tune`` has measured it, or as a few seconds of
+            measuring now show; what you name above wins. By default yes, unless the environment variable
+            OVSPEC_TUNE is 0.
         verify: compare the checksums of all files with those of the export, which reads all of them.
         export: export ``model`` (and a ``draft`` given by name) into the cache first, unless done before.
 
@@ -329,6 +330,8 @@ def load(
     """
     if lookahead < 0:
         raise OvspecError(f"lookahead is {lookahead}; it must be 0 or more.")
+    if engine not in ENGINES:
+        raise OvspecError(f"engine is {engine!r}; it must be one of {', '.join(ENGINES)}.")
     if draft_device and not draft:
         raise OvspecError("draft_device needs a draft.")
     if export:
@@ -350,7 +353,8 @@ def load(
     manifest = read_manifest(folder, verify)
     if verify and not manifest:
         raise OvspecError(f"{folder}: to verify it needs the manifest of 'ovspec export', which is not there.")
-    target = _load_ir(folder, options, manifest.target if manifest else None, compact_at)
+    tune = os.environ.get("OVSPEC_TUNE") != "0" if tune is None else tune
+    target = _load_ir(folder, options, engine, manifest.target.probe if manifest else None, compact_at, tune)
     if not draft:
         return LanguageModel(folder, target, None, 0)
     if draft is True:
@@ -363,10 +367,13 @@ def load(
     if not (draft is True and manifest and manifest.draft):
         check_same_vocabulary(folder, draft_folder)
     draft_options = replace(options, device=draft_device or device)
-    exported = manifest.draft if draft is True and manifest else None
-    return LanguageModel(folder, target, _load_ir(draft_folder, draft_options, exported, compact_at), lookahead)
+    probe = manifest.draft.probe if draft is True and manifest and manifest.draft else None
+    loaded = _load_ir(draft_folder, draft_options, engine, probe, compact_at, tune)
+    return LanguageModel(folder, target, loaded, lookahead)
 
 
-def _load_ir(folder: Path, options: DeviceOptions, exported: ExportedModel | None, compact_at: int) -> LoadedIR:
-    ir = compile_ir(folder, options)
-    return LoadedIR(ir, find_probe(ir, options.cache_folder, exported and exported.probe).rollback, compact_at)
+def _load_ir(
+    folder: Path, options: DeviceOptions, engine: EngineChoice, probe: Probe | None, compact_at: int, tune: bool
+) -> LoadedIR:
+    profile = tune_if_new(folder, options, lambda text: print(text, file=sys.stderr, flush=True)) if tune else None
+    return load_with(profile, folder, options, engine, probe, compact_at)

@@ -37,11 +37,11 @@ class Probe:
     seconds: float
 
 
-def setting_of(ir: CompiledIR) -> str:
+def setting_of(device: str, properties: dict[str, str]) -> str:
     """The device, what of its properties may change a rollback, and OpenVINO's version."""
-    ours = {name: value for name, value in ir.properties.items() if name.endswith(("PRECISION", "PRECISION_HINT"))}
+    ours = {name: value for name, value in properties.items() if name.endswith(("PRECISION", "PRECISION_HINT"))}
     version = ov.get_version().split("-")[0]
-    return " ".join([ir.device, *(f"{name}={value}" for name, value in sorted(ours.items())), f"OpenVINO {version}"])
+    return " ".join([device, *(f"{name}={value}" for name, value in sorted(ours.items())), f"OpenVINO {version}"])
 
 
 def probe_rollback(ir: CompiledIR) -> Probe:
@@ -65,7 +65,7 @@ def probe_rollback(ir: CompiledIR) -> Probe:
             if bound == 0:
                 continue
             rollback = replace(rollback, mask_until=bound)
-        return Probe(rollback, setting_of(ir), time.perf_counter() - began)
+        return Probe(rollback, setting_of(ir.device, ir.properties), time.perf_counter() - began)
     raise OvspecError(f"{ir.folder}: tokens cannot be taken back from its cache, neither by mask nor by cutting it.")
 
 
@@ -220,7 +220,7 @@ def masks_of(request: ov.InferRequest, axes: dict[str, State], alive: np.ndarray
 
 def find_probe(ir: CompiledIR, cache_dir: Path | None, exported: Probe | None) -> Probe:
     """The export's probe if it was made in this setting, else what an earlier run found, else a new one."""
-    if exported and exported.setting == setting_of(ir):
+    if exported and exported.setting == setting_of(ir.device, ir.properties):
         return exported
     probe = known_probe(ir, cache_dir)
     if probe is None:
@@ -231,8 +231,9 @@ def find_probe(ir: CompiledIR, cache_dir: Path | None, exported: Probe | None) -
 
 def known_probe(ir: CompiledIR, cache_dir: Path | None) -> Probe | None:
     """What an earlier run found for this model, device and precision."""
+    file = probe_file(ir, cache_dir)
     try:
-        data = read_json(probe_file(ir, cache_dir)) if cache_dir else {}
+        data = read_json(file) if file else {}
         return Probe(Rollback(**data["rollback"]), data["setting"], data["seconds"]) if data else None
     except (KeyError, TypeError, OvspecError):  # damaged, or of another version of ovspec
         return None
@@ -240,13 +241,20 @@ def known_probe(ir: CompiledIR, cache_dir: Path | None) -> Probe | None:
 
 def remember_probe(ir: CompiledIR, cache_dir: Path | None, probe: Probe) -> None:
     """Keep it beside the compiled models; a cache that can't be written is no error."""
-    if cache_dir:
+    if file := probe_file(ir, cache_dir):
         with contextlib.suppress(OSError):
-            write_atomically(probe_file(ir, cache_dir), json.dumps(asdict(probe)))
+            write_atomically(file, json.dumps(asdict(probe)))
 
 
-def probe_file(ir: CompiledIR, cache_dir: Path) -> Path:
-    files = [ir.folder / MODEL_FILE, (ir.folder / MODEL_FILE).with_suffix(".bin")]
-    identity = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-    key = repr((identity, ir.attention_window, ir.context_length, setting_of(ir), __version__))
-    return cache_dir / "probes" / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"
+def probe_file(ir: CompiledIR, cache_dir: Path | None) -> Path | None:
+    return memory_file("probes", ir.folder, setting_of(ir.device, ir.properties), cache_dir)
+
+
+def memory_file(kind: str, folder: Path, setting: str, cache_dir: Path | None) -> Path | None:
+    """Where what was found about the model in ``folder`` in one ``setting`` is kept; None without a cache."""
+    if not cache_dir:
+        return None
+    files = [folder / MODEL_FILE, (folder / MODEL_FILE).with_suffix(".bin"), folder / "config.json"]
+    identity = [(str(f.resolve()), f.stat().st_size, f.stat().st_mtime_ns) for f in files if f.is_file()]
+    key = repr((identity, setting, __version__))
+    return cache_dir / kind / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"

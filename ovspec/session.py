@@ -10,7 +10,7 @@ from ovspec.generate import Piece, Result, Row, generate_rows
 from ovspec.sequence import Sequence
 
 if TYPE_CHECKING:
-    from ovspec.model import Engine, GenerateOptions, LanguageModel, Prompt
+    from ovspec.model import Decoders, GenerateOptions, LanguageModel, Prompt
 
 
 class TextStream:
@@ -45,12 +45,12 @@ class Session:
     has not ended is cancelled when the session is used for something else.
     """
 
-    def __init__(self, model: LanguageModel, engine: Engine) -> None:
+    def __init__(self, model: LanguageModel, decoders: Decoders) -> None:
         self.sequence = Sequence()
         self._model = model
-        self._engine: Engine | None = engine
+        self._decoders: Decoders | None = decoders
         self._stream: TextStream | None = None
-        engine.reset(1)
+        decoders.reset(1)
 
     @property
     def text(self) -> str:
@@ -65,14 +65,14 @@ class Session:
     def stream(self, **options: Unpack[GenerateOptions]) -> TextStream:
         """As ``LanguageModel.stream``, going on from this session's text."""
         self._cancel_stream()
-        if not self._engine:
+        if not self._decoders:
             raise OvspecError("This session is closed; make a new one with session().")
-        engine, lookahead = self._engine, self._model.lookahead_of(options)
-        row = self._model.row(self.sequence, options, held=len(engine.target.rows[0]))
+        decoders, lookahead = self._decoders, self._model.lookahead_of(options)
+        row = self._model.row(self.sequence, options, held=len(decoders.target.rows[0]))
 
         def pieces() -> Generator[Piece]:
-            drafter = engine.drafter if lookahead else None
-            for round_pieces in generate_rows(engine.target, drafter, [row], lookahead):
+            drafter = decoders.drafter if lookahead else None
+            for round_pieces in generate_rows(decoders.target, drafter, [row], lookahead):
                 for _, piece in round_pieces:
                     if piece.finish_reason == "stop":
                         self._end_with_the_text(row)
@@ -88,9 +88,9 @@ class Session:
     def close(self) -> None:
         """Hand the decoders back to the model; the session can't generate any more."""
         self._cancel_stream()
-        if self._engine:
-            self._model.release(self._engine)
-            self._engine = None
+        if self._decoders:
+            self._model.release(self._decoders)
+            self._decoders = None
 
     def _cancel_stream(self) -> None:
         if self._stream:

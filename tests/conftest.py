@@ -14,12 +14,15 @@ import numpy as np
 import pytest
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ["OVSPEC_TUNE"] = "0"  # what is fastest must not change what is tested
 
 import ovspec
 from ovspec.decoder import StatefulDecoder
 from ovspec.device import DeviceOptions
+from ovspec.engine import compile_paged
 from ovspec.ir import CompiledIR, compile_ir
 from ovspec.kv import Rollback
+from ovspec.paged import PagedDecoder
 
 ROOT = Path(__file__).resolve().parent.parent
 CHECKPOINTS = ROOT / "models" / "demo-hf"
@@ -57,13 +60,16 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def load(pair: Path, cache_dir: Path) -> Callable[..., ovspec.LanguageModel]:
     """``ovspec.load`` of the f32 pair, in f32; one model per set of options.
 
-    ``rollback`` is used instead of the probed one: what the pair needs only to be masked can also be cut.
+    ``rollback`` takes the stateful engine, with that instead of the probed one: what the pair needs only to be
+    masked can also be cut.
     """
 
     @functools.cache
     def load(
         draft: bool = False, rollback: Literal["mask", "trim"] | None = None, **options: Any
     ) -> ovspec.LanguageModel:
+        if rollback:
+            options["engine"] = "stateful"
         lm = ovspec.load(pair, draft, precision="f32", cache_dir=cache_dir, **options)
         for loaded in filter(None, (lm._target, lm._draft)):
             loaded.rollback = Rollback(rollback) if rollback else loaded.rollback
@@ -83,6 +89,16 @@ def make_decoder(target_ir: CompiledIR) -> Callable[..., StatefulDecoder]:
         return StatefulDecoder(target_ir, Rollback(rollback), compact_at=compact_at)
 
     return make_decoder
+
+
+@pytest.fixture(scope="session")
+def make_paged(pair: Path, cache_dir: Path) -> Callable[..., PagedDecoder]:
+    ir = compile_paged(pair, DeviceOptions(precision="f32", cache_dir=cache_dir))
+
+    def make_paged(**options: Any) -> PagedDecoder:
+        return PagedDecoder(ir, **options)
+
+    return make_paged
 
 
 class Reference:

@@ -18,6 +18,7 @@ from ovspec.decoder import RowByRow, StatefulDecoder, catch_up
 from ovspec.device import EXACT_KV_PRECISIONS, DeviceOptions, compile_properties
 from ovspec.ir import compile_ir
 from ovspec.kv import Rollback
+from ovspec.paged import PagedDecoder
 from ovspec.probing import probe_rollback
 from ovspec.sequence import Sequence
 
@@ -34,44 +35,63 @@ OPERATIONS = st.lists(
 )
 
 
-@pytest.mark.parametrize(("rollback", "compact_at"), [("mask", 256), ("mask", 3), ("trim", 256)])
+@pytest.mark.parametrize(
+    "decoders",
+    [
+        [{"rollback": "mask"}],
+        [{"rollback": "mask", "compact_at": 3}],
+        [{"rollback": "trim"}],
+        [{}, {"rollback": "mask"}],
+        [{"prefill_chunk": 2}],
+    ],
+    ids=["mask", "mask-compacted", "trim", "paged-and-mask", "paged-in-chunks"],
+)
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(rows=st.integers(1, 3), operations=OPERATIONS)
 def test_random_use_gives_the_logits_of_a_fresh_run(
     make_decoder: Callable[..., StatefulDecoder],
+    make_paged: Callable[..., PagedDecoder],
     reference: Reference,
-    rollback: str,
-    compact_at: int,
+    decoders: list[dict[str, Any]],
     rows: int,
     operations: list[tuple[str, Any]],
 ) -> None:
-    decoder = make_decoder(rollback, compact_at)
-    decoder.reset(rows)
+    driven = [make_decoder(**options) if "rollback" in options else make_paged(**options) for options in decoders]
+    for decoder in driven:
+        decoder.reset(rows)
     held: list[list[int]] = [[] for _ in range(rows)]
     for kind, argument in operations:
         if kind == "feed":
             new = [tokens or ([7] if not held[row] else []) for row, tokens in enumerate(argument[: len(held)])]
             if not any(new):
                 continue
-            logits = decoder.feed([np.array(tokens, dtype=np.int64) for tokens in new], [len(t) for t in new])
+            # Half of the rows want all logits, the others the last: a prompt's other logits are never read.
+            wanted = [len(tokens) if row % 2 else min(len(tokens), 1) for row, tokens in enumerate(new)]
+            seen = [decoder.feed([np.array(t, dtype=np.int64) for t in new], wanted) for decoder in driven]
             for row, tokens in enumerate(new):
                 held[row] += tokens
-                assert logits[row].shape[0] == len(tokens)
+                assert all(logits[row].shape[0] == wanted[row] for logits in seen)
                 if tokens:
-                    expected = reference.logits(held[row])[-len(tokens) :]
-                    np.testing.assert_allclose(logits[row], expected, atol=2e-3)
+                    expected = reference.logits(held[row])[-wanted[row] :]
+                    np.testing.assert_allclose(seen[0][row], expected, atol=2e-3)
+                    np.testing.assert_allclose(seen[-1][row], seen[0][row], atol=1e-3)
         elif kind == "truncate":
             row = argument[0] % len(held)
             length = max(0, len(held[row]) - argument[1])
-            decoder.truncate(row, length)
+            for decoder in driven:
+                decoder.truncate(row, length)
             held[row] = held[row][:length]
         elif kind == "reorder":
             picks = [pick % len(held) for pick in argument]
-            decoder.reorder(picks)
+            for decoder in driven:
+                decoder.reorder(picks)
             held = [list(held[pick]) for pick in picks]
         else:
-            decoder.compact()
-        assert [row.tokens.tolist() for row in decoder.rows] == held
+            for decoder in driven:
+                if isinstance(decoder, StatefulDecoder):
+                    decoder.compact()
+        for decoder in driven:
+            assert [row.tokens.tolist() for row in decoder.rows] == held
 
 
 def test_catch_up_follows_an_edited_sequence(

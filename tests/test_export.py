@@ -170,7 +170,7 @@ def test_a_folder_made_by_plain_optimum_cli_works(
     result = lm.generate(PROMPTS[0], max_tokens=24)
     assert result.token_ids == load().generate(PROMPTS[0], max_tokens=24).token_ids
     assert result.stats.accepted > 0
-    assert result.stats.rollback == "mask"
+    assert result.stats.rollback == "blocks"
 
 
 def other_vocabulary(tmp_path: Path) -> Path:

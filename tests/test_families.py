@@ -107,24 +107,34 @@ def prompts() -> list[list[int]]:
 def check(name: str, folder: Path, cache_dir: Path, expected: list[list[int]], rollback: str, note: str = "") -> None:
     """Plain, speculative and batched decoding of the IR in ``folder`` give ``expected``."""
     assert all(len(set(tokens)) > 8 for tokens in expected), "a text that repeats itself shows nothing"
-    lm = ovspec.load(folder, folder, precision="f32", cache_dir=cache_dir)
-    engine = lm._engine()
-    assert engine.drafter
-    engine.drafter = Mistaken(engine.drafter)
-    lm.release(engine)
-    plain = [lm.generate(ids, max_tokens=TOKENS, ignore_eos=True, lookahead=0) for ids in prompts()]
-    assert [result.token_ids for result in plain] == expected
-    for lookahead in (1, 2, 4, 7):
-        before = engine.target.inferences
-        result = lm.generate(prompts()[0], max_tokens=TOKENS, ignore_eos=True, lookahead=lookahead)
-        assert result.token_ids == expected[0]
-        assert result.stats.rollback == rollback
-        assert 0 < result.stats.accepted < result.stats.proposed
-        assert engine.target.inferences - before == result.stats.rounds < TOKENS
-        together = lm.generate(prompts(), max_tokens=TOKENS, ignore_eos=True, lookahead=lookahead)
-        assert [row.token_ids for row in together] == expected
+    for engine in ("stateful", "auto"):
+        lm = ovspec.load(folder, folder, engine=engine, precision="f32", cache_dir=cache_dir)
+        paged = lm._target.engine == "paged"
+        decoders = lm._decoders()
+        assert decoders.drafter
+        decoders.drafter = Mistaken(decoders.drafter)
+        lm.release(decoders)
+        plain = [lm.generate(ids, max_tokens=TOKENS, ignore_eos=True, lookahead=0) for ids in prompts()]
+        assert [result.token_ids for result in plain] == expected
+        for lookahead in (1, 2, 4, 7):
+            before = decoders.target.inferences
+            result = lm.generate(prompts()[0], max_tokens=TOKENS, ignore_eos=True, lookahead=lookahead)
+            assert result.token_ids == expected[0]
+            assert result.stats.rollback == ("blocks" if paged else rollback)
+            assert 0 < result.stats.accepted < result.stats.proposed
+            assert decoders.target.inferences - before == result.stats.rounds < TOKENS
+            together = lm.generate(prompts(), max_tokens=TOKENS, ignore_eos=True, lookahead=lookahead)
+            assert [row.token_ids for row in together] == expected
     has_positions = "yes" if "position_ids" in lm._target.ir.inputs else "no"
-    FOUND[name] = [name + f" ({note})" * bool(note), rollback, has_positions, "yes", "yes", "yes"]
+    FOUND[name] = [
+        name + f" ({note})" * bool(note),
+        rollback,
+        has_positions,
+        "yes",
+        "yes",
+        "yes",
+        "yes" if paged else "no",
+    ]
 
 
 def export(family: Family, folder: Path, spread_of_padding: float | None = None) -> Any:
@@ -182,7 +192,7 @@ def test_the_table_in_the_docs_is_current(request: pytest.FixtureRequest) -> Non
     found = {name: f"| {' | '.join(cells)} |" for name, cells in FOUND.items()}
     if request.config.getoption("--update-docs"):
         head = text[: text.index("\n|---")].rsplit("\n", 1)[0]
-        titles = ["family", "rollback", "`position_ids`", "plain", "speculative", "batch of 3"]
+        titles = ["family", "rollback", "`position_ids`", "plain", "speculative", "batch of 3", "paged"]
         rows |= found
         order = [rows[name] for name in (*FAMILIES, *HYBRIDS) if name in rows]
         table = ["| " + " | ".join(titles) + " |", "|---" * len(titles) + "|", *order]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import threading
@@ -20,6 +21,12 @@ from ovspec.generate import StopStrings
 from ovspec.model import LanguageModel
 
 Load = Callable[..., LanguageModel]
+
+
+@pytest.fixture(scope="module", params=["stateful", "paged"])
+def load(load: Load, request: pytest.FixtureRequest) -> Load:
+    """Everything here is the same with either engine."""
+    return functools.partial(load, engine=request.param)
 
 
 @given(st.text("ab\n", max_size=30), st.lists(st.text("ab\n", min_size=1, max_size=4), max_size=3), st.data())
@@ -204,9 +211,9 @@ def test_a_failed_inference_is_fed_again(load: Load, monkeypatch: pytest.MonkeyP
     with lm.session() as session:
         session.append(PROMPTS[0])
         done = session.generate(max_tokens=10, ignore_eos=True).token_ids
-        assert session._engine
-        target = session._engine.target
-        working = target._request  # type: ignore[attr-defined]
+        assert session._decoders
+        target = session._decoders.target
+        working = target._request.raw  # type: ignore[attr-defined]
 
         class Broken:
             def __getattr__(self, name: str) -> object:
@@ -216,7 +223,7 @@ def test_a_failed_inference_is_fed_again(load: Load, monkeypatch: pytest.MonkeyP
                 working.wait()
                 raise RuntimeError("Check 'memory' failed at x.cpp:1:\nOut of memory\n")
 
-        monkeypatch.setattr(target, "_request", Broken())
+        monkeypatch.setattr(target._request, "raw", Broken())  # type: ignore[attr-defined]
         with pytest.raises(ovspec.OvspecError, match=r"the inference failed .*Out of memory"):
             session.generate(max_tokens=5, ignore_eos=True)
         monkeypatch.undo()

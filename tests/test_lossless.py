@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,14 +14,16 @@ from ovspec.drafting import Proposal
 from ovspec.sequence import Sequence
 
 TOKENS = 32
+ENGINES = ("stateful", "paged")
 # Every prompt, three at a time, lengths mixed.
 BATCHES = [PROMPTS[i : i + 3] for i in (*range(0, 18, 3), 17)]
-# How the cache is rolled back, and after how many dead slots it is compacted.
+# The engine; the stateful one also by how its cache is rolled back, and after how many dead slots it is compacted.
 CACHES = {
     "mask": {"rollback": "mask"},
     "mask-compacted": {"rollback": "mask", "compact_at": 2},
     "trim": {"rollback": "trim"},
     "trim-compacted": {"rollback": "trim", "compact_at": 2},
+    "paged": {"engine": "paged"},
 }
 
 
@@ -39,8 +42,11 @@ def check_speculation(results: list[ovspec.Result], lookahead: int) -> None:
         assert result.stats.rounds <= result.stats.generated_tokens <= result.stats.rounds + result.stats.accepted
 
 
-def test_plain_equals_hugging_face(load: Callable[..., ovspec.LanguageModel], expected: dict[str, list[int]]) -> None:
-    lm = load()
+@pytest.mark.parametrize("engine", ENGINES)
+def test_plain_equals_hugging_face(
+    load: Callable[..., ovspec.LanguageModel], expected: dict[str, list[int]], engine: str
+) -> None:
+    lm = load(engine=engine)
     for prompt in PROMPTS:
         result = lm.generate(prompt, max_tokens=TOKENS)
         assert result.token_ids == expected[prompt]
@@ -48,11 +54,12 @@ def test_plain_equals_hugging_face(load: Callable[..., ovspec.LanguageModel], ex
         assert result.stats.rounds == len(result.token_ids)
 
 
+@pytest.mark.parametrize("engine", ENGINES)
 def test_plain_batches_equal_hugging_face(
-    load: Callable[..., ovspec.LanguageModel], expected: dict[str, list[int]]
+    load: Callable[..., ovspec.LanguageModel], expected: dict[str, list[int]], engine: str
 ) -> None:
     for batch in BATCHES:
-        for prompt, result in zip(batch, load().generate(batch, max_tokens=TOKENS), strict=True):
+        for prompt, result in zip(batch, load(engine=engine).generate(batch, max_tokens=TOKENS), strict=True):
             assert result.token_ids == expected[prompt]
 
 
@@ -66,7 +73,8 @@ def test_speculative_equals_hugging_face(
     for prompt in PROMPTS:
         result = lm.generate(prompt, max_tokens=TOKENS, lookahead=lookahead)
         assert result.token_ids == expected[prompt]
-        assert result.stats.rollback == CACHES[cache]["rollback"]
+        assert result.stats.engine == ("paged" if cache == "paged" else "stateful")
+        assert result.stats.rollback == CACHES[cache].get("rollback", "blocks")
         results.append(result)
     check_speculation(results, lookahead)
 
@@ -85,15 +93,16 @@ def test_speculative_batches_equal_hugging_face(
     check_speculation(results, lookahead)
 
 
-def test_one_target_inference_a_round(load: Callable[..., ovspec.LanguageModel]) -> None:
-    lm = load(draft=True)
+@pytest.mark.parametrize("engine", ENGINES)
+def test_one_target_inference_a_round(load: Callable[..., ovspec.LanguageModel], engine: str) -> None:
+    lm = load(draft=True, engine=engine)
     with lm.session() as session:
         session.append(PROMPTS[0])
-        engine = session._engine
-        assert engine
-        before = engine.target.inferences
+        decoders = session._decoders
+        assert decoders
+        before = decoders.target.inferences
         result = session.generate(max_tokens=40)
-        assert engine.target.inferences - before == result.stats.rounds < 40
+        assert decoders.target.inferences - before == result.stats.rounds < 40
 
 
 class Guessing:
@@ -113,23 +122,29 @@ class Guessing:
     def reorder(self, rows: list[int]) -> None: ...
 
 
-def test_useless_proposals_pile_up_and_are_compacted(
-    load: Callable[..., ovspec.LanguageModel], reference: Reference
+@pytest.mark.parametrize("engine", ENGINES)
+def test_useless_proposals_pile_up_and_are_cleared_away(
+    load: Callable[..., ovspec.LanguageModel], reference: Reference, engine: str
 ) -> None:
     """Enough rejections to reach the default threshold, past the window the pair was mostly trained on."""
-    lm = load(draft=True)
-    session = lm.session()  # never closed: its engine must not go back to the model
+    lm = load(draft=True, engine=engine)
+    session = lm.session()  # never closed: its decoders must not go back to the model
     session.append(PROMPTS[4])
-    assert session._engine
-    session._engine.drafter = Guessing()
+    assert session._decoders
+    session._decoders.drafter = Guessing()
     result = session.generate(max_tokens=200, ignore_eos=True, lookahead=8)
-    assert session._engine.target.compactions > 0  # type: ignore[attr-defined]
+    target: Any = session._decoders.target
+    if engine == "stateful":
+        assert target.compactions > 0
+    else:
+        assert target.blocks_used == -(-len(target.rows[0]) // target._block_size), "rejected tokens hold no block"
     assert result.stats.accepted < 10
     assert result.token_ids == reference.generate(PROMPTS[4], 200, ignore_eos=True)
 
 
-def test_rows_that_end_early_leave_the_batch(load: Callable[..., ovspec.LanguageModel]) -> None:
-    lm = load(draft=True)
+@pytest.mark.parametrize("engine", ENGINES)
+def test_rows_that_end_early_leave_the_batch(load: Callable[..., ovspec.LanguageModel], engine: str) -> None:
+    lm = load(draft=True, engine=engine)
     singles = [lm.generate(prompt, max_tokens=60, stop=["\n", "return"]) for prompt in PROMPTS[:6]]
     together = lm.generate(PROMPTS[:6], max_tokens=60, stop=["\n", "return"])
     assert len({result.stats.rounds for result in together}) > 1

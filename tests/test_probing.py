@@ -85,27 +85,27 @@ def test_remembered_by_model_and_setting(tmp_path: Path, monkeypatch: pytest.Mon
     probed = []
 
     def counting(ir: CompiledIR) -> ovspec.probing.Probe:
-        probed.append(ovspec.probing.setting_of(ir))
+        probed.append(ovspec.probing.setting_of(ir.device, ir.properties))
         return probe_rollback(ir)
 
     monkeypatch.setattr(ovspec.probing, "probe_rollback", counting)
     for _ in range(2):
-        ovspec.load(folder, precision="f32", cache_dir=cache)
+        ovspec.load(folder, precision="f32", engine="stateful", cache_dir=cache)
     assert len(probed) == 1
-    ovspec.load(folder, precision="bf16", cache_dir=cache)
-    ovspec.load(folder, precision="f32", kv_precision="u8", cache_dir=cache)
+    ovspec.load(folder, precision="bf16", engine="stateful", cache_dir=cache)
+    ovspec.load(folder, precision="f32", kv_precision="u8", engine="stateful", cache_dir=cache)
     assert len(set(probed)) == 3
     # A damaged memory is none.
     for file in (cache / "probes").iterdir():
         file.write_text('{"rollback": 1}', encoding="utf-8")
-    ovspec.load(folder, precision="f32", cache_dir=cache)
+    ovspec.load(folder, precision="f32", engine="stateful", cache_dir=cache)
     assert len(probed) == 4
     # Other weights are another model; what the export probed need not be probed again.
     shutil.copy(DEMO / "draft" / "openvino_model.xml", folder)
     shutil.copy(DEMO / "draft" / "openvino_model.bin", folder)
-    ovspec.load(folder, precision="f32", cache_dir=cache)
+    ovspec.load(folder, precision="f32", engine="stateful", cache_dir=cache)
     assert len(probed) == 5
-    ovspec.load(DEMO, precision="f32", cache_dir=cache)
+    ovspec.load(DEMO, precision="f32", engine="stateful", cache_dir=cache)
     assert len(probed) == 5
 
 
@@ -125,7 +125,7 @@ def test_snapshots_are_where_they_are_needed(tmp_path: Path, monkeypatch: pytest
 
     folder = hybrid.export(hybrid.Hybrid(4096, "mask"), tmp_path / "ir", DEMO)
     lm = ovspec.load(folder, folder, precision="f32", cache_dir=tmp_path / "cache")
-    engine = lm._engine()
+    engine = lm._decoders()
     draft = engine.drafter.decoder._decoders[0]  # type: ignore[union-attr]
     engine.drafter = Mistaken(engine.drafter)  # type: ignore[arg-type]
     lm.release(engine)

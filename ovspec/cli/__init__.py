@@ -14,6 +14,7 @@ from ovspec.cli.export import export
 from ovspec.cli.generate import generate
 from ovspec.cli.inspect import inspect
 from ovspec.cli.perplexity import perplexity
+from ovspec.cli.tune import tune
 from ovspec.errors import OvspecError
 
 
@@ -34,6 +35,7 @@ cli.add_command(export)
 cli.add_command(devices)
 cli.add_command(inspect)
 cli.add_command(perplexity)
+cli.add_command(tune)
 
 
 def main() -> None:

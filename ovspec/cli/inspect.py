@@ -36,11 +36,12 @@ def inspect(folder: Path | None, verify: bool, as_json: bool, **runtime: Any) ->
     draft_device = runtime.pop("draft_device")
     if draft_device:
         raise click.UsageError("--draft-device is not used here; inspect the draft's folder with --device.")
-    cache_dir = runtime.pop("cache_dir")
+    cache_dir, engine = runtime.pop("cache_dir"), runtime.pop("engine")
+    tuned = runtime.pop("tune") is not False
     options = DeviceOptions(**runtime, cache_dir=Path(cache_dir) if cache_dir else None)
     if verify and not (folder / "ovspec.json").is_file():
         raise OvspecError(f"{folder}: --verify needs the manifest of 'ovspec export', which is not there.")
-    found = inspection.inspect(folder, options, verify)
+    found = inspection.inspect(folder, options, engine, tuned, verify)
     if as_json:
         click.echo(json.dumps({name: asdict(model) for name, model in found.items()}, ensure_ascii=False))
         return

@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 PRECISIONS = ("f32", "bf16", "f16")
+ENGINES = ("auto", "stateful", "paged")  # as engine.ENGINES, which would import openvino
 KV_PRECISIONS = ("f32", "bf16", "f16", "u8")
 
 
@@ -32,6 +33,14 @@ def runtime_options(command: Callable[..., Any]) -> Callable[..., Any]:
             type=click.Choice(KV_PRECISIONS),
             help="KV cache.  [default: as the arithmetic on the CPU]",
         ),
+        click.option(
+            "--engine",
+            type=click.Choice(ENGINES),
+            default="auto",
+            show_default=True,
+            help="What drives the model: OpenVINO's own KV cache (stateful), or ours in blocks (paged), "
+            "which auto takes where it gives the same logits.",
+        ),
         click.option("--threads", type=click.IntRange(min=1), help="CPU threads.  [default: OpenVINO's choice]"),
         click.option(
             "--property",
@@ -40,6 +49,14 @@ def runtime_options(command: Callable[..., Any]) -> Callable[..., Any]:
             metavar="KEY=VALUE",
             callback=parse_properties,
             help="OpenVINO property for the target and the draft; wins over the options above; may be repeated.",
+        ),
+        click.option(
+            "--no-tune",
+            "tune",
+            flag_value=False,
+            type=bool,
+            default=None,
+            help="Take OpenVINO's own settings, not those that 'ovspec tune' or the first load found fastest here.",
         ),
         click.option(
             "--cache-dir", type=click.Path(file_okay=False), help="Compiled models.  [default: the user's cache]"

@@ -119,8 +119,10 @@ def summary(result: Result) -> str:
         parts.append(f"{stats.generated_tokens / stats.rounds:.2f} tokens a round")
     parts.append(
         f"target {stats.target_ms:.0f} ms, draft {stats.draft_ms:.0f} ms, other {stats.other_ms:.0f} ms on "
-        f"{stats.device}, rollback {stats.rollback}"
+        f"{stats.device}"
     )
+    parts.append(f"engine {stats.engine} ({stats.engine_reason}), rollback {stats.rollback}")
+    parts.append(f"profile: {stats.profile or 'none'}")
     return "; ".join(parts)
 
 

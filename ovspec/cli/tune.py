@@ -1,0 +1,110 @@
+"""ovspec tune"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from ovspec.profile import Goal, Measurement, Profile
+
+GOALS = ("decode", "prefill", "balanced", "accuracy")  # as profile.GOALS, which would import openvino
+
+
+@click.command()
+@click.argument("folder", required=False, type=click.Path(path_type=Path), metavar="[DIR]")
+@click.option(
+    "--for",
+    "goal",
+    type=click.Choice(GOALS),
+    default="balanced",
+    show_default=True,
+    help="Least time for a token, for the prompt, or for both; or the fastest that rounds as little as f32.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@click.option("--cache-dir", type=click.Path(file_okay=False), help="Where profiles are kept.  [default: as generate]")
+def tune(folder: Path | None, goal: Goal, as_json: bool, cache_dir: str | None) -> None:
+    """Measure which settings are fastest for the model in DIR on this machine, and use them from now on.
+
+    Tries precisions, dynamic quantisation, KV caches, threads and both engines, on the target and on the draft
+    beside it. Only settings that move the output no more than OpenVINO's own default are chosen. Models of the
+    same shape and weight format share a profile. Use an idle machine.
+
+    \b
+    Examples:
+      ovspec tune my-pair
+      ovspec tune my-pair --for decode
+    """
+    from ovspec.device import DeviceOptions
+    from ovspec.ir import MODEL_FILE, check_ir_folder
+    from ovspec.manifest import DRAFT_FOLDER, restore_backup
+    from ovspec.model import embedded_pair
+    from ovspec.profile import keep_profile
+    from ovspec.tuning import tune as measure
+
+    folder = folder or embedded_pair()
+    restore_backup(folder)
+    check_ir_folder(folder)
+    options = DeviceOptions(cache_dir=Path(cache_dir) if cache_dir else None)
+    found: dict[str, Any] = {}
+    for name, part in (("target", folder), ("draft", folder / DRAFT_FOLDER)):
+        if not (part / MODEL_FILE).is_file():
+            continue
+        progress: Any = click.progressbar(
+            length=1000, label=name, file=sys.stderr, item_show_func=lambda item: str(item or "")
+        )
+        with progress as bar:
+
+            def tell(setting: str, done: float, bar: Any = bar) -> None:
+                bar.update(int(1000 * done) - bar.pos, setting)
+
+            profile = measure(part, options, goal, tell=tell)
+            bar.update(1000 - bar.pos, "")
+        kept = keep_profile(part, options, profile)
+        best = profile.choose(options, "auto")
+        found[name] = asdict(profile) | {"chosen": best and asdict(best), "file": str(kept) if kept else None}
+        if not as_json:
+            click.echo("\n".join(report(name, part, profile)))
+    if as_json:
+        click.echo(json.dumps(found))
+
+
+def report(name: str, folder: Path, profile: Profile) -> list[str]:
+    """What was measured, the chosen setting marked."""
+    from ovspec.device import DeviceOptions
+
+    best = profile.choose(DeviceOptions(), "auto")
+    widths = list(profile.reference.verify_ms)
+    heads = "".join(f"{f'm={width}':>8}" for width in widths)
+    lines = [f"{name}: {folder}, {profile.seconds:.0f} s", f"  {'ms an inference of m tokens':62}{heads}  prefill, ms"]
+    lines[-1] += "      KL   top-1  memory, MB"
+
+    def line(mark: str, text: str, m: Measurement) -> str:
+        times = "".join(f"{m.verify_ms[width]:8.2f}" for width in widths)
+        return f"{mark} {text:62}{times}{m.prefill_ms:13.3f}{m.kl:9.1e}{m.top1:7.1%}{m.memory / 1e6:10.0f}"
+
+    lines.append(line(" ", "OpenVINO's own default", profile.reference))
+    lines += [line("*" if m is best else " ", str(m.setting), m) for m in profile.measurements]
+    if best:
+        lines.append(
+            f"chosen for {profile.goal}: {best.setting}; a token takes "
+            f"{best.verify_ms[1] / profile.reference.verify_ms[1]:.2f}x, a prompt "
+            f"{best.prefill_ms / profile.reference.prefill_ms:.2f}x of the default's time"
+        )
+    if profile.split:
+        split = profile.split
+        lines.append(
+            f"tried, not used: reading prompts with {split.setting} saves {split.saved_ms:.3f} ms a token, carrying "
+            f"{profile.tokens} tokens over takes {split.carry_ms:.1f} ms, and the second copy of the weights "
+            f"{split.memory / 1e6:.0f} MB (KL {split.kl:.1e})"
+        )
+    elif best:
+        lines.append(
+            "no setting that may be chosen reads prompts clearly faster, so one copy of the weights does for both"
+        )
+    return lines

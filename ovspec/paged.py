@@ -1,0 +1,261 @@
+"""The decoder that keeps its KV cache in blocks of its own, on the same IR after OpenVINO's paged-attention rewrite.
+
+Tokens of all rows lie behind one another, without padding; each inference is told how much of each row's blocks
+counts, so rolling back is passing a smaller length. Attention over a long cache costs hardly more for several
+new tokens than for one, which the stateful path can't (docs/benchmarks.md).
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+
+import numpy as np
+import openvino as ov
+from openvino import opset13 as ops
+
+from ovspec.blocks import Blocks
+from ovspec.decoder import by_row, places_of
+from ovspec.device import core
+from ovspec.errors import OvspecError
+from ovspec.ir import CompiledIR, last_line
+from ovspec.kv import Rollback
+from ovspec.request import Request
+from ovspec.sequence import Sequence
+from ovspec.vocabulary import ALL_IDS, KnownIds
+
+# Tokens of a prompt that are fed in one inference: bounds the memory of activations at no cost in time.
+PREFILL_CHUNK = 1024
+FIRST_BLOCKS = 8
+INPUTS = (
+    "input_ids",
+    "position_ids",
+    "past_lens",
+    "subsequence_begins",
+    "block_indices",
+    "block_indices_begins",
+    "max_context_len",
+    "logits_idx",
+)
+CACHE = re.compile(r"(key|value)_cache\.\d+")
+# The sliding window's place among the inputs of the attention operation; 0 stands for none.
+SLIDING_WINDOW = 10
+
+
+class NotPaged(OvspecError):
+    """A model, device or OpenVINO for which there is no paged decoder; says why."""
+
+
+def to_paged(model: ov.Model) -> None:
+    """Rewrite a stateful model, in place.
+
+    Raises:
+        NotPaged: OpenVINO can't, or something is left that the decoder doesn't know.
+    """
+    try:
+        # Private to OpenVINO: this is the only place that imports it.
+        from openvino._offline_transformations import paged_attention_transformation
+    except ImportError:
+        raise NotPaged("this OpenVINO has no paged-attention transformation") from None
+    try:
+        paged_attention_transformation(model)
+    except (RuntimeError, TypeError) as error:
+        raise NotPaged(f"OpenVINO's transformation fails ({last_line(error)})") from None
+    if any(op.get_type_name() == "ReadValue" for op in model.get_ops()):
+        raise NotPaged("it has states that are no keys and values")
+    names = {name for port in model.inputs for name in port.names}
+    unknown = sorted(name for name in names if name not in INPUTS and not CACHE.fullmatch(name))
+    if unknown or not {"past_lens", "block_indices", "key_cache.0", "value_cache.0"} <= names:
+        raise NotPaged(f"OpenVINO's transformation leaves {', '.join(unknown) or 'no key cache'}")
+
+
+def attention_windows(model: ov.Model) -> set[int | None]:
+    """The sliding windows of a rewritten model's layers, in slots; None for a layer that sees everything.
+
+    Raises:
+        NotPaged: they are not constants.
+    """
+    layers = [op for op in model.get_ops() if op.get_type_name() == "PagedAttentionExtension"]
+    try:
+        computed = ov.Model([ops.result(op.input_value(SLIDING_WINDOW)) for op in layers], [])  # type: ignore[misc]
+        windows = core().compile_model(computed, "CPU")([])
+    except (RuntimeError, LookupError) as error:
+        raise NotPaged(f"its attention windows cannot be told ({last_line(error)})") from None
+    return {int(window.item()) or None for window in windows.values()}
+
+
+class PagedDecoder:
+    """See ``Decoder``. Rows that were forked share blocks until one of them is fed.
+
+    Args:
+        ir: compiled with the rewrite ``to_paged``.
+        vocabulary: the ids that may be chosen.
+        prefill_chunk: tokens of a row fed in one inference at most, where their logits are not wanted.
+    """
+
+    rollback = Rollback("blocks")
+
+    def __init__(self, ir: CompiledIR, vocabulary: KnownIds = ALL_IDS, prefill_chunk: int = PREFILL_CHUNK) -> None:
+        self.context_length = ir.context_length
+        self._ir, self._vocabulary, self._prefill_chunk = ir, vocabulary, prefill_chunk
+        self._request = Request(ir, INPUTS)
+        self._cache = {name: ir.compiled.input(name) for name in ir.inputs if CACHE.fullmatch(name)}
+        self._tensors: dict[str, np.ndarray] = {}  # name -> (blocks, heads, block size, width), raw
+        self._capacity = 0
+        self._block_size = self._cache["value_cache.0"].get_partial_shape()[2].get_length()
+        # A round's arrays are used again, because binding costs.
+        self._kept_tokens: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        self._kept_lengths: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        self._longest = np.zeros((), dtype=np.int32)
+        self.reset(1)
+
+    @property
+    def seconds(self) -> float:
+        return self._request.seconds
+
+    @property
+    def inferences(self) -> int:
+        return self._request.inferences
+
+    @property
+    def blocks_used(self) -> int:
+        """Blocks that hold tokens now; shared ones count once."""
+        return self._blocks.used
+
+    def reset(self, rows: int) -> None:
+        self.rows = [Sequence() for _ in range(rows)]
+        self._blocks = Blocks(rows, self._block_size)
+        self._listed: tuple[list[int], int] | None = None  # rows and version of what block_indices shows
+
+    def feed(self, tokens: list[np.ndarray], wanted: list[int]) -> list[np.ndarray]:
+        counts = [len(new) for new in tokens]
+        places = places_of(tuple(counts), tuple(wanted), packed=True)
+        try:
+            most = max(count - want for count, want in zip(counts, wanted, strict=True))
+            if most > self._prefill_chunk:
+                tokens = self._feed_in_chunks(tokens, wanted)
+                counts = [len(new) for new in tokens]
+                places = places_of(tuple(counts), tuple(wanted), packed=True)
+            logits = self._append(tokens, counts, places)
+        except BaseException as error:
+            self.reset(len(self.rows))  # what the cache holds is unknown; an empty one agrees with any text
+            if isinstance(error, RuntimeError):
+                raise OvspecError(f"{self._ir.device}: the inference failed ({last_line(error)}).") from None
+            raise
+        return by_row(logits, wanted)
+
+    def truncate(self, row: int, length: int) -> None:
+        self.rows[row].rewind(length)
+        self._blocks.truncate(row, length)
+
+    def reorder(self, rows: list[int]) -> None:
+        self.rows = [self.rows[row].copy() for row in rows]
+        self._blocks.reorder(rows)
+
+    def carry_to(self, other: PagedDecoder) -> None:
+        """Give ``other``, of the same model, this decoder's text and cache; the types may be any of f32, f16, bf16.
+
+        Raises:
+            ValueError: one of the caches is of another type.
+        """
+        kinds = {port.get_element_type() for decoder in (self, other) for port in decoder._cache.values()}
+        if not kinds <= {ov.Type.f32, ov.Type.f16, ov.Type.bf16} or self._block_size != other._block_size:
+            raise ValueError("only caches that are not quantised can be carried over")
+        other.rows = [row.copy() for row in self.rows]
+        other._blocks = copy.deepcopy(self._blocks)
+        other._listed = None
+        if other._blocks.needed > other._capacity:
+            other._grow()
+        used = self._blocks.needed
+        for name, array in self._tensors.items():
+            values = to_f32(array[:used], self._cache[name].get_element_type())
+            other._tensors[name][:used] = from_f32(values, other._cache[name].get_element_type())
+
+    def _feed_in_chunks(self, tokens: list[np.ndarray], wanted: list[int]) -> list[np.ndarray]:
+        """Feed all but at most a chunk of each row and what is wanted; returns what is left to feed."""
+        chunk = self._prefill_chunk
+        while max(len(new) - want for new, want in zip(tokens, wanted, strict=True)) > chunk:
+            cuts = [min(chunk, len(new) - max(want, 1)) for new, want in zip(tokens, wanted, strict=True)]
+            cuts = [max(cut, 0) for cut in cuts]
+            self._append([new[:cut] for new, cut in zip(tokens, cuts, strict=True)], cuts, np.zeros(1, dtype=np.int64))
+            tokens = [new[cut:] for new, cut in zip(tokens, cuts, strict=True)]
+        return tokens
+
+    def _append(self, tokens: list[np.ndarray], counts: list[int], places: np.ndarray) -> np.ndarray:
+        fed = [row for row, count in enumerate(counts) if count]
+        ids, positions = self._token_arrays(sum(counts))
+        past, begins = self._length_arrays(len(fed))
+        copies: list[tuple[int, int]] = []
+        end = longest = 0
+        for i, row in enumerate(fed):
+            held, count = len(self.rows[row]), counts[row]
+            copies += self._blocks.extend(row, held, count)
+            start, end = end, end + count
+            ids[start:end] = tokens[row]
+            positions[start:end] = np.arange(held, held + count)
+            past[i], begins[i + 1] = held, end
+            longest = max(longest, held + count)
+            self.rows[row].commit(tokens[row])
+        self._longest[...] = longest
+        if self._blocks.needed > self._capacity:
+            self._grow()
+        for source, target in copies:
+            for array in self._tensors.values():
+                array[target] = array[source]
+        indices, index_begins = self._block_lists(fed)
+        arrays = (ids, positions, past, begins, indices, index_begins, self._longest, places)
+        return self._vocabulary.restrict(self._request.infer(arrays, places))
+
+    def _token_arrays(self, count: int) -> tuple[np.ndarray, np.ndarray]:
+        """Token ids and positions (count,) int64."""
+        if count > 16:
+            return np.empty(count, dtype=np.int64), np.empty(count, dtype=np.int64)
+        if count not in self._kept_tokens:
+            self._kept_tokens[count] = np.empty(count, dtype=np.int64), np.empty(count, dtype=np.int64)
+        return self._kept_tokens[count]
+
+    def _length_arrays(self, rows: int) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens held (rows,) and places where rows begin (rows + 1,), int32."""
+        if rows not in self._kept_lengths:
+            self._kept_lengths[rows] = np.zeros(rows, dtype=np.int32), np.zeros(rows + 1, dtype=np.int32)
+        return self._kept_lengths[rows]
+
+    def _block_lists(self, rows: list[int]) -> tuple[np.ndarray, np.ndarray]:
+        """The blocks of ``rows`` behind one another, and where each row's begin (rows + 1,), int32."""
+        if self._listed != (rows, self._blocks.version):
+            tables = [self._blocks.tables[row] for row in rows]
+            self._indices = np.array([block for table in tables for block in table], dtype=np.int32)
+            self._index_begins = np.cumsum([0, *map(len, tables)], dtype=np.int32)
+            self._listed = rows, self._blocks.version
+        return self._indices, self._index_begins
+
+    def _grow(self) -> None:
+        """Double the tensors, layer by layer. Memory that no block has used is reserved, not taken."""
+        capacity = max(FIRST_BLOCKS, self._capacity)
+        while capacity < self._blocks.needed:
+            capacity *= 2
+        for name, port in self._cache.items():
+            shape = [capacity, *(length.get_length() for length in list(port.get_partial_shape())[1:])]
+            kind = port.get_element_type()
+            # bf16 is no type of numpy; blocks are only ever copied, so their bits will do.
+            array = np.zeros(shape, dtype={1: np.uint8, 2: np.uint16, 4: np.uint32}[kind.size])
+            if name in self._tensors:
+                array[: self._capacity] = self._tensors[name]
+            self._request.raw.set_tensor(port, ov.Tensor(array, ov.Shape(shape), kind))
+            self._tensors[name] = array
+        self._capacity = capacity
+
+
+def to_f32(bits: np.ndarray, kind: ov.Type) -> np.ndarray:
+    """The values of a cache of type ``kind``, which numpy may not know."""
+    if kind == ov.Type.bf16:
+        return (bits.astype(np.uint32) << 16).view(np.float32)
+    return bits.view(np.float16).astype(np.float32) if kind == ov.Type.f16 else bits.view(np.float32)
+
+
+def from_f32(values: np.ndarray, kind: ov.Type) -> np.ndarray:
+    """The bits of ``values`` in a cache of type ``kind``, rounded to the nearest."""
+    if kind == ov.Type.bf16:
+        bits = values.view(np.uint32)
+        return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+    return values.astype(np.float16).view(np.uint16) if kind == ov.Type.f16 else values.view(np.uint32)

@@ -1,0 +1,205 @@
+"""Make a pair of real size that writes what the demo pair writes, to measure speed on.
+
+    python scripts/make_bench_pair.py OUT [--size 1b|3b] [--attention gqa|mha] [--vocab 32000] [--weight-format int8]
+
+There are no weights of real size in the repository, so the demo pair is widened without changing its function:
+
+- Hidden units, heads and MLP units are repeated r times; whatever reads them divides its weights by r. r is a
+  power of two and noise that cancels between two copies is a whole number of the last bit, so bf16 holds all of
+  it exactly and no two copies of a weight are alike.
+- Layers are added whose output projections are random and about 1e-6 (all-zero ones would be stored once).
+- MLP units are added that hardly write anything.
+- Ids are added whose lm_head rows are means of real rows: the mean of some logits is never the largest of all.
+
+OUT/hf/target and OUT/hf/draft are the checkpoints, OUT/FORMAT the exported pairs. The logits are compared with
+the demo pair's, and every export with its checkpoint. 1b takes about 2 GB of disk and 5 GB of memory for each
+format, 3b three times that.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+ROOT = Path(__file__).resolve().parent.parent
+DEMO = ROOT / "models" / "demo-hf"
+CONTEXT = 8192  # of the widened models: longer texts than the demo pair was trained on cost what they cost
+TINY = 1e-6
+PROMPTS = [entry["text"] for entry in json.loads((ROOT / "models" / "prompts.json").read_text("utf-8"))["prompts"]]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """``repeat``: copies of each hidden unit and head, a power of two; ``mlp``: MLP units; ``layers``: in all."""
+
+    repeat: int
+    mlp: int
+    layers: int
+
+
+SIZES = {
+    "1b": {"target": Shape(4, 6144, 26), "draft": Shape(4, 2048, 16)},
+    "3b": {"target": Shape(8, 8192, 28), "draft": Shape(8, 4096, 12)},
+}
+
+
+def spread(weights: torch.Tensor, repeat: int, generator: torch.Generator) -> torch.Tensor:
+    """(out, in) bf16 -> (out, repeat * in) bf16 whose copies of each input add up to ``weights``, exactly.
+
+    Half of the copies get +d and the other half -d. d is a multiple of the last bit of the significand and
+    small enough to leave the exponent alone, so nothing is rounded.
+    """
+    share = weights.to(torch.bfloat16) / repeat
+    bits = share.view(torch.int16).to(torch.int32)
+    significand = bits & 0x7F  # the 7 stored bits
+    room = torch.minimum(significand, 0x7F - significand)
+    copies: list[torch.Tensor] = []
+    for _ in range(repeat // 2):
+        drawn = torch.rand(share.shape, generator=generator) * 2 - 1
+        step = (drawn * room).round().to(torch.int32)  # in units of the last bit
+        copies += [(bits + step).to(torch.int16), (bits - step).to(torch.int16)]
+    return torch.cat(copies, dim=1).view(torch.bfloat16)
+
+
+def widen(weights: dict[str, torch.Tensor], config: dict[str, Any], shape: Shape, vocab: int, attention: str) -> Any:
+    """(weights, config) of a Llama model with the same logits for the same ids.
+
+    Args:
+        weights: of a Llama checkpoint with tied embeddings, bf16.
+        vocab: ids, at least as many as there are.
+        attention: "gqa" keeps the number of query heads that share a key head, "mha" gives each its own.
+    """
+    r, generator = shape.repeat, torch.Generator().manual_seed(0)
+    hidden, heads, kv_heads = config["hidden_size"], config["num_attention_heads"], config["num_key_value_heads"]
+    head, mlp = config["head_dim"], config["intermediate_size"]
+    if math.log2(r) % 1 or r < 2 or shape.mlp < r * mlp or vocab < config["vocab_size"]:
+        raise ValueError("a model can only be made wider, by a power of two")
+    groups = heads // kv_heads if attention == "mha" else 1
+
+    def read(name: str, layer: int) -> torch.Tensor:
+        return weights[f"model.layers.{layer}.{name}.weight"].to(torch.bfloat16)
+
+    def rows(matrix: torch.Tensor) -> torch.Tensor:
+        """(out, hidden) -> (r * out, r * hidden), every copy of an output with noise of its own."""
+        return torch.cat([spread(matrix, r, generator) for _ in range(r)])
+
+    def shared(matrix: torch.Tensor) -> torch.Tensor:
+        """Keys or values (kv_heads * head, hidden): one copy for each query head that reads it."""
+        return matrix.view(kv_heads, 1, head, hidden).expand(-1, groups, -1, -1).reshape(-1, hidden)
+
+    def random(out: int, inputs: int, scale: float) -> torch.Tensor:
+        return (torch.randn(out, inputs, generator=generator) * scale).to(torch.bfloat16)
+
+    wide, inert = r * hidden, shape.mlp - r * mlp
+    usual = 1 / math.sqrt(wide)
+    embedding = weights["model.embed_tokens.weight"].to(torch.bfloat16)
+    picked = torch.randint(len(embedding), (vocab - len(embedding), 8), generator=generator)
+    means = torch.cat([embedding[part].float().mean(1).to(torch.bfloat16) for part in picked.split(4096)])
+    made = {
+        "model.embed_tokens.weight": torch.cat([embedding, means]).repeat(1, r),
+        "model.norm.weight": weights["model.norm.weight"].to(torch.bfloat16).repeat(r),
+        "lm_head.weight": torch.cat([spread(part, r, generator) for part in torch.cat([embedding, means]).split(4096)]),
+    }
+    for layer in range(shape.layers):
+        name = f"model.layers.{layer}."
+        if layer < config["num_hidden_layers"]:
+            q, k, v, o = (read(f"self_attn.{part}_proj", layer) for part in "qkvo")
+            gate, up, down = (read(f"mlp.{part}_proj", layer) for part in ("gate", "up", "down"))
+            norms = [read(norm, layer).repeat(r) for norm in ("input_layernorm", "post_attention_layernorm")]
+            parts = [rows(q), rows(shared(k)), rows(shared(v)), rows(o)]
+            parts += [torch.cat([rows(gate), random(inert, wide, usual)])]
+            parts += [torch.cat([rows(up), random(inert, wide, usual)])]
+            parts += [torch.cat([rows(down), random(wide, inert, TINY)], dim=1)]
+        else:
+            q_width, kv_width = r * heads * head, r * kv_heads * groups * head
+            norms = [torch.ones(wide, dtype=torch.bfloat16) for _ in range(2)]
+            parts = [random(out, wide, usual) for out in (q_width, kv_width, kv_width)]
+            parts += [random(wide, q_width, TINY), *(random(shape.mlp, wide, usual) for _ in range(2))]
+            parts += [random(wide, shape.mlp, TINY)]
+        attention_names = [f"self_attn.{part}_proj" for part in "qkvo"]
+        names = [*attention_names, "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
+        names += ["input_layernorm", "post_attention_layernorm"]
+        made |= {f"{name}{part}.weight": tensor for part, tensor in zip(names, [*parts, *norms], strict=True)}
+    sizes = {
+        "hidden_size": wide,
+        "num_attention_heads": r * heads,
+        "num_key_value_heads": r * kv_heads * groups,
+        "intermediate_size": shape.mlp,
+        "num_hidden_layers": shape.layers,
+        "vocab_size": vocab,
+        "max_position_embeddings": CONTEXT,
+        "tie_word_embeddings": False,
+    }
+    return made, config | sizes
+
+
+def make_checkpoint(source: Path, folder: Path, shape: Shape, vocab: int, attention: str) -> int:
+    """Write the widened checkpoint of ``source``; returns its parameters."""
+    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    weights, config = widen(load_file(source / "model.safetensors"), config, shape, vocab, attention)
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file({name: t.contiguous() for name, t in weights.items()}, folder / "model.safetensors", {"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    for file in source.iterdir():
+        if file.name not in ("config.json", "model.safetensors"):
+            shutil.copy(file, folder)
+    return sum(tensor.numel() for tensor in weights.values())
+
+
+@torch.no_grad()
+def logits_of(folder: Path, text: str) -> torch.Tensor:
+    """(tokens, vocab) f32, by Hugging Face's model in f32."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    ids = AutoTokenizer.from_pretrained(folder)(text[:1200], return_tensors="pt")["input_ids"]
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    return model(input_ids=ids).logits[0]
+
+
+def check(source: Path, folder: Path) -> float:
+    """The largest change of a logit in standard deviations; raises ValueError where an added id could win."""
+    text = "".join(PROMPTS)
+    before, after = logits_of(source, text), logits_of(folder, text)
+    known = before.shape[1]
+    if after.shape[1] > known and (after[:, known:].amax(1) >= after[:, :known].amax(1)).any():
+        raise ValueError(f"{folder}: an added id has the largest logit")
+    return float((after[:, :known] - before).abs().max() / before.std())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--size", choices=SIZES, default="1b")
+    parser.add_argument("--attention", choices=("gqa", "mha"), default="gqa")
+    parser.add_argument("--vocab", type=int, default=32000)
+    parser.add_argument("--weight-format", nargs="+", default=["int8"], help="as of 'ovspec export'")
+    args = parser.parse_args()
+    checkpoints = args.out / "hf"
+    for name, shape in SIZES[args.size].items():
+        count = make_checkpoint(DEMO / name, checkpoints / name, shape, args.vocab, args.attention)
+        moved = check(DEMO / name, checkpoints / name)
+        print(f"{name}: {count / 1e6:,.0f} M parameters, logits moved by {moved:.0e} of their spread", flush=True)
+        if moved > 1e-3:
+            sys.exit(f"{name}: its function has changed")
+    with tempfile.TemporaryDirectory() as scratch:
+        text = Path(scratch) / "text.txt"
+        text.write_text("".join(PROMPTS), encoding="utf-8")
+        for weight_format in args.weight_format:
+            command = [sys.executable, "-m", "ovspec", "export", checkpoints / "target", "-o", args.out / weight_format]
+            command += ["--draft", checkpoints / "draft", "--weight-format", weight_format, "--evaluate", text]
+            subprocess.run([str(part) for part in command], check=True)
+
+
+if __name__ == "__main__":
+    main()
