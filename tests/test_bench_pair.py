@@ -1,0 +1,40 @@
+"""The widening of scripts/make_bench_pair.py keeps the function, and every weight is one that has to be read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import CHECKPOINTS
+from make_bench_pair import Shape, check, make_checkpoint, spread
+from safetensors.torch import load_file
+
+
+@pytest.mark.parametrize("attention", ["gqa", "mha"])
+@pytest.mark.parametrize("name", ["target", "draft"])
+def test_logits_are_unchanged(tmp_path: Path, name: str, attention: str) -> None:
+    mlp = {"target": 2048, "draft": 1024}[name]
+    count = make_checkpoint(CHECKPOINTS / name, tmp_path, Shape(2, mlp + 64, 6), 5000, attention)
+    assert count > 2e6
+    assert check(CHECKPOINTS / name, tmp_path) < 1e-4
+    made = load_file(tmp_path / "model.safetensors")
+    for tensor, weights in made.items():
+        if weights.ndim == 2:
+            assert weights.abs().sum(1).min() > 0, f"{tensor} has rows of zeros"
+    queries, keys = (made[f"model.layers.0.self_attn.{part}_proj.weight"].shape[0] for part in "qk")
+    original = load_file(CHECKPOINTS / name / "model.safetensors")
+    wide = original["model.layers.0.self_attn.q_proj.weight"].shape[0]
+    assert queries == 2 * wide
+    assert (keys == queries) == (attention == "mha") or wide == keys
+
+
+def test_copies_add_up_exactly_and_differ() -> None:
+    weights = torch.randn(64, 32, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    made = spread(weights, 4, torch.Generator().manual_seed(1))
+    copies = made.view(64, 4, 32).to(torch.float64)
+    assert torch.equal(copies.sum(1), weights.to(torch.float64))
+    shares = (copies / weights.to(torch.float64)[:, None] * 4).numpy()
+    assert np.abs(shares - 1).max() < 0.51
+    assert (copies[:, 0] != copies[:, 1]).double().mean() > 0.9
