@@ -17,6 +17,7 @@ from ovspec.errors import OvspecError
 from ovspec.files import write_atomically
 from ovspec.ir import CompiledIR, compile_ir, last_line, read_json
 from ovspec.kv import Rollback
+from ovspec.memory import room_for
 from ovspec.paged import NotPaged, PagedDecoder, attention_windows, to_paged
 from ovspec.probing import UNBOUNDED, Probe, find_probe, mask_bound, memory_file
 from ovspec.vocabulary import ALL_IDS, KnownIds
@@ -107,20 +108,22 @@ def verdict_on_paged(folder: Path, options: DeviceOptions) -> str:
         known = {}
     if "paged" in known:
         return str(known["paged"])
-    verdict = compare_engines(folder)
+    verdict = compare_engines(folder, options)
     if file:
         with contextlib.suppress(OSError):  # a cache that can't be written is no error
             write_atomically(file, json.dumps({"paged": verdict}))
     return verdict
 
 
-def compare_engines(folder: Path) -> str:
+def compare_engines(folder: Path, options: DeviceOptions) -> str:
     """AGREES, or why the paged decoder can't be used for the model in ``folder``.
 
-    Both run in the arithmetic that rounds least, one after the other: a model may fit into memory only once.
+    Both run in the arithmetic that rounds least, or that of ``options`` where 16-bit weights made to 32 would not
+    fit into memory; one after the other, because a model may fit only once.
     """
-    exact = DeviceOptions(properties=EXACT)
-    stateful = compile_ir(folder, exact)
+    ours = EXACT if room_for(folder, 3) else options.fixed | {"CACHE_DIR": ""}
+    setting = DeviceOptions(properties=ours)
+    stateful = compile_ir(folder, setting)
     if stateful.recurrent_states or not stateful.kv_states:
         return "it has states that are no keys and values"
     window = narrowest_window(stateful)
@@ -139,7 +142,7 @@ def compare_engines(folder: Path) -> str:
         windows.update(attention_windows(model))
 
     try:
-        paged = PagedDecoder(compile_ir(folder, exact, rewrite))
+        paged = PagedDecoder(compile_ir(folder, setting, rewrite))
         narrowest = min((found for found in windows if found is not None), default=UNBOUNDED)
         if narrowest != window:
             return f"its attention window is {window} in the model and {narrowest} when paged"

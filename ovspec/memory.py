@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import psutil
 
 from ovspec.errors import OvspecError
-from ovspec.ir import CompiledIR
+from ovspec.ir import MODEL_FILE, CompiledIR
 
 BYTES = {"f32": 4.0, "bf16": 2.0, "f16": 2.0, "u8": 1.1}  # of a value in the cache; u8 with its scales
 
@@ -19,6 +21,12 @@ def kv_bytes_per_token(ir: CompiledIR) -> float:
 def recurrent_bytes(ir: CompiledIR) -> float:
     """Bytes of the states of a row that don't grow, kept twice: as they are and as a snapshot."""
     return 2 * 4.0 * sum(state.width for state in ir.recurrent_states)
+
+
+def room_for(folder: Path, times: float) -> bool:
+    """Whether that many times the weights in ``folder`` fit into the memory that is free."""
+    size = (folder / MODEL_FILE).with_suffix(".bin").stat().st_size
+    return times * size <= psutil.virtual_memory().available
 
 
 def check_memory(irs: list[CompiledIR], tokens: int, rows: int = 1) -> None:

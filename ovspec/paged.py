@@ -139,6 +139,10 @@ class PagedDecoder:
             logits = self._append(tokens, counts, places)
         except BaseException as error:
             self.reset(len(self.rows))  # what the cache holds is unknown; an empty one agrees with any text
+            if isinstance(error, MemoryError):
+                raise OvspecError(
+                    "The KV cache doesn't fit into memory; shorten the prompt or lower max_tokens."
+                ) from None
             if isinstance(error, RuntimeError):
                 raise OvspecError(f"{self._ir.device}: the inference failed ({last_line(error)}).") from None
             raise

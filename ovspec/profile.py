@@ -128,10 +128,14 @@ class Profile:
     measurements: list[Measurement]
     split: Split | None = None
 
+    def most_kl(self, goal: Goal) -> float:
+        """The largest KL divergence, in nats, of a setting that may be chosen."""
+        return KL_FLOOR if goal == "accuracy" else max(KL_FACTOR * self.reference.kl, KL_FLOOR)
+
     def choose(self, options: DeviceOptions, engine: EngineChoice, goal: Goal | None = None) -> Measurement | None:
         """The best measurement that agrees with what the user has fixed; None where none does."""
         goal = goal or self.goal
-        most = KL_FLOOR if goal == "accuracy" else max(KL_FACTOR * self.reference.kl, KL_FLOOR)
+        most = self.most_kl(goal)
         agreeing = [m for m in self.measurements if agrees(m.setting, options, engine)]
         # What is not exact after a rollback is never chosen for the user.
         fit = [m for m in agreeing if m.kl <= most and m.setting.kv_precision in EXACT_KV_PRECISIONS]

@@ -6,6 +6,7 @@ without a profile, and what counts is the ratio.
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -23,6 +24,7 @@ from ovspec.engine import AGREES, EXACT, EngineName, compile_paged, verdict_on_p
 from ovspec.errors import OvspecError
 from ovspec.files import read_text
 from ovspec.ir import MODEL_FILE, compile_ir
+from ovspec.memory import room_for
 from ovspec.paged import PagedDecoder
 from ovspec.perplexity import log_softmax
 from ovspec.probing import find_probe
@@ -42,15 +44,16 @@ SETTLED = 0.02  # seconds that one inference is repeated for
 
 @dataclass(frozen=True)
 class Effort:
-    """``tokens`` of the text, ``widths`` of the inferences that are timed, and how often."""
+    """``tokens`` of the text, ``widths`` of the inferences that are timed and how often, and prompts how often."""
 
     tokens: int
     widths: tuple[int, ...]
     repeats: int
     full: bool
+    prefills: int = 1
 
 
-FULL = Effort(256, WIDTHS, 5, True)
+FULL = Effort(256, WIDTHS, 4, True, 2)
 SHORT = Effort(64, (1, 4), 3, False)
 
 
@@ -85,22 +88,19 @@ def tune(
     tell(f"{own} (used without a profile)", 1 / total)
     bench.set_incumbent(own)
     tell(f"{default} (OpenVINO's own)", 2 / total)
-    reference, measured = bench.measure(default), [bench.incumbent]
+    found = Profile(goal, effort.full, len(bench.text), 0.0, bench.measure(default), [bench.incumbent])
 
-    def best_after(settings: Iterable[Setting]) -> Setting:
+    def try_all(settings: Iterable[Setting]) -> None:
         for setting in settings:
-            tell(str(setting), min(1.0, (2 + len(measured)) / total))
-            measured.append(bench.measure(setting))
-        best = Profile(goal, effort.full, len(bench.text), 0, reference, measured).choose(DeviceOptions(), "auto")
-        return best.setting if best else own
+            tell(str(setting), min(1.0, (2 + len(found.measurements)) / total))
+            found.measurements.append(bench.measure(setting, found.most_kl("balanced")))
 
-    best = best_after(first)
+    try_all(first)
     if effort.full:
-        best_after(variants(best, compressed))
-    profile = Profile(goal, effort.full, len(bench.text), time.monotonic() - began, reference, measured)
-    return (
-        replace(profile, split=try_split(bench, profile), seconds=time.monotonic() - began) if effort.full else profile
-    )
+        best = found.choose(DeviceOptions(), "auto") or bench.incumbent
+        try_all(variants(best.setting, compressed))
+        found = replace(found, split=try_split(bench, found))
+    return replace(found, seconds=time.monotonic() - began)
 
 
 def try_split(bench: Bench, profile: Profile) -> Split | None:
@@ -199,23 +199,26 @@ class Bench:
         self._decoder, memory = self._load(setting)
         kl, top1 = self._distance(self._prefill(self._decoder)[1])
         self._round(self._decoder)
-        prefill = self._prefill(self._decoder)[0]
+        prefill = min(self._prefill(self._decoder)[0] for _ in range(2))
         self.incumbent = Measurement(
             setting, self._round(self._decoder, self.effort.repeats), prefill, memory, kl, top1
         )
 
-    def measure(self, setting: Setting) -> Measurement:
+    def measure(self, setting: Setting, most_kl: float = math.inf) -> Measurement:
+        """Accuracy and times; what can't be chosen, for a larger KL divergence or much time, is timed only once."""
         (decoder, memory), mine = self._load(setting), self.incumbent
         kl, top1 = self._distance(self._prefill(decoder)[1])  # the first is slower
-        prefill = self._prefill(decoder)[0] / self._prefill(self._decoder)[0]
-        self._round(decoder)
         ratios: dict[int, list[float]] = {width: [] for width in self.effort.widths}
-        for _ in range(self.effort.repeats):
+        prefills: list[float] = []
+        for repeat in range(self.effort.repeats):
+            if repeat < self.effort.prefills:
+                prefills.append(self._prefill(decoder)[0] / self._prefill(self._decoder)[0])
             theirs, ours = self._round(decoder), self._round(self._decoder)
             for width in self.effort.widths:
                 ratios[width].append(theirs[width] / ours[width])
-            if min(theirs[width] / ours[width] for width in self.effort.widths) > HOPELESS:
+            if kl > most_kl or min(theirs[width] / ours[width] for width in self.effort.widths) > HOPELESS:
                 break
+        prefill = statistics.median(prefills)
         verify = {width: statistics.median(ratios[width]) * mine.verify_ms[width] for width in self.effort.widths}
         return Measurement(setting, verify, prefill * mine.prefill_ms, memory, kl, top1)
 
@@ -260,6 +263,7 @@ class Bench:
         """Milliseconds of an inference behind the text, by width; the median of ``repeats``."""
         times: dict[int, list[float]] = {width: [] for width in self.effort.widths}
         for _ in range(repeats):
+            self._time(decoder, 1)  # the first after another model's is slower
             for width in self.effort.widths:
                 times[width].append(self._time(decoder, width))
         return {width: statistics.median(found) for width, found in times.items()}
@@ -292,10 +296,5 @@ def tokens_of(folder: Path, count: int) -> np.ndarray:
 
 def check_room(folder: Path) -> None:
     """Raises OvspecError where the model doesn't fit into memory twice."""
-    size = (folder / MODEL_FILE).with_suffix(".bin").stat().st_size
-    needed, free = 3 * size, psutil.virtual_memory().available
-    if needed > free:
-        raise OvspecError(
-            f"{folder}: tuning holds the model twice, which takes about {needed / 1e9:.1f} GB, "
-            f"and {free / 1e9:.1f} GB of memory are free."
-        )
+    if not room_for(folder, 3):
+        raise OvspecError(f"{folder}: not enough memory is free for tuning, which holds the model twice.")

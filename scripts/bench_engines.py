@@ -59,13 +59,14 @@ def verify_curves(decoders: dict[str, Decoder], text: np.ndarray, context: int) 
         decoder.feed([text[:context]], [1])
     times: dict[str, dict[int, list[float]]] = {name: {width: [] for width in WIDTHS} for name in decoders}
     for repeat in range(REPEATS + 1):
-        for width in WIDTHS:
-            for name, decoder in decoders.items():
+        for name, decoder in decoders.items():
+            decoder.feed([text[:1]], [1])  # the first after another model's is slower
+            decoder.truncate(0, context)
+            for width in WIDTHS:
                 taken = milliseconds(lambda d=decoder, w=width: d.feed([text[:w]], [w]))
-                if repeat:  # the first shapes of a kind are slower
+                if repeat:  # the first of its width is slower
                     times[name][width].append(taken)
                 decoder.truncate(0, context)
-        for decoder in decoders.values():
             if isinstance(decoder, StatefulDecoder):
                 decoder.compact()  # slots of the rejected tokens would count
     return {name: {w: statistics.median(found) for w, found in curve.items()} for name, curve in times.items()}

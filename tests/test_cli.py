@@ -128,6 +128,17 @@ def test_json_has_every_statistic(ovspec, pair: Path) -> None:
     assert (stats["device"], stats["draft_device"]) == ("CPU", "CPU")
 
 
+@pytest.mark.parametrize("engine", ["stateful", "paged"])
+def test_either_engine_and_it_is_said(ovspec, pair: Path, reference: Reference, engine: str) -> None:
+    done = ovspec("generate", pair, PROMPTS[0], "--engine", engine, "--stats", "-n", 20, *F32)
+    assert done.stdout == reference.tokenizer.decode(reference.generate(PROMPTS[0], 20)) + "\n"
+    assert f"engine {engine} (asked for)" in done.stderr
+    assert "profile: none" in done.stderr
+    found = json.loads(ovspec("inspect", pair, "--engine", engine, "--json", *F32).stdout)
+    assert found["target"]["engine"] == found["draft"]["engine"] == engine
+    assert found["target"]["rollback"] == "mask"
+
+
 def test_compare(ovspec, pair: Path) -> None:
     done = ovspec("generate", pair, PROMPTS[3], "--compare", "--json", "-n", 40, *F32)
     report = json.loads(done.stdout)

@@ -50,9 +50,7 @@ def test_without_the_transformation_the_stateful_engine_runs(tmp_path: Path, mon
 
 def test_the_verdict_is_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     compared = []
-    monkeypatch.setattr(
-        ovspec.engine, "compare_engines", lambda folder: compared.append(folder) or compare_engines(folder)
-    )
+    monkeypatch.setattr(ovspec.engine, "compare_engines", lambda *a: compared.append(a) or compare_engines(*a))
     for precision in ("f32", "f32", "bf16"):
         loaded = load_ir(DEMO, DeviceOptions(precision=precision, cache_dir=tmp_path))
         assert (loaded.engine, loaded.reason) == ("paged", AGREES)
@@ -79,7 +77,7 @@ def test_a_paged_decoder_that_differs_is_not_used(mistake: str, monkeypatch: pyt
         monkeypatch.setattr(ovspec.paged.Blocks, "extend", without_copies(ovspec.paged.Blocks.extend))
     else:
         monkeypatch.setattr(ovspec.engine, "attention_windows", lambda _: {None, 77})
-    verdict = compare_engines(DEMO)
+    verdict = compare_engines(DEMO, DeviceOptions())
     assert verdict == (
         f"its attention window is {ovspec.engine.UNBOUNDED} in the model and 77 when paged"
         if mistake == "window"
@@ -92,6 +90,21 @@ def without_copies(extend: Callable[..., Any]) -> Callable[..., Any]:
         return extend(self, row, held, new) and []
 
     return extended
+
+
+def test_compared_in_its_own_arithmetic_where_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = []
+    compile_ir = ovspec.engine.compile_ir
+
+    def noting(folder: Path, options: DeviceOptions, *rest: Any) -> Any:
+        compiled.append(options.fixed.get("INFERENCE_PRECISION_HINT"))
+        return compile_ir(folder, options, *rest)
+
+    monkeypatch.setattr(ovspec.engine, "compile_ir", noting)
+    assert compare_engines(DEMO, DeviceOptions(precision="bf16")) == AGREES
+    monkeypatch.setattr(ovspec.engine, "room_for", lambda *_: False)
+    assert compare_engines(DEMO, DeviceOptions(precision="bf16")) == AGREES
+    assert compiled == ["f32", "f32", "bf16", "bf16"]
 
 
 def test_other_devices_are_stateful(tmp_path: Path) -> None:
