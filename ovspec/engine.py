@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -89,8 +89,12 @@ def load_ir(
 
 
 def compile_paged(folder: Path, options: DeviceOptions) -> CompiledIR:
-    """As ``compile_ir``, rewritten for the paged decoder; raises NotPaged where that can't be."""
-    return compile_ir(folder, options, to_paged)
+    """As ``compile_ir``, rewritten for the paged decoder; raises NotPaged where that can't be.
+
+    Not cached: OpenVINO 2026.4 writes a paged model into its cache and can't read it back, because the head sizes
+    of paged attention are lost, so each load would compile it and write it again.
+    """
+    return compile_ir(folder, replace(options, properties=options.properties | {"CACHE_DIR": ""}), to_paged)
 
 
 # ---------------------------------------------------------------- comparing

@@ -72,7 +72,8 @@ def inspect_ir(
     loaded = load_with(known_profile(folder, options) if tuned else None, folder, options, engine, probe)
     ir = loaded.ir
     if loaded.engine == "paged":
-        ir = compile_ir(folder, replace(options, properties=ir.properties))
+        used = {name: value for name, value in ir.properties.items() if name != "CACHE_DIR"}
+        ir = compile_ir(folder, replace(options, properties=options.properties | used))
     probe = find_probe(ir, options.cache_folder, probe)
     parameters, weights = weight_shares(folder)
     return Inspection(

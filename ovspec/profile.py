@@ -116,7 +116,8 @@ class Split:
 class Profile:
     """Measurements of one kind of model on one machine.
 
-    ``reference`` is OpenVINO's own default, whose accuracy is the measure. ``measurements`` begin with what is
+    ``reference`` is OpenVINO's own default, whose accuracy is the measure (in the short version the first of
+    ``measurements``). ``measurements`` begin with what is
     used without a profile; those behind it are taken only where they are clearly better.
     """
 

@@ -107,6 +107,14 @@ def test_compared_in_its_own_arithmetic_where_memory_is_short(monkeypatch: pytes
     assert compiled == ["f32", "f32", "bf16", "bf16"]
 
 
+def test_the_compile_cache_is_not_filled_in_vain(tmp_path: Path) -> None:
+    """OpenVINO can't read a paged model back from its cache."""
+    ovspec.load(DEMO, engine="paged", cache_dir=tmp_path)
+    assert not list(tmp_path.rglob("*.blob"))
+    ovspec.load(DEMO, engine="stateful", cache_dir=tmp_path)
+    assert list(tmp_path.rglob("*.blob"))
+
+
 def test_other_devices_are_stateful(tmp_path: Path) -> None:
     loaded = load_ir(DEMO, DeviceOptions(device="AUTO:CPU", cache_dir=tmp_path))
     assert loaded.engine == "stateful"

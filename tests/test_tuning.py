@@ -79,7 +79,7 @@ def test_what_slows_the_machine_down_for_a_while_changes_no_ratio(
     monkeypatch.setattr(Bench, "_time", slowed)
     monkeypatch.setattr(Bench, "_prefill", lambda self, d: (1.0, d.feed([self.text], [len(self.text)])[0]))
     profile = tune(DEMO, DeviceOptions(cache_dir=tmp_path), effort=SHORT)
-    assert len(profile.measurements) > 3
+    assert len(profile.measurements) > 1
     assert all(m.verify_ms == {1: 1.0, 4: 4.0} for m in profile.measurements)
     best = profile.choose(DeviceOptions(), "auto")
     assert best is profile.measurements[0], "nothing is clearly better"
