@@ -1,8 +1,8 @@
 """The decoder that keeps its KV cache in blocks of its own, on the same IR after OpenVINO's paged-attention rewrite.
 
 Tokens of all rows lie behind one another, without padding; each inference is told how much of each row's blocks
-counts, so rolling back is passing a smaller length. Attention over a long cache costs hardly more for several
-new tokens than for one, which the stateful path can't (docs/benchmarks.md).
+counts, so rolling back is passing a smaller length. Attention over a long cache costs much less for several new
+tokens than on the stateful path (docs/benchmarks.md).
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ from ovspec.vocabulary import ALL_IDS, KnownIds
 # Tokens of a prompt that are fed in one inference: bounds the memory of activations at no cost in time.
 PREFILL_CHUNK = 1024
 FIRST_BLOCKS = 8
+# Tokens of a row that are fed apart at most; whoever wants more logits at once is measuring, not verifying.
+MOST_APART = 64
 INPUTS = (
     "input_ids",
     "position_ids",
@@ -87,6 +89,10 @@ def attention_windows(model: ov.Model) -> set[int | None]:
 class PagedDecoder:
     """See ``Decoder``. Rows that were forked share blocks until one of them is fed.
 
+    OpenVINO has one attention kernel for a single new token and another for several, which round differently. So
+    where arithmetic is coarse, tokens whose logits are all wanted, as in verifying guesses, are fed *apart*: each as
+    a sequence of its own over the row's blocks, for the bits that feeding them one after the other gives.
+
     Args:
         ir: compiled with the rewrite ``to_paged``.
         vocabulary: the ids that may be chosen.
@@ -99,6 +105,7 @@ class PagedDecoder:
         self.context_length = ir.context_length
         self._ir, self._vocabulary, self._prefill_chunk = ir, vocabulary, prefill_chunk
         self._request = Request(ir, INPUTS)
+        self._apart = ir.compiled.get_property("INFERENCE_PRECISION_HINT") != ov.Type.f32
         self._cache = {name: ir.compiled.input(name) for name in ir.inputs if CACHE.fullmatch(name)}
         self._tensors: dict[str, np.ndarray] = {}  # name -> (blocks, heads, block size, width), raw
         self._capacity = 0
@@ -136,7 +143,7 @@ class PagedDecoder:
                 tokens = self._feed_in_chunks(tokens, wanted)
                 counts = [len(new) for new in tokens]
                 places = places_of(tuple(counts), tuple(wanted), packed=True)
-            logits = self._append(tokens, counts, places)
+            logits = self._append(tokens, wanted, places)
         except BaseException as error:
             self.reset(len(self.rows))  # what the cache holds is unknown; an empty one agrees with any text
             if isinstance(error, MemoryError):
@@ -181,25 +188,35 @@ class PagedDecoder:
         while max(len(new) - want for new, want in zip(tokens, wanted, strict=True)) > chunk:
             cuts = [min(chunk, len(new) - max(want, 1)) for new, want in zip(tokens, wanted, strict=True)]
             cuts = [max(cut, 0) for cut in cuts]
-            self._append([new[:cut] for new, cut in zip(tokens, cuts, strict=True)], cuts, np.zeros(1, dtype=np.int64))
+            fed = [new[:cut] for new, cut in zip(tokens, cuts, strict=True)]
+            self._append(fed, [0] * len(fed), np.zeros(1, dtype=np.int64))
             tokens = [new[cut:] for new, cut in zip(tokens, cuts, strict=True)]
         return tokens
 
-    def _append(self, tokens: list[np.ndarray], counts: list[int], places: np.ndarray) -> np.ndarray:
-        fed = [row for row, count in enumerate(counts) if count]
-        ids, positions = self._token_arrays(sum(counts))
+    def _append(self, tokens: list[np.ndarray], wanted: list[int], places: np.ndarray) -> np.ndarray:
+        apart = [self._apart and want == len(new) <= MOST_APART for new, want in zip(tokens, wanted, strict=True)]
+        # The row of each sequence that the inference sees: one for a row, or one for each token that is fed apart.
+        fed = [row for row, new in enumerate(tokens) if len(new) for _ in range(len(new) if apart[row] else 1)]
+        ids, positions = self._token_arrays(sum(map(len, tokens)))
         past, begins = self._length_arrays(len(fed))
         copies: list[tuple[int, int]] = []
-        end = longest = 0
-        for i, row in enumerate(fed):
-            held, count = len(self.rows[row]), counts[row]
-            copies += self._blocks.extend(row, held, count)
-            start, end = end, end + count
-            ids[start:end] = tokens[row]
-            positions[start:end] = np.arange(held, held + count)
-            past[i], begins[i + 1] = held, end
-            longest = max(longest, held + count)
-            self.rows[row].commit(tokens[row])
+        start = i = longest = 0
+        for row, new in enumerate(tokens):
+            if not len(new):
+                continue
+            held, end = len(self.rows[row]), start + len(new)
+            copies += self._blocks.extend(row, held, len(new))
+            ids[start:end] = new
+            positions[start:end] = np.arange(held, held + len(new))
+            if apart[row]:
+                past[i : i + len(new)] = positions[start:end]
+                begins[i + 1 : i + len(new) + 1] = np.arange(start + 1, end + 1)
+                i += len(new)
+            else:
+                past[i], begins[i + 1] = held, end
+                i += 1
+            start, longest = end, max(longest, held + len(new))
+            self.rows[row].commit(new)
         self._longest[...] = longest
         if self._blocks.needed > self._capacity:
             self._grow()
@@ -218,14 +235,14 @@ class PagedDecoder:
             self._kept_tokens[count] = np.empty(count, dtype=np.int64), np.empty(count, dtype=np.int64)
         return self._kept_tokens[count]
 
-    def _length_arrays(self, rows: int) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens held (rows,) and places where rows begin (rows + 1,), int32."""
-        if rows not in self._kept_lengths:
-            self._kept_lengths[rows] = np.zeros(rows, dtype=np.int32), np.zeros(rows + 1, dtype=np.int32)
-        return self._kept_lengths[rows]
+    def _length_arrays(self, count: int) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens before each sequence (count,) and places where they begin (count + 1,), int32."""
+        if count not in self._kept_lengths:
+            self._kept_lengths[count] = np.zeros(count, dtype=np.int32), np.zeros(count + 1, dtype=np.int32)
+        return self._kept_lengths[count]
 
     def _block_lists(self, rows: list[int]) -> tuple[np.ndarray, np.ndarray]:
-        """The blocks of ``rows`` behind one another, and where each row's begin (rows + 1,), int32."""
+        """The blocks of ``rows`` (a row may come twice) behind one another, and where each begin (rows + 1,), int32."""
         if self._listed != (rows, self._blocks.version):
             tables = [self._blocks.tables[row] for row in rows]
             self._indices = np.array([block for table in tables for block in table], dtype=np.int32)

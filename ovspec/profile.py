@@ -24,11 +24,13 @@ from ovspec.probing import Probe
 
 Goal = Literal["decode", "prefill", "balanced", "accuracy"]
 GOALS = get_args(Goal)
-FORMAT = 1
+FORMAT = 2
 # A setting may be chosen if its KL divergence is at most this many times that of OpenVINO's own default ...
 KL_FACTOR = 1.25
 # ... or too small to matter, in nats; "accuracy" asks for no more than that.
 KL_FLOOR = 1e-6
+# A balanced choice keeps the invariance of what is used without a profile; its measuring has this much chance in it.
+INVARIANCE_SLACK = 0.1
 # A setting is taken instead of one in front of it if it needs at most this share of the time.
 CLEARLY_BETTER = 0.97
 
@@ -78,7 +80,8 @@ class Measurement:
 
     ``verify_ms``: milliseconds of an inference by its width in tokens, behind the text. ``prefill_ms``: a token.
     ``memory``: bytes that the process grew by. ``kl``, ``top1``: against f32 without dynamic quantisation, the
-    mean KL divergence in nats and the share of equal first choices.
+    mean KL divergence in nats and the share of equal first choices. ``invariance``: the share of the logits that are
+    the same whether tokens are fed together or one by one, so that a draft can't change the text; None if untried.
     """
 
     setting: Setting
@@ -87,6 +90,7 @@ class Measurement:
     memory: int
     kl: float
     top1: float
+    invariance: float | None = None
 
     def cost(self, goal: Goal) -> float:
         """What ``goal`` minimises, in ms. Balanced is a prompt of 256 tokens and 128 steps, every other 4 wide."""
@@ -117,8 +121,8 @@ class Profile:
     """Measurements of one kind of model on one machine.
 
     ``reference`` is OpenVINO's own default, whose accuracy is the measure (in the short version the first of
-    ``measurements``). ``measurements`` begin with what is
-    used without a profile; those behind it are taken only where they are clearly better.
+    ``measurements``). ``measurements`` begin with what is used without a profile; those behind it are taken only
+    where they are clearly better.
     """
 
     goal: Goal
@@ -140,6 +144,9 @@ class Profile:
         agreeing = [m for m in self.measurements if agrees(m.setting, options, engine)]
         # What is not exact after a rollback is never chosen for the user.
         fit = [m for m in agreeing if m.kl <= most and m.setting.kv_precision in EXACT_KV_PRECISIONS]
+        if goal == "balanced" and "INFERENCE_PRECISION_HINT" not in options.fixed:
+            least_invariance = (self.measurements[0].invariance or 0) - INVARIANCE_SLACK
+            fit = [m for m in fit if (m.invariance or 0) >= least_invariance]
         if not fit:
             return agreeing[0] if agreeing else None
         least = min(m.cost(goal) for m in fit)

@@ -29,7 +29,17 @@ from ovspec.memory import room_for
 from ovspec.paged import PagedDecoder
 from ovspec.perplexity import log_softmax
 from ovspec.probing import find_probe
-from ovspec.profile import Goal, Measurement, Profile, Setting, Split, is_compressed, keep_profile, known_profile
+from ovspec.profile import (
+    KL_FLOOR,
+    Goal,
+    Measurement,
+    Profile,
+    Setting,
+    Split,
+    is_compressed,
+    keep_profile,
+    known_profile,
+)
 from ovspec.tokenizer import Tokenizer
 
 TEXT = Path(__file__).with_name("tuning_text.txt")
@@ -40,20 +50,20 @@ USUAL_GROUP = 32  # of OpenVINO on the CPU
 # A setting that takes so many times as long at every width is measured only once.
 HOPELESS = 1.2
 SETTLED = 0.02  # seconds that one inference is repeated for
+LONG_PROMPT = 0.5  # seconds; reading one that takes longer is timed once
 
 
 @dataclass(frozen=True)
 class Effort:
-    """``tokens`` of the text, ``widths`` of the inferences that are timed and how often, and prompts how often."""
+    """``tokens`` of the text, ``widths`` of the inferences that are timed, and how often."""
 
     tokens: int
     widths: tuple[int, ...]
     repeats: int
     full: bool
-    prefills: int = 1
 
 
-FULL = Effort(256, WIDTHS, 3, True, 2)
+FULL = Effort(256, WIDTHS, 3, True)
 SHORT = Effort(64, (1, 4), 3, False)
 
 
@@ -141,9 +151,9 @@ def arithmetics(engine: EngineName, compressed: bool, effort: Effort) -> Iterato
     native = [name for name, capability in (("bf16", "BF16"), ("f16", "FP16")) if capability in capabilities]
     groups: tuple[int | None, ...] = (None,)
     if compressed:
-        groups = (32, 64, 128, 256) if effort.full else (128,)
+        groups = (32, 64, 128, 256) if effort.full else (64,)
     usual = default_kv_precision(DeviceOptions())  # the type of the arithmetic that OpenVINO takes by itself
-    for precision in ["f32", *native] if effort.full else ["f32"]:
+    for precision in ["f32", *native] if effort.full else [usual]:
         for group in groups:
             # What OpenVINO does by itself is measured already, and bf16 rounds enough without large groups.
             if not (precision == usual and group in (None, USUAL_GROUP)) and not (precision != "f32" and group == 256):
@@ -203,9 +213,9 @@ class Bench:
         kl, top1 = self._distance(self._prefill(self._decoder)[1])
         self._round(self._decoder)
         prefill = min(self._prefill(self._decoder)[0] for _ in range(2))
-        self.incumbent = Measurement(
-            setting, self._round(self._decoder, self.effort.repeats), prefill, memory, kl, top1
-        )
+        times = self._round(self._decoder, self.effort.repeats)
+        same = self._invariance(self._decoder, kl)
+        self.incumbent = Measurement(setting, times, prefill, memory, kl, top1, same)
 
     def measure(self, setting: Setting, most_kl: float = math.inf) -> Measurement:
         """Accuracy and times; what can't be chosen, for a larger KL divergence or much time, is timed only once."""
@@ -214,16 +224,17 @@ class Bench:
         ratios: dict[int, list[float]] = {width: [] for width in self.effort.widths}
         prefills: list[float] = []
         for repeat in range(self.effort.repeats):
-            if repeat < self.effort.prefills:
+            if repeat == 0 or mine.prefill_ms * len(self.text) < LONG_PROMPT * 1e3:
                 prefills.append(self._prefill(decoder)[0] / self._prefill(self._decoder)[0])
             theirs, ours = self._round(decoder), self._round(self._decoder)
             for width in self.effort.widths:
                 ratios[width].append(theirs[width] / ours[width])
             if kl > most_kl or min(theirs[width] / ours[width] for width in self.effort.widths) > HOPELESS:
                 break
+        same = self._invariance(decoder, kl) if kl <= most_kl else None
         prefill = statistics.median(prefills)
         verify = {width: statistics.median(ratios[width]) * mine.verify_ms[width] for width in self.effort.widths}
-        return Measurement(setting, verify, prefill * mine.prefill_ms, memory, kl, top1)
+        return Measurement(setting, verify, prefill * mine.prefill_ms, memory, kl, top1, same)
 
     def carry(self, setting: Setting, onward: Setting) -> tuple[float, float]:
         """Read the text in ``setting``, carry the cache over and go on in ``onward``.
@@ -282,6 +293,22 @@ class Bench:
             found.append((time.perf_counter() - start) * 1e3)
             decoder.truncate(0, len(self.text))
         return statistics.median(found[len(found) // 4 :])
+
+    def _invariance(self, decoder: Decoder, kl: float) -> float:
+        """Share of the logits behind the text that are the same in inferences of every width, to the bit.
+
+        Without any coarse rounding ``kl`` is next to nothing, and so is what widths change.
+        """
+        ids, held = self.text[: self.effort.widths[-1]], len(self.text)
+        alone = np.array([decoder.feed([ids[i : i + 1]], [1])[0][0].copy() for i in range(len(ids))])
+        allowed = 1e-4 * alone.std() if kl <= KL_FLOOR else 0.0
+        same: list[bool] = []
+        for width in self.effort.widths[1:]:
+            decoder.truncate(0, held)
+            together = decoder.feed([ids[:width]], [width])[0]
+            same += (np.abs(together - alone[:width]).max(1) <= allowed).tolist()
+        decoder.truncate(0, held)
+        return sum(same) / len(same)
 
     def _distance(self, logits: np.ndarray) -> tuple[float, float]:
         """(mean KL divergence in nats, share of equal first choices) from the right ones."""

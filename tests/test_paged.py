@@ -207,6 +207,31 @@ def test_which_block_caches_are_exact_after_a_rollback(precision: str, cache_dir
     assert {kind for kind, most in moved.items() if most == 0} == set(kinds) & set(EXACT_KV_PRECISIONS), moved
 
 
+def test_several_tokens_give_the_bits_that_one_by_one_gives(cache_dir: Path) -> None:
+    """In bf16, where the kernel for several tokens rounds differently; with blocks that end among the tokens."""
+    options = DeviceOptions(precision="bf16", cache_dir=cache_dir)
+    decoder = PagedDecoder(compile_paged(DEMO, options))
+    if not decoder._apart:
+        pytest.skip("the CPU has no bf16")
+    text = np.random.default_rng(5).integers(3, 4096, 400)
+    share: dict[bool, float] = {}
+    for apart in (True, False):
+        decoder._apart = apart
+        equal = []
+        for held in (5, 30, 61, 64, 200, 380):
+            decoder.reset(2)  # the other row reads a prompt meanwhile
+            decoder.feed([text[:held], text[:3]], [1, 1])
+            alone = [decoder.feed([text[i : i + 1], text[:0]], [1, 0])[0][0].copy() for i in range(held, held + 16)]
+            for width in (2, 3, 5, 8, 16):
+                decoder.truncate(0, held)
+                decoder.truncate(1, 3)
+                together = decoder.feed([text[held : held + width], text[3:40]], [width, 1])[0]
+                equal += [np.array_equal(*pair) for pair in zip(together, alone, strict=False)]
+        share[apart] = float(np.mean(equal))
+    assert share[True] > 0.95, "the matrix multiplications may flip a bit once in a while"
+    assert share[False] < 0.5, "OpenVINO's kernels agree now: there is no need to feed tokens apart"
+
+
 def test_a_cache_is_carried_over_into_another_type(pair: Path, cache_dir: Path, reference: Reference) -> None:
     def decoder(precision: str, kv_precision: str) -> PagedDecoder:
         options = DeviceOptions(precision=precision, kv_precision=kv_precision, cache_dir=cache_dir)

@@ -34,8 +34,10 @@ DEMO = ROOT / "models" / "demo"
 USUAL = Setting("paged", None, "bf16")
 
 
-def measured(setting: Setting, step: float = 10.0, prefill: float = 1.0, kl: float = 1e-4) -> Measurement:
-    return Measurement(setting, {width: step * width**0.3 for width in (1, 2, 4)}, prefill, 0, kl, 1.0)
+def measured(
+    setting: Setting, step: float = 10.0, prefill: float = 1.0, kl: float = 1e-4, invariance: float | None = 1.0
+) -> Measurement:
+    return Measurement(setting, {width: step * width**0.3 for width in (1, 2, 4)}, prefill, 0, kl, 1.0, invariance)
 
 
 def profile(*measurements: Measurement, goal: Goal = "balanced") -> Profile:
@@ -67,6 +69,18 @@ def test_not_where_it_moves_the_output_more_than_the_default(factor: float, expe
 
 def test_never_a_cache_that_is_not_exact() -> None:
     assert chosen(profile(measured(replace(FAST, kv_precision="u8"), step=1, kl=0))) == USUAL
+
+
+@pytest.mark.parametrize("invariance", [0.0, 0.5, None])
+def test_a_draft_must_not_change_the_text_for_a_little_speed(invariance: float | None) -> None:
+    varying = measured(FAST, step=5, invariance=invariance)
+    assert chosen(profile(varying)) == USUAL
+    assert chosen(profile(varying, goal="decode")) == FAST, "speed is what was asked for"
+    assert chosen(profile(varying), DeviceOptions(precision="f32")) == FAST, "the usual one is another then"
+    assert chosen(profile(measured(FAST, step=5, invariance=0.93))) == FAST, "one flip is chance"
+    # Where even the usual setting varies there is nothing to lose.
+    usual = replace(profile(varying), measurements=[measured(USUAL, invariance=0.0), replace(varying, invariance=0.0)])
+    assert chosen(usual) == FAST
 
 
 def test_goals() -> None:

@@ -42,6 +42,7 @@ def test_accuracy_is_measured_against_the_right_logits(tmp_path: Path) -> None:
     assert profile.measurements[0].setting == Setting("paged", None, "bf16") or profile.measurements[0].setting == (
         Setting("paged", None, "f32")
     )
+    assert exact.invariance is None or exact.invariance == 1, "f32 differs in the last bits only"
     engines = {setting.engine for setting in by_setting}
     assert engines == {"paged", "stateful"}
     accurate = profile.choose(DeviceOptions(), "auto", "accuracy")
@@ -63,6 +64,28 @@ def test_the_distance_is_the_kl_divergence(tmp_path: Path, pair: Path, reference
     assert kl == pytest.approx(rel_entr(p, q).sum(1).mean(), rel=1e-3)
     assert top1 == pytest.approx((right.argmax(1) == wrong.argmax(1)).mean(), abs=0.03)
     assert bench._distance(right)[0] < 1e-7
+
+
+def test_invariance_is_the_share_of_equal_logits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a decoder whose logits are those of the width in every fourth inference of several tokens, in that one."""
+    ids = np.arange(3, 43)
+    bench = Bench(DEMO, tmp_path, ids, Effort(40, (1, 2, 4), 1, True))
+    decoder, _ = bench._load(EXACT)
+    feed, fed = decoder.feed, []
+
+    def varying(tokens: list[np.ndarray], wanted: list[int]) -> list[np.ndarray]:
+        logits = feed(tokens, wanted)[0].copy()
+        fed.append(len(logits))
+        if len(logits) == 4:
+            logits[1] += 1
+        return [logits]
+
+    bench._prefill(decoder)
+    assert bench._invariance(decoder, kl=0.0) == 1
+    monkeypatch.setattr(decoder, "feed", varying)
+    assert bench._invariance(decoder, kl=0.0) == pytest.approx(5 / 6)
+    assert fed == [1, 1, 1, 1, 2, 4]
+    assert decoder.rows[0].tokens.tolist() == ids.tolist()
 
 
 def test_what_slows_the_machine_down_for_a_while_changes_no_ratio(

@@ -82,11 +82,12 @@ def report(name: str, folder: Path, profile: Profile) -> list[str]:
     widths = list(profile.reference.verify_ms)
     heads = "".join(f"{f'm={width}':>8}" for width in widths)
     lines = [f"{name}: {folder}, {profile.seconds:.0f} s", f"  {'ms an inference of m tokens':62}{heads}  prefill, ms"]
-    lines[-1] += "      KL   top-1  memory, MB"
+    lines[-1] += "      KL   top-1  invariance  memory, MB"
 
     def line(mark: str, text: str, m: Measurement) -> str:
         times = "".join(f"{m.verify_ms[width]:8.2f}" for width in widths)
-        return f"{mark} {text:62}{times}{m.prefill_ms:13.3f}{m.kl:9.1e}{m.top1:7.1%}{m.memory / 1e6:10.0f}"
+        same = "" if m.invariance is None else f"{m.invariance:.0%}"
+        return f"{mark} {text:62}{times}{m.prefill_ms:13.3f}{m.kl:9.1e}{m.top1:8.1%}{same:>12}{m.memory / 1e6:12.0f}"
 
     lines.append(line(" ", "OpenVINO's own default", profile.reference))
     lines += [line("*" if m is best else " ", str(m.setting), m) for m in profile.measurements]
