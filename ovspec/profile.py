@@ -26,7 +26,7 @@ Goal = Literal["decode", "prefill", "balanced", "accuracy"]
 GOALS = get_args(Goal)
 FORMAT = 2
 # A setting may be chosen if its KL divergence is at most this many times that of OpenVINO's own default ...
-KL_FACTOR = 1.25
+KL_FACTOR = 1.35
 # ... or too small to matter, in nats; "accuracy" asks for no more than that.
 KL_FLOOR = 1e-6
 # A balanced choice keeps the invariance of what is used without a profile; its measuring has this much chance in it.
@@ -207,9 +207,14 @@ def weight_shapes(folder: Path) -> Counter[tuple[str, str]]:
     return Counter(re.findall(r'<data element_type="(\w+)" shape="([\d, ]+)"', text))
 
 
-def is_compressed(folder: Path) -> bool:
-    """Whether the weights are integers with scales, which dynamic quantisation is for."""
-    return any(kind in ("i8", "u8", "i4", "u4") and "," in shape for kind, shape in weight_shapes(folder))
+def largest_group(folder: Path) -> int | None:
+    """The largest group of dynamic quantisation that no compressed weight is too short for, in activations.
+
+    That is the weights' own group, or the length of a row. None where no weights are compressed.
+    """
+    integers = [shape for kind, shape in weight_shapes(folder) if kind in ("i8", "u8", "i4", "u4") and "," in shape]
+    lengths = [int(shape.split(",")[-1]) for shape in integers]
+    return min((length for length in lengths if length > 1), default=None)  # scales and zero points have 1
 
 
 def known_profile(folder: Path, options: DeviceOptions) -> Profile | None:

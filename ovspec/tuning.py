@@ -36,9 +36,9 @@ from ovspec.profile import (
     Profile,
     Setting,
     Split,
-    is_compressed,
     keep_profile,
     known_profile,
+    largest_group,
 )
 from ovspec.tokenizer import Tokenizer
 
@@ -90,11 +90,11 @@ def tune(
     tell("f32 without dynamic quantisation, whose logits are right", 0.0)
     bench = Bench(folder, options.cache_folder, tokens_of(folder, effort.tokens), effort)
     engine: EngineName = "paged" if verdict_on_paged(folder, options) == AGREES else "stateful"
-    compressed = is_compressed(folder)
+    most_group = largest_group(folder)
     own = Setting(engine, None, default_kv_precision(DeviceOptions()))
     default = Setting("stateful")
-    first = list(arithmetics(engine, compressed, effort))
-    total = 3 + len(first) + (len(list(variants(own, compressed))) if effort.full else 0)
+    first = list(arithmetics(engine, most_group, effort))
+    total = 3 + len(first) + (len(list(variants(own, most_group))) if effort.full else 0)
     tell(f"{own} (used without a profile)", 1 / total)
     bench.set_incumbent(own)
     tell(f"{default} (OpenVINO's own)", 2 / total)
@@ -110,7 +110,7 @@ def tune(
     try_all(first)
     if effort.full:
         best = found.choose(DeviceOptions(), "auto") or bench.incumbent
-        try_all(variants(best.setting, compressed))
+        try_all(variants(best.setting, most_group))
         found = replace(found, split=try_split(bench, found))
     return replace(found, seconds=time.monotonic() - began)
 
@@ -145,13 +145,13 @@ def tune_if_new(folder: Path, options: DeviceOptions, tell: Callable[[str], None
 # ---------------------------------------------------------------- what is tried
 
 
-def arithmetics(engine: EngineName, compressed: bool, effort: Effort) -> Iterator[Setting]:
+def arithmetics(engine: EngineName, most_group: int | None, effort: Effort) -> Iterator[Setting]:
     """Types of arithmetic, and how activations are quantised."""
     capabilities = core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
     native = [name for name, capability in (("bf16", "BF16"), ("f16", "FP16")) if capability in capabilities]
     groups: tuple[int | None, ...] = (None,)
-    if compressed:
-        groups = (32, 64, 128, 256) if effort.full else (64,)
+    if most_group:
+        groups = tuple(group for group in ((32, 64, 128, 256) if effort.full else (64,)) if group <= most_group)
     usual = default_kv_precision(DeviceOptions())  # the type of the arithmetic that OpenVINO takes by itself
     for precision in ["f32", *native] if effort.full else [usual]:
         for group in groups:
@@ -160,17 +160,17 @@ def arithmetics(engine: EngineName, compressed: bool, effort: Effort) -> Iterato
                 yield Setting(engine, precision, precision, group)
 
 
-def variants(best: Setting, compressed: bool) -> Iterator[Setting]:
+def variants(best: Setting, most_group: int | None) -> Iterator[Setting]:
     """No rounding of activations, the other engine, a smaller KV cache, other threads."""
-    if compressed:
+    if most_group:
         yield Setting(best.engine, "f32", "f32", 0)
     if best.engine == "paged":
         yield replace(best, engine="stateful")
     # An f32 cache is exact however tokens are grouped; f16 costs nothing only where arithmetic is coarser anyway.
-    if compressed and best.precision == "f32" and best.group:
+    if most_group and best.precision == "f32" and best.group:
         yield replace(best, kv_precision="f16")
     physical, logical = psutil.cpu_count(logical=False) or 1, psutil.cpu_count() or 1
-    for threads in sorted({max(1, physical // 2), logical} - {physical}):
+    for threads in sorted({max(2, physical // 2), logical} - {physical}):  # one core alone can't keep memory busy
         yield replace(best, threads=threads)
     for core_type in core_types():
         yield replace(best, core_type=core_type)
