@@ -11,6 +11,7 @@ from conftest import ROOT
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ovspec.cli.tune import report
 from ovspec.device import EXACT_KV_PRECISIONS, DeviceOptions, compile_properties
 from ovspec.profile import (
     CLEARLY_BETTER,
@@ -81,6 +82,13 @@ def test_a_draft_must_not_change_the_text_for_a_little_speed(invariance: float |
     # Where even the usual setting varies there is nothing to lose.
     usual = replace(profile(varying), measurements=[measured(USUAL, invariance=0.0), replace(varying, invariance=0.0)])
     assert chosen(usual) == FAST
+
+
+def test_the_table_says_where_a_draft_may_change_the_text() -> None:
+    varying = measured(FAST, step=5, invariance=0.2)
+    said = "\n".join(report("target", DEMO, profile(varying, goal="decode")))
+    assert "texts may part" in said
+    assert "texts may part" not in "\n".join(report("target", DEMO, profile(varying)))
 
 
 def test_goals() -> None:

@@ -32,8 +32,9 @@ def tune(folder: Path | None, goal: Goal, as_json: bool, cache_dir: str | None) 
     """Measure which settings are fastest for the model in DIR on this machine, and use them from now on.
 
     Tries precisions, dynamic quantisation, KV caches, threads and both engines, on the target and on the draft
-    beside it. Only settings that move the output no more than OpenVINO's own default are chosen. Models of the
-    same shape and weight format share a profile. Use an idle machine.
+    beside it. Only settings that move the output no more than OpenVINO's own default are chosen; with --for decode
+    or prefill also such with which a draft may change the text where two tokens are nearly tied. Models of the same
+    shape and weight format share a profile. Use an idle machine.
 
     \b
     Examples:
@@ -77,6 +78,7 @@ def tune(folder: Path | None, goal: Goal, as_json: bool, cache_dir: str | None) 
 def report(name: str, folder: Path, profile: Profile) -> list[str]:
     """What was measured, the chosen setting marked."""
     from ovspec.device import DeviceOptions
+    from ovspec.profile import INVARIANCE_SLACK
 
     best = profile.choose(DeviceOptions(), "auto")
     widths = list(profile.reference.verify_ms)
@@ -97,6 +99,12 @@ def report(name: str, folder: Path, profile: Profile) -> list[str]:
             f"{best.verify_ms[1] / profile.reference.verify_ms[1]:.2f}x, a prompt "
             f"{best.prefill_ms / profile.reference.prefill_ms:.2f}x of the default's time"
         )
+        usual = profile.measurements[0].invariance or 0.0
+        if (best.invariance or 0.0) < usual - INVARIANCE_SLACK:
+            lines.append(
+                "with a draft, texts may part where two tokens are nearly tied: its logits depend on how many tokens "
+                "are fed together, those of --for balanced don't"
+            )
     if profile.split:
         split = profile.split
         lines.append(
