@@ -95,7 +95,8 @@ def read_json(path: Path) -> dict[str, Any]:
 def check_ir_folder(folder: Path) -> None:
     """Raises OvspecError where ``folder`` holds no exported language model, and says what it is instead."""
     if not folder.is_dir():
-        raise OvspecError(f"{folder}: no such folder; name a folder made by 'ovspec export' or optimum-cli.")
+        what = "is a file" if folder.is_file() else "no such folder"
+        raise OvspecError(f"{folder}: {what}; name a folder made by 'ovspec export' or optimum-cli.")
     if (folder / MODEL_FILE).is_file():
         return
     if list(folder.glob("*.safetensors")) or list(folder.glob("pytorch_model*.bin")):

@@ -78,7 +78,7 @@ def test_progress_is_a_line_a_step_and_moves_on_a_terminal(
 
 
 def test_every_command_shows_an_example(ovspec) -> None:
-    for command in ("generate", "export", "devices", "inspect", "perplexity"):
+    for command in ("generate", "export", "devices", "inspect", "perplexity", "tune"):
         assert "Example" in ovspec(command, "--help").stdout
 
 
@@ -200,6 +200,10 @@ def test_a_bare_draft_option_may_stand_before_the_prompt(ovspec, pair: Path) -> 
         (["generate", "PAIR", "hi", "-n", "0"], 2, "not in the range"),
         (["generate", "my-pear", "-p", "hi"], 1, "no such folder"),
         (["export", "PAIR", "-o", "OUT", "--group-size", "64"], 1, "goes with --weight-format int4"),
+        (["inspect", str(ROOT / "README.md")], 1, "is a file"),
+        (["inspect", str(ROOT / "tests")], 1, "no openvino_model.xml"),
+        (["tune", str(ROOT / "README.md")], 1, "is a file"),
+        (["tune", "my-pear"], 1, "no such folder"),
         (["export", "nowhere/at/all", "-o", "OUT"], 1, "no such folder"),
         (["export", "PAIR", "-o", "OUT", "--draft-weight-format", "int8"], 2, "needs --draft"),
     ],

@@ -168,6 +168,16 @@ def test_the_command_shows_a_table_and_the_choice(tmp_path: Path, monkeypatch: p
     assert found["target"]["chosen"]["setting"]["engine"] in ("paged", "stateful")
 
 
+def test_a_profile_that_cannot_be_kept_is_not_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ovspec.tuning, "tune", lambda *_, **__: pytest.fail("measured in vain"))
+    file = tmp_path / "file"
+    file.write_text("x", encoding="utf-8")
+    with pytest.raises(ovspec.OvspecError, match=r"cannot be made .* --cache-dir"):
+        CliRunner().invoke(
+            cli, ["tune", str(DEMO), "--cache-dir", str(file / "cache")], catch_exceptions=False, standalone_mode=False
+        )
+
+
 def test_only_the_cpu_is_tuned(tmp_path: Path) -> None:
     with pytest.raises(ovspec.OvspecError, match="only the CPU has settings"):
         tune(DEMO, DeviceOptions(device="AUTO:CPU", cache_dir=tmp_path))

@@ -28,11 +28,13 @@ def inspect(folder: Path | None, verify: bool, as_json: bool, **runtime: Any) ->
     from ovspec import inspection
     from ovspec.device import DeviceOptions
     from ovspec.errors import OvspecError
+    from ovspec.ir import check_ir_folder
     from ovspec.manifest import restore_backup
     from ovspec.model import embedded_pair
 
     folder = folder or embedded_pair()
     restore_backup(folder)
+    check_ir_folder(folder)
     draft_device = runtime.pop("draft_device")
     if draft_device:
         raise click.UsageError("--draft-device is not used here; inspect the draft's folder with --device.")

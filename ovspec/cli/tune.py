@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 if TYPE_CHECKING:
+    from ovspec.device import DeviceOptions
     from ovspec.profile import Goal, Measurement, Profile
 
 GOALS = ("decode", "prefill", "balanced", "accuracy")  # as profile.GOALS, which would import openvino
@@ -52,6 +54,7 @@ def tune(folder: Path | None, goal: Goal, as_json: bool, cache_dir: str | None) 
     restore_backup(folder)
     check_ir_folder(folder)
     options = DeviceOptions(cache_dir=Path(cache_dir) if cache_dir else None)
+    check_kept(folder, options)
     found: dict[str, Any] = {}
     for name, part in (("target", folder), ("draft", folder / DRAFT_FOLDER)):
         if not (part / MODEL_FILE).is_file():
@@ -73,6 +76,21 @@ def tune(folder: Path | None, goal: Goal, as_json: bool, cache_dir: str | None) 
             click.echo("\n".join(report(name, part, profile)))
     if as_json:
         click.echo(json.dumps(found))
+
+
+def check_kept(folder: Path, options: DeviceOptions) -> None:
+    """Raises OvspecError where minutes of measuring would be lost because the profile can't be kept."""
+    from ovspec.errors import OvspecError
+    from ovspec.profile import profile_file
+
+    file = profile_file(folder, options)
+    assert file  # no property switches the cache off here
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OvspecError(f"{file.parent}: cannot be made ({error.strerror}); name another with --cache-dir.") from None
+    if not os.access(file.parent, os.W_OK):
+        raise OvspecError(f"{file.parent}: cannot be written to; name another folder with --cache-dir.")
 
 
 def report(name: str, folder: Path, profile: Profile) -> list[str]:
