@@ -93,11 +93,12 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def check_ir_folder(folder: Path) -> None:
-    """Raises OvspecError where ``folder`` holds no exported language model, and says what it is instead."""
+    """Raises OvspecError where ``folder`` holds no whole exported language model, and says what it is instead."""
     if not folder.is_dir():
         what = "is a file" if folder.is_file() else "no such folder"
         raise OvspecError(f"{folder}: {what}; name a folder made by 'ovspec export' or optimum-cli.")
     if (folder / MODEL_FILE).is_file():
+        check_weights(folder / MODEL_FILE)
         return
     if list(folder.glob("*.safetensors")) or list(folder.glob("pytorch_model*.bin")):
         raise OvspecError(f"{folder}: a Hugging Face checkpoint, not an IR; run 'ovspec export {folder} -o DIR' first.")
@@ -178,7 +179,6 @@ def compile_ir(folder: Path, options: DeviceOptions, rewrite: Callable[[ov.Model
     """
     check_ir_folder(folder)
     device = check_device(options.device)
-    check_weights(folder / MODEL_FILE)
     try:
         model = core().read_model(folder / MODEL_FILE)
     except RuntimeError as error:

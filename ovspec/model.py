@@ -363,7 +363,7 @@ def load(
             raise OvspecError(f"{folder}: it was exported without a draft; name one, or export with --draft.")
     else:
         draft_folder = Path(draft)
-        check_ir_folder(draft_folder)
+    check_ir_folder(draft_folder)
     if not (draft is True and manifest and manifest.draft):
         check_same_vocabulary(folder, draft_folder)
     draft_options = replace(options, device=draft_device or device)

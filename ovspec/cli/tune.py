@@ -59,6 +59,7 @@ def tune(folder: Path | None, goal: Goal, as_json: bool, cache_dir: str | None) 
     for name, part in (("target", folder), ("draft", folder / DRAFT_FOLDER)):
         if not (part / MODEL_FILE).is_file():
             continue
+        check_ir_folder(part)
         progress: Any = click.progressbar(
             length=1000, label=name, file=sys.stderr, item_show_func=lambda item: str(item or "")
         )
