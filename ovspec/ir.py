@@ -93,20 +93,19 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def check_ir_folder(folder: Path) -> None:
-    """Raises OvspecError where ``folder`` holds no whole exported language model, and says what it is instead."""
+    """Raises OvspecError where ``folder`` holds no exported language model, and says what it is instead."""
     if not folder.is_dir():
         what = "is a file" if folder.is_file() else "no such folder"
         raise OvspecError(f"{folder}: {what}; name a folder made by 'ovspec export' or optimum-cli.")
     if (folder / MODEL_FILE).is_file():
-        check_weights(folder / MODEL_FILE)
         return
     if list(folder.glob("*.safetensors")) or list(folder.glob("pytorch_model*.bin")):
         raise OvspecError(f"{folder}: a Hugging Face checkpoint, not an IR; run 'ovspec export {folder} -o DIR' first.")
     raise OvspecError(f"{folder}: no {MODEL_FILE} in it; name a folder made by 'ovspec export' or optimum-cli.")
 
 
-def check_weights(xml: Path) -> None:
-    """Raises OvspecError where the .bin beside ``xml`` is missing or shorter than the .xml says.
+def check_weights(xml: Path) -> int:
+    """The bytes of the .bin beside ``xml``; raises OvspecError where it is missing or shorter than the .xml says.
 
     OpenVINO maps it into memory: reading past its end would kill the process.
     """
@@ -118,6 +117,7 @@ def check_weights(xml: Path) -> None:
     ends = [int(offset) + int(length) for offset, length in re.findall(rb'offset="(\d+)" size="(\d+)"', text)]
     if size < max(ends, default=0):
         raise OvspecError(f"{xml.with_suffix('.bin')}: cut off ({size} of {max(ends)} bytes); export the model again.")
+    return size
 
 
 def model_states(model: ov.Model) -> list[State]:
@@ -179,6 +179,7 @@ def compile_ir(folder: Path, options: DeviceOptions, rewrite: Callable[[ov.Model
     """
     check_ir_folder(folder)
     device = check_device(options.device)
+    check_weights(folder / MODEL_FILE)
     try:
         model = core().read_model(folder / MODEL_FILE)
     except RuntimeError as error:

@@ -7,7 +7,7 @@ from pathlib import Path
 import psutil
 
 from ovspec.errors import OvspecError
-from ovspec.ir import MODEL_FILE, CompiledIR
+from ovspec.ir import MODEL_FILE, CompiledIR, check_weights
 
 BYTES = {"f32": 4.0, "bf16": 2.0, "f16": 2.0, "u8": 1.1}  # of a value in the cache; u8 with its scales
 
@@ -25,8 +25,7 @@ def recurrent_bytes(ir: CompiledIR) -> float:
 
 def room_for(folder: Path, times: float) -> bool:
     """Whether that many times the weights in ``folder`` fit into the memory that is free."""
-    size = (folder / MODEL_FILE).with_suffix(".bin").stat().st_size
-    return times * size <= psutil.virtual_memory().available
+    return times * check_weights(folder / MODEL_FILE) <= psutil.virtual_memory().available
 
 
 def check_memory(irs: list[CompiledIR], tokens: int, rows: int = 1) -> None:

@@ -23,7 +23,7 @@ from ovspec.device import DeviceOptions, core, default_kv_precision
 from ovspec.engine import AGREES, EXACT, EngineName, compile_paged, verdict_on_paged
 from ovspec.errors import OvspecError
 from ovspec.files import read_text
-from ovspec.ir import MODEL_FILE, compile_ir
+from ovspec.ir import MODEL_FILE, check_weights, compile_ir
 from ovspec.kv import Rollback
 from ovspec.memory import room_for
 from ovspec.paged import PagedDecoder
@@ -129,7 +129,7 @@ def tune_if_new(folder: Path, options: DeviceOptions, tell: Callable[[str], None
     profile = known_profile(folder, options)
     if profile or options.device.upper() != "CPU" or not options.cache_folder:
         return profile
-    if (folder / MODEL_FILE).with_suffix(".bin").stat().st_size > LARGEST_UNASKED:
+    if check_weights(folder / MODEL_FILE) > LARGEST_UNASKED:
         tell(f"{folder}: too large to be measured unasked; 'ovspec tune {folder}' finds what is fastest here.")
         return None
     tell(f"{folder}: measuring what is fastest here, once; 'ovspec tune' measures more, --no-tune skips it.")
