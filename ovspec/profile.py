@@ -162,7 +162,10 @@ def agrees(setting: Setting, options: DeviceOptions, engine: EngineChoice) -> bo
 
 def with_setting(options: DeviceOptions, setting: Setting) -> DeviceOptions:
     """``options`` and, where the user has named nothing, ``setting``."""
-    return replace(options, properties=setting.properties | options.fixed)
+    ours = setting.properties
+    if setting.precision is None and "INFERENCE_PRECISION_HINT" in options.fixed:
+        ours.pop("KV_CACHE_PRECISION", None)  # it goes with the arithmetic that the device prefers
+    return replace(options, properties=ours | options.fixed)
 
 
 def load_with(

@@ -112,6 +112,7 @@ def test_what_the_user_names_wins() -> None:
     assert chosen(found, engine="stateful") == stateful
     assert chosen(found, DeviceOptions(precision="f16")) == USUAL, "which names no precision"
     # Threads and the cache's type go with any setting.
+    assert "KV_CACHE_PRECISION" not in with_setting(DeviceOptions(precision="f32"), USUAL).properties
     options = with_setting(DeviceOptions(threads=7, kv_precision="u8"), FAST)
     assert chosen(found, DeviceOptions(threads=7, kv_precision="u8")) == FAST
     properties = compile_properties(options)
