@@ -24,7 +24,7 @@ from ovspec.request import Request
 from ovspec.sequence import Sequence
 from ovspec.vocabulary import ALL_IDS, KnownIds
 
-# Tokens of a prompt that are fed in one inference: bounds the memory of activations at no cost in time.
+# Tokens of a prompt that are fed in one inference: bounds the memory of activations; smaller chunks cost time.
 PREFILL_CHUNK = 1024
 FIRST_BLOCKS = 8
 # Tokens of a row that are fed apart at most; whoever wants more logits at once is measuring, not verifying.

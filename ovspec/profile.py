@@ -26,7 +26,7 @@ Goal = Literal["decode", "prefill", "balanced", "accuracy"]
 GOALS = get_args(Goal)
 FORMAT = 2
 # A setting may be chosen if its KL divergence is at most this many times that of OpenVINO's own default ...
-KL_FACTOR = 1.35
+KL_FACTOR = 1.25
 # ... or too small to matter, in nats; "accuracy" asks for no more than that.
 KL_FLOOR = 1e-6
 # A balanced choice keeps the invariance of what is used without a profile; its measuring has this much chance in it.
