@@ -10,26 +10,41 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ovspec.drafting import Drafter as Drafter
     from ovspec.errors import OvspecError as OvspecError
     from ovspec.generate import Piece as Piece
     from ovspec.generate import Result as Result
     from ovspec.generate import Stats as Stats
+    from ovspec.loading import load as load
     from ovspec.model import LanguageModel as LanguageModel
-    from ovspec.model import load as load
+    from ovspec.sampling import SamplingParams as SamplingParams
     from ovspec.session import Session as Session
 
 __version__ = "0.1.0"
 
 _HOMES = {
+    "Drafter": "ovspec.drafting",
+    "SamplingParams": "ovspec.sampling",
     "OvspecError": "ovspec.errors",
     "Piece": "ovspec.generate",
     "Result": "ovspec.generate",
     "Stats": "ovspec.generate",
     "LanguageModel": "ovspec.model",
-    "load": "ovspec.model",
+    "load": "ovspec.loading",
     "Session": "ovspec.session",
 }
-__all__ = ["LanguageModel", "OvspecError", "Piece", "Result", "Session", "Stats", "__version__", "load"]
+__all__ = [
+    "Drafter",
+    "LanguageModel",
+    "OvspecError",
+    "Piece",
+    "Result",
+    "SamplingParams",
+    "Session",
+    "Stats",
+    "__version__",
+    "load",
+]
 
 
 def __getattr__(name: str) -> Any:

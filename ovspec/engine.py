@@ -42,6 +42,7 @@ class LoadedIR:
     """A compiled model and how it is driven.
 
     ``reason`` says why this engine. ``compact_at`` is the stateful engine's: dead slots at which it compacts.
+    ``profile`` is the setting that a profile chose, ``verify_ms`` what it measured: milliseconds by width.
     """
 
     ir: CompiledIR
@@ -49,7 +50,8 @@ class LoadedIR:
     reason: str
     rollback: Rollback
     compact_at: int = COMPACT_AT
-    profile: str | None = None  # the setting that a profile chose
+    profile: str | None = None
+    verify_ms: dict[int, float] | None = None
 
     def decoder(self, vocabulary: KnownIds = ALL_IDS) -> Decoder:
         """A decoder with a request and a cache of its own."""

@@ -8,9 +8,11 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from ovspec.decoder import Decoder, catch_up
-from ovspec.drafting import Drafter
+from ovspec.drafting import Drafter, Round
 from ovspec.interrupts import HeldInterrupts
-from ovspec.sampling import greedy
+from ovspec.lookahead import Lookahead
+from ovspec.sampler import Sampler
+from ovspec.sampling import SamplingParams, TokenLogprob, logprobs_of
 from ovspec.sequence import Sequence
 from ovspec.speculation import Verdict, speculate
 from ovspec.tokenizer import Detokenizer
@@ -20,11 +22,15 @@ FinishReason = Literal["stop", "length", "eos", "cancelled"]
 
 @dataclass(slots=True)
 class Piece:
-    """What one round added to the text. ``finish_reason`` is None until the last piece."""
+    """What one round added to the text. ``finish_reason`` is None until the last piece.
+
+    ``logprobs`` has one entry for each token where they were asked for.
+    """
 
     text: str
     token_ids: list[int]
     finish_reason: FinishReason | None = None
+    logprobs: list[TokenLogprob] | None = None
 
 
 @dataclass
@@ -34,7 +40,7 @@ class Stats:
     ``ttft_ms`` runs from the prompt's token ids to the first token, ``tpot_ms`` is the mean time of each
     later one. ``target_ms`` and ``draft_ms`` are spent in inference; ``other_ms`` is all the rest, with
     what the caller does between two pieces of a stream. In a batch, times are those of the whole batch
-    until the row was finished.
+    until the row was finished. ``drafters`` has proposed and accepted tokens by the drafter's name.
     """
 
     prompt_tokens: int = 0
@@ -47,6 +53,8 @@ class Stats:
     accepted: int = 0
     reached: int = 0  # proposed tokens that were compared: all before them were accepted
     accepted_by_position: list[int] = field(default_factory=list)
+    drafters: dict[str, dict[str, int]] = field(default_factory=dict)
+    seed: int | None = None  # of a sampled text
     target_ms: float = 0.0
     draft_ms: float = 0.0
     other_ms: float = 0.0
@@ -68,6 +76,10 @@ class Stats:
         self.proposed += verdict.proposed
         self.accepted += verdict.accepted
         self.reached += min(verdict.accepted + 1, verdict.proposed)
+        if verdict.proposed:
+            counts = self.drafters.setdefault(verdict.source, {"proposed": 0, "accepted": 0})
+            counts["proposed"] += verdict.proposed
+            counts["accepted"] += verdict.accepted
         for position in range(verdict.accepted):
             if position == len(self.accepted_by_position):
                 self.accepted_by_position.append(0)
@@ -76,12 +88,17 @@ class Stats:
 
 @dataclass(frozen=True)
 class Result:
-    """``token_ids`` holds what was generated, the EOS that ended it included; ``text`` leaves out the stop string."""
+    """A finished text.
+
+    ``token_ids`` holds what was generated, with the EOS or stop id that ended it; ``text`` leaves out what stopped it.
+    ``logprobs`` has one entry for each of ``token_ids`` where they were asked for.
+    """
 
     text: str
     token_ids: list[int]
     finish_reason: FinishReason
     stats: Stats
+    logprobs: list[TokenLogprob] | None = None
 
 
 class StopStrings:
@@ -121,34 +138,47 @@ class Row:
     Args:
         sequence: prompt and, as rounds commit to it, what follows.
         max_tokens: tokens to generate at most.
-        stop: strings that end the text and are left out of it.
-        eos: ids that end the text.
+        eos: ids that end the text, besides those of ``params``.
     """
 
     def __init__(
-        self, sequence: Sequence, detokenizer: Detokenizer, max_tokens: int, stop: list[str], eos: frozenset[int]
+        self,
+        sequence: Sequence,
+        detokenizer: Detokenizer,
+        sampler: Sampler,
+        params: SamplingParams,
+        max_tokens: int,
+        eos: frozenset[int],
     ) -> None:
-        self.sequence = sequence
+        self.sequence, self.sampler = sequence, sampler
         self.text = ""
         self.token_ids: list[int] = []
+        self.logprobs: list[TokenLogprob] | None = None if params.logprobs is None else []
         self.finish_reason: FinishReason | None = None
         self.stats = Stats(prompt_tokens=len(sequence))
         self._start, self._end = len(sequence), len(sequence) + max_tokens
-        self._detokenizer, self._stops, self._eos = detokenizer, StopStrings(stop), eos
+        self._params, self._min_tokens = params, params.min_tokens or 0
+        self._detokenizer, self._stops, self._eos = detokenizer, StopStrings(params.stop_strings), eos
+        self._stop_ids = frozenset(params.stop_ids)
 
-    def budget(self, lookahead: int) -> int:
-        """Tokens worth proposing. None before the first token: it must not wait for the drafter."""
+    def remaining(self) -> int:
+        """Tokens that may be proposed. None before the first token: it must not wait for the drafter."""
         length = len(self.sequence)
-        return min(lookahead, self._end - length - 1) if length > self._start else 0
+        return self._end - length - 1 if length > self._start else 0
 
     def take(self, verdict: Verdict) -> Piece:
         """Read what a round committed, up to where the text ends; later tokens are taken back."""
         self.stats.count(verdict)
         tokens = verdict.tokens.tolist()
         begin = len(self.sequence) - len(tokens)
-        shown, used = "", 0
+        shown, used, stopped = "", 0, False
         for used, token in enumerate(tokens, 1):
-            text, stopped = self._stops.push(self._detokenizer.push(token))
+            if token in self._stop_ids:
+                self.finish_reason = "stop"
+                break
+            text = self._detokenizer.push(token)
+            early = len(self.token_ids) + used <= self._min_tokens
+            text, stopped = (text, False) if early else self._stops.push(text)
             shown += text
             if stopped:
                 self.finish_reason = "stop"
@@ -159,12 +189,17 @@ class Row:
             if self.finish_reason:
                 break
         self.sequence.rewind(begin + used)
-        if self.finish_reason in ("eos", "length"):
+        if self.finish_reason and not stopped:
             shown += self._rest()
         self.text += shown
+        logprobs = None
+        if self.logprobs is not None and self._params.logprobs is not None:
+            count = self._params.logprobs
+            logprobs = [logprobs_of(verdict.logits[i], token, count) for i, token in enumerate(tokens[:used])]
+            self.logprobs += logprobs
         self.token_ids += tokens[:used]
         self.stats.generated_tokens = len(self.token_ids)
-        return Piece(shown, tokens[:used], self.finish_reason)
+        return Piece(shown, tokens[:used], self.finish_reason, logprobs)
 
     def cancel(self) -> Piece:
         """End the text where it is, unless it has ended already."""
@@ -178,7 +213,7 @@ class Row:
     def result(self) -> Result:
         """Of a text that has ended."""
         assert self.finish_reason
-        return Result(self.text, self.token_ids, self.finish_reason, self.stats)
+        return Result(self.text, self.token_ids, self.finish_reason, self.stats, self.logprobs)
 
     def _rest(self) -> str:
         shown, stopped = self._stops.push(self._detokenizer.flush())
@@ -186,15 +221,16 @@ class Row:
 
 
 def generate_rows(
-    target: Decoder, drafter: Drafter | None, rows: list[Row], lookahead: int
+    target: Decoder, drafter: Drafter | None, rows: list[Row], lookahead: Lookahead, began: float | None = None
 ) -> Iterator[list[tuple[int, Piece]]]:
     """Run rounds until every row is finished; yields (row, piece) for the rows of each round.
 
     ``target`` and ``drafter`` hold one row for each of ``rows``. Finished rows leave the batch.
+    ``began`` is when work on them did (``time.perf_counter``), if that was earlier.
     On Ctrl-C the round is finished, its pieces and then a last one "cancelled" are yielded, and
     KeyboardInterrupt is raised.
     """
-    began = time.perf_counter()
+    began = time.perf_counter() if began is None else began
     target_before, draft_before = target.seconds, drafter.seconds if drafter else 0.0
     for i, row in enumerate(rows):
         row.stats.cached_tokens = len(row.sequence) - len(catch_up(target, i, row.sequence))
@@ -214,8 +250,14 @@ def generate_rows(
     try:
         while active:
             interrupts.holding = True
-            budgets = [rows[i].budget(lookahead) for i in active]
-            verdicts = speculate(target, drafter, [rows[i].sequence for i in active], budgets, greedy)
+            going = [rows[i] for i in active]
+            round = Round(
+                [row.sequence for row in going],
+                [row.remaining() for row in going],
+                [row.sampler for row in going],
+                lookahead,
+            )
+            verdicts = speculate(target, drafter, round)
             pieces = [(i, rows[i].take(verdict)) for i, verdict in zip(active, verdicts, strict=True)]
             left = [place for place, i in enumerate(active) if not rows[i].finish_reason]
             for i in active:

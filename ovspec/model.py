@@ -3,47 +3,44 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import sys
+import secrets
+import time
 import warnings
 from collections.abc import Generator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, TypedDict, Unpack, overload
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 import numpy as np
 
 from ovspec.chat import Message, chat_template
-from ovspec.decoder import COMPACT_AT, Decoder
-from ovspec.device import DeviceOptions
+from ovspec.decoder import Decoder
 from ovspec.drafting import Drafter
+from ovspec.drafting.chain import Chain
+from ovspec.drafting.choice import DraftChoice
 from ovspec.drafting.draft_model import DraftModel
-from ovspec.engine import ENGINES, EngineChoice, LoadedIR
+from ovspec.drafting.lookup import Lookup, corpus_of
+from ovspec.engine import LoadedIR
 from ovspec.errors import OvspecError
+from ovspec.files import read_text
 from ovspec.generate import Piece, Result, Row, generate_rows
-from ovspec.ir import check_ir_folder, read_json
-from ovspec.manifest import DRAFT_FOLDER, read_manifest, restore_backup
+from ovspec.ir import read_json
+from ovspec.lookahead import Costs, Lookahead
 from ovspec.memory import check_memory
-from ovspec.pairing import check_same_vocabulary
 from ovspec.perplexity import DEFAULT_CONTEXT, Perplexity, measure
-from ovspec.probing import Probe
-from ovspec.profile import load_with
+from ovspec.sampler import AcceptRule, SampleFunction, sampler_of
+from ovspec.sampling import SamplingParams
 from ovspec.sequence import Sequence
 from ovspec.session import Session, TextStream
 from ovspec.tokenizer import Tokenizer
-from ovspec.tuning import tune_if_new
 
-DEFAULT_LOOKAHEAD = 4
 DEFAULT_MAX_TOKENS = 256
 
-# What Hugging Face's greedy generate would apply from a generation config and we do not yet; neutral values.
+# What Hugging Face's greedy generate would apply from a generation config and we do not; neutral values.
 NOT_APPLIED = {
-    "repetition_penalty": 1.0,
     "no_repeat_ngram_size": 0,
     "min_length": 0,
-    "min_new_tokens": None,
     "bad_words_ids": None,
-    "suppress_tokens": None,
     "begin_suppress_tokens": None,
     "forced_bos_token_id": None,
     "forced_eos_token_id": None,
@@ -55,27 +52,67 @@ Prompt = str | list[int] | np.ndarray | list[Message]
 
 
 class GenerateOptions(TypedDict, total=False):
-    """What every generating call takes.
+    """What every generating call takes: the fields of ``SamplingParams``, which win over ``sampling``, and these.
 
-    max_tokens: tokens to generate at most; by default the generation config's ``max_new_tokens``
-        or 256, and never past the model's context. Asking for more than fits is an error.
-    stop: one string or several; the text ends in front of the first that appears.
-    ignore_eos: go on after an end-of-sequence token.
-    lookahead: tokens proposed each round, 0 for plain decoding; by default the model's.
+    sampling: all of those in one.
+    sampler: a function of your own that chooses each token, ``sampler(logits (1, vocab), tokens so far (n,), **options)
+        -> id``; it is called once for each token, in order, with or without a draft.
+    sampler_options: keywords for it.
+    accept: how sampled text is held against what is proposed: "compare" for the same text with any draft or none,
+        "rejection" for one that depends on the draft, not its distribution, and accepts somewhat more.
+    lookahead: tokens proposed each round, 0 for plain decoding, "auto" for as many as pay; by default the model's.
     """
 
+    sampling: SamplingParams
+    sampler: SampleFunction | None
+    sampler_options: Mapping[str, Any] | None
+    accept: AcceptRule
+    lookahead: int | Literal["auto"] | None
     max_tokens: int | None
+    min_tokens: int | None
     stop: str | list[str]
+    stop_ids: list[int]
     ignore_eos: bool
-    lookahead: int | None
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    typical_p: float
+    repetition_penalty: float | None
+    presence_penalty: float
+    frequency_penalty: float
+    logit_bias: Mapping[int, float]
+    seed: int | None
+    n: int
+    logprobs: int | None
+
+
+PARAMS = {each.name for each in fields(SamplingParams)}
+
+
+def params_of(options: GenerateOptions) -> SamplingParams:
+    """``sampling`` with the fields that are given one by one.
+
+    Raises:
+        TypeError: an option that there isn't.
+        OvspecError: a value out of range.
+    """
+    unknown = options.keys() - GenerateOptions.__annotations__.keys()
+    if unknown:
+        raise TypeError(
+            f"unknown option {sorted(unknown)[0]!r}; there are {', '.join(GenerateOptions.__annotations__)}"
+        )
+    given: dict[str, Any] = {name: value for name, value in options.items() if name in PARAMS}
+    return replace(options.get("sampling") or SamplingParams(), **given)
 
 
 @dataclass
 class Decoders:
-    """Of one session or batch."""
+    """Of one session or batch. ``lookaheads``: what is known of greedy (False) and of sampled text (True)."""
 
     target: Decoder
     drafter: Drafter | None
+    lookaheads: dict[bool, Lookahead] = field(default_factory=dict)
 
     def reset(self, rows: int) -> None:
         self.target.reset(rows)
@@ -90,13 +127,24 @@ class LanguageModel:
     gives what it gives alone. A session or a stream belongs to one thread at a time.
     """
 
-    def __init__(self, folder: Path, target: LoadedIR, draft: LoadedIR | None, lookahead: int) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        target: LoadedIR,
+        draft: LoadedIR | None = None,
+        choice: DraftChoice | None = None,
+        lookahead: int | None = None,
+        corpus: list[Path] | None = None,
+    ) -> None:
         self.folder, self.lookahead = folder, lookahead
         self.tokenizer = Tokenizer(folder)
-        self._target, self._draft = target, draft
+        self._target, self._draft, self._choice = target, draft, choice
+        self._corpus = corpus_of(self.tokenizer.encode(read_text(file).rstrip("\0"), False) for file in corpus or [])
         self._idle: list[Decoders] = []
         self._generation_config = read_json(folder / "generation_config.json")
-        asked = [name for name, neutral in NOT_APPLIED.items() if self._generation_config.get(name, neutral) != neutral]
+        asked = [
+            name for name, neutral in NOT_APPLIED.items() if self._generation_config.get(name) not in (None, neutral)
+        ]
         if asked:
             warnings.warn(
                 f"{folder}: its generation config asks for {', '.join(asked)}, which is not applied", stacklevel=3
@@ -111,12 +159,32 @@ class LanguageModel:
     def generate(self, prompt: Any, **options: Unpack[GenerateOptions]) -> Result | list[Result]:
         """Continue ``prompt``, or each of a list of prompts as one batch; see ``GenerateOptions``.
 
+        With ``n`` above 1, ``samples`` gives all of them.
+
         Raises:
-            OvspecError: an empty prompt, or one that doesn't fit the model's context.
+            OvspecError: an empty prompt, one that doesn't fit the model's context, or options out of range.
         """
-        if isinstance(prompt, list) and prompt and isinstance(prompt[0], (str, list, np.ndarray)):
-            return self._generate_batch(prompt, options)
+        if is_batch(prompt):
+            return [texts[0] for texts in self._generate_batch(prompt, options, 1)]
         return self.stream(prompt, **options).result()
+
+    @overload
+    def samples(
+        self, prompt: list[str] | list[list[int]], **options: Unpack[GenerateOptions]
+    ) -> list[list[Result]]: ...
+    @overload
+    def samples(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> list[Result]: ...
+    def samples(self, prompt: Any, **options: Unpack[GenerateOptions]) -> list[Result] | list[list[Result]]:
+        """``n`` continuations of ``prompt``, or of each of a list of prompts; the prompt is read once.
+
+        Raises:
+            OvspecError: as ``generate``; or n is above 1 and nothing is left to chance.
+        """
+        params = params_of(options)
+        if params.n > 1 and not params.temperature and not options.get("sampler"):
+            raise OvspecError(f"n is {params.n}, but greedy texts are all the same; give a temperature.")
+        texts = self._generate_batch(prompt if is_batch(prompt) else [prompt], options, params.n)
+        return texts if is_batch(prompt) else texts[0]
 
     def stream(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> TextStream:
         """As ``generate``, piece by piece: ``for piece in lm.stream("def "): print(piece.text)``."""
@@ -134,17 +202,28 @@ class LanguageModel:
         """A text whose KV cache is kept between calls."""
         return Session(self, self._decoders())
 
-    def _generate_batch(self, prompts: list[Any], options: GenerateOptions) -> list[Result]:
-        rows = [self.row(Sequence(self.encode(prompt)), options, len(prompts)) for prompt in prompts]
-        lookahead = self.lookahead_of(options)
+    def _generate_batch(self, prompts: list[Any], options: GenerateOptions, n: int) -> list[list[Result]]:
+        if not prompts:
+            return []
+        ids, count = [self.encode(prompt) for prompt in prompts], n * len(prompts)
+        rows = [self.row(Sequence(prompt), options, count, sample=i, n=n) for prompt in ids for i in range(n)]
         decoders = self._decoders()
-        decoders.reset(len(rows))
+        decoders.reset(len(prompts))
         try:
-            for _ in generate_rows(decoders.target, decoders.drafter if lookahead else None, rows, lookahead):
+            drafter, lookahead = self.drafting(options, decoders, rows[0])
+            began = time.perf_counter()
+            if n > 1:  # each prompt is read once, and its rows are forked from it
+                if any(len(prompt) > 1 for prompt in ids):
+                    decoders.target.feed([row.sequence.tokens[:-1] for row in rows[::n]], [0] * len(prompts))
+                decoders.target.reorder([prompt for prompt in range(len(prompts)) for _ in range(n)])
+                if decoders.drafter:
+                    decoders.drafter.reset(count)
+            for _ in generate_rows(decoders.target, drafter, rows, lookahead, began):
                 pass
         finally:
             self.release(decoders)
-        return [row.result() for row in rows]
+        results = [row.result() for row in rows]
+        return [results[start : start + n] for start in range(0, count, n)]
 
     def perplexity(self, text: str, context: int | None = None) -> Perplexity:
         """How well the target foresees ``text``, in windows of ``context`` tokens (the model's, at most 1024).
@@ -191,42 +270,60 @@ class LanguageModel:
             raise OvspecError(f"Token id {unknown} is not in the vocabulary{upto}.")
         return ids
 
-    def row(self, sequence: Sequence, options: GenerateOptions, rows: int = 1, held: int = 0) -> Row:
+    def row(
+        self, sequence: Sequence, options: GenerateOptions, rows: int = 1, held: int = 0, sample: int = 0, n: int = 1
+    ) -> Row:
         """A row that continues ``sequence`` as ``options`` say; raises OvspecError where they can't be met.
 
-        It is one of ``rows``, and the KV cache of its first ``held`` tokens is there already.
+        It is one of ``rows``, and the KV cache of its first ``held`` tokens is there already. Of the ``n`` texts of a
+        prompt it is the one numbered ``sample``.
         """
-        unknown = options.keys() - GenerateOptions.__annotations__.keys()
-        if unknown:
-            raise TypeError(
-                f"unknown option {sorted(unknown)[0]!r}; there are {', '.join(GenerateOptions.__annotations__)}"
-            )
-        stop = options.get("stop", [])
-        stop = [stop] if isinstance(stop, str) else list(stop)
-        if not all(stop):
-            raise OvspecError("A stop string is empty; leave it out.")
-        eos = frozenset() if options.get("ignore_eos") else self.eos_ids
-        max_tokens = self._max_tokens(max(len(sequence), 1), options.get("max_tokens"))
+        params = self._with_defaults(params_of(options))
+        if params.n != n:
+            raise OvspecError(f"n is {params.n}: several texts for a prompt are what samples() gives.")
+        eos = frozenset() if params.ignore_eos else self.eos_ids
+        max_tokens = self._max_tokens(max(len(sequence), 1), params.max_tokens)
         if not len(sequence):
             sequence.commit(self._beginning())
-        used = [self._target, self._draft] if self.lookahead_of(options) else [self._target]
+        drafts = self._choice is not None and options.get("lookahead", self.lookahead) != 0
+        used = [self._target, self._draft] if drafts else [self._target]
         check_memory([loaded.ir for loaded in used if loaded], len(sequence) + max_tokens - held, rows)
-        row = Row(sequence, self.tokenizer.detokenizer(), max_tokens, stop, eos)
+        seed = secrets.randbits(32) if params.seed is None else params.seed
+        sampler = sampler_of(
+            params,
+            seed,
+            sample,
+            len(sequence),
+            eos | frozenset(params.stop_ids),
+            options.get("accept", "compare"),
+            options.get("sampler"),
+            options.get("sampler_options"),
+        )
+        row = Row(sequence, self.tokenizer.detokenizer(), sampler, params, max_tokens, eos)
         stats, target = row.stats, self._target
+        stats.seed = seed if params.temperature else None
         stats.rollback, stats.device = str(target.rollback), target.ir.device
         stats.engine, stats.engine_reason, stats.profile = target.engine, target.reason, target.profile
-        if self._draft and self.lookahead_of(options):
+        if self._draft and drafts:
             stats.draft_device, stats.draft_engine = self._draft.ir.device, self._draft.engine
         return row
 
-    def lookahead_of(self, options: GenerateOptions) -> int:
-        """Tokens to propose each round; 0 without a drafter."""
+    def drafting(self, options: GenerateOptions, decoders: Decoders, row: Row) -> tuple[Drafter | None, Lookahead]:
+        """What proposes for ``row`` and its like, and how much; raises OvspecError where the options can't be met."""
         wanted = options.get("lookahead")
-        if wanted is not None and wanted < 0:
-            raise OvspecError(f"lookahead is {wanted}; it must be 0 or more.")
-        if wanted and not self._draft:
-            raise OvspecError("lookahead needs a draft; load the model with draft=True or a draft's folder.")
-        return self.lookahead if wanted is None else wanted
+        wanted = self.lookahead if wanted is None else wanted
+        check_lookahead(wanted)
+        if wanted not in (None, 0, "auto") and not decoders.drafter:
+            raise OvspecError("lookahead needs a draft; load the model with draft=True, lookup or a draft's folder.")
+        if not decoders.drafter or wanted == 0:
+            return None, Lookahead(0)
+        if isinstance(wanted, int):
+            return decoders.drafter, Lookahead(wanted)
+        sampled = row.sampler.sampled
+        if not decoders.lookaheads:
+            costs = Costs(self._target.verify_ms), Costs(self._draft.verify_ms if self._draft else None)
+            decoders.lookaheads = {kind: Lookahead(None, *costs) for kind in (False, True)}
+        return decoders.drafter, decoders.lookaheads[sampled]
 
     def release(self, decoders: Decoders) -> None:
         """Take decoders back for the next session."""
@@ -264,116 +361,47 @@ class LanguageModel:
         default = self._generation_config.get("max_new_tokens") or DEFAULT_MAX_TOKENS
         return wanted or (min(default, left) if left is not None else default)
 
+    def _with_defaults(self, params: SamplingParams) -> SamplingParams:
+        """``params`` with what the generation config says about tokens, and checked against the vocabulary."""
+        config, given = self._generation_config, {}
+        if params.repetition_penalty is None:
+            given["repetition_penalty"] = config.get("repetition_penalty")
+        if params.min_tokens is None and config.get("min_new_tokens"):
+            given["min_tokens"] = min(config["min_new_tokens"], params.max_tokens or config["min_new_tokens"])
+        if config.get("suppress_tokens"):
+            given["logit_bias"] = dict.fromkeys(config["suppress_tokens"], -np.inf) | dict(params.logit_bias)
+        for name, ids in (("logit_bias", params.logit_bias), ("stop_ids", params.stop_ids)):
+            unknown = self.tokenizer.known.first_unknown(np.array(list(ids), dtype=np.int64))
+            if unknown is not None:
+                raise OvspecError(f"{name}: token id {unknown} is not in the vocabulary.")
+        return replace(params, **given) if given else params
+
     def _decoders(self) -> Decoders:
         with contextlib.suppress(IndexError):  # one step, so that threads don't take the same one
             return self._idle.pop()
         known = self.tokenizer.known
-        drafter = DraftModel(self._draft.decoder(known)) if self._draft else None
-        return Decoders(self._target.decoder(known), drafter)
+        return Decoders(self._target.decoder(known), self._drafter())
+
+    def _drafter(self) -> Drafter | None:
+        if not self._choice:
+            return None
+        drafters: list[Drafter] = [Lookup(self._corpus)] if self._choice.lookup else []
+        if self._choice.own:
+            drafters.append(self._choice.own())
+        if self._draft:
+            drafters.append(DraftModel(self._draft.decoder(self.tokenizer.known)))
+        for drafter in drafters:
+            drafter.vocabulary = self.tokenizer.known
+        return Chain(*drafters) if len(drafters) > 1 else drafters[0]
 
 
-# ---------------------------------------------------------------- loading
+def is_batch(prompt: Any) -> bool:
+    """Whether ``prompt`` is a list of prompts."""
+    return isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], (str, list, np.ndarray))
 
 
-def embedded_pair() -> Path:
-    """The demo pair of a source checkout."""
-    folder = Path(__file__).resolve().parent.parent / "models" / "demo"
-    if not folder.is_dir():
-        raise OvspecError("This installation has no embedded model; name a folder made by 'ovspec export'.")
-    return folder
-
-
-def load(
-    model: str | Path | None = None,
-    draft: bool | str | Path | None = None,
-    *,
-    device: str = "CPU",
-    draft_device: str | None = None,
-    precision: str | None = None,
-    kv_precision: str | None = None,
-    threads: int | None = None,
-    properties: dict[str, str] | None = None,
-    cache_dir: str | Path | None = None,
-    engine: EngineChoice = "auto",
-    lookahead: int = DEFAULT_LOOKAHEAD,
-    compact_at: int = COMPACT_AT,
-    tune: bool | None = None,
-    export: bool = False,
-    verify: bool = False,
-) -> LanguageModel:
-    """Load an exported model.
-
-    Args:
-        model: a folder made by ``ovspec export`` or plain optimum-cli; the embedded pair by default.
-            With ``export=True`` also a Hugging Face checkpoint (folder or hub id).
-        draft: True for the draft exported beside the target, or the folder of another one.
-        device: CPU, GPU, GPU.N, AUTO or AUTO:X,Y.
-        draft_device: the draft's own; by default the same.
-        precision: arithmetic, f32, bf16 or f16; by default what the device prefers.
-        kv_precision: type of the KV cache, f32, bf16, f16 or u8; by default that of the arithmetic on
-            the CPU and the device's own choice elsewhere.
-        threads: CPU threads; by default what OpenVINO takes.
-        properties: OpenVINO properties, which win over all the above.
-        cache_dir: where compiled models are kept; by default the user's cache folder.
-        engine: what drives the model and its draft; "auto" takes the paged decoder where it agrees with the
-            stateful one, which runs everywhere.
-        lookahead: tokens the draft proposes each round.
-        compact_at: dead slots at which the stateful decoder's KV cache is compacted.
-        tune: take what is fastest on this machine, as ``ovspec tune`` has measured it, or as a few seconds of
-            measuring now show; what you name above wins. By default yes, unless the environment variable
-            OVSPEC_TUNE is 0.
-        verify: compare the checksums of all files with those of the export, which reads all of them.
-        export: export ``model`` (and a ``draft`` given by name) into the cache first, unless done before.
-
-    Raises:
-        OvspecError: with one sentence that says what to do.
-    """
-    if lookahead < 0:
-        raise OvspecError(f"lookahead is {lookahead}; it must be 0 or more.")
-    if engine not in ENGINES:
-        raise OvspecError(f"engine is {engine!r}; it must be one of {', '.join(ENGINES)}.")
-    if draft_device and not draft:
-        raise OvspecError("draft_device needs a draft.")
-    if export:
-        if model is None:
-            raise OvspecError("export=True needs the model to export: a checkpoint folder or a hub id.")
-        if draft is True:
-            raise OvspecError("export=True needs the draft's checkpoint by name, not draft=True.")
-        from ovspec.exporting import export_to_cache
-
-        folder = export_to_cache(str(model), str(draft) if draft else None)
-        draft = bool(draft)
-    else:
-        folder = Path(model) if model is not None else embedded_pair()
-    restore_backup(folder)
-    check_ir_folder(folder)
-    options = DeviceOptions(
-        device, precision, kv_precision, threads, properties or {}, Path(cache_dir) if cache_dir else None
-    )
-    manifest = read_manifest(folder, verify)
-    if verify and not manifest:
-        raise OvspecError(f"{folder}: to verify it needs the manifest of 'ovspec export', which is not there.")
-    tune = os.environ.get("OVSPEC_TUNE") != "0" if tune is None else tune
-    target = _load_ir(folder, options, engine, manifest.target.probe if manifest else None, compact_at, tune)
-    if not draft:
-        return LanguageModel(folder, target, None, 0)
-    if draft is True:
-        draft_folder = folder / DRAFT_FOLDER
-        if not draft_folder.is_dir():
-            raise OvspecError(f"{folder}: it was exported without a draft; name one, or export with --draft.")
-    else:
-        draft_folder = Path(draft)
-    check_ir_folder(draft_folder)
-    if not (draft is True and manifest and manifest.draft):
-        check_same_vocabulary(folder, draft_folder)
-    draft_options = replace(options, device=draft_device or device)
-    probe = manifest.draft.probe if draft is True and manifest and manifest.draft else None
-    loaded = _load_ir(draft_folder, draft_options, engine, probe, compact_at, tune)
-    return LanguageModel(folder, target, loaded, lookahead)
-
-
-def _load_ir(
-    folder: Path, options: DeviceOptions, engine: EngineChoice, probe: Probe | None, compact_at: int, tune: bool
-) -> LoadedIR:
-    profile = tune_if_new(folder, options, lambda text: print(text, file=sys.stderr, flush=True)) if tune else None
-    return load_with(profile, folder, options, engine, probe, compact_at)
+def check_lookahead(lookahead: Any) -> None:
+    """Raises OvspecError unless it is a number of tokens, None or "auto"."""
+    if lookahead is None or lookahead == "auto" or (isinstance(lookahead, int) and lookahead >= 0):
+        return
+    raise OvspecError(f"lookahead is {lookahead}; it must be 0 or more, or auto.")

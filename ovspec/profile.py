@@ -184,7 +184,7 @@ def load_with(
     wanted = "stateful" if slower_paged else engine
     loaded = load_ir(folder, with_setting(options, best.setting), wanted, probe, compact_at)
     reason = "the profile found it to be faster" if slower_paged else loaded.reason
-    return replace(loaded, reason=reason, profile=str(best.setting))
+    return replace(loaded, reason=reason, profile=str(best.setting), verify_ms=best.verify_ms)
 
 
 # ---------------------------------------------------------------- keeping

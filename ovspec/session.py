@@ -67,11 +67,12 @@ class Session:
         self._cancel_stream()
         if not self._decoders:
             raise OvspecError("This session is closed; make a new one with session().")
-        decoders, lookahead = self._decoders, self._model.lookahead_of(options)
+        decoders = self._decoders
         row = self._model.row(self.sequence, options, held=len(decoders.target.rows[0]))
 
+        drafter, lookahead = self._model.drafting(options, decoders, row)
+
         def pieces() -> Generator[Piece]:
-            drafter = decoders.drafter if lookahead else None
             for round_pieces in generate_rows(decoders.target, drafter, [row], lookahead):
                 for _, piece in round_pieces:
                     if piece.finish_reason == "stop":

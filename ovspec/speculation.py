@@ -5,66 +5,65 @@ Plain decoding is this loop with nothing proposed.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
 from dataclasses import dataclass
 
 import numpy as np
 
 from ovspec.decoder import Decoder, catch_up
-from ovspec.drafting import NOTHING, Drafter, Proposal
-from ovspec.sequence import Sequence
-
-# (places, vocab) float32 -> (places,) int64
-Choose = Callable[[np.ndarray], np.ndarray]
+from ovspec.drafting import NOTHING, Drafter, Proposal, Round
 
 
 @dataclass(slots=True)
 class Verdict:
-    """What one round did to one row: ``tokens`` (accepted + 1,) were committed."""
+    """What one round did to one row: ``tokens`` (accepted + 1,) were committed.
+
+    ``logits`` (accepted + 1, vocab) are the target's for each of them, valid until the next round. ``source`` has
+    proposed.
+    """
 
     tokens: np.ndarray
     proposed: int
     accepted: int
+    logits: np.ndarray
+    source: str
 
 
-def speculate(
-    target: Decoder, drafter: Drafter | None, sequences: list[Sequence], budgets: list[int], choose: Choose
-) -> list[Verdict]:
+def speculate(target: Decoder, drafter: Drafter | None, round: Round) -> list[Verdict]:
     """One round over all rows: propose, verify, commit, and leave no trace of what was rejected.
 
     Args:
-        target: its row i follows ``sequences[i]``, however far it has got.
-        drafter: proposes at most ``budgets[i]`` tokens for row i; None for plain decoding.
-        sequences: the rows; each grows by at least one token.
-        choose: the target's own choice at each place.
+        target: its row i follows the i-th sequence of ``round``, however far it has got.
+        drafter: None for plain decoding.
+        round: each of its sequences grows by at least one token.
     """
-    proposals = [NOTHING] * len(sequences)
-    if drafter and any(budgets):
-        proposals = drafter.propose(sequences, budgets)
-    unseen = [catch_up(target, row, sequence) for row, sequence in enumerate(sequences)]
+    began = time.perf_counter()
+    proposals = [NOTHING] * len(round.sequences)
+    if drafter and any(left > 0 for left in round.remaining):
+        proposals = drafter.propose(round)
+    drafted = time.perf_counter()
+    unseen = [catch_up(target, row, sequence) for row, sequence in enumerate(round.sequences)]
     fed = [
         np.concatenate((new, proposal.tokens)) if len(proposal.tokens) else new
         for new, proposal in zip(unseen, proposals, strict=True)
     ]
     logits = target.feed(fed, [len(proposal.tokens) + 1 for proposal in proposals])
-    return [
-        commit(target, row, sequence, proposal, choose(logits[row]))
-        for row, (sequence, proposal) in enumerate(zip(sequences, proposals, strict=True))
-    ]
+    verdicts = [commit(target, row, proposals[row], logits[row], round) for row in range(len(proposals))]
+    verified = time.perf_counter() - drafted
+    accepted = [verdict.accepted for verdict in verdicts]
+    round.lookahead.learn(proposals, accepted, sum(map(len, fed)), drafted - began, verified)
+    return verdicts
 
 
-def commit(target: Decoder, row: int, sequence: Sequence, proposal: Proposal, choices: np.ndarray) -> Verdict:
-    """Take the target's ``choices`` (proposed + 1,) as long as the proposal agrees, and the one that follows.
+def commit(target: Decoder, row: int, proposal: Proposal, logits: np.ndarray, round: Round) -> Verdict:
+    """Take the target's choices as long as the proposal agrees, and the one that follows.
 
     That one is the correction of the first wrong guess or, after a fully accepted proposal, the bonus token.
     """
-    proposed = accepted = len(proposal.tokens)
-    if proposed:
-        wrong = choices[:proposed] != proposal.tokens
-        first = int(wrong.argmax())
-        if wrong[first]:
-            choices, accepted = choices[: first + 1], first
-    sequence.commit(choices)
+    sequence, proposed = round.sequences[row], len(proposal.tokens)
+    tokens = round.samplers[row].verify(logits, sequence, proposal)
+    accepted = len(tokens) - 1
+    sequence.commit(tokens)
     if accepted < proposed:
         target.truncate(row, len(sequence) - 1)
-    return Verdict(choices, proposed, accepted)
+    return Verdict(tokens, proposed, accepted, logits[: len(tokens)], proposal.source)

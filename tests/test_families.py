@@ -17,8 +17,7 @@ import pytest
 from conftest import PROMPTS, ROOT
 
 import ovspec
-from ovspec.drafting import Drafter, Proposal
-from ovspec.sequence import Sequence
+from ovspec.drafting import Drafter, Proposal, Round
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # those of tracing
 DOCS = ROOT / "docs" / "models.md"
@@ -71,18 +70,18 @@ HYBRIDS = {
 FOUND: dict[str, list[str]] = {}  # the rows of the table in the docs
 
 
-class Mistaken:
+class Mistaken(Drafter):
     """A drafter that is right but for one guess in every other proposal, so that each round's end is seen."""
 
     def __init__(self, inner: Drafter) -> None:
         self.inner, self.proposals = inner, 0
 
     @property
-    def seconds(self) -> float:
+    def seconds(self) -> float:  # type: ignore[override]
         return self.inner.seconds
 
-    def propose(self, sequences: list[Sequence], budgets: list[int]) -> list[Proposal]:
-        return [self.spoil(proposal) for proposal in self.inner.propose(sequences, budgets)]
+    def propose(self, round: Round) -> list[Proposal]:
+        return [self.spoil(proposal) for proposal in self.inner.propose(round)]
 
     def spoil(self, proposal: Proposal) -> Proposal:
         tokens = proposal.tokens.copy()

@@ -237,8 +237,8 @@ def test_what_is_not_applied_is_said(load: Load, pair: Path, tmp_path: Path, cac
     folder = tmp_path / "penalised"
     shutil.copytree(pair, folder)
     (folder / "ovspec.json").unlink()
-    (folder / "generation_config.json").write_text('{"repetition_penalty": 1.05, "bos_token_id": 0}', "utf-8")
-    with pytest.warns(UserWarning, match="asks for repetition_penalty, which is not applied"):
+    (folder / "generation_config.json").write_text('{"no_repeat_ngram_size": 3, "bos_token_id": 0}', "utf-8")
+    with pytest.warns(UserWarning, match="asks for no_repeat_ngram_size, which is not applied"):
         ovspec.load(folder, precision="f32", cache_dir=cache_dir)
     with pytest.raises(ovspec.OvspecError, match="lookahead needs a draft"):
         load().generate("a", lookahead=3)

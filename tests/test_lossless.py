@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +12,8 @@ from conftest import PROMPTS, ROOT, Reference
 
 import ovspec
 from ovspec.device import core
-from ovspec.drafting import Proposal
+from ovspec.drafting import Drafter
 from ovspec.engine import EngineName
-from ovspec.sequence import Sequence
 
 DEMO = ROOT / "models" / "demo"  # int8
 TOKENS = 32
@@ -128,21 +127,15 @@ def test_compressed_weights(cache_dir: Path, engine: EngineName, precision: str)
     assert len(parted) <= (2 if bf16 else 12), f"{len(parted)} of {3 * len(PROMPTS)}"
 
 
-class Guessing:
+class Guessing(Drafter):
     """A drafter that is nearly always wrong."""
-
-    seconds = 0.0
 
     def __init__(self) -> None:
         self.random = np.random.default_rng(0)
 
-    def propose(self, sequences: list[Sequence], budgets: list[int]) -> list[Proposal]:
-        assert len(sequences) == len(budgets)
-        return [Proposal(self.random.integers(3, 4096, budget)) for budget in budgets]
-
-    def reset(self, rows: int) -> None: ...
-
-    def reorder(self, rows: list[int]) -> None: ...
+    def guess(self, tokens: np.ndarray, budget: int) -> Iterable[int]:
+        assert len(tokens)
+        return self.random.integers(3, 4096, budget)
 
 
 @pytest.mark.parametrize("engine", ENGINES)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ovspec.drafting import Proposal
+from ovspec.drafting import Drafter, Round
 from ovspec.kv import Rollback
-from ovspec.sampling import greedy
+from ovspec.lookahead import Lookahead
+from ovspec.sampler import Greedy
 from ovspec.sequence import Sequence
 from ovspec.speculation import speculate
 
@@ -50,21 +53,19 @@ class Counting:
         self.rows = [self.rows[row].copy() for row in rows]
 
 
-class Scripted:
+class Scripted(Drafter):
     """Proposes what it is told, right or wrong."""
-
-    seconds = 0.0
 
     def __init__(self, proposals: list[list[int]]) -> None:
         self.proposals = iter(proposals)
 
-    def propose(self, sequences: list[Sequence], budgets: list[int]) -> list[Proposal]:
-        assert len(sequences) == len(budgets)
-        return [Proposal(np.array(next(self.proposals, [])[:budget], dtype=np.int64)) for budget in budgets]
+    def guess(self, tokens: np.ndarray, budget: int) -> Iterable[int]:
+        assert len(tokens)
+        return next(self.proposals, [])[:budget]
 
-    def reset(self, rows: int) -> None: ...
 
-    def reorder(self, rows: list[int]) -> None: ...
+def a_round(sequence: Sequence, budget: int) -> Round:
+    return Round([sequence], [budget], [Greedy()], Lookahead(budget))
 
 
 @given(
@@ -74,7 +75,7 @@ class Scripted:
 def test_any_proposals_give_the_plain_text(prompt: list[int], proposals: list[list[int]]) -> None:
     target, sequence = Counting(), Sequence(prompt)
     for _ in proposals[:]:
-        speculate(target, Scripted(proposals[:1]), [sequence], [5], greedy)
+        speculate(target, Scripted(proposals[:1]), a_round(sequence, 5))
         proposals = proposals[1:]
         assert target.rows[0].tokens.tolist() == sequence.tokens[:-1].tolist(), "rejected tokens left a trace"
     plain = list(prompt)
@@ -91,7 +92,7 @@ def test_counts_of_a_round(prompt: list[int], right: int, wrong: int) -> None:
     truth = Counting.next_token(text)
     proposal = text[len(prompt) :] + [(truth + 1) % VOCAB] * wrong
     sequence = Sequence(prompt)
-    [verdict] = speculate(Counting(), Scripted([proposal]), [sequence], [10], greedy)
+    [verdict] = speculate(Counting(), Scripted([proposal]), a_round(sequence, 10))
     assert verdict.accepted == right
     assert verdict.proposed == right + wrong
     assert sequence.tokens.tolist() == [*text, truth]

@@ -29,8 +29,8 @@ def inspect(folder: Path | None, verify: bool, as_json: bool, **runtime: Any) ->
     from ovspec.device import DeviceOptions
     from ovspec.errors import OvspecError
     from ovspec.ir import check_ir_folder
+    from ovspec.loading import embedded_pair
     from ovspec.manifest import restore_backup
-    from ovspec.model import embedded_pair
 
     folder = folder or embedded_pair()
     restore_backup(folder)

@@ -22,6 +22,75 @@ def parse_properties(_: click.Context, __: click.Parameter, values: tuple[str, .
     return properties
 
 
+class Lookahead(click.ParamType):
+    """A number of tokens, or auto."""
+
+    name = "auto|K"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | str:
+        if value == "auto" or isinstance(value, int):
+            return value
+        if not str(value).isdigit():
+            self.fail(f"{value!r} is neither auto nor a number of tokens.", param, ctx)
+        return int(value)
+
+
+def parse_logit_bias(_: click.Context, __: click.Parameter, values: tuple[str, ...]) -> dict[int, float]:
+    biases = {}
+    for value in values:
+        token, equals, bias = value.partition("=")
+        try:
+            biases[int(token)] = float(bias)
+        except ValueError:
+            equals = ""
+        if not equals:
+            raise click.BadParameter(f"{value!r} is not ID=VALUE, as in --logit-bias 50=-2.5.")
+    return biases
+
+
+def sampling_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """How tokens are chosen; passed on as fields of ``SamplingParams``."""
+    options = [
+        click.option("-t", "--temperature", type=click.FloatRange(min=0), help="0 is greedy.  [default: 0]"),
+        click.option("--top-k", type=click.IntRange(min=0), help="Only the K most likely tokens."),
+        click.option("--top-p", type=float, help="Only the most likely tokens that together have this probability."),
+        click.option("--min-p", type=float, help="Only tokens with this share of the most likely one's probability."),
+        click.option("--typical-p", type=float, help="Only the most typical tokens with this probability together."),
+        click.option(
+            "--repetition-penalty", type=float, help="Divides logits of what the text has.  [default: model's]"
+        ),
+        click.option("--presence-penalty", type=float, help="Off the logits of tokens that were generated before."),
+        click.option("--frequency-penalty", type=float, help="The same, once for each time."),
+        click.option(
+            "--logit-bias",
+            multiple=True,
+            metavar="ID=VALUE",
+            callback=parse_logit_bias,
+            help="Add to a token's logit; -inf bans it; may be repeated.",
+        ),
+        click.option("--seed", type=click.IntRange(0, 2**63 - 1), help="The same text again.  [default: random]"),
+        click.option("--samples", "n", type=click.IntRange(min=1), help="Texts to generate.  [default: 1]"),
+        click.option("--logprobs", type=click.IntRange(min=0), help="With --json: log-probabilities, and the N best."),
+    ]
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+def given_sampling(values: dict[str, Any]) -> dict[str, Any]:
+    """Those of the sampling options that were given; takes them out of ``values``."""
+    names = ("temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty", "presence_penalty")
+    names = (*names, "frequency_penalty", "logit_bias", "seed", "n", "logprobs")
+    taken = {name: values.pop(name) for name in names}
+    given = {name: value for name, value in taken.items() if value is not None and value != {}}
+    drawing = [name for name in ("top_k", "top_p", "min_p", "typical_p") if name in given]
+    if drawing and not given.get("temperature"):
+        raise click.UsageError(f"--{drawing[0].replace('_', '-')} needs a --temperature above 0.")
+    if given.get("n", 1) > 1 and not given.get("temperature"):
+        raise click.UsageError("--samples needs a --temperature above 0: greedy texts are all the same.")
+    return given
+
+
 def runtime_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Where and how models are compiled."""
     options = [

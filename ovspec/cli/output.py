@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import secrets
 from dataclasses import asdict
 from typing import Any
 
@@ -27,8 +28,23 @@ def generate(lm: LanguageModel, prompt: Any, options: dict[str, Any], stats: boo
         raise KeyboardInterrupt
 
 
+def samples(lm: LanguageModel, prompt: Any, options: dict[str, Any], stats: bool, as_json: bool) -> None:
+    """Several texts for one prompt, whole ones, each under a line with its number."""
+    results = lm.samples(prompt, **options)
+    if as_json:
+        click.echo(json.dumps({"samples": [as_dict(result) for result in results]}, ensure_ascii=False))
+        return
+    for number, result in enumerate(results, 1):
+        click.secho(f"sample {number}", bold=True, err=True)
+        click.echo(result.text)
+        if stats:
+            click.echo(summary(result), err=True)
+
+
 def compare(lm: LanguageModel, prompt: Any, options: dict[str, Any], as_json: bool) -> None:
     """Plain and speculative decoding of the same prompt, after a short warm-up of both."""
+    if options.get("temperature") and "seed" not in options:
+        options = options | {"seed": secrets.randbits(32)}
     for lookahead in (0, options["lookahead"]):
         warm_up: dict[str, Any] = options | {"lookahead": lookahead}
         for _ in itertools.islice(lm.stream(prompt, **warm_up), 8):
@@ -95,12 +111,10 @@ def as_dict(result: Result) -> dict[str, Any]:
     rate = result.stats.acceptance_rate
     stats = {name: round(v, 3) if isinstance(v, float) else v for name, v in asdict(result.stats).items()}
     stats["acceptance_rate"] = round(rate, 4) if rate is not None else None
-    return {
-        "text": result.text,
-        "token_ids": result.token_ids,
-        "finish_reason": result.finish_reason,
-        "stats": stats,
-    }
+    found = {"text": result.text, "token_ids": result.token_ids, "finish_reason": result.finish_reason}
+    if result.logprobs is not None:
+        found["logprobs"] = [asdict(logprob) for logprob in result.logprobs]
+    return found | {"stats": stats}
 
 
 def summary(result: Result) -> str:
@@ -117,6 +131,11 @@ def summary(result: Result) -> str:
             f"acceptance rate {stats.acceptance_rate or 0:.2f} ({stats.accepted} of {stats.proposed} proposed)"
         )
         parts.append(f"{stats.generated_tokens / stats.rounds:.2f} tokens a round")
+    if len(stats.drafters) > 1:
+        each = [f"{name} {counts['accepted']} of {counts['proposed']}" for name, counts in stats.drafters.items()]
+        parts.append(f"accepted by drafter: {', '.join(each)}")
+    if stats.seed is not None:
+        parts.append(f"seed {stats.seed}")
     parts.append(
         f"target {stats.target_ms:.0f} ms, draft {stats.draft_ms:.0f} ms, other {stats.other_ms:.0f} ms on "
         f"{stats.device}"

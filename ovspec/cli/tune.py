@@ -45,8 +45,8 @@ def tune(folder: Path | None, goal: Goal, as_json: bool, cache_dir: str | None) 
     """
     from ovspec.device import DeviceOptions
     from ovspec.ir import MODEL_FILE, check_ir_folder
+    from ovspec.loading import embedded_pair
     from ovspec.manifest import DRAFT_FOLDER, restore_backup
-    from ovspec.model import embedded_pair
     from ovspec.profile import keep_profile
     from ovspec.tuning import tune as measure
 

@@ -1,0 +1,36 @@
+"""Several drafters, asked in turn."""
+
+from __future__ import annotations
+
+from ovspec.drafting import NOTHING, Drafter, Proposal, Round
+
+
+class Chain(Drafter):
+    """Asks the first drafter, which costs nothing, and the second for rows that it has nothing good for."""
+
+    def __init__(self, first: Drafter, second: Drafter) -> None:
+        self._first, self._second = first, second
+
+    @property
+    def seconds(self) -> float:  # type: ignore[override]
+        return self._first.seconds + self._second.seconds
+
+    def propose(self, round: Round) -> list[Proposal]:
+        rows = len(round.sequences)
+        proposals = [
+            NOTHING if len(found.tokens) and round.lookahead.prefers(self._second.name, found, rows) else found
+            for found in self._first.propose(round)
+        ]
+        left = [0 if len(found.tokens) else budget for found, budget in zip(proposals, round.remaining, strict=True)]
+        if not any(left):
+            return proposals
+        others = self._second.propose(Round(round.sequences, left, round.samplers, round.lookahead))
+        return [found if len(found.tokens) else other for found, other in zip(proposals, others, strict=True)]
+
+    def reset(self, rows: int) -> None:
+        self._first.reset(rows)
+        self._second.reset(rows)
+
+    def reorder(self, rows: list[int]) -> None:
+        self._first.reorder(rows)
+        self._second.reorder(rows)

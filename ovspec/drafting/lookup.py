@@ -1,0 +1,143 @@
+"""Prompt lookup: what followed the last few tokens when they stood together before.
+
+After Saxena's prompt lookup decoding (2023) and Fu et al.'s n-gram pools (arXiv 2402.02057), with an index that grows
+with the text instead of a search through all of it.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+
+import numpy as np
+
+from ovspec.drafting import NOTHING, Drafter, Proposal, Round
+from ovspec.sequence import Sequence, common_prefix
+
+# Tokens that must agree at least, and that are compared at most.
+LEAST_MATCH, LONGEST_MATCH = 2, 16
+# Places that are looked at, the latest ones.
+MOST_PLACES = 32
+SEPARATOR = -1  # no token: matches end there
+
+
+class Index:
+    """Where in a growing text, or several, each two tokens in a row stand."""
+
+    def __init__(self) -> None:
+        self._text = Sequence([SEPARATOR] * LONGEST_MATCH)
+        self._places: dict[int, list[int]] = {}  # two tokens -> places of what followed
+        self._followed = Sequence()
+
+    def add(self, tokens: np.ndarray) -> None:
+        """Go on with ``tokens`` (n,)."""
+        start = len(self._text)
+        self._text.commit(tokens)
+        text = self._text.tokens[start - 2 :].tolist()
+        for i in range(len(tokens)):
+            self._places.setdefault(text[i] << 32 | text[i + 1] & 0xFFFFFFFF, []).append(start + i)
+
+    def separate(self) -> None:
+        """What follows has nothing to do with what was before."""
+        self._text.commit([SEPARATOR] * 2)
+
+    def follow(self, sequence: Sequence) -> None:
+        """Catch up with ``sequence``. What it has been rewound from stays known: it may be said again."""
+        shared = common_prefix(self._followed, sequence)
+        if shared < len(self._followed):
+            self.separate()
+            self._text.commit(sequence.tokens[max(0, shared - LONGEST_MATCH) : shared])
+            self._followed.rewind(shared)
+        new = sequence.tokens[shared:]
+        self.add(new)
+        self._followed.commit(new)
+
+    def matches(self, tail: np.ndarray) -> tuple[int, list[int]]:
+        """Of the longest match with the end ``tail``: (its tokens, places of what followed, the latest first)."""
+        places = self._places.get(int(tail[-2]) << 32 | int(tail[-1]))
+        if not places:
+            return 0, []
+        latest = np.array(places[-MOST_PLACES:])
+        back = np.arange(1, min(len(tail), LONGEST_MATCH) + 1)
+        same = self._text.tokens[latest[:, None] - back] == tail[::-1][: len(back)]
+        lengths = np.where(same.all(1), len(back), same.argmin(1))
+        longest = int(lengths.max())
+        return longest, latest[lengths == longest][::-1].tolist()
+
+    def continuation(self, places: list[int], length: int) -> tuple[list[int], list[float]]:
+        """What followed most often at ``places``, the latest where that is a tie: (tokens, share of the places).
+
+        Where it runs into the end of the text it goes on in itself, as a text does that repeats.
+        """
+        end, tokens, shares = len(self._text), list[int](), list[float]()
+        text = self._text.tokens
+        for step in range(length):
+            found: dict[int, list[int]] = {}
+            for place in places:
+                at = place + step
+                found.setdefault(int(text[at]) if at < end else tokens[at - end], []).append(place)
+            token = max(found, key=lambda token: len(found[token]))
+            if token == SEPARATOR:
+                break
+            tokens.append(token)
+            shares.append(len(found[token]) / len(places))
+            places = found[token]
+        return tokens, shares
+
+
+class Lookup(Drafter):
+    """Proposes from the text so far, from what the session held earlier, and from a corpus.
+
+    Args:
+        corpus: texts that may be quoted, one index for all rows.
+    """
+
+    name = "lookup"
+
+    def __init__(self, corpus: Index | None = None) -> None:
+        self._corpus = corpus
+        self._rows = [Index()]
+
+    def propose(self, round: Round) -> list[Proposal]:
+        proposals = []
+        for index, sequence, budget in zip(self._rows, round.sequences, round.budgets, strict=True):
+            if budget > 0:
+                index.follow(sequence)
+            found = self._find(index, sequence, budget) if budget > 0 and len(sequence) >= LEAST_MATCH else NOTHING
+            proposals.append(round.lookahead.cut(found, len(round.sequences)))
+        return proposals
+
+    def reset(self, rows: int) -> None:
+        self._rows = [Index() for _ in range(rows)]
+
+    def reorder(self, rows: list[int]) -> None:
+        old, kept = self._rows, set[int]()
+        self._rows = []
+        for row in rows:
+            self._rows.append(copy.deepcopy(old[row]) if row in kept else old[row])
+            kept.add(row)
+
+    def _find(self, index: Index, sequence: Sequence, budget: int) -> Proposal:
+        tail = sequence.tokens[-LONGEST_MATCH:]
+        match, places = index.matches(tail)
+        if self._corpus and match < len(tail):
+            elsewhere, other = self._corpus.matches(tail)
+            if elsewhere > match:
+                index, match, places = self._corpus, elsewhere, other
+        if match < LEAST_MATCH:
+            return NOTHING
+        # The more tokens agree, the further the text is likely to go on as it did.
+        tokens, shares = index.continuation(places, min(budget, 2 * match))
+        if not tokens:
+            return NOTHING
+        confidence = (1 - 1 / match) * np.array(shares)
+        return Proposal(np.array(tokens, dtype=np.int64), confidence, source=self.name)
+
+
+def corpus_of(texts: Iterable[np.ndarray]) -> Index:
+    """An index of texts, each token ids (n,)."""
+    index = Index()
+    for tokens in texts:
+        index.separate()
+        index.add(tokens)
+    return index
