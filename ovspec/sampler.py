@@ -26,6 +26,7 @@ from ovspec.sampling import (
     greedy,
     noise,
     penalize,
+    residual,
     uniform,
     warp,
 )
@@ -194,9 +195,8 @@ class Rejection:
                 q = np.zeros(vocab)
                 q[proposed] = 1.0
             if uniform(seed, row, position, ACCEPT) * q[proposed] >= p[proposed]:
-                residual = np.maximum(p - q, 0)
                 bits = noise(seed, row, position, vocab, RESIDUAL)
-                return np.array([*chosen, draw_from(residual if residual.any() else p, bits)], dtype=np.int64)
+                return np.array([*chosen, draw_from(residual(p, q), bits)], dtype=np.int64)
             chosen.append(proposed)
         last = warp(self._process(logits[-1], tokens), params)
         return np.array([*chosen, draw(last, noise(seed, row, len(tokens), vocab, CHOICE))[0]], dtype=np.int64)

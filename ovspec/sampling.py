@@ -268,6 +268,12 @@ def draw(kept: Kept, bits: np.ndarray) -> tuple[int, float]:
     return token, float(weights[place] / weights.sum())
 
 
+def residual(p: np.ndarray, q: np.ndarray) -> np.ndarray:
+    """What a rejected draw from ``q`` is replaced from, (vocab,), not normalised: max(p - q, 0)."""
+    rest = np.maximum(p - q, 0)
+    return rest if rest.any() else p  # p = q, and rounding has rejected
+
+
 def draw_from(probabilities: np.ndarray, bits: np.ndarray) -> int:
     """A token by (vocab,) float64 probabilities, which need not sum to 1, and ``noise`` of the same width."""
     ids = np.flatnonzero(probabilities)

@@ -140,7 +140,7 @@ def test_either_engine_and_it_is_said(ovspec, pair: Path, reference: Reference, 
 
 
 def test_compare(ovspec, pair: Path) -> None:
-    done = ovspec("generate", pair, PROMPTS[3], "--compare", "--json", "-n", 40, *F32)
+    done = ovspec("generate", pair, PROMPTS[3], "--compare", "--json", "-n", 40, "--lookahead", 4, *F32)
     report = json.loads(done.stdout)
     assert report["equal"] is True
     assert "top2_gap" not in report
