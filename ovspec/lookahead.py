@@ -29,10 +29,11 @@ PRIOR = (np.concatenate(([0.0], EDGES)) + np.concatenate((EDGES, [1.0]))) / 2
 PRIOR_WEIGHT = 2.0
 # What is assumed of a drafter before it has proposed anything.
 FIRST_ACCEPTANCE = 0.75
-FORGET = 0.98  # of what is known about acceptance, at each new observation
+FORGET = 0.95  # of what is known about acceptance, at each new observation
 # Rounds of a drafter that loses are judged more surely the more there are; then it pauses, each time twice as long.
-DOUBT = 0.3
-FIRST_PAUSE, LONGEST_PAUSE = 16, 1024
+FIRST_TRIAL, LATER_TRIAL = 4.5, 1.5
+FIRST_DOUBT, LATER_DOUBT = 1.0, 0.2
+FIRST_PAUSE, LONGEST_PAUSE = 8, 128
 POOR = 0.3  # acceptance with which a lookup is passed over where the lookahead is fixed
 
 
@@ -138,25 +139,26 @@ class Record:
         self.acceptance = Acceptance()
         self.tokens = self.ms = self.rounds = 0.0
         self.pause = 0  # rounds left
-        self._next_pause = FIRST_PAUSE
+        self._trial, self._doubt, self._next_pause = FIRST_TRIAL, FIRST_DOUBT, FIRST_PAUSE
 
-    def learn(self, tokens: int, ms: float) -> None:
+    def learn(self, tokens: int, ms: float, plain_ms: float) -> None:
+        """A round brought ``tokens`` in ``ms``, when a plain one took ``plain_ms``."""
         keep = 0.95
         self.tokens, self.ms = self.tokens * keep + tokens, self.ms * keep + ms
         self.rounds = self.rounds * keep + 1
+        if self.rounds > 4 and self.ms < self.tokens * plain_ms:
+            self._next_pause = FIRST_PAUSE
 
     def loses(self, plain_ms: float) -> bool:
         """Whether its tokens have been dearer than plain ones, for all that can be told."""
-        if self.rounds < 1.5:
+        if self.rounds < self._trial:
             return False
-        return self.ms > self.tokens * plain_ms * (1 + DOUBT / self.rounds)
+        return self.ms > self.tokens * plain_ms * (1 + self._doubt / self.rounds)
 
     def take_a_pause(self) -> None:
         self.pause, self._next_pause = self._next_pause, min(2 * self._next_pause, LONGEST_PAUSE)
+        self._trial, self._doubt = LATER_TRIAL, LATER_DOUBT
         self.tokens = self.ms = self.rounds = 0.0
-
-    def wins(self) -> None:
-        self._next_pause = FIRST_PAUSE
 
 
 class Lookahead:
@@ -198,7 +200,8 @@ class Lookahead:
             record.take_a_pause()
             return False
         catch_up = self._draft(unseen) - self._draft(rows) if self._draft.known and unseen > 2 * rows else 0.0
-        if self.gain(source, rows) * max(remaining) > catch_up:
+        # After a pause it gets the benefit of the doubt that it had at first.
+        if max(self.gain(source, rows), self.gain(source, rows, FIRST_ACCEPTANCE)) * max(remaining) > catch_up:
             return True
         record.take_a_pause()
         return False
@@ -249,17 +252,17 @@ class Lookahead:
             return False
         return self.gain(source, rows) > self._best_cut(proposal, rows)[1] / self._price(rows) * self._target(1)
 
-    def gain(self, source: str, rows: int) -> float:
+    def gain(self, source: str, rows: int, acceptance: float | None = None) -> float:
         """Milliseconds that drafting with ``source`` is expected to save for each token; below 0 where it loses."""
         record = self._record(source)
         plain = self._target(rows) / rows
-        if record.rounds > 4:
+        if record.rounds > 4 and acceptance is None:
             return plain - record.ms / record.tokens
         steps = np.arange(1, min(MOST, WIDEST // rows - 1) + 1)
         cost = self._target.ms[rows * (steps + 1)]
         if self._draft.known:
             cost = cost + steps * self._draft(rows)
-        won = rows * (1 + np.cumsum(record.acceptance.mean**steps))
+        won = rows * (1 + np.cumsum((acceptance or record.acceptance.mean) ** steps))
         return plain - float((cost / won).min())
 
     # ------------------------------------------------------------ told what happened
@@ -286,10 +289,7 @@ class Lookahead:
         tokens = sum(accepted) + rows
         self._tokens, self._ms = self._tokens * 0.95 + tokens, self._ms * 0.95 + verify_ms + draft_ms
         for source in sources:
-            record = self._record(source)
-            record.learn(tokens, verify_ms + draft_ms)
-            if record.rounds > 4 and not record.loses(self._target(rows) / rows):
-                record.wins()
+            self._record(source).learn(tokens, verify_ms + draft_ms, self._target(rows) / rows)
 
     # ------------------------------------------------------------ inside
 

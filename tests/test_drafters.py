@@ -172,7 +172,7 @@ def test_seeds(load: Load) -> None:
     sampling = ovspec.SamplingParams(temperature=1.0, seed=4, max_tokens=9, ignore_eos=True)
     assert (
         lm.generate(PROMPTS[0], sampling=sampling).token_ids
-        == lm.generate(PROMPTS[0], **options | {"seed": 4, "max_tokens": 9}).token_ids
+        == lm.generate(PROMPTS[0], **options | {"seed": 4, "max_tokens": 9}).token_ids  # type: ignore[arg-type]
     )
 
 
