@@ -177,6 +177,11 @@ class Lookahead:
         self._records: dict[str, Record] = {}
         self._tokens = self._ms = 0.0  # of all recent rounds
 
+    @property
+    def costs(self) -> tuple[Costs, Costs]:
+        """Of the target and of the draft."""
+        return self._target, self._draft
+
     # ------------------------------------------------------------ asked by drafters
 
     def starts(self, source: str, unseen: int, remaining: Sequence[int]) -> bool:

@@ -249,6 +249,25 @@ class LanguageModel:
         self.release(decoders)
         return logits
 
+    # ------------------------------------------------------------ for measuring
+
+    @property
+    def loaded(self) -> tuple[LoadedIR | None, Path | None]:
+        """The draft model and its folder."""
+        return self._draft, self._choice.model if self._choice else None
+
+    def with_drafters(self, choice: DraftChoice | None) -> LanguageModel:
+        """The same compiled models with other drafters; a draft model among them must be the one that is loaded."""
+        draft = self._draft if choice and choice.model else None
+        other = LanguageModel(self.folder, self._target, draft, choice, self.lookahead)
+        other._corpus = self._corpus
+        return other
+
+    def learned_costs(self, sampled: bool) -> tuple[Costs, Costs] | None:
+        """What the auto lookahead has learned that verifying and a step of the draft cost."""
+        known = [decoders.lookaheads[sampled].costs for decoders in self._idle if decoders.lookaheads]
+        return known[0] if known else None
+
     # ------------------------------------------------------------ for sessions
 
     def encode(self, prompt: Prompt, begins: bool = True) -> np.ndarray:

@@ -12,7 +12,6 @@ import argparse
 import os
 import platform
 import statistics
-import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable
@@ -21,6 +20,7 @@ from pathlib import Path
 import numpy as np
 import openvino as ov
 
+from ovspec.bench import bytes_a_step, read_bandwidth
 from ovspec.decoder import Decoder, StatefulDecoder
 from ovspec.device import DeviceOptions, available_devices
 from ovspec.engine import compile_paged
@@ -88,32 +88,6 @@ def prefills(decoders: dict[str, Decoder], text: np.ndarray) -> dict[str, tuple[
                 if repeat:
                     found.append(taken)
     return {name: (statistics.median(whole), statistics.median(chunks)) for name, (whole, chunks) in times.items()}
-
-
-def read_bandwidth() -> float:
-    """Bytes a second that all cores together read from memory, the best of 7."""
-    data = np.ones(1 << 27, dtype=np.int64)  # 1 GiB
-    parts = np.array_split(data, os.cpu_count() or 1)
-
-    def read_all() -> None:
-        threads = [threading.Thread(target=np.bitwise_or.reduce, args=(part,)) for part in parts]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-
-    return data.nbytes / min(milliseconds(read_all) / 1e3 for _ in range(7))
-
-
-def bytes_a_step(folder: Path) -> int:
-    """Bytes of weights that a step reads: all but the embedding, of which it reads a row."""
-    read = 0
-    for op in ov.Core().read_model(folder / "openvino_model.xml").get_ops():
-        if op.get_type_name() == "Constant":
-            size = op.get_byte_size()  # type: ignore[attr-defined]
-            users = {use.get_node().get_type_name() for use in op.output(0).get_target_inputs()}
-            read += 0 if "embed_tokens" in op.get_friendly_name() or users == {"Gather"} else size
-    return read
 
 
 def where_time_goes(folder: Path, setting: Setting, text: np.ndarray) -> list[tuple[str, float, int]]:
@@ -205,7 +179,7 @@ def main() -> None:
         print(table(["", *(f"m={width}" for width in WIDTHS), "m=8 / m=1"], rows), flush=True)
     if args.plot:
         plot(curves, args.plot)
-    weights, bandwidth = bytes_a_step(args.folder), read_bandwidth()
+    weights, bandwidth = bytes_a_step(args.folder), read_bandwidth(1 << 30)
     del decoders
     print(f"\nA step reads {weights / 1e6:.0f} MB of weights; memory is read at {bandwidth / 1e9:.1f} GB/s\n")
     rows = []

@@ -9,6 +9,7 @@ import warnings
 import click
 
 from ovspec import __version__
+from ovspec.cli.bench import bench
 from ovspec.cli.devices import devices
 from ovspec.cli.export import export
 from ovspec.cli.generate import generate
@@ -36,6 +37,7 @@ cli.add_command(devices)
 cli.add_command(inspect)
 cli.add_command(perplexity)
 cli.add_command(tune)
+cli.add_command(bench)
 
 
 def main() -> None:

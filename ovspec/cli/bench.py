@@ -1,0 +1,195 @@
+"""ovspec bench"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ovspec.cli.options import Lookahead, runtime_options
+
+if TYPE_CHECKING:
+    from ovspec.bench import Line
+
+MODES = ("plain", "draft", "lookup", "chain", "auto")  # as bench.MODES, which would import openvino
+WORKLOADS = ("completion", "edit", "prose")
+HEADS = ("workload", "context", "T", "mode", "k", "tokens/s", "ms/token", "±", "p95 gap", "first", "speed-up")
+HEADS = (*HEADS, "acceptance", "tokens/round", "GB/s", "equal")
+
+
+class ListOf(click.ParamType):
+    """Values with commas between them."""
+
+    def __init__(self, inner: click.ParamType) -> None:
+        self.inner, self.name = inner, f"{inner.name},..."
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> list[Any]:
+        if isinstance(value, list):
+            return value
+        return [self.inner.convert(part.strip(), param, ctx) for part in str(value).split(",")]
+
+
+@click.command()
+@click.argument("folder", required=False, type=click.Path(path_type=Path), metavar="[DIR]")
+@click.option("--draft", metavar="PATH", help="The draft model.  [default: the one beside DIR, if there is one]")
+@click.option(
+    "--workload", "workloads", type=ListOf(click.Choice(WORKLOADS)), default="completion,edit,prose", show_default=True
+)
+@click.option("--context", "contexts", type=ListOf(click.IntRange(min=0)), default="0", show_default=True)
+@click.option("--temperature", "temperatures", type=ListOf(click.FloatRange(min=0)), default="0,1", show_default=True)
+@click.option("--mode", "modes", type=ListOf(click.Choice(MODES)), help="[default: all that there are drafters for]")
+@click.option(
+    "--lookahead",
+    "lookaheads",
+    type=ListOf(Lookahead()),
+    default="4",
+    show_default=True,
+    help="Of the modes draft, lookup and chain; auto for as many as pay. The mode auto is chain with auto.",
+)
+@click.option("-n", "--max-tokens", "tokens", type=click.IntRange(min=2), default=128, show_default=True)
+@click.option("--prompts", type=click.IntRange(min=1), default=3, show_default=True, help="Of each workload, at most.")
+@click.option("--repeats", type=click.IntRange(min=1), default=1, show_default=True)
+@click.option("--dictate", is_flag=True, help="Edits: say the right answer whatever the model would say.")
+@click.option("--json", "as_json", is_flag=True, help="Print a JSON object a line, as the figures come.")
+@click.option(
+    "--plot", type=click.Path(dir_okay=False), metavar="FILE", help="Draw speed-up by lookahead (matplotlib)."
+)
+@runtime_options
+def bench(
+    folder: Path | None,
+    draft: str | None,
+    workloads: list[str],
+    contexts: list[int],
+    temperatures: list[float],
+    modes: list[str] | None,
+    lookaheads: list[int | str],
+    tokens: int,
+    prompts: int,
+    repeats: int,
+    dictate: bool,
+    as_json: bool,
+    plot: str | None,
+    **runtime: Any,
+) -> None:
+    """Time the model in DIR without and with everything that proposes tokens.
+
+    Workloads are code to complete, a file to edit and prose, none of which the demo pair was trained on; contexts are
+    tokens of other text before them. The modes of a cell take turns. Use an idle machine.
+
+    \b
+    Examples:
+      ovspec bench my-pair
+      ovspec bench my-pair --workload completion --temperature 0 --lookahead 1,2,3,4,6,8 --plot lookahead.png
+    """
+    if plot:
+        check_plot(plot)
+    import ovspec
+    from ovspec.bench import Cell, run_bench
+    from ovspec.bench import as_json as to_json
+    from ovspec.loading import embedded_pair
+    from ovspec.manifest import DRAFT_FOLDER
+
+    folder = folder or embedded_pair()
+    has_draft = draft is not None or (folder / DRAFT_FOLDER).is_dir()
+    if runtime["draft_device"] and not has_draft:
+        raise click.UsageError("--draft-device needs a draft.")
+    lm = ovspec.load(folder, f"lookup,{draft or 'draft'}" if has_draft else "lookup", **runtime)
+    modes = modes or [mode for mode in MODES if has_draft or mode not in ("draft", "chain")]
+    fixed = [None if k == "auto" else k for k in lookaheads]
+    if 0 in fixed:
+        raise click.UsageError("--lookahead 0 is the mode plain.")
+    cells: list[Cell] = []
+    for workload in workloads:
+        for context in contexts:
+            for temperature in temperatures:
+                for mode in modes:
+                    for k in {"plain": [0], "auto": [None]}.get(mode, fixed):
+                        cells.append(Cell(workload, context, temperature, mode, k))  # type: ignore[arg-type]
+    lines: list[Line] = []
+    for cell, line in run_bench(lm, cells, tokens, prompts, dictate, repeats):
+        lines.append(line)
+        if as_json:
+            click.echo(to_json(line))
+        else:
+            if len(lines) == 1:
+                click.echo(heading(lm, line))
+            click.echo(row(line))
+        sys.stdout.flush()
+        del cell
+    if plot:
+        draw(lines, Path(plot))
+        click.echo(f"{plot}: written", err=True)
+
+
+def heading(lm: Any, line: Line) -> str:
+    from ovspec.device import available_devices
+
+    machine = dict(available_devices()).get("CPU", "CPU")
+    about = (
+        f"{lm.folder} on {machine}, OpenVINO {line.versions['openvino']}; memory is read at {line.read_gb_s:.1f} GB/s"
+    )
+    return f"{about}\n\n| {' | '.join(HEADS)} |\n{'|---' * len(HEADS)}|"
+
+
+def row(line: Line) -> str:
+    acceptance = "" if line.acceptance is None else f"{line.acceptance:.2f}"
+    parts = [
+        line.workload,
+        str(line.context),
+        f"{line.temperature:g}",
+        line.mode,
+        str(line.lookahead) if line.mode != "plain" else "",
+        f"{line.tokens_per_s:.1f}",
+        f"{line.tpot_ms:.2f}",
+        f"{line.spread:.0%}",
+        f"{line.p95_gap_ms:.1f}",
+        f"{line.ttft_ms:.0f}",
+        f"{line.speedup:.2f}",
+        acceptance,
+        f"{line.tokens_per_round:.2f}",
+        f"{line.weights_gb_s:.1f}",
+        line.equal,
+    ]
+    return f"| {' | '.join(parts)} |"
+
+
+def check_plot(file: str) -> None:
+    """Before minutes of measuring are lost."""
+    from importlib.util import find_spec
+
+    if not find_spec("matplotlib"):
+        raise click.UsageError("--plot needs matplotlib: pip install matplotlib.")
+    if not Path(file).resolve().parent.is_dir():
+        raise click.UsageError(f"--plot {file}: its folder isn't there.")
+
+
+def draw(lines: list[Line], file: Path) -> None:
+    """Speed-up by lookahead for each workload, context and temperature; dashed what costs and acceptance predict."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    groups: dict[tuple[str, int, float], list[Line]] = {}
+    for line in lines:
+        groups.setdefault((line.workload, line.context, line.temperature), []).append(line)
+    figure, axes = pyplot.subplots(1, len(groups), figsize=(4 * len(groups), 3.5), squeeze=False, sharey=True)
+    for axis, ((workload, context, temperature), group) in zip(axes[0], groups.items(), strict=True):
+        for mode, color in (("draft", "tab:blue"), ("lookup", "tab:orange"), ("chain", "tab:green")):
+            points = [line for line in group if line.mode == mode and line.lookahead != "auto"]
+            if points:
+                ks = [int(line.lookahead) for line in points]
+                axis.plot(ks, [line.speedup for line in points], "o-", color=color, label=mode)
+                if all(line.predicted for line in points):
+                    axis.plot(ks, [line.predicted or 0 for line in points], "--", color=color, alpha=0.6)
+        for line in group:
+            if line.mode == "auto":
+                axis.axhline(line.speedup, color="tab:red", label="auto")
+        axis.axhline(1, color="grey", linewidth=0.8)
+        axis.set(title=f"{workload}, context {context}, T={temperature:g}", xlabel="lookahead")
+    axes[0][0].set_ylabel("speed-up")
+    axes[0][0].legend()
+    figure.tight_layout()
+    figure.savefig(file, dpi=120)
