@@ -22,6 +22,7 @@ from ovspec.generate import Result
 from ovspec.ir import MODEL_FILE
 from ovspec.lookahead import Costs
 from ovspec.model import LanguageModel
+from ovspec.sampler import AcceptRule
 
 Mode = Literal["plain", "draft", "lookup", "chain", "auto"]
 MODES: tuple[Mode, ...] = ("plain", "draft", "lookup", "chain", "auto")
@@ -46,6 +47,7 @@ class Cell:
     temperature: float
     mode: Mode
     lookahead: int | None
+    accept: AcceptRule = "compare"
 
 
 @dataclass
@@ -62,6 +64,7 @@ class Line:
     temperature: float
     mode: Mode
     lookahead: int | str
+    accept: AcceptRule
     tokens_per_s: float
     tpot_ms: float
     spread: float
@@ -127,8 +130,9 @@ def run_bench(
     groups: dict[tuple[str, int, float], list[Cell]] = {}
     for cell in cells:
         groups.setdefault((cell.workload, cell.context, cell.temperature), []).append(cell)
-    variants: dict[Mode, LanguageModel] = {mode: variant(lm, mode) for mode in {cell.mode for cell in cells}}
-    variants["plain"] = variant(lm, "plain")
+    variants: dict[Mode, LanguageModel] = {"plain": variant(lm, "plain")}
+    for cell in cells:
+        variants[cell.mode] = variants.get(cell.mode) or variant(lm, cell.mode)
     for (workload, context, temperature), group in groups.items():
         tasks = tasks_of(workload, prompts)
         plain = Cell(workload, context, temperature, "plain", 0)
@@ -169,7 +173,7 @@ def run(lm: LanguageModel, cell: Cell, task: Task, seed: int, tokens: int, dicta
     if dictate and task.answer is not None:
         options["sampler"] = dictation(len(ids), lm.tokenizer.encode_more(task.answer))
     else:
-        options |= {"temperature": cell.temperature, "seed": seed}
+        options |= {"temperature": cell.temperature, "seed": seed, "accept": cell.accept}
     stream, gaps, last = lm.stream(ids, **options), list[float](), None
     for piece in stream:
         now = time.perf_counter()
@@ -236,6 +240,7 @@ def summarise(pair: str, cell: Cell, runs: list[Run], plain: list[Run], costs: t
         cell.temperature,
         cell.mode,
         "auto" if cell.lookahead is None else cell.lookahead,
+        cell.accept,
         1e3 / tpot,
         tpot,
         (quartiles[2] - quartiles[0]) / 2 / tpot,

@@ -33,6 +33,7 @@ FORGET = 0.95  # of what is known about acceptance, at each new observation
 # Rounds of a drafter that loses are judged more surely the more there are; then it pauses, each time twice as long.
 FIRST_TRIAL, LATER_TRIAL = 4.5, 1.5
 FIRST_DOUBT, LATER_DOUBT = 1.0, 0.2
+SETTLED = 12  # rounds after which what they have cost tells more than acceptance does
 FIRST_PAUSE, LONGEST_PAUSE = 8, 128
 POOR = 0.3  # acceptance with which a lookup is passed over where the lookahead is fixed
 
@@ -201,12 +202,12 @@ class Lookahead:
             return False
         rows = sum(left > 0 for left in remaining)
         plain = self._target(rows) / rows
-        if record.loses(plain):
+        if record.loses(plain) and (record.rounds > SETTLED or self._expected(record.acceptance.mean, rows) <= 0):
             record.take_a_pause()
             return False
         catch_up = self._draft(unseen) - self._draft(rows) if self._draft.known and unseen > 2 * rows else 0.0
         # After a pause it gets the benefit of the doubt that it had at first.
-        if max(self.gain(source, rows), self.gain(source, rows, FIRST_ACCEPTANCE)) * max(remaining) > catch_up:
+        if self._expected(max(record.acceptance.mean, FIRST_ACCEPTANCE), rows) * max(remaining) > catch_up:
             return True
         record.take_a_pause()
         return False
@@ -257,18 +258,12 @@ class Lookahead:
             return False
         return self.gain(source, rows) > self._best_cut(proposal, rows)[1] / self._price(rows) * self._target(1)
 
-    def gain(self, source: str, rows: int, acceptance: float | None = None) -> float:
-        """Milliseconds that drafting with ``source`` is expected to save for each token; below 0 where it loses."""
+    def gain(self, source: str, rows: int) -> float:
+        """Milliseconds that drafting with ``source`` saves for each token; below 0 where it loses."""
         record = self._record(source)
-        plain = self._target(rows) / rows
-        if record.rounds > 4 and acceptance is None:
-            return plain - record.ms / record.tokens
-        steps = np.arange(1, min(MOST, WIDEST // rows - 1) + 1)
-        cost = self._target.ms[rows * (steps + 1)]
-        if self._draft.known:
-            cost = cost + steps * self._draft(rows)
-        won = rows * (1 + np.cumsum((acceptance or record.acceptance.mean) ** steps))
-        return plain - float((cost / won).min())
+        if record.rounds > 4:
+            return self._target(rows) / rows - record.ms / record.tokens
+        return self._expected(record.acceptance.mean, rows)
 
     # ------------------------------------------------------------ told what happened
 
@@ -302,6 +297,15 @@ class Lookahead:
         if source not in self._records:
             self._records[source] = Record()
         return self._records[source]
+
+    def _expected(self, acceptance: float, rows: int) -> float:
+        """The same where every token is accepted with the probability ``acceptance``, and the best number drafted."""
+        steps = np.arange(1, min(MOST, WIDEST // rows - 1) + 1)
+        cost = self._target.ms[rows * (steps + 1)]
+        if self._draft.known:
+            cost = cost + steps * self._draft(rows)
+        won = rows * (1 + np.cumsum(acceptance**steps))
+        return self._target(rows) / rows - float((cost / won).min())
 
     def _price(self, rows: int) -> float:
         """Milliseconds that a token costs now: what one that is won saves."""

@@ -6,6 +6,8 @@ import functools
 import json
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
@@ -130,3 +132,23 @@ class Reference:
 @pytest.fixture(scope="session")
 def reference() -> Reference:
     return Reference(CHECKPOINTS / "target")
+
+
+@pytest.fixture(scope="session")
+def command_environment(cache_dir: Path) -> dict[str, str]:
+    return {**os.environ, "PYTHONUTF8": "1", "XDG_CACHE_HOME": str(cache_dir), "LOCALAPPDATA": str(cache_dir)}
+
+
+@pytest.fixture(scope="session")
+def ovspec_command(command_environment: dict[str, str]) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Runs the command line in a process of its own."""
+
+    def run(*arguments: str | Path, stdin: str = "") -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "ovspec", *map(str, arguments)]
+        done = subprocess.run(
+            command, input=stdin.encode(), capture_output=True, env=command_environment, timeout=120, check=False
+        )
+        out, err = done.stdout.decode().replace("\r\n", "\n"), done.stderr.decode().replace("\r\n", "\n")
+        return subprocess.CompletedProcess(command, done.returncode, out, err)
+
+    return run

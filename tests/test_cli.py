@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,21 +17,13 @@ HEAVY = ("openvino", "torch", "transformers", "numpy")
 
 
 @pytest.fixture(scope="module")
-def environment(cache_dir: Path) -> dict[str, str]:
-    return {**os.environ, "PYTHONUTF8": "1", "XDG_CACHE_HOME": str(cache_dir), "LOCALAPPDATA": str(cache_dir)}
+def environment(command_environment: dict[str, str]) -> dict[str, str]:
+    return command_environment
 
 
 @pytest.fixture(scope="module")
-def ovspec(environment: dict[str, str]):
-    def ovspec(*arguments: str | Path, stdin: str = "") -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "ovspec", *map(str, arguments)]
-        done = subprocess.run(
-            command, input=stdin.encode(), capture_output=True, env=environment, timeout=120, check=False
-        )
-        out, err = done.stdout.decode().replace("\r\n", "\n"), done.stderr.decode().replace("\r\n", "\n")
-        return subprocess.CompletedProcess(command, done.returncode, out, err)
-
-    return ovspec
+def ovspec(ovspec_command: Callable[..., subprocess.CompletedProcess[str]]):
+    return ovspec_command
 
 
 F32 = ("--precision", "f32")

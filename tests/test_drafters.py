@@ -76,7 +76,7 @@ def test_every_drafter_gives_the_plain_text(
             assert {name for s in stats for name in s.drafters} <= {
                 "model": {"draft"},
                 "chain": {"draft", "lookup"},
-            }.get(draft, {"lookup" if draft == "lookup" else "draft"})
+            }.get(draft, {"lookup" if draft == "lookup" else "own"})
 
 
 @pytest.mark.parametrize("draft", DRAFTS)

@@ -62,7 +62,9 @@ def replay(lookahead: Lookahead, mode: str, text: dict[str, Any], machine: Machi
                     width = 1
                     if len(guesses) == most or not lookahead.going_on("draft", [0], [guesses]):
                         break
-                proposal = Proposal(np.zeros(len(guesses), np.int64), np.array([g.confidence for g in guesses]))
+                proposal = Proposal(
+                    np.zeros(len(guesses), np.int64), np.array([g.confidence for g in guesses]), source="draft"
+                )
                 seen = PROMPT + place + min(right, len(guesses) - 1)
         accepted = min(right, len(proposal.tokens))
         verify = machine.time(machine.verify_ms, len(proposal.tokens) + 1)

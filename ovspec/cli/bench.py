@@ -51,6 +51,13 @@ class ListOf(click.ParamType):
 @click.option("-n", "--max-tokens", "tokens", type=click.IntRange(min=2), default=128, show_default=True)
 @click.option("--prompts", type=click.IntRange(min=1), default=3, show_default=True, help="Of each workload, at most.")
 @click.option("--repeats", type=click.IntRange(min=1), default=1, show_default=True)
+@click.option(
+    "--accept",
+    type=click.Choice(("compare", "rejection")),
+    default="compare",
+    show_default=True,
+    help="How sampled text is held against proposals.",
+)
 @click.option("--dictate", is_flag=True, help="Edits: say the right answer whatever the model would say.")
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON object a line, as the figures come.")
 @click.option(
@@ -68,6 +75,7 @@ def bench(
     tokens: int,
     prompts: int,
     repeats: int,
+    accept: str,
     dictate: bool,
     as_json: bool,
     plot: str | None,
@@ -106,7 +114,7 @@ def bench(
             for temperature in temperatures:
                 for mode in modes:
                     for k in {"plain": [0], "auto": [None]}.get(mode, fixed):
-                        cells.append(Cell(workload, context, temperature, mode, k))  # type: ignore[arg-type]
+                        cells.append(Cell(workload, context, temperature, mode, k, accept))  # type: ignore[arg-type]
     lines: list[Line] = []
     for cell, line in run_bench(lm, cells, tokens, prompts, dictate, repeats):
         lines.append(line)

@@ -28,7 +28,7 @@ class Proposal:
     tokens: np.ndarray
     confidence: np.ndarray | None = None
     q: list[Kept] | None = None
-    source: str = "draft"
+    source: str = "own"
 
 
 NOTHING = Proposal(np.empty(0, dtype=np.int64))
@@ -61,7 +61,7 @@ class Drafter:
     For a drafter of your own, ``guess`` is enough. The others are for drafters that keep state along the rows.
     """
 
-    name = "draft"
+    name = "own"  # in statistics
     vocabulary: KnownIds = ALL_IDS  # set by the model: other ids are never proposed
     seconds = 0.0  # spent in inference so far
 

@@ -8,6 +8,8 @@ from ovspec.drafting import NOTHING, Drafter, Proposal, Round
 class Chain(Drafter):
     """Asks the first drafter, which costs nothing, and the second for rows that it has nothing good for."""
 
+    name = "chain"
+
     def __init__(self, first: Drafter, second: Drafter) -> None:
         self._first, self._second = first, second
 

@@ -17,6 +17,8 @@ class DraftModel(Drafter):
     Stops where one more token would cost more than it is likely to bring.
     """
 
+    name = "draft"
+
     def __init__(self, decoder: Decoder) -> None:
         self.decoder = decoder
 
