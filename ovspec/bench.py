@@ -135,7 +135,7 @@ def run_bench(
         variants[cell.mode] = variants.get(cell.mode) or variant(lm, cell.mode)
     for (workload, context, temperature), group in groups.items():
         tasks = tasks_of(workload, prompts)
-        plain = Cell(workload, context, temperature, "plain", 0)
+        plain = Cell(workload, context, temperature, "plain", 0, group[0].accept)
         order = list(dict.fromkeys([plain, *group]))
         runs: dict[Cell, list[Run]] = {cell: [] for cell in order}
         for repeat in range(repeats):

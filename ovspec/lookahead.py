@@ -35,6 +35,7 @@ FIRST_TRIAL, LATER_TRIAL = 4.5, 1.5
 FIRST_DOUBT, LATER_DOUBT = 1.0, 0.2
 SETTLED = 12  # rounds after which what they have cost tells more than acceptance does
 FIRST_PAUSE, LONGEST_PAUSE = 8, 128
+MISSED = 4  # tokens in a step of the draft from which on it is reading what it has missed
 POOR = 0.3  # acceptance with which a lookup is passed over where the lookahead is fixed
 
 
@@ -177,6 +178,7 @@ class Lookahead:
         self._target, self._draft = target or Costs(), draft or Costs()
         self._records: dict[str, Record] = {}
         self._tokens = self._ms = 0.0  # of all recent rounds
+        self._catch_up_ms = 0.0  # of this round
 
     @property
     def costs(self) -> tuple[Costs, Costs]:
@@ -256,7 +258,7 @@ class Lookahead:
             return poor
         if self._record(source).pause:
             return False
-        return self.gain(source, rows) > self._best_cut(proposal, rows)[1] / self._price(rows) * self._target(1)
+        return self._target(rows) / rows - self.gain(source, rows) < self._best_cut(proposal, rows)[1]
 
     def gain(self, source: str, rows: int) -> float:
         """Milliseconds that drafting with ``source`` saves for each token; below 0 where it loses."""
@@ -269,8 +271,12 @@ class Lookahead:
 
     def note_draft(self, width: int, seconds: float) -> None:
         """A step of the draft model, of ``width`` tokens."""
-        if self.fixed is None:
-            self._draft.learn(width, seconds * 1e3)
+        if self.fixed is not None:
+            return
+        ms = seconds * 1e3
+        if width > MISSED and self._draft.known:  # it has read a prompt, or what it missed, once and for all
+            self._catch_up_ms += max(0.0, ms - self._draft(1))
+        self._draft.learn(width, ms)
 
     def learn(
         self, proposals: list[Proposal], accepted: list[int], width: int, drafted: float, verified: float
@@ -281,10 +287,12 @@ class Lookahead:
             if len(proposal.tokens):
                 sources.add(proposal.source)
                 self._record(proposal.source).acceptance.learn(proposal, count)
-        if self.fixed is not None or width > WIDEST:
-            return
         rows = len(proposals)
-        verify_ms, draft_ms = verified * 1e3, drafted * 1e3
+        catch_up, self._catch_up_ms = self._catch_up_ms, 0.0
+        read_a_prompt = width > rows + sum(len(proposal.tokens) for proposal in proposals)
+        if self.fixed is not None or read_a_prompt or width > WIDEST:
+            return
+        verify_ms, draft_ms = verified * 1e3, drafted * 1e3 - catch_up
         self._target.learn(width, verify_ms)
         tokens = sum(accepted) + rows
         self._tokens, self._ms = self._tokens * 0.95 + tokens, self._ms * 0.95 + verify_ms + draft_ms
@@ -301,6 +309,8 @@ class Lookahead:
     def _expected(self, acceptance: float, rows: int) -> float:
         """The same where every token is accepted with the probability ``acceptance``, and the best number drafted."""
         steps = np.arange(1, min(MOST, WIDEST // rows - 1) + 1)
+        if not len(steps):  # so many rows that no more is known of wider inferences
+            return -math.inf
         cost = self._target.ms[rows * (steps + 1)]
         if self._draft.known:
             cost = cost + steps * self._draft(rows)
@@ -313,15 +323,17 @@ class Lookahead:
         return min(plain, self._ms / self._tokens) if self._tokens > 4 else plain
 
     def _best_cut(self, proposal: Proposal, rows: int) -> tuple[int, float]:
-        """(tokens worth verifying, milliseconds that they are expected to save)"""
+        """(tokens worth verifying, milliseconds that a token then costs)"""
         if not self._target.known:
             return len(proposal.tokens), 0.0
         rates = self._record(proposal.source).acceptance.rates(proposal)
         most = min(len(rates), WIDEST - rows)
         cost = self._target.ms[rows + 1 : rows + most + 1] - self._target.ms[rows]
-        saved = np.cumprod(rates[:most]).cumsum() * self._price(rows) - cost
+        won = np.cumprod(rates[:most]).cumsum()
+        saved = won * self._price(rows) - cost
+        plain = self._target(rows) / rows
         best = int(saved.argmax()) if most > 0 else 0
-        return (best + 1, float(saved[best])) if most > 0 and saved[best] > 0 else (0, 0.0)
+        return (best + 1, float((plain + cost[best]) / (1 + won[best]))) if most > 0 and saved[best] > 0 else (0, plain)
 
 
 def shorten(proposal: Proposal, length: int) -> Proposal:

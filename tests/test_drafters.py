@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -234,6 +235,34 @@ def test_a_drafter_object_and_what_makes_one(load: Load) -> None:
     assert a.generate(PROMPTS[0], max_tokens=9).token_ids == b.generate(PROMPTS[0], max_tokens=9).token_ids
     both = load(draft=("lookup", Earlier))
     assert both.generate(PROMPTS[0], max_tokens=9).token_ids == b.generate(PROMPTS[0], max_tokens=9).token_ids
+
+
+class Slow(ovspec.Drafter):
+    """Right never, and late."""
+
+    calls = 0
+
+    def guess(self, tokens: np.ndarray, budget: int) -> Iterable[int]:
+        Slow.calls += 1
+        time.sleep(0.05)
+        return [(int(tokens[-1]) + 1) % 4096][:budget]
+
+
+def test_a_drafter_that_loses_is_hardly_asked(load: Load) -> None:
+    result = load(draft=Slow).generate(PROMPTS[0], max_tokens=100, ignore_eos=True)
+    assert result.stats.generated_tokens == 100
+    assert 0 < Slow.calls < 20
+
+
+@pytest.mark.parametrize("draft", ["lookup", "lookup,draft"])
+def test_auto_in_a_batch_too_wide_for_it(load: Load, draft: str) -> None:
+    """So many rows that a round is wider than what is known of costs: it decodes plainly, or with few proposals."""
+    prompts = [PROMPTS[i % 20][: 40 + i] for i in range(70)]
+    lm = load(draft=draft)
+    for count in (20, 40, 70):
+        together = lm.generate(prompts[:count], max_tokens=8, ignore_eos=True)
+        plain = lm.generate(prompts[:count], max_tokens=8, ignore_eos=True, lookahead=0)
+        assert [r.token_ids for r in together] == [r.token_ids for r in plain]
 
 
 # ---------------------------------------------------------------- what --draft may be

@@ -168,3 +168,25 @@ def test_nothing_is_cut_off_that_is_sure() -> None:
     assert len(lookahead.cut(sure, 1).tokens) == 12
     unsure = Proposal(np.arange(12), np.full(12, 0.01), source="lookup")
     assert len(lookahead.cut(unsure, 1).tokens) == 0
+
+
+def test_reading_a_long_prompt_does_not_count_against_the_draft() -> None:
+    lookahead = Lookahead(None, Costs({1: 40.0, 2: 44.0, 16: 80.0}), Costs({1: 4.0, 2: 4.1, 16: 8.0}))
+    guesses = [Proposal(np.arange(2), np.array([0.9, 0.9]), source="draft")]
+    assert lookahead.starts("draft", 2000, [200])
+    lookahead.note_draft(2000, 0.5)
+    lookahead.note_draft(1, 0.004)
+    lookahead.learn(guesses, [2], 3, 0.504, 0.048)
+    assert lookahead.gain("draft", 1) > 0
+    assert lookahead._records["draft"].ms == pytest.approx(4 + 4 + 48)
+    assert not Lookahead(None, *lookahead.costs).starts("draft", 2000, [3]), "for three tokens it isn't worth reading"
+
+
+def test_a_prompt_says_nothing_about_rounds() -> None:
+    lookahead = Lookahead()
+    lookahead.learn([NOTHING], [0], 20, 0.0, 1.0)
+    assert not lookahead.costs[0].known
+    assert not lookahead.starts("draft", 5, [100]), "first a plain round has to show what it costs"
+    lookahead.learn([NOTHING], [0], 1, 0.0, 0.04)
+    assert lookahead.costs[0](1) == pytest.approx(40.0)
+    assert lookahead.starts("draft", 5, [100])

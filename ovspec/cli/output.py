@@ -75,11 +75,11 @@ def compare(lm: LanguageModel, prompt: Any, options: dict[str, Any], as_json: bo
     click.echo()
     click.echo(f"plain        {summary(plain)}", err=True)
     click.echo(f"speculative  {summary(speculative)}", err=True)
-    verdict = (
-        f"the {len(plain.token_ids)} token ids are identical"
-        if equal
-        else f"the texts part where the logits of the two most likely tokens are {report['top2_gap']:.4f} apart"
-    )
+    verdict = f"the {len(plain.token_ids)} token ids are identical"
+    if not equal:
+        verdict = f"the texts part where the logits of the two most likely tokens are {report['top2_gap']:.4f} apart"
+        if options.get("temperature"):
+            verdict = "the texts part where rounding decided which token was drawn"
     click.echo(f"{verdict}; speed-up {report['speedup']:.2f}x", err=True)
 
 

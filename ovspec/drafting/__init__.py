@@ -71,6 +71,8 @@ class Drafter:
 
     def propose(self, round: Round) -> list[Proposal]:
         """A proposal for every row, as long as the lookahead finds worthwhile."""
+        if not round.lookahead.starts(self.name, 0, round.remaining):
+            return [NOTHING] * len(round.sequences)
         return [
             round.lookahead.cut(self._checked(self.guess(sequence.tokens, budget), budget), len(round.sequences))
             if budget > 0
