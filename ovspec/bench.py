@@ -155,7 +155,7 @@ def run_bench(
 def variant(lm: LanguageModel, mode: Mode) -> LanguageModel:
     """The same compiled models with the drafters of ``mode``."""
     lookup, model = mode in ("lookup", "chain", "auto"), mode in ("draft", "chain", "auto")
-    loaded, folder = lm.loaded
+    loaded, folder = lm.draft_model
     if mode == "plain":
         return lm.with_drafters(None)
     if model and not loaded:

@@ -9,7 +9,8 @@ import numpy as np
 
 from ovspec.errors import OvspecError
 from ovspec.loading import load
-from ovspec.model import GenerateOptions, LanguageModel
+from ovspec.model import LanguageModel
+from ovspec.options import GenerateOptions
 from ovspec.sampler import SampleFunction
 
 

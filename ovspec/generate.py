@@ -220,20 +220,30 @@ class Row:
         return shown if stopped else shown + self._stops.flush()
 
 
+def read_once(target: Decoder, prompts: list[Sequence], shared: int) -> None:
+    """Read all but the last token of each prompt, and fork ``shared`` rows from each."""
+    target.reset(len(prompts))
+    if any(len(prompt) > 1 for prompt in prompts):
+        target.feed([prompt.tokens[:-1] for prompt in prompts], [0] * len(prompts))
+    target.reorder([prompt for prompt in range(len(prompts)) for _ in range(shared)])
+
+
 def generate_rows(
-    target: Decoder, drafter: Drafter | None, rows: list[Row], lookahead: Lookahead, began: float | None = None
+    target: Decoder, drafter: Drafter | None, rows: list[Row], lookahead: Lookahead, shared: int = 1
 ) -> Iterator[list[tuple[int, Piece]]]:
     """Run rounds until every row is finished; yields (row, piece) for the rows of each round.
 
     ``target`` and ``drafter`` hold one row for each of ``rows``. Finished rows leave the batch.
-    ``began`` is when work on them did (``time.perf_counter``), if that was earlier.
+    Each ``shared`` rows that follow each other have the same prompt, which is read once.
     On Ctrl-C the round is finished, its pieces and then a last one "cancelled" are yielded, and
     KeyboardInterrupt is raised.
     """
-    began = time.perf_counter() if began is None else began
+    began = time.perf_counter()
     target_before, draft_before = target.seconds, drafter.seconds if drafter else 0.0
     for i, row in enumerate(rows):
         row.stats.cached_tokens = len(row.sequence) - len(catch_up(target, i, row.sequence))
+    if shared > 1:
+        read_once(target, [row.sequence for row in rows[::shared]], shared)
 
     def note_times(stats: Stats) -> None:
         elapsed = (time.perf_counter() - began) * 1e3

@@ -16,7 +16,8 @@ from ovspec.engine import ENGINES, EngineChoice, LoadedIR
 from ovspec.errors import OvspecError
 from ovspec.ir import check_ir_folder
 from ovspec.manifest import DRAFT_FOLDER, read_manifest, restore_backup
-from ovspec.model import LanguageModel, check_lookahead
+from ovspec.model import LanguageModel
+from ovspec.options import check_lookahead
 from ovspec.pairing import check_same_vocabulary
 from ovspec.probing import Probe
 from ovspec.profile import load_with

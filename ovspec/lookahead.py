@@ -34,6 +34,7 @@ FORGET = 0.95  # of what is known about acceptance, at each new observation
 FIRST_TRIAL, LATER_TRIAL = 4.5, 1.5
 FIRST_DOUBT, LATER_DOUBT = 1.0, 0.2
 SETTLED = 12  # rounds after which what they have cost tells more than acceptance does
+DEAR = 2.0  # times plain decoding
 FIRST_PAUSE, LONGEST_PAUSE = 8, 128
 MISSED = 4  # tokens in a step of the draft from which on it is reading what it has missed
 POOR = 0.3  # acceptance with which a lookup is passed over where the lookahead is fixed
@@ -204,9 +205,12 @@ class Lookahead:
             return False
         rows = sum(left > 0 for left in remaining)
         plain = self._target(rows) / rows
-        if record.loses(plain) and (record.rounds > SETTLED or self._expected(record.acceptance.mean, rows) <= 0):
-            record.take_a_pause()
-            return False
+        if record.loses(plain):
+            # A few rounds may have been bad luck: unless they were dear, acceptance has to say the same.
+            sure = record.rounds > SETTLED or record.ms > DEAR * record.tokens * plain
+            if sure or self._expected(record.acceptance.mean, rows) <= 0:
+                record.take_a_pause()
+                return False
         catch_up = self._draft(unseen) - self._draft(rows) if self._draft.known and unseen > 2 * rows else 0.0
         # After a pause it gets the benefit of the doubt that it had at first.
         if self._expected(max(record.acceptance.mean, FIRST_ACCEPTANCE), rows) * max(remaining) > catch_up:
@@ -327,13 +331,15 @@ class Lookahead:
         if not self._target.known:
             return len(proposal.tokens), 0.0
         rates = self._record(proposal.source).acceptance.rates(proposal)
+        plain = self._target(rows) / rows
         most = min(len(rates), WIDEST - rows)
+        if most < 1:
+            return 0, plain
         cost = self._target.ms[rows + 1 : rows + most + 1] - self._target.ms[rows]
         won = np.cumprod(rates[:most]).cumsum()
         saved = won * self._price(rows) - cost
-        plain = self._target(rows) / rows
-        best = int(saved.argmax()) if most > 0 else 0
-        return (best + 1, float((plain + cost[best]) / (1 + won[best]))) if most > 0 and saved[best] > 0 else (0, plain)
+        best = int(saved.argmax())
+        return (best + 1, float((plain + cost[best]) / (1 + won[best]))) if saved[best] > 0 else (0, plain)
 
 
 def shorten(proposal: Proposal, length: int) -> Proposal:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-import time
 import warnings
 from collections.abc import Generator, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, TypedDict, Unpack, overload
+from typing import Any, Unpack, overload
 
 import numpy as np
 
@@ -27,8 +26,9 @@ from ovspec.generate import Piece, Result, Row, generate_rows
 from ovspec.ir import read_json
 from ovspec.lookahead import Costs, Lookahead
 from ovspec.memory import check_memory
+from ovspec.options import GenerateOptions, check_lookahead, params_of
 from ovspec.perplexity import DEFAULT_CONTEXT, Perplexity, measure
-from ovspec.sampler import AcceptRule, SampleFunction, sampler_of
+from ovspec.sampler import sampler_of
 from ovspec.sampling import SamplingParams
 from ovspec.sequence import Sequence
 from ovspec.session import Session, TextStream
@@ -49,61 +49,6 @@ NOT_APPLIED = {
 
 # A text, token ids, or chat messages for the model's chat template.
 Prompt = str | list[int] | np.ndarray | list[Message]
-
-
-class GenerateOptions(TypedDict, total=False):
-    """What every generating call takes: the fields of ``SamplingParams``, which win over ``sampling``, and these.
-
-    sampling: all of those in one.
-    sampler: a function of your own that chooses each token, ``sampler(logits (1, vocab), tokens so far (n,), **options)
-        -> id``; it is called once for each token, in order, with or without a draft.
-    sampler_options: keywords for it.
-    accept: how sampled text is held against what is proposed: "compare" for the same text with any draft or none,
-        "rejection" for one that depends on the draft, not its distribution, and accepts somewhat more.
-    lookahead: tokens proposed each round, 0 for plain decoding, "auto" for as many as pay; by default the model's.
-    """
-
-    sampling: SamplingParams
-    sampler: SampleFunction | None
-    sampler_options: Mapping[str, Any] | None
-    accept: AcceptRule
-    lookahead: int | Literal["auto"] | None
-    max_tokens: int | None
-    min_tokens: int | None
-    stop: str | list[str]
-    stop_ids: list[int]
-    ignore_eos: bool
-    temperature: float
-    top_k: int
-    top_p: float
-    min_p: float
-    typical_p: float
-    repetition_penalty: float | None
-    presence_penalty: float
-    frequency_penalty: float
-    logit_bias: Mapping[int, float]
-    seed: int | None
-    n: int
-    logprobs: int | None
-
-
-PARAMS = {each.name for each in fields(SamplingParams)}
-
-
-def params_of(options: GenerateOptions) -> SamplingParams:
-    """``sampling`` with the fields that are given one by one.
-
-    Raises:
-        TypeError: an option that there isn't.
-        OvspecError: a value out of range.
-    """
-    unknown = options.keys() - GenerateOptions.__annotations__.keys()
-    if unknown:
-        raise TypeError(
-            f"unknown option {sorted(unknown)[0]!r}; there are {', '.join(GenerateOptions.__annotations__)}"
-        )
-    given: dict[str, Any] = {name: value for name, value in options.items() if name in PARAMS}
-    return replace(options.get("sampling") or SamplingParams(), **given)
 
 
 @dataclass
@@ -206,19 +151,17 @@ class LanguageModel:
         if not prompts:
             return []
         ids, count = [self.encode(prompt) for prompt in prompts], n * len(prompts)
-        rows = [self.row(Sequence(prompt), options, count, sample=i, n=n) for prompt in ids for i in range(n)]
+        seeds = [secrets.randbits(32) for _ in ids]  # of each prompt, unless one is given for all
+        rows = [
+            self.row(Sequence(prompt), options, count, seed=seed, sample=i, n=n)
+            for prompt, seed in zip(ids, seeds, strict=True)
+            for i in range(n)
+        ]
         decoders = self._decoders()
-        decoders.reset(len(prompts))
+        decoders.reset(count)
         try:
             drafter, lookahead = self.drafting(options, decoders, rows[0])
-            began = time.perf_counter()
-            if n > 1:  # each prompt is read once, and its rows are forked from it
-                if any(len(prompt) > 1 for prompt in ids):
-                    decoders.target.feed([row.sequence.tokens[:-1] for row in rows[::n]], [0] * len(prompts))
-                decoders.target.reorder([prompt for prompt in range(len(prompts)) for _ in range(n)])
-                if decoders.drafter:
-                    decoders.drafter.reset(count)
-            for _ in generate_rows(decoders.target, drafter, rows, lookahead, began):
+            for _ in generate_rows(decoders.target, drafter, rows, lookahead, n):
                 pass
         finally:
             self.release(decoders)
@@ -252,7 +195,7 @@ class LanguageModel:
     # ------------------------------------------------------------ for measuring
 
     @property
-    def loaded(self) -> tuple[LoadedIR | None, Path | None]:
+    def draft_model(self) -> tuple[LoadedIR | None, Path | None]:
         """The draft model and its folder."""
         return self._draft, self._choice.model if self._choice else None
 
@@ -290,12 +233,19 @@ class LanguageModel:
         return ids
 
     def row(
-        self, sequence: Sequence, options: GenerateOptions, rows: int = 1, held: int = 0, sample: int = 0, n: int = 1
+        self,
+        sequence: Sequence,
+        options: GenerateOptions,
+        rows: int = 1,
+        held: int = 0,
+        seed: int | None = None,
+        sample: int = 0,
+        n: int = 1,
     ) -> Row:
         """A row that continues ``sequence`` as ``options`` say; raises OvspecError where they can't be met.
 
         It is one of ``rows``, and the KV cache of its first ``held`` tokens is there already. Of the ``n`` texts of a
-        prompt it is the one numbered ``sample``.
+        prompt it is the one numbered ``sample``; ``seed`` is taken where the options give none.
         """
         params = self._with_defaults(params_of(options))
         if params.n != n:
@@ -307,7 +257,8 @@ class LanguageModel:
         drafts = self._choice is not None and options.get("lookahead", self.lookahead) != 0
         used = [self._target, self._draft] if drafts else [self._target]
         check_memory([loaded.ir for loaded in used if loaded], len(sequence) + max_tokens - held, rows)
-        seed = secrets.randbits(32) if params.seed is None else params.seed
+        if params.seed is not None or seed is None:
+            seed = secrets.randbits(32) if params.seed is None else params.seed
         sampler = sampler_of(
             params,
             seed,
@@ -417,10 +368,3 @@ class LanguageModel:
 def is_batch(prompt: Any) -> bool:
     """Whether ``prompt`` is a list of prompts."""
     return isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], (str, list, np.ndarray))
-
-
-def check_lookahead(lookahead: Any) -> None:
-    """Raises OvspecError unless it is a number of tokens, None or "auto"."""
-    if lookahead is None or lookahead == "auto" or (isinstance(lookahead, int) and lookahead >= 0):
-        return
-    raise OvspecError(f"lookahead is {lookahead}; it must be 0 or more, or auto.")

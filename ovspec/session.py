@@ -10,7 +10,8 @@ from ovspec.generate import Piece, Result, Row, generate_rows
 from ovspec.sequence import Sequence
 
 if TYPE_CHECKING:
-    from ovspec.model import Decoders, GenerateOptions, LanguageModel, Prompt
+    from ovspec.model import Decoders, LanguageModel, Prompt
+    from ovspec.options import GenerateOptions
 
 
 class TextStream:

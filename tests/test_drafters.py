@@ -153,6 +153,14 @@ def test_samples_of_one_prompt(load: Load, draft: Any, engine: EngineName) -> No
     assert [r.token_ids for r in both[0]] == [r.token_ids for r in four[:3]]
     assert both[1][0].token_ids == lm.generate(PROMPTS[1], **options).token_ids
     assert lm.generate(PROMPTS[:2], **options)[1].token_ids == both[1][0].token_ids
+    options["seed"] = None
+    free = lm.samples(PROMPTS[:2], n=2, **options)
+    assert free[0][0].stats.seed == free[0][1].stats.seed != free[1][0].stats.seed
+    options["seed"] = free[0][0].stats.seed
+    again = lm.samples(PROMPTS[0], n=2, **options)
+    assert [r.token_ids for r in again] == [r.token_ids for r in free[0]]
+    assert four[0].stats.cached_tokens == 0
+    assert four[0].stats.other_ms < four[0].stats.target_ms
 
 
 def test_samples_that_cannot_differ(load: Load) -> None:

@@ -140,7 +140,7 @@ def test_values_out_of_range(options: dict[str, Any], message: str) -> None:
 
 
 def test_every_parameter_is_an_option() -> None:
-    from ovspec.model import GenerateOptions
+    from ovspec.options import GenerateOptions
 
     assert {each.name for each in dataclasses.fields(SamplingParams)} <= GenerateOptions.__annotations__.keys()
 

@@ -1,0 +1,73 @@
+"""The options of generating calls."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from typing import Any, Literal, TypedDict
+
+from ovspec.errors import OvspecError
+from ovspec.sampler import AcceptRule, SampleFunction
+from ovspec.sampling import SamplingParams
+
+
+class GenerateOptions(TypedDict, total=False):
+    """What every generating call takes: the fields of ``SamplingParams``, which win over ``sampling``, and these.
+
+    sampling: all of those in one.
+    sampler: a function of your own that chooses each token, ``sampler(logits (1, vocab), tokens so far (n,), **options)
+        -> id``; it is called once for each token, in order, with or without a draft.
+    sampler_options: keywords for it.
+    accept: how sampled text is held against what is proposed: "compare" for the same text with any draft or none,
+        "rejection" for one that depends on the draft, not its distribution, and accepts somewhat more.
+    lookahead: tokens proposed each round, 0 for plain decoding, "auto" for as many as pay; by default the model's.
+    """
+
+    sampling: SamplingParams
+    sampler: SampleFunction | None
+    sampler_options: Mapping[str, Any] | None
+    accept: AcceptRule
+    lookahead: int | Literal["auto"] | None
+    max_tokens: int | None
+    min_tokens: int | None
+    stop: str | list[str]
+    stop_ids: list[int]
+    ignore_eos: bool
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    typical_p: float
+    repetition_penalty: float | None
+    presence_penalty: float
+    frequency_penalty: float
+    logit_bias: Mapping[int, float]
+    seed: int | None
+    n: int
+    logprobs: int | None
+
+
+PARAMS = {each.name for each in fields(SamplingParams)}
+
+
+def params_of(options: GenerateOptions) -> SamplingParams:
+    """``sampling`` with the fields that are given one by one.
+
+    Raises:
+        TypeError: an option that there isn't.
+        OvspecError: a value out of range.
+    """
+    unknown = options.keys() - GenerateOptions.__annotations__.keys()
+    if unknown:
+        raise TypeError(
+            f"unknown option {sorted(unknown)[0]!r}; there are {', '.join(GenerateOptions.__annotations__)}"
+        )
+    given: dict[str, Any] = {name: value for name, value in options.items() if name in PARAMS}
+    return replace(options.get("sampling") or SamplingParams(), **given)
+
+
+def check_lookahead(lookahead: Any) -> None:
+    """Raises OvspecError unless it is a number of tokens, None or "auto"."""
+    if lookahead is None or lookahead == "auto" or (isinstance(lookahead, int) and lookahead >= 0):
+        return
+    raise OvspecError(f"lookahead is {lookahead}; it must be 0 or more, or auto.")
