@@ -180,6 +180,7 @@ class Lookahead:
         self._records: dict[str, Record] = {}
         self._tokens = self._ms = 0.0  # of all recent rounds
         self._catch_up_ms = 0.0  # of this round
+        self._asked: set[str] = set()  # in this round; whether or not they had anything to propose, it took its time
 
     @property
     def costs(self) -> tuple[Costs, Costs]:
@@ -189,7 +190,7 @@ class Lookahead:
     # ------------------------------------------------------------ asked by drafters
 
     def starts(self, source: str, unseen: int, remaining: Sequence[int]) -> bool:
-        """Whether a draft model should draft at all in this round.
+        """Whether a drafter that costs something should be asked at all in this round.
 
         Args:
             unseen: tokens it has to read first, in all rows.
@@ -214,6 +215,7 @@ class Lookahead:
         catch_up = self._draft(unseen) - self._draft(rows) if self._draft.known and unseen > 2 * rows else 0.0
         # After a pause it gets the benefit of the doubt that it had at first.
         if self._expected(max(record.acceptance.mean, FIRST_ACCEPTANCE), rows) * max(remaining) > catch_up:
+            self._asked.add(source)
             return True
         record.take_a_pause()
         return False
@@ -286,7 +288,7 @@ class Lookahead:
         self, proposals: list[Proposal], accepted: list[int], width: int, drafted: float, verified: float
     ) -> None:
         """A round is over: drafting took ``drafted`` seconds, verifying ``width`` tokens ``verified``."""
-        sources = set()
+        sources, self._asked = self._asked, set()
         for proposal, count in zip(proposals, accepted, strict=True):
             if len(proposal.tokens):
                 sources.add(proposal.source)
