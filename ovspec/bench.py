@@ -204,10 +204,10 @@ def with_context(lm: LanguageModel, prompt: str, context: int) -> list[int]:
 
 
 def learned_costs(variants: dict[Mode, LanguageModel], temperature: float) -> tuple[Costs, Costs] | None:
-    """What the auto mode has learned that verifying and drafting cost."""
-    if "auto" not in variants:
-        return None
-    return variants["auto"].learned_costs(temperature > 0)
+    """What an auto lookahead has learned that verifying and drafting cost."""
+    order: tuple[Mode, ...] = ("auto", "chain", "draft", "lookup")
+    found = (variants[mode].learned_costs(temperature > 0) for mode in order if mode in variants)
+    return next((costs for costs in found if costs), None)
 
 
 def summarise(pair: str, cell: Cell, runs: list[Run], plain: list[Run], costs: tuple[Costs, Costs] | None) -> Line:

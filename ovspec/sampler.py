@@ -103,11 +103,12 @@ class Processed:
         if not (len(self._biased) or self.params.penalizes or early):
             return logits
         logits = logits.copy()
-        logits[self._biased] += self._bias
+        known = self._biased < len(logits)
+        logits[self._biased[known]] += self._bias[known]
         if self.params.penalizes:
             penalize(logits, tokens, self._start, self.params)
         if early:
-            logits[self._ends] = -np.inf
+            logits[self._ends[self._ends < len(logits)]] = -np.inf  # a draft's vocabulary may be the smaller one
         return logits
 
 

@@ -147,11 +147,12 @@ class Kept(NamedTuple):
     def probabilities(self, vocab: int) -> np.ndarray:
         """(vocab,) float64"""
         kept = softmax(self.logits.astype(np.float64))
-        if self.ids is None:
+        if self.ids is None and len(kept) == vocab:
             return kept
-        all_ids = np.zeros(vocab)
-        all_ids[self.ids] = kept
-        return all_ids
+        ids = np.arange(len(kept)) if self.ids is None else self.ids
+        found = np.zeros(vocab)
+        found[ids[ids < vocab]] = kept[ids < vocab]
+        return found
 
 
 def warp(logits: np.ndarray, params: SamplingParams) -> Kept:
@@ -159,17 +160,17 @@ def warp(logits: np.ndarray, params: SamplingParams) -> Kept:
 
     The vocabulary is never sorted as a whole. Raises OvspecError where no token is left.
     """
-    logits = logits * np.float32(1 / params.temperature)
     most = logits.max()
     if not np.isfinite(most):
         raise OvspecError("No token may follow: all are banned, or the model's logits are not numbers.")
+    logits = (logits - most) * np.float32(1 / max(params.temperature, 1e-30))  # the largest is 0
     if not params.truncates:
         return Kept(None, logits)
     ids: np.ndarray | None = None
     if 0 < params.top_k < len(logits):
         ids, logits = narrow(ids, logits, largest(logits, params.top_k))
     if params.top_p < 1:
-        weights = np.exp(logits - most)
+        weights = np.exp(logits)
         total = float(weights.sum(dtype=np.float64))
         likely = np.flatnonzero(weights >= FEW)
         if weights[likely].sum(dtype=np.float64) < params.top_p * total:
@@ -178,11 +179,14 @@ def warp(logits: np.ndarray, params: SamplingParams) -> Kept:
         ids, logits = narrow(ids, logits, likely)
         ids, logits = narrow(ids, logits, leading(-logits, weights[likely], params.top_p * total))
     if params.min_p > 0:
-        ids, logits = narrow(ids, logits, np.flatnonzero(logits >= most + np.float32(math.log(params.min_p))))
+        ids, logits = narrow(ids, logits, np.flatnonzero(logits >= np.float32(math.log(params.min_p))))
     if params.typical_p < 1:
-        weights = np.exp(logits - most)
+        weights = np.exp(logits)
+        possible = np.flatnonzero(weights)  # a banned token has no end of information
+        ids, logits = narrow(ids, logits, possible)
+        weights = weights[possible]
         total = float(weights.sum(dtype=np.float64))
-        information = (most + math.log(total)) - logits  # in nats
+        information = np.float32(math.log(total)) - logits  # in nats
         entropy = float((weights * information).sum(dtype=np.float64)) / total
         surprise = np.abs(information - np.float32(entropy))
         ids, logits = narrow(ids, logits, leading(surprise, weights, params.typical_p * total))
@@ -261,7 +265,7 @@ def draw(kept: Kept, bits: np.ndarray) -> tuple[int, float]:
     top = int(kept.logits.argmax())
     weights = np.exp(kept.logits - kept.logits[top])
     time_of_top = -math.log1p(-(float(bits[top]) + 0.5) * 2.0**-32)
-    near = np.flatnonzero(bits.astype(np.float32) <= weights * np.float32(time_of_top * 2.0**32 * 1.0001))
+    near = np.flatnonzero(bits.astype(np.float32) < weights * np.float32(time_of_top * 2.0**32 * 1.0001))
     times = -np.log1p(-(bits[near] + 0.5) * 2.0**-32) / weights[near]
     place = int(near[times.argmin()])
     token = place if kept.ids is None else int(kept.ids[place])

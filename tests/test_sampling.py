@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import Reference
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from scipy.stats import chisquare
 
@@ -65,6 +65,8 @@ def warped_by_hugging_face(
         },
     ),
 )
+@example(0, 1.0, {"typical_p": 0.5, "min_new_tokens": 9})
+@example(0, 1.0, {"top_p": 0.5, "min_p": 0.01, "typical_p": 0.95, "min_new_tokens": 9})
 @settings(max_examples=300, deadline=None)
 def test_warped_as_by_hugging_face(reference: Reference, seed: int, spread: float, options: dict[str, Any]) -> None:
     random = np.random.default_rng(seed)
@@ -148,6 +150,28 @@ def test_every_parameter_is_an_option() -> None:
 def test_all_tokens_banned() -> None:
     with pytest.raises(ovspec.OvspecError, match="No token may follow"):
         warp(np.full(5, -np.inf, dtype=np.float32), SamplingParams(temperature=1.0))
+
+
+def test_temperatures_as_small_and_large_as_there_are() -> None:
+    logits = np.array([1.0, 30.0, -np.inf, 29.0], dtype=np.float32)
+    for temperature in (1e-300, 1e-20, 1e-3):
+        assert warp(logits, SamplingParams(temperature=temperature)).probabilities(4).tolist() == [0, 1, 0, 0]
+    hot = warp(logits, SamplingParams(temperature=1e30)).probabilities(4)
+    assert hot[2] == 0
+    assert hot[0] == pytest.approx(1 / 3)
+
+
+def test_a_draft_with_a_smaller_vocabulary() -> None:
+    """Published drafts' logits may be narrower than the target's, or wider."""
+    params = SamplingParams(temperature=1.0, min_tokens=3, logit_bias={8: 2.0, 1: 1.0}, max_tokens=9)
+    for accept in ("compare", "rejection"):
+        for width in (6, 12):
+            choose = sampler_of(params, 1, 0, 1, frozenset({9}), accept)
+            guess = choose.guess(np.zeros(width, dtype=np.float32), np.array([0]))
+            proposal = Proposal(np.array([guess.token]), q=[guess.q] if guess.q else None)
+            if guess.token < 10:
+                tokens = choose.verify(np.zeros((2, 10), dtype=np.float32), Sequence([0]), proposal)
+                assert (tokens < 10).all()
 
 
 # ---------------------------------------------------------------- the distribution, exactly
