@@ -43,7 +43,7 @@ def first_letters(logits: np.ndarray, tokens: np.ndarray, among: int) -> int:
 DRAFTS: dict[str, Any] = {"model": True, "lookup": "lookup", "chain": "lookup,draft", "own": Earlier}
 CHOICES: dict[str, dict[str, Any]] = {
     "greedy": {},
-    "penalised": {"repetition_penalty": 1.3, "frequency_penalty": 0.2, "logit_bias": {34: 2.0}, "min_tokens": 20},
+    "penalised": {"repetition_penalty": 1.05, "frequency_penalty": 0.05, "logit_bias": {34: 2.0}, "min_tokens": 20},
     "T=1": {"temperature": 1.0, "seed": 5},
     "narrow": {"temperature": 0.7, "top_k": 30, "top_p": 0.9, "min_p": 0.01, "presence_penalty": 0.3, "seed": 6},
     "typical": {"temperature": 0.5, "typical_p": 0.9, "seed": 7},
@@ -64,6 +64,7 @@ def test_every_drafter_gives_the_plain_text(
     options, lm = CHOICES[choice], load(draft=DRAFTS[draft], engine=engine)
     plain = [lm.generate(prompt, max_tokens=TOKENS, lookahead=0, **options) for prompt in SOME]
     assert all(result.stats.proposed == 0 for result in plain)
+    accepted = 0
     for lookahead in lookaheads:
         alone = [lm.generate(prompt, max_tokens=TOKENS, lookahead=lookahead, **options) for prompt in SOME]
         batch = lm.generate(SOME, max_tokens=TOKENS, lookahead=lookahead, **options)
@@ -72,12 +73,13 @@ def test_every_drafter_gives_the_plain_text(
             stats = [result.stats for result in results]
             if lookahead != "auto":
                 assert sum(s.proposed for s in stats) > 0
-                assert sum(s.accepted for s in stats) > 0
+                accepted += sum(s.accepted for s in stats)
             assert all(s.rounds <= s.generated_tokens <= s.rounds + s.accepted for s in stats)
             assert {name for s in stats for name in s.drafters} <= {
                 "model": {"draft"},
                 "chain": {"draft", "lookup"},
             }.get(draft, {"lookup" if draft == "lookup" else "own"})
+    assert accepted > 0
 
 
 @pytest.mark.parametrize("draft", DRAFTS)
