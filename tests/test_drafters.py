@@ -56,7 +56,7 @@ SLOW = pytest.mark.slow
 
 @pytest.mark.parametrize("lookaheads", [(4, "auto"), pytest.param((1, 2, 8), marks=SLOW)], ids=["some", "more"])
 @pytest.mark.parametrize("choice", CHOICES)
-@pytest.mark.parametrize("engine", ["stateful", "paged"])
+@pytest.mark.parametrize("engine", [pytest.param("stateful", marks=SLOW), "paged"])
 @pytest.mark.parametrize("draft", DRAFTS)
 def test_every_drafter_gives_the_plain_text(
     load: Load, draft: str, engine: EngineName, choice: str, lookaheads: tuple[Any, ...]

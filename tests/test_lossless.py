@@ -28,6 +28,8 @@ CACHES = {
     "trim-compacted": {"rollback": "trim", "compact_at": 2},
     "paged": {"engine": "paged"},
 }
+# All of them in slow runs.
+LOOKAHEADS = [k if k in (1, 4, 8) else pytest.param(k, marks=pytest.mark.slow) for k in range(1, 9)]
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +68,7 @@ def test_plain_batches_equal_hugging_face(
             assert result.token_ids == expected[prompt]
 
 
-@pytest.mark.parametrize("lookahead", range(1, 9))
+@pytest.mark.parametrize("lookahead", LOOKAHEADS)
 @pytest.mark.parametrize("cache", CACHES)
 def test_speculative_equals_hugging_face(
     load: Callable[..., ovspec.LanguageModel], expected: dict[str, list[int]], cache: str, lookahead: int
@@ -82,7 +84,7 @@ def test_speculative_equals_hugging_face(
     check_speculation(results, lookahead)
 
 
-@pytest.mark.parametrize("lookahead", range(1, 9))
+@pytest.mark.parametrize("lookahead", LOOKAHEADS)
 @pytest.mark.parametrize("cache", CACHES)
 def test_speculative_batches_equal_hugging_face(
     load: Callable[..., ovspec.LanguageModel], expected: dict[str, list[int]], cache: str, lookahead: int
