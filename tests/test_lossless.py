@@ -29,7 +29,7 @@ CACHES = {
     "paged": {"engine": "paged"},
 }
 # All of them in slow runs.
-LOOKAHEADS = [k if k in (1, 4, 8) else pytest.param(k, marks=pytest.mark.slow) for k in range(1, 9)]
+LOOKAHEADS = [k if k in (1, 4) else pytest.param(k, marks=pytest.mark.slow) for k in range(1, 9)]
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +110,7 @@ def test_one_target_inference_a_round(load: Callable[..., ovspec.LanguageModel],
         assert decoders.target.inferences - before == result.stats.rounds < 40
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", [pytest.param("stateful", marks=pytest.mark.slow), "paged"])
 @pytest.mark.parametrize("precision", ["f32", "bf16"])
 def test_compressed_weights(cache_dir: Path, engine: EngineName, precision: str) -> None:
     """Activations are quantised, so inferences of different widths may round differently.
