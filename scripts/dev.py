@@ -44,7 +44,8 @@ def install() -> None:
     if PYTHON.exists() and stamp.exists() and stamp.read_text(encoding="utf-8") == wanted:
         return
     print("installing into .venv (about a minute the first time)", file=sys.stderr, flush=True)
-    venv.create(VENV, with_pip=True)
+    if not PYTHON.exists():
+        venv.create(VENV, with_pip=True)
     run(PYTHON, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "-e", ".[dev]")
     stamp.write_text(wanted, encoding="utf-8")
 
