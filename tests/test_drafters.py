@@ -64,7 +64,6 @@ def test_every_drafter_gives_the_plain_text(
     options, lm = CHOICES[choice], load(draft=DRAFTS[draft], engine=engine)
     plain = [lm.generate(prompt, max_tokens=TOKENS, lookahead=0, **options) for prompt in SOME]
     assert all(result.stats.proposed == 0 for result in plain)
-    accepted = 0
     for lookahead in lookaheads:
         alone = [lm.generate(prompt, max_tokens=TOKENS, lookahead=lookahead, **options) for prompt in SOME]
         batch = lm.generate(SOME, max_tokens=TOKENS, lookahead=lookahead, **options)
@@ -73,13 +72,12 @@ def test_every_drafter_gives_the_plain_text(
             stats = [result.stats for result in results]
             if lookahead != "auto":
                 assert sum(s.proposed for s in stats) > 0
-                accepted += sum(s.accepted for s in stats)
+                assert sum(s.accepted for s in stats) > 0
             assert all(s.rounds <= s.generated_tokens <= s.rounds + s.accepted for s in stats)
             assert {name for s in stats for name in s.drafters} <= {
                 "model": {"draft"},
                 "chain": {"draft", "lookup"},
             }.get(draft, {"lookup" if draft == "lookup" else "own"})
-    assert accepted > 0
 
 
 @pytest.mark.parametrize("draft", DRAFTS)
