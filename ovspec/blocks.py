@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections import Counter
 
+from ovspec.sequence import EMPTY
+
 
 class Blocks:
     """Bookkeeping only; the tensors belong to the decoder.
@@ -56,8 +58,11 @@ class Blocks:
             self._release(table.pop())
 
     def reorder(self, rows: list[int]) -> None:
-        """New row i holds the blocks of old row ``rows[i]``; an index may come twice (fork) or not at all (drop)."""
-        old, self.tables = self.tables, [list(self.tables[row]) for row in rows]
+        """New row i holds the blocks of old row ``rows[i]``, or none where that is EMPTY.
+
+        An index may come twice (fork) or not at all (drop).
+        """
+        old, self.tables = self.tables, [[] if row == EMPTY else list(self.tables[row]) for row in rows]
         self.version += 1
         for table in self.tables:
             self._holders.update(table)

@@ -14,13 +14,15 @@ from ovspec.errors import OvspecError
 from ovspec.ir import CompiledIR, last_line
 from ovspec.kv import Rollback, Slots, gather_states, read_states, write_states
 from ovspec.request import Request
-from ovspec.sequence import Sequence, common_prefix
+from ovspec.sequence import EMPTY, Sequence, common_prefix
 from ovspec.vocabulary import ALL_IDS, KnownIds
 
 # Dead slots cost attention time and memory, a compaction copies the whole cache: wait for this many.
 COMPACT_AT = 256
 # Tokens that are fed again after a replay at most before the snapshot is renewed, which costs an inference.
 REPLAY_AT = 8
+# Tokens that a row reads beside others, where they don't make those wider: enough to use the weights that are read.
+PIECE = 64
 # Tokens of plain decoding between two snapshots.
 SNAPSHOT_EVERY = 64
 INPUTS = ("input_ids", "attention_mask", "position_ids", "beam_idx", "logits_idx")
@@ -62,7 +64,14 @@ class Decoder(Protocol):
         ...
 
     def reorder(self, rows: list[int]) -> None:
-        """Make new row i a copy of old row ``rows[i]``: repeat an index to fork, leave it out to drop."""
+        """Make new row i a copy of old row ``rows[i]``, or an empty one where that is EMPTY.
+
+        Repeat an index to fork, leave it out to drop.
+        """
+        ...
+
+    def piece(self, counts: list[int]) -> int:
+        """Tokens that a further row may read beside rows that are fed ``counts``, without making them wait long."""
         ...
 
 
@@ -135,13 +144,16 @@ class StatefulDecoder:
         self._slots.truncate(row, length)
 
     def reorder(self, rows: list[int]) -> None:
-        if not self._slots.used:
+        if not self._slots.used or all(row == EMPTY for row in rows):
             self.reset(len(rows))  # an empty state has no rows that could be gathered
             return
-        self.rows = [self.rows[row].copy() for row in rows]
+        self.rows = reordered(self.rows, rows)
         self._slots.reorder(rows)
-        self._beam = self._beam[rows]
+        self._beam = self._beam[rows]  # in place of an empty row any other will do: all of it is dead
         self._in_order = np.arange(len(rows), dtype=np.int32)
+
+    def piece(self, counts: list[int]) -> int:
+        return 2 * max(counts)  # all rows are computed as wide as the widest
 
     def compact(self) -> None:
         """Gather the live slots, so that every row is contiguous."""
@@ -279,18 +291,27 @@ class RowByRow:
         self._spare += [decoder for row, decoder in enumerate(old) if row not in rows]
         self._decoders = []
         for row in rows:
-            if row in kept:
-                self._decoders.append(self._spare.pop() if self._spare else self._make())
+            if row == EMPTY:
+                self._decoders.append(self._another())
+                self._decoders[-1].reset(1)
+            elif row in kept:
+                self._decoders.append(self._another())
                 kept[row].copy_to(self._decoders[-1])
             else:
                 kept[row] = old[row]
                 self._decoders.append(old[row])
 
+    def piece(self, counts: list[int]) -> int:  # noqa: ARG002
+        return PIECE
+
     def _take(self, rows: int) -> None:
         self._spare += self._decoders[rows:]
         del self._decoders[rows:]
         while len(self._decoders) < rows:
-            self._decoders.append(self._spare.pop() if self._spare else self._make())
+            self._decoders.append(self._another())
+
+    def _another(self) -> StatefulDecoder:
+        return self._spare.pop() if self._spare else self._make()
 
 
 def decoder_of(
@@ -327,6 +348,11 @@ def by_row(logits: np.ndarray, wanted: list[int]) -> list[np.ndarray]:
         return [logits[: wanted[0]]]
     ends = itertools.accumulate(wanted)
     return [logits[end - want : end] for end, want in zip(ends, wanted, strict=True)]
+
+
+def reordered(old: list[Sequence], rows: list[int]) -> list[Sequence]:
+    """Copies, as ``Decoder.reorder`` has them."""
+    return [Sequence() if row == EMPTY else old[row].copy() for row in rows]
 
 
 def catch_up(decoder: Decoder, row: int, sequence: Sequence) -> np.ndarray:

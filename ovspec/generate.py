@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
-from ovspec.decoder import Decoder, catch_up
-from ovspec.drafting import Drafter, Round
-from ovspec.interrupts import HeldInterrupts
-from ovspec.lookahead import Lookahead
 from ovspec.sampler import Sampler
 from ovspec.sampling import SamplingParams, TokenLogprob, logprobs_of
 from ovspec.sequence import Sequence
-from ovspec.speculation import Verdict, speculate
+from ovspec.speculation import Verdict
 from ovspec.tokenizer import Detokenizer
 
 FinishReason = Literal["stop", "length", "eos", "cancelled"]
@@ -40,7 +34,7 @@ class Stats:
     ``ttft_ms`` runs from the prompt's token ids to the first token, ``tpot_ms`` is the mean time of each
     later one. ``target_ms`` and ``draft_ms`` are spent in inference; ``other_ms`` is all the rest, with
     what the caller does between two pieces of a stream. In a batch, times are those of the whole batch
-    until the row was finished. ``drafters`` has proposed and accepted tokens by the drafter's name.
+    from when the row joined until it was finished. ``drafters`` has proposed and accepted tokens by the drafter's name.
     """
 
     prompt_tokens: int = 0
@@ -72,7 +66,9 @@ class Stats:
         return self.accepted / self.reached if self.reached else None
 
     def count(self, verdict: Verdict) -> None:
-        self.rounds += 1
+        if not self.rounds:
+            self.cached_tokens -= verdict.read
+        self.rounds += bool(len(verdict.tokens))
         self.proposed += verdict.proposed
         self.accepted += verdict.accepted
         self.reached += min(verdict.accepted + 1, verdict.proposed)
@@ -155,11 +151,16 @@ class Row:
         self.token_ids: list[int] = []
         self.logprobs: list[TokenLogprob] | None = None if params.logprobs is None else []
         self.finish_reason: FinishReason | None = None
-        self.stats = Stats(prompt_tokens=len(sequence))
+        self.stats = Stats(prompt_tokens=len(sequence), cached_tokens=len(sequence))  # until it is read
         self._start, self._end = len(sequence), len(sequence) + max_tokens
         self._params, self._min_tokens = params, params.min_tokens or 0
         self._detokenizer, self._stops, self._eos = detokenizer, StopStrings(params.stop_strings), eos
         self._stop_ids = frozenset(params.stop_ids)
+
+    @property
+    def most(self) -> int:
+        """Tokens that the text may have in the end, with its prompt."""
+        return self._end
 
     def remaining(self) -> int:
         """Tokens that may be proposed. None before the first token: it must not wait for the drafter."""
@@ -167,7 +168,7 @@ class Row:
         return self._end - length - 1 if length > self._start else 0
 
     def take(self, verdict: Verdict) -> Piece:
-        """Read what a round committed, up to where the text ends; later tokens are taken back."""
+        """Read what a round committed, if anything, up to where the text ends; later tokens are taken back."""
         self.stats.count(verdict)
         tokens = verdict.tokens.tolist()
         begin = len(self.sequence) - len(tokens)
@@ -218,72 +219,3 @@ class Row:
     def _rest(self) -> str:
         shown, stopped = self._stops.push(self._detokenizer.flush())
         return shown if stopped else shown + self._stops.flush()
-
-
-def read_once(target: Decoder, prompts: list[Sequence], shared: int) -> None:
-    """Read all but the last token of each prompt, and fork ``shared`` rows from each."""
-    target.reset(len(prompts))
-    if any(len(prompt) > 1 for prompt in prompts):
-        target.feed([prompt.tokens[:-1] for prompt in prompts], [0] * len(prompts))
-    target.reorder([prompt for prompt in range(len(prompts)) for _ in range(shared)])
-
-
-def generate_rows(
-    target: Decoder, drafter: Drafter | None, rows: list[Row], lookahead: Lookahead, shared: int = 1
-) -> Iterator[list[tuple[int, Piece]]]:
-    """Run rounds until every row is finished; yields (row, piece) for the rows of each round.
-
-    ``target`` and ``drafter`` hold one row for each of ``rows``. Finished rows leave the batch.
-    Each ``shared`` rows that follow each other have the same prompt, which is read once.
-    On Ctrl-C the round is finished, its pieces and then a last one "cancelled" are yielded, and
-    KeyboardInterrupt is raised.
-    """
-    began = time.perf_counter()
-    target_before, draft_before = target.seconds, drafter.seconds if drafter else 0.0
-    for i, row in enumerate(rows):
-        row.stats.cached_tokens = len(row.sequence) - len(catch_up(target, i, row.sequence))
-    if shared > 1:
-        read_once(target, [row.sequence for row in rows[::shared]], shared)
-
-    def note_times(stats: Stats) -> None:
-        elapsed = (time.perf_counter() - began) * 1e3
-        if stats.rounds == 1:  # it commits one token: nothing is proposed before the first
-            stats.ttft_ms = elapsed
-        if stats.generated_tokens > 1:
-            stats.tpot_ms = (elapsed - stats.ttft_ms) / (stats.generated_tokens - 1)
-        stats.target_ms = (target.seconds - target_before) * 1e3
-        stats.draft_ms = (drafter.seconds - draft_before) * 1e3 if drafter else 0.0
-        stats.other_ms = elapsed - stats.target_ms - stats.draft_ms
-
-    active = list(range(len(rows)))
-    interrupts = HeldInterrupts()
-    try:
-        while active:
-            interrupts.holding = True
-            going = [rows[i] for i in active]
-            round = Round(
-                [row.sequence for row in going],
-                [row.remaining() for row in going],
-                [row.sampler for row in going],
-                lookahead,
-            )
-            verdicts = speculate(target, drafter, round)
-            pieces = [(i, rows[i].take(verdict)) for i, verdict in zip(active, verdicts, strict=True)]
-            left = [place for place, i in enumerate(active) if not rows[i].finish_reason]
-            for i in active:
-                if rows[i].finish_reason or rows[i].stats.rounds == 1:
-                    note_times(rows[i].stats)
-            if left and len(left) < len(active):
-                target.reorder(left)
-                if drafter:
-                    drafter.reorder(left)
-            active = [active[place] for place in left]
-            interrupts.holding = False
-            yield pieces
-            if interrupts.pressed:
-                yield [(i, rows[i].cancel()) for i in active]
-                raise KeyboardInterrupt
-    finally:
-        interrupts.stop()
-        for i in active:
-            note_times(rows[i].stats)

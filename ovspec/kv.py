@@ -14,6 +14,7 @@ import numpy as np
 import openvino as ov
 
 from ovspec.ir import State
+from ovspec.sequence import EMPTY
 
 
 @dataclass(frozen=True)
@@ -80,9 +81,10 @@ class Slots:
         self.lengths[row] = length
 
     def reorder(self, rows: list[int]) -> None:
-        """New row i is old row rows[i]; an index may come twice (fork) or not at all (drop)."""
+        """New row i is old row rows[i], or EMPTY; an index may come twice (fork) or not at all (drop)."""
         self._alive, self._slot_of = self._alive[rows], self._slot_of[rows]
-        self.lengths = [self.lengths[row] for row in rows]
+        self._alive[np.array(rows) == EMPTY] = 0
+        self.lengths = [0 if row == EMPTY else self.lengths[row] for row in rows]
 
     def compact(self) -> np.ndarray:
         """Make every row contiguous; returns (rows, used) int64, the old slot of each new one.

@@ -285,9 +285,18 @@ class Lookahead:
         self._draft.learn(width, ms)
 
     def learn(
-        self, proposals: list[Proposal], accepted: list[int], width: int, drafted: float, verified: float
+        self,
+        proposals: list[Proposal],
+        accepted: list[int],
+        width: int,
+        drafted: float,
+        verified: float,
+        read_a_prompt: bool = False,
     ) -> None:
-        """A round is over: drafting took ``drafted`` seconds, verifying ``width`` tokens ``verified``."""
+        """A round is over: drafting took ``drafted`` seconds, verifying ``width`` tokens ``verified``.
+
+        ``read_a_prompt``: other tokens were among them, so the times say nothing about proposals.
+        """
         sources, self._asked = self._asked, set()
         for proposal, count in zip(proposals, accepted, strict=True):
             if len(proposal.tokens):
@@ -295,7 +304,6 @@ class Lookahead:
                 self._record(proposal.source).acceptance.learn(proposal, count)
         rows = len(proposals)
         catch_up, self._catch_up_ms = self._catch_up_ms, 0.0
-        read_a_prompt = width > rows + sum(len(proposal.tokens) for proposal in proposals)
         if self.fixed is not None or read_a_prompt or width > WIDEST:
             return
         verify_ms, draft_ms = verified * 1e3, drafted * 1e3 - catch_up

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import psutil
@@ -28,16 +29,24 @@ def room_for(folder: Path, times: float) -> bool:
     return times * check_weights(folder / MODEL_FILE) <= psutil.virtual_memory().available
 
 
-def check_memory(irs: list[CompiledIR], tokens: int, rows: int = 1) -> None:
-    """Raises OvspecError where the states for ``tokens`` more tokens in each of ``rows`` can't fit into what is free.
+def token_room(irs: list[CompiledIR], rows: int) -> float:
+    """Tokens of a batch of ``rows`` whose states fit into what is free, all rows together. On the CPU only."""
+    on_cpu = [ir for ir in irs if ir.device == "CPU"]
+    per_token = sum(map(kv_bytes_per_token, on_cpu))
+    if not per_token:
+        return math.inf
+    return (psutil.virtual_memory().available - rows * sum(map(recurrent_bytes, on_cpu))) / per_token
+
+
+def check_memory(irs: list[CompiledIR], tokens: int) -> None:
+    """Raises OvspecError where the states for ``tokens`` more tokens can't fit into what is free.
 
     Only on the CPU, whose memory can be asked for.
     """
-    needed = sum(rows * (tokens * kv_bytes_per_token(ir) + recurrent_bytes(ir)) for ir in irs if ir.device == "CPU")
+    needed = sum(tokens * kv_bytes_per_token(ir) + recurrent_bytes(ir) for ir in irs if ir.device == "CPU")
     # Small texts are not worth the system call.
     if needed > 100e6 and needed > (free := psutil.virtual_memory().available):
         raise OvspecError(
-            f"The KV cache of {tokens * rows} tokens takes about {needed / 1e9:.1f} GB "
-            f"and {free / 1e9:.1f} GB of memory are free; shorten the prompt, lower max_tokens, "
-            "or take a smaller --kv-precision."
+            f"The KV cache of {tokens} tokens takes about {needed / 1e9:.1f} GB and {free / 1e9:.1f} GB of memory are "
+            "free; shorten the prompt, lower max_tokens, or take a smaller --kv-precision."
         )

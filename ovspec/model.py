@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import secrets
 import warnings
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Unpack, overload
 
 import numpy as np
 
+from ovspec.batching import Limits, generate_rows
 from ovspec.chat import Message, chat_template
 from ovspec.decoder import Decoder
 from ovspec.drafting import Drafter
@@ -22,11 +23,11 @@ from ovspec.drafting.lookup import Lookup, corpus_of
 from ovspec.engine import LoadedIR
 from ovspec.errors import OvspecError
 from ovspec.files import read_text
-from ovspec.generate import Piece, Result, Row, generate_rows
+from ovspec.generate import Piece, Result, Row
 from ovspec.ir import read_json
 from ovspec.lookahead import Costs, Lookahead
-from ovspec.memory import check_memory
-from ovspec.options import GenerateOptions, check_lookahead, params_of
+from ovspec.memory import check_memory, token_room
+from ovspec.options import GenerateOptions, batch_size, check_lookahead, params_of
 from ovspec.perplexity import DEFAULT_CONTEXT, Perplexity, measure
 from ovspec.sampler import sampler_of
 from ovspec.sampling import SamplingParams
@@ -126,8 +127,6 @@ class LanguageModel:
             OvspecError: as ``generate``; or n is above 1 and nothing is left to chance.
         """
         params = params_of(options)
-        if params.n > 1 and not params.temperature and not options.get("sampler"):
-            raise OvspecError(f"n is {params.n}, but greedy texts are all the same; give a temperature.")
         texts = self._generate_batch(prompt if is_batch(prompt) else [prompt], options, params.n)
         return texts if is_batch(prompt) else texts[0]
 
@@ -150,23 +149,39 @@ class LanguageModel:
     def _generate_batch(self, prompts: list[Any], options: GenerateOptions, n: int) -> list[list[Result]]:
         if not prompts:
             return []
-        ids, count = [self.encode(prompt) for prompt in prompts], n * len(prompts)
+        ids = [self.encode(prompt) for prompt in prompts]
         seeds = [secrets.randbits(32) for _ in ids]  # of each prompt, unless one is given for all
         rows = [
-            self.row(Sequence(prompt), options, count, seed=seed, sample=i, n=n)
+            self.row(Sequence(prompt), options, seed=seed, sample=i, n=n)
             for prompt, seed in zip(ids, seeds, strict=True)
             for i in range(n)
         ]
+        for _ in self.run(rows, options, sampled=rows[0].sampler.sampled):
+            pass
+        results = [row.result() for row in rows]
+        return [results[start : start + n] for start in range(0, len(rows), n)]
+
+    def run(
+        self, rows: Iterable[Row], options: GenerateOptions, sampled: bool = False
+    ) -> Iterator[list[tuple[int, Piece]]]:
+        """Generate ``rows``, made by ``row``, as a batch that they join as others leave it.
+
+        They are taken from the iterable when there is room. Yields (number of the row, piece) for each round.
+
+        Args:
+            options: of these, what concerns all rows: ``batch_size`` and ``lookahead``.
+            sampled: whether chance has a part in most of them.
+        """
         decoders = self._decoders()
-        decoders.reset(count)
+        decoders.reset(0)
         try:
-            drafter, lookahead = self.drafting(options, decoders, rows[0])
-            for _ in generate_rows(decoders.target, drafter, rows, lookahead, n):
-                pass
+            drafter, lookahead = self.drafting(options, decoders, sampled)
+            used = [self._target, self._draft] if drafter else [self._target]
+            count = batch_size(options)
+            limits = Limits(count, token_room([loaded.ir for loaded in used if loaded], count))
+            yield from generate_rows(decoders.target, drafter, rows, lookahead, limits)
         finally:
             self.release(decoders)
-        results = [row.result() for row in rows]
-        return [results[start : start + n] for start in range(0, count, n)]
 
     def perplexity(self, text: str, context: int | None = None) -> Perplexity:
         """How well the target foresees ``text``, in windows of ``context`` tokens (the model's, at most 1024).
@@ -236,7 +251,6 @@ class LanguageModel:
         self,
         sequence: Sequence,
         options: GenerateOptions,
-        rows: int = 1,
         held: int = 0,
         seed: int | None = None,
         sample: int = 0,
@@ -244,19 +258,21 @@ class LanguageModel:
     ) -> Row:
         """A row that continues ``sequence`` as ``options`` say; raises OvspecError where they can't be met.
 
-        It is one of ``rows``, and the KV cache of its first ``held`` tokens is there already. Of the ``n`` texts of a
-        prompt it is the one numbered ``sample``; ``seed`` is taken where the options give none.
+        The KV cache of its first ``held`` tokens is there already. Of the ``n`` texts of a prompt it is the one
+        numbered ``sample``; ``seed`` is taken where the options give none.
         """
         params = self._with_defaults(params_of(options))
         if params.n != n:
             raise OvspecError(f"n is {params.n}: several texts for a prompt are what samples() gives.")
+        if n > 1 and not params.temperature and not options.get("sampler"):
+            raise OvspecError(f"n is {n}, but greedy texts are all the same; give a temperature.")
         eos = frozenset() if params.ignore_eos else self.eos_ids
         max_tokens = self._max_tokens(max(len(sequence), 1), params.max_tokens)
         if not len(sequence):
             sequence.commit(self._beginning())
         drafts = self._choice is not None and options.get("lookahead", self.lookahead) != 0
         used = [self._target, self._draft] if drafts else [self._target]
-        check_memory([loaded.ir for loaded in used if loaded], len(sequence) + max_tokens - held, rows)
+        check_memory([loaded.ir for loaded in used if loaded], len(sequence) + max_tokens - held)
         if params.seed is not None or seed is None:
             seed = secrets.randbits(32) if params.seed is None else params.seed
         sampler = sampler_of(
@@ -278,8 +294,11 @@ class LanguageModel:
             stats.draft_device, stats.draft_engine = self._draft.ir.device, self._draft.engine
         return row
 
-    def drafting(self, options: GenerateOptions, decoders: Decoders, row: Row) -> tuple[Drafter | None, Lookahead]:
-        """What proposes for ``row`` and its like, and how much; raises OvspecError where the options can't be met."""
+    def drafting(self, options: GenerateOptions, decoders: Decoders, sampled: bool) -> tuple[Drafter | None, Lookahead]:
+        """What proposes, and how much; raises OvspecError where the options can't be met.
+
+        ``sampled``: the text is left to chance, so what is known of greedy text doesn't count.
+        """
         wanted = options.get("lookahead")
         wanted = self.lookahead if wanted is None else wanted
         check_lookahead(wanted)
@@ -289,7 +308,6 @@ class LanguageModel:
             return None, Lookahead(0)
         if isinstance(wanted, int):
             return decoders.drafter, Lookahead(wanted)
-        sampled = row.sampler.sampled
         if not decoders.lookaheads:
             costs = Costs(self._target.verify_ms), Costs(self._draft.verify_ms if self._draft else None)
             decoders.lookaheads = {kind: Lookahead(None, *costs) for kind in (False, True)}

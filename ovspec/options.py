@@ -21,6 +21,7 @@ class GenerateOptions(TypedDict, total=False):
     accept: how sampled text is held against what is proposed: "compare" for the same text with any draft or none,
         "rejection" for one that depends on the draft, not its distribution, and accepts somewhat more.
     lookahead: tokens proposed each round, 0 for plain decoding, "auto" for as many as pay; by default the model's.
+    batch_size: texts generated at a time where there are several, 32 by default; the others wait for a place.
     """
 
     sampling: SamplingParams
@@ -28,6 +29,7 @@ class GenerateOptions(TypedDict, total=False):
     sampler_options: Mapping[str, Any] | None
     accept: AcceptRule
     lookahead: int | Literal["auto"] | None
+    batch_size: int | None
     max_tokens: int | None
     min_tokens: int | None
     stop: str | list[str]
@@ -47,6 +49,8 @@ class GenerateOptions(TypedDict, total=False):
     logprobs: int | None
 
 
+# A step is mostly reading weights; from about here on it is arithmetic, and more rows gain little.
+BATCH_SIZE = 32
 PARAMS = {each.name for each in fields(SamplingParams)}
 
 
@@ -71,3 +75,13 @@ def check_lookahead(lookahead: Any) -> None:
     if lookahead is None or lookahead == "auto" or (isinstance(lookahead, int) and lookahead >= 0):
         return
     raise OvspecError(f"lookahead is {lookahead}; it must be 0 or more, or auto.")
+
+
+def batch_size(options: GenerateOptions) -> int:
+    """Raises OvspecError unless it is a number of texts."""
+    size = options.get("batch_size")
+    if size is None:
+        return BATCH_SIZE
+    if not isinstance(size, int) or size < 1:
+        raise OvspecError(f"batch_size is {size}; it must be at least 1.")
+    return size

@@ -15,7 +15,7 @@ import openvino as ov
 from openvino import opset13 as ops
 
 from ovspec.blocks import Blocks
-from ovspec.decoder import by_row, places_of
+from ovspec.decoder import PIECE, by_row, places_of, reordered
 from ovspec.device import core
 from ovspec.errors import OvspecError
 from ovspec.ir import CompiledIR, last_line
@@ -96,7 +96,7 @@ class PagedDecoder:
     Args:
         ir: compiled with the rewrite ``to_paged``.
         vocabulary: the ids that may be chosen.
-        prefill_chunk: tokens of a row fed in one inference at most, where their logits are not wanted.
+        prefill_chunk: tokens fed in one inference at most, besides those whose logits are wanted.
     """
 
     rollback = Rollback("blocks")
@@ -138,8 +138,7 @@ class PagedDecoder:
         counts = [len(new) for new in tokens]
         places = places_of(tuple(counts), tuple(wanted), packed=True)
         try:
-            most = max(count - want for count, want in zip(counts, wanted, strict=True))
-            if most > self._prefill_chunk:
+            if sum(counts) - sum(wanted) > self._prefill_chunk:
                 tokens = self._feed_in_chunks(tokens, wanted)
                 counts = [len(new) for new in tokens]
                 places = places_of(tuple(counts), tuple(wanted), packed=True)
@@ -160,8 +159,11 @@ class PagedDecoder:
         self._blocks.truncate(row, length)
 
     def reorder(self, rows: list[int]) -> None:
-        self.rows = [self.rows[row].copy() for row in rows]
+        self.rows = reordered(self.rows, rows)
         self._blocks.reorder(rows)
+
+    def piece(self, counts: list[int]) -> int:
+        return max(PIECE, sum(counts))
 
     def carry_to(self, other: PagedDecoder) -> None:
         """Give ``other``, of the same model, this decoder's text and cache; the types may be any of f32, f16, bf16.
@@ -183,15 +185,16 @@ class PagedDecoder:
             other._tensors[name][:used] = from_f32(values, other._cache[name].get_element_type())
 
     def _feed_in_chunks(self, tokens: list[np.ndarray], wanted: list[int]) -> list[np.ndarray]:
-        """Feed all but at most a chunk of each row and what is wanted; returns what is left to feed."""
-        chunk = self._prefill_chunk
-        while max(len(new) - want for new, want in zip(tokens, wanted, strict=True)) > chunk:
-            cuts = [min(chunk, len(new) - max(want, 1)) for new, want in zip(tokens, wanted, strict=True)]
-            cuts = [max(cut, 0) for cut in cuts]
+        """Feed all but at most a chunk and what is wanted, row after row; returns what is left to feed."""
+        while True:
+            loose = [max(0, len(new) - max(want, 1)) for new, want in zip(tokens, wanted, strict=True)]
+            if sum(loose) <= self._prefill_chunk:
+                return tokens
+            ends = np.minimum(np.cumsum([0, *loose]), self._prefill_chunk)
+            cuts = np.diff(ends).tolist()
             fed = [new[:cut] for new, cut in zip(tokens, cuts, strict=True)]
             self._append(fed, [0] * len(fed), np.zeros(1, dtype=np.int64))
             tokens = [new[cut:] for new, cut in zip(tokens, cuts, strict=True)]
-        return tokens
 
     def _append(self, tokens: list[np.ndarray], wanted: list[int], places: np.ndarray) -> np.ndarray:
         apart = [self._apart and want == len(new) <= MOST_APART for new, want in zip(tokens, wanted, strict=True)]

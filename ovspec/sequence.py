@@ -6,6 +6,8 @@ from collections.abc import Iterable
 
 import numpy as np
 
+EMPTY = -1  # where rows are put in another order: a new one with nothing in it
+
 
 class Sequence:
     """A growable row of token ids that grows by commits and shrinks by rewinds.

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Generator, Iterator
 from typing import TYPE_CHECKING, Unpack
 
+from ovspec.batching import generate_rows
 from ovspec.errors import OvspecError
-from ovspec.generate import Piece, Result, Row, generate_rows
+from ovspec.generate import Piece, Result, Row
 from ovspec.sequence import Sequence
 
 if TYPE_CHECKING:
@@ -71,7 +72,7 @@ class Session:
         decoders = self._decoders
         row = self._model.row(self.sequence, options, held=len(decoders.target.rows[0]))
 
-        drafter, lookahead = self._model.drafting(options, decoders, row)
+        drafter, lookahead = self._model.drafting(options, decoders, row.sampler.sampled)
 
         def pieces() -> Generator[Piece]:
             for round_pieces in generate_rows(decoders.target, drafter, [row], lookahead):

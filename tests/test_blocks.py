@@ -6,13 +6,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ovspec.blocks import Blocks
+from ovspec.sequence import EMPTY
 
 SIZE = 4
 OPERATIONS = st.lists(
     st.one_of(
         st.tuples(st.just("extend"), st.tuples(st.integers(0, 3), st.integers(0, 9))),
         st.tuples(st.just("truncate"), st.tuples(st.integers(0, 3), st.integers(0, 12))),
-        st.tuples(st.just("reorder"), st.lists(st.integers(0, 3), min_size=1, max_size=4)),
+        st.tuples(st.just("reorder"), st.lists(st.integers(EMPTY, 3), min_size=1, max_size=4)),
     ),
     max_size=40,
 )
@@ -40,9 +41,9 @@ def test_what_a_row_reads_is_what_it_wrote(rows: int, operations: list) -> None:
             texts[row] = texts[row][: argument[1]]
             blocks.truncate(row, len(texts[row]))
         else:
-            picks = [pick % len(texts) for pick in argument]
+            picks = [pick if pick == EMPTY else pick % len(texts) for pick in argument]
             blocks.reorder(picks)
-            texts = [list(texts[pick]) for pick in picks]
+            texts = [[] if pick == EMPTY else list(texts[pick]) for pick in picks]
         for text, table in zip(texts, blocks.tables, strict=True):
             assert len(table) == -(-len(text) // SIZE), "no more blocks than the text needs"
             assert [memory[table[i // SIZE], i % SIZE] for i in range(len(text))] == text

@@ -184,7 +184,7 @@ def test_reading_a_long_prompt_does_not_count_against_the_draft() -> None:
 
 def test_a_prompt_says_nothing_about_rounds() -> None:
     lookahead = Lookahead()
-    lookahead.learn([NOTHING], [0], 20, 0.0, 1.0)
+    lookahead.learn([NOTHING], [0], 20, 0.0, 1.0, read_a_prompt=True)
     assert not lookahead.costs[0].known
     assert not lookahead.starts("draft", 5, [100]), "first a plain round has to show what it costs"
     lookahead.learn([NOTHING], [0], 1, 0.0, 0.04)

@@ -84,7 +84,7 @@ class Drafter:
         """Forget everything and start over with ``rows`` rows."""
 
     def reorder(self, rows: list[int]) -> None:
-        """New row i is old row ``rows[i]``, as ``Decoder.reorder``."""
+        """New row i is old row ``rows[i]``, or an empty one, as ``Decoder.reorder``."""
 
     def _checked(self, guesses: Iterable[int], budget: int) -> Proposal:
         tokens = np.array([int(guess) for guess in guesses][:budget], dtype=np.int64)

@@ -8,6 +8,7 @@ import numpy as np
 
 from ovspec.decoder import Decoder, catch_up
 from ovspec.drafting import NOTHING, Drafter, Proposal, Round
+from ovspec.reading import share_beginnings
 from ovspec.sampler import Guess
 
 
@@ -27,6 +28,7 @@ class DraftModel(Drafter):
         return self.decoder.seconds
 
     def propose(self, round: Round) -> list[Proposal]:
+        share_beginnings(self.decoder, round.sequences)
         budgets = [self._within_context(row, round) for row in range(len(round.sequences))]
         unseen = [
             len(sequence) - len(self.decoder.rows[row]) if budgets[row] > 0 else 0

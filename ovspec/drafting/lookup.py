@@ -12,7 +12,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from ovspec.drafting import NOTHING, Drafter, Proposal, Round
-from ovspec.sequence import Sequence, common_prefix
+from ovspec.sequence import EMPTY, Sequence, common_prefix
 
 # Tokens that must agree at least, and that are compared at most.
 LEAST_MATCH, LONGEST_MATCH = 2, 16
@@ -114,6 +114,9 @@ class Lookup(Drafter):
         old, kept = self._rows, set[int]()
         self._rows = []
         for row in rows:
+            if row == EMPTY:
+                self._rows.append(Index())
+                continue
             self._rows.append(copy.deepcopy(old[row]) if row in kept else old[row])
             kept.add(row)
 
