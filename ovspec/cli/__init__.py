@@ -9,6 +9,7 @@ import warnings
 import click
 
 from ovspec import __version__
+from ovspec.cli.batch import batch
 from ovspec.cli.bench import bench
 from ovspec.cli.devices import devices
 from ovspec.cli.export import export
@@ -32,6 +33,7 @@ def cli() -> None:
 
 
 cli.add_command(generate)
+cli.add_command(batch)
 cli.add_command(export)
 cli.add_command(devices)
 cli.add_command(inspect)

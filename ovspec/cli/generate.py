@@ -8,9 +8,15 @@ from typing import Any
 
 import click
 
-from ovspec.cli.options import Lookahead, given_sampling, runtime_options, sampling_options
-
-DRAFT_OF_THE_EXPORT = "the draft of the export"  # what a bare --draft stands for
+from ovspec.cli.options import (
+    DRAFT_OF_THE_EXPORT,
+    is_draft,
+    looks_like_path,
+    runtime_options,
+    sampling_options,
+    split_options,
+    text_options,
+)
 
 
 @click.command()
@@ -20,35 +26,7 @@ DRAFT_OF_THE_EXPORT = "the draft of the export"  # what a bare --draft stands fo
 @click.option("--token-ids", metavar="IDS", help="The prompt as token ids, separated by commas or spaces.")
 @click.option("--chat/--raw", default=False, help="Apply the model's chat template, or not.  [default: raw]")
 @click.option("--system", metavar="TEXT", help="System message; needs --chat.")
-@click.option(
-    "--draft",
-    is_flag=False,
-    flag_value=DRAFT_OF_THE_EXPORT,
-    metavar="[DRAFT]",
-    help="Speculate with the draft that was exported beside DIR, or with DRAFT: a folder, self (the target's own first "
-    "layers), lookup (what followed the same words before), lookup,FOLDER or lookup,draft (both), or none.",
-)
-@click.option(
-    "--lookahead", type=Lookahead(), help="Tokens proposed a round; auto for as many as pay.  [default: auto]"
-)
-@click.option(
-    "--lookup-corpus", multiple=True, type=click.Path(), metavar="FILE", help="A text for lookup; may be repeated."
-)
-@click.option(
-    "--accept",
-    type=click.Choice(("compare", "rejection")),
-    default="compare",
-    show_default=True,
-    help="How sampled text is held against the draft's: compare gives the same text with any draft or none.",
-)
-@click.option(
-    "-n", "--max-tokens", type=click.IntRange(min=1), help="Tokens to generate.  [default: the model's, or 256]"
-)
-@click.option("--min-tokens", type=click.IntRange(min=0), help="Nothing ends the text before so many.")
-@click.option("--stop", multiple=True, metavar="TEXT", help="End in front of this text; may be repeated.")
-@click.option("--stop-id", multiple=True, type=int, metavar="ID", help="End at this token; may be repeated.")
-@click.option("--ignore-eos", is_flag=True, help="Go on after an end-of-sequence token.")
-@click.option("--verify", is_flag=True, help="Compare the checksums of DIR with those of the export first.")
+@text_options
 @click.option("--stats", is_flag=True, help="Print statistics on stderr.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the text.")
 @click.option("--compare", is_flag=True, help="Generate without and with --draft; show both times, compare the texts.")
@@ -61,20 +39,10 @@ def generate(
     token_ids: str | None,
     chat: bool,
     system: str | None,
-    draft: str | None,
-    lookahead: int | str | None,
-    lookup_corpus: tuple[str, ...],
-    accept: str,
-    max_tokens: int | None,
-    min_tokens: int | None,
-    stop: tuple[str, ...],
-    stop_id: tuple[int, ...],
-    ignore_eos: bool,
-    verify: bool,
     stats: bool,
     as_json: bool,
     compare: bool,
-    **runtime: Any,
+    **others: Any,
 ) -> None:
     """Continue PROMPT with the model in DIR (by default the embedded pair).
 
@@ -88,6 +56,7 @@ def generate(
       ovspec generate my-pair "Once upon" --draft lookup,draft --temperature 0.8 --top-p 0.95 --seed 1
       git diff | ovspec generate my-pair -f - --draft --compare
     """
+    draft = others["draft"]
     if compare and draft is None:
         draft = DRAFT_OF_THE_EXPORT
     if draft is not None and draft != DRAFT_OF_THE_EXPORT and not is_draft(draft):
@@ -95,6 +64,7 @@ def generate(
         if prompt_option or prompt_file or token_ids or len(arguments) > 1 or looks_like_path(draft):
             raise click.UsageError(f"--draft {draft}: no such folder; name an exported draft, lookup, self or none.")
         arguments, draft = (*arguments, draft), DRAFT_OF_THE_EXPORT
+    others["draft"] = draft
     folder, text = split_arguments(arguments, bool(prompt_option or prompt_file or token_ids))
     prompt = read_prompt(text, prompt_option, prompt_file, token_ids)
     if system is not None and not chat:
@@ -106,48 +76,26 @@ def generate(
         prompt = [*messages, {"role": "user", "content": prompt}]
     if compare and draft == "none":
         raise click.UsageError("--compare needs a draft; leave --draft none out.")
-    if lookahead is not None and draft in (None, "none"):
-        raise click.UsageError("--lookahead needs --draft.")
-    if runtime["draft_device"] and draft in (None, "none"):
-        raise click.UsageError("--draft-device needs --draft.")
-    if lookup_corpus and "lookup" not in str(draft).split(","):
-        raise click.UsageError("--lookup-corpus needs --draft lookup, or a chain with it.")
-    sampling = given_sampling(runtime)
-    if accept == "rejection" and not sampling.get("temperature"):
-        raise click.UsageError("--accept rejection needs a --temperature above 0.")
-    if compare and accept == "rejection":
+    loading, options = split_options(others)
+    if compare and options["accept"] == "rejection":
         raise click.UsageError("--compare needs the same text with and without a draft, so not --accept rejection.")
-    if "logprobs" in sampling and not as_json:
+    if "logprobs" in options and not as_json:
         raise click.UsageError("--logprobs needs --json.")
-    if compare and sampling.get("n", 1) > 1:
+    if compare and options.get("n", 1) > 1:
         raise click.UsageError("--compare needs a single text; leave --samples out.")
-    if compare and lookahead == 0:
+    if compare and options["lookahead"] == 0:
         raise click.UsageError("--compare needs a --lookahead of at least 1.")
 
     import ovspec
     from ovspec.cli import output
 
-    drafts: dict[str | None, Any] = {None: None, "none": None, DRAFT_OF_THE_EXPORT: True}
-    lm = ovspec.load(folder, drafts.get(draft, draft), verify=verify, lookup_corpus=lookup_corpus, **runtime)
-    options: dict[str, Any] = {"max_tokens": max_tokens, "min_tokens": min_tokens, "stop": list(stop)}
-    options |= {"stop_ids": list(stop_id), "ignore_eos": ignore_eos, "lookahead": lookahead, "accept": accept}
-    options |= sampling
+    lm = ovspec.load(folder, **loading)
     if compare:
         output.compare(lm, prompt, options, as_json)
-    elif sampling.get("n", 1) > 1:
+    elif options.get("n", 1) > 1:
         output.samples(lm, prompt, options, stats, as_json)
     else:
         output.generate(lm, prompt, options, stats, as_json)
-
-
-def is_draft(text: str) -> bool:
-    """Whether each part of a chain is a name or a folder."""
-    names = ("none", "lookup", "self", "draft")  # as drafting.choice.NAMES, which would import numpy
-    return Path(text).is_dir() or all(part.strip() in names or Path(part.strip()).is_dir() for part in text.split(","))
-
-
-def looks_like_path(text: str) -> bool:
-    return not any(c.isspace() for c in text) and ("/" in text or "\\" in text)
 
 
 def split_arguments(arguments: tuple[str, ...], prompt_elsewhere: bool) -> tuple[Path | None, str | None]:

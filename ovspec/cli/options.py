@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import click
@@ -10,6 +11,7 @@ import click
 PRECISIONS = ("f32", "bf16", "f16")
 ENGINES = ("auto", "stateful", "paged")  # as engine.ENGINES, which would import openvino
 KV_PRECISIONS = ("f32", "bf16", "f16", "u8")
+DRAFT_OF_THE_EXPORT = "the draft of the export"  # what a bare --draft stands for
 
 
 def parse_properties(_: click.Context, __: click.Parameter, values: tuple[str, ...]) -> dict[str, str]:
@@ -46,6 +48,87 @@ def parse_logit_bias(_: click.Context, __: click.Parameter, values: tuple[str, .
         if not equals:
             raise click.BadParameter(f"{value!r} is not ID=VALUE, as in --logit-bias 50=-2.5.")
     return biases
+
+
+def text_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """What proposes, and when a text ends."""
+    options = [
+        click.option(
+            "--draft",
+            is_flag=False,
+            flag_value=DRAFT_OF_THE_EXPORT,
+            metavar="[DRAFT]",
+            help="Speculate with the draft that was exported beside DIR, or with DRAFT: a folder, self (the target's "
+            "own first layers), lookup (what followed the same words before), lookup,FOLDER or lookup,draft (both), "
+            "or none.",
+        ),
+        click.option(
+            "--lookahead", type=Lookahead(), help="Tokens proposed a round; auto for as many as pay.  [default: auto]"
+        ),
+        click.option(
+            "--lookup-corpus",
+            multiple=True,
+            type=click.Path(),
+            metavar="FILE",
+            help="A text for lookup; may be repeated.",
+        ),
+        click.option(
+            "--accept",
+            type=click.Choice(("compare", "rejection")),
+            default="compare",
+            show_default=True,
+            help="How sampled text is held against the draft's: compare gives the same text with any draft or none.",
+        ),
+        click.option(
+            "-n",
+            "--max-tokens",
+            type=click.IntRange(min=1),
+            help="Tokens to generate.  [default: the model's, or 256]",
+        ),
+        click.option("--min-tokens", type=click.IntRange(min=0), help="Nothing ends the text before so many."),
+        click.option("--stop", multiple=True, metavar="TEXT", help="End in front of this text; may be repeated."),
+        click.option("--stop-id", multiple=True, type=int, metavar="ID", help="End at this token; may be repeated."),
+        click.option("--ignore-eos", is_flag=True, help="Go on after an end-of-sequence token."),
+        click.option("--verify", is_flag=True, help="Compare the checksums of DIR with those of the export first."),
+    ]
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+def split_options(values: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """``text_options``, ``sampling_options`` and ``runtime_options`` as keywords (for ``load``, for ``generate``).
+
+    Raises:
+        click.UsageError: options that exclude each other.
+    """
+    values = dict(values)
+    draft, lookahead, accept = values.pop("draft"), values.pop("lookahead"), values.pop("accept")
+    corpus = values.pop("lookup_corpus")
+    if lookahead is not None and draft in (None, "none"):
+        raise click.UsageError("--lookahead needs --draft.")
+    if values["draft_device"] and draft in (None, "none"):
+        raise click.UsageError("--draft-device needs --draft.")
+    if corpus and "lookup" not in str(draft).split(","):
+        raise click.UsageError("--lookup-corpus needs --draft lookup, or a chain with it.")
+    options = given_sampling(values)
+    if accept == "rejection" and not options.get("temperature"):
+        raise click.UsageError("--accept rejection needs a --temperature above 0.")
+    options |= {name: values.pop(name) for name in ("max_tokens", "min_tokens", "ignore_eos")}
+    options |= {"stop": list(values.pop("stop")), "stop_ids": list(values.pop("stop_id"))}
+    options |= {"lookahead": lookahead, "accept": accept}
+    drafts: dict[str | None, Any] = {None: None, "none": None, DRAFT_OF_THE_EXPORT: True}
+    return {"draft": drafts.get(draft, draft), "lookup_corpus": corpus, **values}, options
+
+
+def is_draft(text: str) -> bool:
+    """Whether each part of a chain is a name or a folder."""
+    names = ("none", "lookup", "self", "draft")  # as drafting.choice.NAMES, which would import numpy
+    return Path(text).is_dir() or all(part.strip() in names or Path(part.strip()).is_dir() for part in text.split(","))
+
+
+def looks_like_path(text: str) -> bool:
+    return not any(c.isspace() for c in text) and ("/" in text or "\\" in text)
 
 
 def sampling_options(command: Callable[..., Any]) -> Callable[..., Any]:
