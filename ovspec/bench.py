@@ -7,7 +7,8 @@ import os
 import statistics
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from collections.abc import Sequence as Items
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -22,7 +23,9 @@ from ovspec.generate import Result
 from ovspec.ir import MODEL_FILE
 from ovspec.lookahead import Costs
 from ovspec.model import LanguageModel
+from ovspec.options import GenerateOptions
 from ovspec.sampler import AcceptRule
+from ovspec.sequence import Sequence
 
 Mode = Literal["plain", "draft", "lookup", "chain", "auto"]
 MODES: tuple[Mode, ...] = ("plain", "draft", "lookup", "chain", "auto")
@@ -40,7 +43,10 @@ class Task:
 
 @dataclass(frozen=True)
 class Cell:
-    """What is timed: ``context`` tokens of other text stand before each prompt; ``lookahead`` None is auto."""
+    """What is timed: ``context`` tokens of other text stand before each prompt; ``lookahead`` None is auto.
+
+    ``batch``: texts generated at a time.
+    """
 
     workload: str
     context: int
@@ -48,14 +54,16 @@ class Cell:
     mode: Mode
     lookahead: int | None
     accept: AcceptRule = "compare"
+    batch: int = 1
 
 
 @dataclass
 class Line:
     """The figures of one cell, over all prompts. Times are medians; ``spread`` is that of tpot_ms, half its quartiles'
-    distance as a share of it. ``speedup`` compares the summed times with plain decoding of the same texts, of which
-    ``equal`` tells how many were the same. ``weights_gb_s``: weights that the target's inferences read a second.
-    ``predicted``: the speed-up by what tokens cost and how many were accepted.
+    distance as a share of it. ``speedup`` compares the summed times with plain decoding of the same texts in the same
+    batches, of which ``equal`` tells how many were the same. ``weights_gb_s``: weights that the target's inferences
+    read a second. ``predicted``: the speed-up by what tokens cost and how many were accepted. ``tokens_per_s`` are of
+    all texts of a batch together, ``tpot_ms`` of each.
     """
 
     pair: str
@@ -78,16 +86,27 @@ class Line:
     tokens_per_round: float
     weights_gb_s: float
     read_gb_s: float
+    batch: int = 1
     peer: str = "ovspec"
     versions: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass
 class Run:
-    """One text: its result, and the milliseconds between rounds."""
+    """Texts that were generated together: their results, and the milliseconds between rounds."""
 
-    result: Result
+    results: list[Result]
     gaps: list[float]
+
+    @property
+    def tokens(self) -> int:
+        """Behind the first of each text."""
+        return sum(result.stats.generated_tokens - 1 for result in self.results)
+
+    @property
+    def ms(self) -> float:
+        """That they took: until the last text was finished."""
+        return max(r.stats.tpot_ms * (r.stats.generated_tokens - 1) for r in self.results)
 
 
 def tasks_of(workload: str, count: int) -> list[Task]:
@@ -111,7 +130,7 @@ def edit_of(entry: dict[str, Any]) -> Task:
 
 def run_bench(
     lm: LanguageModel,
-    cells: Sequence[Cell],
+    cells: Items[Cell],
     tokens: int,
     prompts: int,
     dictate: bool = False,
@@ -134,19 +153,22 @@ def run_bench(
     for cell in cells:
         variants[cell.mode] = variants.get(cell.mode) or variant(lm, cell.mode)
     for (workload, context, temperature), group in groups.items():
-        tasks = tasks_of(workload, prompts)
-        plain = Cell(workload, context, temperature, "plain", 0, group[0].accept)
-        order = list(dict.fromkeys([plain, *group]))
+        plain = {
+            cell.batch: Cell(workload, context, temperature, "plain", 0, cell.accept, cell.batch) for cell in group
+        }
+        tasks = tasks_of(workload, max(prompts, *plain))
+        order = list(dict.fromkeys([*plain.values(), *group]))
         runs: dict[Cell, list[Run]] = {cell: [] for cell in order}
         for repeat in range(repeats):
-            for number, task in enumerate(tasks):
+            for number in range(min(prompts, len(tasks))):
                 for cell in order:
+                    drafted = variants[cell.mode]
                     if not runs[cell] and not repeat:  # kernels are made, and the lookahead learns what is what
-                        run(variants[cell.mode], cell, tasks[-1], len(tasks) - 1, min(tokens, 32), dictate)
-                    runs[cell].append(run(variants[cell.mode], cell, task, number, tokens, dictate))
+                        run(drafted, cell, tasks, len(tasks) - 1, min(tokens, 32), dictate)
+                    runs[cell].append(run(drafted, cell, tasks, number, tokens, dictate))
         costs = learned_costs(variants, temperature)
         for cell in group:
-            line = summarise(lm.folder.name, cell, runs[cell], runs[plain], costs)
+            line = summarise(lm.folder.name, cell, runs[cell], runs[plain[cell.batch]], costs)
             line.weights_gb_s = weights * rounds_a_second(runs[cell]) / 1e9
             line.read_gb_s, line.versions = bandwidth / 1e9, versions
             yield cell, line
@@ -165,22 +187,35 @@ def variant(lm: LanguageModel, mode: Mode) -> LanguageModel:
     return lm.with_drafters(DraftChoice(lookup=lookup, model=folder if model else None))
 
 
-def run(lm: LanguageModel, cell: Cell, task: Task, seed: int, tokens: int, dictate: bool) -> Run:
-    """One text, and when its tokens came."""
-    ids = with_context(lm, task.prompt, cell.context)
-    options: dict[str, Any] = {"max_tokens": tokens, "ignore_eos": True}
-    options["lookahead"] = "auto" if cell.lookahead is None else cell.lookahead
-    if dictate and task.answer is not None:
-        options["sampler"] = dictation(len(ids), lm.tokenizer.encode_more(task.answer))
-    else:
-        options |= {"temperature": cell.temperature, "seed": seed, "accept": cell.accept}
-    stream, gaps, last = lm.stream(ids, **options), list[float](), None
-    for piece in stream:
+def run(lm: LanguageModel, cell: Cell, tasks: list[Task], number: int, tokens: int, dictate: bool) -> Run:
+    """The text of task ``number``, or a batch that begins with it, and when its tokens came."""
+    picked = [tasks[(number + place) % len(tasks)] for place in range(cell.batch)]
+    sequences = [Sequence(with_context(lm, task.prompt, cell.context)) for task in picked]
+    rows = [
+        lm.row(sequence, run_options(lm, cell, task, len(sequence), number + place, tokens, dictate))
+        for place, (task, sequence) in enumerate(zip(picked, sequences, strict=True))
+    ]
+    together: GenerateOptions = {
+        "lookahead": "auto" if cell.lookahead is None else cell.lookahead,
+        "batch_size": cell.batch,
+    }
+    gaps, last = list[float](), None
+    for pieces in lm.run(rows, together, sampled=cell.temperature > 0):
         now = time.perf_counter()
-        if last is not None and piece.token_ids:
+        if last is not None and pieces:
             gaps.append((now - last) * 1e3)
         last = now
-    return Run(stream.result(), gaps)
+    return Run([row.result() for row in rows], gaps)
+
+
+def run_options(
+    lm: LanguageModel, cell: Cell, task: Task, start: int, seed: int, tokens: int, dictate: bool
+) -> GenerateOptions:
+    """Of one text behind a prompt of ``start`` tokens."""
+    options: GenerateOptions = {"max_tokens": tokens, "ignore_eos": True}
+    if dictate and task.answer is not None:
+        return {**options, "sampler": dictation(start, lm.tokenizer.encode_more(task.answer))}
+    return {**options, "temperature": cell.temperature, "seed": seed, "accept": cell.accept}
 
 
 def dictation(start: int, answer: np.ndarray) -> Any:
@@ -211,7 +246,8 @@ def learned_costs(variants: dict[Mode, LanguageModel], temperature: float) -> tu
 
 
 def summarise(pair: str, cell: Cell, runs: list[Run], plain: list[Run], costs: tuple[Costs, Costs] | None) -> Line:
-    stats = [run.result.stats for run in runs]
+    results = [result for run in runs for result in run.results]
+    stats = [result.stats for result in results]
     times = [s.tpot_ms for s in stats]
     tpot = statistics.median(times)
     quartiles = statistics.quantiles(times, n=4) if len(times) > 1 else [tpot, tpot, tpot]
@@ -221,11 +257,10 @@ def summarise(pair: str, cell: Cell, runs: list[Run], plain: list[Run], costs: t
     by_position = [
         sum(s.accepted_by_position[i] for s in stats if i < len(s.accepted_by_position)) for i in range(positions)
     ]
-    total = sum(s.tpot_ms * (s.generated_tokens - 1) for s in stats)
-    alone = sum(run.result.stats.tpot_ms * (run.result.stats.generated_tokens - 1) for run in plain)
-    equal = sum(a.result.token_ids == b.result.token_ids for a, b in zip(runs, plain, strict=True))
+    plain_results = [result for run in plain for result in run.results]
+    equal = sum(a.token_ids == b.token_ids for a, b in zip(results, plain_results, strict=True))
     predicted = None
-    if costs and cell.lookahead and cell.mode in ("draft", "lookup"):
+    if costs and cell.lookahead and cell.mode in ("draft", "lookup") and cell.batch == 1:
         verify, draft = costs
         steps = cell.lookahead * draft(1) if cell.mode == "draft" and draft.known else 0.0
         share = sum(s.proposed > 0 for s in stats) and sum(s.proposed for s in stats) / max(1, rounds)
@@ -241,19 +276,20 @@ def summarise(pair: str, cell: Cell, runs: list[Run], plain: list[Run], costs: t
         cell.mode,
         "auto" if cell.lookahead is None else cell.lookahead,
         cell.accept,
-        1e3 / tpot,
+        1e3 / tpot if cell.batch == 1 else statistics.median(1e3 * run.tokens / run.ms for run in runs),
         tpot,
         (quartiles[2] - quartiles[0]) / 2 / tpot,
         float(np.percentile([gap for run in runs for gap in run.gaps], 95)),
         statistics.median(s.ttft_ms for s in stats),
-        alone / total,
+        sum(run.ms for run in plain) / sum(run.ms for run in runs),
         predicted,
-        f"{equal} of {len(runs)}",
+        f"{equal} of {len(results)}",
         sum(s.accepted for s in stats) / reached if reached else None,
         by_position,
         sum(s.generated_tokens for s in stats) / rounds,
         0.0,
         0.0,
+        cell.batch,
     )
 
 
@@ -267,8 +303,9 @@ def as_json(line: Line) -> str:
 
 def rounds_a_second(runs: list[Run]) -> float:
     """The target's inferences in a second of its time, behind the first of each text."""
-    spent = sum(run.result.stats.target_ms - run.result.stats.ttft_ms for run in runs)
-    return 1e3 * sum(run.result.stats.rounds - 1 for run in runs) / max(spent, 1e-9)
+    stats = [max((result.stats for result in run.results), key=lambda stats: stats.rounds) for run in runs]
+    spent = sum(s.target_ms - s.ttft_ms for s in stats)
+    return 1e3 * sum(s.rounds - 1 for s in stats) / max(spent, 1e-9)
 
 
 def read_bandwidth(size: int = 1 << 29) -> float:

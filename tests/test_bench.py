@@ -57,9 +57,24 @@ def test_a_line_for_each_cell(lines: list[dict[str, Any]]) -> None:
             assert line["accepted_by_position"][0] > 0
             assert line["predicted"] or line["mode"] == "chain"
         assert 0 < line["weights_gb_s"] < 3 * line["read_gb_s"]  # the demo pair stays in the cache
+        assert line["batch"] == 1
     # A dictated edit quotes the file, so lookup foresees most of it.
     edits = [line for line in lines if line["workload"] == "edit" and line["mode"] == "lookup"]
     assert edits[0]["tokens_per_round"] > 1.5
+
+
+def test_batches(ovspec_command: Any) -> None:
+    options = ["--workload", "completion", "--temperature", "0", "--mode", "plain,draft", "--prompts", "2", "-n", "24"]
+    done = ovspec_command("bench", *options, "--batch", "1,4", "--precision", "bf16", "--json")
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [(line["batch"], line["mode"]) for line in lines] == [
+        (size, m) for size in (1, 4) for m in ("plain", "draft")
+    ]
+    for line in lines:
+        assert line["equal"].endswith(f"of {2 * line['batch']}")
+        # Of all texts together, or nearly: with a draft some end before the others.
+        assert 0.4 < line["tokens_per_s"] / (line["batch"] * 1e3 / line["tpot_ms"]) < 1.1
+    assert lines[2]["speedup"] == 1.0
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 
 MODES = ("plain", "draft", "lookup", "chain", "auto")  # as bench.MODES, which would import openvino
 WORKLOADS = ("completion", "edit", "prose")
-HEADS = ("workload", "context", "T", "mode", "k", "tokens/s", "ms/token", "±", "p95 gap", "first", "speed-up")
+HEADS = ("workload", "context", "T", "batch", "mode", "k", "tokens/s", "ms/token", "±", "p95 gap", "first", "speed-up")
 HEADS = (*HEADS, "acceptance", "tokens/round", "GB/s", "equal")
 
 
@@ -39,6 +40,9 @@ class ListOf(click.ParamType):
 )
 @click.option("--context", "contexts", type=ListOf(click.IntRange(min=0)), default="0", show_default=True)
 @click.option("--temperature", "temperatures", type=ListOf(click.FloatRange(min=0)), default="0,1", show_default=True)
+@click.option(
+    "--batch", "batches", type=ListOf(click.IntRange(min=1)), default="1", show_default=True, help="Texts at a time."
+)
 @click.option("--mode", "modes", type=ListOf(click.Choice(MODES)), help="[default: all that there are drafters for]")
 @click.option(
     "--lookahead",
@@ -70,6 +74,7 @@ def bench(
     workloads: list[str],
     contexts: list[int],
     temperatures: list[float],
+    batches: list[int],
     modes: list[str] | None,
     lookaheads: list[int | str],
     tokens: int,
@@ -109,12 +114,10 @@ def bench(
     if 0 in fixed:
         raise click.UsageError("--lookahead 0 is the mode plain.")
     cells: list[Cell] = []
-    for workload in workloads:
-        for context in contexts:
-            for temperature in temperatures:
-                for mode in modes:
-                    for k in {"plain": [0], "auto": [None]}.get(mode, fixed):
-                        cells.append(Cell(workload, context, temperature, mode, k, accept))  # type: ignore[arg-type]
+    for workload, context, temperature, size in itertools.product(workloads, contexts, temperatures, batches):
+        for mode in modes:
+            for k in {"plain": [0], "auto": [None]}.get(mode, fixed):
+                cells.append(Cell(workload, context, temperature, mode, k, accept, size))  # type: ignore[arg-type]
     lines: list[Line] = []
     for cell, line in run_bench(lm, cells, tokens, prompts, dictate, repeats):
         lines.append(line)
@@ -147,6 +150,7 @@ def row(line: Line) -> str:
         line.workload,
         str(line.context),
         f"{line.temperature:g}",
+        str(line.batch),
         line.mode,
         str(line.lookahead) if line.mode != "plain" else "",
         f"{line.tokens_per_s:.1f}",
