@@ -90,6 +90,7 @@ def test_weight_formats(
         assert moved > 0
 
 
+@pytest.mark.slow  # test_drafters exports one quickly
 def test_a_draft_of_the_first_layers(tmp_path: Path, cache_dir: Path, reference: Reference) -> None:
     manifest = export_pair(TARGET, None, tmp_path / "out", Compression("fp32"), draft_layers=3)
     assert manifest.draft

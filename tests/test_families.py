@@ -157,7 +157,7 @@ def export(family: Family, folder: Path, spread_of_padding: float | None = None)
 
 
 def family_parameters() -> list[Any]:
-    quick = ("llama", "mistral", "bloom", "mpt")  # one of each kind; the others are slow only by their number
+    quick = ("llama", "mistral", "bloom")  # the others are slow by their number
     return [name if name in quick else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
 
 
@@ -176,7 +176,9 @@ def test_family(name: str, tmp_path: Path, cache_dir: Path) -> None:
     check(name, tmp_path / "ir", cache_dir, expected, family.rollback, family.note)
 
 
-@pytest.mark.parametrize("name", HYBRIDS)
+@pytest.mark.parametrize(
+    "name", ["convolution + SSM + attention", *(pytest.param(n, marks=pytest.mark.slow) for n in list(HYBRIDS)[1:])]
+)
 def test_hybrid(name: str, tmp_path: Path, cache_dir: Path) -> None:
     attention, rollback = HYBRIDS[name]
     model = hybrid.Hybrid(VOCAB, attention)

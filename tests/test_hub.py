@@ -75,6 +75,7 @@ def export(name: str, output: Path, endpoint: str, home: Path) -> subprocess.Com
     return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
 
 
+@pytest.mark.slow
 def test_export_from_the_hub(hub: str, tmp_path: Path) -> None:
     done = export("org/model", tmp_path / "out", hub, tmp_path / "home")
     assert done.returncode == 0, done.stderr
