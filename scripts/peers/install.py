@@ -87,7 +87,7 @@ def build_server(pip: list[str | Path], flags: list[str], jobs: str) -> None:
     scripts = python_of("llamacpp").parent
     path = f"{scripts}{os.pathsep}{os.environ['PATH']}"
     # Nothing is downloaded, so neither curl nor TLS is needed, and nobody looks at the web page.
-    without = ["-DLLAMA_CURL=OFF", "-DLLAMA_OPENSSL=OFF", "-DLLAMA_BUILD_WEBUI=OFF", "-DLLAMA_BUILD_TESTS=OFF"]
+    without = ["-DLLAMA_CURL=OFF", "-DLLAMA_OPENSSL=OFF", "-DLLAMA_USE_PREBUILT_UI=OFF", "-DLLAMA_BUILD_TESTS=OFF"]
     build = ["-S", source, "-B", folder, "-G", "Ninja", "-DCMAKE_BUILD_TYPE=Release", "-DBUILD_SHARED_LIBS=OFF"]
     run(scripts / "cmake", *build, *without, *flags, PATH=path)
     run(scripts / "cmake", "--build", folder, "--target", "llama-server", "--parallel", jobs, PATH=path)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 import time
 from collections.abc import Callable
@@ -67,6 +68,10 @@ class Watch:
 
     began: float = field(default_factory=time.perf_counter)
     first: float | None = None
+
+    def restart(self) -> None:
+        """What was done until now was preparing."""
+        self.began, self.first = time.perf_counter(), None
 
     def token(self) -> None:
         """To be called with every token, or every few."""
@@ -146,7 +151,7 @@ def timed(generate: Generate, request: Request) -> dict[str, Any]:
 
 
 def sentence(error: Exception) -> str:
-    """``error`` in one line."""
-    text = " ".join(str(error).split())
+    """``error`` in one line, without the places in C++ that OpenVINO names."""
+    text = " ".join(re.sub(r"Exception from \S+|Check '.*' failed at \S+", "", str(error)).split())
     name = "" if isinstance(error, Refusal) else f"{type(error).__name__}: "
     return f"{name}{text}"[:600]

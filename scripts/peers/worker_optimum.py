@@ -13,6 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, set_seed
 from transformers.generation.streamers import BaseStreamer
 
+LOOKUP_TOKENS = 10  # as its documentation has it
 DTYPES = {"bf16": torch.bfloat16, "f32": torch.float32}
 
 
@@ -62,7 +63,8 @@ def load(setup: protocol.Setup) -> protocol.Generate:
                 fixed.num_assistant_tokens, fixed.num_assistant_tokens_schedule = request.k, "constant"
                 fixed.assistant_confidence_threshold = 0.0
         if setup.mode == "lookup":
-            options["prompt_lookup_num_tokens"] = request.k or 10
+            # Its lookup compares with the EOS id, so there has to be one; no token is -1.
+            options |= {"prompt_lookup_num_tokens": request.k or LOOKUP_TOKENS, "eos_token_id": -1}
         made = target.generate(ids, attention_mask=torch.ones_like(ids), streamer=FirstToken(watch), **options)
         return protocol.Texts([made[0, ids.shape[1] :].tolist()])
 
