@@ -68,11 +68,11 @@ def fits(outcome: Outcome, tokens: list[int], exact: Exact) -> bool:
     return tokens[end] not in named
 
 
-def even_prompt(lm: ovspec.LanguageModel) -> list[int]:
+def even_prompt(lm: ovspec.LanguageModel, top_k: int | None) -> list[int]:
     """The beginning of a held-out prompt behind which the rarest outcome is likeliest."""
     ids = [lm.encode(task.prompt).tolist() for task in tasks_of("completion", 8)]
     cut = [prompt[:end] for prompt, end in itertools.product(ids, (12, 20, 28)) if len(prompt) >= end]
-    return max(cut, key=lambda prompt: min(exact_probabilities(lm, prompt, TOP).values()))
+    return max(cut, key=lambda prompt: min(exact_probabilities(lm, prompt, top_k).values()))
 
 
 def p_value(counts: Counter[Outcome | None], exact: Exact, texts: int) -> float:
@@ -110,8 +110,8 @@ def main() -> None:
     parser.add_argument("--k", type=int, nargs="+", default=[2, 4])
     args = parser.parse_args()
     lm = ovspec.load(PAIR, precision="f32", properties=EXACT, tune=False)
-    prompt = even_prompt(lm)
     for top_k in (TOP, None):
+        prompt = even_prompt(lm, top_k)
         exact = exact_probabilities(lm, prompt, top_k)
         likely = sorted(exact.values())
         print(f"\ntop_k {top_k}: {len(exact)} outcomes, from {likely[0]:.4f} to {likely[-1]:.4f}\n")

@@ -47,7 +47,7 @@ class Worker:
         if not python.exists():
             self.ready = {"error": f"{self.name} isn't installed; run scripts/peers/install.py {peer}"}
             return
-        self._log = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")
+        self._log = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115
         self._process = subprocess.Popen(
             [str(python), str(HERE / f"worker_{self.name}.py")],
             stdin=subprocess.PIPE,
@@ -56,6 +56,7 @@ class Worker:
             text=True,
             encoding="utf-8",
             # Only ovspec's own worker finds the project's code there; other environments don't import it.
+            start_new_session=True,  # what it starts itself can be killed with it
             env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUTF8": "1", "HF_HUB_OFFLINE": "1"},
         )
         self.ready = self.ask(self.setup)
@@ -72,7 +73,7 @@ class Worker:
 
         def give_up() -> None:
             late.set()
-            process.kill()
+            self._kill()
 
         timer = threading.Timer(self.seconds, give_up)
         timer.start()
@@ -92,7 +93,7 @@ class Worker:
     def _last_words(self, code: int) -> str:
         self._log.seek(0)
         said = [line.strip() for line in self._log.read().splitlines() if line.strip()]
-        how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+        how = signal.Signals(-code).name if code < 0 else f"exit code {code}"  # below 0: a signal, on POSIX
         return f"its process ended ({how}){': ' + said[-1][:300] if said else ''}"
 
     def stop(self) -> None:
@@ -101,10 +102,17 @@ class Worker:
                 self._process.stdin.close()
                 self._process.wait(30)
             except (OSError, subprocess.TimeoutExpired):
-                self._process.kill()
+                self._kill()
                 self._process.wait()
             self._log.close()
         self._process = None
+
+    def _kill(self) -> None:
+        assert self._process
+        if hasattr(os, "killpg"):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        else:
+            self._process.kill()
 
     def __enter__(self) -> Worker:
         return self
