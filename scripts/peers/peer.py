@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -108,9 +109,11 @@ class Worker:
         self._process = None
 
     def _kill(self) -> None:
+        """With the server that it may have started, which outlives a worker that has died."""
         assert self._process
         if hasattr(os, "killpg"):
-            os.killpg(self._process.pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
         else:
             self._process.kill()
 

@@ -103,8 +103,8 @@ ROWS = (
 class Line:
     """A configuration at one context. ``ratio``: the median over the prompts of the peer's figure by ovspec's in the
     same turn, times above and throughput below 1 where ovspec is faster. ``equal``: texts that are those of ovspec's
-    plain greedy decoding, ``alike`` the tokens before they part, the median. ``ks``: ms a token of each k that was tried,
-    or why there is none.
+    plain greedy decoding, ``alike`` the tokens before they part, the median. ``ks``: ms a token of each k that was
+    tried, or why there is none.
     """
 
     pair: str
