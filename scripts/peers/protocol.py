@@ -152,6 +152,6 @@ def timed(generate: Generate, request: Request) -> dict[str, Any]:
 
 def sentence(error: Exception) -> str:
     """``error`` in one line, without the places in C++ that OpenVINO names."""
-    text = " ".join(re.sub(r"Exception from \S+|Check '.*' failed at \S+", "", str(error)).split())
+    text = " ".join(re.sub(r"Exception from \S+| at /\S+", "", str(error)).split())
     name = "" if isinstance(error, Refusal) else f"{type(error).__name__}: "
     return f"{name}{text}"[:600]

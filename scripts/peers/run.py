@@ -53,7 +53,7 @@ class Configuration:
 
     @property
     def label(self) -> str:
-        return " ".join([self.mode, *(str(value) for _, value in self.options)])
+        return " ".join([self.mode, *(f"{name}={value}" for name, value in self.options)])
 
 
 @dataclass(frozen=True)
@@ -74,6 +74,10 @@ def twice(configuration: Configuration) -> tuple[Configuration, ...]:
 
 
 GENAI_DRAFT = Configuration("genai", "draft", ks=(*KS, None))
+# With prefixes cached, as its own scheduler does it, which sampling with a draft doesn't survive.
+GENAI_AS_IT_IS = replace(GENAI_DRAFT, options=(("prefix_caching", True),), ks=(None,))
+GENAI_BATCH = Configuration("genai", "batch")
+GENAI_SLICED = replace(GENAI_BATCH, options=(("batched_tokens", 256),))  # the default of its SchedulerConfig
 PAGED = Configuration("genai", "plain", options=(("backend", "PA"),))
 STATEFUL = Configuration("genai", "plain", options=(("backend", "SDPA"),))
 TORCH = Configuration("optimum", "plain", "hf", (("runtime", "torch"), ("dtype", "bf16")))
@@ -83,7 +87,7 @@ ROWS = (
     Row("genai-paged", "plain", twice(PAGED)),
     Row("genai-stateful", "plain", twice(STATEFUL)),
     Row("genai-draft", "draft", twice(GENAI_DRAFT)),
-    Row("genai-draft-sampled", "draft", twice(GENAI_DRAFT), temperature=1.0),
+    Row("genai-draft-sampled", "draft", (*twice(GENAI_DRAFT), GENAI_AS_IT_IS), temperature=1.0),
     Row("genai-lookup", "lookup", twice(Configuration("genai", "lookup", ks=KS)), "edit"),
     Row("copy-trim", "draft", twice(Configuration("copy_trim", "draft", ks=KS))),
     Row("torch", "plain", (TORCH,)),
@@ -93,7 +97,7 @@ ROWS = (
     Row("llamacpp", "plain", (LLAMACPP,)),
     Row("llamacpp-lookup", "lookup", (replace(LLAMACPP, mode="lookup", ks=KS),), "edit"),
     Row("llamacpp-draft", "draft", (replace(LLAMACPP, mode="server-draft", ks=(*KS, None)),)),
-    Row("batch", "plain", twice(Configuration("genai", "batch")), "prose", measure="throughput"),
+    Row("batch", "plain", (*twice(GENAI_BATCH), GENAI_SLICED), "prose", measure="throughput"),
     Row("first-token", "plain", (*twice(PAGED), STATEFUL), measure="ttft"),
     Row("first-token-torch", "plain", (TORCH, LLAMACPP), measure="ttft"),
 )
@@ -103,7 +107,8 @@ ROWS = (
 class Line:
     """A configuration at one context. ``ratio``: the median over the prompts of the peer's figure by ovspec's in the
     same turn, times above and throughput below 1 where ovspec is faster. ``equal``: texts that are those of ovspec's
-    plain greedy decoding, ``alike`` the tokens before they part, the median. ``ks``: ms a token of each k that was
+    plain greedy decoding, ``alike`` the tokens before they part, the median; other arithmetic gives other texts.
+    ``own``: texts that are those of the peer's own plain decoding, one by one. ``ks``: ms a token of each k that was
     tried, or why there is none.
     """
 
@@ -112,10 +117,10 @@ class Line:
     workload: str
     context: int
     temperature: float
-    mode: str
-    peer: str
-    properties: str
     measure: str
+    mode: str = ""
+    peer: str = ""
+    properties: str = ""
     k: int | str | None = None
     tokens_per_s: float | None = None
     tpot_ms: float | None = None
@@ -123,28 +128,11 @@ class Line:
     ratio: float | None = None
     equal: str | None = None
     alike: float | None = None
+    own: str | None = None
     acceptance: float | None = None
     ks: dict[str, float | str] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
     error: str | None = None
-
-
-@dataclass
-class Contender:
-    """A running configuration and its answers, one for each turn."""
-
-    line: Line
-    worker: Worker
-    k: int | None = None
-    answers: list[dict[str, Any]] = field(default_factory=list)
-
-    def ask(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Its answer; a worker that has died is started again for the next request."""
-        answer = self.worker.ask(request | {"k": self.k})
-        if "error" in answer and not self.worker.alive and "error" not in self.worker.ready:
-            self.worker.stop()
-            self.worker.start()
-        return answer
 
 
 @dataclass(frozen=True)
@@ -183,6 +171,35 @@ class Bench:
         return setup | {"target": str(target), "draft": str(draft) if "draft" in configuration.mode else None}
 
 
+@dataclass
+class Contender:
+    """A configuration in a row, its worker, and its answers, one for each turn."""
+
+    line: Line
+    configuration: Configuration
+    worker: Worker | None = None
+    k: int | None = None
+    answers: list[dict[str, Any]] = field(default_factory=list)
+
+    def enter(self, bench: Bench, context: int) -> None:
+        """Start its worker, or say why there is none."""
+        try:
+            self.worker = Worker(self.configuration.peer, bench.setup_of(self.configuration, context))
+        except ValueError as error:
+            self.line.error = str(error)
+            return
+        self.line.error, self.line.versions = self.worker.ready.get("error"), self.worker.ready.get("versions", {})
+
+    def ask(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Its answer; a worker that has died is started again for the next request."""
+        assert self.worker
+        answer = self.worker.ask(request | {"k": self.k})
+        if "error" in answer and not self.worker.alive and "error" not in self.worker.ready:
+            self.worker.stop()
+            self.worker.start()
+        return answer
+
+
 def our_properties(folder: Path) -> dict[str, str]:
     """Those of the profile for the model in ``folder``, which ovspec's own worker has measured if it was new."""
     profile = known_profile(folder, DeviceOptions())
@@ -206,75 +223,73 @@ def gguf_of(checkpoint: Path, kind: str) -> Path:
     return out
 
 
-def run_row(bench: Bench, row: Row, contexts: list[int], reference: dict[Any, list[list[int]]]) -> Iterator[Line]:
+def run_row(bench: Bench, row: Row, contexts: list[int], plain: dict[Any, list[list[int]]]) -> Iterator[Line]:
     """Its lines, ovspec's first in each context."""
     contexts = [LONG] if row.measure == "ttft" else contexts
     count = BATCH if row.measure == "throughput" else bench.prompts
     prompts = {context: bench.prompts_of(row.workload, context, count) for context in contexts}
     longest = max(len(prompt) for each in prompts.values() for prompt in each) + bench.tokens + max(KS) + 1
-    for context in contexts:
-        reference.setdefault((row.workload, context, count), reference_texts(bench, prompts[context]))
     ours = Configuration("ovspec", row.ours, ks=() if row.ours == "plain" else (None,))
+
+    def texts_of(configuration: Configuration, context: int) -> list[list[int]]:
+        key = (configuration, row.workload, context, count)
+        if key not in plain:
+            setup = bench.setup_of(configuration, longest)
+            plain[key] = plain_texts(configuration.peer, setup, prompts[context], bench.tokens)
+        return plain[key]
+
+    judged = row.temperature == 0 and row.measure != "ttft"
+    for context in contexts if judged else ():
+        if not all(texts_of(plain_of(ours), context)):
+            sys.exit("ovspec itself doesn't generate")
     contenders: list[Contender] = []
-    lines: list[Line] = []
     try:
         for configuration in (ours, *row.configurations):
-            line = Line(
-                bench.pair.name,
-                row.name,
-                row.workload,
-                contexts[0],
-                row.temperature,
-                configuration.label,
-                configuration.peer,
-                configuration.properties,
-                row.measure,
-            )
-            lines.append(line)
-            try:
-                worker = Worker(configuration.peer, bench.setup_of(configuration, longest))
-            except ValueError as error:
-                line.error = str(error)
-                continue
-            line.error, line.versions = worker.ready.get("error"), worker.ready.get("versions", {})
-            if line.error:
-                worker.stop()
-                continue
-            contender = Contender(line, worker)
-            contenders.append(contender)
-            try_ks(contender, configuration.ks, request_of(row, prompts[contexts[0]][-1:], SHORT, 0))
+            line = Line(bench.pair.name, row.name, row.workload, contexts[0], row.temperature, row.measure)
+            line.mode, line.peer, line.properties = configuration.label, configuration.peer, configuration.properties
+            contenders.append(Contender(line, configuration))
+            contenders[-1].enter(bench, longest)
+            try_ks(contenders[-1], request_of(row, prompts[contexts[0]][-1:], SHORT, 0))
         for context in contexts:
-            texts = reference[row.workload, context, count]
-            take_turns([c for c in contenders if not c.line.error], row, prompts[context], bench.tokens)
-            ours_line = contenders[0] if contenders and contenders[0].line is lines[0] else None
-            for line in lines:
-                filled = replace(line, context=context)
-                contender = next((c for c in contenders if c.line is line), None)
-                if contender and not line.error:
-                    fill(filled, contender, ours_line, row, texts)
-                yield filled
+            take_turns([each for each in contenders if not each.line.error], row, prompts[context], bench.tokens)
+            for contender in contenders:
+                line = replace(contender.line, context=context)
+                if contender.answers:
+                    fill(line, contender, contenders[0], row)
+                if judged and any("tokens" in answer for answer in contender.answers):
+                    got, own = texts_in(contender), plain_of(contender.configuration)
+                    line.equal, line.alike = compare(got, texts_of(plain_of(ours), context))
+                    if contender is not contenders[0] and own != contender.configuration:
+                        line.own, _ = compare(got, texts_of(own, context))
+                yield line
     finally:
         for contender in contenders:
-            contender.worker.stop()
+            if contender.worker:
+                contender.worker.stop()
 
 
-def reference_texts(bench: Bench, prompts: list[list[int]]) -> list[list[int]]:
-    """ovspec's greedy ones, plain, one by one."""
-    with Worker("ovspec", {"target": str(bench.pair)}) as worker:
-        answers = [worker.ask({"prompts": [prompt], "max_tokens": bench.tokens}) for prompt in prompts]
-    failed = next((answer["error"] for answer in answers if "error" in answer), None)
-    if failed:
-        sys.exit(f"ovspec itself doesn't generate: {failed}")
-    return [answer["tokens"][0] for answer in answers]
+def plain_texts(name: str, setup: dict[str, Any], prompts: list[list[int]], tokens: int) -> list[list[int]]:
+    """The greedy texts of a peer, one by one; empty ones where it fails."""
+    with Worker(name, setup) as worker:
+        answers = [worker.ask({"prompts": [prompt], "max_tokens": tokens}) for prompt in prompts]
+    return [answer["tokens"][0] if "tokens" in answer else [] for answer in answers]
+
+
+def plain_of(configuration: Configuration) -> Configuration:
+    """The same peer without a draft and with the same arithmetic."""
+    mode = "server-plain" if configuration.mode == "server-draft" else "plain"
+    return replace(configuration, mode=mode, ks=())
 
 
 def request_of(row: Row, prompts: list[list[int]], tokens: int, seed: int) -> dict[str, Any]:
     return {"prompts": prompts, "max_tokens": tokens, "temperature": row.temperature, "seed": seed}
 
 
-def try_ks(contender: Contender, ks: tuple[int | None, ...], request: dict[str, Any]) -> None:
+def try_ks(contender: Contender, request: dict[str, Any]) -> None:
     """Warm up, and find the best k."""
-    line, times = contender.line, dict[int | None, float]()
+    line, ks, times = contender.line, contender.configuration.ks, dict[int | None, float]()
+    if line.error:
+        return
     for k in ks or (None,):
         contender.k = k
         answers = [contender.ask(request) for _ in range(2 if ks else 1)]
@@ -305,7 +320,7 @@ def take_turns(contenders: list[Contender], row: Row, prompts: list[list[int]], 
             contender.answers.append(contender.ask(request_of(row, asked, tokens, turn + 1)))
 
 
-def fill(line: Line, contender: Contender, ours: Contender | None, row: Row, texts: list[list[int]]) -> None:
+def fill(line: Line, contender: Contender, ours: Contender, row: Row) -> None:
     """The figures of its answers."""
     good = [answer for answer in contender.answers if "error" not in answer]
     line.error = next((answer["error"] for answer in contender.answers if "error" in answer), None)
@@ -317,16 +332,22 @@ def fill(line: Line, contender: Contender, ours: Contender | None, row: Row, tex
     line.tokens_per_s = 1e3 / line.tpot_ms if line.tpot_ms else None
     if row.measure == "throughput":
         line.tokens_per_s = middle(sum(len(text) for text in a["tokens"]) / a["seconds"] for a in good)
-    pairs = zip(contender.answers, ours.answers, strict=True) if ours else []
+    pairs = zip(contender.answers, ours.answers, strict=True) if ours.answers else []
     line.ratio = middle(
         figure(theirs, row) / figure(mine, row) for theirs, mine in pairs if "error" not in theirs | mine
     )
-    if row.temperature == 0 and row.measure != "ttft":
-        lost = [[]] * (len(texts) // len(contender.answers))  # of a turn that failed
-        got = [text for answer in contender.answers for text in answer.get("tokens", lost)]
-        same = [alike(a, b) for a, b in zip(got, texts, strict=True)]
-        line.equal = f"{sum(n == len(text) for n, text in zip(same, texts, strict=True))} of {len(texts)}"
-        line.alike = middle(same)
+
+
+def texts_in(contender: Contender) -> list[list[int]]:
+    """Of all its turns; a turn that failed gives one empty text, as a batch that fails is its only turn."""
+    return [text for answer in contender.answers for text in answer.get("tokens", [[]])]
+
+
+def compare(got: list[list[int]], wanted: list[list[int]]) -> tuple[str, float | None]:
+    """How many texts are equal, and after how many tokens they part."""
+    same = [alike(a, b) for a, b in zip(got, wanted, strict=True)]
+    equal = sum(a == b for a, b in zip(got, wanted, strict=True))
+    return f"{equal} of {len(wanted)}", middle(same)
 
 
 def alike(a: list[int], b: list[int]) -> int:
@@ -364,12 +385,12 @@ def main() -> None:
     args = parser.parse_args()
     bench = Bench(args.pair, args.hf, args.gguf, args.tokens, args.prompts)
     contexts = [int(part) for part in args.contexts.split(",")]
-    reference: dict[Any, list[list[int]]] = {}
+    plain: dict[Any, list[list[int]]] = {}
     for row in ROWS:
         peers = {configuration.peer for configuration in row.configurations}
         if (args.row and row.name not in args.row) or (args.peer and not peers & set(args.peer)):
             continue
-        for line in run_row(bench, row, contexts, reference):
+        for line in run_row(bench, row, contexts, plain):
             print(as_json(line), flush=True)
             if args.out:
                 with args.out.open("a", encoding="utf-8") as out:

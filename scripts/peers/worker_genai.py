@@ -1,7 +1,8 @@
 """openvino-genai as a worker of ``run.py``, by ``protocol.py``.
 
 Modes: plain, draft, lookup, batch. The option backend is PA (its own default) or SDPA; max_ngram_size is that of
-lookup. Proposed tokens, k: None is its dynamic mode where it drafts with a model.
+lookup; prefix_caching and batched_tokens are those of its scheduler. Proposed tokens, k: None is its dynamic mode
+where it drafts with a model.
 """
 
 from __future__ import annotations
@@ -17,16 +18,17 @@ DYNAMIC_THRESHOLD = 0.4  # of the draft's confidence, as its documentation has i
 LOOKUP_NGRAM = 3
 
 
-def scheduler() -> Any:
+def scheduler(options: dict[str, Any]) -> Any:
     """Its own default for one text at a time, without the cache of prefixes.
 
-    The driver gives the same prompt to several configurations, and warms up: a cached prefix would be no time to the
-    first token at all. Looking prefixes up isn't free, so going without costs it nothing. ``max_num_batched_tokens``
-    is without a limit as in its default; the class's own 256 would read long prompts in slices.
+    The driver gives the same prompt to several configurations, and warms up: with a cached prefix there would be next
+    to nothing to read before the first token. Looking prefixes up isn't free, so going without costs it nothing; and
+    with them, sampling with a draft fails. ``max_num_batched_tokens`` is without a limit as in its default; the
+    class's own 256 would read long prompts in slices.
     """
     config = genai.SchedulerConfig()
-    config.enable_prefix_caching = False
-    config.max_num_batched_tokens = 2**64 - 1
+    config.enable_prefix_caching = options.get("prefix_caching", False)
+    config.max_num_batched_tokens = options.get("batched_tokens", 2**64 - 1)
     return config
 
 
@@ -73,11 +75,13 @@ def tensor(ids: list[int]) -> ov.Tensor:
 def load(setup: protocol.Setup) -> protocol.Generate:
     properties: dict[str, Any] = dict(setup.properties)
     if setup.mode == "batch":
-        return batches(setup, genai.ContinuousBatchingPipeline(setup.target, scheduler(), "CPU", properties))
+        return batches(
+            setup, genai.ContinuousBatchingPipeline(setup.target, scheduler(setup.options), "CPU", properties)
+        )
     backend = setup.options.get("backend", "PA")
     properties["ATTENTION_BACKEND"] = backend
     if backend == "PA":
-        properties["scheduler_config"] = scheduler()
+        properties["scheduler_config"] = scheduler(setup.options)
     if setup.mode == "draft":
         properties["draft_model"] = genai.draft_model(setup.draft_folder, "CPU", **setup.draft_properties)
     elif setup.mode == "lookup":
