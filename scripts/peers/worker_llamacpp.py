@@ -108,14 +108,11 @@ def by_server(setup: protocol.Setup, threads: int, context: int) -> protocol.Gen
         asked |= {"cache_prompt": False, "stream": True, "return_tokens": True, "seed": request.seed}
         asked |= {"temperature": request.temperature, "top_k": request.top_k or 0, "top_p": 1.0, "min_p": 0.0}
         tokens: list[int] = []
-        timings: dict[str, Any] = {}
         for event in events(server.port, asked):
             if event.get("tokens"):
                 watch.token()
                 tokens += event["tokens"]
-            timings = event.get("timings") or timings
-        drafted = timings.get("draft_n")
-        return protocol.Texts([tokens], timings["draft_n_accepted"] / drafted if drafted else None)
+        return protocol.Texts([tokens])  # it says what it accepted of all proposals, not of the compared ones
 
     return generate
 
@@ -145,7 +142,7 @@ def start(setup: protocol.Setup, threads: int, context: int, k: int | None) -> S
 
 
 def events(port: int, asked: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """What the server streams; the last one has the timings."""
+    """What the server streams."""
     body = json.dumps(asked).encode()
     headers = {"Content-Type": "application/json"}
     request = urllib.request.Request(f"http://127.0.0.1:{port}/completion", body, headers)
