@@ -1,0 +1,131 @@
+"""Is text that a peer samples with a draft distributed as the target's own?
+
+    python scripts/peers/distribution.py [--texts 3000] [--peer genai] [--k 2]
+
+On the demo pair, three tokens at temperature 1; their exact probabilities come from the target's logits behind every
+beginning. With top_k 3 there are 27 outcomes, and anything else is impossible. Without top_k, all but the three
+likeliest tokens are one outcome that ends the text. Everything runs in f32 without dynamic quantisation, so that only
+the sampling is judged. A small p (say below 1e-4) says no. Plain sampling and ovspec are the controls.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from peer import Worker
+from scipy.stats import chisquare
+
+import ovspec
+from ovspec.bench import tasks_of
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+PAIR = ROOT / "models" / "demo"
+EXACT = {"INFERENCE_PRECISION_HINT": "f32", "DYNAMIC_QUANTIZATION_GROUP_SIZE": "0", "KV_CACHE_PRECISION": "f32"}
+TOP, LENGTH = 3, 3
+OTHER = -1  # any token but the likeliest
+LEAST_EXPECTED = 5  # texts of an outcome; rarer ones are counted together
+
+Outcome = tuple[int, ...]
+Exact = dict[Outcome, float]
+
+
+def exact_probabilities(lm: ovspec.LanguageModel, prompt: list[int], top_k: int | None) -> Exact:
+    """Of every text of ``LENGTH`` tokens behind ``prompt``; without ``top_k`` also of texts that end in ``OTHER``."""
+    known: Exact = {(): 1.0}
+    for _ in range(LENGTH):
+        longer = {text: probability for text, probability in known.items() if text[-1:] == (OTHER,)}
+        for text, probability in known.items():
+            if text in longer:
+                continue
+            logits = lm.next_logits([*prompt, *text]).astype(np.float64)
+            weights = np.exp(logits - logits.max())
+            best = np.argsort(logits)[-TOP:]
+            whole = weights[best].sum() if top_k else weights.sum()
+            longer |= {(*text, int(token)): probability * float(weights[token] / whole) for token in best}
+            if not top_k:
+                longer[*text, OTHER] = probability * float(1 - weights[best].sum() / whole)
+        known = longer
+    return known
+
+
+def outcome_of(tokens: list[int], exact: Exact) -> Outcome | None:
+    """What ``tokens`` count as; None for what can't be."""
+    candidates = [tuple(tokens), *((*tokens[:end], OTHER) for end in range(len(tokens)))]
+    return next((outcome for outcome in candidates if outcome in exact and fits(outcome, tokens, exact)), None)
+
+
+def fits(outcome: Outcome, tokens: list[int], exact: Exact) -> bool:
+    """Whether the token that ``outcome`` calls other isn't one of the likeliest there."""
+    if outcome[-1] != OTHER:
+        return True
+    end = len(outcome) - 1
+    named = {each[end] for each in exact if len(each) > end and each[:end] == outcome[:end]}
+    return tokens[end] not in named
+
+
+def even_prompt(lm: ovspec.LanguageModel, top_k: int | None) -> list[int]:
+    """The beginning of a held-out prompt behind which the rarest outcome is likeliest."""
+    ids = [lm.encode(task.prompt).tolist() for task in tasks_of("completion", 8)]
+    cut = [prompt[:end] for prompt, end in itertools.product(ids, (12, 20, 28)) if len(prompt) >= end]
+    return max(cut, key=lambda prompt: min(exact_probabilities(lm, prompt, top_k).values()))
+
+
+def p_value(counts: Counter[Outcome | None], exact: Exact, texts: int) -> float:
+    expected = {outcome: probability * texts for outcome, probability in exact.items()}
+    common = [outcome for outcome, number in expected.items() if number >= LEAST_EXPECTED]
+    seen = [counts[outcome] for outcome in common]
+    wanted = [expected[outcome] for outcome in common]
+    if texts - sum(wanted) >= 1:
+        seen.append(sum(counts[outcome] for outcome in exact) - sum(seen))
+        wanted.append(texts - sum(wanted))
+    scale = sum(seen) / sum(wanted)
+    return float(chisquare(seen, [number * scale for number in wanted]).pvalue)
+
+
+def judge(name: str, worker: str, setup: dict[str, Any], request: dict[str, Any], exact: Exact, texts: int) -> str:
+    """A line of the table."""
+    counts: Counter[Outcome | None] = Counter()
+    with Worker(worker, setup) as running:
+        error = running.ready.get("error")
+        for seed in range(texts if not error else 0):
+            answer = running.ask(request | {"seed": seed + 1})
+            error = answer.get("error")
+            if error:
+                break
+            counts[outcome_of(answer["tokens"][0], exact)] += 1
+    if error:
+        return f"| {name} | {counts.total()} | | | {error} |"
+    return f"| {name} | {texts} | {counts[None]} | {p_value(counts, exact, texts):.2g} | |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--texts", type=int, default=3000)
+    parser.add_argument("--peer", choices=("genai",), default="genai")
+    parser.add_argument("--k", type=int, nargs="+", default=[2, 4])
+    args = parser.parse_args()
+    lm = ovspec.load(PAIR, precision="f32", properties=EXACT, tune=False)
+    for top_k in (TOP, None):
+        prompt = even_prompt(lm, top_k)
+        exact = exact_probabilities(lm, prompt, top_k)
+        likely = sorted(exact.values())
+        print(f"\ntop_k {top_k}: {len(exact)} outcomes, from {likely[0]:.4f} to {likely[-1]:.4f}\n")
+        print("| | texts | impossible | p | |\n|---|---|---|---|---|")
+        request = {"prompts": [prompt], "max_tokens": LENGTH, "temperature": 1.0, "top_k": top_k}
+        for worker, options in (("ovspec", {"tune": False}), (args.peer, {})):
+            setup: dict[str, Any] = {"target": str(PAIR), "properties": EXACT, "draft_properties": EXACT}
+            setup["options"] = options
+            print(judge(f"{worker}, plain", worker, setup, request, exact, args.texts), flush=True)
+            setup |= {"mode": "draft", "draft": str(PAIR / "draft")}
+            for k in args.k:
+                name = f"{worker}, draft, k={k}"
+                print(judge(name, worker, setup, request | {"k": k}, exact, args.texts), flush=True)
+
+
+if __name__ == "__main__":
+    main()

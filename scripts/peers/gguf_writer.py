@@ -1,0 +1,119 @@
+"""Write a Llama checkpoint as GGUF, for llama.cpp.
+
+    .cache/peers/llamacpp/bin/python scripts/peers/gguf_writer.py CHECKPOINT OUT [--type q8_0|q4_0]
+
+Matrices are quantised by gguf's own numpy code, norms stay f32. With q4_0 the embedding and the lm_head have 8 bits,
+where llama.cpp's quantiser takes 6 (Q6_K), which that code can't write. The vocabulary is the tokenizer's, filled up
+with ids that no text has.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import gguf  # type: ignore[import-not-found]
+import numpy as np
+
+TYPES = {"q8_0": gguf.GGMLQuantizationType.Q8_0, "q4_0": gguf.GGMLQuantizationType.Q4_0}
+FILE_TYPES = {"q8_0": gguf.LlamaFileType.MOSTLY_Q8_0, "q4_0": gguf.LlamaFileType.MOSTLY_Q4_0}
+OUTSIDE = ("model.embed_tokens.weight", "lm_head.weight")
+
+
+def tensors(file: Path) -> Iterator[tuple[str, np.ndarray]]:
+    """(name, values as f32) of a safetensors file in bf16 or f32; numpy has no bf16 of its own."""
+    with file.open("rb") as source:
+        size = int.from_bytes(source.read(8), "little")
+        header: dict[str, Any] = json.loads(source.read(size))
+    for name, about in header.items():
+        if name == "__metadata__":
+            continue
+        kind = {"BF16": np.uint16, "F32": np.float32}[about["dtype"]]
+        begin, end = about["data_offsets"]
+        count = (end - begin) // np.dtype(kind).itemsize
+        stored = np.fromfile(file, kind, count, offset=8 + size + begin).reshape(about["shape"])
+        yield name, stored if kind is np.float32 else (stored.astype(np.uint32) << 16).view(np.float32)
+
+
+def interleaved(matrix: np.ndarray, heads: int) -> np.ndarray:
+    """Rows of queries or keys in the order of llama.cpp, whose RoPE turns neighbours; Hugging Face's turns halves."""
+    halves = matrix.reshape(heads, 2, -1, matrix.shape[1])
+    return np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(matrix.shape)
+
+
+def add_vocabulary(writer: Any, folder: Path, config: dict[str, Any]) -> None:
+    tokenizer = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+    names = [f"[unused {i}]" for i in range(config["vocab_size"])]
+    kinds = [gguf.TokenType.UNUSED] * len(names)
+    for name, i in tokenizer["model"]["vocab"].items():
+        names[i], kinds[i] = name, gguf.TokenType.NORMAL
+    for added in tokenizer["added_tokens"]:
+        names[added["id"]], kinds[added["id"]] = added["content"], gguf.TokenType.CONTROL
+    merges = tokenizer["model"]["merges"]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(names)
+    writer.add_token_types(kinds)
+    writer.add_token_merges([merge if isinstance(merge, str) else " ".join(merge) for merge in merges])
+    writer.add_bos_token_id(config["bos_token_id"])
+    writer.add_eos_token_id(config["eos_token_id"])
+    writer.add_add_bos_token(False)
+
+
+def write(folder: Path, out: Path, kind: str) -> None:
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    heads, kv_heads, layers = (
+        config[f"num_{part}"] for part in ("attention_heads", "key_value_heads", "hidden_layers")
+    )
+    head = config.get("head_dim") or config["hidden_size"] // heads
+    rope = config.get("rope_parameters") or config
+    writer = gguf.GGUFWriter(out, "llama")
+    writer.add_name(folder.name)
+    writer.add_file_type(FILE_TYPES[kind])
+    writer.add_block_count(layers)
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(kv_heads)
+    writer.add_key_length(head)
+    writer.add_value_length(head)
+    writer.add_rope_dimension_count(head)
+    writer.add_rope_freq_base(rope["rope_theta"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_vocab_size(config["vocab_size"])
+    add_vocabulary(writer, folder, config)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, layers)
+    for name, values in tensors(folder / "model.safetensors"):
+        if name.endswith(("q_proj.weight", "k_proj.weight")):
+            values = interleaved(values, heads if name.endswith("q_proj.weight") else kv_heads)
+        theirs = names.get_name(name, try_suffixes=(".weight",))
+        if values.ndim == 1:
+            writer.add_tensor(theirs, values)
+            continue
+        wanted = TYPES["q8_0"] if name in OUTSIDE else TYPES[kind]
+        writer.add_tensor(theirs, gguf.quants.quantize(values, wanted), raw_dtype=wanted)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("checkpoint", type=Path)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--type", choices=TYPES, default="q8_0")
+    args = parser.parse_args()
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = args.out.with_suffix(".unfinished")
+    write(args.checkpoint, unfinished, args.type)
+    unfinished.replace(args.out)
+    print(f"{args.out}: {args.out.stat().st_size / 1e6:,.0f} MB")
+
+
+if __name__ == "__main__":
+    main()

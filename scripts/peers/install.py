@@ -1,0 +1,109 @@
+"""Install the peers, each in a virtual environment of its own.
+
+    python scripts/peers/install.py [NAME ...]      genai, llamacpp, optimum; all by default
+
+They go into .cache/peers/NAME. llama.cpp is compiled from source, twice: as llama-cpp-python, and as llama-server for
+its draft models. Each takes minutes; without the server, only its rows are missing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tarfile
+import venv
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+FOLDER = HERE.parent.parent / ".cache" / "peers"
+NAMES = ("genai", "llamacpp", "optimum")
+# What ggml can use, by the kernel's name for it. Its own choice for the machine that compiles it (GGML_NATIVE) also
+# takes AMX, which has crashed on a virtual machine whose hypervisor announced it.
+FEATURES = {
+    "avx2": "AVX2",
+    "fma": "FMA",
+    "f16c": "F16C",
+    "avx512f": "AVX512",
+    "avx512_vnni": "AVX512_VNNI",
+    "avx512_bf16": "AVX512_BF16",
+}
+
+
+def python_of(name: str) -> Path:
+    """The interpreter of a peer's environment."""
+    return FOLDER / name / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
+
+
+def server_of_llamacpp() -> Path:
+    return FOLDER / "llamacpp" / "server" / "bin" / ("llama-server.exe" if os.name == "nt" else "llama-server")
+
+
+def cmake_flags(cpuinfo: Path = Path("/proc/cpuinfo")) -> list[str]:
+    """Of ggml, for this processor; none, which is ggml's own choice, where it doesn't say what it has."""
+    lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.is_file() else []
+    found = next((line.split(":")[1].split() for line in lines if line.startswith("flags")), None)
+    if found is None:
+        return []
+    return ["-DGGML_NATIVE=OFF", *(f"-DGGML_{ours}=ON" for theirs, ours in FEATURES.items() if theirs in found)]
+
+
+def run(*command: str | Path, **environment: str) -> None:
+    print("$", *command, file=sys.stderr, flush=True)
+    subprocess.run([str(part) for part in command], check=True, env={**os.environ, **environment})
+
+
+def install(name: str) -> None:
+    python = python_of(name)
+    if not python.exists():
+        venv.create(FOLDER / name, with_pip=True)
+    pip = [python, "-m", "pip", "--disable-pip-version-check"]
+    requirements = HERE / f"requirements-{name}.txt"
+    if name != "llamacpp":
+        run(*pip, "install", "--quiet", "-r", requirements)
+        return
+    flags, jobs = cmake_flags(), str(os.cpu_count() or 1)
+    built = {"CMAKE_ARGS": " ".join(flags), "CMAKE_BUILD_PARALLEL_LEVEL": jobs}
+    run(*pip, "install", "--quiet", "--no-binary", "llama-cpp-python", "-r", requirements, **built)
+    try:
+        build_server(pip, flags, jobs)
+    except (OSError, subprocess.CalledProcessError) as error:
+        print(f"llama-server isn't there, so neither are its rows: {error}", file=sys.stderr)
+
+
+def build_server(pip: list[str | Path], flags: list[str], jobs: str) -> None:
+    """llama-server from the very source that the installed llama-cpp-python was compiled from."""
+    folder = FOLDER / "llamacpp" / "server"
+    shown = subprocess.run([*map(str, pip), "show", "llama-cpp-python"], check=True, capture_output=True, text=True)
+    version = next(line.split()[1] for line in shown.stdout.splitlines() if line.startswith("Version:"))
+    source = folder / f"llama_cpp_python-{version}" / "vendor" / "llama.cpp"
+    if not source.is_dir():
+        wanted = f"llama-cpp-python=={version}"
+        run(*pip, "download", "--quiet", "--no-deps", "--no-binary", "llama-cpp-python", "-d", folder, wanted)
+        with tarfile.open(folder / f"llama_cpp_python-{version}.tar.gz") as packed:
+            packed.extractall(folder, filter="data")
+    run(*pip, "install", "--quiet", "cmake", "ninja")
+    scripts = python_of("llamacpp").parent
+    path = f"{scripts}{os.pathsep}{os.environ['PATH']}"
+    # Nothing is downloaded, so neither curl nor TLS is needed, and nobody looks at the web page.
+    without = ["-DLLAMA_CURL=OFF", "-DLLAMA_OPENSSL=OFF", "-DLLAMA_USE_PREBUILT_UI=OFF", "-DLLAMA_BUILD_TESTS=OFF"]
+    build = ["-S", source, "-B", folder, "-G", "Ninja", "-DCMAKE_BUILD_TYPE=Release", "-DBUILD_SHARED_LIBS=OFF"]
+    run(scripts / "cmake", *build, *without, *flags, PATH=path)
+    run(scripts / "cmake", "--build", folder, "--target", "llama-server", "--parallel", jobs, PATH=path)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME")
+    names = parser.parse_args().names or NAMES
+    unknown = [name for name in names if name not in NAMES]
+    if unknown:
+        parser.error(f"there is no peer {unknown[0]!r}; there are {', '.join(NAMES)}")
+    for name in names:
+        install(name)
+        print(f"{name}: {python_of(name)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,109 @@
+"""openvino-genai as a worker of ``run.py``, by ``protocol.py``.
+
+Modes: plain, draft, lookup, batch. The option backend is PA (its own default) or SDPA; max_ngram_size is that of
+lookup; prefix_caching and batched_tokens are those of its scheduler. Proposed tokens, k: None is its dynamic mode
+where it drafts with a model.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import openvino as ov
+import openvino_genai as genai  # type: ignore[import-not-found]
+import protocol
+
+DYNAMIC_THRESHOLD = 0.4  # of the draft's confidence, as its documentation has it
+LOOKUP_NGRAM = 3
+
+
+def scheduler(options: dict[str, Any]) -> Any:
+    """Its own default for one text at a time, without the cache of prefixes.
+
+    The driver gives the same prompt to several configurations, and warms up: with a cached prefix there would be next
+    to nothing to read before the first token. Looking prefixes up isn't free, so going without costs it nothing; and
+    with them, sampling with a draft fails. ``max_num_batched_tokens`` is without a limit as in its default; the
+    class's own 256 would read long prompts in slices.
+    """
+    config = genai.SchedulerConfig()
+    config.enable_prefix_caching = options.get("prefix_caching", False)
+    config.max_num_batched_tokens = options.get("batched_tokens", 2**64 - 1)
+    return config
+
+
+class FirstToken(genai.StreamerBase):
+    """Tells when tokens come, and doesn't make text of them."""
+
+    def __init__(self, watch: protocol.Watch) -> None:
+        super().__init__()
+        self._watch = watch
+
+    def write(self, token: int | list[int]) -> Any:
+        del token
+        self._watch.token()
+        return genai.StreamingStatus.RUNNING
+
+    def end(self) -> None:
+        pass
+
+
+def config_of(setup: protocol.Setup, request: protocol.Request) -> Any:
+    config = genai.GenerationConfig()
+    config.max_new_tokens, config.ignore_eos, config.apply_chat_template = request.max_tokens, True, False
+    if request.temperature > 0:
+        config.do_sample, config.temperature, config.rng_seed = True, request.temperature, request.seed
+        config.top_p = 1.0
+        if request.top_k:
+            config.top_k = request.top_k
+    if setup.mode == "lookup":
+        config.max_ngram_size = setup.options.get("max_ngram_size", LOOKUP_NGRAM)
+    if setup.mode in ("draft", "lookup"):
+        if request.k is not None:
+            config.num_assistant_tokens = request.k
+        elif setup.mode == "draft":
+            config.assistant_confidence_threshold = DYNAMIC_THRESHOLD
+        else:
+            raise protocol.Refusal("its lookup has no dynamic mode")
+    return config
+
+
+def tensor(ids: list[int]) -> ov.Tensor:
+    return ov.Tensor(np.array([ids], dtype=np.int64))
+
+
+def load(setup: protocol.Setup) -> protocol.Generate:
+    properties: dict[str, Any] = dict(setup.properties)
+    if setup.mode == "batch":
+        return batches(
+            setup, genai.ContinuousBatchingPipeline(setup.target, scheduler(setup.options), "CPU", properties)
+        )
+    backend = setup.options.get("backend", "PA")
+    properties["ATTENTION_BACKEND"] = backend
+    if backend == "PA":
+        properties["scheduler_config"] = scheduler(setup.options)
+    if setup.mode == "draft":
+        properties["draft_model"] = genai.draft_model(setup.draft_folder, "CPU", **setup.draft_properties)
+    elif setup.mode == "lookup":
+        properties["prompt_lookup"] = True
+    pipeline = genai.LLMPipeline(setup.target, "CPU", **properties)
+
+    def generate(request: protocol.Request, watch: protocol.Watch) -> protocol.Texts:
+        result = pipeline.generate(tensor(request.prompt), config_of(setup, request), FirstToken(watch))
+        return protocol.Texts([list(result.tokens[0])])
+
+    return generate
+
+
+def batches(setup: protocol.Setup, pipeline: Any) -> protocol.Generate:
+    def generate(request: protocol.Request, watch: protocol.Watch) -> protocol.Texts:
+        del watch  # it streams single texts only
+        configs = [config_of(setup, request)] * len(request.prompts)
+        results = pipeline.generate([tensor(ids) for ids in request.prompts], configs)
+        return protocol.Texts([list(result.m_generation_ids[0]) for result in results])
+
+    return generate
+
+
+if __name__ == "__main__":
+    protocol.serve(load, ["openvino-genai", "openvino"])

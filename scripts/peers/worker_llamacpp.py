@@ -1,0 +1,156 @@
+"""llama.cpp as a worker of ``run.py``, by ``protocol.py``.
+
+Modes: plain and lookup by llama-cpp-python; server-plain and server-draft by llama-server, the program in the option
+server. Options: threads, and context, the tokens that a prompt and its text have at most. ``target`` and ``draft`` are
+GGUF files, see ``gguf_writer.py``.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import socket
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import protocol
+
+# Straight to this machine, whatever proxy the environment names.
+HTTP = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+START_SECONDS = 120
+LOOKUP_TOKENS = 10  # llama-cpp-python's own default
+
+
+def load(setup: protocol.Setup) -> protocol.Generate:
+    # Its own default is half of the processors, for hyperthreads.
+    threads = int(setup.options.get("threads") or os.cpu_count() or 1)
+    context = int(setup.options.get("context") or 4096)
+    if setup.mode in ("server-plain", "server-draft"):
+        return by_server(setup, threads, context)
+    if setup.mode in ("plain", "lookup"):
+        return by_library(setup, threads, context)
+    raise protocol.Refusal(f"it has no mode {setup.mode}")
+
+
+# ---------------------------------------------------------------- in this process
+
+
+def by_library(setup: protocol.Setup, threads: int, context: int) -> protocol.Generate:
+    from llama_cpp import Llama  # type: ignore[import-not-found]
+    from llama_cpp.llama_speculative import LlamaPromptLookupDecoding  # type: ignore[import-not-found]
+
+    lookup: Any = LlamaPromptLookupDecoding() if setup.mode == "lookup" else None
+    llama = Llama(
+        setup.target, n_ctx=context, n_threads=threads, n_threads_batch=threads, draft_model=lookup, verbose=False
+    )
+
+    def generate(request: protocol.Request, watch: protocol.Watch) -> protocol.Texts:
+        prompt = request.prompt
+        if lookup:
+            lookup.num_pred_tokens = request.k or LOOKUP_TOKENS
+        llama.reset()  # it would begin behind what the last prompt and this one share
+        llama.set_seed(request.seed)
+        options = {"temp": request.temperature, "top_k": request.top_k or 0, "top_p": 1.0, "min_p": 0.0}
+        tokens: list[int] = []
+        for token in llama.generate(prompt, **options):
+            watch.token()
+            tokens.append(int(token))
+            if len(tokens) == request.max_tokens:
+                break
+        return protocol.Texts([tokens])
+
+    return generate
+
+
+# ---------------------------------------------------------------- llama-server
+
+
+@dataclass
+class Server:
+    """A running llama-server; how much it proposes is settled when it starts."""
+
+    process: subprocess.Popen[bytes]
+    port: int
+    k: int | None
+
+    def stop(self) -> None:
+        self.process.terminate()
+        self.process.wait()
+
+
+def by_server(setup: protocol.Setup, threads: int, context: int) -> protocol.Generate:
+    running: list[Server] = []
+
+    def server_for(k: int | None) -> Server:
+        if not running or running[0].k != k:
+            stop_all()
+            running.append(start(setup, threads, context, k))
+        return running[0]
+
+    def stop_all() -> None:
+        while running:
+            running.pop().stop()
+
+    atexit.register(stop_all)
+    server_for(None)
+
+    def generate(request: protocol.Request, watch: protocol.Watch) -> protocol.Texts:
+        prompt = request.prompt
+        server = server_for(request.k if setup.mode == "server-draft" else None)
+        watch.restart()
+        asked: dict[str, Any] = {"prompt": prompt, "n_predict": request.max_tokens, "ignore_eos": True}
+        asked |= {"cache_prompt": False, "stream": True, "return_tokens": True, "seed": request.seed}
+        asked |= {"temperature": request.temperature, "top_k": request.top_k or 0, "top_p": 1.0, "min_p": 0.0}
+        tokens: list[int] = []
+        for event in events(server.port, asked):
+            if event.get("tokens"):
+                watch.token()
+                tokens += event["tokens"]
+        return protocol.Texts([tokens])  # it says what it accepted of all proposals, not of the compared ones
+
+    return generate
+
+
+def start(setup: protocol.Setup, threads: int, context: int, k: int | None) -> Server:
+    program = setup.options.get("server")
+    if not program:
+        raise protocol.Refusal("llama-server isn't there")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [program, "-m", setup.target, "-c", str(context), "-t", str(threads), "-np", "1", "--port", str(port)]
+    if setup.mode == "server-draft":
+        command += ["-md", setup.draft_folder, "--spec-type", "draft-simple", "-td", str(threads)]
+        command += ["--spec-draft-n-max", str(k)] if k is not None else []
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=2)
+    server = Server(process, port, k)
+    until = time.monotonic() + START_SECONDS
+    while time.monotonic() < until and process.poll() is None:
+        try:
+            with HTTP.open(f"http://127.0.0.1:{port}/health"):
+                return server
+        except (urllib.error.URLError, ConnectionError):
+            time.sleep(0.1)
+    server.stop()
+    raise protocol.Refusal(f"llama-server doesn't start, exit code {process.returncode}")
+
+
+def events(port: int, asked: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """What the server streams."""
+    body = json.dumps(asked).encode()
+    headers = {"Content-Type": "application/json"}
+    request = urllib.request.Request(f"http://127.0.0.1:{port}/completion", body, headers)
+    with HTTP.open(request) as lines:
+        for line in lines:
+            if line.startswith(b"data: "):
+                yield json.loads(line[len(b"data: ") :])
+
+
+if __name__ == "__main__":
+    protocol.serve(load, ["llama-cpp-python"])

@@ -1,0 +1,75 @@
+"""Hugging Face's ``generate`` as a worker of ``run.py``, by ``protocol.py``.
+
+Modes: plain, draft (assisted generation), lookup. The option runtime is torch, eager PyTorch on a checkpoint in the
+option dtype, bf16 or f32; or openvino, optimum-intel on an exported folder. k None is Hugging Face's own default.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import protocol
+import torch
+from transformers import AutoModelForCausalLM, set_seed
+from transformers.generation.streamers import BaseStreamer
+
+LOOKUP_TOKENS = 10  # as its documentation has it
+DTYPES = {"bf16": torch.bfloat16, "f32": torch.float32}
+
+
+class FirstToken(BaseStreamer):
+    """Tells when tokens come; what comes first is the prompt."""
+
+    def __init__(self, watch: protocol.Watch) -> None:
+        self._watch, self._prompt = watch, True
+
+    def put(self, value: Any) -> None:
+        del value
+        if not self._prompt:
+            self._watch.token()
+        self._prompt = False
+
+    def end(self) -> None:
+        pass
+
+
+def model_of(folder: str, properties: dict[str, str], options: dict[str, Any]) -> Any:
+    if options.get("runtime", "torch") == "openvino":
+        from optimum.intel import OVModelForCausalLM
+
+        model: Any = OVModelForCausalLM.from_pretrained(folder, ov_config=dict(properties))
+    else:
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPES[options.get("dtype", "bf16")]).eval()
+    # Texts are as long as was asked for: no id ends one.
+    model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, 0
+    return model
+
+
+def load(setup: protocol.Setup) -> protocol.Generate:
+    target = model_of(setup.target, setup.properties, setup.options)
+    draft = model_of(setup.draft_folder, setup.draft_properties, setup.options) if setup.mode == "draft" else None
+
+    @torch.inference_mode()
+    def generate(request: protocol.Request, watch: protocol.Watch) -> protocol.Texts:
+        ids = torch.tensor([request.prompt])
+        options: dict[str, Any] = {"max_new_tokens": request.max_tokens, "do_sample": request.temperature > 0}
+        if request.temperature > 0:
+            options |= {"temperature": request.temperature, "top_k": request.top_k or 0, "top_p": 1.0}
+            set_seed(request.seed)
+        if draft:
+            options["assistant_model"] = draft
+            if request.k is not None:
+                fixed = draft.generation_config
+                fixed.num_assistant_tokens, fixed.num_assistant_tokens_schedule = request.k, "constant"
+                fixed.assistant_confidence_threshold = 0.0
+        if setup.mode == "lookup":
+            # Its lookup compares with the EOS id, so there has to be one; no token is -1.
+            options |= {"prompt_lookup_num_tokens": request.k or LOOKUP_TOKENS, "eos_token_id": -1}
+        made = target.generate(ids, attention_mask=torch.ones_like(ids), streamer=FirstToken(watch), **options)
+        return protocol.Texts([made[0, ids.shape[1] :].tolist()])
+
+    return generate
+
+
+if __name__ == "__main__":
+    protocol.serve(load, ["torch", "transformers", "optimum-intel", "openvino"])

@@ -1,0 +1,39 @@
+"""ovspec as a worker of ``run.py``, by ``protocol.py``.
+
+Modes: plain; draft and lookup; any other mode is given to ``ovspec.load`` as its draft, as "lookup,draft". The options
+engine, precision, kv_precision, tune and cache_dir are those of ``ovspec.load``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import protocol
+
+import ovspec
+
+
+def load(setup: protocol.Setup) -> protocol.Generate:
+    parts = [] if setup.mode == "plain" else setup.mode.split(",")
+    draft: Any = ",".join(setup.draft_folder if part == "draft" else part for part in parts) or None
+    lm = ovspec.load(setup.target, draft, properties=setup.properties or None, **setup.options)
+
+    def generate(request: protocol.Request, watch: protocol.Watch) -> protocol.Texts:
+        lookahead: Any = "auto" if request.k is None else request.k
+        options: dict[str, Any] = {"max_tokens": request.max_tokens, "ignore_eos": True, "lookahead": lookahead}
+        options |= {"temperature": request.temperature, "seed": request.seed, "top_k": request.top_k or 0}
+        if len(request.prompts) > 1:
+            results = lm.generate(request.prompts, **options)
+            return protocol.Texts([result.token_ids for result in results])
+        stream = lm.stream(request.prompt, **options)
+        for piece in stream:
+            if piece.token_ids:
+                watch.token()
+        result = stream.result()
+        return protocol.Texts([result.token_ids], result.stats.acceptance_rate)
+
+    return generate
+
+
+if __name__ == "__main__":
+    protocol.serve(load, ["openvino"])
