@@ -15,6 +15,7 @@ from openvino import opset13 as ops
 
 from ovspec.device import DeviceOptions, check_device, compile_properties, core
 from ovspec.errors import OvspecError
+from ovspec.large_pages import LargePages
 
 MODEL_FILE = "openvino_model.xml"
 # What may stand between the lm_head and the result without mixing positions (bias, scale, soft cap).
@@ -49,6 +50,7 @@ class CompiledIR:
     inputs: dict[str, int]  # name -> index, for the fast setters
     picks_logits: bool  # has the logits_idx input
     properties: dict[str, str]  # it was compiled with
+    large_pages: LargePages  # for its weights
 
     @property
     def text_config(self) -> dict[str, Any]:
@@ -200,12 +202,14 @@ def compile_ir(folder: Path, options: DeviceOptions, rewrite: Callable[[ov.Model
     if rewrite:
         rewrite(model)
     properties = compile_properties(options)
+    large_pages = LargePages()
     try:
         compiled = core().compile_model(model, device, properties)
     except RuntimeError as error:
         raise OvspecError(f"{folder}: {device} cannot compile it ({last_line(error)}).") from None
     inputs = {port.get_any_name(): i for i, port in enumerate(compiled.inputs)}
-    return CompiledIR(folder, compiled, device, states, read_json(folder / "config.json"), inputs, picks, properties)
+    config = read_json(folder / "config.json")
+    return CompiledIR(folder, compiled, device, states, config, inputs, picks, properties, large_pages)
 
 
 def last_line(error: Exception) -> str:

@@ -22,7 +22,7 @@ class Request:
     def __init__(self, ir: CompiledIR, inputs: Sequence[str]) -> None:
         self.seconds, self.inferences = 0.0, 0
         self.raw = ir.compiled.create_infer_request()
-        self._picks_logits = ir.picks_logits
+        self._picks_logits, self._large_pages = ir.picks_logits, ir.large_pages
         self._inputs = [ir.inputs.get(name) for name in inputs]
         self._bound: dict[int, np.ndarray] = {}  # what the request reads each input from
 
@@ -40,7 +40,9 @@ class Request:
         began = time.perf_counter()
         request.start_async()
         request.wait()
-        self.seconds += time.perf_counter() - began
+        spent = time.perf_counter() - began
+        self.seconds += spent
+        self._large_pages.spent(spent)
         self.inferences += 1
         logits = request.get_output_tensor(0).data
         if self._picks_logits:

@@ -106,7 +106,7 @@ def test_one_target_inference_a_round(load: Callable[..., ovspec.LanguageModel],
         decoders = session._decoders
         assert decoders
         before = decoders.target.inferences
-        result = session.generate(max_tokens=40)
+        result = session.generate(max_tokens=40, lookahead=4)
         assert decoders.target.inferences - before == result.stats.rounds < 40
 
 

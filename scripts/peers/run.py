@@ -18,7 +18,7 @@ import json
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -37,7 +37,6 @@ HERE = Path(__file__).resolve().parent
 KS = (1, 2, 3, 4, 5, 8)
 SHORT = 32  # tokens of a text that warms up or tries a k
 BATCH = 8
-LONG = 1024  # tokens of the prompt whose first token is timed
 
 
 @dataclass(frozen=True)
@@ -58,14 +57,14 @@ class Configuration:
 
 @dataclass(frozen=True)
 class Row:
-    """Configurations that take turns with ovspec in the mode ``ours``. ``measure``: which figure is compared."""
+    """Configurations that take turns with ovspec in the modes ``ours``. ``measure``: which figure is compared."""
 
     name: str
-    ours: str
+    ours: tuple[str, ...]
     configurations: tuple[Configuration, ...]
     workload: str = "completion"
     temperature: float = 0.0
-    measure: str = "tpot"  # or ttft, throughput
+    measure: str = "tpot"  # or throughput
 
 
 def twice(configuration: Configuration) -> tuple[Configuration, ...]:
@@ -83,30 +82,30 @@ STATEFUL = Configuration("genai", "plain", options=(("backend", "SDPA"),))
 TORCH = Configuration("optimum", "plain", "hf", (("runtime", "torch"), ("dtype", "bf16")))
 OPTIMUM = Configuration("optimum", "plain", options=(("runtime", "openvino"),))
 LLAMACPP = Configuration("llamacpp", "plain", "gguf")
+LOOKUP = Configuration("genai", "lookup", ks=KS)
+PLAIN, DRAFT = ("plain",), ("draft", "lookup,draft")
 ROWS = (
-    Row("genai-paged", "plain", twice(PAGED)),
-    Row("genai-stateful", "plain", twice(STATEFUL)),
-    Row("genai-draft", "draft", twice(GENAI_DRAFT)),
-    Row("genai-draft-sampled", "draft", (*twice(GENAI_DRAFT), GENAI_AS_IT_IS), temperature=1.0),
-    Row("genai-lookup", "lookup", twice(Configuration("genai", "lookup", ks=KS)), "edit"),
-    Row("copy-trim", "draft", twice(Configuration("copy_trim", "draft", ks=KS))),
-    Row("torch", "plain", (TORCH,)),
-    Row("torch-draft", "draft", (replace(TORCH, mode="draft", ks=(*KS, None)),)),
-    Row("optimum", "plain", twice(OPTIMUM)),
-    Row("optimum-draft", "draft", (replace(OPTIMUM, mode="draft", ks=(*KS, None)),)),
-    Row("llamacpp", "plain", (LLAMACPP,)),
-    Row("llamacpp-lookup", "lookup", (replace(LLAMACPP, mode="lookup", ks=KS),), "edit"),
-    Row("llamacpp-draft", "draft", (replace(LLAMACPP, mode="server-draft", ks=(*KS, None)),)),
-    Row("batch", "plain", (*twice(GENAI_BATCH), GENAI_SLICED), "prose", measure="throughput"),
-    Row("first-token", "plain", (*twice(PAGED), STATEFUL), measure="ttft"),
-    Row("first-token-torch", "plain", (TORCH, LLAMACPP), measure="ttft"),
+    Row("genai", PLAIN, (*twice(PAGED), *twice(STATEFUL))),
+    Row("genai-draft", DRAFT, (*twice(GENAI_DRAFT), *twice(LOOKUP))),
+    Row("genai-draft-sampled", DRAFT, (*twice(GENAI_DRAFT), GENAI_AS_IT_IS), temperature=1.0),
+    Row("genai-lookup", ("lookup", "lookup,draft"), twice(LOOKUP), "edit"),
+    Row("batch", PLAIN, (*twice(GENAI_BATCH), GENAI_SLICED), measure="throughput"),
+    Row("copy-trim", DRAFT, twice(Configuration("copy_trim", "draft", ks=KS))),
+    Row("torch", PLAIN, (TORCH,)),
+    Row("torch-draft", DRAFT, (replace(TORCH, mode="draft", ks=(*KS, None)),)),
+    Row("optimum", PLAIN, twice(OPTIMUM)),
+    Row("optimum-draft", DRAFT, (replace(OPTIMUM, mode="draft", ks=(*KS, None)),)),
+    Row("llamacpp", PLAIN, (LLAMACPP,)),
+    Row("llamacpp-lookup", ("lookup", "lookup,draft"), (replace(LLAMACPP, mode="lookup", ks=KS),), "edit"),
+    Row("llamacpp-draft", DRAFT, (replace(LLAMACPP, mode="server-draft", ks=(*KS, None)),)),
 )
 
 
 @dataclass
 class Line:
-    """A configuration at one context. ``ratio``: the median over the prompts of the peer's figure by ovspec's in the
-    same turn, times above and throughput below 1 where ovspec is faster. ``equal``: texts that are those of ovspec's
+    """A configuration at one context. ``ratio``: for each mode of ovspec, the median over the prompts of how many times
+    as long the peer took in the same turn, for a token or for the batch; ``ttft_ratio`` the same for the first token
+    and ovspec's first mode. Above 1 ovspec is faster. ``equal``: texts that are those of ovspec's
     plain greedy decoding, ``alike`` the tokens before they part, the median; other arithmetic gives other texts.
     ``own``: texts that are those of the peer's own plain decoding, one by one. ``ks``: ms a token of each k that was
     tried, or why there is none.
@@ -125,7 +124,8 @@ class Line:
     tokens_per_s: float | None = None
     tpot_ms: float | None = None
     ttft_ms: float | None = None
-    ratio: float | None = None
+    ratio: dict[str, float] = field(default_factory=dict)
+    ttft_ratio: float | None = None
     equal: str | None = None
     alike: float | None = None
     own: str | None = None
@@ -225,11 +225,10 @@ def gguf_of(checkpoint: Path, kind: str) -> Path:
 
 def run_row(bench: Bench, row: Row, contexts: list[int], plain: dict[Any, list[list[int]]]) -> Iterator[Line]:
     """Its lines, ovspec's first in each context."""
-    contexts = [LONG] if row.measure == "ttft" else contexts
     count = BATCH if row.measure == "throughput" else bench.prompts
     prompts = {context: bench.prompts_of(row.workload, context, count) for context in contexts}
     longest = max(len(prompt) for each in prompts.values() for prompt in each) + bench.tokens + max(KS) + 1
-    ours = Configuration("ovspec", row.ours, ks=() if row.ours == "plain" else (None,))
+    ours = [Configuration("ovspec", mode, ks=() if mode == "plain" else (None,)) for mode in row.ours]
 
     def texts_of(configuration: Configuration, context: int) -> list[list[int]]:
         key = (configuration, row.workload, context, count)
@@ -238,28 +237,30 @@ def run_row(bench: Bench, row: Row, contexts: list[int], plain: dict[Any, list[l
             plain[key] = plain_texts(configuration.peer, setup, prompts[context], bench.tokens)
         return plain[key]
 
-    judged = row.temperature == 0 and row.measure != "ttft"
-    for context in contexts if judged else ():
-        if not all(texts_of(plain_of(ours), context)):
+    for context in contexts if row.temperature == 0 else ():
+        if not all(texts_of(plain_of(ours[0]), context)):
             sys.exit("ovspec itself doesn't generate")
     contenders: list[Contender] = []
     try:
-        for configuration in (ours, *row.configurations):
+        for configuration in (*ours, *row.configurations):
             line = Line(bench.pair.name, row.name, row.workload, contexts[0], row.temperature, row.measure)
             line.mode, line.peer, line.properties = configuration.label, configuration.peer, configuration.properties
             contenders.append(Contender(line, configuration))
             contenders[-1].enter(bench, longest)
-            try_ks(contenders[-1], request_of(row, prompts[contexts[0]][-1:], SHORT, 0))
         for context in contexts:
+            for contender in contenders:
+                contender.answers = []
+                contender.line = replace(contender.line, context=context, k=None, ks={})
+                try_ks(contender, request_of(row, prompts[context][-1:], SHORT, 0))
             take_turns([each for each in contenders if not each.line.error], row, prompts[context], bench.tokens)
             for contender in contenders:
-                line = replace(contender.line, context=context)
+                line = replace(contender.line)
                 if contender.answers:
-                    fill(line, contender, contenders[0], row)
-                if judged and any("tokens" in answer for answer in contender.answers):
+                    fill(line, contender, contenders[: len(ours)], row)
+                if row.temperature == 0 and any("tokens" in answer for answer in contender.answers):
                     got, own = texts_in(contender), plain_of(contender.configuration)
-                    line.equal, line.alike = compare(got, texts_of(plain_of(ours), context))
-                    if contender is not contenders[0] and own != contender.configuration:
+                    line.equal, line.alike = compare(got, texts_of(plain_of(ours[0]), context))
+                    if contender.configuration not in ours and own != contender.configuration:
                         line.own, _ = compare(got, texts_of(own, context))
                 yield line
     finally:
@@ -292,13 +293,15 @@ def try_ks(contender: Contender, request: dict[str, Any]) -> None:
         return
     for k in ks or (None,):
         contender.k = k
-        answers = [contender.ask(request) for _ in range(2 if ks else 1)]
-        failed = next((answer["error"] for answer in answers if "error" in answer), None)
+        if not times:
+            contender.ask(request)
+        answer = contender.ask(request)
+        failed = answer.get("error")
         name = "auto" if k is None else str(k)
         if failed:
             line.ks[name] = failed
         elif ks:
-            times[k] = min(answer["tpot_ms"] for answer in answers)
+            times[k] = answer["tpot_ms"]
             line.ks[name] = round(times[k], 3)
     if ks and times:
         contender.k = min(times, key=lambda k: times[k])
@@ -309,18 +312,17 @@ def try_ks(contender: Contender, request: dict[str, Any]) -> None:
 
 def take_turns(contenders: list[Contender], row: Row, prompts: list[list[int]], tokens: int) -> None:
     """Every prompt goes to every contender before the next; who is first changes."""
-    tokens = 2 if row.measure == "ttft" else tokens
     turns = [prompts] if row.measure == "throughput" else [[prompt] for prompt in prompts]
-    for contender in contenders:
-        contender.answers.clear()
-        contender.ask(request_of(row, turns[-1], min(tokens, SHORT), 0))  # kernels for this length are made
+    if row.measure == "throughput":
+        for contender in contenders:
+            contender.ask(request_of(row, turns[-1], SHORT, 0))  # kernels for so many rows are made
     for turn, asked in enumerate(turns):
         first = turn % len(contenders) if contenders else 0
         for contender in contenders[first:] + contenders[:first]:
             contender.answers.append(contender.ask(request_of(row, asked, tokens, turn + 1)))
 
 
-def fill(line: Line, contender: Contender, ours: Contender, row: Row) -> None:
+def fill(line: Line, contender: Contender, ours: list[Contender], row: Row) -> None:
     """The figures of its answers."""
     good = [answer for answer in contender.answers if "error" not in answer]
     line.error = next((answer["error"] for answer in contender.answers if "error" in answer), None)
@@ -332,10 +334,18 @@ def fill(line: Line, contender: Contender, ours: Contender, row: Row) -> None:
     line.tokens_per_s = 1e3 / line.tpot_ms if line.tpot_ms else None
     if row.measure == "throughput":
         line.tokens_per_s = middle(sum(len(text) for text in a["tokens"]) / a["seconds"] for a in good)
-    pairs = zip(contender.answers, ours.answers, strict=True) if ours.answers else []
-    line.ratio = middle(
-        figure(theirs, row) / figure(mine, row) for theirs, mine in pairs if "error" not in theirs | mine
-    )
+    for mine in ours:
+        ratio = middle_ratio(contender, mine, lambda answer: figure(answer, row))
+        if ratio is not None:
+            line.ratio[mine.configuration.mode] = round(ratio, 4)
+    if row.measure == "tpot":
+        line.ttft_ratio = middle_ratio(contender, ours[0], lambda answer: answer["ttft_ms"][0])
+
+
+def middle_ratio(theirs: Contender, ours: Contender, figure_of: Callable[[dict[str, Any]], float]) -> float | None:
+    """Turn by turn, the median."""
+    pairs = zip(theirs.answers, ours.answers, strict=True) if ours.answers else []
+    return middle(figure_of(their) / figure_of(our) for their, our in pairs if "error" not in their | our)
 
 
 def texts_in(contender: Contender) -> list[list[int]]:
@@ -356,9 +366,7 @@ def alike(a: list[int], b: list[int]) -> int:
 
 
 def figure(answer: dict[str, Any], row: Row) -> float:
-    if row.measure == "throughput":
-        return 1 / answer["seconds"]
-    return answer["ttft_ms"][0] if row.measure == "ttft" else answer["tpot_ms"]
+    return answer["seconds"] if row.measure == "throughput" else answer["tpot_ms"]
 
 
 def middle(values: Any) -> float | None:

@@ -1,0 +1,106 @@
+"""Large pages of memory for weights (Linux).
+
+A step of decoding reads every weight once, so it hits each page of memory for a moment only, and the processor looks
+up where the page is: with pages of 4 KB a quarter of a million times for a gigabyte, and in a virtual machine each
+time through two tables. madvise with MADV_COLLAPSE (Linux 6.1, see madvise(2)) copies what stands in memory into pages
+of 2 MB, where the system allows them (transparent huge pages "madvise" or "always", as distributions have them). What
+is in memory stays the same, so logits do to the bit. docs/benchmarks.md has what it brings.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+PAGE = 1 << 21
+COLLAPSE = 25  # MADV_COLLAPSE
+ENOMEM, EAGAIN = 12, 11
+# Copying takes about two seconds a gigabyte, so short texts are better off without: seconds of inference after which
+# it begins.
+PATIENCE = 5.0
+# It is done between inferences, which would be held up for as long as it takes: this share of their time, and never
+# longer than so many seconds at a time.
+SHARE, LONGEST = 0.25, 0.02
+MOST_REFUSALS = 16  # in a row, after which memory has no more large pages to give
+
+
+class LargePages:
+    """Of what is allocated from now on, when a model is compiled, until its inferences have taken ``PATIENCE``."""
+
+    def __init__(self) -> None:
+        self._before = set(pages(memory_ranges()))
+        self._seconds = self._refused = 0.0
+        self._waiting: Iterator[int] | None = None
+        self._done = not sys.platform.startswith("linux")
+        self._lock = threading.Lock()  # a model may be used by several threads
+
+    def spent(self, seconds: float) -> None:
+        """An inference took ``seconds``. When it is time, some of the weights are moved before the next."""
+        if self._done:
+            return
+        self._seconds += seconds
+        if self._seconds >= PATIENCE:
+            self.move(min(SHARE * seconds, LONGEST))
+
+    def move(self, seconds: float) -> None:
+        """Go on for ``seconds``, unless another thread is at it."""
+        if not self._lock.acquire(blocking=False):
+            return
+        until = time.perf_counter() + seconds
+        try:
+            if self._waiting is None:
+                self._waiting = iter([page for page in pages(memory_ranges()) if page not in self._before])
+            while not self._done and time.perf_counter() < until:
+                page = next(self._waiting, None)
+                if page is None:
+                    self._done = True
+                elif collapse(page) in (ENOMEM, EAGAIN):
+                    self._refused += 1
+                    self._done = self._refused == MOST_REFUSALS
+                else:
+                    self._refused = 0
+        finally:
+            self._lock.release()
+
+
+def memory_ranges() -> list[tuple[int, int]]:
+    """(start, end) of memory that belongs to this process alone and to no file; none where that can't be told."""
+    if not sys.platform.startswith("linux"):
+        return []
+    try:
+        lines = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return []
+    ranges = []
+    for line in lines:
+        place, access, _, _, inode, *name = line.split(maxsplit=5)
+        if access == "rw-p" and inode == "0" and (not name or name[0] == "[heap]"):
+            start, end = (int(part, 16) for part in place.split("-"))
+            ranges.append((start, end))
+    return ranges
+
+
+def pages(ranges: Iterable[tuple[int, int]]) -> Iterator[int]:
+    """Addresses of the large pages that lie within ``ranges``."""
+    for start, end in ranges:
+        yield from range(-(-start // PAGE) * PAGE, end // PAGE * PAGE, PAGE)
+
+
+@functools.cache
+def madvise() -> Callable[[int, int, int], int]:
+    function = ctypes.CDLL(None, use_errno=True).madvise
+    function.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    return function
+
+
+def collapse(page: int) -> int:
+    """Make one large page of the memory there; returns 0, or the error number for which it stays as it is.
+
+    That is so where nothing was ever written, and where the system has no large page to give, or knows none.
+    """
+    return ctypes.get_errno() if madvise()(page, PAGE, COLLAPSE) else 0
