@@ -42,7 +42,8 @@ class LoadedIR:
     """A compiled model and how it is driven.
 
     ``reason`` says why this engine. ``compact_at`` is the stateful engine's: dead slots at which it compacts.
-    ``profile`` is the setting that a profile chose, ``verify_ms`` what it measured: milliseconds by width.
+    ``profile`` is the setting that a profile chose, ``verify_ms`` what it measured: milliseconds by width, the
+    widest reading a prompt.
     """
 
     ir: CompiledIR

@@ -58,17 +58,23 @@ class Costs:
             costs = 1 + 0.05 * np.maximum(0, widths - 1.0)
         self.known = bool(measured)
         self.ms = costs
+        self._beyond = float(costs[WIDEST] - costs[WIDEST // 2]) / (WIDEST // 2)  # of each token of a wider one
         self._observed = 0
         self._widths_seen: set[int] = set()
 
     def __call__(self, width: int) -> float:
         if width <= WIDEST:
             return float(self.ms[width])
-        return float(self.ms[WIDEST] + (self.ms[WIDEST] - self.ms[WIDEST // 2]) / (WIDEST // 2) * (width - WIDEST))
+        return float(self.ms[WIDEST]) + self._beyond * (width - WIDEST)
 
     def learn(self, width: int, ms: float) -> None:
-        """An inference of ``width`` tokens took ``ms``: moves the cost of that width and, less, of all others."""
+        """An inference of ``width`` tokens took ``ms``: moves the cost of that width and, less, of all others.
+
+        One that is wider than ``WIDEST`` was reading, and says only what that costs.
+        """
         if width > WIDEST:
+            if self.known:
+                self._beyond = max(0.0, (ms - float(self.ms[WIDEST])) / (width - WIDEST))
             return
         self._observed += 1
         first_of_width = width not in self._widths_seen
@@ -214,10 +220,12 @@ class Lookahead:
                 return False
         catch_up = self._draft(unseen) - self._draft(rows) if self._draft.known and unseen > 2 * rows else 0.0
         # After a pause it gets the benefit of the doubt that it had at first.
-        if self._expected(max(record.acceptance.mean, FIRST_ACCEPTANCE), rows) * max(remaining) > catch_up:
+        gain = self._expected(max(record.acceptance.mean, FIRST_ACCEPTANCE), rows)
+        if gain <= 0:
+            record.take_a_pause()
+        elif gain * max(remaining) > catch_up:  # otherwise there is too much to read for what is left to say
             self._asked.add(source)
             return True
-        record.take_a_pause()
         return False
 
     def going_on(self, source: str, rows: list[int], guesses: list[list[Guess]]) -> list[int]:

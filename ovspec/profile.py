@@ -178,13 +178,14 @@ def load_with(
 ) -> LoadedIR:
     """As ``load_ir``, with what ``profile`` has best where the user has named nothing."""
     best = profile.choose(options, engine) if profile else None
-    if not best:
+    if not profile or not best:
         return load_ir(folder, options, engine, probe, compact_at)
     slower_paged = engine == "auto" and best.setting.engine == "stateful"
     wanted = "stateful" if slower_paged else engine
     loaded = load_ir(folder, with_setting(options, best.setting), wanted, probe, compact_at)
     reason = "the profile found it to be faster" if slower_paged else loaded.reason
-    return replace(loaded, reason=reason, profile=str(best.setting), verify_ms=best.verify_ms)
+    costs = {profile.tokens: best.prefill_ms * profile.tokens} | best.verify_ms
+    return replace(loaded, reason=reason, profile=str(best.setting), verify_ms=costs)
 
 
 # ---------------------------------------------------------------- keeping

@@ -145,6 +145,8 @@ def test_costs_are_learned() -> None:
     costs.learn(100, 1e6)  # a prompt: says nothing about rounds
     costs.learn(1, 1e4)  # a hiccup
     assert costs(1) < 1.2 * before
+    costs.learn(1064, costs(64) + 400.0)
+    assert costs(564) == pytest.approx(costs(64) + 200.0), "but what reading costs"
 
 
 def test_costs_from_a_profile_and_beyond_it() -> None:
@@ -179,7 +181,10 @@ def test_reading_a_long_prompt_does_not_count_against_the_draft() -> None:
     lookahead.learn(guesses, [2], 3, 0.504, 0.048)
     assert lookahead.gain("draft", 1) > 0
     assert lookahead._records["draft"].ms == pytest.approx(4 + 4 + 48)
-    assert not Lookahead(None, *lookahead.costs).starts("draft", 2000, [3]), "for three tokens it isn't worth reading"
+    fresh = Lookahead(None, *lookahead.costs)
+    for _ in range(20):
+        assert not fresh.starts("draft", 2000, [3]), "for three tokens it isn't worth reading"
+    assert fresh.starts("draft", 2000, [200]), "which says nothing about a longer text"
 
 
 def test_a_prompt_says_nothing_about_rounds() -> None:
