@@ -18,11 +18,12 @@ WORTH_SHARING = 32
 def share_beginnings(decoder: Decoder, sequences: list[Sequence]) -> None:
     """Let rows that have much to read go on from a copy of one that begins alike.
 
-    So the samples of a prompt read it once, and a batch its common system message.
+    So the samples of a prompt read it once, and a batch its common system message. Not where recurrent states would
+    have to be taken back to where the texts part: that may be further than is won.
     """
     held = decoder.rows
     unseen = [len(sequence) - len(row) for sequence, row in zip(sequences, held, strict=True)]
-    if len(held) < 2 or max(unseen) < WORTH_SHARING:
+    if len(held) < 2 or max(unseen) < WORTH_SHARING or decoder.rollback.replay:
         return
     sources = list(range(len(held)))
     for row, sequence in enumerate(sequences):
@@ -45,8 +46,10 @@ def pieces(decoder: Decoder, unseen: list[np.ndarray]) -> list[np.ndarray]:
 
     All of it where no row generates. Otherwise long texts come piece by piece, so that the others go on meanwhile.
     """
-    generating = [len(new) for new in unseen if len(new) <= LONG]
-    if not generating or len(generating) == len(unseen):
+    if all(len(new) <= LONG for new in unseen):
+        return unseen
+    generating = [len(new) for new, held in zip(unseen, decoder.rows, strict=True) if len(held) and len(new) <= LONG]
+    if not generating:
         return unseen
     most = decoder.piece(generating)
     return [new if len(new) <= LONG else new[:most] for new in unseen]

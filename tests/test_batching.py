@@ -127,6 +127,14 @@ def test_a_common_beginning_is_read_once(load: Callable[..., ovspec.LanguageMode
     assert all(abs(result.stats.cached_tokens - shared) <= 3 for result in together[1:])
 
 
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_new_batch_reads_all_prompts_at_once(load: Callable[..., ovspec.LanguageModel], engine: str) -> None:
+    """Also where a short one among them could generate sooner."""
+    lm = load(engine=engine)
+    rows = [lm.row(Sequence(lm.encode(prompt)), {"max_tokens": 3}) for prompt in ("def", MIXED[0], MIXED[3])]
+    assert sorted(number for number, _ in next(lm.run(rows, {}))) == [0, 1, 2]
+
+
 def test_a_batch_waits_for_memory(load: Callable[..., ovspec.LanguageModel], monkeypatch: pytest.MonkeyPatch) -> None:
     lm = load(engine="paged")
     expected = texts(lm.generate(PROMPTS[:5], max_tokens=20))

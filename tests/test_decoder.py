@@ -20,6 +20,7 @@ from ovspec.ir import compile_ir
 from ovspec.kv import Rollback
 from ovspec.paged import PagedDecoder
 from ovspec.probing import probe_rollback
+from ovspec.reading import share_beginnings
 from ovspec.sequence import EMPTY, Sequence
 
 TOKENS = st.lists(st.integers(3, 4095), max_size=6)
@@ -155,6 +156,16 @@ def test_random_use_with_recurrent_states(
             decoder.reorder(picks)
             expected = [[] if pick == EMPTY else held[pick] for pick in picks]
             assert [row.tokens.tolist() for row in decoder.rows] == expected
+
+
+def test_recurrent_states_are_not_shared(hybrids: Callable[..., tuple[hybrid.Hybrid, RowByRow]]) -> None:
+    """They can't be taken back to just any place, so a copy might be thrown away in every round."""
+    _, decoder = hybrids("mask")
+    decoder.reset(2)
+    text = list(range(10, 110))
+    decoder.feed([np.array(text), np.empty(0, dtype=np.int64)], [1, 0])
+    share_beginnings(decoder, [Sequence([*text, 5]), Sequence([*text[:90], 6])])
+    assert [len(row) for row in decoder.rows] == [100, 0]
 
 
 @pytest.fixture(scope="module")
