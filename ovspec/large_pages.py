@@ -25,7 +25,7 @@ ENOMEM, EAGAIN = 12, 11
 PATIENCE = 5.0
 # It is done between inferences, which would be held up for as long as it takes: this share of their time, and never
 # longer than so many seconds at a time.
-SHARE, LONGEST = 0.25, 0.02
+SHARE, LONGEST = 0.2, 0.02
 MOST_REFUSALS = 16  # in a row, after which memory has no more large pages to give
 
 

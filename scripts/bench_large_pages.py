@@ -1,0 +1,65 @@
+"""What large pages bring: one model twice in one process, once with its weights moved, in turns.
+
+    python scripts/bench_large_pages.py DIR [--context 128] [--turns 20]
+
+Milliseconds of inferences of several widths, medians, and how long moving has taken.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from pathlib import Path
+
+import numpy as np
+
+import ovspec
+from ovspec.decoder import Decoder
+from ovspec.large_pages import LargePages
+
+WIDTHS = (1, 2, 5, 9)
+IDS = 1000  # any below that will do
+
+
+def usual(folder: Path, context: int) -> tuple[Decoder, LargePages]:
+    """A model that has run already: weights are packed when they are first used."""
+    loaded = ovspec.load(folder)._target
+    decoder = loaded.decoder()
+    decoder.feed([np.random.default_rng(0).integers(5, IDS, context)], [0])
+    for width in WIDTHS:
+        timed(decoder, width, context)
+    return decoder, loaded.ir.large_pages
+
+
+def timed(decoder: Decoder, width: int, context: int) -> float:
+    decoder.truncate(0, context)
+    began = time.perf_counter()
+    decoder.feed([np.arange(5, 5 + width)], [width])
+    return (time.perf_counter() - began) * 1e3
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--context", type=int, default=128)
+    parser.add_argument("--turns", type=int, default=20)
+    args = parser.parse_args()
+    small, _ = usual(args.folder, args.context)
+    large, pages = usual(args.folder, args.context)
+    began = time.perf_counter()
+    pages.move(600.0)
+    print(f"moved in {time.perf_counter() - began:.1f} s\n")
+    times: dict[tuple[str, int], list[float]] = {}
+    for _ in range(args.turns):
+        for width in WIDTHS:
+            for name, decoder in (("small", small), ("large", large)):
+                times.setdefault((name, width), []).append(timed(decoder, width, args.context))
+    print("| tokens | small pages | large pages | |\n|---|---|---|---|")
+    for width in WIDTHS:
+        before, after = (statistics.median(times[name, width]) for name in ("small", "large"))
+        print(f"| {width} | {before:.1f} | {after:.1f} | {before / after:.2f}x |")
+
+
+if __name__ == "__main__":
+    main()
