@@ -67,8 +67,12 @@ class ListOf(click.ParamType):
 @click.option(
     "--plot", type=click.Path(dir_okay=False), metavar="FILE", help="Draw speed-up by lookahead (matplotlib)."
 )
+@click.option("--peers", is_flag=True, help="Beside openvino-genai, llama.cpp, PyTorch and others, from a clone.")
+@click.option("--checkpoints", metavar="PATH", help="With --peers: folder of the checkpoints target/ and draft/.")
 @runtime_options
+@click.pass_context
 def bench(
+    context: click.Context,
     folder: Path | None,
     draft: str | None,
     workloads: list[str],
@@ -84,6 +88,8 @@ def bench(
     dictate: bool,
     as_json: bool,
     plot: str | None,
+    peers: bool,
+    checkpoints: str | None,
     **runtime: Any,
 ) -> None:
     """Time the model in DIR without and with everything that proposes tokens.
@@ -95,7 +101,13 @@ def bench(
     Examples:
       ovspec bench my-pair
       ovspec bench my-pair --workload completion --temperature 0 --lookahead 1,2,3,4,6,8 --plot lookahead.png
+      ovspec bench my-pair --peers --checkpoints my-checkpoints --context 128,1024
     """
+    if peers:
+        run_peers(context, folder)
+        return
+    if checkpoints:
+        raise click.UsageError("--checkpoints needs --peers.")
     if plot:
         check_plot(plot)
     import ovspec
@@ -132,6 +144,34 @@ def bench(
     if plot:
         draw(lines, Path(plot))
         click.echo(f"{plot}: written", err=True)
+
+
+def run_peers(context: click.Context, folder: Path | None) -> None:
+    """Hand over to scripts/peers/run.py, which prints JSON lines."""
+    import subprocess
+
+    from ovspec.loading import embedded_pair
+
+    script = Path(__file__).resolve().parent.parent.parent / "scripts" / "peers" / "run.py"
+    if not script.is_file():
+        raise click.UsageError("--peers needs a clone of ovspec's repository, where scripts/peers is.")
+    given = {name: context.params[name] for name in context.params if is_given(context, name)}
+    goes_with = {"folder", "peers", "checkpoints", "contexts", "tokens", "prompts", "as_json"}
+    if others := sorted(given.keys() - goes_with):
+        raise click.UsageError(
+            f"--peers goes with --checkpoints, --context, --max-tokens and --prompts only, not with {others[0]}."
+        )
+    options = {"checkpoints": "--checkpoints", "tokens": "--tokens", "prompts": "--prompts"}
+    command = [sys.executable, str(script), str(folder or embedded_pair())]
+    for name, option in options.items():
+        command += [option, str(given[name])] if name in given else []
+    if "contexts" in given:
+        command += ["--contexts", ",".join(map(str, given["contexts"]))]
+    sys.exit(subprocess.run(command).returncode)
+
+
+def is_given(context: click.Context, name: str) -> bool:
+    return context.get_parameter_source(name) is not click.core.ParameterSource.DEFAULT
 
 
 def heading(lm: Any, line: Line) -> str:

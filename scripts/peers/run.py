@@ -1,7 +1,7 @@
 """ovspec beside its peers: the same weights, the same token ids, in turns.
 
     python scripts/peers/install.py
-    python scripts/peers/run.py PAIR [--hf DIR] [--peer NAME ...] [--contexts 128,1024] [--tokens 128] [--out FILE]
+    python scripts/peers/run.py PAIR [--checkpoints DIR] [--row NAME ...] [--contexts 128,1024] [--out FILE]
 
 PAIR is an exported pair, DIR has its checkpoints target/ and draft/, for the peers that don't read OpenVINO's format.
 Each peer runs in its own interpreter and environment. In a row, ovspec and a peer's configurations take turns, prompt
@@ -18,6 +18,7 @@ import json
 import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -35,6 +36,7 @@ from ovspec.tokenizer import Tokenizer
 
 HERE = Path(__file__).resolve().parent
 KS = (1, 2, 3, 4, 5, 8)
+WARM_UP = 6.0  # seconds at least, for each contender
 SHORT = 32  # tokens of a text that warms up or tries a k
 BATCH = 8
 
@@ -89,7 +91,7 @@ ROWS = (
     Row("genai-draft", DRAFT, (*twice(GENAI_DRAFT), *twice(LOOKUP))),
     Row("genai-draft-sampled", DRAFT, (*twice(GENAI_DRAFT), GENAI_AS_IT_IS), temperature=1.0),
     Row("genai-lookup", ("lookup", "lookup,draft"), twice(LOOKUP), "edit"),
-    Row("batch", PLAIN, (*twice(GENAI_BATCH), GENAI_SLICED), measure="throughput"),
+    Row("batch", ("plain", "lookup,draft"), (*twice(GENAI_BATCH), GENAI_SLICED), measure="throughput"),
     Row("copy-trim", DRAFT, twice(Configuration("copy_trim", "draft", ks=KS))),
     Row("torch", PLAIN, (TORCH,)),
     Row("torch-draft", DRAFT, (replace(TORCH, mode="draft", ks=(*KS, None)),)),
@@ -159,7 +161,7 @@ class Bench:
         if configuration.files == "ir":
             target, draft = self.pair, self.pair / "draft"
         elif not self.hf:
-            raise ValueError("it needs the checkpoints, see --hf")
+            raise ValueError("it needs the checkpoints, see --checkpoints")
         else:
             target, draft = self.hf / "target", self.hf / "draft"
         if configuration.properties == "ours":
@@ -179,6 +181,7 @@ class Contender:
     configuration: Configuration
     worker: Worker | None = None
     k: int | None = None
+    warm: bool = False
     answers: list[dict[str, Any]] = field(default_factory=list)
 
     def enter(self, bench: Bench, context: int) -> None:
@@ -287,10 +290,11 @@ def request_of(row: Row, prompts: list[list[int]], tokens: int, seed: int) -> di
 
 
 def try_ks(contender: Contender, request: dict[str, Any]) -> None:
-    """Warm up, and find the best k."""
+    """Find the best k, and warm up: whoever has nothing to try gets as much time as others take for it."""
     line, ks, times = contender.line, contender.configuration.ks, dict[int | None, float]()
     if line.error:
         return
+    began = time.monotonic()
     for k in ks or (None,):
         contender.k = k
         if not times:
@@ -308,6 +312,9 @@ def try_ks(contender: Contender, request: dict[str, Any]) -> None:
         line.k = "auto" if contender.k is None else contender.k
     elif line.ks:
         line.error = str(next(iter(line.ks.values())))
+    while not line.error and not contender.warm and time.monotonic() < began + WARM_UP:
+        line.error = contender.ask(request).get("error")
+    contender.warm = True
 
 
 def take_turns(contenders: list[Contender], row: Row, prompts: list[list[int]], tokens: int) -> None:
@@ -382,7 +389,7 @@ def as_json(line: Line) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("pair", type=Path)
-    parser.add_argument("--hf", type=Path, help="folder of the checkpoints target/ and draft/")
+    parser.add_argument("--checkpoints", "--hf", dest="hf", type=Path, help="folder of target/ and draft/")
     parser.add_argument("--peer", action="append", help="only rows with this peer; may be repeated")
     parser.add_argument("--row", action="append", choices=[row.name for row in ROWS], help="only this; may be repeated")
     parser.add_argument("--contexts", default="128,1024")

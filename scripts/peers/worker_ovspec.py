@@ -18,6 +18,8 @@ def load(setup: protocol.Setup) -> protocol.Generate:
     draft: Any = ",".join(setup.draft_folder if part == "draft" else part for part in parts) or None
     lm = ovspec.load(setup.target, draft, properties=setup.properties or None, **setup.options)
 
+    settle(lm)
+
     def generate(request: protocol.Request, watch: protocol.Watch) -> protocol.Texts:
         lookahead: Any = "auto" if request.k is None else request.k
         options: dict[str, Any] = {"max_tokens": request.max_tokens, "ignore_eos": True, "lookahead": lookahead}
@@ -33,6 +35,16 @@ def load(setup: protocol.Setup) -> protocol.Generate:
         return protocol.Texts([result.token_ids], result.stats.acceptance_rate)
 
     return generate
+
+
+def settle(lm: ovspec.LanguageModel) -> None:
+    """Move the weights into large pages, as ovspec does by itself once it has run for some seconds."""
+    draft, _ = lm.draft_model
+    lm.generate(
+        [0] * 8, max_tokens=4, ignore_eos=True, lookahead=2 if draft else 0
+    )  # weights are packed when first used
+    for loaded in filter(None, (lm._target, draft)):
+        loaded.ir.large_pages.move(60.0)
 
 
 if __name__ == "__main__":
