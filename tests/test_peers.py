@@ -73,7 +73,7 @@ def test_a_row_and_its_report(
     monkeypatch.setattr(run, "our_properties", lambda folder: {"DYNAMIC_QUANTIZATION_GROUP_SIZE": folder})
     row = next(row for row in run.ROWS if row.name == "copy-trim")
     bench = run.Bench(DEMO, None, "q8_0", tokens=16, prompts=2)
-    lines = list(run.run_row(bench, row, [64], {}))
+    lines = list(run.run_row(bench, row, [128], {}))
     assert [(line.peer, line.mode, line.properties) for line in lines] == [
         ("ovspec", "draft", "default"),
         ("ovspec", "lookup,draft", "default"),
@@ -93,7 +93,7 @@ def test_a_row_and_its_report(
     monkeypatch.setattr(sys, "argv", ["report.py", str(file), "--plot", str(tmp_path / "speed.png")])
     report.main()
     shown = capsys.readouterr().out
-    assert "| copy and trim | draft | default | 0 | 64 |" in shown
+    assert "| copy and trim | draft | default | 0 | 128 |" in shown
     assert "| fails |" in shown
     assert "DYNAMIC_QUANTIZATION" in shown
     assert (tmp_path / "speed.png").read_bytes().startswith(b"\x89PNG")

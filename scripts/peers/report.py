@@ -17,6 +17,7 @@ AUTO = "lookup,draft"  # ovspec's mode with everything that proposes
 HEADS = ("peer", "mode", "properties", "T", "context", "k", "tokens/s", "ovspec alike", "ovspec auto", "first token")
 HEADS = (*HEADS, "equal", "its own text")
 PICTURED = 128  # context
+OURS = {"ours": ", our properties"}
 
 
 def name_of(line: dict[str, Any]) -> str:
@@ -32,7 +33,7 @@ def mode_of(line: dict[str, Any]) -> str:
 
 
 def table_of(lines: list[dict[str, Any]]) -> str:
-    """Of one pair's peers; what ovspec reached alone is in the ratios."""
+    """Of one pair's peers. "ovspec alike" is the ratio to ovspec in the same mode, "ovspec auto" to all of it."""
     rows = [cells_of(line) for line in lines if line["peer"] != "ovspec"]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in (HEADS, ("---",) * len(HEADS), *rows))
 
@@ -40,12 +41,18 @@ def table_of(lines: list[dict[str, Any]]) -> str:
 def cells_of(line: dict[str, Any]) -> tuple[str, ...]:
     begin = (name_of(line), mode_of(line), line["properties"], f"{line['temperature']:g}", str(line["context"]))
     if line["error"] and not line["ratio"]:
-        return (*begin, "", "fails", "", "", "", "", "")
-    alike = [ratio for mode, ratio in line["ratio"].items() if mode != AUTO]
+        return (*begin, "", "fails", *[""] * (len(HEADS) - 7))
+    alike = alike_of(line)
     k = "" if line["k"] is None else str(line["k"])
-    numbers = (line["tokens_per_s"], *alike[:1], line["ratio"].get(AUTO), line["ttft_ratio"])
+    numbers = (line["tokens_per_s"], alike, line["ratio"].get(AUTO), line["ttft_ratio"])
     speed, *ratios = ("" if number is None else f"{number:.2f}" for number in numbers)
     return (*begin, k, speed, *ratios, line["equal"] or "", line["own"] or "")
+
+
+def alike_of(line: dict[str, Any]) -> float | None:
+    """The ratio to ovspec in the same mode."""
+    mode = line["mode"].split()[0]
+    return line["ratio"].get({"batch": "plain", "server-draft": "draft"}.get(mode, mode))
 
 
 def errors_of(lines: list[dict[str, Any]]) -> list[str]:
@@ -59,33 +66,29 @@ def errors_of(lines: list[dict[str, Any]]) -> list[str]:
 
 
 def draw(lines: list[dict[str, Any]], file: Path) -> None:
-    """Tokens a second at batch 1, greedy, behind the shorter context: a bar for each, ovspec's darker."""
+    """How many times as long each peer takes for a token, greedy, behind the shorter context.
+
+    Ratios of the same turns only: the machine's speed differs from row to row.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    best: dict[str, tuple[float, bool]] = {}
-    for line in lines:
-        if (
-            line["context"] != PICTURED
-            or line["temperature"]
-            or line["measure"] != "tpot"
-            or line["workload"] == "edit"
-        ):
-            continue
-        if line["tokens_per_s"]:
-            ours = line["peer"] == "ovspec"
-            mode = {AUTO: "auto"}.get(line["mode"], mode_of(line))
-            properties = ", our properties" if line["properties"] == "ours" else ""
-            label = f"{name_of(line)}, {mode}{properties}"
-            if label not in best or best[label][0] < line["tokens_per_s"]:
-                best[label] = line["tokens_per_s"], ours
-    ranked = sorted(best.items(), key=lambda item: item[1][0])
-    figure, axis = pyplot.subplots(figsize=(8, 0.28 * len(ranked) + 1))
-    colors = ["tab:blue" if ours else "lightsteelblue" for _, (_, ours) in ranked]
-    axis.barh([label for label, _ in ranked], [speed for _, (speed, _) in ranked], color=colors)
-    axis.set_xlabel("tokens a second, greedy, one text")
+    shown = [line for line in lines if line["peer"] != "ovspec" and line["ratio"] and line["context"] == PICTURED]
+    shown = [line for line in shown if not line["temperature"] and line["measure"] == "tpot"][::-1]
+    labels = [f"{name_of(line)}, {mode_of(line)}{OURS.get(line['properties'], '')}" for line in shown]
+    figure, axis = pyplot.subplots(figsize=(8, 0.36 * len(shown) + 1))
+    for place, line in enumerate(shown):
+        alike, auto = alike_of(line), line["ratio"].get(AUTO)
+        axis.barh(place + 0.2, alike or 0, 0.38, color="lightsteelblue")
+        axis.barh(place - 0.2, auto or 0, 0.38, color="tab:blue")
+    axis.set_yticks(range(len(shown)), labels)
+    axis.axvline(1, color="black", linewidth=0.8)
+    axis.barh(0, 0, color="lightsteelblue", label="ovspec in the same mode = 1")
+    axis.barh(0, 0, color="tab:blue", label="ovspec with everything on = 1")
+    axis.set_xlabel("time for a token")
+    axis.legend(loc="upper right")
     figure.tight_layout()
     figure.savefig(file, dpi=110)
 
