@@ -307,6 +307,7 @@ def test_drafts_that_cannot_be(tmp_path: Path, draft: Any, message: str) -> None
         parse_draft(draft, tmp_path)
 
 
+@pytest.mark.slow
 def test_self(tmp_path: Path, cache_dir: Path, load: Load) -> None:
     """The target's first layers, exported by --draft-layers."""
     from ovspec_export import Compression, export_pair

@@ -90,7 +90,7 @@ def test_weight_formats(
         assert moved > 0
 
 
-@pytest.mark.slow  # test_drafters exports one quickly
+@pytest.mark.slow
 def test_a_draft_of_the_first_layers(tmp_path: Path, cache_dir: Path, reference: Reference) -> None:
     manifest = export_pair(TARGET, None, tmp_path / "out", Compression("fp32"), draft_layers=3)
     assert manifest.draft
@@ -122,6 +122,7 @@ def test_a_pair_of_irs_is_copied(pair: Path, tmp_path: Path) -> None:
     assert lm.generate(PROMPTS[0], max_tokens=12).stats.accepted > 0
 
 
+@pytest.mark.slow
 def test_what_an_export_has_lost(tmp_path: Path, reference: Reference) -> None:
     """The quality table, against the same figures computed by torch and transformers alone."""
     import torch

@@ -41,13 +41,12 @@ def test_workers_give_what_ovspec_gives(pair: Path, load: Callable[..., ovspec.L
                 assert answer["tokens"] == [tokens]
                 assert 0 < answer["ttft_ms"][0] < answer["seconds"] * 1e3
                 assert answer["tpot_ms"] * 11 == pytest.approx(answer["seconds"] * 1e3 - answer["ttft_ms"][0])
-                assert answer["acceptance"] is None or 0 < answer["acceptance"] <= 1
+                assert answer["acceptance"] is None or 0 <= answer["acceptance"] <= 1
             together = ask(worker, PROMPTS[:2], lm, k=k)
             if name == "ovspec":
                 assert together["tokens"] == expected
             else:
                 assert together["error"] == "it has no batches here"
-            assert "context" in ask(worker, PROMPTS[:1], lm, k=k, max_tokens=10**6).get("error", "context")
 
 
 def test_workers_that_fail_say_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,7 +69,7 @@ def test_a_row_and_its_report(
     """At OpenVINO's defaults and, where no profile is known, not with ours; copy-and-trim needs no environment."""
     monkeypatch.setattr(run, "WARM_UP", 0.0)
     monkeypatch.setattr(run, "KS", (1, 2))
-    monkeypatch.setattr(run, "our_properties", lambda folder: {"DYNAMIC_QUANTIZATION_GROUP_SIZE": folder})
+    monkeypatch.setattr(run, "our_properties", lambda folder: {"DYNAMIC_QUANTIZATION_GROUP_SIZE": str(folder)})
     row = next(row for row in run.ROWS if row.name == "copy-trim")
     bench = run.Bench(DEMO, None, "q8_0", tokens=16, prompts=2)
     lines = list(run.run_row(bench, row, [128], {}))

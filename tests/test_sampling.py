@@ -321,7 +321,9 @@ PLANTED: dict[str, tuple[str, Any, AcceptRule, SamplingParams]] = {
 }
 
 
-@pytest.mark.parametrize("bug", PLANTED)
+@pytest.mark.parametrize(
+    "bug", [pytest.param(bug, marks=pytest.mark.slow) if PLANTED[bug][3] is NARROW else bug for bug in PLANTED]
+)
 def test_planted_bugs_are_found(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
     name, replacement, accept, params = PLANTED[bug]
     if bug == "the draft not warped":
