@@ -72,7 +72,7 @@ class ListOf(click.ParamType):
 @runtime_options
 @click.pass_context
 def bench(
-    context: click.Context,
+    ctx: click.Context,
     folder: Path | None,
     draft: str | None,
     workloads: list[str],
@@ -104,7 +104,7 @@ def bench(
       ovspec bench my-pair --peers --checkpoints my-checkpoints --context 128,1024
     """
     if peers:
-        run_peers(context, folder)
+        run_peers(ctx, folder)
         return
     if checkpoints:
         raise click.UsageError("--checkpoints needs --peers.")

@@ -21,11 +21,12 @@ OURS = {"ours": ", our properties"}
 
 
 def name_of(line: dict[str, Any]) -> str:
-    return "PyTorch" if "runtime=torch" in line["mode"] else NAMES.get(line["peer"], line["peer"])
+    peer: str = line["peer"]
+    return "PyTorch" if "runtime=torch" in line["mode"] else NAMES.get(peer, peer)
 
 
 def mode_of(line: dict[str, Any]) -> str:
-    words = line["mode"].split()
+    words: list[str] = line["mode"].split()
     options = [word.removeprefix("backend=") for word in words[1:] if not word.startswith(("runtime", "dtype"))]
     kind = {"server-draft": "draft", "batch": "batch of 8"}.get(words[0], words[0])
     workload = " on edits" if line["workload"] == "edit" else ""
