@@ -157,7 +157,8 @@ def run_peers(context: click.Context, folder: Path | None) -> None:
         raise click.UsageError("--peers needs a clone of ovspec's repository, where scripts/peers is.")
     given = {name: context.params[name] for name in context.params if is_given(context, name)}
     goes_with = {"folder", "peers", "checkpoints", "contexts", "tokens", "prompts", "as_json"}
-    if others := sorted(given.keys() - goes_with):
+    others = [option.opts[-1] for option in context.command.params if option.name in given.keys() - goes_with]
+    if others:
         raise click.UsageError(
             f"--peers goes with --checkpoints, --context, --max-tokens and --prompts only, not with {others[0]}."
         )
