@@ -1,0 +1,1 @@
+"""Constraints: what a generated text must be."""
