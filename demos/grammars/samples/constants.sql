@@ -1,0 +1,1 @@
+SELECT 1, -2.5e3, .5, 'it''s', NULL, TRUE, 'a' || 'b' AS joined

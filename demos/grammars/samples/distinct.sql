@@ -1,0 +1,1 @@
+select distinct city from customers where city is not null order by city

@@ -1,0 +1,1 @@
+SELECT * FROM (SELECT * FROM (SELECT a, b FROM t1 UNION SELECT c, d FROM t2) x WHERE x.a > 1) y JOIN (SELECT 1 AS one) z ON y.b = z.one OR y.b IS NULL

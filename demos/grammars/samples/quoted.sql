@@ -1,0 +1,1 @@
+SELECT "order"."group", "say ""hi""" FROM "order" WHERE "order"."from" = 'x'
