@@ -1,0 +1,164 @@
+"""llama.cpp's own grammar engine as a worker of ``bench_grammars.py``, by ``grammar_protocol.py``.
+
+It has no masks: a mask and its application are one pass over all candidates. Before it does that, llama.cpp asks about
+the one token that it would choose without a grammar, which is ``check`` here, and mostly that is all. JSON schemas are
+converted to its grammars by llama-server, which has llama.cpp's own converter and wants some model to run; the one of
+llama-cpp-python is older and knows fewer of them.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import hashlib
+import json
+import urllib.error
+import urllib.request
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import gguf  # type: ignore[import-not-found]
+import gguf_writer
+import llama_cpp  # type: ignore[import-not-found]
+import numpy as np
+import protocol
+import worker_llamacpp
+from grammar_protocol import Begin, Task, Vocabulary, serve
+from install import server_of_llamacpp
+
+CANDIDATE = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32)])
+ROOT = Path(__file__).resolve().parent.parent.parent
+PEERS = ROOT / ".cache" / "peers"
+DEMO = ROOT / "models" / "demo-hf" / "target"
+
+
+@dataclass
+class Candidates:
+    """An array of llama.cpp's, over memory of numpy's."""
+
+    values: np.ndarray
+
+    def __post_init__(self) -> None:
+        pointer = self.values.ctypes.data_as(llama_cpp.llama_token_data_p)
+        self.array = llama_cpp.llama_token_data_array(pointer, len(self.values), -1, False)
+
+    def go_through(self, sampler: Any) -> None:
+        llama_cpp.llama_sampler_apply(sampler, ctypes.byref(self.array))
+
+
+class Grammar:
+    """A grammar's place in a text."""
+
+    def __init__(self, vocab: Any, gbnf: str, everything: Candidates, one: Candidates) -> None:
+        self._sampler = llama_cpp.llama_sampler_init_grammar(vocab, gbnf.encode(), b"root")
+        if not self._sampler:
+            raise protocol.Refusal("it doesn't take the grammar")
+        self._all, self._one = everything, one
+
+    def __del__(self) -> None:
+        if self._sampler:
+            llama_cpp.llama_sampler_free(self._sampler)
+
+    def prepare(self, logits: np.ndarray) -> None:
+        self._all.values["logit"] = logits
+
+    def mask(self) -> bool:
+        self._all.go_through(self._sampler)
+        return False
+
+    def apply(self) -> None: ...
+
+    def check(self, token: int) -> bool:
+        self._one.values[0] = (token, 1, 0)
+        self._one.go_through(self._sampler)
+        return bool(np.isfinite(self._one.values["logit"][0]))
+
+    def allows(self, token: int) -> bool:
+        return bool(np.isfinite(self._all.values["logit"][token]))
+
+    def accept(self, token: int) -> bool:
+        """An exception of C++ would end the process, so only what it allows is accepted."""
+        if not self.allows(token):
+            return False
+        llama_cpp.llama_sampler_accept(self._sampler, token)
+        return True
+
+
+def vocabulary_file(vocabulary: Vocabulary) -> Path:
+    """A GGUF with no weights, written once for each tokenizer."""
+    source = Path(vocabulary.file)
+    digest = hashlib.sha256(source.read_bytes() + f"{vocabulary.size} {vocabulary.end}".encode()).hexdigest()[:8]
+    out = PEERS / "gguf" / f"vocabulary-{digest}.gguf"
+    if not out.exists():
+        out.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = out.with_suffix(".unfinished")
+        writer = gguf.GGUFWriter(unfinished, "llama")
+        config = {"vocab_size": vocabulary.size, "bos_token_id": vocabulary.end, "eos_token_id": vocabulary.end}
+        gguf_writer.add_vocabulary(writer, source.parent, config)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.close()
+        unfinished.replace(out)
+    return out
+
+
+def load(vocabulary: Vocabulary) -> Begin:
+    file = vocabulary_file(vocabulary)
+    llama_cpp.llama_backend_init()
+    params = llama_cpp.llama_model_default_params()
+    params.vocab_only = True
+    model = llama_cpp.llama_model_load_from_file(str(file).encode(), params)
+    if not model:
+        raise protocol.Refusal(f"it doesn't read {file}")
+    vocab = llama_cpp.llama_model_get_vocab(model)
+    values = np.zeros(vocabulary.size, CANDIDATE)
+    values["id"] = np.arange(vocabulary.size)
+    everything, one = Candidates(values), Candidates(np.zeros(1, CANDIDATE))
+
+    def begin(kind: str, source: str) -> Grammar:
+        if kind != "gbnf":
+            raise protocol.Refusal(f"it doesn't read {kind}")
+        return Grammar(vocab, source, everything, one)
+
+    return begin
+
+
+# ---------------------------------------------------------------- JSON schemas
+
+
+servers: list[worker_llamacpp.Server] = []
+
+
+def converted(task: Task) -> Task:
+    if task.kind != "json":
+        return task
+    if not servers:
+        servers.append(start_server())
+        atexit.register(servers[0].stop)
+    body = json.dumps({"prompt": "a", "n_predict": 0, "json_schema": json.loads(task.source)}).encode()
+    url = f"http://127.0.0.1:{servers[0].port}/completion"
+    try:
+        with worker_llamacpp.HTTP.open(
+            urllib.request.Request(url, body, {"Content-Type": "application/json"})
+        ) as answer:
+            gbnf = json.load(answer)["generation_settings"]["grammar"]
+    except urllib.error.HTTPError as error:
+        raise protocol.Refusal(f"it doesn't convert the schema: {json.load(error)['error']['message']}") from error
+    return replace(task, kind="gbnf", source=gbnf)
+
+
+def start_server() -> worker_llamacpp.Server:
+    model = PEERS / "gguf" / "demo-for-schemas.gguf"
+    if not model.exists():
+        model.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = model.with_suffix(".unfinished")
+        gguf_writer.write(DEMO, unfinished, "q8_0")
+        unfinished.replace(model)
+    program = server_of_llamacpp()
+    setup = protocol.Setup(str(model), options={"server": str(program) if program.exists() else None})
+    return worker_llamacpp.start(setup, threads=1, context=256, k=None)
+
+
+if __name__ == "__main__":
+    serve(load, ["llama-cpp-python"], converted)

@@ -1,0 +1,132 @@
+"""llguidance as a worker of ``bench_grammars.py``, by ``grammar_protocol.py``, and its masks applied by numpy."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import llguidance.numpy
+import numpy as np
+from grammar_protocol import Begin, Vocabulary, serve
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from protocol import Refusal
+
+# A byte of a mask as what is added to the logits of its eight tokens.
+TABLE = np.where(
+    np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little"),
+    np.float32(0),
+    np.float32(-np.inf),
+)
+# The default of 50,000 items for a mask ends C in the middle of an expression.
+LIMITS = LLParserLimits(step_max_items=2_000_000)
+Apply = Callable[[np.ndarray, np.ndarray], np.ndarray]
+
+
+def grammar_tokenizer(vocabulary: Vocabulary, slices: list[str] | None = None) -> LLTokenizer:
+    """Of the text's own tokens alone.
+
+    Added tokens must not be written as text. Where they are merely left out, those that the model's own vocabulary
+    lists can be; so they are spelled with the byte 0xff before them, by which llguidance knows special tokens.
+    """
+    tokenizer = json.loads(Path(vocabulary.file).read_text(encoding="utf-8"))
+    spelled = tokenizer["model"]["vocab"]
+    for added in tokenizer["added_tokens"]:
+        spelled.pop(added["content"], None)
+        spelled[f"\xff{added['content']}"] = added["id"]
+    tokenizer |= {"added_tokens": [], "post_processor": None}
+    return LLTokenizer(json.dumps(tokenizer), n_vocab=vocabulary.size, eos_token=vocabulary.end, slices=slices)
+
+
+def appliers(width: int) -> dict[str, Apply]:
+    """Ways to -inf where a mask's bit is 0: (logits, bytes of the mask) to a row that the next call overwrites."""
+    size = (width + 31) // 32 * 4
+    added, out, forbidden = np.empty((size, 8), np.float32), np.empty(width, np.float32), np.float32(-np.inf)
+
+    def table(logits: np.ndarray, mask: np.ndarray) -> np.ndarray:
+        # "raise", the default mode, would buffer the output.
+        np.take(TABLE, mask, axis=0, out=added, mode="clip")
+        return np.add(logits, added.reshape(-1)[:width], out=out)
+
+    def bits(mask: np.ndarray) -> np.ndarray:
+        return np.unpackbits(mask, count=width, bitorder="little").view(bool)
+
+    def where(logits: np.ndarray, mask: np.ndarray) -> np.ndarray:
+        return np.where(bits(mask), logits, forbidden)
+
+    def putmask(logits: np.ndarray, mask: np.ndarray) -> np.ndarray:
+        np.copyto(out, logits)
+        np.putmask(out, ~bits(mask), forbidden)
+        return out
+
+    def chosen(logits: np.ndarray, mask: np.ndarray) -> np.ndarray:
+        ids = np.flatnonzero(bits(mask))
+        out.fill(forbidden)
+        out[ids] = logits[ids]
+        return out
+
+    def theirs(logits: np.ndarray, mask: np.ndarray) -> np.ndarray:
+        np.copyto(out, logits)
+        llguidance.numpy.apply_token_bitmask_inplace(out, mask.view(np.int32))
+        return out
+
+    return {"table": table, "where": where, "putmask": putmask, "chosen": chosen, "llguidance.numpy": theirs}
+
+
+class Matcher:
+    """A grammar's place in a text, a ``grammar_protocol.Walk``.
+
+    Raises:
+        Refusal: llguidance doesn't take the grammar.
+    """
+
+    def __init__(self, tokenizer: LLTokenizer, apply: Apply, kind: str, source: str) -> None:
+        if kind == "json":
+            grammar = LLMatcher.grammar_from_json_schema(source)
+        elif kind == "lark":
+            grammar = LLMatcher.grammar_from_lark(source)
+        else:
+            raise Refusal(f"it doesn't read {kind}")
+        self.matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=LIMITS)
+        if self.matcher.is_error():
+            raise Refusal(self._error())
+        self.bytes = np.zeros((tokenizer.vocab_size + 31) // 32 * 4, np.uint8)
+        self._pointer, self._apply = self.bytes.ctypes.data, apply
+
+    def prepare(self, logits: np.ndarray) -> None:
+        self._logits = logits
+
+    def mask(self) -> bool:
+        self.matcher.unsafe_compute_mask_ptr(self._pointer, self.bytes.size)
+        return True
+
+    def apply(self) -> None:
+        self._row = self._apply(self._logits, self.bytes)
+
+    def check(self, token: int) -> bool:
+        return self.matcher.validate_tokens([token]) == 1
+
+    def allows(self, token: int) -> bool:
+        return bool(np.isfinite(self._row[token]))
+
+    def accept(self, token: int) -> bool:
+        if not self.matcher.consume_token(token):
+            raise Refusal(self._error())
+        return True
+
+    def _error(self) -> str:
+        """Without the state of the parser that follows it."""
+        return self.matcher.get_error().partition("<state>")[0]
+
+
+def load(vocabulary: Vocabulary) -> Begin:
+    return begin_of(grammar_tokenizer(vocabulary))
+
+
+def begin_of(tokenizer: LLTokenizer) -> Begin:
+    apply = appliers(tokenizer.vocab_size)["table"]
+    return lambda kind, source: Matcher(tokenizer, apply, kind, source)
+
+
+if __name__ == "__main__":
+    serve(load, ["llguidance"])

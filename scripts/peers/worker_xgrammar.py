@@ -1,0 +1,68 @@
+"""xgrammar as a worker of ``bench_grammars.py``, by ``grammar_protocol.py``."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import protocol
+import torch
+import xgrammar  # type: ignore[import-not-found]
+from grammar_protocol import Begin, Vocabulary, serve
+
+
+@dataclass
+class Matcher:
+    """A grammar's place in a text."""
+
+    matcher: Any
+    bits: torch.Tensor  # (1, 32-bit words)
+    row: torch.Tensor  # (1, tokens)
+
+    def prepare(self, logits: np.ndarray) -> None:
+        self.row[0].copy_(torch.from_numpy(logits))
+
+    def mask(self) -> bool:
+        return self.matcher.fill_next_token_bitmask(self.bits)
+
+    def apply(self) -> None:
+        xgrammar.apply_token_bitmask_inplace(self.row, self.bits)
+
+    def check(self, token: int) -> None:  # noqa: ARG002
+        return None
+
+    def allows(self, token: int) -> bool:
+        return bool(torch.isfinite(self.row[0, token]))
+
+    def accept(self, token: int) -> bool:
+        return self.matcher.accept_token(token)
+
+
+def load(vocabulary: Vocabulary) -> Begin:
+    tokenizer = xgrammar.TokenizerInfo(
+        vocabulary.spelled(),
+        xgrammar.VocabType.BYTE_LEVEL,
+        vocab_size=vocabulary.size,
+        stop_token_ids=[vocabulary.end],
+    )
+    # Its own cache would make every construction but the first look free.
+    compiler = xgrammar.GrammarCompiler(tokenizer, max_threads=os.cpu_count() or 1, cache_enabled=False)
+    bits = xgrammar.allocate_token_bitmask(1, vocabulary.size)
+    row = torch.empty(1, vocabulary.size)
+
+    def begin(kind: str, source: str) -> Matcher:
+        if kind == "json":
+            compiled = compiler.compile_json_schema(source)
+        elif kind == "gbnf":
+            compiled = compiler.compile_grammar(source)
+        else:
+            raise protocol.Refusal(f"it doesn't read {kind}")
+        return Matcher(xgrammar.GrammarMatcher(compiled), bits, row)
+
+    return begin
+
+
+if __name__ == "__main__":
+    serve(load, ["xgrammar"])

@@ -1,0 +1,127 @@
+"""Train a byte-level BPE tokenizer as large as those of today's models, to measure grammars on.
+
+    python scripts/train_tokenizer.py [--tokens 131072] [--megabytes 200] [-o .cache/bench/tokenizer-128k]
+
+It learns from the text that comes with this Python: the standard library and the installed packages. Files are taken in
+an order that their names settle, so the same installation gives the same tokenizer. OUT/tokenizer.json is what
+``tokenizers`` reads and OUT/about.json says what it is made of. 200 MB take a minute or two and 0.6 GB of memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import shutil
+import sys
+import sysconfig
+import time
+from collections.abc import Iterator
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+ROOT = Path(__file__).resolve().parent.parent
+OUT = ROOT / ".cache" / "bench" / "tokenizer-128k"
+TOKENS = 131072  # with the end of a text, which is the last of them
+MEGABYTES = 200
+END = "<|endoftext|>"
+KINDS = (".py", ".md", ".rst", ".txt", ".json")
+LARGEST = 1_000_000  # bytes of a file: larger ones are tables
+LONGEST = 128  # bytes of a token
+# A word with the one sign before it, up to three digits, signs with the line breaks behind them, blanks: what the
+# tokenizers of GPT-4, Llama 3 and Qwen have in common.
+PATTERN = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+
+
+def files_of(folders: list[Path]) -> list[Path]:
+    """Text files, in the order of hashes of their names: any part of the list is a mixture of all packages."""
+    named: dict[str, Path] = {}
+    for folder in folders:
+        for file in folder.rglob("*"):
+            if file.suffix in KINDS and file.is_file() and file.stat().st_size <= LARGEST:
+                named.setdefault(file.relative_to(folder).as_posix(), file)
+    # The standard library's folder may have site-packages in it, which is another installation's.
+    own = {name: file for name, file in named.items() if not name.startswith("site-packages/")}
+    return [own[name] for name in sorted(own, key=lambda name: hashlib.sha256(name.encode()).digest())]
+
+
+def texts_of(files: list[Path], limit: int, used: dict[str, int]) -> Iterator[str]:
+    """Texts of UTF-8, ``limit`` bytes of them at most. ``used`` counts files and bytes."""
+    said = time.monotonic()
+    for file in files:
+        content = file.read_bytes()
+        if used["bytes"] + len(content) > limit:
+            return
+        try:
+            text = content.decode("utf-8")
+        except UnicodeDecodeError:
+            continue
+        used["files"] += 1
+        used["bytes"] += len(content)
+        if time.monotonic() - said > 5:
+            said = time.monotonic()
+            print(f"read {used['bytes'] / 1e6:,.0f} of {limit / 1e6:,.0f} MB", file=sys.stderr, flush=True)
+        yield text
+
+
+def train(files: list[Path], tokens: int, limit: int) -> tuple[Tokenizer, dict[str, Any]]:
+    """The tokenizer and what it is made of.
+
+    Raises:
+        SystemExit: there is too little text for so many tokens.
+    """
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(PATTERN), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=tokens - 1,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        max_token_length=LONGEST,
+        show_progress=True,  # on stderr
+    )
+    used = {"files": 0, "bytes": 0}
+    began = time.monotonic()
+    tokenizer.train_from_iterator(texts_of(files, limit, used), trainer)
+    tokenizer.add_special_tokens([END])  # behind the others and outside the model's own, as Llama 3 has it
+    found = tokenizer.get_vocab_size()
+    if found != tokens:
+        told = f"{used['files']} files with {used['bytes'] / 1e6:,.1f} MB"
+        raise SystemExit(f"{told} give {found} tokens, not {tokens}: install more packages or raise --megabytes")
+    versions = {"python": sysconfig.get_python_version(), "tokenizers": version("tokenizers")}
+    about = {"tokens": tokens, **used, "seconds": round(time.monotonic() - began), "versions": versions}
+    return tokenizer, about
+
+
+def write(tokenizer: Tokenizer, about: dict[str, Any], out: Path) -> None:
+    """The whole folder at once: one that is there is complete."""
+    unfinished = out.with_name(out.name + ".unfinished")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir(parents=True)
+    tokenizer.save(str(unfinished / "tokenizer.json"))
+    (unfinished / "about.json").write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
+    shutil.rmtree(out, ignore_errors=True)
+    unfinished.rename(out)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=TOKENS)
+    parser.add_argument("--megabytes", type=float, default=MEGABYTES, help=f"of text at most (default {MEGABYTES})")
+    parser.add_argument("-o", "--output", type=Path, default=OUT)
+    args = parser.parse_args()
+    files = files_of([Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib")])
+    tokenizer, about = train(files, args.tokens, int(args.megabytes * 1e6))
+    write(tokenizer, about, args.output)
+    print(f"{args.output}: {json.dumps(about)}")
+
+
+if __name__ == "__main__":
+    main()
