@@ -1,0 +1,107 @@
+"""A process that does what strangers' input asks for, and is stopped in the middle of it when it takes too much."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import subprocess
+import sys
+import threading
+import time
+from typing import Any
+
+import psutil
+
+
+class Stopped(Exception):
+    """The process was stopped; the message says what it took too much of, as in "ran longer than 2 seconds"."""
+
+
+class Worker:
+    """Runs a module that answers JSON objects, a line each; started when first needed and kept for the next one.
+
+    A single operation in compiled code can run for hours or fill the memory, and only a process can be stopped in
+    the middle of one, on any platform and from any thread.
+
+    Args:
+        module: what ``python -m`` runs; it reads a request from each line of its standard input.
+        seconds: how long an answer may take.
+        size: how many bytes of memory the process may take.
+    """
+
+    def __init__(self, module: str, seconds: float, size: int) -> None:
+        self.module, self.seconds, self.size = module, seconds, size
+        self._process: subprocess.Popen[str] | None = None
+        self._lock = threading.Lock()
+        atexit.register(self.stop)
+
+    def ask(self, request: str) -> dict[str, Any]:
+        """The module's answer to a request of one line.
+
+        Raises:
+            Stopped: it ran too long or took too much memory; the next request gets a new process.
+            OSError: it ended twice without an answer.
+        """
+        with self._lock:
+            try:
+                return self._ask(request)
+            except (OSError, ValueError):  # it was killed between two requests
+                self.stop()
+                return self._ask(request)
+            except BaseException:
+                self.stop()  # its answer, if one comes, belongs to nobody
+                raise
+
+    def _ask(self, request: str) -> dict[str, Any]:
+        process = self._process = self._process or self._start()
+        answers: list[str] = []
+
+        def talk() -> None:
+            assert process.stdin and process.stdout
+            try:
+                process.stdin.write(request + "\n")
+                process.stdin.flush()
+                answers.append(process.stdout.readline())
+            except (OSError, ValueError):
+                answers.append("")
+
+        talking = threading.Thread(target=talk, daemon=True)
+        talking.start()
+        until, watched = time.monotonic() + self.seconds, psutil.Process(process.pid)
+        while talking.is_alive():
+            talking.join(0.02)
+            if talking.is_alive() and time.monotonic() > until:
+                self._refuse(f"ran longer than {self.seconds:g} seconds")
+            if talking.is_alive() and memory_of(watched) > self.size:
+                self._refuse(f"took more than {self.size // 1_000_000} MB of memory")
+        if not answers[0]:
+            raise OSError(f"{self.module} has ended")
+        return json.loads(answers[0])
+
+    def _refuse(self, why: str) -> None:
+        self.stop()
+        raise Stopped(why)
+
+    def _start(self) -> subprocess.Popen[str]:
+        """The process ends when its standard input does, so it doesn't outlive this one."""
+        return subprocess.Popen(
+            [sys.executable, "-P", "-m", self.module],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            encoding="utf-8",
+        )
+
+    def stop(self) -> None:
+        """End the process; the next request starts another."""
+        if self._process:
+            self._process.kill()
+            self._process.communicate()
+            self._process = None
+
+
+def memory_of(process: psutil.Process) -> int:
+    try:
+        return process.memory_info().rss
+    except psutil.Error:  # it has just ended
+        return 0
