@@ -1,0 +1,241 @@
+"""llama.cpp's GBNF: read, and written in the Lark dialect of llguidance as the same language.
+
+llguidance's lexemes are greedy and GBNF knows none: ``[a-z]+ "x"`` matches ``abx`` there, but a lexeme ``[a-z]+``
+would swallow the x. So ``ovspec.constraints.lexemes`` says which parts of a grammar may become lexemes.
+
+Sources:
+    The notation: https://github.com/ggml-org/llama.cpp/blob/master/grammars/README.md
+"""
+
+from __future__ import annotations
+
+import string
+from dataclasses import dataclass
+
+from ovspec.errors import OvspecError
+
+Ranges = tuple[tuple[int, int], ...]  # of code points, sorted and disjoint, both ends included
+
+LAST = 0x10FFFF
+SURROGATES = (0xD800, 0xDFFF)
+MAX_DEPTH = 100  # of parentheses
+MAX_STACKED = 8  # repetitions of repetitions
+MAX_REPEAT = 100_000
+NAME = frozenset(string.ascii_letters + string.digits + "-_")
+ESCAPES = {"n": "\n", "r": "\r", "t": "\t", "\\": "\\", '"': '"', "[": "[", "]": "]", "-": "-", "^": "^"}
+HEX_DIGITS = {"x": 2, "u": 4, "U": 8}
+
+
+@dataclass(frozen=True)
+class Chars:
+    """One character of some ranges."""
+
+    ranges: Ranges
+
+
+@dataclass(frozen=True)
+class Seq:
+    parts: tuple[Node, ...]
+
+
+@dataclass(frozen=True)
+class Alt:
+    options: tuple[Node, ...]
+
+
+@dataclass(frozen=True)
+class Repeat:
+    part: Node
+    least: int
+    most: int | None  # None: any number
+
+
+@dataclass(frozen=True)
+class Name:
+    """Another rule."""
+
+    text: str
+
+
+Node = Chars | Seq | Alt | Repeat | Name
+EMPTY = Seq(())
+
+
+def parse(text: str) -> dict[str, Node]:
+    """The rules of a grammar.
+
+    Raises:
+        OvspecError: it isn't GBNF, names a rule that isn't there, or has no ``root``; the message begins with the
+            line and column.
+    """
+    return Reader(text).grammar()
+
+
+class Reader:
+    """Goes through the text once; ``at`` is the next character."""
+
+    def __init__(self, text: str) -> None:
+        self.text, self.at, self.depth = text, 0, 0
+        self.used: dict[str, int] = {}  # where each name was first referred to
+
+    def fail(self, why: str, at: int | None = None) -> OvspecError:
+        at = self.at if at is None else at
+        line, column = self.text.count("\n", 0, at) + 1, at - self.text.rfind("\n", 0, at)
+        return OvspecError(f"line {line}, column {column}: {why}.")
+
+    def next(self) -> str:
+        return self.text[self.at] if self.at < len(self.text) else ""
+
+    def space(self, lines: bool) -> None:
+        """Skip spaces and comments, and ends of lines if ``lines``."""
+        while (found := self.next()) and (found in " \t#" or (lines and found in "\r\n")):
+            if found == "#":
+                end = self.text.find("\n", self.at)
+                self.at = len(self.text) if end < 0 else end
+            else:
+                self.at += 1
+
+    def grammar(self) -> dict[str, Node]:
+        rules: dict[str, Node] = {}
+        self.space(lines=True)
+        while self.next():
+            start, name = self.at, self.name()
+            self.space(lines=False)
+            if not self.text.startswith("::=", self.at):
+                raise self.fail(f'"::=" should follow the name {name}')
+            if name in rules:
+                raise self.fail(f"the rule {name} is defined twice", start)
+            self.at += 3
+            self.space(lines=True)
+            rules[name] = self.options(nested=False)
+            if self.next() not in ("", "\r", "\n"):
+                raise self.fail(f"{self.next()!r} doesn't belong here")
+            self.space(lines=True)
+        for name, at in self.used.items():
+            if name not in rules:
+                raise self.fail(f"there is no rule {name}", at)
+        if "root" not in rules:
+            raise OvspecError("line 1, column 1: the grammar has no rule root, with which every text begins.")
+        return rules
+
+    def name(self) -> str:
+        start = self.at
+        while self.next() in NAME and self.next():
+            self.at += 1
+        if start == self.at:
+            raise self.fail(f"a name should stand here, not {self.next()!r}")
+        return self.text[start : self.at]
+
+    def options(self, nested: bool) -> Node:
+        options = [self.sequence(nested)]
+        while self.next() == "|":
+            self.at += 1
+            self.space(lines=True)
+            options.append(self.sequence(nested))
+        return options[0] if len(options) == 1 else Alt(tuple(options))
+
+    def sequence(self, nested: bool) -> Node:
+        parts: list[Node] = []
+        while (found := self.next()) and (found in '"[(.' or found in NAME):
+            part = self.element()
+            self.space(nested)
+            times = 0
+            while self.next() and self.next() in "*+?{":
+                times += 1
+                if times > MAX_STACKED:
+                    raise self.fail(f"no more than {MAX_STACKED} repetitions may follow one another")
+                part = self.repeated(part)
+                self.space(nested)
+            parts.append(part)
+        return parts[0] if len(parts) == 1 else Seq(tuple(parts))
+
+    def element(self) -> Node:
+        start, found = self.at, self.next()
+        if found in NAME:
+            name = self.name()
+            self.used.setdefault(name, start)
+            return Name(name)
+        self.at += 1
+        if found == ".":
+            return Chars(negated(()))
+        if found == "[":
+            return self.chars(start)
+        if found == '"':
+            parts: list[Node] = []
+            while self.next() != '"':
+                parts.append(Chars(((code := self.character(start, "text"), code),)))
+            self.at += 1
+            return parts[0] if len(parts) == 1 else Seq(tuple(parts))
+        self.depth += 1
+        if self.depth > MAX_DEPTH:
+            raise self.fail(f"parentheses are nested deeper than {MAX_DEPTH}")
+        self.space(lines=True)
+        inner = self.options(nested=True)
+        if self.next() != ")":
+            raise self.fail("this parenthesis is not closed", start)
+        self.at, self.depth = self.at + 1, self.depth - 1
+        return inner
+
+    def character(self, start: int, what: str) -> int:
+        """A code point of a literal or a class, which may be escaped."""
+        found = self.next()
+        if found in ("", "\n", "\r"):
+            raise self.fail(f"this {what} is not closed", start)
+        self.at += 1
+        if found != "\\":
+            code = ord(found)
+        else:
+            kind = self.next()
+            self.at += 1
+            if kind in ESCAPES:
+                return ord(ESCAPES[kind])
+            digits = self.text[self.at : self.at + HEX_DIGITS.get(kind, 0)]
+            if not digits or len(digits) < HEX_DIGITS[kind] or not set(digits) <= set(string.hexdigits):
+                raise self.fail(f"\\{kind}{digits} is no escape", self.at - 2)
+            self.at, code = self.at + len(digits), int(digits, 16)
+        if code > LAST or SURROGATES[0] <= code <= SURROGATES[1]:
+            raise self.fail(f"U+{code:04X} is no character", self.at - 1)
+        return code
+
+    def chars(self, start: int) -> Node:
+        negate = self.next() == "^"
+        self.at += negate
+        ranges: list[tuple[int, int]] = []
+        while self.next() != "]":
+            first = last = self.character(start, "class")
+            if self.next() == "-" and self.text[self.at + 1 : self.at + 2] != "]":
+                self.at += 1
+                last = self.character(start, "class")
+            if last < first:
+                raise self.fail("this range ends before it begins", start)
+            ranges.append((first, last))
+        self.at += 1
+        if not ranges and not negate:
+            raise self.fail("this class has no characters", start)
+        return Chars(negated(ranges) if negate else negated(negated(ranges)))
+
+    def repeated(self, part: Node) -> Node:
+        start, found = self.at, self.next()
+        self.at += 1
+        if found != "{":
+            return Repeat(part, int(found == "+"), 1 if found == "?" else None)
+        end = self.text.find("}", start)
+        least, comma, most = (side.strip() for side in self.text[start + 1 : end].partition(","))
+        if end < 0 or not (least + most).isascii() or not least.isdigit() or not (most or "0").isdigit():
+            raise self.fail("a repetition is written {3}, {3,} or {3,5}", start)
+        if max(len(least), len(most)) > 6 or max(int(least), int(most or 0)) > MAX_REPEAT:
+            raise self.fail(f"nothing may be repeated more than {MAX_REPEAT} times", start)
+        if most and int(most) < int(least):
+            raise self.fail("this repetition ends before it begins", start)
+        self.at = end + 1
+        return Repeat(part, int(least), int(most) if most else None if comma else int(least))
+
+
+def negated(ranges: list[tuple[int, int]] | Ranges) -> Ranges:
+    """All characters but these; twice gives the ranges themselves, sorted and merged."""
+    found, free = [], 0
+    for first, last in sorted([*ranges, SURROGATES]):
+        if first > free:
+            found.append((free, first - 1))
+        free = max(free, last + 1)
+    return (*found, (free, LAST)) if free <= LAST else tuple(found)
