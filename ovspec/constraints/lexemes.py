@@ -17,7 +17,7 @@ MAX_SIZE = 2000  # characters' places in a lexeme
 MAX_DEPTH = 60  # of the parentheses in a lexeme
 MAX_STEPS = 1_000_000  # of comparing lexemes, about a second; beyond it all lexemes are single characters
 
-Symbol = str  # "t3" a lexeme, "r3" a rule
+Symbol = str  # "T3" a lexeme, "r3" a rule, "r3-name" one with a name of its own
 
 
 @dataclass(frozen=True)
@@ -142,10 +142,12 @@ class Plan:
     def symbol(self, node: Node) -> Symbol:
         if node not in self.symbols:
             solid = self.is_regular(node) and not facts(node, self.regular).nullable
-            kind = "t" if isinstance(node, Chars) or (solid and self.may_be_lexeme(node)) else "r"
-            self.symbols[node] = f"{kind}{len(self.symbols)}"
-            if kind == "t":
-                self.lexemes[self.symbols[node]] = node
+            number, own = len(self.symbols), f"-{node.text.lower()}" if isinstance(node, Name) else ""
+            if isinstance(node, Chars) or (solid and self.may_be_lexeme(node)):
+                self.symbols[node] = f"T{number}"
+                self.lexemes[f"T{number}"] = node
+            else:
+                self.symbols[node] = f"r{number}{own}"
         return self.symbols[node]
 
     def is_regular(self, node: Node) -> bool:
@@ -207,10 +209,9 @@ class Plan:
         return None
 
     def lark(self) -> str:
-        lines = [f"start: {self.symbols[Name('root')].replace('t', 'T')}"]
-        for symbol, line in self.lines.items():
-            lines.append(f"{symbol}: {line.replace('t', 'T')}")
-        lines += [f"{symbol.upper()}: /{self.regex(node)}/" for symbol, node in self.lexemes.items()]
+        lines = [f"start: {self.symbols[Name('root')]}"]
+        lines += [f"{symbol}: {line}" for symbol, line in self.lines.items()]
+        lines += [f"{symbol}: /{self.regex(node)}/" for symbol, node in self.lexemes.items()]
         return "\n".join(lines) + "\n"
 
     def regex(self, node: Node) -> str:

@@ -1,0 +1,198 @@
+"""The process that tries grammars out: a JSON object a line in, a JSON object a line out. See ``checking.py``.
+
+llguidance accepts grammars without any finite text. Its log shows the rules as it will follow them, whatever they were
+written in, and so they are read from there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import signal
+import sys
+import tempfile
+import time
+from typing import IO, Any
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+# Also for the matcher that generates: a step over 128,000 tokens then stays below about a tenth of a second.
+LIMITS = LLParserLimits(
+    max_items_in_row=1000, step_max_items=20_000, max_lexer_states=50_000, precompute_large_lexemes=True, verbose_errors=False
+)
+MAX_SPECIAL = 50  # tokens named in a grammar
+MAX_NUMBER = 300_000  # of tokens where a grammar gives their numbers
+MAX_RULES = 4_000_000  # characters of llguidance's log that are read
+LONGEST = 1_000_000  # lexemes of the shortest text
+WALKS, WALK_BYTES, WALK_SECONDS = 4, 100, 0.3
+ARROW = " ⇦ "
+
+
+class Bytes:
+    """A vocabulary of bytes, and of the special tokens that a grammar names."""
+
+    eos_token_id, bos_token_id, is_tokenizer_wrapper = 256, None, True
+
+    def __init__(self, special: list[str], more: int) -> None:
+        self.tokens = [bytes([i]) for i in range(256)] + [text.encode() for text in ("<eos>", *special)] + [b""] * more
+        self.special_token_ids = list(range(256, 257 + len(special)))
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        return list(text if isinstance(text, bytes) else text.encode())
+
+
+def answer(grammar: str, log: IO[bytes]) -> dict[str, Any]:
+    """{} if the grammar is good, or {"error": llguidance's words} or {"refused": a sentence without its end}."""
+    special: list[str] = []
+    while True:
+        log.seek(0)
+        log.truncate()
+        vocabulary = Bytes(special, MAX_NUMBER if "<[" in grammar else 0)
+        matcher = LLMatcher(LLTokenizer(vocabulary), grammar, log_level=2, limits=LIMITS)  # type: ignore
+        unknown = re.search(r'unknown special token: "(<[^"]*>)"', matcher.get_error())
+        if not unknown or unknown[1] in special or len(special) >= MAX_SPECIAL:
+            break
+        special.append(unknown[1])
+    if matcher.is_error():
+        found = {"error": matcher.get_error()}
+        pointer = failing(grammar)
+        return found | ({"at": pointer} if pointer else {})
+    log.seek(0)
+    why = endless(log.read(MAX_RULES + 1).decode(errors="replace")) or stuck(matcher, len(vocabulary.tokens))
+    return {"refused": why} if why else {}
+
+
+def failing(grammar: str) -> str:
+    """Where in a JSON schema the error comes from: the deepest part that fails alone."""
+    source = json.loads(grammar)["grammars"][0]
+    schema, at, deadline = source.get("json_schema"), "#", time.monotonic() + 1
+    if not isinstance(schema, dict):
+        return ""
+    around = {key: schema[key] for key in ("$defs", "definitions", "$id", "x-guidance") if key in schema}
+
+    def fails(part: Any) -> bool:
+        if not isinstance(part, dict) or time.monotonic() > deadline:
+            return False
+        text = json.dumps({"grammars": [{"json_schema": {**part, **around}}]})
+        return bool(LLMatcher.validate_grammar(text, None, limits=LIMITS))
+
+    while True:
+        parts: list[tuple[Any, str]] = []
+        for key in ("properties", "patternProperties", "$defs", "definitions"):
+            parts += [(each, f"/{key}/{name}") for name, each in (schema.get(key) or {}).items()]
+        for key in ("items", "additionalProperties", "additionalItems"):
+            parts.append((schema.get(key), f"/{key}"))
+        for key in ("anyOf", "oneOf", "allOf", "prefixItems", "items"):
+            if isinstance(schema.get(key), list):
+                parts += [(each, f"/{key}/{i}") for i, each in enumerate(schema[key])]
+        found = next(((part, step) for part, step in parts if fails(part)), None)
+        if not found:
+            return at
+        schema, at = found[0], at + found[1]
+
+
+def endless(log: str) -> str:
+    """What is wrong with a grammar whose texts can't end, from its rules in llguidance's log; "" if nothing is."""
+    if "has_max_tokens" in log or "has_stop" in log or "max_tokens=" in log:
+        return "max_tokens= and stop= can't be taken back; leave them out"
+    lexemes, _, rules = log.rpartition("== Optimize ==>")
+    if not rules or len(log) > MAX_RULES or "::" in rules:  # rules with parameters can't be judged by their names
+        return ""
+    never = {f"[{number}]" for number in re.findall(r"^  \[(\d+)\] .*\(ExprRef ∅\)", lexemes, re.MULTILINE)}
+    options: dict[str, list[list[str]]] = {}
+    name = ""
+    for line in rules.splitlines():
+        left, arrow, right = line.partition(ARROW)
+        if arrow:
+            name = left.strip() or name
+            right = right.partition("   ")[0]  # what follows are attributes
+            options.setdefault(name, []).append([part for part in right.split() if part != "ϵ"])
+    sizes = shortest(options, never)
+    reached, waiting = {"start"}, ["start"]
+    while waiting:
+        name = waiting.pop()
+        for option in options.get(name, ()):
+            for part in option:
+                if part in never:
+                    return f"{named(name)} needs what matches no text"
+                if part in options and part not in sizes:
+                    return f"{named(part)} can never come to an end; give it an option without itself"
+                if part in options and part not in reached:
+                    reached.add(part)
+                    waiting.append(part)
+    if sizes.get("start", 0) > LONGEST:
+        return f"its shortest text has more than {LONGEST} parts; repeat less"
+    return ""
+
+
+def shortest(options: dict[str, list[list[str]]], never: set[str]) -> dict[str, int]:
+    """How many lexemes the shortest text of each rule has, for rules that have one."""
+    users: dict[str, set[str]] = {}
+    for name, bodies in options.items():
+        for part in {part for body in bodies for part in body if part in options}:
+            users.setdefault(part, set()).add(name)
+    sizes: dict[str, int] = {}
+    waiting = list(options)
+    while waiting:
+        name = waiting.pop()
+        for body in options[name]:
+            if any(part in never or (part in options and part not in sizes) for part in body):
+                continue
+            size = min(sum(sizes.get(part, 1) for part in body), LONGEST + 1)
+            if size < sizes.get(name, LONGEST + 2):
+                sizes[name] = size
+                waiting += users.get(name, ())
+    return sizes
+
+
+def named(symbol: str) -> str:
+    """A rule as its author may know it; most of them are llguidance's own."""
+    if symbol.startswith("json-schema:///"):
+        return f"the schema {symbol.removeprefix('json-schema:///')}"
+    own = re.sub(r"^r\d+-|^r\d+$|#\d+$|_$", "", symbol)
+    return f"the rule {own}" if own else "a rule"
+
+
+def stuck(matcher: LLMatcher, size: int) -> str:
+    """Follow a few texts, byte by byte: does it allow any, and stay within the limits?"""
+    if matcher.is_accepting() and not allowed(matcher, size):
+        return "it matches nothing but the empty text; say what else may be written"
+    if size > MAX_NUMBER:
+        return ""  # which of them are bytes is not for us to say
+    numbers, until = random.Random(0), time.monotonic() + WALK_SECONDS
+    for walk in range(WALKS):
+        each = matcher.deep_copy()
+        for step in range(WALK_BYTES):
+            tokens = allowed(each, size)
+            if each.is_error():
+                return f"{each.get_error().splitlines()[0]} (after {step} bytes)"
+            if not tokens:
+                if not each.is_accepting():
+                    return "it leads to a place from which no text goes on" if step else "it matches no text at all"
+                break
+            if time.monotonic() > until and walk + step:
+                return ""
+            each.consume_token(numbers.choice(tokens))
+    return ""
+
+
+def allowed(matcher: LLMatcher, size: int) -> list[int]:
+    """The tokens that may come next, without the end."""
+    bits = int.from_bytes(matcher.compute_bitmask(), "little")
+    return [i for i in range(size) if bits >> i & 1 and i != Bytes.eos_token_id]
+
+
+def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that asks
+    sys.stdin.reconfigure(encoding="utf-8")  # type: ignore[union-attr]
+    with tempfile.TemporaryFile() as log:
+        os.dup2(log.fileno(), 2)  # llguidance writes its log to standard error
+        for line in sys.stdin:
+            sys.stdout.write(json.dumps(answer(json.loads(line)["grammar"], log)) + "\n")
+            sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,282 @@
+"""JSON schemas: what llguidance would ignore, get wrong or refuse without naming the place is refused here.
+
+Sources:
+    What llguidance supports: https://github.com/guidance-ai/llguidance/blob/main/docs/json_schema.md
+    The keywords: https://json-schema.org/draft/2020-12/json-schema-validation
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Callable
+from typing import Any
+from urllib.parse import unquote
+
+from ovspec.errors import OvspecError
+
+Schema = dict[str, Any]
+
+# One space, or a new line that is indented by at most 20: without a bound a model may write white space for ever.
+WHITE_SPACE = r" |\n[ \t]{0,20}"
+# Without \uXXXX: llguidance lets \u0061 pass for a key other than "a".
+ESCAPES = 'nrbtf\\"'
+SETTINGS = ("item_separator", "key_separator", "whitespace_flexible", "whitespace_pattern")
+
+TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
+FORMATS = ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
+# llguidance lets a leap second end any minute.
+SECONDS = {"date-time": "^.{17}[0-5]", "time": "^.{6}[0-5]"}
+ANNOTATIONS = frozenset(
+    "$schema $id id $comment $anchor $vocabulary title description default examples example deprecated readOnly writeOnly "
+    "contentMediaType contentEncoding contentSchema discriminator externalDocs xml markdownDescription".split()
+)
+NOT_ENFORCED = {
+    "uniqueItems": "use an enum of whole arrays, or check the text afterwards",
+    "not": "say what is allowed instead",
+    "if": "use anyOf with a branch for each case",
+    "then": "use anyOf with a branch for each case",
+    "else": "use anyOf with a branch for each case",
+    "contains": "use prefixItems for the item that has to be there",
+    "minContains": "use prefixItems",
+    "maxContains": "use prefixItems",
+    "propertyNames": "use patternProperties and additionalProperties: false",
+    "dependentRequired": "use anyOf with a branch for each case",
+    "dependentSchemas": "use anyOf with a branch for each case",
+    "dependencies": "use anyOf with a branch for each case",
+    "unevaluatedProperties": "use additionalProperties",
+    "unevaluatedItems": "use items: false behind prefixItems",
+    "nullable": "write null among the types",
+    "$dynamicRef": "use $ref",
+    "$dynamicAnchor": "use $ref",
+    "$recursiveRef": "use $ref",
+    "$recursiveAnchor": "use $ref",
+}
+# Saying this changes nothing, so it is dropped.
+NO_OPS = {"uniqueItems": False, "nullable": False, "unevaluatedProperties": True, "unevaluatedItems": True}
+COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
+BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+ONE = ("items", "additionalItems", "additionalProperties")
+SEVERAL = ("anyOf", "oneOf", "allOf", "prefixItems")
+NAMED = ("properties", "patternProperties")
+LATER = ("$defs", "definitions")  # looked at where something refers to them
+OTHERS = ("$ref", "type", "const", "enum", "required", "pattern", "format", "multipleOf", "x-guidance")
+KNOWN = {*ANNOTATIONS, *NOT_ENFORCED, *COUNTS, *BOUNDS, *ONE, *SEVERAL, *NAMED, *LATER, *OTHERS}
+
+EXACT = 2**53  # llguidance takes bounds for 64-bit floats
+SET_OPERATIONS = re.compile(r"&&|--|~~|\[")  # in a class; Rust's, where JSON Schema means the characters
+
+
+def cleaned(schema: Any) -> Schema:
+    """A schema of the same texts that llguidance enforces as it is.
+
+    Args:
+        schema: as parsed from JSON; it is changed.
+
+    Raises:
+        OvspecError: it is wrong or can't be enforced; the message begins with the JSON pointer of the place.
+    """
+    if schema is True:
+        schema = {}
+    if schema is False:
+        raise OvspecError('the top: "false" allows no text at all.')
+    if not isinstance(schema, dict):
+        raise OvspecError("the top: a schema is an object.")
+    settings = schema.pop("x-guidance", {})
+    Cleaner(schema).all()
+    schema["x-guidance"] = guidance(settings)
+    return schema
+
+
+def guidance(settings: Any) -> Schema:
+    if not isinstance(settings, dict):
+        raise OvspecError("#/x-guidance: this should be an object.")
+    for name in settings:
+        if name not in SETTINGS:
+            raise OvspecError(f"#/x-guidance/{name}: only {listed(SETTINGS)} can be set here.")
+    white = {} if {"whitespace_flexible", "whitespace_pattern"} & settings.keys() else {"whitespace_pattern": WHITE_SPACE}
+    return {**white, "json_allowed_escapes": ESCAPES, **settings}
+
+
+class Cleaner:
+    """Walks through a schema and whatever it refers to."""
+
+    def __init__(self, root: Schema) -> None:
+        self.root = root
+        self.waiting: list[tuple[Any, str]] = [(root, "#")]
+        self.seen: set[int] = set()
+        self.anchors: dict[str, tuple[Any, str]] | None = None
+
+    def all(self) -> None:
+        while self.waiting:
+            schema, at = self.waiting.pop()
+            if isinstance(schema, dict) and id(schema) not in self.seen:
+                self.seen.add(id(schema))
+                self.visit(schema, at)
+            elif not isinstance(schema, dict | bool):
+                raise OvspecError(f"{at}: this should be a schema, that is an object, true or false.")
+
+    def visit(self, schema: Schema, at: str) -> None:
+        for key in [key for key, value in NO_OPS.items() if schema.get(key) is value]:
+            del schema[key]
+        for key, value in schema.items():
+            self.keyword(schema, key, value, f"{at}/{pointed(key)}")
+        if schema.get("$id") and at != "#" and not str(schema["$id"]).startswith("#"):
+            raise OvspecError(f"{at}/$id: schemas within schemas can't have their own $id; refer to #/$defs instead.")
+        if "string" not in as_list(schema.get("type", "string")):
+            schema.pop("format", None)  # it says something about texts only
+        if schema.get("format") in SECONDS:
+            schema["allOf"] = [*schema.get("allOf", ()), {"pattern": SECONDS[schema["format"]]}]
+        self.repeated_keys(schema, at)
+
+    def keyword(self, schema: Schema, key: str, value: Any, at: str) -> None:
+        """Check one keyword, and note the schemas below it."""
+        if key in NOT_ENFORCED:
+            raise OvspecError(f"{at}: {key} can't be enforced; {NOT_ENFORCED[key]}.")
+        if key not in KNOWN and not key.startswith("x-"):
+            near = difflib.get_close_matches(key, KNOWN, 1, 0.75)
+            advice = f"did you mean {near[0]}?" if near else "leave it out, or begin its name with x- if it is a note."
+            raise OvspecError(f"{at}: {key!r} is no keyword of JSON Schema; {advice}")
+        if key in ONE and not (key == "items" and isinstance(value, list)):
+            self.waiting.append((value, at))
+        elif key in SEVERAL or key == "items":
+            self.need(isinstance(value, list) and (value or key in ("allOf", "prefixItems", "items")), at, "a list of schemas")
+            self.waiting += [(each, f"{at}/{i}") for i, each in enumerate(value)]
+        elif key in NAMED:
+            self.need(isinstance(value, dict), at, "an object with a schema for each name")
+            self.waiting += [(each, f"{at}/{pointed(name)}") for name, each in value.items()]
+            for name in value:
+                check = self.pattern if key == "patternProperties" else self.writable
+                check(name, f"{at}/{pointed(name)}")
+        elif key in COUNTS:
+            self.need(isinstance(value, int) and not isinstance(value, bool) and value >= 0, at, "a whole number from 0")
+        elif key in BOUNDS:
+            old = key.startswith("exclusive") and isinstance(value, bool)  # draft 4
+            self.need(old or is_number(value), at, "a number")
+            self.need(abs(value) <= EXACT, at, "within 2**53, because larger bounds are rounded")
+        elif key in CHECKS:
+            CHECKS[key](self, value, at)
+        elif key == "x-guidance":
+            raise OvspecError(f"{at}: this is heard at the top of the schema only.")
+        elif key == "$ref":
+            self.waiting.append(self.resolved(value, at))
+
+    @staticmethod
+    def need(right: Any, at: str, what: str) -> None:
+        if not right:
+            raise OvspecError(f"{at}: this should be {what}.")
+
+    def types(self, value: Any, at: str) -> None:
+        self.need(value and all(isinstance(each, str) for each in as_list(value)), at, "a type or a list of types")
+        for each in as_list(value):
+            if each not in TYPES:
+                near = difflib.get_close_matches(each, TYPES, 1)
+                advice = f"did you mean {near[0]}?" if near else f"the types are {listed(TYPES)}."
+                raise OvspecError(f"{at}: {each!r} is no type; {advice}")
+
+    def format(self, value: Any, at: str) -> None:
+        if value not in FORMATS:
+            raise OvspecError(f"{at}: the format {value!r} can't be enforced; use a pattern, or one of {listed(FORMATS)}.")
+
+    def enum(self, value: Any, at: str) -> None:
+        self.need(isinstance(value, list) and value, at, "a list of at least one value")
+        self.writable(value, at)
+
+    def required(self, value: Any, at: str) -> None:
+        self.need(isinstance(value, list) and all(isinstance(each, str) for each in value), at, "a list of names")
+        self.writable(value, at)
+
+    def multiple(self, value: Any, at: str) -> None:
+        self.need(is_number(value) and value > 0, at, "a number above 0")
+
+    def pattern(self, value: Any, at: str) -> None:
+        self.need(isinstance(value, str), at, "a regular expression")
+        for inside in re.findall(r"\\.|\[\^?\]?((?:\\.|\[:\w+:\]|[^\]\\])*)\]", value, re.DOTALL):
+            if found := SET_OPERATIONS.search(re.sub(r"\\.|\[:\w+:\]", "", inside, flags=re.DOTALL)):
+                raise OvspecError(f"{at}: {found.group()!r} in a class means something else here; put \\ before it.")
+
+    def writable(self, value: Any, at: str) -> None:
+        """Refuse characters that only an escape with a number could write."""
+        waiting = [value]
+        while waiting:
+            each = waiting.pop()
+            if isinstance(each, dict):
+                waiting += [*each, *each.values()]
+            elif isinstance(each, list):
+                waiting += each
+            elif isinstance(each, str) and (found := re.search(r"[\0-\x07\x0b\x0e-\x1f\x7f\ud800-\udfff]", each)):
+                raise OvspecError(f"{at}: the character U+{ord(found.group()):04X} can't be written; leave it out.")
+
+    def dialect(self, value: Any, at: str) -> None:
+        known = isinstance(value, str) and re.match(r"https?://json-schema\.org/(draft[-/]|schema)", value)
+        self.need(known, at, "a draft of json-schema.org, or be left out")
+
+    def repeated_keys(self, schema: Schema, at: str) -> None:
+        """A text may hold a free key twice, which counts once for whoever reads it."""
+        least, free = schema.get("minProperties", 0), schema.get("additionalProperties") is not False
+        if least > len(set(schema.get("required", ()))) + 1 and (free or schema.get("patternProperties")):
+            raise OvspecError(f"{at}/minProperties: more than one key besides the required ones can't be enforced.")
+
+    def resolved(self, value: Any, at: str) -> tuple[Any, str]:
+        """What a $ref refers to."""
+        self.need(isinstance(value, str), at, "text such as #/$defs/name")
+        own = self.root.get("$id")
+        target = value.removeprefix(own.rstrip("#")) if isinstance(own, str) else value
+        if target in ("", "#"):
+            return self.root, "#"
+        if not target.startswith("#"):
+            raise OvspecError(f"{at}: {value!r} is outside this schema; copy it to $defs and refer to #/$defs/name.")
+        found: Any = self.root
+        if not target.startswith("#/"):
+            found = self.anchored().get(target[1:])
+            if found is None:
+                raise OvspecError(f"{at}: there is no {value!r} in this schema.")
+            return found
+        for part in target[2:].split("/"):
+            part = unquote(part).replace("~1", "/").replace("~0", "~")
+            if isinstance(found, list) and part.isdigit() and int(part) < len(found):
+                found = found[int(part)]
+            elif isinstance(found, dict) and part in found:
+                found = found[part]
+            else:
+                raise OvspecError(f"{at}: there is no {value!r} in this schema.")
+        return found, target
+
+    def anchored(self) -> dict[str, tuple[Any, str]]:
+        if self.anchors is None:
+            self.anchors, waiting = {}, [(self.root, "#")]
+            while waiting:
+                value, at = waiting.pop()
+                if isinstance(value, dict) and isinstance(value.get("$anchor"), str):
+                    self.anchors[value["$anchor"]] = (value, at)
+                pairs = value.items() if isinstance(value, dict) else enumerate(value)
+                waiting += [(each, f"{at}/{pointed(str(key))}") for key, each in pairs if isinstance(each, dict | list)]
+        return self.anchors
+
+
+CHECKS: dict[str, Callable[[Cleaner, Any, str], None]] = {
+    "type": Cleaner.types,
+    "format": Cleaner.format,
+    "enum": Cleaner.enum,
+    "const": Cleaner.writable,
+    "required": Cleaner.required,
+    "multipleOf": Cleaner.multiple,
+    "pattern": Cleaner.pattern,
+    "$schema": Cleaner.dialect,
+}
+
+
+def as_list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def listed(names: tuple[str, ...]) -> str:
+    return f"{', '.join(names[:-1])} and {names[-1]}"
+
+
+def pointed(key: str) -> str:
+    return key.replace("~", "~0").replace("/", "~1")
