@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import json
 import random
+import re
 from pathlib import Path
 
 import numpy as np
@@ -15,15 +17,39 @@ TOKENIZER = Path(__file__).resolve().parent.parent / "models" / "demo-hf" / "tar
 CLOSERS = (b'"', b"}", b"]", b'"}', b'"]', b"}}", b",", b":", b")", b";")
 
 
+class Vocabulary:
+    """The demo's tokens for llguidance, where text that spells a special token stays text.
+
+    Given the tokenizer.json, llguidance encodes forced text such as ``<|im_end|>`` as the special token, which the
+    grammar then refuses.
+    """
+
+    eos_token_id, bos_token_id, is_tokenizer_wrapper = 2, None, True
+
+    def __init__(self) -> None:
+        text = TOKENIZER.read_text(encoding="utf-8")
+        self.inner = LLTokenizer(text)
+        special = {token["id"]: token["content"] for token in json.loads(text)["added_tokens"]}
+        plain = (self.inner.decode_bytes([i]) for i in range(self.inner.vocab_size))
+        self.tokens = [special[i].encode() if i in special else token for i, token in enumerate(plain)]
+        self.special_token_ids = sorted(special)
+        self.spelled = re.compile(
+            "|".join(f"(?<={re.escape(each[0])})(?={re.escape(each[1:])})" for each in special.values())
+        )
+
+    def __call__(self, text: bytes | str) -> list[int]:
+        whole = text.decode(errors="surrogateescape") if isinstance(text, bytes) else text
+        return [token for part in self.spelled.split(whole) for token in self.inner.tokenize_str(part)]
+
+
 @functools.cache
 def demo_tokenizer() -> LLTokenizer:
-    return LLTokenizer(TOKENIZER.read_text(encoding="utf-8"))
+    return LLTokenizer(Vocabulary())  # type: ignore[arg-type]
 
 
 @functools.cache
 def tokens() -> list[bytes]:
-    tokenizer = demo_tokenizer()
-    return [tokenizer.decode_bytes([i]) for i in range(tokenizer.vocab_size)]
+    return Vocabulary().tokens
 
 
 def matcher(grammar: str) -> LLMatcher:

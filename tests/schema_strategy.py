@@ -21,7 +21,9 @@ def values() -> SearchStrategy[Any]:
 
 
 def words() -> SearchStrategy[str]:
-    return st.text(st.characters(min_codepoint=32, max_codepoint=0x17F, exclude_characters="\x7f") | st.just("😀"), max_size=5)
+    return st.text(
+        st.characters(min_codepoint=32, max_codepoint=0x17F, exclude_characters="\x7f") | st.just("😀"), max_size=5
+    )
 
 
 @st.composite
@@ -91,14 +93,18 @@ def joined(draw: st.DrawFn, inner: SearchStrategy[Schema]) -> Schema:
             ]
             return {"oneOf": [{**each, "additionalProperties": False} for each in tagged]}
         case 2:
-            one, other = ({"type": "object", "properties": {name: draw(inner)}, "required": [name]} for name in ("l", "r"))
+            one, other = (
+                {"type": "object", "properties": {name: draw(inner)}, "required": [name]} for name in ("l", "r")
+            )
             return {"properties": {"l": True, "r": True}, "allOf": [one, other], "additionalProperties": False}
     return {"type": ["null", "integer", "string"], "minimum": 3, "maxLength": 5}
 
 
 def schemas() -> SearchStrategy[Schema]:
     """Schemas that describe at least one text, or that are refused because they don't."""
-    fixed = st.lists(values(), min_size=1, max_size=4).map(lambda each: {"enum": each}) | values().map(lambda v: {"const": v})
+    fixed = st.lists(values(), min_size=1, max_size=4).map(lambda each: {"enum": each}) | values().map(
+        lambda v: {"const": v}
+    )
     leaves = fixed | texts() | numbers() | st.sampled_from([{"type": "boolean"}, {"type": "null"}])
     nested = st.recursive(leaves, lambda inner: arrays(inner) | objects(inner) | joined(inner), max_leaves=6)
     noted = st.tuples(nested, st.sampled_from(ANNOTATIONS)).map(lambda pair: {**pair[0], **pair[1]})

@@ -21,7 +21,10 @@ CHECKER = Worker("ovspec.constraints.check_worker", MAX_SECONDS, MAX_BYTES)
 # llguidance's words, and what to say instead; the first that is found counts.
 WORDS = (
     (r"regex(?:p)? parse error:.*error: (.*)", r"the regular expression is wrong: \1"),
-    (r"^lookarounds not supported.*regex (/.*/)", r"anchors and \\b can't be followed inside the regular expression \1"),
+    (
+        r"^lookarounds not supported.*regex (/.*/)",
+        r"anchors and \\b can't be followed inside the expression \1",
+    ),
     (r"Regex is empty", "no text has this pattern, format and length together"),
     (r"^oneOf constraints", "options of oneOf may overlap, which can't be enforced; write anyOf"),
     (r"^circular references with sibling", "a $ref to a schema around it can't stand beside other keywords"),

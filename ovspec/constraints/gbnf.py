@@ -218,7 +218,10 @@ class Reader:
         start, found = self.at, self.next()
         self.at += 1
         if found != "{":
-            return Repeat(part, int(found == "+"), 1 if found == "?" else None)
+            least = int(found == "+")
+            if isinstance(part, Repeat) and part.least < 2 and part.most is None:  # any number of any number
+                return Repeat(part.part, min(least, part.least), None)
+            return Repeat(part, least, 1 if found == "?" else None)
         end = self.text.find("}", start)
         least, comma, most = (side.strip() for side in self.text[start + 1 : end].partition(","))
         if end < 0 or not (least + most).isascii() or not least.isdigit() or not (most or "0").isdigit():

@@ -38,11 +38,12 @@ def to_lark(text: str) -> str:
     rules = parse(text)
     regular = regular_rules(rules)
     split: set[Node] | None = set()
+    budget = [MAX_STEPS]
     while True:
         plan = Plan(rules, regular, split)
         plan.rule("root")
         try:
-            greedy = plan.too_greedy() if split is not None else set()
+            greedy = plan.too_greedy(budget) if split is not None else set()
         except TooMuch:
             greedy, split = {EMPTY}, None
         if not greedy:
@@ -101,7 +102,8 @@ def children(node: Node) -> tuple[Node, ...]:
 def facts(node: Node, rules: dict[str, Regular]) -> Regular:
     """Of an expression that refers to none but these rules."""
     if isinstance(node, Name):
-        return rules[node.text]
+        known = rules[node.text]
+        return Regular(known.size, known.depth + 1, known.nullable)
     inner = [facts(child, rules) for child in children(node)]
     size = sum(each.size for each in inner) + isinstance(node, Chars)
     depth = 1 + max((each.depth for each in inner), default=0)
@@ -178,13 +180,16 @@ class Plan:
             case Repeat(part, least, most):
                 inner = self.symbol(part)
                 self.lines[symbol] = f"{inner}{{{least},{'' if most is None else most}}}"
-                self.options[symbol] = [[inner], *([[]] if not least else []), *([[symbol, inner]] if most != 1 else [])]
+                self.options[symbol] = [
+                    [inner],
+                    *([[]] if not least else []),
+                    *([[symbol, inner]] if most != 1 else []),
+                ]
                 return [part]
         raise AssertionError(node)
 
     def parts(self, option: Node) -> list[Node]:
-        whole = not isinstance(option, Seq) or self.may_be_lexeme(option)
-        return [option] if whole else list(option.parts)
+        return list(option.parts) if isinstance(option, Seq) and not self.may_be_lexeme(option) else [option]
 
     def write(self, symbol: Symbol, options: list[list[Node]]) -> list[Node]:
         self.options[symbol] = [[self.symbol(node) for node in option] for option in options]
@@ -199,14 +204,14 @@ class Plan:
             case Name(text):
                 return self.solid(self.rules[text])
             case Alt(options):
-                left = tuple(each for each in map(self.solid, options) if each is not None)
-                return (Alt(left) if len(left) > 1 else left[0]) if left else None
+                left = [each for each in map(self.solid, options) if each is not None]
+                return Alt(tuple(left)) if left else None
             case Repeat(part, _, most):
                 inner = self.solid(part)
                 return None if inner is None or most == 0 else Repeat(inner, 1, most)
-            case Seq((_, *_)):  # it would grow with the square of its length
-                raise NotSolid
-        return None
+        if node == EMPTY:
+            return None
+        raise NotSolid  # a sequence would grow with the square of its length
 
     def lark(self) -> str:
         lines = [f"start: {self.symbols[Name('root')]}"]
@@ -229,15 +234,14 @@ class Plan:
 
     # Which lexemes are too greedy?
 
-    def too_greedy(self) -> set[Node]:
+    def too_greedy(self, budget: list[int]) -> set[Node]:
         """The lexemes that could go on with a character that belongs to the next one.
 
         Two lexemes are looked at together if both may begin at the same place: where both may follow the same
-        lexeme, or two lexemes that match the same text.
+        lexeme, or two lexemes that match the same text. ``budget`` holds the steps that are left.
         """
-        follows, first = self.followers()
+        follows, first = self.followers(budget)
         automata = {symbol: Automaton.of(node, self.rules) for symbol, node in self.lexemes.items()}
-        budget = [MAX_STEPS]
         beginnings = {symbol: automaton.first() for symbol, automaton in automata.items()}
         after = {symbol: [r for each in follows[symbol] for r in beginnings[each]] for symbol in automata}
         seen: set[tuple[Symbol, Symbol]] = set()
@@ -257,17 +261,21 @@ class Plan:
                 waiting += [(b, a) for a in follows[one] for b in follows[other]]
         return greedy
 
-    def followers(self) -> tuple[dict[Symbol, set[Symbol]], set[Symbol]]:
+    def followers(self, budget: list[int]) -> tuple[dict[Symbol, set[Symbol]], set[Symbol]]:
         """Which lexemes may follow each one, and which may begin a text."""
         nullable: set[Symbol] = set()
         first: dict[Symbol, set[Symbol]] = {symbol: set() for symbol in self.options}
         first |= {symbol: {symbol} for symbol in self.lexemes}
         follow: dict[Symbol, set[Symbol]] = {symbol: set() for symbol in first}
-        changed = True
+        rules, changed = list(self.options.items()), True
         while changed:
             changed = False
-            for symbol, options in self.options.items():
+            rules.reverse()  # what begins a text goes up a chain of rules, what follows goes down
+            for symbol, options in rules:
                 for option in options:
+                    budget[0] -= len(option)
+                    if budget[0] < 0:
+                        raise TooMuch
                     before = (len(nullable), len(first[symbol]))
                     ahead, can_end = set(), True  # what may come after the symbol looked at, within the option
                     for each in reversed(option):

@@ -28,8 +28,11 @@ FORMATS = ("date-time", "time", "date", "duration", "email", "hostname", "ipv4",
 # llguidance lets a leap second end any minute.
 SECONDS = {"date-time": "^.{17}[0-5]", "time": "^.{6}[0-5]"}
 ANNOTATIONS = frozenset(
-    "$schema $id id $comment $anchor $vocabulary title description default examples example deprecated readOnly writeOnly "
-    "contentMediaType contentEncoding contentSchema discriminator externalDocs xml markdownDescription".split()
+    (
+        *("$schema", "$id", "id", "$comment", "$anchor", "$vocabulary", "title", "description", "default", "examples"),
+        *("example", "deprecated", "readOnly", "writeOnly", "contentMediaType", "contentEncoding", "contentSchema"),
+        *("discriminator", "externalDocs", "xml", "markdownDescription"),
+    )
 )
 NOT_ENFORCED = {
     "uniqueItems": "use an enum of whole arrays, or check the text afterwards",
@@ -94,7 +97,9 @@ def guidance(settings: Any) -> Schema:
     for name in settings:
         if name not in SETTINGS:
             raise OvspecError(f"#/x-guidance/{name}: only {listed(SETTINGS)} can be set here.")
-    white = {} if {"whitespace_flexible", "whitespace_pattern"} & settings.keys() else {"whitespace_pattern": WHITE_SPACE}
+    white = (
+        {} if {"whitespace_flexible", "whitespace_pattern"} & settings.keys() else {"whitespace_pattern": WHITE_SPACE}
+    )
     return {**white, "json_allowed_escapes": ESCAPES, **settings}
 
 
@@ -119,17 +124,17 @@ class Cleaner:
     def visit(self, schema: Schema, at: str) -> None:
         for key in [key for key, value in NO_OPS.items() if schema.get(key) is value]:
             del schema[key]
-        for key, value in schema.items():
-            self.keyword(schema, key, value, f"{at}/{pointed(key)}")
-        if schema.get("$id") and at != "#" and not str(schema["$id"]).startswith("#"):
-            raise OvspecError(f"{at}/$id: schemas within schemas can't have their own $id; refer to #/$defs instead.")
         if "string" not in as_list(schema.get("type", "string")):
             schema.pop("format", None)  # it says something about texts only
+        for key, value in schema.items():
+            self.keyword(key, value, f"{at}/{pointed(key)}")
+        if schema.get("$id") and at != "#" and not str(schema["$id"]).startswith("#"):
+            raise OvspecError(f"{at}/$id: schemas within schemas can't have their own $id; refer to #/$defs instead.")
         if schema.get("format") in SECONDS:
             schema["allOf"] = [*schema.get("allOf", ()), {"pattern": SECONDS[schema["format"]]}]
         self.repeated_keys(schema, at)
 
-    def keyword(self, schema: Schema, key: str, value: Any, at: str) -> None:
+    def keyword(self, key: str, value: Any, at: str) -> None:
         """Check one keyword, and note the schemas below it."""
         if key in NOT_ENFORCED:
             raise OvspecError(f"{at}: {key} can't be enforced; {NOT_ENFORCED[key]}.")
@@ -137,10 +142,11 @@ class Cleaner:
             near = difflib.get_close_matches(key, KNOWN, 1, 0.75)
             advice = f"did you mean {near[0]}?" if near else "leave it out, or begin its name with x- if it is a note."
             raise OvspecError(f"{at}: {key!r} is no keyword of JSON Schema; {advice}")
-        if key in ONE and not (key == "items" and isinstance(value, list)):
+        several = key in SEVERAL or (key == "items" and is_list(value))  # as in old drafts
+        if key in ONE and not several:
             self.waiting.append((value, at))
-        elif key in SEVERAL or key == "items":
-            self.need(isinstance(value, list) and (value or key in ("allOf", "prefixItems", "items")), at, "a list of schemas")
+        elif several:
+            self.need(is_list(value) and (value or key not in ("anyOf", "oneOf")), at, "a list of schemas")
             self.waiting += [(each, f"{at}/{i}") for i, each in enumerate(value)]
         elif key in NAMED:
             self.need(isinstance(value, dict), at, "an object with a schema for each name")
@@ -149,9 +155,11 @@ class Cleaner:
                 check = self.pattern if key == "patternProperties" else self.writable
                 check(name, f"{at}/{pointed(name)}")
         elif key in COUNTS:
-            self.need(isinstance(value, int) and not isinstance(value, bool) and value >= 0, at, "a whole number from 0")
+            self.need(
+                isinstance(value, int) and not isinstance(value, bool) and value >= 0, at, "a whole number from 0"
+            )
         elif key in BOUNDS:
-            old = key.startswith("exclusive") and isinstance(value, bool)  # draft 4
+            old = key.startswith("exclusive") and is_bool(value)  # draft 4
             self.need(old or is_number(value), at, "a number")
             self.need(abs(value) <= EXACT, at, "within 2**53, because larger bounds are rounded")
         elif key in CHECKS:
@@ -176,7 +184,9 @@ class Cleaner:
 
     def format(self, value: Any, at: str) -> None:
         if value not in FORMATS:
-            raise OvspecError(f"{at}: the format {value!r} can't be enforced; use a pattern, or one of {listed(FORMATS)}.")
+            raise OvspecError(
+                f"{at}: the format {value!r} can't be enforced; use a pattern, or one of {listed(FORMATS)}."
+            )
 
     def enum(self, value: Any, at: str) -> None:
         self.need(isinstance(value, list) and value, at, "a list of at least one value")
@@ -266,12 +276,20 @@ CHECKS: dict[str, Callable[[Cleaner, Any, str], None]] = {
 }
 
 
+def is_list(value: Any) -> bool:
+    return isinstance(value, list)
+
+
 def as_list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]
 
 
 def is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    return isinstance(value, int | float) and not is_bool(value)
+
+
+def is_bool(value: Any) -> bool:
+    return isinstance(value, bool)
 
 
 def listed(names: tuple[str, ...]) -> str:

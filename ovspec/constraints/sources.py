@@ -50,7 +50,9 @@ def json_schema(schema: dict[str, Any] | bool | str | Path, what: str = "The JSO
         except (OSError, ValueError):  # too long for a name
             found = False
         if not found:
-            raise OvspecError(f"{str(schema)[:100]!r} is neither a JSON schema, which begins with {{, nor a file with one.")
+            raise OvspecError(
+                f"{str(schema)[:100]!r} is neither a JSON schema, which begins with {{, nor a file with one."
+            )
         what, text = str(schema), read_text(Path(schema))
     if isinstance(schema, str | Path):
         bounded(text, what)
