@@ -16,11 +16,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, cast
 
+from ovspec.constraints.maker import GRAMMARS, grammar_asked, grammar_of
 from ovspec.errors import OvspecError
 from ovspec.files import read_text, write_atomically
 from ovspec.generate import Result, Row
 from ovspec.ir import MODEL_FILE
-from ovspec.model import LanguageModel, Prompt
+from ovspec.model import LanguageModel, Prompt, healable_from
 from ovspec.options import GenerateOptions
 from ovspec.sequence import Sequence
 
@@ -28,7 +29,8 @@ from ovspec.sequence import Sequence
 OPTIONS = {
     **{name: name for name in ("max_tokens", "min_tokens", "stop", "stop_ids", "ignore_eos", "temperature", "top_k")},
     **{name: name for name in ("top_p", "min_p", "typical_p", "repetition_penalty", "presence_penalty")},
-    **{name: name for name in ("frequency_penalty", "logit_bias", "seed", "n")},
+    **{name: name for name in ("frequency_penalty", "logit_bias", "seed", "n", "heal", "constrain_from")},
+    **{name: name for name in GRAMMARS},
     "max_completion_tokens": "max_tokens",
     "stop_token_ids": "stop_ids",
 }
@@ -168,12 +170,15 @@ def options_of(body: dict[str, Any]) -> GenerateOptions:
             continue
         if name in ("stream", "logprobs", "echo") and value is False:
             continue
+        if name == "response_format":
+            options |= format_of(value)
+            continue
         if name not in OPTIONS:
             raise OvspecError(f"{name} can't be asked for in a batch; leave it out.")
         if name == "logit_bias":
             value = bias_of(value)
         elif not isinstance(value, ALLOWED.get(OPTIONS[name], (int, float))) or (
-            isinstance(value, bool) and name != "ignore_eos"
+            isinstance(value, bool) and name not in BOOLEANS
         ):
             raise OvspecError(f"{name} is {value!r}, which is of a wrong type.")
         options[OPTIONS[name]] = value
@@ -186,7 +191,30 @@ ALLOWED: dict[str, tuple[type, ...]] = {
     "stop": (str, list),
     "stop_ids": (list,),
     "ignore_eos": (bool,),
+    "heal": (bool,),
+    "constrain_from": (int, str),
+    "json_schema": (dict, bool, str),
+    "choice": (list,),
+    # Text, never a file: a request comes from elsewhere.
+    **dict.fromkeys(("regex", "grammar", "gbnf"), (str,)),
 }
+BOOLEANS = ("ignore_eos", "heal", "json_schema")
+
+
+def format_of(value: Any) -> dict[str, Any]:
+    """OpenAI's ``response_format`` as options."""
+    kind = value.get("type") if isinstance(value, dict) else None
+    if kind == "text":
+        return {}
+    if kind == "json_object":
+        return {"json_schema": {"type": "object"}}
+    schema = value.get("json_schema") if kind == "json_schema" else None
+    if not isinstance(schema, dict) or not isinstance(schema.get("schema"), dict):
+        raise OvspecError(
+            'response_format must be {"type": "text"}, {"type": "json_object"} or '
+            '{"type": "json_schema", "json_schema": {"schema": …}}.'
+        )
+    return {"json_schema": schema["schema"]}
 
 
 def bias_of(value: Any) -> dict[int, float]:
@@ -353,18 +381,19 @@ def what_matters(lm: LanguageModel, options: GenerateOptions) -> str:
     """The model, and the options that results depend on: not what only makes them come faster."""
     weights = (lm.folder / MODEL_FILE).with_suffix(".bin").stat().st_size
     faster = ("batch_size",) if options.get("accept") == "rejection" else ("batch_size", "lookahead")
-    return (
-        f"{lm.folder.resolve()} {weights} { {name: options[name] for name in sorted(options) if name not in faster} }"
-    )
+    texts = {name: options[name] for name in sorted(options) if name not in (*faster, *GRAMMARS)}
+    return f"{lm.folder.resolve()} {weights} {texts} {grammar_of(options)[0]}"
 
 
 def rows_of(lm: LanguageModel, request: Request, options: GenerateOptions) -> list[Row]:
     """A row for each text that is asked for; raises OvspecError where that can't be had."""
     if request.error:
         raise OvspecError(request.error)
-    merged = cast(GenerateOptions, {**options, **request.options})
+    ours = {name: value for name, value in options.items() if not (grammar_asked(request.options) and name in GRAMMARS)}
+    merged = cast(GenerateOptions, {**ours, **request.options})
     n, ids = merged.get("n", 1), lm.encode(request.prompt)
     if not isinstance(n, int) or n < 1:
         raise OvspecError(f"n is {n}; it must be at least 1.")
     seed = secrets.randbits(32)
-    return [lm.row(Sequence(ids), merged, seed=seed, sample=i, n=n) for i in range(n)]
+    healable = healable_from(request.prompt, ids)
+    return [lm.row(Sequence(ids), merged, seed=seed, sample=i, n=n, healable=healable) for i in range(n)]

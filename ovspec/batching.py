@@ -52,7 +52,7 @@ def generate_rows(
     def note_times(active: Active) -> None:
         stats = active.row.stats
         elapsed, on_target, on_draft = (1e3 * (now - then) for now, then in zip(clocks(), active.joined, strict=True))
-        if stats.rounds == 1:  # it commits one token: nothing is proposed before the first
+        if not stats.ttft_ms and stats.generated_tokens:
             stats.ttft_ms = elapsed
         if stats.generated_tokens > 1:
             stats.tpot_ms = (elapsed - stats.ttft_ms) / (stats.generated_tokens - 1)
@@ -79,18 +79,19 @@ def generate_rows(
                 [row.remaining() for row in rows_now],
                 [row.sampler for row in rows_now],
                 lookahead,
+                [0 if lookahead.fixed == 0 else row.room for row in rows_now],
             )
             pieces = [
                 (each.number, each.row.take(verdict))
                 for each, verdict in zip(batch, speculate(target, drafter, round), strict=True)
             ]
             for each in batch:
-                if each.row.finish_reason or each.row.stats.rounds == 1:
+                if each.row.finish_reason or not each.row.stats.ttft_ms:
                     note_times(each)
             stay = [place for place, each in enumerate(batch) if not each.row.finish_reason]
             batch = [batch[place] for place in stay]
             interrupts.holding = False
-            yield [(number, piece) for number, piece in pieces if piece.token_ids]
+            yield [(number, piece) for number, piece in pieces if piece.token_ids or piece.finish_reason]
             if interrupts.pressed:
                 yield [(each.number, each.row.cancel()) for each in batch]
                 raise KeyboardInterrupt

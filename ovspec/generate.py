@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -34,7 +35,8 @@ class Stats:
     ``ttft_ms`` runs from the prompt's token ids to the first token, ``tpot_ms`` is the mean time of each
     later one. ``target_ms`` and ``draft_ms`` are spent in inference; ``other_ms`` is all the rest, with
     what the caller does between two pieces of a stream. In a batch, times are those of the whole batch
-    from when the row joined until it was finished. ``drafters`` has proposed and accepted tokens by the drafter's name.
+    from when the row joined until it was finished. ``forced``: tokens that came without being chosen, because
+    constraints left no other. ``drafters`` has proposed and accepted tokens by the drafter's name.
     """
 
     prompt_tokens: int = 0
@@ -43,6 +45,7 @@ class Stats:
     ttft_ms: float = 0.0
     tpot_ms: float = 0.0
     rounds: int = 0
+    forced: int = 0
     proposed: int = 0
     accepted: int = 0
     reached: int = 0  # proposed tokens that were compared: all before them were accepted
@@ -65,18 +68,23 @@ class Stats:
         """Probability that a proposed token is accepted given that those before it were."""
         return self.accepted / self.reached if self.reached else None
 
-    def count(self, verdict: Verdict) -> None:
-        if not self.rounds:
-            self.cached_tokens -= verdict.read
-        self.rounds += bool(len(verdict.tokens))
-        self.proposed += verdict.proposed
-        self.accepted += verdict.accepted
-        self.reached += min(verdict.accepted + 1, verdict.proposed)
-        if verdict.proposed:
+    def count(self, verdict: Verdict, used: int) -> None:
+        """A round, of whose tokens the first ``used`` are in the text."""
+        if not self.rounds and verdict.read:
+            self.cached_tokens -= verdict.read - verdict.forced
+        cut = used < len(verdict.tokens)
+        self.forced += min(verdict.forced, used)
+        accepted = max(0, min(verdict.accepted, used - verdict.forced))
+        proposed = accepted if cut else verdict.proposed
+        self.rounds += len(verdict.tokens) > verdict.forced
+        self.proposed += proposed
+        self.accepted += accepted
+        self.reached += min(accepted + 1, proposed)
+        if proposed:
             counts = self.drafters.setdefault(verdict.source, {"proposed": 0, "accepted": 0})
-            counts["proposed"] += verdict.proposed
-            counts["accepted"] += verdict.accepted
-        for position in range(verdict.accepted):
+            counts["proposed"] += proposed
+            counts["accepted"] += accepted
+        for position in range(accepted):
             if position == len(self.accepted_by_position):
                 self.accepted_by_position.append(0)
             self.accepted_by_position[position] += 1
@@ -132,9 +140,12 @@ class Row:
     """One text in the making: its tokens, what they say so far, and when it ends.
 
     Args:
-        sequence: prompt and, as rounds commit to it, what follows.
+        sequence: prompt, without what was taken back of it, and, as rounds commit to it, what follows.
         max_tokens: tokens to generate at most.
         eos: ids that end the text, besides those of ``params``.
+        prompt_tokens: in the whole prompt.
+        taken_back: bytes at its end that token healing has taken back; the text must begin with them.
+        longest: tokens that the model's context holds.
     """
 
     def __init__(
@@ -145,62 +156,88 @@ class Row:
         params: SamplingParams,
         max_tokens: int,
         eos: frozenset[int],
+        prompt_tokens: int,
+        taken_back: bytes = b"",
+        longest: float = math.inf,
     ) -> None:
         self.sequence, self.sampler = sequence, sampler
         self.text = ""
         self.token_ids: list[int] = []
         self.logprobs: list[TokenLogprob] | None = None if params.logprobs is None else []
         self.finish_reason: FinishReason | None = None
-        self.stats = Stats(prompt_tokens=len(sequence), cached_tokens=len(sequence))  # until it is read
-        self._start, self._end = len(sequence), len(sequence) + max_tokens
+        self.stats = Stats(prompt_tokens=prompt_tokens, cached_tokens=len(sequence))  # until it is read
+        self._end, self._longest = min(len(sequence) + max_tokens, longest), longest
         self._params, self._min_tokens = params, params.min_tokens or 0
         self._detokenizer, self._stops, self._eos = detokenizer, StopStrings(params.stop_strings), eos
         self._stop_ids = frozenset(params.stop_ids)
+        self.start, self.taken_back = len(sequence), taken_back
+        self._to_say_again = len(taken_back)  # bytes
 
     @property
     def most(self) -> int:
         """Tokens that the text may have in the end, with its prompt."""
-        return self._end
+        return int(self._end)
+
+    @property
+    def room(self) -> int:
+        """Tokens that may be committed before the text is as long as it may become."""
+        return self.most - len(self.sequence)
 
     def remaining(self) -> int:
         """Tokens that may be proposed. None before the first token: it must not wait for the drafter."""
-        length = len(self.sequence)
-        return self._end - length - 1 if length > self._start else 0
+        return self.room - 1 if self.stats.rounds else 0
 
     def take(self, verdict: Verdict) -> Piece:
         """Read what a round committed, if anything, up to where the text ends; later tokens are taken back."""
-        self.stats.count(verdict)
         tokens = verdict.tokens.tolist()
         begin = len(self.sequence) - len(tokens)
-        shown, used, stopped = "", 0, False
+        shown, used, stopped, counted = "", 0, False, list[int]()  # places of tokens that are in the text
         for used, token in enumerate(tokens, 1):
+            again = self._said_again(token)
+            if again is None:
+                continue
+            counted.append(used - 1)
             if token in self._stop_ids:
                 self.finish_reason = "stop"
                 break
-            text = self._detokenizer.push(token)
-            early = len(self.token_ids) + used <= self._min_tokens
+            text = self._detokenizer.push(token, again)
+            early = len(self.token_ids) + len(counted) <= self._min_tokens
             text, stopped = (text, False) if early else self._stops.push(text)
             shown += text
             if stopped:
                 self.finish_reason = "stop"
             elif token in self._eos:
                 self.finish_reason = "eos"
+            elif self.sampler.constraints.complete(self.sequence.tokens[: begin + used]):
+                self.finish_reason = "stop"
             elif begin + used >= self._end:
                 self.finish_reason = "length"
             if self.finish_reason:
                 break
+        self.stats.count(verdict, used)
         self.sequence.rewind(begin + used)
         if self.finish_reason and not stopped:
             shown += self._rest()
         self.text += shown
-        logprobs = None
+        ids, logprobs = [tokens[place] for place in counted], None
         if self.logprobs is not None and self._params.logprobs is not None:
             count = self._params.logprobs
-            logprobs = [logprobs_of(verdict.logits[i], token, count) for i, token in enumerate(tokens[:used])]
+            logprobs = [logprobs_of(verdict.logits[place], tokens[place], count) for place in counted]
             self.logprobs += logprobs
-        self.token_ids += tokens[:used]
+        self.token_ids += ids
         self.stats.generated_tokens = len(self.token_ids)
-        return Piece(shown, tokens[:used], self.finish_reason, logprobs)
+        return Piece(shown, ids, self.finish_reason, logprobs)
+
+    def _said_again(self, token: int) -> int | None:
+        """How many bytes of ``token`` were taken back from the prompt; None where it has no other."""
+        if not self._to_say_again:
+            return 0
+        again, length = self._to_say_again, self._detokenizer.length(token)
+        self._to_say_again = max(0, again - length)
+        if length > again:
+            return again
+        self._end = min(self._end + 1, self._longest)  # it isn't counted
+        return None
 
     def cancel(self) -> Piece:
         """End the text where it is, unless it has ended already."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ovspec.drafting import NOTHING, Proposal
+from ovspec.drafting import NOTHING, Proposal, shorten
 
 if TYPE_CHECKING:
     from ovspec.sampler import Guess
@@ -300,10 +300,12 @@ class Lookahead:
         drafted: float,
         verified: float,
         read_a_prompt: bool = False,
+        forced: int = 0,
     ) -> None:
         """A round is over: drafting took ``drafted`` seconds, verifying ``width`` tokens ``verified``.
 
-        ``read_a_prompt``: other tokens were among them, so the times say nothing about proposals.
+        ``forced`` of these had been committed without being chosen. ``read_a_prompt``: other tokens were among them,
+        so the times say nothing about proposals.
         """
         sources, self._asked = self._asked, set()
         for proposal, count in zip(proposals, accepted, strict=True):
@@ -317,9 +319,11 @@ class Lookahead:
         verify_ms, draft_ms = verified * 1e3, drafted * 1e3 - catch_up
         self._target.learn(width, verify_ms)
         tokens = sum(accepted) + rows
-        self._tokens, self._ms = self._tokens * 0.95 + tokens, self._ms * 0.95 + verify_ms + draft_ms
+        self._tokens, self._ms = self._tokens * 0.95 + tokens + forced, self._ms * 0.95 + verify_ms + draft_ms
+        # What was forced is no drafter's gain, nor is its cost a drafter's.
+        ms = verify_ms + draft_ms - (self._target(width) - self._target(width - forced))
         for source in sources:
-            self._record(source).learn(tokens, verify_ms + draft_ms, self._target(rows) / rows)
+            self._record(source).learn(tokens, ms, self._target(rows) / rows)
 
     # ------------------------------------------------------------ inside
 
@@ -358,13 +362,3 @@ class Lookahead:
         saved = won * self._price(rows) - cost
         best = int(saved.argmax())
         return (best + 1, float((plain + cost[best]) / (1 + won[best]))) if saved[best] > 0 else (0, plain)
-
-
-def shorten(proposal: Proposal, length: int) -> Proposal:
-    """Its first ``length`` tokens."""
-    if length >= len(proposal.tokens):
-        return proposal
-    if length <= 0:
-        return NOTHING
-    confidence = None if proposal.confidence is None else proposal.confidence[:length]
-    return Proposal(proposal.tokens[:length], confidence, proposal.q and proposal.q[:length], proposal.source)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import secrets
 import warnings
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Unpack, overload
@@ -13,7 +14,8 @@ from typing import Any, Unpack, overload
 import numpy as np
 
 from ovspec.batching import Limits, generate_rows
-from ovspec.chat import Message, chat_template
+from ovspec.chat import Message, chat_template, is_chat
+from ovspec.constraints.maker import ConstraintMaker, grammar_asked
 from ovspec.decoder import Decoder
 from ovspec.drafting import Drafter
 from ovspec.drafting.chain import Chain
@@ -86,6 +88,7 @@ class LanguageModel:
         self.tokenizer = Tokenizer(folder)
         self._target, self._draft, self._choice = target, draft, choice
         self._corpus = corpus_of(self.tokenizer.encode(read_text(file).rstrip("\0"), False) for file in corpus or [])
+        self._constraining = ConstraintMaker(self.tokenizer)
         self._idle: list[Decoders] = []
         self._generation_config = read_json(folder / "generation_config.json")
         asked = [
@@ -134,7 +137,7 @@ class LanguageModel:
         """As ``generate``, piece by piece: ``for piece in lm.stream("def "): print(piece.text)``."""
         session = self.session()
         session.append(prompt)
-        inner = session.stream(**options)
+        inner = session.stream(**{**options, "heal": bool(options.get("heal"))})
 
         def pieces() -> Generator[Piece]:
             with session:
@@ -152,8 +155,8 @@ class LanguageModel:
         ids = [self.encode(prompt) for prompt in prompts]
         seeds = [secrets.randbits(32) for _ in ids]  # of each prompt, unless one is given for all
         rows = [
-            self.row(Sequence(prompt), options, seed=seed, sample=i, n=n)
-            for prompt, seed in zip(ids, seeds, strict=True)
+            self.row(Sequence(prompt), options, seed=seed, sample=i, n=n, healable=healable_from(given, prompt))
+            for given, prompt, seed in zip(prompts, ids, seeds, strict=True)
             for i in range(n)
         ]
         for _ in self.run(rows, options, sampled=rows[0].sampler.sampled):
@@ -218,7 +221,7 @@ class LanguageModel:
         """The same compiled models with other drafters; a draft model among them must be the one that is loaded."""
         draft = self._draft if choice and choice.model else None
         other = LanguageModel(self.folder, self._target, draft, choice, self.lookahead)
-        other._corpus = self._corpus
+        other._corpus, other._constraining = self._corpus, self._constraining
         return other
 
     def learned_costs(self, sampled: bool) -> tuple[Costs, Costs] | None:
@@ -234,7 +237,7 @@ class LanguageModel:
             return self._beginning()
         if isinstance(prompt, str):
             return self.tokenizer.encode(prompt) if begins else self.tokenizer.encode_more(prompt)
-        if len(prompt) and isinstance(prompt[0], Mapping):
+        if is_chat(prompt):
             if not begins:
                 raise OvspecError("Chat messages can only begin a session; append the next turn as text.")
             # The template spells out the special tokens itself.
@@ -255,11 +258,13 @@ class LanguageModel:
         seed: int | None = None,
         sample: int = 0,
         n: int = 1,
+        healable: int = 0,
     ) -> Row:
         """A row that continues ``sequence`` as ``options`` say; raises OvspecError where they can't be met.
 
         The KV cache of its first ``held`` tokens is there already. Of the ``n`` texts of a prompt it is the one
-        numbered ``sample``; ``seed`` is taken where the options give none.
+        numbered ``sample``; ``seed`` is taken where the options give none. Healing may take back its tokens from
+        ``healable`` on.
         """
         params = self._with_defaults(params_of(options))
         if params.n != n:
@@ -267,25 +272,31 @@ class LanguageModel:
         if n > 1 and not params.temperature and not options.get("sampler"):
             raise OvspecError(f"n is {n}, but greedy texts are all the same; give a temperature.")
         eos = frozenset() if params.ignore_eos else self.eos_ids
-        max_tokens = self._max_tokens(max(len(sequence), 1), params.max_tokens)
+        prompt_tokens = len(sequence)
+        max_tokens = self._max_tokens(max(prompt_tokens, 1), params.max_tokens)
         if not len(sequence):
             sequence.commit(self._beginning())
+        bos = self._bos()
+        constraints, count = self._constraining.make(sequence, params, options, eos, healable, bos)
         drafts = self._choice is not None and options.get("lookahead", self.lookahead) != 0
         used = [self._target, self._draft] if drafts else [self._target]
         check_memory([loaded.ir for loaded in used if loaded], len(sequence) + max_tokens - held)
         if params.seed is not None or seed is None:
             seed = secrets.randbits(32) if params.seed is None else params.seed
-        sampler = sampler_of(
+        accept, function = options.get("accept", "compare"), options.get("sampler")
+        sampler = sampler_of(params, seed, sample, constraints, accept, function, options.get("sampler_options"))
+        taken_back = self._constraining.take_back(sequence, count, bos)  # from here on nothing can go wrong
+        row = Row(
+            sequence,
+            self.tokenizer.detokenizer(),
+            sampler,
             params,
-            seed,
-            sample,
-            len(sequence),
-            eos | frozenset(params.stop_ids),
-            options.get("accept", "compare"),
-            options.get("sampler"),
-            options.get("sampler_options"),
+            max_tokens,
+            eos,
+            prompt_tokens,
+            taken_back,
+            self._target.ir.context_length or math.inf,
         )
-        row = Row(sequence, self.tokenizer.detokenizer(), sampler, params, max_tokens, eos)
         stats, target = row.stats, self._target
         stats.seed = seed if params.temperature else None
         stats.rollback, stats.device = str(target.rollback), target.ir.device
@@ -302,12 +313,12 @@ class LanguageModel:
         wanted = options.get("lookahead")
         wanted = self.lookahead if wanted is None else wanted
         check_lookahead(wanted)
-        if wanted not in (None, 0, "auto") and not decoders.drafter:
+        if wanted not in (None, 0, "auto") and not decoders.drafter and not grammar_asked(options):
             raise OvspecError("lookahead needs a draft; load the model with draft=True, lookup or a draft's folder.")
-        if not decoders.drafter or wanted == 0:
+        if wanted == 0:
             return None, Lookahead(0)
-        if isinstance(wanted, int):
-            return decoders.drafter, Lookahead(wanted)
+        if isinstance(wanted, int) or not decoders.drafter:
+            return decoders.drafter, Lookahead(wanted if isinstance(wanted, int) else None)
         if not decoders.lookaheads:
             costs = Costs(self._target.verify_ms), Costs(self._draft.verify_ms if self._draft else None)
             decoders.lookaheads = {kind: Lookahead(None, *costs) for kind in (False, True)}
@@ -326,15 +337,17 @@ class LanguageModel:
                 return frozenset(eos if isinstance(eos, list) else [eos])
         return frozenset()
 
+    def _bos(self) -> np.ndarray:
+        """The tokenizer's BOS or else the generation config's, (n,) int64; empty where there is none."""
+        special, bos = self.tokenizer.encode(""), self._generation_config.get("bos_token_id")
+        return special if len(special) or bos is None else np.array([bos], dtype=np.int64)
+
     def _beginning(self) -> np.ndarray:
-        """What an empty prompt stands for: the tokenizer's BOS or else the generation config's, (n,) int64."""
-        special = self.tokenizer.encode("")
-        if len(special):
-            return special
-        bos = self._generation_config.get("bos_token_id")
-        if bos is None:
+        """What an empty prompt stands for, (n,) int64."""
+        bos = self._bos()
+        if not len(bos):
             raise OvspecError("The prompt is empty, and this model has no token to begin a text with.")
-        return np.array([bos], dtype=np.int64)
+        return bos
 
     def _max_tokens(self, prompt: int, wanted: int | None) -> int:
         if wanted is not None and wanted < 1:
@@ -381,6 +394,11 @@ class LanguageModel:
         for drafter in drafters:
             drafter.vocabulary = self.tokenizer.known
         return Chain(*drafters) if len(drafters) > 1 else drafters[0]
+
+
+def healable_from(prompt: Prompt, tokens: np.ndarray) -> int:
+    """The first of a prompt's ``tokens`` that healing may take back: none of what a template made."""
+    return len(tokens) if is_chat(prompt) else 0
 
 
 def is_batch(prompt: Any) -> bool:

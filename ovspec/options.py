@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any, Literal, TypedDict
 
+from ovspec.constraints.processors import LogitsProcessor
 from ovspec.errors import OvspecError
 from ovspec.sampler import AcceptRule, SampleFunction
 from ovspec.sampling import SamplingParams
@@ -22,6 +24,17 @@ class GenerateOptions(TypedDict, total=False):
         "rejection" for one that depends on the draft, not its distribution, and accepts somewhat more.
     lookahead: tokens proposed each round, 0 for plain decoding, "auto" for as many as pay; by default the model's.
     batch_size: texts generated at a time where there are several, 32 by default; the others wait for a place.
+    json_schema: the text must be JSON of this schema, given as a dict, as a text or as the ``Path`` of a file.
+    regex: the whole text must match.
+    grammar: the text must follow this grammar in Lark's syntax, a text or the ``Path`` of a file.
+    gbnf: the same in llama.cpp's syntax.
+    choice: the text must be one of these.
+    constrain_from: where in the prompt the grammar begins, if not behind it: a number of characters, negative from
+        its end, or a text, where that stands last.
+    heal: take the last tokens of the prompt back and say their text anew, so that a token may reach over its end; off
+        by default, but on in sessions for what was appended.
+    logits_processors: functions of your own that change the logits of each token, ``processor(tokens so far (n,),
+        logits (1, vocab)) -> logits``; they are called for guesses, too, and must depend on their arguments alone.
     """
 
     sampling: SamplingParams
@@ -30,6 +43,14 @@ class GenerateOptions(TypedDict, total=False):
     accept: AcceptRule
     lookahead: int | Literal["auto"] | None
     batch_size: int | None
+    json_schema: Mapping[str, Any] | bool | str | Path | None
+    regex: str | None
+    grammar: str | Path | None
+    gbnf: str | Path | None
+    choice: Sequence[str] | None
+    constrain_from: int | str | None
+    heal: bool | None
+    logits_processors: Sequence[LogitsProcessor] | None
     max_tokens: int | None
     min_tokens: int | None
     stop: str | list[str]

@@ -12,12 +12,14 @@ from typing import Any, Literal, NamedTuple, Protocol, get_args
 
 import numpy as np
 
+from ovspec.constraints import UNCONSTRAINED, Constraints
 from ovspec.drafting import Proposal
 from ovspec.errors import OvspecError
 from ovspec.sampling import (
     ACCEPT,
     CHOICE,
     DRAFT,
+    NOTHING_LEFT,
     RESIDUAL,
     Kept,
     SamplingParams,
@@ -25,7 +27,6 @@ from ovspec.sampling import (
     draw_from,
     greedy,
     noise,
-    penalize,
     residual,
     uniform,
     warp,
@@ -50,23 +51,30 @@ class Sampler(Protocol):
     """Chooses the tokens of one row."""
 
     sampled: bool  # whether chance has a part in it
+    constraints: Constraints
 
     def verify(self, logits: np.ndarray, sequence: Sequence, proposal: Proposal) -> np.ndarray:
-        """What to commit, (accepted + 1,) int64: the accepted tokens and one more.
+        """What to commit, (n,) int64: the accepted tokens and one more, unless the last accepted one ends the text.
 
         ``logits`` (proposed + 1, vocab) float32 are the target's after ``sequence`` and after each proposed token.
         """
         ...
 
-    def guess(self, logits: np.ndarray, tokens: np.ndarray) -> Guess:
-        """From a draft model's ``logits`` (vocab,) after ``tokens`` (n,), its own guesses included."""
+    def guess(self, logits: np.ndarray, tokens: np.ndarray) -> Guess | None:
+        """From a draft model's ``logits`` (vocab,) after ``tokens`` (n,), its own guesses included.
+
+        None where it has no token that may follow.
+        """
         ...
 
 
 class Greedy:
-    """The most likely token."""
+    """The most likely token, where nothing constrains it."""
 
     sampled = False
+
+    def __init__(self, constraints: Constraints = UNCONSTRAINED) -> None:
+        self.constraints = constraints
 
     def verify(self, logits: np.ndarray, sequence: Sequence, proposal: Proposal) -> np.ndarray:  # noqa: ARG002
         choices = greedy(logits)
@@ -78,69 +86,65 @@ class Greedy:
                 return choices[: first + 1]
         return choices
 
-    def guess(self, logits: np.ndarray, tokens: np.ndarray) -> Guess:  # noqa: ARG002
-        token = int(logits.argmax())
-        return Guess(token, 1 / float(np.exp(logits - logits[token]).sum()))
+    def guess(self, logits: np.ndarray, tokens: np.ndarray) -> Guess | None:  # noqa: ARG002
+        return most_likely(logits)
 
 
-class Processed:
-    """Logits after bias, penalties and ``min_tokens``, which depend on what stands before them.
-
-    Args:
-        start: tokens of the prompt; what follows was generated.
-        ends: ids that may not come before ``min_tokens``.
-    """
-
-    def __init__(self, params: SamplingParams, start: int, ends: frozenset[int]) -> None:
-        self.params, self._start = params, start
-        self._ends = np.array(sorted(ends), dtype=np.int64)
-        self._biased = np.array(list(params.logit_bias), dtype=np.int64)
-        self._bias = np.array(list(params.logit_bias.values()), dtype=np.float32)
-
-    def __call__(self, logits: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-        """(vocab,) after ``tokens`` (n,); the argument is left as it is."""
-        early = len(tokens) - self._start < (self.params.min_tokens or 0)
-        if not (len(self._biased) or self.params.penalizes or early):
-            return logits
-        logits = logits.copy()
-        known = self._biased < len(logits)
-        logits[self._biased[known]] += self._bias[known]
-        if self.params.penalizes:
-            penalize(logits, tokens, self._start, self.params)
-        if early:
-            logits[self._ends[self._ends < len(logits)]] = -np.inf  # a draft's vocabulary may be the smaller one
-        return logits
+def most_likely(logits: np.ndarray) -> Guess | None:
+    token = int(logits.argmax())
+    if logits[token] == -np.inf:
+        return None
+    return Guess(token, 1 / float(np.exp(logits - logits[token]).sum()))
 
 
 def walk(
-    choose: Callable[[np.ndarray, np.ndarray], int], logits: np.ndarray, sequence: Sequence, proposal: Proposal
+    choose: Callable[[np.ndarray, np.ndarray], int],
+    logits: np.ndarray,
+    sequence: Sequence,
+    proposal: Proposal,
+    constraints: Constraints,
 ) -> np.ndarray:
     """``choose(logits (vocab,), tokens before (n,))`` at each place, while it chooses what was proposed."""
     tokens = np.concatenate((sequence.tokens, proposal.tokens))
     chosen: list[int] = []
     for place in range(len(logits)):
-        chosen.append(choose(logits[place], tokens[: len(sequence) + place]))
+        before = tokens[: len(sequence) + place]
+        if place and constraints.ended(before):
+            break
+        forced = constraints.only(before)
+        chosen.append(choose(logits[place], before) if forced is None else forced)
         if place < len(proposal.tokens) and chosen[-1] != proposal.tokens[place]:
             break
     return np.array(chosen, dtype=np.int64)
 
 
-class ProcessedGreedy:
-    """The most likely token after bias and penalties."""
+class ConstrainedGreedy:
+    """The most likely token of those that may follow."""
 
     sampled = False
 
-    def __init__(self, process: Processed) -> None:
-        self._process = process
+    def __init__(self, constraints: Constraints) -> None:
+        self.constraints = constraints
 
     def verify(self, logits: np.ndarray, sequence: Sequence, proposal: Proposal) -> np.ndarray:
-        return walk(self._choose, logits, sequence, proposal)
+        return walk(self._choose, logits, sequence, proposal, self.constraints)
 
-    def guess(self, logits: np.ndarray, tokens: np.ndarray) -> Guess:
-        return Greedy().guess(self._process(logits, tokens), tokens)
+    def guess(self, logits: np.ndarray, tokens: np.ndarray) -> Guess | None:
+        logits = self.constraints.process(logits, tokens)
+        # The most likely of all is the most likely of those that may follow, if it is one of them.
+        if self.constraints.allow(int(logits.argmax()), tokens):
+            return most_likely(logits)
+        return most_likely(self.constraints.mask(logits, tokens))
 
     def _choose(self, logits: np.ndarray, tokens: np.ndarray) -> int:
-        return int(self._process(logits, tokens).argmax())
+        logits = self.constraints.process(logits, tokens)
+        token = int(logits.argmax())
+        if self.constraints.allow(token, tokens) and logits[token] > -np.inf:
+            return token
+        guess = most_likely(self.constraints.mask(logits, tokens))
+        if not guess:
+            raise OvspecError(NOTHING_LEFT)
+        return guess.token
 
 
 class Coupled:
@@ -152,22 +156,37 @@ class Coupled:
 
     sampled = True
 
-    def __init__(self, process: Processed, seed: int, row: int) -> None:
-        self._process, self._seed, self._row = process, seed, row
+    def __init__(self, constraints: Constraints, params: SamplingParams, seed: int, row: int) -> None:
+        self.constraints, self._params, self._seed, self._row = constraints, params, seed, row
         self._noise: dict[int, np.ndarray] = {}  # what the draft has drawn with, until the target has
 
     def verify(self, logits: np.ndarray, sequence: Sequence, proposal: Proposal) -> np.ndarray:
-        chosen = walk(lambda *place: self.guess(*place).token, logits, sequence, proposal)
+        chosen = walk(self._choose, logits, sequence, proposal, self.constraints)
         passed = len(sequence) + len(chosen)
         self._noise = {position: bits for position, bits in self._noise.items() if position >= passed}
         return chosen
 
-    def guess(self, logits: np.ndarray, tokens: np.ndarray) -> Guess:
-        position = len(tokens)
+    def guess(self, logits: np.ndarray, tokens: np.ndarray) -> Guess | None:
+        logits = self.constraints.process(logits, tokens)
+        # What wins the race among all tokens wins it among those that may follow, if it is one of them.
+        if self.constraints and not self._params.truncates and logits.max() > -np.inf:
+            guess = self._draw(logits, len(tokens))
+            if self.constraints.allow(guess.token, tokens):
+                return guess
+        logits = self.constraints.mask(logits, tokens)
+        return self._draw(logits, len(tokens)) if logits.max() > -np.inf else None
+
+    def _choose(self, logits: np.ndarray, tokens: np.ndarray) -> int:
+        guess = self.guess(logits, tokens)
+        if not guess:
+            raise OvspecError(NOTHING_LEFT)
+        return guess.token
+
+    def _draw(self, logits: np.ndarray, position: int) -> Guess:
         bits = self._noise.get(position)
         if bits is None or len(bits) < len(logits):
             bits = self._noise[position] = noise(self._seed, self._row, position, len(logits), CHOICE)
-        return Guess(*draw(warp(self._process(logits, tokens), self._process.params), bits[: len(logits)]))
+        return Guess(*draw(warp(logits, self._params), bits[: len(logits)]))
 
 
 class Rejection:
@@ -180,16 +199,16 @@ class Rejection:
 
     sampled = True
 
-    def __init__(self, process: Processed, seed: int, row: int) -> None:
-        self._process, self._seed, self._row = process, seed, row
+    def __init__(self, constraints: Constraints, params: SamplingParams, seed: int, row: int) -> None:
+        self.constraints, self._params, self._seed, self._row = constraints, params, seed, row
 
     def verify(self, logits: np.ndarray, sequence: Sequence, proposal: Proposal) -> np.ndarray:
         tokens = np.concatenate((sequence.tokens, proposal.tokens))
-        params, seed, row, vocab = self._process.params, self._seed, self._row, logits.shape[1]
+        seed, row, vocab = self._seed, self._row, logits.shape[1]
         chosen: list[int] = []
         for place, proposed in enumerate(proposal.tokens.tolist()):
             position = len(sequence) + place
-            p = warp(self._process(logits[place], tokens[:position]), params).probabilities(vocab)
+            p = self._warped(logits[place], tokens[:position]).probabilities(vocab)
             if proposal.q:
                 q = proposal.q[place].probabilities(vocab)
             else:
@@ -199,13 +218,21 @@ class Rejection:
                 bits = noise(seed, row, position, vocab, RESIDUAL)
                 return np.array([*chosen, draw_from(residual(p, q), bits)], dtype=np.int64)
             chosen.append(proposed)
-        last = warp(self._process(logits[-1], tokens), params)
+            if self.constraints.ended(tokens[: position + 1]):
+                return np.array(chosen, dtype=np.int64)
+        last = self._warped(logits[-1], tokens)
         return np.array([*chosen, draw(last, noise(seed, row, len(tokens), vocab, CHOICE))[0]], dtype=np.int64)
 
-    def guess(self, logits: np.ndarray, tokens: np.ndarray) -> Guess:
-        q = warp(self._process(logits, tokens), self._process.params)
+    def guess(self, logits: np.ndarray, tokens: np.ndarray) -> Guess | None:
+        logits = self.constraints(logits, tokens)
+        if logits.max() == -np.inf:
+            return None
+        q = warp(logits, self._params)
         # Noise of its own: the target's choice at this place must not depend on the draft's.
         return Guess(*draw(q, noise(self._seed, self._row, len(tokens), len(logits), DRAFT)), q)
+
+    def _warped(self, logits: np.ndarray, tokens: np.ndarray) -> Kept:
+        return warp(self.constraints(logits, tokens), self._params)
 
 
 class UserSampler:
@@ -216,24 +243,26 @@ class UserSampler:
 
     sampled = True
 
-    def __init__(self, process: Processed, function: SampleFunction, keywords: Mapping[str, Any]) -> None:
-        self._process, self._function, self._keywords = process, function, keywords
+    def __init__(self, constraints: Constraints, function: SampleFunction, keywords: Mapping[str, Any]) -> None:
+        self.constraints, self._function, self._keywords = constraints, function, keywords
 
     def verify(self, logits: np.ndarray, sequence: Sequence, proposal: Proposal) -> np.ndarray:
-        return walk(self._choose, logits, sequence, proposal)
+        return walk(self._choose, logits, sequence, proposal, self.constraints)
 
-    def guess(self, logits: np.ndarray, tokens: np.ndarray) -> Guess:
-        return Greedy().guess(self._process(logits, tokens), tokens)
+    def guess(self, logits: np.ndarray, tokens: np.ndarray) -> Guess | None:
+        return most_likely(self.constraints(logits, tokens))
 
     def _choose(self, logits: np.ndarray, tokens: np.ndarray) -> int:
         # Copies: what a user's function keeps or changes must stay what it is.
-        chosen = self._function(self._process(logits, tokens)[None].copy(), tokens.copy(), **self._keywords)
+        chosen = self._function(self.constraints(logits, tokens)[None].copy(), tokens.copy(), **self._keywords)
         try:
             token = int(np.asarray(chosen).item())
         except (TypeError, ValueError):
             raise OvspecError(f"The sampler returned {chosen!r}; it must return one token id.") from None
         if not 0 <= token < len(logits):
             raise OvspecError(f"The sampler returned {token}, which is no token id (0 to {len(logits) - 1}).")
+        if not self.constraints.allow(token, tokens):
+            raise OvspecError(f"The sampler returned token {token}, which its logits exclude with -inf.")
         return token
 
 
@@ -241,18 +270,16 @@ def sampler_of(
     params: SamplingParams,
     seed: int,
     row: int,
-    start: int,
-    ends: frozenset[int],
+    constraints: Constraints,
     accept: AcceptRule = "compare",
     function: SampleFunction | None = None,
     keywords: Mapping[str, Any] | None = None,
 ) -> Sampler:
-    """The sampler for one row; arguments as ``Processed``, ``Coupled`` and ``UserSampler``.
+    """The sampler for one row; arguments as ``Coupled`` and ``UserSampler``.
 
     Raises:
         OvspecError: options that exclude each other.
     """
-    process = Processed(params, start, ends)
     if accept not in ACCEPT_RULES:
         raise OvspecError(f"accept is {accept!r}; it must be one of {', '.join(ACCEPT_RULES)}.")
     if function:
@@ -260,11 +287,9 @@ def sampler_of(
             raise OvspecError("A sampler draws by itself; leave temperature, top_k, top_p, min_p and typical_p out.")
         if accept == "rejection":
             raise OvspecError('accept="rejection" needs to know the distribution, which a sampler keeps to itself.')
-        return UserSampler(process, function, keywords or {})
+        return UserSampler(constraints, function, keywords or {})
     if params.temperature:
-        return (Rejection if accept == "rejection" else Coupled)(process, seed, row)
+        return (Rejection if accept == "rejection" else Coupled)(constraints, params, seed, row)
     if params.truncates:
         raise OvspecError("top_k, top_p, min_p and typical_p need a temperature above 0.")
-    if params.penalizes or params.logit_bias or params.min_tokens:
-        return ProcessedGreedy(process)
-    return Greedy()
+    return ConstrainedGreedy(constraints) if constraints else Greedy(constraints)

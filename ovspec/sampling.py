@@ -20,6 +20,7 @@ from ovspec.errors import OvspecError
 CHOICE, DRAFT, ACCEPT, RESIDUAL = range(4)
 # Tokens that are less likely than this share of the most likely one seldom matter for top-p.
 FEW = 1e-3
+NOTHING_LEFT = "No token may follow: all are banned, or the model's logits are not numbers."
 # Logits are looked through in blocks of this many for the largest.
 BLOCK = 128
 
@@ -162,7 +163,7 @@ def warp(logits: np.ndarray, params: SamplingParams) -> Kept:
     """
     most = logits.max()
     if not np.isfinite(most):
-        raise OvspecError("No token may follow: all are banned, or the model's logits are not numbers.")
+        raise OvspecError(NOTHING_LEFT)
     logits = (logits - most) * np.float32(1 / max(params.temperature, 1e-30))  # the largest is 0
     if not params.truncates:
         return Kept(None, logits)

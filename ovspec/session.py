@@ -6,6 +6,7 @@ from collections.abc import Generator, Iterator
 from typing import TYPE_CHECKING, Unpack
 
 from ovspec.batching import generate_rows
+from ovspec.chat import is_chat
 from ovspec.errors import OvspecError
 from ovspec.generate import Piece, Result, Row
 from ovspec.sequence import Sequence
@@ -49,6 +50,8 @@ class Session:
 
     def __init__(self, model: LanguageModel, decoders: Decoders) -> None:
         self.sequence = Sequence()
+        self._healable = 0  # tokens before it were generated, or made by a template
+        self._heals = False  # unless told otherwise
         self._model = model
         self._decoders: Decoders | None = decoders
         self._stream: TextStream | None = None
@@ -62,24 +65,33 @@ class Session:
     def append(self, prompt: Prompt) -> None:
         """Add a text, token ids or, at the beginning, chat messages; computes nothing yet."""
         self._cancel_stream()
-        self.sequence.commit(self._model.encode(prompt, begins=not len(self.sequence)))
+        tokens = self._model.encode(prompt, begins=not len(self.sequence))
+        self.sequence.commit(tokens)
+        self._heals = isinstance(prompt, str) and self._model.tokenizer.vocabulary is not None
+        if is_chat(prompt):
+            self._healable = len(self.sequence)
 
     def stream(self, **options: Unpack[GenerateOptions]) -> TextStream:
-        """As ``LanguageModel.stream``, going on from this session's text."""
+        """As ``LanguageModel.stream``, going on from this session's text, whose end is healed unless told otherwise."""
         self._cancel_stream()
         if not self._decoders:
             raise OvspecError("This session is closed; make a new one with session().")
         decoders = self._decoders
-        row = self._model.row(self.sequence, options, held=len(decoders.target.rows[0]))
-
+        if options.get("heal") is None:
+            options["heal"] = self._heals  # token ids are taken as they are
+        held = len(decoders.target.rows[0])
+        row = self._model.row(self.sequence, options, held=held, healable=self._healable)
         drafter, lookahead = self._model.drafting(options, decoders, row.sampler.sampled)
 
         def pieces() -> Generator[Piece]:
-            for round_pieces in generate_rows(decoders.target, drafter, [row], lookahead):
-                for _, piece in round_pieces:
-                    if piece.finish_reason == "stop":
-                        self._end_with_the_text(row)
-                    yield piece
+            try:
+                for round_pieces in generate_rows(decoders.target, drafter, [row], lookahead):
+                    for _, piece in round_pieces:
+                        if piece.finish_reason == "stop":
+                            self._end_with_the_text(row)
+                        yield piece
+            finally:
+                self._healable, self._heals = len(self.sequence), False
 
         self._stream = TextStream(pieces(), row)
         return self._stream
@@ -102,11 +114,12 @@ class Session:
 
     def _end_with_the_text(self, row: Row) -> None:
         """Take the tokens that spelt the stop string back, so that the session holds what the user saw."""
-        decode, kept = self._model.tokenizer.decode, len(row.token_ids)
-        while not row.text.startswith(decode(row.token_ids[:kept])):
+        decode, generated = self._model.tokenizer.decode, self.sequence.tokens[row.start :]
+        text, kept = row.taken_back.decode("utf-8", "replace") + row.text, len(generated)
+        while not text.startswith(decode(generated[:kept])):
             kept -= 1
-        rest = self._model.tokenizer.encode_more(row.text[len(decode(row.token_ids[:kept])) :])
-        self.sequence.rewind(len(self.sequence) - len(row.token_ids) + kept)
+        rest = self._model.tokenizer.encode_more(text[len(decode(generated[:kept])) :])
+        self.sequence.rewind(row.start + kept)
         self.sequence.commit(rest)
 
     def __enter__(self) -> Session:

@@ -17,13 +17,15 @@ from ovspec.reading import pieces, share_beginnings
 
 @dataclass(slots=True)
 class Verdict:
-    """What one round did to one row: ``tokens`` (accepted + 1,) were committed; none where it is reading its prompt.
+    """What one round did to one row: ``tokens`` (n,) were committed; none where it is reading its prompt.
 
-    ``logits`` (accepted + 1, vocab) are the target's for each of them, valid until the next round. ``source`` has
-    proposed. ``read``: tokens of the text so far that had to be fed.
+    The first ``forced`` of them came without being chosen, the next ``accepted`` had been proposed; one more, if any,
+    is the target's own. ``logits`` (n - forced, vocab) are the target's for each of the others, valid until the next
+    round. ``source`` has proposed. ``read``: tokens of the text so far that had to be fed.
     """
 
     tokens: np.ndarray
+    forced: int
     proposed: int
     accepted: int
     logits: np.ndarray
@@ -37,45 +39,67 @@ def speculate(target: Decoder, drafter: Drafter | None, round: Round) -> list[Ve
     Args:
         target: its row i follows the i-th sequence of ``round``, however far it has got.
         drafter: None for plain decoding.
-        round: each of its sequences grows by at least one token.
+        round: each of its sequences grows by at least one token, unless its prompt is still being read.
     """
-    began = time.perf_counter()
-    proposals = [NOTHING] * len(round.sequences)
+    began, rows = time.perf_counter(), range(len(round.sequences))
+    forced = [commit_forced(row, round) for row in rows]
+    ended = [len(forced[row]) > 0 and round.complete(row) for row in rows]
+    round.remaining = [0 if ended[row] else max(0, round.remaining[row] - len(forced[row])) for row in rows]
+    proposals = [NOTHING] * len(rows)
     if drafter and any(left > 0 for left in round.remaining):
         proposals = drafter.propose(round)
     drafted = time.perf_counter()
     share_beginnings(target, round.sequences)
-    unseen = [catch_up(target, row, sequence) for row, sequence in enumerate(round.sequences)]
+    unseen = [NOTHING.tokens if ended[row] else catch_up(target, row, round.sequences[row]) for row in rows]
     read = pieces(target, unseen)
+    read_all = [len(read[row]) == len(unseen[row]) for row in rows]
     fed = [
-        np.concatenate((new, proposal.tokens)) if len(proposal.tokens) else new
-        for new, proposal in zip(read, proposals, strict=True)
+        np.concatenate((read[row], proposals[row].tokens)) if len(proposals[row].tokens) else read[row] for row in rows
     ]
-    wanted = [
-        len(proposal.tokens) + 1 if len(piece) == len(new) else 0
-        for proposal, piece, new in zip(proposals, read, unseen, strict=True)
-    ]
-    logits = target.feed(fed, wanted)
-    verdicts = [commit(target, row, len(read[row]), proposals[row], logits[row], round) for row in range(len(read))]
-    verified = time.perf_counter() - drafted
-    accepted = [verdict.accepted for verdict in verdicts]
-    read_a_prompt = sum(map(len, unseen)) > len(unseen)
-    round.lookahead.learn(proposals, accepted, sum(map(len, fed)), drafted - began, verified, read_a_prompt)
+    wanted = [len(proposals[row].tokens) + 1 if read_all[row] and not ended[row] else 0 for row in rows]
+    logits = target.feed(fed, wanted) if any(map(len, fed)) else [NO_LOGITS] * len(rows)
+    verdicts = [commit(target, row, forced[row], len(read[row]), proposals[row], logits[row], round) for row in rows]
+    if drafter:
+        verified = time.perf_counter() - drafted
+        accepted, width = [verdict.accepted for verdict in verdicts], sum(map(len, fed))
+        new = sum(map(len, forced))
+        read_a_prompt = sum(map(len, unseen)) > len(unseen) + new
+        round.lookahead.learn(proposals, accepted, width, drafted - began, verified, read_a_prompt, new)
     return verdicts
 
 
-def commit(target: Decoder, row: int, read: int, proposal: Proposal, logits: np.ndarray, round: Round) -> Verdict:
+NO_LOGITS = np.empty((0, 0), dtype=np.float32)
+
+
+def commit_forced(row: int, round: Round) -> np.ndarray:
+    """Commit what constraints leave no choice about, (n,) int64.
+
+    No model needs to verify it: the target could choose nothing else.
+    """
+    constraints, sequence = round.samplers[row].constraints, round.sequences[row]
+    if not constraints.forces or round.room[row] <= 0:
+        return NOTHING.tokens
+    found = np.array(constraints.forced(sequence.tokens)[: round.room[row]], dtype=np.int64)
+    sequence.commit(found)
+    return found
+
+
+def commit(
+    target: Decoder, row: int, forced: np.ndarray, read: int, proposal: Proposal, logits: np.ndarray, round: Round
+) -> Verdict:
     """Take the target's choices as long as the proposal agrees, and the one that follows.
 
-    That one is the correction of the first wrong guess or, after a fully accepted proposal, the bonus token. Without
-    ``logits`` the row is still reading.
+    That one is the correction of the first wrong guess or, after a fully accepted proposal, the bonus token; there is
+    none where an accepted token ends the text. Without ``logits`` the row is still reading, or all of the text was
+    forced.
     """
     if not len(logits):
-        return Verdict(NOTHING.tokens, 0, 0, logits, "", read)
+        return Verdict(forced, len(forced), 0, 0, logits, "", read)
     sequence, proposed = round.sequences[row], len(proposal.tokens)
     tokens = round.samplers[row].verify(logits, sequence, proposal)
-    accepted = len(tokens) - 1
+    accepted = int((tokens[:proposed] == proposal.tokens[: len(tokens)]).sum())
     sequence.commit(tokens)
     if accepted < proposed:
         target.truncate(row, len(sequence) - 1)
-    return Verdict(tokens, proposed, accepted, logits[: len(tokens)], proposal.source, read)
+    committed = np.concatenate((forced, tokens)) if len(forced) else tokens
+    return Verdict(committed, len(forced), proposed, accepted, logits[: len(tokens)], proposal.source, read)

@@ -158,8 +158,12 @@ class Tokenizer:
 class Detokenizer(Protocol):
     """Text as it grows; never half a character."""
 
-    def push(self, token: int) -> str:
-        """The text that ``token`` completes, which may be none."""
+    def push(self, token: int, without: int = 0) -> str:
+        """The text that ``token`` completes, which may be none; ``without`` its first bytes."""
+        ...
+
+    def length(self, token: int) -> int:
+        """Bytes that ``token`` adds to the text."""
         ...
 
     def flush(self) -> str:
@@ -174,16 +178,24 @@ class ByteDetokenizer:
         self._vocabulary = vocabulary
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
-    def push(self, token: int) -> str:
-        known = token < len(self._vocabulary)
-        return self._utf8.decode((self._vocabulary[token] if known else None) or b"")
+    def push(self, token: int, without: int = 0) -> str:
+        return self._utf8.decode(self._spelt(token)[without:])
+
+    def length(self, token: int) -> int:
+        return len(self._spelt(token))
 
     def flush(self) -> str:
         return self._utf8.decode(b"", final=True)
 
+    def _spelt(self, token: int) -> bytes:
+        return (self._vocabulary[token] if token < len(self._vocabulary) else None) or b""
+
 
 class WindowDetokenizer:
-    """For vocabularies that are not bytes: decode a window that slides, print what it adds."""
+    """For vocabularies that are not bytes: decode a window that slides, print what it adds.
+
+    Nothing can be left out of a token, nor is its length known.
+    """
 
     def __init__(self, request: ov.InferRequest) -> None:
         self._request = request
@@ -197,7 +209,8 @@ class WindowDetokenizer:
         self._request.infer()
         return str(self._request.get_output_tensor(0).str_data[0])
 
-    def push(self, token: int) -> str:
+    def push(self, token: int, without: int = 0) -> str:
+        assert not without
         self._tokens.append(token)
         text = self._window()
         if len(text) <= len(self._shown) or text.endswith("\N{REPLACEMENT CHARACTER}"):
@@ -206,6 +219,9 @@ class WindowDetokenizer:
         self._start = max(self._start, len(self._tokens) - 8)
         self._shown = self._window()
         return new
+
+    def length(self, token: int) -> int:
+        raise NotImplementedError
 
     def flush(self) -> str:
         text = self._window() if self._tokens else ""

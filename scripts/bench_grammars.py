@@ -96,7 +96,7 @@ def details(tokenizer: LLTokenizer, task: Task) -> dict[str, list[float]]:
         return result
 
     for text in task.texts:
-        walk = Matcher(tokenizer, ways["table"], task.kind, task.source)
+        walk = Matcher(tokenizer, ways["ovspec"], task.kind, task.source)
         matcher = walk.matcher
         for token in text[: task.steps]:
             found = timed("mask as bytes", matcher.compute_bitmask)

@@ -19,6 +19,8 @@ from typing import Any
 import numpy as np
 
 import ovspec
+from ovspec.constraints import Constraints
+from ovspec.constraints.processors import processing
 from ovspec.decoder import Decoder
 from ovspec.drafting import Drafter, Round
 from ovspec.drafting.draft_model import DraftModel
@@ -53,7 +55,7 @@ def times_by_width(decoder: Decoder, text: np.ndarray) -> dict[int, float]:
 def trace(drafter: Drafter, text: list[int], start: int, params: SamplingParams, seed: int) -> list[Any]:
     """For each place of ``text`` from ``start`` on: [how sure each guess was, how many the text bears out]."""
     drafter.reset(1)
-    sampler = sampler_of(params, seed, 0, start, frozenset())
+    sampler = sampler_of(params, seed, 0, Constraints(processing(params, lambda _: start, frozenset())))
     found = []
     for place in range(start, len(text)):
         proposal = drafter.propose(Round([Sequence(text[:place])], [MOST], [sampler], Lookahead(MOST)))[0]

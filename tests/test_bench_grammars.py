@@ -111,7 +111,7 @@ def test_the_worker_measures_like_the_bench(vocabulary: Vocabulary) -> None:
 
 def test_a_short_run_and_its_tables(tmp_path: Path) -> None:
     out = tmp_path / "lines.jsonl"
-    for option, expected in ((["--peers", "--out", str(out)], OURS), (["--out", str(out)], "apply, table")):
+    for option, expected in ((["--peers", "--out", str(out)], OURS), (["--out", str(out)], "apply, ovspec")):
         command = [sys.executable, str(HERE / "bench_grammars.py"), "--tokenizer", str(DEMO), "--steps", "3", *option]
         done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
         assert done.returncode == 0, done.stderr

@@ -20,11 +20,13 @@ from scipy.stats import chisquare
 import ovspec
 from ovspec import sampler as sampler_module
 from ovspec import sampling
+from ovspec.constraints import UNCONSTRAINED, Constraints
+from ovspec.constraints.processors import processing
 from ovspec.drafting import NOTHING, Drafter, Proposal, Round
 from ovspec.drafting.draft_model import DraftModel
 from ovspec.kv import Rollback
 from ovspec.lookahead import Lookahead
-from ovspec.sampler import AcceptRule, Processed, Sampler, sampler_of
+from ovspec.sampler import AcceptRule, Sampler, sampler_of
 from ovspec.sampling import Kept, SamplingParams, draw, largest, leading, noise, softmax, warp
 from ovspec.sequence import Sequence
 from ovspec.speculation import speculate
@@ -80,7 +82,7 @@ def test_warped_as_by_hugging_face(reference: Reference, seed: int, spread: floa
     params = SamplingParams(
         min_tokens=ours.pop("min_new_tokens", None), logit_bias=ours.pop("bias", {}), max_tokens=20, **ours
     )
-    process = Processed(params, start, frozenset({1, 2}))
+    process = constrained(params, start, frozenset({1, 2}))
     got = warp(process(logits, np.array(tokens)), params).probabilities(VOCAB)
     # Sums in single precision decide which token is the last: allow one that is on the brink.
     assert np.abs((got > 0).astype(int) - (expected > 0)).sum() <= (1 if params.truncates else 0)
@@ -93,7 +95,7 @@ def test_penalties_on_what_was_generated() -> None:
     params = SamplingParams(temperature=1.0, presence_penalty=0.5, frequency_penalty=0.25)
     logits = np.zeros(6, dtype=np.float32)
     tokens = np.array([1, 1, 2, 3, 3, 3, 4])  # the first three are the prompt
-    got = Processed(params, 3, frozenset())(logits, tokens)
+    got = constrained(params, 3)(logits, tokens)
     assert got.tolist() == [0, 0, 0, -0.5 - 0.75, -0.5 - 0.25, 0]
     assert not logits.any(), "the argument must stay as it is"
 
@@ -166,8 +168,9 @@ def test_a_draft_with_a_smaller_vocabulary() -> None:
     params = SamplingParams(temperature=1.0, min_tokens=3, logit_bias={8: 2.0, 1: 1.0}, max_tokens=9)
     for accept in ("compare", "rejection"):
         for width in (6, 12):
-            choose = sampler_of(params, 1, 0, 1, frozenset({9}), accept)
+            choose = sampler_of(params, 1, 0, constrained(params, 1, frozenset({9})), accept)
             guess = choose.guess(np.zeros(width, dtype=np.float32), np.array([0]))
+            assert guess
             proposal = Proposal(np.array([guess.token]), q=[guess.q] if guess.q else None)
             if guess.token < 10:
                 tokens = choose.verify(np.zeros((2, 10), dtype=np.float32), Sequence([0]), proposal)
@@ -266,7 +269,7 @@ def texts(accept: AcceptRule, drafter: str, params: SamplingParams, draws: int, 
         target.reset(1)
         if drafters[drafter]:
             drafters[drafter].reset(1)
-        choose: Sampler = sampler_of(params, seed, 0, 1, frozenset(), accept)
+        choose: Sampler = sampler_of(params, seed, 0, constrained(params, 1), accept)
         while len(sequence) < LENGTH + 1:
             speculate(target, drafters[drafter], Round([sequence], [k], [choose], Lookahead(k)))
         a, b, c = sequence.tokens[1 : LENGTH + 1].tolist()
@@ -288,6 +291,11 @@ NARROW = SamplingParams(temperature=1.5, top_k=4, top_p=0.85)
 @pytest.mark.parametrize("accept", ["compare", "rejection"])
 def test_speculation_keeps_the_distribution(accept: AcceptRule, drafter: str, params: SamplingParams) -> None:
     assert fits(texts(accept, drafter, params, DRAWS), exact(params)) > UNLIKELY
+
+
+def constrained(params: SamplingParams, start: int, ends: frozenset[int] = frozenset()) -> Constraints:
+    """What ``params`` do to logits behind ``start`` tokens of prompt."""
+    return Constraints(processing(params, lambda _: start, ends), ends)
 
 
 def test_the_coupled_rule_gives_the_very_same_texts() -> None:
@@ -330,7 +338,8 @@ def test_planted_bugs_are_found(bug: str, monkeypatch: pytest.MonkeyPatch) -> No
         real = sampler_module.Rejection.guess
 
         def guess(self: Any, logits: np.ndarray, tokens: np.ndarray) -> Any:
-            return real(self, logits, tokens)._replace(q=Kept(None, logits))
+            guess = real(self, logits, tokens)
+            return guess and guess._replace(q=Kept(None, logits))
 
         monkeypatch.setattr(sampler_module.Rejection, "guess", guess)
     else:
@@ -347,8 +356,9 @@ def test_acceptance_of_both_rules() -> None:
     for accept in ("compare", "rejection"):
         accepted = 0
         for seed in range(5000):
-            choose = sampler_of(PLAIN, seed, 0, 1, frozenset(), accept)
+            choose = sampler_of(PLAIN, seed, 0, UNCONSTRAINED, accept)
             guess = choose.guess(DRAFT[last], np.array([last]))
+            assert guess
             proposal = Proposal(np.array([guess.token]), q=[guess.q] if guess.q else None)
             logits = np.stack((TARGET[last], TARGET[guess.token]))
             accepted += len(choose.verify(logits, Sequence([last]), proposal)) - 1
@@ -371,9 +381,9 @@ def test_time_of_a_choice(options: dict[str, Any], most_ms: float) -> None:
     ranks = np.random.default_rng(0).permutation(vocab) + 1
     logits = (-1.3 * np.log(ranks)).astype(np.float32)[None]
     np.ones(4_000_000)  # after a large array was freed, small ones are kept: so it is beside a model
-    sequence, times = Sequence([1, 2, 3]), []
+    sequence, times, params = Sequence([1, 2, 3]), [], SamplingParams(**options)
     for seed in range(200):
-        choose: Sampler = sampler_of(SamplingParams(**options), seed, 0, 3, frozenset())
+        choose: Sampler = sampler_of(params, seed, 0, constrained(params, 3))
         began = time.perf_counter()
         choose.verify(logits, sequence, NOTHING)
         times.append((time.perf_counter() - began) * 1e3)
@@ -392,7 +402,7 @@ def test_a_user_sampler_is_called_as_in_plain_decoding() -> None:
             return np.array([[(int(tokens.sum()) * power + int(logits.argmax())) % 5]])
 
         sequence, target = Sequence([0]), Bigrams(TARGET)
-        choose = sampler_of(SamplingParams(), 0, 0, 1, frozenset(), function=sample, keywords={"power": 3})
+        choose = sampler_of(SamplingParams(), 0, 0, UNCONSTRAINED, function=sample, keywords={"power": 3})
         while len(sequence) < 30:
             speculate(target, drafter, Round([sequence], [29 - len(sequence)], [choose], Lookahead(4)))
         return seen[:29], sequence.tokens[:30].tolist()
@@ -403,13 +413,13 @@ def test_a_user_sampler_is_called_as_in_plain_decoding() -> None:
 
 @pytest.mark.parametrize("returned", [None, "x", 7, -1, [1, 2]])
 def test_a_user_sampler_that_returns_no_token(returned: Any) -> None:
-    choose = sampler_of(SamplingParams(), 0, 0, 1, frozenset(), function=lambda *_: returned)
+    choose = sampler_of(SamplingParams(), 0, 0, UNCONSTRAINED, function=lambda *_: returned)
     with pytest.raises(ovspec.OvspecError, match="The sampler returned"):
         choose.verify(TARGET[:1], Sequence([0]), NOTHING)
 
 
 def test_what_cannot_be_combined_with_a_user_sampler() -> None:
     with pytest.raises(ovspec.OvspecError, match="draws by itself"):
-        sampler_of(SamplingParams(temperature=1.0), 0, 0, 1, frozenset(), function=max)
+        sampler_of(SamplingParams(temperature=1.0), 0, 0, UNCONSTRAINED, function=max)
     with pytest.raises(ovspec.OvspecError, match="keeps to itself"):
-        sampler_of(SamplingParams(), 0, 0, 1, frozenset(), "rejection", function=max)
+        sampler_of(SamplingParams(), 0, 0, UNCONSTRAINED, "rejection", function=max)

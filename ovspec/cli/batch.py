@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ovspec.cli.options import runtime_options, sampling_options, split_options, text_options
+from ovspec.cli.options import constraint_options, runtime_options, sampling_options, split_options, text_options
 
 if TYPE_CHECKING:
     from ovspec.batch_file import Progress
@@ -26,6 +26,7 @@ EVERY = 10.0  # seconds between two lines of progress where there is no terminal
 @click.option("--chat/--raw", default=False, help="Apply the model's chat template to plain prompts.  [default: raw]")
 @click.option("--system", metavar="TEXT", help="System message for plain prompts; needs --chat.")
 @text_options
+@constraint_options
 @sampling_options
 @runtime_options
 def batch(
@@ -40,8 +41,8 @@ def batch(
     """Generate a text for each line of FILE with the model in DIR (by default the embedded pair).
 
     A line of FILE is a request of OpenAI's batch API, a JSON object with a prompt or messages and options such as
-    max_tokens, temperature or stop, or a JSON string; in a .txt file, a prompt as it is. Options of a line win over
-    those given here.
+    max_tokens, temperature, stop or response_format, or a JSON string; in a .txt file, a prompt as it is. Options of
+    a line win over those given here.
 
     The output has a line for each, in the same order, with its id (or the number of the line). A line that can't be
     done says why, and the exit code is 1. After a kill or Ctrl-C the same command goes on from OUTPUT.partial.

@@ -10,6 +10,7 @@ import click
 
 from ovspec.cli.options import (
     DRAFT_OF_THE_EXPORT,
+    constraint_options,
     is_draft,
     looks_like_path,
     runtime_options,
@@ -30,6 +31,7 @@ from ovspec.cli.options import (
 @click.option("--stats", is_flag=True, help="Print statistics on stderr.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the text.")
 @click.option("--compare", is_flag=True, help="Generate without and with --draft; show both times, compare the texts.")
+@constraint_options
 @sampling_options
 @runtime_options
 def generate(
@@ -54,6 +56,7 @@ def generate(
       ovspec generate "def fib("
       ovspec generate my-pair "import os" --draft --stats
       ovspec generate my-pair "Once upon" --draft lookup,draft --temperature 0.8 --top-p 0.95 --seed 1
+      ovspec generate my-pair "Tom is 7: " --json-schema '{"properties": {"age": {"type": "integer"}}}'
       git diff | ovspec generate my-pair -f - --draft --compare
     """
     draft = others["draft"]

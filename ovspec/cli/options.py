@@ -11,6 +11,8 @@ import click
 PRECISIONS = ("f32", "bf16", "f16")
 ENGINES = ("auto", "stateful", "paged")  # as engine.ENGINES, which would import openvino
 KV_PRECISIONS = ("f32", "bf16", "f16", "u8")
+GRAMMARS = ("json_schema", "regex", "grammar", "gbnf", "choice")  # as constraints.maker.GRAMMARS
+JSON_BOOLEANS = ("true", "false")  # schemas, too
 DRAFT_OF_THE_EXPORT = "the draft of the export"  # what a bare --draft stands for
 
 
@@ -96,8 +98,57 @@ def text_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return command
 
 
+def constraint_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """What the text must be."""
+    options = [
+        click.option(
+            "--json-schema", metavar="FILE|TEXT", help="The text must be JSON of this schema; '{}' for any JSON."
+        ),
+        click.option("--regex", metavar="PATTERN", help="The whole text must match."),
+        click.option("--grammar", metavar="FILE", help="The text must follow a grammar in Lark's syntax."),
+        click.option("--gbnf", metavar="FILE", help="The text must follow a grammar in llama.cpp's syntax."),
+        click.option("--choice", multiple=True, metavar="TEXT", help="The text must be one of these; repeat it."),
+        click.option(
+            "--constrain-from",
+            metavar="TEXT|N",
+            help="Where in the prompt the grammar begins: at the last TEXT, or at character N, negative from the end.  "
+            "[default: behind the prompt]",
+        ),
+        click.option("--heal", is_flag=True, help="Let the first token reach over the end of the prompt."),
+    ]
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+def given_constraints(values: dict[str, Any]) -> dict[str, Any]:
+    """Those of the constraint options that were given, as keywords for ``generate``; takes them out of ``values``."""
+    taken = {name: values.pop(name) for name in GRAMMARS}
+    given = {name: value for name, value in taken.items() if value not in (None, ())}
+    where = values.pop("constrain_from")
+    if len(given) > 1:
+        first, second = (f"--{name.replace('_', '-')}" for name in list(given)[:2])
+        raise click.UsageError(f"{first} and {second} can't be combined; give one grammar that says both.")
+    if where is not None and not given:
+        raise click.UsageError("--constrain-from needs --json-schema, --regex, --grammar, --gbnf or --choice.")
+    if given and values["ignore_eos"]:
+        raise click.UsageError("--ignore-eos can't be combined with a grammar, which says where the text ends.")
+    if "choice" in given:
+        given["choice"] = list(given["choice"])
+    for name in ("grammar", "gbnf"):
+        if name in given:
+            given[name] = Path(given[name])
+    if "json_schema" in given and not given["json_schema"].lstrip().startswith(("{", *JSON_BOOLEANS)):
+        given["json_schema"] = Path(given["json_schema"])
+    if where is not None:
+        given["constrain_from"] = int(where) if where.lstrip("-").isdigit() else where
+    if values.pop("heal"):
+        given["heal"] = True
+    return given
+
+
 def split_options(values: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """``text_options``, ``sampling_options`` and ``runtime_options`` as keywords (for ``load``, for ``generate``).
+    """What the decorators of this module take, as keywords (for ``load``, for ``generate``).
 
     Raises:
         click.UsageError: options that exclude each other.
@@ -105,8 +156,9 @@ def split_options(values: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any
     values = dict(values)
     draft, lookahead, accept = values.pop("draft"), values.pop("lookahead"), values.pop("accept")
     corpus = values.pop("lookup_corpus")
-    if lookahead is not None and draft in (None, "none"):
-        raise click.UsageError("--lookahead needs --draft.")
+    constraints = given_constraints(values)
+    if lookahead is not None and draft in (None, "none") and not constraints.keys() & {*GRAMMARS}:
+        raise click.UsageError("--lookahead needs --draft, or a grammar, which proposes what it forces.")
     if values["draft_device"] and draft in (None, "none"):
         raise click.UsageError("--draft-device needs --draft.")
     if corpus and "lookup" not in str(draft).split(","):
@@ -116,7 +168,7 @@ def split_options(values: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any
         raise click.UsageError("--accept rejection needs a --temperature above 0.")
     options |= {name: values.pop(name) for name in ("max_tokens", "min_tokens", "ignore_eos")}
     options |= {"stop": list(values.pop("stop")), "stop_ids": list(values.pop("stop_id"))}
-    options |= {"lookahead": lookahead, "accept": accept}
+    options |= {"lookahead": lookahead, "accept": accept, **constraints}
     drafts: dict[str | None, Any] = {None: None, "none": None, DRAFT_OF_THE_EXPORT: True}
     return {"draft": drafts.get(draft, draft), "lookup_corpus": corpus, **values}, options
 

@@ -11,6 +11,7 @@ from typing import Any
 import click
 import numpy as np
 
+from ovspec.constraints.maker import grammar_asked
 from ovspec.generate import Result, Stats
 from ovspec.model import LanguageModel
 
@@ -67,7 +68,8 @@ def compare(lm: LanguageModel, prompt: Any, options: dict[str, Any], as_json: bo
         "equal": equal,
         "speedup": round(seconds_a_token(plain.stats) / seconds_a_token(speculative.stats), 3),
     }
-    if not equal:
+    unconstrained = not (grammar_asked(options) or options.get("heal"))
+    if not equal and unconstrained:
         report["top2_gap"] = top2_gap(lm, prompt, plain.token_ids, speculative.token_ids)
     if as_json:
         click.echo(json.dumps(report, ensure_ascii=False))
@@ -77,9 +79,10 @@ def compare(lm: LanguageModel, prompt: Any, options: dict[str, Any], as_json: bo
     click.echo(f"speculative  {summary(speculative)}", err=True)
     verdict = f"the {len(plain.token_ids)} token ids are identical"
     if not equal:
-        verdict = f"the texts part where the logits of the two most likely tokens are {report['top2_gap']:.4f} apart"
-        if options.get("temperature"):
-            verdict = "the texts part where rounding decided which token was drawn"
+        verdict = "the texts part where rounding decided which token came"
+        if unconstrained and not options.get("temperature"):
+            gap = report["top2_gap"]
+            verdict = f"the texts part where the logits of the two most likely tokens are {gap:.4f} apart"
     click.echo(f"{verdict}; speed-up {report['speedup']:.2f}x", err=True)
 
 
@@ -131,6 +134,8 @@ def summary(result: Result) -> str:
             f"acceptance rate {stats.acceptance_rate or 0:.2f} ({stats.accepted} of {stats.proposed} proposed)"
         )
         parts.append(f"{stats.generated_tokens / stats.rounds:.2f} tokens a round")
+    if stats.forced:
+        parts.append(f"{stats.forced} forced by the grammar")
     if len(stats.drafters) > 1:
         each = [f"{name} {counts['accepted']} of {counts['proposed']}" for name, counts in stats.drafters.items()]
         parts.append(f"accepted by drafter: {', '.join(each)}")

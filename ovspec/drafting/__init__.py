@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ovspec.sampling import Kept
 from ovspec.sequence import Sequence
 from ovspec.vocabulary import ALL_IDS, KnownIds
 
 if TYPE_CHECKING:
     from ovspec.lookahead import Lookahead
     from ovspec.sampler import Sampler
-    from ovspec.sampling import Kept
 
 
 @dataclass(frozen=True)
@@ -34,25 +34,55 @@ class Proposal:
 NOTHING = Proposal(np.empty(0, dtype=np.int64))
 
 
+def shorten(proposal: Proposal, length: int) -> Proposal:
+    """Its first ``length`` tokens."""
+    if length >= len(proposal.tokens):
+        return proposal
+    if length <= 0:
+        return NOTHING
+    confidence = None if proposal.confidence is None else proposal.confidence[:length]
+    drawn = proposal.q and proposal.q[:length]
+    return replace(proposal, tokens=proposal.tokens[:length], confidence=confidence, q=drawn)
+
+
+def certain(token: int) -> Kept:
+    """The distribution of a token that must come."""
+    return Kept(np.array([token]), np.zeros(1, dtype=np.float32))
+
+
 @dataclass(slots=True)
 class Round:
     """What one round of speculation works on, a place in each list for each row.
 
     sequences: the tokens so far.
-    remaining: tokens that may be proposed before the text is as long as it may become.
-    samplers: who chooses the row's tokens.
+    remaining: tokens that a drafter may propose before the text is as long as it may become.
+    samplers: who chooses the row's tokens, and what constrains them.
     lookahead: how many tokens it pays to propose.
+    room: tokens that may be committed because constraints leave no choice.
     """
 
     sequences: list[Sequence]
     remaining: list[int]
     samplers: list[Sampler]
     lookahead: Lookahead
+    room: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.room = self.room or [0] * len(self.sequences)
 
     @property
     def budgets(self) -> list[int]:
-        """Tokens that may be proposed in this round at most."""
+        """Tokens that a drafter may propose in this round at most."""
         return [min(left, self.lookahead.most) for left in self.remaining]
+
+    def complete(self, row: int) -> bool:
+        """Whether constraints leave nothing that could follow."""
+        return self.samplers[row].constraints.complete(self.sequences[row].tokens)
+
+    def permitted(self, row: int, proposal: Proposal) -> Proposal:
+        """``proposal`` up to where it may not go on, or need not because the text has ended."""
+        count = self.samplers[row].constraints.permitted(self.sequences[row].tokens, proposal.tokens)
+        return shorten(proposal, count)
 
 
 class Drafter:
@@ -73,12 +103,13 @@ class Drafter:
         """A proposal for every row, as long as the lookahead finds worthwhile."""
         if not round.lookahead.starts(self.name, 0, round.remaining):
             return [NOTHING] * len(round.sequences)
-        return [
-            round.lookahead.cut(self._checked(self.guess(sequence.tokens, budget), budget), len(round.sequences))
+        proposals = [
+            round.permitted(row, self._checked(self.guess(round.sequences[row].tokens, budget), budget))
             if budget > 0
             else NOTHING
-            for sequence, budget in zip(round.sequences, round.budgets, strict=True)
+            for row, budget in enumerate(round.budgets)
         ]
+        return [round.lookahead.cut(proposal, len(proposals)) for proposal in proposals]
 
     def reset(self, rows: int) -> None:
         """Forget everything and start over with ``rows`` rows."""

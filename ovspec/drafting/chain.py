@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from ovspec.drafting import NOTHING, Drafter, Proposal, Round
 
 
@@ -26,7 +28,7 @@ class Chain(Drafter):
         left = [0 if len(found.tokens) else budget for found, budget in zip(proposals, round.remaining, strict=True)]
         if not any(left):
             return proposals
-        others = self._second.propose(Round(round.sequences, left, round.samplers, round.lookahead))
+        others = self._second.propose(replace(round, remaining=left))
         return [found if len(found.tokens) else other for found, other in zip(proposals, others, strict=True)]
 
     def reset(self, rows: int) -> None:

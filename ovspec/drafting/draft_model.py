@@ -7,7 +7,7 @@ import time
 import numpy as np
 
 from ovspec.decoder import Decoder, catch_up
-from ovspec.drafting import NOTHING, Drafter, Proposal, Round
+from ovspec.drafting import NOTHING, Drafter, Proposal, Round, certain
 from ovspec.reading import share_beginnings
 from ovspec.sampler import Guess
 
@@ -38,8 +38,10 @@ class DraftModel(Drafter):
         if not any(budgets) or not round.lookahead.starts(self.name, sum(unseen), remaining):
             return [NOTHING] * len(budgets)
         guesses: list[list[Guess]] = [[] for _ in budgets]
-        texts = [np.concatenate((s.tokens, np.empty(max(budgets), np.int64))) for s in round.sequences]
-        # First what the draft has not seen yet, then its own guesses one by one; the last one is never fed.
+        room = np.empty(max(budgets), dtype=np.int64)
+        texts = [np.concatenate((sequence.tokens, room)) for sequence in round.sequences]
+        ends = [len(sequence) for sequence in round.sequences]  # tokens of each text so far
+        # First what the draft has not seen yet, then its own guesses; the last one is never fed.
         feed = [
             catch_up(self.decoder, row, sequence) if budgets[row] > 0 else NOTHING.tokens
             for row, sequence in enumerate(round.sequences)
@@ -49,17 +51,29 @@ class DraftModel(Drafter):
             began = time.perf_counter()
             logits = self.decoder.feed(feed, [int(row in going) for row in range(len(feed))])
             fed, feed = sum(map(len, feed)), [NOTHING.tokens] * len(budgets)
-            for row in going:
-                end = len(round.sequences[row]) + len(guesses[row])
-                guess = round.samplers[row].guess(logits[row][0], texts[row][:end])
-                texts[row][end] = guess.token
-                guesses[row].append(guess)
+            seen, asked = list(ends), going
+            going = []
+            for row in asked:
+                sampler, text = round.samplers[row], texts[row]
+                guess = sampler.guess(logits[row][0], text[: ends[row]])
+                if not guess:
+                    continue
+                more = [guess]
+                text[ends[row]] = guess.token
+                room_left = budgets[row] - len(guesses[row]) - 1
+                if not sampler.constraints.ended(text[: ends[row] + 1]):
+                    # What is forced behind a guess costs the draft no step of its own.
+                    forced = sampler.constraints.forced(text[: ends[row] + 1])[:room_left]
+                    more += [Guess(token, 1.0, certain(token)) for token in forced]
+                    text[ends[row] + 1 : ends[row] + len(more)] = forced
+                    going.append(row)
+                ends[row] += len(more)
+                guesses[row] += more
             round.lookahead.note_draft(fed, time.perf_counter() - began)
             going = [row for row in going if len(guesses[row]) < budgets[row]]
             going = round.lookahead.going_on(self.name, going, guesses)
             for row in going:
-                end = len(round.sequences[row]) + len(guesses[row])
-                feed[row] = texts[row][end - 1 : end]
+                feed[row] = texts[row][seen[row] : ends[row]]
         return [self._proposal(row_guesses) if row_guesses else NOTHING for row_guesses in guesses]
 
     def reset(self, rows: int) -> None:
@@ -71,8 +85,9 @@ class DraftModel(Drafter):
     def _proposal(self, guesses: list[Guess]) -> Proposal:
         tokens = np.array([guess.token for guess in guesses], dtype=np.int64)
         confidence = np.array([guess.confidence for guess in guesses])
+        # What was forced has a q in any case.
         drawn = [guess.q for guess in guesses if guess.q is not None]
-        return Proposal(tokens, confidence, drawn or None, self.name)
+        return Proposal(tokens, confidence, drawn if len(drawn) == len(guesses) else None, self.name)
 
     def _within_context(self, row: int, round: Round) -> int:
         budget, limit = round.budgets[row], self.decoder.context_length

@@ -100,10 +100,12 @@ class Lookup(Drafter):
 
     def propose(self, round: Round) -> list[Proposal]:
         proposals = []
-        for index, sequence, budget in zip(self._rows, round.sequences, round.budgets, strict=True):
-            if budget > 0:
-                index.follow(sequence)
-            found = self._find(index, sequence, budget) if budget > 0 and len(sequence) >= LEAST_MATCH else NOTHING
+        for row, (index, sequence, budget) in enumerate(zip(self._rows, round.sequences, round.budgets, strict=True)):
+            if budget <= 0:
+                proposals.append(NOTHING)
+                continue
+            index.follow(sequence)
+            found = round.permitted(row, self._find(index, sequence, budget))
             proposals.append(round.lookahead.cut(found, len(round.sequences)))
         return proposals
 
@@ -122,6 +124,8 @@ class Lookup(Drafter):
 
     def _find(self, index: Index, sequence: Sequence, budget: int) -> Proposal:
         tail = sequence.tokens[-LONGEST_MATCH:]
+        if len(tail) < LEAST_MATCH:
+            return NOTHING
         match, places = index.matches(tail)
         if self._corpus and match < len(tail):
             elsewhere, other = self._corpus.matches(tail)

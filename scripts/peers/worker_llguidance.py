@@ -12,41 +12,24 @@ from grammar_protocol import Begin, Vocabulary, serve
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from protocol import Refusal
 
-# A byte of a mask as what is added to the logits of its eight tokens.
-TABLE = np.where(
-    np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little"),
-    np.float32(0),
-    np.float32(-np.inf),
-)
+from ovspec.constraints.grammar import grammar_tokenizer as ovspec_tokenizer
+from ovspec.constraints.masks import masked
+
 # The default of 50,000 items for a mask ends C in the middle of an expression.
 LIMITS = LLParserLimits(step_max_items=2_000_000)
 Apply = Callable[[np.ndarray, np.ndarray], np.ndarray]
 
 
 def grammar_tokenizer(vocabulary: Vocabulary, slices: list[str] | None = None) -> LLTokenizer:
-    """Of the text's own tokens alone.
-
-    Added tokens must not be written as text. Where they are merely left out, those that the model's own vocabulary
-    lists can be; so they are spelled with the byte 0xff before them, by which llguidance knows special tokens.
-    """
-    tokenizer = json.loads(Path(vocabulary.file).read_text(encoding="utf-8"))
-    spelled = tokenizer["model"]["vocab"]
-    for added in tokenizer["added_tokens"]:
-        spelled.pop(added["content"], None)
-        spelled[f"\xff{added['content']}"] = added["id"]
-    tokenizer |= {"added_tokens": [], "post_processor": None}
-    return LLTokenizer(json.dumps(tokenizer), n_vocab=vocabulary.size, eos_token=vocabulary.end, slices=slices)
+    """As ovspec makes it; ``slices`` other than its own."""
+    tokenizer_json = json.loads(Path(vocabulary.file).read_text(encoding="utf-8"))
+    _, tokenizer = ovspec_tokenizer(tokenizer_json, vocabulary.size)
+    return tokenizer if slices is None else tokenizer.with_slices(slices)
 
 
 def appliers(width: int) -> dict[str, Apply]:
     """Ways to -inf where a mask's bit is 0: (logits, bytes of the mask) to a row that the next call overwrites."""
-    size = (width + 31) // 32 * 4
-    added, out, forbidden = np.empty((size, 8), np.float32), np.empty(width, np.float32), np.float32(-np.inf)
-
-    def table(logits: np.ndarray, mask: np.ndarray) -> np.ndarray:
-        # "raise", the default mode, would buffer the output.
-        np.take(TABLE, mask, axis=0, out=added, mode="clip")
-        return np.add(logits, added.reshape(-1)[:width], out=out)
+    out, forbidden = np.empty(width, np.float32), np.float32(-np.inf)
 
     def bits(mask: np.ndarray) -> np.ndarray:
         return np.unpackbits(mask, count=width, bitorder="little").view(bool)
@@ -70,7 +53,7 @@ def appliers(width: int) -> dict[str, Apply]:
         llguidance.numpy.apply_token_bitmask_inplace(out, mask.view(np.int32))
         return out
 
-    return {"table": table, "where": where, "putmask": putmask, "chosen": chosen, "llguidance.numpy": theirs}
+    return {"ovspec": masked, "where": where, "putmask": putmask, "chosen": chosen, "llguidance.numpy": theirs}
 
 
 class Matcher:
@@ -124,7 +107,7 @@ def load(vocabulary: Vocabulary) -> Begin:
 
 
 def begin_of(tokenizer: LLTokenizer) -> Begin:
-    apply = appliers(tokenizer.vocab_size)["table"]
+    apply = appliers(tokenizer.vocab_size)["ovspec"]
     return lambda kind, source: Matcher(tokenizer, apply, kind, source)
 
 

@@ -1,0 +1,240 @@
+"""A grammar that the text must follow, by llguidance (https://github.com/guidance-ai/llguidance).
+
+Where the grammar leaves a single way to go on, the text is spelt as the tokenizer spells it: the mask has one token
+then, and it can be proposed without asking any model.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from llguidance import LLMatcher, LLTokenizer
+
+from ovspec.constraints import Constraint
+from ovspec.constraints.checking import LIMITS, check, plain
+from ovspec.constraints.masks import holds, pack
+from ovspec.errors import OvspecError
+from ovspec.sequence import Sequence
+
+# Compiled grammars that are kept for the next text.
+KEPT = 32
+# Places behind the end of the text whose matchers are kept: a proposal is hardly longer.
+REMEMBERED = 32
+
+
+@dataclass(slots=True)
+class Place:
+    """What is known of what may follow at one place of the text; ``matcher`` has consumed all before it."""
+
+    matcher: LLMatcher | None = None
+    mask: np.ndarray | None = None
+    forced: list[int] | None = None
+
+
+class Grammar(Constraint):
+    """Follows the text behind the prompt.
+
+    Matchers only ever go forward. After ``rollback``, llguidance 1.9.1 may take what it has cached on the way that was
+    left for what is on the new one, and then allows what the grammar doesn't; copies cost a few microseconds.
+
+    Args:
+        matcher: where the text goes on.
+        start: tokens of the prompt.
+        ends: ids that end the text, which may come where the grammar is satisfied.
+        own_end: the one that the matcher takes for it.
+        size: of the vocabulary.
+    """
+
+    def __init__(self, matcher: LLMatcher, start: int, ends: frozenset[int], own_end: int, size: int) -> None:
+        self._start, self._ends, self._size = start, ends, size
+        self._no_end = ~pack([own_end], size)
+        self._end = pack([token for token in ends if token < size], size)
+        self._path = Sequence()  # tokens that the grammar is known to allow
+        self._places = [Place(matcher)]  # one more than tokens
+
+    def mask(self, tokens: np.ndarray) -> np.ndarray:
+        at = self._seek(tokens)
+        place = self._places[at]
+        if place.mask is None:
+            forced = self._forced(at)
+            place.mask = pack(forced[:1], self._size) if forced else self._computed(self._matcher(at))
+        return place.mask
+
+    def allows(self, token: int, tokens: np.ndarray) -> bool:
+        at = self._seek(tokens)
+        if at < len(self._path) and token == self._path.tokens[at]:
+            return True
+        if self._places[at].mask is None:
+            forced = self._forced(at)
+            if forced:
+                return token == forced[0]
+            matcher = self._matcher(at)
+            if token in self._ends:
+                return matcher.is_accepting()
+            # Where bytes are forced but not how they are spelt, the mask is the stricter one.
+            if not matcher.compute_ff_bytes():
+                return matcher.validate_tokens([token]) == 1
+        return holds(self.mask(tokens), token)
+
+    def forced(self, tokens: np.ndarray) -> list[int]:
+        return self._forced(self._seek(tokens))
+
+    def complete(self, tokens: np.ndarray) -> bool:
+        return self._matcher(self._seek(tokens)).is_stopped()
+
+    def _forced(self, at: int) -> list[int]:
+        place = self._places[at]
+        if place.forced is None:
+            place.forced = self._matcher(at).compute_ff_tokens()
+        return place.forced
+
+    def _computed(self, matcher: LLMatcher) -> np.ndarray:
+        words = np.empty(-(-self._size // 32), dtype=np.uint32)
+        matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+        check_state(matcher)
+        mask = words.view(np.uint8)[: len(self._end)] & self._no_end
+        if matcher.is_accepting():
+            mask |= self._end
+        if not mask.any() and not matcher.is_stopped():
+            raise OvspecError("No token of this model can go on in the grammar here.")
+        return mask
+
+    def _seek(self, tokens: np.ndarray) -> int:
+        """Make the path at least as long as ``tokens`` behind the prompt, and say where on it they end."""
+        text, path = tokens[self._start :], self._path.tokens
+        shared = min(len(text), len(path))
+        differ = text[:shared] != path[:shared]
+        if differ.any():
+            shared = int(differ.argmax())
+        if shared < len(text):
+            self._path.rewind(shared)
+            self._path.commit(text[shared:])
+            del self._places[shared + 1 :]
+            self._places += [Place() for _ in text[shared:]]
+            self._matcher(len(text))  # raises where the grammar doesn't allow it
+        return len(text)
+
+    def _matcher(self, at: int) -> LLMatcher:
+        """The one at a place of the path; those of the last places are kept, and the first."""
+        place = self._places[at]
+        if place.matcher is None:
+            behind = next(i for i in range(at - 1, -1, -1) if self._places[i].matcher)
+            known = self._places[behind].matcher
+            assert known
+            matcher = known.deep_copy()
+            if not matcher.consume_tokens(self._path.tokens[behind:at].tolist()):
+                check_state(matcher)
+            place.matcher = matcher
+            for old in self._places[max(1, at - 2 * REMEMBERED) : max(1, at - REMEMBERED)]:
+                old.matcher = None
+        return place.matcher
+
+
+def check_state(matcher: LLMatcher) -> None:
+    """Raises OvspecError where it has given up, which it never recovers from."""
+    if matcher.is_error():
+        raise OvspecError(f"The grammar can't be followed any further: {plain(matcher.get_error())}")
+
+
+class Grammars:
+    """Compiles grammars for a model's vocabulary and keeps them.
+
+    Args:
+        tokenizer_json: the model's ``tokenizer.json``.
+        vocabulary: what each id adds to a text.
+    """
+
+    def __init__(self, tokenizer_json: dict[str, Any], vocabulary: list[bytes | None]) -> None:
+        self._size = len(vocabulary)
+        self._own_end, self._tokens = grammar_tokenizer(tokenizer_json, self._size)
+        self._compiled: dict[str, LLMatcher] = {}
+
+    def constraint(
+        self,
+        grammar: str,
+        start: int,
+        ends: frozenset[int],
+        behind: bytes = b"",
+        said: bytes = b"",
+        what: str = "grammar",
+    ) -> Grammar:
+        """What keeps the text behind ``start`` tokens of prompt in ``grammar``.
+
+        Args:
+            grammar: as ``sources`` makes it.
+            ends: ids that end the text.
+            behind: bytes of the prompt that belong to the grammar's text.
+            said: bytes that were taken back from the prompt. With ``behind`` they are its end; else the text begins
+                with them, and then the grammar's.
+            what: names the grammar in errors.
+
+        Raises:
+            OvspecError: the grammar is wrong or too complex, or doesn't allow ``behind``.
+        """
+        matcher = self._compiled_once(grammar, what, tried=False)
+        if behind:
+            self._follow(matcher.deep_copy(), behind)  # all of it must fit
+            matcher = matcher.deep_copy()
+            self._follow(matcher, behind[: len(behind) - len(said)])
+        elif said:
+            matcher = self._compiled_once(behind_bytes(grammar, said), what, tried=True)
+        return Grammar(matcher.deep_copy(), start, ends, self._own_end, self._size)
+
+    def _compiled_once(self, grammar: str, what: str, tried: bool) -> LLMatcher:
+        """``tried``: what it is made of has been checked."""
+        if grammar not in self._compiled:
+            if not tried:
+                check(grammar, what)
+            matcher = LLMatcher(self._tokens, grammar, log_level=0, limits=LIMITS)
+            if matcher.is_error():
+                raise OvspecError(f"{what}: {plain(matcher.get_error())}")
+            self._compiled[grammar] = matcher
+            while len(self._compiled) > KEPT:
+                self._compiled.pop(next(iter(self._compiled)))
+        return self._compiled[grammar]
+
+    def _follow(self, matcher: LLMatcher, text: bytes) -> None:
+        """Consume what stands in the prompt already; raises OvspecError where the grammar doesn't allow it."""
+        tokens = self._tokens.tokenize_bytes(text)
+        count = matcher.try_consume_tokens(tokens)
+        if count < len(tokens):
+            before, rest = (self._tokens.decode_str(part) for part in (tokens[:count], tokens[count:]))
+            raise OvspecError(f"The grammar doesn't allow what the prompt has: {rest[:20]!r} behind {before[-40:]!r}.")
+        if matcher.is_stopped():
+            raise OvspecError("The prompt has the grammar's whole text already: nothing can follow it.")
+
+
+def behind_bytes(grammar: str, said: bytes) -> str:
+    """The grammar of ``said``, which must be UTF-8, and then a text of ``grammar``."""
+    whole = json.loads(grammar)
+    first, *others = whole["grammars"]
+    outer = {"lark_grammar": f"start: SAID @said_before\nSAID: {json.dumps(said.decode())}"}
+    return json.dumps({**whole, "grammars": [outer, {**first, "name": "said_before"}, *others]})
+
+
+def grammar_tokenizer(tokenizer_json: dict[str, Any], size: int) -> tuple[int, LLTokenizer]:
+    """(the id that stands for the end, llguidance's tokenizer) for a model's ``tokenizer.json``.
+
+    Special tokens get names that no grammar can spell: a text that looks like one is spelt out in ordinary tokens.
+    """
+    mark = secrets.token_hex(8)
+    added = tokenizer_json.get("added_tokens", [])
+    names = {token["content"]: f"\0{mark} {token['id']}\0" for token in added if token.get("special")}
+    if not names:
+        raise OvspecError("This model's tokenizer has no special token that could end a text, which a grammar needs.")
+    model = tokenizer_json["model"]
+    renamed = {
+        **tokenizer_json,
+        "added_tokens": [{**token, "content": names.get(token["content"], token["content"])} for token in added],
+        "model": {**model, "vocab": {names.get(piece, piece): index for piece, index in model["vocab"].items()}},
+        "post_processor": None,
+    }
+    own_end = next(token["id"] for token in added if token.get("special"))
+    try:
+        return own_end, LLTokenizer(json.dumps(renamed), n_vocab=size, eos_token=own_end)
+    except ValueError as error:
+        raise OvspecError(f"This model's tokenizer can't be used with grammars: {error}.") from None

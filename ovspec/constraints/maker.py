@@ -1,0 +1,179 @@
+"""From the options of a generating call to the constraints of a row."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ovspec.constraints import Constraint, Constraints
+from ovspec.constraints.healing import ByteTokens, Healing, taken_back
+from ovspec.constraints.processors import PromptLength, processing
+from ovspec.errors import OvspecError
+from ovspec.files import read_text
+from ovspec.ir import read_json
+from ovspec.sampling import SamplingParams
+from ovspec.sequence import Sequence
+from ovspec.tokenizer import Tokenizer
+from ovspec.vocabulary import TOKENIZER_FILE
+
+if TYPE_CHECKING:
+    from ovspec.constraints.grammar import Grammars
+    from ovspec.options import GenerateOptions
+
+# Options of which each is a grammar.
+GRAMMARS = ("json_schema", "regex", "grammar", "gbnf", "choice")
+
+
+class ConstraintMaker:
+    """Makes constraints for one model's vocabulary."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    @functools.cached_property
+    def tokens(self) -> ByteTokens:
+        """Raises OvspecError where tokens aren't bytes."""
+        if not self._tokenizer.vocabulary:
+            raise OvspecError(
+                f"{self._tokenizer.folder}: its tokenizer does not map tokens to bytes one by one, "
+                "which grammars and token healing need."
+            )
+        return ByteTokens(self._tokenizer.vocabulary)
+
+    @functools.cached_property
+    def grammars(self) -> Grammars:
+        from ovspec.constraints.grammar import Grammars  # not before it is needed: llguidance
+
+        return Grammars(read_json(self._tokenizer.folder / TOKENIZER_FILE), list(self.tokens.vocabulary))
+
+    def make(
+        self,
+        sequence: Sequence,
+        params: SamplingParams,
+        options: GenerateOptions,
+        eos: frozenset[int],
+        healable: int,
+        bos: np.ndarray,
+    ) -> tuple[Constraints, int]:
+        """The constraints of what continues ``sequence`` (n,), and how many tokens are to be taken back from its end.
+
+        Args:
+            sequence: the prompt.
+            eos: ids that end the text, besides those of ``params``.
+            healable: the first token that healing may take back.
+            bos: what a text begins with all of which is taken back, (n,) int64; empty where that can't be.
+
+        Raises:
+            OvspecError: options that are wrong or exclude each other, or a prompt that its grammar doesn't allow.
+        """
+        grammar, name = grammar_of(options)
+        where = options.get("constrain_from")
+        if grammar is None and where is not None:
+            raise OvspecError("constrain_from says where a grammar begins; give a grammar, too.")
+        if grammar is not None and params.ignore_eos:
+            raise OvspecError(f"{name} says where the text ends, so ignore_eos can't be combined with it.")
+        ends = eos | frozenset(params.stop_ids)
+        tail = self._tail(sequence, where) if where is not None else None
+        count = self._heal(sequence, max(healable, 0 if len(bos) else 1), grammar, tail) if options.get("heal") else 0
+        start = (len(sequence) - count) or len(bos)
+        said = self.tokens.spell(sequence.tokens[len(sequence) - count :]) if count else b""
+        masks: list[Constraint] = []
+        over: PromptLength = lambda _: start  # noqa: E731
+        if said:
+            healing = Healing(said, start, self.tokens)
+            masks.append(healing)
+            over = healing.over
+        if grammar is not None:
+            ends_of_text = self._grammar_ends(eos, params)
+            masks.append(self.grammars.constraint(grammar, start, ends_of_text, tail or b"", said, name))
+        processors = processing(params, over, ends, options.get("logits_processors"))
+        excludes = bool(options.get("logits_processors")) or -math.inf in params.logit_bias.values()
+        return Constraints([*processors, *masks], ends, params.logprobs is not None or excludes), count
+
+    def take_back(self, sequence: Sequence, count: int, bos: np.ndarray) -> bytes:
+        """Remove ``count`` tokens from the end of ``sequence``, which begins with ``bos`` at least; their bytes."""
+        if not count:
+            return b""
+        said = self.tokens.spell(sequence.tokens[len(sequence) - count :])
+        sequence.rewind(len(sequence) - count)
+        if not len(sequence):
+            sequence.commit(bos)
+        return said
+
+    def _grammar_ends(self, eos: frozenset[int], params: SamplingParams) -> frozenset[int]:
+        """A stop id that is a piece of text is the grammar's business."""
+        spelt = self.tokens.vocabulary
+        return eos | {token for token in params.stop_ids if not (token < len(spelt) and spelt[token])}
+
+    def _tail(self, sequence: Sequence, where: int | str) -> bytes:
+        """The bytes of the prompt that belong to the grammar's text."""
+        said = self.tokens.spell(sequence.tokens)
+        text = said.decode("utf-8", "replace")
+        if isinstance(where, str):
+            at = text.rfind(where) if where else -1
+            if at < 0:
+                raise OvspecError(f"constrain_from: {where!r} is not in the prompt.")
+        else:
+            at = where if where >= 0 else len(text) + where
+            if not 0 <= at <= len(text):
+                raise OvspecError(f"constrain_from is {where}, but the prompt has {len(text)} characters.")
+        return said[len(text[:at].encode()) :]
+
+    def _heal(self, sequence: Sequence, first: int, grammar: str | None, tail: bytes | None) -> int:
+        """How many tokens at the end of ``sequence``, none before ``first``, are to be taken back."""
+        most = len(tail) if tail is not None else None
+        while True:
+            count = taken_back(sequence.tokens, first, self.tokens, most)
+            said = self.tokens.spell(sequence.tokens[len(sequence) - count :])
+            if not count or grammar is None or tail is not None or is_utf8(said):
+                return count
+            most = len(said) - 1  # a grammar begins with a whole character
+
+
+def grammar_asked(options: Mapping[str, Any]) -> bool:
+    """Whether one of the options is a grammar."""
+    return any(options.get(name) is not None for name in GRAMMARS)
+
+
+def grammar_of(options: Mapping[str, Any]) -> tuple[str | None, str]:
+    """(the grammar that is asked for, as llguidance takes it, and the option's name)"""
+    given = [name for name in GRAMMARS if options.get(name) is not None]
+    if not given:
+        return None, ""
+    if len(given) > 1:
+        raise OvspecError(f"{' and '.join(given)} can't be combined; give one grammar that says both.")
+    name, value = given[0], options.get(given[0])
+    what = f"{name} {value}" if isinstance(value, Path) else name
+    return _source(name, value, what), what
+
+
+def _source(name: str, value: Any, what: str) -> str:
+    from ovspec.constraints import sources
+    from ovspec.constraints.lark_files import read_lark, resolve
+
+    if name == "json_schema":
+        return sources.json_schema(value, what)
+    if name == "choice":
+        if isinstance(value, str) or not all(isinstance(text, str) for text in value):
+            raise OvspecError("choice must be a list of texts.")
+        return sources.choices(list(value))
+    if not isinstance(value, (str, Path)):
+        raise OvspecError(f"{name} must be a text or a Path, not {type(value).__name__}.")
+    if name == "regex":
+        return sources.regex(str(value), what)
+    if name == "gbnf":
+        return sources.gbnf(read_text(value) if isinstance(value, Path) else value, what)
+    return sources.lark(read_lark(value) if isinstance(value, Path) else resolve(value, None, what), what)
+
+
+def is_utf8(said: bytes) -> bool:
+    try:
+        said.decode()
+    except UnicodeDecodeError:
+        return False
+    return True

@@ -1,0 +1,33 @@
+"""Sets of token ids, packed a bit for each, and how logits are masked with them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+# What eight packed bits add to eight logits.
+_BITS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
+_ADDED = np.where(_BITS, np.float32(0), np.float32(-np.inf))
+
+
+def pack(ids: Iterable[int], size: int) -> np.ndarray:
+    """(ceil(size / 8),) uint8 with the bits of ``ids`` set; bit i of byte j is the id 8 j + i."""
+    bits = np.zeros(size, dtype=np.uint8)
+    bits[np.fromiter(ids, dtype=np.int64)] = 1
+    return np.packbits(bits, bitorder="little")
+
+
+def holds(mask: np.ndarray, token: int) -> bool:
+    """Whether a packed mask has ``token``."""
+    return token >> 3 < len(mask) and bool(mask[token >> 3] >> (token & 7) & 1)
+
+
+def masked(logits: np.ndarray, mask: np.ndarray) -> np.ndarray:
+    """A copy of (vocab,) float32 with -inf where ``mask`` has no bit; what it doesn't reach is left out."""
+    width, covered = len(logits), 8 * len(mask)
+    if width > covered:
+        logits, width = logits[:covered], covered
+    # 'clip' spares a buffer; every byte has its row anyway.
+    found = np.take(_ADDED, mask[: -(-width // 8)], axis=0, mode="clip").reshape(-1)[:width]
+    return np.add(logits, found, out=found)

@@ -1,0 +1,112 @@
+"""Constraints that change logits one by one, as Hugging Face's logits processors do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+from ovspec.constraints import Constraint
+from ovspec.errors import OvspecError
+from ovspec.sampling import SamplingParams, penalize
+
+# (all tokens so far (n,) int64, logits (1, vocab) float32) -> logits of the same shape
+LogitsProcessor = Callable[[np.ndarray, np.ndarray], Any]
+# How many of the tokens so far, (n,) int64, stood in the prompt.
+PromptLength = Callable[[np.ndarray], int]
+
+
+class LogitBias(Constraint):
+    """Adds to the logits of some tokens."""
+
+    def __init__(self, biases: Mapping[int, float]) -> None:
+        self._ids = np.array(list(biases), dtype=np.int64)
+        self._added = np.array(list(biases.values()), dtype=np.float32)
+
+    def process(self, logits: np.ndarray, tokens: np.ndarray) -> np.ndarray:  # noqa: ARG002
+        logits = logits.copy()
+        known = self._ids < len(logits)  # a draft's vocabulary may be the smaller one
+        logits[self._ids[known]] += self._added[known]
+        return logits
+
+
+class Penalties(Constraint):
+    """Repetition, presence and frequency penalty."""
+
+    def __init__(self, params: SamplingParams, prompt: PromptLength) -> None:
+        self._params, self._prompt = params, prompt
+
+    def process(self, logits: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+        logits = logits.copy()
+        penalize(logits, tokens, self._prompt(tokens), self._params)
+        return logits
+
+
+class UserProcessor(Constraint):
+    """A user's own function."""
+
+    def __init__(self, function: LogitsProcessor) -> None:
+        self._function = function
+
+    def process(self, logits: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+        # Copies: what a user's function keeps or changes must stay what it is.
+        given = self._function(tokens.copy(), logits[None].copy())
+        try:
+            found = np.asarray(given, dtype=np.float32).reshape(-1)
+        except (TypeError, ValueError):
+            found = np.empty(0)
+        if found.shape != logits.shape:
+            raise OvspecError(
+                f"The logits processor {name_of(self._function)} returned {type(given).__name__} of shape "
+                f"{np.shape(given)}; it must return logits of shape (1, {len(logits)})."
+            )
+        return found
+
+
+class MinTokens(Constraint):
+    """Nothing ends the text before so many tokens.
+
+    Args:
+        ends: ids that would end it.
+    """
+
+    def __init__(self, count: int, prompt: PromptLength, ends: frozenset[int]) -> None:
+        self._count, self._prompt = count, prompt
+        self._ends = np.array(sorted(ends), dtype=np.int64)
+
+    def process(self, logits: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+        if len(tokens) - self._prompt(tokens) >= self._count:
+            return logits
+        logits = logits.copy()
+        logits[self._ends[self._ends < len(logits)]] = -np.inf
+        return logits
+
+
+def processing(
+    params: SamplingParams,
+    prompt: PromptLength,
+    ends: frozenset[int],
+    functions: Iterable[LogitsProcessor] | None = None,
+) -> list[Constraint]:
+    """What ``params`` and a user's functions do to logits, in Hugging Face's order.
+
+    Raises:
+        OvspecError: something that is no function.
+    """
+    found: list[Constraint] = []
+    if params.logit_bias:
+        found.append(LogitBias(params.logit_bias))
+    if params.penalizes:
+        found.append(Penalties(params, prompt))
+    if params.min_tokens:
+        found.append(MinTokens(params.min_tokens, prompt, ends))
+    for function in functions or []:
+        if not callable(function):
+            raise OvspecError(f"logits_processors has {function!r}, which is no function.")
+        found.append(UserProcessor(function))
+    return found
+
+
+def name_of(function: Any) -> str:
+    return getattr(function, "__name__", type(function).__name__)
