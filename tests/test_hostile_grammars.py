@@ -123,7 +123,7 @@ def test_a_step_never_takes_long(text: str) -> None:
     for _ in range(100):
         began = time.perf_counter()
         each.compute_bitmask()
-        assert time.perf_counter() - began < 0.5  # 0.1 on a quiet machine
+        assert time.perf_counter() - began < 2.0  # half a second on a quiet machine
         if each.is_error():
             break
         if not each.consume_token(numbers.choice([i for i in allowed(each) if i != demo_tokenizer().eos_token])):

@@ -18,10 +18,11 @@ from typing import IO, Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-# Also for the matcher that generates: a step of ambiguous grammars then takes a tenth of a second, not a whole one.
+# Also for the matcher that generates. C over 131,072 tokens takes 41,000 items for a mask on average and
+# fails with 20,000; the most ambiguous grammars then take a second or two for a step before they are given up.
 LIMITS = LLParserLimits(
     max_items_in_row=1000,
-    step_max_items=20_000,
+    step_max_items=100_000,
     max_lexer_states=50_000,
     precompute_large_lexemes=True,
     verbose_errors=False,

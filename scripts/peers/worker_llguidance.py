@@ -9,14 +9,13 @@ from pathlib import Path
 import llguidance.numpy
 import numpy as np
 from grammar_protocol import Begin, Vocabulary, serve
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance import LLMatcher, LLTokenizer
 from protocol import Refusal
 
+from ovspec.constraints.checking import LIMITS
 from ovspec.constraints.grammar import grammar_tokenizer as ovspec_tokenizer
 from ovspec.constraints.masks import masked
 
-# The default of 50,000 items for a mask ends C in the middle of an expression.
-LIMITS = LLParserLimits(step_max_items=2_000_000)
 Apply = Callable[[np.ndarray, np.ndarray], np.ndarray]
 
 
