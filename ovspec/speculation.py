@@ -57,7 +57,10 @@ def speculate(target: Decoder, drafter: Drafter | None, round: Round) -> list[Ve
         np.concatenate((read[row], proposals[row].tokens)) if len(proposals[row].tokens) else read[row] for row in rows
     ]
     wanted = [len(proposals[row].tokens) + 1 if read_all[row] and not ended[row] else 0 for row in rows]
-    logits = target.feed(fed, wanted) if any(map(len, fed)) else [NO_LOGITS] * len(rows)
+    # Asked for all logits, a decoder feeds what was forced as it would have been fed in plain decoding, to the bit.
+    asked = [len(fed[row]) if wanted[row] and len(unseen[row]) == len(forced[row]) + 1 else wanted[row] for row in rows]
+    found = target.feed(fed, asked) if any(map(len, fed)) else [NO_LOGITS] * len(rows)
+    logits = [each[len(each) - wanted[row] :] for row, each in enumerate(found)]
     verdicts = [commit(target, row, forced[row], len(read[row]), proposals[row], logits[row], round) for row in rows]
     if drafter:
         verified = time.perf_counter() - drafted
