@@ -177,6 +177,8 @@ def options_of(body: dict[str, Any]) -> GenerateOptions:
             raise OvspecError(f"{name} can't be asked for in a batch; leave it out.")
         if name == "logit_bias":
             value = bias_of(value)
+        elif name == "json_schema" and isinstance(value, str):
+            value = schema_of(value)
         elif not isinstance(value, ALLOWED.get(OPTIONS[name], (int, float))) or (
             isinstance(value, bool) and name not in BOOLEANS
         ):
@@ -195,7 +197,6 @@ ALLOWED: dict[str, tuple[type, ...]] = {
     "constrain_from": (int, str),
     "json_schema": (dict, bool, str),
     "choice": (list,),
-    # Text, never a file: a request comes from elsewhere.
     **dict.fromkeys(("regex", "grammar", "gbnf"), (str,)),
 }
 BOOLEANS = ("ignore_eos", "heal", "json_schema")
@@ -215,6 +216,14 @@ def format_of(value: Any) -> dict[str, Any]:
             '{"type": "json_schema", "json_schema": {"schema": …}}.'
         )
     return {"json_schema": schema["schema"]}
+
+
+def schema_of(text: str) -> Any:
+    """Text, never the name of a file: a request comes from elsewhere."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise OvspecError(f"json_schema is not JSON: {error.msg} at column {error.colno}.") from None
 
 
 def bias_of(value: Any) -> dict[int, float]:

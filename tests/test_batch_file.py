@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -38,6 +39,7 @@ def read_lines(file: Path) -> list[Any]:
 
 
 def run(lm: ovspec.LanguageModel, tmp_path: Path, lines: list[Any], **options: Any) -> list[Any]:
+    tmp_path.mkdir(exist_ok=True)
     file, output = write_lines(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"
     run_file(lm, read_requests(file), output, options or {"max_tokens": 12})  # type: ignore[arg-type]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "out.jsonl"]
@@ -114,7 +116,7 @@ def test_a_text_file_has_a_prompt_a_line(tmp_path: Path) -> None:
         ('{"prompt": "a", "n": 2}', "greedy texts are all the same"),
         ('{"prompt": "a", "tools": []}', "tools can't"),
         ('{"prompt": "a", "stream": true}', "stream can't"),
-        ('{"prompt": "a", "response_format": {"type": "json_object"}}', "response_format can't"),
+        ('{"prompt": "a", "response_format": "json"}', "response_format must"),
         ('{"prompt": "a", "logit_bias": {"x": 1}}', "logit_bias must"),
         ('{"prompt": "a", "logit_bias": {"99999": 1}}', "not in the vocabulary"),
         ('{"prompt": [99999]}', "not in the vocabulary"),
@@ -246,3 +248,37 @@ def test_wrong_usage(tmp_path: Path, ovspec_command: Callable[..., subprocess.Co
         assert "Traceback" not in done.stderr
     assert read_lines(there) == ["precious"]
     assert not output.exists()
+
+
+def test_each_line_has_its_own_grammar(lm: ovspec.LanguageModel, tmp_path: Path) -> None:
+    """OpenAI's response_format, our own names, a default that lines may replace; text only, never files."""
+    secret = write_lines(tmp_path / "schema.json", [{"const": "secret"}])
+    schema = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}
+    schema |= {"additionalProperties": False}
+    wrapped = {"type": "json_schema", "json_schema": {"name": "answer", "strict": True, "schema": schema}}
+    chat = {"messages": [{"role": "user", "content": "All right?"}], "max_tokens": 30, "response_format": wrapped}
+    lines = [
+        {"custom_id": "chat", "method": "POST", "url": "/v1/chat/completions", "body": chat},
+        {"id": "default", "prompt": "The answer: ", "max_tokens": 30},
+        {"id": "own", "prompt": "The answer: ", "choice": ["blue", "green"], "heal": True},
+        {"id": "inside", "prompt": "f(12", "regex": "[(]12[0-9]{2}[)]", "constrain_from": "("},
+        {"id": "text", "prompt": "A", "json_schema": json.dumps(schema), "max_tokens": 30},
+        {"id": "object", "prompt": "A", "response_format": {"type": "json_object"}, "max_tokens": 3},
+        {"id": "free", "prompt": "A", "response_format": {"type": "text"}, "max_tokens": 3},
+        {"id": "file", "prompt": "A", "json_schema": str(secret)},
+        {"id": "wrong", "prompt": "A", "json_schema": {"type": "objct"}},
+        {"id": "format", "prompt": "A", "response_format": {"type": "json_schema"}},
+    ]
+    written = run(lm, tmp_path / "run", lines, regex="yes|no", max_tokens=12)
+    assert set(json.loads(written[0]["response"]["body"]["choices"][0]["message"]["content"])) == {"ok"}
+    texts = {line["id"]: line.get("text") for line in written[1:]}
+    assert texts["default"] in ("yes", "no")
+    assert texts["own"] in ("blue", "green")
+    assert re.fullmatch("[0-9]{2}[)]", texts["inside"])
+    assert set(json.loads(texts["text"])) == {"ok"}
+    assert texts["object"].startswith("{")
+    assert texts["free"] in ("yes", "no"), "the default stays"
+    errors = {line["id"]: line.get("error", "") for line in written[1:]}
+    assert "not JSON" in errors["file"]
+    assert "#/type" in errors["wrong"]
+    assert "response_format" in errors["format"]

@@ -283,6 +283,17 @@ def test_special_tokens_that_a_grammar_spells(load: Callable[..., ovspec.Languag
         assert not {0, 1, 2} & {*result.token_ids}
 
 
+def test_special_tokens_that_a_grammar_names(load: Callable[..., ovspec.LanguageModel]) -> None:
+    for lookahead in (0, "auto"):
+        result = load(draft=True).generate(
+            "A: ", grammar='start: "a" <|im_start|> /[bc]/ "<|im_start|>" // <|im_start|>', lookahead=lookahead
+        )
+        assert result.token_ids.count(1) == 1
+        assert re.fullmatch(r"a[bc]<\|im_start\|>", result.text)
+    with pytest.raises(ovspec.OvspecError, match="unknown special token"):
+        load().generate("A: ", grammar='start: "a" <|tool|>')
+
+
 def test_prefixes_of_grammars(grammars: Grammars) -> None:
     """``behind_bytes`` puts a text in front of a grammar: JSON, Lark, with what it ignores, and regular expressions."""
     for case, options in CASES.items():

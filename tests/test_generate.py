@@ -313,8 +313,8 @@ def test_ctrl_c_leaves_kv_and_text_in_agreement(load: Load) -> None:
             start = len(session.sequence)
             stream = session.stream(max_tokens=300, ignore_eos=True)
             pieces = [next(iter(stream))]
-            threading.Thread(target=lambda d=delay: (time.sleep(d), os.kill(os.getpid(), signal.SIGINT))).start()
             with pytest.raises(KeyboardInterrupt):
+                threading.Thread(target=lambda d=delay: (time.sleep(d), os.kill(os.getpid(), signal.SIGINT))).start()
                 while True:
                     pieces += stream
                     time.sleep(0.5)  # everything was generated first: the signal still comes

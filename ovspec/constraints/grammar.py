@@ -17,6 +17,7 @@ from llguidance import LLMatcher, LLTokenizer
 from ovspec.constraints import Constraint
 from ovspec.constraints.checking import LIMITS, check, plain
 from ovspec.constraints.masks import holds, pack
+from ovspec.constraints.sources import LARK
 from ovspec.errors import OvspecError
 from ovspec.sequence import Sequence
 
@@ -150,6 +151,7 @@ class Grammars:
 
     def __init__(self, tokenizer_json: dict[str, Any], vocabulary: list[bytes | None]) -> None:
         self._size = len(vocabulary)
+        self._special = {f"<{name_in_lark(token)}>": token["id"] for token in special_tokens(tokenizer_json)}
         self._own_end, self._tokens = grammar_tokenizer(tokenizer_json, self._size)
         self._compiled: dict[str, LLMatcher] = {}
 
@@ -189,7 +191,7 @@ class Grammars:
         if grammar not in self._compiled:
             if not tried:
                 check(grammar, what)
-            matcher = LLMatcher(self._tokens, grammar, log_level=0, limits=LIMITS)
+            matcher = LLMatcher(self._tokens, with_numbers(grammar, self._special), log_level=0, limits=LIMITS)
             if matcher.is_error():
                 raise OvspecError(f"{what}: {plain(matcher.get_error())}")
             self._compiled[grammar] = matcher
@@ -222,8 +224,8 @@ def grammar_tokenizer(tokenizer_json: dict[str, Any], size: int) -> tuple[int, L
     Special tokens get names that no grammar can spell: a text that looks like one is spelt out in ordinary tokens.
     """
     mark = secrets.token_hex(8)
-    added = tokenizer_json.get("added_tokens", [])
-    names = {token["content"]: f"\0{mark} {token['id']}\0" for token in added if token.get("special")}
+    added, special = tokenizer_json.get("added_tokens", []), special_tokens(tokenizer_json)
+    names = {token["content"]: f"\0{mark} {token['id']}\0" for token in special}
     if not names:
         raise OvspecError("This model's tokenizer has no special token that could end a text, which a grammar needs.")
     model = tokenizer_json["model"]
@@ -233,8 +235,28 @@ def grammar_tokenizer(tokenizer_json: dict[str, Any], size: int) -> tuple[int, L
         "model": {**model, "vocab": {names.get(piece, piece): index for piece, index in model["vocab"].items()}},
         "post_processor": None,
     }
-    own_end = next(token["id"] for token in added if token.get("special"))
+    own_end = special[0]["id"]
     try:
         return own_end, LLTokenizer(json.dumps(renamed), n_vocab=size, eos_token=own_end)
     except ValueError as error:
         raise OvspecError(f"This model's tokenizer can't be used with grammars: {error}.") from None
+
+
+def special_tokens(tokenizer_json: dict[str, Any]) -> list[dict[str, Any]]:
+    return [token for token in tokenizer_json.get("added_tokens", []) if token.get("special")]
+
+
+def name_in_lark(token: dict[str, Any]) -> str:
+    """``<|im_end|>`` stands for the token of that name, ``<[INST]>`` wouldn't, for brackets hold numbers."""
+    return token["content"].removeprefix("<").removesuffix(">")
+
+
+def with_numbers(grammar: str, special: dict[str, int]) -> str:
+    """A grammar that refers to special tokens by number, because they have lost their names."""
+    whole = json.loads(grammar)
+    for part in whole["grammars"]:
+        if part.get("lark_grammar"):
+            part["lark_grammar"] = LARK.sub(
+                lambda found: f"<[{special[found[0]]}]>" if found[0] in special else found[0], part["lark_grammar"]
+            )
+    return json.dumps(whole)
