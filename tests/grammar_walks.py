@@ -5,51 +5,28 @@ from __future__ import annotations
 import functools
 import json
 import random
-import re
-from pathlib import Path
 
 import numpy as np
+from conftest import CHECKPOINTS
 from llguidance import LLMatcher, LLTokenizer
 
 from ovspec.constraints.checking import LIMITS
+from ovspec.constraints.grammar import grammar_tokenizer
+from ovspec.tokenizer import byte_vocabulary
 
-TOKENIZER = Path(__file__).resolve().parent.parent / "models" / "demo-hf" / "target" / "tokenizer.json"
+TOKENIZER = json.loads((CHECKPOINTS / "target" / "tokenizer.json").read_text(encoding="utf-8"))
 CLOSERS = (b'"', b"}", b"]", b'"}', b'"]', b"}}", b",", b":", b")", b";")
-
-
-class Vocabulary:
-    """The demo's tokens for llguidance, where text that spells a special token stays text.
-
-    Given the tokenizer.json, llguidance encodes forced text such as ``<|im_end|>`` as the special token, which the
-    grammar then refuses.
-    """
-
-    eos_token_id, bos_token_id, is_tokenizer_wrapper = 2, None, True
-
-    def __init__(self) -> None:
-        text = TOKENIZER.read_text(encoding="utf-8")
-        self.inner = LLTokenizer(text)
-        special = {token["id"]: token["content"] for token in json.loads(text)["added_tokens"]}
-        plain = (self.inner.decode_bytes([i]) for i in range(self.inner.vocab_size))
-        self.tokens = [special[i].encode() if i in special else token for i, token in enumerate(plain)]
-        self.special_token_ids = sorted(special)
-        self.spelled = re.compile(
-            "|".join(f"(?<={re.escape(each[0])})(?={re.escape(each[1:])})" for each in special.values())
-        )
-
-    def __call__(self, text: bytes | str) -> list[int]:
-        whole = text.decode(errors="surrogateescape") if isinstance(text, bytes) else text
-        return [token for part in self.spelled.split(whole) for token in self.inner.tokenize_str(part)]
 
 
 @functools.cache
 def demo_tokenizer() -> LLTokenizer:
-    return LLTokenizer(Vocabulary())  # type: ignore[arg-type]
+    return grammar_tokenizer(TOKENIZER, len(tokens()))[1]
 
 
 @functools.cache
 def tokens() -> list[bytes]:
-    return Vocabulary().tokens
+    """What each id adds to a text."""
+    return [token or b"" for token in byte_vocabulary(TOKENIZER) or []]
 
 
 def matcher(grammar: str) -> LLMatcher:

@@ -13,7 +13,7 @@ from typing import Any
 from uuid import UUID
 
 import pytest
-from grammar_walks import matcher, random_text
+from grammar_walks import demo_tokenizer, matcher, random_text
 from hypothesis import HealthCheck, given, settings
 from jsonschema import Draft202012Validator, FormatChecker
 from jsonschema.validators import validator_for
@@ -104,6 +104,23 @@ def test_texts_of_a_schema_are_valid(path: Path) -> None:
     found = texts(grammar, 12)
     assert len(found) >= 11, "texts end"
     prove(json.loads(path.read_text(encoding="utf-8")), found)
+
+
+def test_dates_are_those_that_there_are() -> None:
+    """Every day from the 28th to the 31st of February and of each month, in years of all kinds."""
+    start = matcher(json_schema({"format": "date", "type": "string"}))
+    for year in (0, 1, 4, 100, 400, 1900, 1996, 2000, 2023, 2024, 2100, 9999):
+        for month in range(14):
+            for day in (0, 1, 28, 29, 30, 31, 32):
+                text = f"{year:04}-{month:02}-{day:02}"
+                try:
+                    date.fromisoformat(text)
+                    right = True
+                except ValueError:
+                    right = False
+                each = start.deep_copy()
+                tokens = demo_tokenizer().tokenize_str(json.dumps(text))
+                assert (each.try_consume_tokens(tokens) == len(tokens) and each.is_accepting()) == right, text
 
 
 def test_there_are_fifty_schemas() -> None:

@@ -46,3 +46,7 @@ def np_tokens() -> Any:
     import numpy as np
 
     return np.array([[5, 6, 7]])
+
+
+def test_the_page_on_constraints_runs(pair: Path) -> None:
+    assert run("docs/constraints.md", pair)["answer"].text in ("yes", "no")

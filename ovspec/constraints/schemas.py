@@ -25,8 +25,11 @@ SETTINGS = ("item_separator", "key_separator", "whitespace_flexible", "whitespac
 
 TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
 FORMATS = ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
-# llguidance lets a leap second end any minute.
-SECONDS = {"date-time": "^.{17}[0-5]", "time": "^.{6}[0-5]"}
+# llguidance has a year 0, lets each have a 29th of February, and a leap second end any minute.
+FOURTH = "(0[48]|[2468][048]|[13579][26])"  # two digits that four divides, but for 00
+YEAR = "([0-9]{3}[1-9]|[0-9]{2}[1-9][0-9]|[0-9][1-9][0-9]{2}|[1-9][0-9]{3})"
+DATE = f"({YEAR}-((0[13-9]|1[0-2])-[0-9]{{2}}|02-([01][0-9]|2[0-8]))|([0-9]{{2}}{FOURTH}|{FOURTH}00)-02-29)"
+STRICTER = {"date": f"^{DATE}", "date-time": f"^{DATE}.{{7}}[0-5]", "time": "^.{6}[0-5]"}
 ANNOTATIONS = frozenset(
     (
         *("$schema", "$id", "id", "$comment", "$anchor", "$vocabulary", "title", "description", "default", "examples"),
@@ -130,8 +133,8 @@ class Cleaner:
             self.keyword(key, value, f"{at}/{pointed(key)}")
         if schema.get("$id") and at != "#" and not str(schema["$id"]).startswith("#"):
             raise OvspecError(f"{at}/$id: schemas within schemas can't have their own $id; refer to #/$defs instead.")
-        if schema.get("format") in SECONDS:
-            schema["allOf"] = [*schema.get("allOf", ()), {"pattern": SECONDS[schema["format"]]}]
+        if schema.get("format") in STRICTER:
+            schema["allOf"] = [*schema.get("allOf", ()), {"pattern": STRICTER[schema["format"]]}]
         self.repeated_keys(schema, at)
 
     def keyword(self, key: str, value: Any, at: str) -> None:

@@ -1,0 +1,62 @@
+"""What the demo model writes under JSON schemas, with drafts: all that is finished is valid, and most is finished."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from schema_strategy import Schema, schemas
+from test_json_schemas import SCHEMAS, prove
+
+import ovspec
+
+# Its own kind of text, with an example of JSON before.
+PROMPT = 'import json\n\nfirst = json.loads(\'{"name": "x", "size": 3}\')\nsecond = json.loads(\''
+FINISHED = 0.9
+
+
+def write(lm: ovspec.LanguageModel, schema: Any, count: int, seed: int = 0) -> tuple[int, int]:
+    """(finished, all) of ``count`` texts; the finished are valid."""
+    results = lm.samples(PROMPT, n=count, temperature=1.0, top_p=0.95, seed=seed, max_tokens=400, json_schema=schema)
+    finished = [result.text.encode() for result in results if result.finish_reason != "length"]
+    prove(schema, finished)
+    return len(finished), len(results)
+
+
+def check_share(counts: list[tuple[int, int]]) -> None:
+    finished, written = map(sum, zip(*counts, strict=True))
+    assert finished >= FINISHED * written, f"{finished} of {written} finished"
+
+
+def test_written_schemas(load: Callable[..., ovspec.LanguageModel]) -> None:
+    lm = load(draft="lookup,draft")
+    check_share([write(lm, json.loads(path.read_text(encoding="utf-8")), 4) for path in SCHEMAS[::3]])
+
+
+@pytest.mark.slow
+def test_written_schemas_often(load: Callable[..., ovspec.LanguageModel]) -> None:
+    """Ten thousand texts, the seeds of each schema its own."""
+    lm = load(draft=True)
+    counts = [write(lm, json.loads(path.read_text(encoding="utf-8")), 200, i) for i, path in enumerate(SCHEMAS)]
+    check_share(counts)
+
+
+@pytest.mark.slow
+def test_schemas_of_hypothesis(load: Callable[..., ovspec.LanguageModel]) -> None:
+    lm, counts = load(draft="lookup,draft"), list[tuple[int, int]]()
+
+    @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow], database=None)
+    @given(schemas())
+    def each(schema: Schema) -> None:
+        try:
+            counts.append(write(lm, schema, 8))
+        except ovspec.OvspecError as error:
+            assert re.search("no JSON text satisfies|no text has|may overlap|can't be enforced", str(error)), error
+
+    each()
+    check_share(counts)
+    assert len(counts) > 30
