@@ -18,7 +18,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 FOLDER = HERE.parent.parent / ".cache" / "peers"
-NAMES = ("genai", "llamacpp", "optimum")
+NAMES = ("genai", "llamacpp", "optimum", "xgrammar")
 # What ggml can use, by the kernel's name for it. Its own choice for the machine that compiles it (GGML_NATIVE) also
 # takes AMX, which has crashed on a virtual machine whose hypervisor announced it.
 FEATURES = {
