@@ -60,6 +60,8 @@ def batch(
         raise click.UsageError(f"{file} is a folder; name the file with the prompts behind it.")
     if system is not None and not chat:
         raise click.UsageError("--system needs --chat.")
+    if chat and others["heal"]:
+        raise click.UsageError("--heal can't be combined with --chat: behind the template's text nothing is healed.")
     if str(output) == "-":
         raise click.UsageError("--output - : what is done has to be kept somewhere; name a file.")
     if output.exists() and output.resolve() == file.resolve():

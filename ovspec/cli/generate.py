@@ -72,6 +72,8 @@ def generate(
     prompt = read_prompt(text, prompt_option, prompt_file, token_ids)
     if system is not None and not chat:
         raise click.UsageError("--system needs --chat.")
+    if chat and others["heal"]:
+        raise click.UsageError("--heal can't be combined with --chat: behind the template's text nothing is healed.")
     if chat:
         if not isinstance(prompt, str):
             raise click.UsageError("--chat needs a text, not --token-ids.")

@@ -1,7 +1,7 @@
 """A grammar that the text must follow, by llguidance (https://github.com/guidance-ai/llguidance).
 
 Where the grammar leaves a single way to go on, the text is spelt as the tokenizer spells it: the mask has one token
-then, and it can be proposed without asking any model.
+then, and it can be committed without asking any model.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ class Grammar(Constraint):
                 check_state(matcher)
             place.matcher = matcher
             for old in self._places[max(1, at - 2 * REMEMBERED) : max(1, at - REMEMBERED)]:
-                old.matcher = None
+                old.matcher = old.mask = None
         return place.matcher
 
 

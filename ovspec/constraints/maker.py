@@ -78,7 +78,7 @@ class ConstraintMaker:
         if grammar is not None and params.ignore_eos:
             raise OvspecError(f"{name} says where the text ends, so ignore_eos can't be combined with it.")
         ends = eos | frozenset(params.stop_ids)
-        tail = self._tail(sequence, where) if where is not None else None
+        tail = self._tail(sequence, where) or None if where is not None else None
         count = self._heal(sequence, max(healable, 0 if len(bos) else 1), grammar, tail) if options.get("heal") else 0
         start = (len(sequence) - count) or len(bos)
         said = self.tokens.spell(sequence.tokens[len(sequence) - count :]) if count else b""
