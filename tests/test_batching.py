@@ -83,6 +83,35 @@ def test_sampled_rows_are_what_they_are_alone(
         assert texts(lm.generate(MIXED, batch_size=5, **options)) == alone
 
 
+def last_but(logits: np.ndarray, tokens: np.ndarray) -> int:
+    """A sampler: the second most likely token after every third."""
+    return int(np.argsort(logits[0])[-2 if len(tokens) % 3 == 0 else -1])
+
+
+@pytest.mark.usefixtures("small_pieces")
+@pytest.mark.parametrize("engine", ENGINES)
+def test_rows_that_join_with_what_constrains_them(load: Callable[..., ovspec.LanguageModel], engine: str) -> None:
+    """Penalties, a sampler, healing and grammars, whose forced tokens may come while a prompt is read."""
+    lm = load(draft="lookup,draft", engine=engine)
+    ways: list[dict[str, Any]] = [
+        {"repetition_penalty": 1.3, "min_tokens": 9},
+        {"sampler": last_but},
+        {"heal": True},
+        {"regex": r"self\.assert(Equal|True)\([a-z]{1,5}\);", "max_tokens": 12},
+    ]
+    forced = 0
+    for way in ways:
+        options: Any = {"max_tokens": 20, "lookahead": 3, **way}
+        alone = [lm.generate(prompt, **options | {"lookahead": 0}) for prompt in MIXED]
+        together = lm.generate(MIXED, batch_size=4, **options)
+        assert texts(together) == texts(alone)
+        assert [result.text for result in together] == [result.text for result in alone]
+        for result in together:
+            assert 0 <= result.stats.cached_tokens <= result.stats.prompt_tokens
+            forced += result.stats.forced
+    assert forced > 0
+
+
 @pytest.mark.parametrize("drafted", [False, True])
 @pytest.mark.parametrize("engine", ENGINES)
 def test_samples_read_their_prompt_once(

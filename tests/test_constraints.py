@@ -294,6 +294,37 @@ def test_special_tokens_that_a_grammar_names(load: Callable[..., ovspec.Language
         load().generate("A: ", grammar='start: "a" <|tool|>')
 
 
+def test_sentencepiece_tokenizers() -> None:
+    """Llama's kind, where a sign stands for the space and rare bytes have tokens of their own: trained here."""
+    from tokenizers import Tokenizer, decoders, models, normalizers, trainers
+
+    made = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
+    made.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])  # type: ignore[assignment]
+    steps = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    made.decoder = decoders.Sequence(steps)  # type: ignore[assignment]
+    special = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    made.train_from_iterator(PROMPTS, trainers.BpeTrainer(vocab_size=600, special_tokens=special, show_progress=False))
+    tokenizer = json.loads(made.to_str())
+    tokenizer["added_tokens"] = [token for token in tokenizer["added_tokens"] if token["id"] < 3]
+    vocabulary = byte_vocabulary(tokenizer)
+    assert vocabulary
+    grammars = Grammars(tokenizer, vocabulary)
+    for i, token in enumerate(vocabulary):
+        if token and token != b"\xff":  # which no text has
+            assert grammars._tokens.decode_bytes([i]) == token
+    start = np.array([], dtype=np.int64)
+    source, _ = grammar_of({"regex": " self[0-9] \u00e9"})
+    assert source
+    constraint = grammars.constraint(source, 0, frozenset({2}))
+    forced = constraint.forced(start)
+    assert b" self".startswith(b"".join(vocabulary[token] or b"" for token in forced))
+    assert forced
+    source, _ = grammar_of({"regex": "(\u00e9|ab)+"})
+    assert source
+    found = np.flatnonzero(np.unpackbits(grammars.constraint(source, 0, frozenset()).mask(start), bitorder="little"))
+    assert {vocabulary[token] for token in found} >= {b"a", b"\xc3"}
+
+
 def test_prefixes_of_grammars(grammars: Grammars) -> None:
     """``behind_bytes`` puts a text in front of a grammar: JSON, Lark, with what it ignores, and regular expressions."""
     for case, options in CASES.items():
