@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from ovspec.constraints.maker import GRAMMARS, grammar_asked, grammar_of
+from ovspec.constraints.maker import GRAMMARS, grammar_of
 from ovspec.errors import OvspecError
 from ovspec.files import read_text, write_atomically
 from ovspec.generate import Result, Row
@@ -166,6 +166,9 @@ def options_of(body: dict[str, Any]) -> GenerateOptions:
     """
     options: dict[str, Any] = {}
     for name, value in body.items():
+        if value is None and name in (*GRAMMARS, "response_format"):
+            options["json_schema"] = None  # nor that of the whole file
+            continue
         if value is None or name in WITHOUT_EFFECT or name in ("prompt", "messages"):
             continue
         if name in ("stream", "logprobs", "echo") and value is False:
@@ -182,7 +185,8 @@ def options_of(body: dict[str, Any]) -> GenerateOptions:
         elif not isinstance(value, ALLOWED.get(OPTIONS[name], (int, float))) or (
             isinstance(value, bool) and name not in BOOLEANS
         ):
-            raise OvspecError(f"{name} is {value!r}, which is of a wrong type.")
+            kinds = " or ".join(KINDS[kind] for kind in ALLOWED.get(OPTIONS[name], (float,)))
+            raise OvspecError(f"{name} is {value!r}, which is of a wrong type; it must be {kinds}.")
         options[OPTIONS[name]] = value
     return cast(GenerateOptions, options)
 
@@ -199,6 +203,8 @@ ALLOWED: dict[str, tuple[type, ...]] = {
     "choice": (list,),
     **dict.fromkeys(("regex", "grammar", "gbnf"), (str,)),
 }
+KINDS = {str: "a text", int: "a whole number", float: "a number", bool: "true or false", list: "a list"}
+KINDS |= {dict: "an object"}
 BOOLEANS = ("ignore_eos", "heal", "json_schema")
 
 
@@ -206,7 +212,7 @@ def format_of(value: Any) -> dict[str, Any]:
     """OpenAI's ``response_format`` as options."""
     kind = value.get("type") if isinstance(value, dict) else None
     if kind == "text":
-        return {}
+        return {"json_schema": None}
     if kind == "json_object":
         return {"json_schema": {"type": "object"}}
     schema = value.get("json_schema") if kind == "json_schema" else None
@@ -350,6 +356,7 @@ def run_file(
     Raises:
         OvspecError: the inference fails. What is done is kept, as after a kill, for the same call to go on with.
     """
+    lm.check_grammar(options)
     done = Done(output, what_matters(lm, options))
     todo = [request for request in requests if not done.has(request)]
     progress = Progress(len(requests), len(requests) - len(todo))
@@ -398,7 +405,8 @@ def rows_of(lm: LanguageModel, request: Request, options: GenerateOptions) -> li
     """A row for each text that is asked for; raises OvspecError where that can't be had."""
     if request.error:
         raise OvspecError(request.error)
-    ours = {name: value for name, value in options.items() if not (grammar_asked(request.options) and name in GRAMMARS)}
+    own = any(name in request.options for name in GRAMMARS)
+    ours = {name: value for name, value in options.items() if not (own and name in (*GRAMMARS, "constrain_from"))}
     merged = cast(GenerateOptions, {**ours, **request.options})
     n, ids = merged.get("n", 1), lm.encode(request.prompt)
     if not isinstance(n, int) or n < 1:

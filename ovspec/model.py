@@ -186,6 +186,10 @@ class LanguageModel:
         finally:
             self.release(decoders)
 
+    def check_grammar(self, options: GenerateOptions) -> None:
+        """Raises OvspecError where a grammar in ``options`` is wrong; ``row`` would say so for each text."""
+        self._constraining.check(options)
+
     def perplexity(self, text: str, context: int | None = None) -> Perplexity:
         """How well the target foresees ``text``, in windows of ``context`` tokens (the model's, at most 1024).
 

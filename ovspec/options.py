@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
@@ -24,7 +25,8 @@ class GenerateOptions(TypedDict, total=False):
         "rejection" for one that depends on the draft, not its distribution, and accepts somewhat more.
     lookahead: tokens proposed each round, 0 for plain decoding, "auto" for as many as pay; by default the model's.
     batch_size: texts generated at a time where there are several, 32 by default; the others wait for a place.
-    json_schema: the text must be JSON of this schema, given as a dict, as a text or as the ``Path`` of a file.
+    json_schema: the text must be JSON of this schema, given as a dict, as a text, as the ``Path`` of a file or as a
+        pydantic model.
     regex: the whole text must match.
     grammar: the text must follow this grammar in Lark's syntax, a text or the ``Path`` of a file.
     gbnf: the same in llama.cpp's syntax.
@@ -43,7 +45,7 @@ class GenerateOptions(TypedDict, total=False):
     accept: AcceptRule
     lookahead: int | Literal["auto"] | None
     batch_size: int | None
-    json_schema: Mapping[str, Any] | bool | str | Path | None
+    json_schema: Any
     regex: str | None
     grammar: str | Path | None
     gbnf: str | Path | None
@@ -84,9 +86,10 @@ def params_of(options: GenerateOptions) -> SamplingParams:
     """
     unknown = options.keys() - GenerateOptions.__annotations__.keys()
     if unknown:
-        raise TypeError(
-            f"unknown option {sorted(unknown)[0]!r}; there are {', '.join(GenerateOptions.__annotations__)}"
-        )
+        name, known = sorted(unknown)[0], GenerateOptions.__annotations__
+        close = difflib.get_close_matches(name, known, 1)
+        hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(known)}"
+        raise TypeError(f"unknown option {name!r}; {hint}")
     given: dict[str, Any] = {name: value for name, value in options.items() if name in PARAMS}
     return replace(options.get("sampling") or SamplingParams(), **given)
 

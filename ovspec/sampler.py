@@ -92,7 +92,7 @@ class Greedy:
 
 def most_likely(logits: np.ndarray) -> Guess | None:
     token = int(logits.argmax())
-    if logits[token] == -np.inf:
+    if not logits[token] > -np.inf:  # nan isn't, either
         return None
     return Guess(token, 1 / float(np.exp(logits - logits[token]).sum()))
 

@@ -277,7 +277,9 @@ def test_each_line_has_its_own_grammar(lm: ovspec.LanguageModel, tmp_path: Path)
     assert re.fullmatch("[0-9]{2}[)]", texts["inside"])
     assert set(json.loads(texts["text"])) == {"ok"}
     assert texts["object"].startswith("{")
-    assert texts["free"] in ("yes", "no"), "the default stays"
+    assert texts["free"] == lm.generate("A", max_tokens=3).text, "it lifts the default"
+    with pytest.raises(ovspec.OvspecError, match="regex"):
+        run(lm, tmp_path / "wrong", lines, regex="[0")
     errors = {line["id"]: line.get("error", "") for line in written[1:]}
     assert "not JSON" in errors["file"]
     assert "#/type" in errors["wrong"]

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import CHECKPOINTS, PROMPTS, Reference
+from conftest import CHECKPOINTS, PROMPTS, ROOT, Reference
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from llguidance import LLMatcher
@@ -415,6 +415,16 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "choice of letters": ({"choice": "yes"}, "list of texts"),
     "a number": ({"regex": 3}, "must be a text"),
     "no function": ({"logits_processors": [3]}, "no function"),
+    "one processor": ({"logits_processors": len}, "list of functions"),
+    "a processor that returns nan": ({"logits_processors": [lambda _, logits: logits * np.nan]}, "nan or inf"),
+    "a processor that returns inf": ({"regex": "a", "logits_processors": [lambda _, logits: logits + np.inf]}, "nan"),
+    "complex logits": ({"logits_processors": [lambda _, logits: logits * 1j]}, "must return logits"),
+    "half a character of prompt": ({"regex": "a", "constrain_from": 1.5}, "must be a text, or a number"),
+    "a file's name": ({"grammar": "words.lark"}, "give its text, or a Path"),
+    "a schema's name": ({"json_schema": "person.json"}, "give the schema's text, or a Path"),
+    "GBNF as Lark": ({"grammar": 'root ::= "a"'}, "give it as gbnf"),
+    "a folder": ({"grammar": ROOT}, "is a folder"),
+    "no choice": ({"choice": iter([])}, "one at least"),
     "a processor that returns nothing": ({"logits_processors": [lambda *_: None]}, "must return logits"),
 }
 
@@ -431,6 +441,18 @@ def test_options_that_are_wrong(load: Callable[..., ovspec.LanguageModel], wrong
         assert "\n" not in str(caught.value)
         assert session.sequence.tokens.tolist()[: len(held) - 1] == held[:-1]
         assert session.generate(max_tokens=3, regex="[a-z]{3}").text
+
+
+def test_other_ways_to_give_a_schema(load: Callable[..., ovspec.LanguageModel], tmp_path: Any) -> None:
+    class Pydantic:
+        @staticmethod
+        def model_json_schema() -> dict[str, Any]:
+            return PERSON
+
+    file = tmp_path / "person.json"
+    file.write_text(json.dumps(PERSON), encoding="utf-8")
+    texts = [load().generate("A: ", max_tokens=60, json_schema=s).text for s in (PERSON, json.dumps(PERSON), file)]
+    assert texts == [load().generate("A: ", max_tokens=60, json_schema=Pydantic).text] * 3
 
 
 def test_a_constraint_that_leaves_nothing(load: Callable[..., ovspec.LanguageModel]) -> None:

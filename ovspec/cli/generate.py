@@ -56,7 +56,7 @@ def generate(
       ovspec generate "def fib("
       ovspec generate my-pair "import os" --draft --stats
       ovspec generate my-pair "Once upon" --draft lookup,draft --temperature 0.8 --top-p 0.95 --seed 1
-      ovspec generate my-pair "Tom is 7: " --json-schema '{"properties": {"age": {"type": "integer"}}}'
+      ovspec generate my-pair "Tom is 7: " --json-schema schema.json --draft
       git diff | ovspec generate my-pair -f - --draft --compare
     """
     draft = others["draft"]

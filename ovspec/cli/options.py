@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -87,7 +88,9 @@ def text_options(command: Callable[..., Any]) -> Callable[..., Any]:
             type=click.IntRange(min=1),
             help="Tokens to generate.  [default: the model's, or 256]",
         ),
-        click.option("--min-tokens", type=click.IntRange(min=0), help="Nothing ends the text before so many."),
+        click.option(
+            "--min-tokens", type=click.IntRange(min=0), help="Nothing ends the text before so many, but a grammar."
+        ),
         click.option("--stop", multiple=True, metavar="TEXT", help="End in front of this text; may be repeated."),
         click.option("--stop-id", multiple=True, type=int, metavar="ID", help="End at this token; may be repeated."),
         click.option("--ignore-eos", is_flag=True, help="Go on after an end-of-sequence token."),
@@ -110,9 +113,9 @@ def constraint_options(command: Callable[..., Any]) -> Callable[..., Any]:
         click.option("--choice", multiple=True, metavar="TEXT", help="The text must be one of these; repeat it."),
         click.option(
             "--constrain-from",
-            metavar="TEXT|N",
-            help="Where in the prompt the grammar begins: at the last TEXT, or at character N, negative from the end.  "
-            "[default: behind the prompt]",
+            metavar="TEXT|@N",
+            help="Where in the prompt the grammar begins: at the last TEXT, or at character N (@0 for all of it, @-5 "
+            "for the last five).  [default: behind the prompt]",
         ),
         click.option("--heal", is_flag=True, help="Let the first token reach over the end of the prompt."),
     ]
@@ -138,10 +141,13 @@ def given_constraints(values: dict[str, Any]) -> dict[str, Any]:
     for name in ("grammar", "gbnf"):
         if name in given:
             given[name] = Path(given[name])
+    for name in given:
+        if name != "choice" and not given[name].strip():
+            raise click.UsageError(f"--{name.replace('_', '-')} is empty.")
     if "json_schema" in given and not given["json_schema"].lstrip().startswith(("{", *JSON_BOOLEANS)):
         given["json_schema"] = Path(given["json_schema"])
     if where is not None:
-        given["constrain_from"] = int(where) if where.lstrip("-").isdigit() else where
+        given["constrain_from"] = int(where[1:]) if re.fullmatch(r"@-?[0-9]+", where) else where
     if values.pop("heal"):
         given["heal"] = True
     return given

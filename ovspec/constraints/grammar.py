@@ -205,7 +205,8 @@ class Grammars:
         count = matcher.try_consume_tokens(tokens)
         if count < len(tokens):
             before, rest = (self._tokens.decode_str(part) for part in (tokens[:count], tokens[count:]))
-            raise OvspecError(f"The grammar doesn't allow what the prompt has: {rest[:20]!r} behind {before[-40:]!r}.")
+            behind = f" behind {before[-40:]!r}" if before else " where the grammar begins"
+            raise OvspecError(f"The grammar doesn't allow what the prompt has: {rest[:20]!r}{behind}.")
         if matcher.is_stopped():
             raise OvspecError("The prompt has the grammar's whole text already: nothing can follow it.")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -95,6 +96,12 @@ class ConstraintMaker:
         excludes = bool(options.get("logits_processors")) or -math.inf in params.logit_bias.values()
         return Constraints([*processors, *masks], ends, params.logprobs is not None or excludes), count
 
+    def check(self, options: Mapping[str, Any]) -> None:
+        """Raises OvspecError where the grammar in ``options`` is wrong."""
+        grammar, name = grammar_of(options)
+        if grammar is not None:
+            self.grammars.constraint(grammar, 0, frozenset(), what=name)
+
     def take_back(self, sequence: Sequence, count: int, bos: np.ndarray) -> bytes:
         """Remove ``count`` tokens from the end of ``sequence``, which begins with ``bos`` at least; their bytes."""
         if not count:
@@ -114,6 +121,8 @@ class ConstraintMaker:
         """The bytes of the prompt that belong to the grammar's text."""
         said = self.tokens.spell(sequence.tokens)
         text = said.decode("utf-8", "replace")
+        if not isinstance(where, (int, str)):
+            raise OvspecError(f"constrain_from is {where!r}; it must be a text, or a number of characters.")
         if isinstance(where, str):
             at = text.rfind(where) if where else -1
             if at < 0:
@@ -156,19 +165,31 @@ def _source(name: str, value: Any, what: str) -> str:
     from ovspec.constraints import sources
     from ovspec.constraints.lark_files import read_lark, resolve
 
+    if isinstance(value, Path) and value.is_dir():
+        raise OvspecError(f"{value} is a folder; name a file.")
     if name == "json_schema":
+        if made := getattr(value, "model_json_schema", None):  # a pydantic model
+            value = made()
+        if isinstance(value, str) and not value.lstrip().startswith(("{", "[", '"', "true", "false")):
+            raise OvspecError(f"{name} {value[:80]!r} is no JSON; give the schema's text, or a Path for a file.")
         return sources.json_schema(value, what)
     if name == "choice":
-        if isinstance(value, str) or not all(isinstance(text, str) for text in value):
-            raise OvspecError("choice must be a list of texts.")
-        return sources.choices(list(value))
+        texts = [] if isinstance(value, (str, Path)) else list(value)
+        if not texts or not all(isinstance(text, str) for text in texts):
+            raise OvspecError("choice must be a list of texts, one at least.")
+        return sources.choices(texts)
     if not isinstance(value, (str, Path)):
         raise OvspecError(f"{name} must be a text or a Path, not {type(value).__name__}.")
     if name == "regex":
         return sources.regex(str(value), what)
+    if isinstance(value, str) and ":" not in value:
+        raise OvspecError(f"{name} {value[:80]!r} is no grammar; give its text, or a Path for a file.")
     if name == "gbnf":
         return sources.gbnf(read_text(value) if isinstance(value, Path) else value, what)
-    return sources.lark(read_lark(value) if isinstance(value, Path) else resolve(value, None, what), what)
+    text = read_lark(value) if isinstance(value, Path) else resolve(value, None, what)
+    if re.search(r"^[\w-]+\s*::=", text, re.MULTILINE):
+        raise OvspecError(f"{what}: rules with ::= are GBNF; give it as gbnf.")
+    return sources.lark(text, what)
 
 
 def is_utf8(said: bytes) -> bool:

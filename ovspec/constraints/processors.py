@@ -53,14 +53,18 @@ class UserProcessor(Constraint):
         # Copies: what a user's function keeps or changes must stay what it is.
         given = self._function(tokens.copy(), logits[None].copy())
         try:
-            found = np.asarray(given, dtype=np.float32).reshape(-1)
+            found = np.asarray(given)
         except (TypeError, ValueError):
             found = np.empty(0)
-        if found.shape != logits.shape:
+        name = name_of(self._function)
+        if found.size != logits.size or found.dtype.kind not in "fiu":
             raise OvspecError(
-                f"The logits processor {name_of(self._function)} returned {type(given).__name__} of shape "
-                f"{np.shape(given)}; it must return logits of shape (1, {len(logits)})."
+                f"The logits processor {name} returned {type(given).__name__} of shape {found.shape}; it must return "
+                f"logits of shape (1, {len(logits)})."
             )
+        found = found.reshape(-1).astype(np.float32)
+        if np.isnan(found).any() or found.max() == np.inf:
+            raise OvspecError(f"The logits processor {name} returned nan or inf; only -inf has a meaning: it excludes.")
         return found
 
 
@@ -94,6 +98,8 @@ def processing(
     Raises:
         OvspecError: something that is no function.
     """
+    if callable(functions):
+        raise OvspecError("logits_processors must be a list of functions; put it into brackets.")
     found: list[Constraint] = []
     if params.logit_bias:
         found.append(LogitBias(params.logit_bias))
