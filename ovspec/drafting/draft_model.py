@@ -9,7 +9,7 @@ import numpy as np
 from ovspec.decoder import Decoder, catch_up
 from ovspec.drafting import NOTHING, Drafter, Proposal, Round, certain
 from ovspec.reading import share_beginnings
-from ovspec.sampler import Guess
+from ovspec.sampler import Guess, Sampler
 
 
 class DraftModel(Drafter):
@@ -51,24 +51,13 @@ class DraftModel(Drafter):
             began = time.perf_counter()
             logits = self.decoder.feed(feed, [int(row in going) for row in range(len(feed))])
             fed, feed = sum(map(len, feed)), [NOTHING.tokens] * len(budgets)
-            seen, asked = list(ends), going
-            going = []
+            seen, asked, going = list(ends), going, []
             for row in asked:
-                sampler, text = round.samplers[row], texts[row]
-                guess = sampler.guess(logits[row][0], text[: ends[row]])
-                if not guess:
-                    continue
-                more = [guess]
-                text[ends[row]] = guess.token
-                room_left = budgets[row] - len(guesses[row]) - 1
-                if not sampler.constraints.ended(text[: ends[row] + 1]):
-                    # What is forced behind a guess costs the draft no step of its own.
-                    forced = sampler.constraints.forced(text[: ends[row] + 1])[:room_left]
-                    more += [Guess(token, 1.0, certain(token)) for token in forced]
-                    text[ends[row] + 1 : ends[row] + len(more)] = forced
-                    going.append(row)
-                ends[row] += len(more)
-                guesses[row] += more
+                sampler, end = round.samplers[row], ends[row]
+                made, goes_on = guesses_at(sampler, logits[row][0], texts[row], end, budgets[row] - len(guesses[row]))
+                ends[row] += len(made)
+                guesses[row] += made
+                going += [row] if goes_on else []
             round.lookahead.note_draft(fed, time.perf_counter() - began)
             going = [row for row in going if len(guesses[row]) < budgets[row]]
             going = round.lookahead.going_on(self.name, going, guesses)
@@ -92,3 +81,22 @@ class DraftModel(Drafter):
     def _within_context(self, row: int, round: Round) -> int:
         budget, limit = round.budgets[row], self.decoder.context_length
         return budget if limit is None else max(0, min(budget, limit - len(round.sequences[row])))
+
+
+def guesses_at(
+    sampler: Sampler, logits: np.ndarray, text: np.ndarray, end: int, budget: int
+) -> tuple[list[Guess], bool]:
+    """The guess from ``logits`` (vocab,) and what is forced behind it, at most ``budget``; and whether to go on.
+
+    They are written into ``text``, of which the first ``end`` are there. What is forced costs the draft no step.
+    """
+    guess = sampler.guess(logits, text[:end])
+    if not guess:
+        return [], False
+    text[end] = guess.token
+    so_far = text[: end + 1]
+    if sampler.constraints.ended(so_far):
+        return [guess], False
+    forced = sampler.constraints.forced(so_far)[: budget - 1]
+    text[end + 1 : end + 1 + len(forced)] = forced
+    return [guess, *(Guess(token, 1.0, certain(token)) for token in forced)], True
