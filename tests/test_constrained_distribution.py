@@ -131,7 +131,8 @@ PLAIN, WARPED = SamplingParams(temperature=1.0), SamplingParams(temperature=0.8,
 
 def check(accept: AcceptRule, drafter: str, params: SamplingParams, draws: int) -> None:
     counts, done = draw_texts(accept, drafter, params, draws)
-    assert done["forced"] > draws / 50
+    if drafter == "none" or params is PLAIN:  # a model proposes what is forced behind its guesses
+        assert done["forced"] > draws / 50
     if drafter != "none":
         assert done["proposed"] > done["accepted"] > draws / 20
     assert fits(counts, params) > UNLIKELY
