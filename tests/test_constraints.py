@@ -98,7 +98,9 @@ DRAFTS: dict[str, Any] = {"none": False, "lookup": "lookup", "model": True, "cha
 
 
 @pytest.mark.parametrize("engine", ["paged", pytest.param("stateful", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("sampling", SAMPLINGS)
+@pytest.mark.parametrize(
+    "sampling", [s if s in ("greedy", "T=1") else pytest.param(s, marks=pytest.mark.slow) for s in SAMPLINGS]
+)
 @pytest.mark.parametrize("draft", DRAFTS)
 def test_speculation_and_forcing_change_nothing(
     load: Callable[..., ovspec.LanguageModel], draft: str, sampling: str, engine: str

@@ -300,6 +300,7 @@ def test_damaged_exports_are_named(pair: Path, tmp_path: Path) -> None:
         ovspec.load(damaged)
 
 
+@pytest.mark.slow
 def test_load_exports_a_checkpoint_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import ovspec.exporting
 

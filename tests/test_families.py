@@ -157,7 +157,7 @@ def export(family: Family, folder: Path, spread_of_padding: float | None = None)
 
 
 def family_parameters() -> list[Any]:
-    quick = ("llama", "mistral")  # the others are slow by their number
+    quick = ("llama",)  # the others are slow by their number
     return [name if name in quick else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
 
 

@@ -60,7 +60,7 @@ def test_neither_helps(target_ir: CompiledIR, monkeypatch: pytest.MonkeyPatch) -
         probe_rollback(target_ir)
 
 
-@pytest.mark.parametrize("window", [24, 3000])
+@pytest.mark.parametrize("window", [24, pytest.param(3000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("told", [True, False])
 def test_a_window_is_found_in_the_mask_itself(tmp_path: Path, window: int, told: bool) -> None:
     """Also one that no probe could reach by running the model, and one that the config is silent about."""

@@ -150,6 +150,7 @@ def test_not_measured_unasked_where_it_would_take_long(
     assert "not enough memory is free for tuning" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_command_shows_a_table_and_the_choice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ovspec.tuning, "FULL", Effort(32, (1, 4), 1, True))
     monkeypatch.setattr(ovspec.tuning.tune, "__defaults__", ("balanced", Effort(32, (1, 4), 1, True), lambda *_: None))

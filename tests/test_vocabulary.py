@@ -38,6 +38,7 @@ def expected(model: Any, never: list[int]) -> list[int]:
     return out[0, len(PROMPT) :].tolist()
 
 
+@pytest.mark.slow
 def test_ids_without_a_token_never_come_out(tmp_path: Path, cache_dir: Path) -> None:
     target = wide_model(tmp_path / "target", VOCAB + 64)
     wide_model(tmp_path / "draft", VOCAB + 160)
