@@ -172,6 +172,7 @@ class Row:
         self._stop_ids = frozenset(params.stop_ids)
         self.start, self.taken_back = len(sequence), taken_back
         self._to_say_again = len(taken_back)  # bytes
+        self._may_complete = sampler.constraints.may_complete
 
     @property
     def most(self) -> int:
@@ -193,7 +194,7 @@ class Row:
         begin = len(self.sequence) - len(tokens)
         shown, used, stopped, counted = "", 0, False, list[int]()  # places of tokens that are in the text
         for used, token in enumerate(tokens, 1):
-            again = self._said_again(token)
+            again = self._said_again(token) if self._to_say_again else 0
             if again is None:
                 continue
             counted.append(used - 1)
@@ -208,7 +209,7 @@ class Row:
                 self.finish_reason = "stop"
             elif token in self._eos:
                 self.finish_reason = "eos"
-            elif self.sampler.constraints.complete(self.sequence.tokens[: begin + used]):
+            elif self._may_complete and self.sampler.constraints.complete(self.sequence.tokens[: begin + used]):
                 self.finish_reason = "stop"
             elif begin + used >= self._end:
                 self.finish_reason = "length"
@@ -230,8 +231,6 @@ class Row:
 
     def _said_again(self, token: int) -> int | None:
         """How many bytes of ``token`` were taken back from the prompt; None where it has no other."""
-        if not self._to_say_again:
-            return 0
         again, length = self._to_say_again, self._detokenizer.length(token)
         self._to_say_again = max(0, again - length)
         if length > again:

@@ -42,9 +42,11 @@ def speculate(target: Decoder, drafter: Drafter | None, round: Round) -> list[Ve
         round: each of its sequences grows by at least one token, unless its prompt is still being read.
     """
     began, rows = time.perf_counter(), range(len(round.sequences))
-    forced = [commit_forced(row, round) for row in rows]
-    ended = [len(forced[row]) > 0 and round.complete(row) for row in rows]
-    round.remaining = [0 if ended[row] else max(0, round.remaining[row] - len(forced[row])) for row in rows]
+    forced, ended = [NOTHING.tokens] * len(rows), [False] * len(rows)
+    if any(sampler.constraints.forces for sampler in round.samplers):
+        forced = [commit_forced(row, round) for row in rows]
+        ended = [len(forced[row]) > 0 and round.complete(row) for row in rows]
+        round.remaining = [0 if ended[row] else max(0, round.remaining[row] - len(forced[row])) for row in rows]
     proposals = [NOTHING] * len(rows)
     if drafter and any(left > 0 for left in round.remaining):
         proposals = drafter.propose(round)
@@ -58,9 +60,13 @@ def speculate(target: Decoder, drafter: Drafter | None, round: Round) -> list[Ve
     ]
     wanted = [len(proposals[row].tokens) + 1 if read_all[row] and not ended[row] else 0 for row in rows]
     # Asked for all logits, a decoder feeds what was forced as it would have been fed in plain decoding, to the bit.
-    asked = [len(fed[row]) if wanted[row] and len(unseen[row]) == len(forced[row]) + 1 else wanted[row] for row in rows]
-    found = target.feed(fed, asked) if any(map(len, fed)) else [NO_LOGITS] * len(rows)
-    logits = [each[len(each) - wanted[row] :] for row, each in enumerate(found)]
+    asked = [
+        len(fed[row]) if len(forced[row]) and len(unseen[row]) == len(forced[row]) + 1 and wanted[row] else wanted[row]
+        for row in rows
+    ]
+    logits = target.feed(fed, asked) if any(map(len, fed)) else [NO_LOGITS] * len(rows)
+    if asked != wanted:
+        logits = [each[len(each) - wanted[row] :] for row, each in enumerate(logits)]
     verdicts = [commit(target, row, forced[row], len(read[row]), proposals[row], logits[row], round) for row in rows]
     if drafter:
         verified = time.perf_counter() - drafted
@@ -100,7 +106,7 @@ def commit(
         return Verdict(forced, len(forced), 0, 0, logits, "", read)
     sequence, proposed = round.sequences[row], len(proposal.tokens)
     tokens = round.samplers[row].verify(logits, sequence, proposal)
-    accepted = int((tokens[:proposed] == proposal.tokens[: len(tokens)]).sum())
+    accepted = int((tokens[:proposed] == proposal.tokens[: len(tokens)]).sum()) if proposed else 0
     sequence.commit(tokens)
     if accepted < proposed:
         target.truncate(row, len(sequence) - 1)

@@ -55,7 +55,8 @@ class Constraints:
         self._processing = [part for part in self._parts if type(part).process is not Constraint.process]
         self._masking = [part for part in self._parts if type(part).mask is not Constraint.mask]
         self._forcing = [part for part in self._parts if type(part).forced is not Constraint.forced]
-        self.forces = bool(self._forcing) and not ask_always  # whether tokens may come without the model
+        self.may_complete = bool(self._forcing)  # whether it may leave nothing that follows
+        self.forces = self.may_complete and not ask_always  # whether tokens may come without the model
 
     def __bool__(self) -> bool:
         return bool(self._parts)
