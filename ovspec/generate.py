@@ -196,6 +196,9 @@ class Row:
         for used, token in enumerate(tokens, 1):
             again = self._said_again(token) if self._to_say_again else 0
             if again is None:
+                if begin + used >= self._end:  # the context is full before anything new was said
+                    self.finish_reason = "length"
+                    break
                 continue
             counted.append(used - 1)
             if token in self._stop_ids:

@@ -15,7 +15,12 @@ from hypothesis import strategies as st
 
 import ovspec
 from ovspec.constraints.healing import ByteTokens, Healing, taken_back
-from ovspec.tokenizer import byte_vocabulary
+from ovspec.generate import Row
+from ovspec.sampler import Greedy
+from ovspec.sampling import SamplingParams
+from ovspec.sequence import Sequence
+from ovspec.speculation import Verdict
+from ovspec.tokenizer import ByteDetokenizer, byte_vocabulary
 
 VOCABULARY = byte_vocabulary(json.loads((CHECKPOINTS / "target" / "tokenizer.json").read_text(encoding="utf-8")))
 assert VOCABULARY
@@ -193,6 +198,27 @@ def test_tokens_that_say_only_what_was_there_are_not_counted(lm: ovspec.Language
     assert (again.text, again.token_ids) == (plain.text, plain.token_ids)
     drafted = lm.generate("import os.pa", max_tokens=5, heal=True, logit_bias=over, lookahead=4, min_tokens=3)
     assert drafted.token_ids == plain.token_ids
+
+
+def test_a_context_that_is_full_while_the_prompt_is_said_again() -> None:
+    letters = [next(i for i, t in enumerate(VOCABULARY or []) if t == letter) for letter in (b"p", b"a")]
+    sequence = Sequence([5, 6])
+    row = Row(
+        sequence,
+        ByteDetokenizer(list(VOCABULARY or [])),
+        Greedy(),
+        SamplingParams(max_tokens=1),
+        1,
+        frozenset(),
+        prompt_tokens=3,
+        taken_back=b"path",
+        longest=4,
+    )
+    for letter in letters:
+        assert row.finish_reason is None
+        sequence.commit([letter])
+        row.take(Verdict(np.array([letter]), 0, 0, 0, np.zeros((1, 8), np.float32), "", 1))
+    assert (row.finish_reason, row.token_ids, row.text) == ("length", [], "")
 
 
 def test_half_a_character(lm: ovspec.LanguageModel) -> None:
