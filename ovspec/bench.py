@@ -177,14 +177,13 @@ def run_bench(
 def variant(lm: LanguageModel, mode: Mode) -> LanguageModel:
     """The same compiled models with the drafters of ``mode``."""
     lookup, model = mode in ("lookup", "chain", "auto"), mode in ("draft", "chain", "auto")
-    loaded, folder = lm.draft_model
     if mode == "plain":
         return lm.with_drafters(None)
-    if model and not loaded:
+    if model and not lm.draft:
         if mode != "auto":
             raise OvspecError(f"{lm.folder}: it was exported without a draft; leave the modes draft and chain out.")
         model = False
-    return lm.with_drafters(DraftChoice(lookup=lookup, model=folder if model else None))
+    return lm.with_drafters(DraftChoice(lookup=lookup, model=lm.draft.ir.folder if model and lm.draft else None))
 
 
 def run(lm: LanguageModel, cell: Cell, tasks: list[Task], number: int, tokens: int, dictate: bool) -> Run:

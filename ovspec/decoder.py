@@ -10,6 +10,7 @@ from typing import Protocol
 
 import numpy as np
 
+from ovspec.device import EXACT_KV_PRECISIONS
 from ovspec.errors import OvspecError
 from ovspec.ir import CompiledIR, last_line
 from ovspec.kv import Rollback, Slots, gather_states, read_states, write_states
@@ -72,6 +73,29 @@ class Decoder(Protocol):
 
     def piece(self, counts: list[int]) -> int:
         """Tokens that a further row may read beside rows that are fed ``counts``, without making them wait long."""
+        ...
+
+
+class SessionDecoder(Decoder, Protocol):
+    """A decoder whose cache outlives a call: all there are, but for those of tests."""
+
+    def fork(self) -> SessionDecoder:
+        """A decoder with a request of its own and the same text.
+
+        Its cache is shared until one of them writes, or a copy, or, where a copy would not be exact, empty.
+        """
+        ...
+
+    def dump(self) -> dict[str, np.ndarray]:
+        """The cache of row 0, for ``restore`` in another process; nothing where a copy would not be exact."""
+        ...
+
+    def restore(self, tokens: np.ndarray, arrays: dict[str, np.ndarray]) -> None:
+        """Start over with a single row that holds ``tokens`` (n,), whose cache ``dump`` gave as ``arrays``.
+
+        Raises:
+            ValueError: the arrays are not of this model's shapes and types.
+        """
         ...
 
 
@@ -164,8 +188,31 @@ class StatefulDecoder:
         self._beam = self._in_order
         self.compactions += 1
 
+    def fork(self) -> StatefulDecoder:
+        other = StatefulDecoder(self._ir, self.rollback, self._vocabulary, self._compact_at)
+        if self._exact:
+            self.copy_to(other)
+        return other
+
+    def dump(self) -> dict[str, np.ndarray]:
+        if not self._exact or not len(self.rows[0]):
+            return {}
+        if self.rollback.kv:
+            self.compact()
+        return read_states(self._request.raw, self._ir.states)
+
+    def restore(self, tokens: np.ndarray, arrays: dict[str, np.ndarray]) -> None:
+        self.reset(1)
+        slots = {state.name: 1 if state.sequence_axis is None else len(tokens) for state in self._ir.states}
+        sizes = {state.name: state.width * slots[state.name] for state in self._ir.states}
+        if {name: array.size for name, array in arrays.items()} != sizes:
+            raise ValueError("another model's states")
+        write_states(self._request.raw, arrays)
+        self.rows[0].commit(tokens)
+        self._slots.extend([len(tokens)])
+
     def copy_to(self, other: StatefulDecoder) -> None:
-        """Give ``other``, of the same model, this decoder's text and states."""
+        """Give ``other``, of the same model, this decoder's text and states; exact where ``fork`` copies."""
         other.rows = [row.copy() for row in self.rows]
         other._slots = copy.deepcopy(self._slots)
         other._in_order, other._beam = self._in_order, self._beam
@@ -178,6 +225,11 @@ class StatefulDecoder:
             write_states(other._request.raw, read_states(self._request.raw, self._ir.states))
         else:
             other._request.raw.reset_state()
+
+    @property
+    def _exact(self) -> bool:
+        """Whether a copy of the states is known to be what they are."""
+        return not self._ir.kv_states or self._ir.properties.get("KV_CACHE_PRECISION") in EXACT_KV_PRECISIONS
 
     def _prepare_replay(self, tokens: np.ndarray, wanted: int) -> int:
         """Take a snapshot where the new tokens may be taken back; returns how many of them it has fed.
@@ -304,6 +356,18 @@ class RowByRow:
     def piece(self, counts: list[int]) -> int:  # noqa: ARG002
         return PIECE
 
+    def fork(self) -> RowByRow:
+        other = RowByRow(self._make)
+        other._decoders = [decoder.fork() for decoder in self._decoders]
+        return other
+
+    def dump(self) -> dict[str, np.ndarray]:
+        return self._decoders[0].dump()
+
+    def restore(self, tokens: np.ndarray, arrays: dict[str, np.ndarray]) -> None:
+        self.reset(1)
+        self._decoders[0].restore(tokens, arrays)
+
     def _take(self, rows: int) -> None:
         self._spare += self._decoders[rows:]
         del self._decoders[rows:]
@@ -316,7 +380,7 @@ class RowByRow:
 
 def decoder_of(
     ir: CompiledIR, rollback: Rollback, vocabulary: KnownIds = ALL_IDS, compact_at: int = COMPACT_AT
-) -> Decoder:
+) -> SessionDecoder:
     """The decoder that fits the model's states; arguments as ``StatefulDecoder``."""
 
     def make() -> StatefulDecoder:

@@ -11,7 +11,7 @@ from typing import Literal, get_args
 import numpy as np
 import openvino as ov
 
-from ovspec.decoder import COMPACT_AT, Decoder, StatefulDecoder, decoder_of
+from ovspec.decoder import COMPACT_AT, SessionDecoder, StatefulDecoder, decoder_of
 from ovspec.device import DeviceOptions, check_device
 from ovspec.errors import OvspecError
 from ovspec.files import write_atomically
@@ -54,7 +54,7 @@ class LoadedIR:
     profile: str | None = None
     verify_ms: dict[int, float] | None = None
 
-    def decoder(self, vocabulary: KnownIds = ALL_IDS) -> Decoder:
+    def decoder(self, vocabulary: KnownIds = ALL_IDS) -> SessionDecoder:
         """A decoder with a request and a cache of its own."""
         if self.engine == "paged":
             return PagedDecoder(self.ir, vocabulary)

@@ -1,8 +1,10 @@
-"""Text files: read with an error that names them, written whole or not at all."""
+"""Files: read with an error that names them, written whole or not at all."""
 
 from __future__ import annotations
 
+import contextlib
 import secrets
+from collections.abc import Iterator
 from pathlib import Path
 
 from ovspec.errors import OvspecError
@@ -28,9 +30,16 @@ def read_text(path: Path) -> str:
 def write_atomically(path: Path, text: str) -> None:
     """Write ``text`` in UTF-8 to ``path``, whose folder is made; readers see the old file or the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
+    with replaced(path) as partial:
+        partial.write_text(text, encoding="utf-8")
+
+
+@contextlib.contextmanager
+def replaced(path: Path) -> Iterator[Path]:
+    """A file to be written beside ``path``, which takes its place in the end, if it is reached."""
     partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
-        partial.write_text(text, encoding="utf-8")
+        yield partial
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)

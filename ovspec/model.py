@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import math
 import secrets
 import warnings
@@ -16,7 +17,7 @@ import numpy as np
 from ovspec.batching import Limits, generate_rows
 from ovspec.chat import Message, chat_template, is_chat
 from ovspec.constraints.maker import ConstraintMaker, grammar_asked
-from ovspec.decoder import Decoder
+from ovspec.decoder import SessionDecoder
 from ovspec.drafting import Drafter
 from ovspec.drafting.chain import Chain
 from ovspec.drafting.choice import DraftChoice
@@ -26,9 +27,9 @@ from ovspec.engine import LoadedIR
 from ovspec.errors import OvspecError
 from ovspec.files import read_text
 from ovspec.generate import Piece, Result, Row
-from ovspec.ir import read_json
+from ovspec.ir import CompiledIR, read_json
 from ovspec.lookahead import Costs, Lookahead
-from ovspec.memory import check_memory, token_room
+from ovspec.memory import check_memory, kv_bytes_per_token, recurrent_bytes, token_room
 from ovspec.options import GenerateOptions, batch_size, check_lookahead, params_of
 from ovspec.perplexity import DEFAULT_CONTEXT, Perplexity, measure
 from ovspec.sampler import sampler_of
@@ -58,8 +59,9 @@ Prompt = str | list[int] | np.ndarray | list[Message]
 class Decoders:
     """Of one session or batch. ``lookaheads``: what is known of greedy (False) and of sampled text (True)."""
 
-    target: Decoder
+    target: SessionDecoder
     drafter: Drafter | None
+    draft: SessionDecoder | None = None  # the draft model's, which the drafter drives
     lookaheads: dict[bool, Lookahead] = field(default_factory=dict)
 
     def reset(self, rows: int) -> None:
@@ -69,7 +71,7 @@ class Decoders:
 
 
 class LanguageModel:
-    """A loaded model, with or without a draft; made by ``ovspec.load``.
+    """A loaded model, ``target``, with or without a ``draft``; made by ``ovspec.load``.
 
     Threads may share it: calls and sessions that run at the same time have requests of their own, and each
     gives what it gives alone. A session or a stream belongs to one thread at a time.
@@ -84,9 +86,9 @@ class LanguageModel:
         lookahead: int | None = None,
         corpus: list[Path] | None = None,
     ) -> None:
-        self.folder, self.lookahead = folder, lookahead
+        self.folder, self.target, self.draft, self.lookahead = folder, target, draft, lookahead
         self.tokenizer = Tokenizer(folder)
-        self._target, self._draft, self._choice = target, draft, choice
+        self._choice = choice
         self._corpus = corpus_of(self.tokenizer.encode(read_text(file).rstrip("\0"), False) for file in corpus or [])
         self._constraining = ConstraintMaker(self.tokenizer)
         self._idle: list[Decoders] = []
@@ -143,11 +145,29 @@ class LanguageModel:
             with session:
                 yield from inner
 
-        return TextStream(pieces(), inner.row)
+        return TextStream(pieces(), inner.row, inner.cancel)
 
-    def session(self) -> Session:
-        """A text whose KV cache is kept between calls."""
-        return Session(self, self._decoders())
+    def session(self, context: int | None = None) -> Session:
+        """A text whose KV caches are kept between calls.
+
+        Args:
+            context: tokens that it may grow to; by default what the model's own context holds.
+
+        Raises:
+            OvspecError: ``context`` is longer than the model's, or its caches don't fit into memory.
+        """
+        most = self.target.ir.context_length
+        if context is not None and (context < 1 or (most and context > most)):
+            raise OvspecError(f"context is {context}; it must be at least 1{f' and at most {most}' if most else ''}.")
+        if context:
+            check_memory(self._irs(), context)
+        decoders = self._decoders()
+        decoders.reset(1)
+        return Session(self, decoders, context)
+
+    def cache_bytes(self, tokens: int) -> float:
+        """About how much memory the KV caches of a text of so many tokens take, target and draft together."""
+        return sum(tokens * kv_bytes_per_token(ir) + recurrent_bytes(ir) for ir in self._irs())
 
     def _generate_batch(self, prompts: list[Any], options: GenerateOptions, n: int) -> list[list[Result]]:
         if not prompts:
@@ -179,9 +199,8 @@ class LanguageModel:
         decoders.reset(0)
         try:
             drafter, lookahead = self.drafting(options, decoders, sampled)
-            used = [self._target, self._draft] if drafter else [self._target]
             count = batch_size(options)
-            limits = Limits(count, token_room([loaded.ir for loaded in used if loaded], count))
+            limits = Limits(count, token_room(self._irs(drafter is not None), count))
             yield from generate_rows(decoders.target, drafter, rows, lookahead, limits)
         finally:
             self.release(decoders)
@@ -196,7 +215,7 @@ class LanguageModel:
         Raises:
             OvspecError: fewer than two tokens, or a window longer than the model's context.
         """
-        most = self._target.ir.context_length
+        most = self.target.ir.context_length
         if context and most and context > most:
             raise OvspecError(f"A window of {context} tokens is longer than the model's context of {most}.")
         context = context or min(DEFAULT_CONTEXT, most or DEFAULT_CONTEXT)
@@ -216,15 +235,10 @@ class LanguageModel:
 
     # ------------------------------------------------------------ for measuring
 
-    @property
-    def draft_model(self) -> tuple[LoadedIR | None, Path | None]:
-        """The draft model and its folder."""
-        return self._draft, self._choice.model if self._choice else None
-
     def with_drafters(self, choice: DraftChoice | None) -> LanguageModel:
         """The same compiled models with other drafters; a draft model among them must be the one that is loaded."""
-        draft = self._draft if choice and choice.model else None
-        other = LanguageModel(self.folder, self._target, draft, choice, self.lookahead)
+        draft = self.draft if choice and choice.model else None
+        other = LanguageModel(self.folder, self.target, draft, choice, self.lookahead)
         other._corpus, other._constraining = self._corpus, self._constraining
         return other
 
@@ -238,14 +252,11 @@ class LanguageModel:
     def encode(self, prompt: Prompt, begins: bool = True) -> np.ndarray:
         """(n,) int64. ``begins``: the prompt starts a text and gets the model's BOS where it has one."""
         if begins and not len(prompt):
-            return self._beginning()
+            return self.beginning()
         if isinstance(prompt, str):
             return self.tokenizer.encode(prompt) if begins else self.tokenizer.encode_more(prompt)
         if is_chat(prompt):
-            if not begins:
-                raise OvspecError("Chat messages can only begin a session; append the next turn as text.")
-            # The template spells out the special tokens itself.
-            return self.tokenizer.encode(chat_template(self.folder).render(list(prompt)), special=False)  # type: ignore[arg-type]
+            return self.tokenizer.encode(self.render(list(prompt)), special=False)  # type: ignore[arg-type]
         ids = np.asarray(prompt, dtype=np.int64)
         known = self.tokenizer.known
         unknown = known.first_unknown(ids)
@@ -253,6 +264,10 @@ class LanguageModel:
             upto = f" (0 to {known.size - 1})" if known.size else ""
             raise OvspecError(f"Token id {unknown} is not in the vocabulary{upto}.")
         return ids
+
+    def render(self, messages: list[Message]) -> str:
+        """``messages`` as the chat template writes them, with the special tokens spelt out, open for an answer."""
+        return chat_template(self.folder).render(messages)
 
     def row(
         self,
@@ -263,12 +278,13 @@ class LanguageModel:
         sample: int = 0,
         n: int = 1,
         healable: int = 0,
+        context: int | None = None,
     ) -> Row:
         """A row that continues ``sequence`` as ``options`` say; raises OvspecError where they can't be met.
 
         The KV cache of its first ``held`` tokens is there already. Of the ``n`` texts of a prompt it is the one
         numbered ``sample``; ``seed`` is taken where the options give none. Healing may take back its tokens from
-        ``healable`` on.
+        ``healable`` on. The text may grow to ``context`` tokens, where that is less than the model's.
         """
         params = self._with_defaults(params_of(options))
         if params.n != n:
@@ -277,14 +293,14 @@ class LanguageModel:
             raise OvspecError(f"n is {n}, but greedy texts are all the same; give a temperature.")
         eos = frozenset() if params.ignore_eos else self.eos_ids
         prompt_tokens = len(sequence)
-        max_tokens = self._max_tokens(max(prompt_tokens, 1), params.max_tokens)
+        context = context or self.target.ir.context_length
+        max_tokens = self._max_tokens(max(prompt_tokens, 1), params.max_tokens, context)
         if not len(sequence):
-            sequence.commit(self._beginning())
+            sequence.commit(self.beginning())
         bos = self._bos()
         constraints, count = self._constraining.make(sequence, params, options, eos, healable, bos)
         drafts = self._choice is not None and options.get("lookahead", self.lookahead) != 0
-        used = [self._target, self._draft] if drafts else [self._target]
-        check_memory([loaded.ir for loaded in used if loaded], len(sequence) + max_tokens - held)
+        check_memory(self._irs(drafts), len(sequence) + max_tokens - held)
         if params.seed is not None or seed is None:
             seed = secrets.randbits(32) if params.seed is None else params.seed
         accept, function = options.get("accept", "compare"), options.get("sampler")
@@ -299,14 +315,14 @@ class LanguageModel:
             eos,
             prompt_tokens,
             taken_back,
-            self._target.ir.context_length or math.inf,
+            context or math.inf,
         )
-        stats, target = row.stats, self._target
+        stats, target = row.stats, self.target
         stats.seed = seed if params.temperature else None
         stats.rollback, stats.device = str(target.rollback), target.ir.device
         stats.engine, stats.engine_reason, stats.profile = target.engine, target.reason, target.profile
-        if self._draft and drafts:
-            stats.draft_device, stats.draft_engine = self._draft.ir.device, self._draft.engine
+        if self.draft and drafts:
+            stats.draft_device, stats.draft_engine = self.draft.ir.device, self.draft.engine
         return row
 
     def drafting(self, options: GenerateOptions, decoders: Decoders, sampled: bool) -> tuple[Drafter | None, Lookahead]:
@@ -324,18 +340,31 @@ class LanguageModel:
         if isinstance(wanted, int) or not decoders.drafter:
             return decoders.drafter, Lookahead(wanted if isinstance(wanted, int) else None)
         if not decoders.lookaheads:
-            costs = Costs(self._target.verify_ms), Costs(self._draft.verify_ms if self._draft else None)
+            costs = Costs(self.target.verify_ms), Costs(self.draft.verify_ms if self.draft else None)
             decoders.lookaheads = {kind: Lookahead(None, *costs) for kind in (False, True)}
         return decoders.drafter, decoders.lookaheads[sampled]
 
-    def release(self, decoders: Decoders) -> None:
-        """Take decoders back for the next session."""
-        self._idle.append(decoders)
+    def check_room(self, tokens: int, context: int | None) -> None:
+        """Raises OvspecError where a text of so many tokens doesn't fit into ``context`` or the model's."""
+        context = context or self.target.ir.context_length
+        if context and tokens > context:
+            raise OvspecError(f"The text would have {tokens} tokens, but the context is {context}; shorten it.")
+
+    def fork(self, decoders: Decoders) -> Decoders:
+        """Others that go on from what ``decoders`` hold."""
+        draft = decoders.draft.fork() if decoders.draft else None
+        return Decoders(decoders.target.fork(), self._drafter(draft), draft, copy.deepcopy(decoders.lookaheads))
+
+    def release(self, decoders: Decoders, again: bool = True) -> None:
+        """Empty what a session no longer needs, which gives the memory back, and keep it for ``again``, or don't."""
+        decoders.reset(0)
+        if again:
+            self._idle.append(decoders)
 
     @property
     def eos_ids(self) -> frozenset[int]:
         """The ids that end a text, from the generation config or else the model's config."""
-        for config in (self._generation_config, self._target.ir.config):
+        for config in (self._generation_config, self.target.ir.config):
             eos = config.get("eos_token_id")
             if eos is not None:
                 return frozenset(eos if isinstance(eos, list) else [eos])
@@ -346,22 +375,21 @@ class LanguageModel:
         special, bos = self.tokenizer.encode(""), self._generation_config.get("bos_token_id")
         return special if len(special) or bos is None else np.array([bos], dtype=np.int64)
 
-    def _beginning(self) -> np.ndarray:
+    def beginning(self) -> np.ndarray:
         """What an empty prompt stands for, (n,) int64."""
         bos = self._bos()
         if not len(bos):
             raise OvspecError("The prompt is empty, and this model has no token to begin a text with.")
         return bos
 
-    def _max_tokens(self, prompt: int, wanted: int | None) -> int:
+    def _max_tokens(self, prompt: int, wanted: int | None, context: int | None) -> int:
         if wanted is not None and wanted < 1:
             raise OvspecError(f"max_tokens is {wanted}; it must be at least 1.")
-        context = self._target.ir.context_length
         left = context - prompt if context else None
         if left is not None and left < (wanted or 1):
             raise OvspecError(
-                f"The prompt has {prompt} tokens and {wanted or 1} more are asked for, but the model's context "
-                f"is {context}; shorten the prompt or lower max_tokens."
+                f"The prompt has {prompt} tokens and {wanted or 1} more are asked for, but the context is {context}; "
+                "shorten the prompt or lower max_tokens."
             )
         default = self._generation_config.get("max_new_tokens") or DEFAULT_MAX_TOKENS
         return wanted or (min(default, left) if left is not None else default)
@@ -385,16 +413,21 @@ class LanguageModel:
         with contextlib.suppress(IndexError):  # one step, so that threads don't take the same one
             return self._idle.pop()
         known = self.tokenizer.known
-        return Decoders(self._target.decoder(known), self._drafter())
+        draft = self.draft.decoder(known) if self.draft else None
+        return Decoders(self.target.decoder(known), self._drafter(draft), draft)
 
-    def _drafter(self) -> Drafter | None:
+    def _irs(self, drafts: bool = True) -> list[CompiledIR]:
+        """The target's and, with ``drafts``, the draft model's."""
+        return [loaded.ir for loaded in (self.target, self.draft if drafts else None) if loaded]
+
+    def _drafter(self, draft: SessionDecoder | None) -> Drafter | None:
         if not self._choice:
             return None
         drafters: list[Drafter] = [Lookup(self._corpus)] if self._choice.lookup else []
         if self._choice.own:
             drafters.append(self._choice.own())
-        if self._draft:
-            drafters.append(DraftModel(self._draft.decoder(self.tokenizer.known)))
+        if draft:
+            drafters.append(DraftModel(draft))
         for drafter in drafters:
             drafter.vocabulary = self.tokenizer.known
         return Chain(*drafters) if len(drafters) > 1 else drafters[0]

@@ -7,13 +7,13 @@ tokens than on the stateful path (docs/benchmarks.md).
 
 from __future__ import annotations
 
-import copy
 import re
 
 import numpy as np
 import openvino as ov
 from openvino import opset13 as ops
 
+from ovspec.block_tensors import BlockTensors, from_f32, to_f32
 from ovspec.blocks import Blocks
 from ovspec.decoder import PIECE, by_row, places_of, reordered
 from ovspec.device import core
@@ -21,12 +21,11 @@ from ovspec.errors import OvspecError
 from ovspec.ir import CompiledIR, last_line
 from ovspec.kv import Rollback
 from ovspec.request import Request
-from ovspec.sequence import Sequence
+from ovspec.sequence import EMPTY, Sequence
 from ovspec.vocabulary import ALL_IDS, KnownIds
 
 # Tokens of a prompt that are fed in one inference: bounds the memory of activations; smaller chunks cost time.
 PREFILL_CHUNK = 1024
-FIRST_BLOCKS = 8
 # Tokens of a row that are fed apart at most; whoever wants more logits at once is measuring, not verifying.
 MOST_APART = 64
 INPUTS = (
@@ -97,19 +96,25 @@ class PagedDecoder:
         ir: compiled with the rewrite ``to_paged``.
         vocabulary: the ids that may be chosen.
         prefill_chunk: tokens fed in one inference at most, besides those whose logits are wanted.
+        tensors: those of a decoder of the same model, to share blocks with it; by default its own.
     """
 
     rollback = Rollback("blocks")
 
-    def __init__(self, ir: CompiledIR, vocabulary: KnownIds = ALL_IDS, prefill_chunk: int = PREFILL_CHUNK) -> None:
+    def __init__(
+        self,
+        ir: CompiledIR,
+        vocabulary: KnownIds = ALL_IDS,
+        prefill_chunk: int = PREFILL_CHUNK,
+        tensors: BlockTensors | None = None,
+    ) -> None:
         self.context_length = ir.context_length
         self._ir, self._vocabulary, self._prefill_chunk = ir, vocabulary, prefill_chunk
         self._request = Request(ir, INPUTS)
         self._apart = ir.compiled.get_property("INFERENCE_PRECISION_HINT") != ov.Type.f32
-        self._cache = {name: ir.compiled.input(name) for name in ir.inputs if CACHE.fullmatch(name)}
-        self._tensors: dict[str, np.ndarray] = {}  # name -> (blocks, heads, block size, width), raw
-        self._capacity = 0
-        self._block_size = self._cache["value_cache.0"].get_partial_shape()[2].get_length()
+        self._tensors = tensors or BlockTensors(ir, [name for name in ir.inputs if CACHE.fullmatch(name)])
+        self._bound = -1  # version of the tensors that the request reads
+        self._blocks = Blocks(0, self._tensors.block_size, self._tensors.pool)
         # A round's arrays are used again, because binding costs.
         self._kept_tokens: dict[int, tuple[np.ndarray, np.ndarray]] = {}
         self._kept_lengths: dict[int, tuple[np.ndarray, np.ndarray]] = {}
@@ -126,13 +131,16 @@ class PagedDecoder:
 
     @property
     def blocks_used(self) -> int:
-        """Blocks that hold tokens now; shared ones count once."""
-        return self._blocks.used
+        """Blocks that hold tokens now, those of decoders that share them too; shared ones count once."""
+        return self._tensors.pool.used
 
     def reset(self, rows: int) -> None:
         self.rows = [Sequence() for _ in range(rows)]
-        self._blocks = Blocks(rows, self._block_size)
         self._listed: tuple[list[int], int] | None = None  # rows and version of what block_indices shows
+        with self._tensors.lock:
+            self._blocks.reorder([EMPTY] * rows)
+            self._tensors.free()
+            self._bind()
 
     def feed(self, tokens: list[np.ndarray], wanted: list[int]) -> list[np.ndarray]:
         counts = [len(new) for new in tokens]
@@ -142,7 +150,8 @@ class PagedDecoder:
                 tokens = self._feed_in_chunks(tokens, wanted)
                 counts = [len(new) for new in tokens]
                 places = places_of(tuple(counts), tuple(wanted), packed=True)
-            logits = self._append(tokens, wanted, places)
+            with self._tensors.lock:
+                logits = self._append(tokens, wanted, places)
         except BaseException as error:
             self.reset(len(self.rows))  # what the cache holds is unknown; an empty one agrees with any text
             if isinstance(error, MemoryError):
@@ -156,33 +165,53 @@ class PagedDecoder:
 
     def truncate(self, row: int, length: int) -> None:
         self.rows[row].rewind(length)
-        self._blocks.truncate(row, length)
+        with self._tensors.lock:
+            self._blocks.truncate(row, length)
 
     def reorder(self, rows: list[int]) -> None:
         self.rows = reordered(self.rows, rows)
-        self._blocks.reorder(rows)
+        with self._tensors.lock:
+            self._blocks.reorder(rows)
+
+    def fork(self) -> PagedDecoder:
+        with self._tensors.lock:
+            other = PagedDecoder(self._ir, self._vocabulary, self._prefill_chunk, self._tensors)
+            other.rows, other._blocks = [row.copy() for row in self.rows], self._blocks.fork()
+        return other
+
+    def dump(self) -> dict[str, np.ndarray]:
+        with self._tensors.lock:
+            return {name: array[self._blocks.tables[0]] for name, array in self._tensors.arrays.items()}
+
+    def restore(self, tokens: np.ndarray, arrays: dict[str, np.ndarray]) -> None:
+        self.reset(1)
+        with self._tensors.lock:
+            self._blocks.extend(0, 0, len(tokens))
+            self._tensors.make_room()
+            self._bind()
+            table, ours = self._blocks.tables[0], self._tensors.arrays
+            expected = {name: ((len(table), *array.shape[1:]), array.dtype) for name, array in ours.items()}
+            if {name: (array.shape, array.dtype) for name, array in arrays.items()} != expected:
+                self.reset(1)
+                raise ValueError("another model's or another type of cache")
+            for name, array in arrays.items():
+                ours[name][table] = array
+        self.rows[0].commit(tokens)
 
     def piece(self, counts: list[int]) -> int:
         return max(PIECE, sum(counts))
 
     def carry_to(self, other: PagedDecoder) -> None:
-        """Give ``other``, of the same model, this decoder's text and cache; the types may be any of f32, f16, bf16.
+        """Give ``other``, of the same model, this decoder's row; the types may be any of f32, f16, bf16.
 
         Raises:
             ValueError: one of the caches is of another type.
         """
-        kinds = {port.get_element_type() for decoder in (self, other) for port in decoder._cache.values()}
-        if not kinds <= {ov.Type.f32, ov.Type.f16, ov.Type.bf16} or self._block_size != other._block_size:
+        ours, theirs = self._tensors.types, other._tensors.types
+        if not {*ours.values(), *theirs.values()} <= {ov.Type.f32, ov.Type.f16, ov.Type.bf16}:
             raise ValueError("only caches that are not quantised can be carried over")
-        other.rows = [row.copy() for row in self.rows]
-        other._blocks = copy.deepcopy(self._blocks)
-        other._listed = None
-        if other._blocks.needed > other._capacity:
-            other._grow()
-        used = self._blocks.needed
-        for name, array in self._tensors.items():
-            values = to_f32(array[:used], self._cache[name].get_element_type())
-            other._tensors[name][:used] = from_f32(values, other._cache[name].get_element_type())
+        held = {name: from_f32(to_f32(bits, ours[name]), theirs[name]) for name, bits in self.dump().items()}
+        other.restore(self.rows[0].tokens, held)
 
     def _feed_in_chunks(self, tokens: list[np.ndarray], wanted: list[int]) -> list[np.ndarray]:
         """Feed all but at most a chunk and what is wanted, row after row; returns what is left to feed."""
@@ -193,7 +222,8 @@ class PagedDecoder:
             ends = np.minimum(np.cumsum([0, *loose]), self._prefill_chunk)
             cuts = np.diff(ends).tolist()
             fed = [new[:cut] for new, cut in zip(tokens, cuts, strict=True)]
-            self._append(fed, [0] * len(fed), np.zeros(1, dtype=np.int64))
+            with self._tensors.lock:
+                self._append(fed, [0] * len(fed), np.zeros(1, dtype=np.int64))
             tokens = [new[cut:] for new, cut in zip(tokens, cuts, strict=True)]
 
     def _append(self, tokens: list[np.ndarray], wanted: list[int], places: np.ndarray) -> np.ndarray:
@@ -221,11 +251,9 @@ class PagedDecoder:
             start, longest = end, max(longest, held + len(new))
             self.rows[row].commit(new)
         self._longest[...] = longest
-        if self._blocks.needed > self._capacity:
-            self._grow()
-        for source, target in copies:
-            for array in self._tensors.values():
-                array[target] = array[source]
+        self._tensors.make_room()
+        self._bind()
+        self._tensors.copy(copies)
         indices, index_begins = self._block_lists(fed)
         arrays = (ids, positions, past, begins, indices, index_begins, self._longest, places)
         return self._vocabulary.restrict(self._request.infer(arrays, places))
@@ -253,33 +281,9 @@ class PagedDecoder:
             self._listed = rows, self._blocks.version
         return self._indices, self._index_begins
 
-    def _grow(self) -> None:
-        """Double the tensors, layer by layer. Memory that no block has used is reserved, not taken."""
-        capacity = max(FIRST_BLOCKS, self._capacity)
-        while capacity < self._blocks.needed:
-            capacity *= 2
-        for name, port in self._cache.items():
-            shape = [capacity, *(length.get_length() for length in list(port.get_partial_shape())[1:])]
-            kind = port.get_element_type()
-            # bf16 is no type of numpy; blocks are only ever copied, so their bits will do.
-            array = np.zeros(shape, dtype={1: np.uint8, 2: np.uint16, 4: np.uint32}[kind.size])
-            if name in self._tensors:
-                array[: self._capacity] = self._tensors[name]
-            self._request.raw.set_tensor(port, ov.Tensor(array, ov.Shape(shape), kind))
-            self._tensors[name] = array
-        self._capacity = capacity
-
-
-def to_f32(bits: np.ndarray, kind: ov.Type) -> np.ndarray:
-    """The values of a cache of type ``kind``, which numpy may not know."""
-    if kind == ov.Type.bf16:
-        return (bits.astype(np.uint32) << 16).view(np.float32)
-    return bits.view(np.float16).astype(np.float32) if kind == ov.Type.f16 else bits.view(np.float32)
-
-
-def from_f32(values: np.ndarray, kind: ov.Type) -> np.ndarray:
-    """The bits of ``values`` in a cache of type ``kind``, rounded to the nearest."""
-    if kind == ov.Type.bf16:
-        bits = values.view(np.uint32)
-        return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
-    return values.astype(np.float16).view(np.uint16) if kind == ov.Type.f16 else values.view(np.uint32)
+    def _bind(self) -> None:
+        """Have the request read the tensors as they are now."""
+        if self._bound != self._tensors.version:
+            for name in self._tensors.arrays:
+                self._request.raw.set_tensor(self._tensors.ports[name], self._tensors.tensor(name))
+            self._bound = self._tensors.version

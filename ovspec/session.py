@@ -1,15 +1,20 @@
-"""A sequence with its decoders, kept between calls."""
+"""A text with its decoders, kept between calls: what was read is never read again."""
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections import abc
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Unpack
 
+import numpy as np
+
 from ovspec.batching import generate_rows
-from ovspec.chat import is_chat
+from ovspec.chat import Message, is_chat
 from ovspec.errors import OvspecError
 from ovspec.generate import Piece, Result, Row
-from ovspec.sequence import Sequence
+from ovspec.scoring import Score, Selection, score_texts
+from ovspec.sequence import Sequence, common_prefix
 
 if TYPE_CHECKING:
     from ovspec.model import Decoders, LanguageModel, Prompt
@@ -19,108 +24,354 @@ if TYPE_CHECKING:
 class TextStream:
     """Pieces of text as rounds produce them; iterate over it once.
 
-    Ctrl-C during a round ends it with a piece "cancelled" and then KeyboardInterrupt.
+    Ctrl-C during a round ends it with a piece "cancelled" and then KeyboardInterrupt. ``ended`` is called in the end.
     """
 
-    def __init__(self, pieces: Generator[Piece], row: Row) -> None:
-        self._pieces, self.row = pieces, row
+    def __init__(self, pieces: abc.Generator[Piece], row: Row, ended: abc.Callable[[], None]) -> None:
+        self._pieces, self.row, self._ended = pieces, row, ended
 
-    def __iter__(self) -> Iterator[Piece]:
+    def __iter__(self) -> abc.Iterator[Piece]:
         return self._pieces
 
     def cancel(self) -> None:
         """End the text where it is."""
         self._pieces.close()
         self.row.cancel()
+        self._ended()
 
     def result(self) -> Result:
         """The whole text and its statistics; runs to the end what is not generated yet."""
         for _ in self._pieces:
             pass
-        self.row.cancel()  # has no effect unless an exception ended the stream
+        self.cancel()  # has no effect unless an exception ended the stream
         return self.row.result()
 
 
-class Session:
-    """One text that grows by what you append and what the model generates; its KV cache is kept.
+@dataclass(frozen=True)
+class Mark:
+    """A session's text as it was, for ``Session.rewind``.
 
-    Made by ``LanguageModel.session()``; use it in a ``with`` statement or call ``close``. A stream that
-    has not ended is cancelled when the session is used for something else.
+    tokens: (n,) int64.
+    open_from, open_text: the text of the tokens from there on, which are encoded anew with what is appended.
+    healable: tokens before it were generated, or made by a template.
+    heals: whether healing takes back its end unless told otherwise.
+    messages: those of a chat, without the answer that follows them.
+    answer_from: where that begins.
     """
 
-    def __init__(self, model: LanguageModel, decoders: Decoders) -> None:
+    tokens: np.ndarray
+    open_from: int = 0
+    open_text: str = ""
+    healable: int = 0
+    heals: bool = False
+    messages: tuple[Message, ...] = ()
+    answer_from: int = 0
+
+
+EMPTY_TEXT = Mark(np.empty(0, dtype=np.int64))
+
+
+class Session:
+    """One text that grows by what you append and what the model generates; its KV caches are kept.
+
+    Whatever is done to the text, only what differs from what the caches hold is read again. Made by
+    ``LanguageModel.session()``; use it in a ``with`` statement or call ``close``. A stream that has not ended is
+    cancelled when the session is used for something else.
+    """
+
+    def __init__(self, model: LanguageModel, decoders: Decoders, context: int | None = None) -> None:
         self.sequence = Sequence()
-        self._healable = 0  # tokens before it were generated, or made by a template
-        self._heals = False  # unless told otherwise
-        self._model = model
+        self._model, self._context = model, context
         self._decoders: Decoders | None = decoders
+        self._shares = False  # its cache with a fork
         self._stream: TextStream | None = None
-        decoders.reset(1)
+        self._go_to(EMPTY_TEXT)
+
+    # ------------------------------------------------------------ the text
 
     @property
     def text(self) -> str:
         """All of it, without special tokens."""
         return self._model.tokenizer.decode(self.sequence.tokens)
 
-    def append(self, prompt: Prompt) -> None:
-        """Add a text, token ids or, at the beginning, chat messages; computes nothing yet."""
+    @property
+    def tokens(self) -> list[int]:
+        """All of it as ids."""
+        return self.sequence.tokens.tolist()
+
+    def __len__(self) -> int:
+        """Tokens."""
+        return len(self.sequence)
+
+    @property
+    def messages(self) -> list[Message]:
+        """Those of a chat, with the answer so far as the last; none of a text that isn't one."""
+        if not self._messages or len(self.sequence) == self._answer_from:
+            return list(self._messages)
+        answer = self.sequence.tokens[self._answer_from :]
+        ended = len(answer) and int(answer[-1]) in self._model.eos_ids
+        text = self._model.tokenizer.decode(answer[:-1] if ended else answer)
+        return [*self._messages, {"role": "assistant", "content": text}]
+
+    def append(self, prompt: Prompt | Message) -> None:
+        """Add a text, token ids, or one or several chat messages; computes nothing yet.
+
+        A text is encoded together with what of the text before it was appended, or was left when a stop string
+        ended in the middle of a token. With messages the whole chat is rendered anew, the answer that was
+        generated among them; what a template changes in earlier messages is read again.
+
+        Raises:
+            OvspecError: messages behind a text that isn't a chat, or text or ids that can't be encoded.
+        """
         self._cancel_stream()
-        tokens = self._model.encode(prompt, begins=not len(self.sequence))
-        self.sequence.commit(tokens)
-        self._heals = isinstance(prompt, str) and self._model.tokenizer.vocabulary is not None
+        if isinstance(prompt, dict):
+            prompt = [prompt]
         if is_chat(prompt):
-            self._healable = len(self.sequence)
+            self._append_messages(prompt)  # type: ignore[arg-type]
+        elif isinstance(prompt, str):
+            tokens = self._continued(prompt)
+            self._open_text += prompt
+            self._replace(tokens)
+            self._heals = self._model.tokenizer.vocabulary is not None
+        else:
+            self.sequence.commit(self._model.encode(prompt, begins=not len(self.sequence)))
+            self._open_from, self._open_text, self._heals = len(self.sequence), "", False  # ids are meant
+
+    def mark(self) -> Mark:
+        """The text as it is now, to come back to."""
+        self._cancel_stream()
+        return Mark(
+            self.sequence.tokens.copy(),
+            self._open_from,
+            self._open_text,
+            self._healable,
+            self._heals,
+            tuple(self._messages),
+            self._answer_from,
+        )
+
+    def rewind(self, mark: Mark) -> None:
+        """Take the text back to ``mark``, which this session or another one of the same model has made.
+
+        Raises:
+            OvspecError: it is no mark.
+        """
+        if not isinstance(mark, Mark):
+            raise OvspecError(f"rewind needs what mark() gave, not {type(mark).__name__}.")
+        self._cancel_stream()
+        self._model.encode(mark.tokens, begins=False)  # refuses another vocabulary's
+        self._go_to(mark)
+
+    def reset(self) -> None:
+        """Forget the text, and give the memory of its KV caches back."""
+        self._cancel_stream()
+        self._go_to(EMPTY_TEXT)
+        self._open().reset(1)
+
+    # ------------------------------------------------------------ generating
 
     def stream(self, **options: Unpack[GenerateOptions]) -> TextStream:
         """As ``LanguageModel.stream``, going on from this session's text, whose end is healed unless told otherwise."""
         self._cancel_stream()
-        if not self._decoders:
-            raise OvspecError("This session is closed; make a new one with session().")
-        decoders = self._decoders
+        decoders = self._open()
         if options.get("heal") is None:
-            options["heal"] = self._heals  # token ids are taken as they are
-        held = len(decoders.target.rows[0])
-        row = self._model.row(self.sequence, options, held=held, healable=self._healable)
+            options["heal"] = self._heals
+        before, held = self.mark(), len(decoders.target.rows[0])
+        row = self._model.row(self.sequence, options, held=held, healable=self._healable, context=self._context)
         drafter, lookahead = self._model.drafting(options, decoders, row.sampler.sampled)
+        running = True
 
-        def pieces() -> Generator[Piece]:
+        def end() -> None:
+            nonlocal running
+            if running:
+                running = False
+                self._end(row, before)
+
+        def pieces() -> abc.Generator[Piece]:
             try:
                 for round_pieces in generate_rows(decoders.target, drafter, [row], lookahead):
                     for _, piece in round_pieces:
-                        if piece.finish_reason == "stop":
-                            self._end_with_the_text(row)
+                        if piece.finish_reason:
+                            end()
                         yield piece
             finally:
-                self._healable, self._heals = len(self.sequence), False
+                end()
 
-        self._stream = TextStream(pieces(), row)
+        self._stream = TextStream(pieces(), row, end)
         return self._stream
 
     def generate(self, **options: Unpack[GenerateOptions]) -> Result:
         """As ``LanguageModel.generate``, going on from this session's text."""
         return self.stream(**options).result()
 
+    def select(self, options: abc.Sequence[str], terminator: str | None = None) -> Selection:
+        """Append that of ``options`` which the model finds most likely here, by its total probability.
+
+        Each is encoded together with the text before it; all are scored in one inference (32 of them, if they are
+        more). Longer options are less likely than their beginnings. With a ``terminator``, what will follow the
+        option and isn't appended, "cat" can lose to "catalog", and the other way round.
+
+        Raises:
+            OvspecError: no options, equal ones, an empty one without a terminator, or no text before them in a model
+                without a token to begin with.
+        """
+        if isinstance(options, str) or not options or not all(isinstance(option, str) for option in options):
+            raise OvspecError("select needs a list of texts, one at least.")
+        if len(set(options)) < len(options):
+            raise OvspecError("select needs options that differ.")
+        if "" in options and not terminator:
+            raise OvspecError("An empty option always wins; give a terminator, the text that follows it.")
+        logprobs = [score.logprob for score in self._score([option + (terminator or "") for option in options])]
+        best = max(range(len(options)), key=logprobs.__getitem__)
+        self.append(options[best])
+        self._settle()
+        return Selection(options[best], best, logprobs)
+
+    def score(self, text: str) -> Score:
+        """How likely the model finds ``text`` here, encoded together with what was appended before; adds nothing.
+
+        Where a token reaches from there into ``text``, it counts as a whole.
+
+        Raises:
+            OvspecError: an empty text, or nothing before it in a model without a token to begin with.
+        """
+        if not text:
+            raise OvspecError("score needs a text.")
+        return self._score([text])[0]
+
+    # ------------------------------------------------------------ other sessions
+
+    def fork(self) -> Session:
+        """Another session with the same text, which goes its own way. They share the blocks of a paged cache.
+
+        Where a copy of the cache would not be exact (a stateful one in u8), the fork reads the text again.
+        """
+        mark = self.mark()
+        other = Session(self._model, self._model.fork(self._open()), self._context)
+        other._go_to(mark)
+        self._shares = other._shares = True
+        return other
+
+    def save(self, path: str | Path) -> None:
+        """Write text and KV caches to a file that ``load`` takes up, also in another process; whole or not at all.
+
+        Where a cache can't be written exactly (a stateful one in u8) a warning says that only the text is.
+
+        Raises:
+            OvspecError: it can't be written.
+        """
+        from ovspec.session_file import save_session
+
+        save_session(Path(path), self._model, self._open(), self.mark())
+
+    def load(self, path: str | Path) -> None:
+        """Take up what ``save`` wrote, in place of this session's text: it goes on token for token.
+
+        Where the caches were written with other settings or another version of OpenVINO, the text is read again and
+        a warning says so. This session is left as it is where the file can't be taken up.
+
+        Raises:
+            OvspecError: no such file, not a whole one, or one of another model.
+        """
+        from ovspec.session_file import load_session
+
+        self._cancel_stream()
+        self._go_to(load_session(Path(path), self._model, self._open()))
+
     def close(self) -> None:
-        """Hand the decoders back to the model; the session can't generate any more."""
+        """Give the memory of the KV caches back; the session can't generate any more."""
         self._cancel_stream()
         if self._decoders:
-            self._model.release(self._decoders)
-            self._decoders = None
+            decoders, self._decoders = self._decoders, None
+            self._model.release(decoders, again=not self._shares)
+
+    # ------------------------------------------------------------ inside
+
+    def _open(self) -> Decoders:
+        if not self._decoders:
+            raise OvspecError("This session is closed; make a new one with session().")
+        return self._decoders
+
+    def _go_to(self, mark: Mark) -> None:
+        self._replace(mark.tokens)
+        self._open_from, self._open_text = mark.open_from, mark.open_text
+        self._healable, self._heals = mark.healable, mark.heals
+        self._messages, self._answer_from = list(mark.messages), mark.answer_from
+
+    def _replace(self, tokens: np.ndarray) -> None:
+        """Make ``tokens`` the text."""
+        shared = common_prefix(self.sequence, Sequence(tokens))
+        self.sequence.rewind(shared)
+        self.sequence.commit(tokens[shared:])
+
+    def _continued(self, text: str) -> np.ndarray:
+        """All tokens, with ``text`` at the end, (n,) int64."""
+        more = self._model.encode(self._open_text + text, begins=self._open_from == 0)
+        return np.concatenate((self.sequence.tokens[: self._open_from], more))
+
+    def _append_messages(self, messages: list[Message]) -> None:
+        if len(self.sequence) and not self._messages:
+            raise OvspecError("Chat messages can't follow a text that isn't a chat; reset() the session first.")
+        chat = [*self.messages, *messages]
+        self._replace(self._rendered(chat))
+        self._messages, self._answer_from = chat, len(self.sequence)
+        self._settle()
+
+    def _rendered(self, chat: list[Message]) -> np.ndarray:
+        """The tokens of ``chat``, (n,) int64.
+
+        Where it goes on from what there is, that keeps its tokens: an answer need not be split as the tokenizer
+        would split it.
+        """
+        tokens, ends = self.sequence.tokens, self._model.eos_ids
+        kept = tokens[:-1] if len(tokens) and int(tokens[-1]) in ends else tokens
+        text, said = self._model.render(chat), self._model.tokenizer.spell(kept)
+        if said and text.startswith(said):
+            return np.concatenate((kept, self._model.tokenizer.encode_more(text[len(said) :])))
+        return self._model.tokenizer.encode(text, special=False)  # the template spells out the special tokens itself
+
+    def _settle(self) -> None:
+        """What there is now stays as it is: neither healed nor encoded anew."""
+        self._open_from = self._healable = len(self.sequence)
+        self._open_text, self._heals = "", False
+
+    def _score(self, texts: list[str]) -> list[Score]:
+        self._cancel_stream()
+        decoders = self._open()
+        if not len(self.sequence):
+            self.sequence.commit(self._model.beginning())
+        candidates = [self._continued(text) for text in texts]
+        begin = min(common_prefix(self.sequence, Sequence(tokens)) for tokens in candidates)
+        if not begin:
+            raise OvspecError("What comes first in a text can't be scored in this model; append a longer text before.")
+        self._model.check_room(max(map(len, candidates)), self._context)
+        return score_texts(decoders.target, candidates, begin)
 
     def _cancel_stream(self) -> None:
         if self._stream:
             stream, self._stream = self._stream, None
             stream.cancel()
 
+    def _end(self, row: Row, before: Mark) -> None:
+        """A stream has ended: the session holds what the user saw."""
+        if not row.token_ids:
+            self._go_to(before)  # what healing has taken back may not have been said again
+            return
+        self._settle()
+        if row.finish_reason == "stop":
+            self._end_with_the_text(row)
+
     def _end_with_the_text(self, row: Row) -> None:
-        """Take the tokens that spelt the stop string back, so that the session holds what the user saw."""
+        """Keep as many tokens as spell the text; what is left over is encoded, and again with what is appended."""
         decode, generated = self._model.tokenizer.decode, self.sequence.tokens[row.start :]
         text, kept = row.taken_back.decode("utf-8", "replace") + row.text, len(generated)
         while not text.startswith(decode(generated[:kept])):
             kept -= 1
-        rest = self._model.tokenizer.encode_more(text[len(decode(generated[:kept])) :])
+        rest = text[len(decode(generated[:kept])) :]
         self.sequence.rewind(row.start + kept)
-        self.sequence.commit(rest)
+        self._settle()
+        self._open_text, self._heals = rest, bool(rest) and self._model.tokenizer.vocabulary is not None
+        self.sequence.commit(self._model.tokenizer.encode_more(rest))
 
     def __enter__(self) -> Session:
         return self

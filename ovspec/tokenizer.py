@@ -101,6 +101,8 @@ class Tokenizer:
         self._encoder = _request(folder / "openvino_tokenizer.xml")
         self._lock = threading.Lock()  # one request serves all threads
         tokenizer_json = read_json(folder / TOKENIZER_FILE)
+        added = tokenizer_json.get("added_tokens", [])
+        self._special = {token["id"]: token["content"].encode() for token in added if token.get("special")}
         self.vocabulary = byte_vocabulary(tokenizer_json)
         self.known = known_ids(
             (i for i, token in enumerate(self.vocabulary) if token is not None)
@@ -142,6 +144,18 @@ class Tokenizer:
         """The text of ``tokens`` as it stands inside a longer one; special tokens left out."""
         detokenizer = self.detokenizer()
         return "".join([detokenizer.push(int(token)) for token in tokens]) + detokenizer.flush()
+
+    def spell(self, tokens: np.ndarray) -> str | None:
+        """The text of ``tokens`` (n,) with special tokens written out, as chat templates do; None where that
+        can't be told."""
+        vocabulary = self.vocabulary
+        if not vocabulary:
+            return None
+        spelt = (self._special.get(t) or (vocabulary[t] if t < len(vocabulary) else None) for t in tokens.tolist())
+        try:
+            return b"".join(part or b"" for part in spelt).decode()
+        except UnicodeDecodeError:
+            return None
 
     def detokenizer(self) -> Detokenizer:
         if self.vocabulary:

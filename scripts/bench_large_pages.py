@@ -24,7 +24,7 @@ IDS = 1000  # any below that will do
 
 def usual(folder: Path, context: int) -> tuple[Decoder, LargePages]:
     """A model that has run already: weights are packed when they are first used."""
-    loaded = ovspec.load(folder)._target
+    loaded = ovspec.load(folder).target
     decoder = loaded.decoder()
     decoder.feed([np.random.default_rng(0).integers(5, IDS, context)], [0])
     for width in WIDTHS:

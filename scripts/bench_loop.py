@@ -27,8 +27,6 @@ def bare_loop(loaded: LoadedIR, ids: np.ndarray, tokens: int) -> tuple[float, li
     decoder = PagedDecoder(loaded.ir)
     said = [int(decoder.feed([ids], [1])[0][0].argmax())]
     decoder._blocks.extend(0, len(ids), tokens)  # all blocks that will be needed, so that nothing is bound again
-    if decoder._blocks.needed > decoder._capacity:
-        decoder._grow()
     said.append(int(decoder.feed([np.array(said)], [1])[0][0].argmax()))
     request, (token_ids, positions), (past, _) = decoder._request.raw, decoder._kept_tokens[1], decoder._kept_lengths[1]
     times = []
@@ -62,11 +60,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=8)
     args = parser.parse_args()
     lm = ovspec.load(args.folder)
-    assert lm._target.engine == "paged", "this loop is the paged one"
+    assert lm.target.engine == "paged", "this loop is the paged one"
     ids = lm.encode(PROMPT)
     pairs = []
     for repeat in range(args.rounds + 1):
-        a, b = ours(lm, ids, args.tokens), bare_loop(lm._target, ids, args.tokens)
+        a, b = ours(lm, ids, args.tokens), bare_loop(lm.target, ids, args.tokens)
         assert a[1] == b[1], "both say the same"
         if repeat:  # the first is warm-up
             pairs.append((a[0], b[0]))

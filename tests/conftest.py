@@ -73,7 +73,7 @@ def load(pair: Path, cache_dir: Path) -> Callable[..., ovspec.LanguageModel]:
         if rollback:
             options["engine"] = "stateful"
         lm = ovspec.load(pair, draft, precision="f32", cache_dir=cache_dir, **options)
-        for loaded in filter(None, (lm._target, lm._draft)):
+        for loaded in filter(None, (lm.target, lm.draft)):
             loaded.rollback = Rollback(rollback) if rollback else loaded.rollback
         return lm
 

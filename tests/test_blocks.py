@@ -48,20 +48,20 @@ def test_what_a_row_reads_is_what_it_wrote(rows: int, operations: list) -> None:
             assert len(table) == -(-len(text) // SIZE), "no more blocks than the text needs"
             assert [memory[table[i // SIZE], i % SIZE] for i in range(len(text))] == text
         held = {block for table in blocks.tables for block in table}
-        assert blocks.used == len(held), "a block that nobody holds is free again"
-        assert all(block < blocks.needed for block in held)
+        assert blocks.pool.used == len(held), "a block that nobody holds is free again"
+        assert all(block < blocks.pool.needed for block in held)
 
 
 def test_forks_share_until_they_part() -> None:
     blocks = Blocks(1, SIZE)
     assert blocks.extend(0, 0, 10) == []
     blocks.reorder([0, 0, 0])
-    assert blocks.used == 3
+    assert blocks.pool.used == 3
     # The last block is partly full: whoever writes into it copies it, but for the last who holds it.
     assert blocks.extend(0, 10, 1) == [(2, 3)]
     assert blocks.extend(1, 10, 1) == [(2, 4)]
     assert blocks.extend(2, 10, 1) == []
-    assert blocks.used == 5
+    assert blocks.pool.used == 5
     blocks.truncate(0, 8)
     assert blocks.extend(0, 8, 1) == [], "a full block is never written into, so it stays shared"
     assert [table[:2] for table in blocks.tables] == [[0, 1]] * 3
@@ -74,5 +74,5 @@ def test_freed_blocks_are_used_again() -> None:
         blocks.extend(1, 0, 9)
         blocks.truncate(0, 0)
         blocks.truncate(1, 0)
-    assert blocks.needed == 6
-    assert blocks.used == 0
+    assert blocks.pool.needed == 6
+    assert blocks.pool.used == 0

@@ -108,7 +108,7 @@ def check(name: str, folder: Path, cache_dir: Path, expected: list[list[int]], r
     assert all(len(set(tokens)) > 8 for tokens in expected), "a text that repeats itself shows nothing"
     for engine in ("stateful", "auto"):
         lm = ovspec.load(folder, folder, engine=engine, precision="f32", cache_dir=cache_dir)
-        paged = lm._target.engine == "paged"
+        paged = lm.target.engine == "paged"
         decoders = lm._decoders()
         assert decoders.drafter
         decoders.drafter = Mistaken(decoders.drafter)
@@ -124,7 +124,7 @@ def check(name: str, folder: Path, cache_dir: Path, expected: list[list[int]], r
             assert decoders.target.inferences - before == result.stats.rounds < TOKENS
             together = lm.generate(prompts(), max_tokens=TOKENS, ignore_eos=True, lookahead=lookahead)
             assert [row.token_ids for row in together] == expected
-    has_positions = "yes" if "position_ids" in lm._target.ir.inputs else "no"
+    has_positions = "yes" if "position_ids" in lm.target.ir.inputs else "no"
     FOUND[name] = [
         name + f" ({note})" * bool(note),
         rollback,

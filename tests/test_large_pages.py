@@ -65,7 +65,7 @@ def test_texts_stay_the_same(pair: Path, cache_dir: Path, monkeypatch: pytest.Mo
         asked.append(page)
         return collapse(page)
 
-    for loaded in (lm._target, lm._draft):
+    for loaded in (lm.target, lm.draft):
         assert loaded
         loaded.ir.large_pages._before.clear()  # a process that has done much else gives out memory it had before
     monkeypatch.setattr(large_pages, "PATIENCE", 0.0)

@@ -210,7 +210,7 @@ def test_the_memory_estimate_is_what_the_cache_takes(pair: Path, cache_dir: Path
 def test_a_text_that_cannot_fit_into_memory_is_refused(
     load: Callable[..., ovspec.LanguageModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ir = load()._target.ir
+    ir = load().target.ir
     check_memory([ir], 1000)
     with pytest.raises(ovspec.OvspecError, match=r"takes about \d+\.\d GB and \d+\.\d GB of memory are free"):
         check_memory([ir], 10**9)

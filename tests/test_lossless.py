@@ -155,7 +155,9 @@ def test_useless_proposals_pile_up_and_are_cleared_away(
     if engine == "stateful":
         assert target.compactions > 0
     else:
-        assert target.blocks_used == -(-len(target.rows[0]) // target._block_size), "rejected tokens hold no block"
+        assert target.blocks_used == -(-len(target.rows[0]) // target._tensors.block_size), (
+            "rejected tokens hold no block"
+        )
     assert result.stats.accepted < 10
     assert result.token_ids == reference.generate(PROMPTS[4], 200, ignore_eos=True)
 

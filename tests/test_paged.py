@@ -165,10 +165,10 @@ def test_tensors_grow_and_keep_what_they_held(make_paged: MakePaged, reference: 
     logits, capacities = np.empty(0), []
     for start in range(0, 700, 100):
         logits = decoder.feed([text[start : start + 100]], [1])[0]
-        capacities.append(decoder._capacity)
+        capacities.append(decoder._tensors.capacity)
     assert capacities == sorted(capacities)
     assert len(set(capacities)) == 3
-    assert decoder.blocks_used == -(-700 // decoder._block_size)
+    assert decoder.blocks_used == -(-700 // decoder._tensors.block_size)
     np.testing.assert_allclose(logits[0], reference.logits(text.tolist())[-1], atol=2e-3)
     decoder.truncate(0, 10)
     assert decoder.blocks_used == 1

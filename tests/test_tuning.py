@@ -129,12 +129,12 @@ def test_a_first_load_measures_once_and_keeps_it(
     assert not capsys.readouterr().err
     # What is named is used, whatever the profile says.
     lm = ovspec.load(DEMO, cache_dir=tmp_path, precision="f32", threads=1, engine="stateful")
-    properties = lm._target.ir.properties
+    properties = lm.target.ir.properties
     assert (properties["INFERENCE_PRECISION_HINT"], properties["INFERENCE_NUM_THREADS"]) == ("f32", "1")
-    assert lm._target.engine == "stateful"
+    assert lm.target.engine == "stateful"
     plain = ovspec.load(DEMO, cache_dir=tmp_path, tune=False)
-    assert plain._target.profile is None
-    assert "DYNAMIC_QUANTIZATION_GROUP_SIZE" not in plain._target.ir.properties
+    assert plain.target.profile is None
+    assert "DYNAMIC_QUANTIZATION_GROUP_SIZE" not in plain.target.ir.properties
 
 
 def test_not_measured_unasked_where_it_would_take_long(
@@ -142,11 +142,11 @@ def test_not_measured_unasked_where_it_would_take_long(
 ) -> None:
     assert tuned_by_default is None
     monkeypatch.setattr(ovspec.tuning, "LARGEST_UNASKED", 1e6)
-    assert ovspec.load(DEMO, cache_dir=tmp_path)._target.profile is None
+    assert ovspec.load(DEMO, cache_dir=tmp_path).target.profile is None
     assert "too large to be measured unasked" in capsys.readouterr().err
     monkeypatch.setattr(ovspec.tuning, "LARGEST_UNASKED", 1e9)
     monkeypatch.setattr(ovspec.tuning, "room_for", lambda *_: False)
-    assert ovspec.load(DEMO, cache_dir=tmp_path)._target.profile is None
+    assert ovspec.load(DEMO, cache_dir=tmp_path).target.profile is None
     assert "not enough memory is free for tuning" in capsys.readouterr().err
 
 

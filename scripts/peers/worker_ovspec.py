@@ -39,11 +39,10 @@ def load(setup: protocol.Setup) -> protocol.Generate:
 
 def settle(lm: ovspec.LanguageModel) -> None:
     """Move the weights into large pages, as ovspec does by itself once it has run for some seconds."""
-    draft, _ = lm.draft_model
     lm.generate(
-        [0] * 8, max_tokens=4, ignore_eos=True, lookahead=2 if draft else 0
+        [0] * 8, max_tokens=4, ignore_eos=True, lookahead=2 if lm.draft else 0
     )  # weights are packed when first used
-    for loaded in filter(None, (lm._target, draft)):
+    for loaded in filter(None, (lm.target, lm.draft)):
         loaded.ir.large_pages.move(60.0)
 
 

@@ -1,0 +1,131 @@
+"""Sessions on disk: the text, and the KV caches of target and draft, in one file that NumPy can read (``.npz``)."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import warnings
+import zipfile
+import zlib
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import openvino as ov
+
+from ovspec.decoder import SessionDecoder
+from ovspec.engine import LoadedIR
+from ovspec.errors import OvspecError
+from ovspec.files import replaced
+from ovspec.ir import MODEL_FILE
+from ovspec.session import Mark
+from ovspec.vocabulary import TOKENIZER_FILE
+
+if TYPE_CHECKING:
+    from ovspec.model import Decoders, LanguageModel
+
+FORMAT = 1
+# Of the weights, so many pieces of so many bytes are looked at to tell one model from another.
+PIECES, PIECE_BYTES = 256, 4096
+# What a cache's values depend on, besides the model.
+SETTINGS = ("INFERENCE_PRECISION_HINT", "KV_CACHE_PRECISION", "DYNAMIC_QUANTIZATION_GROUP_SIZE")
+
+
+def model_identity(folder: Path) -> str:
+    """A checksum that models with other weights or tokenizers don't have."""
+    found = hashlib.sha256()
+    for name in (MODEL_FILE, TOKENIZER_FILE):
+        file = folder / name
+        found.update(file.read_bytes() if file.is_file() else b"")
+    weights = (folder / MODEL_FILE).with_suffix(".bin")
+    size = weights.stat().st_size
+    found.update(str(size).encode())
+    with weights.open("rb") as file:
+        for place in np.linspace(0, max(0, size - PIECE_BYTES), PIECES).astype(int).tolist():
+            file.seek(place)
+            found.update(file.read(PIECE_BYTES))
+    return found.hexdigest()
+
+
+def cache_setting(loaded: LoadedIR) -> str:
+    """What the values in a model's cache depend on, besides model and text."""
+    compiled, ir = loaded.ir.compiled, loaded.ir
+    known = set(compiled.get_property("SUPPORTED_PROPERTIES"))
+    values = [f"{name}={compiled.get_property(name)}" for name in SETTINGS if name in known]
+    return " ".join([loaded.engine, ir.device, *values, f"OpenVINO {ov.get_version()}"])
+
+
+def save_session(path: Path, model: LanguageModel, decoders: Decoders, mark: Mark) -> None:
+    """Write ``mark`` and what ``decoders`` hold of it.
+
+    Raises:
+        OvspecError: the file can't be written.
+    """
+    described = asdict(mark)
+    arrays = {"tokens": described.pop("tokens")}
+    caches: dict[str, Any] = {}
+    for name, loaded, decoder in parts(model, decoders):
+        held = decoder.dump() if len(decoder.rows[0]) else {}
+        if len(decoder.rows[0]) and not held:
+            text = (
+                f"{path}: the {name}'s KV cache can't be written exactly in this precision; its text will be read again"
+            )
+            warnings.warn(text, stacklevel=3)
+        caches[name] = {"model": model_identity(loaded.ir.folder), "setting": cache_setting(loaded)}
+        arrays[f"{name}/tokens"] = decoder.rows[0].tokens if held else np.empty(0, dtype=np.int64)
+        arrays |= {f"{name}/cache/{layer}": values for layer, values in held.items()}
+    text = json.dumps({"format": FORMAT, "text": described, "caches": caches})
+    arrays["about"] = np.frombuffer(text.encode(), dtype=np.uint8)
+    try:
+        with replaced(path) as partial, partial.open("wb") as file:
+            np.savez(file, **arrays)
+    except OSError as error:
+        raise OvspecError(f"{path}: the session can't be written ({error.strerror or error}).") from None
+
+
+def load_session(path: Path, model: LanguageModel, decoders: Decoders) -> Mark:
+    """Fill ``decoders`` with what was saved, as far as it fits, and give the text.
+
+    Raises:
+        OvspecError: no such file, not a whole one, or one of another model.
+    """
+    try:
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as saved:
+            arrays = {name: saved[name] for name in saved.files}
+        about = json.loads(arrays["about"].tobytes())
+        known_format = about["format"] == FORMAT
+        mark = Mark(arrays["tokens"], **about["text"]) if known_format else None
+        caches = about.get("caches", {})
+    except FileNotFoundError:
+        raise OvspecError(f"{path}: no such file; name one that a session was saved to.") from None
+    except OSError as error:
+        raise OvspecError(f"{path}: {(error.strerror or str(error)).lower()}.") from None
+    except (ValueError, KeyError, TypeError, AttributeError, EOFError, zipfile.BadZipFile, zlib.error):
+        raise OvspecError(f"{path}: not a session that ovspec saved, or damaged.") from None
+    if not mark:
+        raise OvspecError(f"{path}: format {about['format']} is not known; update ovspec.")
+    if caches["target"]["model"] != model_identity(model.folder):
+        raise OvspecError(f"{path}: the session of another model, not of {model.folder}; load it with its own.")
+    for name, loaded, decoder in parts(model, decoders):
+        ours = {"model": model_identity(loaded.ir.folder), "setting": cache_setting(loaded)}
+        begin = f"{name}/cache/"
+        cache = {key.removeprefix(begin): values for key, values in arrays.items() if key.startswith(begin)}
+        decoder.reset(1)
+        if cache and caches.get(name) == ours:
+            try:
+                decoder.restore(arrays[f"{name}/tokens"], cache)
+                continue
+            except ValueError:
+                pass
+        if name == "target" and len(mark.tokens):
+            why = "without a KV cache" if not cache else f"with other settings ({caches[name]['setting']})"
+            text = f"{path}: saved {why}; the text is read again, and may go on differently where tokens nearly tie"
+            warnings.warn(text, stacklevel=3)
+    return mark
+
+
+def parts(model: LanguageModel, decoders: Decoders) -> list[tuple[str, LoadedIR, SessionDecoder]]:
+    """(name, model, decoder) of the target and, where there is one, the draft."""
+    found = [("target", model.target, decoders.target)]
+    return [*found, ("draft", model.draft, decoders.draft)] if model.draft and decoders.draft else found
