@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from ovspec.loading import load as load
     from ovspec.model import LanguageModel as LanguageModel
     from ovspec.sampling import SamplingParams as SamplingParams
+    from ovspec.scoring import Score as Score
+    from ovspec.scoring import Selection as Selection
+    from ovspec.session import Mark as Mark
     from ovspec.session import Session as Session
 
 __version__ = "0.1.0"
@@ -31,15 +34,21 @@ _HOMES = {
     "Stats": "ovspec.generate",
     "LanguageModel": "ovspec.model",
     "load": "ovspec.loading",
+    "Mark": "ovspec.session",
+    "Score": "ovspec.scoring",
+    "Selection": "ovspec.scoring",
     "Session": "ovspec.session",
 }
 __all__ = [
     "Drafter",
     "LanguageModel",
+    "Mark",
     "OvspecError",
     "Piece",
     "Result",
     "SamplingParams",
+    "Score",
+    "Selection",
     "Session",
     "Stats",
     "__version__",

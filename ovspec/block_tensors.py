@@ -41,12 +41,15 @@ class BlockTensors:
         if capacity > self.capacity:
             self._allocate(capacity)
 
-    def free(self) -> None:
-        """Give the memory back, where no row holds a block."""
+    def free(self) -> int:
+        """Give up the arrays, where no row holds a block; their bytes."""
         if not self.pool.used and self.capacity > FIRST_BLOCKS:
+            freed = sum(array.nbytes for array in self.arrays.values())
             self.pool.reset()
             self.arrays = {}
             self._allocate(FIRST_BLOCKS)
+            return freed
+        return 0
 
     def copy(self, pairs: list[tuple[int, int]]) -> None:
         """Copy blocks: (from, to)."""

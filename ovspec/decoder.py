@@ -14,6 +14,7 @@ from ovspec.device import EXACT_KV_PRECISIONS
 from ovspec.errors import OvspecError
 from ovspec.ir import CompiledIR, last_line
 from ovspec.kv import Rollback, Slots, gather_states, read_states, write_states
+from ovspec.memory import trim_heap
 from ovspec.request import Request
 from ovspec.sequence import EMPTY, Sequence, common_prefix
 from ovspec.vocabulary import ALL_IDS, KnownIds
@@ -24,6 +25,8 @@ COMPACT_AT = 256
 REPLAY_AT = 8
 # Tokens that a row reads beside others, where they don't make those wider: enough to use the weights that are read.
 PIECE = 64
+# Slots whose memory a decoder without rows may keep for its next text.
+KEPT_SLOTS = 256
 # Tokens of plain decoding between two snapshots.
 SNAPSHOT_EVERY = 64
 INPUTS = ("input_ids", "attention_mask", "position_ids", "beam_idx", "logits_idx")
@@ -49,7 +52,7 @@ class Decoder(Protocol):
     def inferences(self) -> int: ...
 
     def reset(self, rows: int) -> None:
-        """Empty the cache and start over with ``rows`` empty rows."""
+        """Empty the cache and start over with ``rows`` empty rows; with none, give its memory back."""
         ...
 
     def feed(self, tokens: list[np.ndarray], wanted: list[int]) -> list[np.ndarray]:
@@ -127,6 +130,7 @@ class StatefulDecoder:
         self._mask_until = min(bounds, default=None) if rollback.kv == "mask" else 0
         self._request = Request(ir, INPUTS)
         self._kept: dict[tuple[int, int], tuple[np.ndarray, np.ndarray]] = {}
+        self._slots = Slots(1)
         self.reset(1)
 
     @property
@@ -138,6 +142,8 @@ class StatefulDecoder:
         return self._request.inferences
 
     def reset(self, rows: int) -> None:
+        if not rows and self._slots.used > KEPT_SLOTS:
+            self._give_memory_back()
         self.rows = [Sequence() for _ in range(rows)]
         self._slots = Slots(rows)
         self._in_order = np.arange(rows, dtype=np.int32)
@@ -225,6 +231,13 @@ class StatefulDecoder:
             write_states(other._request.raw, read_states(self._request.raw, self._ir.states))
         else:
             other._request.raw.reset_state()
+
+    def _give_memory_back(self) -> None:
+        """OpenVINO frees a request's states only when another one has run, and resetting them frees nothing."""
+        self._request.renew()
+        self.reset(1)
+        self.feed([np.zeros(1, dtype=np.int64)], [1])
+        trim_heap()
 
     @property
     def _exact(self) -> bool:
@@ -325,6 +338,8 @@ class RowByRow:
         self._take(rows)
         for decoder in self._decoders:
             decoder.reset(1)
+        for decoder in self._spare:
+            decoder.reset(0)
 
     def feed(self, tokens: list[np.ndarray], wanted: list[int]) -> list[np.ndarray]:
         places_of(tuple(map(len, tokens)), tuple(wanted))  # refuses wrong calls before anything is fed

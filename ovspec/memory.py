@@ -1,8 +1,11 @@
-"""How much memory a text will take, before it is accepted."""
+"""How much memory a text will take, before it is accepted, and giving it back."""
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import math
+import sys
 from pathlib import Path
 
 import psutil
@@ -11,6 +14,8 @@ from ovspec.errors import OvspecError
 from ovspec.ir import MODEL_FILE, CompiledIR, check_weights
 
 BYTES = {"f32": 4.0, "bf16": 2.0, "f16": 2.0, "u8": 1.1}  # of a value in the cache; u8 with its scales
+
+WORTH_TRIMMING = 8_000_000  # bytes: giving free memory back takes milliseconds
 
 
 def kv_bytes_per_token(ir: CompiledIR) -> float:
@@ -50,3 +55,10 @@ def check_memory(irs: list[CompiledIR], tokens: int) -> None:
             f"The KV cache of {tokens} tokens takes about {needed / 1e9:.1f} GB and {free / 1e9:.1f} GB of memory are "
             "free; shorten the prompt, lower max_tokens, or take a smaller --kv-precision."
         )
+
+
+def trim_heap() -> None:
+    """Have the C library give what is free back to the system; only glibc can be asked."""
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(None).malloc_trim(0)

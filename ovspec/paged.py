@@ -20,6 +20,7 @@ from ovspec.device import core
 from ovspec.errors import OvspecError
 from ovspec.ir import CompiledIR, last_line
 from ovspec.kv import Rollback
+from ovspec.memory import WORTH_TRIMMING, trim_heap
 from ovspec.request import Request
 from ovspec.sequence import EMPTY, Sequence
 from ovspec.vocabulary import ALL_IDS, KnownIds
@@ -139,8 +140,10 @@ class PagedDecoder:
         self._listed: tuple[list[int], int] | None = None  # rows and version of what block_indices shows
         with self._tensors.lock:
             self._blocks.reorder([EMPTY] * rows)
-            self._tensors.free()
-            self._bind()
+            freed = self._tensors.free()
+            self._bind()  # to the small ones that are there now: the request holds what it is bound to
+        if freed > WORTH_TRIMMING:
+            trim_heap()
 
     def feed(self, tokens: list[np.ndarray], wanted: list[int]) -> list[np.ndarray]:
         counts = [len(new) for new in tokens]

@@ -21,9 +21,14 @@ class Request:
 
     def __init__(self, ir: CompiledIR, inputs: Sequence[str]) -> None:
         self.seconds, self.inferences = 0.0, 0
-        self.raw = ir.compiled.create_infer_request()
+        self._compiled = ir.compiled
         self._picks_logits, self._large_pages = ir.picks_logits, ir.large_pages
         self._inputs = [ir.inputs.get(name) for name in inputs]
+        self.renew()
+
+    def renew(self) -> None:
+        """Take a new request of OpenVINO's."""
+        self.raw = self._compiled.create_infer_request()
         self._bound: dict[int, np.ndarray] = {}  # what the request reads each input from
 
     def infer(self, arrays: Sequence[np.ndarray], places: np.ndarray) -> np.ndarray:

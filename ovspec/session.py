@@ -338,12 +338,12 @@ class Session:
     def _score(self, texts: list[str]) -> list[Score]:
         self._cancel_stream()
         decoders = self._open()
-        if not len(self.sequence):
-            self.sequence.commit(self._model.beginning())
+        before = self.sequence.tokens if len(self.sequence) else self._model.beginning()
         candidates = [self._continued(text) for text in texts]
-        begin = min(common_prefix(self.sequence, Sequence(tokens)) for tokens in candidates)
-        if not begin:
-            raise OvspecError("What comes first in a text can't be scored in this model; append a longer text before.")
+        begin = min(common_prefix(Sequence(before), Sequence(tokens)) for tokens in candidates)
+        if not begin:  # all of a short text would merge with what follows
+            candidates = [np.concatenate((before, self._model.tokenizer.encode_more(text))) for text in texts]
+            begin = len(before)
         self._model.check_room(max(map(len, candidates)), self._context)
         return score_texts(decoders.target, candidates, begin)
 

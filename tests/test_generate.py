@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import functools
-import os
 import signal
-import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -145,52 +142,6 @@ def test_an_empty_prompt_begins_with_bos(load: Load, monkeypatch: pytest.MonkeyP
         lm.generate("")
 
 
-@pytest.mark.parametrize("draft", [False, True])
-def test_a_session_goes_on_where_it_was(load: Load, draft: bool) -> None:
-    lm = load(draft=draft)
-    whole = lm.generate(PROMPTS[0], max_tokens=30, ignore_eos=True)
-    with lm.session() as session:
-        session.append(PROMPTS[0])
-        first = session.generate(max_tokens=13, ignore_eos=True)
-        second = session.generate(max_tokens=17, ignore_eos=True)
-        assert first.token_ids + second.token_ids == whole.token_ids
-        # Only the last token of the first call was not in the cache yet.
-        assert second.stats.cached_tokens == second.stats.prompt_tokens - 1
-        session.append("\n# and then\n")
-        third = session.generate(max_tokens=5, ignore_eos=True)
-        fresh = lm.generate(session.sequence.tokens[:-5].tolist(), max_tokens=5, ignore_eos=True)
-        assert third.token_ids == fresh.token_ids
-        assert session.text.startswith(PROMPTS[0])
-        # An edit: everything behind the common prefix is rolled back when next used.
-        session.sequence.rewind(20)
-        edited = session.generate(max_tokens=5, ignore_eos=True)
-        fresh = lm.generate(session.sequence.tokens[:20].tolist(), max_tokens=5, ignore_eos=True)
-        assert edited.token_ids == fresh.token_ids
-        assert edited.stats.cached_tokens == 19
-    with pytest.raises(ovspec.OvspecError, match="closed"):
-        session.generate()
-
-
-def test_a_session_cancels_the_stream_it_leaves(load: Load) -> None:
-    lm = load(draft=True)
-    whole = lm.generate(PROMPTS[0], max_tokens=30, ignore_eos=True).token_ids
-    with lm.session() as session:
-        session.append(PROMPTS[0])
-        start = len(session.sequence)
-        first = session.stream(max_tokens=10, ignore_eos=True)
-        next(iter(first))
-        second = session.stream(max_tokens=10, ignore_eos=True)
-        assert list(first) == []
-        assert first.result().finish_reason == "cancelled"
-        assert session.sequence.tokens[start:].tolist() == whole[:1]
-        assert len([token for piece in second for token in piece.token_ids]) == 10
-        assert session.sequence.tokens[start:].tolist() == whole[:11]
-        third = session.stream(max_tokens=5, ignore_eos=True)
-        session.append("\n")
-        assert list(third) == []
-    assert lm.generate(PROMPTS[0], max_tokens=30, ignore_eos=True).token_ids == whole
-
-
 def test_ctrl_c_between_rounds_leaves_a_result(load: Load) -> None:
     """The caller is interrupted while it looks at a piece."""
     stream = load(draft=True).stream(PROMPTS[0], max_tokens=50, stop="never there")
@@ -203,32 +154,6 @@ def test_ctrl_c_between_rounds_leaves_a_result(load: Load) -> None:
     assert result.finish_reason == "cancelled"
     assert len(result.token_ids) == result.stats.generated_tokens == 1
     assert result.stats.other_ms > 0
-
-
-def test_a_failed_inference_is_fed_again(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
-    lm = load(draft=True)
-    whole = lm.generate(PROMPTS[0], max_tokens=30, ignore_eos=True).token_ids
-    with lm.session() as session:
-        session.append(PROMPTS[0])
-        done = session.generate(max_tokens=10, ignore_eos=True).token_ids
-        assert session._decoders
-        target = session._decoders.target
-        working = target._request.raw  # type: ignore[attr-defined]
-
-        class Broken:
-            def __getattr__(self, name: str) -> object:
-                return getattr(working, name)
-
-            def wait(self) -> None:
-                working.wait()
-                raise RuntimeError("Check 'memory' failed at x.cpp:1:\nOut of memory\n")
-
-        monkeypatch.setattr(target._request, "raw", Broken())  # type: ignore[attr-defined]
-        with pytest.raises(ovspec.OvspecError, match=r"the inference failed .*Out of memory"):
-            session.generate(max_tokens=5, ignore_eos=True)
-        monkeypatch.undo()
-        done += session.generate(max_tokens=20, ignore_eos=True).token_ids
-    assert done == whole
 
 
 def test_what_is_not_applied_is_said(load: Load, pair: Path, tmp_path: Path, cache_dir: Path) -> None:
@@ -244,85 +169,9 @@ def test_what_is_not_applied_is_said(load: Load, pair: Path, tmp_path: Path, cac
         load().generate("a", lookahead=3)
 
 
-def test_chat_messages_begin_a_session_only(load: Load) -> None:
-    with load().session() as session:
-        session.append([{"role": "user", "content": "hi"}])
-        assert session.generate(max_tokens=3, ignore_eos=True).stats.generated_tokens == 3
-        with pytest.raises(ovspec.OvspecError, match="only begin a session"):
-            session.append([{"role": "user", "content": "again"}])
-
-
-@pytest.mark.parametrize("draft", [False, True])
-def test_a_session_holds_no_stop_string(load: Load, draft: bool) -> None:
-    lm = load(draft=draft)
-    whole = lm.generate(PROMPTS[0], max_tokens=40, ignore_eos=True)
-    for stop in (whole.text[20:23], whole.text[41:42], whole.text[:1]):
-        with lm.session() as session:
-            session.append(PROMPTS[0])
-            result = session.generate(max_tokens=40, ignore_eos=True, stop=stop)
-            assert result.finish_reason == "stop"
-            assert session.text == PROMPTS[0] + result.text
-            session.append(stop)
-            session.generate(max_tokens=5, ignore_eos=True)
-            assert session.text.startswith(PROMPTS[0] + result.text + stop)
-            # What comes later is not part of the result.
-            assert result.token_ids == whole.token_ids[: len(result.token_ids)]
-
-
-def test_nothing_stays_behind_an_eos(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where a round committed more tokens after it."""
-    lm = load(draft=True)
-    whole = lm.generate(PROMPTS[2], max_tokens=30, ignore_eos=True).token_ids
-    for token in set(whole):
-        monkeypatch.setattr(lm, "_generation_config", {"eos_token_id": token})
-        with lm.session() as session:
-            session.append(PROMPTS[2])
-            start = len(session.sequence)
-            result = session.generate(max_tokens=30, lookahead=8)
-            assert session.sequence.tokens[start:].tolist() == result.token_ids == whole[: whole.index(token) + 1]
-
-
-def test_two_sessions_do_not_mix(load: Load) -> None:
-    lm = load(draft=True)
-    expected = [lm.generate(prompt, max_tokens=12, ignore_eos=True).token_ids for prompt in PROMPTS[:2]]
-    with lm.session() as a, lm.session() as b:
-        a.append(PROMPTS[0])
-        b.append(PROMPTS[1])
-        got = [[], []]
-        for _ in range(3):
-            for session, tokens in zip((a, b), got, strict=True):
-                tokens += session.generate(max_tokens=4, ignore_eos=True).token_ids
-    assert got == expected
-
-
 def test_an_abandoned_stream_harms_nothing(load: Load) -> None:
     lm = load(draft=True)
     stream = lm.stream(PROMPTS[0], max_tokens=50)
     next(iter(stream))
     del stream
     assert lm.generate(PROMPTS[1], max_tokens=8).token_ids == load().generate(PROMPTS[1], max_tokens=8).token_ids
-
-
-def test_ctrl_c_leaves_kv_and_text_in_agreement(load: Load) -> None:
-    """A real SIGINT from another thread while rounds run; afterwards the session goes on as if nothing was."""
-    lm = load(draft=True)
-    whole = lm.generate(PROMPTS[5], max_tokens=300, ignore_eos=True)
-    for delay in (0.0, 0.01, 0.02, 0.05):
-        with lm.session() as session:
-            session.append(PROMPTS[5])
-            start = len(session.sequence)
-            stream = session.stream(max_tokens=300, ignore_eos=True)
-            pieces = [next(iter(stream))]
-            with pytest.raises(KeyboardInterrupt):
-                threading.Thread(target=lambda d=delay: (time.sleep(d), os.kill(os.getpid(), signal.SIGINT))).start()
-                while True:
-                    pieces += stream
-                    time.sleep(0.5)  # everything was generated first: the signal still comes
-            if pieces[-1].finish_reason == "cancelled":
-                result = stream.result()
-                assert result.text == "".join(piece.text for piece in pieces)
-                assert result.token_ids == session.sequence.tokens[start:].tolist()
-            done = len(session.sequence) - start
-            rest = session.generate(max_tokens=320 - done, ignore_eos=True)
-            assert (session.sequence.tokens[start : start + 300].tolist()) == whole.token_ids
-            assert rest.finish_reason == "length"

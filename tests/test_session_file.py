@@ -1,0 +1,209 @@
+"""Sessions on disk: they go on token for token, in a process of their own, or say why they may not."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import PROMPTS, ROOT
+
+import ovspec
+from ovspec.model import LanguageModel
+
+Load = Callable[..., LanguageModel]
+DEMO = ROOT / "models" / "demo"
+# Loads a session in a fresh process and goes on: folder, file, options for load.
+GO_ON = """
+import json, sys
+import ovspec
+folder, file, options = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
+with ovspec.load(folder, **options).session() as session:
+    session.load(file)
+    result = session.generate(max_tokens=40, ignore_eos=True)
+    print(json.dumps([result.token_ids, result.stats.cached_tokens, result.stats.prompt_tokens]))
+"""
+
+
+def go_on(environment: dict[str, str], *arguments: Any) -> tuple[list[int], int, int]:
+    command = [sys.executable, "-c", GO_ON, *map(str, arguments[:-1]), json.dumps(arguments[-1])]
+    done = subprocess.run(command, capture_output=True, env=environment, timeout=120, check=True)
+    assert not done.stderr, done.stderr.decode()
+    return json.loads(done.stdout)
+
+
+def begin(session: ovspec.Session) -> None:
+    """A text with a history: read in pieces, guessed at, taken back."""
+    session.append(PROMPTS[1])
+    mark = session.mark()
+    session.generate(max_tokens=9, ignore_eos=True)
+    session.rewind(mark)
+    session.append("\n# more\n")
+    session.generate(max_tokens=21, ignore_eos=True)
+
+
+@pytest.mark.parametrize("draft", [None, True])
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"engine": "paged", "precision": "bf16"},
+        {"engine": "paged", "precision": "f32", "kv_precision": "u8"},
+        {"engine": "stateful", "precision": "bf16"},
+        {"engine": "stateful", "precision": "f32"},
+    ],
+    ids=lambda setting: "-".join(setting.values()),
+)
+def test_a_session_goes_on_in_another_process(
+    setting: dict[str, Any], draft: Any, tmp_path: Path, cache_dir: Path, command_environment: dict[str, str]
+) -> None:
+    """To the bit, since the cache is what it was: also quantised, and in bf16, where a text that is read again may
+    round differently."""
+    options = {**setting, "draft": draft, "cache_dir": str(cache_dir)}
+    file = tmp_path / "session.ovspec"
+    with ovspec.load(DEMO, **options).session() as session:
+        begin(session)
+        session.save(file)
+        expected = session.generate(max_tokens=40, ignore_eos=True).token_ids
+    tokens, cached, prompt = go_on(command_environment, DEMO, file, options)
+    assert tokens == expected
+    assert cached == prompt - 1, "nothing is read again"
+
+
+def test_what_belongs_to_the_text_is_kept(load: Load, tmp_path: Path) -> None:
+    lm = load(draft=True)
+    with lm.session() as session, lm.session() as other:
+        session.append({"role": "user", "content": "h\u00e4?"})
+        session.generate(max_tokens=5)
+        session.save(tmp_path / "chat")
+        other.append("something else")
+        other.load(tmp_path / "chat")
+        assert other.messages == session.messages
+        for each in (session, other):
+            each.append({"role": "user", "content": "more"})
+        assert other.tokens == session.tokens
+        session.reset()
+        session.append("import os.pa")
+        session.save(tmp_path / "text")
+        other.load(tmp_path / "text")
+        assert other.generate(max_tokens=3).text == session.generate(max_tokens=3).text, "healed alike"
+        session.reset()
+        session.save(tmp_path / "empty")
+        other.load(tmp_path / "empty")
+        assert len(other) == 0
+
+
+def test_a_cache_that_does_not_fit_is_read_again(load: Load, tmp_path: Path) -> None:
+    """Another engine, another draft: the text is the same in f32, and what is lost is said."""
+    file = tmp_path / "session"
+    with load(draft=True, engine="paged").session() as session:
+        begin(session)
+        session.save(file)
+        expected = session.generate(max_tokens=30, ignore_eos=True).token_ids
+    with load(draft="lookup", engine="paged").session() as other:
+        other.load(file)  # without a word: a draft changes no text
+        assert other.generate(max_tokens=30, ignore_eos=True).token_ids == expected
+    with load(engine="stateful").session() as other:
+        with pytest.warns(UserWarning, match="saved with other settings .*the text is read again"):
+            other.load(file)
+        result = other.generate(max_tokens=30, ignore_eos=True)
+        assert result.token_ids == expected
+        assert result.stats.cached_tokens == 0
+
+
+def test_a_cache_that_cannot_be_written_exactly(cache_dir: Path, tmp_path: Path) -> None:
+    lm = ovspec.load(DEMO, engine="stateful", precision="f32", kv_precision="u8", cache_dir=cache_dir)
+    with lm.session() as session:
+        begin(session)
+        with pytest.warns(UserWarning, match="can't be written exactly"):
+            session.save(tmp_path / "session")
+        with lm.session() as other:
+            with pytest.warns(UserWarning, match="saved without a KV cache"):
+                other.load(tmp_path / "session")
+            assert other.tokens == session.tokens
+            assert other.generate(max_tokens=4, ignore_eos=True).stats.cached_tokens == 0
+        with session.fork() as fork:
+            assert fork.generate(max_tokens=4, ignore_eos=True).stats.cached_tokens == 0
+
+
+def test_other_files_are_refused(load: Load, tmp_path: Path, pair: Path, cache_dir: Path) -> None:
+    lm = load()
+    with lm.session() as session:
+        session.append(PROMPTS[0])
+        before = session.generate(max_tokens=4, ignore_eos=True)
+        good = tmp_path / "good"
+        session.save(good)
+        held = session.tokens
+        damaged = {
+            "empty": b"",
+            "text": b"import os\n",
+            "cut": good.read_bytes()[:-300],
+            "flipped": good.read_bytes()[:3000] + bytes([good.read_bytes()[3000] ^ 1]) + good.read_bytes()[3001:],
+        }
+        np.savez(tmp_path / "other.npz", a=np.zeros(3))
+        damaged["other"] = (tmp_path / "other.npz").read_bytes()
+        np.save(tmp_path / "one.npy", np.zeros(3))
+        damaged["one"] = (tmp_path / "one.npy").read_bytes()
+        for name, content in damaged.items():
+            (tmp_path / name).write_bytes(content)
+            with pytest.raises(ovspec.OvspecError, match=f"{name}: not a session that ovspec saved, or damaged"):
+                session.load(tmp_path / name)
+        with pytest.raises(ovspec.OvspecError, match="no such file"):
+            session.load(tmp_path / "nowhere")
+        with pytest.raises(ovspec.OvspecError, match="is a directory"):
+            session.load(tmp_path)
+        with pytest.raises(ovspec.OvspecError, match="can't be written"):
+            session.save(tmp_path / "nowhere" / "session")
+        assert session.tokens == held
+        expected = lm.generate(held, max_tokens=6, ignore_eos=True).token_ids
+        assert session.generate(max_tokens=6, ignore_eos=True).token_ids == expected
+    assert before.token_ids
+    # The same architecture with other weights.
+    folder = tmp_path / "other-weights"
+    shutil.copytree(pair, folder)
+    (folder / "ovspec.json").unlink()
+    weights = np.memmap(folder / "openvino_model.bin", np.float32, "r+", shape=(500_000,))
+    weights[:] *= np.float32(1.001)
+    weights.flush()
+    other = ovspec.load(folder, precision="f32", cache_dir=cache_dir)
+    with other.session() as session, pytest.raises(ovspec.OvspecError, match="the session of another model"):
+        session.load(good)
+
+
+def test_a_save_that_fails_leaves_the_old_file(load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "session"
+    with load().session() as session:
+        session.append("one")
+        session.save(file)
+        old = file.read_bytes()
+        session.append(" two")
+
+        def full(handle: Any, **_: Any) -> None:
+            handle.write(b"half")
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr(np, "savez", full)
+        with pytest.raises(ovspec.OvspecError, match="No space left"):
+            session.save(file)
+    assert file.read_bytes() == old
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def test_a_newer_format_is_refused(load: Load, tmp_path: Path) -> None:
+    with load().session() as session:
+        session.append("one")
+        session.save(tmp_path / "session")
+        with np.load(tmp_path / "session") as saved:
+            arrays = dict(saved)
+        about = json.loads(arrays["about"].tobytes()) | {"format": 2}
+        arrays["about"] = np.frombuffer(json.dumps(about).encode(), dtype=np.uint8)
+        with (tmp_path / "newer").open("wb") as file:
+            np.savez(file, **arrays)
+        with pytest.raises(ovspec.OvspecError, match="format 2 is not known"), warnings.catch_warnings():
+            session.load(tmp_path / "newer")
