@@ -81,7 +81,7 @@ class Session:
 
     def __init__(self, model: LanguageModel, decoders: Decoders, context: int | None = None) -> None:
         self.sequence = Sequence()
-        self._model, self._context = model, context
+        self.model, self._context = model, context
         self._decoders: Decoders | None = decoders
         self._shares = False  # its cache with a fork
         self._stream: TextStream | None = None
@@ -92,7 +92,7 @@ class Session:
     @property
     def text(self) -> str:
         """All of it, without special tokens."""
-        return self._model.tokenizer.decode(self.sequence.tokens)
+        return self.model.tokenizer.decode(self.sequence.tokens)
 
     @property
     def tokens(self) -> list[int]:
@@ -109,8 +109,8 @@ class Session:
         if not self._messages or len(self.sequence) == self._answer_from:
             return list(self._messages)
         answer = self.sequence.tokens[self._answer_from :]
-        ended = len(answer) and int(answer[-1]) in self._model.eos_ids
-        text = self._model.tokenizer.decode(answer[:-1] if ended else answer)
+        ended = len(answer) and int(answer[-1]) in self.model.eos_ids
+        text = self.model.tokenizer.decode(answer[:-1] if ended else answer)
         return [*self._messages, {"role": "assistant", "content": text}]
 
     def append(self, prompt: Prompt | Message) -> None:
@@ -132,9 +132,9 @@ class Session:
             tokens = self._continued(prompt)
             self._open_text += prompt
             self._replace(tokens)
-            self._heals = self._model.tokenizer.vocabulary is not None
+            self._heals = self.model.tokenizer.vocabulary is not None
         else:
-            self.sequence.commit(self._model.encode(prompt, begins=not len(self.sequence)))
+            self.sequence.commit(self.model.encode(prompt, begins=not len(self.sequence)))
             self._open_from, self._open_text, self._heals = len(self.sequence), "", False  # ids are meant
 
     def mark(self) -> Mark:
@@ -159,7 +159,7 @@ class Session:
         if not isinstance(mark, Mark):
             raise OvspecError(f"rewind needs what mark() gave, not {type(mark).__name__}.")
         self._cancel_stream()
-        self._model.encode(mark.tokens, begins=False)  # refuses another vocabulary's
+        self.model.encode(mark.tokens, begins=False)  # refuses another vocabulary's
         self._go_to(mark)
 
     def reset(self) -> None:
@@ -177,8 +177,8 @@ class Session:
         if options.get("heal") is None:
             options["heal"] = self._heals
         before, held = self.mark(), len(decoders.target.rows[0])
-        row = self._model.row(self.sequence, options, held=held, healable=self._healable, context=self._context)
-        drafter, lookahead = self._model.drafting(options, decoders, row.sampler.sampled)
+        row = self.model.row(self.sequence, options, held=held, healable=self._healable, context=self._context)
+        drafter, lookahead = self.model.drafting(options, decoders, row.sampler.sampled)
         running = True
 
         def end() -> None:
@@ -247,7 +247,7 @@ class Session:
         Where a copy of the cache would not be exact (a stateful one in u8), the fork reads the text again.
         """
         mark = self.mark()
-        other = Session(self._model, self._model.fork(self._open()), self._context)
+        other = Session(self.model, self.model.fork(self._open()), self._context)
         other._go_to(mark)
         self._shares = other._shares = True
         return other
@@ -262,7 +262,7 @@ class Session:
         """
         from ovspec.session_file import save_session
 
-        save_session(Path(path), self._model, self._open(), self.mark())
+        save_session(Path(path), self.model, self._open(), self.mark())
 
     def load(self, path: str | Path) -> None:
         """Take up what ``save`` wrote, in place of this session's text: it goes on token for token.
@@ -276,14 +276,14 @@ class Session:
         from ovspec.session_file import load_session
 
         self._cancel_stream()
-        self._go_to(load_session(Path(path), self._model, self._open()))
+        self._go_to(load_session(Path(path), self.model, self._open()))
 
     def close(self) -> None:
         """Give the memory of the KV caches back; the session can't generate any more."""
         self._cancel_stream()
         if self._decoders:
             decoders, self._decoders = self._decoders, None
-            self._model.release(decoders, again=not self._shares)
+            self.model.release(decoders, again=not self._shares)
 
     # ------------------------------------------------------------ inside
 
@@ -306,7 +306,7 @@ class Session:
 
     def _continued(self, text: str) -> np.ndarray:
         """All tokens, with ``text`` at the end, (n,) int64."""
-        more = self._model.encode(self._open_text + text, begins=self._open_from == 0)
+        more = self.model.encode(self._open_text + text, begins=self._open_from == 0)
         return np.concatenate((self.sequence.tokens[: self._open_from], more))
 
     def _append_messages(self, messages: list[Message]) -> None:
@@ -323,12 +323,12 @@ class Session:
         Where it goes on from what there is, that keeps its tokens: an answer need not be split as the tokenizer
         would split it.
         """
-        tokens, ends = self.sequence.tokens, self._model.eos_ids
+        tokens, ends = self.sequence.tokens, self.model.eos_ids
         kept = tokens[:-1] if len(tokens) and int(tokens[-1]) in ends else tokens
-        text, said = self._model.render(chat), self._model.tokenizer.spell(kept)
+        text, said = self.model.render(chat), self.model.tokenizer.spell(kept)
         if said and text.startswith(said):
-            return np.concatenate((kept, self._model.tokenizer.encode_more(text[len(said) :])))
-        return self._model.tokenizer.encode(text, special=False)  # the template spells out the special tokens itself
+            return np.concatenate((kept, self.model.tokenizer.encode_more(text[len(said) :])))
+        return self.model.tokenizer.encode(text, special=False)  # the template spells out the special tokens itself
 
     def _settle(self) -> None:
         """What there is now stays as it is: neither healed nor encoded anew."""
@@ -338,13 +338,13 @@ class Session:
     def _score(self, texts: list[str]) -> list[Score]:
         self._cancel_stream()
         decoders = self._open()
-        before = self.sequence.tokens if len(self.sequence) else self._model.beginning()
+        before = self.sequence.tokens if len(self.sequence) else self.model.beginning()
         candidates = [self._continued(text) for text in texts]
         begin = min(common_prefix(Sequence(before), Sequence(tokens)) for tokens in candidates)
         if not begin:  # all of a short text would merge with what follows
-            candidates = [np.concatenate((before, self._model.tokenizer.encode_more(text))) for text in texts]
+            candidates = [np.concatenate((before, self.model.tokenizer.encode_more(text))) for text in texts]
             begin = len(before)
-        self._model.check_room(max(map(len, candidates)), self._context)
+        self.model.check_room(max(map(len, candidates)), self._context)
         return score_texts(decoders.target, candidates, begin)
 
     def _cancel_stream(self) -> None:
@@ -363,15 +363,15 @@ class Session:
 
     def _end_with_the_text(self, row: Row) -> None:
         """Keep as many tokens as spell the text; what is left over is encoded, and again with what is appended."""
-        decode, generated = self._model.tokenizer.decode, self.sequence.tokens[row.start :]
+        decode, generated = self.model.tokenizer.decode, self.sequence.tokens[row.start :]
         text, kept = row.taken_back.decode("utf-8", "replace") + row.text, len(generated)
         while not text.startswith(decode(generated[:kept])):
             kept -= 1
         rest = text[len(decode(generated[:kept])) :]
         self.sequence.rewind(row.start + kept)
         self._settle()
-        self._open_text, self._heals = rest, bool(rest) and self._model.tokenizer.vocabulary is not None
-        self.sequence.commit(self._model.tokenizer.encode_more(rest))
+        self._open_text, self._heals = rest, bool(rest) and self.model.tokenizer.vocabulary is not None
+        self.sequence.commit(self.model.tokenizer.encode_more(rest))
 
     def __enter__(self) -> Session:
         return self

@@ -346,7 +346,7 @@ def test_an_edited_text_pays_for_what_changed(session: ovspec.Session) -> None:
     assert session.text == ""
     session.append(PROMPTS[0][:-10] + "changed")
     result = session.generate(max_tokens=3, heal=False)
-    assert result.stats.cached_tokens >= len(session._model.encode(PROMPTS[0][:-10])) - 2
+    assert result.stats.cached_tokens >= len(session.model.encode(PROMPTS[0][:-10])) - 2
 
 
 def test_misuse_is_refused(load: Load, session: ovspec.Session) -> None:
@@ -521,7 +521,7 @@ def test_a_template_that_forgets_is_followed(session: ovspec.Session, monkeypatc
     session.append({"role": "user", "content": "go on"})
     assert "thinking" not in session.text
     assert "the answer" in session.text
-    assert session.tokens == session._model.encode(session.messages).tolist()
+    assert session.tokens == session.model.encode(session.messages).tolist()
     assert session.generate(max_tokens=2).stats.cached_tokens >= question - 1
 
 

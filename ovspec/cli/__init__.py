@@ -11,6 +11,7 @@ import click
 from ovspec import __version__
 from ovspec.cli.batch import batch
 from ovspec.cli.bench import bench
+from ovspec.cli.chat import chat
 from ovspec.cli.devices import devices
 from ovspec.cli.export import export
 from ovspec.cli.generate import generate
@@ -33,6 +34,7 @@ def cli() -> None:
 
 
 cli.add_command(generate)
+cli.add_command(chat)
 cli.add_command(batch)
 cli.add_command(export)
 cli.add_command(devices)

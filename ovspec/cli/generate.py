@@ -15,6 +15,7 @@ from ovspec.cli.options import (
     looks_like_path,
     runtime_options,
     sampling_options,
+    session_options,
     split_options,
     text_options,
 )
@@ -31,6 +32,7 @@ from ovspec.cli.options import (
 @click.option("--stats", is_flag=True, help="Print statistics on stderr.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the text.")
 @click.option("--compare", is_flag=True, help="Generate without and with --draft; show both times, compare the texts.")
+@session_options
 @constraint_options
 @sampling_options
 @runtime_options
@@ -44,6 +46,8 @@ def generate(
     stats: bool,
     as_json: bool,
     compare: bool,
+    session: Path | None,
+    context: int | None,
     **others: Any,
 ) -> None:
     """Continue PROMPT with the model in DIR (by default the embedded pair).
@@ -58,6 +62,7 @@ def generate(
       ovspec generate my-pair "Once upon" --draft lookup,draft --temperature 0.8 --top-p 0.95 --seed 1
       ovspec generate my-pair "Tom is 7: " --json-schema schema.json --draft
       git diff | ovspec generate my-pair -f - --draft --compare
+      ovspec generate my-pair "It was" --session story.ov && ovspec generate my-pair --session story.ov
     """
     draft = others["draft"]
     if compare and draft is None:
@@ -69,12 +74,15 @@ def generate(
         arguments, draft = (*arguments, draft), DRAFT_OF_THE_EXPORT
     others["draft"] = draft
     folder, text = split_arguments(arguments, bool(prompt_option or prompt_file or token_ids))
-    prompt = read_prompt(text, prompt_option, prompt_file, token_ids)
+    goes_on = session is not None and session.exists()
+    prompt = read_prompt(text, prompt_option, prompt_file, token_ids, needed=not goes_on)
     if system is not None and not chat:
         raise click.UsageError("--system needs --chat.")
     if chat and others["heal"]:
         raise click.UsageError("--heal can't be combined with --chat: behind the template's text nothing is healed.")
-    if chat:
+    if system is not None and goes_on:
+        raise click.UsageError("--system can only begin a chat; take another --session.")
+    if chat and prompt is not None:
         if not isinstance(prompt, str):
             raise click.UsageError("--chat needs a text, not --token-ids.")
         messages = [{"role": "system", "content": system}] if system is not None else []
@@ -88,6 +96,10 @@ def generate(
         raise click.UsageError("--logprobs needs --json.")
     if compare and options.get("n", 1) > 1:
         raise click.UsageError("--compare needs a single text; leave --samples out.")
+    if session and (compare or options.get("n", 1) > 1):
+        raise click.UsageError(f"--session needs a single text; leave {'--compare' if compare else '--samples'} out.")
+    if context and (compare or options.get("n", 1) > 1):
+        raise click.UsageError(f"--context can't be combined with {'--compare' if compare else '--samples'}.")
     if compare and options["lookahead"] == 0:
         raise click.UsageError("--compare needs a --lookahead of at least 1.")
 
@@ -100,7 +112,18 @@ def generate(
     elif options.get("n", 1) > 1:
         output.samples(lm, prompt, options, stats, as_json)
     else:
-        output.generate(lm, prompt, options, stats, as_json)
+        with lm.session(context) as opened:
+            output.show_context(lm, context)
+            if session and goes_on:
+                opened.load(session)
+            if prompt is not None:
+                opened.append(prompt)
+            options["heal"] = bool(options.get("heal"))  # which sessions do unless told otherwise
+            interrupted = output.generate(opened.stream(**options), stats, as_json)
+            if session:
+                opened.save(session)
+        if interrupted:
+            raise KeyboardInterrupt
 
 
 def split_arguments(arguments: tuple[str, ...], prompt_elsewhere: bool) -> tuple[Path | None, str | None]:
@@ -114,8 +137,10 @@ def split_arguments(arguments: tuple[str, ...], prompt_elsewhere: bool) -> tuple
     return None, arguments[0] if arguments else None
 
 
-def read_prompt(text: str | None, option: str | None, file: str | None, ids: str | None) -> str | list[int]:
-    """The prompt from the one place that gives it; stdin where none does."""
+def read_prompt(
+    text: str | None, option: str | None, file: str | None, ids: str | None, needed: bool
+) -> str | list[int] | None:
+    """The prompt from the one place that gives it; stdin where none does. None where none is ``needed`` or there."""
     given = [value for value in (text, option, file, ids) if value is not None]
     if len(given) > 1:
         raise click.UsageError("Give one prompt: the argument, --prompt, --file or --token-ids.")
@@ -126,12 +151,16 @@ def read_prompt(text: str | None, option: str | None, file: str | None, ids: str
             raise click.UsageError(f"--token-ids {ids}: not a list of numbers.") from None
     if text is not None or option is not None:
         return text if text is not None else option or ""
+    if file is None and not needed and (sys.stdin.isatty() or sys.stdin.closed):
+        return None
     if file is None and sys.stdin.isatty():
         raise click.UsageError("No prompt; give it as an argument, with --file, or on stdin.")
     try:
         data = sys.stdin.buffer.read() if file in (None, "-") else Path(file).read_bytes()
     except OSError as error:
         raise click.UsageError(f"--file {file}: {error.strerror}.") from None
+    if file is None and not needed and not data:
+        return None
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError:

@@ -101,6 +101,27 @@ def text_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return command
 
 
+def session_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """What is kept from one call to the next."""
+    options = [
+        click.option(
+            "--session",
+            type=click.Path(dir_okay=False, path_type=Path),
+            metavar="FILE",
+            help="Go on with the text in FILE, if there is one, and write it back at the end, with its KV cache.",
+        ),
+        click.option(
+            "--context",
+            type=click.IntRange(min=1),
+            metavar="N",
+            help="Tokens that the text may grow to; says what memory its KV cache takes.  [default: the model's]",
+        ),
+    ]
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
 def constraint_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """What the text must be."""
     options = [

@@ -14,19 +14,25 @@ import numpy as np
 from ovspec.constraints.maker import grammar_asked
 from ovspec.generate import Result, Stats
 from ovspec.model import LanguageModel
+from ovspec.session import TextStream
 
 
-def generate(lm: LanguageModel, prompt: Any, options: dict[str, Any], stats: bool, as_json: bool) -> None:
-    """Stream the text; on Ctrl-C print what there is and pass the interrupt on."""
-    result, interrupted = run(lm, prompt, options, show=not as_json)
+def generate(stream: TextStream, stats: bool, as_json: bool) -> bool:
+    """Print a text as it comes, and its statistics; whether Ctrl-C ended it."""
+    result, interrupted = run(stream, show=not as_json)
     if as_json:
         click.echo(json.dumps(as_dict(result), ensure_ascii=False))
     else:
         click.echo()
     if stats:
         click.echo(summary(result), err=True)
-    if interrupted:
-        raise KeyboardInterrupt
+    return interrupted
+
+
+def show_context(lm: LanguageModel, context: int | None) -> None:
+    """What the KV cache of a context that was asked for takes."""
+    if context:
+        click.echo(f"context: {context} tokens, about {lm.cache_bytes(context) / 1e6:.0f} MB of KV cache", err=True)
 
 
 def samples(lm: LanguageModel, prompt: Any, options: dict[str, Any], stats: bool, as_json: bool) -> None:
@@ -52,13 +58,14 @@ def compare(lm: LanguageModel, prompt: Any, options: dict[str, Any], as_json: bo
             pass
     if not as_json:
         click.secho("plain", bold=True, err=True)
-    plain, interrupted = run(lm, prompt, options | {"lookahead": 0}, show=not as_json)
+    without: dict[str, Any] = options | {"lookahead": 0}
+    plain, interrupted = run(lm.stream(prompt, **without), show=not as_json)
     if interrupted:
         raise KeyboardInterrupt
     if not as_json:
         click.echo()
         click.secho("speculative", bold=True, err=True)
-    speculative, interrupted = run(lm, prompt, options, show=not as_json)
+    speculative, interrupted = run(lm.stream(prompt, **options), show=not as_json)
     if interrupted:
         raise KeyboardInterrupt
     equal = plain.token_ids == speculative.token_ids
@@ -86,9 +93,8 @@ def compare(lm: LanguageModel, prompt: Any, options: dict[str, Any], as_json: bo
     click.echo(f"{verdict}; speed-up {report['speedup']:.2f}x", err=True)
 
 
-def run(lm: LanguageModel, prompt: Any, options: dict[str, Any], show: bool) -> tuple[Result, bool]:
+def run(stream: TextStream, show: bool) -> tuple[Result, bool]:
     """(result, whether Ctrl-C ended it)"""
-    stream = lm.stream(prompt, **options)
     printed, interrupted = 0, False
     try:
         for piece in stream:

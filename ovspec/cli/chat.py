@@ -1,0 +1,293 @@
+"""ovspec chat"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ovspec.cli.options import (
+    DRAFT_OF_THE_EXPORT,
+    constraint_options,
+    is_draft,
+    runtime_options,
+    sampling_options,
+    session_options,
+    split_options,
+    text_options,
+)
+
+if TYPE_CHECKING:
+    from ovspec.generate import Result
+    from ovspec.session import Mark, Session
+
+DEFAULT_MAX_TOKENS = 1024
+DRAFT_FOLDER = "draft"  # as manifest.DRAFT_FOLDER, which would import openvino
+
+
+@click.command()
+@click.argument("folder", required=False, type=click.Path(path_type=Path), metavar="[DIR]")
+@click.option("--system", metavar="TEXT", help="System message.")
+@click.option("--stats", is_flag=True, help="Print statistics on stderr after each answer.")
+@session_options
+@text_options
+@constraint_options
+@sampling_options
+@runtime_options
+def chat(
+    folder: Path | None, system: str | None, stats: bool, session: Path | None, context: int | None, **others: Any
+) -> None:
+    """Chat with the model in DIR (by default the embedded pair).
+
+    What was said stays in the KV cache: each turn reads only what is new. A line is a message; end it with a
+    backslash, or put three quotes (\\"\\"\\") around it, for several lines (on a terminal Alt+Enter begins a new line).
+    An empty line goes on with an answer that was cut off. Ctrl-C stops the answer and keeps the chat. An answer has
+    up to 1024 tokens unless --max-tokens says otherwise. /help lists the commands: /reset, /undo, /system, /save,
+    /load, /stats, /exit.
+
+    \b
+    Examples:
+      ovspec chat my-pair --draft
+      ovspec chat my-pair --draft lookup,draft --system "Be brief." --temperature 0.7
+      ovspec chat my-pair --session monads.chat --context 8192
+    """
+    draft = others["draft"]
+    if draft is not None and folder is None and (Path(draft) / DRAFT_FOLDER).is_dir():
+        folder, draft = Path(draft), DRAFT_OF_THE_EXPORT  # '--draft DIR': the option took what was meant as DIR
+    if draft not in (None, DRAFT_OF_THE_EXPORT) and not is_draft(draft):
+        raise click.UsageError(f"--draft {draft}: no such folder; name an exported draft, lookup, self or none.")
+    others["draft"] = draft
+    if others["heal"]:
+        raise click.UsageError("--heal can't be combined with a chat: behind the template's text nothing is healed.")
+    loading, options = split_options(others)
+    if options.get("n", 1) > 1:
+        raise click.UsageError("--samples can't be combined with a chat, which goes on from one answer.")
+    if "logprobs" in options:
+        raise click.UsageError("--logprobs can't be shown in a chat.")
+    options["max_tokens"] = options["max_tokens"] or DEFAULT_MAX_TOKENS
+
+    import ovspec
+    from ovspec.chat import chat_template
+    from ovspec.cli import output
+    from ovspec.cli.prompting import reader
+
+    lm = ovspec.load(folder, **loading)
+    chat_template(lm.folder)  # a model without one is refused at once
+    with lm.session(context) as opened:
+        output.show_context(lm, context)
+        talk = Chat(opened, options, stats, context)
+        if session and session.exists():
+            load(talk, str(session))
+        if system is not None:
+            set_system(talk, system)
+        try:
+            run(talk, reader())
+        finally:
+            if session:
+                opened.save(session)
+
+
+@dataclass
+class Chat:
+    """A chat that is going on. ``marks``: the text before each of the user's messages that can be taken back.
+
+    The ``system`` message goes with the first of these: templates may refuse it alone.
+    """
+
+    session: Session
+    options: dict[str, Any]
+    show_stats: bool
+    context: int | None
+    system: str | None = None
+    marks: list[Mark] = field(default_factory=list)
+    last: Result | None = None
+
+
+def run(talk: Chat, read: Callable[[], str]) -> None:
+    """Answer what is read until it ends."""
+    from ovspec.errors import OvspecError
+
+    while True:
+        try:
+            text = read()
+        except EOFError:
+            return
+        except KeyboardInterrupt:
+            note("Ctrl-D or /exit ends the chat.")
+            continue
+        name, _, argument = text.strip().partition(" ")
+        try:
+            if name in ("/exit", "/quit", "/bye"):
+                return
+            if text.startswith("/"):
+                command(talk, name, argument.strip())
+            elif text.strip():
+                answer(talk, text)
+            elif talk.last and talk.last.finish_reason in ("length", "cancelled"):
+                say(talk)
+        except OvspecError as error:
+            click.secho(f"Error: {error}", fg="red", err=True)
+
+
+def answer(talk: Chat, text: str) -> None:
+    """Send a message and stream what the model says to it. It is taken back where nothing could be said."""
+    before = talk.session.mark()
+    try:
+        system = with_system(talk, []) if not talk.session.messages else []
+        talk.session.append([*system, {"role": "user", "content": text}])
+        said = say(talk)
+    except BaseException:
+        talk.session.rewind(before)
+        raise
+    if said:
+        talk.marks.append(before)
+    else:
+        talk.session.rewind(before)
+        note("Nothing was said yet; your message is taken back.")
+
+
+def say(talk: Chat) -> bool:
+    """Stream the answer, or more of it; whether there was any."""
+    from ovspec.cli import output
+
+    talk.last, _ = output.run(talk.session.stream(**talk.options), show=True)
+    click.echo()
+    if talk.last.finish_reason == "length":
+        note(f"Cut off after {talk.last.stats.generated_tokens} tokens; an empty line goes on.")
+    if talk.show_stats:
+        show_stats(talk)
+    return bool(talk.last.token_ids)
+
+
+# ---------------------------------------------------------------- commands
+
+
+def command(talk: Chat, name: str, argument: str) -> None:
+    """Do what a line that begins with a slash says."""
+    if name not in COMMANDS:
+        note(f"There is no command {name}; /help lists them. A space in front makes it a message.")
+        return
+    usage, _, does = COMMANDS[name]
+    if argument and " " not in usage:
+        note(f"{usage} takes nothing behind it.")
+    else:
+        does(talk, argument)
+
+
+def reset(talk: Chat, _: str = "") -> None:
+    talk.session.reset()
+    talk.marks, talk.last = [], None
+    note("The chat begins anew.")
+
+
+def undo(talk: Chat, _: str = "") -> None:
+    messages = talk.session.messages
+    asked = [place for place, message in enumerate(messages) if message["role"] == "user"]
+    if not asked:
+        note("There is nothing to take back.")
+        return
+    if talk.marks:
+        talk.session.rewind(talk.marks.pop())
+    else:
+        begin_anew(talk, messages[: asked[-1]])
+    talk.last = None
+    note(f"Taken back: {messages[asked[-1]]['content']}")
+
+
+def set_system(talk: Chat, text: str) -> None:
+    if not text:
+        note(talk.system if talk.system is not None else "There is no system message.")
+        return
+    before, talk.system = talk.system, text
+    try:
+        begin_anew(talk, with_system(talk, talk.session.messages))
+    except BaseException:
+        talk.system = before
+        raise
+
+
+def save(talk: Chat, name: str) -> None:
+    if path := path_of(name):
+        talk.session.save(path)
+        note(f"Saved to {path}.")
+
+
+def load(talk: Chat, name: str) -> None:
+    from ovspec.errors import OvspecError
+
+    if not (path := path_of(name)):
+        return
+    before = talk.session.mark()
+    talk.session.load(path)
+    messages = talk.session.messages
+    if len(talk.session) and not messages:
+        talk.session.rewind(before)
+        raise OvspecError(f"{path}: a text that is no chat; go on with 'ovspec generate --session'.")
+    first = messages[0] if messages else {"role": "user"}
+    talk.system = first["content"] if first["role"] == "system" else None
+    talk.marks, talk.last = [], None
+    note(f"{len(messages)} messages, {len(talk.session)} tokens.")
+
+
+def show_stats(talk: Chat, _: str = "") -> None:
+    from ovspec.cli import output
+
+    if talk.last:
+        read = talk.last.stats.prompt_tokens - talk.last.stats.cached_tokens
+        click.echo(f"{output.summary(talk.last)}; {read} tokens read, the rest was in the cache", err=True)
+    most = talk.context or talk.session.model.target.ir.context_length
+    note(f"{len(talk.session)} tokens in all{f' of {most}' if most else ''}.")
+
+
+def show_help(_: Chat, __: str = "") -> None:
+    for usage, help, _does in COMMANDS.values():
+        click.echo(f"{usage:<16}{help}", err=True)
+    click.echo(f"{'/exit':<16}End the chat, as Ctrl-D does.", err=True)
+
+
+# Name -> (usage, help, what it does)
+COMMANDS: dict[str, tuple[str, str, Callable[[Chat, str], None]]] = {
+    "/help": ("/help", "Show this.", show_help),
+    "/reset": ("/reset", "Forget the chat, but for the system message.", reset),
+    "/undo": ("/undo", "Take your last message and its answer back.", undo),
+    "/system": ("/system [TEXT]", "Set the system message of the whole chat, or show it.", set_system),
+    "/save": ("/save FILE", "Write the chat and its KV cache.", save),
+    "/load": ("/load FILE", "Go on with a chat that was saved.", load),
+    "/stats": ("/stats", "Statistics of the last answer.", show_stats),
+}
+
+
+def with_system(talk: Chat, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """``messages`` with the chat's system message and no other in front."""
+    rest = messages[1:] if messages and messages[0]["role"] == "system" else messages
+    return rest if talk.system is None else [{"role": "system", "content": talk.system}, *rest]
+
+
+def begin_anew(talk: Chat, messages: list[dict[str, Any]]) -> None:
+    """Replace the whole chat; what it has in common with the old one stays in the KV cache."""
+    from ovspec.session import EMPTY_TEXT
+
+    before = talk.session.mark()
+    talk.session.rewind(EMPTY_TEXT)
+    try:
+        if any(message["role"] != "system" for message in messages):
+            talk.session.append(messages)
+    except BaseException:
+        talk.session.rewind(before)
+        raise
+    talk.marks, talk.last = [], None
+
+
+def path_of(name: str) -> Path | None:
+    """The file that is named, which may be in quotes."""
+    if not name:
+        note("Name a file.")
+        return None
+    return Path(name.strip("\"'")).expanduser()
+
+
+def note(text: str) -> None:
+    click.secho(text, dim=True, err=True)

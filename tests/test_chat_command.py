@@ -1,0 +1,187 @@
+"""``ovspec chat`` as a user has it: through a pipe, and typed into a terminal."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+
+import ovspec
+from ovspec.cli.prompting import message
+
+Run = Callable[..., "subprocess.CompletedProcess[str]"]
+DEMO = ROOT / "models" / "demo"
+SHORT = ("--max-tokens", "12", "--engine", "stateful")  # which loads sooner
+
+
+def lines_of(*lines: str) -> Callable[[bool], str]:
+    rest = iter(lines)
+
+    def line(_: bool) -> str:
+        for text in rest:
+            return text
+        raise EOFError
+
+    return line
+
+
+def test_messages_of_several_lines() -> None:
+    line = lines_of("one", "two\\", "three\\", "four", '"""', "five", "", 'six"""', '"""seven"""', "")
+    assert [message(line) for _ in range(5)] == ["one", "two\nthree\nfour", "five\n\nsix", "seven", ""]
+    with pytest.raises(EOFError):
+        message(line)
+
+
+def test_a_chat_through_a_pipe(ovspec_command: Run, cache_dir: Path) -> None:
+    """Answers on stdout, everything else on stderr; each is what the model says to the chat so far."""
+    said = ["Write a loop.", "/stats", "And a class,\\", "please.", "/undo", "/undo", "Write a loop.", "/exit"]
+    done = ovspec_command("chat", DEMO, "--draft", *SHORT, stdin="\n".join(said))
+    assert done.returncode == 0, done.stderr
+    lm = ovspec.load(DEMO, engine="stateful", cache_dir=cache_dir)
+    with lm.session() as session:
+        expected = []
+        for turn in ("Write a loop.", "And a class,\nplease."):
+            session.append({"role": "user", "content": turn})
+            expected.append(session.generate(max_tokens=12).text)
+    assert done.stdout == "".join(f"{text}\n" for text in [*expected, expected[0]])
+    assert "Taken back: And a class,\nplease." in done.stderr
+    assert "Taken back: Write a loop." in done.stderr
+    assert "tokens read, the rest was in the cache" in done.stderr
+    assert "Cut off after 12 tokens" in done.stderr
+
+
+def test_commands_and_mistakes(ovspec_command: Run, tmp_path: Path) -> None:
+    file = tmp_path / "a chat"
+    said = [
+        "/system",
+        "/system Be brief.",
+        "hi",
+        "",  # goes on with the answer
+        f'/save "{file}"',
+        "/reset",
+        "/undo",
+        "/system",
+        f"/load {tmp_path / 'nowhere'}",
+        f"/load {file}",
+        "/undo",
+        "/save",
+        "/etc/passwd",
+        "/undo now",
+        "/help",
+        "x " * 3000,
+        "still here",
+    ]
+    done = ovspec_command("chat", DEMO, *SHORT, stdin="\n".join(said))
+    assert done.returncode == 0, done.stderr
+    for text in (
+        "There is no system message.",
+        f"Saved to {file}.",
+        "The chat begins anew.",
+        "There is nothing to take back.",
+        "Be brief.",
+        "nowhere: no such file",
+        "3 messages, ",
+        "Taken back: hi",
+        "Name a file.",
+        "There is no command /etc/passwd",
+        "/undo takes nothing behind it.",
+        "/system [TEXT]",
+        "more are asked for, but the context is 2048",
+    ):
+        assert text in done.stderr, text
+    assert len(done.stdout.splitlines()) >= 3
+    with ovspec.load(DEMO, engine="stateful").session() as session:
+        session.load(file)
+        assert [each["role"] for each in session.messages] == ["system", "user", "assistant"]
+
+
+def test_a_session_file_between_two_calls(ovspec_command: Run, tmp_path: Path) -> None:
+    file = tmp_path / "chat.ov"
+    first = ovspec_command("chat", DEMO, *SHORT, "--session", file, "--context", "500", stdin="hi\n")
+    assert first.returncode == 0, first.stderr
+    assert re.search(r"context: 500 tokens, about \d+ MB", first.stderr)
+    second = ovspec_command("chat", DEMO, *SHORT, "--session", file, "--stats", stdin="more\n/undo\n")
+    assert "2 messages" in second.stderr
+    assert "Taken back: more" in second.stderr
+    with ovspec.load(DEMO, engine="stateful").session() as session:
+        session.load(file)
+        assert [each["content"] for each in session.messages][:1] == ["hi"]
+        assert len(session.messages) == 2
+    text = ovspec_command("generate", DEMO, "import os", *SHORT, "--session", tmp_path / "text.ov")
+    assert text.returncode == 0
+    wrong = ovspec_command("chat", DEMO, *SHORT, "--session", tmp_path / "text.ov", stdin="hi\n")
+    assert wrong.returncode == 1
+    assert "a text that is no chat" in wrong.stderr
+
+
+def test_generate_goes_on(ovspec_command: Run, tmp_path: Path) -> None:
+    """Prompt and text, then another prompt, then none: the same as in one session."""
+    file = tmp_path / "text.ov"
+    calls = [["import os\n"], ["\n\ndef f("], [], ["--token-ids", "1 2 3"]]
+    found = []
+    for arguments in calls:
+        done = ovspec_command("generate", DEMO, *arguments, *SHORT, "--json", "--session", file)
+        assert done.returncode == 0, done.stderr
+        found.append(json.loads(done.stdout))
+    with ovspec.load(DEMO, engine="stateful").session() as session:
+        for prompt, result in zip(["import os\n", "\n\ndef f(", None, [1, 2, 3]], found, strict=True):
+            if prompt is not None:
+                session.append(prompt)
+            assert session.generate(max_tokens=12, heal=False).token_ids == result["token_ids"]
+    assert [result["stats"]["cached_tokens"] > 0 for result in found] == [False, True, True, True]
+    for arguments in (["--compare"], ["--samples", "2", "-t", "1"], ["--chat", "--system", "x"]):
+        done = ovspec_command("generate", DEMO, "x", *arguments, "--session", file)
+        assert done.returncode == 2, done.stderr
+    done = ovspec_command("generate", DEMO, "x", "--session", tmp_path / "nowhere" / "file")
+    assert done.returncode == 1
+    assert "can't be written" in done.stderr
+
+
+def test_misuse_is_refused(ovspec_command: Run, tmp_path: Path) -> None:
+    for arguments in (["--samples", "2"], ["--heal"], ["--logprobs", "1"], ["--draft", "nothing"], ["--context", "0"]):
+        done = ovspec_command("chat", DEMO, *arguments)
+        assert done.returncode == 2, (arguments, done.stderr)
+    done = ovspec_command("chat", DEMO, "--context", "10000000")
+    assert done.returncode == 1
+    assert "context is 10000000" in done.stderr
+    done = ovspec_command("chat", tmp_path / "nowhere")
+    assert done.returncode == 1
+    assert "no such folder" in done.stderr
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs a pseudo-terminal")
+def test_a_chat_in_a_terminal(command_environment: dict[str, str], tmp_path: Path) -> None:
+    """Ctrl-C stops the answer and keeps the chat; Alt+Enter makes a new line; what was typed is remembered."""
+    import pexpect
+
+    environment = {**command_environment, "XDG_STATE_HOME": str(tmp_path), "TERM": "xterm", "NO_COLOR": "1", "PROMPT_TOOLKIT_NO_CPR": "1"}
+    command = ["-m", "ovspec", "chat", str(DEMO), "--draft", "--engine", "stateful", "--session", str(tmp_path / "s")]
+    child = pexpect.spawn(sys.executable, command, env=environment, encoding="utf-8", timeout=60)  # type: ignore[arg-type]
+    child.setwinsize(40, 200)
+    child.expect(">>>")
+    child.send("\x03")
+    child.expect("Ctrl-D or /exit ends the chat")
+    child.expect(">>>")
+    child.send("write\x1b\ra loop\r")
+    child.expect("def |self|import ")
+    child.send("\x03")
+    child.expect(">>>")
+    child.send("/stats\r")
+    child.expect(r"tokens \(cancelled\)")
+    child.expect(">>>")
+    child.send("/max\x7f\x7f\x7f\x7f/undo\r")
+    child.expect("Taken back: write\r\r?\na loop")
+    child.expect(">>>")
+    child.send("\x04")
+    child.expect(pexpect.EOF)
+    child.close()
+    assert child.exitstatus == 0
+    assert (tmp_path / "s").is_file()
+    history = (tmp_path / "ovspec" / "chat_history").read_text(encoding="utf-8")
+    assert "+write\n+a loop\n" in history
