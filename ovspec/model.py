@@ -6,9 +6,8 @@ import contextlib
 import copy
 import math
 import secrets
-import warnings
 from collections.abc import Generator, Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Unpack, overload
 
@@ -27,29 +26,16 @@ from ovspec.engine import LoadedIR
 from ovspec.errors import OvspecError
 from ovspec.files import read_text
 from ovspec.generate import Piece, Result, Row
-from ovspec.ir import CompiledIR, read_json
+from ovspec.generation_config import GenerationConfig
+from ovspec.ir import CompiledIR
 from ovspec.lookahead import Costs, Lookahead
 from ovspec.memory import check_memory, kv_bytes_per_token, recurrent_bytes, token_room
 from ovspec.options import GenerateOptions, batch_size, check_lookahead, params_of
 from ovspec.perplexity import DEFAULT_CONTEXT, Perplexity, measure
 from ovspec.sampler import sampler_of
-from ovspec.sampling import SamplingParams
 from ovspec.sequence import Sequence
 from ovspec.session import Session, TextStream
 from ovspec.tokenizer import Tokenizer
-
-DEFAULT_MAX_TOKENS = 256
-
-# What Hugging Face's greedy generate would apply from a generation config and we do not; neutral values.
-NOT_APPLIED = {
-    "no_repeat_ngram_size": 0,
-    "min_length": 0,
-    "bad_words_ids": None,
-    "begin_suppress_tokens": None,
-    "forced_bos_token_id": None,
-    "forced_eos_token_id": None,
-    "sequence_bias": None,
-}
 
 # A text, token ids, or chat messages for the model's chat template.
 Prompt = str | list[int] | np.ndarray | list[Message]
@@ -92,14 +78,7 @@ class LanguageModel:
         self._corpus = corpus_of(self.tokenizer.encode(read_text(file).rstrip("\0"), False) for file in corpus or [])
         self._constraining = ConstraintMaker(self.tokenizer)
         self._idle: list[Decoders] = []
-        self._generation_config = read_json(folder / "generation_config.json")
-        asked = [
-            name for name, neutral in NOT_APPLIED.items() if self._generation_config.get(name) not in (None, neutral)
-        ]
-        if asked:
-            warnings.warn(
-                f"{folder}: its generation config asks for {', '.join(asked)}, which is not applied", stacklevel=3
-            )
+        self.generation_config = GenerationConfig(folder, target.ir.config, self.tokenizer)
 
     # ------------------------------------------------------------ generating
 
@@ -252,7 +231,7 @@ class LanguageModel:
     def encode(self, prompt: Prompt, begins: bool = True) -> np.ndarray:
         """(n,) int64. ``begins``: the prompt starts a text and gets the model's BOS where it has one."""
         if begins and not len(prompt):
-            return self.beginning()
+            return self.generation_config.beginning
         if isinstance(prompt, str):
             return self.tokenizer.encode(prompt) if begins else self.tokenizer.encode_more(prompt)
         if is_chat(prompt):
@@ -286,18 +265,18 @@ class LanguageModel:
         numbered ``sample``; ``seed`` is taken where the options give none. Healing may take back its tokens from
         ``healable`` on. The text may grow to ``context`` tokens, where that is less than the model's.
         """
-        params = self._with_defaults(params_of(options))
+        params = self.generation_config.complete(params_of(options))
         if params.n != n:
             raise OvspecError(f"n is {params.n}: several texts for a prompt are what samples() gives.")
         if n > 1 and not params.temperature and not options.get("sampler"):
             raise OvspecError(f"n is {n}, but greedy texts are all the same; give a temperature.")
-        eos = frozenset() if params.ignore_eos else self.eos_ids
+        eos = frozenset() if params.ignore_eos else self.generation_config.eos_ids
         prompt_tokens = len(sequence)
         context = context or self.target.ir.context_length
-        max_tokens = self._max_tokens(max(prompt_tokens, 1), params.max_tokens, context)
+        max_tokens = self.generation_config.max_tokens(max(prompt_tokens, 1), params.max_tokens, context)
         if not len(sequence):
-            sequence.commit(self.beginning())
-        bos = self._bos()
+            sequence.commit(self.generation_config.beginning)
+        bos = self.generation_config.bos
         constraints, count = self._constraining.make(sequence, params, options, eos, healable, bos)
         drafts = self._choice is not None and options.get("lookahead", self.lookahead) != 0
         check_memory(self._irs(drafts), len(sequence) + max_tokens - held)
@@ -360,54 +339,6 @@ class LanguageModel:
         decoders.reset(0)
         if again:
             self._idle.append(decoders)
-
-    @property
-    def eos_ids(self) -> frozenset[int]:
-        """The ids that end a text, from the generation config or else the model's config."""
-        for config in (self._generation_config, self.target.ir.config):
-            eos = config.get("eos_token_id")
-            if eos is not None:
-                return frozenset(eos if isinstance(eos, list) else [eos])
-        return frozenset()
-
-    def _bos(self) -> np.ndarray:
-        """The tokenizer's BOS or else the generation config's, (n,) int64; empty where there is none."""
-        special, bos = self.tokenizer.encode(""), self._generation_config.get("bos_token_id")
-        return special if len(special) or bos is None else np.array([bos], dtype=np.int64)
-
-    def beginning(self) -> np.ndarray:
-        """What an empty prompt stands for, (n,) int64."""
-        bos = self._bos()
-        if not len(bos):
-            raise OvspecError("The prompt is empty, and this model has no token to begin a text with.")
-        return bos
-
-    def _max_tokens(self, prompt: int, wanted: int | None, context: int | None) -> int:
-        if wanted is not None and wanted < 1:
-            raise OvspecError(f"max_tokens is {wanted}; it must be at least 1.")
-        left = context - prompt if context else None
-        if left is not None and left < (wanted or 1):
-            raise OvspecError(
-                f"The prompt has {prompt} tokens and {wanted or 1} more are asked for, but the context is {context}; "
-                "shorten the prompt or lower max_tokens."
-            )
-        default = self._generation_config.get("max_new_tokens") or DEFAULT_MAX_TOKENS
-        return wanted or (min(default, left) if left is not None else default)
-
-    def _with_defaults(self, params: SamplingParams) -> SamplingParams:
-        """``params`` with what the generation config says about tokens, and checked against the vocabulary."""
-        config, given = self._generation_config, {}
-        if params.repetition_penalty is None:
-            given["repetition_penalty"] = config.get("repetition_penalty")
-        if params.min_tokens is None and config.get("min_new_tokens"):
-            given["min_tokens"] = min(config["min_new_tokens"], params.max_tokens or config["min_new_tokens"])
-        if config.get("suppress_tokens"):
-            given["logit_bias"] = dict.fromkeys(config["suppress_tokens"], -np.inf) | dict(params.logit_bias)
-        for name, ids in (("logit_bias", params.logit_bias), ("stop_ids", params.stop_ids)):
-            unknown = self.tokenizer.known.first_unknown(np.array(list(ids), dtype=np.int64))
-            if unknown is not None:
-                raise OvspecError(f"{name}: token id {unknown} is not in the vocabulary.")
-        return replace(params, **given) if given else params
 
     def _decoders(self) -> Decoders:
         with contextlib.suppress(IndexError):  # one step, so that threads don't take the same one

@@ -109,7 +109,7 @@ class Session:
         if not self._messages or len(self.sequence) == self._answer_from:
             return list(self._messages)
         answer = self.sequence.tokens[self._answer_from :]
-        ended = len(answer) and int(answer[-1]) in self.model.eos_ids
+        ended = len(answer) and int(answer[-1]) in self.model.generation_config.eos_ids
         text = self.model.tokenizer.decode(answer[:-1] if ended else answer)
         return [*self._messages, {"role": "assistant", "content": text}]
 
@@ -323,7 +323,7 @@ class Session:
         Where it goes on from what there is, that keeps its tokens: an answer need not be split as the tokenizer
         would split it.
         """
-        tokens, ends = self.sequence.tokens, self.model.eos_ids
+        tokens, ends = self.sequence.tokens, self.model.generation_config.eos_ids
         kept = tokens[:-1] if len(tokens) and int(tokens[-1]) in ends else tokens
         text, said = self.model.render(chat), self.model.tokenizer.spell(kept)
         if said and text.startswith(said):
@@ -338,7 +338,7 @@ class Session:
     def _score(self, texts: list[str]) -> list[Score]:
         self._cancel_stream()
         decoders = self._open()
-        before = self.sequence.tokens if len(self.sequence) else self.model.beginning()
+        before = self.sequence.tokens if len(self.sequence) else self.model.generation_config.beginning
         candidates = [self._continued(text) for text in texts]
         begin = min(common_prefix(Sequence(before), Sequence(tokens)) for tokens in candidates)
         if not begin:  # all of a short text would merge with what follows

@@ -66,14 +66,12 @@ def save_session(path: Path, model: LanguageModel, decoders: Decoders, mark: Mar
     arrays = {"tokens": described.pop("tokens")}
     caches: dict[str, Any] = {}
     for name, loaded, decoder in parts(model, decoders):
-        held = decoder.dump() if len(decoder.rows[0]) else {}
-        if len(decoder.rows[0]) and not held:
-            text = (
-                f"{path}: the {name}'s KV cache can't be written exactly in this precision; its text will be read again"
-            )
-            warnings.warn(text, stacklevel=3)
-        caches[name] = {"model": model_identity(loaded.ir.folder), "setting": cache_setting(loaded)}
-        arrays[f"{name}/tokens"] = decoder.rows[0].tokens if held else np.empty(0, dtype=np.int64)
+        tokens = decoder.rows[0].tokens
+        held = decoder.dump() if len(tokens) else {}
+        if len(tokens) and not held:
+            warnings.warn(f"{path}: the {name}'s KV cache, in a precision that isn't exact, is left out", stacklevel=3)
+        caches[name] = {**described_cache(loaded), "tokens": len(tokens)}
+        arrays[f"{name}/tokens"] = tokens
         arrays |= {f"{name}/cache/{layer}": values for layer, values in held.items()}
     text = json.dumps({"format": FORMAT, "text": described, "caches": caches})
     arrays["about"] = np.frombuffer(text.encode(), dtype=np.uint8)
@@ -108,21 +106,25 @@ def load_session(path: Path, model: LanguageModel, decoders: Decoders) -> Mark:
     if caches["target"]["model"] != model_identity(model.folder):
         raise OvspecError(f"{path}: the session of another model, not of {model.folder}; load it with its own.")
     for name, loaded, decoder in parts(model, decoders):
-        ours = {"model": model_identity(loaded.ir.folder), "setting": cache_setting(loaded)}
-        begin = f"{name}/cache/"
+        begin, saved_as = f"{name}/cache/", caches.get(name, {"tokens": 0})
         cache = {key.removeprefix(begin): values for key, values in arrays.items() if key.startswith(begin)}
         decoder.reset(1)
-        if cache and caches.get(name) == ours:
+        if cache and saved_as.items() >= described_cache(loaded).items():
             try:
                 decoder.restore(arrays[f"{name}/tokens"], cache)
                 continue
             except ValueError:
                 pass
-        if name == "target" and len(mark.tokens):
-            why = "without a KV cache" if not cache else f"with other settings ({caches[name]['setting']})"
+        if name == "target" and saved_as["tokens"]:
+            why = f"with other settings ({saved_as['setting']})" if cache else "without its KV cache"
             text = f"{path}: saved {why}; the text is read again, and may go on differently where tokens nearly tie"
             warnings.warn(text, stacklevel=3)
     return mark
+
+
+def described_cache(loaded: LoadedIR) -> dict[str, str]:
+    """What must be the same for a cache to be taken up."""
+    return {"model": model_identity(loaded.ir.folder), "setting": cache_setting(loaded)}
 
 
 def parts(model: LanguageModel, decoders: Decoders) -> list[tuple[str, LoadedIR, SessionDecoder]]:

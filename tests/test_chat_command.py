@@ -160,7 +160,13 @@ def test_a_chat_in_a_terminal(command_environment: dict[str, str], tmp_path: Pat
     """Ctrl-C stops the answer and keeps the chat; Alt+Enter makes a new line; what was typed is remembered."""
     import pexpect
 
-    environment = {**command_environment, "XDG_STATE_HOME": str(tmp_path), "TERM": "xterm", "NO_COLOR": "1", "PROMPT_TOOLKIT_NO_CPR": "1"}
+    environment = {
+        **command_environment,
+        "XDG_STATE_HOME": str(tmp_path),
+        "TERM": "xterm",
+        "NO_COLOR": "1",
+        "PROMPT_TOOLKIT_NO_CPR": "1",
+    }
     command = ["-m", "ovspec", "chat", str(DEMO), "--draft", "--engine", "stateful", "--session", str(tmp_path / "s")]
     child = pexpect.spawn(sys.executable, command, env=environment, encoding="utf-8", timeout=60)  # type: ignore[arg-type]
     child.setwinsize(40, 200)

@@ -136,7 +136,7 @@ def test_nothing_stays_behind_an_eos(load: Load, monkeypatch: pytest.MonkeyPatch
     lm = load(draft=True)
     whole = lm.generate(PROMPTS[2], max_tokens=30, ignore_eos=True).token_ids
     for token in set(whole):
-        monkeypatch.setattr(lm, "_generation_config", {"eos_token_id": token})
+        monkeypatch.setattr(lm.generation_config, "values", {"eos_token_id": token})
         with lm.session() as session:
             session.append(PROMPTS[2])
             start = len(session.sequence)

@@ -27,7 +27,8 @@ import ovspec
 folder, file, options = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
 with ovspec.load(folder, **options).session() as session:
     session.load(file)
-    result = session.generate(max_tokens=40, ignore_eos=True)
+    lookahead = 3 if options["draft"] else None
+    result = session.generate(max_tokens=40, ignore_eos=True, lookahead=lookahead)
     print(json.dumps([result.token_ids, result.stats.cached_tokens, result.stats.prompt_tokens]))
 """
 
@@ -70,7 +71,9 @@ def test_a_session_goes_on_in_another_process(
     with ovspec.load(DEMO, **options).session() as session:
         begin(session)
         session.save(file)
-        expected = session.generate(max_tokens=40, ignore_eos=True).token_ids
+        # With a quantised cache, texts depend on what is verified together, and auto goes by the clock.
+        lookahead = 3 if draft else None
+        expected = session.generate(max_tokens=40, ignore_eos=True, lookahead=lookahead).token_ids
     tokens, cached, prompt = go_on(command_environment, DEMO, file, options)
     assert tokens == expected
     assert cached == prompt - 1, "nothing is read again"
@@ -91,7 +94,9 @@ def test_what_belongs_to_the_text_is_kept(load: Load, tmp_path: Path) -> None:
         session.reset()
         session.append("import os.pa")
         session.save(tmp_path / "text")
-        other.load(tmp_path / "text")
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # nothing had been read that could be lost
+            other.load(tmp_path / "text")
         assert other.generate(max_tokens=3).text == session.generate(max_tokens=3).text, "healed alike"
         session.reset()
         session.save(tmp_path / "empty")
@@ -121,10 +126,10 @@ def test_a_cache_that_cannot_be_written_exactly(cache_dir: Path, tmp_path: Path)
     lm = ovspec.load(DEMO, engine="stateful", precision="f32", kv_precision="u8", cache_dir=cache_dir)
     with lm.session() as session:
         begin(session)
-        with pytest.warns(UserWarning, match="can't be written exactly"):
+        with pytest.warns(UserWarning, match="KV cache, in a precision that isn't exact, is left out"):
             session.save(tmp_path / "session")
         with lm.session() as other:
-            with pytest.warns(UserWarning, match="saved without a KV cache"):
+            with pytest.warns(UserWarning, match="saved without its KV cache"):
                 other.load(tmp_path / "session")
             assert other.tokens == session.tokens
             assert other.generate(max_tokens=4, ignore_eos=True).stats.cached_tokens == 0
