@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ovspec.decoder import Decoder, catch_up
-from ovspec.drafting import NOTHING, Drafter, Proposal, Round
+from ovspec.drafting import AGAIN, NOTHING, Drafter, Proposal, Round
 from ovspec.reading import pieces, share_beginnings
 
 
@@ -50,11 +50,17 @@ def speculate(target: Decoder, drafter: Drafter | None, round: Round) -> list[Ve
     proposals = [NOTHING] * len(rows)
     if drafter and any(left > 0 for left in round.remaining):
         proposals = drafter.propose(round)
+    if any(sampler.constraints for sampler in round.samplers):
+        proposals = [
+            proposal if ended[row] or len(proposal.tokens) else round.again(row)
+            for row, proposal in enumerate(proposals)
+        ]
     drafted = time.perf_counter()
     share_beginnings(target, round.sequences)
     unseen = [NOTHING.tokens if ended[row] else catch_up(target, row, round.sequences[row]) for row in rows]
     read = pieces(target, unseen)
     read_all = [len(read[row]) == len(unseen[row]) for row in rows]
+    proposals = [proposal if read_all[row] else NOTHING for row, proposal in enumerate(proposals)]
     fed = [
         np.concatenate((read[row], proposals[row].tokens)) if len(proposals[row].tokens) else read[row] for row in rows
     ]
@@ -72,7 +78,7 @@ def speculate(target: Decoder, drafter: Drafter | None, round: Round) -> list[Ve
         verified = time.perf_counter() - drafted
         accepted, width = [verdict.accepted for verdict in verdicts], sum(map(len, fed))
         new = sum(map(len, forced))
-        read_a_prompt = sum(map(len, unseen)) > len(unseen) + new
+        read_a_prompt = sum(map(len, unseen)) > len(unseen) + new or any(each.source == AGAIN for each in proposals)
         round.lookahead.learn(proposals, accepted, width, drafted - began, verified, read_a_prompt, new)
     return verdicts
 
@@ -111,4 +117,6 @@ def commit(
     if accepted < proposed:
         target.truncate(row, len(sequence) - 1)
     committed = np.concatenate((forced, tokens)) if len(forced) else tokens
+    if proposal.source == AGAIN:
+        proposed = accepted = 0
     return Verdict(committed, len(forced), proposed, accepted, logits[: len(tokens)], proposal.source, read)

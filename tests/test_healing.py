@@ -96,10 +96,13 @@ def test_examples() -> None:
         assert taken_back(np.array(tokens, np.int64), 0, ordered) == count, tokens
     assert taken_back(np.array([0, 1], np.int64), 2, ordered) == 0, "what is not healable stays"
     assert taken_back(np.array([0, 1], np.int64), 0, ordered, 0) == 0
-    healing = Healing(b"http:", 1, ByteTokens([*vocabulary, b"h", b"ttp", b"http:/"]))
+    healing = Healing(np.array([0, 1]), 1, ByteTokens([*vocabulary, b"h", b"ttp", b"http:/"]))
     prompt = [6]
     for said, over in (([], 1), ([10], 2), ([10, 11], 3), ([10, 11, 1], 4), ([12], 1), ([10, 11, 2], 3)):
         assert healing.over(np.array([*prompt, *said])) == over
+    for said, likely in (([], [0, 1]), ([0], [1]), ([0, 1], None), ([10], None), ([12], None)):
+        found = healing.likely(np.array([*prompt, *said], np.int64))
+        assert (found if found is None else found.tolist()) == likely
     assert healing.mask(np.array([6, 12])) is None
 
 
@@ -124,6 +127,18 @@ def test_a_token_reaches_over_the_end(lm: ovspec.LanguageModel) -> None:
     assert lm.generate("import os.pa", max_tokens=4, heal=True).text.startswith("th\n")
     assert lm.generate("http:", max_tokens=6, heal=True).text.startswith("//")
     assert not lm.generate("http:", max_tokens=6).text.startswith("//")
+
+
+def test_healing_costs_no_inference(lm: ovspec.LanguageModel) -> None:
+    """What was taken back is verified in the inference that reads the prompt."""
+    for prompt in ("def f(x):\n    return", "import os.pa"):
+        rounds = []
+        for heal in (False, True):
+            result = lm.generate(prompt, max_tokens=5, ignore_eos=True, heal=heal, lookahead=0)
+            rounds.append(result.stats.rounds)
+            assert (result.stats.proposed, result.stats.drafters) == (0, {})
+        assert rounds == [5, 5]
+    assert lm.tokenizer.encode("def f(x):\n    return").tolist()[-1] != lm.tokenizer.encode("return").tolist()[-1]
 
 
 def test_nothing_is_said_where_nothing_may_be_taken_back(lm: ovspec.LanguageModel) -> None:

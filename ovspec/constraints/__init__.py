@@ -33,6 +33,10 @@ class Constraint:
         """Ids that must follow, one after the other, as far as it is cheap to tell."""
         return []
 
+    def likely(self, tokens: np.ndarray) -> np.ndarray | None:  # noqa: ARG002
+        """Ids (n,) that are worth a guess, for nothing; None where there are none."""
+        return None
+
     def complete(self, tokens: np.ndarray) -> bool:  # noqa: ARG002
         """Whether the text has come to its end, because nothing could follow."""
         return False
@@ -55,6 +59,7 @@ class Constraints:
         self._processing = [part for part in self._parts if type(part).process is not Constraint.process]
         self._masking = [part for part in self._parts if type(part).mask is not Constraint.mask]
         self._forcing = [part for part in self._parts if type(part).forced is not Constraint.forced]
+        self._guessing = [part for part in self._parts if type(part).likely is not Constraint.likely]
         self.may_complete = bool(self._forcing)  # whether it may leave nothing that follows
         self.forces = self.may_complete and not ask_always  # whether tokens may come without the model
 
@@ -86,6 +91,10 @@ class Constraints:
     def forced(self, tokens: np.ndarray) -> list[int]:
         """Ids that must follow ``tokens``."""
         return next((found for part in self._forcing if (found := part.forced(tokens))), [])
+
+    def likely(self, tokens: np.ndarray) -> np.ndarray | None:
+        """Ids (n,) that are worth a guess after ``tokens``."""
+        return next((found for part in self._guessing if (found := part.likely(tokens)) is not None), None)
 
     def only(self, tokens: np.ndarray) -> int | None:
         """The id that must follow, where the model needn't be asked."""

@@ -77,12 +77,13 @@ class Healing(Constraint):
     """What is generated must begin with bytes that were taken back.
 
     Args:
-        said: those bytes.
+        taken: (n,) int64, the tokens that were.
         start: tokens of the prompt that are left.
     """
 
-    def __init__(self, said: bytes, start: int, vocabulary: ByteTokens) -> None:
-        self._said, self._start, self._vocabulary = said, start, vocabulary
+    def __init__(self, taken: np.ndarray, start: int, vocabulary: ByteTokens) -> None:
+        self._taken, self._said = taken.copy(), vocabulary.spell(taken)
+        self._start, self._vocabulary = start, vocabulary
         self._masks: dict[bytes, np.ndarray] = {}
 
     def mask(self, tokens: np.ndarray) -> np.ndarray | None:
@@ -92,6 +93,13 @@ class Healing(Constraint):
         if left not in self._masks:
             self._masks[left] = pack(self._vocabulary.along(left), self._vocabulary.size)
         return self._masks[left]
+
+    def likely(self, tokens: np.ndarray) -> np.ndarray | None:
+        """The tokens that were taken back: mostly none reaches over them, and saying them again is for nothing."""
+        again = tokens[self._start :]
+        if len(again) >= len(self._taken) or not (again == self._taken[: len(again)]).all():
+            return None
+        return self._taken[len(again) :]
 
     def over(self, tokens: np.ndarray) -> int:
         """Of the tokens so far, how many have only what was in the prompt."""

@@ -86,7 +86,7 @@ class ConstraintMaker:
         masks: list[Constraint] = []
         over: PromptLength = lambda _: start  # noqa: E731
         if said:
-            healing = Healing(said, start, self.tokens)
+            healing = Healing(sequence.tokens[len(sequence) - count :], start, self.tokens)
             masks.append(healing)
             over = healing.over
         if grammar is not None:

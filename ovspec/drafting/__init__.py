@@ -31,6 +31,7 @@ class Proposal:
     source: str = "own"
 
 
+AGAIN = "again"  # the source of what healing has taken back: nobody's proposal, it is in no statistics
 NOTHING = Proposal(np.empty(0, dtype=np.int64))
 
 
@@ -78,6 +79,11 @@ class Round:
     def complete(self, row: int) -> bool:
         """Whether constraints leave nothing that could follow."""
         return self.samplers[row].constraints.complete(self.sequences[row].tokens)
+
+    def again(self, row: int) -> Proposal:
+        """What constraints find worth a guess."""
+        found = self.samplers[row].constraints.likely(self.sequences[row].tokens)
+        return NOTHING if found is None else self.permitted(row, Proposal(found, source=AGAIN))
 
     def permitted(self, row: int, proposal: Proposal) -> Proposal:
         """``proposal`` up to where it may not go on, or need not because the text has ended."""
