@@ -177,6 +177,16 @@ class Branches:
         self._branches.append(branch)
         return branch
 
+    def _make_room(self, tokens: int) -> None:
+        """Drop what was used longest ago until so many tokens fit into memory."""
+        while True:
+            try:
+                return check_memory(self._model._irs(self._drafts), tokens)
+            except OvspecError:
+                if len(self._branches) == 1:
+                    raise
+                self._drop(self._branches[0])
+
     def _drop(self, branch: Branch) -> None:
         self._branches.remove(branch)
         self._model.release(branch.decoders, again=False)
@@ -194,7 +204,7 @@ class Branches:
         began = time.perf_counter()
         proposal = NOTHING
         if len(unread) > LONG:  # reading a prompt waits for no drafter
-            check_memory(self._model._irs(self._drafts), len(unread) + TO_COME)
+            self._make_room(len(unread) + TO_COME)
         elif self._drafts:
             proposal = self._propose(branch, text)
         drafted = time.perf_counter()

@@ -6,8 +6,10 @@ import importlib.util
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import hybrid
 import numpy as np
 import pytest
 from conftest import PROMPTS, ROOT
@@ -65,7 +67,7 @@ def test_logits_of_texts_that_grow_part_and_shrink(load: Load, drafter: str) -> 
 
 
 @pytest.mark.parametrize("drafter", ["model", "chain, fixed"])
-def test_guesses_change_no_bit(drafter: str, cache_dir) -> None:
+def test_guesses_change_no_bit(drafter: str, cache_dir: Path) -> None:
     """In the device's own arithmetic, too, which rounds differently where several tokens are fed together."""
     pair = ROOT / "models" / "demo"
     plain, drafted = (
@@ -97,6 +99,41 @@ def test_branches_keep_their_caches_and_are_bounded(load: Load) -> None:
     assert len(branches._branches) == MOST_BRANCHES
     blocks = {id(branch.decoders.target): branch.decoders.target for branch in branches._branches}
     assert len(blocks) == MOST_BRANCHES
+
+
+def test_branches_make_room_for_a_prompt(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    branches = Branches(load())
+    for number in range(3):
+        branches.logits(ids_of(branches._model, number, 40))
+    assert len(branches._branches) == 3
+
+    def check_memory(_: Any, tokens: int) -> None:
+        if len(branches._branches) > 2 or tokens > 200:
+            raise OvspecError(f"no room for {tokens}")
+
+    monkeypatch.setattr("ovspec.branches.check_memory", check_memory)
+    branches.logits([*ids_of(branches._model, 2, 40), *ids_of(branches._model, 3, 40)])
+    assert len(branches._branches) == 2
+    with pytest.raises(OvspecError, match="no room"):
+        branches.logits(ids_of(branches._model, 4, 40) * 10)
+    assert len(branches._branches) == 1
+
+
+@pytest.mark.parametrize("attention", ["mask", None])
+def test_recurrent_states_are_taken_back(attention: str | None, tmp_path: Path, cache_dir: Path) -> None:
+    model = hybrid.Hybrid(4096, attention)
+    folder = hybrid.export(model, tmp_path / "ir", ROOT / "models" / "demo")
+    lm = ovspec.load(folder, "lookup", lookahead=3, precision="f32", cache_dir=cache_dir)
+    branches, rng = Branches(lm), np.random.default_rng(1)
+    texts = [rng.integers(3, 4000, size=40).tolist() * 2 for _ in range(2)]
+    for step in range(40):
+        text = texts[step % 2]
+        if step % 9 == 8:
+            del text[-int(rng.integers(2, 20)) :]
+        text.append(next_token(branches, text))
+        if step % 5 == 0:
+            np.testing.assert_allclose(branches.logits(text)[0][0], model.logits(text)[-1], atol=1e-3)
+    assert branches.served.proposed > 0
 
 
 def test_all_new_places(load: Load) -> None:
