@@ -17,7 +17,7 @@ from ovspec.decoder import catch_up
 from ovspec.drafting import NOTHING, Proposal, Round
 from ovspec.errors import OvspecError
 from ovspec.memory import check_memory
-from ovspec.reading import LONG, WORTH_SHARING
+from ovspec.reading import LONG
 from ovspec.sampler import Greedy
 from ovspec.sequence import Sequence, common_prefix
 
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 MOST_BRANCHES = 8
 # Tokens at the end of a text that may be taken back; where more would be lost, the branch is forked.
 SPARE = 4
+# Tokens in the cache that may be copied for each that needn't be read; a paged cache copies none.
+MOST_COPIED = 32
 # Nobody tells how many tokens are still to come.
 TO_COME = 64
 # Places whose logits are computed at once, where all are asked for.
@@ -167,7 +169,7 @@ class Branches:
             return source
         while len(self._branches) >= self._most:
             self._drop(self._branches[0])
-        if shared < WORTH_SHARING:
+        if shared * MOST_COPIED < len(source.held) or not shared:
             branch = Branch(self._model._decoders())
             branch.decoders.reset(1)
         else:

@@ -1,10 +1,11 @@
-"""demos/guided_program.py with the guidance library installed."""
+"""demos/guided_program.py and docs/guidance.md with the guidance library installed."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
+import test_readme
 from test_demos import run
 
 
@@ -15,3 +16,10 @@ def test_both_halves_run_and_a_draft_saves_inferences(pair: Path) -> None:
     assert plain[0] == drafted[0]
     assert re.search(r'name = "[a-z]{3,12}"\nkind = "(server|client|library)"\nlicense = "', plain[0])
     assert int(drafted[1]) < 0.6 * int(plain[1])
+
+
+def test_the_page_runs(pair: Path) -> None:
+    names = test_readme.run("docs/guidance.md", pair)
+    assert names["form"]["kind"] in ("server", "client")
+    assert names["lm"].stats.forks >= 1
+    assert names["lm"].stats.accepted > 0
