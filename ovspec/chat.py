@@ -24,14 +24,14 @@ class ChatTemplate:
     source: str
     special_tokens: dict[str, str]
 
-    def render(self, messages: list[Message]) -> str:
-        """The prompt for ``messages``, open for the assistant's answer.
+    def render(self, messages: list[Message], open: bool = True) -> str:
+        """The prompt for ``messages``, ``open`` for the assistant's answer or closed.
 
         Raises:
             OvspecError: the template fails, refuses these messages, or takes too much time or memory.
         """
         try:
-            request = json.dumps({**asdict(self), "messages": messages})
+            request = json.dumps({**asdict(self), "messages": messages, "open": open})
         except (TypeError, ValueError) as error:
             raise OvspecError(f"The chat messages cannot be handed to a template: {error}.") from None
         try:

@@ -55,8 +55,9 @@ def compiled(source: str) -> jinja2.Template:
 
 
 def answer(request: dict[str, Any]) -> dict[str, str]:
-    """{"text": ...} or {"error": a sentence} for {"source", "special_tokens", "messages"}."""
-    variables = {"tools": None, "documents": None, "add_generation_prompt": True, **request["special_tokens"]}
+    """{"text": ...} or {"error": a sentence} for {"source", "special_tokens", "messages", "open"}."""
+    variables = {"tools": None, "documents": None, "add_generation_prompt": request["open"]}
+    variables |= request["special_tokens"]
     try:
         parts, size = [], 0
         for part in compiled(request["source"]).generate(messages=request["messages"], **variables):

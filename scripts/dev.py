@@ -2,10 +2,12 @@
 
     python3 scripts/dev.py demo            export the demo pair in f32, generate without and with the draft
     python3 scripts/dev.py test [--slow]   the tests; further arguments go to pytest
+    python3 scripts/dev.py test-guidance   those of the guidance library, in an environment of their own
     python3 scripts/dev.py lint            ruff, pyright, and whether the CLI reference is current
     python3 scripts/dev.py bench           the figures of the README
 
-The first call makes .venv and installs the project with all its extras.
+The first call makes .venv and installs the project with all its extras but guidance, which needs an older llguidance;
+that is installed into .venv-guidance.
 """
 
 from __future__ import annotations
@@ -18,9 +20,8 @@ import venv
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-VENV = ROOT / ".venv"
-BIN = VENV / ("Scripts" if os.name == "nt" else "bin")
-PYTHON = BIN / ("python.exe" if os.name == "nt" else "python")
+VENV, GUIDANCE_VENV = ROOT / ".venv", ROOT / ".venv-guidance"
+BIN = "Scripts" if os.name == "nt" else "bin"
 DEMO = ROOT / ".cache" / "demo-f32"
 DEMO_PROMPT = '''import os
 import sys
@@ -29,24 +30,31 @@ def find_executable(name, path=None):
     """Find'''
 
 
+def python(folder: Path = VENV) -> Path:
+    """That of a virtual environment."""
+    return folder / BIN / ("python.exe" if os.name == "nt" else "python")
+
+
 def run(*command: str | Path) -> None:
     """Run a command in the repository's root; end with its exit code where it fails."""
-    environment = {**os.environ, "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}", "PYTHONUTF8": "1"}
+    path = f"{Path(command[0]).parent}{os.pathsep}{os.environ['PATH']}"
+    environment = {**os.environ, "PATH": path, "PYTHONUTF8": "1"}
     done = subprocess.run([str(part) for part in command], cwd=ROOT, env=environment)
     if done.returncode:
         sys.exit(done.returncode)
 
 
-def install() -> None:
-    """Make the virtual environment, or bring it up to date with pyproject.toml."""
+def install(folder: Path = VENV, extra: str = "dev") -> None:
+    """Make a virtual environment, or bring it up to date with pyproject.toml."""
     wanted = hashlib.sha256((ROOT / "pyproject.toml").read_bytes()).hexdigest()
-    stamp = VENV / "installed-from"
-    if PYTHON.exists() and stamp.exists() and stamp.read_text(encoding="utf-8") == wanted:
+    stamp = folder / "installed-from"
+    if python(folder).exists() and stamp.exists() and stamp.read_text(encoding="utf-8") == wanted:
         return
-    print("installing into .venv (about a minute the first time)", file=sys.stderr, flush=True)
-    if not PYTHON.exists():
-        venv.create(VENV, with_pip=True)
-    run(PYTHON, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "-e", ".[dev]")
+    print(f"installing into {folder.name} (about a minute the first time)", file=sys.stderr, flush=True)
+    if not python(folder).exists():
+        venv.create(folder, with_pip=True)
+    pip = (python(folder), "-m", "pip", "install", "--quiet", "--disable-pip-version-check")
+    run(*pip, "-e", f".[{extra}]")
     stamp.write_text(wanted, encoding="utf-8")
 
 
@@ -54,36 +62,44 @@ def demo() -> None:
     pair = ROOT / "models" / "demo-hf"
     print("$ ovspec export models/demo-hf/target --draft models/demo-hf/draft -o .cache/demo-f32 --weight-format fp32")
     export = ["export", pair / "target", "--draft", pair / "draft", "-o", DEMO, "--weight-format", "fp32"]
-    run(PYTHON, "-m", "ovspec", *export)
+    run(python(), "-m", "ovspec", *export)
     print("\n$ ovspec generate .cache/demo-f32 PROMPT --draft --compare --precision f32 --max-tokens 160\n", flush=True)
     print(f"PROMPT:\n{DEMO_PROMPT}\n", flush=True)
     generate = ["generate", DEMO, DEMO_PROMPT, "--draft", "--compare", "--precision", "f32", "--max-tokens", "160"]
-    run(PYTHON, "-m", "ovspec", *generate)
+    run(python(), "-m", "ovspec", *generate)
 
 
 def test(arguments: list[str]) -> None:
     slow = "--slow" in arguments
     rest = [argument for argument in arguments if argument != "--slow"]
-    run(PYTHON, "-m", "pytest", *([] if slow else ["-m", "not slow"]), *rest)
+    run(python(), "-m", "pytest", *([] if slow else ["-m", "not slow"]), *rest)
+
+
+def test_guidance(arguments: list[str]) -> None:
+    install(GUIDANCE_VENV, "test-guidance")
+    run(python(GUIDANCE_VENV), "-m", "pytest", "tests/guidance", *arguments)
 
 
 def lint() -> None:
-    run(PYTHON, "-m", "ruff", "check", ".")
-    run(PYTHON, "-m", "ruff", "format", "--check", ".")
-    run(PYTHON, "-m", "pyright")
-    run(PYTHON, "scripts/cli_reference.py", "--check")
+    run(python(), "-m", "ruff", "check", ".")
+    run(python(), "-m", "ruff", "format", "--check", ".")
+    run(python(), "-m", "pyright")
+    run(python(), "scripts/cli_reference.py", "--check")
 
 
 def main() -> None:
-    commands = ("demo", "test", "lint", "bench")
+    commands = ("demo", "test", "test-guidance", "lint", "bench")
     if len(sys.argv) < 2 or sys.argv[1] not in commands:
         sys.exit(__doc__)
     name, arguments = sys.argv[1], sys.argv[2:]
+    if name == "test-guidance":
+        test_guidance(arguments)
+        return
     install()
     if name == "test":
         test(arguments)
     elif name == "bench":
-        run(PYTHON, "scripts/benchmark.py", *arguments)
+        run(python(), "scripts/benchmark.py", *arguments)
     else:
         {"demo": demo, "lint": lint}[name]()
 

@@ -19,6 +19,7 @@ from jsonschema import Draft202012Validator, FormatChecker
 from jsonschema.validators import validator_for
 from schema_strategy import Schema, schemas
 
+from ovspec.constraints import schemas as cleaning
 from ovspec.constraints.checking import check
 from ovspec.constraints.sources import json_schema
 from ovspec.errors import OvspecError
@@ -137,3 +138,14 @@ def test_texts_of_any_schema_are_valid(schema: Schema) -> None:
         assert re.search("no JSON text satisfies|no text has|may overlap|can't be enforced", str(error)), error
         return
     prove(schema, texts(grammar, 4))
+
+
+def test_an_old_llguidance_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    for found, good in (("1.5.0", False), ("1.7.9", False), ("1.8.0", True), ("1.10.2", True), ("2.0.0rc1", True)):
+        cleaning.recent.cache_clear()
+        monkeypatch.setattr(cleaning, "version", lambda _, found=found: found)
+        assert cleaning.recent() == good
+        if not good:
+            with pytest.raises(OvspecError, match=f"llguidance {found} doesn't enforce schemas strictly enough"):
+                cleaning.cleaned({"type": "integer"})
+    cleaning.recent.cache_clear()

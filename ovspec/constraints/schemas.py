@@ -8,8 +8,10 @@ Sources:
 from __future__ import annotations
 
 import difflib
+import functools
 import re
 from collections.abc import Callable
+from importlib.metadata import version
 from typing import Any
 from urllib.parse import unquote
 
@@ -19,6 +21,8 @@ Schema = dict[str, Any]
 
 # One space, or a new line that is indented by at most 20: without a bound a model may write white space for ever.
 WHITE_SPACE = r" |\n[ \t]{0,20}"
+# Older ones bound neither white space nor escapes.
+OLDEST = (1, 8)
 # Without \uXXXX: llguidance lets \u0061 pass for a key other than "a".
 ESCAPES = 'nrbtf\\"'
 SETTINGS = ("item_separator", "key_separator", "whitespace_flexible", "whitespace_pattern")
@@ -82,6 +86,9 @@ def cleaned(schema: Any) -> Schema:
     Raises:
         OvspecError: it is wrong or can't be enforced; the message begins with the JSON pointer of the place.
     """
+    if not recent():
+        found = version("llguidance")
+        raise OvspecError(f"the top: llguidance {found} doesn't enforce schemas strictly enough; 1.8 or newer does.")
     if schema is True:
         schema = {}
     if schema is False:
@@ -92,6 +99,12 @@ def cleaned(schema: Any) -> Schema:
     Cleaner(schema).all()
     schema["x-guidance"] = guidance(settings)
     return schema
+
+
+@functools.cache
+def recent() -> bool:
+    """Whether llguidance is. The guidance library keeps it at an older version, which is good for all but schemas."""
+    return tuple(map(int, version("llguidance").split(".")[:2])) >= OLDEST
 
 
 def guidance(settings: Any) -> Schema:

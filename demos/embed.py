@@ -1,0 +1,15 @@
+"""ovspec in an application, in ten lines.
+
+python demos/embed.py [FOLDER]   a model exported by 'ovspec export', by default the demo pair of this clone
+"""
+
+import sys
+
+import ovspec
+
+lm = ovspec.load(sys.argv[1] if len(sys.argv) > 1 else "models/demo", draft="lookup,draft")
+for piece in lm.stream("import os\n\ndef main(", max_tokens=48):
+    print(piece.text, end="", flush=True)
+with lm.session() as session:  # a text whose KV cache is kept
+    session.append("\n\n# the best colour\ncolour = '")
+    print(session.text, session.select(["red", "green", "blue"], terminator="'").text, sep="")

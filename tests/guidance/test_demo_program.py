@@ -1,0 +1,25 @@
+"""demos/guided_program.py and docs/guidance.md with the guidance library installed."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import test_readme
+from test_demos import run
+
+
+def test_both_halves_run_and_a_draft_saves_inferences(pair: Path) -> None:
+    out = run("guided_program.py", pair)
+    assert "pip install" not in out
+    plain, drafted = re.findall(r"--- with_guidance.*\n([\s\S]*?)\n--- ([0-9]+) inferences", out)
+    assert plain[0] == drafted[0]
+    assert re.search(r'name = "[a-z]{3,12}"\nkind = "(server|client|library)"\nlicense = "', plain[0])
+    assert int(drafted[1]) < 0.6 * int(plain[1])
+
+
+def test_the_page_runs(pair: Path) -> None:
+    names = test_readme.run("docs/guidance.md", pair)
+    assert names["form"]["kind"] in ("server", "client")
+    assert names["lm"].stats.forks >= 1
+    assert names["lm"].stats.accepted > 0
