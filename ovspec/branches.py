@@ -117,7 +117,7 @@ class Branches:
     def __init__(self, model: LanguageModel, most: int = MOST_BRANCHES) -> None:
         self.served = Served()
         self._model, self._most = model, most
-        first = model._decoders()
+        first = model.decoders()
         drafter, self._lookahead = model.drafting({}, first, sampled=False)
         self._drafts = drafter is not None
         first.reset(1)
@@ -170,7 +170,7 @@ class Branches:
         while len(self._branches) >= self._most:
             self._drop(self._branches[0])
         if shared * MOST_COPIED < len(source.held) or not shared:
-            branch = Branch(self._model._decoders())
+            branch = Branch(self._model.decoders())
             branch.decoders.reset(1)
         else:
             known = {length: row for length, row in source.known.items() if length <= shared}
@@ -183,7 +183,7 @@ class Branches:
         """Drop what was used longest ago until so many tokens fit into memory."""
         while True:
             try:
-                return check_memory(self._model._irs(self._drafts), tokens)
+                return check_memory(self._model.irs(self._drafts), tokens)
             except OvspecError:
                 if len(self._branches) == 1:
                     raise

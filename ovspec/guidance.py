@@ -101,7 +101,7 @@ class OpenVINOTokenizer(Tokenizer):
         ids = {token["content"]: token["id"] for token in whole.get("added_tokens", [])}
         bos, eos = named(config, ids, "bos_token"), named(config, ids, "eos_token")
         if eos is None:
-            eos = min(lm.eos_ids, default=None)
+            eos = min(lm.generation_config.eos_ids, default=None)
         if eos is None:
             raise OvspecError(f"{lm.folder}: guidance needs a model with a token that ends a text.")
         try:

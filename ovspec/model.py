@@ -139,14 +139,14 @@ class LanguageModel:
         if context is not None and (context < 1 or (most and context > most)):
             raise OvspecError(f"context is {context}; it must be at least 1{f' and at most {most}' if most else ''}.")
         if context:
-            check_memory(self._irs(), context)
-        decoders = self._decoders()
+            check_memory(self.irs(), context)
+        decoders = self.decoders()
         decoders.reset(1)
         return Session(self, decoders, context)
 
     def cache_bytes(self, tokens: int) -> float:
         """About how much memory the KV caches of a text of so many tokens take, target and draft together."""
-        return sum(tokens * kv_bytes_per_token(ir) + recurrent_bytes(ir) for ir in self._irs())
+        return sum(tokens * kv_bytes_per_token(ir) + recurrent_bytes(ir) for ir in self.irs())
 
     def _generate_batch(self, prompts: list[Any], options: GenerateOptions, n: int) -> list[list[Result]]:
         if not prompts:
@@ -174,12 +174,12 @@ class LanguageModel:
             options: of these, what concerns all rows: ``batch_size`` and ``lookahead``.
             sampled: whether chance has a part in most of them.
         """
-        decoders = self._decoders()
+        decoders = self.decoders()
         decoders.reset(0)
         try:
             drafter, lookahead = self.drafting(options, decoders, sampled)
             count = batch_size(options)
-            limits = Limits(count, token_room(self._irs(drafter is not None), count))
+            limits = Limits(count, token_room(self.irs(drafter is not None), count))
             yield from generate_rows(decoders.target, drafter, rows, lookahead, limits)
         finally:
             self.release(decoders)
@@ -198,7 +198,7 @@ class LanguageModel:
         if context and most and context > most:
             raise OvspecError(f"A window of {context} tokens is longer than the model's context of {most}.")
         context = context or min(DEFAULT_CONTEXT, most or DEFAULT_CONTEXT)
-        decoders = self._decoders()
+        decoders = self.decoders()
         try:
             return measure(decoders.target, self.tokenizer.encode(text), context)
         finally:
@@ -206,7 +206,7 @@ class LanguageModel:
 
     def next_logits(self, prompt: Prompt) -> np.ndarray:
         """The target's logits (vocab,) float32 for the token after ``prompt``."""
-        decoders = self._decoders()
+        decoders = self.decoders()
         decoders.reset(1)
         logits = decoders.target.feed([self.encode(prompt)], [1])[0][0].copy()
         self.release(decoders)
@@ -279,7 +279,7 @@ class LanguageModel:
         bos = self.generation_config.bos
         constraints, count = self._constraining.make(sequence, params, options, eos, healable, bos)
         drafts = self._choice is not None and options.get("lookahead", self.lookahead) != 0
-        check_memory(self._irs(drafts), len(sequence) + max_tokens - held)
+        check_memory(self.irs(drafts), len(sequence) + max_tokens - held)
         if params.seed is not None or seed is None:
             seed = secrets.randbits(32) if params.seed is None else params.seed
         accept, function = options.get("accept", "compare"), options.get("sampler")
@@ -329,6 +329,18 @@ class LanguageModel:
         if context and tokens > context:
             raise OvspecError(f"The text would have {tokens} tokens, but the context is {context}; shorten it.")
 
+    def decoders(self) -> Decoders:
+        """Some that nobody uses, with whatever their rows hold; ``release`` takes them back."""
+        with contextlib.suppress(IndexError):  # one step, so that threads don't take the same one
+            return self._idle.pop()
+        known = self.tokenizer.known
+        draft = self.draft.decoder(known) if self.draft else None
+        return Decoders(self.target.decoder(known), self._drafter(draft), draft)
+
+    def irs(self, drafts: bool = True) -> list[CompiledIR]:
+        """The target's and, with ``drafts``, the draft model's."""
+        return [loaded.ir for loaded in (self.target, self.draft if drafts else None) if loaded]
+
     def fork(self, decoders: Decoders) -> Decoders:
         """Others that go on from what ``decoders`` hold."""
         draft = decoders.draft.fork() if decoders.draft else None
@@ -339,17 +351,6 @@ class LanguageModel:
         decoders.reset(0)
         if again:
             self._idle.append(decoders)
-
-    def _decoders(self) -> Decoders:
-        with contextlib.suppress(IndexError):  # one step, so that threads don't take the same one
-            return self._idle.pop()
-        known = self.tokenizer.known
-        draft = self.draft.decoder(known) if self.draft else None
-        return Decoders(self.target.decoder(known), self._drafter(draft), draft)
-
-    def _irs(self, drafts: bool = True) -> list[CompiledIR]:
-        """The target's and, with ``drafts``, the draft model's."""
-        return [loaded.ir for loaded in (self.target, self.draft if drafts else None) if loaded]
 
     def _drafter(self, draft: SessionDecoder | None) -> Drafter | None:
         if not self._choice:

@@ -109,7 +109,7 @@ def check(name: str, folder: Path, cache_dir: Path, expected: list[list[int]], r
     for engine in ("stateful", "auto"):
         lm = ovspec.load(folder, folder, engine=engine, precision="f32", cache_dir=cache_dir)
         paged = lm.target.engine == "paged"
-        decoders = lm._decoders()
+        decoders = lm.decoders()
         assert decoders.drafter
         decoders.drafter = Mistaken(decoders.drafter)
         lm.release(decoders)
