@@ -69,7 +69,7 @@ def trace(drafter: Drafter, text: list[int], start: int, params: SamplingParams,
 
 def record(folder: Path, temperature: float, options: dict[str, Any], prompts: int, tokens: int) -> dict[str, Any]:
     lm = ovspec.load(folder, True, lookahead=0, **options)
-    decoders = lm._decoders()
+    decoders = lm.decoders()
     model = decoders.drafter
     assert isinstance(model, DraftModel)
     params = SamplingParams(temperature=temperature)

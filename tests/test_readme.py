@@ -6,7 +6,14 @@ import re
 from pathlib import Path
 from typing import Any
 
+import pytest
 from conftest import ROOT
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Files that are written without a folder's name stay out of the repository."""
+    monkeypatch.chdir(tmp_path)
 
 
 def run(file: str, pair: Path) -> dict[str, Any]:
@@ -23,6 +30,7 @@ def test_the_readme_runs(pair: Path, capsys) -> None:
     assert names["result"].text
     assert len(names["results"]) == 2
     assert "]" not in names["colours"]
+    assert names["best"] in ("'red'", "'green'")
     assert names["sampled"].stats.seed == 1
     assert len(names["four"]) == 4
     assert names["lm"].generate(names["prompt"], max_tokens=40, lookahead=4).stats.accepted > 0
@@ -50,3 +58,10 @@ def np_tokens() -> Any:
 
 def test_the_page_on_constraints_runs(pair: Path) -> None:
     assert run("docs/constraints.md", pair)["answer"].text in ("yes", "no")
+
+
+def test_the_page_on_sessions_runs(pair: Path) -> None:
+    names = run("docs/sessions.md", pair)
+    assert names["kind"] in ("server", "client")
+    assert names["likely"] < 0
+    assert [message["role"] for message in names["chat"].messages] == ["system", *["user", "assistant"] * 2]
