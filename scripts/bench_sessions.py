@@ -64,14 +64,14 @@ def in_one(lm: ovspec.LanguageModel, piece: str, length: int) -> int:
     return len(prompt) + len(lm.generate(prompt, max_tokens=length - len(prompt), **PLAIN).token_ids)
 
 
-def costs(lm: ovspec.LanguageModel, piece: str, length: int) -> tuple[float, float]:
+def costs(lm: ovspec.LanguageModel, pieces: list[str], length: int) -> tuple[float, float]:
     """(seconds to read a piece and choose a token, seconds of a step) in the middle of a text of ``length`` tokens."""
     with lm.session() as session:
         while len(session) < length // 2 - PIECE:
-            session.append(piece)
+            session.append(pieces[0])
         session.generate(max_tokens=8, **PLAIN)
         reads = []
-        for _ in range(5):
+        for piece in pieces[1:8]:  # others each time: what has been read isn't read again, even behind a rewind
             mark = session.mark()
             session.append(piece)
             reads.append(session.generate(max_tokens=1, heal=False, **PLAIN).stats.ttft_ms / 1e3)
@@ -97,16 +97,15 @@ def program(lm: ovspec.LanguageModel, steps: int, tokens: int, rounds: int) -> N
             began = time.perf_counter()
             lengths[name] = run()
             seconds[name].append(time.perf_counter() - began)
-        read, step = costs(lm, pieces[1], length)
+        read, step = costs(lm, pieces, length)
         predicted.append((read + (length - PIECE - 1) * step) / (steps * (read + (tokens - 1) * step)))
     a, b, c, d = seconds.values()
 
     def ratio(over: list[float], under: list[float]) -> float:
         return statistics.median(x / y for x, y in zip(over, under, strict=True))
 
-    print(
-        f"{steps} steps of {PIECE} + {tokens} tokens, {rounds} rounds in turns, medians\n\n| | s | tokens |\n|---|---|---|"
-    )
+    print(f"{steps} steps of {PIECE} + {tokens} tokens, {rounds} rounds in turns, medians")
+    print("\n| | s | tokens |\n|---|---|---|")
     for name, times in seconds.items():
         print(f"| {name} | {statistics.median(times):.2f} | {lengths[name]} |")
     found = statistics.median(predicted)
