@@ -165,8 +165,10 @@ class Session:
     def reset(self) -> None:
         """Forget the text, and give the memory of its KV caches back."""
         self._cancel_stream()
+        decoders = self._open()
         self._go_to(EMPTY_TEXT)
-        self._open().reset(1)
+        decoders.reset(0)
+        decoders.reset(1)
 
     # ------------------------------------------------------------ generating
 
@@ -177,8 +179,12 @@ class Session:
         if options.get("heal") is None:
             options["heal"] = self._heals
         before, held = self.mark(), len(decoders.target.rows[0])
-        row = self.model.row(self.sequence, options, held=held, healable=self._healable, context=self._context)
-        drafter, lookahead = self.model.drafting(options, decoders, row.sampler.sampled)
+        try:
+            row = self.model.row(self.sequence, options, held=held, healable=self._healable, context=self._context)
+            drafter, lookahead = self.model.drafting(options, decoders, row.sampler.sampled)
+        except BaseException:
+            self._go_to(before)
+            raise
         running = True
 
         def end() -> None:
@@ -311,7 +317,7 @@ class Session:
 
     def _append_messages(self, messages: list[Message]) -> None:
         if len(self.sequence) and not self._messages:
-            raise OvspecError("Chat messages can't follow a text that isn't a chat; reset() the session first.")
+            raise OvspecError("Chat messages can't follow a text that isn't a chat; begin another session.")
         chat = [*self.messages, *messages]
         self._replace(self._rendered(chat))
         self._messages, self._answer_from = chat, len(self.sequence)

@@ -105,6 +105,7 @@ def load_session(path: Path, model: LanguageModel, decoders: Decoders) -> Mark:
         raise OvspecError(f"{path}: format {about['format']} is not known; update ovspec.")
     if caches["target"]["model"] != model_identity(model.folder):
         raise OvspecError(f"{path}: the session of another model, not of {model.folder}; load it with its own.")
+    model.encode(mark.tokens, begins=False)  # refuses unknown ids
     for name, loaded, decoder in parts(model, decoders):
         begin, saved_as = f"{name}/cache/", caches.get(name, {"tokens": 0})
         cache = {key.removeprefix(begin): values for key, values in arrays.items() if key.startswith(begin)}

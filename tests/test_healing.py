@@ -173,7 +173,13 @@ def test_an_error_leaves_the_prompt_whole(lm: ovspec.LanguageModel) -> None:
     with lm.session() as session:
         session.append("import os.pa")
         held = session.sequence.tokens.tolist()
-        for wrong in ({"max_tokens": 10**6}, {"top_k": 3}, {"regex": "("}, {"regex": "a", "choice": ["b"]}):
+        for wrong in (
+            {"max_tokens": 10**6},
+            {"top_k": 3},
+            {"regex": "("},
+            {"regex": "a", "choice": ["b"]},
+            {"lookahead": -1},
+        ):
             with pytest.raises(ovspec.OvspecError):
                 session.generate(**wrong)  # type: ignore[arg-type]
             assert session.sequence.tokens.tolist() == held
