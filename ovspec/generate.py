@@ -19,13 +19,16 @@ FinishReason = Literal["stop", "length", "eos", "cancelled"]
 class Piece:
     """What one round added to the text. ``finish_reason`` is None until the last piece.
 
-    ``logprobs`` has one entry for each token where they were asked for.
+    ``logprobs`` has one entry for each token where they were asked for. ``sources`` says of each token where it came
+    from: "target", the name of the drafter that had proposed it ("draft", "lookup", "own" or what it calls itself), or
+    "forced" where constraints left no other.
     """
 
     text: str
     token_ids: list[int]
     finish_reason: FinishReason | None = None
     logprobs: list[TokenLogprob] | None = None
+    sources: list[str] = field(default_factory=list)
 
 
 @dataclass
@@ -230,7 +233,8 @@ class Row:
             self.logprobs += logprobs
         self.token_ids += ids
         self.stats.generated_tokens = len(self.token_ids)
-        return Piece(shown, ids, self.finish_reason, logprobs)
+        sources = verdict.sources()
+        return Piece(shown, ids, self.finish_reason, logprobs, [sources[place] for place in counted])
 
     def _said_again(self, token: int) -> int | None:
         """How many bytes of ``token`` were taken back from the prompt; None where it has no other."""

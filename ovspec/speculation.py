@@ -32,6 +32,11 @@ class Verdict:
     source: str
     read: int
 
+    def sources(self) -> list[str]:
+        """Where each of ``tokens`` came from: "forced", the drafter's name, or "target"."""
+        proposed = ["forced"] * self.forced + [self.source] * self.accepted
+        return proposed + ["target"] * (len(self.tokens) - len(proposed))
+
 
 def speculate(target: Decoder, drafter: Drafter | None, round: Round) -> list[Verdict]:
     """One round over all rows: propose, verify, commit, and leave no trace of what was rejected.

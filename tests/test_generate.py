@@ -1,11 +1,13 @@
-"""Texts, how they end, sessions, Ctrl-C."""
+"""Texts, how they end, Ctrl-C."""
 
 from __future__ import annotations
 
 import functools
 import signal
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +18,7 @@ from hypothesis import strategies as st
 import ovspec
 from ovspec.generate import StopStrings
 from ovspec.model import LanguageModel
+from ovspec.sequence import Sequence
 
 Load = Callable[..., LanguageModel]
 
@@ -71,6 +74,35 @@ def test_pieces_add_up(load: Load, draft: bool) -> None:
     assert [piece.finish_reason for piece in pieces[:-1]] == [None] * (len(pieces) - 1)
     assert pieces[-1].finish_reason == result.finish_reason
     assert result.text == load(draft=draft).tokenizer.decode(result.token_ids)
+
+
+@pytest.mark.parametrize("draft", [False, True, "lookup", "lookup,draft"])
+@pytest.mark.parametrize(
+    "options", [{}, {"stop": "self"}, {"temperature": 1.0, "seed": 3}, {"regex": r"(import os\.path, [a-z]{3,9}\n){9}"}]
+)
+def test_pieces_say_where_each_token_came_from(load: Load, draft: bool | str, options: dict[str, Any]) -> None:
+    lm = load(draft=draft)
+    for lookahead in (0, 4, "auto") if draft else (0,):
+        stream = lm.stream(PROMPTS[3], max_tokens=60, lookahead=lookahead, **options)
+        pieces = list(stream)
+        assert all(len(piece.sources) == len(piece.token_ids) for piece in pieces)
+        found, stats = Counter(source for piece in pieces for source in piece.sources), stream.result().stats
+        accepted = {name: counts["accepted"] for name, counts in stats.drafters.items()}
+        expected = Counter(accepted) + Counter(forced=stats.forced)
+        assert found == expected + Counter(target=stats.generated_tokens - expected.total())
+        assert set(found) == {"target"} or lookahead
+        if lookahead == 4:
+            assert sum(accepted.values()) > 0
+            assert bool(stats.forced) == ("regex" in options)
+
+
+def test_where_tokens_came_from_is_in_order(load: Load) -> None:
+    """What is accepted of a proposal stands in front of the target's own token; what is cut off is not counted."""
+    lm = load(draft=True)
+    pieces = list(lm.stream(PROMPTS[3], max_tokens=61, lookahead=4, ignore_eos=True))
+    assert pieces[0].sources == ["target"]
+    assert {tuple(piece.sources) for piece in pieces[:-1]} <= {("draft",) * n + ("target",) for n in range(5)}
+    assert lm.row(Sequence(lm.encode("a")), {}).cancel().sources == []
 
 
 @pytest.mark.parametrize("draft", [False, True])
