@@ -109,6 +109,7 @@ def test_the_worker_measures_like_the_bench(vocabulary: Vocabulary) -> None:
         assert "error" in worker.ask(asdict(Task("lark", "start: nowhere", [[0]])))
 
 
+@pytest.mark.slow
 def test_a_short_run_and_its_tables(tmp_path: Path) -> None:
     out = tmp_path / "lines.jsonl"
     for option, expected in ((["--peers", "--out", str(out)], OURS), (["--out", str(out)], "apply, ovspec")):

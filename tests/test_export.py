@@ -246,6 +246,7 @@ def test_the_output_is_not_the_source(pair: Path, tmp_path: Path) -> None:
     assert contents(tmp_path) == before
 
 
+@pytest.mark.slow
 def test_architectures_that_cannot_be_exported(tmp_path: Path) -> None:
     """The reason is told in a sentence, be it unknown to transformers or refused by optimum."""
     for name, changes, message in [
@@ -280,6 +281,7 @@ def test_options_that_do_not_combine(tmp_path: Path, compression: Compression, m
         export_pair(TARGET, None, tmp_path / "out", compression)
 
 
+@pytest.mark.slow
 def test_a_group_size_that_does_not_fit_is_explained(tmp_path: Path) -> None:
     with pytest.raises(ovspec.OvspecError, match="Failed to apply group-wise quantization with group size value 7"):
         export_pair(DRAFT, None, tmp_path / "out", Compression("int4", group_size=7))

@@ -90,6 +90,7 @@ def test_folders_that_hold_something_else(tmp_path: Path) -> None:
     refused(DEMO / "openvino_model.xml", "is a file")
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_models_that_do_not_generate_text(tmp_path: Path) -> None:
     import transformers

@@ -63,6 +63,7 @@ def test_workers_that_fail_say_why(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert Worker("slow", {}, seconds=0.5).ready["error"] == "no answer within 0.5 s"
 
 
+@pytest.mark.slow
 def test_a_row_and_its_report(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -61,7 +61,7 @@ def test_neither_helps(target_ir: CompiledIR, monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("window", [24, pytest.param(3000, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("told", [True, False])
+@pytest.mark.parametrize("told", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_a_window_is_found_in_the_mask_itself(tmp_path: Path, window: int, told: bool) -> None:
     """Also one that no probe could reach by running the model, and one that the config is silent about."""
     from test_families import GROUPED, Family, export
