@@ -43,7 +43,7 @@ def chat(
     """Chat with the model in DIR (by default the embedded pair).
 
     What was said stays in the KV cache: each turn reads only what is new. A line is a message; end it with a
-    backslash, or put three quotes (\\"\\"\\") around it, for several lines (on a terminal Alt+Enter begins a new line).
+    backslash, or put three quotes (\"\"\") around it, for several lines (on a terminal Alt+Enter begins a new line).
     An empty line goes on with an answer that was cut off. Ctrl-C stops the answer and keeps the chat. An answer has
     up to 1024 tokens unless --max-tokens says otherwise. /help lists the commands: /reset, /undo, /system, /save,
     /load, /stats, /exit.
