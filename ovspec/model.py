@@ -230,13 +230,18 @@ class LanguageModel:
 
     def encode(self, prompt: Prompt, begins: bool = True) -> np.ndarray:
         """(n,) int64. ``begins``: the prompt starts a text and gets the model's BOS where it has one."""
+        if not isinstance(prompt, (str, list, tuple, np.ndarray)):
+            raise OvspecError(f"A prompt is a text, token ids or chat messages, not {prompt!r:.80}.")
         if begins and not len(prompt):
             return self.generation_config.beginning
         if isinstance(prompt, str):
             return self.tokenizer.encode(prompt) if begins else self.tokenizer.encode_more(prompt)
         if is_chat(prompt):
             return self.tokenizer.encode(self.render(list(prompt)), special=False)  # type: ignore[arg-type]
-        ids = np.asarray(prompt, dtype=np.int64)
+        try:
+            ids = np.asarray(prompt, dtype=np.int64)
+        except (TypeError, ValueError, OverflowError):
+            raise OvspecError(f"A prompt is a text, token ids or chat messages, not {prompt!r:.80}.") from None
         known = self.tokenizer.known
         unknown = known.first_unknown(ids)
         if unknown is not None:

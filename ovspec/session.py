@@ -124,6 +124,7 @@ class Session:
             OvspecError: messages behind a text that isn't a chat, or text or ids that can't be encoded.
         """
         self._cancel_stream()
+        self._open()
         if isinstance(prompt, dict):
             prompt = [prompt]
         if is_chat(prompt):
@@ -159,6 +160,7 @@ class Session:
         if not isinstance(mark, Mark):
             raise OvspecError(f"rewind needs what mark() gave, not {type(mark).__name__}.")
         self._cancel_stream()
+        self._open()
         self.model.encode(mark.tokens, begins=False)  # refuses another vocabulary's
         self._go_to(mark)
 
@@ -221,10 +223,12 @@ class Session:
             OvspecError: no options, equal ones, an empty one without a terminator, or no text before them in a model
                 without a token to begin with.
         """
-        if isinstance(options, str) or not options or not all(isinstance(option, str) for option in options):
+        if not isinstance(options, (list, tuple)) or not options or not all(isinstance(o, str) for o in options):
             raise OvspecError("select needs a list of texts, one at least.")
         if len(set(options)) < len(options):
             raise OvspecError("select needs options that differ.")
+        if terminator is not None and not isinstance(terminator, str):
+            raise OvspecError(f"terminator must be a text, not {type(terminator).__name__}.")
         if "" in options and not terminator:
             raise OvspecError("An empty option always wins; give a terminator, the text that follows it.")
         logprobs = [score.logprob for score in self._score([option + (terminator or "") for option in options])]
@@ -241,7 +245,7 @@ class Session:
         Raises:
             OvspecError: an empty text, or nothing before it in a model without a token to begin with.
         """
-        if not text:
+        if not isinstance(text, str) or not text:
             raise OvspecError("score needs a text.")
         return self._score([text])[0]
 

@@ -62,6 +62,8 @@ def save_session(path: Path, model: LanguageModel, decoders: Decoders, mark: Mar
     Raises:
         OvspecError: the file can't be written.
     """
+    if path.is_dir():
+        raise OvspecError(f"{path}: a folder; name a file for the session.")
     described = asdict(mark)
     arrays = {"tokens": described.pop("tokens")}
     caches: dict[str, Any] = {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -78,7 +79,7 @@ def test_commands_and_mistakes(ovspec_command: Run, tmp_path: Path) -> None:
         "still here",
     ]
     done = ovspec_command("chat", DEMO, *SHORT, stdin="\n".join(said))
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 1, "some of it failed, and nobody may have seen it"
     for text in (
         "There is no system message.",
         f"Saved to {file}.",
@@ -92,7 +93,7 @@ def test_commands_and_mistakes(ovspec_command: Run, tmp_path: Path) -> None:
         "There is no command /etc/passwd",
         "/undo takes nothing behind it.",
         "/system [TEXT]",
-        "more are asked for, but the context is 2048",
+        "The context of 2048 tokens is full",
     ):
         assert text in done.stderr, text
     assert len(done.stdout.splitlines()) >= 3
@@ -139,8 +140,16 @@ def test_generate_goes_on(ovspec_command: Run, tmp_path: Path) -> None:
         done = ovspec_command("generate", DEMO, "x", *arguments, "--session", file)
         assert done.returncode == 2, done.stderr
     done = ovspec_command("generate", DEMO, "x", "--session", tmp_path / "nowhere" / "file")
+    assert done.returncode == 2
+    assert "there is no folder" in done.stderr
+
+
+def test_an_answer_is_as_long_as_the_context_allows(ovspec_command: Run) -> None:
+    options = ("--context", "60", "--max-tokens", "30", "--ignore-eos", "--engine", "stateful")
+    done = ovspec_command("chat", DEMO, *options, stdin="hi\nmore\n/stats\n/undo\nmore\nand more\n")
+    assert "60 tokens in all of 60" in done.stderr
+    assert done.stderr.count("The context of 60 tokens is full; /undo takes back") == 1
     assert done.returncode == 1
-    assert "can't be written" in done.stderr
 
 
 def test_misuse_is_refused(ovspec_command: Run, tmp_path: Path) -> None:
@@ -188,6 +197,13 @@ def test_a_chat_in_a_terminal(command_environment: dict[str, str], tmp_path: Pat
     child.expect(pexpect.EOF)
     child.close()
     assert child.exitstatus == 0
+    (tmp_path / "s").unlink()
+    child = pexpect.spawn(sys.executable, command, env=environment, encoding="utf-8", timeout=60)  # type: ignore[arg-type]
+    child.expect(">>>")
+    child.kill(signal.SIGHUP)
+    child.expect(pexpect.EOF)
+    child.close()
+    assert child.exitstatus == 128 + signal.SIGHUP, "the terminal was closed"
     assert (tmp_path / "s").is_file()
     history = (tmp_path / "ovspec" / "chat_history").read_text(encoding="utf-8")
     assert "+write\n+a loop\n" in history

@@ -353,8 +353,14 @@ def test_misuse_is_refused(load: Load, session: ovspec.Session) -> None:
     for options in ([], "cat", ["a", "a"], ["a", ""], [1]):
         with pytest.raises(ovspec.OvspecError, match=r"select needs|empty option"):
             session.select(options)  # type: ignore[arg-type]
-    with pytest.raises(ovspec.OvspecError, match="score needs a text"):
-        session.score("")
+    for text in ("", 3, [3]):
+        with pytest.raises(ovspec.OvspecError, match="score needs a text"):
+            session.score(text)  # type: ignore[arg-type]
+    for prompt in (None, 3, b"abc", ["a", 3], {1, 2}):
+        with pytest.raises(ovspec.OvspecError, match="A prompt is a text, token ids or chat messages"):
+            session.append(prompt)  # type: ignore[arg-type]
+    with pytest.raises(ovspec.OvspecError, match="terminator must be a text"):
+        session.select(["a"], terminator=3)  # type: ignore[arg-type]
     with pytest.raises(ovspec.OvspecError, match="rewind needs what"):
         session.rewind(3)  # type: ignore[arg-type]
     with pytest.raises(ovspec.OvspecError, match="not in the vocabulary"):
@@ -369,7 +375,14 @@ def test_misuse_is_refused(load: Load, session: ovspec.Session) -> None:
         with pytest.raises(ovspec.OvspecError, match=f"context is {context}"):
             load().session(context=context)
     session.close()
-    for call in (session.fork, lambda: session.select(["a", "b"]), lambda: session.save("x"), session.reset):
+    for call in (
+        session.fork,
+        lambda: session.append("x"),
+        lambda: session.rewind(session.mark()),
+        lambda: session.select(["a", "b"]),
+        lambda: session.save("x"),
+        session.reset,
+    ):
         with pytest.raises(ovspec.OvspecError, match="closed"):
             call()
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -52,7 +54,7 @@ def chat(
     Examples:
       ovspec chat my-pair --draft
       ovspec chat my-pair --draft lookup,draft --system "Be brief." --temperature 0.7
-      ovspec chat my-pair --session monads.chat --context 8192
+      ovspec chat my-pair --session monads.chat --context 2000
     """
     draft = others["draft"]
     if draft is not None and folder is None and (Path(draft) / DRAFT_FOLDER).is_dir():
@@ -62,6 +64,8 @@ def chat(
     others["draft"] = draft
     if others["heal"]:
         raise click.UsageError("--heal can't be combined with a chat: behind the template's text nothing is healed.")
+    if session and not session.parent.is_dir():
+        raise click.UsageError(f"--session {session}: there is no folder {session.parent}.")
     loading, options = split_options(others)
     if options.get("n", 1) > 1:
         raise click.UsageError("--samples can't be combined with a chat, which goes on from one answer.")
@@ -72,29 +76,33 @@ def chat(
     import ovspec
     from ovspec.chat import chat_template
     from ovspec.cli import output
-    from ovspec.cli.prompting import reader
+    from ovspec.cli.prompting import at_terminal, reader
 
     lm = ovspec.load(folder, **loading)
     chat_template(lm.folder)  # a model without one is refused at once
     with lm.session(context) as opened:
         output.show_context(lm, context)
-        talk = Chat(opened, options, stats, context)
+        talk = Chat(opened, options, stats, context or lm.target.ir.context_length)
         if session and session.exists():
             load(talk, str(session))
         if system is not None:
             set_system(talk, system)
+        end_on_signals()
         try:
-            run(talk, reader())
+            whole = run(talk, reader())
         finally:
             if session:
                 opened.save(session)
+    if not whole and not at_terminal():
+        sys.exit(1)
 
 
 @dataclass
 class Chat:
-    """A chat that is going on. ``marks``: the text before each of the user's messages that can be taken back.
+    """A chat that is going on, which may grow to ``context`` tokens.
 
-    The ``system`` message goes with the first of these: templates may refuse it alone.
+    ``marks``: the text before each of the user's messages that can be taken back. The ``system`` message goes with the
+    first of these: templates may refuse it alone.
     """
 
     session: Session
@@ -106,22 +114,30 @@ class Chat:
     last: Result | None = None
 
 
-def run(talk: Chat, read: Callable[[], str]) -> None:
-    """Answer what is read until it ends."""
+def end_on_signals() -> None:
+    """Have a closed terminal and a polite kill end the chat as Ctrl-D does: with the session saved."""
+    for name in ("SIGHUP", "SIGTERM"):
+        if number := getattr(signal, name, None):
+            signal.signal(number, lambda number, _: sys.exit(128 + number))
+
+
+def run(talk: Chat, read: Callable[[], str]) -> bool:
+    """Answer what is read until it ends; whether all could be done."""
     from ovspec.errors import OvspecError
 
+    whole = True
     while True:
         try:
             text = read()
         except EOFError:
-            return
+            return whole
         except KeyboardInterrupt:
             note("Ctrl-D or /exit ends the chat.")
             continue
         name, _, argument = text.strip().partition(" ")
         try:
             if name in ("/exit", "/quit", "/bye"):
-                return
+                return whole
             if text.startswith("/"):
                 command(talk, name, argument.strip())
             elif text.strip():
@@ -129,6 +145,7 @@ def run(talk: Chat, read: Callable[[], str]) -> None:
             elif talk.last and talk.last.finish_reason in ("length", "cancelled"):
                 say(talk)
         except OvspecError as error:
+            whole = False
             click.secho(f"Error: {error}", fg="red", err=True)
 
 
@@ -152,8 +169,15 @@ def answer(talk: Chat, text: str) -> None:
 def say(talk: Chat) -> bool:
     """Stream the answer, or more of it; whether there was any."""
     from ovspec.cli import output
+    from ovspec.errors import OvspecError
 
-    talk.last, _ = output.run(talk.session.stream(**talk.options), show=True)
+    options = dict(talk.options)
+    if talk.context:
+        left = talk.context - len(talk.session)
+        if left < 1:
+            raise OvspecError(f"The context of {talk.context} tokens is full; /undo takes back, /reset begins anew.")
+        options["max_tokens"] = min(options["max_tokens"], left)
+    talk.last, _ = output.run(talk.session.stream(**options), show=True)
     click.echo()
     if talk.last.finish_reason == "length":
         note(f"Cut off after {talk.last.stats.generated_tokens} tokens; an empty line goes on.")
@@ -238,8 +262,7 @@ def show_stats(talk: Chat, _: str = "") -> None:
     if talk.last:
         read = talk.last.stats.prompt_tokens - talk.last.stats.cached_tokens
         click.echo(f"{output.summary(talk.last)}; {read} tokens read, the rest was in the cache", err=True)
-    most = talk.context or talk.session.model.target.ir.context_length
-    note(f"{len(talk.session)} tokens in all{f' of {most}' if most else ''}.")
+    note(f"{len(talk.session)} tokens in all{f' of {talk.context}' if talk.context else ''}.")
 
 
 def show_help(_: Chat, __: str = "") -> None:

@@ -96,6 +96,8 @@ def generate(
         raise click.UsageError("--logprobs needs --json.")
     if compare and options.get("n", 1) > 1:
         raise click.UsageError("--compare needs a single text; leave --samples out.")
+    if session and not session.parent.is_dir():
+        raise click.UsageError(f"--session {session}: there is no folder {session.parent}.")
     if session and (compare or options.get("n", 1) > 1):
         raise click.UsageError(f"--session needs a single text; leave {'--compare' if compare else '--samples'} out.")
     if context and (compare or options.get("n", 1) > 1):

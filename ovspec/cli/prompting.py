@@ -11,8 +11,12 @@ QUOTES = '"""'
 
 def reader() -> Callable[[], str]:
     """Reads a message each time it is called; raises EOFError where there is none, and KeyboardInterrupt."""
-    line = terminal() if sys.stdin.isatty() else from_pipe
+    line = terminal() if at_terminal() else from_pipe
     return lambda: message(line)
+
+
+def at_terminal() -> bool:
+    return sys.stdin is not None and sys.stdin.isatty()
 
 
 def message(line: Callable[[bool], str]) -> str:
@@ -30,7 +34,7 @@ def message(line: Callable[[bool], str]) -> str:
 
 def from_pipe(_: bool) -> str:
     # Not input(), which would give up on the first character that the locale doesn't have.
-    text = sys.stdin.buffer.readline()
+    text = sys.stdin.buffer.readline() if sys.stdin is not None else b""
     if not text:
         raise EOFError
     return text.decode("utf-8-sig", "replace").rstrip("\r\n")
