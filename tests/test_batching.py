@@ -89,7 +89,7 @@ def last_but(logits: np.ndarray, tokens: np.ndarray) -> int:
 
 
 @pytest.mark.usefixtures("small_pieces")
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", [pytest.param("stateful", marks=pytest.mark.slow), "paged"])
 def test_rows_that_join_with_what_constrains_them(load: Callable[..., ovspec.LanguageModel], engine: str) -> None:
     """Penalties, a sampler, healing and grammars, whose forced tokens may come while a prompt is read."""
     lm = load(draft="lookup,draft", engine=engine)

@@ -132,7 +132,7 @@ def test_branches_make_room_for_a_prompt(load: Load, monkeypatch: pytest.MonkeyP
     assert len(branches._branches) == 1
 
 
-@pytest.mark.parametrize("attention", ["mask", None])
+@pytest.mark.parametrize("attention", [pytest.param("mask", marks=pytest.mark.slow), None])
 def test_recurrent_states_are_taken_back(attention: str | None, tmp_path: Path, cache_dir: Path) -> None:
     model = hybrid.Hybrid(4096, attention)
     folder = hybrid.export(model, tmp_path / "ir", ROOT / "models" / "demo")

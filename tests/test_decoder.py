@@ -122,7 +122,7 @@ def test_dropped_rows_and_joined_rows(make_decoder: Callable[..., StatefulDecode
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(rows=st.integers(1, 3), operations=OPERATIONS.map(lambda ops: [op for op in ops if op[0] != "compact"]))
-@pytest.mark.parametrize("attention", ["mask", "alibi", None])
+@pytest.mark.parametrize("attention", ["mask", pytest.param("alibi", marks=pytest.mark.slow), None])
 def test_random_use_with_recurrent_states(
     hybrids: Callable[..., tuple[hybrid.Hybrid, RowByRow]],
     attention: str | None,

@@ -176,9 +176,8 @@ def test_family(name: str, tmp_path: Path, cache_dir: Path) -> None:
     check(name, tmp_path / "ir", cache_dir, expected, family.rollback, family.note)
 
 
-@pytest.mark.parametrize(
-    "name", ["convolution + SSM + attention", *(pytest.param(n, marks=pytest.mark.slow) for n in list(HYBRIDS)[1:])]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", HYBRIDS)
 def test_hybrid(name: str, tmp_path: Path, cache_dir: Path) -> None:
     attention, rollback = HYBRIDS[name]
     model = hybrid.Hybrid(VOCAB, attention)

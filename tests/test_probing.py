@@ -109,6 +109,7 @@ def test_remembered_by_model_and_setting(tmp_path: Path, monkeypatch: pytest.Mon
     assert len(probed) == 5
 
 
+@pytest.mark.slow
 def test_logits_that_are_not_numbers_are_refused(tmp_path: Path) -> None:
     model = hybrid.Hybrid(4096, None)
     model.head.data[:] = float("nan")
@@ -117,6 +118,7 @@ def test_logits_that_are_not_numbers_are_refused(tmp_path: Path) -> None:
         ovspec.load(folder, cache_dir=tmp_path / "cache")
 
 
+@pytest.mark.slow
 def test_snapshots_are_where_they_are_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A draft with recurrent states never starts over, and plain decoding hardly ever pays for a snapshot."""
     from test_families import Mistaken
@@ -147,6 +149,7 @@ def test_snapshots_are_where_they_are_needed(tmp_path: Path, monkeypatch: pytest
     assert max(widths[1:]) <= 4
 
 
+@pytest.mark.slow
 def test_replay_is_bounded(tmp_path: Path) -> None:
     """However often a proposal is rejected, at most REPLAY_AT settled tokens are fed again."""
     from ovspec.decoder import REPLAY_AT, catch_up
