@@ -11,7 +11,7 @@ from typing import Literal, get_args
 import numpy as np
 import openvino as ov
 
-from ovspec.decoder import COMPACT_AT, SessionDecoder, StatefulDecoder, decoder_of
+from ovspec.decoder import COMPACT_AT, SessionDecoder, StatefulDecoder
 from ovspec.device import DeviceOptions, check_device
 from ovspec.errors import OvspecError
 from ovspec.files import write_atomically
@@ -20,6 +20,7 @@ from ovspec.kv import Rollback
 from ovspec.memory import room_for
 from ovspec.paged import NotPaged, PagedDecoder, attention_windows, to_paged
 from ovspec.probing import UNBOUNDED, Probe, find_probe, mask_bound, memory_file
+from ovspec.row_by_row import decoder_of
 from ovspec.vocabulary import ALL_IDS, KnownIds
 
 EngineName = Literal["stateful", "paged"]

@@ -18,7 +18,7 @@ import openvino as ov
 import psutil
 from openvino import opset13 as ops
 
-from ovspec.decoder import Decoder, StatefulDecoder, decoder_of
+from ovspec.decoder import Decoder, StatefulDecoder
 from ovspec.device import DeviceOptions, core, default_kv_precision
 from ovspec.engine import AGREES, EXACT, EngineName, compile_paged, verdict_on_paged
 from ovspec.errors import OvspecError
@@ -40,6 +40,7 @@ from ovspec.profile import (
     known_profile,
     largest_group,
 )
+from ovspec.row_by_row import decoder_of
 from ovspec.tokenizer import Tokenizer
 
 TEXT = Path(__file__).with_name("tuning_text.txt")

@@ -14,13 +14,14 @@ from conftest import ROOT, Reference
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ovspec.decoder import RowByRow, StatefulDecoder, catch_up
+from ovspec.decoder import StatefulDecoder, catch_up
 from ovspec.device import EXACT_KV_PRECISIONS, DeviceOptions, compile_properties
 from ovspec.ir import compile_ir
 from ovspec.kv import Rollback
 from ovspec.paged import PagedDecoder
 from ovspec.probing import probe_rollback
 from ovspec.reading import share_beginnings
+from ovspec.row_by_row import RowByRow
 from ovspec.sequence import EMPTY, Sequence
 
 TOKENS = st.lists(st.integers(3, 4095), max_size=6)

@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from ovspec.decoder import decoder_of
 from ovspec.device import DeviceOptions
 from ovspec.ir import compile_ir
 from ovspec.perplexity import DEFAULT_CONTEXT, check_length, log_softmax, predictions, windows
 from ovspec.probing import find_probe
+from ovspec.row_by_row import decoder_of
 from ovspec.tokenizer import Tokenizer
 
 
