@@ -25,10 +25,10 @@ import gradio as gr
 from gradio.themes import Default
 
 import ovspec
-from ovspec.device import available_devices
 from ovspec.drafting.choice import parse_draft
+from ovspec.ir.device import available_devices
 from ovspec.loading import embedded_pair
-from ovspec.manifest import DRAFT_FOLDER
+from ovspec.setup.manifest import DRAFT_FOLDER
 
 PROMPT = "import json\n\ndef read_config(path):\n    with open(path) as file:\n"
 DRAFTERS = {"draft": "draft model", "lookup": "lookup", "lookup,draft": "lookup, then draft model"}

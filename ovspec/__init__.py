@@ -10,33 +10,33 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ovspec.drafting import Drafter as Drafter
+    from ovspec.drafting.drafter import Drafter as Drafter
     from ovspec.errors import OvspecError as OvspecError
-    from ovspec.generate import Piece as Piece
-    from ovspec.generate import Result as Result
-    from ovspec.generate import Stats as Stats
     from ovspec.loading import load as load
+    from ovspec.loop.results import Piece as Piece
+    from ovspec.loop.results import Result as Result
+    from ovspec.loop.results import Stats as Stats
+    from ovspec.loop.scoring import Score as Score
+    from ovspec.loop.scoring import Selection as Selection
     from ovspec.model import LanguageModel as LanguageModel
-    from ovspec.sampling import SamplingParams as SamplingParams
-    from ovspec.scoring import Score as Score
-    from ovspec.scoring import Selection as Selection
+    from ovspec.options import SamplingParams as SamplingParams
     from ovspec.session import Mark as Mark
     from ovspec.session import Session as Session
 
 __version__ = "0.1.0"
 
 _HOMES = {
-    "Drafter": "ovspec.drafting",
-    "SamplingParams": "ovspec.sampling",
+    "Drafter": "ovspec.drafting.drafter",
+    "SamplingParams": "ovspec.options",
     "OvspecError": "ovspec.errors",
-    "Piece": "ovspec.generate",
-    "Result": "ovspec.generate",
-    "Stats": "ovspec.generate",
+    "Piece": "ovspec.loop.results",
+    "Result": "ovspec.loop.results",
+    "Stats": "ovspec.loop.results",
     "LanguageModel": "ovspec.model",
     "load": "ovspec.loading",
     "Mark": "ovspec.session",
-    "Score": "ovspec.scoring",
-    "Selection": "ovspec.scoring",
+    "Score": "ovspec.loop.scoring",
+    "Selection": "ovspec.loop.scoring",
     "Session": "ovspec.session",
 }
 __all__ = [

@@ -17,15 +17,15 @@ import numpy as np
 import openvino as ov
 
 from ovspec import __version__
+from ovspec.decoders.sequence import Sequence
 from ovspec.drafting.choice import DraftChoice
+from ovspec.drafting.costs import Costs
 from ovspec.errors import OvspecError
-from ovspec.generate import Result
-from ovspec.ir import MODEL_FILE
-from ovspec.lookahead import Costs
+from ovspec.ir.compile import MODEL_FILE
+from ovspec.loop.results import Result
 from ovspec.model import LanguageModel
 from ovspec.options import GenerateOptions
-from ovspec.sampler import AcceptRule
-from ovspec.sequence import Sequence
+from ovspec.sampling.samplers import AcceptRule
 
 Mode = Literal["plain", "draft", "lookup", "chain", "auto"]
 MODES: tuple[Mode, ...] = ("plain", "draft", "lookup", "chain", "auto")

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import secrets
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from ovspec.errors import OvspecError
 
@@ -43,3 +45,13 @@ def replaced(path: Path) -> Iterator[Path]:
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file, {} where there is no such file."""
+    if not path.is_file():
+        return {}
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise OvspecError(f"{path}: not valid JSON ({error}); export the model again.") from None

@@ -9,19 +9,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
-from ovspec.decoder import COMPACT_AT
-from ovspec.device import DeviceOptions
+from ovspec.decoders.stateful import COMPACT_AT
 from ovspec.drafting.choice import Draft, parse_draft
-from ovspec.engine import ENGINES, EngineChoice, LoadedIR
 from ovspec.errors import OvspecError
-from ovspec.ir import check_ir_folder
-from ovspec.manifest import DRAFT_FOLDER, read_manifest, restore_backup
+from ovspec.ir.compile import check_ir_folder
+from ovspec.ir.device import DeviceOptions
 from ovspec.model import LanguageModel
 from ovspec.options import check_lookahead
-from ovspec.pairing import check_same_vocabulary
-from ovspec.probing import Probe
-from ovspec.profile import load_with
-from ovspec.tuning import tune_if_new
+from ovspec.setup.engine import ENGINES, CompiledModel, EngineChoice
+from ovspec.setup.manifest import DRAFT_FOLDER, read_manifest, restore_backup
+from ovspec.setup.probing import Probe
+from ovspec.setup.profile import load_with
+from ovspec.setup.tuning import tune_if_new
+from ovspec.text.pairing import check_same_vocabulary
 
 
 def embedded_pair() -> Path:
@@ -89,7 +89,7 @@ def load(
             raise OvspecError("export=True needs the model to export: a checkpoint folder or a hub id.")
         if draft is True:
             raise OvspecError("export=True needs the draft's checkpoint by name, not draft=True.")
-        from ovspec.exporting import export_to_cache
+        from ovspec.setup.exporting import export_to_cache
 
         if draft and not isinstance(draft, (str, Path)):
             raise OvspecError("export=True needs the draft's checkpoint by name.")
@@ -129,6 +129,6 @@ def load(
 
 def _load_ir(
     folder: Path, options: DeviceOptions, engine: EngineChoice, probe: Probe | None, compact_at: int, tune: bool
-) -> LoadedIR:
+) -> CompiledModel:
     profile = tune_if_new(folder, options, lambda text: print(text, file=sys.stderr, flush=True)) if tune else None
     return load_with(profile, folder, options, engine, probe, compact_at)

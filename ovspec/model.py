@@ -13,29 +13,31 @@ from typing import Any, Unpack, overload
 
 import numpy as np
 
-from ovspec.batching import Limits, generate_rows
-from ovspec.chat import Message, chat_template, is_chat
 from ovspec.constraints.maker import ConstraintMaker, grammar_asked
-from ovspec.decoder import SessionDecoder
-from ovspec.drafting import Drafter
+from ovspec.decoders.base import SessionDecoder
+from ovspec.decoders.sequence import Sequence
 from ovspec.drafting.chain import Chain
 from ovspec.drafting.choice import DraftChoice
+from ovspec.drafting.costs import Costs
 from ovspec.drafting.draft_model import DraftModel
+from ovspec.drafting.drafter import Drafter
+from ovspec.drafting.lookahead import Lookahead
 from ovspec.drafting.lookup import Lookup, corpus_of
-from ovspec.engine import LoadedIR
 from ovspec.errors import OvspecError
 from ovspec.files import read_text
-from ovspec.generate import Piece, Result, Row
-from ovspec.generation_config import GenerationConfig
-from ovspec.ir import CompiledIR
-from ovspec.lookahead import Costs, Lookahead
-from ovspec.memory import check_memory, kv_bytes_per_token, recurrent_bytes, token_room
+from ovspec.ir.compile import CompiledIR
+from ovspec.ir.memory import check_memory, kv_bytes_per_token, recurrent_bytes, token_room
+from ovspec.loop.perplexity import DEFAULT_CONTEXT, Perplexity, measure
+from ovspec.loop.results import Piece, Result
+from ovspec.loop.row import Row
+from ovspec.loop.scheduler import Limits, generate_rows
 from ovspec.options import GenerateOptions, batch_size, check_lookahead, params_of
-from ovspec.perplexity import DEFAULT_CONTEXT, Perplexity, measure
-from ovspec.sampler import sampler_of
-from ovspec.sequence import Sequence
+from ovspec.sampling.samplers import sampler_of
 from ovspec.session import Session, TextStream
-from ovspec.tokenizer import Tokenizer
+from ovspec.setup.engine import CompiledModel
+from ovspec.text.chat_template import Message, chat_template, is_chat
+from ovspec.text.generation_config import GenerationConfig
+from ovspec.text.tokenizer import Tokenizer
 
 # A text, token ids, or chat messages for the model's chat template.
 Prompt = str | list[int] | np.ndarray | list[Message]
@@ -66,8 +68,8 @@ class LanguageModel:
     def __init__(
         self,
         folder: Path,
-        target: LoadedIR,
-        draft: LoadedIR | None = None,
+        target: CompiledModel,
+        draft: CompiledModel | None = None,
         choice: DraftChoice | None = None,
         lookahead: int | None = None,
         corpus: list[Path] | None = None,

@@ -3,15 +3,110 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
-from dataclasses import fields, replace
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal, TypedDict, get_args
 
-from ovspec.constraints.processors import LogitsProcessor
 from ovspec.errors import OvspecError
-from ovspec.sampler import AcceptRule, SampleFunction
-from ovspec.sampling import SamplingParams
+
+AcceptRule = Literal["compare", "rejection"]
+ACCEPT_RULES = get_args(AcceptRule)
+# (logits (1, vocab) float32, all tokens so far (n,) int64, **keywords) -> token id
+SampleFunction = Callable[..., Any]
+# (all tokens so far (n,) int64, logits (1, vocab) float32) -> logits of the same shape
+LogitsProcessor = Callable[[Any, Any], Any]
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """What a text depends on, besides prompt and model.
+
+    max_tokens: tokens to generate at most; by default the generation config's ``max_new_tokens`` or 256, and never
+        past the model's context. Asking for more than fits is an error.
+    min_tokens: before so many tokens, nothing ends the text.
+    stop: one string or several; the text ends in front of the first that appears.
+    stop_ids: ids that end the text, as an end-of-sequence token does.
+    ignore_eos: go on after an end-of-sequence token.
+    temperature: 0 is greedy; 1 the model's own distribution.
+    top_k: only the so many most likely tokens; 0 for all.
+    top_p: only the most likely tokens that together have this probability.
+    min_p: only tokens with at least this share of the most likely one's probability.
+    typical_p: only the most typical tokens that together have this probability (arXiv 2202.00666).
+    repetition_penalty: divides positive and multiplies negative logits of tokens in prompt or text; by default the
+        generation config's, or 1.
+    presence_penalty: taken off the logits of tokens that the generated text has.
+    frequency_penalty: taken off them once for each time.
+    logit_bias: token id -> added to its logit; -inf bans it.
+    seed: the same seed gives the same text, with any draft or none, alone or in a batch; by default a random one,
+        which ``Stats.seed`` tells.
+    n: texts to generate for each prompt.
+    logprobs: for each token its log-probability, and those of the so many most likely, in the model's own
+        distribution, before anything above.
+    """
+
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    stop: str | list[str] = field(default_factory=list)
+    stop_ids: list[int] = field(default_factory=list)
+    ignore_eos: bool = False
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    typical_p: float = 1.0
+    repetition_penalty: float | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    seed: int | None = None
+    n: int = 1
+    logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        """Raises OvspecError where a value is out of range."""
+        rules = {
+            "max_tokens": (self.max_tokens is None or self.max_tokens >= 1, "at least 1"),
+            "min_tokens": (self.min_tokens is None or self.min_tokens >= 0, "0 or more"),
+            "temperature": (0 <= self.temperature < math.inf, "0 (greedy) or more"),
+            "top_k": (self.top_k >= 0, "0 (all) or more"),
+            "top_p": (0 < self.top_p <= 1, "above 0 and at most 1"),
+            "min_p": (0 <= self.min_p <= 1, "from 0 to 1"),
+            "typical_p": (0 < self.typical_p <= 1, "above 0 and at most 1"),
+            "repetition_penalty": (
+                self.repetition_penalty is None or 0 < self.repetition_penalty < math.inf,
+                "above 0",
+            ),
+            "presence_penalty": (math.isfinite(self.presence_penalty), "a finite number"),
+            "frequency_penalty": (math.isfinite(self.frequency_penalty), "a finite number"),
+            "seed": (self.seed is None or 0 <= self.seed < 2**63, "from 0 to 2**63 - 1"),
+            "n": (self.n >= 1, "at least 1"),
+            "logprobs": (self.logprobs is None or self.logprobs >= 0, "0 or more"),
+        }
+        for name, (right, range_) in rules.items():
+            if not right:
+                raise OvspecError(f"{name} is {getattr(self, name)}; it must be {range_}.")
+        if any(math.isnan(bias) or bias == math.inf for bias in self.logit_bias.values()):
+            raise OvspecError("logit_bias must be numbers, or -inf to ban a token.")
+        if not all(self.stop_strings):
+            raise OvspecError("A stop string is empty; leave it out.")
+        if self.min_tokens and self.max_tokens and self.min_tokens > self.max_tokens:
+            raise OvspecError(f"min_tokens is {self.min_tokens}, more than max_tokens, {self.max_tokens}.")
+
+    @property
+    def stop_strings(self) -> list[str]:
+        return [self.stop] if isinstance(self.stop, str) else list(self.stop)
+
+    @property
+    def penalizes(self) -> bool:
+        """Whether logits depend on the tokens before them."""
+        repeats = self.repetition_penalty not in (None, 1.0)
+        return repeats or self.presence_penalty != 0 or self.frequency_penalty != 0
+
+    @property
+    def truncates(self) -> bool:
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0 or self.typical_p < 1
 
 
 class GenerateOptions(TypedDict, total=False):

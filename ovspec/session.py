@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Unpack
 
 import numpy as np
 
-from ovspec.batching import generate_rows
-from ovspec.chat import Message, is_chat
+from ovspec.decoders.sequence import Sequence, common_prefix
 from ovspec.errors import OvspecError
-from ovspec.generate import Piece, Result, Row
-from ovspec.scoring import Score, Selection, score_texts
-from ovspec.sequence import Sequence, common_prefix
+from ovspec.loop.results import Piece, Result
+from ovspec.loop.row import Row
+from ovspec.loop.scheduler import generate_rows
+from ovspec.loop.scoring import Score, Selection, score_texts
+from ovspec.text.chat_template import Message, is_chat
 
 if TYPE_CHECKING:
     from ovspec.model import Decoders, LanguageModel, Prompt

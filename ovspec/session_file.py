@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import openvino as ov
 
-from ovspec.decoder import SessionDecoder
-from ovspec.engine import LoadedIR
+from ovspec.decoders.base import SessionDecoder
 from ovspec.errors import OvspecError
 from ovspec.files import replaced
-from ovspec.ir import MODEL_FILE
+from ovspec.ir.compile import MODEL_FILE
 from ovspec.session import Mark
-from ovspec.vocabulary import TOKENIZER_FILE
+from ovspec.setup.engine import CompiledModel
+from ovspec.text.vocabulary import TOKENIZER_FILE
 
 if TYPE_CHECKING:
     from ovspec.model import Decoders, LanguageModel
@@ -48,7 +48,7 @@ def model_identity(folder: Path) -> str:
     return found.hexdigest()
 
 
-def cache_setting(loaded: LoadedIR) -> str:
+def cache_setting(loaded: CompiledModel) -> str:
     """What the values in a model's cache depend on, besides model and text."""
     compiled, ir = loaded.ir.compiled, loaded.ir
     known = set(compiled.get_property("SUPPORTED_PROPERTIES"))
@@ -125,12 +125,12 @@ def load_session(path: Path, model: LanguageModel, decoders: Decoders) -> Mark:
     return mark
 
 
-def described_cache(loaded: LoadedIR) -> dict[str, str]:
+def described_cache(loaded: CompiledModel) -> dict[str, str]:
     """What must be the same for a cache to be taken up."""
     return {"model": model_identity(loaded.ir.folder), "setting": cache_setting(loaded)}
 
 
-def parts(model: LanguageModel, decoders: Decoders) -> list[tuple[str, LoadedIR, SessionDecoder]]:
+def parts(model: LanguageModel, decoders: Decoders) -> list[tuple[str, CompiledModel, SessionDecoder]]:
     """(name, model, decoder) of the target and, where there is one, the draft."""
     found = [("target", model.target, decoders.target)]
     return [*found, ("draft", model.draft, decoders.draft)] if model.draft and decoders.draft else found

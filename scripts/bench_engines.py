@@ -21,14 +21,14 @@ import numpy as np
 import openvino as ov
 
 from ovspec.bench import bytes_a_step, read_bandwidth
-from ovspec.decoder import Decoder, StatefulDecoder
-from ovspec.device import DeviceOptions, available_devices
-from ovspec.engine import compile_paged
-from ovspec.ir import compile_ir
-from ovspec.kv import Rollback
-from ovspec.paged import PagedDecoder
-from ovspec.profile import Setting, known_profile
-from ovspec.tuning import tokens_of
+from ovspec.decoders.base import Decoder, Rollback
+from ovspec.decoders.paged import PagedDecoder
+from ovspec.decoders.stateful import StatefulDecoder
+from ovspec.ir.compile import compile_ir
+from ovspec.ir.device import DeviceOptions, available_devices
+from ovspec.setup.engine import compile_paged
+from ovspec.setup.profile import Setting, known_profile
+from ovspec.setup.tuning import tokens_of
 
 WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16)
 REPEATS = 5

@@ -15,8 +15,8 @@ from pathlib import Path
 import numpy as np
 
 import ovspec
-from ovspec.decoder import Decoder
-from ovspec.large_pages import LargePages
+from ovspec.decoders.base import Decoder
+from ovspec.ir.large_pages import LargePages
 
 WIDTHS = (1, 2, 5, 9)
 IDS = 1000  # any below that will do

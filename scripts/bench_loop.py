@@ -16,13 +16,13 @@ from pathlib import Path
 import numpy as np
 
 import ovspec
-from ovspec.engine import LoadedIR
-from ovspec.paged import PagedDecoder
+from ovspec.decoders.paged import PagedDecoder
+from ovspec.setup.engine import CompiledModel
 
 PROMPT = "import os\nimport sys\n\n\ndef find_executable(name, path=None):\n    "
 
 
-def bare_loop(loaded: LoadedIR, ids: np.ndarray, tokens: int) -> tuple[float, list[int]]:
+def bare_loop(loaded: CompiledModel, ids: np.ndarray, tokens: int) -> tuple[float, list[int]]:
     """(milliseconds a token behind the second, what was said)"""
     decoder = PagedDecoder(loaded.ir)
     said = [int(decoder.feed([ids], [1])[0][0].argmax())]

@@ -25,10 +25,10 @@ from typing import Any
 import numpy as np
 
 import ovspec
-from ovspec.chat import Message
+from ovspec.text.chat_template import Message
 
 TEXTS = json.loads((Path(__file__).resolve().parent.parent / "models" / "prompts.json").read_text(encoding="utf-8"))
-PIECE = 36
+JOINING_CHUNK = 36
 PLAIN: dict[str, Any] = {"ignore_eos": True, "lookahead": 0}
 
 
@@ -67,7 +67,7 @@ def in_one(lm: ovspec.LanguageModel, piece: str, length: int) -> int:
 def costs(lm: ovspec.LanguageModel, pieces: list[str], length: int) -> tuple[float, float]:
     """(seconds to read a piece and choose a token, seconds of a step) in the middle of a text of ``length`` tokens."""
     with lm.session() as session:
-        while len(session) < length // 2 - PIECE:
+        while len(session) < length // 2 - JOINING_CHUNK:
             session.append(pieces[0])
         session.generate(max_tokens=8, **PLAIN)
         reads = []
@@ -81,7 +81,7 @@ def costs(lm: ovspec.LanguageModel, pieces: list[str], length: int) -> tuple[flo
 
 
 def program(lm: ovspec.LanguageModel, steps: int, tokens: int, rounds: int) -> None:
-    pieces = cut(lm, PIECE, steps)
+    pieces = cut(lm, JOINING_CHUNK, steps)
     length = in_a_session(lm, pieces, tokens, False)  # warm
     ways: dict[str, Callable[[], int]] = {
         "(a) session, healed": lambda: in_a_session(lm, pieces, tokens, True),
@@ -98,13 +98,13 @@ def program(lm: ovspec.LanguageModel, steps: int, tokens: int, rounds: int) -> N
             lengths[name] = run()
             seconds[name].append(time.perf_counter() - began)
         read, step = costs(lm, pieces, length)
-        predicted.append((read + (length - PIECE - 1) * step) / (steps * (read + (tokens - 1) * step)))
+        predicted.append((read + (length - JOINING_CHUNK - 1) * step) / (steps * (read + (tokens - 1) * step)))
     a, b, c, d = seconds.values()
 
     def ratio(over: list[float], under: list[float]) -> float:
         return statistics.median(x / y for x, y in zip(over, under, strict=True))
 
-    print(f"{steps} steps of {PIECE} + {tokens} tokens, {rounds} rounds in turns, medians")
+    print(f"{steps} steps of {JOINING_CHUNK} + {tokens} tokens, {rounds} rounds in turns, medians")
     print("\n| | s | tokens |\n|---|---|---|")
     for name, times in seconds.items():
         print(f"| {name} | {statistics.median(times):.2f} | {lengths[name]} |")

@@ -23,11 +23,11 @@ from typing import Any
 import numpy as np
 
 import ovspec
-from ovspec.decoder import StatefulDecoder
-from ovspec.device import DeviceOptions, available_devices
-from ovspec.ir import compile_ir
-from ovspec.kv import Rollback
-from ovspec.tokenizer import Tokenizer
+from ovspec.decoders.base import Rollback
+from ovspec.decoders.stateful import StatefulDecoder
+from ovspec.ir.compile import compile_ir
+from ovspec.ir.device import DeviceOptions, available_devices
+from ovspec.text.tokenizer import Tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
 CHECKPOINTS = ROOT / "models" / "demo-hf"

@@ -77,7 +77,7 @@ def test(arguments: list[str]) -> None:
 
 def test_guidance(arguments: list[str]) -> None:
     install(GUIDANCE_VENV, "test-guidance")
-    run(python(GUIDANCE_VENV), "-m", "pytest", "tests/guidance", *arguments)
+    run(python(GUIDANCE_VENV), "-m", "pytest", "tests/integrations/guidance", *arguments)
 
 
 def lint() -> None:

@@ -1,6 +1,6 @@
-"""Record what tests/test_lookahead.py replays: what drafting and verifying cost, and which guesses would have stood.
+"""Record what tests/drafting/test_lookahead.py replays: costs of drafting and verifying, guesses that would stand.
 
-    python scripts/record_traces.py NAME=DIR [NAME=DIR ...] [-o tests/traces] [--precision f32]
+    python scripts/record_traces.py NAME=DIR [NAME=DIR ...] [-o tests/drafting/traces] [--precision f32]
 
 For each pair in DIR and for temperatures 0 and 1, texts are generated without a draft. At every place of them the
 draft model and lookup then propose up to 12 tokens, and it is noted how sure they were and how many of them the text
@@ -19,16 +19,16 @@ from typing import Any
 import numpy as np
 
 import ovspec
-from ovspec.constraints import Constraints
+from ovspec.constraints.base import Constraints
 from ovspec.constraints.processors import processing
-from ovspec.decoder import Decoder
-from ovspec.drafting import Drafter, Round
+from ovspec.decoders.base import Decoder
+from ovspec.decoders.sequence import Sequence
 from ovspec.drafting.draft_model import DraftModel
+from ovspec.drafting.drafter import Drafter, Round
+from ovspec.drafting.lookahead import Lookahead
 from ovspec.drafting.lookup import Lookup
-from ovspec.lookahead import Lookahead
-from ovspec.sampler import sampler_of
-from ovspec.sampling import SamplingParams
-from ovspec.sequence import Sequence
+from ovspec.options import SamplingParams
+from ovspec.sampling.samplers import sampler_of
 
 ROOT = Path(__file__).resolve().parent.parent
 PROMPTS = [entry["text"] for entry in json.loads((ROOT / "models" / "prompts.json").read_text("utf-8"))["prompts"]]

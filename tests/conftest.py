@@ -19,12 +19,12 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ["OVSPEC_TUNE"] = "0"  # what is fastest must not change what is tested
 
 import ovspec
-from ovspec.decoder import StatefulDecoder
-from ovspec.device import DeviceOptions
-from ovspec.engine import compile_paged
-from ovspec.ir import CompiledIR, compile_ir
-from ovspec.kv import Rollback
-from ovspec.paged import PagedDecoder
+from ovspec.decoders.base import Rollback
+from ovspec.decoders.paged import PagedDecoder
+from ovspec.decoders.stateful import StatefulDecoder
+from ovspec.ir.compile import CompiledIR, compile_ir
+from ovspec.ir.device import DeviceOptions
+from ovspec.setup.engine import compile_paged
 
 ROOT = Path(__file__).resolve().parent.parent
 CHECKPOINTS = ROOT / "models" / "demo-hf"

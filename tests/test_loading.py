@@ -17,13 +17,13 @@ from click.testing import CliRunner
 from conftest import PROMPTS, ROOT
 
 import ovspec
-import ovspec.memory
+import ovspec.ir.memory
 from ovspec.cli import cli
-from ovspec.device import DeviceOptions
-from ovspec.inspection import inspect, weight_shares
-from ovspec.ir import compile_ir
-from ovspec.manifest import read_manifest
-from ovspec.memory import check_memory, kv_bytes_per_token
+from ovspec.ir.compile import compile_ir
+from ovspec.ir.device import DeviceOptions
+from ovspec.ir.memory import check_memory, kv_bytes_per_token
+from ovspec.setup.inspection import inspect, weight_shares
+from ovspec.setup.manifest import read_manifest
 
 DEMO = ROOT / "models" / "demo"
 
@@ -94,8 +94,8 @@ def test_folders_that_hold_something_else(tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore")
 def test_models_that_do_not_generate_text(tmp_path: Path) -> None:
     import transformers
+    from families import GROUPED, SIZES
     from optimum.exporters.openvino import main_export
-    from test_families import GROUPED, SIZES
 
     bert: dict[str, Any] = SIZES | {"intermediate_size": 64}
     llama: dict[str, Any] = GROUPED
@@ -215,7 +215,7 @@ def test_a_text_that_cannot_fit_into_memory_is_refused(
     check_memory([ir], 1000)
     with pytest.raises(ovspec.OvspecError, match=r"takes about \d+\.\d GB and \d+\.\d GB of memory are free"):
         check_memory([ir], 10**9)
-    monkeypatch.setattr(ovspec.memory, "kv_bytes_per_token", lambda _: 1e12)
+    monkeypatch.setattr(ovspec.ir.memory, "kv_bytes_per_token", lambda _: 1e12)
     with pytest.raises(ovspec.OvspecError, match="lower max_tokens"):
         load().generate("def f(", max_tokens=5)
 

@@ -19,9 +19,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ovspec
+from ovspec.decoders.paged import PagedDecoder
+from ovspec.decoders.sequence import Sequence, common_prefix
 from ovspec.model import LanguageModel
-from ovspec.paged import PagedDecoder
-from ovspec.sequence import Sequence, common_prefix
 
 Load = Callable[..., LanguageModel]
 DRAFTS: list[Any] = [None, True, "lookup", "lookup,draft"]
@@ -520,7 +520,7 @@ def test_each_turn_goes_on_from_the_last(session: ovspec.Session, load: Load) ->
 
 def test_a_template_that_forgets_is_followed(session: ovspec.Session, monkeypatch: pytest.MonkeyPatch) -> None:
     """As those of models that think, which leave out what was thought in earlier turns."""
-    from ovspec.chat import ChatTemplate
+    from ovspec.text.chat_template import ChatTemplate
 
     source = (
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content.split('</think>')[-1] }}<|im_end|>\n"

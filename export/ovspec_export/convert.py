@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from ovspec.errors import OvspecError
-from ovspec.ir import MODEL_FILE, read_json
-from ovspec.manifest import MANIFEST_FILE
-from ovspec.tokenizer import TOKENIZER_FILE
+from ovspec.files import read_json
+from ovspec.ir.compile import MODEL_FILE
+from ovspec.setup.manifest import MANIFEST_FILE
+from ovspec.text.tokenizer import TOKENIZER_FILE
 from ovspec_export.compression import WEIGHT_FORMATS, Compression
 from ovspec_export.progress import Progress
 from ovspec_export.sources import Source

@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from ovspec.device import DeviceOptions
-from ovspec.ir import compile_ir
-from ovspec.perplexity import DEFAULT_CONTEXT, check_length, log_softmax, predictions, windows
-from ovspec.probing import find_probe
-from ovspec.row_by_row import decoder_of
-from ovspec.tokenizer import Tokenizer
+from ovspec.decoders.recurrent import decoder_of
+from ovspec.ir.compile import compile_ir
+from ovspec.ir.device import DeviceOptions
+from ovspec.loop.perplexity import DEFAULT_CONTEXT, check_length, log_softmax, predictions, windows
+from ovspec.setup.probing import find_probe
+from ovspec.text.tokenizer import Tokenizer
 
 
 def compare(source: Path, folder: Path, text: str, context: int, trust_remote_code: bool) -> dict[str, float]:

@@ -8,15 +8,15 @@ import json
 from pathlib import Path
 
 import ovspec
-from ovspec.device import DeviceOptions
 from ovspec.errors import OvspecError
 from ovspec.files import read_text
-from ovspec.ir import compile_ir
-from ovspec.manifest import DRAFT_FOLDER, MANIFEST_FILE, ExportedModel, Manifest, sha256
-from ovspec.pairing import check_same_vocabulary
-from ovspec.perplexity import DEFAULT_CONTEXT
-from ovspec.probing import probe_rollback
-from ovspec.vocabulary import TOKENIZER_FILE, differing_ids
+from ovspec.ir.compile import compile_ir
+from ovspec.ir.device import DeviceOptions
+from ovspec.loop.perplexity import DEFAULT_CONTEXT
+from ovspec.setup.manifest import DRAFT_FOLDER, MANIFEST_FILE, ExportedModel, Manifest, sha256
+from ovspec.setup.probing import probe_rollback
+from ovspec.text.pairing import check_same_vocabulary
+from ovspec.text.vocabulary import TOKENIZER_FILE, differing_ids
 from ovspec_export.compression import INT8, Compression
 from ovspec_export.convert import check_ir, convert, first_layers, layers_of, needed_space, run_job
 from ovspec_export.folders import check_output, check_space, replace_folder, work_folder

@@ -17,8 +17,8 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from ovspec.errors import OvspecError
-from ovspec.ir import read_json
-from ovspec.manifest import MANIFEST_FILE, UNFINISHED, backup_of, is_ours, restore_backup
+from ovspec.files import read_json
+from ovspec.setup.manifest import MANIFEST_FILE, UNFINISHED, backup_of, is_ours, restore_backup
 
 OF_THE_SYSTEM = (".DS_Store", "Thumbs.db", "desktop.ini")  # that file managers leave in every folder
 

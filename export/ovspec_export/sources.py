@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from ovspec.errors import OvspecError
-from ovspec.ir import MODEL_FILE, read_json
+from ovspec.files import read_json
+from ovspec.ir.compile import MODEL_FILE
 
 # All that an export reads; above all no pickled weights, which could run code when loaded.
 PATTERNS = ["model*.safetensors", "*.json", "*.model", "*.txt", "*.jinja", "openvino_*"]

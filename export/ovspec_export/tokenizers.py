@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from ovspec.errors import OvspecError
-from ovspec.pairing import TEXTS
-from ovspec.tokenizer import Tokenizer
+from ovspec.text.pairing import TEXTS
+from ovspec.text.tokenizer import Tokenizer
 from ovspec_export.sources import Source
 
 

@@ -13,7 +13,7 @@ import click
 from ovspec.cli.options import constraint_options, runtime_options, sampling_options, split_options, text_options
 
 if TYPE_CHECKING:
-    from ovspec.batch_file import Progress
+    from ovspec.integrations.openai_batch import BatchProgress
 
 EVERY = 10.0  # seconds between two lines of progress where there is no terminal
 
@@ -73,7 +73,7 @@ def batch(
         raise click.UsageError("--logprobs can't be had in a batch; use 'ovspec generate --json'.")
 
     import ovspec
-    from ovspec.batch_file import as_chat, read_requests, run_file
+    from ovspec.integrations.openai_batch import as_chat, read_requests, run_file
 
     requests = read_requests(file)
     if chat:
@@ -99,9 +99,9 @@ class Report:
     def __init__(self) -> None:
         self._live = sys.stderr.isatty()
         self._began = self._shown = time.monotonic()
-        self._last: Progress | None = None
+        self._last: BatchProgress | None = None
 
-    def note(self, progress: Progress) -> None:
+    def note(self, progress: BatchProgress) -> None:
         now = time.monotonic()
         if now - self._shown < (0.5 if self._live else EVERY):
             return
@@ -111,7 +111,7 @@ class Report:
         else:
             click.echo(self.line(progress), err=True)
 
-    def line(self, progress: Progress) -> str:
+    def line(self, progress: BatchProgress) -> str:
         elapsed = time.monotonic() - self._began
         parts = [f"{progress.before + progress.done} of {progress.total} done"]
         if progress.before:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ovspec.cli.options import Lookahead, runtime_options
+from ovspec.cli.options import LookaheadType, runtime_options
 
 if TYPE_CHECKING:
     from ovspec.bench import Line
@@ -47,7 +47,7 @@ class ListOf(click.ParamType):
 @click.option(
     "--lookahead",
     "lookaheads",
-    type=ListOf(Lookahead()),
+    type=ListOf(LookaheadType()),
     default="4",
     show_default=True,
     help="Of the modes draft, lookup and chain; auto for as many as pay. The mode auto is chain with auto.",
@@ -114,7 +114,7 @@ def bench(
     from ovspec.bench import Cell, run_bench
     from ovspec.bench import as_json as to_json
     from ovspec.loading import embedded_pair
-    from ovspec.manifest import DRAFT_FOLDER
+    from ovspec.setup.manifest import DRAFT_FOLDER
 
     folder = folder or embedded_pair()
     has_draft = draft is not None or (folder / DRAFT_FOLDER).is_dir()
@@ -176,7 +176,7 @@ def is_given(context: click.Context, name: str) -> bool:
 
 
 def heading(lm: Any, line: Line) -> str:
-    from ovspec.device import available_devices
+    from ovspec.ir.device import available_devices
 
     machine = dict(available_devices()).get("CPU", "CPU")
     about = (

@@ -23,7 +23,7 @@ from ovspec.cli.options import (
 )
 
 if TYPE_CHECKING:
-    from ovspec.generate import Result
+    from ovspec.loop.results import Result
     from ovspec.session import Mark, Session
 
 DEFAULT_MAX_TOKENS = 1024
@@ -74,9 +74,9 @@ def chat(
     options["max_tokens"] = options["max_tokens"] or DEFAULT_MAX_TOKENS
 
     import ovspec
-    from ovspec.chat import chat_template
     from ovspec.cli import output
     from ovspec.cli.prompting import at_terminal, reader
+    from ovspec.text.chat_template import chat_template
 
     lm = ovspec.load(folder, **loading)
     chat_template(lm.folder)  # a model without one is refused at once

@@ -13,7 +13,7 @@ def devices() -> None:
     Example:
       ovspec devices
     """
-    from ovspec.device import available_devices
+    from ovspec.ir.device import available_devices
 
     listed = available_devices()
     for name, description in listed:

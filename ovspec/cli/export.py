@@ -67,7 +67,7 @@ def export(
       ovspec export qwen3-8b -o qwen3 --weight-format int4 --awq --scale-estimation --calibration notes.txt
       ovspec export org/model --draft-layers 4 -o my-pair --evaluate notes.txt
     """
-    from ovspec.pairs import known_pairs
+    from ovspec.setup.pairs import known_pairs
 
     pairs = known_pairs()
     if list_pairs:
@@ -85,8 +85,8 @@ def export(
         raise click.UsageError("--draft-weight-format needs --draft or --draft-layers.")
     if sys.platform != "win32":
         signal.signal(signal.SIGTERM, end_tidily)
-    from ovspec.cli.progress import Progress
-    from ovspec.exporting import export_package
+    from ovspec.cli.progress import TerminalProgress
+    from ovspec.setup.exporting import export_package
 
     package = export_package()
     formats = [weight_format] + ([draft_weight_format] if draft_weight_format else [])
@@ -99,7 +99,7 @@ def export(
         draft_layers=draft_layers,
         evaluate=evaluate,
         trust_remote_code=trust_remote_code,
-        progress=Progress(),
+        progress=TerminalProgress(),
     )
 
 

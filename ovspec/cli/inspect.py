@@ -25,12 +25,12 @@ def inspect(folder: Path | None, verify: bool, as_json: bool, **runtime: Any) ->
       ovspec inspect my-pair
       ovspec inspect my-pair --verify --json
     """
-    from ovspec import inspection
-    from ovspec.device import DeviceOptions
     from ovspec.errors import OvspecError
-    from ovspec.ir import check_ir_folder
+    from ovspec.ir.compile import check_ir_folder
+    from ovspec.ir.device import DeviceOptions
     from ovspec.loading import embedded_pair
-    from ovspec.manifest import restore_backup
+    from ovspec.setup import inspection
+    from ovspec.setup.manifest import restore_backup
 
     folder = folder or embedded_pair()
     restore_backup(folder)

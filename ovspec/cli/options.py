@@ -27,7 +27,7 @@ def parse_properties(_: click.Context, __: click.Parameter, values: tuple[str, .
     return properties
 
 
-class Lookahead(click.ParamType):
+class LookaheadType(click.ParamType):
     """A number of tokens, or auto."""
 
     name = "auto|K"
@@ -66,7 +66,9 @@ def text_options(command: Callable[..., Any]) -> Callable[..., Any]:
             "or none.",
         ),
         click.option(
-            "--lookahead", type=Lookahead(), help="Tokens proposed a round; auto for as many as pay.  [default: auto]"
+            "--lookahead",
+            type=LookaheadType(),
+            help="Tokens proposed a round; auto for as many as pay.  [default: auto]",,
         ),
         click.option(
             "--lookup-corpus",

@@ -12,7 +12,7 @@ import click
 import numpy as np
 
 from ovspec.constraints.maker import grammar_asked
-from ovspec.generate import Result, Stats
+from ovspec.loop.results import Result, Stats
 from ovspec.model import LanguageModel
 from ovspec.session import TextStream
 

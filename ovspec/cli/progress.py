@@ -13,13 +13,13 @@ import click
 
 
 @dataclass
-class Step:
+class TerminalStep:
     """``result`` is shown behind the step when it has ended."""
 
     result: str = ""
 
 
-class Progress:
+class TerminalProgress:
     """``with progress.step("converting") as step: ...; step.result = "9.5 MB"``"""
 
     def __init__(self) -> None:
@@ -29,8 +29,8 @@ class Progress:
         click.echo(text, err=True)
 
     @contextlib.contextmanager
-    def step(self, text: str) -> Iterator[Step]:
-        step, began, ended = Step(), time.monotonic(), threading.Event()
+    def step(self, text: str) -> Iterator[TerminalStep]:
+        step, began, ended = TerminalStep(), time.monotonic(), threading.Event()
 
         def moving() -> None:
             while not ended.wait(0.5):

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 if TYPE_CHECKING:
-    from ovspec.device import DeviceOptions
-    from ovspec.profile import Goal, Measurement, Profile
+    from ovspec.ir.device import DeviceOptions
+    from ovspec.setup.profile import Goal, Measurement, Profile
 
 GOALS = ("decode", "prefill", "balanced", "accuracy")  # as profile.GOALS, which would import openvino
 
@@ -43,12 +43,12 @@ def tune(folder: Path | None, goal: Goal, as_json: bool, cache_dir: str | None) 
       ovspec tune my-pair
       ovspec tune my-pair --for decode
     """
-    from ovspec.device import DeviceOptions
-    from ovspec.ir import MODEL_FILE, check_ir_folder
+    from ovspec.ir.compile import MODEL_FILE, check_ir_folder
+    from ovspec.ir.device import DeviceOptions
     from ovspec.loading import embedded_pair
-    from ovspec.manifest import DRAFT_FOLDER, restore_backup
-    from ovspec.profile import keep_profile
-    from ovspec.tuning import tune as measure
+    from ovspec.setup.manifest import DRAFT_FOLDER, restore_backup
+    from ovspec.setup.profile import keep_profile
+    from ovspec.setup.tuning import tune as measure
 
     folder = folder or embedded_pair()
     restore_backup(folder)
@@ -82,7 +82,7 @@ def tune(folder: Path | None, goal: Goal, as_json: bool, cache_dir: str | None) 
 def check_kept(folder: Path, options: DeviceOptions) -> None:
     """Raises OvspecError where minutes of measuring would be lost because the profile can't be kept."""
     from ovspec.errors import OvspecError
-    from ovspec.profile import profile_file
+    from ovspec.setup.profile import profile_file
 
     file = profile_file(folder, options)
     assert file  # no property switches the cache off here
@@ -96,8 +96,8 @@ def check_kept(folder: Path, options: DeviceOptions) -> None:
 
 def report(name: str, folder: Path, profile: Profile) -> list[str]:
     """What was measured, the chosen setting marked."""
-    from ovspec.device import DeviceOptions
-    from ovspec.profile import INVARIANCE_SLACK
+    from ovspec.ir.device import DeviceOptions
+    from ovspec.setup.profile import INVARIANCE_SLACK
 
     best = profile.choose(DeviceOptions(), "auto")
     widths = list(profile.reference.verify_ms)

@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 from llguidance import LLMatcher, LLTokenizer
 
-from ovspec.constraints import Constraint
-from ovspec.constraints.checking import LIMITS, check, plain
+from ovspec.constraints.base import Constraint
 from ovspec.constraints.masks import holds, pack
-from ovspec.constraints.sources import LARK
+from ovspec.decoders.sequence import Sequence
 from ovspec.errors import OvspecError
-from ovspec.sequence import Sequence
+from ovspec.grammars.check import LIMITS, check, plain
+from ovspec.grammars.sources import LARK
 
 # Compiled grammars that are kept for the next text.
 KEPT = 32

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ovspec.constraints import Constraint
+from ovspec.constraints.base import Constraint
 from ovspec.constraints.masks import pack
 
 

@@ -11,16 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ovspec.constraints import Constraint, Constraints
+from ovspec.constraints.base import Constraint, Constraints
 from ovspec.constraints.healing import ByteTokens, Healing, taken_back
 from ovspec.constraints.processors import PromptLength, processing
+from ovspec.decoders.sequence import Sequence
 from ovspec.errors import OvspecError
-from ovspec.files import read_text
-from ovspec.ir import read_json
-from ovspec.sampling import SamplingParams
-from ovspec.sequence import Sequence
-from ovspec.tokenizer import Tokenizer
-from ovspec.vocabulary import TOKENIZER_FILE
+from ovspec.files import read_json, read_text
+from ovspec.options import SamplingParams
+from ovspec.text.tokenizer import Tokenizer
+from ovspec.text.vocabulary import TOKENIZER_FILE
 
 if TYPE_CHECKING:
     from ovspec.constraints.grammar import Grammars
@@ -162,8 +161,8 @@ def grammar_of(options: Mapping[str, Any]) -> tuple[str | None, str]:
 
 
 def _source(name: str, value: Any, what: str) -> str:
-    from ovspec.constraints import sources
-    from ovspec.constraints.lark_files import read_lark, resolve
+    from ovspec.grammars import sources
+    from ovspec.grammars.lark import read_lark, resolve
 
     if isinstance(value, Path) and value.is_dir():
         raise OvspecError(f"{value} is a folder; name a file.")

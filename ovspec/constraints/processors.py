@@ -7,12 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from ovspec.constraints import Constraint
+from ovspec.constraints.base import Constraint
 from ovspec.errors import OvspecError
-from ovspec.sampling import SamplingParams, penalize
+from ovspec.options import LogitsProcessor, SamplingParams
+from ovspec.sampling.warp import penalize
 
-# (all tokens so far (n,) int64, logits (1, vocab) float32) -> logits of the same shape
-LogitsProcessor = Callable[[np.ndarray, np.ndarray], Any]
 # How many of the tokens so far, (n,) int64, stood in the prompt.
 PromptLength = Callable[[np.ndarray], int]
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ovspec.drafting import NOTHING, Drafter, Proposal, Round
+from ovspec.drafting.drafter import Drafter, Round
+from ovspec.drafting.proposal import NOTHING, Proposal
 
 
 class Chain(Drafter):

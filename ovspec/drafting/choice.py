@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ovspec.drafting import Drafter
+from ovspec.drafting.drafter import Drafter
 from ovspec.errors import OvspecError
-from ovspec.manifest import DRAFT_FOLDER, Manifest
+from ovspec.setup.manifest import DRAFT_FOLDER, Manifest
 
 NAMES = ("none", "lookup", "self", "draft")
 Draft = bool | str | Path | Drafter | Callable[[], Drafter]

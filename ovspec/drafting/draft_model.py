@@ -6,10 +6,11 @@ import time
 
 import numpy as np
 
-from ovspec.decoder import Decoder, catch_up
-from ovspec.drafting import NOTHING, Drafter, Proposal, Round, certain
-from ovspec.reading import share_beginnings
-from ovspec.sampler import Guess, Sampler
+from ovspec.decoders.base import Decoder, catch_up
+from ovspec.decoders.prefill import share_prefixes
+from ovspec.drafting.drafter import Drafter, Round
+from ovspec.drafting.proposal import NOTHING, Proposal, certain
+from ovspec.sampling.samplers import Guess, Sampler
 
 
 class DraftModel(Drafter):
@@ -28,7 +29,7 @@ class DraftModel(Drafter):
         return self.decoder.seconds
 
     def propose(self, round: Round) -> list[Proposal]:
-        share_beginnings(self.decoder, round.sequences)
+        share_prefixes(self.decoder, round.sequences)
         budgets = [self._within_context(row, round) for row in range(len(round.sequences))]
         unseen = [
             len(sequence) - len(self.decoder.rows[row]) if budgets[row] > 0 else 0

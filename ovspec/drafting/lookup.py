@@ -11,8 +11,9 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from ovspec.drafting import NOTHING, Drafter, Proposal, Round
-from ovspec.sequence import EMPTY, Sequence, common_prefix
+from ovspec.decoders.sequence import EMPTY, Sequence, common_prefix
+from ovspec.drafting.drafter import Drafter, Round
+from ovspec.drafting.proposal import NOTHING, Proposal
 
 # Tokens that must agree at least, and that are compared at most.
 LEAST_MATCH, LONGEST_MATCH = 2, 16

@@ -30,9 +30,9 @@ from install import FOLDER, python_of, server_of_llamacpp
 from peer import Worker
 
 from ovspec.bench import tasks_of, with_context
-from ovspec.device import DeviceOptions
-from ovspec.profile import known_profile
-from ovspec.tokenizer import Tokenizer
+from ovspec.ir.device import DeviceOptions
+from ovspec.setup.profile import known_profile
+from ovspec.text.tokenizer import Tokenizer
 
 HERE = Path(__file__).resolve().parent
 KS = (1, 2, 3, 4, 5, 8)

@@ -12,9 +12,9 @@ from grammar_protocol import Begin, Vocabulary, serve
 from llguidance import LLMatcher, LLTokenizer
 from protocol import Refusal
 
-from ovspec.constraints.checking import LIMITS
 from ovspec.constraints.grammar import grammar_tokenizer as ovspec_tokenizer
 from ovspec.constraints.masks import masked
+from ovspec.grammars.check import LIMITS
 
 Apply = Callable[[np.ndarray, np.ndarray], np.ndarray]
 

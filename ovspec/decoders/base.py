@@ -1,0 +1,147 @@
+"""The interface of everything that holds a KV cache."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import numpy as np
+
+from ovspec.decoders.sequence import EMPTY, Sequence, common_prefix
+
+# Tokens that a row reads beside others, where they don't make those wider: enough to use the weights that are read.
+JOINING_CHUNK = 64
+
+
+class Decoder(Protocol):
+    """A language model with its KV cache, for a batch of rows. Target and draft are both Decoders."""
+
+    rollback: Rollback
+    context_length: int | None
+
+    @property
+    def rows(self) -> list[Sequence]:
+        """The tokens whose keys and values the cache holds, a row each."""
+        ...
+
+    @property
+    def seconds(self) -> float:
+        """Spent in inference so far."""
+        ...
+
+    @property
+    def inferences(self) -> int: ...
+
+    def reset(self, rows: int) -> None:
+        """Empty the cache and start over with ``rows`` empty rows; with none, give its memory back."""
+        ...
+
+    def feed(self, tokens: list[np.ndarray], wanted: list[int]) -> list[np.ndarray]:
+        """Run one inference that appends ``tokens[row]`` (n,) int64 to each row.
+
+        Returns for each row the logits after its last ``wanted[row]`` new tokens,
+        (wanted[row], vocab) float32, valid until the next call. A row may get no token.
+        """
+        ...
+
+    def truncate(self, row: int, length: int) -> None:
+        """Roll ``row`` back to its first ``length`` tokens, or fewer: ``rows[row]`` tells what is left."""
+        ...
+
+    def reorder(self, rows: list[int]) -> None:
+        """Make new row i a copy of old row ``rows[i]``, or an empty one where that is EMPTY.
+
+        Repeat an index to fork, leave it out to drop.
+        """
+        ...
+
+    def joining_chunk(self, counts: list[int]) -> int:
+        """Tokens that a further row may read beside rows that are fed ``counts``, without making them wait long."""
+        ...
+
+
+class SessionDecoder(Decoder, Protocol):
+    """A decoder whose cache outlives a call: all there are, but for those of tests."""
+
+    def fork(self) -> SessionDecoder:
+        """A decoder with a request of its own and the same text.
+
+        Its cache is shared until one of them writes, or a copy, or, where a copy would not be exact, empty.
+        """
+        ...
+
+    def dump(self) -> dict[str, np.ndarray]:
+        """The cache of row 0, for ``restore`` in another process; nothing where a copy would not be exact."""
+        ...
+
+    def restore(self, tokens: np.ndarray, arrays: dict[str, np.ndarray]) -> None:
+        """Start over with a single row that holds ``tokens`` (n,), whose cache ``dump`` gave as ``arrays``.
+
+        Raises:
+            ValueError: the arrays are not of this model's shapes and types.
+        """
+        ...
+
+
+@functools.lru_cache(maxsize=256)
+def logit_positions(counts: tuple[int, ...], wanted: tuple[int, ...], packed: bool = False) -> np.ndarray:
+    """Flat places of each row's last ``wanted`` of ``counts`` tokens.
+
+    Every row is as wide as the longest, or ``packed``: rows follow each other without a gap. At least one
+    place: not every device runs a kernel on an empty list.
+    """
+    if not any(counts):
+        raise ValueError("feed needs at least one token")
+    if any(want > count for want, count in zip(wanted, counts, strict=True)):
+        raise ValueError("logits can be wanted for new tokens only")
+    starts = [0, *itertools.accumulate(counts if packed else [max(counts)] * len(counts))]
+    ends = [start + count for start, count in zip(starts, counts, strict=False)]
+    places = [np.arange(end - want, end) for end, want in zip(ends, wanted, strict=True)]
+    return np.concatenate(places) if any(wanted) else np.zeros(1, dtype=np.int64)
+
+
+def split_by_row(logits: np.ndarray, wanted: list[int]) -> list[np.ndarray]:
+    """(places, vocab) -> for each row (wanted[row], vocab)"""
+    if len(wanted) == 1:
+        return [logits[: wanted[0]]]
+    ends = itertools.accumulate(wanted)
+    return [logits[end - want : end] for end, want in zip(ends, wanted, strict=True)]
+
+
+def reordered(old: list[Sequence], rows: list[int]) -> list[Sequence]:
+    """Copies, as ``Decoder.reorder`` has them."""
+    return [Sequence() if row == EMPTY else old[row].copy() for row in rows]
+
+
+def catch_up(decoder: Decoder, row: int, sequence: Sequence) -> np.ndarray:
+    """Roll ``row`` back to what it shares with ``sequence``; returns the tokens it has not seen yet.
+
+    The one rule after a rejection, a fully accepted round, a rewind or an edited text.
+    """
+    shared = common_prefix(decoder.rows[row], sequence)
+    # The last token is fed again where the cache already holds all: its logits are what is asked for.
+    shared = min(shared, len(sequence) - 1)
+    if shared < len(decoder.rows[row]):
+        decoder.truncate(row, shared)
+    return sequence.tokens[len(decoder.rows[row]) :]
+
+
+@dataclass(frozen=True)
+class Rollback:
+    """How tokens are taken back, found by probing (``ovspec/probing.py``).
+
+    kv: "mask", attention skips dead slots; "trim", slots must be contiguous, so the state is cut; "blocks",
+        the paged decoder's, each inference is told how much counts; None for a model without keys and values.
+    mask_until: slots up to which masking is exact (a sliding window), None for any number.
+    replay: some states can't be cut (convolution, SSM): a snapshot is restored and what stays is fed again.
+    """
+
+    kv: Literal["mask", "trim", "blocks"] | None
+    mask_until: int | None = None
+    replay: bool = False
+
+    def __str__(self) -> str:
+        kv = f"mask until {self.mask_until}" if self.kv == "mask" and self.mask_until else self.kv
+        return " + ".join(filter(None, (kv, "replay" if self.replay else None)))

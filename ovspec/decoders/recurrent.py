@@ -1,0 +1,108 @@
+"""Batches for models whose recurrent states can't wait for each other, and which decoder fits a model's states."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from ovspec.decoders.base import JOINING_CHUNK, Rollback, SessionDecoder, logit_positions
+from ovspec.decoders.sequence import EMPTY, Sequence
+from ovspec.decoders.stateful import COMPACT_AT, StatefulDecoder
+from ovspec.ir.compile import CompiledIR
+from ovspec.text.vocabulary import ALL_IDS, KnownIds
+
+
+class RowByRow:
+    """A batch for models whose recurrent states can't wait for each other: every row has a request of its own.
+
+    Padding, which attention skips, would run through a convolution or an SSM; so rows of different lengths
+    don't share an inference.
+    """
+
+    def __init__(self, make: Callable[[], StatefulDecoder]) -> None:
+        self._make = make
+        self._decoders = [make()]
+        self._spare: list[StatefulDecoder] = []
+        self.rollback, self.context_length = self._decoders[0].rollback, self._decoders[0].context_length
+
+    @property
+    def rows(self) -> list[Sequence]:
+        return [decoder.rows[0] for decoder in self._decoders]
+
+    @property
+    def seconds(self) -> float:
+        return sum(decoder.seconds for decoder in self._decoders + self._spare)
+
+    @property
+    def inferences(self) -> int:
+        return sum(decoder.inferences for decoder in self._decoders + self._spare)
+
+    def reset(self, rows: int) -> None:
+        self._take(rows)
+        for decoder in self._decoders:
+            decoder.reset(1)
+        for decoder in self._spare:
+            decoder.reset(0)
+
+    def feed(self, tokens: list[np.ndarray], wanted: list[int]) -> list[np.ndarray]:
+        logit_positions(tuple(map(len, tokens)), tuple(wanted))  # refuses wrong calls before anything is fed
+        nothing = np.empty((0, 0), dtype=np.float32)
+        return [
+            decoder.feed([new], [want])[0] if len(new) else nothing
+            for decoder, new, want in zip(self._decoders, tokens, wanted, strict=True)
+        ]
+
+    def truncate(self, row: int, length: int) -> None:
+        self._decoders[row].truncate(0, length)
+
+    def reorder(self, rows: list[int]) -> None:
+        old = self._decoders
+        kept: dict[int, StatefulDecoder] = {}
+        self._spare += [decoder for row, decoder in enumerate(old) if row not in rows]
+        self._decoders = []
+        for row in rows:
+            if row == EMPTY:
+                self._decoders.append(self._another())
+                self._decoders[-1].reset(1)
+            elif row in kept:
+                self._decoders.append(self._another())
+                kept[row].copy_to(self._decoders[-1])
+            else:
+                kept[row] = old[row]
+                self._decoders.append(old[row])
+
+    def joining_chunk(self, counts: list[int]) -> int:  # noqa: ARG002
+        return JOINING_CHUNK
+
+    def fork(self) -> RowByRow:
+        other = RowByRow(self._make)
+        other._decoders = [decoder.fork() for decoder in self._decoders]
+        return other
+
+    def dump(self) -> dict[str, np.ndarray]:
+        return self._decoders[0].dump()
+
+    def restore(self, tokens: np.ndarray, arrays: dict[str, np.ndarray]) -> None:
+        self.reset(1)
+        self._decoders[0].restore(tokens, arrays)
+
+    def _take(self, rows: int) -> None:
+        self._spare += self._decoders[rows:]
+        del self._decoders[rows:]
+        while len(self._decoders) < rows:
+            self._decoders.append(self._another())
+
+    def _another(self) -> StatefulDecoder:
+        return self._spare.pop() if self._spare else self._make()
+
+
+def decoder_of(
+    ir: CompiledIR, rollback: Rollback, vocabulary: KnownIds = ALL_IDS, compact_at: int = COMPACT_AT
+) -> SessionDecoder:
+    """The decoder that fits the model's states; arguments as ``StatefulDecoder``."""
+
+    def make() -> StatefulDecoder:
+        return StatefulDecoder(ir, rollback, vocabulary, compact_at)
+
+    return RowByRow(make) if rollback.replay else make()

@@ -1,0 +1,108 @@
+"""Slots and rollback of a stateful request's KV cache.
+
+Slots are rows of the physical cache, positions are places in the text. A rejected token's slot is
+marked dead in its row's attention mask (no copy, bit-exact); compaction gathers the live slots
+when dead ones pile up, or before every inference where a model can't skip slots (``trim``).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import openvino as ov
+
+from ovspec.decoders.sequence import EMPTY
+from ovspec.ir.compile import State
+
+
+class Slots:
+    """Which slots hold which positions, for each row of a batch. All rows share the slot axis."""
+
+    def __init__(self, rows: int) -> None:
+        self.used = 0  # slots in the physical cache
+        self.lengths = [0] * rows
+        self._alive = np.zeros((rows, 256), dtype=np.int64)  # (rows, slots) 1 = attended to
+        self._slot_of = np.zeros((rows, 256), dtype=np.int64)  # (rows, positions) -> slot
+
+    @property
+    def mask(self) -> np.ndarray:
+        """(rows, used) int64, contiguous: the model's attention mask."""
+        return np.ascontiguousarray(self._alive[:, : self.used])
+
+    @property
+    def dead(self) -> int:
+        """Slots that compaction would free."""
+        return self.used - max(self.lengths, default=0)
+
+    @property
+    def contiguous(self) -> bool:
+        """Whether every row's positions are the last slots, in order: what attention by slot index needs."""
+        return all(self._alive[row, self.used - n : self.used].all() for row, n in enumerate(self.lengths))
+
+    def extend(self, counts: list[int]) -> None:
+        """Append max(counts) slots; in each row the first ``counts[row]`` of them are alive."""
+        start, end = self.used, self.used + max(counts)
+        if end > self._alive.shape[1]:
+            more = ((0, 0), (0, 2 * end - self._alive.shape[1]))
+            self._alive, self._slot_of = np.pad(self._alive, more), np.pad(self._slot_of, more)
+        for row, count in enumerate(counts):
+            length = self.lengths[row]
+            self._alive[row, start : start + count] = 1
+            if start + count < end:
+                self._alive[row, start + count : end] = 0
+            self._slot_of[row, length : length + count] = np.arange(start, start + count)
+            self.lengths[row] = length + count
+        self.used = end
+
+    def truncate(self, row: int, length: int) -> None:
+        """Mark the slots of positions ``length`` and later dead."""
+        self._alive[row, self._slot_of[row, length : self.lengths[row]]] = 0
+        self.lengths[row] = length
+
+    def reorder(self, rows: list[int]) -> None:
+        """New row i is old row rows[i], or EMPTY; an index may come twice (fork) or not at all (drop)."""
+        self._alive, self._slot_of = self._alive[rows], self._slot_of[rows]
+        self._alive[np.array(rows) == EMPTY] = 0
+        self.lengths = [0 if row == EMPTY else self.lengths[row] for row in rows]
+
+    def compact(self) -> np.ndarray:
+        """Make every row contiguous; returns (rows, used) int64, the old slot of each new one.
+
+        Shorter rows get dead slots on the left (slot 0 stands in for them).
+        """
+        width = max(self.lengths, default=0)
+        old = np.zeros((len(self.lengths), width), dtype=np.int64)
+        self._alive[:] = 0
+        for row, length in enumerate(self.lengths):
+            old[row, width - length :] = self._slot_of[row, :length]
+            self._slot_of[row, :length] = np.arange(width - length, width)
+            self._alive[row, width - length : width] = 1
+        self.used = width
+        return old
+
+
+def gather_states(request: ov.InferRequest, states: list[State], rows: np.ndarray, slots: np.ndarray) -> None:
+    """Replace each of ``states`` by its ``slots`` (rows, width), taken from the batch rows ``rows`` (rows,).
+
+    Reads and writes a dequantised copy: exact for f32, f16 and bf16 caches, see ``device.EXACT_KV_PRECISIONS``.
+    """
+    axes = {state.name: state for state in states}
+    for variable in request.query_state():
+        state = axes.get(variable.name)
+        if state is None or state.sequence_axis is None:
+            continue
+        data = np.moveaxis(variable.state.data, (state.batch_axis, state.sequence_axis), (0, 1))
+        picked = np.moveaxis(data[rows[:, None], slots], (0, 1), (state.batch_axis, state.sequence_axis))
+        variable.state = ov.Tensor(np.ascontiguousarray(picked))
+
+
+def read_states(request: ov.InferRequest, states: list[State]) -> dict[str, np.ndarray]:
+    """Copies of ``states``, by name; dequantised."""
+    names = {state.name for state in states}
+    return {v.name: np.array(v.state.data) for v in request.query_state() if v.name in names}
+
+
+def write_states(request: ov.InferRequest, values: dict[str, np.ndarray]) -> None:
+    """Set the states named in ``values``, as ``read_states`` gave them."""
+    for variable in request.query_state():
+        if variable.name in values:
+            variable.state = ov.Tensor(values[variable.name])

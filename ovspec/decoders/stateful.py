@@ -1,0 +1,234 @@
+"""The interface of everything that holds a KV cache, and the implementation on a stateful request."""
+
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+
+from ovspec.decoders.base import Rollback, logit_positions, reordered, split_by_row
+from ovspec.decoders.sequence import EMPTY, Sequence
+from ovspec.decoders.slots import Slots, gather_states, read_states, write_states
+from ovspec.errors import OvspecError
+from ovspec.ir.compile import CompiledIR, last_line
+from ovspec.ir.device import EXACT_KV_PRECISIONS
+from ovspec.ir.memory import trim_heap
+from ovspec.ir.request import Request
+from ovspec.text.vocabulary import ALL_IDS, KnownIds
+
+# Dead slots cost attention time and memory, a compaction copies the whole cache: wait for this many.
+COMPACT_AT = 256
+# Tokens that are fed again after a replay at most before the snapshot is renewed, which costs an inference.
+REPLAY_AT = 8
+# Slots whose memory a decoder without rows may keep for its next text.
+KEPT_SLOTS = 256
+# Tokens of plain decoding between two snapshots.
+SNAPSHOT_EVERY = 64
+INPUTS = ("input_ids", "attention_mask", "position_ids", "beam_idx", "logits_idx")
+
+
+class StatefulDecoder:
+    """Drives the stateful IR that optimum exports, on every device.
+
+    With recurrent states (``rollback.replay``) it takes a single row: ``RowByRow`` makes a batch of them.
+
+    Args:
+        ir: the compiled model.
+        rollback: what its states allow, from ``probing.find_probe``.
+        vocabulary: the ids that may be chosen.
+        compact_at: dead slots at which the cache is compacted.
+    """
+
+    def __init__(
+        self,
+        ir: CompiledIR,
+        rollback: Rollback,
+        vocabulary: KnownIds = ALL_IDS,
+        compact_at: int = COMPACT_AT,
+    ) -> None:
+        self.rollback = rollback
+        self.context_length = ir.context_length
+        self.compactions = 0
+        self._ir, self._vocabulary, self._compact_at = ir, vocabulary, compact_at
+        # Past its window, or its table of positions, attention by slot index can't skip dead slots any more.
+        bounds = [bound for bound in (rollback.mask_until, ir.context_length) if bound]
+        self._mask_until = min(bounds, default=None) if rollback.kv == "mask" else 0
+        self._request = Request(ir, INPUTS)
+        self._kept: dict[tuple[int, int], tuple[np.ndarray, np.ndarray]] = {}
+        self._slots = Slots(1)
+        self.reset(1)
+
+    @property
+    def seconds(self) -> float:
+        return self._request.seconds
+
+    @property
+    def inferences(self) -> int:
+        return self._request.inferences
+
+    def reset(self, rows: int) -> None:
+        if not rows and self._slots.used > KEPT_SLOTS:
+            self._give_memory_back()
+        self.rows = [Sequence() for _ in range(rows)]
+        self._slots = Slots(rows)
+        self._in_order = np.arange(rows, dtype=np.int32)
+        self._beam = self._in_order  # rows of the physical cache that the next inference gathers
+        self._snapshot, self._snapshot_length = {}, 0  # of the recurrent states; none at all is their beginning
+        self._returns_here = False  # the end of the last feed is where the next ones are likely to be rolled back to
+        self._request.raw.reset_state()
+
+    def feed(self, tokens: list[np.ndarray], wanted: list[int]) -> list[np.ndarray]:
+        counts = [len(new) for new in tokens]
+        places = logit_positions(tuple(counts), tuple(wanted))
+        try:
+            if self.rollback.replay and (fed := self._prepare_replay(tokens[0], wanted[0])):
+                tokens, counts = [tokens[0][fed:]], [counts[0] - fed]
+                places = logit_positions((counts[0],), (wanted[0],))
+            logits = self._append(tokens, counts, places)
+        except BaseException as error:
+            self.reset(len(self.rows))  # what the cache holds is unknown; an empty one agrees with any text
+            if isinstance(error, RuntimeError):
+                raise OvspecError(f"{self._ir.device}: the inference failed ({last_line(error)}).") from None
+            raise
+        return split_by_row(logits, wanted)
+
+    def truncate(self, row: int, length: int) -> None:
+        if self.rollback.replay:
+            length = self._restore_snapshot(length)
+        self.rows[row].rewind(length)
+        self._slots.truncate(row, length)
+
+    def reorder(self, rows: list[int]) -> None:
+        if not self._slots.used or all(row == EMPTY for row in rows):
+            self.reset(len(rows))  # an empty state has no rows that could be gathered
+            return
+        self.rows = reordered(self.rows, rows)
+        self._slots.reorder(rows)
+        self._beam = self._beam[rows]  # in place of an empty row any other will do: all of it is dead
+        self._in_order = np.arange(len(rows), dtype=np.int32)
+
+    def joining_chunk(self, counts: list[int]) -> int:
+        return 2 * max(counts)  # all rows are computed as wide as the widest
+
+    def compact(self) -> None:
+        """Gather the live slots, so that every row is contiguous."""
+        if not any(self._slots.lengths):
+            self.reset(len(self.rows))
+            return
+        gather_states(self._request.raw, self._ir.kv_states, self._beam, self._slots.compact())
+        self._beam = self._in_order
+        self.compactions += 1
+
+    def fork(self) -> StatefulDecoder:
+        other = StatefulDecoder(self._ir, self.rollback, self._vocabulary, self._compact_at)
+        if self._exact:
+            self.copy_to(other)
+        return other
+
+    def dump(self) -> dict[str, np.ndarray]:
+        if not self._exact or not len(self.rows[0]):
+            return {}
+        if self.rollback.kv:
+            self.compact()
+        return read_states(self._request.raw, self._ir.states)
+
+    def restore(self, tokens: np.ndarray, arrays: dict[str, np.ndarray]) -> None:
+        self.reset(1)
+        slots = {state.name: 1 if state.sequence_axis is None else len(tokens) for state in self._ir.states}
+        sizes = {state.name: state.width * slots[state.name] for state in self._ir.states}
+        if {name: array.size for name, array in arrays.items()} != sizes:
+            raise ValueError("another model's states")
+        write_states(self._request.raw, arrays)
+        self.rows[0].commit(tokens)
+        self._slots.extend([len(tokens)])
+
+    def copy_to(self, other: StatefulDecoder) -> None:
+        """Give ``other``, of the same model, this decoder's text and states; exact where ``fork`` copies."""
+        other.rows = [row.copy() for row in self.rows]
+        other._slots = copy.deepcopy(self._slots)
+        other._in_order, other._beam = self._in_order, self._beam
+        other._snapshot, other._snapshot_length, other._returns_here = (
+            self._snapshot,
+            self._snapshot_length,
+            self._returns_here,
+        )
+        if self._slots.used:
+            write_states(other._request.raw, read_states(self._request.raw, self._ir.states))
+        else:
+            other._request.raw.reset_state()
+
+    def _give_memory_back(self) -> None:
+        """OpenVINO frees a request's states only when another one has run, and resetting them frees nothing."""
+        self._request.renew()
+        self.reset(1)
+        self.feed([np.zeros(1, dtype=np.int64)], [1])
+        trim_heap()
+
+    @property
+    def _exact(self) -> bool:
+        """Whether a copy of the states is known to be what they are."""
+        return not self._ir.kv_states or self._ir.properties.get("KV_CACHE_PRECISION") in EXACT_KV_PRECISIONS
+
+    def _prepare_replay(self, tokens: np.ndarray, wanted: int) -> int:
+        """Take a snapshot where the new tokens may be taken back; returns how many of them it has fed.
+
+        Tokens whose logits nobody wants are settled. A few of them are fed again with every replay; when they
+        are many they get an inference of their own, and the snapshot moves behind them.
+        """
+        fed, held = 0, len(self.rows[0])
+        restored = held == self._snapshot_length
+        if restored and wanted > 1 and len(tokens) - wanted > REPLAY_AT:
+            fed = len(tokens) - wanted
+            self._append([tokens[:fed]], [fed], logit_positions((fed,), (0,)))
+            held += fed
+        behind = held - self._snapshot_length
+        if behind and (wanted > 1 or self._returns_here or behind >= SNAPSHOT_EVERY):
+            self._snapshot = read_states(self._request.raw, self._ir.recurrent_states)
+            self._snapshot_length = held
+        # A draft feeds what was committed, after a rejection or in one piece, and then its guesses one by one.
+        self._returns_here = restored or len(tokens) > 1
+        return fed
+
+    def _restore_snapshot(self, length: int) -> int:
+        """Put the recurrent states back to where they can be; returns that place, at most ``length``."""
+        if length >= len(self.rows[0]):
+            return length
+        if self._snapshot_length > length or not self._snapshot:
+            self.reset(1)
+            return 0
+        write_states(self._request.raw, self._snapshot)
+        return self._snapshot_length
+
+    def _append(self, tokens: list[np.ndarray], counts: list[int], places: np.ndarray) -> np.ndarray:
+        width = max(counts)
+        self._make_room(width)
+        ids, positions = self._buffers(len(tokens), width)
+        for row, new in enumerate(tokens):
+            n, held = counts[row], self.rows[row]
+            start = len(held)
+            ids[row, :n] = new
+            positions[row, :n] = np.arange(start, start + n)
+            held.commit(new)
+        self._slots.extend(counts)
+        return self._vocabulary.restrict(self._infer(ids, positions, places))
+
+    def _make_room(self, width: int) -> None:
+        slots = self._slots
+        by_index = self._mask_until is not None and slots.used + width > self._mask_until
+        if slots.dead >= self._compact_at or (by_index and not slots.contiguous):
+            self.compact()
+
+    def _buffers(self, rows: int, width: int) -> tuple[np.ndarray, np.ndarray]:
+        """Token ids and positions (rows, width); those of a round are used again, because binding costs."""
+        shape = (rows, width)
+        if width > 16:
+            return np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=np.int64)
+        if shape not in self._kept:
+            self._kept[shape] = np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=np.int64)
+        return self._kept[shape]
+
+    def _infer(self, ids: np.ndarray, positions: np.ndarray, places: np.ndarray) -> np.ndarray:
+        """(len(places), vocab): the logits at the flat places (row * width + column)."""
+        logits = self._request.infer((ids, self._slots.mask, positions, self._beam, places), places)
+        self._beam = self._in_order  # the inference has gathered them
+        return logits

@@ -1,0 +1,169 @@
+"""What drafting and verifying cost, and how often proposals stand: learned as it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from ovspec.drafting.proposal import Proposal
+
+# Widths whose cost is learned; wider inferences go on in a straight line.
+WIDEST = 64
+
+
+# Confidences are put into these bins. Sure guesses are common, so the upper ones are narrow.
+EDGES = np.array([0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.995])
+
+
+PRIOR = (np.concatenate(([0.0], EDGES)) + np.concatenate((EDGES, [1.0]))) / 2
+
+
+PRIOR_WEIGHT = 2.0
+
+
+# What is assumed of a drafter before it has proposed anything.
+FIRST_ACCEPTANCE = 0.75
+
+
+FORGET = 0.95  # of what is known about acceptance, at each new observation
+
+
+# Rounds of a drafter that loses are judged more surely the more there are; then it pauses, each time twice as long.
+FIRST_TRIAL, LATER_TRIAL = 4.5, 1.5
+
+
+FIRST_DOUBT, LATER_DOUBT = 1.0, 0.2
+
+
+FIRST_PAUSE, LONGEST_PAUSE = 8, 128
+
+
+class Costs:
+    """Milliseconds of an inference by its width in tokens, learned as it runs.
+
+    Args:
+        measured: from a profile; without one, the first inference tells.
+    """
+
+    def __init__(self, measured: Mapping[int, float] | None = None) -> None:
+        widths = np.arange(WIDEST + 1)
+        if measured and len(measured) > 1:
+            known = sorted(measured)
+            times = [measured[width] for width in known]
+            slope = max(0.0, (times[-1] - times[-2]) / (known[-1] - known[-2]))
+            costs = np.interp(widths, known, times) + slope * np.maximum(0, widths - known[-1])
+        else:
+            costs = 1 + 0.05 * np.maximum(0, widths - 1.0)
+        self.known = bool(measured)
+        self.ms = costs
+        self._beyond = float(costs[WIDEST] - costs[WIDEST // 2]) / (WIDEST // 2)  # of each token of a wider one
+        self._observed = 0
+        self._widths_seen: set[int] = set()
+
+    def __call__(self, width: int) -> float:
+        if width <= WIDEST:
+            return float(self.ms[width])
+        return float(self.ms[WIDEST]) + self._beyond * (width - WIDEST)
+
+    def learn(self, width: int, ms: float) -> None:
+        """An inference of ``width`` tokens took ``ms``: moves the cost of that width and, less, of all others.
+
+        One that is wider than ``WIDEST`` was reading, and says only what that costs.
+        """
+        if width > WIDEST:
+            if self.known:
+                self._beyond = max(0.0, (ms - float(self.ms[WIDEST])) / (width - WIDEST))
+            return
+        self._observed += 1
+        first_of_width = width not in self._widths_seen
+        self._widths_seen.add(width)
+        if not self.known:
+            self.known = True
+            self.ms = self.ms * (ms / self.ms[width])
+            return
+        ratio = min(max(ms / self.ms[width], 0.5), 2.0)
+        if first_of_width:  # it may have had kernels to make
+            ratio = min(ratio, 1.1)
+        everywhere = max(0.03, 0.5 / self._observed)
+        self.ms *= ratio**everywhere
+        near = slice(max(1, width - 1), width + 2)
+        self.ms[near] *= ratio**0.06
+        self.ms[width] *= ratio**0.06
+
+
+class Acceptance:
+    """How often a drafter's tokens stand, given that those before them did: by confidence, and altogether."""
+
+    def __init__(self) -> None:
+        self._accepted, self._reached = PRIOR_WEIGHT * PRIOR, np.full(len(PRIOR), PRIOR_WEIGHT)
+        self._all = [FIRST_ACCEPTANCE * PRIOR_WEIGHT, PRIOR_WEIGHT]
+
+    @property
+    def mean(self) -> float:
+        return self._all[0] / self._all[1]
+
+    def rates(self, proposal: Proposal) -> np.ndarray:
+        """(n,) the probability that each token stands if those before it do."""
+        if proposal.confidence is None:
+            return np.full(len(proposal.tokens), self.mean)
+        bins = np.searchsorted(EDGES, proposal.confidence, side="right")
+        return self._accepted[bins] / self._reached[bins]
+
+    def rate(self, confidence: float) -> float:
+        place = int(np.searchsorted(EDGES, confidence, side="right"))
+        return float(self._accepted[place] / self._reached[place])
+
+    def learn(self, proposal: Proposal, accepted: int) -> None:
+        reached = min(accepted + 1, len(proposal.tokens))
+        for place in range(reached):
+            stood = place < accepted
+            self._all = [self._all[0] * FORGET + stood, self._all[1] * FORGET + 1]
+            if proposal.confidence is not None:
+                at = int(np.searchsorted(EDGES, proposal.confidence[place], side="right"))
+                self._fade(at, FORGET)
+                self._accepted[at] += stood
+                self._reached[at] += 1
+
+    def fade(self, proposal: Proposal) -> None:
+        """Trust what is known a little less, because it keeps ``proposal`` from being tried."""
+        self._all = [
+            self._all[0] * FORGET + (1 - FORGET) * PRIOR_WEIGHT * FIRST_ACCEPTANCE,
+            self._all[1] * FORGET + (1 - FORGET) * PRIOR_WEIGHT,
+        ]
+        if proposal.confidence is not None:
+            self._fade(int(np.searchsorted(EDGES, proposal.confidence[0], side="right")), FORGET)
+
+    def _fade(self, place: int, by: float) -> None:
+        """Never below the prior's weight, which is what is left when all is forgotten."""
+        self._accepted[place] = self._accepted[place] * by + (1 - by) * PRIOR_WEIGHT * PRIOR[place]
+        self._reached[place] = self._reached[place] * by + (1 - by) * PRIOR_WEIGHT
+
+
+class Record:
+    """What a drafter's rounds have brought lately, and its pauses."""
+
+    def __init__(self) -> None:
+        self.acceptance = Acceptance()
+        self.tokens = self.ms = self.rounds = 0.0
+        self.pause = 0  # rounds left
+        self._trial, self._doubt, self._next_pause = FIRST_TRIAL, FIRST_DOUBT, FIRST_PAUSE
+
+    def learn(self, tokens: int, ms: float, plain_ms: float) -> None:
+        """A round brought ``tokens`` in ``ms``, when a plain one took ``plain_ms``."""
+        keep = 0.95
+        self.tokens, self.ms = self.tokens * keep + tokens, self.ms * keep + ms
+        self.rounds = self.rounds * keep + 1
+        if self.rounds > 4 and self.ms < self.tokens * plain_ms:
+            self._next_pause = FIRST_PAUSE
+
+    def loses(self, plain_ms: float) -> bool:
+        """Whether its tokens have been dearer than plain ones, for all that can be told."""
+        if self.rounds < self._trial:
+            return False
+        return self.ms > self.tokens * plain_ms * (1 + self._doubt / self.rounds)
+
+    def take_a_pause(self) -> None:
+        self.pause, self._next_pause = self._next_pause, min(2 * self._next_pause, LONGEST_PAUSE)
+        self._trial, self._doubt = LATER_TRIAL, LATER_DOUBT
+        self.tokens = self.ms = self.rounds = 0.0

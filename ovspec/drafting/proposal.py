@@ -1,0 +1,45 @@
+"""What a drafter proposes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from ovspec.sampling.warp import WarpedLogits
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """Tokens (n,) int64 that may come next.
+
+    ``confidence`` (n,), 0 to 1: how sure the drafter is of each, on a scale of its own; the lookahead learns what it
+    is worth. ``q``: what each token was drawn from, where it was drawn. ``source``: the drafter's name.
+    """
+
+    tokens: np.ndarray
+    confidence: np.ndarray | None = None
+    q: list[WarpedLogits] | None = None
+    source: str = "own"
+
+
+AGAIN = "again"  # the source of what healing has taken back: nobody's proposal, it is in no statistics
+
+
+NOTHING = Proposal(np.empty(0, dtype=np.int64))
+
+
+def shorten(proposal: Proposal, length: int) -> Proposal:
+    """Its first ``length`` tokens."""
+    if length >= len(proposal.tokens):
+        return proposal
+    if length <= 0:
+        return NOTHING
+    confidence = None if proposal.confidence is None else proposal.confidence[:length]
+    drawn = proposal.q and proposal.q[:length]
+    return replace(proposal, tokens=proposal.tokens[:length], confidence=confidence, q=drawn)
+
+
+def certain(token: int) -> WarpedLogits:
+    """The distribution of a token that must come."""
+    return WarpedLogits(np.array([token]), np.zeros(1, dtype=np.float32))

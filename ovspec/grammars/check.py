@@ -1,0 +1,101 @@
+"""Grammars come from strangers: each is tried out in a process of its own before anything else compiles it."""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+
+from ovspec.errors import OvspecError
+from ovspec.grammars.check_worker import LIMITS
+from ovspec.sandbox import Stopped, Worker
+
+__all__ = ["LIMITS", "check"]
+
+MAX_SECONDS = 5.0
+MAX_BYTES = 1_000_000_000
+MAX_GRAMMAR = 8_000_000  # bytes, after all sources' own limits
+
+CHECKER = Worker("ovspec.grammars.check_worker", MAX_SECONDS, MAX_BYTES)
+
+# llguidance's words, and what to say instead; the first that is found counts.
+WORDS = (
+    (r"regex(?:p)? parse error:.*error: (.*)", r"the regular expression is wrong: \1"),
+    (
+        r"^lookarounds not supported.*regex (/.*/)",
+        r"anchors and \\b can't be followed inside the expression \1",
+    ),
+    (r"Regex is empty", "no text has this pattern, format and length together"),
+    (r"^oneOf constraints", "options of oneOf may overlap, which can't be enforced; write anyOf"),
+    (r"^circular references with sibling", "a $ref to a schema around it can't stand beside other keywords"),
+    (r"^Schema intersection stack", "joining these schemas never ends, because they refer to themselves"),
+    (r"^min/maxProperties only", "minProperties and maxProperties need all listed properties to be required"),
+    (r"^Failed to generate regex for integer range.*", "the bounds of this integer are too large"),
+    (r"^patternProperty regexes (.*) are not disjoint", r"a key may match both \1, which can't be enforced"),
+    (r"^Unsatisfiable schema: (.*)", r"no JSON text satisfies this: \1"),
+    (r"(?i)too many (?:items|states|expressions)|row has \d+ items", "it becomes too complex to follow; simplify it"),
+    (r"(?i)grammar too large|grammar size|fuel|too big|too large", "it is too large; simplify it"),
+    (r"recursion limit|too deeply nested", "it is nested too deeply; give parts of it names of their own"),
+    (r"^lexer error", "this is no Lark; is a quote or a slash missing?"),
+    (r"^no start rule found|^Empty grammar", "there is no rule start, with which every text begins"),
+    (r"^Unknown common regex: ([\w.]+)", r"\1 is not among what can be imported"),
+    (r"unknown special token: (\S+?);", r"unknown special token \1"),
+)
+
+
+def check(grammar: str, what: str) -> None:
+    """Refuse a grammar that is wrong, has no text that ends, or takes too much time or memory.
+
+    Args:
+        grammar: from ``ovspec.grammars.sources``.
+        what: names the grammar in the message, such as "--grammar words.lark".
+
+    Raises:
+        OvspecError: in a sentence, with the place where it is known.
+    """
+    if why := verdict(grammar):
+        raise OvspecError(f"{what}{why}")
+
+
+@functools.lru_cache(maxsize=64)
+def verdict(grammar: str) -> str:
+    """What follows the name of a grammar that is refused; "" for a good one."""
+    if len(grammar) > MAX_GRAMMAR:
+        return f": it takes {len(grammar)} bytes; at most {MAX_GRAMMAR} can be read."
+    try:
+        found = CHECKER.ask(json.dumps({"grammar": grammar}))
+    except Stopped as why:
+        return f": trying it out {why}; simplify it."
+    except (OSError, ValueError):
+        return ": trying it out ends the process that does so; simplify it."
+    kind = json.loads(grammar)["grammars"][0].get("name", "")
+    if "refused" in found:
+        return f": {plain(found['refused'])}"
+    return worded(found["error"], kind, found.get("at", "")) if found else ""
+
+
+def worded(error: str, kind: str, pointer: str) -> str:
+    """llguidance's error as the rest of a sentence."""
+    first = re.match(r"(?:at )?(\d+)\((\d+)\): ", error)
+    where = ""
+    if kind == "lark" and first:
+        where = f", line {first[1]}, column {first[2]}"
+    elif kind == "json":
+        where = f", at {pointer}" if pointer else ""
+    elif kind == "regex" and (caret := re.search(r"parse error:\n    .*\n    ( *)\^", error)):
+        where = f", column {len(caret[1]) + 1}"
+    return f"{where}: {plain(error[first.end() :] if first else error)}"
+
+
+def plain(error: str) -> str:
+    """One sentence, without llguidance's notes to its authors."""
+    error = re.sub(r"<non-verbose/>|\n +\d+ \|.*(\n +\^)?", "", error).replace("failed to compile JSON schema: ", "")
+    error = re.sub(r"^invalid regex .*? \(in regex\): ", "", error, flags=re.DOTALL)
+    error = re.sub(r"\(at \"(?:\\.|[^\"])*\" \(.*?\)\)$", "", error.strip(), flags=re.DOTALL)
+    flat = " ".join(error.split())
+    for pattern, words in WORDS:
+        if match := re.search(pattern, flat):
+            flat = match.expand(words)
+            break
+    flat = (flat if len(flat) < 300 else flat[:300] + "…").rstrip(" .;:")
+    return flat if flat.endswith("?") else f"{flat}."

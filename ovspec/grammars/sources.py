@@ -1,0 +1,210 @@
+"""What texts may be made of, as users write it down: the grammars of llguidance made from five kinds of sources."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ovspec.errors import OvspecError
+from ovspec.files import read_text
+from ovspec.grammars.json_schema import cleaned
+from ovspec.grammars.lexemes import to_lark
+
+MAX_CHARACTERS = 1_000_000  # of a schema, a grammar, an expression or all choices together
+MAX_GBNF = 200_000  # is taken apart in Python
+MAX_NESTING = 200
+
+# What a Lark grammar is made of, as far as it matters here: text that may contain anything, and then the rest.
+LARK = re.compile(
+    r'"(?:\\.|[^"\\\n])*"?'
+    r"|//[^\n]*|\#[^\n]*"
+    r"|/(?:\\.|[^/\\\n])+/?"
+    r"|<[^<>\s]+>"
+    r"|(?P<json>%json\b)"
+    r"|\b(?P<option>max_tokens|stop|temperature)\s*="
+)
+LOOKAROUND = re.compile(r"\(\?(?:<?[=!])|\\[bB<>AzZG]")
+BACKREFERENCE = re.compile(r"\\[1-9]|\(\?P=|\\k")
+
+
+def json_schema(schema: dict[str, Any] | bool | str | Path, what: str = "The JSON schema") -> str:
+    """The JSON texts that a schema describes, with a bounded amount of white space.
+
+    Args:
+        schema: the schema itself, its JSON text, or a file with it. ``x-guidance`` at its top sets llguidance's
+            separators and white space.
+        what: names it in messages; a file is named by its path.
+
+    Raises:
+        OvspecError: it can't be read, is wrong, or says what can't be enforced; the message names the place.
+    """
+    text = ""
+    if isinstance(schema, str) and (schema.lstrip()[:1] in ("{", "[", '"') or schema in ("true", "false")):
+        text = schema
+    elif isinstance(schema, str | Path):
+        try:
+            found = Path(schema).is_file()
+        except (OSError, ValueError):  # too long for a name
+            found = False
+        if not found:
+            raise OvspecError(
+                f"{str(schema)[:100]!r} is neither a JSON schema, which begins with {{, nor a file with one."
+            )
+        what, text = str(schema), read_text(Path(schema))
+    if isinstance(schema, str | Path):
+        bounded(text, what)
+        schema = parsed(text, what)
+    try:
+        text = json.dumps(schema, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise OvspecError(f"{what} can't be written as JSON: {error}.") from None
+    bounded(text, what)
+    try:
+        return grammar("json", json_schema=cleaned(json.loads(text)))
+    except OvspecError as error:
+        raise OvspecError(f"{what}, at {error}") from None
+
+
+def regex(pattern: str, what: str = "The regular expression") -> str:
+    """The texts that a regular expression matches as a whole, in the syntax of Rust's ``regex``.
+
+    Raises:
+        OvspecError: it uses what can't be matched while a text grows.
+    """
+    pattern = well_formed(pattern, what).removeprefix("^")
+    escapes = len(pattern) - len(pattern.rstrip("\\"))
+    if pattern.endswith("$") and not (len(pattern[:-1]) - len(pattern[:-1].rstrip("\\"))) % 2:
+        pattern = pattern[:-1]
+    if escapes % 2:
+        raise OvspecError(f"{what} ends with a backslash; write \\\\ for one.")
+    for kind, found in (("look-around", LOOKAROUND), ("backreferences", BACKREFERENCE)):
+        if match := found.search(pattern.replace("\\\\", "  ")):
+            raise OvspecError(f"{what} uses {kind} at column {match.start() + 1}, which can't be followed; rewrite it.")
+    return grammar("regex", lark_grammar=f"start: /{slashed(pattern)}/")
+
+
+def choices(texts: Sequence[str]) -> str:
+    """One of some texts, and nothing else.
+
+    Raises:
+        OvspecError: there are none, or one isn't text.
+    """
+    if isinstance(texts, str) or not texts:
+        raise OvspecError("Choices are a list of at least one text.")
+    unique = dict.fromkeys(well_formed(text, f"Choice {i + 1}") for i, text in enumerate(texts))
+    options = "|".join("".join(map(escaped, text)) for text in unique)
+    bounded(options, "The list of choices", nesting=False)
+    return grammar("choices", lark_grammar=f"start: /(?:{options})/")
+
+
+def lark(text: str, what: str = "The Lark grammar") -> str:
+    """The texts of a grammar in llguidance's dialect of Lark, from its rule ``start``.
+
+    Raises:
+        OvspecError: it is too long, or uses options that no other way of generating knows; the message names the
+            place.
+    """
+    text = well_formed(text, what)
+    bounded(text, what, nesting=False)
+    parts, at = [], 0
+    while match := LARK.search(text, at):
+        parts.append(text[at : match.start()])
+        parts.append(match.group())
+        at = match.end()
+        if option := match["option"]:
+            raise OvspecError(f"{what}, {place(text, match.start())}: {option}= can't be taken back; leave it out.")
+        if match["json"]:
+            inline, at = inline_schema(text, at, what)
+            parts.append(inline)
+    return grammar("lark", lark_grammar="".join(parts) + text[at:])
+
+
+def gbnf(text: str, what: str = "The GBNF grammar") -> str:
+    """The texts of a grammar in llama.cpp's GBNF, from its rule ``root``.
+
+    Raises:
+        OvspecError: it is wrong; the message names the line and column.
+    """
+    text = well_formed(text, what)
+    if len(text) > MAX_GBNF:
+        raise OvspecError(f"{what} has {len(text)} characters; at most {MAX_GBNF} can be read.")
+    try:
+        return grammar("gbnf", lark_grammar=to_lark(text))
+    except OvspecError as error:
+        raise OvspecError(f"{what}, {error}") from None
+
+
+def grammar(kind: str, **source: Any) -> str:
+    """llguidance's own notation, with the kind as name so that errors can be worded for it."""
+    return json.dumps({"grammars": [{"name": kind, **source}]})
+
+
+def inline_schema(text: str, at: int, what: str) -> tuple[str, int]:
+    """The schema behind ``%json`` as llguidance should see it, on as many lines, and where it ends."""
+    start = at + len(text[at:]) - len(text[at:].lstrip())
+    where = f"{what}, {place(text, start)}"
+    bounded(text[start:], where, only_json=True)
+    try:
+        schema, end = json.JSONDecoder().raw_decode(text, start)
+        return f" {json.dumps(cleaned(schema), allow_nan=False)} " + "\n" * text.count("\n", at, end), end
+    except (ValueError, RecursionError):
+        raise OvspecError(f"{where}: this should be a JSON schema, but isn't JSON.") from None
+    except OvspecError as error:
+        raise OvspecError(f"{where}: the JSON schema, at {error}") from None
+
+
+def parsed(text: str, what: str) -> Any:
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for key, value in pairs:
+            if key in found:
+                raise OvspecError(f'{what} has the key "{key}" twice in one object.')
+            found[key] = value
+        return found
+
+    try:
+        return json.loads(text, object_pairs_hook=unique)
+    except json.JSONDecodeError as error:
+        raise OvspecError(f"{what} is no JSON: line {error.lineno}, column {error.colno}: {error.msg}.") from None
+    except (ValueError, RecursionError) as error:
+        raise OvspecError(f"{what} is no JSON: {error}.") from None
+
+
+def bounded(text: str, what: str, nesting: bool = True, only_json: bool = False) -> None:
+    """Refuse what is too long or nested too deeply, without recursion."""
+    if len(text) > MAX_CHARACTERS and not only_json:
+        raise OvspecError(f"{what} has {len(text)} characters; at most {MAX_CHARACTERS} can be read.")
+    depth = 0
+    for match in re.finditer(r'"(?:\\.|[^"\\])*"?|[\[{]|[\]}]', text) if nesting else ():
+        depth += (match.group() in "[{") - (match.group() in "]}")
+        if depth > MAX_NESTING:
+            raise OvspecError(f"{what} is nested deeper than {MAX_NESTING} at {place(text, match.start())}.")
+        if only_json and depth <= 0:
+            return
+
+
+def well_formed(text: str, what: str) -> str:
+    if not isinstance(text, str):
+        raise OvspecError(f"{what} should be text, not {type(text).__name__}.")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise OvspecError(f"{what} holds half a character (a surrogate) at {place(text, error.start)}.") from None
+    return text
+
+
+def place(text: str, at: int) -> str:
+    return f"line {text.count(chr(10), 0, at) + 1}, column {at - text.rfind(chr(10), 0, at)}"
+
+
+def slashed(pattern: str) -> str:
+    """A regular expression as it stands between slashes in Lark."""
+    ends = {"/": "\\/", "\n": "\\n", "\r": "\\r", "\0": "\\x00"}
+    return re.sub(r"(\\.)|([/\n\r\0])", lambda m: m[1] if m[1] else ends[m[2]], pattern, flags=re.DOTALL)
+
+
+def escaped(character: str) -> str:
+    return character if character.isascii() and character.isalnum() else f"\\x{{{ord(character):x}}}"

@@ -1,0 +1,1 @@
+"""Surfaces of other projects: OpenAI's batch API, the guidance library, GPTFast."""

@@ -1,0 +1,63 @@
+"""The surfaces of other projects, for people who come from there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ovspec.errors import OvspecError
+from ovspec.loading import load
+from ovspec.model import LanguageModel
+from ovspec.options import GenerateOptions
+from ovspec.sampling.samplers import SampleFunction
+
+
+class GPTFastModel:
+    """See ``gpt_fast``."""
+
+    def __init__(self, model: LanguageModel, sample_function: SampleFunction | None) -> None:
+        self.model, self._sample_function = model, sample_function
+
+    def generate(
+        self, cur_tokens: np.ndarray, max_tokens: int, speculate_k: int | None = None, **sampling_kwargs: Any
+    ) -> np.ndarray:
+        """The prompt and ``max_tokens`` more tokens, (1, n + max_tokens) int64.
+
+        Args:
+            cur_tokens: the prompt's ids, (1, n) or (n,).
+            speculate_k: tokens that the draft proposes each round; by default as many as pay.
+            sampling_kwargs: passed on to the sample function.
+
+        Raises:
+            OvspecError: more than one row, or keywords without a sample function.
+        """
+        prompt = np.asarray(cur_tokens, dtype=np.int64)
+        prompt = prompt[0] if prompt.ndim == 2 and len(prompt) == 1 else prompt
+        if prompt.ndim != 1:
+            raise OvspecError(f"cur_tokens has the shape {prompt.shape}; it must be (1, n) or (n,).")
+        if sampling_kwargs and not self._sample_function:
+            raise OvspecError(f"{', '.join(sampling_kwargs)}: there is no sample_function to pass it to.")
+        options = GenerateOptions(
+            max_tokens=max_tokens,
+            ignore_eos=True,
+            lookahead=speculate_k,
+            sampler=self._sample_function,
+            sampler_options=sampling_kwargs,
+        )
+        result = self.model.generate(prompt, **options)
+        return np.concatenate((prompt, result.token_ids))[None]
+
+
+def gpt_fast(
+    target: str | Path, draft: Any = None, sample_function: SampleFunction | None = None, **options: Any
+) -> GPTFastModel:
+    """A model with the surface of GPTFast (github.com/MDK8888/GPTFast), on numpy arrays.
+
+    Args:
+        target, draft, options: as for ``ovspec.load``.
+        sample_function: ``sample(logits (1, vocab), tokens so far (n,), **sampling_kwargs) -> token id``; greedy
+            without one. As with GPTFast nothing but ``max_tokens`` ends a text.
+    """
+    return GPTFastModel(load(target, draft, **options), sample_function)

@@ -1,0 +1,1 @@
+"""OpenVINO: compiled models, devices, infer requests and memory."""

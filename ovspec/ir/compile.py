@@ -1,0 +1,208 @@
+"""Read an exported IR: its inputs, its states and their axes; ask for logits only where they are read."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import openvino as ov
+from openvino import opset13 as ops
+
+from ovspec.errors import OvspecError
+from ovspec.files import read_json
+from ovspec.ir.device import DeviceOptions, check_device, compile_properties, core
+from ovspec.ir.large_pages import LargePages
+
+MODEL_FILE = "openvino_model.xml"
+# What may stand between the lm_head and the result without mixing positions (bias, scale, soft cap).
+ELEMENTWISE = {"Add", "Multiply", "Divide", "Subtract", "Tanh", "Convert", "Clamp"}
+
+
+KNOWN_INPUTS = {"input_ids", "attention_mask", "position_ids", "beam_idx"}
+
+
+@dataclass(frozen=True)
+class State:
+    """One variable of the model: keys or values of a layer, or a state that replaces itself (conv, SSM).
+
+    ``sequence_axis`` is None for the latter: it has no slots that could be cut or masked.
+    """
+
+    name: str
+    batch_axis: int
+    sequence_axis: int | None
+    width: int  # values that a row holds: per slot, or in all
+
+
+@dataclass
+class CompiledIR:
+    """A compiled language model and what drives it."""
+
+    folder: Path
+    compiled: ov.CompiledModel
+    device: str
+    states: list[State]
+    config: dict[str, Any]
+    inputs: dict[str, int]  # name -> index, for the fast setters
+    picks_logits: bool  # has the logits_idx input
+    properties: dict[str, str]  # it was compiled with
+    large_pages: LargePages  # for its weights
+
+    @property
+    def text_config(self) -> dict[str, Any]:
+        """The part of the config that speaks of the language model."""
+        return self.config.get("text_config") or self.config
+
+    @property
+    def kv_states(self) -> list[State]:
+        """The states with a slot for each token."""
+        return [state for state in self.states if state.sequence_axis is not None]
+
+    @property
+    def recurrent_states(self) -> list[State]:
+        """The states without slots."""
+        return [state for state in self.states if state.sequence_axis is None]
+
+    @property
+    def context_length(self) -> int | None:
+        """Positions the model was made for, as its config says; None where the config is silent."""
+        names = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
+        config = self.text_config
+        return next((int(config[n]) for n in names if isinstance(config.get(n), int)), None)
+
+    @property
+    def attention_window(self) -> int | None:
+        """Slots that the narrowest attention layer sees, None for full attention."""
+        config = self.text_config
+        windows = [config.get(name) for name in ("sliding_window", "window_size", "attention_chunk_size")]
+        if config.get("use_sliding_window") is False:
+            windows[0] = None
+        return min((window for window in windows if isinstance(window, int)), default=None)
+
+
+def check_ir_folder(folder: Path) -> None:
+    """Raises OvspecError where ``folder`` holds no exported language model, and says what it is instead."""
+    if not folder.is_dir():
+        what = "is a file" if folder.is_file() else "no such folder"
+        raise OvspecError(f"{folder}: {what}; name a folder made by 'ovspec export' or optimum-cli.")
+    if (folder / MODEL_FILE).is_file():
+        return
+    if list(folder.glob("*.safetensors")) or list(folder.glob("pytorch_model*.bin")):
+        raise OvspecError(f"{folder}: a Hugging Face checkpoint, not an IR; run 'ovspec export {folder} -o DIR' first.")
+    raise OvspecError(f"{folder}: no {MODEL_FILE} in it; name a folder made by 'ovspec export' or optimum-cli.")
+
+
+def check_weights(xml: Path) -> int:
+    """The bytes of the .bin beside ``xml``; raises OvspecError where it is missing or shorter than the .xml says.
+
+    OpenVINO maps it into memory: reading past its end would kill the process.
+    """
+    try:
+        text = xml.read_bytes()
+        size = xml.with_suffix(".bin").stat().st_size
+    except FileNotFoundError as error:
+        raise OvspecError(f"{error.filename}: missing; export the model again.") from None
+    ends = [int(offset) + int(length) for offset, length in re.findall(rb'offset="(\d+)" size="(\d+)"', text)]
+    if size < max(ends, default=0):
+        raise OvspecError(f"{xml.with_suffix('.bin')}: cut off ({size} of {max(ends)} bytes); export the model again.")
+    return size
+
+
+def model_states(model: ov.Model) -> list[State]:
+    """The model's variables with their axes. ``beam_idx`` gathers along the batch axis of each."""
+    batch_axes = {}
+    for op in model.get_ops():
+        if op.get_type_name() == "ReadValue":
+            for use in op.output(0).get_target_inputs():
+                gather = use.get_node()
+                if gather.get_type_name() == "Gather" and use.get_index() == 0:
+                    axis = gather.input_value(2).get_node()
+                    if axis.get_type_name() == "Constant":
+                        batch_axes[op.get_variable_id()] = int(axis.get_data().item())  # type: ignore[attr-defined]
+    states = []
+    for variable in model.get_variables():
+        info = variable.info
+        batch_axis = batch_axes.get(info.variable_id, 0)
+        dynamic = [i for i, d in enumerate(info.data_shape) if d.is_dynamic and i != batch_axis]
+        cuttable = len(dynamic) == 1 and len(info.data_shape) == 4
+        width = math.prod(d.get_length() for d in info.data_shape if d.is_static)
+        states.append(State(info.variable_id, batch_axis, dynamic[0] if cuttable else None, width))
+    return sorted(states, key=lambda state: state.name)
+
+
+def pick_logits(model: ov.Model) -> bool:
+    """Add the input ``logits_idx`` [?] i64: flat (row * width + column) places whose logits are computed.
+
+    The hidden states are gathered in front of the lm_head, so ``logits`` becomes [1, places, vocab].
+    Returns False, and leaves the model as it was, where the lm_head is not found.
+    """
+    node = model.output("logits").get_node().input_value(0).get_node()
+    while node.get_type_name() in ELEMENTWISE:
+        sources = [node.input_value(i).get_node() for i in range(node.get_input_size())]
+        moving = [source for source in sources if source.get_type_name() not in ("Constant", "Convert")]
+        if len(moving) != 1:
+            return False
+        node = moving[0]
+    if node.get_type_name() != "MatMul":
+        return False
+    hidden = node.input_value(0)
+    shape = hidden.get_partial_shape()
+    if shape.rank.get_length() != 3 or shape[2].is_dynamic:
+        return False
+    index = ops.parameter([-1], ov.Type.i64, name="logits_idx")
+    index.output(0).get_tensor().set_names({"logits_idx"})
+    flat = ops.reshape(hidden, ops.constant([-1, shape[2].get_length()], dtype=ov.Type.i64), special_zero=False)
+    picked = ops.gather(flat, index, ops.constant(0, dtype=ov.Type.i64))
+    node.input(0).replace_source_output(ops.unsqueeze(picked, ops.constant(0, dtype=ov.Type.i64)).output(0))
+    model.add_parameters([index])
+    model.validate_nodes_and_infer_types()
+    return True
+
+
+def compile_ir(folder: Path, options: DeviceOptions, rewrite: Callable[[ov.Model], None] | None = None) -> CompiledIR:
+    """Read and compile the language model in ``folder``, after ``rewrite`` where there is one.
+
+    Raises:
+        OvspecError: no IR there, not a stateful text model, no such device, or a property it refuses.
+    """
+    check_ir_folder(folder)
+    device = check_device(options.device)
+    check_weights(folder / MODEL_FILE)
+    try:
+        model = core().read_model(folder / MODEL_FILE)
+    except RuntimeError as error:
+        raise OvspecError(f"{folder / MODEL_FILE}: cannot be read ({last_line(error)}); export it again.") from None
+    states = model_states(model)
+    names = {name for port in model.inputs for name in port.names}
+    outputs = {name for port in model.outputs for name in port.names}
+    if "logits" not in outputs or "input_ids" not in names:
+        raise OvspecError(f"{folder}: not a language model that generates text (it has no logits to choose from).")
+    if not states or not {"attention_mask", "beam_idx"} <= names:
+        raise OvspecError(f"{folder}: exported without a KV cache; export it with the task text-generation-with-past.")
+    if "encoder_hidden_states" in names:
+        raise OvspecError(f"{folder}: the decoder of an encoder-decoder model, which is not supported.")
+    unknown = names - KNOWN_INPUTS
+    if unknown:
+        raise OvspecError(f"{folder}: wants the input {sorted(unknown)[0]}, which ovspec cannot give; not supported.")
+    picks = pick_logits(model)
+    if rewrite:
+        rewrite(model)
+    properties = compile_properties(options)
+    large_pages = LargePages()
+    try:
+        compiled = core().compile_model(model, device, properties)
+    except RuntimeError as error:
+        raise OvspecError(f"{folder}: {device} cannot compile it ({last_line(error)}).") from None
+    inputs = {port.get_any_name(): i for i, port in enumerate(compiled.inputs)}
+    config = read_json(folder / "config.json")
+    return CompiledIR(folder, compiled, device, states, config, inputs, picks, properties, large_pages)
+
+
+def last_line(error: Exception) -> str:
+    """The last line of an OpenVINO error: the others name source files of OpenVINO."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[-1].rstrip(".") if lines else type(error).__name__

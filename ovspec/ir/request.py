@@ -1,0 +1,55 @@
+"""An infer request, driven with as little Python as possible."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import numpy as np
+import openvino as ov
+
+from ovspec.ir.compile import CompiledIR
+
+
+class Request:
+    """Runs inferences of one compiled model and counts them.
+
+    Args:
+        ir: the compiled model.
+        inputs: names of what ``infer`` is given; those that the model doesn't have are left out.
+    """
+
+    def __init__(self, ir: CompiledIR, inputs: Sequence[str]) -> None:
+        self.seconds, self.inferences = 0.0, 0
+        self._compiled = ir.compiled
+        self._picks_logits, self._large_pages = ir.picks_logits, ir.large_pages
+        self._inputs = [ir.inputs.get(name) for name in inputs]
+        self.renew()
+
+    def renew(self) -> None:
+        """Take a new request of OpenVINO's."""
+        self.raw = self._compiled.create_infer_request()
+        self._bound: dict[int, np.ndarray] = {}  # what the request reads each input from
+
+    def infer(self, arrays: Sequence[np.ndarray], places: np.ndarray) -> np.ndarray:
+        """(len(places), vocab) float32, the logits at ``places`` of the flattened tokens, valid until the next call.
+
+        ``arrays`` are the inputs in the order of their names. Only those that are not the same array as last
+        time are bound again: binding costs more than writing into an array that is bound.
+        """
+        request, bound = self.raw, self._bound
+        for index, array in zip(self._inputs, arrays, strict=True):
+            if index is not None and bound.get(index) is not array:
+                request.set_input_tensor(index, ov.Tensor(array, shared_memory=True))
+                bound[index] = array
+        began = time.perf_counter()
+        request.start_async()
+        request.wait()
+        spent = time.perf_counter() - began
+        self.seconds += spent
+        self._large_pages.spent(spent)
+        self.inferences += 1
+        logits = request.get_output_tensor(0).data
+        if self._picks_logits:
+            return logits[0]
+        return logits.reshape(-1, logits.shape[-1])[places]

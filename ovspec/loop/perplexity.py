@@ -1,0 +1,84 @@
+"""How well a model foresees a text."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from ovspec.decoders.base import Decoder
+from ovspec.errors import OvspecError
+
+DEFAULT_CONTEXT = 1024
+CHUNK = 128  # logits of so many places are held at a time
+
+
+@dataclass(frozen=True)
+class Perplexity:
+    """``perplexity`` is exp of ``nats``, the mean negative log-probability of ``scored`` tokens."""
+
+    perplexity: float
+    nats: float
+    scored: int
+    context: int
+    seconds: float
+
+
+def windows(length: int, context: int) -> Iterator[tuple[int, int, int]]:
+    """(start, end, first scored) of windows that overlap by half, so that every token but the first is scored once.
+
+    All but those of the first window have at least ``context // 2`` tokens in front of them.
+    """
+    stride = max(context // 2, 1)
+    end, start = min(context, length), 0
+    yield 0, end, 1
+    while end < length:
+        start, scored = start + stride, end
+        end = min(start + context, length)
+        yield start, end, scored
+
+
+def predictions(decoder: Decoder, tokens: np.ndarray, context: int) -> Iterator[tuple[int, np.ndarray]]:
+    """(place of the first predicted token, logits (n, vocab) for it and those that follow), in order."""
+    for start, end, scored in windows(len(tokens), context):
+        decoder.reset(1)
+        if scored - 1 > start:
+            decoder.feed([tokens[start : scored - 1]], [0])
+        for place in range(scored, end, CHUNK):
+            fed = tokens[place - 1 : min(place - 1 + CHUNK, end - 1)]
+            yield place, decoder.feed([fed], [len(fed)])[0]
+
+
+def log_softmax(logits: np.ndarray) -> np.ndarray:
+    """(places, vocab) float32 -> float64."""
+    shifted = logits.astype(np.float64)
+    shifted -= shifted.max(axis=-1, keepdims=True)
+    shifted -= np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
+    return shifted
+
+
+def check_length(tokens: np.ndarray, context: int) -> None:
+    if context < 2:
+        raise OvspecError(f"A context of {context} tokens is too short to predict anything; take at least 2.")
+    if len(tokens) < 2:
+        raise OvspecError("The text has fewer than two tokens, so there is nothing to predict.")
+
+
+def measure(decoder: Decoder, tokens: np.ndarray, context: int) -> Perplexity:
+    """Score ``tokens`` (n,) int64 in windows of ``context`` tokens.
+
+    Raises:
+        OvspecError: fewer than two tokens.
+    """
+    check_length(tokens, context)
+    began = time.perf_counter()
+    total, scored = 0.0, 0
+    for place, logits in predictions(decoder, tokens, context):
+        wanted = tokens[place : place + len(logits)]
+        total -= float(log_softmax(logits)[np.arange(len(wanted)), wanted].sum())
+        scored += len(wanted)
+    nats = total / scored
+    return Perplexity(math.exp(min(nats, 700.0)), nats, scored, context, time.perf_counter() - began)

@@ -1,0 +1,87 @@
+"""How likely the model finds texts that continue another one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from ovspec.decoders.base import Decoder, catch_up
+from ovspec.decoders.prefill import LONG
+from ovspec.decoders.sequence import Sequence
+
+# Texts and logits of one inference: a stateful cache is copied for each text, and logits are as wide as a vocabulary.
+MOST_TEXTS, MOST_LOGITS = 32, 256
+
+
+@dataclass(frozen=True)
+class Score:
+    """``logprob`` is the sum of ``logprobs``, the natural logarithms of the model's own probability of each token."""
+
+    logprob: float
+    token_ids: list[int]
+    logprobs: list[float]
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The option ``text``, which is the one numbered ``index``; ``logprobs`` has each option's total."""
+
+    text: str
+    index: int
+    logprobs: list[float]
+
+
+def score_texts(decoder: Decoder, texts: list[np.ndarray], begin: int) -> list[Score]:
+    """Score each of ``texts`` (n,) int64 from place ``begin`` on. They share all tokens before it, at least one.
+
+    These are read once, and then all texts in one inference, or in several where they are many. ``decoder`` has a
+    single row before and after; it holds the text with the highest score, where one inference was enough.
+    """
+    scores: list[Score] = []
+    best = 0
+    try:
+        for group in groups(texts, begin):
+            unseen = catch_up(decoder, 0, Sequence(texts[0][:begin]))
+            if len(unseen) > LONG:
+                decoder.feed([unseen[:-1]], [0])
+                unseen = unseen[-1:]
+            if len(group) > 1:
+                decoder.reorder([0] * len(group))
+            fed = [np.concatenate((unseen, text[begin:-1])) for text in group]
+            logits = decoder.feed(fed, [len(text) - begin for text in group])
+            found = [score(*each) for each in zip(logits, (text[begin:] for text in group), strict=True)]
+            best = max(range(len(group)), key=lambda row: found[row].logprob)
+            scores += found
+            decoder.reorder([best])
+    finally:
+        if len(decoder.rows) > 1:
+            decoder.reorder([0])
+    return scores
+
+
+def score(logits: np.ndarray, tokens: np.ndarray) -> Score:
+    """Of ``tokens`` (n,), each chosen from its row of ``logits`` (n, vocab)."""
+    logprobs = [logprob(row, int(token)) for row, token in zip(logits, tokens, strict=True)]
+    return Score(math.fsum(logprobs), tokens.tolist(), logprobs)
+
+
+def logprob(logits: np.ndarray, token: int) -> float:
+    """The natural logarithm of the probability of ``token`` by ``logits`` (vocab,)."""
+    most = logits.max()
+    return float(logits[token] - most) - math.log(float(np.exp(logits - most).sum(dtype=np.float64)))
+
+
+def groups(texts: list[np.ndarray], begin: int) -> Iterator[list[np.ndarray]]:
+    """Texts that are scored together."""
+    group: list[np.ndarray] = []
+    for text in texts:
+        if group and (
+            len(group) == MOST_TEXTS or sum(map(len, [*group, text])) - begin * (len(group) + 1) > MOST_LOGITS
+        ):
+            yield group
+            group = []
+        group.append(text)
+    yield group

@@ -1,0 +1,277 @@
+"""Who chooses the tokens of a row, and how a proposal is held against the choice.
+
+The rule is a comparison: at each place in order the target's own choice is taken, and the walk goes on while it equals
+the proposed token. It needs to know nothing about the proposal, so it can't be biased by it, and the text is the same
+with any drafter. ``RejectionSampler`` is the other rule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from ovspec.constraints.base import UNCONSTRAINED, Constraints
+from ovspec.decoders.sequence import Sequence
+from ovspec.drafting.proposal import Proposal
+from ovspec.errors import OvspecError
+from ovspec.options import ACCEPT_RULES, AcceptRule, SampleFunction, SamplingParams
+from ovspec.sampling.noise import ACCEPT, CHOICE, DRAFT, RESIDUAL, draw, draw_from, noise, residual, uniform
+from ovspec.sampling.warp import NOTHING_LEFT, WarpedLogits, greedy, warp
+
+
+class Guess(NamedTuple):
+    """What a draft model should propose: the token, how likely its model finds it, and what it was drawn from."""
+
+    token: int
+    confidence: float
+    q: WarpedLogits | None = None
+
+
+class Sampler(Protocol):
+    """Chooses the tokens of one row."""
+
+    sampled: bool  # whether chance has a part in it
+    constraints: Constraints
+
+    def verify(self, logits: np.ndarray, sequence: Sequence, proposal: Proposal) -> np.ndarray:
+        """What to commit, (n,) int64: the accepted tokens and one more, unless the last accepted one ends the text.
+
+        ``logits`` (proposed + 1, vocab) float32 are the target's after ``sequence`` and after each proposed token.
+        """
+        ...
+
+    def guess(self, logits: np.ndarray, tokens: np.ndarray) -> Guess | None:
+        """From a draft model's ``logits`` (vocab,) after ``tokens`` (n,), its own guesses included.
+
+        None where it has no token that may follow.
+        """
+        ...
+
+
+class Greedy:
+    """The most likely token, where nothing constrains it."""
+
+    sampled = False
+
+    def __init__(self, constraints: Constraints = UNCONSTRAINED) -> None:
+        self.constraints = constraints
+
+    def verify(self, logits: np.ndarray, sequence: Sequence, proposal: Proposal) -> np.ndarray:  # noqa: ARG002
+        choices = greedy(logits)
+        proposed = len(proposal.tokens)
+        if proposed:
+            wrong = choices[:proposed] != proposal.tokens
+            first = int(wrong.argmax())
+            if wrong[first]:
+                return choices[: first + 1]
+        return choices
+
+    def guess(self, logits: np.ndarray, tokens: np.ndarray) -> Guess | None:  # noqa: ARG002
+        return most_likely(logits)
+
+
+def most_likely(logits: np.ndarray) -> Guess | None:
+    token = int(logits.argmax())
+    if not logits[token] > -np.inf:  # nan isn't, either
+        return None
+    return Guess(token, 1 / float(np.exp(logits - logits[token]).sum()))
+
+
+def walk(
+    choose: Callable[[np.ndarray, np.ndarray], int],
+    logits: np.ndarray,
+    sequence: Sequence,
+    proposal: Proposal,
+    constraints: Constraints,
+) -> np.ndarray:
+    """``choose(logits (vocab,), tokens before (n,))`` at each place, while it chooses what was proposed."""
+    tokens = np.concatenate((sequence.tokens, proposal.tokens))
+    chosen: list[int] = []
+    for place in range(len(logits)):
+        before = tokens[: len(sequence) + place]
+        if place and constraints.ended(before):
+            break
+        forced = constraints.only(before)
+        chosen.append(choose(logits[place], before) if forced is None else forced)
+        if place < len(proposal.tokens) and chosen[-1] != proposal.tokens[place]:
+            break
+    return np.array(chosen, dtype=np.int64)
+
+
+class ConstrainedGreedy:
+    """The most likely token of those that may follow."""
+
+    sampled = False
+
+    def __init__(self, constraints: Constraints) -> None:
+        self.constraints = constraints
+
+    def verify(self, logits: np.ndarray, sequence: Sequence, proposal: Proposal) -> np.ndarray:
+        return walk(self._choose, logits, sequence, proposal, self.constraints)
+
+    def guess(self, logits: np.ndarray, tokens: np.ndarray) -> Guess | None:
+        logits = self.constraints.process(logits, tokens)
+        # The most likely of all is the most likely of those that may follow, if it is one of them.
+        if self.constraints.allow(int(logits.argmax()), tokens):
+            return most_likely(logits)
+        return most_likely(self.constraints.mask(logits, tokens))
+
+    def _choose(self, logits: np.ndarray, tokens: np.ndarray) -> int:
+        logits = self.constraints.process(logits, tokens)
+        token = int(logits.argmax())
+        if self.constraints.allow(token, tokens) and logits[token] > -np.inf:
+            return token
+        guess = most_likely(self.constraints.mask(logits, tokens))
+        if not guess:
+            raise OvspecError(NOTHING_LEFT)
+        return guess.token
+
+
+class SharedNoiseSampler:
+    """Draws by noise that depends on seed, row and position alone; the draft draws with the same.
+
+    Args:
+        row: number of the text among those of one prompt.
+    """
+
+    sampled = True
+
+    def __init__(self, constraints: Constraints, params: SamplingParams, seed: int, row: int) -> None:
+        self.constraints, self._params, self._seed, self._row = constraints, params, seed, row
+        self._noise: dict[int, np.ndarray] = {}  # what the draft has drawn with, until the target has
+
+    def verify(self, logits: np.ndarray, sequence: Sequence, proposal: Proposal) -> np.ndarray:
+        chosen = walk(self._choose, logits, sequence, proposal, self.constraints)
+        passed = len(sequence) + len(chosen)
+        self._noise = {position: bits for position, bits in self._noise.items() if position >= passed}
+        return chosen
+
+    def guess(self, logits: np.ndarray, tokens: np.ndarray) -> Guess | None:
+        logits = self.constraints.process(logits, tokens)
+        # What wins the race among all tokens wins it among those that may follow, if it is one of them.
+        if self.constraints and not self._params.truncates and logits.max() > -np.inf:
+            guess = self._draw(logits, len(tokens))
+            if self.constraints.allow(guess.token, tokens):
+                return guess
+        logits = self.constraints.mask(logits, tokens)
+        return self._draw(logits, len(tokens)) if logits.max() > -np.inf else None
+
+    def _choose(self, logits: np.ndarray, tokens: np.ndarray) -> int:
+        guess = self.guess(logits, tokens)
+        if not guess:
+            raise OvspecError(NOTHING_LEFT)
+        return guess.token
+
+    def _draw(self, logits: np.ndarray, position: int) -> Guess:
+        bits = self._noise.get(position)
+        if bits is None or len(bits) < len(logits):
+            bits = self._noise[position] = noise(self._seed, self._row, position, len(logits), CHOICE)
+        return Guess(*draw(warp(logits, self._params), bits[: len(logits)]))
+
+
+class RejectionSampler:
+    """Accepts x with probability min(1, p(x) / q(x)) and draws from max(p - q, 0) otherwise.
+
+    Leviathan et al. (arXiv 2211.17192), Chen et al. (arXiv 2302.01318). Both distributions are warped alike. A
+    proposal that was not drawn has all its probability in one place. The text depends on what was proposed, its
+    distribution doesn't; as long as no drawn token is kept back for what it is.
+    """
+
+    sampled = True
+
+    def __init__(self, constraints: Constraints, params: SamplingParams, seed: int, row: int) -> None:
+        self.constraints, self._params, self._seed, self._row = constraints, params, seed, row
+
+    def verify(self, logits: np.ndarray, sequence: Sequence, proposal: Proposal) -> np.ndarray:
+        tokens = np.concatenate((sequence.tokens, proposal.tokens))
+        seed, row, vocab = self._seed, self._row, logits.shape[1]
+        chosen: list[int] = []
+        for place, proposed in enumerate(proposal.tokens.tolist()):
+            position = len(sequence) + place
+            p = self._warped(logits[place], tokens[:position]).probabilities(vocab)
+            if proposal.q:
+                q = proposal.q[place].probabilities(vocab)
+            else:
+                q = np.zeros(vocab)
+                q[proposed] = 1.0
+            if uniform(seed, row, position, ACCEPT) * q[proposed] >= p[proposed]:
+                bits = noise(seed, row, position, vocab, RESIDUAL)
+                return np.array([*chosen, draw_from(residual(p, q), bits)], dtype=np.int64)
+            chosen.append(proposed)
+            if self.constraints.ended(tokens[: position + 1]):
+                return np.array(chosen, dtype=np.int64)
+        last = self._warped(logits[-1], tokens)
+        return np.array([*chosen, draw(last, noise(seed, row, len(tokens), vocab, CHOICE))[0]], dtype=np.int64)
+
+    def guess(self, logits: np.ndarray, tokens: np.ndarray) -> Guess | None:
+        logits = self.constraints(logits, tokens)
+        if logits.max() == -np.inf:
+            return None
+        q = warp(logits, self._params)
+        # Noise of its own: the target's choice at this place must not depend on the draft's.
+        return Guess(*draw(q, noise(self._seed, self._row, len(tokens), len(logits), DRAFT)), q)
+
+    def _warped(self, logits: np.ndarray, tokens: np.ndarray) -> WarpedLogits:
+        return warp(self.constraints(logits, tokens), self._params)
+
+
+class UserSampler:
+    """A user's own function, called once for each position that is reached, in order, as in plain decoding.
+
+    The draft can't call it without changing what it does next, so it proposes what is most likely.
+    """
+
+    sampled = True
+
+    def __init__(self, constraints: Constraints, function: SampleFunction, keywords: Mapping[str, Any]) -> None:
+        self.constraints, self._function, self._keywords = constraints, function, keywords
+
+    def verify(self, logits: np.ndarray, sequence: Sequence, proposal: Proposal) -> np.ndarray:
+        return walk(self._choose, logits, sequence, proposal, self.constraints)
+
+    def guess(self, logits: np.ndarray, tokens: np.ndarray) -> Guess | None:
+        return most_likely(self.constraints(logits, tokens))
+
+    def _choose(self, logits: np.ndarray, tokens: np.ndarray) -> int:
+        # Copies: what a user's function keeps or changes must stay what it is.
+        chosen = self._function(self.constraints(logits, tokens)[None].copy(), tokens.copy(), **self._keywords)
+        try:
+            token = int(np.asarray(chosen).item())
+        except (TypeError, ValueError):
+            raise OvspecError(f"The sampler returned {chosen!r}; it must return one token id.") from None
+        if not 0 <= token < len(logits):
+            raise OvspecError(f"The sampler returned {token}, which is no token id (0 to {len(logits) - 1}).")
+        if not self.constraints.allow(token, tokens):
+            raise OvspecError(f"The sampler returned token {token}, which its logits exclude with -inf.")
+        return token
+
+
+def sampler_of(
+    params: SamplingParams,
+    seed: int,
+    row: int,
+    constraints: Constraints,
+    accept: AcceptRule = "compare",
+    function: SampleFunction | None = None,
+    keywords: Mapping[str, Any] | None = None,
+) -> Sampler:
+    """The sampler for one row; arguments as ``SharedNoiseSampler`` and ``UserSampler``.
+
+    Raises:
+        OvspecError: options that exclude each other.
+    """
+    if accept not in ACCEPT_RULES:
+        raise OvspecError(f"accept is {accept!r}; it must be one of {', '.join(ACCEPT_RULES)}.")
+    if function:
+        if params.temperature or params.truncates:
+            raise OvspecError("A sampler draws by itself; leave temperature, top_k, top_p, min_p and typical_p out.")
+        if accept == "rejection":
+            raise OvspecError('accept="rejection" needs to know the distribution, which a sampler keeps to itself.')
+        return UserSampler(constraints, function, keywords or {})
+    if params.temperature:
+        return (RejectionSampler if accept == "rejection" else SharedNoiseSampler)(constraints, params, seed, row)
+    if params.truncates:
+        raise OvspecError("top_k, top_p, min_p and typical_p need a temperature above 0.")
+    return ConstrainedGreedy(constraints) if constraints else Greedy(constraints)

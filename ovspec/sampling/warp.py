@@ -1,0 +1,151 @@
+"""From logits to tokens: what can be asked for, and pure numpy functions that do it.
+
+Order, as in Hugging Face: logit bias, repetition penalty, presence and frequency penalty, min_tokens, temperature,
+top-k, top-p, min-p, typical-p. Tokens are drawn by the Gumbel-max trick, so that a draft model that is given the same
+noise often draws the same token (Daliri et al., arXiv 2408.07978).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+
+from ovspec.errors import OvspecError
+from ovspec.options import SamplingParams
+
+# Tokens that are less likely than this share of the most likely one seldom matter for top-p.
+FEW = 1e-3
+NOTHING_LEFT = "No token may follow: all are banned, or the model's logits are not numbers."
+# Logits are looked through in blocks of this many for the largest.
+BLOCK = 128
+
+
+# ---------------------------------------------------------------- logits
+
+
+def greedy(logits: np.ndarray) -> np.ndarray:
+    """The most likely token at each place: (places, vocab) float32 -> (places,) int64."""
+    return logits.argmax(axis=-1)
+
+
+def penalize(logits: np.ndarray, tokens: np.ndarray, start: int, params: SamplingParams) -> None:
+    """Apply the penalties of ``params`` in place.
+
+    Args:
+        logits: (vocab,) of the token that follows ``tokens``.
+        tokens: (n,) all before it, of which those from ``start`` on were generated.
+    """
+    penalty = params.repetition_penalty
+    if penalty is not None and penalty != 1.0:
+        held = logits[tokens]
+        logits[tokens] = np.where(held < 0, held * penalty, held / penalty)
+    if (params.presence_penalty or params.frequency_penalty) and len(tokens) > start:
+        ids, counts = np.unique(tokens[start:], return_counts=True)
+        logits[ids] -= (params.presence_penalty + params.frequency_penalty * counts).astype(np.float32)
+
+
+class WarpedLogits(NamedTuple):
+    """What warping leaves: ``logits`` (n,) float32 of ``ids`` (n,), or of the whole vocabulary where that is None."""
+
+    ids: np.ndarray | None
+    logits: np.ndarray
+
+    def probabilities(self, vocab: int) -> np.ndarray:
+        """(vocab,) float64"""
+        kept = softmax(self.logits.astype(np.float64))
+        if self.ids is None and len(kept) == vocab:
+            return kept
+        ids = np.arange(len(kept)) if self.ids is None else self.ids
+        found = np.zeros(vocab)
+        found[ids[ids < vocab]] = kept[ids < vocab]
+        return found
+
+
+def warp(logits: np.ndarray, params: SamplingParams) -> WarpedLogits:
+    """Temperature, top-k, top-p, min-p and typical-p, one after the other: (vocab,) -> what may be drawn.
+
+    The vocabulary is never sorted as a whole. Raises OvspecError where no token is left.
+    """
+    most = logits.max()
+    if not np.isfinite(most):
+        raise OvspecError(NOTHING_LEFT)
+    logits = (logits - most) * np.float32(1 / max(params.temperature, 1e-30))  # the largest is 0
+    if not params.truncates:
+        return WarpedLogits(None, logits)
+    ids: np.ndarray | None = None
+    if 0 < params.top_k < len(logits):
+        ids, logits = narrow(ids, logits, largest(logits, params.top_k))
+    if params.top_p < 1:
+        weights = np.exp(logits)
+        total = float(weights.sum(dtype=np.float64))
+        likely = np.flatnonzero(weights >= FEW)
+        if weights[likely].sum(dtype=np.float64) < params.top_p * total:
+            # All tokens below this share of what is left out have no more than that together.
+            likely = np.flatnonzero(weights >= (1 - params.top_p) * total / len(weights))
+        ids, logits = narrow(ids, logits, likely)
+        ids, logits = narrow(ids, logits, leading(-logits, weights[likely], params.top_p * total))
+    if params.min_p > 0:
+        ids, logits = narrow(ids, logits, np.flatnonzero(logits >= np.float32(math.log(params.min_p))))
+    if params.typical_p < 1:
+        weights = np.exp(logits)
+        possible = np.flatnonzero(weights)  # a banned token has no end of information
+        ids, logits = narrow(ids, logits, possible)
+        weights = weights[possible]
+        total = float(weights.sum(dtype=np.float64))
+        information = np.float32(math.log(total)) - logits  # in nats
+        entropy = float((weights * information).sum(dtype=np.float64)) / total
+        surprise = np.abs(information - np.float32(entropy))
+        ids, logits = narrow(ids, logits, leading(surprise, weights, params.typical_p * total))
+    return WarpedLogits(ids, logits)
+
+
+def narrow(ids: np.ndarray | None, logits: np.ndarray, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The ids and logits at ``places``; ``ids`` None stands for the whole vocabulary."""
+    return places if ids is None else ids[places], logits[places]
+
+
+def leading(keys: np.ndarray, weights: np.ndarray, limit: float) -> np.ndarray:
+    """Places of the smallest ``keys`` (n,), until their ``weights`` (n,) sum to ``limit``; equal keys stay together.
+
+    Of many, only those in the bucket where the limit is reached are sorted.
+    """
+    inside, before = np.arange(len(keys)), 0.0
+    if len(keys) > 2048:
+        low, high = float(keys.min()), float(keys.max())
+        buckets = ((keys - np.float32(low)) * np.float32(2047 / max(high - low, 1e-9))).astype(np.int32)
+        sums = np.cumsum(np.bincount(buckets, weights, 2049))
+        reached = min(int(np.searchsorted(sums, limit)), int(buckets.max()))
+        inside = np.flatnonzero(buckets == reached)
+        before = float(sums[reached - 1]) if reached else 0.0
+        if not len(inside):  # rounding: the limit is all there is
+            return np.arange(len(keys))
+    order = inside[np.argsort(keys[inside], kind="stable")]
+    sums = before + np.cumsum(weights[order], dtype=np.float64)
+    last = min(int(np.searchsorted(sums, limit)), len(order) - 1)
+    return np.flatnonzero(keys <= keys[order[last]])
+
+
+def largest(logits: np.ndarray, count: int) -> np.ndarray:
+    """Ids of the ``count`` largest of (vocab,), and of those that equal the smallest of them."""
+    whole = len(logits) // BLOCK * BLOCK
+    if whole // BLOCK > 2 * count:
+        # The count-th largest of the blocks' largest is at most the count-th largest of all.
+        peaks = logits[:whole].reshape(-1, BLOCK).max(axis=1)
+        ids = np.flatnonzero(logits >= np.partition(peaks, len(peaks) - count)[-count])
+    else:
+        ids = np.arange(len(logits))
+    found = logits[ids]
+    return ids[found >= np.partition(found, len(found) - count)[-count]]
+
+
+def softmax(logits: np.ndarray) -> np.ndarray:
+    weights = np.exp(logits - logits.max())
+    return weights / weights.sum()
+
+
+# ---------------------------------------------------------------- drawing
+
+
+# ---------------------------------------------------------------- log-probabilities

@@ -1,0 +1,1 @@
+"""What happens around generating: engine choice, probing, profiles, tuning, manifests, the door to the export."""

@@ -1,0 +1,34 @@
+"""The door to the export package, which alone needs torch and transformers."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from pathlib import Path
+from types import ModuleType
+
+from ovspec.errors import OvspecError
+from ovspec.ir.device import default_cache_dir
+from ovspec.setup.manifest import MANIFEST_FILE
+
+
+def export_package() -> ModuleType:
+    """``ovspec_export``; raises OvspecError that says what to install where something is missing."""
+    try:
+        import ovspec_export
+    except ModuleNotFoundError as error:
+        raise OvspecError(
+            f"Exporting needs the package {error.name}, which is not installed: pip install 'ovspec[export]'."
+        ) from None
+    return ovspec_export
+
+
+def export_to_cache(target: str, draft: str | None) -> Path:
+    """Export a checkpoint (folder or hub id) into the user's cache unless it is there already."""
+    sources = [str(Path(name).resolve()) if name and Path(name).is_dir() else name for name in (target, draft)]
+    key = hashlib.sha256(repr(sources).encode()).hexdigest()[:12]
+    name = re.sub(r"[^\w.-]+", "-", target).strip("-.") or "model"
+    folder = default_cache_dir() / "exports" / f"{name[-60:]}-{key}"
+    if not (folder / MANIFEST_FILE).is_file():
+        export_package().export_pair(target, draft, folder)
+    return folder

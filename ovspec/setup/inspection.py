@@ -1,0 +1,134 @@
+"""What is in a folder and what running it takes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ovspec.ir.compile import MODEL_FILE, compile_ir
+from ovspec.ir.device import DeviceOptions, core
+from ovspec.ir.memory import kv_bytes_per_token
+from ovspec.setup.engine import EngineChoice
+from ovspec.setup.manifest import DRAFT_FOLDER, ExportedModel, read_manifest
+from ovspec.setup.probing import Probe, find_probe
+from ovspec.setup.profile import known_profile, load_with
+
+# Element types of OpenVINO that hold weights -> what users call them.
+WEIGHT_TYPES = {"f32": "fp32", "f16": "fp16", "bf16": "bf16", "i8": "int8", "u8": "int8", "i4": "int4", "u4": "int4"}
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """Of one model. ``weights`` are shares of all weights by format, sizes are bytes."""
+
+    folder: str
+    source: str | None
+    options: dict[str, Any]
+    model_type: str | None
+    parameters: int
+    weights: dict[str, float]
+    size: int
+    context: int | None
+    window: int | None
+    logits: int
+    states: list[dict[str, Any]]
+    engine: str
+    engine_reason: str
+    profile: str | None
+    rollback: str
+    probed: Probe
+    kv_precision: str
+    kv_bytes_per_1000_tokens: int
+
+
+def inspect(
+    folder: Path, options: DeviceOptions, engine: EngineChoice = "auto", tuned: bool = True, verify: bool = False
+) -> dict[str, Inspection]:
+    """The target in ``folder`` and, where there is one, the draft beside it.
+
+    Args:
+        engine: as ``load``.
+        tuned: take the setting of the profile, where there is one.
+
+    Raises:
+        OvspecError: as ``load``; with ``verify`` also where a file's checksum is not the exported one.
+    """
+    manifest = read_manifest(folder, verify)
+    found = {"target": inspect_ir(folder, options, engine, tuned, manifest.target if manifest else None)}
+    if (folder / DRAFT_FOLDER / MODEL_FILE).is_file():
+        exported = manifest.draft if manifest else None
+        found["draft"] = inspect_ir(folder / DRAFT_FOLDER, options, engine, tuned, exported)
+    return found
+
+
+def inspect_ir(
+    folder: Path, options: DeviceOptions, engine: EngineChoice, tuned: bool, exported: ExportedModel | None
+) -> Inspection:
+    probe = exported and exported.probe
+    loaded = load_with(known_profile(folder, options) if tuned else None, folder, options, engine, probe)
+    ir = loaded.ir
+    if loaded.engine == "paged":
+        used = {name: value for name, value in ir.properties.items() if name != "CACHE_DIR"}
+        ir = compile_ir(folder, replace(options, properties=options.properties | used))
+    probe = find_probe(ir, options.cache_folder, probe)
+    parameters, weights = weight_shares(folder)
+    return Inspection(
+        folder=str(folder),
+        source=exported.source if exported else None,
+        options=exported.options if exported else {},
+        model_type=ir.text_config.get("model_type"),
+        parameters=parameters,
+        weights=weights,
+        size=sum(path.stat().st_size for path in folder.iterdir() if path.is_file()),
+        context=ir.context_length,
+        window=ir.attention_window,
+        logits=ir.compiled.output(0).get_partial_shape()[-1].get_length(),
+        states=[asdict(state) for state in ir.states],
+        engine=loaded.engine,
+        engine_reason=loaded.reason,
+        profile=loaded.profile,
+        rollback=str(probe.rollback),
+        probed=probe,
+        kv_precision=ir.properties.get("KV_CACHE_PRECISION", "the device's own"),
+        kv_bytes_per_1000_tokens=round(1000 * kv_bytes_per_token(ir)),
+    )
+
+
+def weight_shares(folder: Path) -> tuple[int, dict[str, float]]:
+    """(weights, share of each format). Scales, zero points and norms are too small to count."""
+    counts: Counter[str] = Counter()
+    for op in core().read_model(folder / MODEL_FILE).get_ops():
+        if op.get_type_name() == "Constant":
+            kind = WEIGHT_TYPES.get(op.get_element_type().get_type_name())
+            shape = op.get_output_shape(0)
+            if kind and len(shape) > 1 and min(shape) > 1:
+                counts[kind] += int(np.prod(shape))
+    total = sum(counts.values())
+    return total, {kind: round(count / total, 4) for kind, count in counts.most_common()}
+
+
+def summary(name: str, found: Inspection) -> list[str]:
+    """Lines for people."""
+    shares = ", ".join(f"{kind} {share:.1%}" for kind, share in found.weights.items())
+    slots = [state for state in found.states if state["sequence_axis"] is not None]
+    fixed = len(found.states) - len(slots)
+    states = f"{len(slots)} of keys and values" + f", {fixed} that cannot be cut" * bool(fixed)
+    lines = {
+        name: found.folder + (f", exported from {found.source}" if found.source else ""),
+        "model": f"{found.model_type or 'unknown'}, {found.parameters / 1e6:,.1f} M weights: {shares}",
+        "size": f"{found.size / 1e6:,.1f} MB",
+        "context": f"{found.context or 'unknown'}" + (f", window {found.window}" if found.window else ""),
+        "logits": f"{found.logits} wide",
+        "states": states,
+        "engine": f"{found.engine} ({found.engine_reason})",
+        "profile": found.profile or "none; 'ovspec tune' measures one",
+        "rollback": f"{found.rollback} when stateful "
+        f"(probed on {found.probed.setting} in {found.probed.seconds:.2f} s)",
+        "memory": f"{found.kv_bytes_per_1000_tokens / 1e6:,.1f} MB per 1000 tokens in a {found.kv_precision} cache, "
+        f"{found.size / 1e6:,.1f} MB for the weights",
+    }
+    return [f"{key:10}{value}" for key, value in lines.items()]

@@ -1,0 +1,113 @@
+"""What an export says about itself: ``ovspec.json``, written last, so its presence means a whole export."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ovspec.decoders.base import Rollback
+from ovspec.errors import OvspecError
+from ovspec.files import read_json, write_atomically
+from ovspec.setup.probing import Probe
+
+MANIFEST_FILE = "ovspec.json"
+DRAFT_FOLDER = "draft"
+FORMAT = 1
+UNFINISHED = '{"format": 1, "unfinished": true}\n'  # the manifest of a folder that is being written
+
+
+@dataclass
+class ExportedModel:
+    """One model of the pair. ``states`` lists each state with its axes, ``probe`` is how it rolls back."""
+
+    source: str
+    weight_format: str
+    options: dict[str, Any]
+    probe: Probe
+    states: list[dict[str, Any]]
+
+
+@dataclass
+class Manifest:
+    """``files`` maps relative paths to {"size": bytes, "sha256": hex}; ``tokenizer_differs_on`` lists the
+    test texts that OpenVINO's tokenizer splits differently from Hugging Face's."""
+
+    target: ExportedModel
+    draft: ExportedModel | None
+    versions: dict[str, str]
+    files: dict[str, dict[str, Any]]
+    tokenizer_differs_on: list[str] = field(default_factory=list)
+    format: int = FORMAT
+
+    def write(self, folder: Path) -> None:
+        text = json.dumps(asdict(self), indent=1, ensure_ascii=False)
+        write_atomically(folder / MANIFEST_FILE, text + "\n")
+
+
+def sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def is_ours(folder: Path) -> bool:
+    """Whether ovspec wrote ``folder``, wholly or in part."""
+    return (folder / MANIFEST_FILE).is_file()
+
+
+def backup_of(output: Path) -> Path:
+    """Where a folder stands while it is being replaced."""
+    output = output.resolve()
+    return output.with_name(f".{output.name}.old") if output.name else output / ".old"  # the root has no name
+
+
+def restore_backup(output: Path) -> None:
+    """Undo a replacement that was killed between its two renames."""
+    backup = backup_of(output)
+    if not output.exists() and is_ours(backup):
+        with contextlib.suppress(OSError):  # another process was quicker
+            backup.rename(output)
+
+
+def exported_model(data: dict[str, Any]) -> ExportedModel:
+    probe = data["probe"]
+    found = Probe(Rollback(**probe["rollback"]), probe["setting"], probe["seconds"])
+    return ExportedModel(**{**data, "probe": found})
+
+
+def read_manifest(folder: Path, verify: bool = False) -> Manifest | None:
+    """The manifest in ``folder``, None for a folder that ovspec did not export.
+
+    Sizes of the files are compared; with ``verify`` their checksums too, which reads all of them.
+
+    Raises:
+        OvspecError: it is damaged or of a newer format, or a file it lists is missing or of another size.
+    """
+    data = read_json(folder / MANIFEST_FILE)
+    if not data:
+        return None
+    if data.get("unfinished"):
+        raise OvspecError(f"{folder}: an export that was not finished; export the model again.")
+    if data.get("format") != FORMAT:
+        raise OvspecError(f"{folder / MANIFEST_FILE}: format {data.get('format')} is not known; update ovspec.")
+    try:
+        draft = data["draft"]
+        manifest = Manifest(
+            target=exported_model(data["target"]),
+            draft=exported_model(draft) if draft else None,
+            versions=data["versions"],
+            files=data["files"],
+            tokenizer_differs_on=data["tokenizer_differs_on"],
+        )
+    except (KeyError, TypeError):
+        raise OvspecError(f"{folder / MANIFEST_FILE}: damaged; export the model again.") from None
+    for name, file in manifest.files.items():
+        path = folder / name
+        if not path.is_file() or path.stat().st_size != file["size"]:
+            raise OvspecError(f"{path}: missing or not of the exported size; export the model again.")
+        if verify and sha256(path) != file["sha256"]:
+            raise OvspecError(f"{path}: changed since it was exported; export the model again.")
+    return manifest

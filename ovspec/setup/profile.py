@@ -1,0 +1,257 @@
+"""The best properties for a model on this machine, as ``ovspec/tuning.py`` has measured them."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import re
+from collections import Counter
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import openvino as ov
+import psutil
+
+from ovspec.decoders.stateful import COMPACT_AT
+from ovspec.errors import OvspecError
+from ovspec.files import read_json, write_atomically
+from ovspec.ir.compile import MODEL_FILE
+from ovspec.ir.device import EXACT_KV_PRECISIONS, DeviceOptions, check_device, core
+from ovspec.setup.engine import CompiledModel, EngineChoice, EngineName, load_ir
+from ovspec.setup.probing import Probe
+
+Goal = Literal["decode", "prefill", "balanced", "accuracy"]
+GOALS = get_args(Goal)
+FORMAT = 2
+# A setting may be chosen if its KL divergence is at most this many times that of OpenVINO's own default ...
+KL_FACTOR = 1.25
+# ... or too small to matter, in nats; "accuracy" asks for no more than that.
+KL_FLOOR = 1e-6
+# A balanced choice keeps the invariance of what is used without a profile; its measuring has this much chance in it.
+INVARIANCE_SLACK = 0.1
+# A setting is taken instead of one in front of it if it needs at most this share of the time.
+CLEARLY_BETTER = 0.97
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is tried; None leaves a choice to OpenVINO.
+
+    ``group`` is DYNAMIC_QUANTIZATION_GROUP_SIZE: activations that share a scale where weights are compressed,
+    0 for no quantisation of activations.
+    """
+
+    engine: EngineName
+    precision: str | None = None
+    kv_precision: str | None = None
+    group: int | None = None
+    threads: int | None = None
+    core_type: str | None = None
+
+    @property
+    def properties(self) -> dict[str, str]:
+        """As OpenVINO calls them."""
+        named = {
+            "INFERENCE_PRECISION_HINT": self.precision,
+            "KV_CACHE_PRECISION": self.kv_precision,
+            "DYNAMIC_QUANTIZATION_GROUP_SIZE": self.group,
+            "INFERENCE_NUM_THREADS": self.threads,
+            "SCHEDULING_CORE_TYPE": self.core_type,
+        }
+        return {name: str(value) for name, value in named.items() if value is not None}
+
+    def __str__(self) -> str:
+        parts = [self.engine, self.precision or "default precision"]
+        if self.group is not None:
+            parts.append(f"dynamic quantisation {self.group or 'off'}")
+        parts.append(f"KV {self.kv_precision or 'default'}")
+        if self.threads:
+            parts.append(f"{self.threads} threads")
+        if self.core_type:
+            parts.append(self.core_type)
+        return ", ".join(parts)
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """Of one setting, on the built-in text.
+
+    ``verify_ms``: milliseconds of an inference by its width in tokens, behind the text. ``prefill_ms``: a token.
+    ``memory``: bytes that the process grew by. ``kl``, ``top1``: against f32 without dynamic quantisation, the
+    mean KL divergence in nats and the share of equal first choices. ``invariance``: the share of the logits that are
+    the same whether tokens are fed together or one by one, so that a draft can't change the text; None if untried.
+    """
+
+    setting: Setting
+    verify_ms: dict[int, float]
+    prefill_ms: float
+    memory: int
+    kl: float
+    top1: float
+    invariance: float | None = None
+
+    def cost(self, goal: Goal) -> float:
+        """What ``goal`` minimises, in ms. Balanced is a prompt of 256 tokens and 128 steps, every other 4 wide."""
+        if goal == "decode":
+            return self.verify_ms[1]
+        if goal == "prefill":
+            return self.prefill_ms
+        return 256 * self.prefill_ms + 64 * (self.verify_ms[1] + self.verify_ms[4])
+
+
+@dataclass(frozen=True)
+class Split:
+    """Prompts read in another setting than the chosen one, the KV cache carried over.
+
+    ``saved_ms``: a token of the prompt. ``carry_ms``: carrying the cache over, for the text. ``memory``: bytes of
+    the second copy of the weights. ``kl``: of the logits behind it, from those that the chosen setting gives.
+    """
+
+    setting: Setting
+    saved_ms: float
+    carry_ms: float
+    memory: int
+    kl: float
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Measurements of one kind of model on one machine.
+
+    ``reference`` is OpenVINO's own default, whose accuracy is the measure (in the short version the first of
+    ``measurements``). ``measurements`` begin with what is used without a profile; those behind it are taken only
+    where they are clearly better.
+    """
+
+    goal: Goal
+    full: bool  # False for the short version of a first load
+    tokens: int  # of the text
+    seconds: float  # that measuring took
+    reference: Measurement
+    measurements: list[Measurement]
+    split: Split | None = None
+
+    def most_kl(self, goal: Goal) -> float:
+        """The largest KL divergence, in nats, of a setting that may be chosen."""
+        return KL_FLOOR if goal == "accuracy" else max(KL_FACTOR * self.reference.kl, KL_FLOOR)
+
+    def choose(self, options: DeviceOptions, engine: EngineChoice, goal: Goal | None = None) -> Measurement | None:
+        """The best measurement that agrees with what the user has fixed; None where none does."""
+        goal = goal or self.goal
+        most = self.most_kl(goal)
+        agreeing = [m for m in self.measurements if agrees(m.setting, options, engine)]
+        # What is not exact after a rollback is never chosen for the user.
+        fit = [m for m in agreeing if m.kl <= most and m.setting.kv_precision in EXACT_KV_PRECISIONS]
+        if goal == "balanced" and "INFERENCE_PRECISION_HINT" not in options.fixed:
+            least_invariance = (self.measurements[0].invariance or 0) - INVARIANCE_SLACK
+            fit = [m for m in fit if (m.invariance or 0) >= least_invariance]
+        if not fit:
+            return agreeing[0] if agreeing else None
+        least = min(m.cost(goal) for m in fit)
+        return next(m for m in fit if least > CLEARLY_BETTER * m.cost(goal))
+
+
+def agrees(setting: Setting, options: DeviceOptions, engine: EngineChoice) -> bool:
+    """Whether ``setting`` has all that the user has fixed; but for the KV cache's type, which is replaced."""
+    ours, fixed = setting.properties, options.fixed
+    ours.pop("KV_CACHE_PRECISION", None)
+    return engine in ("auto", setting.engine) and all(fixed.get(name, value) == value for name, value in ours.items())
+
+
+def with_setting(options: DeviceOptions, setting: Setting) -> DeviceOptions:
+    """``options`` and, where the user has named nothing, ``setting``."""
+    ours = setting.properties
+    if setting.precision is None and "INFERENCE_PRECISION_HINT" in options.fixed:
+        ours.pop("KV_CACHE_PRECISION", None)  # it goes with the arithmetic that the device prefers
+    return replace(options, properties=ours | options.fixed)
+
+
+def load_with(
+    profile: Profile | None,
+    folder: Path,
+    options: DeviceOptions,
+    engine: EngineChoice = "auto",
+    probe: Probe | None = None,
+    compact_at: int = COMPACT_AT,
+) -> CompiledModel:
+    """As ``load_ir``, with what ``profile`` has best where the user has named nothing."""
+    best = profile.choose(options, engine) if profile else None
+    if not profile or not best:
+        return load_ir(folder, options, engine, probe, compact_at)
+    slower_paged = engine == "auto" and best.setting.engine == "stateful"
+    wanted = "stateful" if slower_paged else engine
+    loaded = load_ir(folder, with_setting(options, best.setting), wanted, probe, compact_at)
+    reason = "the profile found it to be faster" if slower_paged else loaded.reason
+    costs = {profile.tokens: best.prefill_ms * profile.tokens} | best.verify_ms
+    return replace(loaded, reason=reason, profile=str(best.setting), verify_ms=costs)
+
+
+# ---------------------------------------------------------------- keeping
+
+
+def profile_file(folder: Path, options: DeviceOptions) -> Path | None:
+    """Where the profile for models like the one in ``folder`` is kept; None without a cache.
+
+    The key is the machine, OpenVINO's version, and the types and shapes of the weights: another model of the
+    same kind takes the same time.
+    """
+    if not options.cache_folder:
+        return None
+    cores = (psutil.cpu_count(logical=False), psutil.cpu_count())
+    machine = (core().get_property("CPU", "FULL_DEVICE_NAME"), cores, ov.get_version())
+    key = repr((FORMAT, machine, sorted(weight_shapes(folder).items())))
+    return options.cache_folder / "profiles" / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"
+
+
+def weight_shapes(folder: Path) -> Counter[tuple[str, str]]:
+    """How many constants of which (type, shape) the IR in ``folder`` has."""
+    text = (folder / MODEL_FILE).read_text(encoding="utf-8")
+    return Counter(re.findall(r'<data element_type="(\w+)" shape="([\d, ]+)"', text))
+
+
+def largest_group(folder: Path) -> int | None:
+    """The largest group of dynamic quantisation that no compressed weight is too short for, in activations.
+
+    That is the weights' own group, or the length of a row. None where no weights are compressed.
+    """
+    integers = [shape for kind, shape in weight_shapes(folder) if kind in ("i8", "u8", "i4", "u4") and "," in shape]
+    lengths = [int(shape.split(",")[-1]) for shape in integers]
+    return min((length for length in lengths if length > 1), default=None)  # scales and zero points have 1
+
+
+def known_profile(folder: Path, options: DeviceOptions) -> Profile | None:
+    """The profile that was measured for models like the one in ``folder``."""
+    file = profile_file(folder, options) if check_device(options.device) == "CPU" else None
+    try:
+        data = read_json(file) if file else {}
+        return from_json(data) if data else None
+    except (KeyError, TypeError, ValueError, OvspecError):  # damaged
+        return None
+
+
+def keep_profile(folder: Path, options: DeviceOptions, profile: Profile) -> Path | None:
+    """Keep it beside the compiled models; returns where, or None where the cache can't be written."""
+    file = profile_file(folder, options)
+    if file:
+        with contextlib.suppress(OSError):
+            write_atomically(file, json.dumps(asdict(profile), indent=1))
+            return file
+    return None
+
+
+def from_json(data: dict[str, Any]) -> Profile:
+    def measurement(found: dict[str, Any]) -> Measurement:
+        verify_ms = {int(width): ms for width, ms in found["verify_ms"].items()}
+        return Measurement(**{**found, "setting": Setting(**found["setting"]), "verify_ms": verify_ms})
+
+    split = data["split"]
+    return Profile(
+        **{
+            **data,
+            "reference": measurement(data["reference"]),
+            "measurements": [measurement(found) for found in data["measurements"]],
+            "split": split and Split(**{**split, "setting": Setting(**split["setting"])}),
+        }
+    )

@@ -1,0 +1,333 @@
+"""Measure what is best for a model on this machine: the work behind ``ovspec tune``.
+
+The machine's speed changes while one measures. So every setting is timed in turns with the one that is used
+without a profile, and what counts is the ratio.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import openvino as ov
+import psutil
+from openvino import opset13 as ops
+
+from ovspec.decoders.base import Decoder, Rollback
+from ovspec.decoders.paged import PagedDecoder
+from ovspec.decoders.recurrent import decoder_of
+from ovspec.decoders.stateful import StatefulDecoder
+from ovspec.errors import OvspecError
+from ovspec.files import read_text
+from ovspec.ir.compile import MODEL_FILE, check_weights, compile_ir
+from ovspec.ir.device import DeviceOptions, core, default_kv_precision
+from ovspec.ir.memory import room_for
+from ovspec.loop.perplexity import log_softmax
+from ovspec.setup.engine import AGREES, EXACT, EngineName, compile_paged, verdict_on_paged
+from ovspec.setup.probing import find_probe
+from ovspec.setup.profile import (
+    KL_FLOOR,
+    Goal,
+    Measurement,
+    Profile,
+    Setting,
+    Split,
+    keep_profile,
+    known_profile,
+    largest_group,
+)
+from ovspec.text.tokenizer import Tokenizer
+
+TEXT = Path(__file__).with_name("tuning_text.txt")
+WIDTHS = (1, 2, 4, 8, 16)
+# What a first load may cost: a model whose weights are larger is not tuned without being asked.
+LARGEST_UNASKED = 1.5e9
+USUAL_GROUP = 32  # of OpenVINO on the CPU
+# A setting that takes so many times as long at every width is measured only once.
+HOPELESS = 1.2
+SETTLED = 0.02  # seconds that one inference is repeated for
+LONG_PROMPT = 0.5  # seconds; reading one that takes longer is timed once
+
+
+@dataclass(frozen=True)
+class Effort:
+    """``tokens`` of the text, ``widths`` of the inferences that are timed, and how often."""
+
+    tokens: int
+    widths: tuple[int, ...]
+    repeats: int
+    full: bool
+
+
+FULL = Effort(256, WIDTHS, 3, True)
+SHORT = Effort(64, (1, 4), 3, False)
+
+
+def tune(
+    folder: Path,
+    options: DeviceOptions,
+    goal: Goal = "balanced",
+    effort: Effort = FULL,
+    tell: Callable[[str, float], None] = lambda *_: None,
+) -> Profile:
+    """Measure settings for the model in ``folder``.
+
+    Args:
+        options: where the cache is; its device must be the CPU.
+        tell: is given each setting when its turn comes, and the share of the work that is done.
+
+    Raises:
+        OvspecError: another device, or too little memory to hold the model twice.
+    """
+    if options.device.upper() != "CPU":
+        raise OvspecError(f"--device {options.device}: only the CPU has settings to choose from.")
+    check_room(folder)
+    began = time.monotonic()
+    tell("f32 without dynamic quantisation, whose logits are right", 0.0)
+    bench = Bench(folder, options.cache_folder, tokens_of(folder, effort.tokens), effort)
+    engine: EngineName = "paged" if verdict_on_paged(folder, options) == AGREES else "stateful"
+    most_group = largest_group(folder)
+    own = Setting(engine, None, default_kv_precision(DeviceOptions()))
+    default = Setting("stateful")
+    first = list(arithmetics(engine, most_group, effort))
+    total = 3 + len(first) + (len(list(variants(own, most_group))) if effort.full else 0)
+    tell(f"{own} (used without a profile)", 1 / total)
+    bench.set_incumbent(own)
+    tell(f"{default} (OpenVINO's own)", 2 / total)
+    # They differ by engine and cache, which moves the output little: the short version does without the second.
+    reference = bench.measure(default) if effort.full else bench.incumbent
+    found = Profile(goal, effort.full, len(bench.text), 0.0, reference, [bench.incumbent])
+
+    def try_all(settings: Iterable[Setting]) -> None:
+        for setting in settings:
+            tell(str(setting), min(1.0, (2 + len(found.measurements)) / total))
+            found.measurements.append(bench.measure(setting, found.most_kl("balanced")))
+
+    try_all(first)
+    if effort.full:
+        best = found.choose(DeviceOptions(), "auto") or bench.incumbent
+        try_all(variants(best.setting, most_group))
+        found = replace(found, split=try_split(bench, found))
+    return replace(found, seconds=time.monotonic() - began)
+
+
+def try_split(bench: Bench, profile: Profile) -> Split | None:
+    """Read a prompt in the setting that does it fastest and go on in the chosen one; None if that is the same."""
+    best, fastest = (profile.choose(DeviceOptions(), "auto", goal) for goal in (profile.goal, "prefill"))
+    if not best or not fastest or fastest is best or (fastest.setting.engine, best.setting.engine) != ("paged",) * 2:
+        return None
+    carry_ms, kl = bench.carry(fastest.setting, best.setting)
+    return Split(fastest.setting, best.prefill_ms - fastest.prefill_ms, carry_ms, fastest.memory, kl)
+
+
+def tune_if_new(folder: Path, options: DeviceOptions, tell: Callable[[str], None]) -> Profile | None:
+    """The profile that is known, or a short one measured and kept now; None where that would cost too much."""
+    profile = known_profile(folder, options)
+    if profile or options.device.upper() != "CPU" or not options.cache_folder:
+        return profile
+    if check_weights(folder / MODEL_FILE) > LARGEST_UNASKED:
+        tell(f"{folder}: too large to be measured unasked; 'ovspec tune {folder}' finds what is fastest here.")
+        return None
+    tell(f"{folder}: measuring what is fastest here, once; 'ovspec tune' measures more, --no-tune skips it.")
+    try:
+        profile = tune(folder, options, effort=SHORT)
+    except OvspecError as error:
+        tell(str(error))
+        return None
+    keep_profile(folder, options, profile)
+    return profile
+
+
+# ---------------------------------------------------------------- what is tried
+
+
+def arithmetics(engine: EngineName, most_group: int | None, effort: Effort) -> Iterator[Setting]:
+    """Types of arithmetic, and how activations are quantised."""
+    capabilities = core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
+    native = [name for name, capability in (("bf16", "BF16"), ("f16", "FP16")) if capability in capabilities]
+    groups: tuple[int | None, ...] = (None,)
+    if most_group:
+        groups = tuple(group for group in ((32, 64, 128, 256) if effort.full else (64,)) if group <= most_group)
+    usual = default_kv_precision(DeviceOptions())  # the type of the arithmetic that OpenVINO takes by itself
+    for precision in ["f32", *native] if effort.full else [usual]:
+        for group in groups:
+            # What OpenVINO does by itself is measured already, and bf16 rounds enough without large groups.
+            if not (precision == usual and group in (None, USUAL_GROUP)) and not (precision != "f32" and group == 256):
+                yield Setting(engine, precision, precision, group)
+
+
+def variants(best: Setting, most_group: int | None) -> Iterator[Setting]:
+    """No rounding of activations, the other engine, a smaller KV cache, other threads."""
+    if most_group:
+        yield Setting(best.engine, "f32", "f32", 0)
+    if best.engine == "paged":
+        yield replace(best, engine="stateful")
+    # An f32 cache is exact however tokens are grouped; f16 costs nothing only where arithmetic is coarser anyway.
+    if most_group and best.precision == "f32" and best.group:
+        yield replace(best, kv_precision="f16")
+    physical, logical = psutil.cpu_count(logical=False) or 1, psutil.cpu_count() or 1
+    for threads in sorted({max(2, physical // 2), logical} - {physical}):  # one core alone can't keep memory busy
+        yield replace(best, threads=threads)
+    for core_type in core_types():
+        yield replace(best, core_type=core_type)
+
+
+def core_types() -> list[str]:
+    """PCORE_ONLY and ECORE_ONLY where the processor has both kinds."""
+    port = ops.parameter([1], ov.Type.f32)
+    model = ov.Model([ops.result(ops.relu(port))], [port])  # type: ignore[misc]
+
+    def threads(kind: str) -> int:
+        return core().compile_model(model, "CPU", {"SCHEDULING_CORE_TYPE": kind}).get_property("INFERENCE_NUM_THREADS")
+
+    kinds = ["PCORE_ONLY", "ECORE_ONLY"]
+    return kinds if len({threads("ANY_CORE"), *map(threads, kinds)}) > 1 else []
+
+
+# ---------------------------------------------------------------- measuring
+
+
+class Bench:
+    """Times settings of one model against the incumbent.
+
+    Args:
+        text: token ids (n,), read as a prompt; inferences are timed behind it.
+        cache: where it is remembered how the model rolls back.
+    """
+
+    def __init__(self, folder: Path, cache: Path | None, text: np.ndarray, effort: Effort) -> None:
+        self.text, self.effort = text, effort
+        self._folder, self._cache = folder, cache
+        self._rollback: Rollback | None = None  # of the stateful decoder, found when it is first needed
+        ir = compile_ir(folder, DeviceOptions(properties=EXACT))
+        right = StatefulDecoder(ir, Rollback(None)).feed([text], [len(text)])[0]
+        self._right = log_softmax(right).astype(np.float32)
+
+    def set_incumbent(self, setting: Setting) -> None:
+        """The setting that the others are compared with; it stays loaded."""
+        self._decoder, memory = self._load(setting)
+        kl, top1 = self._distance(self._prefill(self._decoder)[1])
+        self._round(self._decoder)
+        prefill = min(self._prefill(self._decoder)[0] for _ in range(2))
+        times = self._round(self._decoder, self.effort.repeats)
+        same = self._invariance(self._decoder, kl)
+        self.incumbent = Measurement(setting, times, prefill, memory, kl, top1, same)
+
+    def measure(self, setting: Setting, most_kl: float = math.inf) -> Measurement:
+        """Accuracy and times; what can't be chosen, for a larger KL divergence or much time, is timed only once."""
+        (decoder, memory), mine = self._load(setting), self.incumbent
+        kl, top1 = self._distance(self._prefill(decoder)[1])  # the first is slower
+        ratios: dict[int, list[float]] = {width: [] for width in self.effort.widths}
+        prefills: list[float] = []
+        for repeat in range(self.effort.repeats):
+            if repeat == 0 or mine.prefill_ms * len(self.text) < LONG_PROMPT * 1e3:
+                prefills.append(self._prefill(decoder)[0] / self._prefill(self._decoder)[0])
+            theirs, ours = self._round(decoder), self._round(self._decoder)
+            for width in self.effort.widths:
+                ratios[width].append(theirs[width] / ours[width])
+            if kl > most_kl or min(theirs[width] / ours[width] for width in self.effort.widths) > HOPELESS:
+                break
+        same = self._invariance(decoder, kl) if kl <= most_kl else None
+        prefill = statistics.median(prefills)
+        verify = {width: statistics.median(ratios[width]) * mine.verify_ms[width] for width in self.effort.widths}
+        return Measurement(setting, verify, prefill * mine.prefill_ms, memory, kl, top1, same)
+
+    def carry(self, setting: Setting, onward: Setting) -> tuple[float, float]:
+        """Read the text in ``setting``, carry the cache over and go on in ``onward``.
+
+        Returns the ms of carrying over and the KL divergence of the logits from those without.
+        """
+        first, second = (self._load(each)[0] for each in (setting, onward))
+        assert isinstance(first, PagedDecoder)
+        assert isinstance(second, PagedDecoder)
+        self._prefill(second)
+        alone = log_softmax(second.feed([self.text[:8]], [8])[0])
+        self._prefill(first)
+        began = time.perf_counter()
+        first.carry_to(second)
+        seconds = time.perf_counter() - began
+        carried = log_softmax(second.feed([self.text[:8]], [8])[0])
+        return seconds * 1e3, float((np.exp(alone) * (alone - carried)).sum(1).mean())
+
+    def _load(self, setting: Setting) -> tuple[Decoder, int]:
+        """A decoder, and by how many bytes the process has grown when it has run once."""
+        process = psutil.Process()
+        before = process.memory_info().rss
+        # What is compiled only to be measured is not worth keeping.
+        options = DeviceOptions(properties=setting.properties | {"CACHE_DIR": ""})
+        if setting.engine == "paged":
+            decoder: Decoder = PagedDecoder(compile_paged(self._folder, options))
+        else:
+            ir = compile_ir(self._folder, options)
+            self._rollback = self._rollback or find_probe(ir, self._cache, None).rollback
+            decoder = decoder_of(ir, self._rollback)
+        decoder.feed([self.text[:8]], [1])
+        return decoder, max(0, process.memory_info().rss - before)
+
+    def _prefill(self, decoder: Decoder) -> tuple[float, np.ndarray]:
+        """(ms a token, logits of every place)"""
+        decoder.reset(1)
+        began = time.perf_counter()
+        logits = decoder.feed([self.text], [len(self.text)])[0]
+        return (time.perf_counter() - began) * 1e3 / len(self.text), logits
+
+    def _round(self, decoder: Decoder, repeats: int = 1) -> dict[int, float]:
+        """Milliseconds of an inference behind the text, by width; the median of ``repeats``."""
+        times: dict[int, list[float]] = {width: [] for width in self.effort.widths}
+        for _ in range(repeats):
+            self._time(decoder, 1)  # the first after another model's is slower
+            for width in self.effort.widths:
+                times[width].append(self._time(decoder, width))
+        return {width: statistics.median(found) for width, found in times.items()}
+
+    def _time(self, decoder: Decoder, width: int) -> float:
+        """Milliseconds of one inference; small models are run again, until what another has left is out of the way."""
+        found, began = [], time.perf_counter()
+        while not found or (time.perf_counter() - began < SETTLED and len(found) < 20):
+            start = time.perf_counter()
+            decoder.feed([self.text[:width]], [width])
+            found.append((time.perf_counter() - start) * 1e3)
+            decoder.truncate(0, len(self.text))
+        return statistics.median(found[len(found) // 4 :])
+
+    def _invariance(self, decoder: Decoder, kl: float) -> float:
+        """Share of the logits behind the text that are the same in inferences of every width, to the bit.
+
+        Without any coarse rounding ``kl`` is next to nothing, and so is what widths change.
+        """
+        ids, held = self.text[: self.effort.widths[-1]], len(self.text)
+        alone = np.array([decoder.feed([ids[i : i + 1]], [1])[0][0].copy() for i in range(len(ids))])
+        allowed = 1e-4 * alone.std() if kl <= KL_FLOOR else 0.0
+        same: list[bool] = []
+        for width in self.effort.widths[1:]:
+            decoder.truncate(0, held)
+            together = decoder.feed([ids[:width]], [width])[0]
+            same += (np.abs(together - alone[:width]).max(1) <= allowed).tolist()
+        decoder.truncate(0, held)
+        return sum(same) / len(same)
+
+    def _distance(self, logits: np.ndarray) -> tuple[float, float]:
+        """(mean KL divergence in nats, share of equal first choices) from the right ones."""
+        divergence, equal, chunk = 0.0, 0, 64
+        for start in range(0, len(logits), chunk):
+            right, ours = self._right[start : start + chunk], log_softmax(logits[start : start + chunk])
+            divergence += float((np.exp(right) * (right - ours)).sum())
+            equal += int((right.argmax(1) == ours.argmax(1)).sum())
+        return max(0.0, divergence / len(logits)), equal / len(logits)
+
+
+def tokens_of(folder: Path, count: int) -> np.ndarray:
+    """The first ``count`` token ids of the built-in text."""
+    ids = Tokenizer(folder).encode(read_text(TEXT))
+    return np.resize(ids, count)
+
+
+def check_room(folder: Path) -> None:
+    """Raises OvspecError where the model doesn't fit into memory twice."""
+    if not room_for(folder, 3):
+        raise OvspecError(f"{folder}: not enough memory is free for tuning, which holds the model twice.")

@@ -1,0 +1,71 @@
+"""A model's chat template, rendered here and nowhere else: sandboxed, bounded in time, memory and output."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ovspec.errors import OvspecError
+from ovspec.files import read_json
+from ovspec.sandbox import Stopped, Worker
+
+Message = dict[str, Any]  # {"role": ..., "content": ...}
+
+MAX_SECONDS = 2.0
+MAX_BYTES = 1_000_000_000  # of memory that rendering may take
+
+
+@dataclass(frozen=True)
+class ChatTemplate:
+    """A Jinja template with the variables and functions that Hugging Face gives it."""
+
+    source: str
+    special_tokens: dict[str, str]
+
+    def render(self, messages: list[Message], open: bool = True) -> str:
+        """The prompt for ``messages``, ``open`` for the assistant's answer or closed.
+
+        Raises:
+            OvspecError: the template fails, refuses these messages, or takes too much time or memory.
+        """
+        try:
+            request = json.dumps({**asdict(self), "messages": messages, "open": open})
+        except (TypeError, ValueError) as error:
+            raise OvspecError(f"The chat messages cannot be handed to a template: {error}.") from None
+        try:
+            answer = RENDERER.ask(request)
+        except Stopped as why:
+            raise OvspecError(f"The model's chat template {why}; give a raw prompt without --chat.") from None
+        if "error" in answer:
+            raise OvspecError(f"The model's chat template refuses these messages: {answer['error']}.")
+        return answer["text"]
+
+
+# A template comes from the internet. Jinja's sandbox keeps it from reaching anything, but not from running for hours.
+RENDERER = Worker("ovspec.text.chat_template_worker", MAX_SECONDS, MAX_BYTES)
+
+
+def chat_template(folder: Path) -> ChatTemplate:
+    """The chat template in an exported folder.
+
+    Raises:
+        OvspecError: the model has none.
+    """
+    config = read_json(folder / "tokenizer_config.json")
+    source = config.get("chat_template")
+    if isinstance(source, list):  # several named templates
+        source = {entry["name"]: entry["template"] for entry in source}.get("default")
+    if (folder / "chat_template.jinja").is_file():
+        source = (folder / "chat_template.jinja").read_text(encoding="utf-8")
+    if not source:
+        raise OvspecError(f"{folder}: this model has no chat template; leave --chat out and give a raw prompt.")
+    special = {name: config.get(name) for name in ("bos_token", "eos_token", "pad_token", "unk_token")}
+    texts = {name: value["content"] if isinstance(value, dict) else value for name, value in special.items()}
+    return ChatTemplate(source, {name: value for name, value in texts.items() if value})
+
+
+def is_chat(prompt: Any) -> bool:
+    """Whether a prompt is messages for the chat template."""
+    return isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], dict)

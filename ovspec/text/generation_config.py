@@ -1,0 +1,107 @@
+"""What a model's own files say about generating: ends, beginnings, limits and penalties."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ovspec.errors import OvspecError
+from ovspec.files import read_json
+from ovspec.options import SamplingParams
+from ovspec.text.tokenizer import Tokenizer
+
+DEFAULT_MAX_TOKENS = 256
+
+# What Hugging Face's greedy generate would apply from a generation config and we do not; neutral values.
+NOT_APPLIED = {
+    "no_repeat_ngram_size": 0,
+    "min_length": 0,
+    "bad_words_ids": None,
+    "begin_suppress_tokens": None,
+    "forced_bos_token_id": None,
+    "forced_eos_token_id": None,
+    "sequence_bias": None,
+}
+
+
+class GenerationConfig:
+    """The generation config of the model in ``folder``, and its ``config`` where that is silent.
+
+    Warns of what is asked for and not applied.
+    """
+
+    def __init__(self, folder: Path, config: dict[str, Any], tokenizer: Tokenizer) -> None:
+        self.values = read_json(folder / "generation_config.json")
+        self._config, self._tokenizer = config, tokenizer
+        asked = [name for name, neutral in NOT_APPLIED.items() if self.values.get(name) not in (None, neutral)]
+        if asked:
+            warnings.warn(
+                f"{folder}: its generation config asks for {', '.join(asked)}, which is not applied", stacklevel=4
+            )
+
+    @property
+    def eos_ids(self) -> frozenset[int]:
+        """The ids that end a text."""
+        for config in (self.values, self._config):
+            eos = config.get("eos_token_id")
+            if eos is not None:
+                return frozenset(eos if isinstance(eos, list) else [eos])
+        return frozenset()
+
+    @property
+    def bos(self) -> np.ndarray:
+        """The tokenizer's BOS or else the generation config's, (n,) int64; empty where there is none."""
+        special, bos = self._tokenizer.encode(""), self.values.get("bos_token_id")
+        return special if len(special) or bos is None else np.array([bos], dtype=np.int64)
+
+    @property
+    def beginning(self) -> np.ndarray:
+        """What an empty prompt stands for, (n,) int64.
+
+        Raises:
+            OvspecError: nothing can.
+        """
+        bos = self.bos
+        if not len(bos):
+            raise OvspecError("The prompt is empty, and this model has no token to begin a text with.")
+        return bos
+
+    def max_tokens(self, prompt: int, wanted: int | None, context: int | None) -> int:
+        """Tokens to generate behind ``prompt`` tokens, in a context of so many.
+
+        Raises:
+            OvspecError: there is no room for those that are wanted, or for one.
+        """
+        if wanted is not None and wanted < 1:
+            raise OvspecError(f"max_tokens is {wanted}; it must be at least 1.")
+        left = context - prompt if context else None
+        if left is not None and left < (wanted or 1):
+            raise OvspecError(
+                f"The prompt has {prompt} tokens and {wanted or 1} more are asked for, but the context is {context}; "
+                "shorten the prompt or lower max_tokens."
+            )
+        default = self.values.get("max_new_tokens") or DEFAULT_MAX_TOKENS
+        return wanted or (min(default, left) if left is not None else default)
+
+    def complete(self, params: SamplingParams) -> SamplingParams:
+        """``params`` with what is said here about tokens, and checked against the vocabulary.
+
+        Raises:
+            OvspecError: ids that are not in the vocabulary.
+        """
+        config, given = self.values, {}
+        if params.repetition_penalty is None:
+            given["repetition_penalty"] = config.get("repetition_penalty")
+        if params.min_tokens is None and config.get("min_new_tokens"):
+            given["min_tokens"] = min(config["min_new_tokens"], params.max_tokens or config["min_new_tokens"])
+        if config.get("suppress_tokens"):
+            given["logit_bias"] = dict.fromkeys(config["suppress_tokens"], -np.inf) | dict(params.logit_bias)
+        for name, ids in (("logit_bias", params.logit_bias), ("stop_ids", params.stop_ids)):
+            unknown = self._tokenizer.known.first_unknown(np.array(list(ids), dtype=np.int64))
+            if unknown is not None:
+                raise OvspecError(f"{name}: token id {unknown} is not in the vocabulary.")
+        return replace(params, **given) if given else params

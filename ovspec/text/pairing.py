@@ -1,0 +1,54 @@
+"""Whether a draft speaks of the same tokens as its target."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ovspec.errors import OvspecError
+from ovspec.files import read_json
+from ovspec.text.tokenizer import Tokenizer
+from ovspec.text.vocabulary import TOKENIZER_FILE, differing_ids, tokens_by_id
+
+# Code, several scripts, emoji with joiners, odd whitespace, digits, text that looks like special tokens.
+TEXTS = (
+    "def fib(n: int) -> int:\n    return n if n < 2 else fib(n - 1) + fib(n - 2)\n",
+    "if x:\n\tfor y in z:\n\t\tprint(f'{y!r:>10}', end=\"\\n\")\r\n",
+    "SELECT * FROM t WHERE a <> 'b' AND c >= 1e-9; -- done",
+    "The quick brown fox doesn't jump; it's 3.14159 past 12:30, isn't it?",
+    "Größe, naïve café, Ærøskøbing, œuvre, ﬁne e\u0301",
+    "Привет, мир! Ελληνικά עברית العربية हिन्दी ไทย 한국어",
+    "日本語の文章です。中文字符，没有空格。",
+    "👍🏽 👩‍👩‍👧‍👦 🇺🇳 ❤️ 🎉🎉",
+    "  two  spaces   three\t\ttabs\n\n\nlines \r\n end ",
+    "no\u00a0break\u2003em\u3000ideographic\u200bzero\u2028line",
+    "1 22 333 4444 1234567890 0x1F 1_000",
+    "<s> </s> <|endoftext|> [INST] <unk>",
+    "",
+    " ",
+    "\n",
+    "a",
+)
+
+
+def check_same_vocabulary(target: Path, draft: Path) -> None:
+    """Compare two folders' ``tokenizer.json``, id by id. Logits wider than the vocabulary don't matter.
+
+    Where one of them has none, as some published drafts, how both split ``TEXTS`` is compared instead.
+
+    Raises:
+        OvspecError: the vocabularies differ, naming the first differences, or can't be compared.
+    """
+    vocabularies = [tokens_by_id(read_json(folder / TOKENIZER_FILE)) for folder in (target, draft)]
+    message = differing_ids(*vocabularies) if all(vocabularies) else differing_split(target, draft)
+    if message:
+        raise OvspecError(f"{draft} cannot draft for {target}: {message}; choose a draft with the same tokenizer.")
+
+
+def differing_split(target: Path, draft: Path) -> str | None:
+    """How two folders' OpenVINO tokenizers differ on ``TEXTS``; None where they don't."""
+    ours, theirs = Tokenizer(target), Tokenizer(draft)
+    for text in TEXTS:
+        a, b = ours.encode(text), theirs.encode(text)
+        if a.tolist() != b.tolist():
+            return f"they split {text!r} differently ({a.tolist()[:6]} and {b.tolist()[:6]})"
+    return None

@@ -1,0 +1,248 @@
+"""The commands, run as a user runs them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from conftest import PROMPTS, ROOT, Reference
+
+HEAVY = ("openvino", "torch", "transformers", "numpy")
+
+
+@pytest.fixture(scope="module")
+def environment(command_environment: dict[str, str]) -> dict[str, str]:
+    return command_environment
+
+
+@pytest.fixture(scope="module")
+def ovspec(ovspec_command: Callable[..., subprocess.CompletedProcess[str]]):
+    return ovspec_command
+
+
+F32 = ("--precision", "f32")
+
+
+def test_help_is_light_and_quick() -> None:
+    code = f"""
+import sys, contextlib, io
+sys.argv = ["ovspec", "--help"]
+from ovspec.cli import main
+with contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()):
+    main()
+print([name for name in {HEAVY!r} if name in sys.modules])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+    times = []
+    for _ in range(5):
+        began = time.perf_counter()
+        subprocess.run([sys.executable, "-m", "ovspec", "--help"], capture_output=True, check=True)
+        times.append(time.perf_counter() - began)
+    assert min(times) < 0.25
+
+
+def test_progress_is_a_line_a_step_and_moves_on_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from ovspec.cli.progress import TerminalProgress
+
+    for terminal in (False, True):
+        monkeypatch.setattr(sys.stderr, "isatty", lambda terminal=terminal: terminal)
+        progress = TerminalProgress()
+        with progress.step("converting") as step:
+            time.sleep(0.7)
+            step.result = "9 MB"
+        with pytest.raises(KeyboardInterrupt), progress.step("never ends"):
+            raise KeyboardInterrupt
+        progress.note("done")
+        told = capsys.readouterr().err
+        assert "converting: 0.7 s, 9 MB\n" in told
+        assert told.endswith("done\n")
+        assert "never ends:" not in told
+        assert ("\rconverting … " in told) is terminal
+        assert ("\r" in told) is terminal
+
+
+def test_every_command_shows_an_example(ovspec) -> None:
+    for command in ("generate", "export", "devices", "inspect", "perplexity", "tune"):
+        assert "Example" in ovspec(command, "--help").stdout
+
+
+def test_the_reference_in_the_docs_is_current() -> None:
+    subprocess.run([sys.executable, ROOT / "scripts" / "cli_reference.py", "--check"], check=True)
+
+
+def test_text_on_stdout_statistics_on_stderr(ovspec, pair: Path, reference: Reference) -> None:
+    expected = reference.tokenizer.decode(reference.generate(PROMPTS[0], 20), skip_special_tokens=True)
+    plain = ovspec("generate", pair, PROMPTS[0], "-n", 20, *F32)
+    assert (plain.stdout, plain.stderr, plain.returncode) == (expected + "\n", "", 0)
+    drafted = ovspec("generate", pair, PROMPTS[0], "--draft", "--stats", "-n", 20, *F32)
+    assert drafted.stdout == expected + "\n"
+    assert "acceptance rate" in drafted.stderr
+
+
+@pytest.mark.parametrize("way", ["argument", "option", "file", "stdin", "dash", "ids"])
+def test_ways_to_give_the_prompt(ovspec, pair: Path, tmp_path: Path, reference: Reference, way: str) -> None:
+    file = tmp_path / "prompt.txt"
+    file.write_bytes(PROMPTS[1].encode())
+    ids = " ".join(map(str, reference.tokenizer(PROMPTS[1])["input_ids"]))
+    arguments, stdin = {
+        "argument": ([PROMPTS[1]], ""),
+        "option": (["-p", PROMPTS[1]], ""),
+        "file": (["-f", file], ""),
+        "stdin": ([], PROMPTS[1]),
+        "dash": (["-f", "-"], PROMPTS[1]),
+        "ids": (["--token-ids", ids], ""),
+    }[way]
+    done = ovspec("generate", pair, *arguments, "--json", "-n", 8, *F32, stdin=stdin)
+    result = json.loads(done.stdout)
+    assert result["token_ids"] == reference.generate(PROMPTS[1], 8)
+    assert result["finish_reason"] in ("length", "eos")
+    assert result["stats"]["prompt_tokens"] == len(ids.split())
+
+
+def test_json_has_every_statistic(ovspec, pair: Path) -> None:
+    done = ovspec("generate", pair, PROMPTS[2], "--draft", "--lookahead", 3, "--json", "-n", 24, "--ignore-eos", *F32)
+    stats = json.loads(done.stdout)["stats"]
+    times, counts = {"ttft_ms", "tpot_ms", "target_ms", "draft_ms", "other_ms"}, {"rounds", "proposed", "accepted"}
+    tokens = {"prompt_tokens", "cached_tokens", "generated_tokens", "accepted_by_position"}
+    names = times | counts | tokens | {"rollback", "device", "draft_device"}
+    assert names <= set(stats)
+    assert stats["generated_tokens"] == 24
+    assert stats["accepted"] == sum(stats["accepted_by_position"]) <= stats["proposed"] <= 3 * stats["rounds"]
+    assert len(stats["accepted_by_position"]) <= 3
+    assert (stats["device"], stats["draft_device"]) == ("CPU", "CPU")
+
+
+@pytest.mark.parametrize("engine", ["stateful", "paged"])
+def test_either_engine_and_it_is_said(ovspec, pair: Path, reference: Reference, engine: str) -> None:
+    done = ovspec("generate", pair, PROMPTS[0], "--engine", engine, "--stats", "-n", 20, *F32)
+    assert done.stdout == reference.tokenizer.decode(reference.generate(PROMPTS[0], 20)) + "\n"
+    assert f"engine {engine} (asked for)" in done.stderr
+    assert "profile: none" in done.stderr
+    found = json.loads(ovspec("inspect", pair, "--engine", engine, "--json", *F32).stdout)
+    assert found["target"]["engine"] == found["draft"]["engine"] == engine
+    assert found["target"]["rollback"] == "mask"
+
+
+def test_compare(ovspec, pair: Path) -> None:
+    done = ovspec("generate", pair, PROMPTS[3], "--compare", "--json", "-n", 40, "--lookahead", 4, *F32)
+    report = json.loads(done.stdout)
+    assert report["equal"] is True
+    assert "top2_gap" not in report
+    assert report["plain"]["text"] == report["speculative"]["text"]
+    assert (report["plain"]["stats"]["proposed"], report["speculative"]["stats"]["proposed"] > 0) == (0, True)
+    assert report["speedup"] > 0
+    shown = ovspec("generate", pair, PROMPTS[3], "--compare", "-n", 40, *F32)
+    assert shown.stdout.count(report["plain"]["text"]) == 2
+    assert "token ids are identical" in shown.stderr
+
+
+def test_chat_renders_the_template(ovspec, pair: Path, reference: Reference) -> None:
+    done = ovspec("generate", pair, "hi", "--chat", "--system", "Be brief.", "--json", "-n", 4, *F32)
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hi"}]
+    prompt = reference.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    result = json.loads(done.stdout)
+    assert result["stats"]["prompt_tokens"] == len(reference.tokenizer(prompt)["input_ids"])
+    assert result["token_ids"] == reference.generate(prompt, 4)
+
+
+def test_the_embedded_pair_is_the_default(ovspec) -> None:
+    done = ovspec("generate", "def fib(", "--draft", "--json", "-n", 8)
+    assert json.loads(done.stdout)["stats"]["generated_tokens"] <= 8
+
+
+def test_a_bare_draft_option_may_stand_before_the_prompt(ovspec, pair: Path) -> None:
+    before = json.loads(ovspec("generate", pair, "--draft", "import os\n", "--json", "-n", 12, *F32).stdout)
+    after = json.loads(ovspec("generate", pair, "import os\n", "--json", "-n", 12, *F32, "--draft").stdout)
+    named = json.loads(
+        ovspec("generate", pair, "import os\n", "--json", "-n", 12, *F32, "--draft", pair / "draft").stdout
+    )
+    for result in (before, after, named):
+        assert result["stats"]["proposed"] > 0
+        assert result["token_ids"] == after["token_ids"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["generate", "models/typo", "hi"], 1, "no such folder"),
+        (["generate", "models/typo"], 1, "no such folder"),
+        (["generate", str(ROOT / "models" / "demo-hf" / "target"), "hi"], 1, "run 'ovspec export"),
+        (["generate", str(ROOT / "tests"), "hi"], 1, "no openvino_model.xml"),
+        (["generate", "PAIR", "a", "b"], 2, "put the prompt in quotes"),
+        (["generate", "PAIR", "hi", "-p", "ho"], 2, "Give one prompt"),
+        (["generate", "PAIR", "hi", "--draft", "models/typo"], 2, "no such folder"),
+        (["generate", "PAIR", "hi", "--lookahead", "3"], 2, "--lookahead needs --draft"),
+        (["generate", "PAIR", "hi", "--compare", "--draft", "none"], 2, "--compare needs a draft"),
+        (["generate", "PAIR", "hi", "--system", "x"], 2, "--system needs --chat"),
+        (["generate", "PAIR", "hi", "--draft-device", "CPU"], 2, "--draft-device needs --draft"),
+        (["generate", "PAIR", "--token-ids", "1 x"], 2, "not a list of numbers"),
+        (["generate", "PAIR", "--token-ids", "99999"], 1, "not in the vocabulary"),
+        (["generate", "PAIR", "-f", "nowhere.txt"], 2, "No such file"),
+        (["generate", "PAIR", "hi", "--property", "x"], 2, "is not KEY=VALUE"),
+        (["generate", "PAIR", "hi", "--device", "NPU9"], 1, "no such device"),
+        (["generate", "PAIR", "hi", "-n", "5000"], 1, "context is 2048"),
+        (["generate", "PAIR", "hi", "-n", "0"], 2, "not in the range"),
+        (["generate", "my-pear", "-p", "hi"], 1, "no such folder"),
+        (["export", "PAIR", "-o", "OUT", "--group-size", "64"], 1, "goes with --weight-format int4"),
+        (["inspect", str(ROOT / "README.md")], 1, "is a file"),
+        (["inspect", str(ROOT / "tests")], 1, "no openvino_model.xml"),
+        (["tune", str(ROOT / "README.md")], 1, "is a file"),
+        (["tune", "my-pear"], 1, "no such folder"),
+        (["export", "nowhere/at/all", "-o", "OUT"], 1, "no such folder"),
+        (["export", "PAIR", "-o", "OUT", "--draft-weight-format", "int8"], 2, "needs --draft"),
+    ],
+)
+def test_misuses_get_one_sentence(
+    ovspec, pair: Path, tmp_path: Path, arguments: list[str], code: int, message: str
+) -> None:
+    places = {"PAIR": str(pair), "OUT": str(tmp_path / "out")}
+    done = ovspec(*[places.get(argument, argument) for argument in arguments])
+    assert (done.returncode, done.stdout) == (code, "")
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+    assert len([line for line in done.stderr.splitlines() if line.startswith("Error: ")]) == 1
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows sends Ctrl-C to a whole console")
+@pytest.mark.parametrize("as_json", [False, True])
+def test_ctrl_c_prints_what_there_is(pair: Path, environment: dict[str, str], as_json: bool) -> None:
+    import signal
+
+    command = [sys.executable, "-m", "ovspec", "generate", str(pair), PROMPTS[4], "--ignore-eos", "-n", "1500", *F32]
+    process = subprocess.Popen(
+        [*command, *["--json"] * as_json, "--stats"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=environment,
+        encoding="utf-8",
+    )
+    time.sleep(2.0)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert "(cancelled)" in err
+    assert "Traceback" not in err
+    if as_json:
+        assert json.loads(out)["finish_reason"] == "cancelled"
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no broken pipes")
+def test_a_reader_that_leaves_early_is_no_error(pair: Path, environment: dict[str, str]) -> None:
+    command = [sys.executable, "-m", "ovspec", "generate", str(pair), PROMPTS[4], "--ignore-eos", "-n", "500", *F32]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment)
+    assert process.stdout
+    assert process.stderr
+    process.stdout.read(1)
+    process.stdout.close()
+    err = process.stderr.read()
+    process.wait(timeout=30)
+    assert err == b""

@@ -1,0 +1,265 @@
+"""The paged decoder beyond what it shares with the stateful one (test_decoder.py drives both)."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import openvino as ov
+import pytest
+from conftest import ROOT, Reference
+
+import ovspec
+import ovspec.decoders.paged
+import ovspec.setup.engine
+from ovspec.decoders.paged import PagedDecoder, to_paged
+from ovspec.ir.device import EXACT_KV_PRECISIONS, DeviceOptions
+from ovspec.ir.request import Request
+from ovspec.setup.engine import AGREES, compare_engines, compile_paged, load_ir, narrowest_window, verdict_on_paged
+
+DEMO = ROOT / "models" / "demo"
+MakePaged = Callable[..., PagedDecoder]
+
+
+def test_the_private_transformation_is_where_it_was() -> None:
+    """Fails when a new OpenVINO moves it: then ``to_paged`` needs another import, or everything gets slower."""
+    module = importlib.import_module("openvino._offline_transformations")
+    assert callable(module.paged_attention_transformation)
+    model = ov.Core().read_model(DEMO / "openvino_model.xml")
+    to_paged(model)
+    names = {port.get_any_name() for port in model.inputs}
+    assert names >= {"input_ids", "position_ids", "past_lens", "subsequence_begins", "block_indices", "key_cache.0"}
+
+
+def test_without_the_transformation_the_stateful_engine_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import openvino._offline_transformations as transformations
+
+    monkeypatch.delattr(transformations, "paged_attention_transformation")
+    lm = ovspec.load(DEMO, cache_dir=tmp_path)
+    stats = lm.generate("def f(", max_tokens=4).stats
+    assert (stats.engine, stats.engine_reason) == (
+        "stateful",
+        "this OpenVINO has no paged-attention transformation",
+    )
+    with pytest.raises(ovspec.OvspecError, match="--engine paged is not possible: this OpenVINO has no"):
+        ovspec.load(DEMO, engine="paged", cache_dir=tmp_path)
+
+
+def test_the_verdict_is_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compared = []
+    monkeypatch.setattr(ovspec.setup.engine, "compare_engines", lambda *a: compared.append(a) or compare_engines(*a))
+    for precision in ("f32", "f32", "bf16"):
+        loaded = load_ir(DEMO, DeviceOptions(precision=precision, cache_dir=tmp_path))
+        assert (loaded.engine, loaded.reason) == ("paged", AGREES)
+    assert len(compared) == 1
+    assert load_ir(DEMO, DeviceOptions(cache_dir=tmp_path), "stateful").engine == "stateful"
+    for file in (tmp_path / "engines").iterdir():
+        file.write_text("{", encoding="utf-8")
+    assert verdict_on_paged(DEMO, DeviceOptions(cache_dir=tmp_path)) == AGREES
+    assert len(compared) == 2
+
+
+@pytest.mark.parametrize("mistake", ["positions", "rollback", "sharing", "window"])
+def test_a_paged_decoder_that_differs_is_not_used(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if mistake == "positions":
+
+        class Mistaken(Request):
+            def infer(self, arrays: Any, places: np.ndarray) -> np.ndarray:
+                return super().infer((arrays[0], np.zeros_like(arrays[1]), *arrays[2:]), places)
+
+        monkeypatch.setattr(ovspec.decoders.paged, "Request", Mistaken)
+    elif mistake == "rollback":
+        monkeypatch.setattr(PagedDecoder, "truncate", lambda *_: None)
+    elif mistake == "sharing":
+        monkeypatch.setattr(ovspec.decoders.paged.Blocks, "extend", without_copies(ovspec.decoders.paged.Blocks.extend))
+    else:
+        monkeypatch.setattr(ovspec.setup.engine, "attention_windows", lambda _: {None, 77})
+    verdict = compare_engines(DEMO, DeviceOptions())
+    assert verdict == (
+        f"its attention window is {ovspec.setup.engine.UNBOUNDED} in the model and 77 when paged"
+        if mistake == "window"
+        else "its logits differ when paged"
+    )
+
+
+def without_copies(extend: Callable[..., Any]) -> Callable[..., Any]:
+    def extended(self: Any, row: int, held: int, new: int) -> list[Any]:
+        return extend(self, row, held, new) and []
+
+    return extended
+
+
+def test_compared_in_its_own_arithmetic_where_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = []
+    compile_ir = ovspec.setup.engine.compile_ir
+
+    def noting(folder: Path, options: DeviceOptions, *rest: Any) -> Any:
+        compiled.append(options.fixed.get("INFERENCE_PRECISION_HINT"))
+        return compile_ir(folder, options, *rest)
+
+    monkeypatch.setattr(ovspec.setup.engine, "compile_ir", noting)
+    assert compare_engines(DEMO, DeviceOptions(precision="bf16")) == AGREES
+    monkeypatch.setattr(ovspec.setup.engine, "room_for", lambda *_: False)
+    assert compare_engines(DEMO, DeviceOptions(precision="bf16")) == AGREES
+    assert compiled == ["f32", "f32", "bf16", "bf16"]
+
+
+def test_the_compile_cache_is_not_filled_in_vain(tmp_path: Path) -> None:
+    """OpenVINO can't read a paged model back from its cache."""
+    ovspec.load(DEMO, engine="paged", cache_dir=tmp_path)
+    assert not list(tmp_path.rglob("*.blob"))
+    ovspec.load(DEMO, engine="stateful", cache_dir=tmp_path)
+    assert list(tmp_path.rglob("*.blob"))
+
+
+def test_other_devices_are_stateful(tmp_path: Path) -> None:
+    loaded = load_ir(DEMO, DeviceOptions(device="AUTO:CPU", cache_dir=tmp_path))
+    assert loaded.engine == "stateful"
+    assert loaded.reason == "the paged one is made for the CPU, the device is AUTO:CPU"
+    with pytest.raises(ovspec.OvspecError, match="--engine paged is not possible: the paged one is made for the CPU"):
+        load_ir(DEMO, DeviceOptions(device="AUTO:CPU", cache_dir=tmp_path), "paged")
+
+
+def test_a_cache_that_openvino_refuses_when_paged(tmp_path: Path) -> None:
+    """In f32 the paged attention takes no bf16 cache: auto goes on without, a wish for it is refused."""
+    options = DeviceOptions(precision="f32", kv_precision="bf16", cache_dir=tmp_path)
+    loaded = load_ir(DEMO, options)
+    assert loaded.engine == "stateful"
+    assert loaded.reason
+    with pytest.raises(ovspec.OvspecError, match="--engine paged is not possible"):
+        load_ir(DEMO, options, "paged")
+
+
+def test_the_demo_pair_sees_everything(target_ir: Any) -> None:
+    assert narrowest_window(target_ir) == ovspec.setup.engine.UNBOUNDED
+
+
+# ---------------------------------------------------------------- the cache
+
+
+def test_chunks_give_the_same_logits(make_paged: MakePaged, reference: Reference) -> None:
+    text = np.random.default_rng(1).integers(3, 4096, 150)
+    whole = make_paged()
+    expected = whole.feed([text], [3])[0].copy()
+    assert whole.inferences == 1
+    chunked = make_paged(prefill_chunk=40)
+    logits = chunked.feed([text], [3])[0]
+    assert chunked.inferences == 4
+    np.testing.assert_allclose(logits, expected, atol=1e-4)
+    np.testing.assert_allclose(logits, reference.logits(text.tolist())[-3:], atol=2e-3)
+    # Rows of different lengths, one of which is decoding while the other reads its prompt.
+    batch = make_paged(prefill_chunk=40)
+    batch.reset(2)
+    batch.feed([text[:9], text[:1]], [0, 0])
+    logits = batch.feed([text[9:10], text[1:]], [1, 2])
+    np.testing.assert_allclose(logits[0][0], reference.logits(text[:10].tolist())[-1], atol=2e-3)
+    np.testing.assert_allclose(logits[1], expected[1:], atol=1e-4)
+
+
+def test_tensors_grow_and_keep_what_they_held(make_paged: MakePaged, reference: Reference) -> None:
+    decoder = make_paged()
+    text = np.random.default_rng(2).integers(3, 4096, 700)
+    logits, capacities = np.empty(0), []
+    for start in range(0, 700, 100):
+        logits = decoder.feed([text[start : start + 100]], [1])[0]
+        capacities.append(decoder._tensors.capacity)
+    assert capacities == sorted(capacities)
+    assert len(set(capacities)) == 3
+    assert decoder.blocks_used == -(-700 // decoder._tensors.block_size)
+    np.testing.assert_allclose(logits[0], reference.logits(text.tolist())[-1], atol=2e-3)
+    decoder.truncate(0, 10)
+    assert decoder.blocks_used == 1
+    decoder.reset(1)
+    assert decoder.blocks_used == 0
+
+
+def test_forks_share_their_prefix(make_paged: MakePaged, reference: Reference) -> None:
+    decoder = make_paged()
+    text = np.random.default_rng(3).integers(3, 4096, 100)
+    decoder.feed([text], [1])
+    one = decoder.blocks_used
+    decoder.reorder([0] * 4)
+    assert decoder.blocks_used == one
+    logits = decoder.feed([np.array([7 + row]) for row in range(4)], [1] * 4)
+    assert decoder.blocks_used == one + 3, "three copies of the last block"
+    for row in range(4):
+        np.testing.assert_allclose(logits[row][0], reference.logits([*text, 7 + row])[-1], atol=2e-3)
+
+
+@pytest.mark.parametrize("precision", ["f32", "bf16"])
+def test_which_block_caches_are_exact_after_a_rollback(precision: str, cache_dir: Path) -> None:
+    """The types that give the same logits when the same tokens are fed again drive the default; u8 does not."""
+    text, junk = np.split(np.random.default_rng(0).integers(3, 4096, 260), [200])
+    moved = {}
+    kinds = ("f32", "f16", "u8") if precision == "f32" else ("bf16", "u8")
+    for kv_precision in kinds:
+        options = DeviceOptions(precision=precision, kv_precision=kv_precision, cache_dir=cache_dir)
+        decoder = PagedDecoder(compile_paged(DEMO, options))
+        decoder.feed([text[:190]], [1])
+        clean = decoder.feed([text[190:]], [10])[0].copy()
+        decoder.truncate(0, 190)
+        decoder.feed([junk], [1])
+        decoder.truncate(0, 190)
+        moved[kv_precision] = float(np.abs(decoder.feed([text[190:]], [10])[0] - clean).max() / clean.std())
+    assert {kind for kind, most in moved.items() if most == 0} == set(kinds) & set(EXACT_KV_PRECISIONS), moved
+
+
+def test_several_tokens_give_the_bits_that_one_by_one_gives(cache_dir: Path) -> None:
+    """In bf16, where the kernel for several tokens rounds differently; with blocks that end among the tokens."""
+    options = DeviceOptions(precision="bf16", cache_dir=cache_dir)
+    decoder = PagedDecoder(compile_paged(DEMO, options))
+    if not decoder._apart:
+        pytest.skip("the CPU has no bf16")
+    text = np.random.default_rng(5).integers(3, 4096, 400)
+    share: dict[bool, float] = {}
+    for apart in (True, False):
+        decoder._apart = apart
+        equal = []
+        for held in (5, 30, 61, 64, 200, 380):
+            decoder.reset(2)  # the other row reads a prompt meanwhile
+            decoder.feed([text[:held], text[:3]], [1, 1])
+            alone = [decoder.feed([text[i : i + 1], text[:0]], [1, 0])[0][0].copy() for i in range(held, held + 16)]
+            for width in (2, 3, 5, 8, 16):
+                decoder.truncate(0, held)
+                decoder.truncate(1, 3)
+                together = decoder.feed([text[held : held + width], text[3:40]], [width, 1])[0]
+                equal += [np.array_equal(*pair) for pair in zip(together, alone, strict=False)]
+        share[apart] = float(np.mean(equal))
+    assert share[True] > 0.95, "the matrix multiplications may flip a bit once in a while"
+    assert share[False] < 0.5, "OpenVINO's kernels agree now: there is no need to feed tokens apart"
+
+
+def test_a_cache_is_carried_over_into_another_type(pair: Path, cache_dir: Path, reference: Reference) -> None:
+    def decoder(precision: str, kv_precision: str) -> PagedDecoder:
+        options = DeviceOptions(precision=precision, kv_precision=kv_precision, cache_dir=cache_dir)
+        return PagedDecoder(compile_paged(pair, options))
+
+    text = np.random.default_rng(4).integers(3, 4096, 300)
+    exact, half, coarse = decoder("f32", "f32"), decoder("f32", "f16"), decoder("bf16", "bf16")
+    exact.feed([text], [1])
+    expected = reference.logits([*text, 7])[-1]
+    for first, second, tolerance in ((exact, half, 2e-2), (half, exact, 2e-2), (exact, coarse, 0.5)):
+        first.carry_to(second)
+        assert second.rows[0].tokens.tolist() == text.tolist()
+        logits = second.feed([np.array([7])], [1])[0][0]
+        assert np.abs(logits - expected).max() < tolerance
+        second.truncate(0, 300)
+    quantised = decoder("f32", "u8")
+    with pytest.raises(ValueError, match="not quantised"):
+        exact.carry_to(quantised)
+
+
+def test_a_failed_inference_empties_the_cache(make_paged: MakePaged, monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder = make_paged()
+    decoder.feed([np.arange(5, 50)], [1])
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("Check failed at x.cpp:1:\nOut of memory\n")
+
+    monkeypatch.setattr(decoder._request, "infer", fail)
+    with pytest.raises(ovspec.OvspecError, match="the inference failed"):
+        decoder.feed([np.array([7])], [1])
+    assert len(decoder.rows[0]) == decoder.blocks_used == 0

@@ -1,0 +1,187 @@
+"""The page that compares plain and speculative decoding, in a browser.
+
+``dev.py test tests/demos/test_compare_app.py --update-docs`` takes the picture in docs/.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import compare_app
+import pytest
+from conftest import PROMPTS, ROOT
+from PIL import Image
+from playwright.sync_api import Browser, Page, sync_playwright
+
+import ovspec
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+needs_chromium = pytest.mark.skipif(not CHROMIUM, reason="no chromium here (on Debian: apt-get install chromium)")
+COLOUR = "element => getComputedStyle(element).backgroundColor"
+HOSTILE = "<b>bold</b><img src=x onerror=alert(1)>${1 + 1}{{value}}@children &amp; </div>\n"
+
+
+@pytest.fixture(scope="module")
+def address(pair: Path, command_environment: dict[str, str]) -> Iterator[str]:
+    """Of the page, served by a process of its own."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "demos/compare_app.py", str(pair), "--port", str(port), "--precision", "f32"]
+    server = subprocess.Popen(command, cwd=ROOT, env=command_environment)
+    try:
+        deadline = time.monotonic() + 60
+        while True:
+            assert server.poll() is None and time.monotonic() < deadline, "the server did not start"
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port)):
+                break
+            time.sleep(0.1)
+        yield f"http://127.0.0.1:{port}/"
+    finally:
+        server.terminate()
+        server.wait()
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def page(browser: Browser, address: str) -> Iterator[Page]:
+    """The page as it is opened; at the end it must have asked nobody else for anything, and complained of nothing."""
+    page = browser.new_page(viewport={"width": 1280, "height": 900})
+    page.set_default_timeout(20_000)
+    requests, complaints = list[str](), list[str]()
+    page.on("request", lambda request: requests.append(request.url))
+    page.on("console", lambda message: complaints.append(message.text) if message.type == "error" else None)
+    page.on("pageerror", lambda error: complaints.append(str(error)))
+    page.on("dialog", lambda dialog: complaints.append(dialog.message))
+    page.goto(address)
+    page.wait_for_selector("#generate")
+    yield page
+    assert {urlsplit(url).hostname for url in requests if not url.startswith(("data:", "blob:"))} == {"127.0.0.1"}
+    assert not complaints
+    page.close()
+
+
+def press(page: Page, prompt: str, drafter: str = "draft model", lookahead: str = "4", tokens: int = 60) -> None:
+    page.fill("#prompt textarea", prompt)
+    page.get_by_label(drafter, exact=True).check()
+    page.fill("#lookahead input", lookahead)
+    page.keyboard.press("Enter")
+    page.fill("#max-tokens input", str(tokens))
+    page.click("#generate")
+
+
+def texts(page: Page) -> list[str | None]:
+    """Both, once they are whole."""
+    page.wait_for_selector(".numbers")
+    return [page.text_content(f".{name} .text") for name in ("plain", "speculative")]
+
+
+def colour(page: Page, source: str) -> str:
+    return page.locator(f".speculative .token.{source}").first.evaluate(COLOUR)
+
+
+@needs_chromium
+def test_both_texts_their_times_and_who_proposed_them(page: Page, load: Callable[..., ovspec.LanguageModel]) -> None:
+    press(page, PROMPTS[3], lookahead="3")
+    expected = load(draft=True).generate(PROMPTS[3], max_tokens=60, lookahead=3)
+    assert texts(page) == [PROMPTS[3] + expected.text] * 2
+    assert page.inner_text(".verdict") == f"The texts are equal: {len(expected.token_ids)} tokens."
+
+    numbers = dict(line.split("\t", 1) for line in page.inner_text(".numbers").splitlines()[1:])
+    assert all(float(cell.removesuffix(" ms")) > 0 for cell in numbers["time to first token"].split("\t"))
+    assert all(float(cell) > 0 for cell in numbers["tokens per second after it"].split("\t"))
+    assert re.fullmatch(r"\d+\.\d\d s\t\d+\.\d\d s", numbers["total"])
+    assert re.fullmatch(r"1\.00x\t\d+\.\d\dx", numbers["speed-up of the total"])
+    stats = expected.stats
+    rate = f"{stats.acceptance_rate:.2f} ({stats.accepted} of {stats.proposed})"
+    assert numbers["acceptance rate"].strip() == rate
+
+    legend = page.inner_text(".legend").split("\n")
+    assert legend[1:] == [
+        f"the target itself {stats.generated_tokens - stats.accepted}",
+        f"draft model {stats.accepted}",
+        "lookup 0",
+    ]
+    assert page.locator(".plain .token.draft").count() == 0 < page.locator(".plain .token.target").count()
+    assert colour(page, "draft") != colour(page, "target")
+
+
+@needs_chromium
+def test_text_is_never_markup(page: Page) -> None:
+    """Neither of the prompt nor of the model, which a grammar has say it here."""
+    page.click("text=Sampling and grammar")
+    page.fill("#regex input, #regex textarea", re.escape(HOSTILE.strip()))
+    press(page, HOSTILE, "lookup, then draft model", tokens=100)
+    assert texts(page) == [HOSTILE + HOSTILE.strip()] * 2
+    assert page.locator(".results").locator("b, img").count() == 0
+    assert "forced by the regex" in page.inner_text(".legend")
+    assert colour(page, "forced") != page.locator(".legend .target").evaluate(COLOUR)
+
+
+@needs_chromium
+def test_what_cannot_be_done_is_said_in_a_sentence(page: Page) -> None:
+    press(page, "import os", tokens=5000)
+    page.wait_for_selector(".error")
+    assert "context is 2048; shorten the prompt or lower max_tokens." in page.inner_text(".error")
+    press(page, "import os", lookahead="<i>few</i>")
+    page.wait_for_selector(".error:has-text('lookahead')")
+    assert page.inner_text(".error") == "The lookahead is <i>few</i>; it must be auto or a number of at least 1."
+    press(page, "import os", tokens=1)
+    assert len(set(texts(page))) == 1
+    assert page.inner_text(".verdict") == "The texts are equal: 1 token."
+
+
+@needs_chromium
+def test_it_fits_a_narrow_window(page: Page, request: pytest.FixtureRequest) -> None:
+    press(page, compare_app.PROMPT, "lookup, then draft model", tokens=160)
+    texts(page)
+    if request.config.getoption("--update-docs"):
+        picture = Image.open(io.BytesIO(page.screenshot(full_page=True)))
+        picture.quantize(64).save(ROOT / "docs" / "compare_app.png", optimize=True)
+    page.set_viewport_size({"width": 400, "height": 800})
+    assert page.evaluate("document.documentElement.scrollWidth") <= 400
+    plain, speculative = (page.locator(f".{name}").bounding_box() for name in ("plain", "speculative"))
+    assert plain and speculative and plain["y"] + plain["height"] < speculative["y"]
+
+
+def test_one_text_after_the_other(load: Callable[..., ovspec.LanguageModel], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is shown grows, and nothing is speculated before the plain text is whole; both get the same seed."""
+    monkeypatch.setattr(compare_app, "REFRESH", 0)
+    options: dict[str, Any] = compare_app.options_of(40, 1.0, None, "")
+    pages = list(compare_app.compare(load(draft="lookup,draft"), PROMPTS[0], options, 4))
+    counts = [[side.count('class="token') for side in re.split('<section class="speculative">', p)] for p in pages]
+    counts = [(plain - 3, speculative) for plain, speculative in counts]  # the legend has three
+    assert counts == sorted(counts)
+    assert all(plain == counts[-1][0] for plain, speculative in counts if speculative)
+    assert len(counts) > 40
+    assert 'class="numbers"' in pages[-1]
+    assert "The texts are equal" in pages[-1]
+
+
+def test_texts_that_part() -> None:
+    assert compare_app.equality([1, 2, 3], [1, 5]).startswith("The texts part after 1 token")
+    assert compare_app.equality([1, 2], [1]).startswith("The texts part after 1 token")
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "x", "", None, "1.5"])
+def test_lookaheads_that_there_are_not(value: str | None) -> None:
+    with pytest.raises(ovspec.OvspecError, match="must be auto or a number"):
+        compare_app.lookahead_of(value)

@@ -1,0 +1,430 @@
+"""Every drafter x every way of choosing tokens: the text is the one without a draft, and Hugging Face's."""
+
+from __future__ import annotations
+
+import copy
+import re
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import CHECKPOINTS, PROMPTS, Reference
+from hypothesis import given
+from hypothesis import strategies as st
+
+import ovspec
+from ovspec.decoders.sequence import Sequence
+from ovspec.drafting.choice import parse_draft
+from ovspec.drafting.lookup import LEAST_MATCH, LONGEST_MATCH, Index, Lookup, corpus_of
+from ovspec.setup.engine import EngineName
+
+Load = Callable[..., ovspec.LanguageModel]
+TOKENS = 32
+SOME = PROMPTS[:4]
+
+
+class Earlier(ovspec.Drafter):
+    """Proposes what followed the last token the last time."""
+
+    def guess(self, tokens: np.ndarray, budget: int) -> Iterable[int]:
+        places = np.flatnonzero(tokens[:-1] == tokens[-1])
+        return tokens[places[-1] + 1 :][:budget] if len(places) else []
+
+
+def first_letters(logits: np.ndarray, tokens: np.ndarray, among: int) -> int:
+    """A user's sampler: one of the ``among`` most likely, by what was said before."""
+    best = np.argsort(-logits[0])[:among]
+    return int(best[int(tokens.sum()) % among])
+
+
+DRAFTS: dict[str, Any] = {"model": True, "lookup": "lookup", "chain": "lookup,draft", "own": Earlier}
+CHOICES: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "penalised": {"repetition_penalty": 1.05, "frequency_penalty": 0.05, "logit_bias": {34: 2.0}, "min_tokens": 20},
+    "T=1": {"temperature": 1.0, "seed": 5},
+    "narrow": {"temperature": 0.7, "top_k": 30, "top_p": 0.9, "min_p": 0.01, "presence_penalty": 0.3, "seed": 6},
+    "typical": {"temperature": 0.5, "typical_p": 0.9, "seed": 7},
+    "user": {"sampler": first_letters, "sampler_options": {"among": 2}},
+}
+
+
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize("lookaheads", [(4, "auto"), pytest.param((1, 2, 8), marks=SLOW)], ids=["some", "more"])
+@pytest.mark.parametrize("choice", CHOICES)
+@pytest.mark.parametrize("engine", [pytest.param("stateful", marks=SLOW), "paged"])
+@pytest.mark.parametrize("draft", DRAFTS)
+def test_every_drafter_gives_the_plain_text(
+    load: Load, draft: str, engine: EngineName, choice: str, lookaheads: tuple[Any, ...]
+) -> None:
+    options, lm = CHOICES[choice], load(draft=DRAFTS[draft], engine=engine)
+    plain = [lm.generate(prompt, max_tokens=TOKENS, lookahead=0, **options) for prompt in SOME]
+    assert all(result.stats.proposed == 0 for result in plain)
+    for lookahead in lookaheads:
+        alone = [lm.generate(prompt, max_tokens=TOKENS, lookahead=lookahead, **options) for prompt in SOME]
+        batch = lm.generate(SOME, max_tokens=TOKENS, lookahead=lookahead, **options)
+        for results in (alone, batch):
+            assert [result.token_ids for result in results] == [result.token_ids for result in plain]
+            stats = [result.stats for result in results]
+            if lookahead != "auto":
+                assert sum(s.proposed for s in stats) > 0
+                assert sum(s.accepted for s in stats) > 0
+            assert all(s.rounds <= s.generated_tokens <= s.rounds + s.accepted for s in stats)
+            assert {name for s in stats for name in s.drafters} <= {
+                "model": {"draft"},
+                "chain": {"draft", "lookup"},
+            }.get(draft, {"lookup" if draft == "lookup" else "own"})
+
+
+@pytest.mark.parametrize("draft", DRAFTS)
+def test_rejection_proposes_and_ends_the_same_way(load: Load, draft: str) -> None:
+    """Its texts depend on the draft, and are the same again with the same one; its distribution: test_sampling."""
+    lm = load(draft=DRAFTS[draft])
+    options: dict[str, Any] = {"temperature": 0.6, "seed": 3, "accept": "rejection", "max_tokens": TOKENS}
+    twice = [[lm.generate(prompt, lookahead=4, **options) for prompt in SOME] for _ in range(2)]
+    assert [result.token_ids for result in twice[0]] == [result.token_ids for result in twice[1]]
+    assert sum(result.stats.accepted for result in twice[0]) > 0
+    without = lm.generate(SOME[0], lookahead=0, **options)
+    assert without.token_ids == lm.generate(SOME[0], **options | {"accept": "compare", "lookahead": 0}).token_ids
+
+
+@pytest.mark.parametrize("draft", DRAFTS)
+def test_one_inference_a_round(load: Load, draft: str) -> None:
+    with load(draft=DRAFTS[draft]).session() as session:
+        session.append(PROMPTS[0])
+        assert session._decoders
+        before = session._decoders.target.inferences
+        result = session.generate(max_tokens=40, ignore_eos=True, lookahead=4)
+        assert session._decoders.target.inferences - before == result.stats.rounds < 40
+
+
+def test_penalties_as_hugging_face(load: Load, reference: Reference) -> None:
+    """Greedy, token for token, with everything that Hugging Face has a name for."""
+    lm = load(draft="lookup,draft")
+    bias = {34: 3.0, 12: -5.0}
+    for prompt in SOME:
+        ids = reference.tokenizer(prompt, return_tensors="pt")
+        out = reference.model.generate(
+            **ids,
+            max_new_tokens=TOKENS,
+            do_sample=False,
+            pad_token_id=0,
+            repetition_penalty=1.2,
+            min_new_tokens=25,
+            sequence_bias=[[[token], value] for token, value in bias.items()],
+        )
+        expected = out[0, ids["input_ids"].shape[1] :].tolist()
+        options: dict[str, Any] = {"repetition_penalty": 1.2, "min_tokens": 25, "logit_bias": bias}
+        for lookahead in (0, 4):
+            assert lm.generate(prompt, max_tokens=TOKENS, lookahead=lookahead, **options).token_ids == expected
+
+
+def test_logprobs_as_hugging_face(load: Load, reference: Reference) -> None:
+    sampled: dict[str, Any] = {"temperature": 1.0, "top_k": 5, "seed": 1}
+    for options in ({}, sampled):
+        result = load(draft=True).generate(PROMPTS[1], max_tokens=12, lookahead=3, logprobs=4, **options)
+        assert result.logprobs
+        assert len(result.logprobs) == len(result.token_ids)
+        prompt = load().encode(PROMPTS[1]).tolist()
+        logits = reference.logits([*prompt, *result.token_ids])[len(prompt) - 1 : -1].astype(float)
+        expected = logits - np.log(np.exp(logits).sum(1, keepdims=True))
+        for token, found, right in zip(result.token_ids, result.logprobs, expected, strict=True):
+            assert found.token_id == token
+            assert abs(found.logprob - right[token]) < 1e-4
+            assert [i for i, _ in found.top] == np.argsort(-right)[:4].tolist()
+            assert all(abs(value - right[i]) < 1e-4 for i, value in found.top)
+
+
+@pytest.mark.parametrize("engine", ["stateful", "paged"])
+@pytest.mark.parametrize("draft", [False, True, "lookup,draft"])
+def test_samples_of_one_prompt(load: Load, draft: Any, engine: EngineName) -> None:
+    """The prompt is read once; each text is what it is in any other company, and they differ."""
+    lm = load(draft=draft, engine=engine)
+    options: dict[str, Any] = {"temperature": 1.0, "seed": 9, "max_tokens": 20, "ignore_eos": True}
+    four = lm.samples(PROMPTS[0], n=4, **options)
+    assert len({result.text for result in four}) == 4
+    assert four[0].token_ids == lm.generate(PROMPTS[0], **options).token_ids
+    assert [r.token_ids for r in lm.samples(PROMPTS[0], n=2, **options)] == [r.token_ids for r in four[:2]]
+    both = lm.samples(PROMPTS[:2], n=3, **options)
+    assert [r.token_ids for r in both[0]] == [r.token_ids for r in four[:3]]
+    assert both[1][0].token_ids == lm.generate(PROMPTS[1], **options).token_ids
+    assert lm.generate(PROMPTS[:2], **options)[1].token_ids == both[1][0].token_ids
+    options["seed"] = None
+    free = lm.samples(PROMPTS[:2], n=2, **options)
+    assert free[0][0].stats.seed == free[0][1].stats.seed != free[1][0].stats.seed
+    options["seed"] = free[0][0].stats.seed
+    again = lm.samples(PROMPTS[0], n=2, **options)
+    assert [r.token_ids for r in again] == [r.token_ids for r in free[0]]
+    assert four[0].stats.cached_tokens == 0
+    assert four[0].stats.other_ms < four[0].stats.target_ms
+
+
+def test_samples_that_cannot_differ(load: Load) -> None:
+    with pytest.raises(ovspec.OvspecError, match="greedy texts are all the same"):
+        load().samples("a", n=2)
+    with pytest.raises(ovspec.OvspecError, match=re.escape("what samples() gives")):
+        load().generate("a", n=2, temperature=1.0)
+
+
+def test_seeds(load: Load) -> None:
+    lm = load(draft=True)
+    options: dict[str, Any] = {"temperature": 1.0, "max_tokens": 16, "ignore_eos": True}
+    first = lm.generate(PROMPTS[0], **options)
+    assert first.stats.seed is not None
+    assert lm.generate(PROMPTS[0], seed=first.stats.seed, **options).token_ids == first.token_ids
+    assert lm.generate(PROMPTS[0], **options).token_ids != first.token_ids
+    assert lm.generate(PROMPTS[0], max_tokens=2).stats.seed is None
+    sampling = ovspec.SamplingParams(temperature=1.0, seed=4, max_tokens=9, ignore_eos=True)
+    assert (
+        lm.generate(PROMPTS[0], sampling=sampling).token_ids
+        == lm.generate(PROMPTS[0], **options | {"seed": 4, "max_tokens": 9}).token_ids  # type: ignore[arg-type]
+    )
+
+
+def test_min_tokens_and_stop_ids(load: Load) -> None:
+    lm = load(draft=True)
+    whole = lm.generate(PROMPTS[0], max_tokens=20, ignore_eos=True)
+    stop = whole.token_ids[4]
+    for lookahead in (0, 4):
+        result = lm.generate(PROMPTS[0], max_tokens=20, ignore_eos=True, stop_ids=[stop], lookahead=lookahead)
+        first = whole.token_ids.index(stop)
+        assert (result.finish_reason, result.token_ids) == ("stop", whole.token_ids[: first + 1])
+        assert result.text == lm.tokenizer.decode(whole.token_ids[:first])
+        # A stop id can't come before min_tokens, a stop string isn't looked for.
+        later = lm.generate(PROMPTS[0], max_tokens=20, min_tokens=8, stop_ids=[stop], lookahead=lookahead)
+        assert len(later.token_ids) >= 8
+        assert stop not in later.token_ids[:8]
+        text = lm.generate(
+            PROMPTS[0], max_tokens=20, min_tokens=9, ignore_eos=True, stop=whole.text[3], lookahead=lookahead
+        )
+        assert len(text.token_ids) >= 9
+
+
+def test_generation_config_penalties_are_applied(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    lm = load()
+    expected = lm.generate(PROMPTS[0], max_tokens=16, repetition_penalty=1.5, logit_bias={34: -np.inf}).token_ids
+    monkeypatch.setattr(
+        lm.generation_config, "values", {"repetition_penalty": 1.5, "suppress_tokens": [34], "eos_token_id": 0}
+    )
+    assert lm.generate(PROMPTS[0], max_tokens=16).token_ids == expected
+    assert lm.generate(PROMPTS[0], max_tokens=16, repetition_penalty=1.0).token_ids != expected
+
+
+@pytest.mark.parametrize("options", [{"logit_bias": {9999: 1.0}}, {"stop_ids": [-1]}])
+def test_ids_that_are_not_in_the_vocabulary(load: Load, options: dict[str, Any]) -> None:
+    with pytest.raises(ovspec.OvspecError, match="is not in the vocabulary"):
+        load().generate("a", **options)
+
+
+# ---------------------------------------------------------------- user drafters
+
+
+class Reckless(ovspec.Drafter):
+    """Proposes more than it may, and ids that there are not."""
+
+    def guess(self, tokens: np.ndarray, budget: int) -> Iterable[int]:
+        assert len(tokens)
+        return [5, 6, 99_999, 7, *range(budget)]
+
+
+def test_a_drafter_that_goes_astray_changes_nothing(load: Load) -> None:
+    lm = load(draft=Reckless)
+    result = lm.generate(PROMPTS[0], max_tokens=20, lookahead=8)
+    assert result.token_ids == load().generate(PROMPTS[0], max_tokens=20).token_ids
+    assert 0 < result.stats.proposed <= 2 * (result.stats.rounds - 1), "what stands behind an unknown id is left out"
+
+
+def test_a_drafter_object_and_what_makes_one(load: Load) -> None:
+    a, b = load(draft=Earlier), load(draft=Earlier())
+    assert a.generate(PROMPTS[0], max_tokens=9).token_ids == b.generate(PROMPTS[0], max_tokens=9).token_ids
+    both = load(draft=("lookup", Earlier))
+    assert both.generate(PROMPTS[0], max_tokens=9).token_ids == b.generate(PROMPTS[0], max_tokens=9).token_ids
+
+
+class Slow(ovspec.Drafter):
+    """Right never, and late."""
+
+    calls = 0
+
+    def guess(self, tokens: np.ndarray, budget: int) -> Iterable[int]:
+        Slow.calls += 1
+        time.sleep(0.05)
+        return [(int(tokens[-1]) + 1) % 4096][:budget]
+
+
+def test_a_drafter_that_loses_is_hardly_asked(load: Load) -> None:
+    result = load(draft=Slow).generate(PROMPTS[0], max_tokens=100, ignore_eos=True)
+    assert result.stats.generated_tokens == 100
+    assert 0 < Slow.calls < 20
+
+
+@pytest.mark.parametrize("draft", ["lookup", "lookup,draft"])
+def test_auto_in_a_batch_too_wide_for_it(load: Load, draft: str) -> None:
+    """So many rows that a round is wider than what is known of costs: it decodes plainly, or with few proposals."""
+    prompts = [PROMPTS[i % 20][: 40 + i] for i in range(70)]
+    lm = load(draft=draft)
+    for count in (20, 40, 70):
+        together = lm.generate(prompts[:count], max_tokens=8, ignore_eos=True)
+        plain = lm.generate(prompts[:count], max_tokens=8, ignore_eos=True, lookahead=0)
+        assert [r.token_ids for r in together] == [r.token_ids for r in plain]
+
+
+# ---------------------------------------------------------------- what --draft may be
+
+
+def test_what_a_draft_may_be(tmp_path: Path) -> None:
+    (tmp_path / "draft").mkdir()
+    exported = parse_draft(True, tmp_path)
+    assert exported
+    assert exported.model == tmp_path / "draft"
+    assert parse_draft("none", tmp_path) is parse_draft(None, tmp_path) is parse_draft(False, tmp_path) is None
+    chain = parse_draft("lookup, draft", tmp_path)
+    assert chain
+    assert (chain.lookup, chain.model) == (True, tmp_path / "draft")
+    assert parse_draft(["lookup", True], tmp_path) == chain
+    assert parse_draft(f"lookup,{tmp_path}", tmp_path).model == tmp_path  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("draft", "message"),
+    [
+        ("draft,lookup", "asked first"),
+        ("draft,draft", "nothing can follow"),
+        ("lookup,lookup", "asked first"),
+        (["lookup", Earlier, True], "two different drafters"),
+        ("self", "not made of the target's own layers"),
+        ("lookup,", "is no draft"),
+        (3, "is no draft"),
+    ],
+)
+def test_drafts_that_cannot_be(tmp_path: Path, draft: Any, message: str) -> None:
+    (tmp_path / "draft").mkdir()
+    with pytest.raises(ovspec.OvspecError, match=message):
+        parse_draft(draft, tmp_path)
+
+
+@pytest.mark.slow
+def test_self(tmp_path: Path, cache_dir: Path, load: Load) -> None:
+    """The target's first layers, exported by --draft-layers."""
+    from ovspec_export import Compression, export_pair
+
+    folder = tmp_path / "own"
+    export_pair(str(CHECKPOINTS / "target"), None, folder, Compression("fp32"), draft_layers=3)
+    lm = ovspec.load(folder, "lookup,self", precision="f32", cache_dir=cache_dir)
+    result = lm.generate(PROMPTS[0], max_tokens=20, lookahead=2)
+    assert result.token_ids == load().generate(PROMPTS[0], max_tokens=20).token_ids
+    assert result.stats.drafters["draft"]["proposed"] > 0
+
+
+# ---------------------------------------------------------------- lookup
+
+
+def naive(texts: list[list[int]]) -> tuple[int, list[list[int]]]:
+    """(length of the longest match with the end of the last text, what followed each), by looking everywhere."""
+    tail, best, followed = texts[-1][-LONGEST_MATCH:], 0, []
+    for text in texts:
+        for end in range(LEAST_MATCH, len(text)):
+            match = 0
+            while match < min(end, len(tail)) and text[end - 1 - match] == tail[-1 - match]:
+                match += 1
+            if match > best:
+                best, followed = match, []
+            if match == best:
+                followed.append(text[end:])
+    return (best, followed) if best >= LEAST_MATCH else (0, [])
+
+
+@given(st.lists(st.integers(0, 3), min_size=3, max_size=30))
+def test_the_longest_match_is_found(tokens: list[int]) -> None:
+    index = Index()
+    for end in range(1, len(tokens) + 1):  # as it grows
+        index.follow(Sequence(tokens[:end]))
+    match, places = index.matches(np.array(tokens[-LONGEST_MATCH:]))
+    expected, followed = naive([tokens])
+    assert match == expected
+    text = index._text.tokens.tolist()
+    assert [text[place:] for place in places] == followed[::-1]
+
+
+@given(
+    st.lists(st.integers(0, 2), min_size=2, max_size=20), st.integers(0, 20), st.lists(st.integers(0, 2), max_size=9)
+)
+def test_a_rewound_text_is_still_known(first: list[int], keep: int, more: list[int]) -> None:
+    index, sequence = Index(), Sequence(first)
+    index.follow(sequence)
+    sequence.rewind(min(keep, len(first)))
+    sequence.commit(more)
+    index.follow(sequence)
+    now = sequence.tokens.tolist()
+    if len(now) >= LEAST_MATCH:
+        match, places = index.matches(np.array(now[-LONGEST_MATCH:]))
+        assert match >= naive([now])[0] if len(now) > LONGEST_MATCH else True
+        text = index._text.tokens.tolist()
+        assert all(text[place - match : place] == now[len(now) - match :] for place in places)
+
+
+def test_the_most_frequent_and_then_the_latest_goes_on() -> None:
+    index = Index()
+    index.follow(Sequence([1, 2, 3, 9, 1, 2, 4, 9, 1, 2, 3, 8, 1, 2]))
+    match, places = index.matches(np.array([9, 1, 2])[-2:])
+    assert match == 2
+    assert index.continuation(places, 2)[0] == [3, 8], "3 followed twice, and the latest time 8 did"
+    tie = Index()
+    tie.follow(Sequence([1, 2, 3, 9, 1, 2, 4, 8, 1, 2]))
+    assert tie.continuation(tie.matches(np.array([1, 2]))[1], 2) == ([4, 8], [0.5, 1.0])
+
+
+def test_a_text_that_repeats_goes_on_repeating() -> None:
+    index = Index()
+    index.follow(Sequence([7, 1, 2, 3, 1, 2, 3]))
+    match, places = index.matches(np.array([1, 2, 3]))
+    assert match == 3
+    assert index.continuation(places, 8)[0] == [1, 2, 3, 1, 2, 3, 1, 2]
+
+
+def test_a_corpus_does_not_run_into_the_next_text() -> None:
+    index = corpus_of([np.array([1, 2, 3]), np.array([4, 5, 6])])
+    assert index.continuation(index.matches(np.array([1, 2]))[1], 5)[0] == [3]
+    assert index.matches(np.array([3, 4])) == (0, [])
+
+
+def test_lookup_copies_its_rows() -> None:
+    lookup = Lookup()
+    lookup.reset(1)
+    lookup._rows[0].follow(Sequence([1, 2, 3]))
+    lookup.reorder([0, 0])
+    lookup._rows[0].follow(Sequence([1, 2, 3, 4]))
+    assert len(lookup._rows[1]._followed) == 3
+    assert copy.deepcopy(lookup)._rows[0]._followed.tokens.tolist() == [1, 2, 3, 4]
+
+
+def test_lookup_corpus(load: Load, tmp_path: Path) -> None:
+    """What the model is about to say stands in a file: hardly a token is left for it to say alone."""
+    text = load().generate(PROMPTS[0], max_tokens=48, ignore_eos=True).text
+    file = tmp_path / "notes.txt"
+    file.write_text("something else\n" + PROMPTS[0] + text, encoding="utf-8")
+    lm = load(draft="lookup", lookup_corpus=(str(file),))
+    result = lm.generate(PROMPTS[0], max_tokens=48, ignore_eos=True, lookahead=8)
+    assert result.text == text
+    assert result.stats.rounds < 16
+    assert load(draft="lookup").generate(PROMPTS[0], max_tokens=48, ignore_eos=True, lookahead=8).stats.rounds > 16
+    with pytest.raises(ovspec.OvspecError, match="name a text file"):
+        load(draft="lookup", lookup_corpus=(str(tmp_path / "none.txt"),))
+    with pytest.raises(ovspec.OvspecError, match="lookup_corpus needs lookup"):
+        load(draft=True, lookup_corpus=(str(file),))
+
+
+def test_what_a_session_said_earlier_is_looked_up(load: Load) -> None:
+    with load(draft="lookup").session() as session:
+        session.append(PROMPTS[3])
+        first = session.generate(max_tokens=40, ignore_eos=True, lookahead=8)
+        start = len(session.sequence) - 40
+        session.sequence.rewind(start)
+        again = session.generate(max_tokens=40, ignore_eos=True, lookahead=8)
+        assert again.token_ids == first.token_ids
+        assert again.stats.rounds < first.stats.rounds
+        assert again.stats.rounds <= 8

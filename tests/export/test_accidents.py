@@ -1,0 +1,253 @@
+"""Whatever stops an export leaves the old folder or the new one, whole, and the next export clears up."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from conftest import CHECKPOINTS
+from ovspec_export import Compression, export_pair
+from ovspec_export.folders import check_output, check_space, replace_folder, work_folder
+
+import ovspec
+from ovspec.setup.manifest import MANIFEST_FILE, UNFINISHED, backup_of, read_manifest, restore_backup
+
+DRAFT = str(CHECKPOINTS / "draft")
+posix = pytest.mark.skipif(sys.platform == "win32", reason="sends POSIX signals")
+
+
+MANIFEST = '{"files": {"text": {}}}'
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def marked(folder: Path, text: str, manifest: str = MANIFEST) -> Path:
+    """A folder that passes for an export."""
+    folder.mkdir()
+    (folder / MANIFEST_FILE).write_text(manifest, encoding="utf-8")
+    (folder / "text").write_text(text, encoding="utf-8")
+    return folder
+
+
+def start(*arguments: str, limit: int | None = None) -> subprocess.Popen[str]:
+    """``ovspec export``, as a shell starts it; ``limit``: bytes that a file may have."""
+
+    def limited() -> None:
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit or 0, limit or 0))
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+
+    code = (
+        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\nfrom ovspec.cli import main; main()"
+    )
+    return subprocess.Popen(
+        [sys.executable, "-c", code, "export", *arguments],
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        preexec_fn=limited if limit else None,
+    )
+
+
+def test_folders_of_others_are_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "thesis.txt").write_text("precious", encoding="utf-8")
+    with pytest.raises(ovspec.OvspecError, match="holds files that ovspec did not export"):
+        export_pair(DRAFT, None, tmp_path)
+    with pytest.raises(ovspec.OvspecError, match="is a file"):
+        export_pair(DRAFT, None, tmp_path / "thesis.txt")
+    (tmp_path / ".out.old").mkdir()
+    (tmp_path / ".out.old" / "mine").write_text("mine", encoding="utf-8")
+    with pytest.raises(ovspec.OvspecError, match="in the way"):
+        export_pair(DRAFT, None, tmp_path / "out")
+    assert contents(tmp_path) == {"thesis.txt": b"precious", ".out.old/mine": b"mine"}
+    # Also what somebody has put into an export of ours.
+    ours = marked(tmp_path / "ours", "whole")
+    check_output(ours)
+    (ours / "notes.txt").write_text("mine", encoding="utf-8")
+    with pytest.raises(ovspec.OvspecError, match=r"\(notes.txt\)"):
+        export_pair(DRAFT, None, ours)
+    # What looks like our leftovers but has no manifest of ours stays too.
+    (tmp_path / ".new.partial-1234").mkdir()
+    (tmp_path / ".new.partial-1234" / "mine").write_text("mine", encoding="utf-8")
+    with work_folder(tmp_path / "new"):
+        pass
+    assert (tmp_path / ".new.partial-1234" / "mine").is_file()
+
+
+def test_a_replacement_killed_half_way_is_undone(tmp_path: Path) -> None:
+    output, new = marked(tmp_path / "out", "old"), marked(tmp_path / "new", "new")
+    output.rename(backup_of(output))  # killed here
+    restore_backup(output)
+    assert (output / "text").read_text(encoding="utf-8") == "old"
+    output.rename(backup_of(output))
+    new.rename(output)  # or here, before the backup was deleted
+    check_output(output)
+    replace_folder(marked(tmp_path / "newer", "newer"), output)
+    assert contents(tmp_path) == {"out/ovspec.json": MANIFEST.encode(), "out/text": b"newer"}
+    with pytest.raises(FileNotFoundError):
+        replace_folder(tmp_path / "vanished", output)
+
+
+def test_odd_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The current folder, a link, an empty folder, a damaged leftover."""
+    shutil.copytree(CHECKPOINTS.parent / "demo", tmp_path / "real")
+    monkeypatch.chdir(tmp_path / "real")
+    assert ovspec.load(".").generate("def f(", max_tokens=2).token_ids
+    restore_backup(Path("/"))
+    monkeypatch.chdir(tmp_path)
+    marked(tmp_path / "there", "old")
+    (tmp_path / "link").symlink_to(tmp_path / "there")
+    replace_folder(marked(tmp_path / "new", "new"), (tmp_path / "link").resolve())
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "link" / "text").read_text(encoding="utf-8") == "new"
+    (tmp_path / "empty").mkdir()
+    replace_folder(marked(tmp_path / "new", "new"), tmp_path / "empty")
+    assert not backup_of(tmp_path / "empty").exists()
+    backup_of(tmp_path / "real").mkdir()
+    (backup_of(tmp_path / "real") / MANIFEST_FILE).write_text("", encoding="utf-8")  # as a power cut leaves it
+    assert ovspec.load(tmp_path / "real")
+
+
+def test_an_unfinished_folder_is_not_loaded(tmp_path: Path) -> None:
+    marked(tmp_path / "part", "part", UNFINISHED)
+    with pytest.raises(ovspec.OvspecError, match="not finished"):
+        read_manifest(tmp_path / "part")
+
+
+def test_loading_finds_a_replacement_that_was_killed_half_way(tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    shutil.copytree(CHECKPOINTS.parent / "demo", output)
+    output.rename(backup_of(output))
+    assert ovspec.load(output).generate("def f(", max_tokens=2).token_ids
+
+
+def test_one_export_at_a_time(tmp_path: Path) -> None:
+    with work_folder(tmp_path / "out") as work:
+        with pytest.raises(ovspec.OvspecError, match="another export is writing it"), work_folder(tmp_path / "out"):
+            pass
+        with work_folder(tmp_path / "other"):
+            pass
+        assert work.is_dir()
+    assert not list(tmp_path.iterdir())
+
+
+def test_free_space_is_checked_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_space(tmp_path / "not" / "yet" / "there", 1000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(100, 90, 10e6))  # type: ignore[attr-defined]
+    with pytest.raises(ovspec.OvspecError, match=r"needs about 0\.0 GB there and 0\.0 GB are free"):
+        export_pair(DRAFT, None, tmp_path / "out")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+@posix
+@pytest.mark.parametrize("limit", [100_000, 3_000_000])
+def test_a_full_disk_leaves_what_was_there(tmp_path: Path, limit: int) -> None:
+    """Files can't grow beyond a limit: in the first case the tokenizer, in the second the weights."""
+    marked(tmp_path / "out", "old")
+    before = contents(tmp_path)
+    process = start(DRAFT, "-o", str(tmp_path / "out"), "--weight-format", "fp32", limit=limit)
+    _, told = process.communicate(timeout=120)
+    assert process.returncode == 1
+    last = told.strip().splitlines()[-1]
+    assert last.startswith("Error: ")
+    assert contents(tmp_path) == before
+
+
+@posix
+@pytest.mark.parametrize(("number", "expected"), [(signal.SIGINT, 130), (signal.SIGTERM, 1)], ids=["SIGINT", "SIGTERM"])
+def test_an_export_told_to_end_clears_up(tmp_path: Path, number: int, expected: int) -> None:
+    marked(tmp_path / "out", "old")
+    before = contents(tmp_path)
+    process = start(DRAFT, "-o", str(tmp_path / "out"))
+    while not list(tmp_path.glob(".out.partial-*")):
+        time.sleep(0.05)
+    time.sleep(2)
+    process.send_signal(number)
+    process.communicate(timeout=30)
+    assert process.returncode == expected
+    assert contents(tmp_path) == before
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+@posix
+@pytest.mark.slow
+def test_killed_at_random_moments(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """50 exports are stopped; after each the folder holds the old export or the new one, to the last byte."""
+    output = tmp_path / "out"
+    export_pair(DRAFT, None, output, Compression("fp16"))
+    began = time.monotonic()
+    assert start(DRAFT, "-o", str(output), "--weight-format", "fp16").wait(timeout=120) == 0
+    whole = time.monotonic() - began
+    moments, found = random.Random(0), Counter[str]()
+    for turn in range(50):
+        number = (signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGINT)[turn % 4]
+        wanted = ("fp16", "int8")[turn % 2]
+        before = manifest_format(output)
+        process = start(DRAFT, "-o", str(output), "--weight-format", wanted)
+        # Half of them near the end, where folders are renamed.
+        time.sleep(whole * (moments.uniform(0.8, 1.05) if turn % 2 else moments.random()))
+        process.send_signal(number)
+        process.communicate(timeout=30)
+        restore_backup(output)  # as the next load or export does
+        assert read_manifest(output, verify=True), "neither the old export nor the new one is whole"
+        after = manifest_format(output)
+        assert after in (before, wanted)
+        finished = process.returncode == 0 or (after == wanted and before != wanted)
+        found[f"{signal.Signals(number).name}: {'new' if finished else 'old'}"] += 1
+    export_pair(DRAFT, None, output, Compression("fp16"))
+    assert [path.name for path in tmp_path.iterdir()] == ["out"], "leftovers were not cleared up"
+    with capsys.disabled():
+        print(f"\nkilled at 50 random moments: {dict(found)}")
+
+
+def manifest_format(folder: Path) -> str:
+    manifest = read_manifest(folder)
+    assert manifest
+    return manifest.target.weight_format
+
+
+REPLACE = """
+import sys
+from pathlib import Path
+from ovspec_export.folders import replace_folder
+from ovspec.manifest import MANIFEST_FILE
+parent = Path(sys.argv[1])
+print("ready", flush=True)
+for turn in range(100000):
+    new = parent / "new"
+    if not new.exists():
+        (parent / "making").mkdir(exist_ok=True)
+        (parent / "making" / MANIFEST_FILE).write_text('{"files": {"text": {}}}')
+        (parent / "making" / "text").write_text("whole")
+        (parent / "making").rename(new)
+    replace_folder(new, parent / "out")
+"""
+
+
+@posix
+def test_killed_while_folders_are_renamed(tmp_path: Path) -> None:
+    output = marked(tmp_path / "out", "whole")
+    moments = random.Random(1)
+    for _ in range(15):
+        process = subprocess.Popen(
+            [sys.executable, "-c", REPLACE, str(tmp_path)], stdout=subprocess.PIPE, env=os.environ | {"PYTHONUTF8": "1"}
+        )
+        assert process.stdout
+        assert process.stdout.readline() == b"ready\n"
+        time.sleep(moments.uniform(0.0, 0.05))
+        process.kill()
+        process.communicate()
+        restore_backup(output)
+        assert contents(output) == {"ovspec.json": MANIFEST.encode(), "text": b"whole"}

@@ -1,0 +1,315 @@
+"""Exports: whole or not at all, and only pairs that fit."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import CHECKPOINTS, PROMPTS, Reference
+from ovspec_export import Compression, export_pair
+from ovspec_export.progress import Step
+
+import ovspec
+from ovspec.decoders.base import Rollback
+from ovspec.setup.manifest import read_manifest
+from ovspec.text.pairing import check_same_vocabulary
+
+TARGET, DRAFT = str(CHECKPOINTS / "target"), str(CHECKPOINTS / "draft")
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_the_manifest_tells_what_is_there(pair: Path) -> None:
+    manifest = read_manifest(pair)
+    assert manifest
+    assert manifest.draft
+    assert {*manifest.files, "ovspec.json"} == set(contents(pair))
+    assert (manifest.target.weight_format, manifest.target.probe.rollback) == ("fp32", Rollback("mask"))
+    assert len(manifest.target.states) == 10
+    assert manifest.tokenizer_differs_on == []
+    needed = {"openvino_model.xml", "openvino_tokenizer.xml", "openvino_detokenizer.xml", "tokenizer.json"}
+    assert needed | {"generation_config.json", "chat_template.jinja", "draft/openvino_model.xml"} <= set(manifest.files)
+    # Nothing of the machine that exported it.
+    assert str(CHECKPOINTS.parent) not in (pair / "ovspec.json").read_text(encoding="utf-8")
+
+
+def test_the_shipped_pair_is_whole() -> None:
+    manifest = read_manifest(CHECKPOINTS.parent / "demo")
+    assert manifest
+    assert manifest.draft
+    assert (manifest.target.weight_format, manifest.draft.weight_format) == ("int8", "int8")
+    shipped = [*contents(CHECKPOINTS).values(), *contents(CHECKPOINTS.parent / "demo").values()]
+    assert sum(map(len, shipped)) < 45e6
+
+
+CALIBRATION = Path(__file__)  # any text does
+INT4 = {"weight_format": "int4", "group_size": 64}
+
+
+@pytest.mark.parametrize(
+    ("compression", "drift", "bits"),
+    [
+        (Compression("fp16"), 0.02, 16),
+        (Compression("bf16"), 0.01, 16),
+        (Compression("int8"), 0.2, 8),
+        (Compression("int8", sym=True), 0.2, 8),
+        (Compression(**INT4, ratio=0.8), 3.0, 6),
+        (Compression("int4", group_size=32, sym=True), 3.0, 6),
+        (Compression(**INT4, ratio=0.6, backup_precision="none"), 3.0, 14),
+        (Compression(**INT4, ratio=0.6, backup_precision="int8_sym"), 3.0, 6),
+        (Compression(**INT4, awq=True), 3.0, 6),
+        (Compression(**INT4, awq=True, scale_estimation=True, calibration=CALIBRATION, samples=8), 3.0, 6),
+        (Compression(**INT4, gptq=True, calibration=CALIBRATION, samples=8), 3.0, 6),
+        (Compression(**INT4, lora_correction=True, calibration=CALIBRATION, samples=8), 3.0, 6),
+        (Compression(**INT4, ratio=0.7, calibration=CALIBRATION, samples=8), 3.0, 6),
+    ],
+    ids=lambda value: "-".join([value.weight_format, *value.options()]) if isinstance(value, Compression) else "",
+)
+@pytest.mark.slow
+def test_weight_formats(
+    tmp_path: Path, cache_dir: Path, reference: Reference, compression: Compression, drift: float, bits: int
+) -> None:
+    """Each format loads, stays near the checkpoint, and is as small as it should be."""
+    manifest = export_pair(TARGET, None, tmp_path / "out", compression)
+    assert manifest.target.options == compression.options()
+    assert manifest.files["openvino_model.bin"]["size"] <= 9_441_408 * (bits + 1) / 8
+    assert not [name for name in manifest.files if "/" in name], "something was left in the folder"
+    lm = ovspec.load(tmp_path / "out", precision="f32", cache_dir=cache_dir)
+    ids = lm.encode(PROMPTS[1])
+    moved = np.abs(lm.next_logits(ids) - reference.logits(ids.tolist())[-1]).max()
+    assert moved < drift
+    if bits < 16:
+        assert moved > 0
+
+
+@pytest.mark.slow
+def test_a_draft_of_the_first_layers(tmp_path: Path, cache_dir: Path, reference: Reference) -> None:
+    manifest = export_pair(TARGET, None, tmp_path / "out", Compression("fp32"), draft_layers=3)
+    assert manifest.draft
+    assert manifest.draft.source == "target, first 3 layers"
+    assert len(manifest.draft.states) == 6
+    lm = ovspec.load(tmp_path / "out", draft=True, precision="f32", cache_dir=cache_dir)
+    result = lm.generate(PROMPTS[0], max_tokens=24)
+    assert result.token_ids == reference.generate(PROMPTS[0], 24)
+    assert result.stats.proposed > 0
+    for layers in (0, 5, 9):
+        with pytest.raises(ovspec.OvspecError, match="target has 5 layers, so take 1 to 4"):
+            export_pair(TARGET, None, tmp_path / "other", draft_layers=layers)
+
+
+def test_a_pair_of_irs_is_copied(pair: Path, tmp_path: Path) -> None:
+    """As published drafts come, one of them without a tokenizer.json."""
+    draft = tmp_path / "published"
+    shutil.copytree(pair / "draft", draft)
+    (draft / "tokenizer.json").unlink()
+    for options in ((Compression("int4"), None), (Compression(), Compression("fp16"))):
+        with pytest.raises(ovspec.OvspecError, match="an IR is taken as it is"):
+            export_pair(str(pair), str(draft), tmp_path / "out", *options)
+    manifest = export_pair(str(pair), str(draft), tmp_path / "out")
+    assert manifest.draft
+    assert (manifest.target.weight_format, manifest.draft.weight_format) == ("as it was", "as it was")
+    weights = (tmp_path / "out" / "draft" / "openvino_model.bin").read_bytes()
+    assert weights == (pair / "draft" / "openvino_model.bin").read_bytes()
+    lm = ovspec.load(tmp_path / "out", draft=True, precision="f32")
+    assert lm.generate(PROMPTS[0], max_tokens=12).stats.accepted > 0
+
+
+@pytest.mark.slow
+def test_what_an_export_has_lost(tmp_path: Path, reference: Reference) -> None:
+    """The quality table, against the same figures computed by torch and transformers alone."""
+    import torch
+
+    text = tmp_path / "text.txt"
+    text.write_text("".join(PROMPTS[:4]), encoding="utf-8")
+    told = Told()
+    export_pair(TARGET, DRAFT, tmp_path / "out", Compression("int8"), evaluate=text, progress=told)
+    [head, target, draft] = told.notes[-3:]
+    assert head.split() == ["perplexity", "checkpoint", "KL,", "nats", "same", "top-1", "tokens"]
+    perplexity, checkpoint, kl, top1 = (float(cell.strip("%")) for cell in target.split()[1:5])
+    ids = torch.tensor([reference.tokenizer(text.read_text(encoding="utf-8"))["input_ids"]])
+    assert ids.shape[1] < 1024, "all of it is one window"
+    with torch.no_grad():
+        loss = reference.model(input_ids=ids, labels=ids).loss
+    assert checkpoint == pytest.approx(float(loss.exp()), abs=2e-3)
+    assert perplexity == pytest.approx(checkpoint, rel=0.02)
+    assert 0 < kl < 0.01
+    assert 95 < top1 <= 100
+    assert draft.split()[0] == "draft"
+
+
+class Told:
+    """A Progress that remembers."""
+
+    def __init__(self) -> None:
+        self.steps: list[str] = []
+        self.notes: list[str] = []
+
+    @contextlib.contextmanager
+    def step(self, text: str) -> Iterator[Step]:
+        self.steps.append(text)
+        yield Step()
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+
+def test_a_folder_made_by_plain_optimum_cli_works(
+    pair: Path, tmp_path: Path, cache_dir: Path, load: Callable[..., ovspec.LanguageModel]
+) -> None:
+    """The same files without our manifest: rollback is probed, the vocabulary compared at load."""
+    plain = tmp_path / "plain"
+    shutil.copytree(pair, plain)
+    (plain / "ovspec.json").unlink()
+    lm = ovspec.load(plain, pair / "draft", precision="f32", cache_dir=cache_dir)
+    result = lm.generate(PROMPTS[0], max_tokens=24)
+    assert result.token_ids == load().generate(PROMPTS[0], max_tokens=24).token_ids
+    assert result.stats.accepted > 0
+    assert result.stats.rollback == "blocks"
+
+
+def other_vocabulary(tmp_path: Path) -> Path:
+    """The draft's checkpoint with two tokens swapped and one renamed."""
+    folder = tmp_path / "other"
+    shutil.copytree(DRAFT, folder)
+    data = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+    vocab = data["model"]["vocab"]
+    by_id = {index: token for token, index in vocab.items()}
+    a, b = by_id[300], by_id[301]
+    vocab[a], vocab[b] = 301, 300
+    (folder / "tokenizer.json").write_text(json.dumps(data), encoding="utf-8")
+    return folder
+
+
+def test_a_pair_with_other_tokens_is_refused(tmp_path: Path, pair: Path) -> None:
+    other = other_vocabulary(tmp_path)
+    with pytest.raises(ovspec.OvspecError, match=r"cannot draft for .*2 ids of their vocabularies differ \(300 is "):
+        export_pair(TARGET, str(other), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(ovspec.OvspecError, match="2 ids of their vocabularies differ"):
+        check_same_vocabulary(pair, other)
+
+
+def edited(folder: Path, changes: dict[str, Any]) -> str:
+    """A copy of the draft's checkpoint with another config."""
+    shutil.copytree(DRAFT, folder)
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    (folder / "config.json").write_text(json.dumps(config | changes), encoding="utf-8")
+    return str(folder)
+
+
+def test_wrong_sources_are_named(tmp_path: Path) -> None:
+    pickled = Path(edited(tmp_path / "pickled", {}))
+    (pickled / "model.safetensors").rename(pickled / "pytorch_model.bin")
+    cut_off = Path(edited(tmp_path / "cut_off", {}))
+    weights = (cut_off / "model.safetensors").read_bytes()
+    (cut_off / "model.safetensors").write_bytes(weights[: len(weights) // 2])
+    nonsense = Path(edited(tmp_path / "nonsense", {}))
+    (nonsense / "model.safetensors").write_bytes(b"not a checkpoint at all")
+    mute = Path(edited(tmp_path / "mute", {}))
+    for tokenizer in mute.glob("tokenizer*"):
+        tokenizer.unlink()
+    file = tmp_path / "model.gguf"
+    file.write_bytes(b"GGUF")
+    for source, message in [
+        (str(tmp_path / "nowhere"), "no such folder"),
+        (str(file), "is a file"),
+        (str(tmp_path), "no config.json in it"),
+        ("no-such-org/no-such-model", "neither a folder here nor in the hub's cache, and the hub cannot be reached"),
+        ("", "is empty"),
+        (str(mute), "no tokenizer in it"),
+        (str(pickled), "no safetensors weights in it"),
+        (str(cut_off), "model.safetensors: cut off"),
+        (str(nonsense), "not a safetensors file"),
+        (edited(tmp_path / "code", {"auto_map": {"AutoModelForCausalLM": "x.X"}}), "--trust-remote-code"),
+        (edited(tmp_path / "t5", {"is_encoder_decoder": True}), "an encoder-decoder model"),
+    ]:
+        with pytest.raises(ovspec.OvspecError, match=message) as error:
+            export_pair(source, None, tmp_path / "out")
+        assert "\n" not in str(error.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_output_is_not_the_source(pair: Path, tmp_path: Path) -> None:
+    shutil.copytree(pair, tmp_path / "pair")
+    before = contents(tmp_path)
+    for output in (tmp_path / "pair", tmp_path / "pair" / "sub", tmp_path):
+        with pytest.raises(ovspec.OvspecError, match="choose another folder"):
+            export_pair(str(tmp_path / "pair"), None, output)
+    assert contents(tmp_path) == before
+
+
+@pytest.mark.slow
+def test_architectures_that_cannot_be_exported(tmp_path: Path) -> None:
+    """The reason is told in a sentence, be it unknown to transformers or refused by optimum."""
+    for name, changes, message in [
+        ("unknown", {"model_type": "frobnicate"}, "model type `frobnicate` but Transformers does not recognize"),
+        ("gemma2", {"model_type": "gemma2", "architectures": ["Gemma2ForCausalLM"]}, "Maximum required is 5.0"),
+    ]:
+        with pytest.raises(ovspec.OvspecError, match=message) as error:
+            export_pair(edited(tmp_path / name, changes), None, tmp_path / "out")
+        assert len(str(error.value)) < 400
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("compression", "message"),
+    [
+        (Compression("int8", group_size=64), "--group-size goes with"),
+        (Compression("int8", awq=True), "--awq goes with"),
+        (Compression("fp16", calibration=CALIBRATION), "--calibration goes with"),
+        (Compression("fp16", sym=True), "--sym goes with"),
+        (Compression("int4", ratio=1.5), "at most 1"),
+        (Compression("int4", ratio=0.0), "above 0"),
+        (Compression("int4", group_size=0), "must be positive"),
+        (Compression("int4", gptq=True), "--gptq needs a text"),
+        (Compression("int4", gptq=True, lora_correction=True, calibration=CALIBRATION), "cannot be combined"),
+        (Compression("int4", scale_estimation=True, calibration=Path("nowhere")), "no such file"),
+        (Compression("int3"), "not one of"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_options_that_do_not_combine(tmp_path: Path, compression: Compression, message: str) -> None:
+    with pytest.raises(ovspec.OvspecError, match=message):
+        export_pair(TARGET, None, tmp_path / "out", compression)
+
+
+@pytest.mark.slow
+def test_a_group_size_that_does_not_fit_is_explained(tmp_path: Path) -> None:
+    with pytest.raises(ovspec.OvspecError, match="Failed to apply group-wise quantization with group size value 7"):
+        export_pair(DRAFT, None, tmp_path / "out", Compression("int4", group_size=7))
+
+
+def test_damaged_exports_are_named(pair: Path, tmp_path: Path) -> None:
+    damaged = tmp_path / "damaged"
+    shutil.copytree(pair, damaged)
+    weights = damaged / "openvino_model.bin"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    with pytest.raises(ovspec.OvspecError, match=r"openvino_model.bin: missing or not of the exported size"):
+        ovspec.load(damaged)
+    (damaged / "ovspec.json").write_text('{"format": 99}', encoding="utf-8")
+    with pytest.raises(ovspec.OvspecError, match="update ovspec"):
+        ovspec.load(damaged)
+    (damaged / "ovspec.json").write_text("{nonsense", encoding="utf-8")
+    with pytest.raises(ovspec.OvspecError, match="not valid JSON"):
+        ovspec.load(damaged)
+
+
+@pytest.mark.slow
+def test_load_exports_a_checkpoint_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import ovspec.setup.exporting
+
+    monkeypatch.setattr(ovspec.setup.exporting, "default_cache_dir", lambda: tmp_path)
+    lm = ovspec.load(DRAFT, export=True, precision="f32")
+    assert lm.generate("def f(", max_tokens=4, ignore_eos=True).stats.generated_tokens == 4
+    [exported] = (tmp_path / "exports").iterdir()
+    before = (exported / "ovspec.json").stat().st_mtime_ns
+    ovspec.load(DRAFT, export=True, precision="f32")
+    assert (exported / "ovspec.json").stat().st_mtime_ns == before

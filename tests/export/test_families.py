@@ -1,0 +1,137 @@
+"""Every model family gives the tokens that Hugging Face gives, with the rollback that its states need.
+
+Tiny random models, exported as optimum-cli does; their folders have no manifest of ours, so all is probed.
+``dev.py test tests/export/test_families.py --update-docs`` writes what was found into docs/models.md.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import hybrid
+import pytest
+from conftest import PROMPTS, ROOT
+from families import GROUPED, SIZES, VOCAB, Family, Mistaken, export
+
+import ovspec
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # those of tracing
+DOCS = ROOT / "docs" / "models.md"
+TOKENS = 60
+PROMPT_LENGTHS = (17, 7, 12)
+
+SIZES |= {"max_position_embeddings": 256, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
+GPT2 = {"vocab_size": VOCAB, "n_positions": 256, "n_embd": 64, "n_layer": 2, "n_head": 4}
+EXPERTS = {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 64, "num_experts": 4}
+
+
+FAMILIES = {
+    "llama": Family("LlamaConfig", GROUPED),
+    "qwen2": Family("Qwen2Config", GROUPED),
+    "qwen3": Family("Qwen3Config", GROUPED | {"head_dim": 16}),
+    "qwen2_moe": Family("Qwen2MoeConfig", GROUPED | EXPERTS | {"num_experts_per_tok": 2}),
+    "mistral": Family("MistralConfig", GROUPED | {"sliding_window": 24}, "mask until 24", "window of 24"),
+    "phi3": Family("Phi3Config", GROUPED),
+    "gpt2": Family("GPT2Config", GPT2),
+    "opt": Family("OPTConfig", SIZES | {"ffn_dim": 128, "word_embed_proj_dim": 64}, spread=0.7),
+    "gpt_neox": Family("GPTNeoXConfig", SIZES | {"intermediate_size": 128}),
+    "bloom": Family("BloomConfig", {"vocab_size": VOCAB, "hidden_size": 64, "n_layer": 2, "n_head": 4}, spread=0.7),
+    "falcon": Family("FalconConfig", SIZES, spread=0.7),
+    "gpt_bigcode": Family("GPTBigCodeConfig", GPT2),
+    "mpt": Family("MptConfig", {"vocab_size": VOCAB, "d_model": 64, "n_layers": 2, "n_heads": 4}, "trim", spread=0.7),
+    "granite": Family("GraniteConfig", GROUPED),
+    "olmo2": Family("Olmo2Config", GROUPED),
+    "stablelm": Family("StableLmConfig", GROUPED),
+    "starcoder2": Family("Starcoder2Config", GROUPED),
+}
+HYBRIDS = {
+    "convolution + SSM + attention": ("mask", "mask + replay"),
+    "convolution + SSM + ALiBi": ("alibi", "trim + replay"),
+    "convolution + SSM": (None, "replay"),
+}
+FOUND: dict[str, list[str]] = {}  # the rows of the table in the docs
+
+
+def prompts() -> list[list[int]]:
+    ids = ovspec.load().encode("".join(PROMPTS[:2])).tolist()
+    return [ids[:length] for length in PROMPT_LENGTHS]
+
+
+def check(name: str, folder: Path, cache_dir: Path, expected: list[list[int]], rollback: str, note: str = "") -> None:
+    """Plain, speculative and batched decoding of the IR in ``folder`` give ``expected``."""
+    assert all(len(set(tokens)) > 8 for tokens in expected), "a text that repeats itself shows nothing"
+    for engine in ("stateful", "auto"):
+        lm = ovspec.load(folder, folder, engine=engine, precision="f32", cache_dir=cache_dir)
+        paged = lm.target.engine == "paged"
+        decoders = lm.decoders()
+        assert decoders.drafter
+        decoders.drafter = Mistaken(decoders.drafter)
+        lm.release(decoders)
+        plain = [lm.generate(ids, max_tokens=TOKENS, ignore_eos=True, lookahead=0) for ids in prompts()]
+        assert [result.token_ids for result in plain] == expected
+        for lookahead in (1, 2, 4, 7):
+            before = decoders.target.inferences
+            result = lm.generate(prompts()[0], max_tokens=TOKENS, ignore_eos=True, lookahead=lookahead)
+            assert result.token_ids == expected[0]
+            assert result.stats.rollback == ("blocks" if paged else rollback)
+            assert 0 < result.stats.accepted < result.stats.proposed
+            assert decoders.target.inferences - before == result.stats.rounds < TOKENS
+            together = lm.generate(prompts(), max_tokens=TOKENS, ignore_eos=True, lookahead=lookahead)
+            assert [row.token_ids for row in together] == expected
+    has_positions = "yes" if "position_ids" in lm.target.ir.inputs else "no"
+    FOUND[name] = [
+        name + f" ({note})" * bool(note),
+        rollback,
+        has_positions,
+        "yes",
+        "yes",
+        "yes",
+        "yes" if paged else "no",
+    ]
+
+
+def family_parameters() -> list[Any]:
+    quick = ("llama",)  # the others are slow by their number
+    return [name if name in quick else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
+
+
+@pytest.mark.parametrize("name", family_parameters())
+def test_family(name: str, tmp_path: Path, cache_dir: Path) -> None:
+    import torch
+
+    family = FAMILIES[name]
+    model = export(family, tmp_path)
+    expected = []
+    for ids in prompts():
+        out = model.generate(
+            torch.tensor([ids]), max_new_tokens=TOKENS, do_sample=False, eos_token_id=None, pad_token_id=0
+        )
+        expected.append(out[0, len(ids) :].tolist())
+    check(name, tmp_path / "ir", cache_dir, expected, family.rollback, family.note)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_hybrid(name: str, tmp_path: Path, cache_dir: Path) -> None:
+    attention, rollback = HYBRIDS[name]
+    model = hybrid.Hybrid(VOCAB, attention)
+    folder = hybrid.export(model, tmp_path / "ir", ROOT / "models" / "demo")
+    check(name, folder, cache_dir, [model.generate(ids, TOKENS) for ids in prompts()], rollback, "built by hand")
+
+
+def test_the_table_in_the_docs_is_current(request: pytest.FixtureRequest) -> None:
+    """Runs last. Rows of families that were not run are left alone."""
+    text = DOCS.read_text(encoding="utf-8")
+    rows = {row.split("|")[1].split(" (")[0].strip(): row for row in re.findall(r"^\|.*\|$", text, re.MULTILINE)[2:]}
+    found = {name: f"| {' | '.join(cells)} |" for name, cells in FOUND.items()}
+    if request.config.getoption("--update-docs"):
+        head = text[: text.index("\n|---")].rsplit("\n", 1)[0]
+        titles = ["family", "rollback", "`position_ids`", "plain", "speculative", "batch of 3", "paged"]
+        rows |= found
+        order = [rows[name] for name in (*FAMILIES, *HYBRIDS) if name in rows]
+        table = ["| " + " | ".join(titles) + " |", "|---" * len(titles) + "|", *order]
+        DOCS.write_text("\n".join([head, *table]) + "\n", encoding="utf-8")
+    else:
+        assert found == {name: rows.get(name) for name in found}

@@ -1,0 +1,151 @@
+"""Whatever the masks of a JSON schema lead to is JSON that an independent validator finds right."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from datetime import date, datetime
+from decimal import Decimal, InvalidOperation, localcontext
+from ipaddress import IPv4Address, IPv6Address
+from pathlib import Path
+from typing import Any
+from uuid import UUID
+
+import pytest
+from grammar_walks import demo_tokenizer, matcher, random_text
+from hypothesis import HealthCheck, given, settings
+from jsonschema import Draft202012Validator, FormatChecker
+from jsonschema.validators import validator_for
+from schema_strategy import Schema, schemas
+
+from ovspec.errors import OvspecError
+from ovspec.grammars import json_schema as cleaning
+from ovspec.grammars.check import check
+from ovspec.grammars.sources import json_schema
+
+SCHEMAS = sorted((Path(__file__).parent / "schemas").glob("*.json"))
+FORMATS = FormatChecker(formats=())
+
+
+def moment(text: str) -> None:
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d[Tt]\d\d:\d\d:\d\d(\.\d+)?([Zz]|[+-]\d\d:\d\d)", text)
+    datetime.fromisoformat(re.sub(r"\.\d+", "", text.upper()))
+
+
+def host(text: str) -> None:
+    parts = text.split(".")
+    assert len(text) <= 253
+    assert all(re.fullmatch(r"[A-Za-z0-9]([A-Za-z0-9-]{0,61}[A-Za-z0-9])?", part) for part in parts)
+
+
+def matches(pattern: str) -> Any:
+    def holds(text: str) -> None:
+        assert re.fullmatch(pattern, text)
+
+    return holds
+
+
+CHECKS = {
+    "date": date.fromisoformat,
+    "date-time": moment,
+    "time": lambda text: moment(f"2000-01-01T{text}"),
+    "ipv4": IPv4Address,
+    "ipv6": IPv6Address,
+    "uuid": UUID,
+    "hostname": host,
+    "email": matches(r"[^@\s]+@[^@\s]+"),
+    "duration": matches(r"P(\d+W|(?=.)(\d+Y)?(\d+M)?(\d+D)?(T(?=.)(\d+H)?(\d+M)?(\d+S)?)?)"),
+    "uri": matches(r"[A-Za-z][A-Za-z0-9+.-]*:[^\s<>\"{}|\\^`]*"),
+}
+
+
+def checks(name: str) -> None:
+    def holds(value: object) -> bool:
+        if isinstance(value, str):
+            CHECKS[name](value)
+        return True
+
+    FORMATS.checks(name, raises=(ValueError, AssertionError))(holds)
+
+
+for each in CHECKS:
+    checks(each)
+
+
+def number(text: str) -> Decimal | float:
+    """As it is written: 9.99999999999999999999 is below 10, though no float is."""
+    try:
+        return Decimal(text)
+    except InvalidOperation:  # an exponent of twenty digits
+        return float(text)
+
+
+def prove(schema: Schema, texts: list[bytes]) -> None:
+    exact = json.loads(json.dumps(schema), parse_float=number)
+    validator = validator_for(exact, Draft202012Validator)(exact, format_checker=FORMATS)
+    for text in texts:
+        with localcontext(prec=2000):
+            errors = list(validator.iter_errors(json.loads(text, parse_float=number)))
+        assert not errors, f"{text!r}: {errors[0].message}"
+        between = re.findall(rb"\s+", re.sub(rb'"(\\.|[^"\\])*"', b"x", text))
+        assert all(re.fullmatch(rb" |\n[ \t]{0,20}", white) for white in between), text
+
+
+def texts(grammar: str, count: int) -> list[bytes]:
+    start = matcher(grammar)
+    found = [random_text(start.deep_copy(), random.Random(i)) for i in range(count)]
+    return [text for text in found if text is not None]
+
+
+@pytest.mark.parametrize("path", SCHEMAS, ids=lambda path: path.stem)
+def test_texts_of_a_schema_are_valid(path: Path) -> None:
+    grammar = json_schema(path)
+    check(grammar, str(path))
+    found = texts(grammar, 12)
+    assert len(found) >= 11, "texts end"
+    prove(json.loads(path.read_text(encoding="utf-8")), found)
+
+
+def test_dates_are_those_that_there_are() -> None:
+    """Every day from the 28th to the 31st of February and of each month, in years of all kinds."""
+    start = matcher(json_schema({"format": "date", "type": "string"}))
+    for year in (0, 1, 4, 100, 400, 1900, 1996, 2000, 2023, 2024, 2100, 9999):
+        for month in range(14):
+            for day in (0, 1, 28, 29, 30, 31, 32):
+                text = f"{year:04}-{month:02}-{day:02}"
+                try:
+                    date.fromisoformat(text)
+                    right = True
+                except ValueError:
+                    right = False
+                each = start.deep_copy()
+                tokens = demo_tokenizer().tokenize_str(json.dumps(text))
+                assert (each.try_consume_tokens(tokens) == len(tokens) and each.is_accepting()) == right, text
+
+
+def test_there_are_fifty_schemas() -> None:
+    assert len(SCHEMAS) >= 50
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(schemas())
+def test_texts_of_any_schema_are_valid(schema: Schema) -> None:
+    try:
+        grammar = json_schema(schema)
+        check(grammar, "schema")
+    except OvspecError as error:
+        assert re.search("no JSON text satisfies|no text has|may overlap|can't be enforced", str(error)), error
+        return
+    prove(schema, texts(grammar, 4))
+
+
+def test_an_old_llguidance_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    for found, good in (("1.5.0", False), ("1.7.9", False), ("1.8.0", True), ("1.10.2", True), ("2.0.0rc1", True)):
+        cleaning.recent.cache_clear()
+        monkeypatch.setattr(cleaning, "version", lambda _, found=found: found)
+        assert cleaning.recent() == good
+        if not good:
+            with pytest.raises(OvspecError, match=f"llguidance {found} doesn't enforce schemas strictly enough"):
+                cleaning.cleaned({"type": "integer"})
+    cleaning.recent.cache_clear()

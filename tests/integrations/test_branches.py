@@ -1,0 +1,268 @@
+"""Logits for somebody else who chooses: what plain inferences give, and few of them."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import hybrid
+import numpy as np
+import pytest
+from conftest import PROMPTS, ROOT
+
+import ovspec
+from ovspec.drafting.proposal import Proposal
+from ovspec.errors import OvspecError
+from ovspec.integrations.branches import MOST_BRANCHES, Branch, Branches, Guessed
+from ovspec.integrations.roles import roles_of
+from ovspec.text.chat_template import ChatTemplate
+
+Load = Callable[..., ovspec.LanguageModel]
+DRAFTERS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "model": {"draft": True},
+    "chain, fixed": {"draft": "lookup,draft", "lookahead": 4},
+    "stateful": {"draft": "lookup,draft", "rollback": "mask", "lookahead": 3},
+    "trimmed": {"draft": True, "rollback": "trim", "lookahead": 3},
+}
+
+
+def ids_of(lm: ovspec.LanguageModel, number: int, length: int) -> list[int]:
+    return lm.encode(PROMPTS[number]).tolist()[:length]
+
+
+def next_token(branches: Branches, text: list[int]) -> int:
+    return int(branches.logits(text)[0][-1].argmax())
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_logits_of_texts_that_grow_part_and_shrink(load: Load, drafter: str) -> None:
+    lm = load(**DRAFTERS[drafter])
+    branches, rng = Branches(lm), np.random.default_rng(0)
+    texts = [ids_of(lm, number, 40) for number in range(3)]
+    for _ in range(120):
+        number = int(rng.integers(len(texts)))
+        text = texts[number]
+        what = rng.random()
+        if what < 0.7:
+            text.append(next_token(branches, text))
+        elif what < 0.8:
+            text += rng.integers(3, 4000, size=rng.integers(1, 4)).tolist()
+        elif what < 0.9:
+            del text[-int(rng.integers(1, 12)) :]
+        else:
+            texts[number] = list(texts[rng.integers(len(texts))])
+    for text in texts:
+        found, _ = branches.logits(text)
+        np.testing.assert_allclose(found, lm.next_logits(text)[None], atol=1e-3)
+    served = branches.served
+    assert served.requests == served.inferences + served.answered
+    if drafter != "none":
+        assert served.proposed > served.accepted > 0
+        assert served.answered > 0
+
+
+@pytest.mark.parametrize("draft", [True, "lookup,draft"])
+def test_guesses_change_no_bit(draft: bool | str, cache_dir: Path) -> None:
+    """In the device's own arithmetic, too, which rounds differently where several tokens are fed together."""
+    pair = ROOT / "models" / "demo"
+    plain, drafted = (
+        Branches(ovspec.load(pair, cache_dir=cache_dir, **options))
+        for options in ({}, {"draft": draft, "lookahead": 4})
+    )
+    text = plain._model.encode(PROMPTS[0]).tolist()[:50]
+    for _ in range(60):
+        ours, theirs = drafted.logits(text)[0], plain.logits(text)[0]
+        assert (ours == theirs).all()
+        text.append(int(ours[-1].argmax()))
+        for _ in range(3 if len(text) % 7 == 0 else 0):  # as if a grammar forced what the model would say anyway
+            text.append(int(plain._model.next_logits(text).argmax()))
+    assert drafted.served.answered > plain.served.answered == 0
+
+
+def test_branches_keep_their_caches_and_are_bounded(load: Load) -> None:
+    lm = load()
+    branches, begin = Branches(lm), ids_of(lm, 0, 60)
+    branches.logits(begin)
+    texts = [[*begin, *ids_of(lm, number, 12)] for number in range(1, 4)]
+    for text in texts:
+        branches.logits(text)
+    assert branches.served.forks == 2  # the first goes on where the beginning was
+    read = branches.served.read
+    for _ in range(3):
+        for text in texts:
+            text.append(next_token(branches, text))
+    assert branches.served.read == read + 2 * len(texts)  # each new token once; the first was known
+    for number in range(3 * MOST_BRANCHES):
+        branches.logits([*begin, *([number + 9] * 10)])
+    assert len(branches._branches) == MOST_BRANCHES
+    blocks = {id(branch.decoders.target): branch.decoders.target for branch in branches._branches}
+    assert len(blocks) == MOST_BRANCHES
+
+
+def test_logits_of_another_text_are_forgotten(load: Load) -> None:
+    lm = load()
+    branches, ids = Branches(lm), list(range(300, 350))
+    for length in range(40, 51):
+        branches.logits(ids[:length])
+    other = [*ids[:47], *range(500, 525)]  # read as a prompt is, of which only the last logits are computed
+    branches.logits(other)
+    np.testing.assert_allclose(branches.logits(other[:49])[0][0], lm.next_logits(other[:49]), atol=1e-3)
+
+
+def test_branches_make_room_for_a_prompt(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    branches = Branches(load())
+    for number in range(3):
+        branches.logits(ids_of(branches._model, number, 40))
+    assert len(branches._branches) == 3
+
+    def check_memory(_: Any, tokens: int) -> None:
+        if len(branches._branches) > 2 or tokens > 200:
+            raise OvspecError(f"no room for {tokens}")
+
+    monkeypatch.setattr("ovspec.integrations.branches.check_memory", check_memory)
+    branches.logits([*ids_of(branches._model, 2, 40), *ids_of(branches._model, 3, 40)])
+    assert len(branches._branches) == 2
+    with pytest.raises(OvspecError, match="no room"):
+        branches.logits(ids_of(branches._model, 4, 40) * 10)
+    assert len(branches._branches) == 1
+
+
+@pytest.mark.parametrize("attention", [pytest.param("mask", marks=pytest.mark.slow), None])
+def test_recurrent_states_are_taken_back(attention: str | None, tmp_path: Path, cache_dir: Path) -> None:
+    model = hybrid.Hybrid(4096, attention)
+    folder = hybrid.export(model, tmp_path / "ir", ROOT / "models" / "demo")
+    lm = ovspec.load(folder, "lookup", lookahead=3, precision="f32", cache_dir=cache_dir)
+    branches, rng = Branches(lm), np.random.default_rng(1)
+    texts = [rng.integers(3, 4000, size=40).tolist() * 2 for _ in range(2)]
+    for step in range(40):
+        text = texts[step % 2]
+        if step % 9 == 8:
+            del text[-int(rng.integers(2, 20)) :]
+        text.append(next_token(branches, text))
+        if step % 5 == 0:
+            np.testing.assert_allclose(branches.logits(text)[0][0], model.logits(text)[-1], atol=1e-3)
+    assert branches.served.proposed > 0
+
+
+def test_all_new_places(load: Load) -> None:
+    lm = load(**DRAFTERS["chain, fixed"])
+    branches, ids = Branches(lm), ids_of(lm, 2, 80)
+    for length in (20, 21, 40, 40, 60, 50, 80):
+        known, _ = branches.logits(ids[:length], all_new=True)
+        for back in range(1, min(len(known), 12) + 1):
+            np.testing.assert_allclose(known[-back], lm.next_logits(ids[: length - back + 1]), atol=1e-3)
+    assert len(branches.logits(ids, all_new=True)[0]) == 1
+
+
+def test_an_inference_that_fails_leaves_nothing_wrong(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    lm = load(**DRAFTERS["chain, fixed"])
+    branches, text = Branches(lm), ids_of(lm, 0, 40)
+    branches.logits(text)
+    target = branches._branches[-1].decoders.target
+    with monkeypatch.context() as patched:
+        patched.setattr(target._request, "infer", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))  # type: ignore
+        with pytest.raises(KeyboardInterrupt):
+            branches.logits([*text, 9])
+    np.testing.assert_allclose(branches.logits([*text, 9])[0][0], lm.next_logits([*text, 9]), atol=1e-3)
+    np.testing.assert_allclose(branches.logits(text)[0][0], lm.next_logits(text), atol=1e-3)
+
+
+def test_what_is_refused(load: Load) -> None:
+    branches = Branches(load())
+    for tokens, message in (
+        ([], "no token to begin a text with"),
+        ([5] * 2049, "the context is 2048"),
+        ([5, 99_999], "Token id 99999 is not in the vocabulary"),
+    ):
+        with pytest.raises(OvspecError, match=message):
+            branches.logits(tokens)
+    full = branches.logits([5] * 2048)[0]
+    assert full.shape == (1, 4096)
+
+
+@pytest.mark.parametrize(
+    "requests, expected",
+    [
+        ([3, 4, 5], (3, 3)),  # each was chosen, and all stood
+        ([3], (1, 1)),
+        ([5], (1, 1)),  # the first was chosen, the others were forced
+        ([3, 5], (2, 2)),
+        ([], (0, 0)),  # nobody knows
+    ],
+)
+def test_only_choices_are_judged(requests: list[int], expected: tuple[int, int]) -> None:
+    """Lengths of the text behind which logits were asked for, of a text that went along the guesses."""
+    guessed = Guessed(None, Proposal(np.array([7, 8, 9]), np.array([0.9, 0.8, 0.7])), 2, {2})  # type: ignore[arg-type]
+    for length in requests:
+        guessed.stood = length - 2
+        guessed.asked.add(length)
+    proposal, accepted = guessed.outcome()
+    assert (len(proposal.tokens), accepted) == expected
+
+
+def test_a_choice_that_parted_is_judged_and_a_forced_one_is_not() -> None:
+    proposal = Proposal(np.array([7, 8, 9]))
+    chosen = Guessed(Branch(None), proposal, 2, {2, 3}, stood=1, parted=True)  # type: ignore[arg-type]
+    assert [len(chosen.outcome()[0].tokens), chosen.outcome()[1]] == [2, 1]
+    forced = Guessed(Branch(None), proposal, 2, {2}, stood=1, parted=True)  # type: ignore[arg-type]
+    assert [len(forced.outcome()[0].tokens), forced.outcome()[1]] == [1, 1]
+
+
+# ---------------------------------------------------------------- chat templates
+
+CHATML = """{% for m in messages %}<|im_start|>{{ m.role }}
+{{ m.content }}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+WITH_BOS = """{{ bos_token }}{% for m in messages %}[{{ m.role }}] {{ m.content | trim }}[end]{% endfor %}
+{%- if add_generation_prompt %}[assistant] {% endif %}"""
+SYSTEM_BY_DEFAULT = """{% if messages[0].role != 'system' %}<s>system
+Be kind.<e>
+{% endif %}{% for m in messages %}<s>{{ m.role }}
+{{ m.content }}<e>
+{% endfor %}{% if add_generation_prompt %}<s>assistant
+{% endif %}"""
+INSTRUCTION = """{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]
+{%- elif m.role == 'assistant' %} {{ m.content }}</s>{% else %}{{ raise_exception('no ' ~ m.role) }}{% endif %}
+{%- endfor %}"""
+NUMBERED = "{% for m in messages %}{{ loop.index }}: {{ m.content }} {% endfor %}"
+
+
+@pytest.mark.parametrize("source", [CHATML, WITH_BOS, SYSTEM_BY_DEFAULT, INSTRUCTION])
+def test_roles_write_what_the_template_writes(source: str) -> None:
+    template = ChatTemplate(source, {"bos_token": "<bos>"})
+    roles = roles_of(template)
+    assert roles
+    chat = [(role, f"This is {role} {i}.") for i, role in enumerate(("user", "assistant", "user", "assistant", "user"))]
+    if "system" in roles:
+        chat.insert(0, ("system", "Say little."))
+    assert ("system" in roles) == (source != INSTRUCTION)
+    written = "".join(roles[role][0] + text + roles[role][1] for role, text in chat) + roles["assistant"][0]
+    rendered = template.render([{"role": role, "content": text} for role, text in chat])
+    # The blank in front of an answer is the model's own to say.
+    assert rendered.removeprefix("<bos>").replace("[/INST] ", "[/INST]") == written
+
+
+@pytest.mark.parametrize("source", [NUMBERED, "{{ messages[0].content }}", "{{ 1 / 0 }}", "{{ messages | length }}"])
+def test_roles_that_a_template_does_not_have(source: str) -> None:
+    assert roles_of(ChatTemplate(source, {})) is None
+
+
+# ---------------------------------------------------------------- the guidance library
+
+
+def test_guidance_is_imported_by_nobody_who_does_not_ask() -> None:
+    code = "import sys, ovspec; ovspec.load; print('guidance' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert done.stdout.strip() == "False"
+
+
+@pytest.mark.skipif(importlib.util.find_spec("guidance.models") is not None, reason="guidance is installed")
+def test_without_guidance_it_says_what_to_install() -> None:
+    with pytest.raises(OvspecError, match=r"pip install 'ovspec\[guidance\]'"):
+        import ovspec.guidance  # noqa: F401

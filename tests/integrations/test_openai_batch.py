@@ -1,0 +1,286 @@
+"""``ovspec batch``: what is read and written, and that nothing is lost or done twice."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import openai.types
+import openai.types.chat
+import pytest
+from conftest import PROMPTS, ROOT
+
+import ovspec
+from ovspec.integrations.openai_batch import BatchRequest, Done, read_request, read_requests, run_file
+
+DEMO = ROOT / "models" / "demo"
+
+
+@pytest.fixture(scope="module")
+def lm(cache_dir: Path) -> ovspec.LanguageModel:
+    return ovspec.load(DEMO, "lookup,draft", precision="f32", cache_dir=cache_dir)
+
+
+def write_lines(file: Path, lines: list[Any]) -> Path:
+    file.write_text("".join(f"{json.dumps(line)}\n" for line in lines), encoding="utf-8")
+    return file
+
+
+def read_lines(file: Path) -> list[Any]:
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+
+
+def run(lm: ovspec.LanguageModel, tmp_path: Path, lines: list[Any], **options: Any) -> list[Any]:
+    tmp_path.mkdir(exist_ok=True)
+    file, output = write_lines(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"
+    run_file(lm, read_requests(file), output, options or {"max_tokens": 12})  # type: ignore[arg-type]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "out.jsonl"]
+    return read_lines(output)
+
+
+def test_requests_of_openai(lm: ovspec.LanguageModel, tmp_path: Path) -> None:
+    """The answers are what OpenAI's own client reads."""
+    messages = [{"role": "user", "content": "Write a loop."}]
+    chat = {"model": "demo", "messages": messages, "max_completion_tokens": 9, "temperature": 0, "stream": False}
+    completion = {"model": "demo", "prompt": PROMPTS[0], "max_tokens": 7, "temperature": 1, "n": 2, "seed": 4}
+    ending = {"model": "demo", "prompt": PROMPTS[1], "max_tokens": 60, "stop": ["\n"]}
+    written = run(
+        lm,
+        tmp_path,
+        [
+            {"custom_id": "c", "method": "POST", "url": "/v1/chat/completions", "body": chat},
+            {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": completion},
+            {"custom_id": "b", "method": "POST", "url": "/v1/completions", "body": ending},
+            {"custom_id": "x", "method": "POST", "url": "/v1/embeddings", "body": {}},
+        ],
+    )
+    assert [line["custom_id"] for line in written] == ["c", "a", "b", "x"]
+    assert all(line["response"]["status_code"] == 200 and line["error"] is None for line in written[:3])
+    answer = openai.types.chat.ChatCompletion.model_validate(written[0]["response"]["body"], strict=True)
+    assert answer.choices[0].message.content == lm.generate(messages, max_tokens=9).text
+    assert answer.usage
+    assert answer.usage.completion_tokens == 9
+    texts = openai.types.Completion.model_validate(written[1]["response"]["body"], strict=True)
+    expected = lm.samples(PROMPTS[0], n=2, max_tokens=7, temperature=1, seed=4)
+    assert [choice.text for choice in texts.choices] == [result.text for result in expected]
+    assert [choice.finish_reason for choice in texts.choices] == ["length", "length"]
+    stopped = openai.types.Completion.model_validate(written[2]["response"]["body"], strict=True)
+    assert stopped.choices[0].finish_reason == "stop"
+    assert "\n" not in stopped.choices[0].text
+    assert written[3]["response"] is None
+    assert "/v1/embeddings" in written[3]["error"]["message"]
+
+
+def test_plain_prompts(lm: ovspec.LanguageModel, tmp_path: Path) -> None:
+    ids = lm.encode(PROMPTS[2]).tolist()
+    lines = [PROMPTS[0], {"prompt": PROMPTS[1], "max_tokens": 5}, {"id": "mine", "prompt": ids}]
+    written = run(lm, tmp_path, lines, max_tokens=9)
+    assert [line["id"] for line in written] == ["1", "2", "mine"]
+    for line, prompt, length in zip(written, PROMPTS, (9, 5, 9), strict=False):
+        alone = lm.generate(prompt, max_tokens=length)
+        assert (line["text"], line["finish_reason"]) == (alone.text, alone.finish_reason)
+        assert line["generated_tokens"] == length
+
+
+def test_a_text_file_has_a_prompt_a_line(tmp_path: Path) -> None:
+    file = tmp_path / "prompts.txt"
+    file.write_bytes(b'def a(\r\n\r\n{"x": 1}\n')
+    assert [(request.id, request.prompt) for request in read_requests(file)] == [("1", "def a("), ("3", '{"x": 1}')]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{broken", "Not JSON"),
+        ("42", "JSON object or string"),
+        ("{}", "either a prompt or messages"),
+        ('{"prompt": "a", "messages": []}', "either a prompt or messages"),
+        ('{"messages": []}', "list of objects"),
+        ('{"prompt": ["a", "b"]}', "one string"),
+        ('{"prompt": true}', "one string"),
+        ('{"prompt": "a", "temperature": "hot"}', "wrong type"),
+        ('{"prompt": "a", "temperature": -1}', "temperature is -1"),
+        ('{"prompt": "a", "max_tokens": 1.5}', "wrong type"),
+        ('{"prompt": "a", "max_tokens": true}', "wrong type"),
+        ('{"prompt": "a", "max_tokens": 1000000}', "context"),
+        ('{"prompt": "a", "stop": 5}', "wrong type"),
+        ('{"prompt": "a", "n": 0}', "at least 1"),
+        ('{"prompt": "a", "n": 2}', "greedy texts are all the same"),
+        ('{"prompt": "a", "tools": []}', "tools can't"),
+        ('{"prompt": "a", "stream": true}', "stream can't"),
+        ('{"prompt": "a", "response_format": "json"}', "response_format must"),
+        ('{"prompt": "a", "logit_bias": {"x": 1}}', "logit_bias must"),
+        ('{"prompt": "a", "logit_bias": {"99999": 1}}', "not in the vocabulary"),
+        ('{"prompt": [99999]}', "not in the vocabulary"),
+        (r'{"prompt": "\ud800"}', "surrogate"),
+        (r'{"id": "\ud800", "prompt": "a"}', "surrogate"),
+        ('{"url": "/v1/completions", "method": "GET", "body": {"prompt": "a"}}', "POST"),
+        ('{"url": "/v1/completions"}', "no body"),
+        ('{"url": "/v1/chat/completions", "body": {"prompt": "a"}}', "must have messages"),
+    ],
+)
+def test_one_bad_line_does_not_stop_the_rest(lm: ovspec.LanguageModel, tmp_path: Path, line: str, message: str) -> None:
+    good = BatchRequest("good", "good", prompt=PROMPTS[0])
+    found = run_file(lm, [read_request(line, "bad"), good], tmp_path / "out", {"max_tokens": 5})
+    assert (found.done, found.failed) == (2, 1)
+    bad, rest = read_lines(tmp_path / "out")
+    error = bad["error"]
+    assert message in (error if isinstance(error, str) else error["message"])
+    assert rest["text"] == lm.generate(PROMPTS[0], max_tokens=5).text
+
+
+def test_ids_that_come_twice(lm: ovspec.LanguageModel, tmp_path: Path) -> None:
+    written = run(lm, tmp_path, [{"id": "a", "prompt": "x"}, {"id": "a", "prompt": "y"}, {"id": 3, "prompt": "z"}, "w"])
+    assert [line["id"] for line in written] == ["a", "line 2", "3", "4"]
+    assert "twice" in written[1]["error"]
+
+
+def test_what_is_done_is_not_done_again(lm: ovspec.LanguageModel, tmp_path: Path) -> None:
+    requests = [BatchRequest(str(i), prompt, prompt=prompt) for i, prompt in enumerate(PROMPTS[:8])]
+    run_file(lm, requests, tmp_path / "whole", {"max_tokens": 20})
+    output = tmp_path / "out"
+
+    class Killed(BaseException):
+        pass
+
+    def kill(progress: Any) -> None:
+        if progress.done >= 3:
+            raise Killed
+
+    with pytest.raises(Killed):
+        run_file(lm, requests, output, {"max_tokens": 20, "batch_size": 2}, kill)
+    assert not output.exists()
+    partial = tmp_path / "out.partial"
+    with partial.open("a", encoding="utf-8") as file:
+        file.write('{"key": "cut o')  # as a kill in the middle of a line leaves it
+    found = run_file(lm, requests, output, {"max_tokens": 20, "lookahead": 2})  # which changes no text
+    assert found.before >= 3
+    assert found.before + found.done == 8
+    assert output.read_bytes() == (tmp_path / "whole").read_bytes()
+    assert not partial.exists()
+
+
+def test_what_has_changed_is_done_again(tmp_path: Path) -> None:
+    request, output = BatchRequest("1", "a", prompt="a"), tmp_path / "out"
+    done = Done(output, "model and options")
+    done.add(request, {"id": "1"})
+    done.close()
+    for depends_on, changed, known in (
+        ("model and options", request, True),
+        ("other options", request, False),
+        ("model and options", BatchRequest("1", "b", prompt="b"), False),
+        ("model and options", BatchRequest("2", "a", prompt="a"), False),
+    ):
+        again = Done(output, depends_on)
+        assert again.has(changed) == known
+        again.close()
+
+
+def batch_command(*arguments: str | Path) -> list[str]:
+    return [sys.executable, "-m", "ovspec", "batch", *map(str, arguments)]
+
+
+@pytest.mark.parametrize("signals", [["SIGKILL"], pytest.param(["SIGKILL", "SIGINT"], marks=pytest.mark.slow)])
+def test_a_batch_survives_being_stopped(
+    tmp_path: Path,
+    command_environment: dict[str, str],
+    ovspec_command: Callable[..., subprocess.CompletedProcess[str]],
+    signals: list[str],
+) -> None:
+    if os.name == "nt":
+        pytest.skip("signals")
+    file = write_lines(tmp_path / "in.jsonl", [{"id": f"p{i}", "prompt": p} for i, p in enumerate(PROMPTS * 4)])
+    output, partial = tmp_path / "out.jsonl", tmp_path / "out.jsonl.partial"
+    options = ("-o", output, "--draft", "--batch-size", "2", "-n", "150", "--ignore-eos")
+    # The arithmetic in which a text is the same in any company.
+    options = (*options, "--precision", "f32", "--property", "DYNAMIC_QUANTIZATION_GROUP_SIZE=0")
+    kept = 0
+    for name in signals:
+        process = subprocess.Popen(batch_command(file, *options), env=command_environment, stderr=subprocess.PIPE)
+        for _ in range(600):
+            if partial.is_file() and partial.read_bytes().count(b"\n") > kept + 2:
+                break
+            time.sleep(0.05)
+        process.send_signal(getattr(signal, name))
+        _, err = process.communicate(timeout=30)
+        assert process.returncode == {"SIGKILL": -9, "SIGINT": 130}[name]
+        assert not output.exists()
+        if name == "SIGINT":
+            assert b"the same command goes on" in err
+            assert b"Traceback" not in err
+        kept = partial.read_bytes().count(b"\n")
+        assert 0 < kept < 80
+    done = ovspec_command("batch", file, *options)
+    assert done.returncode == 0, done.stderr
+    assert "of them earlier" in done.stderr
+    lines = read_lines(output)
+    assert [line["id"] for line in lines] == [f"p{i}" for i in range(80)]
+    assert [line["text"] for line in lines[:20]] == [line["text"] for line in lines[20:40]]
+    assert not partial.exists()
+
+
+def test_wrong_usage(tmp_path: Path, ovspec_command: Callable[..., subprocess.CompletedProcess[str]]) -> None:
+    file = write_lines(tmp_path / "in.jsonl", ["a"])
+    there = write_lines(tmp_path / "there.jsonl", ["precious"])
+    empty = write_lines(tmp_path / "empty.jsonl", [])
+    output = tmp_path / "out.jsonl"
+    for arguments, code, message in (
+        ((file,), 2, "--output"),
+        ((file, "-o", there), 2, "there already"),
+        ((file, "-o", file, "--overwrite"), 2, "it is the input"),
+        ((DEMO, "-o", output), 2, "is a folder"),
+        ((tmp_path / "none.jsonl", "-o", output), 1, "none.jsonl"),
+        ((empty, "-o", output), 1, "holds no text"),
+        ((file, "-o", output, "--lookahead", "3"), 2, "--draft"),
+        ((file, "-o", output, "--system", "x"), 2, "--chat"),
+        ((file, "-o", "-"), 2, "name a file"),
+    ):
+        done = ovspec_command("batch", *arguments)
+        assert (done.returncode, message in done.stderr) == (code, True), done.stderr
+        assert "Traceback" not in done.stderr
+    assert read_lines(there) == ["precious"]
+    assert not output.exists()
+
+
+def test_each_line_has_its_own_grammar(lm: ovspec.LanguageModel, tmp_path: Path) -> None:
+    """OpenAI's response_format, our own names, a default that lines may replace; text only, never files."""
+    secret = write_lines(tmp_path / "schema.json", [{"const": "secret"}])
+    schema = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}
+    schema |= {"additionalProperties": False}
+    wrapped = {"type": "json_schema", "json_schema": {"name": "answer", "strict": True, "schema": schema}}
+    chat = {"messages": [{"role": "user", "content": "All right?"}], "max_tokens": 30, "response_format": wrapped}
+    lines = [
+        {"custom_id": "chat", "method": "POST", "url": "/v1/chat/completions", "body": chat},
+        {"id": "default", "prompt": "The answer: ", "max_tokens": 30},
+        {"id": "own", "prompt": "The answer: ", "choice": ["blue", "green"], "heal": True},
+        {"id": "inside", "prompt": "f(12", "regex": "[(]12[0-9]{2}[)]", "constrain_from": "("},
+        {"id": "text", "prompt": "A", "json_schema": json.dumps(schema), "max_tokens": 30},
+        {"id": "object", "prompt": "A", "response_format": {"type": "json_object"}, "max_tokens": 3},
+        {"id": "free", "prompt": "A", "response_format": {"type": "text"}, "max_tokens": 3},
+        {"id": "file", "prompt": "A", "json_schema": str(secret)},
+        {"id": "wrong", "prompt": "A", "json_schema": {"type": "objct"}},
+        {"id": "format", "prompt": "A", "response_format": {"type": "json_schema"}},
+    ]
+    written = run(lm, tmp_path / "run", lines, regex="yes|no", max_tokens=12)
+    assert set(json.loads(written[0]["response"]["body"]["choices"][0]["message"]["content"])) == {"ok"}
+    texts = {line["id"]: line.get("text") for line in written[1:]}
+    assert texts["default"] in ("yes", "no")
+    assert texts["own"] in ("blue", "green")
+    assert re.fullmatch("[0-9]{2}[)]", texts["inside"])
+    assert set(json.loads(texts["text"])) == {"ok"}
+    assert texts["object"].startswith("{")
+    assert texts["free"] == lm.generate("A", max_tokens=3).text, "it lifts the default"
+    with pytest.raises(ovspec.OvspecError, match="regex"):
+        run(lm, tmp_path / "wrong", lines, regex="[0")
+    errors = {line["id"]: line.get("error", "") for line in written[1:]}
+    assert "not JSON" in errors["file"]
+    assert "#/type" in errors["wrong"]
+    assert "response_format" in errors["format"]

@@ -1,0 +1,67 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from conftest import PROMPTS
+
+import ovspec
+from ovspec.ir.device import DeviceOptions, available_devices, check_device, compile_properties
+
+
+@pytest.mark.parametrize("name", ["CPU", "cpu", "AUTO", "auto:cpu", "HETERO:CPU"])
+def test_names_that_exist_everywhere(name: str) -> None:
+    assert check_device(name) == name.upper()
+
+
+def test_missing_devices_are_named() -> None:
+    with pytest.raises(ovspec.OvspecError, match=r"no such device; available here: .*CPU"):
+        check_device("TPU")
+    with pytest.raises(ovspec.OvspecError, match="only AUTO and HETERO"):
+        check_device("CPU:GPU")
+    if not any(name.startswith("GPU") for name, _ in available_devices()):
+        for name in ("GPU", "GPU.1", "AUTO:GPU,CPU"):
+            with pytest.raises(ovspec.OvspecError, match="no GPU driver found"):
+                check_device(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("SCHEDULING_CORE_TYPE", "PCORE_ONLY"), ("ENABLE_HYPER_THREADING", "NO"), ("ENABLE_CPU_PINNING", "NO")],
+)
+def test_the_scheduling_hints_of_the_docs_are_accepted(
+    load: Callable[..., ovspec.LanguageModel], cache_dir: Path, pair: Path, name: str, value: str
+) -> None:
+    lm = ovspec.load(pair, draft=True, precision="f32", properties={name: value}, cache_dir=cache_dir)
+    expected = load().generate(PROMPTS[0], max_tokens=8).token_ids
+    assert lm.generate(PROMPTS[0], max_tokens=8).token_ids == expected
+
+
+def test_properties_win_over_options() -> None:
+    options = DeviceOptions(precision="f32", threads=1, properties={"INFERENCE_NUM_THREADS": "2"})
+    properties = compile_properties(options)
+    assert properties["INFERENCE_NUM_THREADS"] == "2"
+    assert properties["KV_CACHE_PRECISION"] == "f32"
+
+
+def test_options_reach_the_compiled_model(load: Callable[..., ovspec.LanguageModel]) -> None:
+    compiled = load(threads=1, kv_precision="u8").target.ir.compiled
+    assert compiled.get_property("INFERENCE_NUM_THREADS") == 1
+    assert compiled.get_property("KV_CACHE_PRECISION").get_type_name() == "u8"
+    assert compiled.get_property("INFERENCE_PRECISION_HINT").get_type_name() == "f32"
+
+
+@pytest.mark.parametrize("device", ["AUTO", "AUTO:CPU", "HETERO:CPU"])
+def test_virtual_devices_generate_the_same(
+    pair: Path, cache_dir: Path, load: Callable[..., ovspec.LanguageModel], device: str
+) -> None:
+    lm = ovspec.load(pair, True, device=device, draft_device="CPU", precision="f32", cache_dir=cache_dir)
+    result = lm.generate(PROMPTS[0], max_tokens=16, ignore_eos=True)
+    assert result.token_ids == load().generate(PROMPTS[0], max_tokens=16, ignore_eos=True).token_ids
+    assert (result.stats.device, result.stats.draft_device) == (device, "CPU")
+
+
+def test_unknown_property_is_named(pair: Path, cache_dir: Path) -> None:
+    with pytest.raises(ovspec.OvspecError, match="NO_SUCH_THING"):
+        ovspec.load(pair, properties={"NO_SUCH_THING": "1"}, cache_dir=cache_dir)

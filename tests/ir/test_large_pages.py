@@ -1,0 +1,136 @@
+"""Weights in large pages: the same bits in another place."""
+
+from __future__ import annotations
+
+import mmap
+import re
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import PROMPTS
+
+import ovspec
+from ovspec.ir import large_pages
+from ovspec.ir.large_pages import ENOMEM, PAGE, LargePages, collapse, memory_ranges, pages
+
+THP = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+PRIVATE = getattr(mmap, "MAP_PRIVATE", 0) | getattr(mmap, "MAP_ANONYMOUS", 0)
+pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Linux only")
+
+
+def huge_megabytes() -> int:
+    """Of this process, as the kernel counts them."""
+    text = Path("/proc/self/smaps_rollup").read_text(encoding="utf-8")
+    found = re.search(r"AnonHugePages:\s+(\d+) kB", text)
+    return int(found[1]) // 1024 if found else 0
+
+
+def can_collapse() -> bool:
+    with mmap.mmap(-1, 4 * PAGE, PRIVATE) as memory:
+        memory.write(bytes(range(256)) * (4 * PAGE // 256))
+        start = np.frombuffer(memory, dtype=np.uint8).ctypes.data
+        return collapse(next(pages([(start, start + 4 * PAGE)]))) == 0
+
+
+def test_pages_lie_within_their_ranges() -> None:
+    assert list(pages([(0, PAGE), (PAGE + 1, 3 * PAGE), (5 * PAGE, 6 * PAGE - 1)])) == [0, 2 * PAGE]
+
+
+def test_memory_is_moved_and_stays_the_same() -> None:
+    before, large = huge_megabytes(), LargePages()
+    values = np.random.default_rng(0).integers(0, 256, 1 << 24, dtype=np.uint8).tobytes()
+    memory = mmap.mmap(-1, 1 << 24, PRIVATE)  # numpy's own arrays ask for large pages themselves
+    memory.write(values)
+    start = np.frombuffer(memory, dtype=np.uint8).ctypes.data
+    assert any(a <= start and start + len(values) <= b for a, b in memory_ranges())
+    large.move(60.0)
+    assert memory[:] == values
+    if not can_collapse():
+        pytest.skip(f"no large pages here ({THP.read_text() if THP.exists() else 'none'})")
+    assert huge_megabytes() >= before + 14
+
+
+def test_texts_stay_the_same(pair: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lm = ovspec.load(pair, True, precision="f32", cache_dir=cache_dir)
+    expected = lm.generate(PROMPTS[0], max_tokens=20, lookahead=3)
+    logits = lm.next_logits(PROMPTS[1])
+    asked: list[int] = []
+
+    def counted(page: int) -> int:
+        asked.append(page)
+        return collapse(page)
+
+    for loaded in (lm.target, lm.draft):
+        assert loaded
+        loaded.ir.large_pages._before.clear()  # a process that has done much else gives out memory it had before
+    monkeypatch.setattr(large_pages, "PATIENCE", 0.0)
+    monkeypatch.setattr(large_pages, "LONGEST", 10.0)
+    monkeypatch.setattr(large_pages, "SHARE", 1e6)
+    monkeypatch.setattr(large_pages, "collapse", counted)
+    again = lm.generate(PROMPTS[0], max_tokens=20, lookahead=3)
+    assert again.token_ids == expected.token_ids
+    assert again.stats.accepted > 0
+    np.testing.assert_array_equal(lm.next_logits(PROMPTS[1]), logits)
+    # 38 MB of weights, some of them in pieces smaller than a page.
+    assert len(set(asked)) > 5
+    count = len(asked)
+    lm.generate(PROMPTS[0], max_tokens=5)
+    assert len(asked) == count, "once is enough"
+
+
+def used_up(monkeypatch: pytest.MonkeyPatch, answer: Callable[[int], int]) -> list[int]:
+    """The pages that are asked for, one by one, where there are 100."""
+    asked: list[int] = []
+
+    def refusing(page: int) -> int:
+        asked.append(page)
+        return answer(page)
+
+    monkeypatch.setattr(large_pages, "memory_ranges", list)
+    large = LargePages()
+    monkeypatch.setattr(large_pages, "memory_ranges", lambda: [(0, 100 * PAGE)])
+    monkeypatch.setattr(large_pages, "collapse", refusing)
+    for _ in range(3):
+        large.spent(3.0)
+        large.move(5.0)
+    return asked
+
+
+def test_it_stops_where_no_large_pages_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert len(used_up(monkeypatch, lambda page: ENOMEM)) == large_pages.MOST_REFUSALS  # noqa: ARG005
+    assert len(used_up(monkeypatch, lambda page: ENOMEM if page % (2 * PAGE) else 0)) == 100
+
+
+def test_short_texts_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    large = LargePages()
+    monkeypatch.setattr(large_pages, "memory_ranges", lambda: [(0, 100 * PAGE)])
+    monkeypatch.setattr(large_pages, "collapse", lambda page: asked.append(page) or 0)
+    large.spent(large_pages.PATIENCE - 0.1)
+    assert not asked
+    large.spent(0.2)
+    assert asked
+
+
+def test_threads_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    large = LargePages()
+    monkeypatch.setattr(large_pages, "memory_ranges", lambda: [(0, 2000 * PAGE)])
+    monkeypatch.setattr(large_pages, "collapse", lambda page: asked.append(page) or 0)
+
+    def use(large: Any = large) -> None:
+        for _ in range(200):
+            large.spent(0.1)
+
+    threads = [threading.Thread(target=use) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    large.move(5.0)
+    assert sorted(asked) == list(range(0, 2000 * PAGE, PAGE))

@@ -1,0 +1,210 @@
+"""Rows that join and leave a batch give what they give alone, and read once what they share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import PROMPTS, Reference
+
+import ovspec
+from ovspec import model
+from ovspec.decoders import stateful as decoder
+from ovspec.decoders.sequence import Sequence
+from ovspec.loop.scheduler import Limits, Waiting
+
+ENGINES = ("stateful", "paged")
+# Short and long ones in turns; the long ones are read in pieces when they join.
+MIXED = [prompt if i % 3 else "\n".join((*PROMPTS[i : i + 3], prompt)) for i, prompt in enumerate(PROMPTS[:12])]
+
+
+@pytest.fixture
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that prompts take several rounds."""
+    monkeypatch.setattr(decoder, "JOINING_CHUNK", 24)
+    monkeypatch.setattr("ovspec.decoders.paged.JOINING_CHUNK", 24)
+
+
+def texts(results: list[ovspec.Result]) -> list[list[int]]:
+    return [result.token_ids for result in results]
+
+
+@pytest.mark.usefixtures("small_pieces")
+@pytest.mark.parametrize("lookahead", [0, 4, "auto"])
+@pytest.mark.parametrize("drafter", [True, "lookup", pytest.param("lookup,draft", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_rows_that_join_give_what_hugging_face_gives(
+    load: Callable[..., ovspec.LanguageModel],
+    reference: Reference,
+    greedy: dict[str, list[int]],
+    engine: str,
+    drafter: Any,
+    lookahead: Any,
+) -> None:
+    del reference
+    lm = load(draft=drafter, engine=engine)
+    lengths = [30 + 7 * (i % 4) for i in range(len(MIXED))]  # they end at different times, so others join
+    rows = [lm.row(Sequence(lm.encode(p)), {"max_tokens": n}) for p, n in zip(MIXED, lengths, strict=True)]
+    most, reading_beside = 0, 0
+    for pieces in lm.run(rows, {"batch_size": 3, "lookahead": lookahead}):
+        begun = [row for row in rows if row.stats.cached_tokens < row.stats.prompt_tokens and not row.finish_reason]
+        most = max(most, len(begun))
+        reading_beside += bool(pieces) and any(not row.stats.rounds for row in begun)
+    assert most == 3
+    assert reading_beside, "a long prompt is read while others go on"
+    for prompt, row, length in zip(MIXED, rows, lengths, strict=True):
+        assert row.token_ids == greedy[prompt][:length]
+        assert row.stats.ttft_ms > 0
+    if lookahead:
+        assert sum(row.stats.proposed for row in rows) > 0
+    if lookahead == 4:
+        assert sum(row.stats.accepted for row in rows) > 0
+
+
+@pytest.fixture(scope="module")
+def greedy(reference: Reference) -> dict[str, list[int]]:
+    return {prompt: reference.generate(prompt, 51) for prompt in MIXED}
+
+
+@pytest.mark.parametrize("accept", ["compare", "rejection"])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_sampled_rows_are_what_they_are_alone(
+    load: Callable[..., ovspec.LanguageModel], engine: str, accept: Any
+) -> None:
+    lm = load(draft=True, engine=engine)
+    options: Any = {"temperature": 1.0, "seed": 5, "max_tokens": 30, "lookahead": 2, "accept": accept}
+    alone = [lm.generate(prompt, **options).token_ids for prompt in MIXED]
+    together = lm.generate(MIXED, batch_size=4, **options)
+    assert texts(together) == alone
+    assert sum(result.stats.accepted for result in together) > 0
+    if accept == "compare":
+        options["lookahead"] = 0
+        assert texts(lm.generate(MIXED, batch_size=5, **options)) == alone
+
+
+def last_but(logits: np.ndarray, tokens: np.ndarray) -> int:
+    """A sampler: the second most likely token after every third."""
+    return int(np.argsort(logits[0])[-2 if len(tokens) % 3 == 0 else -1])
+
+
+@pytest.mark.usefixtures("small_pieces")
+@pytest.mark.parametrize("engine", [pytest.param("stateful", marks=pytest.mark.slow), "paged"])
+def test_rows_that_join_with_what_constrains_them(load: Callable[..., ovspec.LanguageModel], engine: str) -> None:
+    """Penalties, a sampler, healing and grammars, whose forced tokens may come while a prompt is read."""
+    lm = load(draft="lookup,draft", engine=engine)
+    ways: list[dict[str, Any]] = [
+        {"repetition_penalty": 1.3, "min_tokens": 9},
+        {"sampler": last_but},
+        {"heal": True},
+        {"regex": r"self\.assert(Equal|True)\([a-z]{1,5}\);", "max_tokens": 12},
+    ]
+    forced = 0
+    for way in ways:
+        options: Any = {"max_tokens": 20, "lookahead": 3, **way}
+        alone = [lm.generate(prompt, **options | {"lookahead": 0}) for prompt in MIXED]
+        together = lm.generate(MIXED, batch_size=4, **options)
+        assert texts(together) == texts(alone)
+        assert [result.text for result in together] == [result.text for result in alone]
+        for result in together:
+            assert 0 <= result.stats.cached_tokens <= result.stats.prompt_tokens
+            forced += result.stats.forced
+    assert forced > 0
+
+
+@pytest.mark.parametrize("drafted", [False, True])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_samples_read_their_prompt_once(
+    load: Callable[..., ovspec.LanguageModel], monkeypatch: pytest.MonkeyPatch, engine: str, drafted: bool
+) -> None:
+    """In the target and in the draft."""
+    lm = load(draft=drafted, engine=engine)
+    prompt = MIXED[0]
+    options: Any = {"n": 4, "temperature": 1.0, "seed": 3, "max_tokens": 12}
+    alone = [lm.row(Sequence(lm.encode(prompt)), options, sample=i, n=4) for i in range(4)]
+    for row in alone:
+        for _ in lm.run([row], {}):
+            pass
+    fed: dict[int, int] = {}
+    for kind in (decoder.StatefulDecoder, ovspec.decoders.paged.PagedDecoder):
+        inner = kind.feed
+
+        def feed(self: Any, tokens: list[np.ndarray], wanted: list[int], inner: Any = inner) -> list[np.ndarray]:
+            fed[id(self)] = fed.get(id(self), 0) + sum(map(len, tokens))
+            return inner(self, tokens, wanted)
+
+        monkeypatch.setattr(kind, "feed", feed)
+    results = lm.samples(prompt, **options, lookahead=2 if drafted else None)
+    assert texts(results) == [row.token_ids for row in alone]
+    length = len(lm.encode(prompt))
+    assert [result.stats.cached_tokens for result in results] == [0, *[length - 1] * 3]
+    assert len(fed) == 1 + drafted
+    assert length > 4 * 12 * 3
+    assert all(count < length + 4 * 12 * 3 for count in fed.values())
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_common_beginning_is_read_once(load: Callable[..., ovspec.LanguageModel], engine: str) -> None:
+    lm = load(draft=True, engine=engine)
+    header = "\n".join(PROMPTS[:4])
+    prompts = [f"{header}\n{prompt}" for prompt in PROMPTS[4:10]]
+    alone = texts([lm.generate(prompt, max_tokens=20) for prompt in prompts])
+    together = lm.generate(prompts, max_tokens=20, batch_size=3)
+    assert texts(together) == alone
+    shared = len(lm.encode(header + "\n"))
+    assert together[0].stats.cached_tokens == 0
+    assert all(abs(result.stats.cached_tokens - shared) <= 3 for result in together[1:])
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_new_batch_reads_all_prompts_at_once(load: Callable[..., ovspec.LanguageModel], engine: str) -> None:
+    """Also where a short one among them could generate sooner."""
+    lm = load(engine=engine)
+    rows = [lm.row(Sequence(lm.encode(prompt)), {"max_tokens": 3}) for prompt in ("def", MIXED[0], MIXED[3])]
+    assert sorted(number for number, _ in next(lm.run(rows, {}))) == [0, 1, 2]
+
+
+def test_a_batch_waits_for_memory(load: Callable[..., ovspec.LanguageModel], monkeypatch: pytest.MonkeyPatch) -> None:
+    lm = load(engine="paged")
+    expected = texts(lm.generate(PROMPTS[:5], max_tokens=20))
+    longest = max(len(lm.encode(prompt)) for prompt in PROMPTS[:5]) + 20
+    for room in (1, longest, 2 * longest):  # one that doesn't fit is tried alone
+        monkeypatch.setattr(model, "token_room", lambda irs, rows, room=room: room)  # noqa: ARG005
+        rows = [lm.row(Sequence(lm.encode(prompt)), {"max_tokens": 20}) for prompt in PROMPTS[:5]]
+        for _ in lm.run(rows, {}):
+            held = sum(row.most for row in rows if row.stats.rounds and not row.finish_reason)
+            assert held <= max(room, longest)
+        assert [row.token_ids for row in rows] == expected
+
+
+def test_rows_are_taken_when_there_is_room(load: Callable[..., ovspec.LanguageModel]) -> None:
+    lm, taken = load(engine="paged"), list[int]()
+
+    def rows() -> Any:
+        for number, prompt in enumerate(PROMPTS):
+            taken.append(number)
+            yield lm.row(Sequence(lm.encode(prompt)), {"max_tokens": 8})
+
+    run = lm.run(rows(), {"batch_size": 2})
+    next(run)
+    assert len(taken) == 2
+    run.close()  # type: ignore[attr-defined]
+    assert texts(lm.generate(PROMPTS[:2], max_tokens=8)) == texts([lm.generate(p, max_tokens=8) for p in PROMPTS[:2]])
+
+
+def test_a_row_that_cannot_wait_overtakes_one_that_does(load: Callable[..., ovspec.LanguageModel]) -> None:
+    lm = load(engine="paged")
+    prompts = [MIXED[0], MIXED[0] + "#", MIXED[3]]
+    waiting = Waiting([lm.row(Sequence(lm.encode(prompt)), {"max_tokens": 4}) for prompt in prompts], Limits(3))
+    first = waiting.take([])
+    assert [number for number, _ in first] == [0, 2]
+    assert waiting.take([row for _, row in first]) == [], "its beginning has not been read yet"
+    first[0][1].stats.rounds = 1
+    assert [number for number, _ in waiting.take([row for _, row in first])] == [1]
+
+
+@pytest.mark.parametrize("size", [0, -1, 2.5, "8"])
+def test_wrong_batch_sizes(load: Callable[..., ovspec.LanguageModel], size: Any) -> None:
+    with pytest.raises(ovspec.OvspecError, match="batch_size"):
+        load(engine="paged").generate(PROMPTS[:2], batch_size=size)

@@ -1,0 +1,404 @@
+"""Warping and drawing: against Hugging Face's own processors, and against exact probabilities."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+import pytest
+from bigrams import Bigrams
+from conftest import Reference
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from scipy.stats import chisquare
+
+import ovspec
+from ovspec.constraints.base import UNCONSTRAINED, Constraints
+from ovspec.constraints.processors import processing
+from ovspec.decoders.sequence import Sequence
+from ovspec.drafting.draft_model import DraftModel
+from ovspec.drafting.drafter import Drafter, Round
+from ovspec.drafting.lookahead import Lookahead
+from ovspec.drafting.proposal import NOTHING, Proposal
+from ovspec.loop.round import speculate
+from ovspec.options import SamplingParams
+from ovspec.sampling import samplers as sampler_module
+from ovspec.sampling.noise import draw, noise
+from ovspec.sampling.samplers import AcceptRule, Sampler, sampler_of
+from ovspec.sampling.warp import WarpedLogits, largest, leading, softmax, warp
+
+VOCAB = 300
+
+# ---------------------------------------------------------------- as Hugging Face warps
+
+
+def warped_by_hugging_face(
+    reference: Reference, logits: np.ndarray, tokens: list[int], start: int, **options: Any
+) -> np.ndarray:
+    """Probabilities (vocab,) after Hugging Face's own list of processors, in its own order."""
+    from transformers import GenerationConfig
+
+    torch = reference.torch
+    config = GenerationConfig(do_sample=True, eos_token_id=[1, 2], **{"top_k": 0} | options)
+    config._eos_token_tensor = torch.tensor([1, 2])  # what generate() prepares
+    processors = reference.model._get_logits_processor(config, input_ids_seq_length=start, device="cpu")
+    scores = processors(torch.tensor([tokens]), torch.tensor(logits)[None].clone())
+    return scores.softmax(-1)[0].double().numpy()
+
+
+@given(
+    st.integers(0, 2**32 - 1),
+    st.sampled_from([0.3, 1.0, 4.0]),
+    st.fixed_dictionaries(
+        {},
+        optional={
+            "temperature": st.sampled_from([0.3, 0.7, 1.5]),
+            "top_k": st.sampled_from([1, 2, 5, 40, 299]),
+            "top_p": st.sampled_from([0.05, 0.5, 0.9, 0.999]),
+            "min_p": st.sampled_from([0.01, 0.2, 1.0]),
+            "typical_p": st.sampled_from([0.1, 0.5, 0.95]),
+            "repetition_penalty": st.sampled_from([0.8, 1.3]),
+            "min_new_tokens": st.sampled_from([1, 3, 9]),
+            "bias": st.sampled_from([{5: 3.0}, {7: -2.0, 9: 1.5}]),
+        },
+    ),
+)
+@example(0, 1.0, {"typical_p": 0.5, "min_new_tokens": 9})
+@example(0, 1.0, {"top_p": 0.5, "min_p": 0.01, "typical_p": 0.95, "min_new_tokens": 9})
+@settings(max_examples=300, deadline=None)
+def test_warped_as_by_hugging_face(reference: Reference, seed: int, spread: float, options: dict[str, Any]) -> None:
+    random = np.random.default_rng(seed)
+    logits = (spread * random.standard_normal(VOCAB)).astype(np.float32)
+    tokens, start = random.integers(0, VOCAB, 12).tolist(), 8
+    theirs = dict(options)
+    if "bias" in theirs:
+        theirs["sequence_bias"] = [[[token], bias] for token, bias in theirs.pop("bias").items()]
+    expected = warped_by_hugging_face(reference, logits, tokens, start, **theirs)
+    ours: dict[str, Any] = {"temperature": 1.0} | options
+    params = SamplingParams(
+        min_tokens=ours.pop("min_new_tokens", None), logit_bias=ours.pop("bias", {}), max_tokens=20, **ours
+    )
+    process = constrained(params, start, frozenset({1, 2}))
+    got = warp(process(logits, np.array(tokens)), params).probabilities(VOCAB)
+    # Sums in single precision decide which token is the last: allow one that is on the brink.
+    assert np.abs((got > 0).astype(int) - (expected > 0)).sum() <= (1 if params.truncates else 0)
+    if ((got > 0) == (expected > 0)).all():
+        np.testing.assert_allclose(got, expected, rtol=2e-4, atol=1e-7)
+
+
+def test_penalties_on_what_was_generated() -> None:
+    """As OpenAI documents them: off the logit, once for being there, and once for each time."""
+    params = SamplingParams(temperature=1.0, presence_penalty=0.5, frequency_penalty=0.25)
+    logits = np.zeros(6, dtype=np.float32)
+    tokens = np.array([1, 1, 2, 3, 3, 3, 4])  # the first three are the prompt
+    got = constrained(params, 3)(logits, tokens)
+    assert got.tolist() == [0, 0, 0, -0.5 - 0.75, -0.5 - 0.25, 0]
+    assert not logits.any(), "the argument must stay as it is"
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(1, 60), st.sampled_from([50, 3000, 20000]))
+@settings(max_examples=60, deadline=None)
+def test_the_largest(seed: int, count: int, width: int) -> None:
+    logits = np.random.default_rng(seed).integers(-1000, 1000, width).astype(np.float32)
+    count = min(count, width)
+    expected = np.flatnonzero(logits >= np.sort(logits)[-count])
+    assert np.array_equal(np.sort(largest(logits, count)), expected)
+
+
+@given(st.integers(0, 2**32 - 1), st.sampled_from([10, 3000, 20000]), st.floats(0.0, 1.0))
+@settings(max_examples=100, deadline=None)
+def test_leading_needs_no_full_sort(seed: int, width: int, share: float) -> None:
+    random = np.random.default_rng(seed)
+    keys = random.standard_normal(width).astype(np.float32)
+    weights = random.random(width).astype(np.float32)
+    limit = share * float(weights.sum(dtype=np.float64))
+    order = np.argsort(keys)
+    sums = np.cumsum(weights[order], dtype=np.float64)
+    count = min(int(np.searchsorted(sums, limit)) + 1, width)
+    assert abs(len(leading(keys, weights, limit)) - count) <= 1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"temperature": -1.0}, "temperature is -1.0; it must be 0"),
+        ({"top_p": 0.0}, "top_p is 0.0; it must be above 0"),
+        ({"top_k": -1}, "top_k is -1"),
+        ({"min_p": 2.0}, "min_p is 2.0"),
+        ({"typical_p": 0.0}, "typical_p is 0.0"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty is 0.0"),
+        ({"presence_penalty": math.nan}, "presence_penalty is nan"),
+        ({"logit_bias": {3: math.inf}}, "logit_bias"),
+        ({"seed": -1}, "seed is -1"),
+        ({"n": 0}, "n is 0"),
+        ({"min_tokens": 9, "max_tokens": 3}, "min_tokens is 9, more than max_tokens, 3"),
+    ],
+)
+def test_values_out_of_range(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ovspec.OvspecError, match=message):
+        SamplingParams(**options)
+
+
+def test_every_parameter_is_an_option() -> None:
+    from ovspec.options import GenerateOptions
+
+    assert {each.name for each in dataclasses.fields(SamplingParams)} <= GenerateOptions.__annotations__.keys()
+
+
+def test_all_tokens_banned() -> None:
+    with pytest.raises(ovspec.OvspecError, match="No token may follow"):
+        warp(np.full(5, -np.inf, dtype=np.float32), SamplingParams(temperature=1.0))
+
+
+def test_temperatures_as_small_and_large_as_there_are() -> None:
+    logits = np.array([1.0, 30.0, -np.inf, 29.0], dtype=np.float32)
+    for temperature in (1e-300, 1e-20, 1e-3):
+        assert warp(logits, SamplingParams(temperature=temperature)).probabilities(4).tolist() == [0, 1, 0, 0]
+    hot = warp(logits, SamplingParams(temperature=1e30)).probabilities(4)
+    assert hot[2] == 0
+    assert hot[0] == pytest.approx(1 / 3)
+
+
+def test_a_draft_with_a_smaller_vocabulary() -> None:
+    """Published drafts' logits may be narrower than the target's, or wider."""
+    params = SamplingParams(temperature=1.0, min_tokens=3, logit_bias={8: 2.0, 1: 1.0}, max_tokens=9)
+    for accept in ("compare", "rejection"):
+        for width in (6, 12):
+            choose = sampler_of(params, 1, 0, constrained(params, 1, frozenset({9})), accept)
+            guess = choose.guess(np.zeros(width, dtype=np.float32), np.array([0]))
+            assert guess
+            proposal = Proposal(np.array([guess.token]), q=[guess.q] if guess.q else None)
+            if guess.token < 10:
+                tokens = choose.verify(np.zeros((2, 10), dtype=np.float32), Sequence([0]), proposal)
+                assert (tokens < 10).all()
+
+
+# ---------------------------------------------------------------- the distribution, exactly
+
+
+def fits(counts: np.ndarray, probabilities: np.ndarray) -> float:
+    """p-value of the chi-square test; cells that are expected less than 5 times count as one."""
+    expected = probabilities / probabilities.sum() * counts.sum()
+    rare = expected < 5
+    observed, wanted = counts[~rare], expected[~rare]
+    if expected[rare].sum() >= 5:
+        observed, wanted = np.append(observed, counts[rare].sum()), np.append(wanted, expected[rare].sum())
+    elif counts[rare].sum() > 30:
+        return 0.0
+    return float(chisquare(observed, wanted * observed.sum() / wanted.sum()).pvalue)
+
+
+DRAWS = 50_000
+UNLIKELY = 1e-4
+
+
+@pytest.mark.parametrize("spread", [0.5, 2.0, 5.0])
+def test_draws_follow_the_softmax(spread: float) -> None:
+    logits = (spread * np.random.default_rng(1).standard_normal(40)).astype(np.float32)
+    counts = np.bincount([draw(WarpedLogits(None, logits), noise(3, 0, i, 40))[0] for i in range(DRAWS)], minlength=40)
+    assert fits(counts, softmax(logits.astype(float))) > UNLIKELY
+
+
+def test_rare_tokens_are_drawn_as_often_as_they_should() -> None:
+    """200,000 tokens of a probability of 2e-8 each, all together 0.004: uniform numbers of 24 bits would lose them."""
+    vocab = 200_000
+    logits = np.full(vocab, math.log(2e-8), dtype=np.float32)
+    logits[0] = 0.0
+    drawn = [draw(WarpedLogits(None, logits), noise(1, 0, i, vocab))[0] for i in range(4000)]
+    share = 2e-8 * vocab / (1 + 2e-8 * vocab)
+    assert abs(sum(token != 0 for token in drawn) - 4000 * share) < 4.5 * math.sqrt(4000 * share)
+
+
+def test_noise_of_a_smaller_vocabulary_is_the_same() -> None:
+    assert np.array_equal(noise(1, 2, 3, 1001)[:500], noise(1, 2, 3, 500))
+    assert not np.array_equal(noise(1, 2, 3, 500), noise(1, 2, 4, 500))
+
+
+# Two models of five tokens in which each token depends on the one before it.
+RANDOM = np.random.default_rng(7)
+TARGET = (1.2 * RANDOM.standard_normal((5, 5))).astype(np.float32)
+DRAFT = (TARGET + 0.8 * RANDOM.standard_normal((5, 5))).astype(np.float32)
+LENGTH = 3
+
+
+class Cyclic(Drafter):
+    """Always proposes the next numbers."""
+
+    def guess(self, tokens: np.ndarray, budget: int) -> Iterable[int]:
+        return [(int(tokens[-1]) + 1 + i) % 5 for i in range(budget)]
+
+
+def texts(accept: AcceptRule, drafter: str, params: SamplingParams, draws: int, k: int = 2) -> np.ndarray:
+    """How often each text of three tokens was said, (125,)."""
+    counts = np.zeros(5**LENGTH, dtype=int)
+    target = Bigrams(TARGET)
+    drafters = {"model": DraftModel(Bigrams(DRAFT)), "cyclic": Cyclic(), "none": None}  # type: ignore[dict-item]
+    for seed in range(draws):
+        sequence = Sequence([0])
+        target.reset(1)
+        if drafters[drafter]:
+            drafters[drafter].reset(1)
+        choose: Sampler = sampler_of(params, seed, 0, constrained(params, 1), accept)
+        while len(sequence) < LENGTH + 1:
+            speculate(target, drafters[drafter], Round([sequence], [k], [choose], Lookahead(k)))
+        a, b, c = sequence.tokens[1 : LENGTH + 1].tolist()
+        counts[25 * a + 5 * b + c] += 1
+    return counts
+
+
+def exact(params: SamplingParams) -> np.ndarray:
+    rows = [warp(TARGET[last], params).probabilities(5) for last in range(5)]
+    return np.array([rows[0][a] * rows[a][b] * rows[b][c] for a, b, c in itertools.product(range(5), repeat=3)])
+
+
+PLAIN = SamplingParams(temperature=1.0)
+NARROW = SamplingParams(temperature=1.5, top_k=4, top_p=0.85)
+
+
+@pytest.mark.parametrize("params", [PLAIN, pytest.param(NARROW, marks=pytest.mark.slow)], ids=["T=1", "narrow"])
+@pytest.mark.parametrize("drafter", ["model", pytest.param("cyclic", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("accept", ["compare", pytest.param("rejection", marks=pytest.mark.slow)])
+def test_speculation_keeps_the_distribution(accept: AcceptRule, drafter: str, params: SamplingParams) -> None:
+    assert fits(texts(accept, drafter, params, DRAWS), exact(params)) > UNLIKELY
+
+
+def constrained(params: SamplingParams, start: int, ends: frozenset[int] = frozenset()) -> Constraints:
+    """What ``params`` do to logits behind ``start`` tokens of prompt."""
+    return Constraints(processing(params, lambda _: start, ends), ends)
+
+
+def test_the_coupled_rule_gives_the_very_same_texts() -> None:
+    alone = texts("compare", "none", PLAIN, 500)
+    assert np.array_equal(alone, texts("compare", "model", PLAIN, 500))
+    assert np.array_equal(alone, texts("compare", "cyclic", PLAIN, 500, k=3))
+
+
+def no_residual(p: np.ndarray, q: np.ndarray) -> np.ndarray:
+    assert len(p) == len(q)
+    return p
+
+
+def warps_in_another_order(logits: np.ndarray, params: SamplingParams) -> WarpedLogits:
+    first = warp(logits, dataclasses.replace(params, temperature=1.0))
+    return WarpedLogits(first.ids, first.logits / np.float32(params.temperature))
+
+
+def noise_of_one_place(seed: int, row: int, position: int, vocab: int, purpose: int = 0) -> np.ndarray:
+    assert position
+    return noise(seed, row, 1, vocab, purpose)
+
+
+PLANTED: dict[str, tuple[str, Any, AcceptRule, SamplingParams]] = {
+    "the residual left out": ("residual", no_residual, "rejection", PLAIN),
+    "warps in another order": ("warp", warps_in_another_order, "compare", NARROW),
+    "the draft not warped": ("warp", None, "rejection", NARROW),
+    "noise of the draft reused for accepting": ("ACCEPT", sampler_module.DRAFT, "rejection", PLAIN),
+    "noise reused at other places": ("noise", noise_of_one_place, "compare", PLAIN),
+    "always accepted": ("uniform", lambda *_: 0.0, "rejection", PLAIN),
+}
+
+
+@pytest.mark.parametrize(
+    "bug",
+    [
+        bug if bug in ("the residual left out", "always accepted") else pytest.param(bug, marks=pytest.mark.slow)
+        for bug in PLANTED
+    ],
+)
+def test_planted_bugs_are_found(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    name, replacement, accept, params = PLANTED[bug]
+    if bug == "the draft not warped":
+        real = sampler_module.RejectionSampler.guess
+
+        def guess(self: Any, logits: np.ndarray, tokens: np.ndarray) -> Any:
+            guess = real(self, logits, tokens)
+            return guess and guess._replace(q=WarpedLogits(None, logits))
+
+        monkeypatch.setattr(sampler_module.RejectionSampler, "guess", guess)
+    else:
+        monkeypatch.setattr(sampler_module, name, replacement)
+    assert fits(texts(accept, "model", params, 20_000), exact(params)) < 1e-8
+
+
+def test_acceptance_of_both_rules() -> None:
+    """RejectionSampler accepts with 1 minus the total variation, which no rule can exceed; coupling somewhat less."""
+    last = 0
+    p, q = softmax(TARGET[last].astype(float)), softmax(DRAFT[last].astype(float))
+    best = float(np.minimum(p, q).sum())
+    rates = {}
+    for accept in ("compare", "rejection"):
+        accepted = 0
+        for seed in range(5000):
+            choose = sampler_of(PLAIN, seed, 0, UNCONSTRAINED, accept)
+            guess = choose.guess(DRAFT[last], np.array([last]))
+            assert guess
+            proposal = Proposal(np.array([guess.token]), q=[guess.q] if guess.q else None)
+            logits = np.stack((TARGET[last], TARGET[guess.token]))
+            accepted += len(choose.verify(logits, Sequence([last]), proposal)) - 1
+        rates[accept] = accepted / 5000
+    assert abs(rates["rejection"] - best) < 0.03
+    assert (1 - (1 - best)) / (2 - best) - 0.03 < rates["compare"] <= best + 0.03  # Daliri et al., theorem 3
+
+
+# ---------------------------------------------------------------- time
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("options", "most_ms"),
+    [({}, 0.1), ({"temperature": 1.0}, 1.0), ({"temperature": 0.8, "top_k": 50, "top_p": 0.9}, 0.5)],
+)
+def test_time_of_a_choice(options: dict[str, Any], most_ms: float) -> None:
+    """Over a vocabulary of 152,000."""
+    vocab = 152_000
+    ranks = np.random.default_rng(0).permutation(vocab) + 1
+    logits = (-1.3 * np.log(ranks)).astype(np.float32)[None]
+    np.ones(4_000_000)  # after a large array was freed, small ones are kept: so it is beside a model
+    sequence, times, params = Sequence([1, 2, 3]), [], SamplingParams(**options)
+    for seed in range(200):
+        choose: Sampler = sampler_of(params, seed, 0, constrained(params, 3))
+        began = time.perf_counter()
+        choose.verify(logits, sequence, NOTHING)
+        times.append((time.perf_counter() - began) * 1e3)
+    assert statistics.median(times) <= most_ms
+
+
+# ---------------------------------------------------------------- user samplers
+
+
+def test_a_user_sampler_is_called_as_in_plain_decoding() -> None:
+    def calls(drafter: Drafter | None) -> tuple[list[Any], list[int]]:
+        seen: list[Any] = []
+
+        def sample(logits: np.ndarray, tokens: np.ndarray, power: int) -> np.ndarray:
+            seen.append((logits.tolist(), tokens.tolist(), power))
+            return np.array([[(int(tokens.sum()) * power + int(logits.argmax())) % 5]])
+
+        sequence, target = Sequence([0]), Bigrams(TARGET)
+        choose = sampler_of(SamplingParams(), 0, 0, UNCONSTRAINED, function=sample, keywords={"power": 3})
+        while len(sequence) < 30:
+            speculate(target, drafter, Round([sequence], [29 - len(sequence)], [choose], Lookahead(4)))
+        return seen[:29], sequence.tokens[:30].tolist()
+
+    plain: Callable[..., Any] = calls
+    assert plain(None) == plain(Cyclic()) == plain(DraftModel(Bigrams(DRAFT)))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("returned", [None, "x", 7, -1, [1, 2]])
+def test_a_user_sampler_that_returns_no_token(returned: Any) -> None:
+    choose = sampler_of(SamplingParams(), 0, 0, UNCONSTRAINED, function=lambda *_: returned)
+    with pytest.raises(ovspec.OvspecError, match="The sampler returned"):
+        choose.verify(TARGET[:1], Sequence([0]), NOTHING)
+
+
+def test_what_cannot_be_combined_with_a_user_sampler() -> None:
+    with pytest.raises(ovspec.OvspecError, match="draws by itself"):
+        sampler_of(SamplingParams(temperature=1.0), 0, 0, UNCONSTRAINED, function=max)
+    with pytest.raises(ovspec.OvspecError, match="keeps to itself"):
+        sampler_of(SamplingParams(), 0, 0, UNCONSTRAINED, "rejection", function=max)

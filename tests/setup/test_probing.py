@@ -1,0 +1,179 @@
+"""What the probe finds, what it costs, and where it is remembered."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import warnings
+from pathlib import Path
+
+import hybrid
+import numpy as np
+import pytest
+from conftest import ROOT
+
+import ovspec
+import ovspec.setup.probing
+from ovspec.decoders.base import Rollback
+from ovspec.decoders.slots import Slots
+from ovspec.decoders.stateful import StatefulDecoder
+from ovspec.ir.compile import CompiledIR, compile_ir
+from ovspec.ir.device import DeviceOptions
+from ovspec.setup.probing import UNBOUNDED, mask_bound, probe_rollback
+
+DEMO = ROOT / "models" / "demo"
+
+
+def test_a_mask_suffices_for_the_demo_pair(target_ir: CompiledIR) -> None:
+    assert probe_rollback(target_ir).rollback == Rollback("mask")
+    assert mask_bound(target_ir) == UNBOUNDED
+
+
+@pytest.mark.parametrize("precision", ["f32", "bf16"])
+@pytest.mark.parametrize("folder", [DEMO, DEMO / "draft"])
+def test_probing_is_cheap_and_says_what_it_cost(folder: Path, precision: str) -> None:
+    ir = compile_ir(folder, DeviceOptions(precision=precision))
+    probe = probe_rollback(ir)
+    assert probe.rollback == Rollback("mask")
+    assert 0 < probe.seconds < 1
+    assert f"INFERENCE_PRECISION_HINT={precision}" in probe.setting
+
+
+def test_trim_where_a_mask_has_no_effect(target_ir: CompiledIR, monkeypatch: pytest.MonkeyPatch) -> None:
+    def all_alive(self: Slots) -> np.ndarray:
+        return np.ones((len(self.lengths), self.used), dtype=np.int64)
+
+    monkeypatch.setattr(Slots, "mask", property(all_alive))
+    assert probe_rollback(target_ir).rollback == Rollback("trim")
+
+
+def test_trim_where_the_bound_is_in_doubt(target_ir: CompiledIR, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither a config nor an attention mask that can be read."""
+    monkeypatch.setattr(ovspec.setup.probing, "mask_bound", lambda _: None)
+    assert probe_rollback(target_ir).rollback == Rollback("mask"), "the config knows of no window"
+    monkeypatch.setattr(target_ir, "config", {})
+    assert probe_rollback(target_ir).rollback == Rollback("trim")
+
+
+def test_neither_helps(target_ir: CompiledIR, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ovspec.setup.probing, "gives_back_the_clean_run", lambda *_: False)
+    with pytest.raises(ovspec.OvspecError, match="cannot be taken back"):
+        probe_rollback(target_ir)
+
+
+@pytest.mark.parametrize("window", [24, pytest.param(3000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("told", [pytest.param(True, marks=pytest.mark.slow), False])
+def test_a_window_is_found_in_the_mask_itself(tmp_path: Path, window: int, told: bool) -> None:
+    """Also one that no probe could reach by running the model, and one that the config is silent about."""
+    from families import GROUPED, Family, export
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        export(Family("MistralConfig", GROUPED | {"sliding_window": window, "max_position_embeddings": 8192}), tmp_path)
+    config = tmp_path / "ir" / "config.json"
+    data = json.loads(config.read_text(encoding="utf-8"))
+    config.write_text(json.dumps(data if told else data | {"sliding_window": None}), encoding="utf-8")
+    ir = compile_ir(tmp_path / "ir", DeviceOptions(precision="f32"))
+    assert ir.attention_window == (window if told else None)
+    assert mask_bound(ir) == window
+    assert probe_rollback(ir).rollback == Rollback("mask", window)
+
+
+def test_remembered_by_model_and_setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, cache = tmp_path / "model", tmp_path / "cache"
+    shutil.copytree(DEMO, folder)
+    (folder / "ovspec.json").unlink()
+    probed = []
+
+    def counting(ir: CompiledIR) -> ovspec.setup.probing.Probe:
+        probed.append(ovspec.setup.probing.setting_of(ir.device, ir.properties))
+        return probe_rollback(ir)
+
+    monkeypatch.setattr(ovspec.setup.probing, "probe_rollback", counting)
+    for _ in range(2):
+        ovspec.load(folder, precision="f32", engine="stateful", cache_dir=cache)
+    assert len(probed) == 1
+    ovspec.load(folder, precision="bf16", engine="stateful", cache_dir=cache)
+    ovspec.load(folder, precision="f32", kv_precision="u8", engine="stateful", cache_dir=cache)
+    assert len(set(probed)) == 3
+    # A damaged memory is none.
+    for file in (cache / "probes").iterdir():
+        file.write_text('{"rollback": 1}', encoding="utf-8")
+    ovspec.load(folder, precision="f32", engine="stateful", cache_dir=cache)
+    assert len(probed) == 4
+    # Other weights are another model; what the export probed need not be probed again.
+    shutil.copy(DEMO / "draft" / "openvino_model.xml", folder)
+    shutil.copy(DEMO / "draft" / "openvino_model.bin", folder)
+    ovspec.load(folder, precision="f32", engine="stateful", cache_dir=cache)
+    assert len(probed) == 5
+    ovspec.load(DEMO, precision="f32", engine="stateful", cache_dir=cache)
+    assert len(probed) == 5
+
+
+@pytest.mark.slow
+def test_logits_that_are_not_numbers_are_refused(tmp_path: Path) -> None:
+    model = hybrid.Hybrid(4096, None)
+    model.head.data[:] = float("nan")
+    folder = hybrid.export(model, tmp_path / "ir", DEMO)
+    with pytest.raises(ovspec.OvspecError, match="its logits are not numbers"):
+        ovspec.load(folder, cache_dir=tmp_path / "cache")
+
+
+@pytest.mark.slow
+def test_snapshots_are_where_they_are_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A draft with recurrent states never starts over, and plain decoding hardly ever pays for a snapshot."""
+    from families import Mistaken
+
+    import ovspec.decoders.stateful
+
+    folder = hybrid.export(hybrid.Hybrid(4096, "mask"), tmp_path / "ir", DEMO)
+    lm = ovspec.load(folder, folder, precision="f32", cache_dir=tmp_path / "cache")
+    engine = lm.decoders()
+    draft = engine.drafter.decoder._decoders[0]  # type: ignore[union-attr]
+    engine.drafter = Mistaken(engine.drafter)  # type: ignore[arg-type]
+    lm.release(engine)
+    widths, snapshots, infer = [], [], draft._infer
+
+    def recording(ids: np.ndarray, *rest: np.ndarray) -> np.ndarray:
+        widths.append(ids.shape[1])
+        return infer(ids, *rest)
+
+    read_states = ovspec.decoders.stateful.read_states
+    monkeypatch.setattr(draft, "_infer", recording)
+    monkeypatch.setattr(ovspec.decoders.stateful, "read_states", lambda *a: snapshots.append(1) or read_states(*a))
+    prompt = list(range(100, 140))
+    lm.generate(prompt, max_tokens=100, ignore_eos=True, lookahead=0)
+    assert len(snapshots) <= 3
+    result = lm.generate(prompt, max_tokens=100, ignore_eos=True, lookahead=4)
+    assert 0 < result.stats.accepted < result.stats.proposed
+    assert widths[0] >= len(prompt)
+    assert max(widths[1:]) <= 4
+
+
+@pytest.mark.slow
+def test_replay_is_bounded(tmp_path: Path) -> None:
+    """However often a proposal is rejected, at most REPLAY_AT settled tokens are fed again."""
+    from ovspec.decoders.base import catch_up
+    from ovspec.decoders.sequence import Sequence
+    from ovspec.decoders.stateful import REPLAY_AT
+
+    model = hybrid.Hybrid(4096, "mask")
+    ir = compile_ir(hybrid.export(model, tmp_path / "ir", DEMO), DeviceOptions(precision="f32"))
+    decoder = StatefulDecoder(ir, probe_rollback(ir).rollback)
+    fed, infer = [], decoder._infer
+
+    def recording(ids: np.ndarray, *rest: np.ndarray) -> np.ndarray:
+        fed.append(ids.shape[1])
+        return infer(ids, *rest)
+
+    decoder._infer = recording  # type: ignore[method-assign]
+    text = Sequence(range(20, 40))
+    decoder.feed([text.tokens], [1])
+    for token in range(100, 140):  # every round: a token is committed, three guesses are wrong
+        text.commit([token])
+        new = catch_up(decoder, 0, text)
+        logits = decoder.feed([np.concatenate((new, [7, 8, 9]))], [4])[0]
+        np.testing.assert_allclose(logits[0], model.logits(text.tokens.tolist())[-1], atol=2e-3)
+        decoder.truncate(0, len(text))
+    assert max(fed[1:]) <= REPLAY_AT + 1 + 4
+    assert len(fed) - 1 <= 40 + 40 / (REPLAY_AT - 1) + 1

@@ -1,0 +1,174 @@
+"""What is chosen from given measurements, and that a user's own properties win."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ovspec.cli.tune import report
+from ovspec.ir.device import EXACT_KV_PRECISIONS, DeviceOptions, compile_properties
+from ovspec.setup.profile import (
+    CLEARLY_BETTER,
+    GOALS,
+    KL_FACTOR,
+    KL_FLOOR,
+    Goal,
+    Measurement,
+    Profile,
+    Setting,
+    Split,
+    from_json,
+    keep_profile,
+    known_profile,
+    largest_group,
+    profile_file,
+    with_setting,
+)
+
+DEMO = ROOT / "models" / "demo"
+USUAL = Setting("paged", None, "bf16")
+
+
+def measured(
+    setting: Setting, step: float = 10.0, prefill: float = 1.0, kl: float = 1e-4, invariance: float | None = 1.0
+) -> Measurement:
+    return Measurement(setting, {width: step * width**0.3 for width in (1, 2, 4)}, prefill, 0, kl, 1.0, invariance)
+
+
+def profile(*measurements: Measurement, goal: Goal = "balanced") -> Profile:
+    return Profile(goal, True, 256, 1.0, measured(Setting("stateful")), [measured(USUAL), *measurements])
+
+
+def chosen(found: Profile, options: DeviceOptions | None = None, engine: str = "auto") -> Setting | None:
+    best = found.choose(options or DeviceOptions(), engine)  # type: ignore[arg-type]
+    return best and best.setting
+
+
+FAST = Setting("paged", "f32", "f32", 128)
+
+
+def test_the_faster_one() -> None:
+    assert chosen(profile(measured(FAST, step=5))) == FAST
+
+
+def test_only_where_it_is_clearly_faster() -> None:
+    assert chosen(profile(measured(FAST, step=9.9, prefill=1))) == USUAL
+    later = replace(FAST, kv_precision="f16")
+    assert chosen(profile(measured(FAST, step=5), measured(later, step=4.95))) == FAST
+
+
+@pytest.mark.parametrize(("factor", "expected"), [(0.99, FAST), (1.01, USUAL)])
+def test_not_where_it_moves_the_output_more_than_the_default(factor: float, expected: Setting) -> None:
+    assert chosen(profile(measured(FAST, step=1, kl=1e-4 * KL_FACTOR * factor))) == expected
+
+
+def test_never_a_cache_that_is_not_exact() -> None:
+    assert chosen(profile(measured(replace(FAST, kv_precision="u8"), step=1, kl=0))) == USUAL
+
+
+@pytest.mark.parametrize("invariance", [0.0, 0.5, None])
+def test_a_draft_must_not_change_the_text_for_a_little_speed(invariance: float | None) -> None:
+    varying = measured(FAST, step=5, invariance=invariance)
+    assert chosen(profile(varying)) == USUAL
+    assert chosen(profile(varying, goal="decode")) == FAST, "speed is what was asked for"
+    assert chosen(profile(varying), DeviceOptions(precision="f32")) == FAST, "the usual one is another then"
+    assert chosen(profile(measured(FAST, step=5, invariance=0.93))) == FAST, "one flip is chance"
+    # Where even the usual setting varies there is nothing to lose.
+    usual = replace(profile(varying), measurements=[measured(USUAL, invariance=0.0), replace(varying, invariance=0.0)])
+    assert chosen(usual) == FAST
+
+
+def test_the_table_says_where_a_draft_may_change_the_text() -> None:
+    varying = measured(FAST, step=5, invariance=0.2)
+    said = "\n".join(report("target", DEMO, profile(varying, goal="decode")))
+    assert "texts may part" in said
+    assert "texts may part" not in "\n".join(report("target", DEMO, profile(varying)))
+
+
+def test_goals() -> None:
+    decoder = measured(replace(FAST, group=64), step=5, prefill=3)
+    reader = measured(replace(FAST, group=32), step=12, prefill=0.1)
+    exact = measured(replace(FAST, group=0), step=30, prefill=9, kl=0)
+    found = {goal: chosen(profile(decoder, reader, exact, goal=goal)) for goal in GOALS}
+    assert found["decode"] == decoder.setting
+    assert found["prefill"] == reader.setting
+    assert found["accuracy"] == exact.setting
+    balanced = min((measured(USUAL), decoder, reader), key=lambda m: m.cost("balanced"))
+    assert found["balanced"] == balanced.setting
+
+
+def test_what_the_user_names_wins() -> None:
+    coarse = Setting("paged", "bf16", "bf16", 128)
+    stateful = Setting("stateful", "f32", "f32", 128)
+    found = profile(measured(FAST, step=5), measured(coarse, step=8), measured(stateful, step=9))
+    assert chosen(found, DeviceOptions(precision="bf16")) == coarse
+    assert chosen(found, DeviceOptions(properties={"INFERENCE_PRECISION_HINT": "bf16"})) == coarse
+    assert chosen(found, engine="stateful") == stateful
+    assert chosen(found, DeviceOptions(precision="f16")) == USUAL, "which names no precision"
+    # Threads and the cache's type go with any setting.
+    assert "KV_CACHE_PRECISION" not in with_setting(DeviceOptions(precision="f32"), USUAL).properties
+    options = with_setting(DeviceOptions(threads=7, kv_precision="u8"), FAST)
+    assert chosen(found, DeviceOptions(threads=7, kv_precision="u8")) == FAST
+    properties = compile_properties(options)
+    assert properties["INFERENCE_NUM_THREADS"] == "7"
+    assert properties["KV_CACHE_PRECISION"] == "u8"
+    assert properties["DYNAMIC_QUANTIZATION_GROUP_SIZE"] == "128"
+    assert chosen(found, DeviceOptions(properties={"DYNAMIC_QUANTIZATION_GROUP_SIZE": "999"})) == USUAL
+
+
+SETTINGS = st.builds(
+    Setting,
+    st.sampled_from(["paged", "stateful"]),
+    st.sampled_from(["f32", "bf16", None]),
+    st.sampled_from(["f32", "bf16", "f16", "u8"]),
+    st.sampled_from([None, 0, 32, 128]),
+)
+TIMES = st.floats(0.1, 100)
+MEASUREMENTS = st.builds(measured, SETTINGS, TIMES, TIMES, st.sampled_from([0.0, 1e-5, 1e-4, 2e-4]))
+
+
+@given(st.lists(MEASUREMENTS, max_size=8), st.sampled_from(GOALS))
+def test_the_choice_is_allowed_and_nothing_allowed_is_clearly_better(found: list[Measurement], goal: Goal) -> None:
+    best = profile(*found).choose(DeviceOptions(), "auto", goal)
+    most = KL_FLOOR if goal == "accuracy" else KL_FACTOR * 1e-4
+    allowed = [m for m in (measured(USUAL), *found) if m.kl <= most and m.setting.kv_precision in EXACT_KV_PRECISIONS]
+    if not allowed:
+        assert best == measured(USUAL), "what is used without a profile"
+        return
+    assert best in allowed
+    assert all(m.cost(goal) > CLEARLY_BETTER * best.cost(goal) for m in allowed)
+
+
+def test_kept_and_read_again(tmp_path: Path) -> None:
+    options = DeviceOptions(cache_dir=tmp_path)
+    split = Split(FAST, 0.5, 2.0, 10, 1e-4)
+    found = replace(profile(measured(FAST, step=5)), split=split)
+    file = keep_profile(DEMO, options, found)
+    assert file
+    assert known_profile(DEMO, options) == found == from_json(json.loads(json.dumps(asdict(found))))
+    assert known_profile(DEMO / "draft", options) is None, "another shape"
+    assert known_profile(DEMO, DeviceOptions(device="AUTO:CPU", cache_dir=tmp_path)) is None
+    file.write_text('{"goal": 1}', encoding="utf-8")
+    assert known_profile(DEMO, options) is None
+    assert keep_profile(DEMO, DeviceOptions(properties={"CACHE_DIR": ""}), found) is None
+
+
+def test_the_key_is_the_kind_of_model_not_its_weights(tmp_path: Path, pair: Path) -> None:
+    import shutil
+
+    options = DeviceOptions(cache_dir=tmp_path / "cache")
+    copy = tmp_path / "copy"
+    shutil.copytree(DEMO, copy)
+    weights = bytearray((copy / "openvino_model.bin").read_bytes())
+    weights[1000:2000] = bytes(1000)
+    (copy / "openvino_model.bin").write_bytes(weights)
+    assert profile_file(copy, options) == profile_file(DEMO, options)
+    assert profile_file(pair, options) != profile_file(DEMO, options), "another weight format"
+    assert largest_group(DEMO) == 384, "the hidden size"
+    assert largest_group(pair) is None

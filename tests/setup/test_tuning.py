@@ -1,0 +1,186 @@
+"""Measuring on the demo pair, and loading with what was found."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from conftest import ROOT, Reference
+
+import ovspec
+import ovspec.model
+import ovspec.setup.tuning
+from ovspec.cli import cli
+from ovspec.decoders.base import Decoder
+from ovspec.ir.device import DeviceOptions
+from ovspec.setup.profile import Setting, known_profile
+from ovspec.setup.tuning import SHORT, Bench, Effort, tune
+
+DEMO = ROOT / "models" / "demo"
+EXACT = Setting("stateful", "f32", "f32", 0)
+
+
+@pytest.fixture
+def tuned_by_default(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.delenv("OVSPEC_TUNE")
+    yield
+
+
+def test_accuracy_is_measured_against_the_right_logits(tmp_path: Path) -> None:
+    profile = tune(DEMO, DeviceOptions(cache_dir=tmp_path), effort=Effort(64, (1, 4), 1, True))
+    by_setting = {m.setting: m for m in profile.measurements}
+    exact = next(m for setting, m in by_setting.items() if (setting.precision, setting.group) == ("f32", 0))
+    assert exact.kl < 1e-7
+    assert exact.top1 == 1
+    assert 1e-6 < profile.reference.kl < 1e-2, "OpenVINO's default quantises activations"
+    assert exact.kl < min(m.kl for m in by_setting.values() if m is not exact)
+    assert all(m.prefill_ms > 0 and all(ms > 0 for ms in m.verify_ms.values()) for m in by_setting.values())
+    assert profile.measurements[0].setting == Setting("paged", None, "bf16") or profile.measurements[0].setting == (
+        Setting("paged", None, "f32")
+    )
+    assert exact.invariance is None or exact.invariance == 1, "f32 differs in the last bits only"
+    engines = {setting.engine for setting in by_setting}
+    assert engines == {"paged", "stateful"}
+    accurate = profile.choose(DeviceOptions(), "auto", "accuracy")
+    assert accurate
+    assert accurate.kl < 1e-6
+
+
+def test_the_distance_is_the_kl_divergence(tmp_path: Path, pair: Path, reference: Reference) -> None:
+    """Against scipy, for logits that are wrong in a known way."""
+    from scipy.special import log_softmax, rel_entr
+
+    text = np.random.default_rng(0).integers(3, 4096, 40)
+    bench = Bench(pair, tmp_path, text, SHORT)
+    right = reference.logits(text.tolist())
+    wrong = right + np.random.default_rng(1).normal(size=right.shape).astype(np.float32)
+    wrong[:10, 7] = 100.0
+    p, q = (np.exp(log_softmax(logits.astype(np.float64), axis=1)) for logits in (right, wrong))
+    kl, top1 = bench._distance(wrong)
+    assert kl == pytest.approx(rel_entr(p, q).sum(1).mean(), rel=1e-3)
+    assert top1 == pytest.approx((right.argmax(1) == wrong.argmax(1)).mean(), abs=0.03)
+    assert bench._distance(right)[0] < 1e-7
+
+
+def test_invariance_is_the_share_of_equal_logits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a decoder whose logits are those of the width in every fourth inference of several tokens, in that one."""
+    ids = np.arange(3, 43)
+    bench = Bench(DEMO, tmp_path, ids, Effort(40, (1, 2, 4), 1, True))
+    decoder, _ = bench._load(EXACT)
+    feed, fed = decoder.feed, []
+
+    def varying(tokens: list[np.ndarray], wanted: list[int]) -> list[np.ndarray]:
+        logits = feed(tokens, wanted)[0].copy()
+        fed.append(len(logits))
+        if len(logits) == 4:
+            logits[1] += 1
+        return [logits]
+
+    bench._prefill(decoder)
+    assert bench._invariance(decoder, kl=0.0) == 1
+    monkeypatch.setattr(decoder, "feed", varying)
+    assert bench._invariance(decoder, kl=0.0) == pytest.approx(5 / 6)
+    assert fed == [1, 1, 1, 1, 2, 4]
+    assert decoder.rows[0].tokens.tolist() == ids.tolist()
+
+
+def test_what_slows_the_machine_down_for_a_while_changes_no_ratio(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A machine that becomes three times as slow half way through: equal settings stay equal."""
+    calls = []
+
+    def slowed(self: Bench, decoder: Decoder, width: int) -> float:
+        assert self.effort
+        calls.append(decoder)
+        return width * (1.0 if len(calls) < 40 else 3.0)
+
+    monkeypatch.setattr(Bench, "_time", slowed)
+    monkeypatch.setattr(Bench, "_prefill", lambda self, d: (1.0, d.feed([self.text], [len(self.text)])[0]))
+    profile = tune(DEMO, DeviceOptions(cache_dir=tmp_path), effort=SHORT)
+    assert len(profile.measurements) > 1
+    assert all(m.verify_ms == {1: 1.0, 4: 4.0} for m in profile.measurements)
+    best = profile.choose(DeviceOptions(), "auto")
+    assert best is profile.measurements[0], "nothing is clearly better"
+
+
+def test_a_first_load_measures_once_and_keeps_it(
+    tmp_path: Path, tuned_by_default: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert tuned_by_default is None
+    lm = ovspec.load(DEMO, cache_dir=tmp_path)
+    said = capsys.readouterr()
+    assert "measuring what is fastest here, once" in said.err
+    assert not said.out
+    profile = known_profile(DEMO, DeviceOptions(cache_dir=tmp_path))
+    assert profile
+    assert not profile.full
+    best = profile.choose(DeviceOptions(), "auto")
+    assert best
+    stats = lm.generate("def f(", max_tokens=3).stats
+    assert stats.profile == str(best.setting)
+    assert stats.engine == best.setting.engine
+    monkeypatch.setattr(ovspec.setup.tuning, "tune", lambda *_, **__: pytest.fail("it was measured already"))
+    assert ovspec.load(DEMO, cache_dir=tmp_path).generate("def f(", max_tokens=3).stats.profile == stats.profile
+    assert not capsys.readouterr().err
+    # What is named is used, whatever the profile says.
+    lm = ovspec.load(DEMO, cache_dir=tmp_path, precision="f32", threads=1, engine="stateful")
+    properties = lm.target.ir.properties
+    assert (properties["INFERENCE_PRECISION_HINT"], properties["INFERENCE_NUM_THREADS"]) == ("f32", "1")
+    assert lm.target.engine == "stateful"
+    plain = ovspec.load(DEMO, cache_dir=tmp_path, tune=False)
+    assert plain.target.profile is None
+    assert "DYNAMIC_QUANTIZATION_GROUP_SIZE" not in plain.target.ir.properties
+
+
+def test_not_measured_unasked_where_it_would_take_long(
+    tmp_path: Path, tuned_by_default: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert tuned_by_default is None
+    monkeypatch.setattr(ovspec.setup.tuning, "LARGEST_UNASKED", 1e6)
+    assert ovspec.load(DEMO, cache_dir=tmp_path).target.profile is None
+    assert "too large to be measured unasked" in capsys.readouterr().err
+    monkeypatch.setattr(ovspec.setup.tuning, "LARGEST_UNASKED", 1e9)
+    monkeypatch.setattr(ovspec.setup.tuning, "room_for", lambda *_: False)
+    assert ovspec.load(DEMO, cache_dir=tmp_path).target.profile is None
+    assert "not enough memory is free for tuning" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_the_command_shows_a_table_and_the_choice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ovspec.setup.tuning, "FULL", Effort(32, (1, 4), 1, True))
+    monkeypatch.setattr(
+        ovspec.setup.tuning.tune, "__defaults__", ("balanced", Effort(32, (1, 4), 1, True), lambda *_: None)
+    )
+    done = CliRunner().invoke(cli, ["tune", str(DEMO), "--for", "decode", "--cache-dir", str(tmp_path)])
+    assert done.exit_code == 0, done.output
+    assert "OpenVINO's own default" in done.stdout
+    assert done.stdout.count("\n* ") == 2, "the target's choice and the draft's"
+    assert done.stdout.count("chosen for decode") == 2
+    profile = known_profile(DEMO, DeviceOptions(cache_dir=tmp_path))
+    assert profile
+    assert profile.goal == "decode"
+    assert profile.full
+    done = CliRunner().invoke(cli, ["tune", str(DEMO), "--json", "--cache-dir", str(tmp_path)])
+    found = json.loads(done.stdout)
+    assert found.keys() == {"target", "draft"}
+    assert found["target"]["chosen"]["setting"]["engine"] in ("paged", "stateful")
+
+
+def test_a_profile_that_cannot_be_kept_is_not_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ovspec.setup.tuning, "tune", lambda *_, **__: pytest.fail("measured in vain"))
+    file = tmp_path / "file"
+    file.write_text("x", encoding="utf-8")
+    with pytest.raises(ovspec.OvspecError, match=r"cannot be made .* --cache-dir"):
+        CliRunner().invoke(
+            cli, ["tune", str(DEMO), "--cache-dir", str(file / "cache")], catch_exceptions=False, standalone_mode=False
+        )
+
+
+def test_only_the_cpu_is_tuned(tmp_path: Path) -> None:
+    with pytest.raises(ovspec.OvspecError, match="only the CPU has settings"):
+        tune(DEMO, DeviceOptions(device="AUTO:CPU", cache_dir=tmp_path))

@@ -1,0 +1,35 @@
+"""A decoder whose logits depend on the last token alone."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ovspec.decoders.base import Rollback
+from ovspec.decoders.sequence import Sequence
+
+
+class Bigrams:
+    """A decoder whose logits depend on the last token."""
+
+    rollback = Rollback("mask")
+    context_length: int | None = None
+    seconds, inferences = 0.0, 0
+
+    def __init__(self, table: np.ndarray) -> None:
+        self.table = table
+        self.rows = [Sequence()]
+
+    def feed(self, tokens: list[np.ndarray], wanted: list[int]) -> list[np.ndarray]:
+        self.rows[0].commit(tokens[0])
+        return [self.table[tokens[0][len(tokens[0]) - wanted[0] :]]]
+
+    def truncate(self, row: int, length: int) -> None:
+        self.rows[row].rewind(length)
+
+    def reset(self, rows: int) -> None:
+        self.rows = [Sequence() for _ in range(rows)]
+
+    def reorder(self, rows: list[int]) -> None: ...
+
+    def joining_chunk(self, counts: list[int]) -> int:  # noqa: ARG002
+        return 1

@@ -1,0 +1,142 @@
+"""Chat templates: as Hugging Face renders them, in a sandbox that can't be escaped, stalled or flooded."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from conftest import Reference
+
+from ovspec.errors import OvspecError
+from ovspec.text.chat_template import RENDERER, ChatTemplate, chat_template
+
+MESSAGES = [
+    {"role": "system", "content": "You write Python."},
+    {"role": "user", "content": "  Say <hi> & 'bye'.\n"},
+]
+# What published templates are made of.
+FEATURES = """{%- set ns = namespace(first=true, text='') -%}
+{%- macro turn(role, content) -%}<|{{ role ~ '|>' ~ content | trim }}{%- endmacro -%}
+{%- for message in messages -%}
+{%- if loop.first and message.role == 'system' -%}{{ '[' + message['content'].split(' ')[0] * 2 + ']' }}
+{%- set ns.first = false -%}{%- continue -%}{%- endif -%}
+{{ turn(message.role, message.content) }}{{ '%s/%d' % (message.role, loop.index0) }}
+{{- '{:>4}'.format(loop.length) }}{{ message | tojson(indent=2, sort_keys=true) }}
+{% generation %}{{ loop.index }}{% endgeneration %}
+{{ message.content | replace('i', 'I') | upper }}
+{%- if tools %}tools{% endif %}{{ [1, 2] + [3] }}{{ 'abc'[::-1] }}{{ 7 // 2 ** 1 % 3 }}
+{{ message.keys() | join(',') }}
+{%- endfor -%}
+{%- if add_generation_prompt %}{{ bos_token }}<|assistant|>{% endif -%}"""
+
+
+def test_templates_render_like_hugging_face(pair: Path, reference: Reference) -> None:
+    def expected(template: str | None) -> str:
+        return reference.tokenizer.apply_chat_template(
+            MESSAGES, tokenize=False, add_generation_prompt=True, chat_template=template
+        )
+
+    ours = chat_template(pair)
+    assert ours.render(MESSAGES) == expected(None)
+    assert ChatTemplate(FEATURES, ours.special_tokens).render(MESSAGES) == expected(FEATURES)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ messages.__class__.__mro__[1].__subclasses__() }}",
+        "{{ messages.append(1) }}",
+        "{{ self._TemplateReference__context }}{{ cycler.__init__.__globals__.os }}",
+        "{% include '/etc/passwd' %}",
+        "{{ raise_exception('only user turns') }}",
+        "{% for %}",
+        "{{ 1 / 0 }}",
+        "{{ [][3].x.y }}",
+        "{% for a in [1] %}" * 30 + "x" + "{% endfor %}" * 30,
+    ],
+)
+def test_refused_in_a_sentence(source: str) -> None:
+    with pytest.raises(OvspecError, match="chat template"):
+        ChatTemplate(source, {}).render(MESSAGES)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+        "{% macro again(n) %}{{ again(n + 1) }}{{ again(n + 1) }}{% endmacro %}{{ again(0) }}",
+        "{% for i in range(99999) %}{{ messages }}{{ 'x' * 1000 }}{% endfor %}",
+        "{{ 'a' * 10 ** 10 }}",
+        "{{ [0] * 999999999 }}",
+        "{{ 9 ** (9 ** 9) }}",
+        "{{ (3 ** 99999999) % (3 ** 9999999) }}",
+        "{% if false %}" + "{{ " + " ~ ".join(["('a' | center(99999999))"] * 40) + " }}{% endif %}",
+        "{% set ns = namespace(t={}) %}{% for i in range(60) %}"
+        "{% set ns.t = {'a': ns.t.values(), 'b': ns.t.values()} %}{% endfor %}{{ ns.t }}",
+        "{{ ('{1:{0}}' * 9999).format(9999999, 1) }}",
+        "{{ strftime_now('%200d' * 99999999) }}",
+        "{% for i in range(99999) %}{% for j in range(99999) %}{% set x = [1, 2] | map('upper') | first %}{% endfor %}"
+        "{% endfor %}",
+        "{{ 'a' | center(9999999999) }}",
+        "{{ 'a'.ljust(9999999999) }}",
+        "{{ '%9999999999d' % 1 }}",
+        "{{ '%*d' % (9999999999, 1) }}",
+        "{{ '%9999999999d' | format(1) }}",
+        "{{ '{:9999999999}'.format(1) }}",
+        "{{ lipsum(n=99999999) }}",
+        "{% set ns = namespace(t='ab') %}{% for i in range(60) %}{% set ns.t = ns.t + ns.t %}{% endfor %}",
+        "{% set ns = namespace(t='ab') %}{% for i in range(60) %}{% set ns.t = ns.t ~ ns.t %}{% endfor %}",
+        "{% set ns = namespace(t='ab') %}{% for i in range(60) %}{% set ns.t = [ns.t, ns.t] | join %}{% endfor %}",
+        "{% set ns = namespace(t=['ab']) %}{% for i in range(60) %}{% set ns.t = [ns.t, ns.t] %}{% endfor %}{{ ns.t }}",
+        "{% set ns = namespace(t=['ab']) %}{% for i in range(60) %}{% set ns.t = [ns.t, ns.t] %}{% endfor %}"
+        "{{ ns.t | tojson }}",
+        "{{ 'ab' | replace('', 'x' * 49999999) }}",
+        "{{ messages | tojson(indent=999999999) }}",
+        "{{ range(99999) | map('center', 99999) | join }}",
+    ],
+)
+def test_bounded_in_time_and_size(source: str) -> None:
+    began = time.monotonic()
+    with pytest.raises(OvspecError, match="chat template"):
+        ChatTemplate(source, {}).render(MESSAGES)
+    assert time.monotonic() - began < 6
+    assert ChatTemplate("{{ messages[0].role }}", {}).render(MESSAGES) == "system", "the next one is not harmed"
+
+
+def test_rendering_is_quick(pair: Path) -> None:
+    template = chat_template(pair)
+    template.render(MESSAGES)
+    long = [{"role": "user", "content": "word " * 200_000}]
+    many = [{"role": ("user", "assistant")[i % 2], "content": f"turn {i}"} for i in range(500)]
+    for chosen, messages, limit in ((template, MESSAGES, 0.05), (template, long, 1.0), (template, many, 1.0)):
+        began = time.perf_counter()
+        chosen.render(messages)
+        assert time.perf_counter() - began < limit
+
+
+def test_a_renderer_that_died_is_replaced() -> None:
+    template = ChatTemplate("{{ messages | length }}", {})
+    assert template.render(MESSAGES) == "2"
+    assert RENDERER._process
+    RENDERER._process.kill()
+    assert template.render(MESSAGES) == "2"
+
+
+def test_renderings_from_several_threads() -> None:
+    template, found = ChatTemplate("{{ messages[0] }}", {}), {}
+    threads = [
+        threading.Thread(target=lambda i=i: found.update({i: template.render([str(i)])}))  # type: ignore[list-item]
+        for i in range(8)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == {i: str(i) for i in range(8)}
+
+
+def test_a_model_without_chat_template_says_so(tmp_path: Path) -> None:
+    with pytest.raises(OvspecError, match="no chat template"):
+        chat_template(tmp_path)

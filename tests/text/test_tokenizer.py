@@ -1,0 +1,87 @@
+"""Encoding and decoding against Hugging Face's tokenizer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import PROMPTS, Reference
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ovspec.errors import OvspecError
+from ovspec.text.pairing import TEXTS
+from ovspec.text.tokenizer import Tokenizer, WindowDetokenizer, _request, byte_vocabulary
+
+
+@pytest.fixture(scope="module")
+def tokenizer(pair: Path) -> Tokenizer:
+    return Tokenizer(pair)
+
+
+def test_encodes_like_hugging_face(tokenizer: Tokenizer, reference: Reference) -> None:
+    for text in [*TEXTS, *PROMPTS]:
+        assert tokenizer.encode(text).tolist() == reference.tokenizer(text)["input_ids"]
+
+
+TEXT = st.text(max_size=40).filter(lambda text: not text.endswith("\0"))
+
+
+@settings(max_examples=300, deadline=None)
+@given(text=TEXT)
+def test_encodes_any_text_like_hugging_face(tokenizer: Tokenizer, reference: Reference, text: str) -> None:
+    assert tokenizer.encode(text).tolist() == reference.tokenizer(text)["input_ids"]
+
+
+@settings(max_examples=300, deadline=None)
+@given(ids=st.lists(st.integers(0, 4095), max_size=30))
+def test_decodes_any_tokens_like_hugging_face(tokenizer: Tokenizer, reference: Reference, ids: list[int]) -> None:
+    assert tokenizer.decode(ids) == reference.tokenizer.decode(ids, skip_special_tokens=True)
+
+
+@settings(max_examples=100, deadline=None)
+@given(text=TEXT)
+def test_streams_whole_characters_only(tokenizer: Tokenizer, text: str) -> None:
+    detokenizer = tokenizer.detokenizer()
+    pieces = [detokenizer.push(int(token)) for token in tokenizer.encode(text, special=False)]
+    assert "\N{REPLACEMENT CHARACTER}" not in "".join(pieces) or "\N{REPLACEMENT CHARACTER}" in text
+    assert "".join(pieces) + detokenizer.flush() == text
+
+
+def test_window_detokenizer_agrees(tokenizer: Tokenizer, pair: Path) -> None:
+    """What is used where a vocabulary is not bytes."""
+    for text in [*TEXTS[:11], *PROMPTS[:3]]:
+        ids = tokenizer.encode(text).tolist()
+        window = WindowDetokenizer(_request(pair / "openvino_detokenizer.xml"))
+        pieces = [window.push(token) for token in ids]
+        assert "".join(pieces) + window.flush() == tokenizer.decode(ids) == text
+
+
+def test_sentencepiece_vocabulary_is_bytes() -> None:
+    data: dict[str, Any] = {
+        "model": {"vocab": {"<unk>": 0, "<s>": 1, "<0xE2>": 2, "▁the": 3, "é": 4}},
+        "added_tokens": [{"id": 1, "content": "<s>", "special": True}],
+        "decoder": {
+            "type": "Sequence",
+            "decoders": [{"type": "Replace"}, {"type": "ByteFallback"}, {"type": "Fuse"}, {"type": "Strip"}],
+        },
+    }
+    assert byte_vocabulary(data) == [b"<unk>", b"", b"\xe2", b" the", "é".encode()]
+    assert byte_vocabulary({"decoder": {"type": "WordPiece"}, "model": {"vocab": {"a": 0}}}) is None
+
+
+def test_byte_vocabulary_covers_every_byte(tokenizer: Tokenizer) -> None:
+    assert tokenizer.vocabulary
+    singles = {token for token in tokenizer.vocabulary if token is not None and len(token) == 1}
+    assert singles == {bytes([b]) for b in range(256)}
+
+
+def test_half_a_surrogate_pair_is_refused(tokenizer: Tokenizer) -> None:
+    with pytest.raises(OvspecError, match="not valid Unicode"):
+        tokenizer.encode("a\ud800")
+
+
+def test_a_nul_at_the_end_is_refused(tokenizer: Tokenizer) -> None:
+    with pytest.raises(OvspecError, match="NUL"):
+        tokenizer.encode("a\0")
