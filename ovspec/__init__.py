@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from ovspec.loop.scoring import Selection as Selection
     from ovspec.model import LanguageModel as LanguageModel
     from ovspec.options import SamplingParams as SamplingParams
-    from ovspec.session import Mark as Mark
     from ovspec.session import Session as Session
+    from ovspec.session_file import Mark as Mark
 
 __version__ = "0.1.0"
 
@@ -34,7 +34,7 @@ _HOMES = {
     "Stats": "ovspec.loop.results",
     "LanguageModel": "ovspec.model",
     "load": "ovspec.loading",
-    "Mark": "ovspec.session",
+    "Mark": "ovspec.session_file",
     "Score": "ovspec.loop.scoring",
     "Selection": "ovspec.loop.scoring",
     "Session": "ovspec.session",

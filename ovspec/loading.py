@@ -22,6 +22,7 @@ from ovspec.setup.probing import Probe
 from ovspec.setup.profile import load_with
 from ovspec.setup.tuning import tune_if_new
 from ovspec.text.pairing import check_same_vocabulary
+from ovspec.workspace import Workspace
 
 
 def embedded_pair() -> Path:
@@ -116,7 +117,7 @@ def load(
     number = None if lookahead == "auto" else lookahead
     corpus = [Path(file) for file in lookup_corpus]
     if not choice or not choice.model:
-        return LanguageModel(folder, target, None, choice, number, corpus)
+        return LanguageModel(Workspace(folder, target, None, choice, number, corpus))
     check_ir_folder(choice.model)
     beside = choice.model == folder / DRAFT_FOLDER
     if not (beside and manifest and manifest.draft):
@@ -124,7 +125,7 @@ def load(
     draft_options = replace(options, device=draft_device or device)
     probe = manifest.draft.probe if beside and manifest and manifest.draft else None
     loaded = _load_ir(choice.model, draft_options, engine, probe, compact_at, tune)
-    return LanguageModel(folder, target, loaded, choice, number, corpus)
+    return LanguageModel(Workspace(folder, target, loaded, choice, number, corpus))
 
 
 def _load_ir(

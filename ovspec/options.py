@@ -204,3 +204,13 @@ def batch_size(options: GenerateOptions) -> int:
     if not isinstance(size, int) or size < 1:
         raise OvspecError(f"batch_size is {size}; it must be at least 1.")
     return size
+
+
+# Options that change or limit what may come next, besides ``heal`` and those of ``SamplingParams``.
+CONSTRAINTS = ("json_schema", "regex", "grammar", "gbnf", "choice", "constrain_from", "logits_processors")
+
+
+def constrains(options: GenerateOptions, params: SamplingParams) -> bool:
+    """Whether anything is asked for that changes or limits what may come next."""
+    given = any(options.get(name) is not None for name in CONSTRAINTS) or options.get("heal")
+    return bool(given or params.logit_bias or params.min_tokens or params.penalizes)

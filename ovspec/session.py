@@ -3,73 +3,21 @@
 from __future__ import annotations
 
 from collections import abc
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Unpack
+from typing import Unpack
 
 import numpy as np
 
 from ovspec.decoders.sequence import Sequence, common_prefix
 from ovspec.errors import OvspecError
-from ovspec.loop.results import Piece, Result
+from ovspec.loop.results import Piece, Result, TextStream
 from ovspec.loop.row import Row
-from ovspec.loop.scheduler import generate_rows
+from ovspec.loop.scheduler import Scheduler, run_rows
 from ovspec.loop.scoring import Score, Selection, score_texts
-from ovspec.text.chat_template import Message, is_chat
-
-if TYPE_CHECKING:
-    from ovspec.model import Decoders, LanguageModel, Prompt
-    from ovspec.options import GenerateOptions
-
-
-class TextStream:
-    """Pieces of text as rounds produce them; iterate over it once.
-
-    Ctrl-C during a round ends it with a piece "cancelled" and then KeyboardInterrupt. ``ended`` is called in the end.
-    """
-
-    def __init__(self, pieces: abc.Generator[Piece], row: Row, ended: abc.Callable[[], None]) -> None:
-        self._pieces, self.row, self._ended = pieces, row, ended
-
-    def __iter__(self) -> abc.Iterator[Piece]:
-        return self._pieces
-
-    def cancel(self) -> None:
-        """End the text where it is."""
-        self._pieces.close()
-        self.row.cancel()
-        self._ended()
-
-    def result(self) -> Result:
-        """The whole text and its statistics; runs to the end what is not generated yet."""
-        for _ in self._pieces:
-            pass
-        self.cancel()  # has no effect unless an exception ended the stream
-        return self.row.result()
-
-
-@dataclass(frozen=True)
-class Mark:
-    """A session's text as it was, for ``Session.rewind``.
-
-    tokens: (n,) int64.
-    open_from, open_text: the text of the tokens from there on, which are encoded anew with what is appended.
-    healable: tokens before it were generated, or made by a template.
-    heals: whether healing takes back its end unless told otherwise.
-    messages: those of a chat, without the answer that follows them.
-    answer_from: where that begins.
-    """
-
-    tokens: np.ndarray
-    open_from: int = 0
-    open_text: str = ""
-    healable: int = 0
-    heals: bool = False
-    messages: tuple[Message, ...] = ()
-    answer_from: int = 0
-
-
-EMPTY_TEXT = Mark(np.empty(0, dtype=np.int64))
+from ovspec.options import GenerateOptions
+from ovspec.session_file import EMPTY_TEXT, Mark, load_session, save_session
+from ovspec.text.chat_template import Message
+from ovspec.workspace import Decoders, Prompt, RowStart, Workspace, is_chat
 
 
 class Session:
@@ -80,9 +28,9 @@ class Session:
     cancelled when the session is used for something else.
     """
 
-    def __init__(self, model: LanguageModel, decoders: Decoders, context: int | None = None) -> None:
+    def __init__(self, workspace: Workspace, decoders: Decoders, context: int | None = None) -> None:
         self.sequence = Sequence()
-        self.model, self._context = model, context
+        self.workspace, self._context = workspace, context
         self._decoders: Decoders | None = decoders
         self._shares = False  # its cache with a fork
         self._stream: TextStream | None = None
@@ -93,7 +41,7 @@ class Session:
     @property
     def text(self) -> str:
         """All of it, without special tokens."""
-        return self.model.tokenizer.decode(self.sequence.tokens)
+        return self.workspace.tokenizer.decode(self.sequence.tokens)
 
     @property
     def tokens(self) -> list[int]:
@@ -110,8 +58,8 @@ class Session:
         if not self._messages or len(self.sequence) == self._answer_from:
             return list(self._messages)
         answer = self.sequence.tokens[self._answer_from :]
-        ended = len(answer) and int(answer[-1]) in self.model.generation_config.eos_ids
-        text = self.model.tokenizer.decode(answer[:-1] if ended else answer)
+        ended = len(answer) and int(answer[-1]) in self.workspace.generation_config.eos_ids
+        text = self.workspace.tokenizer.decode(answer[:-1] if ended else answer)
         return [*self._messages, {"role": "assistant", "content": text}]
 
     def append(self, prompt: Prompt | Message) -> None:
@@ -134,9 +82,9 @@ class Session:
             tokens = self._continued(prompt)
             self._open_text += prompt
             self._replace(tokens)
-            self._heals = self.model.tokenizer.vocabulary is not None
+            self._heals = self.workspace.tokenizer.vocabulary is not None
         else:
-            self.sequence.commit(self.model.encode(prompt, begins=not len(self.sequence)))
+            self.sequence.commit(self.workspace.encode(prompt, begins=not len(self.sequence)))
             self._open_from, self._open_text, self._heals = len(self.sequence), "", False  # ids are meant
 
     def mark(self) -> Mark:
@@ -162,7 +110,7 @@ class Session:
             raise OvspecError(f"rewind needs what mark() gave, not {type(mark).__name__}.")
         self._cancel_stream()
         self._open()
-        self.model.encode(mark.tokens, begins=False)  # refuses another vocabulary's
+        self.workspace.encode(mark.tokens, begins=False)  # refuses another vocabulary's
         self._go_to(mark)
 
     def reset(self) -> None:
@@ -183,8 +131,8 @@ class Session:
             options["heal"] = self._heals
         before, held = self.mark(), len(decoders.target.rows[0])
         try:
-            row = self.model.row(self.sequence, options, held=held, healable=self._healable, context=self._context)
-            drafter, lookahead = self.model.drafting(options, decoders, row.sampler.sampled)
+            row = self.workspace.row(self.sequence, options, RowStart(held, self._healable, self._context))
+            drafter, lookahead = self.workspace.drafting(options, decoders, row.sampler.sampled)
         except BaseException:
             self._go_to(before)
             raise
@@ -198,7 +146,7 @@ class Session:
 
         def pieces() -> abc.Generator[Piece]:
             try:
-                for round_pieces in generate_rows(decoders.target, drafter, [row], lookahead):
+                for round_pieces in run_rows(Scheduler(decoders.target, drafter, lookahead, [row])):
                     for _, piece in round_pieces:
                         if piece.finish_reason:
                             end()
@@ -258,7 +206,7 @@ class Session:
         Where a copy of the cache would not be exact (a stateful one in u8), the fork reads the text again.
         """
         mark = self.mark()
-        other = Session(self.model, self.model.fork(self._open()), self._context)
+        other = Session(self.workspace, self.workspace.fork(self._open()), self._context)
         other._go_to(mark)
         self._shares = other._shares = True
         return other
@@ -271,9 +219,7 @@ class Session:
         Raises:
             OvspecError: it can't be written.
         """
-        from ovspec.session_file import save_session
-
-        save_session(Path(path), self.model, self._open(), self.mark())
+        save_session(Path(path), self.workspace, self._open(), self.mark())
 
     def load(self, path: str | Path) -> None:
         """Take up what ``save`` wrote, in place of this session's text: it goes on token for token.
@@ -284,17 +230,15 @@ class Session:
         Raises:
             OvspecError: no such file, not a whole one, or one of another model.
         """
-        from ovspec.session_file import load_session
-
         self._cancel_stream()
-        self._go_to(load_session(Path(path), self.model, self._open()))
+        self._go_to(load_session(Path(path), self.workspace, self._open()))
 
     def close(self) -> None:
         """Give the memory of the KV caches back; the session can't generate any more."""
         self._cancel_stream()
         if self._decoders:
             decoders, self._decoders = self._decoders, None
-            self.model.release(decoders, again=not self._shares)
+            self.workspace.release(decoders, again=not self._shares)
 
     # ------------------------------------------------------------ inside
 
@@ -317,7 +261,7 @@ class Session:
 
     def _continued(self, text: str) -> np.ndarray:
         """All tokens, with ``text`` at the end, (n,) int64."""
-        more = self.model.encode(self._open_text + text, begins=self._open_from == 0)
+        more = self.workspace.encode(self._open_text + text, begins=self._open_from == 0)
         return np.concatenate((self.sequence.tokens[: self._open_from], more))
 
     def _append_messages(self, messages: list[Message]) -> None:
@@ -334,12 +278,12 @@ class Session:
         Where it goes on from what there is, that keeps its tokens: an answer need not be split as the tokenizer
         would split it.
         """
-        tokens, ends = self.sequence.tokens, self.model.generation_config.eos_ids
+        tokens, ends = self.sequence.tokens, self.workspace.generation_config.eos_ids
         kept = tokens[:-1] if len(tokens) and int(tokens[-1]) in ends else tokens
-        text, said = self.model.render(chat), self.model.tokenizer.spell(kept)
+        text, said = self.workspace.render(chat), self.workspace.tokenizer.spell(kept)
         if said and text.startswith(said):
-            return np.concatenate((kept, self.model.tokenizer.encode_more(text[len(said) :])))
-        return self.model.tokenizer.encode(text, special=False)  # the template spells out the special tokens itself
+            return np.concatenate((kept, self.workspace.tokenizer.encode_more(text[len(said) :])))
+        return self.workspace.tokenizer.encode(text, special=False)  # the template spells out the special tokens itself
 
     def _settle(self) -> None:
         """What there is now stays as it is: neither healed nor encoded anew."""
@@ -349,13 +293,13 @@ class Session:
     def _score(self, texts: list[str]) -> list[Score]:
         self._cancel_stream()
         decoders = self._open()
-        before = self.sequence.tokens if len(self.sequence) else self.model.generation_config.beginning
+        before = self.sequence.tokens if len(self.sequence) else self.workspace.generation_config.beginning
         candidates = [self._continued(text) for text in texts]
         begin = min(common_prefix(Sequence(before), Sequence(tokens)) for tokens in candidates)
         if not begin:  # all of a short text would merge with what follows
-            candidates = [np.concatenate((before, self.model.tokenizer.encode_more(text))) for text in texts]
+            candidates = [np.concatenate((before, self.workspace.tokenizer.encode_more(text))) for text in texts]
             begin = len(before)
-        self.model.check_room(max(map(len, candidates)), self._context)
+        self.workspace.check_room(max(map(len, candidates)), self._context)
         return score_texts(decoders.target, candidates, begin)
 
     def _cancel_stream(self) -> None:
@@ -374,15 +318,16 @@ class Session:
 
     def _end_with_the_text(self, row: Row) -> None:
         """Keep as many tokens as spell the text; what is left over is encoded, and again with what is appended."""
-        decode, generated = self.model.tokenizer.decode, self.sequence.tokens[row.start :]
-        text, kept = row.taken_back.decode("utf-8", "replace") + row.text, len(generated)
+        decode, generated = self.workspace.tokenizer.decode, self.sequence.tokens[row.start :]
+        healed = row.healing.text.decode("utf-8", "replace") if row.healing else ""
+        text, kept = healed + row.text, len(generated)
         while not text.startswith(decode(generated[:kept])):
             kept -= 1
         rest = text[len(decode(generated[:kept])) :]
         self.sequence.rewind(row.start + kept)
         self._settle()
-        self._open_text, self._heals = rest, bool(rest) and self.model.tokenizer.vocabulary is not None
-        self.sequence.commit(self.model.tokenizer.encode_more(rest))
+        self._open_text, self._heals = rest, bool(rest) and self.workspace.tokenizer.vocabulary is not None
+        self.sequence.commit(self.workspace.tokenizer.encode_more(rest))
 
     def __enter__(self) -> Session:
         return self

@@ -1,4 +1,7 @@
-"""Sessions on disk: the text, and the KV caches of target and draft, in one file that NumPy can read (``.npz``)."""
+"""A session's text at a moment, and sessions on disk: the text and the KV caches of target and draft.
+
+A file is one that NumPy can read (``.npz``).
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,9 @@ import json
 import warnings
 import zipfile
 import zlib
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import openvino as ov
@@ -18,18 +21,40 @@ from ovspec.decoders.base import SessionDecoder
 from ovspec.errors import OvspecError
 from ovspec.files import replaced
 from ovspec.ir.compile import MODEL_FILE
-from ovspec.session import Mark
 from ovspec.setup.engine import CompiledModel
+from ovspec.text.chat_template import Message
 from ovspec.text.vocabulary import TOKENIZER_FILE
-
-if TYPE_CHECKING:
-    from ovspec.model import Decoders, LanguageModel
+from ovspec.workspace import Decoders, Workspace
 
 FORMAT = 1
 # Of the weights, so many pieces of so many bytes are looked at to tell one model from another.
 PIECES, PIECE_BYTES = 256, 4096
 # What a cache's values depend on, besides the model.
 SETTINGS = ("INFERENCE_PRECISION_HINT", "KV_CACHE_PRECISION", "DYNAMIC_QUANTIZATION_GROUP_SIZE")
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A session's text as it was, for ``Session.rewind``.
+
+    tokens: (n,) int64.
+    open_from, open_text: the text of the tokens from there on, which are encoded anew with what is appended.
+    healable: tokens before it were generated, or made by a template.
+    heals: whether healing takes back its end unless told otherwise.
+    messages: those of a chat, without the answer that follows them.
+    answer_from: where that begins.
+    """
+
+    tokens: np.ndarray
+    open_from: int = 0
+    open_text: str = ""
+    healable: int = 0
+    heals: bool = False
+    messages: tuple[Message, ...] = ()
+    answer_from: int = 0
+
+
+EMPTY_TEXT = Mark(np.empty(0, dtype=np.int64))
 
 
 def model_identity(folder: Path) -> str:
@@ -56,7 +81,7 @@ def cache_setting(loaded: CompiledModel) -> str:
     return " ".join([loaded.engine, ir.device, *values, f"OpenVINO {ov.get_version()}"])
 
 
-def save_session(path: Path, model: LanguageModel, decoders: Decoders, mark: Mark) -> None:
+def save_session(path: Path, workspace: Workspace, decoders: Decoders, mark: Mark) -> None:
     """Write ``mark`` and what ``decoders`` hold of it.
 
     Raises:
@@ -67,7 +92,7 @@ def save_session(path: Path, model: LanguageModel, decoders: Decoders, mark: Mar
     described = asdict(mark)
     arrays = {"tokens": described.pop("tokens")}
     caches: dict[str, Any] = {}
-    for name, loaded, decoder in parts(model, decoders):
+    for name, loaded, decoder in parts(workspace, decoders):
         tokens = decoder.rows[0].tokens
         held = decoder.dump() if len(tokens) else {}
         if len(tokens) and not held:
@@ -84,7 +109,7 @@ def save_session(path: Path, model: LanguageModel, decoders: Decoders, mark: Mar
         raise OvspecError(f"{path}: the session can't be written ({error.strerror or error}).") from None
 
 
-def load_session(path: Path, model: LanguageModel, decoders: Decoders) -> Mark:
+def load_session(path: Path, workspace: Workspace, decoders: Decoders) -> Mark:
     """Fill ``decoders`` with what was saved, as far as it fits, and give the text.
 
     Raises:
@@ -105,10 +130,10 @@ def load_session(path: Path, model: LanguageModel, decoders: Decoders) -> Mark:
         raise OvspecError(f"{path}: not a session that ovspec saved, or damaged.") from None
     if not mark:
         raise OvspecError(f"{path}: format {about['format']} is not known; update ovspec.")
-    if caches["target"]["model"] != model_identity(model.folder):
-        raise OvspecError(f"{path}: the session of another model, not of {model.folder}; load it with its own.")
-    model.encode(mark.tokens, begins=False)  # refuses unknown ids
-    for name, loaded, decoder in parts(model, decoders):
+    if caches["target"]["model"] != model_identity(workspace.folder):
+        raise OvspecError(f"{path}: the session of another model, not of {workspace.folder}; load it with its own.")
+    workspace.encode(mark.tokens, begins=False)  # refuses unknown ids
+    for name, loaded, decoder in parts(workspace, decoders):
         begin, saved_as = f"{name}/cache/", caches.get(name, {"tokens": 0})
         cache = {key.removeprefix(begin): values for key, values in arrays.items() if key.startswith(begin)}
         decoder.reset(1)
@@ -130,7 +155,7 @@ def described_cache(loaded: CompiledModel) -> dict[str, str]:
     return {"model": model_identity(loaded.ir.folder), "setting": cache_setting(loaded)}
 
 
-def parts(model: LanguageModel, decoders: Decoders) -> list[tuple[str, CompiledModel, SessionDecoder]]:
+def parts(workspace: Workspace, decoders: Decoders) -> list[tuple[str, CompiledModel, SessionDecoder]]:
     """(name, model, decoder) of the target and, where there is one, the draft."""
-    found = [("target", model.target, decoders.target)]
-    return [*found, ("draft", model.draft, decoders.draft)] if model.draft and decoders.draft else found
+    found = [("target", workspace.target, decoders.target)]
+    return [*found, ("draft", workspace.draft, decoders.draft)] if workspace.draft and decoders.draft else found

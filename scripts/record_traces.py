@@ -24,7 +24,7 @@ from ovspec.constraints.processors import processing
 from ovspec.decoders.base import Decoder
 from ovspec.decoders.sequence import Sequence
 from ovspec.drafting.draft_model import DraftModel
-from ovspec.drafting.drafter import Drafter, Round
+from ovspec.drafting.drafter import Drafter, RoundRow
 from ovspec.drafting.lookahead import Lookahead
 from ovspec.drafting.lookup import Lookup
 from ovspec.options import SamplingParams
@@ -58,7 +58,7 @@ def trace(drafter: Drafter, text: list[int], start: int, params: SamplingParams,
     sampler = sampler_of(params, seed, 0, Constraints(processing(params, lambda _: start, frozenset())))
     found = []
     for place in range(start, len(text)):
-        proposal = drafter.propose(Round([Sequence(text[:place])], [MOST], [sampler], Lookahead(MOST)))[0]
+        proposal = drafter.propose([RoundRow(Sequence(text[:place]), sampler, MOST + 1)], Lookahead(MOST))[0]
         truth = text[place : place + len(proposal.tokens)]
         same = [int(a) == b for a, b in zip(proposal.tokens, truth, strict=False)]
         right = same.index(False) if False in same else len(same)
@@ -69,7 +69,7 @@ def trace(drafter: Drafter, text: list[int], start: int, params: SamplingParams,
 
 def record(folder: Path, temperature: float, options: dict[str, Any], prompts: int, tokens: int) -> dict[str, Any]:
     lm = ovspec.load(folder, True, lookahead=0, **options)
-    decoders = lm.decoders()
+    decoders = lm.workspace.decoders()
     model = decoders.drafter
     assert isinstance(model, DraftModel)
     params = SamplingParams(temperature=temperature)

@@ -216,6 +216,7 @@ def test_a_text_that_cannot_fit_into_memory_is_refused(
     with pytest.raises(ovspec.OvspecError, match=r"takes about \d+\.\d GB and \d+\.\d GB of memory are free"):
         check_memory([ir], 10**9)
     monkeypatch.setattr(ovspec.ir.memory, "kv_bytes_per_token", lambda _: 1e12)
+    monkeypatch.setattr(load().workspace, "_token_bytes", 1e12)
     with pytest.raises(ovspec.OvspecError, match="lower max_tokens"):
         load().generate("def f(", max_tokens=5)
 

@@ -346,7 +346,7 @@ def test_an_edited_text_pays_for_what_changed(session: ovspec.Session) -> None:
     assert session.text == ""
     session.append(PROMPTS[0][:-10] + "changed")
     result = session.generate(max_tokens=3, heal=False)
-    assert result.stats.cached_tokens >= len(session.model.encode(PROMPTS[0][:-10])) - 2
+    assert result.stats.cached_tokens >= len(session.workspace.encode(PROMPTS[0][:-10])) - 2
 
 
 def test_misuse_is_refused(load: Load, session: ovspec.Session) -> None:
@@ -513,7 +513,7 @@ def test_each_turn_goes_on_from_the_last(session: ovspec.Session, load: Load) ->
         assert result.token_ids == lm.generate(prompt, max_tokens=12).token_ids
         assert session.messages[-1] == {"role": "assistant", "content": result.text}
         assert result.stats.cached_tokens >= before - 1, "only the new turn is read"
-        assert lm.tokenizer.spell(session.sequence.tokens[: len(prompt)]) == lm.render(session.messages[:-1])
+        assert lm.tokenizer.spell(session.sequence.tokens[: len(prompt)]) == lm.workspace.render(session.messages[:-1])
     session.append("more")
     assert session.messages[-1]["content"].endswith("more"), "a text goes on with the answer"
 
@@ -534,7 +534,7 @@ def test_a_template_that_forgets_is_followed(session: ovspec.Session, monkeypatc
     session.append({"role": "user", "content": "go on"})
     assert "thinking" not in session.text
     assert "the answer" in session.text
-    assert session.tokens == session.model.encode(session.messages).tolist()
+    assert session.tokens == session.workspace.encode(session.messages).tolist()
     assert session.generate(max_tokens=2).stats.cached_tokens >= question - 1
 
 

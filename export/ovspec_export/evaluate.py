@@ -11,7 +11,8 @@ import numpy as np
 from ovspec.decoders.recurrent import decoder_of
 from ovspec.ir.compile import compile_ir
 from ovspec.ir.device import DeviceOptions
-from ovspec.loop.perplexity import DEFAULT_CONTEXT, check_length, log_softmax, predictions, windows
+from ovspec.loop.perplexity import DEFAULT_CONTEXT, check_length, predictions, windows
+from ovspec.sampling.logprobs import log_softmax
 from ovspec.setup.probing import find_probe
 from ovspec.text.tokenizer import Tokenizer
 

@@ -60,11 +60,10 @@ class Constraints:
         self._masking = [part for part in self._parts if type(part).mask is not Constraint.mask]
         self._forcing = [part for part in self._parts if type(part).forced is not Constraint.forced]
         self._guessing = [part for part in self._parts if type(part).likely is not Constraint.likely]
+        self.active = bool(self._parts)  # whether there are any
+        self.guesses = bool(self._guessing)  # whether they know what is worth a guess
         self.may_complete = bool(self._forcing)  # whether it may leave nothing that follows
         self.forces = self.may_complete and not ask_always  # whether tokens may come without the model
-
-    def __bool__(self) -> bool:
-        return bool(self._parts)
 
     def process(self, logits: np.ndarray, tokens: np.ndarray) -> np.ndarray:
         """(vocab,) after ``tokens`` without any mask; the argument is left as it is."""
@@ -112,12 +111,12 @@ class Constraints:
     def permitted(self, tokens: np.ndarray, guesses: Sequence[int] | np.ndarray) -> int:
         """How many of ``guesses`` may follow ``tokens``: up to one that is masked, or that ends the text."""
         text = np.concatenate((tokens, np.asarray(guesses, dtype=np.int64)))
-        for place in range(len(guesses)):
-            before = len(tokens) + place
+        for count in range(len(guesses)):
+            before = len(tokens) + count
             if not self.allow(int(text[before]), text[:before]):
-                return place
+                return count
             if self.ended(text[: before + 1]):
-                return place + 1
+                return count + 1
         return len(guesses)
 
 

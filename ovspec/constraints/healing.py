@@ -1,4 +1,4 @@
-"""Token healing: the end of a prompt is said again, so that a token may reach over it.
+"""Token healing: the end of a prompt is generated anew, so that a token may reach over it.
 
 A prompt that ends in ``http:`` has the token ``:`` at its end, and a model that always saw ``://`` as one token hardly
 ever goes on with ``//``. So the last tokens are taken back, and what is generated must begin with their bytes.
@@ -8,12 +8,14 @@ The idea is Lundberg's (Guidance, 2023).
 from __future__ import annotations
 
 import bisect
-from collections.abc import Sequence
+import collections.abc
+import math
 
 import numpy as np
 
 from ovspec.constraints.base import Constraint
 from ovspec.constraints.masks import pack
+from ovspec.decoders.sequence import Sequence
 
 
 class ByteTokens:
@@ -23,7 +25,7 @@ class ByteTokens:
         vocabulary: what each id adds to a text; ids that add nothing don't count.
     """
 
-    def __init__(self, vocabulary: Sequence[bytes | None]) -> None:
+    def __init__(self, vocabulary: collections.abc.Sequence[bytes | None]) -> None:
         self.vocabulary = vocabulary
         self.size = len(vocabulary)
         spelt = sorted((token, index) for index, token in enumerate(vocabulary) if token)
@@ -54,40 +56,57 @@ class ByteTokens:
         return b"".join([self.vocabulary[token] or b"" for token in known])
 
 
-def taken_back(tokens: np.ndarray, first: int, vocabulary: ByteTokens, most_bytes: int | None = None) -> int:
-    """How many tokens at the end of a prompt, (n,) int64, should be said again.
+def healable(
+    prompt: np.ndarray, first: int, vocabulary: ByteTokens, most_bytes: float = math.inf, whole_characters: bool = False
+) -> int:
+    """How many tokens at the end of ``prompt``, (n,) int64, should be generated anew.
 
-    The largest number of them whose bytes a longer token begins with; not those before ``first``, not across a token
-    that adds nothing to the text, and no more than ``most_bytes``, where that is given.
+    The largest number of them whose bytes a longer token begins with; none before ``first``, none across a token that
+    adds nothing to the text, and no more than ``most_bytes``.
     """
-    found, said = 0, b""
-    for count, token in enumerate(reversed(tokens[first:].tolist()), 1):
+    found, text = 0, b""
+    for count, token in enumerate(reversed(prompt[first:].tolist()), 1):
         spelt = vocabulary.vocabulary[token] if token < vocabulary.size else None
-        if not spelt:
+        text = (spelt or b"") + text
+        if not spelt or len(text) >= vocabulary.longest or len(text) > most_bytes:
             break
-        said = spelt + said
-        if len(said) >= vocabulary.longest or (most_bytes is not None and len(said) > most_bytes):
-            break
-        if vocabulary.extend(said):
+        if vocabulary.extend(text) and (not whole_characters or is_utf8(text)):
             found = count
     return found
 
 
+def is_utf8(text: bytes) -> bool:
+    try:
+        text.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
 class Healing(Constraint):
-    """What is generated must begin with bytes that were taken back.
+    """Takes the last tokens of a prompt back; what is generated must begin with their bytes.
 
     Args:
-        taken: (n,) int64, the tokens that were.
-        start: tokens of the prompt that are left.
+        prompt: (n,) int64.
+        count: how many of its tokens are taken back.
+        bos: what the text begins with where that is all of them, (n,) int64.
     """
 
-    def __init__(self, taken: np.ndarray, start: int, vocabulary: ByteTokens) -> None:
-        self._taken, self._said = taken.copy(), vocabulary.spell(taken)
-        self._start, self._vocabulary = start, vocabulary
+    def __init__(self, prompt: np.ndarray, count: int, vocabulary: ByteTokens, bos: np.ndarray) -> None:
+        self._taken, self._bos, self._vocabulary = prompt[len(prompt) - count :].copy(), bos, vocabulary
         self._masks: dict[bytes, np.ndarray] = {}
+        self.text = vocabulary.spell(self._taken)  # their bytes
+        self.start = len(prompt) - count or len(bos)  # tokens of the prompt that are left
+
+    def take_back(self, sequence: Sequence) -> None:
+        """Leave of ``sequence``, the prompt, what isn't generated anew."""
+        sequence.rewind(len(sequence) - len(self._taken))
+        if not len(sequence):
+            sequence.commit(self._bos)
 
     def mask(self, tokens: np.ndarray) -> np.ndarray | None:
-        left = self._said[len(self._again(tokens)) :]
+        # Each token has a byte at least, so no more of them than bytes can matter.
+        left = self.text[len(self._vocabulary.spell(tokens[self.start : self.start + len(self.text)])) :]
         if not left:
             return None
         if left not in self._masks:
@@ -95,22 +114,22 @@ class Healing(Constraint):
         return self._masks[left]
 
     def likely(self, tokens: np.ndarray) -> np.ndarray | None:
-        """The tokens that were taken back: mostly none reaches over them, and saying them again is for nothing."""
-        again = tokens[self._start :]
+        """The tokens that were taken back: mostly none reaches over them, and guessing them costs nothing."""
+        again = tokens[self.start :]
         if len(again) >= len(self._taken) or not (again == self._taken[: len(again)]).all():
             return None
         return self._taken[len(again) :]
 
-    def over(self, tokens: np.ndarray) -> int:
-        """Of the tokens so far, how many have only what was in the prompt."""
-        said, place = 0, self._start
-        while place < len(tokens):
-            said += len(self._vocabulary.spell(tokens[place : place + 1]))
-            if said > len(self._said):
-                break
-            place += 1
-        return place
+    def healed(self, tokens: np.ndarray) -> int | None:
+        """How many bytes of the last of ``tokens`` were in the prompt; None where it has no other."""
+        left = len(self.text) - len(self._vocabulary.spell(tokens[self.start : -1]))
+        if left <= 0:
+            return 0
+        return left if len(self._vocabulary.spell(tokens[-1:])) > left else None
 
-    def _again(self, tokens: np.ndarray) -> bytes:
-        """What has been said of it, with what follows in the same token. Each token says a byte at least."""
-        return self._vocabulary.spell(tokens[self._start : self._start + len(self._said)])
+    def prompt_length(self, tokens: np.ndarray) -> int:
+        """How many of the tokens so far have nothing but bytes of the prompt."""
+        length = self.start
+        while length < len(tokens) and self.healed(tokens[: length + 1]) is None:
+            length += 1
+        return length

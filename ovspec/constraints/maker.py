@@ -6,27 +6,42 @@ import functools
 import math
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ovspec.constraints.base import Constraint, Constraints
-from ovspec.constraints.healing import ByteTokens, Healing, taken_back
+from ovspec.constraints.healing import ByteTokens, Healing, healable
 from ovspec.constraints.processors import PromptLength, processing
-from ovspec.decoders.sequence import Sequence
 from ovspec.errors import OvspecError
 from ovspec.files import read_json, read_text
-from ovspec.options import SamplingParams
+from ovspec.options import GenerateOptions, SamplingParams
 from ovspec.text.tokenizer import Tokenizer
 from ovspec.text.vocabulary import TOKENIZER_FILE
 
 if TYPE_CHECKING:
     from ovspec.constraints.grammar import Grammars
-    from ovspec.options import GenerateOptions
 
 # Options of which each is a grammar.
 GRAMMARS = ("json_schema", "regex", "grammar", "gbnf", "choice")
+
+
+@dataclass(frozen=True)
+class PromptTokens:
+    """A row's prompt, as far as constraints depend on it.
+
+    tokens: (n,) int64.
+    eos: ids that end the text, besides those that options name.
+    bos: what a text begins with all of which is taken back, (n,) int64; empty where that can't be.
+    healable: the first token that healing may take back.
+    """
+
+    tokens: np.ndarray
+    eos: frozenset[int]
+    bos: np.ndarray
+    healable: int = 0
 
 
 class ConstraintMaker:
@@ -52,21 +67,9 @@ class ConstraintMaker:
         return Grammars(read_json(self._tokenizer.folder / TOKENIZER_FILE), list(self.tokens.vocabulary))
 
     def make(
-        self,
-        sequence: Sequence,
-        params: SamplingParams,
-        options: GenerateOptions,
-        eos: frozenset[int],
-        healable: int,
-        bos: np.ndarray,
-    ) -> tuple[Constraints, int]:
-        """The constraints of what continues ``sequence`` (n,), and how many tokens are to be taken back from its end.
-
-        Args:
-            sequence: the prompt.
-            eos: ids that end the text, besides those of ``params``.
-            healable: the first token that healing may take back.
-            bos: what a text begins with all of which is taken back, (n,) int64; empty where that can't be.
+        self, prompt: PromptTokens, params: SamplingParams, options: GenerateOptions
+    ) -> tuple[Constraints, Healing | None]:
+        """The constraints of what continues ``prompt``, and what is to be taken back from its end.
 
         Raises:
             OvspecError: options that are wrong or exclude each other, or a prompt that its grammar doesn't allow.
@@ -77,23 +80,27 @@ class ConstraintMaker:
             raise OvspecError("constrain_from says where a grammar begins; give a grammar, too.")
         if grammar is not None and params.ignore_eos:
             raise OvspecError(f"{name} says where the text ends, so ignore_eos can't be combined with it.")
-        ends = eos | frozenset(params.stop_ids)
-        tail = self._tail(sequence, where) or None if where is not None else None
-        count = self._heal(sequence, max(healable, 0 if len(bos) else 1), grammar, tail) if options.get("heal") else 0
-        start = (len(sequence) - count) or len(bos)
-        said = self.tokens.spell(sequence.tokens[len(sequence) - count :]) if count else b""
+        ends = prompt.eos | frozenset(params.stop_ids)
+        tail = self._tail(prompt.tokens, where) or None if where is not None else None
         masks: list[Constraint] = []
-        over: PromptLength = lambda _: start  # noqa: E731
-        if said:
-            healing = Healing(sequence.tokens[len(sequence) - count :], start, self.tokens)
-            masks.append(healing)
-            over = healing.over
+        healing, start = None, len(prompt.tokens)
+        if options.get("heal"):
+            first = max(prompt.healable, 0 if len(prompt.bos) else 1)
+            # A grammar begins with a whole character.
+            whole = grammar is not None and tail is None
+            count = healable(prompt.tokens, first, self.tokens, math.inf if tail is None else len(tail), whole)
+            if count:
+                healing = Healing(prompt.tokens, count, self.tokens, prompt.bos)
+                masks.append(healing)
+                start = healing.start
         if grammar is not None:
-            ends_of_text = self._grammar_ends(eos, params)
-            masks.append(self.grammars.constraint(grammar, start, ends_of_text, tail or b"", said, name))
-        processors = processing(params, over, ends, options.get("logits_processors"))
+            healed = healing.text if healing else b""
+            ends_of_text = self._grammar_ends(prompt.eos, params)
+            masks.append(self.grammars.constraint(grammar, start, ends_of_text, tail or b"", healed, name))
+        prompt_length: PromptLength = healing.prompt_length if healing else lambda _: start
+        processors = processing(params, prompt_length, ends, options.get("logits_processors"))
         excludes = bool(options.get("logits_processors")) or -math.inf in params.logit_bias.values()
-        return Constraints([*processors, *masks], ends, params.logprobs is not None or excludes), count
+        return Constraints([*processors, *masks], ends, params.logprobs is not None or excludes), healing
 
     def check(self, options: Mapping[str, Any]) -> None:
         """Raises OvspecError where the grammar in ``options`` is wrong."""
@@ -101,25 +108,15 @@ class ConstraintMaker:
         if grammar is not None:
             self.grammars.constraint(grammar, 0, frozenset(), what=name)
 
-    def take_back(self, sequence: Sequence, count: int, bos: np.ndarray) -> bytes:
-        """Remove ``count`` tokens from the end of ``sequence``, which begins with ``bos`` at least; their bytes."""
-        if not count:
-            return b""
-        said = self.tokens.spell(sequence.tokens[len(sequence) - count :])
-        sequence.rewind(len(sequence) - count)
-        if not len(sequence):
-            sequence.commit(bos)
-        return said
-
     def _grammar_ends(self, eos: frozenset[int], params: SamplingParams) -> frozenset[int]:
         """A stop id that is a piece of text is the grammar's business."""
         spelt = self.tokens.vocabulary
         return eos | {token for token in params.stop_ids if not (token < len(spelt) and spelt[token])}
 
-    def _tail(self, sequence: Sequence, where: int | str) -> bytes:
+    def _tail(self, tokens: np.ndarray, where: int | str) -> bytes:
         """The bytes of the prompt that belong to the grammar's text."""
-        said = self.tokens.spell(sequence.tokens)
-        text = said.decode("utf-8", "replace")
+        spelt = self.tokens.spell(tokens)
+        text = spelt.decode("utf-8", "replace")
         if not isinstance(where, (int, str)):
             raise OvspecError(f"constrain_from is {where!r}; it must be a text, or a number of characters.")
         if isinstance(where, str):
@@ -130,17 +127,7 @@ class ConstraintMaker:
             at = where if where >= 0 else len(text) + where
             if not 0 <= at <= len(text):
                 raise OvspecError(f"constrain_from is {where}, but the prompt has {len(text)} characters.")
-        return said[len(text[:at].encode()) :]
-
-    def _heal(self, sequence: Sequence, first: int, grammar: str | None, tail: bytes | None) -> int:
-        """How many tokens at the end of ``sequence``, none before ``first``, are to be taken back."""
-        most = len(tail) if tail is not None else None
-        while True:
-            count = taken_back(sequence.tokens, first, self.tokens, most)
-            said = self.tokens.spell(sequence.tokens[len(sequence) - count :])
-            if not count or grammar is None or tail is not None or is_utf8(said):
-                return count
-            most = len(said) - 1  # a grammar begins with a whole character
+        return spelt[len(text[:at].encode()) :]
 
 
 def grammar_asked(options: Mapping[str, Any]) -> bool:
@@ -189,11 +176,3 @@ def _source(name: str, value: Any, what: str) -> str:
     if re.search(r"^[\w-]+\s*::=", text, re.MULTILINE):
         raise OvspecError(f"{what}: rules with ::= are GBNF; give it as gbnf.")
     return sources.lark(text, what)
-
-
-def is_utf8(said: bytes) -> bool:
-    try:
-        said.decode()
-    except UnicodeDecodeError:
-        return False
-    return True

@@ -9,7 +9,7 @@ from typing import Literal, Protocol
 
 import numpy as np
 
-from ovspec.decoders.sequence import EMPTY, Sequence, common_prefix
+from ovspec.decoders.sequence import EMPTY, Sequence
 
 # Tokens that a row reads beside others, where they don't make those wider: enough to use the weights that are read.
 JOINING_CHUNK = 64
@@ -115,19 +115,6 @@ def reordered(old: list[Sequence], rows: list[int]) -> list[Sequence]:
     return [Sequence() if row == EMPTY else old[row].copy() for row in rows]
 
 
-def catch_up(decoder: Decoder, row: int, sequence: Sequence) -> np.ndarray:
-    """Roll ``row`` back to what it shares with ``sequence``; returns the tokens it has not seen yet.
-
-    The one rule after a rejection, a fully accepted round, a rewind or an edited text.
-    """
-    shared = common_prefix(decoder.rows[row], sequence)
-    # The last token is fed again where the cache already holds all: its logits are what is asked for.
-    shared = min(shared, len(sequence) - 1)
-    if shared < len(decoder.rows[row]):
-        decoder.truncate(row, shared)
-    return sequence.tokens[len(decoder.rows[row]) :]
-
-
 @dataclass(frozen=True)
 class Rollback:
     """How tokens are taken back, found by probing (``ovspec/probing.py``).
@@ -142,6 +129,11 @@ class Rollback:
     mask_until: int | None = None
     replay: bool = False
 
-    def __str__(self) -> str:
+    @functools.cached_property
+    def label(self) -> str:
+        """For people."""
         kv = f"mask until {self.mask_until}" if self.kv == "mask" and self.mask_until else self.kv
         return " + ".join(filter(None, (kv, "replay" if self.replay else None)))
+
+    def __str__(self) -> str:
+        return self.label

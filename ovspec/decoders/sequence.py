@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Protocol
 
 import numpy as np
 
@@ -52,6 +53,15 @@ class Sequence:
         return Sequence(self.tokens)
 
 
+class Follower(Protocol):
+    """Whatever holds what it has followed of each row, such as a decoder."""
+
+    @property
+    def rows(self) -> list[Sequence]: ...
+
+    def truncate(self, row: int, length: int) -> None: ...
+
+
 def common_prefix(a: Sequence, b: Sequence) -> int:
     """Number of leading tokens that ``a`` and ``b`` share."""
     n = min(a._length, b._length)
@@ -60,3 +70,16 @@ def common_prefix(a: Sequence, b: Sequence) -> int:
     differ = a._buffer[:n] != b._buffer[:n]
     first = int(differ.argmax())
     return first if differ[first] else n
+
+
+def catch_up(follower: Follower, row: int, sequence: Sequence) -> np.ndarray:
+    """Roll ``row`` back to what it shares with ``sequence``; returns the tokens it has not seen yet.
+
+    The one rule after a rejection, a fully accepted round, a rewind or an edited text.
+    """
+    held = follower.rows[row]
+    # The last token is fed again where the cache already holds all: its logits are what is asked for.
+    shared = min(common_prefix(held, sequence), len(sequence) - 1)
+    if shared < len(held):
+        follower.truncate(row, shared)
+    return sequence.tokens[len(follower.rows[row]) :]

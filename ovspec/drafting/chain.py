@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ovspec.drafting.drafter import Drafter, Round
+from ovspec.drafting.drafter import Drafter, RoundRow
+from ovspec.drafting.lookahead import Lookahead
 from ovspec.drafting.proposal import NOTHING, Proposal
 
 
@@ -20,16 +21,17 @@ class Chain(Drafter):
     def seconds(self) -> float:  # type: ignore[override]
         return self._first.seconds + self._second.seconds
 
-    def propose(self, round: Round) -> list[Proposal]:
-        rows = len(round.sequences)
+    def propose(self, rows: list[RoundRow], lookahead: Lookahead) -> list[Proposal]:
         proposals = [
-            NOTHING if len(found.tokens) and round.lookahead.prefers(self._second.name, found, rows) else found
-            for found in self._first.propose(round)
+            NOTHING if len(found.tokens) and lookahead.prefers(self._second.name, found, len(rows)) else found
+            for found in self._first.propose(rows, lookahead)
         ]
-        left = [0 if len(found.tokens) else budget for found, budget in zip(proposals, round.remaining, strict=True)]
-        if not any(left):
+        left = [
+            replace(row, drafts=False) if len(found.tokens) else row for row, found in zip(rows, proposals, strict=True)
+        ]
+        if not any(row.draftable for row in left):
             return proposals
-        others = self._second.propose(replace(round, remaining=left))
+        others = self._second.propose(left, lookahead)
         return [found if len(found.tokens) else other for found, other in zip(proposals, others, strict=True)]
 
     def reset(self, rows: int) -> None:

@@ -10,32 +10,16 @@ from ovspec.drafting.proposal import Proposal
 
 # Widths whose cost is learned; wider inferences go on in a straight line.
 WIDEST = 64
-
-
 # Confidences are put into these bins. Sure guesses are common, so the upper ones are narrow.
 EDGES = np.array([0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.995])
-
-
 PRIOR = (np.concatenate(([0.0], EDGES)) + np.concatenate((EDGES, [1.0]))) / 2
-
-
 PRIOR_WEIGHT = 2.0
-
-
 # What is assumed of a drafter before it has proposed anything.
 FIRST_ACCEPTANCE = 0.75
-
-
 FORGET = 0.95  # of what is known about acceptance, at each new observation
-
-
 # Rounds of a drafter that loses are judged more surely the more there are; then it pauses, each time twice as long.
 FIRST_TRIAL, LATER_TRIAL = 4.5, 1.5
-
-
 FIRST_DOUBT, LATER_DOUBT = 1.0, 0.2
-
-
 FIRST_PAUSE, LONGEST_PAUSE = 8, 128
 
 
@@ -158,7 +142,7 @@ class Record:
             self._next_pause = FIRST_PAUSE
 
     def loses(self, plain_ms: float) -> bool:
-        """Whether its tokens have been dearer than plain ones, for all that can be told."""
+        """Whether its tokens have cost more than plain ones, for all that can be told."""
         if self.rounds < self._trial:
             return False
         return self.ms > self.tokens * plain_ms * (1 + self._doubt / self.rounds)

@@ -6,11 +6,14 @@ import time
 
 import numpy as np
 
-from ovspec.decoders.base import Decoder, catch_up
+from ovspec.decoders.base import Decoder
 from ovspec.decoders.prefill import share_prefixes
-from ovspec.drafting.drafter import Drafter, Round
-from ovspec.drafting.proposal import NOTHING, Proposal, certain
-from ovspec.sampling.samplers import Guess, Sampler
+from ovspec.decoders.sequence import catch_up
+from ovspec.drafting.drafter import Drafter, RoundRow
+from ovspec.drafting.lookahead import Lookahead
+from ovspec.drafting.proposal import NO_TOKENS, NOTHING, Proposal
+from ovspec.sampling.samplers import Guess
+from ovspec.sampling.warp import certain
 
 
 class DraftModel(Drafter):
@@ -28,43 +31,30 @@ class DraftModel(Drafter):
     def seconds(self) -> float:  # type: ignore[override]
         return self.decoder.seconds
 
-    def propose(self, round: Round) -> list[Proposal]:
-        share_prefixes(self.decoder, round.sequences)
-        budgets = [self._within_context(row, round) for row in range(len(round.sequences))]
-        unseen = [
-            len(sequence) - len(self.decoder.rows[row]) if budgets[row] > 0 else 0
-            for row, sequence in enumerate(round.sequences)
-        ]
-        remaining = [left if budgets[row] > 0 else 0 for row, left in enumerate(round.remaining)]
-        if not any(budgets) or not round.lookahead.starts(self.name, sum(unseen), remaining):
-            return [NOTHING] * len(budgets)
-        guesses: list[list[Guess]] = [[] for _ in budgets]
-        room = np.empty(max(budgets), dtype=np.int64)
-        texts = [np.concatenate((sequence.tokens, room)) for sequence in round.sequences]
-        ends = [len(sequence) for sequence in round.sequences]  # tokens of each text so far
+    def propose(self, rows: list[RoundRow], lookahead: Lookahead) -> list[Proposal]:
+        share_prefixes(self.decoder, [row.sequence for row in rows])
+        budgets = [self._budget(row, lookahead) for row in rows]
+        going = [index for index, budget in enumerate(budgets) if budget]
+        unseen = sum(len(rows[index].sequence) - len(self.decoder.rows[index]) for index in going)
+        if not going or not lookahead.starts(
+            self.name, unseen, [row.draftable if budget else 0 for row, budget in zip(rows, budgets, strict=True)]
+        ):
+            return [NOTHING] * len(rows)
+        drafts = [Draft(row, budget) for row, budget in zip(rows, budgets, strict=True)]
         # First what the draft has not seen yet, then its own guesses; the last one is never fed.
-        feed = [
-            catch_up(self.decoder, row, sequence) if budgets[row] > 0 else NOTHING.tokens
-            for row, sequence in enumerate(round.sequences)
-        ]
-        going = [row for row, budget in enumerate(budgets) if budget > 0]
+        feed = [NO_TOKENS] * len(rows)
+        for index in going:
+            feed[index] = catch_up(self.decoder, index, rows[index].sequence)
         while going:
             began = time.perf_counter()
-            logits = self.decoder.feed(feed, [int(row in going) for row in range(len(feed))])
-            fed, feed = sum(map(len, feed)), [NOTHING.tokens] * len(budgets)
-            seen, asked, going = list(ends), going, []
-            for row in asked:
-                sampler, end = round.samplers[row], ends[row]
-                made, goes_on = guesses_at(sampler, logits[row][0], texts[row], end, budgets[row] - len(guesses[row]))
-                ends[row] += len(made)
-                guesses[row] += made
-                going += [row] if goes_on else []
-            round.lookahead.note_draft(fed, time.perf_counter() - began)
-            going = [row for row in going if len(guesses[row]) < budgets[row]]
-            going = round.lookahead.going_on(self.name, going, guesses)
-            for row in going:
-                feed[row] = texts[row][seen[row] : ends[row]]
-        return [self._proposal(row_guesses) if row_guesses else NOTHING for row_guesses in guesses]
+            logits = self.decoder.feed(feed, [int(index in going) for index in range(len(rows))])
+            width, feed = sum(map(len, feed)), [NO_TOKENS] * len(rows)
+            extended = [index for index in going if drafts[index].extend(logits[index][0])]
+            lookahead.note_draft(width, time.perf_counter() - began)
+            going = lookahead.going_on(self.name, extended, [each.guesses for each in drafts])
+            for index in going:
+                feed[index] = drafts[index].unfed
+        return [each.proposal(self.name) for each in drafts]
 
     def reset(self, rows: int) -> None:
         self.decoder.reset(rows)
@@ -72,32 +62,50 @@ class DraftModel(Drafter):
     def reorder(self, rows: list[int]) -> None:
         self.decoder.reorder(rows)
 
-    def _proposal(self, guesses: list[Guess]) -> Proposal:
-        tokens = np.array([guess.token for guess in guesses], dtype=np.int64)
-        confidence = np.array([guess.confidence for guess in guesses])
-        # What was forced has a q in any case.
-        drawn = [guess.q for guess in guesses if guess.q is not None]
-        return Proposal(tokens, confidence, drawn if len(drawn) == len(guesses) else None, self.name)
-
-    def _within_context(self, row: int, round: Round) -> int:
-        budget, limit = round.budgets[row], self.decoder.context_length
-        return budget if limit is None else max(0, min(budget, limit - len(round.sequences[row])))
+    def _budget(self, row: RoundRow, lookahead: Lookahead) -> int:
+        """Tokens to guess at most; 0 where the draft's own context is full."""
+        limit = self.decoder.context_length
+        room = row.draftable if limit is None else max(0, limit - len(row.sequence))
+        return min(row.draftable, lookahead.most, room)
 
 
-def guesses_at(
-    sampler: Sampler, logits: np.ndarray, text: np.ndarray, end: int, budget: int
-) -> tuple[list[Guess], bool]:
-    """The guess from ``logits`` (vocab,) and what is forced behind it, at most ``budget``; and whether to go on.
+class Draft:
+    """The guesses for one row, at most ``budget``."""
 
-    They are written into ``text``, of which the first ``end`` are there. What is forced costs the draft no step.
-    """
-    guess = sampler.guess(logits, text[:end])
-    if not guess:
-        return [], False
-    text[end] = guess.token
-    so_far = text[: end + 1]
-    if sampler.constraints.ended(so_far):
-        return [guess], False
-    forced = sampler.constraints.forced(so_far)[: budget - 1]
-    text[end + 1 : end + 1 + len(forced)] = forced
-    return [guess, *(Guess(token, 1.0, certain(token)) for token in forced)], True
+    def __init__(self, row: RoundRow, budget: int) -> None:
+        self.guesses: list[Guess] = []
+        self._sampler, self._budget = row.sampler, budget
+        self._text = np.concatenate((row.sequence.tokens, np.empty(budget, dtype=np.int64)))
+        self._end = self._fed = len(row.sequence)
+
+    @property
+    def unfed(self) -> np.ndarray:
+        """The guesses (n,) of the last step."""
+        return self._text[self._fed : self._end]
+
+    def extend(self, logits: np.ndarray) -> bool:
+        """Add the guess from ``logits`` (vocab,) and what is forced after it, which costs no step; whether to go on."""
+        self._fed = self._end
+        guess = self._sampler.guess(logits, self._text[: self._end])
+        if not guess:
+            return False
+        self._add(guess)
+        so_far, constraints = self._text[: self._end], self._sampler.constraints
+        if constraints.ended(so_far):
+            return False
+        for token in constraints.forced(so_far)[: self._budget - len(self.guesses)]:
+            self._add(Guess(token, 1.0, certain(token)))
+        return len(self.guesses) < self._budget
+
+    def proposal(self, source: str) -> Proposal:
+        if not self.guesses:
+            return NOTHING
+        tokens = np.array([guess.token for guess in self.guesses], dtype=np.int64)
+        confidence = np.array([guess.confidence for guess in self.guesses])
+        drawn = [guess.q for guess in self.guesses if guess.q is not None]  # forced ones have a q in any case
+        return Proposal(tokens, confidence, drawn if len(drawn) == len(tokens) else None, source)
+
+    def _add(self, guess: Guess) -> None:
+        self._text[self._end] = guess.token
+        self.guesses.append(guess)
+        self._end += 1

@@ -10,22 +10,39 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
 import numpy as np
 
 from ovspec.drafting.costs import FIRST_ACCEPTANCE, WIDEST, Costs, Record
 from ovspec.drafting.proposal import NOTHING, Proposal, shorten
-
-if TYPE_CHECKING:
-    from ovspec.sampling.samplers import Guess
+from ovspec.sampling.samplers import Guess
 
 # Tokens proposed in a round at most, where the lookahead isn't fixed.
 MOST = 16
 SETTLED = 12  # rounds after which what they have cost tells more than acceptance does
-DEAR = 2.0  # times plain decoding
+EXPENSIVE = 2.0  # times plain decoding
 MISSED = 4  # tokens in a step of the draft from which on it is reading what it has missed
 POOR = 0.3  # acceptance with which a lookup is passed over where the lookahead is fixed
+
+
+@dataclass(frozen=True)
+class RoundOutcome:
+    """What a round proposed, and what that brought and cost.
+
+    judged: each row's proposal, and how many of its tokens stood.
+    width: tokens of the inference, in all rows.
+    forced: of these, committed without being chosen.
+    prefilled: whether it read other tokens, too, so that its times say nothing about proposals.
+    drafted, verified: seconds.
+    """
+
+    judged: list[tuple[Proposal, int]]
+    width: int
+    forced: int
+    prefilled: bool
+    drafted: float
+    verified: float
 
 
 class Lookahead:
@@ -71,8 +88,8 @@ class Lookahead:
         rows = sum(left > 0 for left in remaining)
         plain = self._target(rows) / rows
         if record.loses(plain):
-            # A few rounds may have been bad luck: unless they were dear, acceptance has to say the same.
-            sure = record.rounds > SETTLED or record.ms > DEAR * record.tokens * plain
+            # A few rounds may have been bad luck: unless they were expensive, acceptance has to say the same.
+            sure = record.rounds > SETTLED or record.ms > EXPENSIVE * record.tokens * plain
             if sure or self._expected(record.acceptance.mean, rows) <= 0:
                 record.take_a_pause()
                 return False
@@ -150,33 +167,20 @@ class Lookahead:
             self._catch_up_ms += max(0.0, ms - self._draft(1))
         self._draft.learn(width, ms)
 
-    def learn(
-        self,
-        proposals: list[Proposal],
-        accepted: list[int],
-        width: int,
-        drafted: float,
-        verified: float,
-        read_a_prompt: bool = False,
-        forced: int = 0,
-    ) -> None:
-        """A round is over: drafting took ``drafted`` seconds, verifying ``width`` tokens ``verified``.
-
-        ``forced`` of these had been committed without being chosen. ``read_a_prompt``: other tokens were among them,
-        so the times say nothing about proposals.
-        """
+    def learn(self, outcome: RoundOutcome) -> None:
+        """A round is over."""
         sources, self._asked = self._asked, set()
-        for proposal, count in zip(proposals, accepted, strict=True):
+        for proposal, accepted in outcome.judged:
             if len(proposal.tokens):
                 sources.add(proposal.source)
-                self._record(proposal.source).acceptance.learn(proposal, count)
-        rows = len(proposals)
+                self._record(proposal.source).acceptance.learn(proposal, accepted)
+        rows, width, forced = len(outcome.judged), outcome.width, outcome.forced
         catch_up, self._catch_up_ms = self._catch_up_ms, 0.0
-        if self.fixed is not None or read_a_prompt or width > WIDEST:
+        if self.fixed is not None or outcome.prefilled or width > WIDEST:
             return
-        verify_ms, draft_ms = verified * 1e3, drafted * 1e3 - catch_up
+        verify_ms, draft_ms = outcome.verified * 1e3, outcome.drafted * 1e3 - catch_up
         self._target.learn(width, verify_ms)
-        tokens = sum(accepted) + rows
+        tokens = sum(accepted for _, accepted in outcome.judged) + rows
         self._tokens, self._ms = self._tokens * 0.95 + tokens + forced, self._ms * 0.95 + verify_ms + draft_ms
         # What was forced is no drafter's gain, nor is its cost a drafter's.
         ms = verify_ms + draft_ms - (self._target(width) - self._target(width - forced))

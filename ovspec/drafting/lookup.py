@@ -12,7 +12,8 @@ from collections.abc import Iterable
 import numpy as np
 
 from ovspec.decoders.sequence import EMPTY, Sequence, common_prefix
-from ovspec.drafting.drafter import Drafter, Round
+from ovspec.drafting.drafter import Drafter, RoundRow
+from ovspec.drafting.lookahead import Lookahead
 from ovspec.drafting.proposal import NOTHING, Proposal
 
 # Tokens that must agree at least, and that are compared at most.
@@ -99,16 +100,8 @@ class Lookup(Drafter):
         self._corpus = corpus
         self._rows = [Index()]
 
-    def propose(self, round: Round) -> list[Proposal]:
-        proposals = []
-        for row, (index, sequence, budget) in enumerate(zip(self._rows, round.sequences, round.budgets, strict=True)):
-            if budget <= 0:
-                proposals.append(NOTHING)
-                continue
-            index.follow(sequence)
-            found = round.permitted(row, self._find(index, sequence, budget))
-            proposals.append(round.lookahead.cut(found, len(round.sequences)))
-        return proposals
+    def propose(self, rows: list[RoundRow], lookahead: Lookahead) -> list[Proposal]:
+        return [self._propose(row, index, lookahead, len(rows)) for row, index in zip(rows, self._rows, strict=True)]
 
     def reset(self, rows: int) -> None:
         self._rows = [Index() for _ in range(rows)]
@@ -122,6 +115,13 @@ class Lookup(Drafter):
                 continue
             self._rows.append(copy.deepcopy(old[row]) if row in kept else old[row])
             kept.add(row)
+
+    def _propose(self, row: RoundRow, index: Index, lookahead: Lookahead, rows: int) -> Proposal:
+        budget = min(row.draftable, lookahead.most)
+        if not budget:
+            return NOTHING
+        index.follow(row.sequence)
+        return lookahead.cut(row.permitted(self._find(index, row.sequence, budget)), rows)
 
     def _find(self, index: Index, sequence: Sequence, budget: int) -> Proposal:
         tail = sequence.tokens[-LONGEST_MATCH:]

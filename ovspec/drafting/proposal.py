@@ -23,10 +23,8 @@ class Proposal:
     source: str = "own"
 
 
-AGAIN = "again"  # the source of what healing has taken back: nobody's proposal, it is in no statistics
-
-
-NOTHING = Proposal(np.empty(0, dtype=np.int64))
+NO_TOKENS = np.empty(0, dtype=np.int64)
+NOTHING = Proposal(NO_TOKENS)
 
 
 def shorten(proposal: Proposal, length: int) -> Proposal:
@@ -38,8 +36,3 @@ def shorten(proposal: Proposal, length: int) -> Proposal:
     confidence = None if proposal.confidence is None else proposal.confidence[:length]
     drawn = proposal.q and proposal.q[:length]
     return replace(proposal, tokens=proposal.tokens[:length], confidence=confidence, q=drawn)
-
-
-def certain(token: int) -> WarpedLogits:
-    """The distribution of a token that must come."""
-    return WarpedLogits(np.array([token]), np.zeros(1, dtype=np.float32))

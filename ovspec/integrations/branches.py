@@ -1,4 +1,4 @@
-"""Logits for somebody else who chooses the tokens: asked for place by place, of several texts in turn.
+"""Logits for somebody else who chooses the tokens: asked for position by position, of several texts in turn.
 
 Each text has its own KV cache, and what a drafter guesses about it is verified beside what has to be read anyway. Who
 goes on as the target itself would finds the next logits there already.
@@ -7,23 +7,22 @@ goes on as the target itself would finds the next logits there already.
 from __future__ import annotations
 
 import threading
-import time
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ovspec.decoders.base import catch_up
 from ovspec.decoders.prefill import LONG
 from ovspec.decoders.sequence import Sequence, common_prefix
-from ovspec.drafting.drafter import Round
-from ovspec.drafting.proposal import NOTHING, Proposal
+from ovspec.drafting.drafter import RoundRow
+from ovspec.drafting.lookahead import RoundOutcome
+from ovspec.drafting.proposal import NO_TOKENS, NOTHING, Proposal
 from ovspec.errors import OvspecError
 from ovspec.ir.memory import check_memory
-from ovspec.sampling.samplers import Greedy
-
-if TYPE_CHECKING:
-    from ovspec.model import Decoders, LanguageModel
+from ovspec.loop.results import FinishReason, Piece, Stats
+from ovspec.loop.scheduler import Scheduler
+from ovspec.model import LanguageModel
+from ovspec.sampling.samplers import Distributions, GreedySampler
+from ovspec.workspace import Decoders
 
 MOST_BRANCHES = 8
 # Tokens at the end of a text that may be taken back; where more would be lost, the branch is forked.
@@ -32,20 +31,18 @@ SPARE = 4
 MOST_COPIED = 32
 # Nobody tells how many tokens are still to come.
 TO_COME = 64
-# Places whose logits are computed at once, where all are asked for.
-MOST_PLACES = 512
+# Positions whose logits are computed at once, where all are asked for.
+MOST_POSITIONS = 512
 
 
 @dataclass
-class Served:
-    """What was asked for, and what it took.
+class Served(Stats):
+    """What was asked for, and what it took, besides the statistics of all texts.
 
-    requests: for the logits at one place.
+    requests: for the logits at one position.
     answered: of these, without an inference.
     inferences: of the target.
     read: tokens of texts that the target was fed, its own guesses not counted.
-    proposed, accepted: guesses that were verified, and those that the text went on with.
-    drafters: the same by the drafter's name.
     forks: branches that began as copies of another one.
     """
 
@@ -53,32 +50,64 @@ class Served:
     answered: int = 0
     inferences: int = 0
     read: int = 0
-    proposed: int = 0
-    accepted: int = 0
-    drafters: dict[str, dict[str, int]] = field(default_factory=dict)
     forks: int = 0
 
 
-@dataclass(eq=False)
-class Branch:
-    """A text with its decoders.
+class Observer(GreedySampler):
+    """Chooses nothing: somebody else does, who is shown the logits. A draft guesses what is most likely."""
 
-    text: as it was last asked for; the target may hold guesses behind it.
+    def verify(
+        self,
+        logits: np.ndarray,  # noqa: ARG002
+        sequence: Sequence,  # noqa: ARG002
+        proposed: np.ndarray,  # noqa: ARG002
+        q: Distributions = None,  # noqa: ARG002
+    ) -> np.ndarray:
+        return NO_TOKENS
+
+
+class Branch:
+    """A text with its decoders, which is a row of a batch of its own.
+
+    sequence: the text as it was last asked for; the target may hold guesses after it.
     known: number of tokens -> the logits (vocab,) that follow so many tokens of what the target holds.
+    positions: at the end of the text, whose logits the next round asks for.
+    budget, drafts: of the next round, see ``RoundRow``.
+    since: tokens of the text that are as they were when it was last asked for.
     """
 
-    decoders: Decoders
-    text: Sequence = field(default_factory=Sequence)
-    known: dict[int, np.ndarray] = field(default_factory=dict)
+    finish_reason: FinishReason | None = None
+    most = 0
+
+    def __init__(self, decoders: Decoders, sequence: Sequence | None = None) -> None:
+        self.decoders, self.sequence = decoders, sequence or Sequence()
+        self.known: dict[int, np.ndarray] = {}
+        self.stats, self.sampler = Stats(), Observer()
+        self.positions, self.budget, self.drafts, self.since = 1, 1, False, 0
+        self.turn = self.round_row()  # the last
+        self.scheduler: Scheduler | None = None
 
     @property
     def held(self) -> Sequence:
         return self.decoders.target.rows[0]
 
+    def round_row(self) -> RoundRow:
+        return RoundRow(self.sequence, self.sampler, self.budget, self.drafts, positions=self.positions)
+
+    def take(self, turn: RoundRow) -> Piece:
+        self.turn = turn
+        cached, end = len(self.sequence) - turn.read, len(self.sequence) + len(turn.proposal.tokens)
+        self.known = {length: row for length, row in self.known.items() if self.since <= length <= cached}
+        self.known |= dict(enumerate(turn.logits.copy(), end - len(turn.logits) + 1))
+        return Piece("", [])
+
+    def cancel(self) -> Piece:
+        return Piece("", [])
+
 
 @dataclass
 class Guessed:
-    """A proposal that was verified behind ``start`` tokens of ``branch``, and what has become of it so far.
+    """A proposal that was verified after ``start`` tokens of ``branch``, and what has become of it so far.
 
     asked: lengths of the text at which a token was chosen from these logits; elsewhere it came without being chosen.
     stood: guesses that the text has gone on with; ``parted``: and then it went another way.
@@ -101,54 +130,44 @@ class Guessed:
         return proposal, sum(i < self.stood for i in judged)
 
 
-@dataclass
-class Cost:
-    """Of one inference, as ``Lookahead.learn`` has it."""
-
-    width: int
-    drafted: float
-    verified: float
-    read_a_prompt: bool
-    forced: int
-
-
 class Branches:
     """The branches of one model, at most ``most`` of them; threads may share it."""
 
     def __init__(self, model: LanguageModel, most: int = MOST_BRANCHES) -> None:
         self.served = Served()
-        self._model, self._most = model, most
-        first = model.decoders()
-        drafter, self._lookahead = model.drafting({}, first, sampled=False)
+        self._workspace, self._most = model.workspace, most
+        first = self._workspace.decoders()
+        drafter, self._lookahead = self._workspace.drafting({}, first, sampled=False)
         self._drafts = drafter is not None
         first.reset(1)
         self._branches = [Branch(first)]  # the last one used at the end
-        self._pending: tuple[Guessed, Cost] | None = None
+        self._outcome: RoundOutcome | None = None  # of the last round, of which the lookahead has not been told
+        self._guessed: Guessed | None = None  # in that round
         self._lock = threading.Lock()
 
     def logits(self, tokens: list[int], all_new: bool = False) -> tuple[np.ndarray, int]:
-        """(logits (places, vocab) float32 up to the one behind ``tokens``, tokens that needn't be read for it)
+        """(logits (positions, vocab) float32 up to the one after ``tokens``, tokens that needn't be read for it)
 
-        One place, or with ``all_new`` those behind all tokens that this text didn't have when it was last asked for,
-        and the one before: as many as are known.
+        One position, or with ``all_new`` those after all tokens that this text didn't have when it was last asked
+        for, and the one before: as many as are known.
 
         Raises:
             OvspecError: no tokens, unknown ones, or more than the context or the memory holds.
         """
         if not tokens:
             raise OvspecError("The text is empty, and this model has no token to begin a text with.")
-        self._model.check_room(len(tokens), None)
+        self._workspace.check_room(len(tokens))
         text = Sequence(tokens)
         with self._lock:
             branch = self._branch(text)
-            since = common_prefix(branch.text, text)
+            since = common_prefix(branch.sequence, text)
             self._watch(branch, text)
             cached = len(text)
             if common_prefix(branch.held, text) < len(text) or len(text) not in branch.known:
                 cached = self._read(branch, text, since, all_new)
             self.served.requests += 1
             self.served.answered += cached == len(text)
-            branch.text = text
+            branch.sequence = text
             first = len(text)
             while all_new and first > since and first - 1 in branch.known:
                 first -= 1
@@ -160,22 +179,22 @@ class Branches:
         """The one that goes on with ``text``: that which has most of it, or a fork that leaves that one as it is."""
 
         def fit(branch: Branch) -> tuple[int, int]:
-            return common_prefix(branch.held, text), -len(branch.text)
+            return common_prefix(branch.held, text), -len(branch.sequence)
 
         source = max(reversed(self._branches), key=fit)
         shared = fit(source)[0]
         self._branches.remove(source)
         self._branches.append(source)
-        if len(source.text) - common_prefix(source.text, text) <= SPARE:
+        if len(source.sequence) - common_prefix(source.sequence, text) <= SPARE:
             return source
         while len(self._branches) >= self._most:
             self._drop(self._branches[0])
         if shared * MOST_COPIED < len(source.held) or not shared:
-            branch = Branch(self._model.decoders())
+            branch = Branch(self._workspace.decoders())
             branch.decoders.reset(1)
         else:
-            known = {length: row for length, row in source.known.items() if length <= shared}
-            branch = Branch(self._model.fork(source.decoders), source.text.copy(), known)
+            branch = Branch(self._workspace.fork(source.decoders), source.sequence.copy())
+            branch.known = {length: row for length, row in source.known.items() if length <= shared}
             self.served.forks += 1
         self._branches.append(branch)
         return branch
@@ -184,7 +203,7 @@ class Branches:
         """Drop what was used longest ago until so many tokens fit into memory."""
         while True:
             try:
-                return check_memory(self._model.irs(self._drafts), tokens)
+                return check_memory(self._workspace.irs(self._drafts), tokens)
             except OvspecError:
                 if len(self._branches) == 1:
                     raise
@@ -192,64 +211,55 @@ class Branches:
 
     def _drop(self, branch: Branch) -> None:
         self._branches.remove(branch)
-        self._model.release(branch.decoders, again=False)
+        self._workspace.release(branch.decoders, again=False)
 
     # ------------------------------------------------------------ reading and guessing
 
     def _read(self, branch: Branch, text: Sequence, since: int, all_new: bool) -> int:
-        """Learn what follows ``text``, in one inference; returns how many of its tokens needn't be read."""
+        """Learn what follows ``text``, in one round; returns how many of its tokens needn't be read."""
         self._settle()
-        target = branch.decoders.target
-        unread = text.tokens[min(common_prefix(target.rows[0], text), len(text) - 1) :]
-        unknown = self._model.tokenizer.known.first_unknown(unread)
+        unread = text.tokens[min(common_prefix(branch.held, text), len(text) - 1) :]
+        unknown = self._workspace.tokenizer.known.first_unknown(unread)
         if unknown is not None:
             raise OvspecError(f"Token id {unknown} is not in the vocabulary.")
-        began = time.perf_counter()
-        proposal = NOTHING
-        if len(unread) > LONG:  # reading a prompt waits for no drafter
+        long = len(unread) > LONG  # reading a prompt waits for no drafter
+        if long:
             self._make_room(len(unread) + TO_COME)
-        elif self._drafts:
-            proposal = self._propose(branch, text)
-        drafted = time.perf_counter()
-        unseen = catch_up(target, 0, text)
-        cached = len(target.rows[0])
-        fed = np.concatenate((unseen, proposal.tokens))
+        context = self._workspace.target.ir.context_length
+        branch.drafts, branch.budget = not long, 1 + min(TO_COME, context - len(text) if context else TO_COME)
         # Asked for all logits, a decoder feeds tokens one way, however many they are: guesses change no bit.
-        all_places = all_new or len(unseen) <= LONG
-        wanted = min(len(fed), MOST_PLACES) if all_places else len(proposal.tokens) + 1
-        logits = target.feed([fed], [wanted])[0].copy()
-        verified = time.perf_counter()
-        branch.known = {length: row for length, row in branch.known.items() if since <= length <= cached}
-        branch.known |= dict(enumerate(logits, len(target.rows[0]) - wanted + 1))
-        self._count(proposal, len(unseen))
-        if self._drafts:
-            guessed = Guessed(branch, proposal, len(text), {len(text)})
-            long = len(unseen) > LONG
-            cost = Cost(len(fed), drafted - began, verified - drafted, long, 0 if long else len(unseen) - 1)
-            self._pending = guessed, cost
-        return cached
+        branch.positions = MOST_POSITIONS if all_new or not long else 1
+        branch.sequence, branch.since = text, since
+        self._round(branch)
+        turn = branch.turn
+        if turn.proposal.tokens.size:
+            self.served.count_proposal(turn.proposal.source, len(turn.proposal.tokens), 0)
+        if self._outcome:
+            self._guessed = Guessed(branch, turn.proposal, len(text), {len(text)})
+            forced = 0 if long else turn.read - 1
+            self._outcome = replace(self._outcome, forced=forced, prefilled=long)
+        return len(text) - turn.read
 
-    def _propose(self, branch: Branch, text: Sequence) -> Proposal:
-        drafter, context = branch.decoders.drafter, self._model.target.ir.context_length
-        room = min(TO_COME, context - len(text)) if context else TO_COME
-        if not drafter or room < 1:
-            return NOTHING
-        return drafter.propose(Round([text], [room], [Greedy()], self._lookahead))[0]
-
-    def _count(self, proposal: Proposal, read: int) -> None:
-        served, proposed = self.served, len(proposal.tokens)
+    def _round(self, branch: Branch) -> None:
+        served, decoders = self.served, branch.decoders
+        on_target, on_draft = decoders.target.seconds, decoders.drafter.seconds if decoders.drafter else 0.0
+        if not branch.scheduler:
+            drafter = decoders.drafter if self._drafts else None
+            branch.scheduler = Scheduler(decoders.target, drafter, self._lookahead, [branch], learn=self._keep_outcome)
+        branch.scheduler.step()
         served.inferences += 1
-        served.read += read
-        served.proposed += proposed
-        if proposed:
-            counts = served.drafters.setdefault(proposal.source, {"proposed": 0, "accepted": 0})
-            counts["proposed"] += proposed
+        served.read += branch.turn.read
+        served.target_ms += 1e3 * (decoders.target.seconds - on_target)
+        served.draft_ms += 1e3 * (decoders.drafter.seconds - on_draft) if decoders.drafter else 0.0
+
+    def _keep_outcome(self, outcome: RoundOutcome) -> None:
+        self._outcome = outcome
 
     def _watch(self, branch: Branch, text: Sequence) -> None:
         """See how far ``text`` goes along with what was guessed last."""
-        if not self._pending or self._pending[0].branch is not branch:
+        guessed = self._guessed
+        if not guessed or guessed.branch is not branch:
             return
-        guessed = self._pending[0]
         agreed = common_prefix(branch.held, text) - guessed.start
         if agreed < 0:
             return
@@ -264,10 +274,6 @@ class Branches:
 
     def _settle(self) -> None:
         """Tell the lookahead what the last round has brought: it learns before the next one begins."""
-        if not self._pending:
-            return
-        (guessed, cost), self._pending = self._pending, None
-        proposal, accepted = guessed.outcome()
-        self._lookahead.learn(
-            [proposal], [accepted], cost.width, cost.drafted, cost.verified, cost.read_a_prompt, cost.forced
-        )
+        if self._guessed and self._outcome:
+            self._lookahead.learn(replace(self._outcome, judged=[self._guessed.outcome()]))
+        self._guessed = self._outcome = None

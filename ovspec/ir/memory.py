@@ -15,6 +15,7 @@ from ovspec.ir.compile import MODEL_FILE, CompiledIR, check_weights
 
 BYTES = {"f32": 4.0, "bf16": 2.0, "f16": 2.0, "u8": 1.1}  # of a value in the cache; u8 with its scales
 
+WORTH_CHECKING = 100e6  # bytes: asking what is free takes a system call
 WORTH_TRIMMING = 8_000_000  # bytes: giving free memory back takes milliseconds
 
 
@@ -49,8 +50,7 @@ def check_memory(irs: list[CompiledIR], tokens: int) -> None:
     Only on the CPU, whose memory can be asked for.
     """
     needed = sum(tokens * kv_bytes_per_token(ir) + recurrent_bytes(ir) for ir in irs if ir.device == "CPU")
-    # Small texts are not worth the system call.
-    if needed > 100e6 and needed > (free := psutil.virtual_memory().available):
+    if needed > WORTH_CHECKING and needed > (free := psutil.virtual_memory().available):
         raise OvspecError(
             f"The KV cache of {tokens} tokens takes about {needed / 1e9:.1f} GB and {free / 1e9:.1f} GB of memory are "
             "free; shorten the prompt, lower max_tokens, or take a smaller --kv-precision."

@@ -11,6 +11,7 @@ import numpy as np
 
 from ovspec.decoders.base import Decoder
 from ovspec.errors import OvspecError
+from ovspec.sampling.logprobs import log_softmax
 
 DEFAULT_CONTEXT = 1024
 CHUNK = 128  # logits of so many places are held at a time
@@ -50,14 +51,6 @@ def predictions(decoder: Decoder, tokens: np.ndarray, context: int) -> Iterator[
         for place in range(scored, end, CHUNK):
             fed = tokens[place - 1 : min(place - 1 + CHUNK, end - 1)]
             yield place, decoder.feed([fed], [len(fed)])[0]
-
-
-def log_softmax(logits: np.ndarray) -> np.ndarray:
-    """(places, vocab) float32 -> float64."""
-    shifted = logits.astype(np.float64)
-    shifted -= shifted.max(axis=-1, keepdims=True)
-    shifted -= np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
-    return shifted
 
 
 def check_length(tokens: np.ndarray, context: int) -> None:

@@ -1,11 +1,11 @@
-"""What generating returns: pieces, results and statistics."""
+"""What generating returns: pieces of a stream, results, statistics."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, Protocol
 
-from ovspec.loop.round import RoundResult
 from ovspec.sampling.logprobs import TokenLogprob
 
 FinishReason = Literal["stop", "length", "eos", "cancelled"]
@@ -67,25 +67,16 @@ class Stats:
         """Probability that a proposed token is accepted given that those before it were."""
         return self.accepted / self.reached if self.reached else None
 
-    def count(self, verdict: RoundResult, used: int) -> None:
-        """A round, of whose tokens the first ``used`` are in the text."""
-        if not self.rounds and verdict.read:
-            self.cached_tokens -= verdict.read - verdict.forced
-        cut = used < len(verdict.tokens)
-        self.forced += min(verdict.forced, used)
-        accepted = max(0, min(verdict.accepted, used - verdict.forced))
-        proposed = accepted if cut else verdict.proposed
-        self.rounds += len(verdict.tokens) > verdict.forced
+    def count_proposal(self, source: str, proposed: int, accepted: int) -> None:
+        """``source`` has proposed so many tokens, of which the first ``accepted`` stand."""
         self.proposed += proposed
         self.accepted += accepted
         self.reached += min(accepted + 1, proposed)
-        if proposed:
-            counts = self.drafters.setdefault(verdict.source, {"proposed": 0, "accepted": 0})
-            counts["proposed"] += proposed
-            counts["accepted"] += accepted
+        counts = self.drafters.setdefault(source, {"proposed": 0, "accepted": 0})
+        counts["proposed"] += proposed
+        counts["accepted"] += accepted
+        self.accepted_by_position += [0] * (accepted - len(self.accepted_by_position))
         for position in range(accepted):
-            if position == len(self.accepted_by_position):
-                self.accepted_by_position.append(0)
             self.accepted_by_position[position] += 1
 
 
@@ -102,3 +93,37 @@ class Result:
     finish_reason: FinishReason
     stats: Stats
     logprobs: list[TokenLogprob] | None = None
+
+
+class Finishing(Protocol):
+    """A row, as far as a stream ends it."""
+
+    def cancel(self) -> Piece: ...
+
+    def result(self) -> Result: ...
+
+
+class TextStream:
+    """Pieces of text as rounds produce them; iterate over it once.
+
+    Ctrl-C during a round ends it with a piece "cancelled" and then KeyboardInterrupt. ``ended`` is called in the end.
+    """
+
+    def __init__(self, pieces: Generator[Piece], row: Finishing, ended: Callable[[], None] = lambda: None) -> None:
+        self._pieces, self._row, self._ended = pieces, row, ended
+
+    def __iter__(self) -> Iterator[Piece]:
+        return self._pieces
+
+    def cancel(self) -> None:
+        """End the text where it is."""
+        self._pieces.close()
+        self._row.cancel()
+        self._ended()
+
+    def result(self) -> Result:
+        """The whole text and its statistics; runs to the end what is not generated yet."""
+        for _ in self._pieces:
+            pass
+        self.cancel()  # has no effect unless an exception ended the stream
+        return self._row.result()

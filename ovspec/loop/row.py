@@ -1,14 +1,16 @@
-"""The text level: from rounds of tokens to pieces of text, stop strings, results and statistics."""
+"""A row: one text in the making, from rounds of tokens to pieces of text."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
+from ovspec.constraints.healing import Healing
 from ovspec.decoders.sequence import Sequence
+from ovspec.drafting.drafter import RoundRow
 from ovspec.loop.results import FinishReason, Piece, Result, Stats
-from ovspec.loop.round import RoundResult
 from ovspec.options import SamplingParams
-from ovspec.sampling.logprobs import TokenLogprob, logprobs_of
+from ovspec.sampling.logprobs import TokenLogprob, token_logprob
 from ovspec.sampling.samplers import Sampler
 from ovspec.text.tokenizer import Detokenizer
 
@@ -44,42 +46,51 @@ class StopStrings:
         return next((n for n in range(most, 0, -1) if stop.startswith(self._held[-n:])), 0)
 
 
+@dataclass(frozen=True)
+class Ending:
+    """What ends a text, besides its grammar.
+
+    max_tokens: tokens to generate at most.
+    eos: ids that end it, besides ``params.stop_ids``.
+    params: of these ``min_tokens``, ``stop`` and ``stop_ids``, and ``logprobs``.
+    context: tokens that it may have with its prompt.
+    """
+
+    max_tokens: int
+    eos: frozenset[int]
+    params: SamplingParams
+    context: float = math.inf
+
+
 class Row:
     """One text in the making: its tokens, what they say so far, and when it ends.
 
     Args:
         sequence: prompt, without what was taken back of it, and, as rounds commit to it, what follows.
-        max_tokens: tokens to generate at most.
-        eos: ids that end the text, besides those of ``params``.
-        prompt_tokens: in the whole prompt.
-        taken_back: bytes at its end that token healing has taken back; the text must begin with them.
-        longest: tokens that the model's context holds.
+        healing: what was taken back; the text must begin with it.
     """
 
     def __init__(
         self,
         sequence: Sequence,
-        detokenizer: Detokenizer,
         sampler: Sampler,
-        params: SamplingParams,
-        max_tokens: int,
-        eos: frozenset[int],
-        prompt_tokens: int,
-        taken_back: bytes = b"",
-        longest: float = math.inf,
+        detokenizer: Detokenizer,
+        ending: Ending,
+        stats: Stats,
+        healing: Healing | None = None,
     ) -> None:
-        self.sequence, self.sampler = sequence, sampler
+        self.sequence, self.sampler, self.stats, self.healing = sequence, sampler, stats, healing
+        params = ending.params
         self.text = ""
         self.token_ids: list[int] = []
         self.logprobs: list[TokenLogprob] | None = None if params.logprobs is None else []
         self.finish_reason: FinishReason | None = None
-        self.stats = Stats(prompt_tokens=prompt_tokens, cached_tokens=len(sequence))  # until it is read
-        self._end, self._longest = min(len(sequence) + max_tokens, longest), longest
-        self._params, self._min_tokens = params, params.min_tokens or 0
-        self._detokenizer, self._stops, self._eos = detokenizer, StopStrings(params.stop_strings), eos
-        self._stop_ids = frozenset(params.stop_ids)
-        self.start, self.taken_back = len(sequence), taken_back
-        self._to_say_again = len(taken_back)  # bytes
+        self.start = len(sequence)
+        stats.cached_tokens = self.start  # until it is read
+        self._end, self._context = min(self.start + ending.max_tokens, ending.context), ending.context
+        self._min_tokens, self._count_logprobs = params.min_tokens or 0, params.logprobs or 0
+        self._eos, self._stop_ids = ending.eos, frozenset(params.stop_ids)
+        self._detokenizer, self._stops = detokenizer, StopStrings(params.stop_strings)
         self._may_complete = sampler.constraints.may_complete
 
     @property
@@ -87,32 +98,30 @@ class Row:
         """Tokens that the text may have in the end, with its prompt."""
         return int(self._end)
 
-    @property
-    def room(self) -> int:
-        """Tokens that may be committed before the text is as long as it may become."""
-        return self.most - len(self.sequence)
+    def round_row(self) -> RoundRow:
+        """What the next round works on. No drafter is asked before the first token, which must not wait for it."""
+        return RoundRow(self.sequence, self.sampler, int(self._end) - len(self.sequence), self.stats.rounds > 0)
 
-    def remaining(self) -> int:
-        """Tokens that may be proposed. None before the first token: it must not wait for the drafter."""
-        return self.room - 1 if self.stats.rounds else 0
-
-    def take(self, verdict: RoundResult) -> Piece:
+    def take(self, turn: RoundRow) -> Piece:
         """Read what a round committed, if anything, up to where the text ends; later tokens are taken back."""
-        tokens = verdict.tokens.tolist()
+        tokens = turn.tokens.tolist()
         begin = len(self.sequence) - len(tokens)
-        shown, used, stopped, counted = "", 0, False, list[int]()  # places of tokens that are in the text
+        shown, used, stopped, counted = "", 0, False, list[int]()  # indices of tokens that are in the text
         for used, token in enumerate(tokens, 1):
-            again = self._said_again(token) if self._to_say_again else 0
-            if again is None:
-                if begin + used >= self._end:  # the context is full before anything new was said
-                    self.finish_reason = "length"
-                    break
-                continue
+            healed = 0
+            if self.healing and not self.token_ids and not counted:
+                healed = self.healing.healed(self.sequence.tokens[: begin + used])
+                if healed is None:  # nothing new, so it isn't counted
+                    self._end = min(self._end + 1, self._context)
+                    if begin + used >= self._end:  # the context is full before anything new was generated
+                        self.finish_reason = "length"
+                        break
+                    continue
             counted.append(used - 1)
             if token in self._stop_ids:
                 self.finish_reason = "stop"
                 break
-            text = self._detokenizer.push(token, again)
+            text = self._detokenizer.push(token, healed)
             early = len(self.token_ids) + len(counted) <= self._min_tokens
             text, stopped = (text, False) if early else self._stops.push(text)
             shown += text
@@ -126,29 +135,20 @@ class Row:
                 self.finish_reason = "length"
             if self.finish_reason:
                 break
-        self.stats.count(verdict, used)
+        self._count(turn, used)
         self.sequence.rewind(begin + used)
         if self.finish_reason and not stopped:
             shown += self._rest()
         self.text += shown
-        ids, logprobs = [tokens[place] for place in counted], None
-        if self.logprobs is not None and self._params.logprobs is not None:
-            count = self._params.logprobs
-            logprobs = [logprobs_of(verdict.logits[place], tokens[place], count) for place in counted]
+        ids, logprobs = [tokens[index] for index in counted], None
+        if self.logprobs is not None:
+            logprobs = [token_logprob(turn.logits[index], tokens[index], self._count_logprobs) for index in counted]
             self.logprobs += logprobs
         self.token_ids += ids
         self.stats.generated_tokens = len(self.token_ids)
-        sources = verdict.sources()
-        return Piece(shown, ids, self.finish_reason, logprobs, [sources[place] for place in counted])
-
-    def _said_again(self, token: int) -> int | None:
-        """How many bytes of ``token`` were taken back from the prompt; None where it has no other."""
-        again, length = self._to_say_again, self._detokenizer.length(token)
-        self._to_say_again = max(0, again - length)
-        if length > again:
-            return again
-        self._end = min(self._end + 1, self._longest)  # it isn't counted
-        return None
+        sources = ["forced"] * len(turn.forced) + [turn.proposal.source] * turn.accepted
+        sources += ["target"] * (len(tokens) - len(sources))
+        return Piece(shown, ids, self.finish_reason, logprobs, [sources[index] for index in counted])
 
     def cancel(self) -> Piece:
         """End the text where it is, unless it has ended already."""
@@ -163,6 +163,18 @@ class Row:
         """Of a text that has ended."""
         assert self.finish_reason
         return Result(self.text, self.token_ids, self.finish_reason, self.stats, self.logprobs)
+
+    def _count(self, turn: RoundRow, used: int) -> None:
+        """A round, of whose tokens the first ``used`` are in the text."""
+        stats, forced = self.stats, len(turn.forced)
+        if not stats.rounds and turn.read:
+            stats.cached_tokens -= turn.read - forced
+        stats.forced += min(forced, used)
+        stats.rounds += len(turn.tokens) > forced
+        accepted = max(0, min(turn.accepted, used - forced))
+        proposed = accepted if used < len(turn.tokens) else len(turn.proposal.tokens)
+        if proposed:
+            stats.count_proposal(turn.proposal.source, proposed, accepted)
 
     def _rest(self) -> str:
         shown, stopped = self._stops.push(self._detokenizer.flush())

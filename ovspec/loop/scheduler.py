@@ -1,29 +1,48 @@
-"""Batches: rows that are generated together, in one inference a round, and leave and join between two rounds."""
+"""The scheduler: rows join and leave a batch between rounds."""
 
 from __future__ import annotations
 
 import itertools
 import math
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
 from ovspec.decoders.base import Decoder
 from ovspec.decoders.prefill import shares_prefix
-from ovspec.decoders.sequence import EMPTY
-from ovspec.drafting.drafter import Drafter, Round
-from ovspec.drafting.lookahead import Lookahead
+from ovspec.decoders.sequence import EMPTY, Sequence
+from ovspec.drafting.drafter import Drafter, RoundRow
+from ovspec.drafting.lookahead import Lookahead, RoundOutcome
 from ovspec.loop.interrupts import HeldInterrupts
-from ovspec.loop.results import Piece
-from ovspec.loop.round import speculate
-from ovspec.loop.row import Row
+from ovspec.loop.results import FinishReason, Piece, Stats
+from ovspec.loop.round import run_round
+
+
+class Schedulable(Protocol):
+    """What rounds run over: a ``Row``, or the text of somebody else who chooses the tokens."""
+
+    sequence: Sequence
+    stats: Stats
+    finish_reason: FinishReason | None
+
+    @property
+    def most(self) -> int:
+        """Tokens that the text may grow to."""
+        ...
+
+    def round_row(self) -> RoundRow: ...
+
+    def take(self, turn: RoundRow) -> Piece: ...
+
+    def cancel(self) -> Piece: ...
 
 
 @dataclass(frozen=True)
 class Limits:
     """What a batch may hold at a time: rows, and tokens that these may grow to together."""
 
-    rows: int
+    rows: int = 1
     tokens: float = math.inf
 
 
@@ -32,99 +51,126 @@ class Active:
     """A row of the batch: its number among all, and the seconds on the clock, of the target and of drafting by then."""
 
     number: int
-    row: Row
+    row: Schedulable
     joined: tuple[float, float, float]
 
 
-def generate_rows(
-    target: Decoder, drafter: Drafter | None, rows: Iterable[Row], lookahead: Lookahead, limits: Limits = Limits(1)
-) -> Iterator[list[tuple[int, Piece]]]:
-    """Run rounds until every row is finished; yields (number of the row, piece) for the rows of each round.
+class Queue:
+    """Rows that have not joined yet."""
 
-    Finished rows leave the batch, and the next of ``rows`` join it between two rounds, when they are taken from the
-    iterable. ``target`` and ``drafter`` hold nothing, or the first row.
-    On Ctrl-C the round is finished, its pieces and then a last one "cancelled" are yielded, and
-    KeyboardInterrupt is raised.
+    def __init__(self, rows: Iterable[Schedulable], limits: Limits) -> None:
+        self._rows, self._limits = enumerate(rows), limits
+        self._waiting: list[tuple[int, Schedulable]] = []
+
+    def take(self, batch: list[Schedulable]) -> list[tuple[int, Schedulable]]:
+        """(number, row) of those for which there is room beside ``batch``; one at least where that is empty.
+
+        A row that begins like one whose prompt is being read waits, because it can go on from there.
+        """
+        room = self._limits.tokens - sum([row.most for row in batch])
+        reading = [row.sequence for row in batch if not row.stats.rounds]
+        taken: list[tuple[int, Schedulable]] = []
+        self._waiting += itertools.islice(self._rows, self._limits.rows - len(self._waiting))
+        for number, row in self._waiting:
+            if len(batch) + len(taken) == self._limits.rows or (row.most > room and (batch or taken)):
+                break
+            if not reading or not shares_prefix(row.sequence, reading):
+                taken.append((number, row))
+                reading.append(row.sequence)
+                room -= row.most
+        self._waiting = [each for each in self._waiting if each not in taken]
+        return taken
+
+
+class Scheduler:
+    """Runs rounds over rows that join a batch as others leave it.
+
+    Args:
+        target, drafter: hold nothing, or the first row.
+        rows: taken from when there is room.
+        learn: told what each round has brought; the lookahead by default.
     """
 
-    def clocks() -> tuple[float, float, float]:
-        return time.perf_counter(), target.seconds, drafter.seconds if drafter else 0.0
+    def __init__(
+        self,
+        target: Decoder,
+        drafter: Drafter | None,
+        lookahead: Lookahead,
+        rows: Iterable[Schedulable],
+        limits: Limits = Limits(),
+        learn: Callable[[RoundOutcome], None] | None = None,
+    ) -> None:
+        self._target, self._drafter, self._lookahead = target, drafter, lookahead
+        self._learn = learn or lookahead.learn
+        self._queue, self._most_rows = Queue(rows, limits), limits.rows
+        self._batch: list[Active] = []
+        self._stay = list(range(len(target.rows)))  # rows of the decoders that go on
 
-    def note_times(active: Active) -> None:
+    def step(self) -> list[tuple[int, Piece]] | None:
+        """Run one round; (number of the row, piece) for each row, or None where there is no row left."""
+        if len(self._batch) < self._most_rows:
+            joining = self._queue.take([active.row for active in self._batch])
+            self._batch += [Active(number, row, self._clocks()) for number, row in joining]
+        if not self._batch:
+            return None
+        order = [*self._stay, *[EMPTY] * (len(self._batch) - len(self._stay))]
+        if order != list(range(len(self._target.rows))):
+            self._target.reorder(order)
+            if self._drafter:
+                self._drafter.reorder(order)
+        turns = [active.row.round_row() for active in self._batch]
+        outcome = run_round(self._target, self._drafter, self._lookahead, turns)
+        if outcome:
+            self._learn(outcome)
+        pieces = [(active.number, active.row.take(turn)) for active, turn in zip(self._batch, turns, strict=True)]
+        for active in self._batch:
+            if active.row.finish_reason or not active.row.stats.ttft_ms:
+                self._note_times(active)
+        self._stay = [index for index, active in enumerate(self._batch) if not active.row.finish_reason]
+        self._batch = [self._batch[index] for index in self._stay]
+        return pieces
+
+    def cancel(self) -> list[tuple[int, Piece]]:
+        """End all rows of the batch where they are."""
+        return [(active.number, active.row.cancel()) for active in self._batch]
+
+    def note_times(self) -> None:
+        """Bring the statistics of the batch's rows up to date."""
+        for active in self._batch:
+            self._note_times(active)
+
+    def _clocks(self) -> tuple[float, float, float]:
+        return time.perf_counter(), self._target.seconds, self._drafter.seconds if self._drafter else 0.0
+
+    def _note_times(self, active: Active) -> None:
         stats = active.row.stats
-        elapsed, on_target, on_draft = (1e3 * (now - then) for now, then in zip(clocks(), active.joined, strict=True))
+        now = self._clocks()
+        elapsed, on_target, on_draft = (1e3 * (now[i] - active.joined[i]) for i in range(3))
         if not stats.ttft_ms and stats.generated_tokens:
             stats.ttft_ms = elapsed
         if stats.generated_tokens > 1:
             stats.tpot_ms = (elapsed - stats.ttft_ms) / (stats.generated_tokens - 1)
         stats.target_ms, stats.draft_ms, stats.other_ms = on_target, on_draft, elapsed - on_target - on_draft
 
-    waiting, batch = Waiting(rows, limits), list[Active]()
-    stay = list(range(len(target.rows)))  # rows of the decoders that go on
+
+def run_rows(scheduler: Scheduler) -> Iterator[list[tuple[int, Piece]]]:
+    """Run rounds until every row is finished; yields (number of the row, piece) for the rows of each round.
+
+    On Ctrl-C the round is finished, its pieces and then a last one "cancelled" are yielded, and KeyboardInterrupt is
+    raised.
+    """
     interrupts = HeldInterrupts()
     try:
         while True:
             interrupts.holding = True
-            if len(batch) < limits.rows:
-                batch += [Active(number, row, clocks()) for number, row in waiting.take([each.row for each in batch])]
-            if not batch:
-                return
-            order = [*stay, *[EMPTY] * (len(batch) - len(stay))]
-            if order != list(range(len(target.rows))):
-                target.reorder(order)
-                if drafter:
-                    drafter.reorder(order)
-            rows_now = [each.row for each in batch]
-            round = Round(
-                [row.sequence for row in rows_now],
-                [row.remaining() for row in rows_now],
-                [row.sampler for row in rows_now],
-                lookahead,
-                [0 if lookahead.fixed == 0 else row.room for row in rows_now],
-            )
-            pieces = [
-                (each.number, each.row.take(verdict))
-                for each, verdict in zip(batch, speculate(target, drafter, round), strict=True)
-            ]
-            for each in batch:
-                if each.row.finish_reason or not each.row.stats.ttft_ms:
-                    note_times(each)
-            stay = [place for place, each in enumerate(batch) if not each.row.finish_reason]
-            batch = [batch[place] for place in stay]
+            pieces = scheduler.step()
             interrupts.holding = False
+            if pieces is None:
+                return
             yield [(number, piece) for number, piece in pieces if piece.token_ids or piece.finish_reason]
             if interrupts.pressed:
-                yield [(each.number, each.row.cancel()) for each in batch]
+                yield scheduler.cancel()
                 raise KeyboardInterrupt
     finally:
         interrupts.stop()
-        for each in batch:
-            note_times(each)
-
-
-class Waiting:
-    """Rows that have not joined yet."""
-
-    def __init__(self, rows: Iterable[Row], limits: Limits) -> None:
-        self._rows, self._limits = enumerate(rows), limits
-        self._queue: list[tuple[int, Row]] = []
-
-    def take(self, batch: list[Row]) -> list[tuple[int, Row]]:
-        """(number, row) of those for which there is room beside ``batch``; one at least where that is empty.
-
-        A row that begins like one that is being read waits, because it can go on from there.
-        """
-        room = self._limits.tokens - sum(row.most for row in batch)
-        reading = [row.sequence for row in batch if not row.stats.rounds]
-        places = self._limits.rows - len(batch)
-        taken: list[tuple[int, Row]] = []
-        self._queue += itertools.islice(self._rows, self._limits.rows - len(self._queue))
-        for number, row in self._queue:
-            if len(taken) == places or (row.most > room and (batch or taken)):
-                break
-            if not shares_prefix(row.sequence, reading):
-                taken.append((number, row))
-                reading.append(row.sequence)
-                room -= row.most
-        self._queue = [each for each in self._queue if each not in taken]
-        return taken
+        scheduler.note_times()

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ovspec.decoders.base import Decoder, catch_up
+from ovspec.decoders.base import Decoder
 from ovspec.decoders.prefill import LONG
-from ovspec.decoders.sequence import Sequence
+from ovspec.decoders.sequence import Sequence, catch_up
+from ovspec.sampling.logprobs import log_softmax
 
 # Texts and logits of one inference: a stateful cache is copied for each text, and logits are as wide as a vocabulary.
 MOST_TEXTS, MOST_LOGITS = 32, 256
@@ -64,14 +65,8 @@ def score_texts(decoder: Decoder, texts: list[np.ndarray], begin: int) -> list[S
 
 def score(logits: np.ndarray, tokens: np.ndarray) -> Score:
     """Of ``tokens`` (n,), each chosen from its row of ``logits`` (n, vocab)."""
-    logprobs = [logprob(row, int(token)) for row, token in zip(logits, tokens, strict=True)]
+    logprobs = [float(log_softmax(row)[token]) for row, token in zip(logits, tokens, strict=True)]
     return Score(math.fsum(logprobs), tokens.tolist(), logprobs)
-
-
-def logprob(logits: np.ndarray, token: int) -> float:
-    """The natural logarithm of the probability of ``token`` by ``logits`` (vocab,)."""
-    most = logits.max()
-    return float(logits[token] - most) - math.log(float(np.exp(logits - most).sum(dtype=np.float64)))
 
 
 def groups(texts: list[np.ndarray], begin: int) -> Iterator[list[np.ndarray]]:

@@ -1,8 +1,7 @@
-"""Log-probabilities of tokens in the model's own distribution."""
+"""Log-probabilities of tokens in the model's own distribution, in nats."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,13 +18,19 @@ class TokenLogprob:
     top: list[tuple[int, float]]
 
 
-def logprobs_of(logits: np.ndarray, token: int, count: int) -> TokenLogprob:
+def log_softmax(logits: np.ndarray) -> np.ndarray:
+    """(..., vocab) float32 logits -> log-probabilities in float64."""
+    shifted = logits.astype(np.float64)
+    shifted -= shifted.max(axis=-1, keepdims=True)
+    shifted -= np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
+    return shifted
+
+
+def token_logprob(logits: np.ndarray, token: int, count: int) -> TokenLogprob:
     """Of ``token`` and the ``count`` most likely, from the model's logits (vocab,)."""
-    most = float(logits.max())
-    total = most + math.log(float(np.exp(logits - np.float32(most)).sum(dtype=np.float64)))
-    top: list[tuple[int, float]] = []
+    logprobs, top = log_softmax(logits), list[tuple[int, float]]()
     if count:
         ids = largest(logits, min(count, len(logits)))
         ids = ids[np.argsort(-logits[ids], kind="stable")][:count]
-        top = [(int(index), float(logits[index]) - total) for index in ids]
-    return TokenLogprob(token, float(logits[token]) - total, top)
+        top = [(int(index), float(logprobs[index])) for index in ids]
+    return TokenLogprob(token, float(logprobs[token]), top)

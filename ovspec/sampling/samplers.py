@@ -7,18 +7,17 @@ with any drafter. ``RejectionSampler`` is the other rule.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from ovspec.constraints.base import UNCONSTRAINED, Constraints
 from ovspec.decoders.sequence import Sequence
-from ovspec.drafting.proposal import Proposal
 from ovspec.errors import OvspecError
-from ovspec.options import ACCEPT_RULES, AcceptRule, SampleFunction, SamplingParams
+from ovspec.options import ACCEPT_RULES, GenerateOptions, SampleFunction, SamplingParams
 from ovspec.sampling.noise import ACCEPT, CHOICE, DRAFT, RESIDUAL, draw, draw_from, noise, residual, uniform
-from ovspec.sampling.warp import NOTHING_LEFT, WarpedLogits, greedy, warp
+from ovspec.sampling.warp import NOTHING_LEFT, WarpedLogits, certain, warp
 
 
 class Guess(NamedTuple):
@@ -29,16 +28,25 @@ class Guess(NamedTuple):
     q: WarpedLogits | None = None
 
 
+# What each proposed token was drawn from; None where they weren't drawn.
+Distributions = list[WarpedLogits] | None
+
+
 class Sampler(Protocol):
     """Chooses the tokens of one row."""
 
     sampled: bool  # whether chance has a part in it
     constraints: Constraints
 
-    def verify(self, logits: np.ndarray, sequence: Sequence, proposal: Proposal) -> np.ndarray:
+    def verify(
+        self, logits: np.ndarray, sequence: Sequence, proposed: np.ndarray, q: Distributions = None
+    ) -> np.ndarray:
         """What to commit, (n,) int64: the accepted tokens and one more, unless the last accepted one ends the text.
 
-        ``logits`` (proposed + 1, vocab) float32 are the target's after ``sequence`` and after each proposed token.
+        Args:
+            logits: (len(proposed) + 1, vocab) float32, the target's after ``sequence`` and each proposed token.
+            proposed: (n,) int64.
+            q: what each of these was drawn from, where it was drawn.
         """
         ...
 
@@ -50,26 +58,46 @@ class Sampler(Protocol):
         ...
 
 
-class Greedy:
-    """The most likely token, where nothing constrains it."""
+class GreedySampler:
+    """Takes the most likely token of those that may follow."""
 
     sampled = False
 
     def __init__(self, constraints: Constraints = UNCONSTRAINED) -> None:
         self.constraints = constraints
 
-    def verify(self, logits: np.ndarray, sequence: Sequence, proposal: Proposal) -> np.ndarray:  # noqa: ARG002
-        choices = greedy(logits)
-        proposed = len(proposal.tokens)
-        if proposed:
-            wrong = choices[:proposed] != proposal.tokens
+    def verify(
+        self,
+        logits: np.ndarray,
+        sequence: Sequence,
+        proposed: np.ndarray,
+        q: Distributions = None,  # noqa: ARG002
+    ) -> np.ndarray:
+        if self.constraints.active:
+            return walk(self, logits, sequence, proposed)
+        choices = logits.argmax(axis=-1)
+        if len(proposed):
+            wrong = choices[:-1] != proposed
             first = int(wrong.argmax())
             if wrong[first]:
                 return choices[: first + 1]
         return choices
 
-    def guess(self, logits: np.ndarray, tokens: np.ndarray) -> Guess | None:  # noqa: ARG002
-        return most_likely(logits)
+    def guess(self, logits: np.ndarray, tokens: np.ndarray) -> Guess | None:
+        if not self.constraints.active:
+            return most_likely(logits)
+        logits = self.constraints.process(logits, tokens)
+        # The most likely of all is the most likely of those that may follow, if it is one of them.
+        if self.constraints.allow(int(logits.argmax()), tokens):
+            return most_likely(logits)
+        return most_likely(self.constraints.mask(logits, tokens))
+
+    def choose(self, logits: np.ndarray, tokens: np.ndarray) -> int:
+        logits = self.constraints.process(logits, tokens)
+        token = int(logits.argmax())
+        if self.constraints.allow(token, tokens) and logits[token] > -np.inf:
+            return token
+        return required(most_likely(self.constraints.mask(logits, tokens)))
 
 
 def most_likely(logits: np.ndarray) -> Guess | None:
@@ -79,54 +107,36 @@ def most_likely(logits: np.ndarray) -> Guess | None:
     return Guess(token, 1 / float(np.exp(logits - logits[token]).sum()))
 
 
-def walk(
-    choose: Callable[[np.ndarray, np.ndarray], int],
-    logits: np.ndarray,
-    sequence: Sequence,
-    proposal: Proposal,
-    constraints: Constraints,
-) -> np.ndarray:
-    """``choose(logits (vocab,), tokens before (n,))`` at each place, while it chooses what was proposed."""
-    tokens = np.concatenate((sequence.tokens, proposal.tokens))
+def required(guess: Guess | None) -> int:
+    """The token of a guess; raises OvspecError where there is none, because no token may follow."""
+    if not guess:
+        raise OvspecError(NOTHING_LEFT)
+    return guess.token
+
+
+class Chooser(Protocol):
+    """A sampler that compares its own choice with what is proposed."""
+
+    constraints: Constraints
+
+    def choose(self, logits: np.ndarray, tokens: np.ndarray) -> int:
+        """The token that follows ``tokens`` (n,), by the target's ``logits`` (vocab,)."""
+        ...
+
+
+def walk(chooser: Chooser, logits: np.ndarray, sequence: Sequence, proposed: np.ndarray) -> np.ndarray:
+    """The chooser's own choices, (n,) int64, up to the first that differs from what is proposed or ends the text."""
+    constraints, tokens = chooser.constraints, np.concatenate((sequence.tokens, proposed))
     chosen: list[int] = []
-    for place in range(len(logits)):
-        before = tokens[: len(sequence) + place]
-        if place and constraints.ended(before):
+    for position in range(len(logits)):
+        before = tokens[: len(sequence) + position]
+        if position and constraints.ended(before):
             break
         forced = constraints.only(before)
-        chosen.append(choose(logits[place], before) if forced is None else forced)
-        if place < len(proposal.tokens) and chosen[-1] != proposal.tokens[place]:
+        chosen.append(chooser.choose(logits[position], before) if forced is None else forced)
+        if position < len(proposed) and chosen[-1] != proposed[position]:
             break
     return np.array(chosen, dtype=np.int64)
-
-
-class ConstrainedGreedy:
-    """The most likely token of those that may follow."""
-
-    sampled = False
-
-    def __init__(self, constraints: Constraints) -> None:
-        self.constraints = constraints
-
-    def verify(self, logits: np.ndarray, sequence: Sequence, proposal: Proposal) -> np.ndarray:
-        return walk(self._choose, logits, sequence, proposal, self.constraints)
-
-    def guess(self, logits: np.ndarray, tokens: np.ndarray) -> Guess | None:
-        logits = self.constraints.process(logits, tokens)
-        # The most likely of all is the most likely of those that may follow, if it is one of them.
-        if self.constraints.allow(int(logits.argmax()), tokens):
-            return most_likely(logits)
-        return most_likely(self.constraints.mask(logits, tokens))
-
-    def _choose(self, logits: np.ndarray, tokens: np.ndarray) -> int:
-        logits = self.constraints.process(logits, tokens)
-        token = int(logits.argmax())
-        if self.constraints.allow(token, tokens) and logits[token] > -np.inf:
-            return token
-        guess = most_likely(self.constraints.mask(logits, tokens))
-        if not guess:
-            raise OvspecError(NOTHING_LEFT)
-        return guess.token
 
 
 class SharedNoiseSampler:
@@ -142,8 +152,14 @@ class SharedNoiseSampler:
         self.constraints, self._params, self._seed, self._row = constraints, params, seed, row
         self._noise: dict[int, np.ndarray] = {}  # what the draft has drawn with, until the target has
 
-    def verify(self, logits: np.ndarray, sequence: Sequence, proposal: Proposal) -> np.ndarray:
-        chosen = walk(self._choose, logits, sequence, proposal, self.constraints)
+    def verify(
+        self,
+        logits: np.ndarray,
+        sequence: Sequence,
+        proposed: np.ndarray,
+        q: Distributions = None,  # noqa: ARG002
+    ) -> np.ndarray:
+        chosen = walk(self, logits, sequence, proposed)
         passed = len(sequence) + len(chosen)
         self._noise = {position: bits for position, bits in self._noise.items() if position >= passed}
         return chosen
@@ -151,18 +167,15 @@ class SharedNoiseSampler:
     def guess(self, logits: np.ndarray, tokens: np.ndarray) -> Guess | None:
         logits = self.constraints.process(logits, tokens)
         # What wins the race among all tokens wins it among those that may follow, if it is one of them.
-        if self.constraints and not self._params.truncates and logits.max() > -np.inf:
+        if self.constraints.active and not self._params.truncates and logits.max() > -np.inf:
             guess = self._draw(logits, len(tokens))
             if self.constraints.allow(guess.token, tokens):
                 return guess
         logits = self.constraints.mask(logits, tokens)
         return self._draw(logits, len(tokens)) if logits.max() > -np.inf else None
 
-    def _choose(self, logits: np.ndarray, tokens: np.ndarray) -> int:
-        guess = self.guess(logits, tokens)
-        if not guess:
-            raise OvspecError(NOTHING_LEFT)
-        return guess.token
+    def choose(self, logits: np.ndarray, tokens: np.ndarray) -> int:
+        return required(self.guess(logits, tokens))
 
     def _draw(self, logits: np.ndarray, position: int) -> Guess:
         bits = self._noise.get(position)
@@ -184,22 +197,20 @@ class RejectionSampler:
     def __init__(self, constraints: Constraints, params: SamplingParams, seed: int, row: int) -> None:
         self.constraints, self._params, self._seed, self._row = constraints, params, seed, row
 
-    def verify(self, logits: np.ndarray, sequence: Sequence, proposal: Proposal) -> np.ndarray:
-        tokens = np.concatenate((sequence.tokens, proposal.tokens))
+    def verify(
+        self, logits: np.ndarray, sequence: Sequence, proposed: np.ndarray, q: Distributions = None
+    ) -> np.ndarray:
+        tokens = np.concatenate((sequence.tokens, proposed))
         seed, row, vocab = self._seed, self._row, logits.shape[1]
         chosen: list[int] = []
-        for place, proposed in enumerate(proposal.tokens.tolist()):
-            position = len(sequence) + place
-            p = self._warped(logits[place], tokens[:position]).probabilities(vocab)
-            if proposal.q:
-                q = proposal.q[place].probabilities(vocab)
-            else:
-                q = np.zeros(vocab)
-                q[proposed] = 1.0
-            if uniform(seed, row, position, ACCEPT) * q[proposed] >= p[proposed]:
+        for index, token in enumerate(proposed.tolist()):
+            position = len(sequence) + index
+            p = self._warped(logits[index], tokens[:position]).probabilities(vocab)
+            drawn = (q[index] if q else certain(token)).probabilities(vocab)
+            if uniform(seed, row, position, ACCEPT) * drawn[token] >= p[token]:
                 bits = noise(seed, row, position, vocab, RESIDUAL)
-                return np.array([*chosen, draw_from(residual(p, q), bits)], dtype=np.int64)
-            chosen.append(proposed)
+                return np.array([*chosen, draw_from(residual(p, drawn), bits)], dtype=np.int64)
+            chosen.append(token)
             if self.constraints.ended(tokens[: position + 1]):
                 return np.array(chosen, dtype=np.int64)
         last = self._warped(logits[-1], tokens)
@@ -228,13 +239,19 @@ class UserSampler:
     def __init__(self, constraints: Constraints, function: SampleFunction, keywords: Mapping[str, Any]) -> None:
         self.constraints, self._function, self._keywords = constraints, function, keywords
 
-    def verify(self, logits: np.ndarray, sequence: Sequence, proposal: Proposal) -> np.ndarray:
-        return walk(self._choose, logits, sequence, proposal, self.constraints)
+    def verify(
+        self,
+        logits: np.ndarray,
+        sequence: Sequence,
+        proposed: np.ndarray,
+        q: Distributions = None,  # noqa: ARG002
+    ) -> np.ndarray:
+        return walk(self, logits, sequence, proposed)
 
     def guess(self, logits: np.ndarray, tokens: np.ndarray) -> Guess | None:
         return most_likely(self.constraints(logits, tokens))
 
-    def _choose(self, logits: np.ndarray, tokens: np.ndarray) -> int:
+    def choose(self, logits: np.ndarray, tokens: np.ndarray) -> int:
         # Copies: what a user's function keeps or changes must stay what it is.
         chosen = self._function(self.constraints(logits, tokens)[None].copy(), tokens.copy(), **self._keywords)
         try:
@@ -249,19 +266,19 @@ class UserSampler:
 
 
 def sampler_of(
-    params: SamplingParams,
-    seed: int,
-    row: int,
-    constraints: Constraints,
-    accept: AcceptRule = "compare",
-    function: SampleFunction | None = None,
-    keywords: Mapping[str, Any] | None = None,
+    params: SamplingParams, seed: int, row: int, constraints: Constraints, options: GenerateOptions | None = None
 ) -> Sampler:
-    """The sampler for one row; arguments as ``SharedNoiseSampler`` and ``UserSampler``.
+    """The sampler for one row.
+
+    Args:
+        seed, row: what noise depends on, besides the position; ``row`` is the text's number among those of a prompt.
+        options: of these ``accept``, ``sampler`` and ``sampler_options``.
 
     Raises:
         OvspecError: options that exclude each other.
     """
+    options = options or GenerateOptions()
+    accept, function = options.get("accept", "compare"), options.get("sampler")
     if accept not in ACCEPT_RULES:
         raise OvspecError(f"accept is {accept!r}; it must be one of {', '.join(ACCEPT_RULES)}.")
     if function:
@@ -269,9 +286,9 @@ def sampler_of(
             raise OvspecError("A sampler draws by itself; leave temperature, top_k, top_p, min_p and typical_p out.")
         if accept == "rejection":
             raise OvspecError('accept="rejection" needs to know the distribution, which a sampler keeps to itself.')
-        return UserSampler(constraints, function, keywords or {})
+        return UserSampler(constraints, function, options.get("sampler_options") or {})
     if params.temperature:
         return (RejectionSampler if accept == "rejection" else SharedNoiseSampler)(constraints, params, seed, row)
     if params.truncates:
         raise OvspecError("top_k, top_p, min_p and typical_p need a temperature above 0.")
-    return ConstrainedGreedy(constraints) if constraints else Greedy(constraints)
+    return GreedySampler(constraints)

@@ -25,11 +25,6 @@ BLOCK = 128
 # ---------------------------------------------------------------- logits
 
 
-def greedy(logits: np.ndarray) -> np.ndarray:
-    """The most likely token at each place: (places, vocab) float32 -> (places,) int64."""
-    return logits.argmax(axis=-1)
-
-
 def penalize(logits: np.ndarray, tokens: np.ndarray, start: int, params: SamplingParams) -> None:
     """Apply the penalties of ``params`` in place.
 
@@ -61,6 +56,11 @@ class WarpedLogits(NamedTuple):
         found = np.zeros(vocab)
         found[ids[ids < vocab]] = kept[ids < vocab]
         return found
+
+
+def certain(token: int) -> WarpedLogits:
+    """The distribution of a token that must come."""
+    return WarpedLogits(np.array([token]), np.zeros(1, dtype=np.float32))
 
 
 def warp(logits: np.ndarray, params: SamplingParams) -> WarpedLogits:

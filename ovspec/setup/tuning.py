@@ -27,7 +27,7 @@ from ovspec.files import read_text
 from ovspec.ir.compile import MODEL_FILE, check_weights, compile_ir
 from ovspec.ir.device import DeviceOptions, core, default_kv_precision
 from ovspec.ir.memory import room_for
-from ovspec.loop.perplexity import log_softmax
+from ovspec.sampling.logprobs import log_softmax
 from ovspec.setup.engine import AGREES, EXACT, EngineName, compile_paged, verdict_on_paged
 from ovspec.setup.probing import find_probe
 from ovspec.setup.profile import (

@@ -64,8 +64,3 @@ def chat_template(folder: Path) -> ChatTemplate:
     special = {name: config.get(name) for name in ("bos_token", "eos_token", "pad_token", "unk_token")}
     texts = {name: value["content"] if isinstance(value, dict) else value for name, value in special.items()}
     return ChatTemplate(source, {name: value for name, value in texts.items() if value})
-
-
-def is_chat(prompt: Any) -> bool:
-    """Whether a prompt is messages for the chat template."""
-    return isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], dict)

@@ -17,12 +17,12 @@ from ovspec.constraints.base import Constraints
 from ovspec.constraints.grammar import Grammars
 from ovspec.decoders.sequence import Sequence
 from ovspec.drafting.draft_model import DraftModel
-from ovspec.drafting.drafter import Drafter, Round
+from ovspec.drafting.drafter import Drafter, RoundRow
 from ovspec.drafting.lookahead import Lookahead
 from ovspec.grammars.sources import regex
-from ovspec.loop.round import speculate
-from ovspec.options import SamplingParams
-from ovspec.sampling.samplers import AcceptRule, Guess, sampler_of
+from ovspec.loop.round import run_round
+from ovspec.options import AcceptRule, SamplingParams
+from ovspec.sampling.samplers import Guess, sampler_of
 from ovspec.sampling.warp import softmax, warp
 
 UNLIKELY = 1e-4
@@ -104,12 +104,13 @@ def draw_texts(
         if drafters[drafter]:
             drafters[drafter].reset(1)
         constraints = Constraints([GRAMMARS.constraint(GRAMMAR, 1, ends)], ends)
-        sampler = sampler_of(params, seed, 0, constraints, accept)
+        sampler = sampler_of(params, seed, 0, constraints, {"accept": accept})
         while len(sequence) == 1 or not constraints.ended(sequence.tokens):
-            verdict = speculate(target, drafters[drafter], Round([sequence], [3], [sampler], Lookahead(3), [9]))[0]
-            done["forced"] += verdict.forced
-            done["proposed"] += verdict.proposed
-            done["accepted"] += verdict.accepted
+            row = RoundRow(sequence, sampler, 9)
+            run_round(target, drafters[drafter], Lookahead(3), [row])
+            done["forced"] += len(row.forced)
+            done["proposed"] += len(row.proposal.tokens)
+            done["accepted"] += row.accepted
         counts[tuple(sequence.tokens[1:].tolist())] += 1
     return counts, done
 

@@ -14,12 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ovspec
-from ovspec.constraints.healing import ByteTokens, Healing, taken_back
+from ovspec.constraints.healing import ByteTokens, Healing, healable
 from ovspec.decoders.sequence import Sequence
-from ovspec.loop.round import RoundResult
-from ovspec.loop.row import Row
+from ovspec.loop.results import Stats
+from ovspec.loop.row import Ending, Row
 from ovspec.options import SamplingParams
-from ovspec.sampling.samplers import Greedy
+from ovspec.sampling.samplers import GreedySampler
 from ovspec.text.tokenizer import ByteDetokenizer, byte_vocabulary
 
 VOCABULARY = byte_vocabulary(json.loads((CHECKPOINTS / "target" / "tokenizer.json").read_text(encoding="utf-8")))
@@ -45,7 +45,7 @@ def lm(load: Callable[..., ovspec.LanguageModel]) -> ovspec.LanguageModel:
 
 
 def naive(tokens: list[int], first: int, vocabulary: list[bytes | None]) -> int:
-    """``taken_back`` by its definition."""
+    """``healable`` by its definition."""
     found = 0
     for count in range(1, len(tokens) - first + 1):
         spelt = [vocabulary[token] for token in tokens[len(tokens) - count :]]
@@ -66,7 +66,7 @@ def test_what_is_taken_back(vocabulary: list[bytes | None], data: st.DataObject)
     tokens = data.draw(st.lists(st.integers(0, len(vocabulary) - 1), max_size=6))
     first = data.draw(st.integers(0, len(tokens)))
     ordered = ByteTokens(vocabulary)
-    assert taken_back(np.array(tokens, np.int64), first, ordered) == naive(tokens, first, vocabulary)
+    assert healable(np.array(tokens, np.int64), first, ordered) == naive(tokens, first, vocabulary)
 
 
 @given(small, st.binary(min_size=1, max_size=4).map(lambda b: bytes(x % 3 + 97 for x in b)))
@@ -93,13 +93,13 @@ def test_examples() -> None:
     ordered = ByteTokens(vocabulary)
     cases = [([0, 1], 1), ([3], 1), ([6, 3], 1), ([0], 0), ([5, 1], 1), ([1, 5], 0), ([0, 7], 1), ([0, 8], 0), ([], 0)]
     for tokens, count in cases:
-        assert taken_back(np.array(tokens, np.int64), 0, ordered) == count, tokens
-    assert taken_back(np.array([0, 1], np.int64), 2, ordered) == 0, "what is not healable stays"
-    assert taken_back(np.array([0, 1], np.int64), 0, ordered, 0) == 0
-    healing = Healing(np.array([0, 1]), 1, ByteTokens([*vocabulary, b"h", b"ttp", b"http:/"]))
+        assert healable(np.array(tokens, np.int64), 0, ordered) == count, tokens
+    assert healable(np.array([0, 1], np.int64), 2, ordered) == 0, "what is not healable stays"
+    assert healable(np.array([0, 1], np.int64), 0, ordered, 0) == 0
+    healing = Healing(np.array([6, 0, 1]), 2, ByteTokens([*vocabulary, b"h", b"ttp", b"http:/"]), np.array([]))
     prompt = [6]
     for said, over in (([], 1), ([10], 2), ([10, 11], 3), ([10, 11, 1], 4), ([12], 1), ([10, 11, 2], 3)):
-        assert healing.over(np.array([*prompt, *said])) == over
+        assert healing.prompt_length(np.array([*prompt, *said])) == over
     for said, likely in (([], [0, 1]), ([0], [1]), ([0, 1], None), ([10], None), ([12], None)):
         found = healing.likely(np.array([*prompt, *said], np.int64))
         assert (found if found is None else found.tolist()) == likely
@@ -223,22 +223,18 @@ def test_tokens_that_say_only_what_was_there_are_not_counted(lm: ovspec.Language
 
 def test_a_context_that_is_full_while_the_prompt_is_said_again() -> None:
     letters = [next(i for i, t in enumerate(VOCABULARY or []) if t == letter) for letter in (b"p", b"a")]
+    taken = next(i for i, t in enumerate(VOCABULARY or []) if t == b"path")
+    healing = Healing(np.array([5, 6, taken]), 1, DEMO, np.array([]))
     sequence = Sequence([5, 6])
-    row = Row(
-        sequence,
-        ByteDetokenizer(list(VOCABULARY or [])),
-        Greedy(),
-        SamplingParams(max_tokens=1),
-        1,
-        frozenset(),
-        prompt_tokens=3,
-        taken_back=b"path",
-        longest=4,
-    )
+    ending = Ending(1, frozenset(), SamplingParams(max_tokens=1), context=4)
+    detokenizer = ByteDetokenizer(list(VOCABULARY or []))
+    row = Row(sequence, GreedySampler(), detokenizer, ending, Stats(prompt_tokens=3), healing)
     for letter in letters:
         assert row.finish_reason is None
         sequence.commit([letter])
-        row.take(RoundResult(np.array([letter]), 0, 0, 0, np.zeros((1, 8), np.float32), "", 1))
+        turn = row.round_row()
+        turn.tokens = np.array([letter])
+        row.take(turn)
     assert (row.finish_reason, row.token_ids, row.text) == ("length", [], "")
 
 
@@ -285,7 +281,7 @@ def test_hugging_face_heals_alike(lm: ovspec.LanguageModel, reference: Reference
     for prompt in ("import os.pa", "http:", "x = self.na", "def __in", "raise Val", "class Test(unittest.Test"):
         ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
         healed = reference.model.heal_tokens(ids, tokenizer=tokenizer)[0].tolist()
-        if taken_back(ids[0].numpy(), 0, DEMO) == 1 and healed[-1] != int(ids[0, -1]):
+        if healable(ids[0].numpy(), 0, DEMO) == 1 and healed[-1] != int(ids[0, -1]):
             assert lm.generate(prompt, max_tokens=1, heal=True).token_ids[0] == healed[-1]
             same += 1
     assert same >= 2

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from ovspec.drafting.costs import Costs
-from ovspec.drafting.lookahead import Lookahead
+from ovspec.drafting.lookahead import Lookahead, RoundOutcome
 from ovspec.drafting.proposal import NOTHING, Proposal
 from ovspec.sampling.samplers import Guess
 
@@ -69,7 +69,10 @@ def replay(lookahead: Lookahead, mode: str, text: dict[str, Any], machine: Machi
                 seen = PROMPT + place + min(right, len(guesses) - 1)
         accepted = min(right, len(proposal.tokens))
         verify = machine.time(machine.verify_ms, len(proposal.tokens) + 1)
-        lookahead.learn([proposal], [accepted], len(proposal.tokens) + 1, drafting_ms / 1e3, verify / 1e3)
+        outcome = RoundOutcome(
+            [(proposal, accepted)], len(proposal.tokens) + 1, 0, False, drafting_ms / 1e3, verify / 1e3
+        )
+        lookahead.learn(outcome)
         place += accepted + 1
         total += drafting_ms + verify
         rounds += 1
@@ -179,7 +182,7 @@ def test_reading_a_long_prompt_does_not_count_against_the_draft() -> None:
     assert lookahead.starts("draft", 2000, [200])
     lookahead.note_draft(2000, 0.5)
     lookahead.note_draft(1, 0.004)
-    lookahead.learn(guesses, [2], 3, 0.504, 0.048)
+    lookahead.learn(RoundOutcome([(guesses[0], 2)], 3, 0, False, 0.504, 0.048))
     assert lookahead.gain("draft", 1) > 0
     assert lookahead._records["draft"].ms == pytest.approx(4 + 4 + 48)
     fresh = Lookahead(None, *lookahead.costs)
@@ -190,9 +193,9 @@ def test_reading_a_long_prompt_does_not_count_against_the_draft() -> None:
 
 def test_a_prompt_says_nothing_about_rounds() -> None:
     lookahead = Lookahead()
-    lookahead.learn([NOTHING], [0], 20, 0.0, 1.0, read_a_prompt=True)
+    lookahead.learn(RoundOutcome([(NOTHING, 0)], 20, 0, True, 0.0, 1.0))
     assert not lookahead.costs[0].known
     assert not lookahead.starts("draft", 5, [100]), "first a plain round has to show what it costs"
-    lookahead.learn([NOTHING], [0], 1, 0.0, 0.04)
+    lookahead.learn(RoundOutcome([(NOTHING, 0)], 1, 0, False, 0.0, 0.04))
     assert lookahead.costs[0](1) == pytest.approx(40.0)
     assert lookahead.starts("draft", 5, [100])

@@ -65,10 +65,10 @@ def check(name: str, folder: Path, cache_dir: Path, expected: list[list[int]], r
     for engine in ("stateful", "auto"):
         lm = ovspec.load(folder, folder, engine=engine, precision="f32", cache_dir=cache_dir)
         paged = lm.target.engine == "paged"
-        decoders = lm.decoders()
+        decoders = lm.workspace.decoders()
         assert decoders.drafter
         decoders.drafter = Mistaken(decoders.drafter)
-        lm.release(decoders)
+        lm.workspace.release(decoders)
         plain = [lm.generate(ids, max_tokens=TOKENS, ignore_eos=True, lookahead=0) for ids in prompts()]
         assert [result.token_ids for result in plain] == expected
         for lookahead in (1, 2, 4, 7):

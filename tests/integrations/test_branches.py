@@ -70,17 +70,15 @@ def test_logits_of_texts_that_grow_part_and_shrink(load: Load, drafter: str) -> 
 def test_guesses_change_no_bit(draft: bool | str, cache_dir: Path) -> None:
     """In the device's own arithmetic, too, which rounds differently where several tokens are fed together."""
     pair = ROOT / "models" / "demo"
-    plain, drafted = (
-        Branches(ovspec.load(pair, cache_dir=cache_dir, **options))
-        for options in ({}, {"draft": draft, "lookahead": 4})
-    )
-    text = plain._model.encode(PROMPTS[0]).tolist()[:50]
+    lm = ovspec.load(pair, cache_dir=cache_dir)
+    plain, drafted = Branches(lm), Branches(ovspec.load(pair, cache_dir=cache_dir, draft=draft, lookahead=4))
+    text = lm.encode(PROMPTS[0]).tolist()[:50]
     for _ in range(60):
         ours, theirs = drafted.logits(text)[0], plain.logits(text)[0]
         assert (ours == theirs).all()
         text.append(int(ours[-1].argmax()))
         for _ in range(3 if len(text) % 7 == 0 else 0):  # as if a grammar forced what the model would say anyway
-            text.append(int(plain._model.next_logits(text).argmax()))
+            text.append(int(lm.next_logits(text).argmax()))
     assert drafted.served.answered > plain.served.answered == 0
 
 
@@ -115,9 +113,10 @@ def test_logits_of_another_text_are_forgotten(load: Load) -> None:
 
 
 def test_branches_make_room_for_a_prompt(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
-    branches = Branches(load())
+    lm = load()
+    branches = Branches(lm)
     for number in range(3):
-        branches.logits(ids_of(branches._model, number, 40))
+        branches.logits(ids_of(lm, number, 40))
     assert len(branches._branches) == 3
 
     def check_memory(_: Any, tokens: int) -> None:
@@ -125,10 +124,10 @@ def test_branches_make_room_for_a_prompt(load: Load, monkeypatch: pytest.MonkeyP
             raise OvspecError(f"no room for {tokens}")
 
     monkeypatch.setattr("ovspec.integrations.branches.check_memory", check_memory)
-    branches.logits([*ids_of(branches._model, 2, 40), *ids_of(branches._model, 3, 40)])
+    branches.logits([*ids_of(lm, 2, 40), *ids_of(lm, 3, 40)])
     assert len(branches._branches) == 2
     with pytest.raises(OvspecError, match="no room"):
-        branches.logits(ids_of(branches._model, 4, 40) * 10)
+        branches.logits(ids_of(lm, 4, 40) * 10)
     assert len(branches._branches) == 1
 
 
@@ -173,7 +172,8 @@ def test_an_inference_that_fails_leaves_nothing_wrong(load: Load, monkeypatch: p
 
 
 def test_what_is_refused(load: Load) -> None:
-    branches = Branches(load())
+    lm = load()
+    branches = Branches(lm)
     for tokens, message in (
         ([], "no token to begin a text with"),
         ([5] * 2049, "the context is 2048"),

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from ovspec.decoders.base import Rollback
 from ovspec.decoders.sequence import Sequence
-from ovspec.drafting.drafter import Drafter, Round
+from ovspec.drafting.drafter import Drafter, RoundRow
 from ovspec.drafting.lookahead import Lookahead
-from ovspec.loop.round import speculate
-from ovspec.sampling.samplers import Greedy
+from ovspec.loop.round import run_round
+from ovspec.sampling.samplers import GreedySampler
 
 VOCAB = 11
 
@@ -67,8 +67,10 @@ class Scripted(Drafter):
         return next(self.proposals, [])[:budget]
 
 
-def a_round(sequence: Sequence, budget: int) -> Round:
-    return Round([sequence], [budget], [Greedy()], Lookahead(budget))
+def a_round(target: Counting, proposals: list[list[int]], sequence: Sequence, budget: int) -> RoundRow:
+    row = RoundRow(sequence, GreedySampler(), budget + 1)
+    run_round(target, Scripted(proposals), Lookahead(budget), [row])
+    return row
 
 
 @given(
@@ -78,7 +80,7 @@ def a_round(sequence: Sequence, budget: int) -> Round:
 def test_any_proposals_give_the_plain_text(prompt: list[int], proposals: list[list[int]]) -> None:
     target, sequence = Counting(), Sequence(prompt)
     for _ in proposals[:]:
-        speculate(target, Scripted(proposals[:1]), a_round(sequence, 5))
+        a_round(target, proposals[:1], sequence, 5)
         proposals = proposals[1:]
         assert target.rows[0].tokens.tolist() == sequence.tokens[:-1].tolist(), "rejected tokens left a trace"
     plain = list(prompt)
@@ -95,7 +97,7 @@ def test_counts_of_a_round(prompt: list[int], right: int, wrong: int) -> None:
     truth = Counting.next_token(text)
     proposal = text[len(prompt) :] + [(truth + 1) % VOCAB] * wrong
     sequence = Sequence(prompt)
-    [verdict] = speculate(Counting(), Scripted([proposal]), a_round(sequence, 10))
-    assert verdict.accepted == right
-    assert verdict.proposed == right + wrong
+    row = a_round(Counting(), [proposal], sequence, 10)
+    assert row.accepted == right
+    assert len(row.proposal.tokens) == right + wrong
     assert sequence.tokens.tolist() == [*text, truth]

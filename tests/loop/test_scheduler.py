@@ -10,10 +10,11 @@ import pytest
 from conftest import PROMPTS, Reference
 
 import ovspec
-from ovspec import model
+from ovspec import workspace
 from ovspec.decoders import stateful as decoder
 from ovspec.decoders.sequence import Sequence
-from ovspec.loop.scheduler import Limits, Waiting
+from ovspec.loop.scheduler import Limits, Queue
+from ovspec.workspace import RowStart
 
 ENGINES = ("stateful", "paged")
 # Short and long ones in turns; the long ones are read in pieces when they join.
@@ -46,9 +47,9 @@ def test_rows_that_join_give_what_hugging_face_gives(
     del reference
     lm = load(draft=drafter, engine=engine)
     lengths = [30 + 7 * (i % 4) for i in range(len(MIXED))]  # they end at different times, so others join
-    rows = [lm.row(Sequence(lm.encode(p)), {"max_tokens": n}) for p, n in zip(MIXED, lengths, strict=True)]
+    rows = [lm.workspace.row(Sequence(lm.encode(p)), {"max_tokens": n}) for p, n in zip(MIXED, lengths, strict=True)]
     most, reading_beside = 0, 0
-    for pieces in lm.run(rows, {"batch_size": 3, "lookahead": lookahead}):
+    for pieces in lm.workspace.run(rows, {"batch_size": 3, "lookahead": lookahead}):
         begun = [row for row in rows if row.stats.cached_tokens < row.stats.prompt_tokens and not row.finish_reason]
         most = max(most, len(begun))
         reading_beside += bool(pieces) and any(not row.stats.rounds for row in begun)
@@ -122,9 +123,9 @@ def test_samples_read_their_prompt_once(
     lm = load(draft=drafted, engine=engine)
     prompt = MIXED[0]
     options: Any = {"n": 4, "temperature": 1.0, "seed": 3, "max_tokens": 12}
-    alone = [lm.row(Sequence(lm.encode(prompt)), options, sample=i, n=4) for i in range(4)]
+    alone = [lm.workspace.row(Sequence(lm.encode(prompt)), options, RowStart(sample=i, n=4)) for i in range(4)]
     for row in alone:
-        for _ in lm.run([row], {}):
+        for _ in lm.workspace.run([row], {}):
             pass
     fed: dict[int, int] = {}
     for kind in (decoder.StatefulDecoder, ovspec.decoders.paged.PagedDecoder):
@@ -161,8 +162,8 @@ def test_a_common_beginning_is_read_once(load: Callable[..., ovspec.LanguageMode
 def test_a_new_batch_reads_all_prompts_at_once(load: Callable[..., ovspec.LanguageModel], engine: str) -> None:
     """Also where a short one among them could generate sooner."""
     lm = load(engine=engine)
-    rows = [lm.row(Sequence(lm.encode(prompt)), {"max_tokens": 3}) for prompt in ("def", MIXED[0], MIXED[3])]
-    assert sorted(number for number, _ in next(lm.run(rows, {}))) == [0, 1, 2]
+    rows = [lm.workspace.row(Sequence(lm.encode(prompt)), {"max_tokens": 3}) for prompt in ("def", MIXED[0], MIXED[3])]
+    assert sorted(number for number, _ in next(lm.workspace.run(rows, {}))) == [0, 1, 2]
 
 
 def test_a_batch_waits_for_memory(load: Callable[..., ovspec.LanguageModel], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,9 +171,9 @@ def test_a_batch_waits_for_memory(load: Callable[..., ovspec.LanguageModel], mon
     expected = texts(lm.generate(PROMPTS[:5], max_tokens=20))
     longest = max(len(lm.encode(prompt)) for prompt in PROMPTS[:5]) + 20
     for room in (1, longest, 2 * longest):  # one that doesn't fit is tried alone
-        monkeypatch.setattr(model, "token_room", lambda irs, rows, room=room: room)  # noqa: ARG005
-        rows = [lm.row(Sequence(lm.encode(prompt)), {"max_tokens": 20}) for prompt in PROMPTS[:5]]
-        for _ in lm.run(rows, {}):
+        monkeypatch.setattr(workspace, "token_room", lambda irs, rows, room=room: room)  # noqa: ARG005
+        rows = [lm.workspace.row(Sequence(lm.encode(prompt)), {"max_tokens": 20}) for prompt in PROMPTS[:5]]
+        for _ in lm.workspace.run(rows, {}):
             held = sum(row.most for row in rows if row.stats.rounds and not row.finish_reason)
             assert held <= max(room, longest)
         assert [row.token_ids for row in rows] == expected
@@ -184,9 +185,9 @@ def test_rows_are_taken_when_there_is_room(load: Callable[..., ovspec.LanguageMo
     def rows() -> Any:
         for number, prompt in enumerate(PROMPTS):
             taken.append(number)
-            yield lm.row(Sequence(lm.encode(prompt)), {"max_tokens": 8})
+            yield lm.workspace.row(Sequence(lm.encode(prompt)), {"max_tokens": 8})
 
-    run = lm.run(rows(), {"batch_size": 2})
+    run = lm.workspace.run(rows(), {"batch_size": 2})
     next(run)
     assert len(taken) == 2
     run.close()  # type: ignore[attr-defined]
@@ -196,7 +197,7 @@ def test_rows_are_taken_when_there_is_room(load: Callable[..., ovspec.LanguageMo
 def test_a_row_that_cannot_wait_overtakes_one_that_does(load: Callable[..., ovspec.LanguageModel]) -> None:
     lm = load(engine="paged")
     prompts = [MIXED[0], MIXED[0] + "#", MIXED[3]]
-    waiting = Waiting([lm.row(Sequence(lm.encode(prompt)), {"max_tokens": 4}) for prompt in prompts], Limits(3))
+    waiting = Queue([lm.workspace.row(Sequence(lm.encode(prompt)), {"max_tokens": 4}) for prompt in prompts], Limits(3))
     first = waiting.take([])
     assert [number for number, _ in first] == [0, 2]
     assert waiting.take([row for _, row in first]) == [], "its beginning has not been read yet"

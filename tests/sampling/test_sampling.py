@@ -23,14 +23,14 @@ from ovspec.constraints.base import UNCONSTRAINED, Constraints
 from ovspec.constraints.processors import processing
 from ovspec.decoders.sequence import Sequence
 from ovspec.drafting.draft_model import DraftModel
-from ovspec.drafting.drafter import Drafter, Round
+from ovspec.drafting.drafter import Drafter, RoundRow
 from ovspec.drafting.lookahead import Lookahead
-from ovspec.drafting.proposal import NOTHING, Proposal
-from ovspec.loop.round import speculate
-from ovspec.options import SamplingParams
+from ovspec.drafting.proposal import NO_TOKENS
+from ovspec.loop.round import run_round
+from ovspec.options import AcceptRule, SamplingParams
 from ovspec.sampling import samplers as sampler_module
 from ovspec.sampling.noise import draw, noise
-from ovspec.sampling.samplers import AcceptRule, Sampler, sampler_of
+from ovspec.sampling.samplers import Sampler, sampler_of
 from ovspec.sampling.warp import WarpedLogits, largest, leading, softmax, warp
 
 VOCAB = 300
@@ -170,12 +170,12 @@ def test_a_draft_with_a_smaller_vocabulary() -> None:
     params = SamplingParams(temperature=1.0, min_tokens=3, logit_bias={8: 2.0, 1: 1.0}, max_tokens=9)
     for accept in ("compare", "rejection"):
         for width in (6, 12):
-            choose = sampler_of(params, 1, 0, constrained(params, 1, frozenset({9})), accept)
+            choose = sampler_of(params, 1, 0, constrained(params, 1, frozenset({9})), {"accept": accept})
             guess = choose.guess(np.zeros(width, dtype=np.float32), np.array([0]))
             assert guess
-            proposal = Proposal(np.array([guess.token]), q=[guess.q] if guess.q else None)
+            proposed, q = np.array([guess.token]), [guess.q] if guess.q else None
             if guess.token < 10:
-                tokens = choose.verify(np.zeros((2, 10), dtype=np.float32), Sequence([0]), proposal)
+                tokens = choose.verify(np.zeros((2, 10), dtype=np.float32), Sequence([0]), proposed, q)
                 assert (tokens < 10).all()
 
 
@@ -244,9 +244,9 @@ def texts(accept: AcceptRule, drafter: str, params: SamplingParams, draws: int, 
         target.reset(1)
         if drafters[drafter]:
             drafters[drafter].reset(1)
-        choose: Sampler = sampler_of(params, seed, 0, constrained(params, 1), accept)
+        choose: Sampler = sampler_of(params, seed, 0, constrained(params, 1), {"accept": accept})
         while len(sequence) < LENGTH + 1:
-            speculate(target, drafters[drafter], Round([sequence], [k], [choose], Lookahead(k)))
+            run_round(target, drafters[drafter], Lookahead(k), [RoundRow(sequence, choose, k + 1)])
         a, b, c = sequence.tokens[1 : LENGTH + 1].tolist()
         counts[25 * a + 5 * b + c] += 1
     return counts
@@ -335,12 +335,12 @@ def test_acceptance_of_both_rules() -> None:
     for accept in ("compare", "rejection"):
         accepted = 0
         for seed in range(5000):
-            choose = sampler_of(PLAIN, seed, 0, UNCONSTRAINED, accept)
+            choose = sampler_of(PLAIN, seed, 0, UNCONSTRAINED, {"accept": accept})
             guess = choose.guess(DRAFT[last], np.array([last]))
             assert guess
-            proposal = Proposal(np.array([guess.token]), q=[guess.q] if guess.q else None)
+            proposed, q = np.array([guess.token]), [guess.q] if guess.q else None
             logits = np.stack((TARGET[last], TARGET[guess.token]))
-            accepted += len(choose.verify(logits, Sequence([last]), proposal)) - 1
+            accepted += len(choose.verify(logits, Sequence([last]), proposed, q)) - 1
         rates[accept] = accepted / 5000
     assert abs(rates["rejection"] - best) < 0.03
     assert (1 - (1 - best)) / (2 - best) - 0.03 < rates["compare"] <= best + 0.03  # Daliri et al., theorem 3
@@ -364,7 +364,7 @@ def test_time_of_a_choice(options: dict[str, Any], most_ms: float) -> None:
     for seed in range(200):
         choose: Sampler = sampler_of(params, seed, 0, constrained(params, 3))
         began = time.perf_counter()
-        choose.verify(logits, sequence, NOTHING)
+        choose.verify(logits, sequence, NO_TOKENS)
         times.append((time.perf_counter() - began) * 1e3)
     assert statistics.median(times) <= most_ms
 
@@ -381,9 +381,9 @@ def test_a_user_sampler_is_called_as_in_plain_decoding() -> None:
             return np.array([[(int(tokens.sum()) * power + int(logits.argmax())) % 5]])
 
         sequence, target = Sequence([0]), Bigrams(TARGET)
-        choose = sampler_of(SamplingParams(), 0, 0, UNCONSTRAINED, function=sample, keywords={"power": 3})
+        choose = sampler_of(SamplingParams(), 0, 0, UNCONSTRAINED, {"sampler": sample, "sampler_options": {"power": 3}})
         while len(sequence) < 30:
-            speculate(target, drafter, Round([sequence], [29 - len(sequence)], [choose], Lookahead(4)))
+            run_round(target, drafter, Lookahead(4), [RoundRow(sequence, choose, 30 - len(sequence))])
         return seen[:29], sequence.tokens[:30].tolist()
 
     plain: Callable[..., Any] = calls
@@ -392,13 +392,13 @@ def test_a_user_sampler_is_called_as_in_plain_decoding() -> None:
 
 @pytest.mark.parametrize("returned", [None, "x", 7, -1, [1, 2]])
 def test_a_user_sampler_that_returns_no_token(returned: Any) -> None:
-    choose = sampler_of(SamplingParams(), 0, 0, UNCONSTRAINED, function=lambda *_: returned)
+    choose = sampler_of(SamplingParams(), 0, 0, UNCONSTRAINED, {"sampler": lambda *_: returned})
     with pytest.raises(ovspec.OvspecError, match="The sampler returned"):
-        choose.verify(TARGET[:1], Sequence([0]), NOTHING)
+        choose.verify(TARGET[:1], Sequence([0]), NO_TOKENS)
 
 
 def test_what_cannot_be_combined_with_a_user_sampler() -> None:
     with pytest.raises(ovspec.OvspecError, match="draws by itself"):
-        sampler_of(SamplingParams(temperature=1.0), 0, 0, UNCONSTRAINED, function=max)
+        sampler_of(SamplingParams(temperature=1.0), 0, 0, UNCONSTRAINED, {"sampler": max})
     with pytest.raises(ovspec.OvspecError, match="keeps to itself"):
-        sampler_of(SamplingParams(), 0, 0, UNCONSTRAINED, "rejection", function=max)
+        sampler_of(SamplingParams(), 0, 0, UNCONSTRAINED, {"accept": "rejection", "sampler": max})

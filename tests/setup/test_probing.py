@@ -128,10 +128,10 @@ def test_snapshots_are_where_they_are_needed(tmp_path: Path, monkeypatch: pytest
 
     folder = hybrid.export(hybrid.Hybrid(4096, "mask"), tmp_path / "ir", DEMO)
     lm = ovspec.load(folder, folder, precision="f32", cache_dir=tmp_path / "cache")
-    engine = lm.decoders()
+    engine = lm.workspace.decoders()
     draft = engine.drafter.decoder._decoders[0]  # type: ignore[union-attr]
     engine.drafter = Mistaken(engine.drafter)  # type: ignore[arg-type]
-    lm.release(engine)
+    lm.workspace.release(engine)
     widths, snapshots, infer = [], [], draft._infer
 
     def recording(ids: np.ndarray, *rest: np.ndarray) -> np.ndarray:
@@ -153,8 +153,7 @@ def test_snapshots_are_where_they_are_needed(tmp_path: Path, monkeypatch: pytest
 @pytest.mark.slow
 def test_replay_is_bounded(tmp_path: Path) -> None:
     """However often a proposal is rejected, at most REPLAY_AT settled tokens are fed again."""
-    from ovspec.decoders.base import catch_up
-    from ovspec.decoders.sequence import Sequence
+    from ovspec.decoders.sequence import Sequence, catch_up
     from ovspec.decoders.stateful import REPLAY_AT
 
     model = hybrid.Hybrid(4096, "mask")

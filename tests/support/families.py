@@ -10,7 +10,8 @@ from typing import Any
 import hybrid
 from conftest import ROOT
 
-from ovspec.drafting.drafter import Drafter, Round
+from ovspec.drafting.drafter import Drafter, RoundRow
+from ovspec.drafting.lookahead import Lookahead
 from ovspec.drafting.proposal import Proposal
 
 VOCAB = 4096
@@ -43,8 +44,8 @@ class Mistaken(Drafter):
     def seconds(self) -> float:  # type: ignore[override]
         return self.inner.seconds
 
-    def propose(self, round: Round) -> list[Proposal]:
-        return [self.spoil(proposal) for proposal in self.inner.propose(round)]
+    def propose(self, rows: list[RoundRow], lookahead: Lookahead) -> list[Proposal]:
+        return [self.spoil(proposal) for proposal in self.inner.propose(rows, lookahead)]
 
     def spoil(self, proposal: Proposal) -> Proposal:
         tokens = proposal.tokens.copy()

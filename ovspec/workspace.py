@@ -1,0 +1,289 @@
+"""What models and sessions stand on: decoders in use, encoding, making rows, choosing drafters."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import math
+import secrets
+from collections.abc import Generator, Iterable
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ovspec.constraints.base import Constraints
+from ovspec.constraints.maker import ConstraintMaker, PromptTokens, grammar_asked
+from ovspec.decoders.base import SessionDecoder
+from ovspec.decoders.sequence import Sequence
+from ovspec.drafting.chain import Chain
+from ovspec.drafting.choice import DraftChoice
+from ovspec.drafting.costs import Costs
+from ovspec.drafting.draft_model import DraftModel
+from ovspec.drafting.drafter import Drafter
+from ovspec.drafting.lookahead import Lookahead
+from ovspec.drafting.lookup import Lookup, corpus_of
+from ovspec.errors import OvspecError
+from ovspec.files import read_text
+from ovspec.ir.compile import CompiledIR
+from ovspec.ir.memory import WORTH_CHECKING, check_memory, kv_bytes_per_token, recurrent_bytes, token_room
+from ovspec.loop.results import Piece, Stats
+from ovspec.loop.row import Ending, Row
+from ovspec.loop.scheduler import Limits, Scheduler, run_rows
+from ovspec.options import GenerateOptions, batch_size, check_lookahead, constrains, params_of
+from ovspec.sampling.samplers import sampler_of
+from ovspec.setup.engine import CompiledModel
+from ovspec.text.chat_template import Message, chat_template
+from ovspec.text.generation_config import GenerationConfig
+from ovspec.text.tokenizer import Tokenizer
+
+# A text, token ids, or chat messages for the model's chat template.
+Prompt = str | list[int] | np.ndarray | list[Message]
+PLAIN = Lookahead(0)  # nothing is proposed, and nothing forced
+
+
+@dataclass
+class Decoders:
+    """Of one session or batch. ``lookaheads``: what is known of greedy (False) and of sampled text (True)."""
+
+    target: SessionDecoder
+    drafter: Drafter | None
+    draft: SessionDecoder | None = None  # the draft model's, which the drafter drives
+    lookaheads: dict[bool, Lookahead] = field(default_factory=dict)
+
+    def reset(self, rows: int) -> None:
+        self.target.reset(rows)
+        if self.drafter:
+            self.drafter.reset(rows)
+
+
+@dataclass(frozen=True)
+class RowStart:
+    """What a row begins with, besides its prompt and the options.
+
+    cached: tokens of the prompt that the KV cache has already.
+    healable: the first token that healing may take back.
+    context: tokens that the text may grow to, where that is less than the model's.
+    seed: taken where the options give none.
+    sample, n: it is the text numbered ``sample`` of the ``n`` for its prompt.
+    """
+
+    cached: int = 0
+    healable: int = 0
+    context: int | None = None
+    seed: int | None = None
+    sample: int = 0
+    n: int = 1
+
+
+class Workspace:
+    """The compiled models and all that is made from them. Threads may share it.
+
+    Args:
+        choice: what proposes.
+        lookahead: tokens proposed each round; None for as many as pay.
+        corpus: text files that lookup may quote.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        target: CompiledModel,
+        draft: CompiledModel | None = None,
+        choice: DraftChoice | None = None,
+        lookahead: int | None = None,
+        corpus: Iterable[Path] = (),
+    ) -> None:
+        self.folder, self.target, self.draft, self.choice, self.lookahead = folder, target, draft, choice, lookahead
+        self.tokenizer = Tokenizer(folder)
+        self.generation_config = GenerationConfig(folder, target.ir.config, self.tokenizer)
+        self._constraints = ConstraintMaker(self.tokenizer)
+        self._unconstrained = functools.cache(lambda ends: Constraints((), ends))
+        self._corpus = corpus_of(self.tokenizer.encode(read_text(file).rstrip("\0"), False) for file in corpus)
+        self._idle: list[Decoders] = []
+        self._token_bytes = sum(kv_bytes_per_token(ir) + recurrent_bytes(ir) for ir in self.irs())  # at most
+
+    def with_drafters(self, choice: DraftChoice | None) -> Workspace:
+        """The same compiled models with other drafters; a draft model among them must be the one that is loaded."""
+        other = copy.copy(self)
+        other.choice, other.draft, other._idle = choice, self.draft if choice and choice.model else None, []
+        return other
+
+    # ------------------------------------------------------------ decoders
+
+    def decoders(self) -> Decoders:
+        """An idle set, whose rows may hold old text; ``release`` takes it back."""
+        with suppress(IndexError):  # one step, so that threads don't take the same one
+            return self._idle.pop()
+        known = self.tokenizer.known
+        draft = self.draft.decoder(known) if self.draft else None
+        return Decoders(self.target.decoder(known), self._drafter(draft), draft)
+
+    def fork(self, decoders: Decoders) -> Decoders:
+        """Others that go on from what ``decoders`` hold."""
+        draft = decoders.draft.fork() if decoders.draft else None
+        return Decoders(decoders.target.fork(), self._drafter(draft), draft, copy.deepcopy(decoders.lookaheads))
+
+    def release(self, decoders: Decoders, again: bool = True) -> None:
+        """Empty what is no longer needed, which gives its memory back, and keep it for ``again``, or don't."""
+        decoders.reset(0)
+        if again:
+            self._idle.append(decoders)
+
+    def irs(self, drafts: bool = True) -> list[CompiledIR]:
+        """The target's and, with ``drafts``, the draft model's."""
+        return [model.ir for model in (self.target, self.draft if drafts else None) if model]
+
+    def learned_costs(self, sampled: bool) -> tuple[Costs, Costs] | None:
+        """What the auto lookahead has learned that verifying and a step of the draft cost."""
+        known = [decoders.lookaheads[sampled].costs for decoders in self._idle if decoders.lookaheads]
+        return known[0] if known else None
+
+    def _drafter(self, draft: SessionDecoder | None) -> Drafter | None:
+        if not self.choice:
+            return None
+        drafters: list[Drafter] = [Lookup(self._corpus)] if self.choice.lookup else []
+        if self.choice.own:
+            drafters.append(self.choice.own())
+        if draft:
+            drafters.append(DraftModel(draft))
+        for drafter in drafters:
+            drafter.vocabulary = self.tokenizer.known
+        return Chain(*drafters) if len(drafters) > 1 else drafters[0]
+
+    # ------------------------------------------------------------ text and tokens
+
+    def encode(self, prompt: Prompt, begins: bool = True) -> np.ndarray:
+        """(n,) int64. ``begins``: the prompt starts a text and gets the model's BOS where it has one."""
+        if not isinstance(prompt, (str, list, tuple, np.ndarray)):
+            raise OvspecError(f"A prompt is a text, token ids or chat messages, not {prompt!r:.80}.")
+        if begins and not len(prompt):
+            return self.generation_config.beginning
+        if isinstance(prompt, str):
+            return self.tokenizer.encode(prompt) if begins else self.tokenizer.encode_more(prompt)
+        if is_chat(prompt):
+            return self.tokenizer.encode(self.render(list(prompt)), special=False)  # type: ignore[arg-type]
+        try:
+            ids = np.asarray(prompt, dtype=np.int64)
+        except (TypeError, ValueError, OverflowError):
+            raise OvspecError(f"A prompt is a text, token ids or chat messages, not {prompt!r:.80}.") from None
+        known = self.tokenizer.known
+        unknown = known.first_unknown(ids)
+        if unknown is not None:
+            upto = f" (0 to {known.size - 1})" if known.size else ""
+            raise OvspecError(f"Token id {unknown} is not in the vocabulary{upto}.")
+        return ids
+
+    def render(self, messages: list[Message]) -> str:
+        """``messages`` as the chat template writes them, with the special tokens spelt out, open for an answer."""
+        return chat_template(self.folder).render(messages)
+
+    def check_memory(self, tokens: int, drafts: bool = True) -> None:
+        """Raises OvspecError where the states for so many more tokens can't fit into what is free."""
+        if tokens * self._token_bytes > WORTH_CHECKING:
+            check_memory(self.irs(drafts), tokens)
+
+    def check_room(self, tokens: int, context: int | None = None) -> None:
+        """Raises OvspecError where a text of so many tokens doesn't fit into ``context`` or the model's."""
+        context = context or self.target.ir.context_length
+        if context and tokens > context:
+            raise OvspecError(f"The text would have {tokens} tokens, but the context is {context}; shorten it.")
+
+    # ------------------------------------------------------------ rows
+
+    def rows(self, prompt: Prompt, options: GenerateOptions, n: int = 1) -> list[Row]:
+        """Rows for the ``n`` texts of a prompt; raises OvspecError where they can't be had."""
+        tokens, seed = self.encode(prompt), secrets.randbits(32)
+        start = RowStart(healable=len(tokens) if is_chat(prompt) else 0, seed=seed, n=n)  # nothing of a template's
+        return [self.row(Sequence(tokens), options, replace(start, sample=sample)) for sample in range(n)]
+
+    def row(self, sequence: Sequence, options: GenerateOptions, start: RowStart = RowStart()) -> Row:
+        """A row that continues ``sequence`` as ``options`` say; raises OvspecError where they can't be met."""
+        config, target = self.generation_config, self.target
+        params = config.complete(params_of(options))
+        if params.n != start.n:
+            raise OvspecError(f"n is {params.n}: several texts for a prompt are what samples() gives.")
+        if start.n > 1 and not params.temperature and not options.get("sampler"):
+            raise OvspecError(f"n is {start.n}, but greedy texts are all the same; give a temperature.")
+        eos = frozenset() if params.ignore_eos else config.eos_ids
+        prompt_tokens = len(sequence)
+        context = start.context or target.ir.context_length
+        max_tokens = config.max_tokens(max(prompt_tokens, 1), params.max_tokens, context)
+        if not prompt_tokens:
+            sequence.commit(config.beginning)
+        constraints, healing = self._unconstrained(eos | frozenset(params.stop_ids)), None
+        if constrains(options, params):
+            prompt = PromptTokens(sequence.tokens, eos, config.bos, start.healable)
+            constraints, healing = self._constraints.make(prompt, params, options)
+        drafts = self.choice is not None and options.get("lookahead", self.lookahead) != 0
+        self.check_memory(len(sequence) + max_tokens - start.cached, drafts)
+        seed = params.seed if params.seed is not None else start.seed
+        seed = secrets.randbits(32) if seed is None else seed
+        sampler = sampler_of(params, seed, start.sample, constraints, options)
+        if healing:  # from here on nothing can go wrong
+            healing.take_back(sequence)
+        draft = self.draft if drafts else None
+        stats = Stats(
+            prompt_tokens,
+            seed=seed if params.temperature else None,
+            rollback=target.rollback.label,
+            device=target.ir.device,
+            draft_device=draft.ir.device if draft else None,
+            engine=target.engine,
+            engine_reason=target.reason,
+            draft_engine=draft.engine if draft else None,
+            profile=target.profile,
+        )
+        ending = Ending(max_tokens, eos, params, context or math.inf)
+        return Row(sequence, sampler, self.tokenizer.detokenizer(), ending, stats, healing)
+
+    def drafting(self, options: GenerateOptions, decoders: Decoders, sampled: bool) -> tuple[Drafter | None, Lookahead]:
+        """What proposes, and how much; raises OvspecError where the options can't be met.
+
+        ``sampled``: the text is left to chance, so what is known of greedy text doesn't count.
+        """
+        wanted = options.get("lookahead")
+        wanted = self.lookahead if wanted is None else wanted
+        check_lookahead(wanted)
+        if wanted not in (None, 0, "auto") and not decoders.drafter and not grammar_asked(options):
+            raise OvspecError("lookahead needs a draft; load the model with draft=True, lookup or a draft's folder.")
+        if wanted == 0:
+            return None, PLAIN
+        if isinstance(wanted, int):
+            return decoders.drafter, Lookahead(wanted)
+        if not decoders.lookaheads:
+            costs = Costs(self.target.verify_ms), Costs(self.draft.verify_ms if self.draft else None)
+            decoders.lookaheads = {kind: Lookahead(None, *costs) for kind in (False, True)}
+        return decoders.drafter, decoders.lookaheads[sampled]
+
+    def run(
+        self, rows: Iterable[Row], options: GenerateOptions, sampled: bool = False, count: int | None = None
+    ) -> Generator[list[tuple[int, Piece]]]:
+        """Generate ``rows`` as a batch that they join as others leave it; they are taken when there is room.
+
+        Yields (number of the row, piece) for each round.
+
+        Args:
+            options: of these, what concerns all rows: ``batch_size`` and ``lookahead``.
+            sampled: whether chance has a part in most of them.
+            count: how many rows there are, where that is known to be few.
+        """
+        decoders = self.decoders()
+        try:
+            drafter, lookahead = self.drafting(options, decoders, sampled)
+            most = batch_size(options)
+            limits = Limits(1) if count == 1 else Limits(most, token_room(self.irs(drafter is not None), most))
+            yield from run_rows(Scheduler(decoders.target, drafter, lookahead, rows, limits))
+        finally:
+            self.release(decoders)
+
+    def check_grammar(self, options: GenerateOptions) -> None:
+        """Raises OvspecError where a grammar in ``options`` is wrong; ``row`` would say so for each text."""
+        self._constraints.check(options)
+
+
+def is_chat(prompt: Any) -> bool:
+    """Whether a prompt is messages for the chat template."""
+    return isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], dict)
