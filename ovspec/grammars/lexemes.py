@@ -10,7 +10,7 @@ valid texts of arithmetic, SQL and C, and it refuses valid GBNF (\\u0041, \\^ in
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -33,13 +33,13 @@ def to_lark(text: str) -> str:
     try:
         automata = Automata(grammar.rules, facts, budget)
         while True:
-            plan = Plan(grammar, facts, lambda node: node not in split, budget)
+            plan = Plan(grammar, facts, split, budget)
             greedy = plan.lexemes.too_greedy(automata, budget)
             if not greedy:
                 return plan.lark()
             split |= greedy
     except TooMuch:
-        return Plan(grammar, facts, lambda _: False).lark()
+        return Plan(grammar, facts, None).lark()
 
 
 class Facts(NamedTuple):
@@ -131,12 +131,12 @@ class Plan:
     """Lexemes and the rules over them.
 
     Args:
-        whole: whether an expression may be one lexeme, if it is regular and not too large.
+        split: expressions that can't be one lexeme; None for all of more than a character.
     """
 
     grammar: Rules
     facts: dict[Node, Facts]
-    whole: Callable[[Node], bool]
+    split: set[Node] | None
     budget: Budget | None = None
     symbols: dict[Node, str] = field(default_factory=dict)  # "T3" a lexeme, "r3" a rule, "r3-name" one with a name
     lines: dict[str, str] = field(default_factory=dict)  # the rules' right sides in Lark
@@ -164,15 +164,19 @@ class Plan:
 
     def may_be_lexeme(self, node: Node) -> bool:
         known = self.facts.get(node)
-        return bool(known and known.size <= MAX_SIZE and known.depth <= MAX_DEPTH and self.whole(node))
+        if self.split is None or known is None or node in self.split:
+            return False
+        return known.size <= MAX_SIZE and known.depth <= MAX_DEPTH
 
     def define(self, symbol: str, node: Node) -> list[Node]:
         """Write a rule down; returns what it refers to."""
         nothing = self.grammar.make(Seq, ())
         if self.may_be_lexeme(node):  # but for the empty text, which no lexeme should match
             solid = self.facts[node].solid
-            if solid is nothing or (solid and self.may_be_lexeme(solid)):
-                return self.write(symbol, [[]] if solid is nothing else [[], [solid]])
+            if solid is nothing:
+                return self.write(symbol, [[]])
+            if solid and self.may_be_lexeme(solid):
+                return self.write(symbol, [[], [solid]])
         match node:
             case Name(text):
                 return self.write(symbol, [[self.grammar.rules[text]]])
@@ -193,7 +197,7 @@ class Plan:
     def parts(self, option: Node) -> Sequence[Node]:
         return option.parts if isinstance(option, Seq) and not self.may_be_lexeme(option) else [option]
 
-    def write(self, symbol: str, options: list[Sequence[Node]]) -> list[Node]:
+    def write(self, symbol: str, options: Sequence[Sequence[Node]]) -> list[Node]:
         if self.budget:
             self.budget.spend(2 * sum(len(option) + 1 for option in options))
         self.lexemes.rules[symbol] = written = [[self.symbol(node) for node in option] for option in options]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import time
 from collections.abc import Callable, Iterable
@@ -12,6 +13,7 @@ from grammar_walks import matcher, random_text
 from llguidance import LLMatcher, LLTokenizer
 
 from ovspec.grammars import lexemes
+from ovspec.grammars.automaton import Budget
 from ovspec.grammars.check import LIMITS
 from ovspec.grammars.gbnf import parse
 from ovspec.grammars.sources import MAX_GBNF, gbnf
@@ -57,7 +59,7 @@ HARD = {
     "large classes": filled(lambda i: f"[^{''.join(chr(256 + 3 * j + i % 7) for j in range(300))}]* root | ") + '"x"',
     "many characters": f'root ::= "{"".join(chr(0x20000 + i) for i in range(100_000))}"',
     "one long text": filled(lambda _: "a", 'root ::= "{}"'),
-    "a long chain": filled(lambda i: f"x{i} ::= x{i + 1}\n", "root ::= x0\n{}", 100_000).rstrip("\n") + ' | "a"',
+    "a long chain": "root ::= x0\n" + "".join(f"x{i} ::= x{i + 1}\n" for i in range(6000)) + 'x6000 ::= "a"',
     "a branching chain": "root ::= x3999\n" + "\n".join(f"x{i} ::= x{i - 1} x{i - 1}?" for i in range(1, 4000))
     + '\nx0 ::= "a" x3?',
     "a chain in any order": 'root ::= x0\nx4000 ::= "a"\n'
@@ -71,9 +73,6 @@ HARD = {
 @pytest.mark.parametrize("name", HARD)
 def test_no_grammar_takes_long(name: str) -> None:
     text = HARD[name]
-    if name == "a long chain":
-        last = text.rindex("x", 0, text.rindex("|"))
-        text = text[:last] + '"b" | "a"'
     assert len(text) <= MAX_GBNF
     began = time.perf_counter()
     gbnf(text)
@@ -84,19 +83,13 @@ def test_single_characters_are_the_way_out(monkeypatch: pytest.MonkeyPatch) -> N
     """Without a step to spend on comparing, the language is the same."""
     text = 'root ::= ("ab" | name) "=" name | "(" root ")"\nname ::= [a-b]+ ("." [0-9]{1,3})?'
     large = gbnf(text)
-    monkeypatch.setattr(lexemes, "Budget", lambda: lexemes_budget(0))
+    monkeypatch.setattr(lexemes, "Budget", functools.partial(Budget, 0))
     small = gbnf(text)
     assert small.count("[") > large.count("T")
     for one, other in ((large, small), (small, large)):
         for seed in range(30):
             found = random_text(matcher(one), random.Random(seed), limit=60)
             assert found is None or accepts(other, found)
-
-
-def lexemes_budget(steps: int) -> lexemes.Budget:
-    from ovspec.grammars.automaton import Budget
-
-    return Budget(steps)
 
 
 def accepts(grammar: str, text: bytes) -> bool:
