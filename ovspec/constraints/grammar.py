@@ -1,12 +1,13 @@
 """A grammar that the text must follow, by llguidance (https://github.com/guidance-ai/llguidance).
 
-Where the grammar leaves a single way to go on, the text is spelt as the tokenizer spells it: the mask has one token
-then, and it can be committed without asking any model.
+Where only one text can follow, the mask has a single token, the tokenizer's own spelling, which can be committed
+without asking any model.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import secrets
 from dataclasses import dataclass
 from typing import Any
@@ -21,15 +22,14 @@ from ovspec.errors import OvspecError
 from ovspec.grammars.check import LIMITS, check, plain
 from ovspec.grammars.sources import LARK
 
-# Compiled grammars that are kept for the next text.
-KEPT = 32
-# Places behind the end of the text whose matchers are kept: a proposal is hardly longer.
-REMEMBERED = 32
+CACHED_GRAMMARS = 32
+# The last positions of a text whose matchers are cached; a proposal is hardly longer.
+CACHED_POSITIONS = 32
 
 
 @dataclass(slots=True)
-class Place:
-    """What is known of what may follow at one place of the text; ``matcher`` has consumed all before it."""
+class Position:
+    """What is known of a position in the text; ``matcher`` has consumed all before it."""
 
     matcher: LLMatcher | None = None
     mask: np.ndarray | None = None
@@ -37,16 +37,16 @@ class Place:
 
 
 class Grammar(Constraint):
-    """Follows the text behind the prompt.
+    """Follows the text after the prompt.
 
-    Matchers only ever go forward. After ``rollback``, llguidance 1.9.1 may take what it has cached on the way that was
-    left for what is on the new one, and then allows what the grammar doesn't; copies cost a few microseconds.
+    Matchers only go forward and are copied, which takes a few microseconds: after a ``rollback``, llguidance 1.9.1 may
+    use what it cached for the tokens that were taken back, and then allows what the grammar doesn't.
 
     Args:
         matcher: where the text goes on.
         start: tokens of the prompt.
         ends: ids that end the text, which may come where the grammar is satisfied.
-        own_end: the one that the matcher takes for it.
+        own_end: the id that ends it for the matcher.
         size: of the vocabulary.
     """
 
@@ -55,21 +55,21 @@ class Grammar(Constraint):
         self._no_end = ~pack([own_end], size)
         self._end = pack([token for token in ends if token < size], size)
         self._path = Sequence()  # tokens that the grammar is known to allow
-        self._places = [Place(matcher)]  # one more than tokens
+        self._positions = [Position(matcher)]  # one more than tokens
 
     def mask(self, tokens: np.ndarray) -> np.ndarray:
         at = self._seek(tokens)
-        place = self._places[at]
-        if place.mask is None:
+        position = self._positions[at]
+        if position.mask is None:
             forced = self._forced(at)
-            place.mask = pack(forced[:1], self._size) if forced else self._computed(self._matcher(at))
-        return place.mask
+            position.mask = pack(forced[:1], self._size) if forced else self._computed(self._matcher(at))
+        return position.mask
 
     def allows(self, token: int, tokens: np.ndarray) -> bool:
         at = self._seek(tokens)
         if at < len(self._path) and token == self._path.tokens[at]:
             return True
-        if self._places[at].mask is None:
+        if self._positions[at].mask is None:
             forced = self._forced(at)
             if forced:
                 return token == forced[0]
@@ -88,10 +88,10 @@ class Grammar(Constraint):
         return self._matcher(self._seek(tokens)).is_stopped()
 
     def _forced(self, at: int) -> list[int]:
-        place = self._places[at]
-        if place.forced is None:
-            place.forced = self._matcher(at).compute_ff_tokens()
-        return place.forced
+        position = self._positions[at]
+        if position.forced is None:
+            position.forced = self._matcher(at).compute_ff_tokens()
+        return position.forced
 
     def _computed(self, matcher: LLMatcher) -> np.ndarray:
         words = np.empty(-(-self._size // 32), dtype=np.uint32)
@@ -105,7 +105,7 @@ class Grammar(Constraint):
         return mask
 
     def _seek(self, tokens: np.ndarray) -> int:
-        """Make the path at least as long as ``tokens`` behind the prompt, and say where on it they end."""
+        """Follow ``tokens``; returns how many of them come after the prompt."""
         text, path = tokens[self._start :], self._path.tokens
         shared = min(len(text), len(path))
         differ = text[:shared] != path[:shared]
@@ -114,25 +114,25 @@ class Grammar(Constraint):
         if shared < len(text):
             self._path.rewind(shared)
             self._path.commit(text[shared:])
-            del self._places[shared + 1 :]
-            self._places += [Place() for _ in text[shared:]]
+            del self._positions[shared + 1 :]
+            self._positions += [Position() for _ in text[shared:]]
             self._matcher(len(text))  # raises where the grammar doesn't allow it
         return len(text)
 
     def _matcher(self, at: int) -> LLMatcher:
-        """The one at a place of the path; those of the last places are kept, and the first."""
-        place = self._places[at]
-        if place.matcher is None:
-            behind = next(i for i in range(at - 1, -1, -1) if self._places[i].matcher)
-            known = self._places[behind].matcher
+        """The matcher at a position, copied from the nearest one before it; the first and the last ones are cached."""
+        position = self._positions[at]
+        if position.matcher is None:
+            before = next(i for i in range(at - 1, -1, -1) if self._positions[i].matcher)
+            known = self._positions[before].matcher
             assert known
             matcher = known.deep_copy()
-            if not matcher.consume_tokens(self._path.tokens[behind:at].tolist()):
+            if not matcher.consume_tokens(self._path.tokens[before:at].tolist()):
                 check_state(matcher)
-            place.matcher = matcher
-            for old in self._places[max(1, at - 2 * REMEMBERED) : max(1, at - REMEMBERED)]:
+            position.matcher = matcher
+            for old in self._positions[max(1, at - 2 * CACHED_POSITIONS) : max(1, at - CACHED_POSITIONS)]:
                 old.matcher = old.mask = None
-        return place.matcher
+        return position.matcher
 
 
 def check_state(matcher: LLMatcher) -> None:
@@ -151,7 +151,9 @@ class Grammars:
 
     def __init__(self, tokenizer_json: dict[str, Any], vocabulary: list[bytes | None]) -> None:
         self._size = len(vocabulary)
-        self._special = {f"<{name_in_lark(token)}>": token["id"] for token in special_tokens(tokenizer_json)}
+        # As Lark writes them: <|im_end|>. <[INST]> can't be written, because brackets hold numbers.
+        names = ((token["content"], token["id"]) for token in special_tokens(tokenizer_json))
+        self._special = {f"<{name.removeprefix('<').removesuffix('>')}>": number for name, number in names}
         self._own_end, self._tokens = grammar_tokenizer(tokenizer_json, self._size)
         self._compiled: dict[str, LLMatcher] = {}
 
@@ -160,63 +162,62 @@ class Grammars:
         grammar: str,
         start: int,
         ends: frozenset[int],
-        behind: bytes = b"",
-        said: bytes = b"",
+        inside: bytes = b"",
+        healed: bytes = b"",
         what: str = "grammar",
     ) -> Grammar:
-        """What keeps the text behind ``start`` tokens of prompt in ``grammar``.
+        """What keeps the text after ``start`` tokens of prompt in ``grammar``.
 
         Args:
             grammar: as ``sources`` makes it.
             ends: ids that end the text.
-            behind: bytes of the prompt that belong to the grammar's text.
-            said: bytes that were taken back from the prompt. With ``behind`` they are its end; else the text begins
-                with them, and then the grammar's.
+            inside: bytes of the prompt that belong to the grammar's text.
+            healed: bytes of the tokens that were taken back from the prompt, the end of ``inside`` if there is any;
+                else the text begins with them, and then the grammar's.
             what: names the grammar in errors.
 
         Raises:
-            OvspecError: the grammar is wrong or too complex, or doesn't allow ``behind``.
+            OvspecError: the grammar is wrong or too complex, or doesn't allow ``inside``.
         """
-        matcher = self._compiled_once(grammar, what, tried=False)
-        if behind:
-            self._follow(matcher.deep_copy(), behind)  # all of it must fit
+        matcher = self._compile(grammar, what)
+        if inside:
+            self._follow(matcher.deep_copy(), inside)  # all of it must fit
             matcher = matcher.deep_copy()
-            self._follow(matcher, behind[: len(behind) - len(said)])
-        elif said:
-            matcher = self._compiled_once(behind_bytes(grammar, said), what, tried=True)
+            self._follow(matcher, inside[: len(inside) - len(healed)])
+        elif healed:
+            matcher = self._compile(prefixed(grammar, healed), what, checked=True)
         return Grammar(matcher.deep_copy(), start, ends, self._own_end, self._size)
 
-    def _compiled_once(self, grammar: str, what: str, tried: bool) -> LLMatcher:
-        """``tried``: what it is made of has been checked."""
+    def _compile(self, grammar: str, what: str, checked: bool = False) -> LLMatcher:
         if grammar not in self._compiled:
-            if not tried:
+            if not checked:
                 check(grammar, what)
             matcher = LLMatcher(self._tokens, with_numbers(grammar, self._special), log_level=0, limits=LIMITS)
             if matcher.is_error():
                 raise OvspecError(f"{what}: {plain(matcher.get_error())}")
             self._compiled[grammar] = matcher
-            while len(self._compiled) > KEPT:
+            while len(self._compiled) > CACHED_GRAMMARS:
                 self._compiled.pop(next(iter(self._compiled)))
         return self._compiled[grammar]
 
     def _follow(self, matcher: LLMatcher, text: bytes) -> None:
-        """Consume what stands in the prompt already; raises OvspecError where the grammar doesn't allow it."""
+        """Consume what the prompt has of the text; raises OvspecError where the grammar doesn't allow it."""
         tokens = self._tokens.tokenize_bytes(text)
         count = matcher.try_consume_tokens(tokens)
         if count < len(tokens):
             before, rest = (self._tokens.decode_str(part) for part in (tokens[:count], tokens[count:]))
-            behind = f" behind {before[-40:]!r}" if before else " where the grammar begins"
-            raise OvspecError(f"The grammar doesn't allow what the prompt has: {rest[:20]!r}{behind}.")
+            where = f"behind {before[-40:]!r}" if before else "where the grammar begins"
+            raise OvspecError(f"The grammar doesn't allow what the prompt has: {rest[:20]!r} {where}.")
         if matcher.is_stopped():
             raise OvspecError("The prompt has the grammar's whole text already: nothing can follow it.")
 
 
-def behind_bytes(grammar: str, said: bytes) -> str:
-    """The grammar of ``said``, which must be UTF-8, and then a text of ``grammar``."""
+def prefixed(grammar: str, prefix: bytes) -> str:
+    """The grammar of ``prefix``, which must be UTF-8, and then a text of ``grammar``."""
     whole = json.loads(grammar)
     first, *others = whole["grammars"]
-    outer = {"lark_grammar": f"start: SAID @said_before\nSAID: {json.dumps(said.decode())}"}
-    return json.dumps({**whole, "grammars": [outer, {**first, "name": "said_before"}, *others]})
+    outer = {"lark_grammar": f"start: PREFIX @after_prefix\nPREFIX: {json.dumps(prefix.decode())}"}
+    return json.dumps({**whole, "grammars": [outer, {**first, "name": "after_prefix"}, *others]})
 
 
 def grammar_tokenizer(tokenizer_json: dict[str, Any], size: int) -> tuple[int, LLTokenizer]:
@@ -247,17 +248,14 @@ def special_tokens(tokenizer_json: dict[str, Any]) -> list[dict[str, Any]]:
     return [token for token in tokenizer_json.get("added_tokens", []) if token.get("special")]
 
 
-def name_in_lark(token: dict[str, Any]) -> str:
-    """``<|im_end|>`` stands for the token of that name, ``<[INST]>`` wouldn't, for brackets hold numbers."""
-    return token["content"].removeprefix("<").removesuffix(">")
-
-
 def with_numbers(grammar: str, special: dict[str, int]) -> str:
     """A grammar that refers to special tokens by number, because they have lost their names."""
+
+    def numbered(found: re.Match[str]) -> str:
+        return f"<[{special[found[0]]}]>" if found[0] in special else found[0]
+
     whole = json.loads(grammar)
     for part in whole["grammars"]:
         if part.get("lark_grammar"):
-            part["lark_grammar"] = LARK.sub(
-                lambda found: f"<[{special[found[0]]}]>" if found[0] in special else found[0], part["lark_grammar"]
-            )
+            part["lark_grammar"] = LARK.sub(numbered, part["lark_grammar"])
     return json.dumps(whole)

@@ -1,18 +1,16 @@
-"""Constraints that change logits one by one, as Hugging Face's logits processors do."""
+"""Constraints that change logits, as Hugging Face's logits processors do."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
 
 import numpy as np
 
 from ovspec.constraints.base import Constraint
 from ovspec.errors import OvspecError
 from ovspec.options import LogitsProcessor, SamplingParams
-from ovspec.sampling.warp import penalize
 
-# How many of the tokens so far, (n,) int64, stood in the prompt.
+# tokens so far (n,) int64 -> how many of them stood in the prompt
 PromptLength = Callable[[np.ndarray], int]
 
 
@@ -37,8 +35,14 @@ class Penalties(Constraint):
         self._params, self._prompt = params, prompt
 
     def process(self, logits: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-        logits = logits.copy()
-        penalize(logits, tokens, self._prompt(tokens), self._params)
+        params, generated, logits = self._params, tokens[self._prompt(tokens) :], logits.copy()
+        penalty = params.repetition_penalty
+        if penalty is not None and penalty != 1.0:
+            held = logits[tokens]
+            logits[tokens] = np.where(held < 0, held * penalty, held / penalty)
+        if (params.presence_penalty or params.frequency_penalty) and len(generated):
+            ids, counts = np.unique(generated, return_counts=True)
+            logits[ids] -= (params.presence_penalty + params.frequency_penalty * counts).astype(np.float32)
         return logits
 
 
@@ -55,7 +59,7 @@ class UserProcessor(Constraint):
             found = np.asarray(given)
         except (TypeError, ValueError):
             found = np.empty(0)
-        name = name_of(self._function)
+        name = getattr(self._function, "__name__", type(self._function).__name__)
         if found.size != logits.size or found.dtype.kind not in "fiu":
             raise OvspecError(
                 f"The logits processor {name} returned {type(given).__name__} of shape {found.shape}; it must return "
@@ -111,7 +115,3 @@ def processing(
             raise OvspecError(f"logits_processors has {function!r}, which is no function.")
         found.append(UserProcessor(function))
     return found
-
-
-def name_of(function: Any) -> str:
-    return getattr(function, "__name__", type(function).__name__)

@@ -1,4 +1,4 @@
-"""Grammars come from strangers: each is tried out in a process of its own before anything else compiles it."""
+"""Tries grammars out in a process of their own before anything else compiles them: strangers write them."""
 
 from __future__ import annotations
 
@@ -21,10 +21,7 @@ CHECKER = Worker("ovspec.grammars.check_worker", MAX_SECONDS, MAX_BYTES)
 # llguidance's words, and what to say instead; the first that is found counts.
 WORDS = (
     (r"regex(?:p)? parse error:.*error: (.*)", r"the regular expression is wrong: \1"),
-    (
-        r"^lookarounds not supported.*regex (/.*/)",
-        r"anchors and \\b can't be followed inside the expression \1",
-    ),
+    (r"^lookarounds not supported.*regex (/.*/)", r"anchors and \\b can't be followed inside the expression \1"),
     (r"Regex is empty", "no text has this pattern, format and length together"),
     (r"^oneOf constraints", "options of oneOf may overlap, which can't be enforced; write anyOf"),
     (r"^circular references with sibling", "a $ref to a schema around it can't stand beside other keywords"),
@@ -53,12 +50,12 @@ def check(grammar: str, what: str) -> None:
     Raises:
         OvspecError: in a sentence, with the place where it is known.
     """
-    if why := verdict(grammar):
+    if why := problem_with(grammar):
         raise OvspecError(f"{what}{why}")
 
 
 @functools.lru_cache(maxsize=64)
-def verdict(grammar: str) -> str:
+def problem_with(grammar: str) -> str:
     """What follows the name of a grammar that is refused; "" for a good one."""
     if len(grammar) > MAX_GRAMMAR:
         return f": it takes {len(grammar)} bytes; at most {MAX_GRAMMAR} can be read."

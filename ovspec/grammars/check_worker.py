@@ -1,7 +1,7 @@
-"""The process that tries grammars out: a JSON object a line in, a JSON object a line out. See ``checking.py``.
+"""The process that tries grammars out: a JSON object a line in, a JSON object a line out. See ``check.py``.
 
-llguidance accepts grammars without any finite text. Its log shows the rules as it will follow them, whatever they were
-written in, and so they are read from there.
+llguidance accepts grammars without any finite text. They are found in its log, which shows the rules as it follows
+them, whatever they were written in.
 """
 
 from __future__ import annotations

@@ -1,15 +1,10 @@
-"""llama.cpp's GBNF: read, and written in the Lark dialect of llguidance as the same language.
-
-llguidance's lexemes are greedy and GBNF knows none: ``[a-z]+ "x"`` matches ``abx`` there, but a lexeme ``[a-z]+``
-would swallow the x. So ``ovspec.constraints.lexemes`` says which parts of a grammar may become lexemes.
-
-Sources:
-    The notation: https://github.com/ggml-org/llama.cpp/blob/master/grammars/README.md
-"""
+"""Reads llama.cpp's GBNF (https://github.com/ggml-org/llama.cpp/blob/master/grammars/README.md)."""
 
 from __future__ import annotations
 
+import functools
 import string
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from ovspec.errors import OvspecError
@@ -26,31 +21,31 @@ ESCAPES = {"n": "\n", "r": "\r", "t": "\t", "\\": "\\", '"': '"', "[": "[", "]":
 HEX_DIGITS = {"x": 2, "u": 4, "U": 8}
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False, slots=True)
 class Chars:
     """One character of some ranges."""
 
     ranges: Ranges
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False, slots=True)
 class Seq:
     parts: tuple[Node, ...]
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False, slots=True)
 class Alt:
     options: tuple[Node, ...]
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False, slots=True)
 class Repeat:
     part: Node
     least: int
     most: int | None  # None: any number
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False, slots=True)
 class Name:
     """Another rule."""
 
@@ -58,10 +53,17 @@ class Name:
 
 
 Node = Chars | Seq | Alt | Repeat | Name
-EMPTY = Seq(())
 
 
-def parse(text: str) -> dict[str, Node]:
+@dataclass(frozen=True)
+class Rules:
+    """The rules of a grammar by name, and what makes expressions: equal ones are one object, found by its identity."""
+
+    rules: dict[str, Node]
+    make: Callable[..., Node]
+
+
+def parse(text: str) -> Rules:
     """The rules of a grammar.
 
     Raises:
@@ -76,6 +78,7 @@ class Reader:
 
     def __init__(self, text: str) -> None:
         self.text, self.at, self.depth = text, 0, 0
+        self.make = functools.cache(lambda kind, *fields: kind(*fields))
         self.used: dict[str, int] = {}  # where each name was first referred to
 
     def fail(self, why: str, at: int | None = None) -> OvspecError:
@@ -95,7 +98,7 @@ class Reader:
             else:
                 self.at += 1
 
-    def grammar(self) -> dict[str, Node]:
+    def grammar(self) -> Rules:
         rules: dict[str, Node] = {}
         self.space(lines=True)
         while self.next():
@@ -116,7 +119,7 @@ class Reader:
                 raise self.fail(f"there is no rule {name}", at)
         if "root" not in rules:
             raise OvspecError("line 1, column 1: the grammar has no rule root, with which every text begins.")
-        return rules
+        return Rules(rules, self.make)
 
     def name(self) -> str:
         start = self.at
@@ -132,7 +135,7 @@ class Reader:
             self.at += 1
             self.space(lines=True)
             options.append(self.sequence(nested))
-        return options[0] if len(options) == 1 else Alt(tuple(options))
+        return options[0] if len(options) == 1 else self.make(Alt, tuple(options))
 
     def sequence(self, nested: bool) -> Node:
         parts: list[Node] = []
@@ -147,25 +150,28 @@ class Reader:
                 part = self.repeated(part)
                 self.space(nested)
             parts.append(part)
-        return parts[0] if len(parts) == 1 else Seq(tuple(parts))
+        return self.joined(parts)
+
+    def joined(self, parts: list[Node]) -> Node:
+        return parts[0] if len(parts) == 1 else self.make(Seq, tuple(parts))
 
     def element(self) -> Node:
         start, found = self.at, self.next()
         if found in NAME:
             name = self.name()
             self.used.setdefault(name, start)
-            return Name(name)
+            return self.make(Name, name)
         self.at += 1
         if found == ".":
-            return Chars(negated(()))
+            return self.make(Chars, negated(()))
         if found == "[":
             return self.chars(start)
         if found == '"':
             parts: list[Node] = []
             while self.next() != '"':
-                parts.append(Chars(((code := self.character(start, "text"), code),)))
+                parts.append(self.make(Chars, ((code := self.character(start, "text"), code),)))
             self.at += 1
-            return parts[0] if len(parts) == 1 else Seq(tuple(parts))
+            return self.joined(parts)
         self.depth += 1
         if self.depth > MAX_DEPTH:
             raise self.fail(f"parentheses are nested deeper than {MAX_DEPTH}")
@@ -212,7 +218,7 @@ class Reader:
         self.at += 1
         if not ranges and not negate:
             raise self.fail("this class has no characters", start)
-        return Chars(negated(ranges) if negate else negated(negated(ranges)))
+        return self.make(Chars, negated(ranges) if negate else negated(negated(ranges)))
 
     def repeated(self, part: Node) -> Node:
         start, found = self.at, self.next()
@@ -220,8 +226,8 @@ class Reader:
         if found != "{":
             least = int(found == "+")
             if isinstance(part, Repeat) and part.least < 2 and part.most is None:  # any number of any number
-                return Repeat(part.part, min(least, part.least), None)
-            return Repeat(part, least, 1 if found == "?" else None)
+                return self.make(Repeat, part.part, min(least, part.least), None)
+            return self.make(Repeat, part, least, 1 if found == "?" else None)
         end = self.text.find("}", start)
         least, comma, most = (side.strip() for side in self.text[start + 1 : end].partition(","))
         if end < 0 or not (least + most).isascii() or not least.isdigit() or not (most or "0").isdigit():
@@ -231,7 +237,7 @@ class Reader:
         if most and int(most) < int(least):
             raise self.fail("this repetition ends before it begins", start)
         self.at = end + 1
-        return Repeat(part, int(least), int(most) if most else None if comma else int(least))
+        return self.make(Repeat, part, int(least), int(most) if most else None if comma else int(least))
 
 
 def negated(ranges: list[tuple[int, int]] | Ranges) -> Ranges:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 import functools
 import re
-from collections.abc import Callable
+from collections.abc import Sequence
 from importlib.metadata import version
 from typing import Any
 from urllib.parse import unquote
@@ -34,44 +34,35 @@ FOURTH = "(0[48]|[2468][048]|[13579][26])"  # two digits that four divides, but 
 YEAR = "([0-9]{3}[1-9]|[0-9]{2}[1-9][0-9]|[0-9][1-9][0-9]{2}|[1-9][0-9]{3})"
 DATE = f"({YEAR}-((0[13-9]|1[0-2])-[0-9]{{2}}|02-([01][0-9]|2[0-8]))|([0-9]{{2}}{FOURTH}|{FOURTH}00)-02-29)"
 STRICTER = {"date": f"^{DATE}", "date-time": f"^{DATE}.{{7}}[0-5]", "time": "^.{6}[0-5]"}
-ANNOTATIONS = frozenset(
-    (
-        *("$schema", "$id", "id", "$comment", "$anchor", "$vocabulary", "title", "description", "default", "examples"),
-        *("example", "deprecated", "readOnly", "writeOnly", "contentMediaType", "contentEncoding", "contentSchema"),
-        *("discriminator", "externalDocs", "xml", "markdownDescription"),
-    )
-)
-NOT_ENFORCED = {
-    "uniqueItems": "use an enum of whole arrays, or check the text afterwards",
-    "not": "say what is allowed instead",
-    "if": "use anyOf with a branch for each case",
-    "then": "use anyOf with a branch for each case",
-    "else": "use anyOf with a branch for each case",
-    "contains": "use prefixItems for the item that has to be there",
-    "minContains": "use prefixItems",
-    "maxContains": "use prefixItems",
-    "propertyNames": "use patternProperties and additionalProperties: false",
-    "dependentRequired": "use anyOf with a branch for each case",
-    "dependentSchemas": "use anyOf with a branch for each case",
-    "dependencies": "use anyOf with a branch for each case",
-    "unevaluatedProperties": "use additionalProperties",
-    "unevaluatedItems": "use items: false behind prefixItems",
-    "nullable": "write null among the types",
-    "$dynamicRef": "use $ref",
-    "$dynamicAnchor": "use $ref",
-    "$recursiveRef": "use $ref",
-    "$recursiveAnchor": "use $ref",
+ANNOTATIONS = (
+    "$schema", "$id", "id", "$comment", "$anchor", "$vocabulary", "title", "description", "default", "examples",
+    "example", "deprecated", "readOnly", "writeOnly", "contentMediaType", "contentEncoding", "contentSchema",
+    "discriminator", "externalDocs", "xml", "markdownDescription",
+)  # fmt: skip
+# What to do instead, and the keywords that can't be enforced.
+INSTEAD = {
+    "use an enum of whole arrays, or check the text afterwards": "uniqueItems",
+    "say what is allowed instead": "not",
+    "use anyOf with a branch for each case": "if then else dependentRequired dependentSchemas dependencies",
+    "use prefixItems for the item that has to be there": "contains",
+    "use prefixItems": "minContains maxContains",
+    "use patternProperties and additionalProperties: false": "propertyNames",
+    "use additionalProperties": "unevaluatedProperties",
+    "use items: false behind prefixItems": "unevaluatedItems",
+    "write null among the types": "nullable",
+    "use $ref": "$dynamicRef $dynamicAnchor $recursiveRef $recursiveAnchor",
 }
+NOT_ENFORCED = {name: advice for advice, names in INSTEAD.items() for name in names.split()}
 # Saying this changes nothing, so it is dropped.
 NO_OPS = {"uniqueItems": False, "nullable": False, "unevaluatedProperties": True, "unevaluatedItems": True}
 COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
 BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
-ONE = ("items", "additionalItems", "additionalProperties")
-SEVERAL = ("anyOf", "oneOf", "allOf", "prefixItems")
-NAMED = ("properties", "patternProperties")
-LATER = ("$defs", "definitions")  # looked at where something refers to them
-OTHERS = ("$ref", "type", "const", "enum", "required", "pattern", "format", "multipleOf", "x-guidance")
-KNOWN = {*ANNOTATIONS, *NOT_ENFORCED, *COUNTS, *BOUNDS, *ONE, *SEVERAL, *NAMED, *LATER, *OTHERS}
+OTHERS = (
+    "items", "additionalItems", "additionalProperties", "anyOf", "oneOf", "allOf", "prefixItems", "properties",
+    "patternProperties", "$defs", "definitions", "$ref", "type", "const", "enum", "required", "pattern", "format",
+    "multipleOf", "x-guidance",
+)  # fmt: skip
+KNOWN = {*ANNOTATIONS, *NOT_ENFORCED, *COUNTS, *BOUNDS, *OTHERS}
 
 EXACT = 2**53  # llguidance takes bounds for 64-bit floats
 SET_OPERATIONS = re.compile(r"&&|--|~~|\[")  # in a class; Rust's, where JSON Schema means the characters
@@ -97,7 +88,12 @@ def cleaned(schema: Any) -> Schema:
         raise OvspecError("the top: a schema is an object.")
     settings = schema.pop("x-guidance", {})
     Cleaner(schema).all()
-    schema["x-guidance"] = guidance(settings)
+    need(isinstance(settings, dict), "#/x-guidance", "an object")
+    if others := [name for name in settings if name not in SETTINGS]:
+        raise OvspecError(f"#/x-guidance/{others[0]}: only {listed(SETTINGS)} can be set here.")
+    own_white_space = {"whitespace_flexible", "whitespace_pattern"} & settings.keys()
+    white_space = {} if own_white_space else {"whitespace_pattern": WHITE_SPACE}
+    schema["x-guidance"] = {**white_space, "json_allowed_escapes": ESCAPES, **settings}
     return schema
 
 
@@ -105,18 +101,6 @@ def cleaned(schema: Any) -> Schema:
 def recent() -> bool:
     """Whether llguidance is. The guidance library keeps it at an older version, which is good for all but schemas."""
     return tuple(map(int, version("llguidance").split(".")[:2])) >= OLDEST
-
-
-def guidance(settings: Any) -> Schema:
-    if not isinstance(settings, dict):
-        raise OvspecError("#/x-guidance: this should be an object.")
-    for name in settings:
-        if name not in SETTINGS:
-            raise OvspecError(f"#/x-guidance/{name}: only {listed(SETTINGS)} can be set here.")
-    white = (
-        {} if {"whitespace_flexible", "whitespace_pattern"} & settings.keys() else {"whitespace_pattern": WHITE_SPACE}
-    )
-    return {**white, "json_allowed_escapes": ESCAPES, **settings}
 
 
 class Cleaner:
@@ -148,7 +132,10 @@ class Cleaner:
             raise OvspecError(f"{at}/$id: schemas within schemas can't have their own $id; refer to #/$defs instead.")
         if schema.get("format") in STRICTER:
             schema["allOf"] = [*schema.get("allOf", ()), {"pattern": STRICTER[schema["format"]]}]
-        self.repeated_keys(schema, at)
+        # A text may hold a free key twice, which counts once for whoever reads it.
+        least, free = schema.get("minProperties", 0), schema.get("additionalProperties") is not False
+        if least > len(set(schema.get("required", ()))) + 1 and (free or schema.get("patternProperties")):
+            raise OvspecError(f"{at}/minProperties: more than one key besides the required ones can't be enforced.")
 
     def keyword(self, key: str, value: Any, at: str) -> None:
         """Check one keyword, and note the schemas below it."""
@@ -158,94 +145,58 @@ class Cleaner:
             near = difflib.get_close_matches(key, KNOWN, 1, 0.75)
             advice = f"did you mean {near[0]}?" if near else "leave it out, or begin its name with x- if it is a note."
             raise OvspecError(f"{at}: {key!r} is no keyword of JSON Schema; {advice}")
-        several = key in SEVERAL or (key == "items" and is_list(value))  # as in old drafts
-        if key in ONE and not several:
-            self.waiting.append((value, at))
-        elif several:
-            self.need(is_list(value) and (value or key not in ("anyOf", "oneOf")), at, "a list of schemas")
-            self.waiting += [(each, f"{at}/{i}") for i, each in enumerate(value)]
-        elif key in NAMED:
-            self.need(isinstance(value, dict), at, "an object with a schema for each name")
-            self.waiting += [(each, f"{at}/{pointed(name)}") for name, each in value.items()]
-            for name in value:
-                check = self.pattern if key == "patternProperties" else self.writable
-                check(name, f"{at}/{pointed(name)}")
-        elif key in COUNTS:
-            self.need(
-                isinstance(value, int) and not isinstance(value, bool) and value >= 0, at, "a whole number from 0"
-            )
-        elif key in BOUNDS:
-            old = key.startswith("exclusive") and is_bool(value)  # draft 4
-            self.need(old or is_number(value), at, "a number")
-            self.need(abs(value) <= EXACT, at, "within 2**53, because larger bounds are rounded")
-        elif key in CHECKS:
-            CHECKS[key](self, value, at)
-        elif key == "x-guidance":
-            raise OvspecError(f"{at}: this is heard at the top of the schema only.")
-        elif key == "$ref":
-            self.waiting.append(self.resolved(value, at))
-
-    @staticmethod
-    def need(right: Any, at: str, what: str) -> None:
-        if not right:
-            raise OvspecError(f"{at}: this should be {what}.")
-
-    def types(self, value: Any, at: str) -> None:
-        self.need(value and all(isinstance(each, str) for each in as_list(value)), at, "a type or a list of types")
-        for each in as_list(value):
-            if each not in TYPES:
-                near = difflib.get_close_matches(each, TYPES, 1)
-                advice = f"did you mean {near[0]}?" if near else f"the types are {listed(TYPES)}."
-                raise OvspecError(f"{at}: {each!r} is no type; {advice}")
-
-    def format(self, value: Any, at: str) -> None:
-        if value not in FORMATS:
-            raise OvspecError(
-                f"{at}: the format {value!r} can't be enforced; use a pattern, or one of {listed(FORMATS)}."
-            )
-
-    def enum(self, value: Any, at: str) -> None:
-        self.need(isinstance(value, list) and value, at, "a list of at least one value")
-        self.writable(value, at)
-
-    def required(self, value: Any, at: str) -> None:
-        self.need(isinstance(value, list) and all(isinstance(each, str) for each in value), at, "a list of names")
-        self.writable(value, at)
-
-    def multiple(self, value: Any, at: str) -> None:
-        self.need(is_number(value) and value > 0, at, "a number above 0")
-
-    def pattern(self, value: Any, at: str) -> None:
-        self.need(isinstance(value, str), at, "a regular expression")
-        for inside in re.findall(r"\\.|\[\^?\]?((?:\\.|\[:\w+:\]|[^\]\\])*)\]", value, re.DOTALL):
-            if found := SET_OPERATIONS.search(re.sub(r"\\.|\[:\w+:\]", "", inside, flags=re.DOTALL)):
-                raise OvspecError(f"{at}: {found.group()!r} in a class means something else here; put \\ before it.")
-
-    def writable(self, value: Any, at: str) -> None:
-        """Refuse characters that only an escape with a number could write."""
-        waiting = [value]
-        while waiting:
-            each = waiting.pop()
-            if isinstance(each, dict):
-                waiting += [*each, *each.values()]
-            elif isinstance(each, list):
-                waiting += each
-            elif isinstance(each, str) and (found := re.search(r"[\0-\x07\x0b\x0e-\x1f\x7f\ud800-\udfff]", each)):
-                raise OvspecError(f"{at}: the character U+{ord(found.group()):04X} can't be written; leave it out.")
-
-    def dialect(self, value: Any, at: str) -> None:
-        known = isinstance(value, str) and re.match(r"https?://json-schema\.org/(draft[-/]|schema)", value)
-        self.need(known, at, "a draft of json-schema.org, or be left out")
-
-    def repeated_keys(self, schema: Schema, at: str) -> None:
-        """A text may hold a free key twice, which counts once for whoever reads it."""
-        least, free = schema.get("minProperties", 0), schema.get("additionalProperties") is not False
-        if least > len(set(schema.get("required", ()))) + 1 and (free or schema.get("patternProperties")):
-            raise OvspecError(f"{at}/minProperties: more than one key besides the required ones can't be enforced.")
+        match key:
+            case "anyOf" | "oneOf" | "allOf" | "prefixItems" | "items" if key != "items" or isinstance(value, list):
+                need(isinstance(value, list) and (value or key not in ("anyOf", "oneOf")), at, "a list of schemas")
+                self.waiting += [(each, f"{at}/{i}") for i, each in enumerate(value)]
+            case "items" | "additionalItems" | "additionalProperties":
+                self.waiting.append((value, at))
+            case "properties" | "patternProperties":
+                need(isinstance(value, dict), at, "an object with a schema for each name")
+                for name, each in value.items():
+                    below = f"{at}/{pointed(name)}"
+                    self.waiting.append((each, below))
+                    (pattern if key == "patternProperties" else writable)(name, below)
+            case _ if key in COUNTS:
+                need(isinstance(value, int) and is_number(value) and value >= 0, at, "a whole number from 0")
+            case _ if key in BOUNDS:
+                old = key.startswith("exclusive") and isinstance(value, bool)  # draft 4
+                need(old or is_number(value), at, "a number")
+                need(abs(value) <= EXACT, at, "within 2**53, because larger bounds are rounded")
+            case "type":
+                need(value and all(isinstance(each, str) for each in as_list(value)), at, "a type or a list of types")
+                for each in as_list(value):
+                    if each not in TYPES:
+                        near = difflib.get_close_matches(each, TYPES, 1)
+                        advice = f"did you mean {near[0]}?" if near else f"the types are {listed(TYPES)}."
+                        raise OvspecError(f"{at}: {each!r} is no type; {advice}")
+            case "format":
+                if value not in FORMATS:
+                    advice = f"use a pattern, or one of {listed(FORMATS)}"
+                    raise OvspecError(f"{at}: the format {value!r} can't be enforced; {advice}.")
+            case "const":
+                writable(value, at)
+            case "enum":
+                need(isinstance(value, list) and value, at, "a list of at least one value")
+                writable(value, at)
+            case "required":
+                need(isinstance(value, list) and all(isinstance(each, str) for each in value), at, "a list of names")
+                writable(value, at)
+            case "multipleOf":
+                need(is_number(value) and value > 0, at, "a number above 0")
+            case "pattern":
+                pattern(value, at)
+            case "$schema":
+                known = isinstance(value, str) and re.match(r"https?://json-schema\.org/(draft[-/]|schema)", value)
+                need(known, at, "a draft of json-schema.org, or be left out")
+            case "x-guidance":
+                raise OvspecError(f"{at}: this is heard at the top of the schema only.")
+            case "$ref":
+                self.waiting.append(self.resolved(value, at))
 
     def resolved(self, value: Any, at: str) -> tuple[Any, str]:
         """What a $ref refers to."""
-        self.need(isinstance(value, str), at, "text such as #/$defs/name")
+        need(isinstance(value, str), at, "text such as #/$defs/name")
         own = self.root.get("$id")
         target = value.removeprefix(own.rstrip("#")) if isinstance(own, str) else value
         if target in ("", "#"):
@@ -280,20 +231,29 @@ class Cleaner:
         return self.anchors
 
 
-CHECKS: dict[str, Callable[[Cleaner, Any, str], None]] = {
-    "type": Cleaner.types,
-    "format": Cleaner.format,
-    "enum": Cleaner.enum,
-    "const": Cleaner.writable,
-    "required": Cleaner.required,
-    "multipleOf": Cleaner.multiple,
-    "pattern": Cleaner.pattern,
-    "$schema": Cleaner.dialect,
-}
+def pattern(value: Any, at: str) -> None:
+    need(isinstance(value, str), at, "a regular expression")
+    for inside in re.findall(r"\\.|\[\^?\]?((?:\\.|\[:\w+:\]|[^\]\\])*)\]", value, re.DOTALL):
+        if found := SET_OPERATIONS.search(re.sub(r"\\.|\[:\w+:\]", "", inside, flags=re.DOTALL)):
+            raise OvspecError(f"{at}: {found.group()!r} in a class means something else here; put \\ before it.")
 
 
-def is_list(value: Any) -> bool:
-    return isinstance(value, list)
+def writable(value: Any, at: str) -> None:
+    """Refuse characters that only an escape with a number could write."""
+    waiting = [value]
+    while waiting:
+        each = waiting.pop()
+        if isinstance(each, dict):
+            waiting += [*each, *each.values()]
+        elif isinstance(each, list):
+            waiting += each
+        elif isinstance(each, str) and (found := re.search(r"[\0-\x07\x0b\x0e-\x1f\x7f\ud800-\udfff]", each)):
+            raise OvspecError(f"{at}: the character U+{ord(found.group()):04X} can't be written; leave it out.")
+
+
+def need(right: Any, at: str, what: str) -> None:
+    if not right:
+        raise OvspecError(f"{at}: this should be {what}.")
 
 
 def as_list(value: Any) -> list[Any]:
@@ -301,14 +261,10 @@ def as_list(value: Any) -> list[Any]:
 
 
 def is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not is_bool(value)
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def is_bool(value: Any) -> bool:
-    return isinstance(value, bool)
-
-
-def listed(names: tuple[str, ...]) -> str:
+def listed(names: Sequence[str]) -> str:
     return f"{', '.join(names[:-1])} and {names[-1]}"
 
 

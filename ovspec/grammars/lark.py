@@ -1,8 +1,8 @@
-"""Lark grammars over several files, made into the one text that llguidance reads.
+"""Joins Lark grammars over several files into the one text that llguidance reads.
 
 llguidance knows Lark's ``%import`` for its own ``common`` alone. Here files are imported too, as Lark does it: an
-imported rule brings what it depends on under prefixed names, ``%ignore`` stays behind, and so do the options of
-``%llguidance``. A file is read once, however many others import it; files may import each other.
+imported rule brings what it depends on under prefixed names; ``%ignore`` and the options of ``%llguidance`` are left
+out. A file is read once, however many others import it; files may import each other.
 
 Sources: Lark's documentation (https://lark-parser.readthedocs.io/en/stable/grammar.html) and llguidance's
 (https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md).
@@ -18,6 +18,7 @@ from functools import partial
 from itertools import count, pairwise
 from json import JSONDecodeError, JSONDecoder
 from pathlib import Path
+from typing import NamedTuple
 
 from ovspec.errors import OvspecError
 
@@ -28,7 +29,7 @@ _NAME = r"[A-Za-z_](?:\w|-(?!>))*"
 _TOKEN = re.compile(
     rf"""(?P<blank> [^\S\n]+ | (?: // | \# ) [^\n]*)
        | (?P<newline> \n)
-       | (?P<json> % (?: json | regex | llguidance ) \b)
+       | (?P<json> % (?: json | regex | llguidance ) \b \s*)
        | (?P<opaque> " (?: [^"\\\n] | \\. )* " i?         # strings
                    | / (?: [^/\\] | \\. )+ / [imslux]*    # regular expressions
                    | < [^<>\s]+ > | @[\w-]+ | \d[\w.]*    # special tokens, other grammars, numbers
@@ -46,20 +47,17 @@ _IMPORT = re.compile(
 )
 
 
-@dataclass(frozen=True)
-class _Token:
+class _Token(NamedTuple):
     kind: str
     text: str
     start: int
     line: int
 
 
-@dataclass(frozen=True)
-class _Import:
-    """``names`` here -> names in ``file``, None for llguidance's own ``common``."""
+class _Import(NamedTuple):
+    """A directive that imports from ``file``, None for llguidance's own ``common``."""
 
     file: Path | None
-    names: dict[str, str]
     start: int
     end: int
     line: int
@@ -144,41 +142,33 @@ def _read(files: _Files, path: Path, what: str, dependent: bool = True) -> _File
     return files.by_path[key]
 
 
-def _tokens(file: _File) -> Iterator[_Token]:
-    """The tokens of ``file`` without blanks and comments."""
-    position, line = 0, 1
+def _statements(file: _File) -> Iterator[list[_Token]]:
+    """The tokens of each definition or directive; a line that begins with ``|`` goes on with the one before."""
+    statement: list[_Token] = []
+    position, line, ended = 0, 1, False
     while position < len(file.text):
         match = _TOKEN.match(file.text, position)
         if match is None:
             kind = "string" if file.text[position] == '"' else "regular expression"
             raise _error(file, line, f"a {kind} isn't closed; close it with {file.text[position]}.")
         end = match.end()
-        if match.lastgroup == "json":
-            opening = re.compile(r"\s*").match(file.text, end)
+        if match["json"]:
             try:
-                end = JSONDecoder().raw_decode(file.text, opening.end() if opening else end)[1]
+                end = JSONDecoder().raw_decode(file.text, end)[1]
             except (JSONDecodeError, RecursionError) as error:
-                raise _error(file, line, f"{match[0]} isn't followed by JSON ({error}); correct it.") from error
+                raise _error(
+                    file, line, f"{match[0].rstrip()} isn't followed by JSON ({error}); correct it."
+                ) from error
         text = file.text[position:end]
-        if match.lastgroup != "blank":
-            yield _Token(match.lastgroup or "", text, position, line)
-        position = end
-        line += text.count("\n")
-
-
-def _statements(file: _File) -> Iterator[list[_Token]]:
-    """The tokens of each definition or directive; a line that begins with ``|`` goes on with the one before."""
-    statement: list[_Token] = []
-    ended = False
-    for token in _tokens(file):
-        if token.kind == "newline":
+        if match["newline"]:
             ended = True
-            continue
-        if ended and token.text != "|" and statement:
-            yield statement
-            statement = []
-        ended = False
-        statement.append(token)
+        elif not match["blank"]:
+            if ended and text != "|" and statement:
+                yield statement
+                statement = []
+            statement.append(_Token(match.lastgroup or "", text, position, line))
+            ended = False
+        position, line = end, line + text.count("\n")
     if statement:
         yield statement
 
@@ -214,7 +204,7 @@ def _add_import(file: _File, statement: list[_Token], allow_files: bool) -> None
         folders, names = [*folders, name], {name: name for name in match["names"].split(" , ")}
     else:
         names = {match["alias"] or name: name} if match else {}
-    if match is None or not folders:
+    if not match or not folders:
         example = "%import .file.rule, %import .file.rule -> alias or %import .file (rule, TERMINAL)"
         raise _error(file, first.line, f"this %import isn't understood; write it as {example}.")
     if match["file"] and not allow_files:
@@ -223,12 +213,11 @@ def _add_import(file: _File, statement: list[_Token], allow_files: bool) -> None
         place = ".".join(folders)
         raise _error(file, first.line, f"there is no library {place}; to import {name} from a file write .{place}.")
     path = file.path.parent.joinpath(*folders).with_suffix(".lark") if match["file"] else None
-    imported = _Import(path, names, first.start, last.start + len(last.text), first.line)
+    imported = _Import(path, first.start, last.start + len(last.text), first.line)
     for here, there in names.items():
         if _is_terminal(here) != _is_terminal(there):
-            raise _error(
-                file, first.line, f"{here} can't stand for {there}; name rules in lower case, terminals in upper."
-            )
+            why = f"{here} can't stand for {there}; name rules in lower case, terminals in upper."
+            raise _error(file, first.line, why)
         if here in file.sources:
             raise _error(file, first.line, f"{here} is imported twice; import it with -> another_name.")
         file.sources[here] = imported, there

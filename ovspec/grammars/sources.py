@@ -1,7 +1,8 @@
-"""What texts may be made of, as users write it down: the grammars of llguidance made from five kinds of sources."""
+"""Makes grammars of llguidance from what users write: JSON schemas, expressions, choices, Lark and GBNF."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections.abc import Sequence
@@ -17,15 +18,16 @@ MAX_CHARACTERS = 1_000_000  # of a schema, a grammar, an expression or all choic
 MAX_GBNF = 200_000  # is taken apart in Python
 MAX_NESTING = 200
 
-# What a Lark grammar is made of, as far as it matters here: text that may contain anything, and then the rest.
+# First what may contain anything, then what is looked for.
 LARK = re.compile(
     r'"(?:\\.|[^"\\\n])*"?'
     r"|//[^\n]*|\#[^\n]*"
     r"|/(?:\\.|[^/\\\n])+/?"
     r"|<[^<>\s]+>"
-    r"|(?P<json>%json\b)"
+    r"|(?P<json>%json\b\s*)"
     r"|\b(?P<option>max_tokens|stop|temperature)\s*="
 )
+BRACKETS = re.compile(r'"(?:\\.|[^"\\])*"?|[\[{]|[\]}]')
 LOOKAROUND = re.compile(r"\(\?(?:<?[=!])|\\[bB<>AzZG]")
 BACKREFERENCE = re.compile(r"\\[1-9]|\(\?P=|\\k")
 
@@ -41,31 +43,27 @@ def json_schema(schema: dict[str, Any] | bool | str | Path, what: str = "The JSO
     Raises:
         OvspecError: it can't be read, is wrong, or says what can't be enforced; the message names the place.
     """
-    text = ""
-    if isinstance(schema, str) and (schema.lstrip()[:1] in ("{", "[", '"') or schema in ("true", "false")):
-        text = schema
-    elif isinstance(schema, str | Path):
-        try:
-            found = Path(schema).is_file()
-        except (OSError, ValueError):  # too long for a name
-            found = False
-        if not found:
-            raise OvspecError(
-                f"{str(schema)[:100]!r} is neither a JSON schema, which begins with {{, nor a file with one."
-            )
-        what, text = str(schema), read_text(Path(schema))
     if isinstance(schema, str | Path):
-        bounded(text, what)
-        schema = parsed(text, what)
+        if not isinstance(schema, str) or not (schema.lstrip()[:1] in ("{", "[", '"') or schema in ("true", "false")):
+            what, schema = str(schema), file_text(schema)
+        schema = parsed(schema, what)
     try:
         text = json.dumps(schema, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
         raise OvspecError(f"{what} can't be written as JSON: {error}.") from None
     bounded(text, what)
+    shallow(text, what)
     try:
         return grammar("json", json_schema=cleaned(json.loads(text)))
     except OvspecError as error:
         raise OvspecError(f"{what}, at {error}") from None
+
+
+def file_text(name: str | Path) -> str:
+    with contextlib.suppress(OSError, ValueError):  # too long for a name
+        if Path(name).is_file():
+            return read_text(Path(name))
+    raise OvspecError(f"{str(name)[:100]!r} is neither a JSON schema, which begins with {{, nor a file with one.")
 
 
 def regex(pattern: str, what: str = "The regular expression") -> str:
@@ -75,10 +73,8 @@ def regex(pattern: str, what: str = "The regular expression") -> str:
         OvspecError: it uses what can't be matched while a text grows.
     """
     pattern = well_formed(pattern, what).removeprefix("^")
-    escapes = len(pattern) - len(pattern.rstrip("\\"))
-    if pattern.endswith("$") and not (len(pattern[:-1]) - len(pattern[:-1].rstrip("\\"))) % 2:
-        pattern = pattern[:-1]
-    if escapes % 2:
+    pattern = re.sub(r"(?<!\\)((?:\\\\)*)\$\Z", r"\1", pattern)
+    if re.search(r"(?<!\\)(?:\\\\)*\\\Z", pattern):
         raise OvspecError(f"{what} ends with a backslash; write \\\\ for one.")
     for kind, found in (("look-around", LOOKAROUND), ("backreferences", BACKREFERENCE)):
         if match := found.search(pattern.replace("\\\\", "  ")):
@@ -96,7 +92,7 @@ def choices(texts: Sequence[str]) -> str:
         raise OvspecError("Choices are a list of at least one text.")
     unique = dict.fromkeys(well_formed(text, f"Choice {i + 1}") for i, text in enumerate(texts))
     options = "|".join("".join(map(escaped, text)) for text in unique)
-    bounded(options, "The list of choices", nesting=False)
+    bounded(options, "The list of choices")
     return grammar("choices", lark_grammar=f"start: /(?:{options})/")
 
 
@@ -108,17 +104,17 @@ def lark(text: str, what: str = "The Lark grammar") -> str:
             place.
     """
     text = well_formed(text, what)
-    bounded(text, what, nesting=False)
+    bounded(text, what)
     parts, at = [], 0
     while match := LARK.search(text, at):
-        parts.append(text[at : match.start()])
-        parts.append(match.group())
+        parts.append(text[at : match.end()])
         at = match.end()
         if option := match["option"]:
             raise OvspecError(f"{what}, {place(text, match.start())}: {option}= can't be taken back; leave it out.")
         if match["json"]:
-            inline, at = inline_schema(text, at, what)
-            parts.append(inline)
+            inline, end = inline_schema(text, at, what)
+            parts += [inline, "\n" * text.count("\n", at, end)]  # other lines stay where they are
+            at = end
     return grammar("lark", lark_grammar="".join(parts) + text[at:])
 
 
@@ -142,18 +138,17 @@ def grammar(kind: str, **source: Any) -> str:
     return json.dumps({"grammars": [{"name": kind, **source}]})
 
 
-def inline_schema(text: str, at: int, what: str) -> tuple[str, int]:
-    """The schema behind ``%json`` as llguidance should see it, on as many lines, and where it ends."""
-    start = at + len(text[at:]) - len(text[at:].lstrip())
-    where = f"{what}, {place(text, start)}"
-    bounded(text[start:], where, only_json=True)
+def inline_schema(text: str, start: int, what: str) -> tuple[str, int]:
+    """The schema behind ``%json`` as llguidance should see it, and where it ends."""
+    shallow(text, what, start)
     try:
         schema, end = json.JSONDecoder().raw_decode(text, start)
-        return f" {json.dumps(cleaned(schema), allow_nan=False)} " + "\n" * text.count("\n", at, end), end
+        return f" {json.dumps(cleaned(schema), allow_nan=False)} ", end
     except (ValueError, RecursionError):
-        raise OvspecError(f"{where}: this should be a JSON schema, but isn't JSON.") from None
+        why = "this should be a JSON schema, but isn't JSON."
     except OvspecError as error:
-        raise OvspecError(f"{where}: the JSON schema, at {error}") from None
+        why = f"the JSON schema, at {error}"
+    raise OvspecError(f"{what}, {place(text, start)}: {why}")
 
 
 def parsed(text: str, what: str) -> Any:
@@ -165,6 +160,8 @@ def parsed(text: str, what: str) -> Any:
             found[key] = value
         return found
 
+    bounded(text, what)
+    shallow(text, what)
     try:
         return json.loads(text, object_pairs_hook=unique)
     except json.JSONDecodeError as error:
@@ -173,16 +170,20 @@ def parsed(text: str, what: str) -> Any:
         raise OvspecError(f"{what} is no JSON: {error}.") from None
 
 
-def bounded(text: str, what: str, nesting: bool = True, only_json: bool = False) -> None:
-    """Refuse what is too long or nested too deeply, without recursion."""
-    if len(text) > MAX_CHARACTERS and not only_json:
+def bounded(text: str, what: str) -> None:
+    """Refuse what is too long."""
+    if len(text) > MAX_CHARACTERS:
         raise OvspecError(f"{what} has {len(text)} characters; at most {MAX_CHARACTERS} can be read.")
+
+
+def shallow(text: str, what: str, start: int = 0) -> None:
+    """Refuse JSON that is nested too deeply, without recursion; what follows it isn't looked at."""
     depth = 0
-    for match in re.finditer(r'"(?:\\.|[^"\\])*"?|[\[{]|[\]}]', text) if nesting else ():
+    for match in BRACKETS.finditer(text, start):
         depth += (match.group() in "[{") - (match.group() in "]}")
         if depth > MAX_NESTING:
             raise OvspecError(f"{what} is nested deeper than {MAX_NESTING} at {place(text, match.start())}.")
-        if only_json and depth <= 0:
+        if depth <= 0:
             return
 
 

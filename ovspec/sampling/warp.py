@@ -25,22 +25,6 @@ BLOCK = 128
 # ---------------------------------------------------------------- logits
 
 
-def penalize(logits: np.ndarray, tokens: np.ndarray, start: int, params: SamplingParams) -> None:
-    """Apply the penalties of ``params`` in place.
-
-    Args:
-        logits: (vocab,) of the token that follows ``tokens``.
-        tokens: (n,) all before it, of which those from ``start`` on were generated.
-    """
-    penalty = params.repetition_penalty
-    if penalty is not None and penalty != 1.0:
-        held = logits[tokens]
-        logits[tokens] = np.where(held < 0, held * penalty, held / penalty)
-    if (params.presence_penalty or params.frequency_penalty) and len(tokens) > start:
-        ids, counts = np.unique(tokens[start:], return_counts=True)
-        logits[ids] -= (params.presence_penalty + params.frequency_penalty * counts).astype(np.float32)
-
-
 class WarpedLogits(NamedTuple):
     """What warping leaves: ``logits`` (n,) float32 of ``ids`` (n,), or of the whole vocabulary where that is None."""
 

@@ -16,7 +16,7 @@ from llguidance import LLMatcher
 
 import ovspec
 from ovspec.constraints.base import Constraint, Constraints
-from ovspec.constraints.grammar import Grammars, behind_bytes
+from ovspec.constraints.grammar import Grammars, prefixed
 from ovspec.constraints.maker import GRAMMARS, grammar_of
 from ovspec.constraints.masks import holds, masked, pack
 from ovspec.text.tokenizer import byte_vocabulary
@@ -328,13 +328,13 @@ def test_sentencepiece_tokenizers() -> None:
 
 
 def test_prefixes_of_grammars(grammars: Grammars) -> None:
-    """``behind_bytes`` puts a text in front of a grammar: JSON, Lark, with what it ignores, and regular expressions."""
+    """``prefixed`` puts a text in front of a grammar: JSON, Lark, with what it ignores, and regular expressions."""
     for case, options in CASES.items():
         source, _ = grammar_of(options)
         assert source
         for said in (b" ", b"x = ", "\u00e9".encode(), b'"\\\n'):
             plain = grammars.constraint(source, 0, EOS)
-            longer = grammars.constraint(behind_bytes(source, said), 0, EOS)
+            longer = grammars.constraint(prefixed(source, said), 0, EOS)
             spelt = np.array(grammars._tokens.tokenize_bytes(said))
             assert np.array_equal(longer.mask(spelt), plain.mask(np.array([], dtype=np.int64))), (case, said)
 
