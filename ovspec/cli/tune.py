@@ -100,8 +100,10 @@ def report(name: str, folder: Path, profile: Profile) -> list[str]:
     best = profile.choose(DeviceOptions(), "auto")
     widths = list(profile.reference.verify_ms)
     heads = "".join(f"{f'm={width}':>8}" for width in widths)
-    lines = [f"{name}: {folder}, {profile.seconds:.0f} s", f"  {'ms an inference of m tokens':62}{heads}  prefill, ms"]
-    lines[-1] += "      KL   top-1  invariance  memory, MB"
+    lines = [
+        f"{name}: {folder}, {profile.seconds:.0f} s",
+        f"  {'ms an inference of m tokens':62}{heads}  prefill, ms      KL   top-1  invariance  memory, MB",
+    ]
 
     def line(mark: str, text: str, m: Measurement) -> str:
         times = "".join(f"{m.verify_ms[width]:8.2f}" for width in widths)

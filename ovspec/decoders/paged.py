@@ -35,7 +35,7 @@ MOST_APART = 64
 
 
 class PagedDecoder:
-    """See ``Decoder``. Rows that were forked share blocks until one of them is fed.
+    """See ``SessionDecoder``. Rows that were forked share blocks until one of them is fed.
 
     OpenVINO has one attention kernel for a single new token and another for several, which round differently. So
     where arithmetic is coarse, tokens whose logits are all wanted, as in verifying guesses, are fed *apart*: each as

@@ -14,10 +14,10 @@ from ovspec.text.vocabulary import ALL_IDS, KnownIds
 
 
 class RowByRow:
-    """A batch for models whose recurrent states can't wait for each other: every row has a request of its own.
+    """See ``SessionDecoder``. Every row has a request of its own.
 
-    Padding, which attention skips, would run through a convolution or an SSM; so rows of different lengths
-    don't share an inference.
+    Padding, which attention skips, would run through a convolution or an SSM, so rows of different lengths can't
+    share an inference.
     """
 
     def __init__(self, make: Callable[[], StatefulDecoder]) -> None:

@@ -39,11 +39,7 @@ class StatefulDecoder:
     """
 
     def __init__(
-        self,
-        ir: CompiledIR,
-        rollback: Rollback,
-        vocabulary: KnownIds = ALL_IDS,
-        compact_at: int = COMPACT_AT,
+        self, ir: CompiledIR, rollback: Rollback, vocabulary: KnownIds = ALL_IDS, compact_at: int = COMPACT_AT
     ) -> None:
         self.rollback = rollback
         self.context_length = ir.context_length
@@ -131,8 +127,8 @@ class StatefulDecoder:
 
     def restore(self, tokens: np.ndarray, arrays: dict[str, np.ndarray]) -> None:
         self.reset(1)
-        slots = {state.name: 1 if state.sequence_axis is None else len(tokens) for state in self._ir.states}
-        sizes = {state.name: state.width * slots[state.name] for state in self._ir.states}
+        states = self._ir.states
+        sizes = {s.name: s.width * (1 if s.sequence_axis is None else len(tokens)) for s in states}
         if {name: array.size for name, array in arrays.items()} != sizes:
             raise ValueError("another model's states")
         write_states(self._request.raw, arrays)

@@ -118,11 +118,10 @@ def masks_of(request: ov.InferRequest, axes: dict[str, State], alive: np.ndarray
         name = port.get_any_name()
         if name in inputs:
             feed[name] = inputs[name]
-        else:
-            shape = [1 if length.is_dynamic else length.get_length() for length in port.get_partial_shape()]
-            axis = axes[name].sequence_axis
-            if axis is not None:
-                shape[axis] = slots - 1
-            feed[name] = np.zeros(shape, dtype=port.get_element_type().to_dtype())
+            continue
+        shape = [1 if length.is_dynamic else length.get_length() for length in port.get_partial_shape()]
+        if (axis := axes[name].sequence_axis) is not None:
+            shape[axis] = slots - 1
+        feed[name] = np.zeros(shape, dtype=port.get_element_type().to_dtype())
     masks = [np.asarray(mask) for mask in request.infer(feed).values()]
     return [np.where(mask, 0.0, -np.inf) if mask.dtype == np.bool_ else mask.astype(np.float64) for mask in masks]

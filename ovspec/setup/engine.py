@@ -103,9 +103,6 @@ def compile_paged(folder: Path, options: DeviceOptions) -> CompiledIR:
     return compile_ir(folder, replace(options, properties=options.properties | {"CACHE_DIR": ""}), to_paged)
 
 
-# ---------------------------------------------------------------- comparing
-
-
 def check_paged(folder: Path, options: DeviceOptions) -> PagedCheck:
     """As ``compare_engines``, remembered; on the CPU only."""
     device = check_device(options.device)

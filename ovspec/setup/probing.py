@@ -42,7 +42,7 @@ def setting_of(device: str, properties: dict[str, str]) -> str:
 
 
 def probe_rollback(ir: CompiledIR) -> Probe:
-    """Prefill, feed junk, take it back, feed on, and compare with a clean run: masking first, then cutting.
+    """Prefill, feed junk, take it back, feed on, and compare with a clean run: try masking first, then cutting.
 
     Raises:
         OvspecError: nothing gives back the clean run's logits, or they are not numbers.
@@ -96,9 +96,6 @@ def safe_bound(ir: CompiledIR) -> int | None:
         return 0
     bound = min(ir.attention_window or UNBOUNDED, shown or UNBOUNDED)
     return bound if bound < UNBOUNDED else None
-
-
-# ---------------------------------------------------------------- remembering
 
 
 def find_probe(ir: CompiledIR, cache_dir: Path | None, exported: Probe | None) -> Probe:

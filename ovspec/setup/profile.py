@@ -59,25 +59,25 @@ class Setting:
         return {name: str(value) for name, value in named.items() if value is not None}
 
     def __str__(self) -> str:
-        parts = [self.engine, self.precision or "default precision"]
-        if self.group is not None:
-            parts.append(f"dynamic quantisation {self.group or 'off'}")
-        parts.append(f"KV {self.kv_precision or 'default'}")
-        if self.threads:
-            parts.append(f"{self.threads} threads")
-        if self.core_type:
-            parts.append(self.core_type)
-        return ", ".join(parts)
+        parts = [
+            self.engine,
+            self.precision or "default precision",
+            None if self.group is None else f"dynamic quantisation {self.group or 'off'}",
+            f"KV {self.kv_precision or 'default'}",
+            f"{self.threads} threads" if self.threads else None,
+            self.core_type,
+        ]
+        return ", ".join(filter(None, parts))
 
 
 @dataclass(frozen=True)
 class Measurement:
     """Of one setting, on the built-in text.
 
-    ``verify_ms``: milliseconds of an inference by its width in tokens, behind the text. ``prefill_ms``: a token.
-    ``memory``: bytes that the process grew by. ``kl``, ``top1``: against f32 without dynamic quantisation, the
-    mean KL divergence in nats and the share of equal first choices. ``invariance``: the share of the logits that are
-    the same whether tokens are fed together or one by one, so that a draft can't change the text; None if untried.
+    ``verify_ms``: milliseconds of an inference after the text, by its width in tokens. ``prefill_ms``: of a token.
+    ``memory``: bytes that the process grew by. ``kl``, ``top1``: mean KL divergence in nats from f32 without dynamic
+    quantisation, and share of equal first choices. ``invariance``: share of the logits that are the same whether
+    tokens are fed together or one by one, so that a draft can't change the text; None if untried.
     """
 
     setting: Setting
@@ -108,8 +108,8 @@ class Profile:
     """Measurements of one kind of model on one machine.
 
     ``reference`` is OpenVINO's own default, whose accuracy is the measure (in the short version the first of
-    ``measurements``). ``measurements`` begin with what is used without a profile; those behind it are taken only
-    where they are clearly better.
+    ``measurements``). ``measurements`` begin with what is used without a profile; a later one is chosen only where
+    it is clearly better.
     """
 
     goal: Goal
@@ -177,9 +177,6 @@ def load_with(
     reason = "the profile found it to be faster" if slower_paged else loaded.reason
     costs = {profile.tokens: best.prefill_ms * profile.tokens} | best.verify_ms
     return replace(loaded, reason=reason, profile=str(best.setting), verify_ms=costs)
-
-
-# ---------------------------------------------------------------- keeping
 
 
 def profile_file(folder: Path, options: DeviceOptions) -> Path | None:

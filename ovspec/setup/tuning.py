@@ -140,12 +140,10 @@ def arithmetics(engine: EngineName, most_group: int | None, effort: Effort) -> I
     """Types of arithmetic, and how activations are quantised."""
     capabilities = core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
     native = [name for name, capability in (("bf16", "BF16"), ("f16", "FP16")) if capability in capabilities]
-    groups: tuple[int | None, ...] = (None,)
-    if most_group:
-        groups = tuple(group for group in ((32, 64, 128, 256) if effort.full else (64,)) if group <= most_group)
+    groups = [group for group in ((32, 64, 128, 256) if effort.full else (64,)) if group <= (most_group or 0)]
     usual = default_kv_precision(DeviceOptions())  # the type of the arithmetic that OpenVINO takes by itself
     for precision in ["f32", *native] if effort.full else [usual]:
-        for group in groups:
+        for group in groups if most_group else [None]:
             # What OpenVINO does by itself is measured already, and bf16 rounds enough without large groups.
             if not (precision == usual and group in (None, USUAL_GROUP)) and not (precision != "f32" and group == 256):
                 yield Setting(engine, precision, precision, group)
@@ -284,9 +282,9 @@ class SettingTimer:
 
     def _distance(self, logits: np.ndarray) -> tuple[float, float]:
         """(mean KL divergence in nats, share of equal first choices) from the right ones."""
-        divergence, equal, chunk = 0.0, 0, 64
-        for start in range(0, len(logits), chunk):
-            right, ours = self._right[start : start + chunk], log_softmax(logits[start : start + chunk])
+        divergence = 0.0
+        for i in range(0, len(logits), 64):  # in float64 all of them at once would take much memory
+            right, ours = self._right[i : i + 64], log_softmax(logits[i : i + 64])
             divergence += float((np.exp(right) * (right - ours)).sum())
-            equal += int((right.argmax(1) == ours.argmax(1)).sum())
-        return max(0.0, divergence / len(logits)), equal / len(logits)
+        same = (self._right.argmax(1) == logits.argmax(1)).mean()
+        return max(0.0, divergence / len(logits)), float(same)
