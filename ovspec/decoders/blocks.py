@@ -17,7 +17,7 @@ class Pool:
     def __init__(self) -> None:
         self._holders: Counter[int] = Counter()  # rows that hold a block
         self._free: list[int] = []  # below ``needed``
-        self.needed = 0  # blocks that the tensors must have room for; this one and all behind it were never used
+        self.needed = 0  # blocks that the tensors must have room for; higher numbers were never used
 
     @property
     def used(self) -> int:

@@ -1,6 +1,6 @@
 """The decoder that keeps its KV cache in blocks of its own, on the same IR after OpenVINO's paged-attention rewrite.
 
-Tokens of all rows lie behind one another, without padding; each inference is told how much of each row's blocks
+Tokens of all rows follow one another, without padding; each inference is told how much of each row's blocks
 counts, so rolling back is passing a smaller length. Attention over a long cache costs much less for several new
 tokens than on the stateful path (docs/benchmarks.md).
 """

@@ -1,8 +1,8 @@
 """Slots and rollback of a stateful request's KV cache.
 
-Slots are rows of the physical cache, positions are places in the text. A rejected token's slot is
-marked dead in its row's attention mask (no copy, bit-exact); compaction gathers the live slots
-when dead ones pile up, or before every inference where a model can't skip slots (``trim``).
+Slots are indices into the physical cache, positions into the text. A rejected token's slot is marked dead in its
+row's attention mask (no copy, bit-exact); compaction gathers the live slots when dead ones pile up, or before every
+inference where a model can't skip slots (``trim``).
 """
 
 from __future__ import annotations

@@ -162,8 +162,8 @@ class StatefulDecoder:
     def _prepare_replay(self, tokens: np.ndarray, wanted: int) -> int:
         """Take a snapshot where the new tokens may be taken back; returns how many of them it has fed.
 
-        Tokens whose logits nobody wants are settled. A few of them are fed again with every replay; when they
-        are many they get an inference of their own, and the snapshot moves behind them.
+        Tokens whose logits nobody wants are settled. A few of them are fed again with every replay; many get an
+        inference of their own, after which the snapshot is renewed.
         """
         fed, held = 0, len(self.rows[0])
         restored = held == self._snapshot_length
@@ -171,8 +171,8 @@ class StatefulDecoder:
             fed = len(tokens) - wanted
             self._append([tokens[:fed]], [fed], logit_positions((fed,), (0,)))
             held += fed
-        behind = held - self._snapshot_length
-        if behind and (wanted > 1 or self._returns_here or behind >= SNAPSHOT_EVERY):
+        since = held - self._snapshot_length
+        if since and (wanted > 1 or self._returns_here or since >= SNAPSHOT_EVERY):
             self._snapshot = read_states(self._request.raw, self._ir.recurrent_states)
             self._snapshot_length = held
         # A draft feeds what was committed, after a rejection or in one piece, and then its guesses one by one.

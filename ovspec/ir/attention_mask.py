@@ -105,7 +105,7 @@ def same_view(request: ov.InferRequest, axes: dict[str, State], slots: int) -> b
 
 
 def masks_of(request: ov.InferRequest, axes: dict[str, State], alive: np.ndarray) -> list[np.ndarray]:
-    """The masks (1, heads or 1, 1, slots) float64 of one more token behind ``slots - 1``; hidden is -inf."""
+    """The masks (1, heads or 1, 1, slots) float64 of one more token after ``slots - 1``; hidden is -inf."""
     slots = alive.shape[1]
     inputs: dict[str, np.ndarray] = {
         "input_ids": np.zeros((1, 1), dtype=np.int64),

@@ -107,7 +107,7 @@ class Tokenizer:
             else tokens_by_id(tokenizer_json)
         )
         empty, one = self._encode(""), self._encode("a")
-        # What encoding puts around every text (BOS in front for some models, EOS behind for few).
+        # What encoding puts around every text (BOS before it for some models, EOS after it for few).
         self._prefix = next((i for i, (a, b) in enumerate(zip(empty, one, strict=False)) if a != b), len(empty))
         self._suffix = len(empty) - self._prefix
         # SentencePiece models put a space in front of every text they encode.
@@ -205,7 +205,7 @@ class WindowDetokenizer:
     def __init__(self, request: ov.InferRequest) -> None:
         self._request = request
         self._tokens: list[int] = []
-        self._start = 0  # tokens before it can't change the text of those behind
+        self._start = 0  # tokens before it can't change the text of later ones
         self._shown = ""  # text of the window that was returned
 
     def _window(self) -> str:
