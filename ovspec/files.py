@@ -55,3 +55,22 @@ def read_json(path: Path) -> dict[str, Any]:
         return json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise OvspecError(f"{path}: not valid JSON ({error}); export the model again.") from None
+
+
+def remembered(path: Path | None) -> dict[str, Any]:
+    """What ``remember`` wrote to ``path``; {} where nothing is there, or something damaged."""
+    try:
+        return read_json(path) if path else {}
+    except OvspecError:
+        return {}
+
+
+def remember(path: Path | None, data: dict[str, Any]) -> bool:
+    """Write ``data`` to a file of the cache; returns whether it could be written, which is no error."""
+    if not path:
+        return False
+    try:
+        write_atomically(path, json.dumps(data, indent=1))
+    except OSError:
+        return False
+    return True

@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
-from ovspec.decoders.stateful import COMPACT_AT
 from ovspec.drafting.choice import Draft, parse_draft
 from ovspec.errors import OvspecError
 from ovspec.ir.compile import check_ir_folder
@@ -47,7 +46,6 @@ def load(
     engine: EngineChoice = "auto",
     lookahead: int | Literal["auto"] = "auto",
     lookup_corpus: Sequence[str | Path] = (),
-    compact_at: int = COMPACT_AT,
     tune: bool | None = None,
     export: bool = False,
     verify: bool = False,
@@ -72,7 +70,6 @@ def load(
             stateful one, which runs everywhere.
         lookahead: tokens proposed each round; "auto" for as many as pay, which may be none.
         lookup_corpus: text files that "lookup" may quote.
-        compact_at: dead slots at which the stateful decoder's KV cache is compacted.
         tune: take what is fastest on this machine, as ``ovspec tune`` has measured it, or as a few seconds of
             measuring now show; what you name above wins. By default yes, unless the environment variable
             OVSPEC_TUNE is 0.
@@ -113,7 +110,7 @@ def load(
     if lookup_corpus and not (choice and choice.lookup):
         raise OvspecError("lookup_corpus needs lookup among the drafts.")
     tune = os.environ.get("OVSPEC_TUNE") != "0" if tune is None else tune
-    target = _load_ir(folder, options, engine, manifest.target.probe if manifest else None, compact_at, tune)
+    target = _load_ir(folder, options, engine, manifest.target.probe if manifest else None, tune)
     number = None if lookahead == "auto" else lookahead
     corpus = [Path(file) for file in lookup_corpus]
     if not choice or not choice.model:
@@ -124,12 +121,12 @@ def load(
         check_same_vocabulary(folder, choice.model)
     draft_options = replace(options, device=draft_device or device)
     probe = manifest.draft.probe if beside and manifest and manifest.draft else None
-    loaded = _load_ir(choice.model, draft_options, engine, probe, compact_at, tune)
+    loaded = _load_ir(choice.model, draft_options, engine, probe, tune)
     return LanguageModel(Workspace(folder, target, loaded, choice, number, corpus))
 
 
 def _load_ir(
-    folder: Path, options: DeviceOptions, engine: EngineChoice, probe: Probe | None, compact_at: int, tune: bool
+    folder: Path, options: DeviceOptions, engine: EngineChoice, probe: Probe | None, tune: bool
 ) -> CompiledModel:
     profile = tune_if_new(folder, options, lambda text: print(text, file=sys.stderr, flush=True)) if tune else None
-    return load_with(profile, folder, options, engine, probe, compact_at)
+    return load_with(profile, folder, options, engine, probe)

@@ -1,4 +1,4 @@
-"""A process that does what strangers' input asks for, and is stopped in the middle of it when it takes too much."""
+"""A process for work on untrusted input, stopped when it takes too much time or memory."""
 
 from __future__ import annotations
 

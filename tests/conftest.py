@@ -63,18 +63,24 @@ def load(pair: Path, cache_dir: Path) -> Callable[..., ovspec.LanguageModel]:
     """``ovspec.load`` of the f32 pair, in f32; one model per set of options.
 
     ``rollback`` takes the stateful engine, with that instead of the probed one: what the pair needs only to be
-    masked can also be cut.
+    masked can also be cut. ``compact_at`` has it compact its cache at so many dead slots.
     """
 
     @functools.cache
     def load(
-        draft: bool = False, rollback: Literal["mask", "trim"] | None = None, **options: Any
+        draft: bool = False,
+        rollback: Literal["mask", "trim"] | None = None,
+        compact_at: int | None = None,
+        **options: Any,
     ) -> ovspec.LanguageModel:
         if rollback:
             options["engine"] = "stateful"
         lm = ovspec.load(pair, draft, precision="f32", cache_dir=cache_dir, **options)
         for loaded in filter(None, (lm.target, lm.draft)):
             loaded.rollback = Rollback(rollback) if rollback else loaded.rollback
+            if compact_at and loaded.engine == "stateful":
+                make = functools.partial(StatefulDecoder, loaded.ir, loaded.rollback, compact_at=compact_at)
+                loaded.decoder = make  # type: ignore[method-assign]
         return lm
 
     return load

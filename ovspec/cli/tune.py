@@ -60,10 +60,8 @@ def tune(folder: Path | None, goal: Goal, as_json: bool, cache_dir: str | None) 
         if not (part / MODEL_FILE).is_file():
             continue
         check_ir_folder(part)
-        progress: Any = click.progressbar(
-            length=1000, label=name, file=sys.stderr, item_show_func=lambda item: str(item or "")
-        )
-        with progress as bar:
+        bar: Any
+        with click.progressbar(length=1000, label=name, file=sys.stderr, item_show_func=lambda s: str(s or "")) as bar:
 
             def tell(setting: str, done: float, bar: Any = bar) -> None:
                 bar.update(int(1000 * done) - bar.pos, setting)
@@ -102,8 +100,10 @@ def report(name: str, folder: Path, profile: Profile) -> list[str]:
     best = profile.choose(DeviceOptions(), "auto")
     widths = list(profile.reference.verify_ms)
     heads = "".join(f"{f'm={width}':>8}" for width in widths)
-    lines = [f"{name}: {folder}, {profile.seconds:.0f} s", f"  {'ms an inference of m tokens':62}{heads}  prefill, ms"]
-    lines[-1] += "      KL   top-1  invariance  memory, MB"
+    lines = [
+        f"{name}: {folder}, {profile.seconds:.0f} s",
+        f"  {'ms an inference of m tokens':62}{heads}  prefill, ms      KL   top-1  invariance  memory, MB",
+    ]
 
     def line(mark: str, text: str, m: Measurement) -> str:
         times = "".join(f"{m.verify_ms[width]:8.2f}" for width in widths)
@@ -124,15 +124,4 @@ def report(name: str, folder: Path, profile: Profile) -> list[str]:
                 "with a draft, texts may part where two tokens are nearly tied: its logits depend on how many tokens "
                 "are fed together, those of --for balanced don't"
             )
-    if profile.split:
-        split = profile.split
-        lines.append(
-            f"tried, not used: reading prompts with {split.setting} saves {split.saved_ms:.3f} ms a token, carrying "
-            f"{profile.tokens} tokens over takes {split.carry_ms:.1f} ms, and the second copy of the weights "
-            f"{split.memory / 1e6:.0f} MB (KL {split.kl:.1e})"
-        )
-    elif best:
-        lines.append(
-            "no setting that may be chosen reads prompts clearly faster, so one copy of the weights does for both"
-        )
     return lines

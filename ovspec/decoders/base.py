@@ -1,4 +1,9 @@
-"""The interface of everything that holds a KV cache."""
+"""The interface of everything that holds a KV cache, and what its implementations share.
+
+A Decoder is a language model with its cache, for a batch of rows: ``feed`` runs one inference, ``truncate`` takes
+tokens back, ``reorder`` forks, drops and adds rows. A SessionDecoder can also copy its cache or write it down.
+``catch_up`` is the rule by which a decoder follows a text, whatever has happened to it.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +15,37 @@ from typing import Literal, Protocol
 import numpy as np
 
 from ovspec.decoders.sequence import EMPTY, Sequence
+from ovspec.errors import OvspecError
+from ovspec.ir.compile import last_line
 
 # Tokens that a row reads beside others, where they don't make those wider: enough to use the weights that are read.
 JOINING_CHUNK = 64
+# Arrays for inferences up to this wide are kept for the next one.
+KEPT_WIDTH = 16
+
+
+@dataclass(frozen=True)
+class Rollback:
+    """How tokens are taken back, found by probing (``setup/probing.py``).
+
+    kv: "mask", attention skips dead slots; "trim", slots must be contiguous, so the state is cut; "blocks",
+        the paged decoder's, each inference is told how much counts; None for a model without keys and values.
+    mask_until: slots up to which masking is exact (a sliding window), None for any number.
+    replay: some states can't be cut (convolution, SSM): a snapshot is restored and what stays is fed again.
+    """
+
+    kv: Literal["mask", "trim", "blocks"] | None
+    mask_until: int | None = None
+    replay: bool = False
+
+    @functools.cached_property
+    def label(self) -> str:
+        """For people."""
+        kv = f"mask until {self.mask_until}" if self.kv == "mask" and self.mask_until else self.kv
+        return " + ".join(filter(None, (kv, "replay" if self.replay else None)))
+
+    def __str__(self) -> str:
+        return self.label
 
 
 class Decoder(Protocol):
@@ -63,7 +96,7 @@ class Decoder(Protocol):
 
 
 class SessionDecoder(Decoder, Protocol):
-    """A decoder whose cache outlives a call: all there are, but for those of tests."""
+    """A decoder whose cache outlives a call: every decoder but those of tests."""
 
     def fork(self) -> SessionDecoder:
         """A decoder with a request of its own and the same text.
@@ -85,12 +118,15 @@ class SessionDecoder(Decoder, Protocol):
         ...
 
 
+# ---------------------------------------------------------------- what implementations share
+
+
 @functools.lru_cache(maxsize=256)
 def logit_positions(counts: tuple[int, ...], wanted: tuple[int, ...], packed: bool = False) -> np.ndarray:
-    """Flat places of each row's last ``wanted`` of ``counts`` tokens.
+    """Flat indices of each row's last ``wanted`` of ``counts`` tokens.
 
     Every row is as wide as the longest, or ``packed``: rows follow each other without a gap. At least one
-    place: not every device runs a kernel on an empty list.
+    index: not every device runs a kernel on an empty list.
     """
     if not any(counts):
         raise ValueError("feed needs at least one token")
@@ -98,12 +134,12 @@ def logit_positions(counts: tuple[int, ...], wanted: tuple[int, ...], packed: bo
         raise ValueError("logits can be wanted for new tokens only")
     starts = [0, *itertools.accumulate(counts if packed else [max(counts)] * len(counts))]
     ends = [start + count for start, count in zip(starts, counts, strict=False)]
-    places = [np.arange(end - want, end) for end, want in zip(ends, wanted, strict=True)]
-    return np.concatenate(places) if any(wanted) else np.zeros(1, dtype=np.int64)
+    indices = [np.arange(end - want, end) for end, want in zip(ends, wanted, strict=True)]
+    return np.concatenate(indices) if any(wanted) else np.zeros(1, dtype=np.int64)
 
 
 def split_by_row(logits: np.ndarray, wanted: list[int]) -> list[np.ndarray]:
-    """(places, vocab) -> for each row (wanted[row], vocab)"""
+    """(tokens, vocab) -> for each row (wanted[row], vocab)"""
     if len(wanted) == 1:
         return [logits[: wanted[0]]]
     ends = itertools.accumulate(wanted)
@@ -115,25 +151,20 @@ def reordered(old: list[Sequence], rows: list[int]) -> list[Sequence]:
     return [Sequence() if row == EMPTY else old[row].copy() for row in rows]
 
 
-@dataclass(frozen=True)
-class Rollback:
-    """How tokens are taken back, found by probing (``ovspec/probing.py``).
+class TokenArrays(dict[tuple[int, ...], tuple[np.ndarray, np.ndarray]]):
+    """Shape -> token ids and positions, int64; small ones are used again, because binding costs."""
 
-    kv: "mask", attention skips dead slots; "trim", slots must be contiguous, so the state is cut; "blocks",
-        the paged decoder's, each inference is told how much counts; None for a model without keys and values.
-    mask_until: slots up to which masking is exact (a sliding window), None for any number.
-    replay: some states can't be cut (convolution, SSM): a snapshot is restored and what stays is fed again.
-    """
+    def __missing__(self, shape: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+        arrays = np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=np.int64)
+        if shape[-1] <= KEPT_WIDTH:
+            self[shape] = arrays
+        return arrays
 
-    kv: Literal["mask", "trim", "blocks"] | None
-    mask_until: int | None = None
-    replay: bool = False
 
-    @functools.cached_property
-    def label(self) -> str:
-        """For people."""
-        kv = f"mask until {self.mask_until}" if self.kv == "mask" and self.mask_until else self.kv
-        return " + ".join(filter(None, (kv, "replay" if self.replay else None)))
-
-    def __str__(self) -> str:
-        return self.label
+def feed_error(error: BaseException, device: str) -> BaseException:
+    """What ``feed`` raises for ``error``: a sentence where inference has failed, else the error itself."""
+    if isinstance(error, MemoryError):
+        return OvspecError("The KV cache doesn't fit into memory; shorten the prompt or lower max_tokens.")
+    if isinstance(error, RuntimeError):
+        return OvspecError(f"{device}: the inference failed ({last_line(error)}).")
+    return error

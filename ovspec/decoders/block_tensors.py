@@ -28,11 +28,6 @@ class BlockTensors:
         self.block_size = self.ports["value_cache.0"].get_partial_shape()[2].get_length()
         self.capacity = 0  # blocks that the arrays hold
 
-    @property
-    def types(self) -> dict[str, ov.Type]:
-        """Name -> type of the values."""
-        return {name: port.get_element_type() for name, port in self.ports.items()}
-
     def make_room(self) -> None:
         """Double the arrays until they hold what the pool needs."""
         capacity = max(FIRST_BLOCKS, self.capacity)
@@ -74,18 +69,3 @@ class BlockTensors:
             self.arrays[name] = array
         self.capacity = capacity
         self.version += 1
-
-
-def to_f32(bits: np.ndarray, kind: ov.Type) -> np.ndarray:
-    """The values of a cache of type ``kind``, which numpy may not know."""
-    if kind == ov.Type.bf16:
-        return (bits.astype(np.uint32) << 16).view(np.float32)
-    return bits.view(np.float16).astype(np.float32) if kind == ov.Type.f16 else bits.view(np.float32)
-
-
-def from_f32(values: np.ndarray, kind: ov.Type) -> np.ndarray:
-    """The bits of ``values`` in a cache of type ``kind``, rounded to the nearest."""
-    if kind == ov.Type.bf16:
-        bits = values.view(np.uint32)
-        return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
-    return values.astype(np.float16).view(np.uint16) if kind == ov.Type.f16 else values.view(np.uint32)

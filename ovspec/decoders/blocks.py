@@ -12,12 +12,12 @@ from ovspec.decoders.sequence import EMPTY
 
 
 class Pool:
-    """Blocks by number: how many rows hold each, and which are free. Decoders that were forked share one."""
+    """Blocks by number: how many rows hold each, and which are free. Forked decoders share a pool."""
 
     def __init__(self) -> None:
         self._holders: Counter[int] = Counter()  # rows that hold a block
         self._free: list[int] = []  # below ``needed``
-        self.needed = 0  # blocks that the tensors must have room for; this one and all behind it were never used
+        self.needed = 0  # blocks that the tensors must have room for; higher numbers were never used
 
     @property
     def used(self) -> int:
@@ -69,7 +69,7 @@ class Blocks:
         self.version = 0  # of the tables; another one where they may have changed
 
     def extend(self, row: int, held: int, new: int) -> list[tuple[int, int]]:
-        """Make room for ``new`` tokens behind the ``held`` ones of ``row``, in blocks that no other row holds.
+        """Make room for ``new`` tokens after the ``held`` ones of ``row``, in blocks that no other row holds.
 
         Returns (from, to) pairs of blocks that have to be copied first: at most one, the last that is partly full.
         """
@@ -83,17 +83,14 @@ class Blocks:
         return copies
 
     def truncate(self, row: int, length: int) -> None:
-        """Give back the blocks behind the first ``length`` tokens of ``row``."""
+        """Give back the blocks after the first ``length`` tokens of ``row``."""
         table, kept = self.tables[row], -(-length // self.size)
         if len(table) > kept:
             self._release(table[kept:])
             del table[kept:]
 
     def reorder(self, rows: list[int]) -> None:
-        """New row i holds the blocks of old row ``rows[i]``, or none where that is EMPTY.
-
-        An index may come twice (fork) or not at all (drop).
-        """
+        """New row i holds the blocks of old row ``rows[i]``, or none where that is EMPTY."""
         old, self.tables = self.tables, [[] if row == EMPTY else list(self.tables[row]) for row in rows]
         for table in self.tables:
             self.pool.hold(table)

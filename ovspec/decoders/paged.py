@@ -1,26 +1,30 @@
 """The decoder that keeps its KV cache in blocks of its own, on the same IR after OpenVINO's paged-attention rewrite.
 
-Tokens of all rows lie behind one another, without padding; each inference is told how much of each row's blocks
+Tokens of all rows follow one another, without padding; each inference is told how much of each row's blocks
 counts, so rolling back is passing a smaller length. Attention over a long cache costs much less for several new
 tokens than on the stateful path (docs/benchmarks.md).
 """
 
 from __future__ import annotations
 
-import re
-
 import numpy as np
 import openvino as ov
-from openvino import opset13 as ops
 
-from ovspec.decoders.base import JOINING_CHUNK, Rollback, logit_positions, reordered, split_by_row
-from ovspec.decoders.block_tensors import BlockTensors, from_f32, to_f32
+from ovspec.decoders.base import (
+    JOINING_CHUNK,
+    Rollback,
+    TokenArrays,
+    feed_error,
+    logit_positions,
+    reordered,
+    split_by_row,
+)
+from ovspec.decoders.block_tensors import BlockTensors
 from ovspec.decoders.blocks import Blocks
 from ovspec.decoders.sequence import EMPTY, Sequence
-from ovspec.errors import OvspecError
-from ovspec.ir.compile import CompiledIR, last_line
-from ovspec.ir.device import core
+from ovspec.ir.compile import CompiledIR
 from ovspec.ir.memory import WORTH_TRIMMING, trim_heap
+from ovspec.ir.paged_attention import CACHE, INPUTS
 from ovspec.ir.request import Request
 from ovspec.text.vocabulary import ALL_IDS, KnownIds
 
@@ -28,65 +32,10 @@ from ovspec.text.vocabulary import ALL_IDS, KnownIds
 PREFILL_CHUNK = 1024
 # Tokens of a row that are fed apart at most; whoever wants more logits at once is measuring, not verifying.
 MOST_APART = 64
-INPUTS = (
-    "input_ids",
-    "position_ids",
-    "past_lens",
-    "subsequence_begins",
-    "block_indices",
-    "block_indices_begins",
-    "max_context_len",
-    "logits_idx",
-)
-CACHE = re.compile(r"(key|value)_cache\.\d+")
-# The sliding window's place among the inputs of the attention operation; 0 stands for none.
-SLIDING_WINDOW = 10
-
-
-class NotPaged(OvspecError):
-    """A model, device or OpenVINO for which there is no paged decoder; says why."""
-
-
-def to_paged(model: ov.Model) -> None:
-    """Rewrite a stateful model, in place.
-
-    Raises:
-        NotPaged: OpenVINO can't, or something is left that the decoder doesn't know.
-    """
-    try:
-        # Private to OpenVINO: this is the only place that imports it.
-        from openvino._offline_transformations import paged_attention_transformation
-    except ImportError:
-        raise NotPaged("this OpenVINO has no paged-attention transformation") from None
-    try:
-        paged_attention_transformation(model)
-    except (RuntimeError, TypeError) as error:
-        raise NotPaged(f"OpenVINO's transformation fails ({last_line(error)})") from None
-    if any(op.get_type_name() == "ReadValue" for op in model.get_ops()):
-        raise NotPaged("it has states that are no keys and values")
-    names = {name for port in model.inputs for name in port.names}
-    unknown = sorted(name for name in names if name not in INPUTS and not CACHE.fullmatch(name))
-    if unknown or not {"past_lens", "block_indices", "key_cache.0", "value_cache.0"} <= names:
-        raise NotPaged(f"OpenVINO's transformation leaves {', '.join(unknown) or 'no key cache'}")
-
-
-def attention_windows(model: ov.Model) -> set[int | None]:
-    """The sliding windows of a rewritten model's layers, in slots; None for a layer that sees everything.
-
-    Raises:
-        NotPaged: they are not constants.
-    """
-    layers = [op for op in model.get_ops() if op.get_type_name() == "PagedAttentionExtension"]
-    try:
-        computed = ov.Model([ops.result(op.input_value(SLIDING_WINDOW)) for op in layers], [])  # type: ignore[misc]
-        windows = core().compile_model(computed, "CPU")([])
-    except (RuntimeError, LookupError) as error:
-        raise NotPaged(f"its attention windows cannot be told ({last_line(error)})") from None
-    return {int(window.item()) or None for window in windows.values()}
 
 
 class PagedDecoder:
-    """See ``Decoder``. Rows that were forked share blocks until one of them is fed.
+    """See ``SessionDecoder``. Rows that were forked share blocks until one of them is fed.
 
     OpenVINO has one attention kernel for a single new token and another for several, which round differently. So
     where arithmetic is coarse, tokens whose logits are all wanted, as in verifying guesses, are fed *apart*: each as
@@ -115,8 +64,7 @@ class PagedDecoder:
         self._tensors = tensors or BlockTensors(ir, [name for name in ir.inputs if CACHE.fullmatch(name)])
         self._bound = -1  # version of the tensors that the request reads
         self._blocks = Blocks(0, self._tensors.block_size, self._tensors.pool)
-        # A round's arrays are used again, because binding costs.
-        self._kept_tokens: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        self._token_arrays = TokenArrays()
         self._kept_lengths: dict[int, tuple[np.ndarray, np.ndarray]] = {}
         self._longest = np.zeros((), dtype=np.int32)
         self.reset(1)
@@ -146,23 +94,16 @@ class PagedDecoder:
 
     def feed(self, tokens: list[np.ndarray], wanted: list[int]) -> list[np.ndarray]:
         counts = [len(new) for new in tokens]
-        places = logit_positions(tuple(counts), tuple(wanted), packed=True)
+        logits_idx = logit_positions(tuple(counts), tuple(wanted), packed=True)
         try:
             if sum(counts) - sum(wanted) > self._prefill_chunk:
                 tokens = self._feed_in_chunks(tokens, wanted)
-                counts = [len(new) for new in tokens]
-                places = logit_positions(tuple(counts), tuple(wanted), packed=True)
+                logits_idx = logit_positions(tuple(map(len, tokens)), tuple(wanted), packed=True)
             with self._tensors.lock:
-                logits = self._append(tokens, wanted, places)
+                logits = self._append(tokens, wanted, logits_idx)
         except BaseException as error:
             self.reset(len(self.rows))  # what the cache holds is unknown; an empty one agrees with any text
-            if isinstance(error, MemoryError):
-                raise OvspecError(
-                    "The KV cache doesn't fit into memory; shorten the prompt or lower max_tokens."
-                ) from None
-            if isinstance(error, RuntimeError):
-                raise OvspecError(f"{self._ir.device}: the inference failed ({last_line(error)}).") from None
-            raise
+            raise feed_error(error, self._ir.device) from None
         return split_by_row(logits, wanted)
 
     def truncate(self, row: int, length: int) -> None:
@@ -203,18 +144,6 @@ class PagedDecoder:
     def joining_chunk(self, counts: list[int]) -> int:
         return max(JOINING_CHUNK, sum(counts))
 
-    def carry_to(self, other: PagedDecoder) -> None:
-        """Give ``other``, of the same model, this decoder's row; the types may be any of f32, f16, bf16.
-
-        Raises:
-            ValueError: one of the caches is of another type.
-        """
-        ours, theirs = self._tensors.types, other._tensors.types
-        if not {*ours.values(), *theirs.values()} <= {ov.Type.f32, ov.Type.f16, ov.Type.bf16}:
-            raise ValueError("only caches that are not quantised can be carried over")
-        held = {name: from_f32(to_f32(bits, ours[name]), theirs[name]) for name, bits in self.dump().items()}
-        other.restore(self.rows[0].tokens, held)
-
     def _feed_in_chunks(self, tokens: list[np.ndarray], wanted: list[int]) -> list[np.ndarray]:
         """Feed all but at most a chunk and what is wanted, row after row; returns what is left to feed."""
         while True:
@@ -228,11 +157,11 @@ class PagedDecoder:
                 self._append(fed, [0] * len(fed), np.zeros(1, dtype=np.int64))
             tokens = [new[cut:] for new, cut in zip(tokens, cuts, strict=True)]
 
-    def _append(self, tokens: list[np.ndarray], wanted: list[int], places: np.ndarray) -> np.ndarray:
+    def _append(self, tokens: list[np.ndarray], wanted: list[int], logits_idx: np.ndarray) -> np.ndarray:
         apart = [self._apart and want == len(new) <= MOST_APART for new, want in zip(tokens, wanted, strict=True)]
         # The row of each sequence that the inference sees: one for a row, or one for each token that is fed apart.
         fed = [row for row, new in enumerate(tokens) if len(new) for _ in range(len(new) if apart[row] else 1)]
-        ids, positions = self._token_arrays(sum(map(len, tokens)))
+        ids, positions = self._token_arrays[(sum(map(len, tokens)),)]
         past, begins = self._length_arrays(len(fed))
         copies: list[tuple[int, int]] = []
         start = i = longest = 0
@@ -257,25 +186,17 @@ class PagedDecoder:
         self._bind()
         self._tensors.copy(copies)
         indices, index_begins = self._block_lists(fed)
-        arrays = (ids, positions, past, begins, indices, index_begins, self._longest, places)
-        return self._vocabulary.restrict(self._request.infer(arrays, places))
-
-    def _token_arrays(self, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """Token ids and positions (count,) int64."""
-        if count > 16:
-            return np.empty(count, dtype=np.int64), np.empty(count, dtype=np.int64)
-        if count not in self._kept_tokens:
-            self._kept_tokens[count] = np.empty(count, dtype=np.int64), np.empty(count, dtype=np.int64)
-        return self._kept_tokens[count]
+        arrays = (ids, positions, past, begins, indices, index_begins, self._longest, logits_idx)
+        return self._vocabulary.restrict(self._request.infer(arrays, logits_idx))
 
     def _length_arrays(self, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens before each sequence (count,) and places where they begin (count + 1,), int32."""
+        """Tokens before each sequence (count,) and the index where each begins (count + 1,), int32."""
         if count not in self._kept_lengths:
             self._kept_lengths[count] = np.zeros(count, dtype=np.int32), np.zeros(count + 1, dtype=np.int32)
         return self._kept_lengths[count]
 
     def _block_lists(self, rows: list[int]) -> tuple[np.ndarray, np.ndarray]:
-        """The blocks of ``rows`` (a row may come twice) behind one another, and where each begin (rows + 1,), int32."""
+        """The blocks of ``rows`` (a row may come twice), and the index where each row begins (rows + 1,), int32."""
         if self._listed != (rows, self._blocks.version):
             tables = [self._blocks.tables[row] for row in rows]
             self._indices = np.array([block for table in tables for block in table], dtype=np.int32)

@@ -1,4 +1,4 @@
-"""How rows read what they have not seen: prompts beside rows that generate, and beginnings that rows share."""
+"""How a batch prefills: prompts in chunks beside rows that generate, and prefixes that rows share."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import numpy as np
 from ovspec.decoders.base import Decoder
 from ovspec.decoders.sequence import Sequence, common_prefix
 
-# A row that has more than this to read is reading a prompt; what a round leaves to be fed again is less.
+# A row with more unseen tokens than this is reading a prompt; what a round leaves to be fed again is less.
 LONG = 16
-# Tokens that must be saved: copying a row, or waiting for it, is not worth less.
+# Shared tokens from which on copying a row, or waiting for it, pays.
 WORTH_SHARING = 32
 
 
 def share_prefixes(decoder: Decoder, sequences: list[Sequence]) -> None:
-    """Let rows that have much to read go on from a copy of one that begins alike.
+    """Let rows with many unseen tokens go on from a copy of the row that shares the longest prefix with them.
 
-    So the samples of a prompt read it once, and a batch its common system message. Not where recurrent states would
-    have to be taken back to where the texts part: that may be further than is won.
+    So the samples of a prompt read it once, and a batch its common system message. Not for models that replay:
+    taking recurrent states back to where the texts part may cost more than is saved.
     """
     held = decoder.rows
     unseen = [len(sequence) - len(row) for sequence, row in zip(sequences, held, strict=True)]
@@ -42,9 +42,9 @@ def shares_prefix(sequence: Sequence, others: Iterable[Sequence]) -> bool:
 
 
 def prefill_chunks(decoder: Decoder, unseen: list[np.ndarray]) -> list[np.ndarray]:
-    """What each row reads in this round of its ``unseen`` tokens.
+    """The tokens that each row reads in this round, of its ``unseen`` ones.
 
-    All of it where no row generates. Otherwise long texts come piece by piece, so that the others go on meanwhile.
+    All of them where no row generates. Otherwise prompts come in chunks, so that the other rows go on meanwhile.
     """
     if all(len(new) <= LONG for new in unseen):
         return unseen

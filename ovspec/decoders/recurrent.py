@@ -1,4 +1,4 @@
-"""Batches for models whose recurrent states can't wait for each other, and which decoder fits a model's states."""
+"""Batches of models with recurrent states, and which decoder fits a model's states."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ import numpy as np
 
 from ovspec.decoders.base import JOINING_CHUNK, Rollback, SessionDecoder, logit_positions
 from ovspec.decoders.sequence import EMPTY, Sequence
-from ovspec.decoders.stateful import COMPACT_AT, StatefulDecoder
+from ovspec.decoders.stateful import StatefulDecoder
 from ovspec.ir.compile import CompiledIR
 from ovspec.text.vocabulary import ALL_IDS, KnownIds
 
 
 class RowByRow:
-    """A batch for models whose recurrent states can't wait for each other: every row has a request of its own.
+    """See ``SessionDecoder``. Every row has a request of its own.
 
-    Padding, which attention skips, would run through a convolution or an SSM; so rows of different lengths
-    don't share an inference.
+    Padding, which attention skips, would run through a convolution or an SSM, so rows of different lengths can't
+    share an inference.
     """
 
     def __init__(self, make: Callable[[], StatefulDecoder]) -> None:
@@ -39,7 +39,9 @@ class RowByRow:
         return sum(decoder.inferences for decoder in self._decoders + self._spare)
 
     def reset(self, rows: int) -> None:
-        self._take(rows)
+        decoders = self._decoders + self._spare
+        decoders += [self._make() for _ in range(rows - len(decoders))]
+        self._decoders, self._spare = decoders[:rows], decoders[rows:]
         for decoder in self._decoders:
             decoder.reset(1)
         for decoder in self._spare:
@@ -87,22 +89,14 @@ class RowByRow:
         self.reset(1)
         self._decoders[0].restore(tokens, arrays)
 
-    def _take(self, rows: int) -> None:
-        self._spare += self._decoders[rows:]
-        del self._decoders[rows:]
-        while len(self._decoders) < rows:
-            self._decoders.append(self._another())
-
     def _another(self) -> StatefulDecoder:
         return self._spare.pop() if self._spare else self._make()
 
 
-def decoder_of(
-    ir: CompiledIR, rollback: Rollback, vocabulary: KnownIds = ALL_IDS, compact_at: int = COMPACT_AT
-) -> SessionDecoder:
+def decoder_of(ir: CompiledIR, rollback: Rollback, vocabulary: KnownIds = ALL_IDS) -> SessionDecoder:
     """The decoder that fits the model's states; arguments as ``StatefulDecoder``."""
 
     def make() -> StatefulDecoder:
-        return StatefulDecoder(ir, rollback, vocabulary, compact_at)
+        return StatefulDecoder(ir, rollback, vocabulary)
 
     return RowByRow(make) if rollback.replay else make()

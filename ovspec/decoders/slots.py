@@ -1,8 +1,8 @@
 """Slots and rollback of a stateful request's KV cache.
 
-Slots are rows of the physical cache, positions are places in the text. A rejected token's slot is
-marked dead in its row's attention mask (no copy, bit-exact); compaction gathers the live slots
-when dead ones pile up, or before every inference where a model can't skip slots (``trim``).
+Slots are indices into the physical cache, positions into the text. A rejected token's slot is marked dead in its
+row's attention mask (no copy, bit-exact); compaction gathers the live slots when dead ones pile up, or before every
+inference where a model can't skip slots (``trim``).
 """
 
 from __future__ import annotations
@@ -85,14 +85,12 @@ def gather_states(request: ov.InferRequest, states: list[State], rows: np.ndarra
 
     Reads and writes a dequantised copy: exact for f32, f16 and bf16 caches, see ``device.EXACT_KV_PRECISIONS``.
     """
-    axes = {state.name: state for state in states}
+    axes = {s.name: (s.batch_axis, s.sequence_axis) for s in states if s.sequence_axis is not None}
     for variable in request.query_state():
-        state = axes.get(variable.name)
-        if state is None or state.sequence_axis is None:
-            continue
-        data = np.moveaxis(variable.state.data, (state.batch_axis, state.sequence_axis), (0, 1))
-        picked = np.moveaxis(data[rows[:, None], slots], (0, 1), (state.batch_axis, state.sequence_axis))
-        variable.state = ov.Tensor(np.ascontiguousarray(picked))
+        if variable.name in axes:
+            data = np.moveaxis(variable.state.data, axes[variable.name], (0, 1))
+            picked = np.moveaxis(data[rows[:, None], slots], (0, 1), axes[variable.name])
+            variable.state = ov.Tensor(np.ascontiguousarray(picked))
 
 
 def read_states(request: ov.InferRequest, states: list[State]) -> dict[str, np.ndarray]:

@@ -1,4 +1,4 @@
-"""The interface of everything that holds a KV cache, and the implementation on a stateful request."""
+"""The decoder that drives the stateful IR, whose KV cache lives in OpenVINO's infer request."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ import copy
 
 import numpy as np
 
-from ovspec.decoders.base import Rollback, logit_positions, reordered, split_by_row
+from ovspec.decoders.base import Rollback, TokenArrays, feed_error, logit_positions, reordered, split_by_row
 from ovspec.decoders.sequence import EMPTY, Sequence
 from ovspec.decoders.slots import Slots, gather_states, read_states, write_states
-from ovspec.errors import OvspecError
-from ovspec.ir.compile import CompiledIR, last_line
+from ovspec.ir.compile import CompiledIR
 from ovspec.ir.device import EXACT_KV_PRECISIONS
 from ovspec.ir.memory import trim_heap
 from ovspec.ir.request import Request
@@ -40,11 +39,7 @@ class StatefulDecoder:
     """
 
     def __init__(
-        self,
-        ir: CompiledIR,
-        rollback: Rollback,
-        vocabulary: KnownIds = ALL_IDS,
-        compact_at: int = COMPACT_AT,
+        self, ir: CompiledIR, rollback: Rollback, vocabulary: KnownIds = ALL_IDS, compact_at: int = COMPACT_AT
     ) -> None:
         self.rollback = rollback
         self.context_length = ir.context_length
@@ -54,7 +49,7 @@ class StatefulDecoder:
         bounds = [bound for bound in (rollback.mask_until, ir.context_length) if bound]
         self._mask_until = min(bounds, default=None) if rollback.kv == "mask" else 0
         self._request = Request(ir, INPUTS)
-        self._kept: dict[tuple[int, int], tuple[np.ndarray, np.ndarray]] = {}
+        self._token_arrays = TokenArrays()
         self._slots = Slots(1)
         self.reset(1)
 
@@ -79,17 +74,15 @@ class StatefulDecoder:
 
     def feed(self, tokens: list[np.ndarray], wanted: list[int]) -> list[np.ndarray]:
         counts = [len(new) for new in tokens]
-        places = logit_positions(tuple(counts), tuple(wanted))
+        logits_idx = logit_positions(tuple(counts), tuple(wanted))
         try:
             if self.rollback.replay and (fed := self._prepare_replay(tokens[0], wanted[0])):
                 tokens, counts = [tokens[0][fed:]], [counts[0] - fed]
-                places = logit_positions((counts[0],), (wanted[0],))
-            logits = self._append(tokens, counts, places)
+                logits_idx = logit_positions((counts[0],), (wanted[0],))
+            logits = self._append(tokens, counts, logits_idx)
         except BaseException as error:
             self.reset(len(self.rows))  # what the cache holds is unknown; an empty one agrees with any text
-            if isinstance(error, RuntimeError):
-                raise OvspecError(f"{self._ir.device}: the inference failed ({last_line(error)}).") from None
-            raise
+            raise feed_error(error, self._ir.device) from None
         return split_by_row(logits, wanted)
 
     def truncate(self, row: int, length: int) -> None:
@@ -134,8 +127,8 @@ class StatefulDecoder:
 
     def restore(self, tokens: np.ndarray, arrays: dict[str, np.ndarray]) -> None:
         self.reset(1)
-        slots = {state.name: 1 if state.sequence_axis is None else len(tokens) for state in self._ir.states}
-        sizes = {state.name: state.width * slots[state.name] for state in self._ir.states}
+        states = self._ir.states
+        sizes = {s.name: s.width * (1 if s.sequence_axis is None else len(tokens)) for s in states}
         if {name: array.size for name, array in arrays.items()} != sizes:
             raise ValueError("another model's states")
         write_states(self._request.raw, arrays)
@@ -147,11 +140,8 @@ class StatefulDecoder:
         other.rows = [row.copy() for row in self.rows]
         other._slots = copy.deepcopy(self._slots)
         other._in_order, other._beam = self._in_order, self._beam
-        other._snapshot, other._snapshot_length, other._returns_here = (
-            self._snapshot,
-            self._snapshot_length,
-            self._returns_here,
-        )
+        other._snapshot, other._snapshot_length = self._snapshot, self._snapshot_length
+        other._returns_here = self._returns_here
         if self._slots.used:
             write_states(other._request.raw, read_states(self._request.raw, self._ir.states))
         else:
@@ -172,8 +162,8 @@ class StatefulDecoder:
     def _prepare_replay(self, tokens: np.ndarray, wanted: int) -> int:
         """Take a snapshot where the new tokens may be taken back; returns how many of them it has fed.
 
-        Tokens whose logits nobody wants are settled. A few of them are fed again with every replay; when they
-        are many they get an inference of their own, and the snapshot moves behind them.
+        Tokens whose logits nobody wants are settled. A few of them are fed again with every replay; many get an
+        inference of their own, after which the snapshot is renewed.
         """
         fed, held = 0, len(self.rows[0])
         restored = held == self._snapshot_length
@@ -181,8 +171,8 @@ class StatefulDecoder:
             fed = len(tokens) - wanted
             self._append([tokens[:fed]], [fed], logit_positions((fed,), (0,)))
             held += fed
-        behind = held - self._snapshot_length
-        if behind and (wanted > 1 or self._returns_here or behind >= SNAPSHOT_EVERY):
+        since = held - self._snapshot_length
+        if since and (wanted > 1 or self._returns_here or since >= SNAPSHOT_EVERY):
             self._snapshot = read_states(self._request.raw, self._ir.recurrent_states)
             self._snapshot_length = held
         # A draft feeds what was committed, after a rejection or in one piece, and then its guesses one by one.
@@ -190,7 +180,7 @@ class StatefulDecoder:
         return fed
 
     def _restore_snapshot(self, length: int) -> int:
-        """Put the recurrent states back to where they can be; returns that place, at most ``length``."""
+        """Put the recurrent states back to where they can be; returns that position, at most ``length``."""
         if length >= len(self.rows[0]):
             return length
         if self._snapshot_length > length or not self._snapshot:
@@ -199,10 +189,12 @@ class StatefulDecoder:
         write_states(self._request.raw, self._snapshot)
         return self._snapshot_length
 
-    def _append(self, tokens: list[np.ndarray], counts: list[int], places: np.ndarray) -> np.ndarray:
-        width = max(counts)
-        self._make_room(width)
-        ids, positions = self._buffers(len(tokens), width)
+    def _append(self, tokens: list[np.ndarray], counts: list[int], logits_idx: np.ndarray) -> np.ndarray:
+        width, slots = max(counts), self._slots
+        by_index = self._mask_until is not None and slots.used + width > self._mask_until
+        if slots.dead >= self._compact_at or (by_index and not slots.contiguous):
+            self.compact()
+        ids, positions = self._token_arrays[len(tokens), width]
         for row, new in enumerate(tokens):
             n, held = counts[row], self.rows[row]
             start = len(held)
@@ -210,25 +202,6 @@ class StatefulDecoder:
             positions[row, :n] = np.arange(start, start + n)
             held.commit(new)
         self._slots.extend(counts)
-        return self._vocabulary.restrict(self._infer(ids, positions, places))
-
-    def _make_room(self, width: int) -> None:
-        slots = self._slots
-        by_index = self._mask_until is not None and slots.used + width > self._mask_until
-        if slots.dead >= self._compact_at or (by_index and not slots.contiguous):
-            self.compact()
-
-    def _buffers(self, rows: int, width: int) -> tuple[np.ndarray, np.ndarray]:
-        """Token ids and positions (rows, width); those of a round are used again, because binding costs."""
-        shape = (rows, width)
-        if width > 16:
-            return np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=np.int64)
-        if shape not in self._kept:
-            self._kept[shape] = np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=np.int64)
-        return self._kept[shape]
-
-    def _infer(self, ids: np.ndarray, positions: np.ndarray, places: np.ndarray) -> np.ndarray:
-        """(len(places), vocab): the logits at the flat places (row * width + column)."""
-        logits = self._request.infer((ids, self._slots.mask, positions, self._beam, places), places)
+        logits = self._request.infer((ids, self._slots.mask, positions, self._beam, logits_idx), logits_idx)
         self._beam = self._in_order  # the inference has gathered them
-        return logits
+        return self._vocabulary.restrict(logits)

@@ -20,8 +20,6 @@ from ovspec.ir.large_pages import LargePages
 MODEL_FILE = "openvino_model.xml"
 # What may stand between the lm_head and the result without mixing positions (bias, scale, soft cap).
 ELEMENTWISE = {"Add", "Multiply", "Divide", "Subtract", "Tanh", "Convert", "Clamp"}
-
-
 KNOWN_INPUTS = {"input_ids", "attention_mask", "position_ids", "beam_idx"}
 
 
@@ -40,7 +38,7 @@ class State:
 
 @dataclass
 class CompiledIR:
-    """A compiled language model and what drives it."""
+    """A language model that OpenVINO has compiled, with its inputs and states; ``Request`` runs it."""
 
     folder: Path
     compiled: ov.CompiledModel
@@ -78,9 +76,8 @@ class CompiledIR:
     def attention_window(self) -> int | None:
         """Slots that the narrowest attention layer sees, None for full attention."""
         config = self.text_config
-        windows = [config.get(name) for name in ("sliding_window", "window_size", "attention_chunk_size")]
-        if config.get("use_sliding_window") is False:
-            windows[0] = None
+        sliding = ("sliding_window",) if config.get("use_sliding_window") is not False else ()
+        windows = [config.get(name) for name in (*sliding, "window_size", "attention_chunk_size")]
         return min((window for window in windows if isinstance(window, int)), default=None)
 
 
@@ -116,13 +113,12 @@ def model_states(model: ov.Model) -> list[State]:
     """The model's variables with their axes. ``beam_idx`` gathers along the batch axis of each."""
     batch_axes = {}
     for op in model.get_ops():
-        if op.get_type_name() == "ReadValue":
-            for use in op.output(0).get_target_inputs():
-                gather = use.get_node()
-                if gather.get_type_name() == "Gather" and use.get_index() == 0:
-                    axis = gather.input_value(2).get_node()
-                    if axis.get_type_name() == "Constant":
-                        batch_axes[op.get_variable_id()] = int(axis.get_data().item())  # type: ignore[attr-defined]
+        uses = op.output(0).get_target_inputs() if op.get_type_name() == "ReadValue" else ()
+        for use in uses:
+            if use.get_node().get_type_name() == "Gather" and use.get_index() == 0:
+                axis = use.get_node().input_value(2).get_node()
+                if axis.get_type_name() == "Constant":
+                    batch_axes[op.get_variable_id()] = int(axis.get_data().item())  # type: ignore[attr-defined]
     states = []
     for variable in model.get_variables():
         info = variable.info
@@ -135,9 +131,9 @@ def model_states(model: ov.Model) -> list[State]:
 
 
 def pick_logits(model: ov.Model) -> bool:
-    """Add the input ``logits_idx`` [?] i64: flat (row * width + column) places whose logits are computed.
+    """Add the input ``logits_idx`` [n] i64: flat indices (row * width + column) whose logits are computed.
 
-    The hidden states are gathered in front of the lm_head, so ``logits`` becomes [1, places, vocab].
+    The hidden states are gathered in front of the lm_head, so ``logits`` becomes [1, n, vocab].
     Returns False, and leaves the model as it was, where the lm_head is not found.
     """
     node = model.output("logits").get_node().input_value(0).get_node()

@@ -1,10 +1,9 @@
 """Large pages of memory for weights (Linux).
 
-A step of decoding reads every weight once, so it hits each page of memory for a moment only, and the processor looks
-up where the page is: with pages of 4 KB a quarter of a million times for a gigabyte, and in a virtual machine each
-time through two tables. madvise with MADV_COLLAPSE (Linux 6.1, see madvise(2)) copies what stands in memory into pages
-of 2 MB, where the system allows them (transparent huge pages "madvise" or "always", as distributions have them). What
-is in memory stays the same, so logits do to the bit. docs/benchmarks.md has what it brings.
+A step of decoding reads every weight once, and with pages of 4 KB the processor looks up a quarter of a million of
+them for each gigabyte. madvise with MADV_COLLAPSE (Linux 6.1, see madvise(2)) copies memory into pages of 2 MB, where
+the system allows them (transparent huge pages "madvise" or "always"). The contents, and so the logits, stay the same
+to the bit. docs/benchmarks.md has what it brings.
 """
 
 from __future__ import annotations
@@ -20,11 +19,8 @@ from pathlib import Path
 PAGE = 1 << 21
 COLLAPSE = 25  # MADV_COLLAPSE
 ENOMEM, EAGAIN = 12, 11
-# Copying takes about two seconds a gigabyte, so short texts are better off without: seconds of inference after which
-# it begins.
-PATIENCE = 5.0
-# It is done between inferences, which would be held up for as long as it takes: this share of their time, and never
-# longer than so many seconds at a time.
+PATIENCE = 5.0  # seconds of inference before it begins: copying takes two seconds a gigabyte, too long for short texts
+# It is done between inferences: for this share of their time, at most so many seconds at once.
 SHARE, LONGEST = 0.2, 0.02
 MOST_REFUSALS = 16  # in a row, after which memory has no more large pages to give
 
@@ -70,18 +66,16 @@ class LargePages:
 
 def memory_ranges() -> list[tuple[int, int]]:
     """(start, end) of memory that belongs to this process alone and to no file; none where that can't be told."""
-    if not sys.platform.startswith("linux"):
-        return []
     try:
         lines = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
+    except OSError:  # not Linux, or not allowed
         return []
     ranges = []
     for line in lines:
-        place, access, _, _, inode, *name = line.split(maxsplit=5)
+        addresses, access, _, _, inode, *name = line.split(maxsplit=5)
         if access == "rw-p" and inode == "0" and (not name or name[0] == "[heap]"):
-            start, end = (int(part, 16) for part in place.split("-"))
-            ranges.append((start, end))
+            start, end = addresses.split("-")
+            ranges.append((int(start, 16), int(end, 16)))
     return ranges
 
 
@@ -99,8 +93,5 @@ def madvise() -> Callable[[int, int, int], int]:
 
 
 def collapse(page: int) -> int:
-    """Make one large page of the memory there; returns 0, or the error number for which it stays as it is.
-
-    That is so where nothing was ever written, and where the system has no large page to give, or knows none.
-    """
+    """Make one large page of the memory there; returns 0, or the number of the error that prevented it."""
     return ctypes.get_errno() if madvise()(page, PAGE, COLLAPSE) else 0

@@ -21,8 +21,8 @@ WORTH_TRIMMING = 8_000_000  # bytes: giving free memory back takes milliseconds
 
 def kv_bytes_per_token(ir: CompiledIR) -> float:
     """Bytes that the KV cache of a row grows by with each token."""
-    precision = ir.properties.get("KV_CACHE_PRECISION", "")
-    return sum(state.width for state in ir.kv_states) * BYTES.get(precision, 2.0)
+    value = BYTES.get(ir.properties.get("KV_CACHE_PRECISION", ""), 2.0)
+    return sum(state.width for state in ir.kv_states) * value
 
 
 def recurrent_bytes(ir: CompiledIR) -> float:

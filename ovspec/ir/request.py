@@ -31,8 +31,8 @@ class Request:
         self.raw = self._compiled.create_infer_request()
         self._bound: dict[int, np.ndarray] = {}  # what the request reads each input from
 
-    def infer(self, arrays: Sequence[np.ndarray], places: np.ndarray) -> np.ndarray:
-        """(len(places), vocab) float32, the logits at ``places`` of the flattened tokens, valid until the next call.
+    def infer(self, arrays: Sequence[np.ndarray], logits_idx: np.ndarray) -> np.ndarray:
+        """(len(logits_idx), vocab) float32: the logits at these flat indices of the tokens, valid until the next call.
 
         ``arrays`` are the inputs in the order of their names. Only those that are not the same array as last
         time are bound again: binding costs more than writing into an array that is bound.
@@ -52,4 +52,4 @@ class Request:
         logits = request.get_output_tensor(0).data
         if self._picks_logits:
             return logits[0]
-        return logits.reshape(-1, logits.shape[-1])[places]
+        return logits.reshape(-1, logits.shape[-1])[logits_idx]

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -12,15 +10,17 @@ import numpy as np
 import openvino as ov
 
 from ovspec.decoders.base import Rollback, SessionDecoder
-from ovspec.decoders.paged import NotPaged, PagedDecoder, attention_windows, to_paged
+from ovspec.decoders.paged import PagedDecoder
 from ovspec.decoders.recurrent import decoder_of
-from ovspec.decoders.stateful import COMPACT_AT, StatefulDecoder
+from ovspec.decoders.stateful import StatefulDecoder
 from ovspec.errors import OvspecError
-from ovspec.files import read_json, write_atomically
+from ovspec.files import remember, remembered
+from ovspec.ir.attention_mask import UNBOUNDED, narrowest_window
 from ovspec.ir.compile import CompiledIR, compile_ir, last_line
 from ovspec.ir.device import DeviceOptions, check_device
 from ovspec.ir.memory import room_for
-from ovspec.setup.probing import UNBOUNDED, Probe, find_probe, mask_bound, memory_file
+from ovspec.ir.paged_attention import NotPaged, attention_windows, to_paged
+from ovspec.setup.probing import Probe, find_probe, memory_file
 from ovspec.text.vocabulary import ALL_IDS, KnownIds
 
 EngineName = Literal["stateful", "paged"]
@@ -28,7 +28,6 @@ EngineChoice = Literal["auto", "stateful", "paged"]
 ENGINES = get_args(EngineChoice)
 # A window up to this many slots is passed by the text that compares the engines.
 LONGEST_WINDOW = 256
-AGREES = "it agrees with the stateful decoder"
 # The arithmetic that rounds least, compiled for a moment only.
 EXACT = {
     "INFERENCE_PRECISION_HINT": "f32",
@@ -40,18 +39,16 @@ EXACT = {
 
 @dataclass
 class CompiledModel:
-    """A compiled model and how it is driven.
+    """A ``CompiledIR`` and the engine that was chosen to drive it.
 
-    ``reason`` says why this engine. ``compact_at`` is the stateful engine's: dead slots at which it compacts.
-    ``profile`` is the setting that a profile chose, ``verify_ms`` what it measured: milliseconds by width, the
-    widest reading a prompt.
+    ``reason`` says why this engine. ``profile`` is the setting that a profile chose, ``verify_ms`` what it measured:
+    milliseconds of an inference by its width in tokens, the widest of them a prompt.
     """
 
     ir: CompiledIR
     engine: EngineName
     reason: str
     rollback: Rollback
-    compact_at: int = COMPACT_AT
     profile: str | None = None
     verify_ms: dict[int, float] | None = None
 
@@ -59,15 +56,19 @@ class CompiledModel:
         """A decoder with a request and a cache of its own."""
         if self.engine == "paged":
             return PagedDecoder(self.ir, vocabulary)
-        return decoder_of(self.ir, self.rollback, vocabulary, self.compact_at)
+        return decoder_of(self.ir, self.rollback, vocabulary)
+
+
+@dataclass(frozen=True)
+class PagedCheck:
+    """Whether the paged decoder can run a model, and why, or why not."""
+
+    usable: bool
+    reason: str
 
 
 def load_ir(
-    folder: Path,
-    options: DeviceOptions,
-    wanted: EngineChoice = "auto",
-    exported: Probe | None = None,
-    compact_at: int = COMPACT_AT,
+    folder: Path, options: DeviceOptions, wanted: EngineChoice = "auto", exported: Probe | None = None
 ) -> CompiledModel:
     """Compile the model in ``folder`` for the engine that is ``wanted``.
 
@@ -77,19 +78,20 @@ def load_ir(
     Raises:
         OvspecError: as ``compile_ir``, or the engine that is wanted can't run this model.
     """
-    reason = "asked for" if wanted == "stateful" else verdict_on_paged(folder, options)
-    if reason == AGREES:
+    paged = PagedCheck(False, "asked for") if wanted == "stateful" else check_paged(folder, options)
+    reason = paged.reason
+    if paged.usable:
         try:
             ir = compile_paged(folder, options)
             if "KV_CACHE_PRECISION" in options.fixed:
                 PagedDecoder(ir).feed([np.zeros(1, dtype=np.int64)], [1])  # not every cache goes with every arithmetic
-            return CompiledModel(ir, "paged", "asked for" if wanted == "paged" else AGREES, PagedDecoder.rollback)
+            return CompiledModel(ir, "paged", "asked for" if wanted == "paged" else reason, PagedDecoder.rollback)
         except OvspecError as error:
             reason = last_line(error)
     if wanted == "paged":
         raise OvspecError(f"{folder}: --engine paged is not possible: {reason}.")
     ir = compile_ir(folder, options)
-    return CompiledModel(ir, "stateful", reason, find_probe(ir, options.cache_folder, exported).rollback, compact_at)
+    return CompiledModel(ir, "stateful", reason, find_probe(ir, options.cache_folder, exported).rollback)
 
 
 def compile_paged(folder: Path, options: DeviceOptions) -> CompiledIR:
@@ -101,39 +103,30 @@ def compile_paged(folder: Path, options: DeviceOptions) -> CompiledIR:
     return compile_ir(folder, replace(options, properties=options.properties | {"CACHE_DIR": ""}), to_paged)
 
 
-# ---------------------------------------------------------------- comparing
-
-
-def verdict_on_paged(folder: Path, options: DeviceOptions) -> str:
-    """AGREES, or why the paged decoder can't be used for the model in ``folder``; remembered."""
+def check_paged(folder: Path, options: DeviceOptions) -> PagedCheck:
+    """As ``compare_engines``, remembered; on the CPU only."""
     device = check_device(options.device)
     if device != "CPU":
-        return f"the paged one is made for the CPU, the device is {device}"
+        return PagedCheck(False, f"the paged one is made for the CPU, the device is {device}")
     file = memory_file("engines", folder, f"OpenVINO {ov.get_version()}", options.cache_folder)
     try:
-        known = read_json(file) if file else {}
-    except OvspecError:  # damaged
-        known = {}
-    if "paged" in known:
-        return str(known["paged"])
-    verdict = compare_engines(folder, options)
-    if file:
-        with contextlib.suppress(OSError):  # a cache that can't be written is no error
-            write_atomically(file, json.dumps({"paged": verdict}))
-    return verdict
+        return PagedCheck(**remembered(file))
+    except TypeError:  # none yet, or of another version of ovspec
+        found = compare_engines(folder, options)
+        remember(file, asdict(found))
+        return found
 
 
-def compare_engines(folder: Path, options: DeviceOptions) -> str:
-    """AGREES, or why the paged decoder can't be used for the model in ``folder``.
+def compare_engines(folder: Path, options: DeviceOptions) -> PagedCheck:
+    """Whether the paged decoder gives the logits of the stateful one for the model in ``folder``.
 
     Both run in the arithmetic that rounds least, or that of ``options`` where 16-bit weights made to 32 would not
     fit into memory; one after the other, because a model may fit only once.
     """
-    ours = EXACT if room_for(folder, 3) else options.fixed | {"CACHE_DIR": ""}
-    setting = DeviceOptions(properties=ours)
+    setting = DeviceOptions(properties=EXACT if room_for(folder, 3) else options.fixed | {"CACHE_DIR": ""})
     stateful = compile_ir(folder, setting)
     if stateful.recurrent_states or not stateful.kv_states:
-        return "it has states that are no keys and values"
+        return PagedCheck(False, "it has states that are no keys and values")
     window = narrowest_window(stateful)
     text, junk = trial_texts(stateful, window)
     decoder = StatefulDecoder(stateful, Rollback(None))
@@ -153,20 +146,15 @@ def compare_engines(folder: Path, options: DeviceOptions) -> str:
         paged = PagedDecoder(compile_ir(folder, setting, rewrite))
         narrowest = min((found for found in windows if found is not None), default=UNBOUNDED)
         if narrowest != window:
-            return f"its attention window is {window} in the model and {narrowest} when paged"
+            return PagedCheck(False, f"its attention window is {window} in the model and {narrowest} when paged")
         seen = trial(paged, text, junk)
     except NotPaged as error:
-        return str(error)
+        return PagedCheck(False, str(error))
     except OvspecError as error:
-        return f"OpenVINO refuses it ({last_line(error)})"
+        return PagedCheck(False, f"OpenVINO refuses it ({last_line(error)})")
     allowed = 10 * rounding + 1e-4 * expected.std()
     equal = all(np.abs(logits - expected[-len(logits) :]).max() <= allowed for logits in seen)
-    return AGREES if equal else "its logits differ when paged"
-
-
-def narrowest_window(ir: CompiledIR) -> int:
-    """Slots that the narrowest layer sees, by the config and by the IR's own attention mask."""
-    return min(bound for bound in (ir.attention_window, mask_bound(ir), UNBOUNDED) if bound)
+    return PagedCheck(equal, "it agrees with the stateful decoder" if equal else "its logits differ when paged")
 
 
 def trial_texts(ir: CompiledIR, window: int) -> tuple[np.ndarray, np.ndarray]:

@@ -50,19 +50,16 @@ def inspect(
 ) -> dict[str, Inspection]:
     """The target in ``folder`` and, where there is one, the draft beside it.
 
-    Args:
-        engine: as ``load``.
-        tuned: take the setting of the profile, where there is one.
+    ``engine`` and ``verify`` are as in ``load``; ``tuned`` takes the setting of the profile, where there is one.
 
     Raises:
-        OvspecError: as ``load``; with ``verify`` also where a file's checksum is not the exported one.
+        OvspecError: as ``load``.
     """
     manifest = read_manifest(folder, verify)
-    found = {"target": inspect_ir(folder, options, engine, tuned, manifest.target if manifest else None)}
+    parts = {"target": (folder, manifest and manifest.target)}
     if (folder / DRAFT_FOLDER / MODEL_FILE).is_file():
-        exported = manifest.draft if manifest else None
-        found["draft"] = inspect_ir(folder / DRAFT_FOLDER, options, engine, tuned, exported)
-    return found
+        parts["draft"] = (folder / DRAFT_FOLDER, manifest and manifest.draft)
+    return {name: inspect_ir(part, options, engine, tuned, exported) for name, (part, exported) in parts.items()}
 
 
 def inspect_ir(

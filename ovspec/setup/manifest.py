@@ -9,7 +9,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ovspec.decoders.base import Rollback
 from ovspec.errors import OvspecError
 from ovspec.files import read_json, write_atomically
 from ovspec.setup.probing import Probe
@@ -73,9 +72,7 @@ def restore_backup(output: Path) -> None:
 
 
 def exported_model(data: dict[str, Any]) -> ExportedModel:
-    probe = data["probe"]
-    found = Probe(Rollback(**probe["rollback"]), probe["setting"], probe["seconds"])
-    return ExportedModel(**{**data, "probe": found})
+    return ExportedModel(**{**data, "probe": Probe.from_json(data["probe"])})
 
 
 def read_manifest(folder: Path, verify: bool = False) -> Manifest | None:

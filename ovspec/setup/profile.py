@@ -1,10 +1,8 @@
-"""The best properties for a model on this machine, as ``ovspec/tuning.py`` has measured them."""
+"""The best properties for a model on this machine, as ``tuning.py`` has measured them."""
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import json
 import re
 from collections import Counter
 from dataclasses import asdict, dataclass, replace
@@ -14,9 +12,7 @@ from typing import Any, Literal, get_args
 import openvino as ov
 import psutil
 
-from ovspec.decoders.stateful import COMPACT_AT
-from ovspec.errors import OvspecError
-from ovspec.files import read_json, write_atomically
+from ovspec.files import remember, remembered
 from ovspec.ir.compile import MODEL_FILE
 from ovspec.ir.device import EXACT_KV_PRECISIONS, DeviceOptions, check_device, core
 from ovspec.setup.engine import CompiledModel, EngineChoice, EngineName, load_ir
@@ -24,7 +20,7 @@ from ovspec.setup.probing import Probe
 
 Goal = Literal["decode", "prefill", "balanced", "accuracy"]
 GOALS = get_args(Goal)
-FORMAT = 2
+FORMAT = 3
 # A setting may be chosen if its KL divergence is at most this many times that of OpenVINO's own default ...
 KL_FACTOR = 1.25
 # ... or too small to matter, in nats; "accuracy" asks for no more than that.
@@ -63,25 +59,25 @@ class Setting:
         return {name: str(value) for name, value in named.items() if value is not None}
 
     def __str__(self) -> str:
-        parts = [self.engine, self.precision or "default precision"]
-        if self.group is not None:
-            parts.append(f"dynamic quantisation {self.group or 'off'}")
-        parts.append(f"KV {self.kv_precision or 'default'}")
-        if self.threads:
-            parts.append(f"{self.threads} threads")
-        if self.core_type:
-            parts.append(self.core_type)
-        return ", ".join(parts)
+        parts = [
+            self.engine,
+            self.precision or "default precision",
+            None if self.group is None else f"dynamic quantisation {self.group or 'off'}",
+            f"KV {self.kv_precision or 'default'}",
+            f"{self.threads} threads" if self.threads else None,
+            self.core_type,
+        ]
+        return ", ".join(filter(None, parts))
 
 
 @dataclass(frozen=True)
 class Measurement:
     """Of one setting, on the built-in text.
 
-    ``verify_ms``: milliseconds of an inference by its width in tokens, behind the text. ``prefill_ms``: a token.
-    ``memory``: bytes that the process grew by. ``kl``, ``top1``: against f32 without dynamic quantisation, the
-    mean KL divergence in nats and the share of equal first choices. ``invariance``: the share of the logits that are
-    the same whether tokens are fed together or one by one, so that a draft can't change the text; None if untried.
+    ``verify_ms``: milliseconds of an inference after the text, by its width in tokens. ``prefill_ms``: of a token.
+    ``memory``: bytes that the process grew by. ``kl``, ``top1``: mean KL divergence in nats from f32 without dynamic
+    quantisation, and share of equal first choices. ``invariance``: share of the logits that are the same whether
+    tokens are fed together or one by one, so that a draft can't change the text; None if untried.
     """
 
     setting: Setting
@@ -91,6 +87,12 @@ class Measurement:
     kl: float
     top1: float
     invariance: float | None = None
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Measurement:
+        """From what ``asdict`` gives, by way of JSON."""
+        verify_ms = {int(width): ms for width, ms in data["verify_ms"].items()}
+        return cls(**{**data, "setting": Setting(**data["setting"]), "verify_ms": verify_ms})
 
     def cost(self, goal: Goal) -> float:
         """What ``goal`` minimises, in ms. Balanced is a prompt of 256 tokens and 128 steps, every other 4 wide."""
@@ -102,27 +104,12 @@ class Measurement:
 
 
 @dataclass(frozen=True)
-class Split:
-    """Prompts read in another setting than the chosen one, the KV cache carried over.
-
-    ``saved_ms``: a token of the prompt. ``carry_ms``: carrying the cache over, for the text. ``memory``: bytes of
-    the second copy of the weights. ``kl``: of the logits behind it, from those that the chosen setting gives.
-    """
-
-    setting: Setting
-    saved_ms: float
-    carry_ms: float
-    memory: int
-    kl: float
-
-
-@dataclass(frozen=True)
 class Profile:
     """Measurements of one kind of model on one machine.
 
     ``reference`` is OpenVINO's own default, whose accuracy is the measure (in the short version the first of
-    ``measurements``). ``measurements`` begin with what is used without a profile; those behind it are taken only
-    where they are clearly better.
+    ``measurements``). ``measurements`` begin with what is used without a profile; a later one is chosen only where
+    it is clearly better.
     """
 
     goal: Goal
@@ -131,7 +118,12 @@ class Profile:
     seconds: float  # that measuring took
     reference: Measurement
     measurements: list[Measurement]
-    split: Split | None = None
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Profile:
+        """From what ``asdict`` gives, by way of JSON."""
+        measurements = [Measurement.from_json(found) for found in data["measurements"]]
+        return cls(**{**data, "reference": Measurement.from_json(data["reference"]), "measurements": measurements})
 
     def most_kl(self, goal: Goal) -> float:
         """The largest KL divergence, in nats, of a setting that may be chosen."""
@@ -174,21 +166,17 @@ def load_with(
     options: DeviceOptions,
     engine: EngineChoice = "auto",
     probe: Probe | None = None,
-    compact_at: int = COMPACT_AT,
 ) -> CompiledModel:
     """As ``load_ir``, with what ``profile`` has best where the user has named nothing."""
     best = profile.choose(options, engine) if profile else None
     if not profile or not best:
-        return load_ir(folder, options, engine, probe, compact_at)
+        return load_ir(folder, options, engine, probe)
     slower_paged = engine == "auto" and best.setting.engine == "stateful"
     wanted = "stateful" if slower_paged else engine
-    loaded = load_ir(folder, with_setting(options, best.setting), wanted, probe, compact_at)
+    loaded = load_ir(folder, with_setting(options, best.setting), wanted, probe)
     reason = "the profile found it to be faster" if slower_paged else loaded.reason
     costs = {profile.tokens: best.prefill_ms * profile.tokens} | best.verify_ms
     return replace(loaded, reason=reason, profile=str(best.setting), verify_ms=costs)
-
-
-# ---------------------------------------------------------------- keeping
 
 
 def profile_file(folder: Path, options: DeviceOptions) -> Path | None:
@@ -225,33 +213,12 @@ def known_profile(folder: Path, options: DeviceOptions) -> Profile | None:
     """The profile that was measured for models like the one in ``folder``."""
     file = profile_file(folder, options) if check_device(options.device) == "CPU" else None
     try:
-        data = read_json(file) if file else {}
-        return from_json(data) if data else None
-    except (KeyError, TypeError, ValueError, OvspecError):  # damaged
+        return Profile.from_json(remembered(file))
+    except (KeyError, TypeError, ValueError, AttributeError):  # none yet, or damaged
         return None
 
 
 def keep_profile(folder: Path, options: DeviceOptions, profile: Profile) -> Path | None:
     """Keep it beside the compiled models; returns where, or None where the cache can't be written."""
     file = profile_file(folder, options)
-    if file:
-        with contextlib.suppress(OSError):
-            write_atomically(file, json.dumps(asdict(profile), indent=1))
-            return file
-    return None
-
-
-def from_json(data: dict[str, Any]) -> Profile:
-    def measurement(found: dict[str, Any]) -> Measurement:
-        verify_ms = {int(width): ms for width, ms in found["verify_ms"].items()}
-        return Measurement(**{**found, "setting": Setting(**found["setting"]), "verify_ms": verify_ms})
-
-    split = data["split"]
-    return Profile(
-        **{
-            **data,
-            "reference": measurement(data["reference"]),
-            "measurements": [measurement(found) for found in data["measurements"]],
-            "split": split and Split(**{**split, "setting": Setting(**split["setting"])}),
-        }
-    )
+    return file if remember(file, asdict(profile)) else None

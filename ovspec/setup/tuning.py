@@ -28,7 +28,7 @@ from ovspec.ir.compile import MODEL_FILE, check_weights, compile_ir
 from ovspec.ir.device import DeviceOptions, core, default_kv_precision
 from ovspec.ir.memory import room_for
 from ovspec.sampling.logprobs import log_softmax
-from ovspec.setup.engine import AGREES, EXACT, EngineName, compile_paged, verdict_on_paged
+from ovspec.setup.engine import EXACT, EngineName, check_paged, compile_paged
 from ovspec.setup.probing import find_probe
 from ovspec.setup.profile import (
     KL_FLOOR,
@@ -36,7 +36,6 @@ from ovspec.setup.profile import (
     Measurement,
     Profile,
     Setting,
-    Split,
     keep_profile,
     known_profile,
     largest_group,
@@ -86,43 +85,34 @@ def tune(
     """
     if options.device.upper() != "CPU":
         raise OvspecError(f"--device {options.device}: only the CPU has settings to choose from.")
-    check_room(folder)
+    if not room_for(folder, 3):
+        raise OvspecError(f"{folder}: not enough memory is free for tuning, which holds the model twice.")
     began = time.monotonic()
     tell("f32 without dynamic quantisation, whose logits are right", 0.0)
-    bench = Bench(folder, options.cache_folder, tokens_of(folder, effort.tokens), effort)
-    engine: EngineName = "paged" if verdict_on_paged(folder, options) == AGREES else "stateful"
+    text = np.resize(Tokenizer(folder).encode(read_text(TEXT)), effort.tokens)
+    timer = SettingTimer(folder, options.cache_folder, text, effort)
+    engine: EngineName = "paged" if check_paged(folder, options).usable else "stateful"
     most_group = largest_group(folder)
-    own = Setting(engine, None, default_kv_precision(DeviceOptions()))
-    default = Setting("stateful")
+    own, default = Setting(engine, None, default_kv_precision(DeviceOptions())), Setting("stateful")
     first = list(arithmetics(engine, most_group, effort))
     total = 3 + len(first) + (len(list(variants(own, most_group))) if effort.full else 0)
     tell(f"{own} (used without a profile)", 1 / total)
-    bench.set_incumbent(own)
+    timer.set_incumbent(own)
     tell(f"{default} (OpenVINO's own)", 2 / total)
     # They differ by engine and cache, which moves the output little: the short version does without the second.
-    reference = bench.measure(default) if effort.full else bench.incumbent
-    found = Profile(goal, effort.full, len(bench.text), 0.0, reference, [bench.incumbent])
+    reference = timer.measure(default) if effort.full else timer.incumbent
+    found = Profile(goal, effort.full, len(text), 0.0, reference, [timer.incumbent])
 
     def try_all(settings: Iterable[Setting]) -> None:
         for setting in settings:
             tell(str(setting), min(1.0, (2 + len(found.measurements)) / total))
-            found.measurements.append(bench.measure(setting, found.most_kl("balanced")))
+            found.measurements.append(timer.measure(setting, found.most_kl("balanced")))
 
     try_all(first)
     if effort.full:
-        best = found.choose(DeviceOptions(), "auto") or bench.incumbent
+        best = found.choose(DeviceOptions(), "auto") or timer.incumbent
         try_all(variants(best.setting, most_group))
-        found = replace(found, split=try_split(bench, found))
     return replace(found, seconds=time.monotonic() - began)
-
-
-def try_split(bench: Bench, profile: Profile) -> Split | None:
-    """Read a prompt in the setting that does it fastest and go on in the chosen one; None if that is the same."""
-    best, fastest = (profile.choose(DeviceOptions(), "auto", goal) for goal in (profile.goal, "prefill"))
-    if not best or not fastest or fastest is best or (fastest.setting.engine, best.setting.engine) != ("paged",) * 2:
-        return None
-    carry_ms, kl = bench.carry(fastest.setting, best.setting)
-    return Split(fastest.setting, best.prefill_ms - fastest.prefill_ms, carry_ms, fastest.memory, kl)
 
 
 def tune_if_new(folder: Path, options: DeviceOptions, tell: Callable[[str], None]) -> Profile | None:
@@ -150,12 +140,10 @@ def arithmetics(engine: EngineName, most_group: int | None, effort: Effort) -> I
     """Types of arithmetic, and how activations are quantised."""
     capabilities = core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
     native = [name for name, capability in (("bf16", "BF16"), ("f16", "FP16")) if capability in capabilities]
-    groups: tuple[int | None, ...] = (None,)
-    if most_group:
-        groups = tuple(group for group in ((32, 64, 128, 256) if effort.full else (64,)) if group <= most_group)
+    groups = [group for group in ((32, 64, 128, 256) if effort.full else (64,)) if group <= (most_group or 0)]
     usual = default_kv_precision(DeviceOptions())  # the type of the arithmetic that OpenVINO takes by itself
     for precision in ["f32", *native] if effort.full else [usual]:
-        for group in groups:
+        for group in groups if most_group else [None]:
             # What OpenVINO does by itself is measured already, and bf16 rounds enough without large groups.
             if not (precision == usual and group in (None, USUAL_GROUP)) and not (precision != "f32" and group == 256):
                 yield Setting(engine, precision, precision, group)
@@ -192,12 +180,12 @@ def core_types() -> list[str]:
 # ---------------------------------------------------------------- measuring
 
 
-class Bench:
+class SettingTimer:
     """Times settings of one model against the incumbent.
 
     Args:
-        text: token ids (n,), read as a prompt; inferences are timed behind it.
         cache: where it is remembered how the model rolls back.
+        text: token ids (n,), read as a prompt; inferences are timed after it.
     """
 
     def __init__(self, folder: Path, cache: Path | None, text: np.ndarray, effort: Effort) -> None:
@@ -222,37 +210,18 @@ class Bench:
         """Accuracy and times; what can't be chosen, for a larger KL divergence or much time, is timed only once."""
         (decoder, memory), mine = self._load(setting), self.incumbent
         kl, top1 = self._distance(self._prefill(decoder)[1])  # the first is slower
-        ratios: dict[int, list[float]] = {width: [] for width in self.effort.widths}
+        ratios: list[dict[int, float]] = []  # of a round each, by width
         prefills: list[float] = []
         for repeat in range(self.effort.repeats):
             if repeat == 0 or mine.prefill_ms * len(self.text) < LONG_PROMPT * 1e3:
                 prefills.append(self._prefill(decoder)[0] / self._prefill(self._decoder)[0])
             theirs, ours = self._round(decoder), self._round(self._decoder)
-            for width in self.effort.widths:
-                ratios[width].append(theirs[width] / ours[width])
-            if kl > most_kl or min(theirs[width] / ours[width] for width in self.effort.widths) > HOPELESS:
+            ratios.append({width: theirs[width] / ours[width] for width in ours})
+            if kl > most_kl or min(ratios[-1].values()) > HOPELESS:
                 break
         same = self._invariance(decoder, kl) if kl <= most_kl else None
-        prefill = statistics.median(prefills)
-        verify = {width: statistics.median(ratios[width]) * mine.verify_ms[width] for width in self.effort.widths}
-        return Measurement(setting, verify, prefill * mine.prefill_ms, memory, kl, top1, same)
-
-    def carry(self, setting: Setting, onward: Setting) -> tuple[float, float]:
-        """Read the text in ``setting``, carry the cache over and go on in ``onward``.
-
-        Returns the ms of carrying over and the KL divergence of the logits from those without.
-        """
-        first, second = (self._load(each)[0] for each in (setting, onward))
-        assert isinstance(first, PagedDecoder)
-        assert isinstance(second, PagedDecoder)
-        self._prefill(second)
-        alone = log_softmax(second.feed([self.text[:8]], [8])[0])
-        self._prefill(first)
-        began = time.perf_counter()
-        first.carry_to(second)
-        seconds = time.perf_counter() - began
-        carried = log_softmax(second.feed([self.text[:8]], [8])[0])
-        return seconds * 1e3, float((np.exp(alone) * (alone - carried)).sum(1).mean())
+        verify = {width: statistics.median(r[width] for r in ratios) * ms for width, ms in mine.verify_ms.items()}
+        return Measurement(setting, verify, statistics.median(prefills) * mine.prefill_ms, memory, kl, top1, same)
 
     def _load(self, setting: Setting) -> tuple[Decoder, int]:
         """A decoder, and by how many bytes the process has grown when it has run once."""
@@ -270,14 +239,14 @@ class Bench:
         return decoder, max(0, process.memory_info().rss - before)
 
     def _prefill(self, decoder: Decoder) -> tuple[float, np.ndarray]:
-        """(ms a token, logits of every place)"""
+        """(ms a token, logits of every position)"""
         decoder.reset(1)
         began = time.perf_counter()
         logits = decoder.feed([self.text], [len(self.text)])[0]
         return (time.perf_counter() - began) * 1e3 / len(self.text), logits
 
     def _round(self, decoder: Decoder, repeats: int = 1) -> dict[int, float]:
-        """Milliseconds of an inference behind the text, by width; the median of ``repeats``."""
+        """Milliseconds of an inference after the text, by width; the median of ``repeats``."""
         times: dict[int, list[float]] = {width: [] for width in self.effort.widths}
         for _ in range(repeats):
             self._time(decoder, 1)  # the first after another model's is slower
@@ -296,7 +265,7 @@ class Bench:
         return statistics.median(found[len(found) // 4 :])
 
     def _invariance(self, decoder: Decoder, kl: float) -> float:
-        """Share of the logits behind the text that are the same in inferences of every width, to the bit.
+        """Share of the logits after the text that are the same in inferences of every width, to the bit.
 
         Without any coarse rounding ``kl`` is next to nothing, and so is what widths change.
         """
@@ -313,21 +282,9 @@ class Bench:
 
     def _distance(self, logits: np.ndarray) -> tuple[float, float]:
         """(mean KL divergence in nats, share of equal first choices) from the right ones."""
-        divergence, equal, chunk = 0.0, 0, 64
-        for start in range(0, len(logits), chunk):
-            right, ours = self._right[start : start + chunk], log_softmax(logits[start : start + chunk])
+        divergence = 0.0
+        for i in range(0, len(logits), 64):  # in float64 all of them at once would take much memory
+            right, ours = self._right[i : i + 64], log_softmax(logits[i : i + 64])
             divergence += float((np.exp(right) * (right - ours)).sum())
-            equal += int((right.argmax(1) == ours.argmax(1)).sum())
-        return max(0.0, divergence / len(logits)), equal / len(logits)
-
-
-def tokens_of(folder: Path, count: int) -> np.ndarray:
-    """The first ``count`` token ids of the built-in text."""
-    ids = Tokenizer(folder).encode(read_text(TEXT))
-    return np.resize(ids, count)
-
-
-def check_room(folder: Path) -> None:
-    """Raises OvspecError where the model doesn't fit into memory twice."""
-    if not room_for(folder, 3):
-        raise OvspecError(f"{folder}: not enough memory is free for tuning, which holds the model twice.")
+        same = (self._right.argmax(1) == logits.argmax(1)).mean()
+        return max(0.0, divergence / len(logits)), float(same)

@@ -1,4 +1,4 @@
-"""The process that renders chat templates: a JSON object a line in, a JSON object a line out. See ``chat.py``."""
+"""The process that renders chat templates: a JSON object a line in, one a line out. See ``chat_template.py``."""
 
 from __future__ import annotations
 

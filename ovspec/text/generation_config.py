@@ -65,13 +65,12 @@ class GenerationConfig:
         Raises:
             OvspecError: nothing can.
         """
-        bos = self.bos
-        if not len(bos):
-            raise OvspecError("The prompt is empty, and this model has no token to begin a text with.")
-        return bos
+        if len(bos := self.bos):
+            return bos
+        raise OvspecError("The prompt is empty, and this model has no token to begin a text with.")
 
     def max_tokens(self, prompt: int, wanted: int | None, context: int | None) -> int:
-        """Tokens to generate behind ``prompt`` tokens, in a context of so many.
+        """Tokens to generate after ``prompt`` tokens, in a context of so many.
 
         Raises:
             OvspecError: there is no room for those that are wanted, or for one.

@@ -28,17 +28,13 @@ def _string_ops() -> ov.Core:
 
 
 def _request(path: Path) -> ov.InferRequest:
-    if path.is_file():
-        check_weights(path)
-    else:
+    if not path.is_file():
         raise OvspecError(f"{path.parent}: no {path.name} in it; export the model again with openvino-tokenizers.")
+    check_weights(path)
     try:
         return _string_ops().compile_model(path, "CPU").create_infer_request()
     except RuntimeError as error:
         raise OvspecError(f"{path}: cannot be compiled ({last_line(error)}); export it again.") from None
-
-
-# ---------------------------------------------------------------- bytes
 
 
 def byte_level_alphabet() -> dict[str, int]:
@@ -61,9 +57,7 @@ def byte_vocabulary(tokenizer_json: dict[str, Any]) -> list[bytes | None] | None
         alphabet = byte_level_alphabet()
 
         def to_bytes(piece: str) -> bytes:
-            if all(c in alphabet for c in piece):
-                return bytes(alphabet[c] for c in piece)
-            return piece.encode()
+            return bytes(alphabet[c] for c in piece) if alphabet.keys() >= set(piece) else piece.encode()
 
     elif kinds <= {"Replace", "ByteFallback", "Fuse", "Strip"} and "ByteFallback" in kinds and isinstance(pieces, dict):
 
@@ -83,7 +77,9 @@ def byte_vocabulary(tokenizer_json: dict[str, Any]) -> list[bytes | None] | None
     return vocabulary
 
 
-# ---------------------------------------------------------------- tokenizer
+def bytes_of(vocabulary: list[bytes | None], token: int) -> bytes:
+    """What ``token`` adds to the text; nothing for an id without a token."""
+    return (vocabulary[token] if token < len(vocabulary) else None) or b""
 
 
 class Tokenizer:
@@ -111,7 +107,7 @@ class Tokenizer:
             else tokens_by_id(tokenizer_json)
         )
         empty, one = self._encode(""), self._encode("a")
-        # What encoding puts around every text (BOS in front for some models, EOS behind for few).
+        # What encoding puts around every text (BOS before it for some models, EOS after it for few).
         self._prefix = next((i for i, (a, b) in enumerate(zip(empty, one, strict=False)) if a != b), len(empty))
         self._suffix = len(empty) - self._prefix
         # SentencePiece models put a space in front of every text they encode.
@@ -138,8 +134,7 @@ class Tokenizer:
         if not self._adds_space:
             return ids
         before, both = self.encode("\n", special=False), self.encode("\n" + text, special=False)
-        same = len(both) >= len(before) and bool((both[: len(before)] == before).all())
-        return both[len(before) :] if same else ids
+        return both[len(before) :] if np.array_equal(both[: len(before)], before) else ids
 
     def decode(self, tokens: Iterable[int]) -> str:
         """The text of ``tokens`` as it stands inside a longer one; special tokens left out."""
@@ -147,14 +142,12 @@ class Tokenizer:
         return "".join([detokenizer.push(int(token)) for token in tokens]) + detokenizer.flush()
 
     def spell(self, tokens: np.ndarray) -> str | None:
-        """The text of ``tokens`` (n,) with special tokens written out, as chat templates do; None where that
-        can't be told."""
+        """The text of ``tokens`` (n,) with special tokens written out, as in chat templates; None if unknown."""
         vocabulary = self.vocabulary
         if not vocabulary:
             return None
-        spelt = (self._special.get(t) or (vocabulary[t] if t < len(vocabulary) else None) for t in tokens.tolist())
         try:
-            return b"".join(part or b"" for part in spelt).decode()
+            return b"".join(self._special.get(t) or bytes_of(vocabulary, t) for t in tokens.tolist()).decode()
         except UnicodeDecodeError:
             return None
 
@@ -194,16 +187,13 @@ class ByteDetokenizer:
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def push(self, token: int, without: int = 0) -> str:
-        return self._utf8.decode(self._spelt(token)[without:])
+        return self._utf8.decode(bytes_of(self._vocabulary, token)[without:])
 
     def length(self, token: int) -> int:
-        return len(self._spelt(token))
+        return len(bytes_of(self._vocabulary, token))
 
     def flush(self) -> str:
         return self._utf8.decode(b"", final=True)
-
-    def _spelt(self, token: int) -> bytes:
-        return (self._vocabulary[token] if token < len(self._vocabulary) else None) or b""
 
 
 class WindowDetokenizer:
@@ -215,7 +205,7 @@ class WindowDetokenizer:
     def __init__(self, request: ov.InferRequest) -> None:
         self._request = request
         self._tokens: list[int] = []
-        self._start = 0  # tokens before it can't change the text of those behind
+        self._start = 0  # tokens before it can't change the text of later ones
         self._shown = ""  # text of the window that was returned
 
     def _window(self) -> str:

@@ -22,7 +22,7 @@ class KnownIds:
     gaps: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
 
     def restrict(self, logits: np.ndarray) -> np.ndarray:
-        """(places, width) float32 -> (places, at most size), the gaps' logits overwritten by -inf."""
+        """(n, width) float32 -> (n, at most size), the gaps' logits overwritten by -inf."""
         logits = logits[:, : self.size]
         if len(self.gaps):
             logits[:, self.gaps[self.gaps < logits.shape[1]]] = -np.inf

@@ -15,12 +15,15 @@ from conftest import ROOT, Reference
 import ovspec
 import ovspec.decoders.paged
 import ovspec.setup.engine
-from ovspec.decoders.paged import PagedDecoder, to_paged
+from ovspec.decoders.paged import PagedDecoder
+from ovspec.ir.attention_mask import UNBOUNDED, narrowest_window
 from ovspec.ir.device import EXACT_KV_PRECISIONS, DeviceOptions
+from ovspec.ir.paged_attention import to_paged
 from ovspec.ir.request import Request
-from ovspec.setup.engine import AGREES, compare_engines, compile_paged, load_ir, narrowest_window, verdict_on_paged
+from ovspec.setup.engine import PagedCheck, check_paged, compare_engines, compile_paged, load_ir
 
 DEMO = ROOT / "models" / "demo"
+AGREES = PagedCheck(True, "it agrees with the stateful decoder")
 MakePaged = Callable[..., PagedDecoder]
 
 
@@ -48,17 +51,17 @@ def test_without_the_transformation_the_stateful_engine_runs(tmp_path: Path, mon
         ovspec.load(DEMO, engine="paged", cache_dir=tmp_path)
 
 
-def test_the_verdict_is_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_comparison_is_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     compared = []
     monkeypatch.setattr(ovspec.setup.engine, "compare_engines", lambda *a: compared.append(a) or compare_engines(*a))
     for precision in ("f32", "f32", "bf16"):
         loaded = load_ir(DEMO, DeviceOptions(precision=precision, cache_dir=tmp_path))
-        assert (loaded.engine, loaded.reason) == ("paged", AGREES)
+        assert (loaded.engine, loaded.reason) == ("paged", AGREES.reason)
     assert len(compared) == 1
     assert load_ir(DEMO, DeviceOptions(cache_dir=tmp_path), "stateful").engine == "stateful"
     for file in (tmp_path / "engines").iterdir():
         file.write_text("{", encoding="utf-8")
-    assert verdict_on_paged(DEMO, DeviceOptions(cache_dir=tmp_path)) == AGREES
+    assert check_paged(DEMO, DeviceOptions(cache_dir=tmp_path)) == AGREES
     assert len(compared) == 2
 
 
@@ -67,8 +70,8 @@ def test_a_paged_decoder_that_differs_is_not_used(mistake: str, monkeypatch: pyt
     if mistake == "positions":
 
         class Mistaken(Request):
-            def infer(self, arrays: Any, places: np.ndarray) -> np.ndarray:
-                return super().infer((arrays[0], np.zeros_like(arrays[1]), *arrays[2:]), places)
+            def infer(self, arrays: Any, logits_idx: np.ndarray) -> np.ndarray:
+                return super().infer((arrays[0], np.zeros_like(arrays[1]), *arrays[2:]), logits_idx)
 
         monkeypatch.setattr(ovspec.decoders.paged, "Request", Mistaken)
     elif mistake == "rollback":
@@ -77,11 +80,11 @@ def test_a_paged_decoder_that_differs_is_not_used(mistake: str, monkeypatch: pyt
         monkeypatch.setattr(ovspec.decoders.paged.Blocks, "extend", without_copies(ovspec.decoders.paged.Blocks.extend))
     else:
         monkeypatch.setattr(ovspec.setup.engine, "attention_windows", lambda _: {None, 77})
-    verdict = compare_engines(DEMO, DeviceOptions())
-    assert verdict == (
-        f"its attention window is {ovspec.setup.engine.UNBOUNDED} in the model and 77 when paged"
+    assert compare_engines(DEMO, DeviceOptions()) == PagedCheck(
+        False,
+        f"its attention window is {UNBOUNDED} in the model and 77 when paged"
         if mistake == "window"
-        else "its logits differ when paged"
+        else "its logits differ when paged",
     )
 
 
@@ -134,7 +137,7 @@ def test_a_cache_that_openvino_refuses_when_paged(tmp_path: Path) -> None:
 
 
 def test_the_demo_pair_sees_everything(target_ir: Any) -> None:
-    assert narrowest_window(target_ir) == ovspec.setup.engine.UNBOUNDED
+    assert narrowest_window(target_ir) == UNBOUNDED
 
 
 # ---------------------------------------------------------------- the cache
@@ -230,26 +233,6 @@ def test_several_tokens_give_the_bits_that_one_by_one_gives(cache_dir: Path) -> 
         share[apart] = float(np.mean(equal))
     assert share[True] > 0.95, "the matrix multiplications may flip a bit once in a while"
     assert share[False] < 0.5, "OpenVINO's kernels agree now: there is no need to feed tokens apart"
-
-
-def test_a_cache_is_carried_over_into_another_type(pair: Path, cache_dir: Path, reference: Reference) -> None:
-    def decoder(precision: str, kv_precision: str) -> PagedDecoder:
-        options = DeviceOptions(precision=precision, kv_precision=kv_precision, cache_dir=cache_dir)
-        return PagedDecoder(compile_paged(pair, options))
-
-    text = np.random.default_rng(4).integers(3, 4096, 300)
-    exact, half, coarse = decoder("f32", "f32"), decoder("f32", "f16"), decoder("bf16", "bf16")
-    exact.feed([text], [1])
-    expected = reference.logits([*text, 7])[-1]
-    for first, second, tolerance in ((exact, half, 2e-2), (half, exact, 2e-2), (exact, coarse, 0.5)):
-        first.carry_to(second)
-        assert second.rows[0].tokens.tolist() == text.tolist()
-        logits = second.feed([np.array([7])], [1])[0][0]
-        assert np.abs(logits - expected).max() < tolerance
-        second.truncate(0, 300)
-    quantised = decoder("f32", "u8")
-    with pytest.raises(ValueError, match="not quantised"):
-        exact.carry_to(quantised)
 
 
 def test_a_failed_inference_empties_the_cache(make_paged: MakePaged, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,9 +17,10 @@ import ovspec.setup.probing
 from ovspec.decoders.base import Rollback
 from ovspec.decoders.slots import Slots
 from ovspec.decoders.stateful import StatefulDecoder
+from ovspec.ir.attention_mask import UNBOUNDED, mask_bound
 from ovspec.ir.compile import CompiledIR, compile_ir
 from ovspec.ir.device import DeviceOptions
-from ovspec.setup.probing import UNBOUNDED, mask_bound, probe_rollback
+from ovspec.setup.probing import probe_rollback
 
 DEMO = ROOT / "models" / "demo"
 
@@ -132,14 +133,14 @@ def test_snapshots_are_where_they_are_needed(tmp_path: Path, monkeypatch: pytest
     draft = engine.drafter.decoder._decoders[0]  # type: ignore[union-attr]
     engine.drafter = Mistaken(engine.drafter)  # type: ignore[arg-type]
     lm.workspace.release(engine)
-    widths, snapshots, infer = [], [], draft._infer
+    widths, snapshots, infer = [], [], draft._request.infer
 
-    def recording(ids: np.ndarray, *rest: np.ndarray) -> np.ndarray:
-        widths.append(ids.shape[1])
-        return infer(ids, *rest)
+    def recording(arrays: tuple[np.ndarray, ...], logits_idx: np.ndarray) -> np.ndarray:
+        widths.append(arrays[0].shape[1])
+        return infer(arrays, logits_idx)
 
     read_states = ovspec.decoders.stateful.read_states
-    monkeypatch.setattr(draft, "_infer", recording)
+    monkeypatch.setattr(draft._request, "infer", recording)
     monkeypatch.setattr(ovspec.decoders.stateful, "read_states", lambda *a: snapshots.append(1) or read_states(*a))
     prompt = list(range(100, 140))
     lm.generate(prompt, max_tokens=100, ignore_eos=True, lookahead=0)
@@ -159,13 +160,13 @@ def test_replay_is_bounded(tmp_path: Path) -> None:
     model = hybrid.Hybrid(4096, "mask")
     ir = compile_ir(hybrid.export(model, tmp_path / "ir", DEMO), DeviceOptions(precision="f32"))
     decoder = StatefulDecoder(ir, probe_rollback(ir).rollback)
-    fed, infer = [], decoder._infer
+    fed, infer = [], decoder._request.infer
 
-    def recording(ids: np.ndarray, *rest: np.ndarray) -> np.ndarray:
-        fed.append(ids.shape[1])
-        return infer(ids, *rest)
+    def recording(arrays: tuple[np.ndarray, ...], logits_idx: np.ndarray) -> np.ndarray:
+        fed.append(arrays[0].shape[1])
+        return infer(arrays, logits_idx)
 
-    decoder._infer = recording  # type: ignore[method-assign]
+    decoder._request.infer = recording  # type: ignore[method-assign]
     text = Sequence(range(20, 40))
     decoder.feed([text.tokens], [1])
     for token in range(100, 140):  # every round: a token is committed, three guesses are wrong

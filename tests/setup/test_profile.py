@@ -22,8 +22,6 @@ from ovspec.setup.profile import (
     Measurement,
     Profile,
     Setting,
-    Split,
-    from_json,
     keep_profile,
     known_profile,
     largest_group,
@@ -147,11 +145,10 @@ def test_the_choice_is_allowed_and_nothing_allowed_is_clearly_better(found: list
 
 def test_kept_and_read_again(tmp_path: Path) -> None:
     options = DeviceOptions(cache_dir=tmp_path)
-    split = Split(FAST, 0.5, 2.0, 10, 1e-4)
-    found = replace(profile(measured(FAST, step=5)), split=split)
+    found = profile(measured(FAST, step=5))
     file = keep_profile(DEMO, options, found)
     assert file
-    assert known_profile(DEMO, options) == found == from_json(json.loads(json.dumps(asdict(found))))
+    assert known_profile(DEMO, options) == found == Profile.from_json(json.loads(json.dumps(asdict(found))))
     assert known_profile(DEMO / "draft", options) is None, "another shape"
     assert known_profile(DEMO, DeviceOptions(device="AUTO:CPU", cache_dir=tmp_path)) is None
     file.write_text('{"goal": 1}', encoding="utf-8")

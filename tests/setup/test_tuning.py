@@ -18,7 +18,7 @@ from ovspec.cli import cli
 from ovspec.decoders.base import Decoder
 from ovspec.ir.device import DeviceOptions
 from ovspec.setup.profile import Setting, known_profile
-from ovspec.setup.tuning import SHORT, Bench, Effort, tune
+from ovspec.setup.tuning import SHORT, Effort, SettingTimer, tune
 
 DEMO = ROOT / "models" / "demo"
 EXACT = Setting("stateful", "f32", "f32", 0)
@@ -55,22 +55,22 @@ def test_the_distance_is_the_kl_divergence(tmp_path: Path, pair: Path, reference
     from scipy.special import log_softmax, rel_entr
 
     text = np.random.default_rng(0).integers(3, 4096, 40)
-    bench = Bench(pair, tmp_path, text, SHORT)
+    timer = SettingTimer(pair, tmp_path, text, SHORT)
     right = reference.logits(text.tolist())
     wrong = right + np.random.default_rng(1).normal(size=right.shape).astype(np.float32)
     wrong[:10, 7] = 100.0
     p, q = (np.exp(log_softmax(logits.astype(np.float64), axis=1)) for logits in (right, wrong))
-    kl, top1 = bench._distance(wrong)
+    kl, top1 = timer._distance(wrong)
     assert kl == pytest.approx(rel_entr(p, q).sum(1).mean(), rel=1e-3)
     assert top1 == pytest.approx((right.argmax(1) == wrong.argmax(1)).mean(), abs=0.03)
-    assert bench._distance(right)[0] < 1e-7
+    assert timer._distance(right)[0] < 1e-7
 
 
 def test_invariance_is_the_share_of_equal_logits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a decoder whose logits are those of the width in every fourth inference of several tokens, in that one."""
     ids = np.arange(3, 43)
-    bench = Bench(DEMO, tmp_path, ids, Effort(40, (1, 2, 4), 1, True))
-    decoder, _ = bench._load(EXACT)
+    timer = SettingTimer(DEMO, tmp_path, ids, Effort(40, (1, 2, 4), 1, True))
+    decoder, _ = timer._load(EXACT)
     feed, fed = decoder.feed, []
 
     def varying(tokens: list[np.ndarray], wanted: list[int]) -> list[np.ndarray]:
@@ -80,10 +80,10 @@ def test_invariance_is_the_share_of_equal_logits(tmp_path: Path, monkeypatch: py
             logits[1] += 1
         return [logits]
 
-    bench._prefill(decoder)
-    assert bench._invariance(decoder, kl=0.0) == 1
+    timer._prefill(decoder)
+    assert timer._invariance(decoder, kl=0.0) == 1
     monkeypatch.setattr(decoder, "feed", varying)
-    assert bench._invariance(decoder, kl=0.0) == pytest.approx(5 / 6)
+    assert timer._invariance(decoder, kl=0.0) == pytest.approx(5 / 6)
     assert fed == [1, 1, 1, 1, 2, 4]
     assert decoder.rows[0].tokens.tolist() == ids.tolist()
 
@@ -94,13 +94,13 @@ def test_what_slows_the_machine_down_for_a_while_changes_no_ratio(
     """A machine that becomes three times as slow half way through: equal settings stay equal."""
     calls = []
 
-    def slowed(self: Bench, decoder: Decoder, width: int) -> float:
+    def slowed(self: SettingTimer, decoder: Decoder, width: int) -> float:
         assert self.effort
         calls.append(decoder)
         return width * (1.0 if len(calls) < 40 else 3.0)
 
-    monkeypatch.setattr(Bench, "_time", slowed)
-    monkeypatch.setattr(Bench, "_prefill", lambda self, d: (1.0, d.feed([self.text], [len(self.text)])[0]))
+    monkeypatch.setattr(SettingTimer, "_time", slowed)
+    monkeypatch.setattr(SettingTimer, "_prefill", lambda self, d: (1.0, d.feed([self.text], [len(self.text)])[0]))
     profile = tune(DEMO, DeviceOptions(cache_dir=tmp_path), effort=SHORT)
     assert len(profile.measurements) > 1
     assert all(m.verify_ms == {1: 1.0, 4: 4.0} for m in profile.measurements)

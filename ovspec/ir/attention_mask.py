@@ -1,0 +1,127 @@
+"""The attention mask of an IR, run alone: how far attention sees, at any length and next to no cost."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import numpy as np
+import openvino as ov
+from openvino import opset13 as ops
+
+from ovspec.ir.compile import MODEL_FILE, CompiledIR, State, model_states
+from ovspec.ir.device import core
+
+# Slots at which a mask is tried where the config doesn't say how long a text may be.
+LONGEST = 32768
+UNBOUNDED = sys.maxsize
+
+
+def narrowest_window(ir: CompiledIR) -> int:
+    """Slots that the narrowest layer sees, by the config and by the IR's own attention mask."""
+    return min(bound for bound in (ir.attention_window, mask_bound(ir), UNBOUNDED) if bound)
+
+
+def mask_bound(ir: CompiledIR) -> int | None:
+    """Slots up to which dead slots don't change what the live ones see; UNBOUNDED, or None if that can't be told.
+
+    The part of the IR that computes attention masks runs without the rest, so any length costs next to nothing.
+    """
+    try:
+        mask = mask_model(core().read_model(ir.folder / MODEL_FILE))
+        if mask is None:
+            return None
+        request = core().compile_model(mask, "CPU", {"INFERENCE_PRECISION_HINT": "f32"}).create_infer_request()
+        axes = {state.name: state for state in ir.states}
+        low, high = 16, min(ir.context_length or LONGEST, 4 * LONGEST)
+        if not same_view(request, axes, low):
+            return 0
+        if high <= low or same_view(request, axes, high):
+            return UNBOUNDED
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if same_view(request, axes, middle) else (low, middle)
+        return low
+    except (RuntimeError, LookupError, ValueError):  # an attention mask of a kind not seen before
+        return None
+
+
+def mask_model(model: ov.Model) -> ov.Model | None:
+    """The attention masks of ``model`` as a model of its own, which it takes apart; None where there are none.
+
+    States become inputs of their name. Only the lengths of keys and values are read: heads of size 1 do.
+    """
+    masks = {}
+    for op in model.get_ops():
+        if op.get_type_name() == "ScaledDotProductAttention" and op.get_input_size() > 3:
+            source = op.input_value(3)
+            masks[source.get_node().get_friendly_name(), source.get_index()] = source
+    if not masks:
+        return None
+    parameters = list(model.get_parameters())
+    recurrent = {state.name for state in model_states(model) if state.sequence_axis is None}
+    shapes = {variable.info.variable_id: variable.info.data_shape for variable in model.get_variables()}
+    for op in model.get_ops():
+        if op.get_type_name() == "ReadValue":
+            name = op.get_variable_id()  # type: ignore[attr-defined]
+            shape = shapes[name] if name in recurrent else ov.PartialShape([-1] * len(shapes[name]))
+            state = ops.parameter(shape, op.output(0).get_element_type(), name=name)
+            state.output(0).get_tensor().set_names({name})
+            for use in op.output(0).get_target_inputs():
+                use.replace_source_output(state.output(0))
+            parameters.append(state)
+    results = [ops.result(source) for source in masks.values()]
+    reached = ancestors(results)
+    return ov.Model(results, [p for p in parameters if p.get_friendly_name() in reached], "attention_mask")  # type: ignore[misc]
+
+
+def ancestors(nodes: list[Any]) -> set[str]:
+    """Names of all that ``nodes`` are computed from."""
+    seen, waiting = set(), list(nodes)
+    while waiting:
+        node = waiting.pop()
+        if node.get_friendly_name() not in seen:
+            seen.add(node.get_friendly_name())
+            waiting += [node.input_value(i).get_node() for i in range(node.get_input_size())]
+    return seen
+
+
+def same_view(request: ov.InferRequest, axes: dict[str, State], slots: int) -> bool:
+    """Whether the last of ``slots`` slots sees the same of the live ones, with four dead and without them."""
+    dead = slice(slots - 6, slots - 2)
+    alive = np.ones((1, slots), dtype=np.int64)
+    alive[:, dead] = 0
+    with_dead = masks_of(request, axes, alive)
+    clean = masks_of(request, axes, np.ones((1, slots - 4), dtype=np.int64))
+    for ours, theirs in zip(with_dead, clean, strict=True):
+        ours = np.delete(ours, np.arange(slots)[dead], axis=-1)
+        if not ((ours > -1e30) == (theirs > -1e30)).all():
+            return False
+        # Softmax doesn't feel a shift of a whole row.
+        shown, expected = ours - ours[..., -1:], theirs - theirs[..., -1:]
+        if not np.allclose(shown[theirs > -1e30], expected[theirs > -1e30], atol=1e-3):
+            return False
+    return True
+
+
+def masks_of(request: ov.InferRequest, axes: dict[str, State], alive: np.ndarray) -> list[np.ndarray]:
+    """The masks (1, heads or 1, 1, slots) float64 of one more token after ``slots - 1``; hidden is -inf."""
+    slots = alive.shape[1]
+    inputs: dict[str, np.ndarray] = {
+        "input_ids": np.zeros((1, 1), dtype=np.int64),
+        "attention_mask": alive,
+        "position_ids": np.array([[alive.sum() - 1]], dtype=np.int64),
+        "beam_idx": np.zeros(1, dtype=np.int32),
+    }
+    feed = {}
+    for port in request.model_inputs:
+        name = port.get_any_name()
+        if name in inputs:
+            feed[name] = inputs[name]
+            continue
+        shape = [1 if length.is_dynamic else length.get_length() for length in port.get_partial_shape()]
+        if (axis := axes[name].sequence_axis) is not None:
+            shape[axis] = slots - 1
+        feed[name] = np.zeros(shape, dtype=port.get_element_type().to_dtype())
+    masks = [np.asarray(mask) for mask in request.infer(feed).values()]
+    return [np.where(mask, 0.0, -np.inf) if mask.dtype == np.bool_ else mask.astype(np.float64) for mask in masks]
