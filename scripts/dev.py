@@ -99,7 +99,7 @@ def main() -> None:
     if name == "test":
         test(arguments)
     elif name == "bench":
-        run(python(), "scripts/benchmark.py", *arguments)
+        run(python(), "scripts/bench/readme.py", *arguments)
     else:
         {"demo": demo, "lint": lint}[name]()
 

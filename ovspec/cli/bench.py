@@ -2,247 +2,199 @@
 
 from __future__ import annotations
 
-import itertools
-import sys
+import json
+import statistics
+from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from ovspec.cli.options import LookaheadType, runtime_options
+from ovspec.cli.progress import TerminalProgress
 
 if TYPE_CHECKING:
-    from ovspec.bench import Line
+    from ovspec.loop.results import Result
+    from ovspec.model import LanguageModel
 
-MODES = ("plain", "draft", "lookup", "chain", "auto")  # as bench.MODES, which would import openvino
-WORKLOADS = ("completion", "edit", "prose")
-HEADS = ("workload", "context", "T", "batch", "mode", "k", "tokens/s", "ms/token", "±", "p95 gap", "first", "speed-up")
-HEADS = (*HEADS, "acceptance", "tokens/round", "GB/s", "equal")
+HEADS = ("mode", "tokens/s", "ms/token", "speed-up", "accepted", "same text")
+WARM_UP = 32  # tokens
+PROMPTS = Path(__file__).with_name("bench_prompts.json")
 
 
-class ListOf(click.ParamType):
-    """Values with commas between them."""
+@dataclass
+class Row:
+    """One mode beside plain decoding of the same texts. ``spread``: the least and the greatest speed-up of a text."""
 
-    def __init__(self, inner: click.ParamType) -> None:
-        self.inner, self.name = inner, f"{inner.name},..."
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> list[Any]:
-        if isinstance(value, list):
-            return value
-        return [self.inner.convert(part.strip(), param, ctx) for part in str(value).split(",")]
+    mode: str
+    lookahead: int | str
+    tokens_per_s: float
+    tpot_ms: float
+    speedup: float | None
+    spread: tuple[float, float] | None
+    proposed: int
+    accepted: int
+    equal: int
+    texts: int
+    note: str
 
 
 @click.command()
 @click.argument("folder", required=False, type=click.Path(path_type=Path), metavar="[DIR]")
-@click.option("--draft", metavar="PATH", help="The draft model.  [default: the one beside DIR, if there is one]")
+@click.option("--draft", metavar="PATH", help="The draft model, or none.  [default: the one exported beside DIR]")
+@click.option("--prompt", "prompts", multiple=True, metavar="TEXT", help="Your own prompt; may be repeated.")
 @click.option(
-    "--workload", "workloads", type=ListOf(click.Choice(WORKLOADS)), default="completion,edit,prose", show_default=True
+    "--prompt-file", "files", multiple=True, type=click.Path(path_type=Path), metavar="FILE", help="The same in a file."
 )
-@click.option("--context", "contexts", type=ListOf(click.IntRange(min=0)), default="0", show_default=True)
-@click.option("--temperature", "temperatures", type=ListOf(click.FloatRange(min=0)), default="0,1", show_default=True)
+@click.option("--lookahead", type=LookaheadType(), default="auto", show_default=True, help="Tokens proposed a round.")
 @click.option(
-    "--batch", "batches", type=ListOf(click.IntRange(min=1)), default="1", show_default=True, help="Texts at a time."
+    "-n", "--max-tokens", type=click.IntRange(min=2), default=128, show_default=True, help="Tokens of every text."
 )
-@click.option("--mode", "modes", type=ListOf(click.Choice(MODES)), help="[default: all that there are drafters for]")
-@click.option(
-    "--lookahead",
-    "lookaheads",
-    type=ListOf(LookaheadType()),
-    default="4",
-    show_default=True,
-    help="Of the modes draft, lookup and chain; auto for as many as pay. The mode auto is chain with auto.",
-)
-@click.option("-n", "--max-tokens", "tokens", type=click.IntRange(min=2), default=128, show_default=True)
-@click.option("--prompts", type=click.IntRange(min=1), default=3, show_default=True, help="Of each workload, at most.")
-@click.option("--repeats", type=click.IntRange(min=1), default=1, show_default=True)
-@click.option(
-    "--accept",
-    type=click.Choice(("compare", "rejection")),
-    default="compare",
-    show_default=True,
-    help="How sampled text is held against proposals.",
-)
-@click.option("--dictate", is_flag=True, help="Edits: say the right answer whatever the model would say.")
-@click.option("--json", "as_json", is_flag=True, help="Print a JSON object a line, as the figures come.")
-@click.option(
-    "--plot", type=click.Path(dir_okay=False), metavar="FILE", help="Draw speed-up by lookahead (matplotlib)."
-)
-@click.option("--peers", is_flag=True, help="Beside openvino-genai, llama.cpp, PyTorch and others, from a clone.")
-@click.option("--checkpoints", metavar="PATH", help="With --peers: folder of the checkpoints target/ and draft/.")
+@click.option("-t", "--temperature", type=click.FloatRange(min=0), default=0.0, show_default=True, help="0 is greedy.")
+@click.option("--repeats", type=click.IntRange(min=1), default=1, show_default=True, help="Turns for each prompt.")
+@click.option("--json", "as_json", is_flag=True, help="Print a JSON object for each mode.")
+@click.option("--plot", type=click.Path(dir_okay=False), metavar="FILE", help="Draw the speed-ups (needs matplotlib).")
 @runtime_options
-@click.pass_context
 def bench(
-    ctx: click.Context,
     folder: Path | None,
     draft: str | None,
-    workloads: list[str],
-    contexts: list[int],
-    temperatures: list[float],
-    batches: list[int],
-    modes: list[str] | None,
-    lookaheads: list[int | str],
-    tokens: int,
-    prompts: int,
+    prompts: tuple[str, ...],
+    files: tuple[Path, ...],
+    lookahead: int | str,
+    max_tokens: int,
+    temperature: float,
     repeats: int,
-    accept: str,
-    dictate: bool,
     as_json: bool,
     plot: str | None,
-    peers: bool,
-    checkpoints: str | None,
     **runtime: Any,
 ) -> None:
-    """Time the model in DIR without and with everything that proposes tokens.
+    """Time the model in DIR without and with each way of proposing tokens.
 
-    Workloads are code to complete, a file to edit and prose, none of which the demo pair was trained on; contexts are
-    tokens of other text before them. The modes of a cell take turns. Use an idle machine.
+    The modes take turns, prompt by prompt. Speed-up is the median over all texts, with the least and the most. Texts
+    don't end before --max-tokens. The prompts are code, an edit and prose unless you give your own. Use an idle
+    machine.
 
     \b
     Examples:
       ovspec bench my-pair
-      ovspec bench my-pair --workload completion --temperature 0 --lookahead 1,2,3,4,6,8 --plot lookahead.png
-      ovspec bench my-pair --peers --checkpoints my-checkpoints --context 128,1024
+      ovspec bench my-pair --prompt-file my-prompt.txt --temperature 0.7 --repeats 3 --plot speed-up.png
     """
-    if peers:
-        run_peers(ctx, folder)
-        return
-    if checkpoints:
-        raise click.UsageError("--checkpoints needs --peers.")
+    if lookahead == 0:
+        raise click.UsageError("--lookahead 0 is plain decoding, which is timed in any case.")
+    if draft and "lookup" in draft.split(","):
+        raise click.UsageError("--draft names a draft model; lookup is timed in any case.")
     if plot:
         check_plot(plot)
     import ovspec
-    from ovspec.bench import Cell, run_bench
-    from ovspec.bench import as_json as to_json
+    from ovspec.drafting.choice import DraftChoice
+    from ovspec.files import read_text
     from ovspec.loading import embedded_pair
     from ovspec.setup.manifest import DRAFT_FOLDER
 
     folder = folder or embedded_pair()
-    has_draft = draft is not None or (folder / DRAFT_FOLDER).is_dir()
-    if runtime["draft_device"] and not has_draft:
+    if draft is None and (folder / DRAFT_FOLDER).is_dir():
+        draft = "draft"
+    if runtime["draft_device"] and draft in (None, "none"):
         raise click.UsageError("--draft-device needs a draft.")
-    lm = ovspec.load(folder, f"lookup,{draft or 'draft'}" if has_draft else "lookup", **runtime)
-    modes = modes or [mode for mode in MODES if has_draft or mode not in ("draft", "chain")]
-    fixed = [None if k == "auto" else k for k in lookaheads]
-    if 0 in fixed:
-        raise click.UsageError("--lookahead 0 is the mode plain.")
-    cells: list[Cell] = []
-    for workload, context, temperature, size in itertools.product(workloads, contexts, temperatures, batches):
-        for mode in modes:
-            for k in {"plain": [0], "auto": [None]}.get(mode, fixed):
-                cells.append(Cell(workload, context, temperature, mode, k, accept, size))  # type: ignore[arg-type]
-    lines: list[Line] = []
-    for cell, line in run_bench(lm, cells, tokens, prompts, dictate, repeats):
-        lines.append(line)
-        if as_json:
-            click.echo(to_json(line))
-        else:
-            if len(lines) == 1:
-                click.echo(heading(lm, line))
-            click.echo(row(line))
-        sys.stdout.flush()
-        del cell
+    texts = [*prompts, *map(read_text, files)] or json.loads(PROMPTS.read_text("utf-8"))
+    lm = ovspec.load(folder, ["lookup", draft or "none"], **runtime)
+    models = {"plain": lm.with_drafters(None), "lookup": lm.with_drafters(DraftChoice(lookup=True))}
+    if lm.draft:
+        model = lm.draft.ir.folder
+        models["draft"] = lm.with_drafters(DraftChoice(model=model))
+        models["lookup,draft"] = lm.with_drafters(DraftChoice(lookup=True, model=model))
+    options = {"lookahead": lookahead, "max_tokens": max_tokens, "temperature": temperature, "ignore_eos": True}
+    results = measure(models, texts, options, repeats)
+    rows = [row_of(mode, lookahead, found, results["plain"]) for mode, found in results.items()]
+    if as_json:
+        for row in rows:
+            click.echo(json.dumps(asdict(row)))
+    else:
+        click.echo(table(rows))
     if plot:
-        draw(lines, Path(plot))
+        draw(rows, Path(plot))
         click.echo(f"{plot}: written", err=True)
 
 
-def run_peers(context: click.Context, folder: Path | None) -> None:
-    """Hand over to scripts/peers/run.py, which prints JSON lines."""
-    import subprocess
-
-    from ovspec.loading import embedded_pair
-
-    script = Path(__file__).resolve().parent.parent.parent / "scripts" / "peers" / "run.py"
-    if not script.is_file():
-        raise click.UsageError("--peers needs a clone of ovspec's repository, where scripts/peers is.")
-    given = {name: context.params[name] for name in context.params if is_given(context, name)}
-    goes_with = {"folder", "peers", "checkpoints", "contexts", "tokens", "prompts", "as_json"}
-    others = [option.opts[-1] for option in context.command.params if option.name in given.keys() - goes_with]
-    if others:
-        raise click.UsageError(
-            f"--peers goes with --checkpoints, --context, --max-tokens and --prompts only, not with {others[0]}."
-        )
-    options = {"checkpoints": "--checkpoints", "tokens": "--tokens", "prompts": "--prompts"}
-    command = [sys.executable, str(script), str(folder or embedded_pair())]
-    for name, option in options.items():
-        command += [option, str(given[name])] if name in given else []
-    if "contexts" in given:
-        command += ["--contexts", ",".join(map(str, given["contexts"]))]
-    sys.exit(subprocess.run(command).returncode)
+def measure(
+    models: dict[str, LanguageModel], prompts: list[str], options: dict[str, Any], repeats: int
+) -> dict[str, list[Result]]:
+    """Each mode's texts: for every prompt the modes take turns, after a short text of each that isn't counted."""
+    results: dict[str, list[Result]] = {mode: [] for mode in models}
+    progress = TerminalProgress()
+    for turn in range(-1, repeats * len(prompts)):
+        warm_up = {"max_tokens": min(options["max_tokens"], WARM_UP)} if turn < 0 else {}
+        with progress.step("warm-up" if turn < 0 else f"text {turn + 1} of {repeats * len(prompts)}"):
+            for mode, lm in models.items():
+                given: dict[str, Any] = options | warm_up | ({"lookahead": 0} if mode == "plain" else {})
+                result = lm.generate(prompts[turn % len(prompts)], seed=turn + 1, **given)
+                results[mode] += [result] if turn >= 0 else []
+    return results
 
 
-def is_given(context: click.Context, name: str) -> bool:
-    return context.get_parameter_source(name) is not click.core.ParameterSource.DEFAULT
-
-
-def heading(lm: Any, line: Line) -> str:
-    from ovspec.ir.device import available_devices
-
-    machine = dict(available_devices()).get("CPU", "CPU")
-    about = (
-        f"{lm.folder} on {machine}, OpenVINO {line.versions['openvino']}; memory is read at {line.read_gb_s:.1f} GB/s"
+def row_of(mode: str, lookahead: int | str, results: list[Result], plain: list[Result]) -> Row:
+    """No speed-up is claimed where nothing was accepted: drafting can't have caused it."""
+    stats = [result.stats for result in results]
+    proposed, accepted = (sum(getattr(s, name) for s in stats) for name in ("proposed", "accepted"))
+    ratios = [p.stats.tpot_ms / s.tpot_ms for p, s in zip(plain, stats, strict=True)]
+    note = ""
+    if mode != "plain" and not accepted:
+        why = "drafting doesn't pay for this model here" if lookahead == "auto" else "lookup found nothing to quote"
+        note = "nothing that was proposed was accepted" if proposed else f"nothing was proposed: {why}"
+    tpot = statistics.median(s.tpot_ms for s in stats)
+    return Row(
+        mode=mode,
+        lookahead=0 if mode == "plain" else lookahead,
+        tokens_per_s=round(1e3 / tpot, 2),
+        tpot_ms=round(tpot, 4),
+        speedup=None if note else round(statistics.median(ratios), 4),
+        spread=None if note else (round(min(ratios), 4), round(max(ratios), 4)),
+        proposed=proposed,
+        accepted=accepted,
+        equal=sum(a.token_ids == b.token_ids for a, b in zip(results, plain, strict=True)),
+        texts=len(results),
+        note=note,
     )
-    return f"{about}\n\n| {' | '.join(HEADS)} |\n{'|---' * len(HEADS)}|"
 
 
-def row(line: Line) -> str:
-    acceptance = "" if line.acceptance is None else f"{line.acceptance:.2f}"
-    parts = [
-        line.workload,
-        str(line.context),
-        f"{line.temperature:g}",
-        str(line.batch),
-        line.mode,
-        str(line.lookahead) if line.mode != "plain" else "",
-        f"{line.tokens_per_s:.1f}",
-        f"{line.tpot_ms:.2f}",
-        f"{line.spread:.0%}",
-        f"{line.p95_gap_ms:.1f}",
-        f"{line.ttft_ms:.0f}",
-        f"{line.speedup:.2f}",
-        acceptance,
-        f"{line.tokens_per_round:.2f}",
-        f"{line.weights_gb_s:.1f}",
-        line.equal,
-    ]
-    return f"| {' | '.join(parts)} |"
+def table(rows: list[Row]) -> str:
+    """Rows aligned in columns; below them why a speed-up is missing."""
+    cells: list[tuple[str, ...]] = [HEADS]
+    for row in rows:
+        speedup = f"{row.speedup:.2f}" if row.speedup else "-"
+        if row.spread and row.mode != "plain":
+            speedup += f" ({row.spread[0]:.2f}-{row.spread[1]:.2f})"
+        accepted = f"{row.accepted} of {row.proposed}" if row.proposed else "-"
+        equal = f"{row.equal} of {row.texts}"
+        cells.append((row.mode, f"{row.tokens_per_s:.1f}", f"{row.tpot_ms:.2f}", speedup, accepted, equal))
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in cells]
+    return "\n".join([*lines, *(f"{row.mode}: {row.note}" for row in rows if row.note)])
 
 
 def check_plot(file: str) -> None:
-    """Before minutes of measuring are lost."""
-    from importlib.util import find_spec
-
+    """Raises UsageError before minutes of measuring are lost."""
     if not find_spec("matplotlib"):
         raise click.UsageError("--plot needs matplotlib: pip install matplotlib.")
     if not Path(file).resolve().parent.is_dir():
         raise click.UsageError(f"--plot {file}: its folder isn't there.")
 
 
-def draw(lines: list[Line], file: Path) -> None:
-    """Speed-up by lookahead for each workload, context and temperature; dashed what costs and acceptance predict."""
+def draw(rows: list[Row], file: Path) -> None:
+    """A bar of the median speed-up for each mode, with a line from the least to the most."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    groups: dict[tuple[str, int, float], list[Line]] = {}
-    for line in lines:
-        groups.setdefault((line.workload, line.context, line.temperature), []).append(line)
-    figure, axes = pyplot.subplots(1, len(groups), figsize=(4 * len(groups), 3.5), squeeze=False, sharey=True)
-    for axis, ((workload, context, temperature), group) in zip(axes[0], groups.items(), strict=True):
-        for mode, color in (("draft", "tab:blue"), ("lookup", "tab:orange"), ("chain", "tab:green")):
-            points = [line for line in group if line.mode == mode and line.lookahead != "auto"]
-            if points:
-                ks = [int(line.lookahead) for line in points]
-                axis.plot(ks, [line.speedup for line in points], "o-", color=color, label=mode)
-                if all(line.predicted for line in points):
-                    axis.plot(ks, [line.predicted or 0 for line in points], "--", color=color, alpha=0.6)
-        for line in group:
-            if line.mode == "auto":
-                axis.axhline(line.speedup, color="tab:red", label="auto")
-        axis.axhline(1, color="grey", linewidth=0.8)
-        axis.set(title=f"{workload}, context {context}, T={temperature:g}", xlabel="lookahead")
-    axes[0][0].set_ylabel("speed-up")
-    axes[0][0].legend()
+    figure, axis = pyplot.subplots(figsize=(1.5 + 1.3 * len(rows), 3.5))
+    for row in rows:
+        middle = row.speedup or 0.0
+        least, most = row.spread or (0.0, 0.0)
+        bar = axis.bar(row.mode, middle, yerr=[[middle - least], [most - middle]], capsize=4)
+        axis.bar_label(bar, [f"{middle:.2f}" if row.speedup else "-"], label_type="center")
+    axis.axhline(1, color="grey", linewidth=0.8)
+    axis.set_ylabel("speed-up over plain decoding")
     figure.tight_layout()
     figure.savefig(file, dpi=120)

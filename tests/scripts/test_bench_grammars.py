@@ -1,4 +1,4 @@
-"""scripts/bench_grammars.py applies masks exactly, and its texts are what its grammars describe."""
+"""scripts/bench/grammars.py applies masks exactly, and its texts are what its grammars describe."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
-import bench_grammars
+import grammars
 import llguidance.numpy
 import numpy as np
 import pytest
-from bench_grammars import GRAMMARS, HERE, OURS, Bench, Subject, answer_of, c_subjects, json_subjects, vocabulary_of
 from conftest import CHECKPOINTS, ROOT
 from grammar_protocol import KINDS, Task, Vocabulary, measured
+from grammars import GRAMMARS, HERE, OURS, Bench, Subject, answer_of, c_subjects, json_subjects, vocabulary_of
 from peer import Worker
 from protocol import Refusal
+from tokenizer import END, files_of, train, write
 from tokenizers import Tokenizer
-from train_tokenizer import END, files_of, train, write
 from worker_llguidance import Matcher, appliers, begin_of, grammar_tokenizer
 
 DEMO = CHECKPOINTS / "target" / "tokenizer.json"
 SUBJECTS = [
-    *json_subjects(HERE / "bench_grammars.json"),
+    *json_subjects(HERE / "grammars.json"),
     *c_subjects(GRAMMARS / "c11.lark", sorted((GRAMMARS / "samples").glob("*.c"))),
 ]
 
@@ -113,7 +113,7 @@ def test_the_worker_measures_like_the_bench(vocabulary: Vocabulary) -> None:
 def test_a_short_run_and_its_tables(tmp_path: Path) -> None:
     out = tmp_path / "lines.jsonl"
     for option, expected in ((["--peers", "--out", str(out)], OURS), (["--out", str(out)], "apply, ovspec")):
-        command = [sys.executable, str(HERE / "bench_grammars.py"), "--tokenizer", str(DEMO), "--steps", "3", *option]
+        command = [sys.executable, str(HERE / "grammars.py"), "--tokenizer", str(DEMO), "--steps", "3", *option]
         done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
         assert done.returncode == 0, done.stderr
         assert expected in done.stdout
@@ -145,7 +145,7 @@ def test_a_tokenizer_is_trained_alike_twice(tmp_path: Path) -> None:
 
 
 def test_it_says_what_is_missing(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["bench_grammars.py", "--tokenizer", "nowhere.json"])
+    monkeypatch.setattr(sys, "argv", ["grammars.py", "--tokenizer", "nowhere.json"])
     with pytest.raises(SystemExit):
-        bench_grammars.main()
-    assert "run scripts/train_tokenizer.py" in capsys.readouterr().err
+        grammars.main()
+    assert "run scripts/train/tokenizer.py" in capsys.readouterr().err

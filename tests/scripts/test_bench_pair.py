@@ -1,4 +1,4 @@
-"""The widening of scripts/make_bench_pair.py keeps the function, and every weight is one that has to be read."""
+"""The widening of scripts/train/bench_pair.py keeps the function, and every weight is one that has to be read."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from bench_pair import Shape, check, make_checkpoint, spread
 from conftest import CHECKPOINTS
-from make_bench_pair import Shape, check, make_checkpoint, spread
 from safetensors.torch import load_file
 
 

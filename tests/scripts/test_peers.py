@@ -55,7 +55,7 @@ def test_workers_that_fail_say_why(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         assert "\n" not in worker.ready["error"]
         assert not worker.alive
     monkeypatch.setattr("peer.python_of", lambda name: tmp_path / name)
-    assert "run scripts/peers/install.py genai" in Worker("genai", {"target": str(DEMO)}).ready["error"]
+    assert "run scripts/bench/peers/install.py genai" in Worker("genai", {"target": str(DEMO)}).ready["error"]
     (tmp_path / "worker_dying.py").write_text("import sys; sys.stdin.readline(); sys.exit('it is over')")
     (tmp_path / "worker_slow.py").write_text("import time; time.sleep(60)")
     monkeypatch.setattr("peer.HERE", tmp_path)

@@ -1,7 +1,7 @@
 """ovspec beside its peers: the same weights, the same token ids, in turns.
 
-    python scripts/peers/install.py
-    python scripts/peers/run.py PAIR [--checkpoints DIR] [--row NAME ...] [--contexts 128,1024] [--out FILE]
+    python scripts/bench/peers/install.py
+    python scripts/bench/peers/run.py PAIR [--checkpoints DIR] [--row NAME ...] [--contexts 128,1024] [--out FILE]
 
 PAIR is an exported pair, DIR has its checkpoints target/ and draft/, for the peers that don't read OpenVINO's format.
 Each peer runs in its own interpreter and environment. In a row, ovspec and a peer's configurations take turns, prompt
@@ -29,12 +29,15 @@ import psutil
 from install import FOLDER, python_of, server_of_llamacpp
 from peer import Worker
 
-from ovspec.bench import tasks_of, with_context
 from ovspec.ir.device import DeviceOptions
 from ovspec.setup.profile import known_profile
 from ovspec.text.tokenizer import Tokenizer
 
 HERE = Path(__file__).resolve().parent
+sys.path.append(str(HERE.parent))
+
+from cells import tasks_of, with_context  # noqa: E402
+
 KS = (1, 2, 3, 4, 5, 8)
 WARM_UP = 6.0  # seconds at least, for each contender
 SHORT = 32  # tokens of a text that warms up or tries a k

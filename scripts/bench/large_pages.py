@@ -1,6 +1,6 @@
 """What large pages bring: one model twice in one process, once with its weights moved, in turns.
 
-    python scripts/bench_large_pages.py DIR [--context 128] [--turns 20]
+    python scripts/bench/large_pages.py DIR [--context 128] [--turns 20]
 
 Milliseconds of inferences of several widths, medians, and how long moving has taken.
 """

@@ -1,6 +1,6 @@
 """Is text that a peer samples with a draft distributed as the target's own?
 
-    python scripts/peers/distribution.py [--texts 3000] [--peer genai] [--k 2]
+    python scripts/bench/peers/distribution.py [--texts 3000] [--peer genai] [--k 2]
 
 On the demo pair, three tokens at temperature 1; their exact probabilities come from the target's logits behind every
 beginning. With top_k 3 there are 27 outcomes, and anything else is impossible. Without top_k, all but the three
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -21,9 +22,13 @@ from peer import Worker
 from scipy.stats import chisquare
 
 import ovspec
-from ovspec.bench import tasks_of
 
-ROOT = Path(__file__).resolve().parent.parent.parent
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent.parent.parent
+sys.path.append(str(HERE.parent))
+
+from cells import tasks_of  # noqa: E402
+
 PAIR = ROOT / "models" / "demo"
 EXACT = {"INFERENCE_PRECISION_HINT": "f32", "DYNAMIC_QUANTIZATION_GROUP_SIZE": "0", "KV_CACHE_PRECISION": "f32"}
 TOP, LENGTH = 3, 3

@@ -1,4 +1,4 @@
-"""llguidance as a worker of ``bench_grammars.py``, by ``grammar_protocol.py``, and its masks applied by numpy."""
+"""llguidance as a worker of ``grammars.py``, by ``grammar_protocol.py``, and its masks applied by numpy."""
 
 from __future__ import annotations
 

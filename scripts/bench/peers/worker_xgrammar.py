@@ -1,4 +1,4 @@
-"""xgrammar as a worker of ``bench_grammars.py``, by ``grammar_protocol.py``."""
+"""xgrammar as a worker of ``grammars.py``, by ``grammar_protocol.py``."""
 
 from __future__ import annotations
 

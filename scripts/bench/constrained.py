@@ -1,8 +1,8 @@
 """JSON by a schema, on a pair: what masks cost, and what forced tokens and drafts bring, in turns.
 
-    python scripts/bench_constrained.py DIR [--max-tokens 128] [--temperature T] [--rounds 1] [--out FILE]
+    python scripts/bench/constrained.py DIR [--max-tokens 128] [--temperature T] [--rounds 1] [--out FILE]
 
-For each schema of ``bench_grammars.json`` the prompt shows one JSON text of it, as people do; the model writes another.
+For each schema of ``grammars.json`` the prompt shows one JSON text of it, as people do; the model writes another.
 "plain" is masked decoding, a token an inference; "unconstrained" is plain decoding of as many tokens without a mask.
 All ways give the same text, or it is said where they don't.
 """
@@ -32,7 +32,7 @@ WAYS: dict[str, tuple[str | None, dict[str, Any]]] = {
 
 def prompts() -> list[tuple[str, dict[str, Any], str]]:
     """(name, schema, prompt)"""
-    entries = json.loads((HERE / "bench_grammars.json").read_text(encoding="utf-8"))
+    entries = json.loads((HERE / "grammars.json").read_text(encoding="utf-8"))
     found = []
     for entry in entries:
         example = json.dumps(entry["values"][0], indent=2, ensure_ascii=False)

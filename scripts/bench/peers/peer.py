@@ -17,7 +17,7 @@ from typing import Any
 from install import python_of
 
 HERE = Path(__file__).resolve().parent
-ROOT = HERE.parent.parent
+ROOT = HERE.parent.parent.parent
 ANSWER_SECONDS = 600.0
 # Whose interpreter runs which worker; the others run in the driver's.
 INTERPRETERS = {"genai": "genai", "optimum": "optimum", "llamacpp": "llamacpp"}
@@ -46,7 +46,7 @@ class Worker:
         python = python_of(peer) if peer else Path(sys.executable)
         self._process: subprocess.Popen[str] | None = None
         if not python.exists():
-            self.ready = {"error": f"{self.name} isn't installed; run scripts/peers/install.py {peer}"}
+            self.ready = {"error": f"{self.name} isn't installed; run scripts/bench/peers/install.py {peer}"}
             return
         self._log = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115
         self._process = subprocess.Popen(

@@ -1,11 +1,11 @@
 """What a grammar's mask costs for each token, with a vocabulary as large as those of today's models.
 
-    python scripts/train_tokenizer.py
-    python scripts/bench_grammars.py [--steps N] [--out FILE]
-    python scripts/peers/install.py xgrammar llamacpp
-    python scripts/bench_grammars.py --peers [NAME ...]
+    python scripts/train/tokenizer.py
+    python scripts/bench/grammars.py [--steps N] [--out FILE]
+    python scripts/bench/peers/install.py xgrammar llamacpp
+    python scripts/bench/grammars.py --peers [NAME ...]
 
-Texts are walked through their grammars token by token: JSON by the schemas of bench_grammars.json, each text pretty and
+Texts are walked through their grammars token by token: JSON by the schemas of grammars.json, each text pretty and
 compact, and C by a grammar of ours. Every grammar is constructed anew for every text. With --peers the same texts go
 through other engines, each in its own environment, schema by schema in turns; C goes there if --gbnf has a grammar for
 it. Markdown on stdout. Use an idle machine.
@@ -28,7 +28,7 @@ from llguidance import LLTokenizer
 from tokenizers import Tokenizer
 
 HERE = Path(__file__).resolve().parent
-ROOT = HERE.parent
+ROOT = HERE.parent.parent
 sys.path.insert(0, str(HERE / "peers"))
 
 import peer  # noqa: E402
@@ -282,7 +282,7 @@ def peer_table(answers: list[Answer], lines: list[Line]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokenizer", type=Path, default=TOKENIZER)
-    parser.add_argument("--schemas", type=Path, default=HERE / "bench_grammars.json")
+    parser.add_argument("--schemas", type=Path, default=HERE / "grammars.json")
     parser.add_argument("--grammar", type=Path, default=GRAMMARS / "c11.lark", help="of C, in Lark's dialect")
     parser.add_argument("--samples", type=Path, nargs="*", default=sorted((GRAMMARS / "samples").glob("*.c")))
     parser.add_argument("--gbnf", type=Path, help="a grammar of C for the peers")
@@ -291,7 +291,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="a JSON line for each figure")
     args = parser.parse_args()
     if not args.tokenizer.exists():
-        parser.error(f"{args.tokenizer} isn't there: run scripts/train_tokenizer.py")
+        parser.error(f"{args.tokenizer} isn't there: run scripts/train/tokenizer.py")
     subjects = json_subjects(args.schemas)
     bench = Bench(vocabulary_of(args.tokenizer), subjects + c_subjects(args.grammar, args.samples), args.steps)
     if args.peers is None:

@@ -1,8 +1,8 @@
 """Both engines side by side, the default beside the profile, and what a step's time goes to.
 
-    python scripts/bench_engines.py DIR [--plot FILE] [--cache-dir DIR] [--contexts 128 1024 4096]
+    python scripts/bench/engines.py DIR [--plot FILE] [--cache-dir DIR] [--contexts 128 1024 4096]
 
-DIR is an exported model of real size, as scripts/make_bench_pair.py makes them; its profile is the one that
+DIR is an exported model of real size, as scripts/train/bench_pair.py makes them; its profile is the one that
 'ovspec tune' has kept. Everything is timed in turns in one run; times are medians, on an idle machine.
 """
 
@@ -19,8 +19,8 @@ from pathlib import Path
 
 import numpy as np
 import openvino as ov
+from cells import bytes_a_step, read_bandwidth
 
-from ovspec.bench import bytes_a_step, read_bandwidth
 from ovspec.decoders.base import Decoder, Rollback
 from ovspec.decoders.paged import PagedDecoder
 from ovspec.decoders.stateful import StatefulDecoder

@@ -1,6 +1,6 @@
 """Tables and a picture of what run.py has measured.
 
-    python scripts/peers/report.py FILE.jsonl [...] [--plot FILE]
+    python scripts/bench/peers/report.py FILE.jsonl [...] [--plot FILE]
 
 Markdown on stdout, a table for each pair. A ratio is how many times as long the peer took in the same turn.
 """

@@ -1,4 +1,4 @@
-"""Time workloads in several modes, in turns: the work behind ``ovspec bench``."""
+"""Time cells of the matrix (workload, context, temperature, batch, mode, lookahead) in turns; for matrix.py."""
 
 from __future__ import annotations
 
@@ -26,11 +26,13 @@ from ovspec.loop.results import Result
 from ovspec.model import LanguageModel
 from ovspec.options import GenerateOptions
 from ovspec.sampling.samplers import AcceptRule
+from ovspec.setup.tuning import TEXT
 
 Mode = Literal["plain", "draft", "lookup", "chain", "auto"]
 MODES: tuple[Mode, ...] = ("plain", "draft", "lookup", "chain", "auto")
 WORKLOADS = ("completion", "edit", "prose")
-HOME = Path(__file__).resolve().parent
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent.parent
 
 
 @dataclass(frozen=True)
@@ -112,10 +114,9 @@ class Run:
 def tasks_of(workload: str, count: int) -> list[Task]:
     """The first ``count`` prompts of a workload, none of which the demo pair was trained on."""
     if workload == "completion":
-        places = (HOME / "prompts.json", HOME.parent / "models" / "prompts.json")  # a wheel's, or a checkout's
-        file = next(place for place in places if place.is_file())
-        return [Task(entry["text"]) for entry in json.loads(file.read_text("utf-8"))["prompts"]][:count]
-    found = json.loads((HOME / "workloads.json").read_text("utf-8"))[workload][:count]
+        entries = json.loads((ROOT / "models" / "prompts.json").read_text("utf-8"))["prompts"]
+        return [Task(entry["text"]) for entry in entries][:count]
+    found = json.loads((HERE / "workloads.json").read_text("utf-8"))[workload][:count]
     return [Task(text) for text in found] if workload == "prose" else [edit_of(entry) for entry in found]
 
 
@@ -232,7 +233,7 @@ def with_context(lm: LanguageModel, prompt: str, context: int) -> list[int]:
     ids = lm.encode(prompt).tolist()
     if len(ids) >= context:
         return ids
-    filler = (HOME / "tuning_text.txt").read_text(encoding="utf-8") + "\n\n"
+    filler = TEXT.read_text(encoding="utf-8") + "\n\n"
     rest = np.resize(lm.tokenizer.encode(filler, special=False), context - len(ids)).tolist()
     return [*rest, *ids]
 

@@ -1,4 +1,4 @@
-"""llama.cpp's own grammar engine as a worker of ``bench_grammars.py``, by ``grammar_protocol.py``.
+"""llama.cpp's own grammar engine as a worker of ``grammars.py``, by ``grammar_protocol.py``.
 
 It has no masks: a mask and its application are one pass over all candidates. Before it does that, llama.cpp asks about
 the one token that it would choose without a grammar, which is ``check`` here, and mostly that is all. JSON schemas are
@@ -28,7 +28,7 @@ from grammar_protocol import Begin, Task, Vocabulary, serve
 from install import server_of_llamacpp
 
 CANDIDATE = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32)])
-ROOT = Path(__file__).resolve().parent.parent.parent
+ROOT = Path(__file__).resolve().parent.parent.parent.parent
 PEERS = ROOT / ".cache" / "peers"
 DEMO = ROOT / "models" / "demo-hf" / "target"
 

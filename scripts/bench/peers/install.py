@@ -1,6 +1,6 @@
 """Install the peers, each in a virtual environment of its own.
 
-    python scripts/peers/install.py [NAME ...]      genai, llamacpp, optimum; all by default
+    python scripts/bench/peers/install.py [NAME ...]      genai, llamacpp, optimum; all by default
 
 They go into .cache/peers/NAME. llama.cpp is compiled from source, twice: as llama-cpp-python, and as llama-server for
 its draft models. Each takes minutes; without the server, only its rows are missing.
@@ -17,7 +17,7 @@ import venv
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-FOLDER = HERE.parent.parent / ".cache" / "peers"
+FOLDER = HERE.parent.parent.parent / ".cache" / "peers"
 NAMES = ("genai", "llamacpp", "optimum", "xgrammar")
 # What ggml can use, by the kernel's name for it. Its own choice for the machine that compiles it (GGML_NATIVE) also
 # takes AMX, which has crashed on a virtual machine whose hypervisor announced it.

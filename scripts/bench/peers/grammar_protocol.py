@@ -1,4 +1,4 @@
-"""JSON lines between ``bench_grammars.py`` and a grammar engine; the walk that is timed is the same for every engine.
+"""JSON lines between ``grammars.py`` and a grammar engine; the walk that is timed is the same for every engine.
 
 The first line is a ``Vocabulary``, answered by ``{"ready": true, "versions": {...}, "load_s": x}``. Every further line
 is a ``Task``, answered by ``measured`` or by ``{"error": "one sentence"}``. An empty line or the end of stdin ends it.

@@ -1,6 +1,6 @@
 """Write a Llama checkpoint as GGUF, for llama.cpp.
 
-    .cache/peers/llamacpp/bin/python scripts/peers/gguf_writer.py CHECKPOINT OUT [--type q8_0|q4_0]
+    .cache/peers/llamacpp/bin/python scripts/bench/peers/gguf_writer.py CHECKPOINT OUT [--type q8_0|q4_0]
 
 Matrices are quantised by gguf's own numpy code, norms stay f32. With q4_0 the embedding and the lm_head have 8 bits,
 where llama.cpp's quantiser takes 6 (Q6_K), which that code can't write. The vocabulary is the tokenizer's, filled up

@@ -8,7 +8,7 @@ parameters) learns the target's distributions.
 Bounded by wall clock (``--minutes``, both models together), seeded, and resumable: Ctrl-C or a
 kill loses at most the last few minutes, the same command goes on from there.
 
-    python scripts/train_demo_pair.py --minutes 90
+    python scripts/train/demo_pair.py --minutes 90
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ import torch.nn.functional as F
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parent.parent.parent
 VOCAB = 4096
 EOT, IM_START, IM_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 MAX_POSITIONS = 2048
@@ -377,7 +377,7 @@ def write_model(model: Model, tokenizer: PreTrainedTokenizerFast, folder: Path) 
 def model_card(figures: dict[str, float | int | str]) -> str:
     return """# The demo pair
 
-Two Llama-architecture language models that write Python, trained by `scripts/train_demo_pair.py`
+Two Llama-architecture language models that write Python, trained by `scripts/train/demo_pair.py`
 from the source of CPython's standard library (PSF licence, https://docs.python.org/3/license.html),
 with one byte-level BPE tokenizer of {vocab} tokens. They exist to test and show ovspec; they are
 far too small to be useful for anything else. The chat template is there so that its code path can

@@ -1,6 +1,6 @@
 """Time and memory that loading a model and a first token take, with an empty compile cache and with a full one.
 
-    .venv/bin/python scripts/load_cost.py models/demo [DIR ...]
+    .venv/bin/python scripts/bench/load_cost.py models/demo [DIR ...]
 
 Every figure is from a process of its own: seconds from the call of ``load``, peak resident memory of the process.
 """

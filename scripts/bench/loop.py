@@ -1,6 +1,6 @@
 """Plain decoding beside a bare loop on the same compiled model, in turns.
 
-    python scripts/bench_loop.py DIR [--tokens 96] [--rounds 8]
+    python scripts/bench/loop.py DIR [--tokens 96] [--rounds 8]
 
 The bare loop writes a token, its position and length into arrays that are bound once, calls start_async and wait, and
 takes the argmax: what is left out are sampling, stop strings, text, statistics and everything that could propose.

@@ -1,6 +1,6 @@
 """Train a byte-level BPE tokenizer as large as those of today's models, to measure grammars on.
 
-    python scripts/train_tokenizer.py [--tokens 131072] [--megabytes 200] [-o .cache/bench/tokenizer-128k]
+    python scripts/train/tokenizer.py [--tokens 131072] [--megabytes 200] [-o .cache/bench/tokenizer-128k]
 
 It learns from the text that comes with this Python: the standard library and the installed packages. Files are taken in
 an order that their names settle, so the same installation gives the same tokenizer. OUT/tokenizer.json is what
@@ -23,7 +23,7 @@ from typing import Any
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parent.parent.parent
 OUT = ROOT / ".cache" / "bench" / "tokenizer-128k"
 TOKENS = 131072  # with the end of a text, which is the last of them
 MEGABYTES = 200

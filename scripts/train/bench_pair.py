@@ -1,6 +1,6 @@
 """Make a pair of real size that writes what the demo pair writes, to measure speed on.
 
-    python scripts/make_bench_pair.py OUT [--size 1b|3b] [--attention gqa|mha] [--vocab 32000] [--weight-format int8]
+    python scripts/train/bench_pair.py OUT [--size 1b|3b] [--attention gqa|mha] [--vocab 32000] [--weight-format int8]
 
 There are no weights of real size in the repository, so the demo pair is widened without changing its function:
 
@@ -32,7 +32,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parent.parent.parent
 DEMO = ROOT / "models" / "demo-hf"
 CONTEXT = 8192  # of the widened models: longer texts than the demo pair was trained on cost what they cost
 TINY = 1e-6

@@ -1,7 +1,7 @@
 """What sessions save: a program of many short steps, and a chat of many turns, in turns with doing without them.
 
-    python scripts/bench_sessions.py program DIR [--steps 20] [--tokens 2] [--rounds 3]
-    python scripts/bench_sessions.py chat DIR [--turns 20] [--answer 40] [--plot FILE]
+    python scripts/bench/sessions.py program DIR [--steps 20] [--tokens 2] [--rounds 3]
+    python scripts/bench/sessions.py chat DIR [--turns 20] [--answer 40] [--plot FILE]
 
 The program appends a piece of 36 tokens and generates 2, twenty times (after the experiment in guidance's document on
 "guidance acceleration"): (a) in a session that heals the end of each piece, (b) in one that doesn't, (c) each step from
@@ -27,7 +27,9 @@ import numpy as np
 import ovspec
 from ovspec.text.chat_template import Message
 
-TEXTS = json.loads((Path(__file__).resolve().parent.parent / "models" / "prompts.json").read_text(encoding="utf-8"))
+TEXTS = json.loads(
+    (Path(__file__).resolve().parent.parent.parent / "models" / "prompts.json").read_text(encoding="utf-8")
+)
 JOINING_CHUNK = 36
 PLAIN: dict[str, Any] = {"ignore_eos": True, "lookahead": 0}
 

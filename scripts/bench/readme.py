@@ -1,6 +1,6 @@
 """The figures of the docs: time to help and to the first token, overhead, speed-up, drift of the KV cache.
 
-    python scripts/benchmark.py [--json]
+    python scripts/bench/readme.py [--json]
 
 Times are medians. Run it on an idle machine; it exports the demo pair in f32 first (about 20 s).
 """
@@ -29,7 +29,7 @@ from ovspec.ir.compile import compile_ir
 from ovspec.ir.device import DeviceOptions, available_devices
 from ovspec.text.tokenizer import Tokenizer
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parent.parent.parent
 CHECKPOINTS = ROOT / "models" / "demo-hf"
 PROMPTS = [entry["text"] for entry in json.loads((ROOT / "models" / "prompts.json").read_text("utf-8"))["prompts"]]
 TOKENS = 128

@@ -1,6 +1,6 @@
 """Record what tests/drafting/test_lookahead.py replays: costs of drafting and verifying, guesses that would stand.
 
-    python scripts/record_traces.py NAME=DIR [NAME=DIR ...] [-o tests/drafting/traces] [--precision f32]
+    python scripts/bench/record_traces.py NAME=DIR [NAME=DIR ...] [-o tests/drafting/traces] [--precision f32]
 
 For each pair in DIR and for temperatures 0 and 1, texts are generated without a draft. At every place of them the
 draft model and lookup then propose up to 12 tokens, and it is noted how sure they were and how many of them the text
@@ -30,7 +30,7 @@ from ovspec.drafting.lookup import Lookup
 from ovspec.options import SamplingParams
 from ovspec.sampling.samplers import sampler_of
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parent.parent.parent
 PROMPTS = [entry["text"] for entry in json.loads((ROOT / "models" / "prompts.json").read_text("utf-8"))["prompts"]]
 MOST = 12
 WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 13)
@@ -96,7 +96,7 @@ def record(folder: Path, temperature: float, options: dict[str, Any], prompts: i
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("pairs", nargs="+", metavar="NAME=DIR")
-    parser.add_argument("-o", "--output", type=Path, default=ROOT / "tests" / "traces")
+    parser.add_argument("-o", "--output", type=Path, default=ROOT / "tests" / "drafting" / "traces")
     parser.add_argument("--precision")
     parser.add_argument("--prompts", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=128)
