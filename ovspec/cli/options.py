@@ -68,7 +68,7 @@ def text_options(command: Callable[..., Any]) -> Callable[..., Any]:
         click.option(
             "--lookahead",
             type=LookaheadType(),
-            help="Tokens proposed a round; auto for as many as pay.  [default: auto]",,
+            help="Tokens proposed a round; auto for as many as pay.  [default: auto]",
         ),
         click.option(
             "--lookup-corpus",
@@ -161,12 +161,12 @@ def given_constraints(values: dict[str, Any]) -> dict[str, Any]:
         raise click.UsageError("--ignore-eos can't be combined with a grammar, which says where the text ends.")
     if "choice" in given:
         given["choice"] = list(given["choice"])
-    for name in ("grammar", "gbnf"):
-        if name in given:
-            given[name] = Path(given[name])
     for name in given:
         if name != "choice" and not given[name].strip():
             raise click.UsageError(f"--{name.replace('_', '-')} is empty.")
+    for name in ("grammar", "gbnf"):
+        if name in given:
+            given[name] = Path(given[name])
     if "json_schema" in given and not given["json_schema"].lstrip().startswith(("{", *JSON_BOOLEANS)):
         given["json_schema"] = Path(given["json_schema"])
     if where is not None:
