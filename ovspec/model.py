@@ -288,7 +288,7 @@ class LanguageModel:
         drafts = self._choice is not None and options.get("lookahead", self.lookahead) != 0
         check_memory(self.irs(drafts), len(sequence) + max_tokens - held)
         if params.seed is not None or seed is None:
-            seed = secrets.randbits(32) if params.seed is None else params.seed
+            seed = secrets.randbits(32) if params.seed is None else int(params.seed)
         accept, function = options.get("accept", "compare"), options.get("sampler")
         sampler = sampler_of(params, seed, sample, constraints, accept, function, options.get("sampler_options"))
         taken_back = self._constraining.take_back(sequence, count, bos)  # from here on nothing can go wrong

@@ -17,16 +17,13 @@ from ovspec.constraints.processors import PromptLength, processing
 from ovspec.decoders.sequence import Sequence
 from ovspec.errors import OvspecError
 from ovspec.files import read_json, read_text
-from ovspec.options import SamplingParams
+from ovspec.options import GRAMMARS, SamplingParams
 from ovspec.text.tokenizer import Tokenizer
 from ovspec.text.vocabulary import TOKENIZER_FILE
 
 if TYPE_CHECKING:
     from ovspec.constraints.grammar import Grammars
     from ovspec.options import GenerateOptions
-
-# Options of which each is a grammar.
-GRAMMARS = ("json_schema", "regex", "grammar", "gbnf", "choice")
 
 
 class ConstraintMaker:

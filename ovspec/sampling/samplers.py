@@ -16,7 +16,7 @@ from ovspec.constraints.base import UNCONSTRAINED, Constraints
 from ovspec.decoders.sequence import Sequence
 from ovspec.drafting.proposal import Proposal
 from ovspec.errors import OvspecError
-from ovspec.options import ACCEPT_RULES, AcceptRule, SampleFunction, SamplingParams
+from ovspec.options import AcceptRule, SampleFunction, SamplingParams, check_option
 from ovspec.sampling.noise import ACCEPT, CHOICE, DRAFT, RESIDUAL, draw, draw_from, noise, residual, uniform
 from ovspec.sampling.warp import NOTHING_LEFT, WarpedLogits, greedy, warp
 
@@ -262,8 +262,7 @@ def sampler_of(
     Raises:
         OvspecError: options that exclude each other.
     """
-    if accept not in ACCEPT_RULES:
-        raise OvspecError(f"accept is {accept!r}; it must be one of {', '.join(ACCEPT_RULES)}.")
+    check_option("accept", accept)
     if function:
         if params.temperature or params.truncates:
             raise OvspecError("A sampler draws by itself; leave temperature, top_k, top_p, min_p and typical_p out.")
