@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict, Unpack
 
 from ovspec.errors import OvspecError
-from ovspec.options.option import Limits, Option, check, check_names, declared, documentation
+from ovspec.options.option import Limits, Option, check, check_names, choices_of, declared, documentation
 from ovspec.options.reading import auto_or_number, place_or_text, schema_or_file, token_bias
 
 AcceptRule = Literal["compare", "rejection"]
@@ -310,8 +310,10 @@ def params_of(options: GenerateOptions) -> SamplingParams:
         OvspecError: a value out of range.
     """
     check_names(options, GENERATE)
-    for name in ("accept", "lookahead", "batch_size"):
-        check_option(name, options.get(name))
+    for name in options.keys() - SAMPLING.keys():
+        kind, option = GENERATE[name]
+        if option.limits or choices_of(kind):  # the others are checked where they are used
+            check_option(name, options.get(name))
     given = {name: value for name, value in options.items() if name in SAMPLING}
     return replace(options.get("sampling") or SamplingParams(), **given)
 
