@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -56,6 +57,10 @@ class Outcome:
     @property
     def text(self) -> str:
         return self.rows[0].result().text
+
+    @property
+    def stopped(self) -> bool:
+        return self.rows[0].finish_reason not in (None, "length")
 
     @property
     def stats(self) -> Any:
@@ -112,10 +117,13 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cache_dir: Path) -> Ite
             found.code, found.err = 1, found.err + str(done.exception)
         return found
 
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     yield run
+    for number, handler in handlers.items():  # a chat and an export have their own
+        signal.signal(number, handler)
 
 
-def generating(run: Callable[..., Outcome], command: str, *options: Any) -> Outcome:
+def generating(run: Callable[..., Outcome], command: str, *options: Any, prompt: str = PROMPT) -> Outcome:
     """One of the commands that generate, on the demo pair and the same prompt."""
     if not {"-n", "--max-tokens"} & set(options):
         options = ("-n", "12", *options)
@@ -123,10 +131,10 @@ def generating(run: Callable[..., Outcome], command: str, *options: Any) -> Outc
         options = ("--engine", "stateful", *options)  # which loads sooner
     folder = damaged() if "--verify" in options else DEMO
     if command == "generate":
-        return run(command, folder, *options, "--json", "-p", PROMPT)
+        return run(command, folder, *options, "--json", "-p", prompt)
     if command == "chat":
         return run(command, folder, *options, stdin="hi\n")
-    Path("in.jsonl").write_text(f"{json.dumps(PROMPT)}\n" * 3, encoding="utf-8")
+    Path("in.jsonl").write_text(f"{json.dumps(prompt)}\n" * 3, encoding="utf-8")
     return run(command, folder, "in.jsonl", "-o", "out.jsonl", "--overwrite", *options)
 
 
@@ -149,6 +157,7 @@ class Case:
     options: tuple[Any, ...]
     effect: Effect
     against: tuple[Any, ...] = ()
+    prompt: str = PROMPT
 
 
 def refusal(sentence: str) -> Effect:
@@ -163,28 +172,48 @@ def text_is(*texts: str) -> Effect:
     return lambda found, base: found.text in texts and found.text != base.text
 
 
+def is_f32(found: Outcome, _: Outcome) -> bool:
+    return any(name in found.property("INFERENCE_PRECISION_HINT") for name in ("f32", "float"))
+
+
+def no_repeats(found: Outcome, base: Outcome) -> bool:
+    return len(set(found.tokens)) == len(found.tokens) and found.tokens != base.tokens
+
+
+def goes_on_inside(found: Outcome, _: Outcome) -> bool:
+    return len(found.text) == 3 and found.text[:2].isdecimal()
+
+
+def other_cache(found: Outcome, base: Outcome) -> bool:
+    return found.property("KV_CACHE_PRECISION") != base.property("KV_CACHE_PRECISION")
+
+
+def one_thread(found: Outcome, _: Outcome) -> bool:
+    return found.property("INFERENCE_NUM_THREADS") == "1"
+
+
 SHARED: dict[str, Case] = {
     "draft": Case(("--draft",), lambda found, base: bool(found.lm.draft) and not base.lm.draft),
-    "lookahead": Case(DRAFT, lambda found, base: found.stats.proposed > 0 == base.stats.proposed, ("--draft", "--lookahead", "0")),
+    "lookahead": Case(DRAFT, lambda f, b: f.stats.proposed > 0 == b.stats.proposed, ("--draft", "--lookahead", "0")),
     "lookup_corpus": Case(
-        ("--draft", "lookup", "--lookahead", "4", "--lookup-corpus", "corpus.txt"),
-        lambda found, base: found.stats.accepted > base.stats.accepted and found.tokens == base.tokens,
-        ("--draft", "lookup", "--lookahead", "4"),
+        ("--draft", "lookup", "--lookahead", "4", "-n", "40", "--lookup-corpus", "corpus.txt"),
+        lambda f, b: (f.stats.proposed, f.stats.accepted) != (b.stats.proposed, b.stats.accepted),
+        ("--draft", "lookup", "--lookahead", "4", "-n", "40"),
     ),
     "accept": Case((*DRAWN, *DRAFT, "-n", "30", "--accept", "rejection"), other_text, (*DRAWN, *DRAFT, "-n", "30")),
     "max_tokens": Case(("--max-tokens", "3"), lambda found, base: len(found.tokens) == 3 < len(base.tokens)),
     "min_tokens": Case((*ENDS, "--min-tokens", "4"), lambda f, b: len(f.tokens) == 5 > len(b.tokens), ENDS),
     "ignore_eos": Case((*ENDS, "--ignore-eos"), lambda f, b: len(f.tokens) == 12 > len(b.tokens), ENDS),
-    "stop": Case(("--stop", "TEXT"), lambda f, b: f.rows[0].finish_reason == "stop" and len(f.text) < len(b.text)),
-    "stop_ids": Case(("--stop-id", "STOP"), lambda f, b: f.rows[0].finish_reason != "length" and len(f.tokens) < len(b.tokens)),
+    "stop": Case(("--stop", "TEXT"), lambda f, b: f.stopped and len(f.text) < len(b.text)),
+    "stop_ids": Case(("--stop-id", "STOP"), lambda f, b: f.stopped and len(f.tokens) < len(b.tokens)),
     "temperature": Case(DRAWN, other_text),
     "top_k": Case((*DRAWN, "--top-k", "1"), lambda f, b: f.tokens == b.tokens),
     "top_p": Case((*DRAWN, "--top-p", "0.0001"), lambda f, b: f.tokens == b.tokens),
     "min_p": Case((*DRAWN, "--min-p", "1"), lambda f, b: f.tokens == b.tokens),
     "typical_p": Case((*DRAWN, "--typical-p", "0.05"), other_text, DRAWN),
     "repetition_penalty": Case(("--repetition-penalty", "50", "-n", "30"), other_text, ("-n", "30")),
-    "presence_penalty": Case(("--presence-penalty", "100", "-n", "30"), lambda f, _: len(set(f.tokens)) == len(f.tokens)),
-    "frequency_penalty": Case(("--frequency-penalty", "100", "-n", "30"), lambda f, _: len(set(f.tokens)) == len(f.tokens)),
+    "presence_penalty": Case(("--presence-penalty", "100", "-n", "30"), no_repeats),
+    "frequency_penalty": Case(("--frequency-penalty", "100", "-n", "30"), no_repeats),
     "logit_bias": Case(("--logit-bias", "STOP=-inf"), other_text),
     "seed": Case(("-t", "1.5", "--seed", "4"), lambda f, b: f.tokens != b.tokens and f.stats.seed == 4, DRAWN),
     "n": Case((*DRAWN, "--samples", "2"), lambda f, b: len(f.rows) == 2 * len(b.rows)),
@@ -194,20 +223,20 @@ SHARED: dict[str, Case] = {
     "grammar": Case(("--grammar", "grammar.lark"), text_is("yes", "no")),
     "gbnf": Case(("--gbnf", "grammar.gbnf"), text_is("yes", "no")),
     "choice": Case(("--choice", "yes", "--choice", "no"), text_is("yes", "no")),
-    "constrain_from": Case(("--regex", "[(]12[0-9]{2}[)]", "--constrain-from", "("), lambda f, _: len(f.text) == 3 and f.text[:2].isdecimal()),
-    "heal": Case(("--heal",), lambda f, b: f.rows[0].start < b.rows[0].start),
+    "constrain_from": Case(("--regex", "[(]12[0-9]{2}[)]", "--constrain-from", "("), goes_on_inside),
+    "heal": Case(("--heal",), lambda f, b: f.rows[0].start < b.rows[0].start, prompt="def f(self):\n    retur"),
     "batch_size": Case(("--batch-size", "1"), lambda f, b: f.together < b.together),
     "device": Case(("--device", "AUTO:CPU"), lambda f, _: f.lm.target.ir.device == "AUTO:CPU"),
-    "draft_device": Case((*DRAFT, "--draft-device", "AUTO:CPU"), lambda f, _: (f.stats.device, f.stats.draft_device) == ("CPU", "AUTO:CPU")),
-    "precision": Case(("--precision", "f32"), lambda f, _: "f32" in f.property("INFERENCE_PRECISION_HINT") or "float" in f.property("INFERENCE_PRECISION_HINT")),
-    "kv_precision": Case(("--kv-precision", "u8"), lambda f, b: f.property("KV_CACHE_PRECISION") != b.property("KV_CACHE_PRECISION")),
+    "draft_device": Case((*DRAFT, "--draft-device", "AUTO:CPU"), lambda f, _: f.stats.draft_device == "AUTO:CPU"),
+    "precision": Case(("--precision", "f32"), is_f32),
+    "kv_precision": Case(("--kv-precision", "u8"), other_cache),
     "engine": Case(("--engine", "paged"), lambda f, b: (f.stats.engine, b.stats.engine) == ("paged", "stateful")),
-    "threads": Case(("--threads", "1"), lambda f, b: f.property("INFERENCE_NUM_THREADS") == "1"),
-    "properties": Case(("--property", "INFERENCE_NUM_THREADS=1"), lambda f, b: f.property("INFERENCE_NUM_THREADS") == "1"),
-    "cache_dir": Case(("--cache-dir", "here"), lambda f, _: any(Path("here").rglob("*"))),
+    "threads": Case(("--threads", "1"), one_thread),
+    "properties": Case(("--property", "INFERENCE_NUM_THREADS=1"), one_thread),
+    "cache_dir": Case(("--cache-dir", "here"), lambda *_: any(Path("here").rglob("*"))),
     "tune": Case(("--no-tune",), lambda f, b: b.tuned and not f.tuned),
     "verify": Case(("--verify",), refusal("changed since it was exported")),
-}  # fmt: skip
+}
 OWN: dict[tuple[str, str], Case] = {
     ("chat", "n"): Case((*DRAWN, "--samples", "2"), refusal("--samples can't be combined with a chat")),
     ("chat", "logprobs"): Case(("--logprobs", "2"), refusal("--logprobs can't be shown in a chat")),
@@ -225,13 +254,13 @@ def test_options_of_generating_commands(run: Callable[..., Outcome], command: st
     Path("grammar.lark").write_text('start: "yes" | "no"\n', encoding="utf-8")
     Path("grammar.gbnf").write_text('root ::= "yes" | "no"\n', encoding="utf-8")
     case = OWN.get((command, name)) or SHARED[name]
-    base = generating(run, command, *case.against)
+    base = generating(run, command, *case.against, prompt=case.prompt)
     assert base.code == 0, base.err
-    Path("corpus.txt").write_text(f"{PROMPT}{base.text}", encoding="utf-8")
+    Path("corpus.txt").write_text(f"{base.text}\n{PROMPT}{base.text}", encoding="utf-8")
     values = {"TEXT": base.text[2:4], "STOP": str(base.tokens[3])} if len(base.tokens) > 3 else {}
     options = [option if (value := values.get(option)) is None else value for option in case.options]
     options = [option.replace("STOP", values.get("STOP", "")) for option in options]
-    found = generating(run, command, *options)
+    found = generating(run, command, *options, prompt=case.prompt)
     assert found.code == 0 or case.effect.__qualname__.startswith("refusal"), found.err
     assert case.effect(found, base), (found, base)
 
@@ -307,6 +336,7 @@ def measuring(run: Callable[..., Outcome], command: str, *options: Any) -> Outco
 def test_commands_that_measure(run: Callable[..., Outcome], command: str) -> None:
     for engine in ("stateful", "paged"):
         found = measuring(run, command, "--json", "--engine", engine)
+        assert found.code == 0, found.err
         told = json.loads(found.out)
         assert (told["target"]["engine"] if command == "inspect" else found.lm.target.engine) == engine
     refused = measuring(run, command, "--draft-device", "CPU")
@@ -390,7 +420,7 @@ def test_options_of_export(run: Callable[..., Outcome], monkeypatch: pytest.Monk
     assert {name: first[name] for name in TO_COMPRESSION} == {
         name: value for name, (*_, value) in TO_COMPRESSION.items()
     }
-    assert {name: options[name] for name in TO_EXPORT} == {name: value for name, (*_, value) in TO_EXPORT.items()}
+    assert all(options[name] == value for name, (*_, value) in TO_EXPORT.items())
     listed = run("export", "--list")
     assert listed.out
     assert len(calls) == 1
@@ -428,6 +458,7 @@ TESTED: dict[str, set[str]] = {
         command: {*SHARED, *cases} - (set() if command == "batch" else {"batch_size"})
         for command, cases in OF_EACH.items()
     },
+    "batch": {*SHARED, *BATCH},
     "inspect": {*RUNTIME, "verify", "as_json"},
     "perplexity": {*RUNTIME, "context", "as_json"},
     "tune": {"goal", "as_json", "cache_dir"},
