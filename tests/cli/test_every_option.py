@@ -84,7 +84,7 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cache_dir: Path) -> Ite
 
     def load_once(*arguments: Any, **options: Any) -> Any:
         key = repr((arguments, sorted(options.items())))
-        if key not in LOADED or "cache_dir" in options:
+        if key not in LOADED or {"cache_dir", "lookup_corpus"} & options.keys():
             LOADED[key] = load(*arguments, **options), found.tuned
         found.lm, found.tuned = LOADED[key]
         return found.lm
