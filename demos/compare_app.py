@@ -206,7 +206,7 @@ def loader(folder: Path, **loading: Any) -> ModelOf:
 
     @functools.cache
     def model(device: str, drafter: str) -> ovspec.LanguageModel:
-        return on_device(device).with_drafters(parse_draft(drafter, folder))
+        return on_device(device).with_drafters(parse_draft(drafter))
 
     return model
 

@@ -1,7 +1,8 @@
-"""The command line: one file a command. What a command needs is imported when it runs."""
+"""The command line: one file a command, imported only when it runs."""
 
 from __future__ import annotations
 
+import importlib
 import io
 import sys
 import warnings
@@ -9,19 +10,39 @@ import warnings
 import click
 
 from ovspec import __version__
-from ovspec.cli.batch import batch
-from ovspec.cli.bench import bench
-from ovspec.cli.chat import chat
-from ovspec.cli.devices import devices
-from ovspec.cli.export import export
-from ovspec.cli.generate import generate
-from ovspec.cli.inspect import inspect
-from ovspec.cli.perplexity import perplexity
-from ovspec.cli.tune import tune
 from ovspec.errors import OvspecError
 
+# Name -> what 'ovspec --help' says of it: the beginning of the command's own help.
+COMMANDS = {
+    "batch": "Generate a text for each line of FILE.",
+    "bench": "Time the model in DIR without and with everything that proposes tokens.",
+    "chat": "Chat with the model in DIR.",
+    "devices": "List the devices that a model can run on.",
+    "export": "Export TARGET, a Hugging Face checkpoint, to OpenVINO IR.",
+    "generate": "Continue PROMPT with the model in DIR.",
+    "inspect": "Show what is in DIR: weights, states, how they roll back, memory.",
+    "perplexity": "How well the model in DIR foresees the text in FILE.",
+    "tune": "Measure which settings are fastest for the model in DIR, and use them.",
+}
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+
+class Commands(click.Group):
+    """A group that imports a command when it is asked for."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002
+        if cmd_name not in COMMANDS:
+            return None
+        return getattr(importlib.import_module(f"ovspec.cli.{cmd_name}"), cmd_name)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002
+        with formatter.section("Commands"):
+            formatter.write_dl(list(COMMANDS.items()))
+
+
+@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(__version__, prog_name="ovspec")
 def cli() -> None:
     """Fast, lossless text generation on OpenVINO.
@@ -31,17 +52,6 @@ def cli() -> None:
       ovspec export models/demo-hf/target --draft models/demo-hf/draft -o my-pair
       ovspec generate my-pair "def fib(" --draft --stats
     """
-
-
-cli.add_command(generate)
-cli.add_command(chat)
-cli.add_command(batch)
-cli.add_command(export)
-cli.add_command(devices)
-cli.add_command(inspect)
-cli.add_command(perplexity)
-cli.add_command(tune)
-cli.add_command(bench)
 
 
 def main() -> None:

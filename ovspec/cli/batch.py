@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ovspec.cli.options import constraint_options, runtime_options, sampling_options, split_options, text_options
+from ovspec.cli.options import generate_options, split_options
 
 if TYPE_CHECKING:
-    from ovspec.integrations.openai_batch import BatchProgress
+    from ovspec.integrations.batch_run import BatchProgress
 
 EVERY = 10.0  # seconds between two lines of progress where there is no terminal
 
@@ -22,18 +22,13 @@ EVERY = 10.0  # seconds between two lines of progress where there is no terminal
 @click.argument("arguments", nargs=-1, required=True, metavar="[DIR] FILE")
 @click.option("-o", "--output", required=True, type=click.Path(dir_okay=False, path_type=Path), help="The results.")
 @click.option("--overwrite", is_flag=True, help="Replace an output that is there already.")
-@click.option("--batch-size", type=click.IntRange(min=1), help="Texts generated at a time.  [default: 32]")
 @click.option("--chat/--raw", default=False, help="Apply the model's chat template to plain prompts.  [default: raw]")
 @click.option("--system", metavar="TEXT", help="System message for plain prompts; needs --chat.")
-@text_options
-@constraint_options
-@sampling_options
-@runtime_options
+@generate_options
 def batch(
     arguments: tuple[str, ...],
     output: Path,
     overwrite: bool,
-    batch_size: int | None,
     chat: bool,
     system: str | None,
     **others: Any,
@@ -73,7 +68,8 @@ def batch(
         raise click.UsageError("--logprobs can't be had in a batch; use 'ovspec generate --json'.")
 
     import ovspec
-    from ovspec.integrations.openai_batch import as_chat, read_requests, run_file
+    from ovspec.integrations.batch_run import run_file
+    from ovspec.integrations.openai_batch import as_chat, read_requests
 
     requests = read_requests(file)
     if chat:
@@ -81,7 +77,7 @@ def batch(
     lm = ovspec.load(folder, **loading)
     report = Report()
     try:
-        found = run_file(lm, requests, output, {**options, "batch_size": batch_size}, report.note)  # type: ignore[typeddict-item]
+        found = run_file(lm, requests, output, options, report.note)  # type: ignore[typeddict-item]
     except KeyboardInterrupt:
         report.end()
         click.echo(f"stopped; what is done is kept in {output}.partial, and the same command goes on from it", err=True)

@@ -11,23 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ovspec.cli.options import (
-    DRAFT_OF_THE_EXPORT,
-    constraint_options,
-    is_draft,
-    runtime_options,
-    sampling_options,
-    session_options,
-    split_options,
-    text_options,
-)
+from ovspec.cli.options import generate_options, session_options, split_options
+from ovspec.drafting.choice import EXPORTED, DraftChoice
 
 if TYPE_CHECKING:
     from ovspec.loop.results import Result
     from ovspec.session import Mark, Session
 
 DEFAULT_MAX_TOKENS = 1024
-DRAFT_FOLDER = "draft"  # as manifest.DRAFT_FOLDER, which would import openvino
 
 
 @click.command()
@@ -35,10 +26,7 @@ DRAFT_FOLDER = "draft"  # as manifest.DRAFT_FOLDER, which would import openvino
 @click.option("--system", metavar="TEXT", help="System message.")
 @click.option("--stats", is_flag=True, help="Print statistics on stderr after each answer.")
 @session_options
-@text_options
-@constraint_options
-@sampling_options
-@runtime_options
+@generate_options
 def chat(
     folder: Path | None, system: str | None, stats: bool, session: Path | None, context: int | None, **others: Any
 ) -> None:
@@ -56,12 +44,10 @@ def chat(
       ovspec chat my-pair --draft lookup,draft --system "Be brief." --temperature 0.7
       ovspec chat my-pair --session monads.chat --context 2000
     """
-    draft = others["draft"]
-    if draft is not None and folder is None and (Path(draft) / DRAFT_FOLDER).is_dir():
-        folder, draft = Path(draft), DRAFT_OF_THE_EXPORT  # '--draft DIR': the option took what was meant as DIR
-    if draft not in (None, DRAFT_OF_THE_EXPORT) and not is_draft(draft):
-        raise click.UsageError(f"--draft {draft}: no such folder; name an exported draft, lookup, self or none.")
-    others["draft"] = draft
+    named = others["draft"].model if isinstance(others["draft"], DraftChoice) else None
+    if folder is None and isinstance(named, Path) and (named / EXPORTED).is_dir():
+        # '--draft DIR': the option took what was meant as DIR.
+        folder, others["draft"] = named, DraftChoice(model=EXPORTED)
     if others["heal"]:
         raise click.UsageError("--heal can't be combined with a chat: behind the template's text nothing is healed.")
     if session and not session.parent.is_dir():
@@ -71,7 +57,7 @@ def chat(
         raise click.UsageError("--samples can't be combined with a chat, which goes on from one answer.")
     if "logprobs" in options:
         raise click.UsageError("--logprobs can't be shown in a chat.")
-    options["max_tokens"] = options["max_tokens"] or DEFAULT_MAX_TOKENS
+    options.setdefault("max_tokens", DEFAULT_MAX_TOKENS)
 
     import ovspec
     from ovspec.cli import output

@@ -8,17 +8,8 @@ from typing import Any
 
 import click
 
-from ovspec.cli.options import (
-    DRAFT_OF_THE_EXPORT,
-    constraint_options,
-    is_draft,
-    looks_like_path,
-    runtime_options,
-    sampling_options,
-    session_options,
-    split_options,
-    text_options,
-)
+from ovspec.cli.options import generate_options, looks_like_path, session_options, split_options
+from ovspec.drafting.choice import EXPORTED, DraftChoice
 
 
 @click.command()
@@ -28,14 +19,11 @@ from ovspec.cli.options import (
 @click.option("--token-ids", metavar="IDS", help="The prompt as token ids, separated by commas or spaces.")
 @click.option("--chat/--raw", default=False, help="Apply the model's chat template, or not.  [default: raw]")
 @click.option("--system", metavar="TEXT", help="System message; needs --chat.")
-@text_options
 @click.option("--stats", is_flag=True, help="Print statistics on stderr.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the text.")
 @click.option("--compare", is_flag=True, help="Generate without and with --draft; show both times, compare the texts.")
 @session_options
-@constraint_options
-@sampling_options
-@runtime_options
+@generate_options
 def generate(
     arguments: tuple[str, ...],
     prompt_option: str | None,
@@ -66,12 +54,11 @@ def generate(
     """
     draft = others["draft"]
     if compare and draft is None:
-        draft = DRAFT_OF_THE_EXPORT
-    if draft is not None and draft != DRAFT_OF_THE_EXPORT and not is_draft(draft):
+        draft = DraftChoice(model=EXPORTED)
+    ambiguous = not (prompt_option or prompt_file or token_ids or len(arguments) > 1)
+    if isinstance(draft, str) and ambiguous and not looks_like_path(draft):
         # '--draft "def f("': the option took what was meant as the prompt.
-        if prompt_option or prompt_file or token_ids or len(arguments) > 1 or looks_like_path(draft):
-            raise click.UsageError(f"--draft {draft}: no such folder; name an exported draft, lookup, self or none.")
-        arguments, draft = (*arguments, draft), DRAFT_OF_THE_EXPORT
+        arguments, draft = (*arguments, draft), DraftChoice(model=EXPORTED)
     others["draft"] = draft
     folder, text = split_arguments(arguments, bool(prompt_option or prompt_file or token_ids))
     goes_on = session is not None and session.exists()
@@ -87,10 +74,10 @@ def generate(
             raise click.UsageError("--chat needs a text, not --token-ids.")
         messages = [{"role": "system", "content": system}] if system is not None else []
         prompt = [*messages, {"role": "user", "content": prompt}]
-    if compare and draft == "none":
+    if compare and not draft:
         raise click.UsageError("--compare needs a draft; leave --draft none out.")
     loading, options = split_options(others)
-    if compare and options["accept"] == "rejection":
+    if compare and options.get("accept") == "rejection":
         raise click.UsageError("--compare needs the same text with and without a draft, so not --accept rejection.")
     if "logprobs" in options and not as_json:
         raise click.UsageError("--logprobs needs --json.")
@@ -102,7 +89,7 @@ def generate(
         raise click.UsageError(f"--session needs a single text; leave {'--compare' if compare else '--samples'} out.")
     if context and (compare or options.get("n", 1) > 1):
         raise click.UsageError(f"--context can't be combined with {'--compare' if compare else '--samples'}.")
-    if compare and options["lookahead"] == 0:
+    if compare and options.get("lookahead") == 0:
         raise click.UsageError("--compare needs a --lookahead of at least 1.")
 
     import ovspec

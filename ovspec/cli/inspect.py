@@ -27,23 +27,20 @@ def inspect(folder: Path | None, verify: bool, as_json: bool, **runtime: Any) ->
     """
     from ovspec.errors import OvspecError
     from ovspec.ir.compile import check_ir_folder
-    from ovspec.ir.device import DeviceOptions
-    from ovspec.loading import embedded_pair
+    from ovspec.loading import device_options, embedded_pair
+    from ovspec.options.loading import load_options
     from ovspec.setup import inspection
     from ovspec.setup.manifest import restore_backup
 
     folder = folder or embedded_pair()
     restore_backup(folder)
     check_ir_folder(folder)
-    draft_device = runtime.pop("draft_device")
-    if draft_device:
+    if runtime["draft_device"]:
         raise click.UsageError("--draft-device is not used here; inspect the draft's folder with --device.")
-    cache_dir, engine = runtime.pop("cache_dir"), runtime.pop("engine")
-    tuned = runtime.pop("tune") is not False
-    options = DeviceOptions(**runtime, cache_dir=Path(cache_dir) if cache_dir else None)
+    given = load_options(runtime)  # type: ignore[arg-type]
     if verify and not (folder / "ovspec.json").is_file():
         raise OvspecError(f"{folder}: --verify needs the manifest of 'ovspec export', which is not there.")
-    found = inspection.inspect(folder, options, engine, tuned, verify)
+    found = inspection.inspect(folder, device_options(given), given.engine, given.tune is not False, verify)
     if as_json:
         click.echo(json.dumps({name: asdict(model) for name, model in found.items()}, ensure_ascii=False))
         return

@@ -1,300 +1,188 @@
-"""Options that several commands share."""
+"""The command line's options, made from the declarations in ``ovspec.options``."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, get_origin
 
 import click
 
-PRECISIONS = ("f32", "bf16", "f16")
-ENGINES = ("auto", "stateful", "paged")  # as engine.ENGINES, which would import openvino
-KV_PRECISIONS = ("f32", "bf16", "f16", "u8")
-GRAMMARS = ("json_schema", "regex", "grammar", "gbnf", "choice")  # as constraints.maker.GRAMMARS
-JSON_BOOLEANS = ("true", "false")  # schemas, too
-DRAFT_OF_THE_EXPORT = "the draft of the export"  # what a bare --draft stands for
+from ovspec.drafting.choice import EXPORTED, DraftChoice, names_drafters, parse_draft
+from ovspec.options import GENERATE, GRAMMARS
+from ovspec.options.loading import LOAD, RUNTIME
+from ovspec.options.option import Option, alternatives, choices_of, is_repeatable
+from ovspec.options.reading import auto_or_number
+
+Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
-def parse_properties(_: click.Context, __: click.Parameter, values: tuple[str, ...]) -> dict[str, str]:
-    properties = {}
-    for value in values:
-        key, equals, text = value.partition("=")
-        if not equals or not key:
-            raise click.BadParameter(f"{value!r} is not KEY=VALUE, as in --property NUM_STREAMS=1.")
-        properties[key.strip()] = text.strip()
-    return properties
+class Parsed(click.ParamType):
+    """A text that a function reads."""
+
+    def __init__(self, parse: Callable[[str], Any], name: str) -> None:
+        self.parse, self.name = parse, name
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if not isinstance(value, str):
+            return value
+        try:
+            return self.parse(value)
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
 
 
-class LookaheadType(click.ParamType):
+class LookaheadType(Parsed):
     """A number of tokens, or auto."""
 
-    name = "auto|K"
+    def __init__(self) -> None:
+        super().__init__(auto_or_number, "auto|K")
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | str:
-        if value == "auto" or isinstance(value, int):
+
+def click_type(kind: Any, option: Option) -> click.ParamType:
+    """How click reads one value."""
+    if option.parse:
+        return Parsed(option.parse, option.metavar or "TEXT")
+    if choices := choices_of(kind):
+        return click.Choice(choices)
+    inner = alternatives(kind)
+    if (limits := option.limits) and math.isfinite(limits.least):
+        least, most = (bound if math.isfinite(bound) else None for bound in (limits.least, limits.most))
+        if float in inner:
+            return click.FloatRange(least, most, min_open=limits.above)
+        return click.IntRange(int(limits.least), None if most is None else int(most))
+    if repeated := [each.__args__[0] for each in inner if get_origin(each)]:
+        inner = repeated
+    return click.INT if int in inner else click.FLOAT if float in inner else click.STRING
+
+
+def click_option(name: str, kind: Any, option: Option) -> Decorator:
+    """One option of the command line, from its declaration."""
+    flags = option.flags or (f"--{name.replace('_', '-')}",)
+    help = option.help + f"  [default: {option.usual}]" * bool(option.usual)
+    if bool in alternatives(kind) and not option.parse:
+        negated = flags[0].startswith("--no-")
+        return click.option(*flags, name, is_flag=True, flag_value=not negated, default=None, help=help)
+    several = is_repeatable(kind)
+    more: dict[str, Any] = {"multiple": True, "callback": collect(kind)} if several else {}
+    help += " May be repeated." * several
+    return click.option(*flags, name, type=click_type(kind, option), metavar=option.metavar, help=help, **more)
+
+
+def collect(kind: Any) -> Callable[..., Any]:
+    """What repeated values become: a dict of pairs, or a list; None without any."""
+    made = dict if any(get_origin(each) is Mapping for each in alternatives(kind)) else list
+    return lambda ctx, param, values: made(values) or None  # noqa: ARG005
+
+
+def options_of(table: dict[str, tuple[Any, Option]]) -> Decorator:
+    """A decorator that adds the options of a table to a command."""
+
+    def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
+        for name, (kind, option) in reversed(table.items()):
+            here = not option.commands or command.__name__ in option.commands
+            if option.flags != () and here:
+                command = click_option(name, kind, option)(command)
+        return command
+
+    return decorate
+
+
+runtime_options = options_of(RUNTIME)
+
+
+class DraftType(click.ParamType):
+    """What proposes. A text that names no drafters stays one: it was meant as the argument behind ``--draft``."""
+
+    name = "draft"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> DraftChoice | str:  # noqa: ARG002
+        if not isinstance(value, str):
             return value
-        if not str(value).isdigit():
-            self.fail(f"{value!r} is neither auto nor a number of tokens.", param, ctx)
-        return int(value)
+        return parse_draft(value) or DraftChoice() if names_drafters(value) else value
 
 
-def parse_logit_bias(_: click.Context, __: click.Parameter, values: tuple[str, ...]) -> dict[int, float]:
-    biases = {}
-    for value in values:
-        token, equals, bias = value.partition("=")
-        try:
-            biases[int(token)] = float(bias)
-        except ValueError:
-            equals = ""
-        if not equals:
-            raise click.BadParameter(f"{value!r} is not ID=VALUE, as in --logit-bias 50=-2.5.")
-    return biases
-
-
-def text_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """What proposes, and when a text ends."""
-    options = [
-        click.option(
-            "--draft",
-            is_flag=False,
-            flag_value=DRAFT_OF_THE_EXPORT,
-            metavar="[DRAFT]",
-            help="Speculate with the draft that was exported beside DIR, or with DRAFT: a folder, self (the target's "
-            "own first layers), lookup (what followed the same words before), lookup,FOLDER or lookup,draft (both), "
-            "or none.",
-        ),
-        click.option(
-            "--lookahead",
-            type=LookaheadType(),
-            help="Tokens proposed a round; auto for as many as pay.  [default: auto]",
-        ),
-        click.option(
-            "--lookup-corpus",
-            multiple=True,
-            type=click.Path(),
-            metavar="FILE",
-            help="A text for lookup; may be repeated.",
-        ),
-        click.option(
-            "--accept",
-            type=click.Choice(("compare", "rejection")),
-            default="compare",
-            show_default=True,
-            help="How sampled text is held against the draft's: compare gives the same text with any draft or none.",
-        ),
-        click.option(
-            "-n",
-            "--max-tokens",
-            type=click.IntRange(min=1),
-            help="Tokens to generate.  [default: the model's, or 256]",
-        ),
-        click.option(
-            "--min-tokens", type=click.IntRange(min=0), help="Nothing ends the text before so many, but a grammar."
-        ),
-        click.option("--stop", multiple=True, metavar="TEXT", help="End in front of this text; may be repeated."),
-        click.option("--stop-id", multiple=True, type=int, metavar="ID", help="End at this token; may be repeated."),
-        click.option("--ignore-eos", is_flag=True, help="Go on after an end-of-sequence token."),
-        click.option("--verify", is_flag=True, help="Compare the checksums of DIR with those of the export first."),
-    ]
-    for option in reversed(options):
-        command = option(command)
-    return command
+def generate_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """What proposes, what a text depends on, and where the model runs."""
+    draft = click.option(
+        "--draft",
+        type=DraftType(),
+        is_flag=False,
+        flag_value=EXPORTED,
+        metavar="[DRAFT]",
+        help="Speculate with the draft that was exported beside DIR, or with DRAFT: a folder, self (the target's own "
+        "first layers), lookup (what followed the same words before), lookup,FOLDER or lookup,draft (both), or none.",
+    )
+    return draft(options_of(GENERATE)(options_of(LOAD)(command)))
 
 
 def session_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """What is kept from one call to the next."""
-    options = [
-        click.option(
-            "--session",
-            type=click.Path(dir_okay=False, path_type=Path),
-            metavar="FILE",
-            help="Go on with the text in FILE, if there is one, and write it back at the end, with its KV cache.",
-        ),
-        click.option(
-            "--context",
-            type=click.IntRange(min=1),
-            metavar="N",
-            help="Tokens that the text may grow to; says what memory its KV cache takes.  [default: the model's]",
-        ),
-    ]
-    for option in reversed(options):
-        command = option(command)
-    return command
-
-
-def constraint_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """What the text must be."""
-    options = [
-        click.option(
-            "--json-schema", metavar="FILE|TEXT", help="The text must be JSON of this schema; '{}' for any JSON."
-        ),
-        click.option("--regex", metavar="PATTERN", help="The whole text must match."),
-        click.option("--grammar", metavar="FILE", help="The text must follow a grammar in Lark's syntax."),
-        click.option("--gbnf", metavar="FILE", help="The text must follow a grammar in llama.cpp's syntax."),
-        click.option("--choice", multiple=True, metavar="TEXT", help="The text must be one of these; repeat it."),
-        click.option(
-            "--constrain-from",
-            metavar="TEXT|@N",
-            help="Where in the prompt the grammar begins: at the last TEXT, or at character N (@0 for all of it, @-5 "
-            "for the last five).  [default: behind the prompt]",
-        ),
-        click.option("--heal", is_flag=True, help="Let the first token reach over the end of the prompt."),
-    ]
-    for option in reversed(options):
-        command = option(command)
-    return command
-
-
-def given_constraints(values: dict[str, Any]) -> dict[str, Any]:
-    """Those of the constraint options that were given, as keywords for ``generate``; takes them out of ``values``."""
-    taken = {name: values.pop(name) for name in GRAMMARS}
-    given = {name: value for name, value in taken.items() if value not in (None, ())}
-    where = values.pop("constrain_from")
-    if len(given) > 1:
-        first, second = (f"--{name.replace('_', '-')}" for name in list(given)[:2])
-        raise click.UsageError(f"{first} and {second} can't be combined; give one grammar that says both.")
-    if where is not None and not given:
-        raise click.UsageError("--constrain-from needs --json-schema, --regex, --grammar, --gbnf or --choice.")
-    if given and values["ignore_eos"]:
-        raise click.UsageError("--ignore-eos can't be combined with a grammar, which says where the text ends.")
-    if "choice" in given:
-        given["choice"] = list(given["choice"])
-    for name in ("grammar", "gbnf"):
-        if name in given:
-            given[name] = Path(given[name])
-    for name in given:
-        if name != "choice" and not given[name].strip():
-            raise click.UsageError(f"--{name.replace('_', '-')} is empty.")
-    if "json_schema" in given and not given["json_schema"].lstrip().startswith(("{", *JSON_BOOLEANS)):
-        given["json_schema"] = Path(given["json_schema"])
-    if where is not None:
-        given["constrain_from"] = int(where[1:]) if re.fullmatch(r"@-?[0-9]+", where) else where
-    if values.pop("heal"):
-        given["heal"] = True
-    return given
+    file = click.Path(dir_okay=False, path_type=Path)
+    session = click.option(
+        "--session",
+        type=file,
+        metavar="FILE",
+        help="Go on with the text in FILE, if there is one, and write it back at the end, with its KV cache.",
+    )
+    context = click.option(
+        "--context",
+        type=click.IntRange(min=1),
+        metavar="N",
+        help="Tokens that the text may grow to; says what memory its KV cache takes.  [default: the model's]",
+    )
+    return session(context(command))
 
 
 def split_options(values: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What the decorators of this module take, as keywords (for ``load``, for ``generate``).
+    """What ``generate_options`` takes, as keywords (for ``load``, for ``generate``); only those that were given.
 
     Raises:
         click.UsageError: options that exclude each other.
     """
-    values = dict(values)
-    draft, lookahead, accept = values.pop("draft"), values.pop("lookahead"), values.pop("accept")
-    corpus = values.pop("lookup_corpus")
-    constraints = given_constraints(values)
-    if lookahead is not None and draft in (None, "none") and not constraints.keys() & {*GRAMMARS}:
+    given = {name: value for name, value in values.items() if value is not None}
+    if isinstance(draft := given.get("draft"), str):
+        raise click.UsageError(f"--draft {draft}: no such folder; name an exported draft, lookup, self or none.")
+    options = {name: value for name, value in given.items() if name in GENERATE}
+    loading = {name: value for name, value in given.items() if name not in GENERATE}
+    check_grammars(options)
+    grammar = any(name in options for name in GRAMMARS)
+    if "lookahead" in options and not draft and not grammar:
         raise click.UsageError("--lookahead needs --draft, or a grammar, which proposes what it forces.")
-    if values["draft_device"] and draft in (None, "none"):
+    if "draft_device" in loading and not draft:
         raise click.UsageError("--draft-device needs --draft.")
-    if corpus and "lookup" not in str(draft).split(","):
+    if "lookup_corpus" in loading and not (draft and draft.lookup):
         raise click.UsageError("--lookup-corpus needs --draft lookup, or a chain with it.")
-    options = given_sampling(values)
-    if accept == "rejection" and not options.get("temperature"):
+    sampled = bool(options.get("temperature"))
+    for name in ("top_k", "top_p", "min_p", "typical_p"):
+        if name in options and not sampled:
+            raise click.UsageError(f"{flag(name)} needs a --temperature above 0.")
+    if options.get("n", 1) > 1 and not sampled:
+        raise click.UsageError("--samples needs a --temperature above 0: greedy texts are all the same.")
+    if options.get("accept") == "rejection" and not sampled:
         raise click.UsageError("--accept rejection needs a --temperature above 0.")
-    options |= {name: values.pop(name) for name in ("max_tokens", "min_tokens", "ignore_eos")}
-    options |= {"stop": list(values.pop("stop")), "stop_ids": list(values.pop("stop_id"))}
-    options |= {"lookahead": lookahead, "accept": accept, **constraints}
-    drafts: dict[str | None, Any] = {None: None, "none": None, DRAFT_OF_THE_EXPORT: True}
-    return {"draft": drafts.get(draft, draft), "lookup_corpus": corpus, **values}, options
+    return loading, options
 
 
-def is_draft(text: str) -> bool:
-    """Whether each part of a chain is a name or a folder."""
-    names = ("none", "lookup", "self", "draft")  # as drafting.choice.NAMES, which would import numpy
-    return Path(text).is_dir() or all(part.strip() in names or Path(part.strip()).is_dir() for part in text.split(","))
+def check_grammars(options: dict[str, Any]) -> None:
+    """Raises click.UsageError where what is said about grammars can't be met."""
+    given = [name for name in GRAMMARS if name in options]
+    if len(given) > 1:
+        first, second = map(flag, given[:2])
+        raise click.UsageError(f"{first} and {second} can't be combined; give one grammar that says both.")
+    if "constrain_from" in options and not given:
+        raise click.UsageError("--constrain-from needs --json-schema, --regex, --grammar, --gbnf or --choice.")
+    if given and "ignore_eos" in options:
+        raise click.UsageError("--ignore-eos can't be combined with a grammar, which says where the text ends.")
+    for name in given:
+        if options[name] == Path() or not str(options[name]).strip():
+            raise click.UsageError(f"{flag(name)} is empty.")
+
+
+def flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 def looks_like_path(text: str) -> bool:
     return not any(c.isspace() for c in text) and ("/" in text or "\\" in text)
-
-
-def sampling_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """How tokens are chosen; passed on as fields of ``SamplingParams``."""
-    options = [
-        click.option("-t", "--temperature", type=click.FloatRange(min=0), help="0 is greedy.  [default: 0]"),
-        click.option("--top-k", type=click.IntRange(min=0), help="Only the K most likely tokens."),
-        click.option("--top-p", type=float, help="Only the most likely tokens that together have this probability."),
-        click.option("--min-p", type=float, help="Only tokens with this share of the most likely one's probability."),
-        click.option("--typical-p", type=float, help="Only the most typical tokens with this probability together."),
-        click.option(
-            "--repetition-penalty", type=float, help="Divides logits of what the text has.  [default: model's]"
-        ),
-        click.option("--presence-penalty", type=float, help="Off the logits of tokens that were generated before."),
-        click.option("--frequency-penalty", type=float, help="The same, once for each time."),
-        click.option(
-            "--logit-bias",
-            multiple=True,
-            metavar="ID=VALUE",
-            callback=parse_logit_bias,
-            help="Add to a token's logit; -inf bans it; may be repeated.",
-        ),
-        click.option("--seed", type=click.IntRange(0, 2**63 - 1), help="The same text again.  [default: random]"),
-        click.option("--samples", "n", type=click.IntRange(min=1), help="Texts to generate.  [default: 1]"),
-        click.option("--logprobs", type=click.IntRange(min=0), help="With --json: log-probabilities, and the N best."),
-    ]
-    for option in reversed(options):
-        command = option(command)
-    return command
-
-
-def given_sampling(values: dict[str, Any]) -> dict[str, Any]:
-    """Those of the sampling options that were given; takes them out of ``values``."""
-    names = ("temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty", "presence_penalty")
-    names = (*names, "frequency_penalty", "logit_bias", "seed", "n", "logprobs")
-    taken = {name: values.pop(name) for name in names}
-    given = {name: value for name, value in taken.items() if value is not None and value != {}}
-    drawing = [name for name in ("top_k", "top_p", "min_p", "typical_p") if name in given]
-    if drawing and not given.get("temperature"):
-        raise click.UsageError(f"--{drawing[0].replace('_', '-')} needs a --temperature above 0.")
-    if given.get("n", 1) > 1 and not given.get("temperature"):
-        raise click.UsageError("--samples needs a --temperature above 0: greedy texts are all the same.")
-    return given
-
-
-def runtime_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Where and how models are compiled."""
-    options = [
-        click.option("--device", default="CPU", show_default=True, help="CPU, GPU, GPU.N, AUTO or AUTO:X,Y."),
-        click.option("--draft-device", help="Device of the draft model.  [default: that of --device]"),
-        click.option("--precision", type=click.Choice(PRECISIONS), help="Arithmetic.  [default: the device's own]"),
-        click.option(
-            "--kv-precision",
-            type=click.Choice(KV_PRECISIONS),
-            help="KV cache.  [default: as the arithmetic on the CPU]",
-        ),
-        click.option(
-            "--engine",
-            type=click.Choice(ENGINES),
-            default="auto",
-            show_default=True,
-            help="What drives the model: OpenVINO's own KV cache (stateful), or ours in blocks (paged), "
-            "which auto takes where it gives the same logits.",
-        ),
-        click.option("--threads", type=click.IntRange(min=1), help="CPU threads.  [default: OpenVINO's choice]"),
-        click.option(
-            "--property",
-            "properties",
-            multiple=True,
-            metavar="KEY=VALUE",
-            callback=parse_properties,
-            help="OpenVINO property for the target and the draft; wins over the options above; may be repeated.",
-        ),
-        click.option(
-            "--no-tune",
-            "tune",
-            flag_value=False,
-            type=bool,
-            default=None,
-            help="Take OpenVINO's own settings, not those that 'ovspec tune' or the first load found fastest here.",
-        ),
-        click.option(
-            "--cache-dir", type=click.Path(file_okay=False), help="Compiled models.  [default: the user's cache]"
-        ),
-    ]
-    for option in reversed(options):
-        command = option(command)
-    return command

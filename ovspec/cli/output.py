@@ -52,7 +52,7 @@ def compare(lm: LanguageModel, prompt: Any, options: dict[str, Any], as_json: bo
     """Plain and speculative decoding of the same prompt, after a short warm-up of both."""
     if options.get("temperature") and "seed" not in options:
         options = options | {"seed": secrets.randbits(32)}
-    for lookahead in (0, options["lookahead"]):
+    for lookahead in (0, options.get("lookahead")):
         warm_up: dict[str, Any] = options | {"lookahead": lookahead}
         for _ in itertools.islice(lm.stream(prompt, **warm_up), 8):
             pass

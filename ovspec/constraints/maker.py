@@ -17,15 +17,12 @@ from ovspec.constraints.healing import ByteTokens, Healing, healable
 from ovspec.constraints.processors import PromptLength, processing
 from ovspec.errors import OvspecError
 from ovspec.files import read_json, read_text
-from ovspec.options import GenerateOptions, SamplingParams
+from ovspec.options import GRAMMARS, GenerateOptions, SamplingParams
 from ovspec.text.tokenizer import Tokenizer
 from ovspec.text.vocabulary import TOKENIZER_FILE
 
 if TYPE_CHECKING:
     from ovspec.constraints.grammar import Grammars
-
-# Options of which each is a grammar.
-GRAMMARS = ("json_schema", "regex", "grammar", "gbnf", "choice")
 
 
 @dataclass(frozen=True)

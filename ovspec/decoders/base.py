@@ -140,8 +140,6 @@ def logit_positions(counts: tuple[int, ...], wanted: tuple[int, ...], packed: bo
 
 def split_by_row(logits: np.ndarray, wanted: list[int]) -> list[np.ndarray]:
     """(tokens, vocab) -> for each row (wanted[row], vocab)"""
-    if len(wanted) == 1:
-        return [logits[: wanted[0]]]
     ends = itertools.accumulate(wanted)
     return [logits[end - want : end] for end, want in zip(ends, wanted, strict=True)]
 

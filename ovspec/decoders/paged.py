@@ -19,7 +19,7 @@ from ovspec.decoders.base import (
     reordered,
     split_by_row,
 )
-from ovspec.decoders.block_tensors import BlockTensors
+from ovspec.decoders.block_tensors import FIRST_BLOCKS, BlockTensors
 from ovspec.decoders.blocks import Blocks
 from ovspec.decoders.sequence import EMPTY, Sequence
 from ovspec.ir.compile import CompiledIR
@@ -59,7 +59,7 @@ class PagedDecoder:
     ) -> None:
         self.context_length = ir.context_length
         self._ir, self._vocabulary, self._prefill_chunk = ir, vocabulary, prefill_chunk
-        self._request = Request(ir, INPUTS)
+        self._request, self._restricts = Request(ir, INPUTS), vocabulary.restricts(ir.logits_width)
         self._apart = ir.compiled.get_property("INFERENCE_PRECISION_HINT") != ov.Type.f32
         self._tensors = tensors or BlockTensors(ir, [name for name in ir.inputs if CACHE.fullmatch(name)])
         self._bound = -1  # version of the tensors that the request reads
@@ -87,7 +87,7 @@ class PagedDecoder:
         self._listed: tuple[list[int], int] | None = None  # rows and version of what block_indices shows
         with self._tensors.lock:
             self._blocks.reorder([EMPTY] * rows)
-            freed = self._tensors.free()
+            freed = self._tensors.free() if self._tensors.capacity > FIRST_BLOCKS else 0
             self._bind()  # to the small ones that are there now: the request holds what it is bound to
         if freed > WORTH_TRIMMING:
             trim_heap()
@@ -104,7 +104,7 @@ class PagedDecoder:
         except BaseException as error:
             self.reset(len(self.rows))  # what the cache holds is unknown; an empty one agrees with any text
             raise feed_error(error, self._ir.device) from None
-        return split_by_row(logits, wanted)
+        return [logits[: wanted[0]]] if len(wanted) == 1 else split_by_row(logits, wanted)
 
     def truncate(self, row: int, length: int) -> None:
         self.rows[row].rewind(length)
@@ -182,12 +182,15 @@ class PagedDecoder:
             start, longest = end, max(longest, held + len(new))
             self.rows[row].commit(new)
         self._longest[...] = longest
-        self._tensors.make_room()
+        if self._tensors.pool.needed > self._tensors.capacity:
+            self._tensors.make_room()
         self._bind()
-        self._tensors.copy(copies)
+        if copies:
+            self._tensors.copy(copies)
         indices, index_begins = self._block_lists(fed)
         arrays = (ids, positions, past, begins, indices, index_begins, self._longest, logits_idx)
-        return self._vocabulary.restrict(self._request.infer(arrays, logits_idx))
+        logits = self._request.infer(arrays, logits_idx)
+        return self._vocabulary.restrict(logits) if self._restricts else logits
 
     def _length_arrays(self, count: int) -> tuple[np.ndarray, np.ndarray]:
         """Tokens before each sequence (count,) and the index where each begins (count + 1,), int32."""

@@ -1,4 +1,4 @@
-"""Files of prompts: a request a line in, a result a line out, in the same order. The work behind ``ovspec batch``.
+"""The lines of a batch file: a request in, a result out.
 
 A line is a request of OpenAI's batch API (https://platform.openai.com/docs/guides/batch), an object with a prompt or
 messages and options, or a string.
@@ -6,34 +6,22 @@ messages and options, or a string.
 
 from __future__ import annotations
 
-import hashlib
-import itertools
 import json
-import secrets
 import time
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from ovspec.constraints.maker import GRAMMARS, grammar_of
-from ovspec.decoders.sequence import Sequence
 from ovspec.errors import OvspecError
-from ovspec.files import read_text, write_atomically
-from ovspec.ir.compile import MODEL_FILE
+from ovspec.files import read_text
 from ovspec.loop.results import Result
-from ovspec.loop.row import Row
-from ovspec.model import LanguageModel, Prompt, healable_from
-from ovspec.options import GenerateOptions
+from ovspec.model import Prompt
+from ovspec.options import GENERATE, GRAMMARS, GenerateOptions
+from ovspec.options.option import check
 
-# What a request may say about the text; the same names as in ``GenerateOptions``, and what OpenAI calls them.
-OPTIONS = {
-    **{name: name for name in ("max_tokens", "min_tokens", "stop", "stop_ids", "ignore_eos", "temperature", "top_k")},
-    **{name: name for name in ("top_p", "min_p", "typical_p", "repetition_penalty", "presence_penalty")},
-    **{name: name for name in ("frequency_penalty", "logit_bias", "seed", "n", "heal", "constrain_from")},
-    **{name: name for name in GRAMMARS},
-    "max_completion_tokens": "max_tokens",
-    "stop_token_ids": "stop_ids",
+# What a request may say about the text, by our names and OpenAI's.
+REQUESTED = {
+    spelling: name for name, (_, option) in GENERATE.items() if option.request for spelling in (name, *option.aliases)
 }
 # What changes nothing in the text, or asks for what is done anyway.
 WITHOUT_EFFECT = {"model", "user", "metadata", "store", "service_tier", "prompt_cache_key", "safety_identifier"}
@@ -52,21 +40,6 @@ class BatchRequest:
     options: GenerateOptions = field(default_factory=lambda: GenerateOptions())
     model: str | None = None
     error: str | None = None
-
-
-@dataclass
-class BatchProgress:
-    """Requests and generated tokens; ``before``: requests that an earlier run has done."""
-
-    total: int
-    before: int
-    done: int = 0
-    failed: int = 0
-    tokens: int = 0
-
-    @property
-    def left(self) -> int:
-        return self.total - self.before - self.done
 
 
 # ---------------------------------------------------------------- reading requests
@@ -177,36 +150,14 @@ def options_of(body: dict[str, Any]) -> GenerateOptions:
         if name == "response_format":
             options |= format_of(value)
             continue
-        if name not in OPTIONS:
+        if name not in REQUESTED:
             raise OvspecError(f"{name} can't be asked for in a batch; leave it out.")
-        if name == "logit_bias":
-            value = bias_of(value)
-        elif name == "json_schema" and isinstance(value, str):
-            value = schema_of(value)
-        elif not isinstance(value, ALLOWED.get(OPTIONS[name], (int, float))) or (
-            isinstance(value, bool) and name not in BOOLEANS
-        ):
-            kinds = " or ".join(KINDS[kind] for kind in ALLOWED.get(OPTIONS[name], (float,)))
-            raise OvspecError(f"{name} is {value!r}, which is of a wrong type; it must be {kinds}.")
-        options[OPTIONS[name]] = value
+        ours = REQUESTED[name]
+        kind, option = GENERATE[ours]
+        value = bias_of(value) if ours == "logit_bias" else value
+        check(name, value, kind if option.request is True else option.request, replace(option, limits=None))
+        options[ours] = schema_of(value) if ours == "json_schema" and isinstance(value, str) else value
     return cast(GenerateOptions, options)
-
-
-# Types of options, where they aren't any number.
-ALLOWED: dict[str, tuple[type, ...]] = {
-    **dict.fromkeys(("max_tokens", "min_tokens", "top_k", "seed", "n"), (int,)),
-    "stop": (str, list),
-    "stop_ids": (list,),
-    "ignore_eos": (bool,),
-    "heal": (bool,),
-    "constrain_from": (int, str),
-    "json_schema": (dict, bool, str),
-    "choice": (list,),
-    **dict.fromkeys(("regex", "grammar", "gbnf"), (str,)),
-}
-KINDS = {str: "a text", int: "a whole number", float: "a number", bool: "true or false", list: "a list"}
-KINDS |= {dict: "an object"}
-BOOLEANS = ("ignore_eos", "heal", "json_schema")
 
 
 def format_of(value: Any) -> dict[str, Any]:
@@ -283,135 +234,3 @@ def body_of(request: BatchRequest, results: list[Result]) -> dict[str, Any]:
         "choices": choices,
         "usage": {"prompt_tokens": prompt, "completion_tokens": generated, "total_tokens": prompt + generated},
     }
-
-
-class Done:
-    """Results so far, in a file beside the output: after a kill they needn't be generated again.
-
-    Each is kept under a key of all that it depends on, so that a line, a model or an option that has changed
-    meanwhile is done anew.
-    """
-
-    def __init__(self, output: Path, depends_on: str) -> None:
-        self.file = output.with_name(output.name + ".partial")
-        self._depends_on = depends_on
-        self._lines = dict(self._read())
-        if self._lines:  # without what a kill has cut off
-            write_atomically(self.file, "".join(entry(key, line) for key, line in self._lines.items()))
-        self.file.parent.mkdir(parents=True, exist_ok=True)
-        self._open = self.file.open("a", encoding="utf-8", newline="\n")
-
-    def key(self, request: BatchRequest) -> str:
-        text = "\0".join((self._depends_on, request.id, request.source))
-        return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:24]
-
-    def has(self, request: BatchRequest) -> bool:
-        return self.key(request) in self._lines
-
-    def add(self, request: BatchRequest, line: dict[str, Any]) -> None:
-        self._lines[self.key(request)] = line
-        self._open.write(entry(self.key(request), line))
-        self._open.flush()
-
-    def finish(self, output: Path, requests: list[BatchRequest]) -> None:
-        """Write the output, whole or not at all, in the order of the requests."""
-        self.close()
-        lines = [json.dumps(self._lines[self.key(request)], ensure_ascii=False) for request in requests]
-        write_atomically(output, "".join(f"{line}\n" for line in lines))
-        self.file.unlink()
-
-    def close(self) -> None:
-        self._open.close()
-
-    def _read(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        if not self.file.is_file():
-            return
-        for line in self.file.read_text(encoding="utf-8", errors="replace").split("\n"):
-            try:
-                found = json.loads(line)
-                yield found["key"], found["line"]
-            except (ValueError, TypeError, KeyError):  # cut off
-                continue
-
-
-def entry(key: str, line: dict[str, Any]) -> str:
-    return json.dumps({"key": key, "line": line}, ensure_ascii=False) + "\n"
-
-
-# ---------------------------------------------------------------- running
-
-
-def run_file(
-    lm: LanguageModel,
-    requests: list[BatchRequest],
-    output: Path,
-    options: GenerateOptions,
-    note: Callable[[BatchProgress], None] | None = None,
-) -> BatchProgress:
-    """Generate what ``requests`` ask for and write ``output``; goes on where an earlier run was interrupted.
-
-    Args:
-        options: for all requests that don't say otherwise.
-        note: called after each round.
-
-    Raises:
-        OvspecError: the inference fails. What is done is kept, as after a kill, for the same call to go on with.
-    """
-    lm.check_grammar(options)
-    done = Done(output, what_matters(lm, options))
-    todo = [request for request in requests if not done.has(request)]
-    progress = BatchProgress(len(requests), len(requests) - len(todo))
-    started: dict[int, tuple[BatchRequest, list[Row]]] = {}  # by the number of a row, what it belongs to
-    numbers = itertools.count()
-
-    def rows() -> Iterator[Row]:
-        for request in todo:
-            try:
-                made = rows_of(lm, request, options)
-            except OvspecError as error:
-                done.add(request, result_line(request, str(error)))
-                progress.done, progress.failed = progress.done + 1, progress.failed + 1
-                continue
-            for row in made:
-                started[next(numbers)] = request, made
-                yield row
-
-    try:
-        for pieces in lm.run(rows(), options, sampled=bool(options.get("temperature"))):
-            for number, piece in pieces:
-                progress.tokens += len(piece.token_ids)
-                if piece.finish_reason in (None, "cancelled"):
-                    continue
-                request, siblings = started.pop(number)
-                if all(row.finish_reason for row in siblings) and not done.has(request):
-                    done.add(request, result_line(request, [row.result() for row in siblings]))
-                    progress.done += 1
-            if note:
-                note(progress)
-        done.finish(output, requests)
-    finally:
-        done.close()
-    return progress
-
-
-def what_matters(lm: LanguageModel, options: GenerateOptions) -> str:
-    """The model, and the options that results depend on: not what only makes them come faster."""
-    weights = (lm.folder / MODEL_FILE).with_suffix(".bin").stat().st_size
-    faster = ("batch_size",) if options.get("accept") == "rejection" else ("batch_size", "lookahead")
-    texts = {name: options[name] for name in sorted(options) if name not in (*faster, *GRAMMARS)}
-    return f"{lm.folder.resolve()} {weights} {texts} {grammar_of(options)[0]}"
-
-
-def rows_of(lm: LanguageModel, request: BatchRequest, options: GenerateOptions) -> list[Row]:
-    """A row for each text that is asked for; raises OvspecError where that can't be had."""
-    if request.error:
-        raise OvspecError(request.error)
-    own = any(name in request.options for name in GRAMMARS)
-    ours = {name: value for name, value in options.items() if not (own and name in (*GRAMMARS, "constrain_from"))}
-    merged = cast(GenerateOptions, {**ours, **request.options})
-    n, ids = merged.get("n", 1), lm.encode(request.prompt)
-    if not isinstance(n, int) or n < 1:
-        raise OvspecError(f"n is {n}; it must be at least 1.")
-    seed = secrets.randbits(32)
-    healable = healable_from(request.prompt, ids)
-    return [lm.row(Sequence(ids), merged, seed=seed, sample=i, n=n, healable=healable) for i in range(n)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections.abc import Callable
@@ -66,6 +67,11 @@ class CompiledIR:
         return [state for state in self.states if state.sequence_axis is None]
 
     @property
+    def logits_width(self) -> int:
+        """Tokens that the model's logits are for, which may be more than the tokenizer knows."""
+        return self.compiled.output(0).get_partial_shape()[-1].get_length()
+
+    @functools.cached_property
     def context_length(self) -> int | None:
         """Positions the model was made for, as its config says; None where the config is silent."""
         names = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")

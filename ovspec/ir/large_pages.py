@@ -30,17 +30,15 @@ class LargePages:
 
     def __init__(self) -> None:
         self._before = set(pages(memory_ranges()))
-        self._seconds = self._refused = 0.0
+        self.seconds = self._refused = 0.0  # of inference so far
         self._waiting: Iterator[int] | None = None
-        self._done = not sys.platform.startswith("linux")
+        self.done = not sys.platform.startswith("linux")
         self._lock = threading.Lock()  # a model may be used by several threads
 
     def spent(self, seconds: float) -> None:
         """An inference took ``seconds``. When it is time, some of the weights are moved before the next."""
-        if self._done:
-            return
-        self._seconds += seconds
-        if self._seconds >= PATIENCE:
+        self.seconds += seconds
+        if self.seconds >= PATIENCE and not self.done:
             self.move(min(SHARE * seconds, LONGEST))
 
     def move(self, seconds: float) -> None:
@@ -51,13 +49,13 @@ class LargePages:
         try:
             if self._waiting is None:
                 self._waiting = iter([page for page in pages(memory_ranges()) if page not in self._before])
-            while not self._done and time.perf_counter() < until:
+            while not self.done and time.perf_counter() < until:
                 page = next(self._waiting, None)
                 if page is None:
-                    self._done = True
+                    self.done = True
                 elif collapse(page) in (ENOMEM, EAGAIN):
                     self._refused += 1
-                    self._done = self._refused == MOST_REFUSALS
+                    self.done = self._refused == MOST_REFUSALS
                 else:
                     self._refused = 0
         finally:

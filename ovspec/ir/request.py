@@ -9,6 +9,7 @@ import numpy as np
 import openvino as ov
 
 from ovspec.ir.compile import CompiledIR
+from ovspec.ir.large_pages import PATIENCE
 
 
 class Request:
@@ -47,7 +48,10 @@ class Request:
         request.wait()
         spent = time.perf_counter() - began
         self.seconds += spent
-        self._large_pages.spent(spent)
+        if (pages := self._large_pages).seconds < PATIENCE:
+            pages.seconds += spent
+        elif not pages.done:
+            pages.spent(spent)
         self.inferences += 1
         logits = request.get_output_tensor(0).data
         if self._picks_logits:

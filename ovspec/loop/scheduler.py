@@ -113,11 +113,8 @@ class Scheduler:
             self._batch += [Active(number, row, self._clocks()) for number, row in joining]
         if not self._batch:
             return None
-        order = [*self._stay, *[EMPTY] * (len(self._batch) - len(self._stay))]
-        if order != list(range(len(self._target.rows))):
-            self._target.reorder(order)
-            if self._drafter:
-                self._drafter.reorder(order)
+        if self._stay != list(range(len(self._target.rows))) or len(self._stay) < len(self._batch):
+            self._reorder()
         turns = [active.row.round_row() for active in self._batch]
         outcome = run_round(self._target, self._drafter, self._lookahead, turns)
         if outcome:
@@ -129,6 +126,16 @@ class Scheduler:
         self._stay = [index for index, active in enumerate(self._batch) if not active.row.finish_reason]
         self._batch = [self._batch[index] for index in self._stay]
         return pieces
+
+    def _reorder(self) -> None:
+        """Have the decoders go on with the rows that stay, and begin with those that have joined."""
+        order = [*self._stay, *[EMPTY] * (len(self._batch) - len(self._stay))]
+        begins = not self._target.rows
+        for follower in (self._target, self._drafter):
+            if follower and begins:
+                follower.reset(len(order))
+            elif follower:
+                follower.reorder(order)
 
     def cancel(self) -> list[tuple[int, Piece]]:
         """End all rows of the batch where they are."""

@@ -15,7 +15,7 @@ import numpy as np
 from ovspec.constraints.base import UNCONSTRAINED, Constraints
 from ovspec.decoders.sequence import Sequence
 from ovspec.errors import OvspecError
-from ovspec.options import ACCEPT_RULES, GenerateOptions, SampleFunction, SamplingParams
+from ovspec.options import GenerateOptions, SampleFunction, SamplingParams, check_option
 from ovspec.sampling.noise import ACCEPT, CHOICE, DRAFT, RESIDUAL, draw, draw_from, noise, residual, uniform
 from ovspec.sampling.warp import NOTHING_LEFT, WarpedLogits, certain, warp
 
@@ -279,8 +279,7 @@ def sampler_of(
     """
     options = options or GenerateOptions()
     accept, function = options.get("accept", "compare"), options.get("sampler")
-    if accept not in ACCEPT_RULES:
-        raise OvspecError(f"accept is {accept!r}; it must be one of {', '.join(ACCEPT_RULES)}.")
+    check_option("accept", accept)
     if function:
         if params.temperature or params.truncates:
             raise OvspecError("A sampler draws by itself; leave temperature, top_k, top_p, min_p and typical_p out.")

@@ -21,6 +21,10 @@ class KnownIds:
     size: int | None = None
     gaps: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
 
+    def restricts(self, width: int) -> bool:
+        """Whether logits of this width have places for ids that nobody knows."""
+        return bool(len(self.gaps)) or (self.size is not None and width > self.size)
+
     def restrict(self, logits: np.ndarray) -> np.ndarray:
         """(n, width) float32 -> (n, at most size), the gaps' logits overwritten by -inf."""
         logits = logits[:, : self.size]

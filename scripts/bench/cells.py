@@ -24,8 +24,7 @@ from ovspec.errors import OvspecError
 from ovspec.ir.compile import MODEL_FILE
 from ovspec.loop.results import Result
 from ovspec.model import LanguageModel
-from ovspec.options import GenerateOptions
-from ovspec.sampling.samplers import AcceptRule
+from ovspec.options import AcceptRule, GenerateOptions
 from ovspec.setup.tuning import TEXT
 
 Mode = Literal["plain", "draft", "lookup", "chain", "auto"]
@@ -192,7 +191,7 @@ def run(lm: LanguageModel, cell: Cell, tasks: list[Task], number: int, tokens: i
     picked = [tasks[(number + place) % len(tasks)] for place in range(cell.batch)]
     sequences = [Sequence(with_context(lm, task.prompt, cell.context)) for task in picked]
     rows = [
-        lm.row(sequence, run_options(lm, cell, task, len(sequence), number + place, tokens, dictate))
+        lm.workspace.row(sequence, run_options(lm, cell, task, len(sequence), number + place, tokens, dictate))
         for place, (task, sequence) in enumerate(zip(picked, sequences, strict=True))
     ]
     together: GenerateOptions = {
@@ -200,7 +199,7 @@ def run(lm: LanguageModel, cell: Cell, tasks: list[Task], number: int, tokens: i
         "batch_size": cell.batch,
     }
     gaps, last = list[float](), None
-    for pieces in lm.run(rows, together, sampled=cell.temperature > 0):
+    for pieces in lm.workspace.run(rows, together, sampled=cell.temperature > 0):
         now = time.perf_counter()
         if last is not None and pieces:
             gaps.append((now - last) * 1e3)
@@ -241,7 +240,7 @@ def with_context(lm: LanguageModel, prompt: str, context: int) -> list[int]:
 def learned_costs(variants: dict[Mode, LanguageModel], temperature: float) -> tuple[Costs, Costs] | None:
     """What an auto lookahead has learned that verifying and drafting cost."""
     order: tuple[Mode, ...] = ("auto", "chain", "draft", "lookup")
-    found = (variants[mode].learned_costs(temperature > 0) for mode in order if mode in variants)
+    found = (variants[mode].workspace.learned_costs(temperature > 0) for mode in order if mode in variants)
     return next((costs for costs in found if costs), None)
 
 

@@ -59,7 +59,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     whole = ovspec.load(arguments.folder, "lookup,draft")
-    models = {way: whole.with_drafters(choice_of(arguments.folder, draft)) for way, (draft, _) in WAYS.items()}
+    models = {way: whole.with_drafters(choice_of(draft)) for way, (draft, _) in WAYS.items()}
     cells: dict[str, list[dict[str, Any]]] = defaultdict(list)
     shared = {"temperature": arguments.temperature, "seed": 1, "max_tokens": arguments.max_tokens}
     for way in (*WAYS, *WAYS):  # kernels of every width
@@ -108,10 +108,10 @@ def main() -> None:
     print(f"\n{sum(reason != 'length' for reason in finished)} of {len(finished)} texts came to an end.")
 
 
-def choice_of(folder: Path, draft: str | None) -> Any:
+def choice_of(draft: str | None) -> Any:
     from ovspec.drafting.choice import parse_draft
 
-    return parse_draft(draft, folder) if draft else None
+    return parse_draft(draft) if draft else None
 
 
 if __name__ == "__main__":

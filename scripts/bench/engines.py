@@ -24,11 +24,13 @@ from cells import bytes_a_step, read_bandwidth
 from ovspec.decoders.base import Decoder, Rollback
 from ovspec.decoders.paged import PagedDecoder
 from ovspec.decoders.stateful import StatefulDecoder
+from ovspec.files import read_text
 from ovspec.ir.compile import compile_ir
 from ovspec.ir.device import DeviceOptions, available_devices
 from ovspec.setup.engine import compile_paged
 from ovspec.setup.profile import Setting, known_profile
-from ovspec.setup.tuning import tokens_of
+from ovspec.setup.tuning import TEXT
+from ovspec.text.tokenizer import Tokenizer
 
 WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16)
 REPEATS = 5
@@ -158,7 +160,7 @@ def main() -> None:
     }
     if best and best.setting not in settings.values():
         settings["profile"] = best.setting
-    text = np.resize(tokens_of(args.folder, 512), max(args.contexts) + PROMPT)
+    text = np.resize(Tokenizer(args.folder).encode(read_text(TEXT))[:512], max(args.contexts) + PROMPT)
     cpu, cores = dict(available_devices())["CPU"], os.cpu_count()
     print(f"{args.folder.name} of {args.folder.parent.name}, {cpu}, {cores} cores, {platform.system()}, ", end="")
     print(f"OpenVINO {ov.get_version().split('-')[0]}; dynamic quantisation in groups of {group}")

@@ -17,8 +17,9 @@ from hypothesis import strategies as st
 
 import ovspec
 from ovspec.decoders.sequence import Sequence
-from ovspec.drafting.choice import parse_draft
+from ovspec.drafting.choice import DraftChoice, parse_draft
 from ovspec.drafting.lookup import LEAST_MATCH, LONGEST_MATCH, Index, Lookup, corpus_of
+from ovspec.loading import resolve_draft
 from ovspec.setup.engine import EngineName
 
 Load = Callable[..., ovspec.LanguageModel]
@@ -276,17 +277,21 @@ def test_auto_in_a_batch_too_wide_for_it(load: Load, draft: str) -> None:
 # ---------------------------------------------------------------- what --draft may be
 
 
+def parsed(draft: Any, folder: Path) -> DraftChoice | None:
+    return resolve_draft(parse_draft(draft), folder)
+
+
 def test_what_a_draft_may_be(tmp_path: Path) -> None:
     (tmp_path / "draft").mkdir()
-    exported = parse_draft(True, tmp_path)
+    exported = parsed(True, tmp_path)
     assert exported
     assert exported.model == tmp_path / "draft"
-    assert parse_draft("none", tmp_path) is parse_draft(None, tmp_path) is parse_draft(False, tmp_path) is None
-    chain = parse_draft("lookup, draft", tmp_path)
+    assert parsed("none", tmp_path) is parsed(None, tmp_path) is parsed(False, tmp_path) is None
+    chain = parsed("lookup, draft", tmp_path)
     assert chain
     assert (chain.lookup, chain.model) == (True, tmp_path / "draft")
-    assert parse_draft(["lookup", True], tmp_path) == chain
-    assert parse_draft(f"lookup,{tmp_path}", tmp_path).model == tmp_path  # type: ignore[union-attr]
+    assert parsed(["lookup", True], tmp_path) == chain
+    assert parsed(f"lookup,{tmp_path}", tmp_path).model == tmp_path  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(
@@ -304,7 +309,7 @@ def test_what_a_draft_may_be(tmp_path: Path) -> None:
 def test_drafts_that_cannot_be(tmp_path: Path, draft: Any, message: str) -> None:
     (tmp_path / "draft").mkdir()
     with pytest.raises(ovspec.OvspecError, match=message):
-        parse_draft(draft, tmp_path)
+        parsed(draft, tmp_path)
 
 
 @pytest.mark.slow

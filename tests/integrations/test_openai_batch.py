@@ -19,7 +19,8 @@ import pytest
 from conftest import PROMPTS, ROOT
 
 import ovspec
-from ovspec.integrations.openai_batch import BatchRequest, Done, read_request, read_requests, run_file
+from ovspec.integrations.batch_run import Done, run_file
+from ovspec.integrations.openai_batch import BatchRequest, read_request, read_requests
 
 DEMO = ROOT / "models" / "demo"
 

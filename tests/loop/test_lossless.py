@@ -112,7 +112,7 @@ def test_one_target_inference_a_round(load: Callable[..., ovspec.LanguageModel],
 
 @pytest.mark.parametrize("engine", [pytest.param("stateful", marks=pytest.mark.slow), "paged"])
 @pytest.mark.parametrize("precision", [pytest.param("f32", marks=pytest.mark.slow), "bf16"])
-def test_compressed_weights(cache_dir: Path, engine: EngineName, precision: str) -> None:
+def test_compressed_weights(cache_dir: Path, engine: EngineName, precision: Any) -> None:
     """Activations are quantised, so inferences of different widths may round differently.
 
     In bf16 they do so hardly ever on a CPU that has it. Elsewhere texts may part at a near-tie.

@@ -1,0 +1,346 @@
+"""Every option, declared once: Python's keywords, the command line and the batch file are made from these tables.
+
+A new option is one entry. One of ``SamplingOptions`` becomes a field of ``SamplingParams``, too.
+"""
+
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, make_dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict, Unpack
+
+from ovspec.errors import OvspecError
+from ovspec.options.option import Limits, Option, check, check_names, choices_of, declared, documentation
+from ovspec.options.reading import auto_or_number, place_or_text, schema_or_file, token_bias
+
+AcceptRule = Literal["compare", "rejection"]
+# (logits (1, vocab) float32, all tokens so far (n,) int64, **keywords) -> token id
+SampleFunction = Callable[..., Any]
+# (all tokens so far (n,) int64, logits (1, vocab) float32) -> logits of the same shape
+LogitsProcessor = Callable[[Any, Any], Any]
+
+AT_LEAST_1 = Limits(1, words="at least 1")
+NOT_NEGATIVE = Limits(0, words="0 or more")
+PROBABILITY = Limits(0, 1, "above 0 and at most 1", above=True)
+TEXT_OR_PATH = "A text or the ``Path`` of a file."
+LOOKAHEAD = Limits(0, words="0 or more, or auto")
+
+
+class SamplingOptions(TypedDict, total=False):
+    """What a text depends on, besides prompt and model."""
+
+    max_tokens: Annotated[
+        int | None,
+        Option(
+            "Maximum number of tokens to generate.",
+            more="More than the context holds is an error.",
+            usual="the model's, or 256",
+            limits=AT_LEAST_1,
+            flags=("-n", "--max-tokens"),
+            aliases=("max_completion_tokens",),
+        ),
+    ]
+    min_tokens: Annotated[
+        int | None, Option("Minimum number of tokens; a grammar may end the text earlier.", limits=NOT_NEGATIVE)
+    ]
+    stop: Annotated[str | Collection[str], Option("End the text before this string.", default=list, metavar="TEXT")]
+    stop_ids: Annotated[
+        Collection[int],
+        Option(
+            "End the text at this token.", default=list, flags=("--stop-id",), metavar="ID", aliases=("stop_token_ids",)
+        ),
+    ]
+    ignore_eos: Annotated[bool, Option("Go on after an end-of-sequence token.", default=False)]
+    temperature: Annotated[
+        float,
+        Option(
+            "Sampling temperature: 0 is greedy, 1 the model's own distribution.",
+            default=0.0,
+            usual="0",
+            limits=Limits(0, words="0 (greedy) or more"),
+            flags=("-t", "--temperature"),
+        ),
+    ]
+    top_k: Annotated[
+        int,
+        Option(
+            "Sample from the K most likely tokens; 0 for all.", default=0, limits=Limits(0, words="0 (all) or more")
+        ),
+    ]
+    top_p: Annotated[
+        float,
+        Option(
+            "Sample from the most likely tokens that together have this probability.", default=1.0, limits=PROBABILITY
+        ),
+    ]
+    min_p: Annotated[
+        float,
+        Option(
+            "Sample from tokens with at least this share of the most likely one's probability.",
+            default=0.0,
+            limits=Limits(0, 1, "from 0 to 1"),
+        ),
+    ]
+    typical_p: Annotated[
+        float,
+        Option(
+            "Sample from the most typical tokens that together have this probability (arXiv 2202.00666).",
+            default=1.0,
+            limits=PROBABILITY,
+        ),
+    ]
+    repetition_penalty: Annotated[
+        float | None,
+        Option(
+            "Divide positive and multiply negative logits of tokens in prompt or text.",
+            usual="the model's, or 1",
+            limits=Limits(0, words="above 0", above=True),
+        ),
+    ]
+    presence_penalty: Annotated[
+        float, Option("Subtract from the logits of generated tokens.", default=0.0, limits=Limits())
+    ]
+    frequency_penalty: Annotated[
+        float, Option("Subtract from the logits of generated tokens, once for each time.", default=0.0, limits=Limits())
+    ]
+    logit_bias: Annotated[
+        Mapping[int, float],
+        Option("Add to a token's logit; -inf bans the token.", default=dict, metavar="ID=VALUE", parse=token_bias),
+    ]
+    seed: Annotated[
+        int | None,
+        Option(
+            "Random seed: the same seed gives the same text, with any draft or none.",
+            more="``Stats.seed`` tells a random one.",
+            usual="random",
+            limits=Limits(0, 2**63 - 1, "from 0 to 2**63 - 1"),
+        ),
+    ]
+    n: Annotated[
+        int,
+        Option(
+            "Number of texts to generate for each prompt.",
+            default=1,
+            usual="1",
+            limits=AT_LEAST_1,
+            flags=("--samples",),
+        ),
+    ]
+    logprobs: Annotated[
+        int | None,
+        Option(
+            "Log-probabilities of each token and of the N most likely, in the model's own distribution.",
+            limits=NOT_NEGATIVE,
+            request=False,
+        ),
+    ]
+
+
+def _fields(table: Any) -> Any:
+    """A frozen dataclass with a field for each entry of a table."""
+    entries = [
+        (name, kind, field(default_factory=lambda option=option: option.initial))
+        for name, (kind, option) in declared(table).items()
+    ]
+    return make_dataclass("Fields", entries, frozen=True)
+
+
+_SamplingFields: Any = _fields(SamplingOptions)
+
+
+@dataclass(frozen=True)
+class SamplingParams(_SamplingFields):
+    """What a text depends on, besides prompt and model."""
+
+    if TYPE_CHECKING:
+
+        def __init__(self, **fields: Unpack[SamplingOptions]) -> None: ...
+
+    def __post_init__(self) -> None:
+        """Raises OvspecError where a value is of a wrong type or out of range."""
+        for name, (kind, option) in SAMPLING.items():
+            check(name, getattr(self, name), kind, option)
+        if any(math.isnan(bias) or bias == math.inf for bias in self.logit_bias.values()):
+            raise OvspecError("logit_bias must be numbers, or -inf to ban a token.")
+        if not all(self.stop_strings):
+            raise OvspecError("A stop string is empty; leave it out.")
+        if self.min_tokens and self.max_tokens and self.min_tokens > self.max_tokens:
+            raise OvspecError(f"min_tokens is {self.min_tokens}, more than max_tokens, {self.max_tokens}.")
+
+    @property
+    def stop_strings(self) -> list[str]:
+        return [self.stop] if isinstance(self.stop, str) else list(self.stop)
+
+    @property
+    def penalizes(self) -> bool:
+        """Whether logits depend on the tokens before them."""
+        repeats = self.repetition_penalty not in (None, 1.0)
+        return repeats or self.presence_penalty != 0 or self.frequency_penalty != 0
+
+    @property
+    def truncates(self) -> bool:
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0 or self.typical_p < 1
+
+
+class GenerateOptions(SamplingOptions, total=False):
+    """What every generating call takes."""
+
+    sampling: Annotated[
+        SamplingParams,
+        Option("All ``SamplingParams`` in one; those that are given one by one win over it.", flags=(), request=False),
+    ]
+    sampler: Annotated[
+        SampleFunction | None,
+        Option(
+            "Your own function that chooses each token: ``sampler(logits (1, vocab), tokens so far (n,), "
+            "**sampler_options) -> id``, called once for each token, in order, with or without a draft.",
+            flags=(),
+            request=False,
+        ),
+    ]
+    sampler_options: Annotated[Mapping[str, Any] | None, Option("Keywords for the sampler.", flags=(), request=False)]
+    accept: Annotated[
+        AcceptRule,
+        Option(
+            "How sampled text is compared with what is proposed: compare gives the same text with any draft or none, "
+            "rejection accepts more.",
+            default="compare",
+            usual="compare",
+            request=False,
+        ),
+    ]
+    lookahead: Annotated[
+        int | Literal["auto"] | None,
+        Option(
+            "Tokens to propose each round, 0 for plain decoding; auto for as many as pay.",
+            usual="auto",
+            limits=LOOKAHEAD,
+            metavar="auto|K",
+            parse=auto_or_number,
+            request=False,
+        ),
+    ]
+    batch_size: Annotated[
+        int | None,
+        Option(
+            "Texts to generate at a time; the others wait.",
+            usual="32",
+            limits=AT_LEAST_1,
+            commands=("batch",),
+            request=False,
+        ),
+    ]
+    json_schema: Annotated[
+        Any,
+        Option(
+            "The text must be JSON of this schema; '{}' for any JSON.",
+            more="A dict, a text, the ``Path`` of a file or a pydantic model.",
+            metavar="FILE|TEXT",
+            parse=schema_or_file,
+            request=dict[str, Any] | bool | str,
+        ),
+    ]
+    regex: Annotated[str | None, Option("The whole text must match this regular expression.", metavar="PATTERN")]
+    grammar: Annotated[
+        str | Path | None,
+        Option(
+            "The text must follow this grammar in Lark's syntax.",
+            more=TEXT_OR_PATH,
+            metavar="FILE",
+            parse=Path,
+            request=str,
+        ),
+    ]
+    gbnf: Annotated[
+        str | Path | None,
+        Option(
+            "The text must follow this grammar in llama.cpp's syntax.",
+            more=TEXT_OR_PATH,
+            metavar="FILE",
+            parse=Path,
+            request=str,
+        ),
+    ]
+    choice: Annotated[Sequence[str] | None, Option("The text must be one of these.", metavar="TEXT")]
+    constrain_from: Annotated[
+        int | str | None,
+        Option(
+            "Where in the prompt the grammar begins: at the last TEXT, or at character N (@0 for all of it, @-5 for "
+            "the last five).",
+            more="In Python, a number without the @.",
+            usual="after the prompt",
+            metavar="TEXT|@N",
+            parse=place_or_text,
+        ),
+    ]
+    heal: Annotated[
+        bool | None,
+        Option(
+            "Let the first token begin inside the prompt: its last tokens are taken back and generated anew.",
+            more="Sessions do so for appended text unless told otherwise.",
+        ),
+    ]
+    logits_processors: Annotated[
+        Sequence[LogitsProcessor] | None,
+        Option(
+            "Your own functions that change the logits of each token: ``processor(tokens so far (n,), "
+            "logits (1, vocab)) -> logits``, called for guesses, too; they must depend on their arguments alone.",
+            flags=(),
+            request=False,
+        ),
+    ]
+
+
+# ---------------------------------------------------------------- what is made from them
+
+SAMPLING, GENERATE = declared(SamplingOptions), declared(GenerateOptions)
+# Options of which each is a grammar.
+GRAMMARS = ("json_schema", "regex", "grammar", "gbnf", "choice")
+# A step is mostly reading weights; from about here on it is arithmetic, and more rows gain little.
+BATCH_SIZE = 32
+for _made, _table in ((SamplingParams, SamplingOptions), (GenerateOptions, GenerateOptions)):
+    _made.__doc__ = f"{_made.__doc__}\n\n{documentation(_table)}"
+
+
+def params_of(options: GenerateOptions) -> SamplingParams:
+    """``sampling`` with the fields that are given one by one.
+
+    Raises:
+        TypeError: an option that there isn't.
+        OvspecError: a value out of range.
+    """
+    check_names(options, GENERATE)
+    for name in options.keys() - SAMPLING.keys():
+        kind, option = GENERATE[name]
+        if option.limits or choices_of(kind):  # the others are checked where they are used
+            check_option(name, options.get(name))
+    given = {name: value for name, value in options.items() if name in SAMPLING}
+    return replace(options.get("sampling") or SamplingParams(), **given)
+
+
+def check_option(name: str, value: Any) -> None:
+    """Raises OvspecError where an option of a generating call can't be ``value``; None stands for the default."""
+    if value is not None:
+        check(name, value, *GENERATE[name])
+
+
+def check_lookahead(lookahead: Any) -> None:
+    """Raises OvspecError unless it is a number of tokens, None or "auto"."""
+    check_option("lookahead", lookahead)
+
+
+def batch_size(options: GenerateOptions) -> int:
+    """Raises OvspecError unless it is a number of texts."""
+    size = options.get("batch_size")
+    check_option("batch_size", size)
+    return BATCH_SIZE if size is None else size
+
+
+# Options that change or limit what may come next, besides ``heal`` and those of ``SamplingParams``.
+CONSTRAINTS = (*GRAMMARS, "constrain_from", "logits_processors")
+
+
+def constrains(options: GenerateOptions, params: SamplingParams) -> bool:
+    """Whether anything is asked for that changes or limits what may come next."""
+    given = any(options.get(name) is not None for name in CONSTRAINTS) or options.get("heal")
+    return bool(given or params.logit_bias or params.min_tokens or params.penalizes)

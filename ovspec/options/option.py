@@ -1,0 +1,147 @@
+"""How an option is declared, and how values are checked by the declaration."""
+
+import difflib
+import math
+import textwrap
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from numbers import Integral, Number, Real
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from ovspec.errors import OvspecError
+
+NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: "a text", Path: "a path"}
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The range of a number, and what messages call it. ``above``: ``least`` itself is too small."""
+
+    least: float = -math.inf
+    most: float = math.inf
+    words: str = "a finite number"
+    above: bool = False
+
+    def hold(self, value: Any) -> bool:
+        return self.least <= value <= self.most and math.isfinite(value) and not (self.above and value == self.least)
+
+
+@dataclass(frozen=True)
+class Option:
+    """What is declared of an option, besides its name and type.
+
+    help: what it does, in one sentence. more: what only Python's documentation adds.
+    default: the value, or a function that makes it. usual: what the default stands for, in words.
+    limits: the range of its numbers.
+    flags: how the command line spells it, if not ``--its-name``; empty where it has no such option.
+    commands: the generating commands that have it, if not all.
+    metavar, parse: what its value is called there, and how it is read; ``parse`` raises ValueError.
+    request: whether a line of a batch file may give it; or the type it must have there, if not Python's.
+    aliases: other names in a request.
+    """
+
+    help: str
+    more: str = ""
+    default: Any = None
+    usual: str = ""
+    limits: Limits | None = None
+    flags: tuple[str, ...] | None = None
+    commands: tuple[str, ...] = ()
+    metavar: str | None = None
+    parse: Callable[[str], Any] | None = None
+    request: Any = True
+    aliases: tuple[str, ...] = ()
+
+    @property
+    def initial(self) -> Any:
+        """The default's value."""
+        return self.default() if callable(self.default) else self.default
+
+
+def declared(table: Any) -> dict[str, tuple[Any, Option]]:
+    """Name -> (type, declaration) of each entry of a TypedDict."""
+    return {name: get_args(hint)[:2] for name, hint in get_type_hints(table, include_extras=True).items()}  # type: ignore[misc]
+
+
+def documentation(table: Any) -> str:
+    """A line for each option of a table, for docstrings."""
+    lines = []
+    for name, (_, option) in declared(table).items():
+        usual = f"By default {option.usual}." if option.usual else ""
+        text = " ".join(filter(None, (f"{name}: {option.help}", option.more, usual)))
+        lines.append(textwrap.fill(text, 112, subsequent_indent="    "))
+    return "\n".join(lines)
+
+
+def check(name: str, value: Any, kind: Any, option: Option) -> None:
+    """Raises OvspecError where ``value`` is not of type ``kind``, or out of range."""
+    shown = str(value) if isinstance(value, Number) else repr(value)[:80]
+    if not fits(value, kind):
+        choices = choices_of(kind)
+        if choices and not option.limits:
+            raise OvspecError(f"{name} is {shown}; it must be one of {', '.join(choices)}.")
+        raise OvspecError(f"{name} is {shown}, which is of a wrong type; it must be {described(kind)}.")
+    if option.limits and isinstance(value, Number) and not option.limits.hold(value):
+        raise OvspecError(f"{name} is {shown}; it must be {option.limits.words}.")
+
+
+def check_names(given: Any, table: dict[str, tuple[Any, Option]]) -> None:
+    """Raises TypeError where ``given`` names an option that there isn't."""
+    for name in sorted(given.keys() - table.keys()):
+        close = difflib.get_close_matches(name, table, 1)
+        hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(table)}"
+        raise TypeError(f"unknown option {name!r}; {hint}")
+
+
+def alternatives(kind: Any) -> tuple[Any, ...]:
+    """The types that a type is one of, without None."""
+    each = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
+    return tuple(one for one in each if one is not NoneType)
+
+
+def choices_of(kind: Any) -> tuple[Any, ...]:
+    """The values that its literals allow."""
+    return tuple(value for one in alternatives(kind) if get_origin(one) is Literal for value in get_args(one))
+
+
+def fits(value: Any, kind: Any) -> bool:
+    """Whether ``value`` is of a type as it is written in annotations."""
+    origin, inner = get_origin(kind), get_args(kind)
+    if kind is Any:
+        return True
+    if origin in (Union, UnionType):
+        return any(fits(value, each) for each in inner)
+    if origin is Literal:
+        return any(value is each or (type(value) is type(each) and value == each) for each in inner)
+    if kind in (int, float):
+        return isinstance(value, Integral if kind is int else Real) and not isinstance(value, bool)
+    if origin and issubclass(origin, Mapping):
+        return isinstance(value, Mapping) and all(fits(k, inner[0]) and fits(v, inner[1]) for k, v in value.items())
+    if origin and issubclass(origin, Collection):
+        listed = isinstance(value, Collection) and not isinstance(value, (str, bytes, Mapping))
+        return listed and all(fits(each, inner[0]) for each in value)
+    return isinstance(value, origin or kind)
+
+
+def is_repeatable(kind: Any) -> bool:
+    """Whether a value of the type holds several."""
+    return any(
+        isinstance(get_origin(each), type) and issubclass(get_origin(each), Collection)  # type: ignore[arg-type]
+        for each in alternatives(kind)
+    )
+
+
+def described(kind: Any) -> str:
+    """A type in words."""
+    words = []
+    for each in alternatives(kind):
+        origin = get_origin(each)
+        if origin is Literal:
+            words += [str(value) for value in get_args(each)]
+        elif is_repeatable(each):
+            words.append("an object" if issubclass(origin or each, Mapping) else "a list")
+        else:
+            words.append(NAMES.get(each, str(each)))
+    return " or ".join(words)

@@ -1,0 +1,33 @@
+"""How texts of the command line become values of options; each raises ValueError with a sentence."""
+
+import re
+from pathlib import Path
+
+
+def auto_or_number(text: str) -> int | str:
+    if text != "auto" and not text.isdecimal():
+        raise ValueError(f"{text!r} is neither auto nor a number of tokens.")
+    return text if text == "auto" else int(text)
+
+
+def token_bias(text: str) -> tuple[int, float]:
+    token, _, bias = text.partition("=")
+    try:
+        return int(token), float(bias)
+    except ValueError:
+        raise ValueError(f"{text!r} is not ID=VALUE, as in --logit-bias 50=-2.5.") from None
+
+
+def key_value(text: str) -> tuple[str, str]:
+    key, equals, value = text.partition("=")
+    if not equals or not key:
+        raise ValueError(f"{text!r} is not KEY=VALUE, as in --property NUM_STREAMS=1.")
+    return key.strip(), value.strip()
+
+
+def schema_or_file(text: str) -> str | Path:
+    return text if not text.strip() or text.lstrip().startswith(("{", "true", "false")) else Path(text)
+
+
+def place_or_text(text: str) -> int | str:
+    return int(text[1:]) if re.fullmatch(r"@-?[0-9]+", text) else text

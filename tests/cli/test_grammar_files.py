@@ -1,0 +1,32 @@
+"""``--grammar`` and ``--gbnf`` take a file, in every command that generates."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from conftest import ROOT
+
+from ovspec.cli import cli
+
+DEMO = str(ROOT / "models" / "demo")
+GRAMMARS = {"--grammar": 'start: "yes" | "no"\n', "--gbnf": 'root ::= "yes" | "no"\n'}
+
+
+@pytest.mark.parametrize("option", GRAMMARS)
+@pytest.mark.parametrize("command", ["generate", "chat", "batch"])
+def test_a_grammar_in_a_file(command: str, option: str, tmp_path: Path) -> None:
+    grammar, prompts, output = tmp_path / "grammar", tmp_path / "prompts.txt", tmp_path / "out.jsonl"
+    grammar.write_text(GRAMMARS[option], encoding="utf-8")
+    prompts.write_text("Is it?\n", encoding="utf-8")
+    arguments = {
+        "generate": [DEMO, "Is it?"],
+        "chat": [DEMO],
+        "batch": [DEMO, str(prompts), "-o", str(output)],
+    }[command]
+    done = CliRunner().invoke(cli, [command, *arguments, option, str(grammar)], input="Is it?\n")
+    assert done.exit_code == 0, done.output
+    text = json.loads(output.read_text(encoding="utf-8"))["text"] if command == "batch" else done.stdout.strip()
+    assert text in ("yes", "no")

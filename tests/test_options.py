@@ -1,0 +1,123 @@
+"""Options are declared once: an entry arrives in Python, on the command line and in the batch file."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import ROOT
+
+import ovspec
+from ovspec.cli import COMMANDS, cli
+from ovspec.drafting.choice import DraftChoice, parse_draft
+from ovspec.options import GENERATE, SAMPLING, GenerateOptions, SamplingParams, params_of
+from ovspec.options.loading import LOAD
+
+ENTRY = """
+    loudness: Annotated[
+        float, Option("How loud the text is.", default=0.5, limits=Limits(0, 1, "from 0 to 1"), aliases=("volume",))
+    ]
+"""
+CHECKS = """
+import pytest, click, json
+from click.testing import CliRunner
+import ovspec, ovspec.options
+from ovspec.cli import cli
+from ovspec.cli.generate import generate
+from ovspec.cli.options import split_options
+from ovspec.integrations.openai_batch import read_request
+
+assert "TMP" in ovspec.__file__
+params = ovspec.SamplingParams(loudness=0.7)
+assert params.loudness == 0.7 and ovspec.SamplingParams().loudness == 0.5
+assert "loudness: How loud the text is." in ovspec.SamplingParams.__doc__
+assert ovspec.options.params_of({"loudness": 1}).loudness == 1
+for wrong in (2.0, "loud"):
+    with pytest.raises(ovspec.OvspecError, match="loudness is .*must be"):
+        ovspec.options.params_of({"loudness": wrong})
+for command in ("generate", "chat", "batch"):
+    assert "--loudness FLOAT" in CliRunner().invoke(cli, [command, "--help"]).output
+context = generate.make_context("generate", ["--loudness", "0.7", "x"])
+assert split_options({"loudness": context.params["loudness"]})[1] == {"loudness": 0.7}
+assert CliRunner().invoke(cli, ["generate", "x", "--loudness", "2"]).exit_code == 2
+for name in ("loudness", "volume"):
+    assert read_request(json.dumps({"prompt": "a", name: 0.7}), "1").options == {"loudness": 0.7}
+    assert "wrong type" in read_request(json.dumps({"prompt": "a", name: "loud"}), "1").error
+"""
+
+
+def test_a_new_option_is_one_entry(tmp_path: Path) -> None:
+    """In a copy of the package, an entry is added to the table, and nothing else."""
+    shutil.copytree(ROOT / "ovspec", tmp_path / "ovspec", ignore=shutil.ignore_patterns("__pycache__"))
+    file = tmp_path / "ovspec" / "options" / "__init__.py"
+    text = file.read_text(encoding="utf-8")
+    place = '    """What a text depends on, besides prompt and model."""\n'
+    assert place in text
+    file.write_text(text.replace(place, place + ENTRY, 1), encoding="utf-8")
+    checks = CHECKS.replace("TMP", str(tmp_path))
+    done = subprocess.run([sys.executable, "-c", checks], cwd=tmp_path, env=environment(), capture_output=True)
+    assert done.returncode == 0, done.stderr.decode()
+
+
+def environment() -> dict[str, str]:
+    import os
+
+    return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+
+
+def test_types_and_ranges_are_checked_by_the_declaration() -> None:
+    for options, message in (
+        ({"max_tokens": 1.5}, "max_tokens is 1.5, which is of a wrong type; it must be a whole number"),
+        ({"max_tokens": True}, "wrong type"),
+        ({"stop": 5}, "it must be a text or a list"),
+        ({"stop_ids": ["x"]}, "it must be a list"),
+        ({"accept": "maybe"}, "accept is 'maybe'; it must be one of compare, rejection"),
+        ({"lookahead": "few"}, "it must be a whole number or auto"),
+        ({"batch_size": 0}, "batch_size is 0; it must be at least 1"),
+        ({"temperature": float("inf")}, "temperature is inf; it must be 0 \\(greedy\\) or more"),
+    ):
+        with pytest.raises(ovspec.OvspecError, match=message):
+            params_of(options)  # type: ignore[arg-type]
+    assert params_of({"temperature": 1, "sampling": SamplingParams(n=2)}) == SamplingParams(temperature=1, n=2)
+
+
+def test_options_that_there_are_not() -> None:
+    with pytest.raises(TypeError, match="unknown option 'temprature'; did you mean temperature"):
+        params_of({"temprature": 1})  # type: ignore[typeddict-unknown-key]
+    with pytest.raises(TypeError, match="unknown option 'devise'; did you mean device"):
+        ovspec.load(devise="CPU")  # type: ignore[call-arg]
+    with pytest.raises(ovspec.OvspecError, match="engine is 'fast'; it must be one of auto, stateful, paged"):
+        ovspec.load(engine="fast")  # type: ignore[arg-type]
+
+
+def test_every_option_is_documented() -> None:
+    for made, table in ((SamplingParams, SAMPLING), (GenerateOptions, GENERATE), (ovspec.load, LOAD)):
+        for name, (_, option) in table.items():
+            assert f"{name}: " in str(made.__doc__)
+            assert option.help.endswith(".")
+
+
+def test_what_the_group_says_is_what_a_command_says() -> None:
+    """``ovspec --help`` imports no command, so its sentences stand in a table."""
+    context: Any = None
+    assert set(COMMANDS) == {file.stem for file in (ROOT / "ovspec" / "cli").glob("*.py")} - {
+        *("__init__", "options", "output", "progress", "prompting")
+    }
+    for name, sentence in COMMANDS.items():
+        command = cli.get_command(context, name)
+        assert command
+        assert command.help
+        said = command.help.replace(" (by default the embedded pair)", "").split("\n\n")[0].replace("\n", " ")
+        assert said.startswith(sentence.removesuffix(".").removesuffix(", and use them")), name
+
+
+def test_a_draft_is_read_once() -> None:
+    choice = parse_draft("lookup,draft")
+    assert choice == DraftChoice(lookup=True, model="draft")
+    assert parse_draft(choice) is choice
+    assert parse_draft(DraftChoice()) is None
+    assert parse_draft([Path("x")]) == DraftChoice(model=Path("x"))
