@@ -68,7 +68,7 @@ def text_options(command: Callable[..., Any]) -> Callable[..., Any]:
         click.option(
             "--lookahead",
             type=LookaheadType(),
-            help="Tokens proposed a round; auto for as many as pay.  [default: auto]",,
+            help="Tokens proposed a round; auto for as many as pay.  [default: auto]",
         ),
         click.option(
             "--lookup-corpus",
