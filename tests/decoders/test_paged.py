@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import openvino as ov
 import pytest
-from conftest import ROOT, Reference
+from conftest import HAS_BF16, ROOT, Reference
 
 import ovspec
 import ovspec.decoders.paged
@@ -194,7 +194,7 @@ def test_which_block_caches_are_exact_after_a_rollback(precision: str, cache_dir
     """The types that give the same logits when the same tokens are fed again drive the default; u8 does not."""
     text, junk = np.split(np.random.default_rng(0).integers(3, 4096, 260), [200])
     moved = {}
-    kinds = ("f32", "f16", "u8") if precision == "f32" else ("bf16", "u8")
+    kinds = ("bf16", "u8") if precision == "bf16" and HAS_BF16 else ("f32", "f16", "u8")
     for kv_precision in kinds:
         options = DeviceOptions(precision=precision, kv_precision=kv_precision, cache_dir=cache_dir)
         decoder = PagedDecoder(compile_paged(DEMO, options))
@@ -211,8 +211,7 @@ def test_several_tokens_give_the_bits_that_one_by_one_gives(cache_dir: Path) -> 
     """In bf16, where the kernel for several tokens rounds differently; with blocks that end among the tokens."""
     options = DeviceOptions(precision="bf16", cache_dir=cache_dir)
     decoder = PagedDecoder(compile_paged(DEMO, options))
-    if not decoder._apart:
-        pytest.skip("the CPU has no bf16")
+    assert decoder._apart
     text = np.random.default_rng(5).integers(3, 4096, 400)
     share: dict[bool, float] = {}
     for apart in (True, False):
@@ -229,16 +228,16 @@ def test_several_tokens_give_the_bits_that_one_by_one_gives(cache_dir: Path) -> 
                 equal += [np.array_equal(*pair) for pair in zip(together, alone, strict=False)]
         share[apart] = float(np.mean(equal))
     assert share[True] > 0.95, "the matrix multiplications may flip a bit once in a while"
-    assert share[False] < 0.5, "OpenVINO's kernels agree now: there is no need to feed tokens apart"
+    assert share[False] < (0.5 if HAS_BF16 else 0.95), "OpenVINO's kernels agree now: there is no need to feed tokens apart"
 
 
 def test_a_cache_is_carried_over_into_another_type(pair: Path, cache_dir: Path, reference: Reference) -> None:
-    def decoder(precision: str, kv_precision: str) -> PagedDecoder:
+    def decoder(precision: str, kv_precision: str | None) -> PagedDecoder:
         options = DeviceOptions(precision=precision, kv_precision=kv_precision, cache_dir=cache_dir)
         return PagedDecoder(compile_paged(pair, options))
 
     text = np.random.default_rng(4).integers(3, 4096, 300)
-    exact, half, coarse = decoder("f32", "f32"), decoder("f32", "f16"), decoder("bf16", "bf16")
+    exact, half, coarse = decoder("f32", "f32"), decoder("f32", "f16"), decoder("bf16", None)
     exact.feed([text], [1])
     expected = reference.logits([*text, 7])[-1]
     for first, second, tolerance in ((exact, half, 2e-2), (half, exact, 2e-2), (exact, coarse, 0.5)):

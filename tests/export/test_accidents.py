@@ -222,7 +222,7 @@ REPLACE = """
 import sys
 from pathlib import Path
 from ovspec_export.folders import replace_folder
-from ovspec.manifest import MANIFEST_FILE
+from ovspec.setup.manifest import MANIFEST_FILE
 parent = Path(sys.argv[1])
 print("ready", flush=True)
 for turn in range(100000):
