@@ -12,7 +12,7 @@ import platformdirs
 from ovspec.errors import OvspecError
 
 # A KV cache of these types is the same after trimming, compacting, forking and copying, in any arithmetic
-# (tests/test_decoder.py measures it); u8 is not.
+# (tests/decoders measure it); u8 is not.
 EXACT_KV_PRECISIONS = ("f32", "bf16", "f16")
 
 

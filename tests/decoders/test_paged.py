@@ -1,4 +1,4 @@
-"""The paged decoder beyond what it shares with the stateful one (test_decoder.py drives both)."""
+"""The paged decoder beyond what it shares with the stateful one (test_stateful.py drives both)."""
 
 from __future__ import annotations
 
@@ -228,7 +228,8 @@ def test_several_tokens_give_the_bits_that_one_by_one_gives(cache_dir: Path) -> 
                 equal += [np.array_equal(*pair) for pair in zip(together, alone, strict=False)]
         share[apart] = float(np.mean(equal))
     assert share[True] > 0.95, "the matrix multiplications may flip a bit once in a while"
-    assert share[False] < (0.5 if HAS_BF16 else 0.95), "OpenVINO's kernels agree now: there is no need to feed tokens apart"
+    # Emulated, most agree anyway, because attention computes in f32.
+    assert share[False] < (0.5 if HAS_BF16 else 0.95), "OpenVINO's kernels agree now: no need to feed tokens apart"
 
 
 def test_a_cache_is_carried_over_into_another_type(pair: Path, cache_dir: Path, reference: Reference) -> None:

@@ -172,6 +172,7 @@ def test_an_export_told_to_end_clears_up(tmp_path: Path, number: int, expected: 
     before = contents(tmp_path)
     process = start(DRAFT, "-o", str(tmp_path / "out"))
     while not list(tmp_path.glob(".out.partial-*")):
+        assert process.poll() is None, process.communicate()[1]
         time.sleep(0.05)
     time.sleep(2)
     process.send_signal(number)
