@@ -194,7 +194,7 @@ def test_which_block_caches_are_exact_after_a_rollback(precision: str, cache_dir
     """The types that give the same logits when the same tokens are fed again drive the default; u8 does not."""
     text, junk = np.split(np.random.default_rng(0).integers(3, 4096, 260), [200])
     moved = {}
-    kinds = ("bf16", "u8") if precision == "bf16" and HAS_BF16 else ("f32", "f16", "u8")
+    kinds = ("f32", "f16", "u8") if precision == "f32" else ("bf16" if HAS_BF16 else "f32", "u8")
     for kv_precision in kinds:
         options = DeviceOptions(precision=precision, kv_precision=kv_precision, cache_dir=cache_dir)
         decoder = PagedDecoder(compile_paged(DEMO, options))
