@@ -23,10 +23,11 @@ from ovspec.decoders.base import Rollback
 from ovspec.decoders.paged import PagedDecoder
 from ovspec.decoders.stateful import StatefulDecoder
 from ovspec.ir.compile import CompiledIR, compile_ir
-from ovspec.ir.device import DeviceOptions
+from ovspec.ir.device import DeviceOptions, native_precisions
 from ovspec.setup.engine import compile_paged
 
 ROOT = Path(__file__).resolve().parent.parent
+HAS_BF16 = "bf16" in native_precisions()  # elsewhere it is emulated, and attention computes in f32
 CHECKPOINTS = ROOT / "models" / "demo-hf"
 PROMPTS: list[str] = [
     entry["text"] for entry in json.loads((ROOT / "models" / "prompts.json").read_text(encoding="utf-8"))["prompts"]

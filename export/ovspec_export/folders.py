@@ -1,7 +1,7 @@
 """The folder an export writes: beside the output, locked, and put in its place by renaming.
 
 A process that is killed leaves ``.NAME.partial-*`` or, between two renames, ``.NAME.old``. The next export
-to the same place clears up, and so does loading the folder (``ovspec.manifest.restore_backup``). Nothing is
+to the same place clears up, and so does loading the folder (``ovspec.setup.manifest.restore_backup``). Nothing is
 ever deleted but what carries a manifest of ours; an unfinished folder carries one that says so.
 """
 

@@ -12,7 +12,7 @@ import platformdirs
 from ovspec.errors import OvspecError
 
 # A KV cache of these types is the same after trimming, compacting, forking and copying, in any arithmetic
-# (tests/test_decoder.py measures it); u8 is not.
+# (tests/decoders measure it); u8 is not.
 EXACT_KV_PRECISIONS = ("f32", "bf16", "f16")
 
 
@@ -111,15 +111,21 @@ def compile_properties(options: DeviceOptions) -> dict[str, str]:
     return properties | options.fixed
 
 
+def native_precisions() -> list[str]:
+    """The 16-bit types in which the CPU itself computes; elsewhere OpenVINO emulates bf16 and computes f16 in f32."""
+    capabilities = core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
+    return [name for name, capability in (("bf16", "BF16"), ("f16", "FP16")) if capability in capabilities]
+
+
 def default_kv_precision(options: DeviceOptions) -> str | None:
-    """The KV cache's default type: that of the arithmetic, so that rolling back is exact.
+    """The KV cache's default type: that in which attention is really computed, so that rolling back is exact.
 
     The CPU plugin's own default for compressed weights, u8, is not (see ARCHITECTURE.md).
     None on other devices: AUTO and HETERO do not know the property, and a GPU has a choice of its own.
     """
     if check_device(options.device) != "CPU":
         return None
-    named = options.fixed.get("INFERENCE_PRECISION_HINT")
-    default = core().get_property("CPU", "INFERENCE_PRECISION_HINT")
-    precision = named or {ov.Type.f32: "f32", ov.Type.bf16: "bf16", ov.Type.f16: "f16"}.get(default, "f32")
-    return precision if precision in EXACT_KV_PRECISIONS else "f32"
+    default = core().get_property("CPU", "INFERENCE_PRECISION_HINT").get_type_name()
+    precision = options.fixed.get("INFERENCE_PRECISION_HINT", default)
+    # Attention needs the CPU's own 16-bit instructions; with a cache of such a type it refuses to run without them.
+    return precision if precision in native_precisions() else "f32"

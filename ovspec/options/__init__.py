@@ -139,7 +139,11 @@ class SamplingOptions(TypedDict, total=False):
 def _fields(table: Any) -> Any:
     """A frozen dataclass with a field for each entry of a table."""
     entries = [
-        (name, kind, field(default_factory=lambda option=option: option.initial))
+        (
+            name,
+            kind,
+            field(default_factory=option.default) if callable(option.default) else field(default=option.default),
+        )
         for name, (kind, option) in declared(table).items()
     ]
     return make_dataclass("Fields", entries, frozen=True)
@@ -159,7 +163,8 @@ class SamplingParams(_SamplingFields):
     def __post_init__(self) -> None:
         """Raises OvspecError where a value is of a wrong type or out of range."""
         for name, (kind, option) in SAMPLING.items():
-            check(name, getattr(self, name), kind, option)
+            if (value := getattr(self, name)) is not option.default:
+                check(name, value, kind, option)
         if any(math.isnan(bias) or bias == math.inf for bias in self.logit_bias.values()):
             raise OvspecError("logit_bias must be numbers, or -inf to ban a token.")
         if not all(self.stop_strings):

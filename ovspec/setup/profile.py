@@ -14,7 +14,7 @@ import psutil
 
 from ovspec.files import remember, remembered
 from ovspec.ir.compile import MODEL_FILE
-from ovspec.ir.device import EXACT_KV_PRECISIONS, DeviceOptions, check_device, core
+from ovspec.ir.device import EXACT_KV_PRECISIONS, DeviceOptions, check_device, core, native_precisions
 from ovspec.setup.engine import CompiledModel, EngineChoice, EngineName, load_ir
 from ovspec.setup.probing import Probe
 
@@ -188,7 +188,7 @@ def profile_file(folder: Path, options: DeviceOptions) -> Path | None:
     if not options.cache_folder:
         return None
     cores = (psutil.cpu_count(logical=False), psutil.cpu_count())
-    machine = (core().get_property("CPU", "FULL_DEVICE_NAME"), cores, ov.get_version())
+    machine = (core().get_property("CPU", "FULL_DEVICE_NAME"), native_precisions(), cores, ov.get_version())
     key = repr((FORMAT, machine, sorted(weight_shapes(folder).items())))
     return options.cache_folder / "profiles" / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"
 

@@ -25,7 +25,7 @@ from ovspec.decoders.stateful import StatefulDecoder
 from ovspec.errors import OvspecError
 from ovspec.files import read_text
 from ovspec.ir.compile import MODEL_FILE, check_weights, compile_ir
-from ovspec.ir.device import DeviceOptions, core, default_kv_precision
+from ovspec.ir.device import DeviceOptions, core, default_kv_precision, native_precisions
 from ovspec.ir.memory import room_for
 from ovspec.sampling.logprobs import log_softmax
 from ovspec.setup.engine import EXACT, EngineName, check_paged, compile_paged
@@ -138,11 +138,9 @@ def tune_if_new(folder: Path, options: DeviceOptions, tell: Callable[[str], None
 
 def arithmetics(engine: EngineName, most_group: int | None, effort: Effort) -> Iterator[Setting]:
     """Types of arithmetic, and how activations are quantised."""
-    capabilities = core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
-    native = [name for name, capability in (("bf16", "BF16"), ("f16", "FP16")) if capability in capabilities]
     groups = [group for group in ((32, 64, 128, 256) if effort.full else (64,)) if group <= (most_group or 0)]
     usual = default_kv_precision(DeviceOptions())  # the type of the arithmetic that OpenVINO takes by itself
-    for precision in ["f32", *native] if effort.full else [usual]:
+    for precision in ["f32", *native_precisions()] if effort.full else [usual]:
         for group in groups if most_group else [None]:
             # What OpenVINO does by itself is measured already, and bf16 rounds enough without large groups.
             if not (precision == usual and group in (None, USUAL_GROUP)) and not (precision != "f32" and group == 256):

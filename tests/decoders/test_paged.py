@@ -1,4 +1,4 @@
-"""The paged decoder beyond what it shares with the stateful one (test_decoder.py drives both)."""
+"""The paged decoder beyond what it shares with the stateful one (test_stateful.py drives both)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import openvino as ov
 import pytest
-from conftest import ROOT, Reference
+from conftest import HAS_BF16, ROOT, Reference
 
 import ovspec
 import ovspec.decoders.paged
@@ -197,7 +197,7 @@ def test_which_block_caches_are_exact_after_a_rollback(precision: str, cache_dir
     """The types that give the same logits when the same tokens are fed again drive the default; u8 does not."""
     text, junk = np.split(np.random.default_rng(0).integers(3, 4096, 260), [200])
     moved = {}
-    kinds = ("f32", "f16", "u8") if precision == "f32" else ("bf16", "u8")
+    kinds = ("f32", "f16", "u8") if precision == "f32" else ("bf16" if HAS_BF16 else "f32", "u8")
     for kv_precision in kinds:
         options = DeviceOptions(precision=precision, kv_precision=kv_precision, cache_dir=cache_dir)
         decoder = PagedDecoder(compile_paged(DEMO, options))
@@ -214,8 +214,7 @@ def test_several_tokens_give_the_bits_that_one_by_one_gives(cache_dir: Path) -> 
     """In bf16, where the kernel for several tokens rounds differently; with blocks that end among the tokens."""
     options = DeviceOptions(precision="bf16", cache_dir=cache_dir)
     decoder = PagedDecoder(compile_paged(DEMO, options))
-    if not decoder._apart:
-        pytest.skip("the CPU has no bf16")
+    assert decoder._apart
     text = np.random.default_rng(5).integers(3, 4096, 400)
     share: dict[bool, float] = {}
     for apart in (True, False):
@@ -232,7 +231,8 @@ def test_several_tokens_give_the_bits_that_one_by_one_gives(cache_dir: Path) -> 
                 equal += [np.array_equal(*pair) for pair in zip(together, alone, strict=False)]
         share[apart] = float(np.mean(equal))
     assert share[True] > 0.95, "the matrix multiplications may flip a bit once in a while"
-    assert share[False] < 0.5, "OpenVINO's kernels agree now: there is no need to feed tokens apart"
+    # Emulated, most agree anyway, because attention computes in f32.
+    assert share[False] < (0.5 if HAS_BF16 else 0.95), "OpenVINO's kernels agree now: no need to feed tokens apart"
 
 
 def test_a_failed_inference_empties_the_cache(make_paged: MakePaged, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,6 +21,7 @@ import ovspec
 from ovspec.setup.manifest import MANIFEST_FILE, UNFINISHED, backup_of, read_manifest, restore_backup
 
 DRAFT = str(CHECKPOINTS / "draft")
+TURNS = 24  # exports that are killed at random moments
 posix = pytest.mark.skipif(sys.platform == "win32", reason="sends POSIX signals")
 
 
@@ -172,6 +173,7 @@ def test_an_export_told_to_end_clears_up(tmp_path: Path, number: int, expected: 
     before = contents(tmp_path)
     process = start(DRAFT, "-o", str(tmp_path / "out"))
     while not list(tmp_path.glob(".out.partial-*")):
+        assert process.poll() is None, process.communicate()[1]
         time.sleep(0.05)
     time.sleep(2)
     process.send_signal(number)
@@ -184,20 +186,21 @@ def test_an_export_told_to_end_clears_up(tmp_path: Path, number: int, expected: 
 @posix
 @pytest.mark.slow
 def test_killed_at_random_moments(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """50 exports are stopped; after each the folder holds the old export or the new one, to the last byte."""
+    """Exports are stopped; after each the folder holds the old export or the new one, to the last byte."""
     output = tmp_path / "out"
     export_pair(DRAFT, None, output, Compression("fp16"))
     began = time.monotonic()
-    assert start(DRAFT, "-o", str(output), "--weight-format", "fp16").wait(timeout=120) == 0
+    assert start(DRAFT, "-o", str(output), "--weight-format", "int8").wait(timeout=120) == 0
     whole = time.monotonic() - began
     moments, found = random.Random(0), Counter[str]()
-    for turn in range(50):
+    for turn in range(TURNS):
         number = (signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGINT)[turn % 4]
         wanted = ("fp16", "int8")[turn % 2]
         before = manifest_format(output)
         process = start(DRAFT, "-o", str(output), "--weight-format", wanted)
-        # Half of them near the end, where folders are renamed.
-        time.sleep(whole * (moments.uniform(0.8, 1.05) if turn % 2 else moments.random()))
+        # One in each part of the time; half of them near the end, where folders are renamed.
+        moment = (turn + moments.random()) / TURNS
+        time.sleep(whole * (0.8 + 0.25 * moment if turn % 2 else moment))
         process.send_signal(number)
         process.communicate(timeout=30)
         restore_backup(output)  # as the next load or export does
@@ -209,7 +212,7 @@ def test_killed_at_random_moments(tmp_path: Path, capsys: pytest.CaptureFixture[
     export_pair(DRAFT, None, output, Compression("fp16"))
     assert [path.name for path in tmp_path.iterdir()] == ["out"], "leftovers were not cleared up"
     with capsys.disabled():
-        print(f"\nkilled at 50 random moments: {dict(found)}")
+        print(f"\nkilled at {TURNS} random moments: {dict(found)}")
 
 
 def manifest_format(folder: Path) -> str:
@@ -222,7 +225,7 @@ REPLACE = """
 import sys
 from pathlib import Path
 from ovspec_export.folders import replace_folder
-from ovspec.manifest import MANIFEST_FILE
+from ovspec.setup.manifest import MANIFEST_FILE
 parent = Path(sys.argv[1])
 print("ready", flush=True)
 for turn in range(100000):

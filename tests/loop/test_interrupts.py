@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from ovspec.loop.interrupts import HeldInterrupts
+from ovspec.loop.scheduler import HeldInterrupts
 
 
 def test_ctrl_c_waits_while_held() -> None:

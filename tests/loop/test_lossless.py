@@ -8,11 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import PROMPTS, ROOT, Reference
+from conftest import HAS_BF16, PROMPTS, ROOT, Reference
 
 import ovspec
 from ovspec.drafting.drafter import Drafter
-from ovspec.ir.device import core
 from ovspec.setup.engine import EngineName
 
 DEMO = ROOT / "models" / "demo"  # int8
@@ -125,8 +124,7 @@ def test_compressed_weights(cache_dir: Path, engine: EngineName, precision: Any)
             drafted = lm.generate(prompt, max_tokens=64, ignore_eos=True, lookahead=lookahead)
             if drafted.token_ids != plain:
                 parted.append((prompt, lookahead))
-    bf16 = precision == "bf16" and "BF16" in core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
-    assert len(parted) <= (2 if bf16 else 12), f"{len(parted)} of {3 * len(PROMPTS)}"
+    assert len(parted) <= (2 if precision == "bf16" and HAS_BF16 else 12), f"{len(parted)} of {3 * len(PROMPTS)}"
 
 
 class Guessing(Drafter):

@@ -24,7 +24,7 @@ MIXED = [prompt if i % 3 else "\n".join((*PROMPTS[i : i + 3], prompt)) for i, pr
 @pytest.fixture
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that prompts take several rounds."""
-    monkeypatch.setattr(decoder, "JOINING_CHUNK", 24)
+    monkeypatch.setattr("ovspec.decoders.recurrent.JOINING_CHUNK", 24)
     monkeypatch.setattr("ovspec.decoders.paged.JOINING_CHUNK", 24)
 
 
