@@ -3,7 +3,7 @@
     python3 scripts/dev.py demo            export the demo pair in f32, generate without and with the draft
     python3 scripts/dev.py test [--slow]   the tests; further arguments go to pytest
     python3 scripts/dev.py test-guidance   those of the guidance library, in an environment of their own
-    python3 scripts/dev.py lint            ruff, pyright, and whether the CLI reference is current
+    python3 scripts/dev.py lint            ruff, pyright, import-linter, and whether docs/cli.md is current
     python3 scripts/dev.py bench           the figures of the README
 
 The first call makes .venv and installs the project with all its extras but guidance, which needs an older llguidance;
@@ -84,6 +84,7 @@ def lint() -> None:
     run(python(), "-m", "ruff", "check", ".")
     run(python(), "-m", "ruff", "format", "--check", ".")
     run(python(), "-m", "pyright")
+    run(python().with_name("lint-imports"), "--no-cache")
     run(python(), "scripts/cli_reference.py", "--check")
 
 
