@@ -280,9 +280,9 @@ class Session:
         """
         tokens, ends = self.sequence.tokens, self.workspace.generation_config.eos_ids
         kept = tokens[:-1] if len(tokens) and int(tokens[-1]) in ends else tokens
-        text, said = self.workspace.render(chat), self.workspace.tokenizer.spell(kept)
-        if said and text.startswith(said):
-            return np.concatenate((kept, self.workspace.tokenizer.encode_more(text[len(said) :])))
+        text, spelt = self.workspace.render(chat), self.workspace.tokenizer.spell(kept)
+        if spelt and text.startswith(spelt):
+            return np.concatenate((kept, self.workspace.tokenizer.encode_more(text[len(spelt) :])))
         return self.workspace.tokenizer.encode(text, special=False)  # the template spells out the special tokens itself
 
     def _settle(self) -> None:

@@ -67,8 +67,8 @@ def model_identity(folder: Path) -> str:
     size = weights.stat().st_size
     found.update(str(size).encode())
     with weights.open("rb") as file:
-        for place in np.linspace(0, max(0, size - PIECE_BYTES), PIECES).astype(int).tolist():
-            file.seek(place)
+        for offset in np.linspace(0, max(0, size - PIECE_BYTES), PIECES).astype(int).tolist():
+            file.seek(offset)
             found.update(file.read(PIECE_BYTES))
     return found.hexdigest()
 

@@ -95,16 +95,16 @@ class Acceptance:
         return self._accepted[bins] / self._reached[bins]
 
     def rate(self, confidence: float) -> float:
-        place = int(np.searchsorted(EDGES, confidence, side="right"))
-        return float(self._accepted[place] / self._reached[place])
+        index = int(np.searchsorted(EDGES, confidence, side="right"))
+        return float(self._accepted[index] / self._reached[index])
 
     def learn(self, proposal: Proposal, accepted: int) -> None:
         reached = min(accepted + 1, len(proposal.tokens))
-        for place in range(reached):
-            stood = place < accepted
+        for index in range(reached):
+            stood = index < accepted
             self._all = [self._all[0] * FORGET + stood, self._all[1] * FORGET + 1]
             if proposal.confidence is not None:
-                at = int(np.searchsorted(EDGES, proposal.confidence[place], side="right"))
+                at = int(np.searchsorted(EDGES, proposal.confidence[index], side="right"))
                 self._fade(at, FORGET)
                 self._accepted[at] += stood
                 self._reached[at] += 1
@@ -118,10 +118,10 @@ class Acceptance:
         if proposal.confidence is not None:
             self._fade(int(np.searchsorted(EDGES, proposal.confidence[0], side="right")), FORGET)
 
-    def _fade(self, place: int, by: float) -> None:
+    def _fade(self, index: int, by: float) -> None:
         """Never below the prior's weight, which is what is left when all is forgotten."""
-        self._accepted[place] = self._accepted[place] * by + (1 - by) * PRIOR_WEIGHT * PRIOR[place]
-        self._reached[place] = self._reached[place] * by + (1 - by) * PRIOR_WEIGHT
+        self._accepted[index] = self._accepted[index] * by + (1 - by) * PRIOR_WEIGHT * PRIOR[index]
+        self._reached[index] = self._reached[index] * by + (1 - by) * PRIOR_WEIGHT
 
 
 class Record:

@@ -19,7 +19,7 @@ from ovspec.drafting.proposal import NOTHING, Proposal
 # Tokens that must agree at least, and that are compared at most.
 LEAST_MATCH, LONGEST_MATCH = 2, 16
 # Places that are looked at, the latest ones.
-MOST_PLACES = 32
+MOST_POSITIONS = 32
 SEPARATOR = -1  # no token: matches end there
 
 
@@ -28,7 +28,7 @@ class Index:
 
     def __init__(self) -> None:
         self._text = Sequence([SEPARATOR] * LONGEST_MATCH)
-        self._places: dict[int, list[int]] = {}  # two tokens -> places of what followed
+        self._positions: dict[int, list[int]] = {}  # two tokens -> positions of what followed
         self._followed = Sequence()
 
     def add(self, tokens: np.ndarray) -> None:
@@ -37,7 +37,7 @@ class Index:
         self._text.commit(tokens)
         text = self._text.tokens[start - 2 :].tolist()
         for i in range(len(tokens)):
-            self._places.setdefault(text[i] << 32 | text[i + 1] & 0xFFFFFFFF, []).append(start + i)
+            self._positions.setdefault(text[i] << 32 | text[i + 1] & 0xFFFFFFFF, []).append(start + i)
 
     def separate(self) -> None:
         """What follows has nothing to do with what was before."""
@@ -55,19 +55,19 @@ class Index:
         self._followed.commit(new)
 
     def matches(self, tail: np.ndarray) -> tuple[int, list[int]]:
-        """Of the longest match with the end ``tail``: (its tokens, places of what followed, the latest first)."""
-        places = self._places.get(int(tail[-2]) << 32 | int(tail[-1]))
-        if not places:
+        """Of the longest match with the end ``tail``: (its tokens, positions of what followed, the latest first)."""
+        positions = self._positions.get(int(tail[-2]) << 32 | int(tail[-1]))
+        if not positions:
             return 0, []
-        latest = np.array(places[-MOST_PLACES:])
+        latest = np.array(positions[-MOST_POSITIONS:])
         back = np.arange(1, min(len(tail), LONGEST_MATCH) + 1)
         same = self._text.tokens[latest[:, None] - back] == tail[::-1][: len(back)]
         lengths = np.where(same.all(1), len(back), same.argmin(1))
         longest = int(lengths.max())
         return longest, latest[lengths == longest][::-1].tolist()
 
-    def continuation(self, places: list[int], length: int) -> tuple[list[int], list[float]]:
-        """What followed most often at ``places``, the latest where that is a tie: (tokens, share of the places).
+    def continuation(self, positions: list[int], length: int) -> tuple[list[int], list[float]]:
+        """What followed most often at ``positions``, the latest where that is a tie: (tokens, share of the positions).
 
         Where it runs into the end of the text it goes on in itself, as a text does that repeats.
         """
@@ -75,15 +75,15 @@ class Index:
         text = self._text.tokens
         for step in range(length):
             found: dict[int, list[int]] = {}
-            for place in places:
-                at = place + step
-                found.setdefault(int(text[at]) if at < end else tokens[at - end], []).append(place)
+            for position in positions:
+                at = position + step
+                found.setdefault(int(text[at]) if at < end else tokens[at - end], []).append(position)
             token = max(found, key=lambda token: len(found[token]))
             if token == SEPARATOR:
                 break
             tokens.append(token)
-            shares.append(len(found[token]) / len(places))
-            places = found[token]
+            shares.append(len(found[token]) / len(positions))
+            positions = found[token]
         return tokens, shares
 
 
@@ -127,15 +127,15 @@ class Lookup(Drafter):
         tail = sequence.tokens[-LONGEST_MATCH:]
         if len(tail) < LEAST_MATCH:
             return NOTHING
-        match, places = index.matches(tail)
+        match, positions = index.matches(tail)
         if self._corpus and match < len(tail):
             elsewhere, other = self._corpus.matches(tail)
             if elsewhere > match:
-                index, match, places = self._corpus, elsewhere, other
+                index, match, positions = self._corpus, elsewhere, other
         if match < LEAST_MATCH:
             return NOTHING
         # The more tokens agree, the further the text is likely to go on as it did.
-        tokens, shares = index.continuation(places, min(budget, 2 * match))
+        tokens, shares = index.continuation(positions, min(budget, 2 * match))
         if not tokens:
             return NOTHING
         confidence = (1 - 1 / match) * np.array(shares)

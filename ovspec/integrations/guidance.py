@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from llguidance import LLTokenizer
@@ -12,6 +12,7 @@ from ovspec.errors import OvspecError
 from ovspec.files import read_json
 from ovspec.integrations.branches import Branches, Served
 from ovspec.integrations.roles import Roles, roles_of
+from ovspec.model import LanguageModel
 from ovspec.text.chat_template import chat_template
 from ovspec.text.vocabulary import TOKENIZER_FILE
 
@@ -25,9 +26,6 @@ except ModuleNotFoundError:
         "This needs the guidance library, which is not installed: pip install 'ovspec[guidance]'."
     ) from None
 
-if TYPE_CHECKING:
-    from ovspec.model import LanguageModel
-
 
 class OpenVINO(Model):
     """A guidance model on a loaded ``LanguageModel``, whose drafters guess ahead.
@@ -35,12 +33,12 @@ class OpenVINO(Model):
     Args:
         lm: from ``ovspec.load``. The cache of the model's branches is its own; ``lm`` may be used besides.
         echo: show the text as it grows, in a notebook, with the probabilities of its tokens. These take the logits of
-            all places and a sort of each.
+            all positions and a sort of each.
         chat_template: a ``guidance.chat.ChatTemplate`` class, or a template's text; by default the model's.
-        enable_backtrack: let guidance spell the end of a text anew.
-        enable_ff_tokens: let it append what a grammar forces without asking the model.
-        enable_monitoring: let it measure the processor's load.
         sampling_params: guidance's ``top_p``, ``top_k``, ``min_p``, ``repetition_penalty``.
+        options: what guidance may do, all of it by default: ``enable_backtrack`` (spell the end of a text anew),
+            ``enable_ff_tokens`` (append what a grammar forces without asking the model), ``enable_monitoring``
+            (measure the processor's load).
     """
 
     def __init__(
@@ -48,20 +46,10 @@ class OpenVINO(Model):
         lm: LanguageModel,
         echo: bool = True,
         chat_template: str | type[ChatTemplate] | None = None,
-        enable_backtrack: bool = True,
-        enable_ff_tokens: bool = True,
-        enable_monitoring: bool = True,
         sampling_params: SamplingParams | None = None,
+        **options: bool,
     ) -> None:
-        engine = OpenVINOEngine(
-            lm,
-            chat_template,
-            enable_backtrack=enable_backtrack,
-            enable_ff_tokens=enable_ff_tokens,
-            enable_monitoring=enable_monitoring,
-            enable_token_probabilities=echo,
-            enable_top_k=echo,
-        )
+        engine = OpenVINOEngine(lm, chat_template, enable_token_probabilities=echo, enable_top_k=echo, **options)
         params = SamplingParams() if sampling_params is None else sampling_params
         super().__init__(interpreter=EngineInterpreter(engine), sampling_params=params, echo=echo)
 
@@ -80,7 +68,8 @@ class OpenVINOEngine(Engine):
         self.branches = Branches(lm)
         tokenizer = OpenVINOTokenizer(lm, chat_template)
         self._width = tokenizer.size
-        super().__init__(tokenizer, **options)
+        enabled = dict.fromkeys(("enable_backtrack", "enable_ff_tokens", "enable_monitoring"), True)
+        super().__init__(tokenizer, **(enabled | options))
 
     def get_logits(self, token_ids: list[int], include_all_uncached_tokens: bool = False) -> LogitsOutput:
         """As ``Engine`` has it; ``n_cached`` is ``n_tokens`` where no inference was needed."""

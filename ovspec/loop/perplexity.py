@@ -14,7 +14,7 @@ from ovspec.errors import OvspecError
 from ovspec.sampling.logprobs import log_softmax
 
 DEFAULT_CONTEXT = 1024
-CHUNK = 128  # logits of so many places are held at a time
+CHUNK = 128  # logits of so many positions are held at a time
 
 
 @dataclass(frozen=True)
@@ -43,14 +43,14 @@ def windows(length: int, context: int) -> Iterator[tuple[int, int, int]]:
 
 
 def predictions(decoder: Decoder, tokens: np.ndarray, context: int) -> Iterator[tuple[int, np.ndarray]]:
-    """(place of the first predicted token, logits (n, vocab) for it and those that follow), in order."""
+    """(position of the first predicted token, logits (n, vocab) for it and those that follow), in order."""
     for start, end, scored in windows(len(tokens), context):
         decoder.reset(1)
         if scored - 1 > start:
             decoder.feed([tokens[start : scored - 1]], [0])
-        for place in range(scored, end, CHUNK):
-            fed = tokens[place - 1 : min(place - 1 + CHUNK, end - 1)]
-            yield place, decoder.feed([fed], [len(fed)])[0]
+        for position in range(scored, end, CHUNK):
+            fed = tokens[position - 1 : min(position - 1 + CHUNK, end - 1)]
+            yield position, decoder.feed([fed], [len(fed)])[0]
 
 
 def check_length(tokens: np.ndarray, context: int) -> None:
@@ -69,8 +69,8 @@ def measure(decoder: Decoder, tokens: np.ndarray, context: int) -> Perplexity:
     check_length(tokens, context)
     began = time.perf_counter()
     total, scored = 0.0, 0
-    for place, logits in predictions(decoder, tokens, context):
-        wanted = tokens[place : place + len(logits)]
+    for position, logits in predictions(decoder, tokens, context):
+        wanted = tokens[position : position + len(logits)]
         total -= float(log_softmax(logits)[np.arange(len(wanted)), wanted].sum())
         scored += len(wanted)
     nats = total / scored

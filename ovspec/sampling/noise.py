@@ -8,7 +8,7 @@ import numpy as np
 
 from ovspec.sampling.warp import WarpedLogits
 
-# What noise is drawn for: independent draws at one place need noise of their own.
+# What noise is drawn for: independent draws at one index need noise of their own.
 CHOICE, DRAFT, ACCEPT, RESIDUAL = range(4)
 
 
@@ -39,9 +39,9 @@ def draw(kept: WarpedLogits, bits: np.ndarray) -> tuple[int, float]:
     time_of_top = -math.log1p(-(float(bits[top]) + 0.5) * 2.0**-32)
     near = np.flatnonzero(bits.astype(np.float32) < weights * np.float32(time_of_top * 2.0**32 * 1.0001))
     times = -np.log1p(-(bits[near] + 0.5) * 2.0**-32) / weights[near]
-    place = int(near[times.argmin()])
-    token = place if kept.ids is None else int(kept.ids[place])
-    return token, float(weights[place] / weights.sum())
+    index = int(near[times.argmin()])
+    token = index if kept.ids is None else int(kept.ids[index])
+    return token, float(weights[index] / weights.sum())
 
 
 def residual(p: np.ndarray, q: np.ndarray) -> np.ndarray:

@@ -1,8 +1,8 @@
 """Who chooses the tokens of a row, and how a proposal is held against the choice.
 
-The rule is a comparison: at each place in order the target's own choice is taken, and the walk goes on while it equals
-the proposed token. It needs to know nothing about the proposal, so it can't be biased by it, and the text is the same
-with any drafter. ``RejectionSampler`` is the other rule.
+The rule is a comparison: at each position in order the target's own choice is taken, and the walk goes on while it
+equals the proposed token. It needs to know nothing about the proposal, so it can't be biased by it, and the text is the
+same with any drafter. ``RejectionSampler`` is the other rule.
 """
 
 from __future__ import annotations
@@ -188,7 +188,7 @@ class RejectionSampler:
     """Accepts x with probability min(1, p(x) / q(x)) and draws from max(p - q, 0) otherwise.
 
     Leviathan et al. (arXiv 2211.17192), Chen et al. (arXiv 2302.01318). Both distributions are warped alike. A
-    proposal that was not drawn has all its probability in one place. The text depends on what was proposed, its
+    proposal that was not drawn has all its probability in one position. The text depends on what was proposed, its
     distribution doesn't; as long as no drawn token is kept back for what it is.
     """
 
@@ -221,7 +221,7 @@ class RejectionSampler:
         if logits.max() == -np.inf:
             return None
         q = warp(logits, self._params)
-        # Noise of its own: the target's choice at this place must not depend on the draft's.
+        # Noise of its own: the target's choice at this position must not depend on the draft's.
         return Guess(*draw(q, noise(self._seed, self._row, len(tokens), len(logits), DRAFT)), q)
 
     def _warped(self, logits: np.ndarray, tokens: np.ndarray) -> WarpedLogits:

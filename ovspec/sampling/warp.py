@@ -85,9 +85,9 @@ def warp(logits: np.ndarray, params: SamplingParams) -> WarpedLogits:
     return WarpedLogits(ids, logits)
 
 
-def narrow(ids: np.ndarray | None, logits: np.ndarray, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The ids and logits at ``places``; ``ids`` None stands for the whole vocabulary."""
-    return places if ids is None else ids[places], logits[places]
+def narrow(ids: np.ndarray | None, logits: np.ndarray, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The ids and logits at ``positions``; ``ids`` None stands for the whole vocabulary."""
+    return positions if ids is None else ids[positions], logits[positions]
 
 
 def leading(keys: np.ndarray, weights: np.ndarray, limit: float) -> np.ndarray:

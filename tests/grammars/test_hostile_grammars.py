@@ -121,9 +121,9 @@ def test_the_rules_are_still_read_from_the_log() -> None:
 def test_a_step_never_takes_long(text: str) -> None:
     each, numbers = matcher(sources.lark(text)), random.Random(1)
     for _ in range(100):
-        began = time.perf_counter()
+        began = time.process_time()
         each.compute_bitmask()
-        assert time.perf_counter() - began < 2.0  # half a second on a quiet machine
+        assert time.process_time() - began < 2.0  # half a second on a quiet machine
         if each.is_error():
             break
         if not each.consume_token(numbers.choice([i for i in allowed(each) if i != demo_tokenizer().eos_token])):
