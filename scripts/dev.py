@@ -2,6 +2,7 @@
 
     python3 scripts/dev.py demo            export the demo pair in f32, generate without and with the draft
     python3 scripts/dev.py test [--slow]   the tests; further arguments go to pytest
+    python3 scripts/dev.py soak            long series of kills and of draws
     python3 scripts/dev.py test-guidance   those of the guidance library, in an environment of their own
     python3 scripts/dev.py lint            ruff, pyright, import-linter, and whether docs/cli.md is current
     python3 scripts/dev.py bench           the figures of the README
@@ -72,7 +73,7 @@ def demo() -> None:
 def test(arguments: list[str]) -> None:
     slow = "--slow" in arguments
     rest = [argument for argument in arguments if argument != "--slow"]
-    run(python(), "-m", "pytest", *([] if slow else ["-m", "not slow"]), *rest)
+    run(python(), "-m", "pytest", "-m", "not soak" if slow else "not slow and not soak", *rest)
 
 
 def test_guidance(arguments: list[str]) -> None:
@@ -89,7 +90,7 @@ def lint() -> None:
 
 
 def main() -> None:
-    commands = ("demo", "test", "test-guidance", "lint", "bench")
+    commands = ("demo", "test", "soak", "test-guidance", "lint", "bench")
     if len(sys.argv) < 2 or sys.argv[1] not in commands:
         sys.exit(__doc__)
     name, arguments = sys.argv[1], sys.argv[2:]
@@ -99,6 +100,8 @@ def main() -> None:
     install()
     if name == "test":
         test(arguments)
+    elif name == "soak":
+        run(python(), "-m", "pytest", "-m", "soak", *arguments)
     elif name == "bench":
         run(python(), "scripts/bench/readme.py", *arguments)
     else:

@@ -145,7 +145,7 @@ def test_constrained_speculation_keeps_the_distribution(accept: AcceptRule) -> N
     check(accept, "model", PLAIN, 6000)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize("params", [PLAIN, WARPED], ids=["T=1", "T=0.8, top-k"])
 @pytest.mark.parametrize(
     ("accept", "drafter"),

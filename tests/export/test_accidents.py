@@ -21,7 +21,7 @@ import ovspec
 from ovspec.setup.manifest import MANIFEST_FILE, UNFINISHED, backup_of, read_manifest, restore_backup
 
 DRAFT = str(CHECKPOINTS / "draft")
-TURNS = 24  # exports that are killed at random moments
+TURNS = 50  # exports that are killed at random moments
 posix = pytest.mark.skipif(sys.platform == "win32", reason="sends POSIX signals")
 
 
@@ -184,7 +184,7 @@ def test_an_export_told_to_end_clears_up(tmp_path: Path, number: int, expected: 
 
 
 @posix
-@pytest.mark.slow
+@pytest.mark.soak
 def test_killed_at_random_moments(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Exports are stopped; after each the folder holds the old export or the new one, to the last byte."""
     output = tmp_path / "out"

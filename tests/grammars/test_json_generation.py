@@ -37,7 +37,7 @@ def test_written_schemas(load: Callable[..., ovspec.LanguageModel]) -> None:
     check_share([write(lm, json.loads(path.read_text(encoding="utf-8")), 4) for path in SCHEMAS[::3]])
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_written_schemas_often(load: Callable[..., ovspec.LanguageModel]) -> None:
     """Ten thousand texts, the seeds of each schema its own."""
     lm = load(draft=True)
