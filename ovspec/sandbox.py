@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import atexit
 import json
+import signal
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import psutil
@@ -44,10 +46,11 @@ class Worker:
         """
         with self._lock:
             try:
-                return self._ask(request)
-            except (OSError, ValueError):  # it was killed between two requests
-                self.stop()
-                return self._ask(request)
+                try:
+                    return self._ask(request)
+                except (OSError, ValueError):  # it was killed between two requests
+                    self.stop()
+                    return self._ask(request)
             except BaseException:
                 self.stop()  # its answer, if one comes, belongs to nobody
                 raise
@@ -71,16 +74,12 @@ class Worker:
         while talking.is_alive():
             talking.join(0.02)
             if talking.is_alive() and time.monotonic() > until:
-                self._refuse(f"ran longer than {self.seconds:g} seconds")
+                raise Stopped(f"ran longer than {self.seconds:g} seconds")
             if talking.is_alive() and memory_of(watched) > self.size:
-                self._refuse(f"took more than {self.size // 1_000_000} MB of memory")
+                raise Stopped(f"took more than {self.size // 1_000_000} MB of memory")
         if not answers[0]:
             raise OSError(f"{self.module} has ended")
         return json.loads(answers[0])
-
-    def _refuse(self, why: str) -> None:
-        self.stop()
-        raise Stopped(why)
 
     def _start(self) -> subprocess.Popen[str]:
         """The process ends when its standard input does, so it doesn't outlive this one."""
@@ -98,6 +97,14 @@ class Worker:
             self._process.kill()
             self._process.communicate()
             self._process = None
+
+
+def serve(answer: Callable[[Any], dict[str, Any]]) -> None:
+    """The other side: a module that a ``Worker`` runs answers each request from its standard input."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that asks
+    sys.stdin.reconfigure(encoding="utf-8")  # type: ignore[union-attr]
+    for line in sys.stdin:
+        print(json.dumps(answer(json.loads(line))), flush=True)
 
 
 def memory_of(process: psutil.Process) -> int:

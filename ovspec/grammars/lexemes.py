@@ -22,11 +22,7 @@ MAX_DEPTH = 60  # of the parentheses in a lexeme
 
 
 def to_lark(text: str) -> str:
-    """A GBNF grammar as a Lark grammar of llguidance that matches the same texts.
-
-    Raises:
-        OvspecError: the grammar is wrong; the message begins with the line and column.
-    """
+    """A GBNF grammar as a Lark grammar of llguidance that matches the same texts; raises as ``parse``."""
     grammar = parse(text)
     facts = Analysis(grammar).facts
     budget, split = Budget(), set[Node]()

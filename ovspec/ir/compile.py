@@ -119,8 +119,7 @@ def model_states(model: ov.Model) -> list[State]:
     """The model's variables with their axes. ``beam_idx`` gathers along the batch axis of each."""
     batch_axes = {}
     for op in model.get_ops():
-        uses = op.output(0).get_target_inputs() if op.get_type_name() == "ReadValue" else ()
-        for use in uses:
+        for use in op.output(0).get_target_inputs() if op.get_type_name() == "ReadValue" else ():
             if use.get_node().get_type_name() == "Gather" and use.get_index() == 0:
                 axis = use.get_node().input_value(2).get_node()
                 if axis.get_type_name() == "Constant":
@@ -187,9 +186,8 @@ def compile_ir(folder: Path, options: DeviceOptions, rewrite: Callable[[ov.Model
         raise OvspecError(f"{folder}: exported without a KV cache; export it with the task text-generation-with-past.")
     if "encoder_hidden_states" in names:
         raise OvspecError(f"{folder}: the decoder of an encoder-decoder model, which is not supported.")
-    unknown = names - KNOWN_INPUTS
-    if unknown:
-        raise OvspecError(f"{folder}: wants the input {sorted(unknown)[0]}, which ovspec cannot give; not supported.")
+    if unknown := names - KNOWN_INPUTS:
+        raise OvspecError(f"{folder}: wants the input {min(unknown)}, which ovspec cannot give; not supported.")
     picks = pick_logits(model)
     if rewrite:
         rewrite(model)

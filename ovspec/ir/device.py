@@ -89,24 +89,19 @@ def check_device(device: str) -> str:
             continue
         reason = "no such device"
         if part.startswith("GPU") and not any(p.startswith("GPU") for p in present):
-            reason = (
-                "no GPU driver found (on Linux it is the package intel-opencl-icd, on Windows Intel's graphics driver)"
-            )
+            packages = "on Linux it is the package intel-opencl-icd, on Windows Intel's graphics driver"
+            reason = f"no GPU driver found ({packages})"
         raise OvspecError(f"--device {device}: {reason}; available here: {', '.join(present)}.")
     return name
 
 
 def compile_properties(options: DeviceOptions) -> dict[str, str]:
     """The properties for ``Core.compile_model``."""
-    properties = {
-        "PERFORMANCE_HINT": "LATENCY",
-        "CACHE_DIR": str(options.cache_folder or ""),
-    }
+    properties = {"PERFORMANCE_HINT": "LATENCY", "CACHE_DIR": str(options.cache_folder or "")}
     if options.device.upper().startswith("AUTO"):
         # The KV cache lives in the request: it must not start on the CPU and move away.
         properties["ENABLE_STARTUP_FALLBACK"] = "NO"
-    kv_precision = default_kv_precision(options)
-    if kv_precision:
+    if kv_precision := default_kv_precision(options):
         properties["KV_CACHE_PRECISION"] = kv_precision
     return properties | options.fixed
 

@@ -12,15 +12,9 @@ from ovspec.ir.compile import last_line
 from ovspec.ir.device import core
 
 INPUTS = (
-    "input_ids",
-    "position_ids",
-    "past_lens",
-    "subsequence_begins",
-    "block_indices",
-    "block_indices_begins",
-    "max_context_len",
-    "logits_idx",
-)
+    "input_ids", "position_ids", "past_lens", "subsequence_begins",
+    "block_indices", "block_indices_begins", "max_context_len", "logits_idx",
+)  # fmt: skip
 CACHE = re.compile(r"(key|value)_cache\.\d+")  # names of the inputs that hold the blocks
 SLIDING_WINDOW = 10  # its index among the inputs of the attention operation
 

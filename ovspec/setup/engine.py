@@ -30,11 +30,9 @@ ENGINES = get_args(EngineChoice)
 LONGEST_WINDOW = 256
 # The arithmetic that rounds least, compiled for a moment only.
 EXACT = {
-    "INFERENCE_PRECISION_HINT": "f32",
-    "KV_CACHE_PRECISION": "f32",
-    "DYNAMIC_QUANTIZATION_GROUP_SIZE": "0",
-    "CACHE_DIR": "",
-}
+    "INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32",
+    "DYNAMIC_QUANTIZATION_GROUP_SIZE": "0", "CACHE_DIR": "",
+}  # fmt: skip
 
 
 @dataclass
@@ -105,8 +103,7 @@ def compile_paged(folder: Path, options: DeviceOptions) -> CompiledIR:
 
 def check_paged(folder: Path, options: DeviceOptions) -> PagedCheck:
     """As ``compare_engines``, remembered; on the CPU only."""
-    device = check_device(options.device)
-    if device != "CPU":
+    if (device := check_device(options.device)) != "CPU":
         return PagedCheck(False, f"the paged one is made for the CPU, the device is {device}")
     file = memory_file("engines", folder, f"OpenVINO {ov.get_version()}", options.cache_folder)
     try:
@@ -128,7 +125,9 @@ def compare_engines(folder: Path, options: DeviceOptions) -> PagedCheck:
     if stateful.recurrent_states or not stateful.kv_states:
         return PagedCheck(False, "it has states that are no keys and values")
     window = narrowest_window(stateful)
-    text, junk = trial_texts(stateful, window)
+    # Random ids, more of them than a window holds unless that is long.
+    length = 45 + (window if window <= LONGEST_WINDOW else 0)
+    text, junk = np.split(np.random.default_rng(0).integers(0, stateful.logits_width, length + 40), [length])
     decoder = StatefulDecoder(stateful, Rollback(None))
     expected = decoder.feed([text], [8])[0].copy()
     decoder.reset(1)
@@ -157,17 +156,9 @@ def compare_engines(folder: Path, options: DeviceOptions) -> PagedCheck:
     return PagedCheck(equal, "it agrees with the stateful decoder" if equal else "its logits differ when paged")
 
 
-def trial_texts(ir: CompiledIR, window: int) -> tuple[np.ndarray, np.ndarray]:
-    """(text, junk): random ids, more of them than a window holds unless that is long."""
-    vocab = ir.compiled.output(0).get_partial_shape()[-1].get_length()
-    length = 45 + (window if window <= LONGEST_WINDOW else 0)
-    ids = np.random.default_rng(0).integers(0, vocab, length + 40)
-    return ids[:length], ids[length:]
-
-
 def trial(decoder: PagedDecoder, text: np.ndarray, junk: np.ndarray) -> list[np.ndarray]:
     """Logits of the last tokens of ``text``: fed whole, after a rollback, and in forked rows that go on differently."""
-    begin = len(text) - 8
+    begin, nothing = len(text) - 8, text[:0]
     whole = decoder.feed([text], [8])[0].copy()
     decoder.truncate(0, 5)
     decoder.feed([junk], [1])
@@ -176,7 +167,6 @@ def trial(decoder: PagedDecoder, text: np.ndarray, junk: np.ndarray) -> list[np.
     decoder.reorder([0, 0])
     beside_junk = decoder.feed([text[begin:], junk[:11]], [8, 1])[0].copy()
     decoder.truncate(1, begin)
-    nothing = text[:0]
     other_row = decoder.feed([nothing, text[begin:]], [0, 8])[1].copy()
     decoder.truncate(0, len(text) - 3)
     again = decoder.feed([text[-3:], nothing], [3, 0])[0]

@@ -63,8 +63,7 @@ def probe_rollback(ir: CompiledIR) -> Probe:
 
 def gives_back_the_clean_run(ir: CompiledIR, rollback: Rollback) -> bool:
     """Whether junk that was fed and taken back leaves no trace in the logits."""
-    vocab = ir.compiled.output(0).get_partial_shape()[-1].get_length()
-    text, junk = np.split(np.random.default_rng(0).integers(0, vocab, 22), [14])
+    text, junk = np.split(np.random.default_rng(0).integers(0, ir.logits_width, 22), [14])
     decoder = StatefulDecoder(ir, rollback)
 
     def run(*pieces: np.ndarray) -> np.ndarray:

@@ -17,15 +17,9 @@ from ovspec.text.tokenizer import Tokenizer
 DEFAULT_MAX_TOKENS = 256
 
 # What Hugging Face's greedy generate would apply from a generation config and we do not; neutral values.
-NOT_APPLIED = {
-    "no_repeat_ngram_size": 0,
-    "min_length": 0,
-    "bad_words_ids": None,
-    "begin_suppress_tokens": None,
-    "forced_bos_token_id": None,
-    "forced_eos_token_id": None,
-    "sequence_bias": None,
-}
+NOT_APPLIED = {"no_repeat_ngram_size": 0, "min_length": 0} | dict.fromkeys(
+    ("bad_words_ids", "begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id", "sequence_bias")
+)
 
 
 class GenerationConfig:
@@ -39,18 +33,15 @@ class GenerationConfig:
         self._config, self._tokenizer = config, tokenizer
         asked = [name for name, neutral in NOT_APPLIED.items() if self.values.get(name) not in (None, neutral)]
         if asked:
-            warnings.warn(
-                f"{folder}: its generation config asks for {', '.join(asked)}, which is not applied", stacklevel=4
-            )
+            warning = f"{folder}: its generation config asks for {', '.join(asked)}, which is not applied"
+            warnings.warn(warning, stacklevel=4)
 
     @property
     def eos_ids(self) -> frozenset[int]:
         """The ids that end a text."""
-        for config in (self.values, self._config):
-            eos = config.get("eos_token_id")
-            if eos is not None:
-                return frozenset(eos if isinstance(eos, list) else [eos])
-        return frozenset()
+        said = (config.get("eos_token_id") for config in (self.values, self._config))
+        eos = next((ids for ids in said if ids is not None), [])
+        return frozenset(eos if isinstance(eos, list) else [eos])
 
     @property
     def bos(self) -> np.ndarray:
