@@ -47,8 +47,7 @@ class Constraints:
 
     Args:
         ends: ids that end the text.
-        ask_always: the model is asked for every token, also one that is forced: its logits are wanted, or something
-            else may exclude it.
+        ask_always: the model is asked even for a token that is forced: its logits count.
     """
 
     def __init__(

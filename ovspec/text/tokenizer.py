@@ -53,13 +53,15 @@ def byte_vocabulary(tokenizer_json: dict[str, Any]) -> list[bytes | None] | None
     steps = decoder.get("decoders", [decoder])
     kinds = {step.get("type") for step in steps}
     pieces = model.get("vocab")
-    if kinds == {"ByteLevel"} and isinstance(pieces, dict):
+    if not isinstance(pieces, dict):
+        return None
+    if kinds == {"ByteLevel"}:
         alphabet = byte_level_alphabet()
 
         def to_bytes(piece: str) -> bytes:
             return bytes(alphabet[c] for c in piece) if alphabet.keys() >= set(piece) else piece.encode()
 
-    elif kinds <= {"Replace", "ByteFallback", "Fuse", "Strip"} and "ByteFallback" in kinds and isinstance(pieces, dict):
+    elif kinds <= {"Replace", "ByteFallback", "Fuse", "Strip"} and "ByteFallback" in kinds:
 
         def to_bytes(piece: str) -> bytes:
             if len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
@@ -85,12 +87,8 @@ def bytes_of(vocabulary: list[bytes | None], token: int) -> bytes:
 class Tokenizer:
     """The tokenizer of an exported model.
 
-    Args:
-        folder: holds ``openvino_tokenizer.xml``, ``openvino_detokenizer.xml`` and, for most models,
-            ``tokenizer.json``, from which the byte vocabulary is read.
-
-    Raises:
-        OvspecError: a file is missing or broken.
+    ``folder`` holds OpenVINO's tokenizer and detokenizer and, for most models, ``tokenizer.json``, from which the byte
+    vocabulary is read. Raises OvspecError where a file is missing or broken.
     """
 
     def __init__(self, folder: Path) -> None:
