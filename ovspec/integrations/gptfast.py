@@ -29,9 +29,6 @@ class GPTFastModel:
             cur_tokens: the prompt's ids, (1, n) or (n,).
             speculate_k: tokens that the draft proposes each round; by default as many as pay.
             sampling_kwargs: passed on to the sample function.
-
-        Raises:
-            OvspecError: more than one row, or keywords without a sample function.
         """
         prompt = np.asarray(cur_tokens, dtype=np.int64)
         prompt = prompt[0] if prompt.ndim == 2 and len(prompt) == 1 else prompt

@@ -34,8 +34,7 @@ class OpenVINO(Model):
 
     Args:
         lm: from ``ovspec.load``. The cache of the model's branches is its own; ``lm`` may be used besides.
-        echo: show the text as it grows, in a notebook, with the probabilities of its tokens. These take the logits of
-            all places and a sort of each.
+        echo: show the text in a notebook, with probabilities, which take all logits and a sort of them.
         chat_template: a ``guidance.chat.ChatTemplate`` class, or a template's text; by default the model's.
         enable_backtrack: let guidance spell the end of a text anew.
         enable_ff_tokens: let it append what a grammar forces without asking the model.

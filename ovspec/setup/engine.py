@@ -37,18 +37,14 @@ EXACT = {
 
 @dataclass
 class CompiledModel:
-    """A ``CompiledIR`` and the engine that was chosen to drive it.
-
-    ``reason`` says why this engine. ``profile`` is the setting that a profile chose, ``verify_ms`` what it measured:
-    milliseconds of an inference by its width in tokens, the widest of them a prompt.
-    """
+    """A ``CompiledIR`` and the engine that was chosen to drive it."""
 
     ir: CompiledIR
     engine: EngineName
-    reason: str
+    reason: str  # for this engine
     rollback: Rollback
-    profile: str | None = None
-    verify_ms: dict[int, float] | None = None
+    profile: str | None = None  # the setting that a profile chose
+    verify_ms: dict[int, float] | None = None  # measured: of an inference by its width in tokens, the widest a prompt
 
     def decoder(self, vocabulary: KnownIds = ALL_IDS) -> SessionDecoder:
         """A decoder with a request and a cache of its own."""
@@ -68,10 +64,7 @@ class PagedCheck:
 def load_ir(
     folder: Path, options: DeviceOptions, wanted: EngineChoice = "auto", exported: Probe | None = None
 ) -> CompiledModel:
-    """Compile the model in ``folder`` for the engine that is ``wanted``.
-
-    "auto" takes the paged one if it agrees with the stateful one, which is tried once for every model and
-    remembered beside the compiled models.
+    """Compile the model in ``folder`` for the engine that is ``wanted``; "auto" takes a paged one that agrees.
 
     Raises:
         OvspecError: as ``compile_ir``, or the engine that is wanted can't run this model.
@@ -93,11 +86,8 @@ def load_ir(
 
 
 def compile_paged(folder: Path, options: DeviceOptions) -> CompiledIR:
-    """As ``compile_ir``, rewritten for the paged decoder; raises NotPaged where that can't be.
-
-    Not cached: OpenVINO 2026.4 writes a paged model into its cache and can't read it back, because the head sizes
-    of paged attention are lost, so each load would compile it and write it again.
-    """
+    """As ``compile_ir``, rewritten for the paged decoder; raises NotPaged where that can't be."""
+    # Not cached: OpenVINO 2026.4 can't read a paged model back, because the head sizes are lost.
     return compile_ir(folder, replace(options, properties=options.properties | {"CACHE_DIR": ""}), to_paged)
 
 

@@ -49,14 +49,9 @@ class Setting:
     @property
     def properties(self) -> dict[str, str]:
         """As OpenVINO calls them."""
-        named = {
-            "INFERENCE_PRECISION_HINT": self.precision,
-            "KV_CACHE_PRECISION": self.kv_precision,
-            "DYNAMIC_QUANTIZATION_GROUP_SIZE": self.group,
-            "INFERENCE_NUM_THREADS": self.threads,
-            "SCHEDULING_CORE_TYPE": self.core_type,
-        }
-        return {name: str(value) for name, value in named.items() if value is not None}
+        others = {"DYNAMIC_QUANTIZATION_GROUP_SIZE": self.group, "SCHEDULING_CORE_TYPE": self.core_type}
+        named = {name: str(value) for name, value in others.items() if value is not None}
+        return DeviceOptions("CPU", self.precision, self.kv_precision, self.threads, named).fixed
 
     def __str__(self) -> str:
         parts = [
@@ -105,19 +100,14 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Profile:
-    """Measurements of one kind of model on one machine.
-
-    ``reference`` is OpenVINO's own default, whose accuracy is the measure (in the short version the first of
-    ``measurements``). ``measurements`` begin with what is used without a profile; a later one is chosen only where
-    it is clearly better.
-    """
+    """Measurements of one kind of model on one machine."""
 
     goal: Goal
     full: bool  # False for the short version of a first load
     tokens: int  # of the text
     seconds: float  # that measuring took
-    reference: Measurement
-    measurements: list[Measurement]
+    reference: Measurement  # OpenVINO's own default, whose accuracy counts; in the short version the first of all
+    measurements: list[Measurement]  # from what is used without a profile; others have to be clearly better
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Profile:
@@ -161,11 +151,7 @@ def with_setting(options: DeviceOptions, setting: Setting) -> DeviceOptions:
 
 
 def load_with(
-    profile: Profile | None,
-    folder: Path,
-    options: DeviceOptions,
-    engine: EngineChoice = "auto",
-    probe: Probe | None = None,
+    profile: Profile | None, folder: Path, options: DeviceOptions, engine: EngineChoice, probe: Probe | None
 ) -> CompiledModel:
     """As ``load_ir``, with what ``profile`` has best where the user has named nothing."""
     best = profile.choose(options, engine) if profile else None
@@ -180,10 +166,9 @@ def load_with(
 
 
 def profile_file(folder: Path, options: DeviceOptions) -> Path | None:
-    """Where the profile for models like the one in ``folder`` is kept; None without a cache.
+    """Where the profile for the machine and models with weights like those in ``folder`` is kept; None without a cache.
 
-    The key is the machine, OpenVINO's version, and the types and shapes of the weights: another model of the
-    same kind takes the same time.
+    Another model of the same kind takes the same time.
     """
     if not options.cache_folder:
         return None
