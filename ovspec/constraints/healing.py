@@ -72,11 +72,7 @@ def healable(
 
 
 def is_utf8(text: bytes) -> bool:
-    try:
-        text.decode()
-    except UnicodeDecodeError:
-        return False
-    return True
+    return text.decode(errors="ignore").encode() == text
 
 
 class Healing(Constraint):

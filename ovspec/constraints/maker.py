@@ -60,8 +60,7 @@ class ConstraintMaker:
     ) -> tuple[Constraints, Healing | None]:
         """The constraints of what continues ``prompt``, and what is to be taken back from its end.
 
-        Raises:
-            OvspecError: options that are wrong or exclude each other, or a prompt that its grammar doesn't allow.
+        Raises OvspecError where options exclude each other, or the grammar doesn't allow the prompt.
         """
         grammar, name = grammar_of(options)
         where = options.get("constrain_from")

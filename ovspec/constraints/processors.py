@@ -90,11 +90,7 @@ def processing(
     ends: frozenset[int],
     functions: Iterable[LogitsProcessor] | None = None,
 ) -> list[Constraint]:
-    """What ``params`` and a user's functions do to logits, in Hugging Face's order.
-
-    Raises:
-        OvspecError: something that is no function.
-    """
+    """What ``params`` and a user's functions do to logits, in Hugging Face's order."""
     if callable(functions):
         raise OvspecError("logits_processors must be a list of functions; put it into brackets.")
     found: list[Constraint] = []

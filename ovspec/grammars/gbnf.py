@@ -64,11 +64,7 @@ class Rules:
 
 
 def parse(text: str) -> Rules:
-    """The rules of a grammar.
-
-    Raises:
-        OvspecError: it isn't GBNF, or lacks a rule; the message begins with the line and column.
-    """
+    """The rules of a grammar; raises OvspecError with the line and column where it isn't GBNF or lacks a rule."""
     return Reader(text).grammar()
 
 

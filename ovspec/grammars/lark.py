@@ -87,8 +87,7 @@ class _Files:
 def read_lark(path: Path) -> str:
     """The grammar in the file ``path``, with what it imports from other files.
 
-    Raises:
-        OvspecError: a file, a name or an ``%import`` is wrong; the message names the file and the line.
+    Raises OvspecError that names the file and the line where a file, a name or an ``%import`` is wrong.
     """
     files = _Files()
     return _merge(files, _read(files, path, f"The grammar {path}", dependent=False))

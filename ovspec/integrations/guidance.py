@@ -88,11 +88,7 @@ class OpenVINOEngine(Engine):
 
 
 class OpenVINOTokenizer(Tokenizer):
-    """llguidance's tokenizer on the model's own ``tokenizer.json``.
-
-    Raises:
-        OvspecError: a kind of tokenizer that llguidance doesn't know, or none with an end of text.
-    """
+    """llguidance's tokenizer on the model's own ``tokenizer.json``; raises OvspecError where it can't be used."""
 
     def __init__(self, lm: LanguageModel, chat_template: str | type[ChatTemplate] | None = None) -> None:
         whole = read_json(lm.folder / TOKENIZER_FILE)

@@ -167,8 +167,7 @@ def pick_logits(model: ov.Model) -> bool:
 def compile_ir(folder: Path, options: DeviceOptions, rewrite: Callable[[ov.Model], None] | None = None) -> CompiledIR:
     """Read and compile the language model in ``folder``, after ``rewrite`` where there is one.
 
-    Raises:
-        OvspecError: no IR there, not a stateful text model, no such device, or a property it refuses.
+    Raises OvspecError: no IR there, not a stateful text model, no such device, or a property it refuses.
     """
     check_ir_folder(folder)
     device = check_device(options.device)

@@ -69,11 +69,7 @@ def available_devices() -> list[tuple[str, str]]:
 
 
 def check_device(device: str) -> str:
-    """The device's OpenVINO name, in capitals.
-
-    Raises:
-        OvspecError: no such device here; says which there are, and what a missing GPU needs.
-    """
+    """The device's OpenVINO name, in capitals; raises OvspecError, naming those there are, where it isn't here."""
     name = device.upper()
     base, _, listed = name.partition(":")
     wanted = [part.lstrip("-") for part in listed.split(",")] if listed else [base]

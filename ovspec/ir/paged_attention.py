@@ -24,11 +24,7 @@ class NotPaged(OvspecError):
 
 
 def to_paged(model: ov.Model) -> None:
-    """Rewrite a stateful model, in place.
-
-    Raises:
-        NotPaged: OpenVINO can't, or something is left that the decoder doesn't know.
-    """
+    """Rewrite a stateful model, in place; raises NotPaged where it can't be or something unknown is left."""
     try:
         # Private to OpenVINO: this is the only place that imports it.
         from openvino._offline_transformations import paged_attention_transformation
@@ -47,10 +43,9 @@ def to_paged(model: ov.Model) -> None:
 
 
 def attention_windows(model: ov.Model) -> set[int | None]:
-    """The sliding windows of a rewritten model's layers, in slots; None for a layer that sees everything.
+    """The sliding windows of a rewritten model's layers, in slots, None for a layer that sees everything.
 
-    Raises:
-        NotPaged: they are not constants.
+    Raises NotPaged where they are not constants.
     """
     layers = [op for op in model.get_ops() if op.get_type_name() == "PagedAttentionExtension"]
     try:

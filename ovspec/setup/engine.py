@@ -66,8 +66,7 @@ def load_ir(
 ) -> CompiledModel:
     """Compile the model in ``folder`` for the engine that is ``wanted``; "auto" takes a paged one that agrees.
 
-    Raises:
-        OvspecError: as ``compile_ir``, or the engine that is wanted can't run this model.
+    Raises OvspecError as ``compile_ir``, or where the engine that is wanted can't run this model.
     """
     paged = PagedCheck(False, "asked for") if wanted == "stateful" else check_paged(folder, options)
     reason = paged.reason

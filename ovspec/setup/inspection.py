@@ -48,12 +48,9 @@ class Inspection:
 def inspect(
     folder: Path, options: DeviceOptions, engine: EngineChoice = "auto", tuned: bool = True, verify: bool = False
 ) -> dict[str, Inspection]:
-    """The target in ``folder`` and, where there is one, the draft beside it.
+    """The target in ``folder`` and, where there is one, the draft beside it; raises as ``load``.
 
     ``engine`` and ``verify`` are as in ``load``; ``tuned`` takes the setting of the profile, where there is one.
-
-    Raises:
-        OvspecError: as ``load``.
     """
     manifest = read_manifest(folder, verify)
     parts = {"target": (folder, manifest and manifest.target)}

@@ -76,10 +76,8 @@ def exported_model(data: dict[str, Any]) -> ExportedModel:
 def read_manifest(folder: Path, verify: bool = False) -> Manifest | None:
     """The manifest in ``folder``, None for a folder that ovspec did not export.
 
-    Sizes of the files are compared; with ``verify`` their checksums too, which reads all of them.
-
-    Raises:
-        OvspecError: it is damaged or of a newer format, or a file it lists is missing or of another size.
+    Raises OvspecError where it is damaged or newer, or a file is missing or of another size; with ``verify``, which
+    reads all files, also where one has another checksum.
     """
     data = read_json(folder / MANIFEST_FILE)
     if not data:

@@ -44,8 +44,7 @@ def setting_of(device: str, properties: dict[str, str]) -> str:
 def probe_rollback(ir: CompiledIR) -> Probe:
     """Prefill, feed junk, take it back, feed on, and compare with a clean run: try masking first, then cutting.
 
-    Raises:
-        OvspecError: nothing gives back the clean run's logits, or they are not numbers.
+    Raises OvspecError where neither gives back the clean run's logits, or they are not numbers.
     """
     began = time.perf_counter()
     for kv in ("mask", "trim") if ir.kv_states else (None,):

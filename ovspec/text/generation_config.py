@@ -51,21 +51,13 @@ class GenerationConfig:
 
     @property
     def beginning(self) -> np.ndarray:
-        """What an empty prompt stands for, (n,) int64.
-
-        Raises:
-            OvspecError: nothing can.
-        """
+        """What an empty prompt stands for, (n,) int64; raises OvspecError where nothing can."""
         if len(bos := self.bos):
             return bos
         raise OvspecError("The prompt is empty, and this model has no token to begin a text with.")
 
     def max_tokens(self, prompt: int, wanted: int | None, context: int | None) -> int:
-        """Tokens to generate after ``prompt`` tokens, in a context of so many.
-
-        Raises:
-            OvspecError: there is no room for those that are wanted, or for one.
-        """
+        """Tokens to generate after ``prompt`` tokens in a ``context``; raises OvspecError where there is no room."""
         if wanted is not None and wanted < 1:
             raise OvspecError(f"max_tokens is {wanted}; it must be at least 1.")
         left = context - prompt if context else None
@@ -78,11 +70,7 @@ class GenerationConfig:
         return wanted or (min(default, left) if left is not None else default)
 
     def complete(self, params: SamplingParams) -> SamplingParams:
-        """``params`` with what is said here about tokens, and checked against the vocabulary.
-
-        Raises:
-            OvspecError: ids that are not in the vocabulary.
-        """
+        """``params`` with what is said here; raises OvspecError for ids that are not in the vocabulary."""
         config, given = self.values, {}
         if params.repetition_penalty is None:
             given["repetition_penalty"] = config.get("repetition_penalty")

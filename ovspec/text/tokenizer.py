@@ -112,10 +112,9 @@ class Tokenizer:
         self._adds_space = self.decode(self.encode("a", special=False)) == " a"
 
     def encode(self, text: str, special: bool = True) -> np.ndarray:
-        """(n,) int64. ``special``: with the BOS and EOS that the model's tokenizer adds.
+        """(n,) int64; ``special``: with the BOS and EOS that the model's tokenizer adds.
 
-        Raises:
-            OvspecError: half of a surrogate pair, or a NUL at the end, which OpenVINO's strings lose.
+        Raises OvspecError for half of a surrogate pair, or a NUL at the end, which OpenVINO's strings lose.
         """
         if text.endswith("\0"):
             raise OvspecError("The prompt ends with a NUL character, which would be lost; remove it.")
