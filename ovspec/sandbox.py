@@ -20,15 +20,10 @@ class Stopped(Exception):
 
 
 class Worker:
-    """Runs a module that answers JSON objects, a line each; started when first needed and kept for the next one.
+    """Runs a ``module`` that serves requests in a process, started when first needed and kept for the next one.
 
-    A single operation in compiled code can run for hours or fill the memory, and only a process can be stopped in
-    the middle of one, on any platform and from any thread.
-
-    Args:
-        module: what ``python -m`` runs; it reads a request from each line of its standard input.
-        seconds: how long an answer may take.
-        size: how many bytes of memory the process may take.
+    An operation in compiled code can run for hours or fill the memory, and only a process can be stopped in the middle
+    of one, on any platform and from any thread. An answer may take ``seconds``, and the process ``size`` bytes.
     """
 
     def __init__(self, module: str, seconds: float, size: int) -> None:
@@ -38,12 +33,7 @@ class Worker:
         atexit.register(self.stop)
 
     def ask(self, request: str) -> dict[str, Any]:
-        """The module's answer to a request of one line.
-
-        Raises:
-            Stopped: it ran too long or took too much memory; the next request gets a new process.
-            OSError: it ended twice without an answer.
-        """
+        """The module's answer to a request of one line; OSError where it ends twice without one, or Stopped."""
         with self._lock:
             try:
                 try:

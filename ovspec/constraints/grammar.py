@@ -43,10 +43,8 @@ class Grammar(Constraint):
     use what it cached for the tokens that were taken back, and then allows what the grammar doesn't.
 
     Args:
-        matcher: where the text goes on.
-        start: tokens of the prompt.
-        ends: ids that end the text, which may come where the grammar is satisfied.
-        own_end: the id that ends it for the matcher.
+        matcher: where the text goes on, behind ``start`` tokens of prompt.
+        ends: ids that end the text where the grammar is satisfied; ``own_end`` does so for the matcher.
         size: of the vocabulary.
     """
 

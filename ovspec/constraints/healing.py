@@ -1,8 +1,7 @@
 """Token healing: the end of a prompt is generated anew, so that a token may reach over it.
 
-A prompt that ends in ``http:`` has the token ``:`` at its end, and a model that always saw ``://`` as one token hardly
-ever goes on with ``//``. So the last tokens are taken back, and what is generated must begin with their bytes.
-The idea is Lundberg's (Guidance, 2023).
+A model that always saw ``://`` as one token hardly ever goes on with ``//`` behind the token ``:``. So the last tokens
+are taken back, and what is generated must begin with their bytes. The idea is Lundberg's (Guidance, 2023).
 """
 
 from __future__ import annotations

@@ -22,12 +22,9 @@ from ovspec.sandbox import serve
 # Also for the matcher that generates. C over 131,072 tokens takes 41,000 items for a mask on average and
 # fails with 20,000; the most ambiguous grammars then take a second or two for a step before they are given up.
 LIMITS = LLParserLimits(
-    max_items_in_row=1000,
-    step_max_items=100_000,
-    max_lexer_states=50_000,
-    precompute_large_lexemes=True,
-    verbose_errors=False,
-)
+    max_items_in_row=1000, step_max_items=100_000, max_lexer_states=50_000,
+    precompute_large_lexemes=True, verbose_errors=False,
+)  # fmt: skip
 MAX_SPECIAL = 50  # tokens named in a grammar
 MAX_NUMBER = 300_000  # of tokens where a grammar gives their numbers
 MAX_RULES = 4_000_000  # characters of llguidance's log that are read

@@ -1,8 +1,7 @@
 """JSON schemas: what llguidance would ignore, get wrong or refuse without naming the place is refused here.
 
-Sources:
-    What llguidance supports: https://github.com/guidance-ai/llguidance/blob/main/docs/json_schema.md
-    The keywords: https://json-schema.org/draft/2020-12/json-schema-validation
+Sources: https://github.com/guidance-ai/llguidance/blob/main/docs/json_schema.md and
+https://json-schema.org/draft/2020-12/json-schema-validation
 """
 
 from __future__ import annotations

@@ -26,14 +26,11 @@ KNOWN_INPUTS = {"input_ids", "attention_mask", "position_ids", "beam_idx"}
 
 @dataclass(frozen=True)
 class State:
-    """One variable of the model: keys or values of a layer, or a state that replaces itself (conv, SSM).
-
-    ``sequence_axis`` is None for the latter: it has no slots that could be cut or masked.
-    """
+    """One variable of the model: keys or values of a layer, or a state that replaces itself (conv, SSM)."""
 
     name: str
     batch_axis: int
-    sequence_axis: int | None
+    sequence_axis: int | None  # of the slots that can be cut or masked; None where there are none
     width: int  # values that a row holds: per slot, or in all
 
 

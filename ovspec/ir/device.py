@@ -46,11 +46,9 @@ class DeviceOptions:
     def cache_folder(self) -> Path | None:
         """Where compiled models and probes are kept; None where the properties switch the cache off."""
         named = self.properties.get("CACHE_DIR")
-        return (
-            (Path(named) if named else None)
-            if named is not None
-            else self.cache_dir or default_cache_dir() / "compiled"
-        )
+        if named is None:
+            return self.cache_dir or default_cache_dir() / "compiled"
+        return Path(named) if named else None
 
 
 @functools.cache

@@ -33,16 +33,12 @@ CLEARLY_BETTER = 0.97
 
 @dataclass(frozen=True)
 class Setting:
-    """What is tried; None leaves a choice to OpenVINO.
-
-    ``group`` is DYNAMIC_QUANTIZATION_GROUP_SIZE: activations that share a scale where weights are compressed,
-    0 for no quantisation of activations.
-    """
+    """What is tried; None leaves a choice to OpenVINO."""
 
     engine: EngineName
     precision: str | None = None
     kv_precision: str | None = None
-    group: int | None = None
+    group: int | None = None  # activations that share a scale where weights are compressed, 0 to quantise none
     threads: int | None = None
     core_type: str | None = None
 
@@ -67,20 +63,15 @@ class Setting:
 
 @dataclass(frozen=True)
 class Measurement:
-    """Of one setting, on the built-in text.
-
-    ``verify_ms``: milliseconds of an inference after the text, by its width in tokens. ``prefill_ms``: of a token.
-    ``memory``: bytes that the process grew by. ``kl``, ``top1``: mean KL divergence in nats from f32 without dynamic
-    quantisation, and share of equal first choices. ``invariance``: share of the logits that are the same whether
-    tokens are fed together or one by one, so that a draft can't change the text; None if untried.
-    """
+    """Of one setting, on the built-in text; accuracy is compared with f32 without dynamic quantisation."""
 
     setting: Setting
-    verify_ms: dict[int, float]
-    prefill_ms: float
-    memory: int
-    kl: float
-    top1: float
+    verify_ms: dict[int, float]  # of an inference after the text, by its width in tokens
+    prefill_ms: float  # of a token
+    memory: int  # bytes that the process grew by
+    kl: float  # mean KL divergence in nats
+    top1: float  # share of equal first choices
+    # Share of the logits that are the same whether tokens are fed together or one by one; None if untried.
     invariance: float | None = None
 
     @classmethod
@@ -166,10 +157,7 @@ def load_with(
 
 
 def profile_file(folder: Path, options: DeviceOptions) -> Path | None:
-    """Where the profile for the machine and models with weights like those in ``folder`` is kept; None without a cache.
-
-    Another model of the same kind takes the same time.
-    """
+    """Where the profile for this machine and models with weights like those in ``folder`` is kept, if at all."""
     if not options.cache_folder:
         return None
     cores = (psutil.cpu_count(logical=False), psutil.cpu_count())
@@ -185,10 +173,7 @@ def weight_shapes(folder: Path) -> Counter[tuple[str, str]]:
 
 
 def largest_group(folder: Path) -> int | None:
-    """The largest group of dynamic quantisation that no compressed weight is too short for, in activations.
-
-    That is the weights' own group, or the length of a row. None where no weights are compressed.
-    """
+    """The weights' own group or the length of a row, which no group of activations can exceed; None if uncompressed."""
     integers = [shape for kind, shape in weight_shapes(folder) if kind in ("i8", "u8", "i4", "u4") and "," in shape]
     lengths = [int(shape.split(",")[-1]) for shape in integers]
     return min((length for length in lengths if length > 1), default=None)  # scales and zero points have 1

@@ -174,10 +174,7 @@ def core_types() -> list[str]:
 
 
 class SettingTimer:
-    """Times settings of one model against the incumbent, after ``text`` (n,), ids that are read as a prompt.
-
-    In ``cache`` it is remembered how the model rolls back.
-    """
+    """Times settings of one model against the incumbent, after ``text`` (n,), ids that are read as a prompt."""
 
     def __init__(self, folder: Path, cache: Path | None, text: np.ndarray, effort: Effort) -> None:
         self.text, self.effort = text, effort

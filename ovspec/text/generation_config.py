@@ -23,10 +23,7 @@ NOT_APPLIED = {"no_repeat_ngram_size": 0, "min_length": 0} | dict.fromkeys(
 
 
 class GenerationConfig:
-    """The generation config of the model in ``folder``, and its ``config`` where that is silent.
-
-    Warns of what is asked for and not applied.
-    """
+    """The generation config in ``folder``, and ``config`` where that is silent; warns of what isn't applied."""
 
     def __init__(self, folder: Path, config: dict[str, Any], tokenizer: Tokenizer) -> None:
         self.values = read_json(folder / "generation_config.json")
@@ -62,10 +59,8 @@ class GenerationConfig:
             raise OvspecError(f"max_tokens is {wanted}; it must be at least 1.")
         left = context - prompt if context else None
         if left is not None and left < (wanted or 1):
-            raise OvspecError(
-                f"The prompt has {prompt} tokens and {wanted or 1} more are asked for, but the context is {context}; "
-                "shorten the prompt or lower max_tokens."
-            )
+            sizes = f"{prompt} tokens and {wanted or 1} more are asked for, but the context is {context}"
+            raise OvspecError(f"The prompt has {sizes}; shorten the prompt or lower max_tokens.")
         default = self.values.get("max_new_tokens") or DEFAULT_MAX_TOKENS
         return wanted or (min(default, left) if left is not None else default)
 

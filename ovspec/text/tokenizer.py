@@ -85,10 +85,9 @@ def bytes_of(vocabulary: list[bytes | None], token: int) -> bytes:
 
 
 class Tokenizer:
-    """The tokenizer of an exported model.
+    """The tokenizer of an exported model; ``folder`` holds OpenVINO's and mostly ``tokenizer.json``, for the bytes.
 
-    ``folder`` holds OpenVINO's tokenizer and detokenizer and, for most models, ``tokenizer.json``, from which the byte
-    vocabulary is read. Raises OvspecError where a file is missing or broken.
+    Raises OvspecError where a file is missing or broken.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -99,11 +98,7 @@ class Tokenizer:
         added = tokenizer_json.get("added_tokens", [])
         self._special = {token["id"]: token["content"].encode() for token in added if token.get("special")}
         self.vocabulary = byte_vocabulary(tokenizer_json)
-        self.known = known_ids(
-            (i for i, token in enumerate(self.vocabulary) if token is not None)
-            if self.vocabulary
-            else tokens_by_id(tokenizer_json)
-        )
+        self.known = known_ids(tokens_by_id(tokenizer_json))
         empty, one = self._encode(""), self._encode("a")
         # What encoding puts around every text (BOS before it for some models, EOS after it for few).
         self._prefix = next((i for i, (a, b) in enumerate(zip(empty, one, strict=False)) if a != b), len(empty))
