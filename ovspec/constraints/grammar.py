@@ -185,7 +185,7 @@ class Grammars:
             if matcher.is_error():
                 raise OvspecError(f"{what}: {plain(matcher.get_error())}")
             self._compiled[grammar] = matcher
-            while len(self._compiled) > CACHED_GRAMMARS:
+            if len(self._compiled) > CACHED_GRAMMARS:
                 self._compiled.pop(next(iter(self._compiled)))
         return self._compiled[grammar]
 

@@ -54,9 +54,7 @@ class _Token(NamedTuple):
 
 
 class _Import(NamedTuple):
-    """A directive that imports from ``file``, None for llguidance's own ``common``."""
-
-    file: Path | None
+    file: Path | None  # None for llguidance's own "common"
     start: int
     end: int
     line: int

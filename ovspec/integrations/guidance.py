@@ -115,10 +115,7 @@ def named(config: dict[str, Any], ids: dict[str, int], name: str) -> int | None:
 
 
 def model_template(lm: LanguageModel) -> str | type[ChatTemplate] | None:
-    """What guidance should take for the model's chat template: the text where it knows it, or else a class.
-
-    Where neither is to be had, it takes ChatML and says so.
-    """
+    """The chat template as text where guidance knows it, or else a class; None lets it take ChatML and say so."""
     try:
         template = chat_template(lm.folder)
     except OvspecError:

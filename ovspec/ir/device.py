@@ -18,18 +18,13 @@ EXACT_KV_PRECISIONS = ("f32", "bf16", "f16")
 
 @dataclass(frozen=True)
 class DeviceOptions:
-    """Where and how a model is compiled; ``None`` leaves a choice to the OpenVINO plugin.
+    """Where and how a model is compiled; ``None`` leaves a choice to the OpenVINO plugin."""
 
-    ``device`` is CPU, GPU, GPU.N, AUTO or AUTO:X,Y; ``precision`` (f32, bf16, f16) is the arithmetic's,
-    ``kv_precision`` (also u8) the KV cache's, by default that of the arithmetic on the CPU;
-    ``properties`` are handed to OpenVINO as they are and win over everything else.
-    """
-
-    device: str = "CPU"
-    precision: str | None = None
-    kv_precision: str | None = None
+    device: str = "CPU"  # or GPU, GPU.N, AUTO, AUTO:X,Y
+    precision: str | None = None  # of the arithmetic: f32, bf16, f16
+    kv_precision: str | None = None  # also u8; by default that of the arithmetic on the CPU
     threads: int | None = None
-    properties: dict[str, str] = field(default_factory=dict)
+    properties: dict[str, str] = field(default_factory=dict)  # OpenVINO's own; they win over everything else
     cache_dir: Path | None = None
 
     @property

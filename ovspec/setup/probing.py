@@ -49,14 +49,11 @@ def probe_rollback(ir: CompiledIR) -> Probe:
     began = time.perf_counter()
     for kv in ("mask", "trim") if ir.kv_states else (None,):
         rollback = Rollback(kv, replay=bool(ir.recurrent_states))
-        if not gives_back_the_clean_run(ir, rollback):
-            continue
-        if kv == "mask":
-            bound = safe_bound(ir)
-            if bound == 0:
-                continue
-            rollback = replace(rollback, mask_until=bound)
-        return Probe(rollback, setting_of(ir.device, ir.properties), time.perf_counter() - began)
+        if gives_back_the_clean_run(ir, rollback):
+            bound = safe_bound(ir) if kv == "mask" else None
+            if bound != 0:
+                rollback = replace(rollback, mask_until=bound)
+                return Probe(rollback, setting_of(ir.device, ir.properties), time.perf_counter() - began)
     raise OvspecError(f"{ir.folder}: tokens cannot be taken back from its cache, neither by mask nor by cutting it.")
 
 

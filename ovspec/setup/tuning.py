@@ -1,7 +1,6 @@
 """Measure what is best for a model on this machine: the work behind ``ovspec tune``.
 
-The machine's speed changes while one measures. So every setting is timed in turns with the one that is used
-without a profile, and what counts is the ratio.
+The machine's speed changes meanwhile. So settings are timed in turns with the one that is used without a profile.
 """
 
 from __future__ import annotations

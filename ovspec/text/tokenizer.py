@@ -70,13 +70,10 @@ def byte_vocabulary(tokenizer_json: dict[str, Any]) -> list[bytes | None] | None
 
     else:
         return None
-    added = {token["id"]: token for token in tokenizer_json.get("added_tokens", [])}
-    vocabulary: list[bytes | None] = [None] * (max([*pieces.values(), *added]) + 1)
-    for piece, index in pieces.items():
-        vocabulary[index] = to_bytes(piece)
-    for index, token in added.items():
-        vocabulary[index] = b"" if token.get("special") else token["content"].encode()
-    return vocabulary
+    spelt = {index: to_bytes(piece) for piece, index in pieces.items()}
+    for token in tokenizer_json.get("added_tokens", []):
+        spelt[token["id"]] = b"" if token.get("special") else token["content"].encode()
+    return [spelt.get(index) for index in range(max(spelt) + 1)]
 
 
 def bytes_of(vocabulary: list[bytes | None], token: int) -> bytes:
