@@ -13,11 +13,7 @@ from ovspec.errors import OvspecError
 
 
 def read_text(path: Path) -> str:
-    """The text in ``path``.
-
-    Raises:
-        OvspecError: there is no such file, it can't be read, holds nothing, or is not UTF-8.
-    """
+    """The text in ``path``; raises OvspecError where there is none, or it is not UTF-8."""
     try:
         text = path.read_text(encoding="utf-8-sig")
     except OSError as error:

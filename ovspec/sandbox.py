@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import atexit
 import json
+import signal
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import psutil
@@ -18,15 +20,10 @@ class Stopped(Exception):
 
 
 class Worker:
-    """Runs a module that answers JSON objects, a line each; started when first needed and kept for the next one.
+    """Runs a ``module`` that serves requests in a process, started when first needed and kept for the next one.
 
-    A single operation in compiled code can run for hours or fill the memory, and only a process can be stopped in
-    the middle of one, on any platform and from any thread.
-
-    Args:
-        module: what ``python -m`` runs; it reads a request from each line of its standard input.
-        seconds: how long an answer may take.
-        size: how many bytes of memory the process may take.
+    An operation in compiled code can run for hours or fill the memory, and only a process can be stopped in the middle
+    of one, on any platform and from any thread. An answer may take ``seconds``, and the process ``size`` bytes.
     """
 
     def __init__(self, module: str, seconds: float, size: int) -> None:
@@ -36,18 +33,14 @@ class Worker:
         atexit.register(self.stop)
 
     def ask(self, request: str) -> dict[str, Any]:
-        """The module's answer to a request of one line.
-
-        Raises:
-            Stopped: it ran too long or took too much memory; the next request gets a new process.
-            OSError: it ended twice without an answer.
-        """
+        """The module's answer to a request of one line; OSError where it ends twice without one, or Stopped."""
         with self._lock:
             try:
-                return self._ask(request)
-            except (OSError, ValueError):  # it was killed between two requests
-                self.stop()
-                return self._ask(request)
+                try:
+                    return self._ask(request)
+                except (OSError, ValueError):  # it was killed between two requests
+                    self.stop()
+                    return self._ask(request)
             except BaseException:
                 self.stop()  # its answer, if one comes, belongs to nobody
                 raise
@@ -71,16 +64,12 @@ class Worker:
         while talking.is_alive():
             talking.join(0.02)
             if talking.is_alive() and time.monotonic() > until:
-                self._refuse(f"ran longer than {self.seconds:g} seconds")
+                raise Stopped(f"ran longer than {self.seconds:g} seconds")
             if talking.is_alive() and memory_of(watched) > self.size:
-                self._refuse(f"took more than {self.size // 1_000_000} MB of memory")
+                raise Stopped(f"took more than {self.size // 1_000_000} MB of memory")
         if not answers[0]:
             raise OSError(f"{self.module} has ended")
         return json.loads(answers[0])
-
-    def _refuse(self, why: str) -> None:
-        self.stop()
-        raise Stopped(why)
 
     def _start(self) -> subprocess.Popen[str]:
         """The process ends when its standard input does, so it doesn't outlive this one."""
@@ -98,6 +87,14 @@ class Worker:
             self._process.kill()
             self._process.communicate()
             self._process = None
+
+
+def serve(answer: Callable[[Any], dict[str, Any]]) -> None:
+    """The other side: a module that a ``Worker`` runs answers each request from its standard input."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that asks
+    sys.stdin.reconfigure(encoding="utf-8")  # type: ignore[union-attr]
+    for line in sys.stdin:
+        print(json.dumps(answer(json.loads(line))), flush=True)
 
 
 def memory_of(process: psutil.Process) -> int:

@@ -43,12 +43,9 @@ class Constraint:
 
 
 class Constraints:
-    """All constraints of a row, in the order in which they are applied.
+    """All constraints of a row, in the order in which they are applied; ``ends`` are ids that end the text.
 
-    Args:
-        ends: ids that end the text.
-        ask_always: the model is asked for every token, also one that is forced: its logits are wanted, or something
-            else may exclude it.
+    ``ask_always``: the model is asked even for a token that is forced, because its logits count.
     """
 
     def __init__(

@@ -43,10 +43,8 @@ class Grammar(Constraint):
     use what it cached for the tokens that were taken back, and then allows what the grammar doesn't.
 
     Args:
-        matcher: where the text goes on.
-        start: tokens of the prompt.
-        ends: ids that end the text, which may come where the grammar is satisfied.
-        own_end: the id that ends it for the matcher.
+        matcher: where the text goes on, behind ``start`` tokens of prompt.
+        ends: ids that end the text where the grammar is satisfied; ``own_end`` does so for the matcher.
         size: of the vocabulary.
     """
 
@@ -70,8 +68,7 @@ class Grammar(Constraint):
         if at < len(self._path) and token == self._path.tokens[at]:
             return True
         if self._positions[at].mask is None:
-            forced = self._forced(at)
-            if forced:
+            if forced := self._forced(at):
                 return token == forced[0]
             matcher = self._matcher(at)
             if token in self._ends:
@@ -142,12 +139,7 @@ def check_state(matcher: LLMatcher) -> None:
 
 
 class Grammars:
-    """Compiles grammars for a model's vocabulary and keeps them.
-
-    Args:
-        tokenizer_json: the model's ``tokenizer.json``.
-        vocabulary: what each id adds to a text.
-    """
+    """Compiles grammars for a model's ``tokenizer.json``; ``vocabulary`` is what each id adds to a text."""
 
     def __init__(self, tokenizer_json: dict[str, Any], vocabulary: list[bytes | None]) -> None:
         self._size = len(vocabulary)
@@ -175,9 +167,6 @@ class Grammars:
             healed: bytes of the tokens that were taken back from the prompt, the end of ``inside`` if there is any;
                 else the text begins with them, and then the grammar's.
             what: names the grammar in errors.
-
-        Raises:
-            OvspecError: the grammar is wrong or too complex, or doesn't allow ``inside``.
         """
         matcher = self._compile(grammar, what)
         if inside:
@@ -196,7 +185,7 @@ class Grammars:
             if matcher.is_error():
                 raise OvspecError(f"{what}: {plain(matcher.get_error())}")
             self._compiled[grammar] = matcher
-            while len(self._compiled) > CACHED_GRAMMARS:
+            if len(self._compiled) > CACHED_GRAMMARS:
                 self._compiled.pop(next(iter(self._compiled)))
         return self._compiled[grammar]
 

@@ -1,8 +1,7 @@
 """Token healing: the end of a prompt is generated anew, so that a token may reach over it.
 
-A prompt that ends in ``http:`` has the token ``:`` at its end, and a model that always saw ``://`` as one token hardly
-ever goes on with ``//``. So the last tokens are taken back, and what is generated must begin with their bytes.
-The idea is Lundberg's (Guidance, 2023).
+A model that always saw ``://`` as one token hardly ever goes on with ``//`` behind the token ``:``. So the last tokens
+are taken back, and what is generated must begin with their bytes. The idea is Lundberg's (Guidance, 2023).
 """
 
 from __future__ import annotations
@@ -19,11 +18,7 @@ from ovspec.decoders.sequence import Sequence
 
 
 class ByteTokens:
-    """The tokens of a vocabulary in the order of their bytes.
-
-    Args:
-        vocabulary: what each id adds to a text; ids that add nothing don't count.
-    """
+    """The tokens of a vocabulary in the order of their bytes; ids that add nothing to a text don't count."""
 
     def __init__(self, vocabulary: collections.abc.Sequence[bytes | None]) -> None:
         self.vocabulary = vocabulary
@@ -76,20 +71,13 @@ def healable(
 
 
 def is_utf8(text: bytes) -> bool:
-    try:
-        text.decode()
-    except UnicodeDecodeError:
-        return False
-    return True
+    return text.decode(errors="ignore").encode() == text
 
 
 class Healing(Constraint):
-    """Takes the last tokens of a prompt back; what is generated must begin with their bytes.
+    """Takes ``count`` tokens of a prompt (n,) back; what is generated must begin with their bytes.
 
-    Args:
-        prompt: (n,) int64.
-        count: how many of its tokens are taken back.
-        bos: what the text begins with where that is all of them, (n,) int64.
+    Where that is all of them, the text begins with ``bos`` (n,) int64.
     """
 
     def __init__(self, prompt: np.ndarray, count: int, vocabulary: ByteTokens, bos: np.ndarray) -> None:

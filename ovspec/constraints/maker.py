@@ -27,18 +27,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PromptTokens:
-    """A row's prompt, as far as constraints depend on it.
+    """A row's prompt, as far as constraints depend on it."""
 
-    tokens: (n,) int64.
-    eos: ids that end the text, besides those that options name.
-    bos: what a text begins with all of which is taken back, (n,) int64; empty where that can't be.
-    healable: the first token that healing may take back.
-    """
-
-    tokens: np.ndarray
-    eos: frozenset[int]
-    bos: np.ndarray
-    healable: int = 0
+    tokens: np.ndarray  # (n,) int64
+    eos: frozenset[int]  # ids that end the text, besides those that options name
+    bos: np.ndarray  # what a text begins with all of which is taken back, (n,) int64; empty where that can't be
+    healable: int = 0  # the first token that healing may take back
 
 
 class ConstraintMaker:
@@ -51,10 +45,8 @@ class ConstraintMaker:
     def tokens(self) -> ByteTokens:
         """Raises OvspecError where tokens aren't bytes."""
         if not self._tokenizer.vocabulary:
-            raise OvspecError(
-                f"{self._tokenizer.folder}: its tokenizer does not map tokens to bytes one by one, "
-                "which grammars and token healing need."
-            )
+            why = "its tokenizer does not map tokens to bytes one by one, which grammars and token healing need"
+            raise OvspecError(f"{self._tokenizer.folder}: {why}.")
         return ByteTokens(self._tokenizer.vocabulary)
 
     @functools.cached_property
@@ -68,8 +60,7 @@ class ConstraintMaker:
     ) -> tuple[Constraints, Healing | None]:
         """The constraints of what continues ``prompt``, and what is to be taken back from its end.
 
-        Raises:
-            OvspecError: options that are wrong or exclude each other, or a prompt that its grammar doesn't allow.
+        Raises OvspecError where options exclude each other, or the grammar doesn't allow the prompt.
         """
         grammar, name = grammar_of(options)
         where = options.get("constrain_from")
@@ -78,22 +69,21 @@ class ConstraintMaker:
         if grammar is not None and params.ignore_eos:
             raise OvspecError(f"{name} says where the text ends, so ignore_eos can't be combined with it.")
         ends = prompt.eos | frozenset(params.stop_ids)
-        tail = self._tail(prompt.tokens, where) or None if where is not None else None
+        tail = b"" if where is None else self._tail(prompt.tokens, where)
         masks: list[Constraint] = []
-        healing, start = None, len(prompt.tokens)
+        healing, healed, start = None, b"", len(prompt.tokens)
         if options.get("heal"):
             first = max(prompt.healable, 0 if len(prompt.bos) else 1)
-            # A grammar begins with a whole character.
-            whole = grammar is not None and tail is None
-            count = healable(prompt.tokens, first, self.tokens, math.inf if tail is None else len(tail), whole)
-            if count:
+            whole = grammar is not None and not tail  # a grammar begins with a whole character
+            if count := healable(prompt.tokens, first, self.tokens, len(tail) or math.inf, whole):
                 healing = Healing(prompt.tokens, count, self.tokens, prompt.bos)
                 masks.append(healing)
-                start = healing.start
+                healed, start = healing.text, healing.start
         if grammar is not None:
-            healed = healing.text if healing else b""
-            ends_of_text = self._grammar_ends(prompt.eos, params)
-            masks.append(self.grammars.constraint(grammar, start, ends_of_text, tail or b"", healed, name))
+            # A stop id that is a piece of text is the grammar's business.
+            spelt = self.tokens.vocabulary
+            stops = {token for token in params.stop_ids if not (token < len(spelt) and spelt[token])}
+            masks.append(self.grammars.constraint(grammar, start, prompt.eos | stops, tail, healed, name))
         prompt_length: PromptLength = healing.prompt_length if healing else lambda _: start
         processors = processing(params, prompt_length, ends, options.get("logits_processors"))
         excludes = bool(options.get("logits_processors")) or -math.inf in params.logit_bias.values()
@@ -104,11 +94,6 @@ class ConstraintMaker:
         grammar, name = grammar_of(options)
         if grammar is not None:
             self.grammars.constraint(grammar, 0, frozenset(), what=name)
-
-    def _grammar_ends(self, eos: frozenset[int], params: SamplingParams) -> frozenset[int]:
-        """A stop id that is a piece of text is the grammar's business."""
-        spelt = self.tokens.vocabulary
-        return eos | {token for token in params.stop_ids if not (token < len(spelt) and spelt[token])}
 
     def _tail(self, tokens: np.ndarray, where: int | str) -> bytes:
         """The bytes of the prompt that belong to the grammar's text."""

@@ -61,10 +61,8 @@ class UserProcessor(Constraint):
             found = np.empty(0)
         name = getattr(self._function, "__name__", type(self._function).__name__)
         if found.size != logits.size or found.dtype.kind not in "fiu":
-            raise OvspecError(
-                f"The logits processor {name} returned {type(given).__name__} of shape {found.shape}; it must return "
-                f"logits of shape (1, {len(logits)})."
-            )
+            what, wanted = f"{type(given).__name__} of shape {found.shape}", f"logits of shape (1, {len(logits)})"
+            raise OvspecError(f"The logits processor {name} returned {what}; it must return {wanted}.")
         found = found.reshape(-1).astype(np.float32)
         if np.isnan(found).any() or found.max() == np.inf:
             raise OvspecError(f"The logits processor {name} returned nan or inf; only -inf has a meaning: it excludes.")
@@ -72,11 +70,7 @@ class UserProcessor(Constraint):
 
 
 class MinTokens(Constraint):
-    """Nothing ends the text before so many tokens.
-
-    Args:
-        ends: ids that would end it.
-    """
+    """Excludes the ids that end the text until it has ``count`` tokens."""
 
     def __init__(self, count: int, prompt: PromptLength, ends: frozenset[int]) -> None:
         self._count, self._prompt = count, prompt
@@ -96,11 +90,7 @@ def processing(
     ends: frozenset[int],
     functions: Iterable[LogitsProcessor] | None = None,
 ) -> list[Constraint]:
-    """What ``params`` and a user's functions do to logits, in Hugging Face's order.
-
-    Raises:
-        OvspecError: something that is no function.
-    """
+    """What ``params`` and a user's functions do to logits, in Hugging Face's order."""
     if callable(functions):
         raise OvspecError("logits_processors must be a list of functions; put it into brackets.")
     found: list[Constraint] = []

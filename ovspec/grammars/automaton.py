@@ -29,17 +29,11 @@ class Budget:
 
 @dataclass
 class Lexemes:
-    """A grammar over lexemes, without what they are made of.
+    """A grammar over lexemes, without what they are made of."""
 
-    Args:
-        start: the symbol with which every text begins.
-        rules: for each symbol that is no lexeme its options.
-        lexemes: for each lexeme its expression, which doesn't match the empty text.
-    """
-
-    start: str
-    rules: dict[str, list[list[str]]]
-    lexemes: dict[str, Node]
+    start: str  # the symbol with which every text begins
+    rules: dict[str, list[list[str]]]  # for each symbol that is no lexeme its options
+    lexemes: dict[str, Node]  # for each lexeme its expression, which doesn't match the empty text
 
     def followers(self, budget: Budget) -> tuple[list[int], int]:
         """For each lexeme those that may follow it, and those that may begin a text; lexeme i is bit i."""
@@ -131,11 +125,7 @@ class Automaton:
 class Automata:
     """Makes the automata of lexemes and compares them, each and each pair once.
 
-    Sets of characters are bits: all characters that no class of the grammar tells apart share one.
-
-    Args:
-        rules: by name.
-        nodes: all expressions.
+    Sets of characters are bits: all characters that no class in ``nodes``, all expressions, tells apart share one.
     """
 
     def __init__(self, rules: dict[str, Node], nodes: Iterable[Node], budget: Budget) -> None:

@@ -41,14 +41,11 @@ WORDS = (
 
 
 def check(grammar: str, what: str) -> None:
-    """Refuse a grammar that is wrong, has no text that ends, or takes too much time or memory.
+    """Raises OvspecError where a grammar is wrong, has no text that ends, or takes too much time or memory.
 
     Args:
         grammar: from ``ovspec.grammars.sources``.
         what: names the grammar in the message, such as "--grammar words.lark".
-
-    Raises:
-        OvspecError: in a sentence, with the place where it is known.
     """
     if why := problem_with(grammar):
         raise OvspecError(f"{what}{why}")
@@ -60,7 +57,7 @@ def problem_with(grammar: str) -> str:
     if len(grammar) > MAX_GRAMMAR:
         return f": it takes {len(grammar)} bytes; at most {MAX_GRAMMAR} can be read."
     try:
-        found = CHECKER.ask(json.dumps({"grammar": grammar}))
+        found = CHECKER.ask(json.dumps(grammar))
     except Stopped as why:
         return f": trying it out {why}; simplify it."
     except (OSError, ValueError):
@@ -68,7 +65,7 @@ def problem_with(grammar: str) -> str:
     kind = json.loads(grammar)["grammars"][0].get("name", "")
     if "refused" in found:
         return f": {plain(found['refused'])}"
-    return worded(found["error"], kind, found.get("at", "")) if found else ""
+    return worded(found["error"], kind, found["at"]) if found else ""
 
 
 def worded(error: str, kind: str, pointer: str) -> str:
@@ -77,8 +74,8 @@ def worded(error: str, kind: str, pointer: str) -> str:
     where = ""
     if kind == "lark" and first:
         where = f", line {first[1]}, column {first[2]}"
-    elif kind == "json":
-        where = f", at {pointer}" if pointer else ""
+    elif kind == "json" and pointer:
+        where = f", at {pointer}"
     elif kind == "regex" and (caret := re.search(r"parse error:\n    .*\n    ( *)\^", error)):
         where = f", column {len(caret[1]) + 1}"
     return f"{where}: {plain(error[first.end() :] if first else error)}"

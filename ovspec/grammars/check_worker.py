@@ -1,4 +1,4 @@
-"""The process that tries grammars out: a JSON object a line in, a JSON object a line out. See ``check.py``.
+"""The process that tries grammars out, for ``check.py``.
 
 llguidance accepts grammars without any finite text. They are found in its log, which shows the rules as it follows
 them, whatever they were written in.
@@ -6,27 +6,25 @@ them, whatever they were written in.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import random
 import re
-import signal
-import sys
 import tempfile
 import time
 from typing import IO, Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
+from ovspec.sandbox import serve
+
 # Also for the matcher that generates. C over 131,072 tokens takes 41,000 items for a mask on average and
 # fails with 20,000; the most ambiguous grammars then take a second or two for a step before they are given up.
 LIMITS = LLParserLimits(
-    max_items_in_row=1000,
-    step_max_items=100_000,
-    max_lexer_states=50_000,
-    precompute_large_lexemes=True,
-    verbose_errors=False,
-)
+    max_items_in_row=1000, step_max_items=100_000, max_lexer_states=50_000,
+    precompute_large_lexemes=True, verbose_errors=False,
+)  # fmt: skip
 MAX_SPECIAL = 50  # tokens named in a grammar
 MAX_NUMBER = 300_000  # of tokens where a grammar gives their numbers
 MAX_RULES = 4_000_000  # characters of llguidance's log that are read
@@ -48,7 +46,7 @@ class Bytes:
         return list(text if isinstance(text, bytes) else text.encode())
 
 
-def answer(grammar: str, log: IO[bytes]) -> dict[str, Any]:
+def answer(log: IO[bytes], grammar: str) -> dict[str, Any]:
     """{} if the grammar is good, or {"error": llguidance's words} or {"refused": a sentence without its end}."""
     special: list[str] = []
     while True:
@@ -61,9 +59,7 @@ def answer(grammar: str, log: IO[bytes]) -> dict[str, Any]:
             break
         special.append(unknown[1])
     if matcher.is_error():
-        found = {"error": matcher.get_error()}
-        pointer = failing(grammar)
-        return found | ({"at": pointer} if pointer else {})
+        return {"error": matcher.get_error(), "at": failing(grammar)}
     log.seek(0)
     why = endless(log.read(MAX_RULES + 1).decode(errors="replace")) or stuck(matcher, len(vocabulary.tokens))
     return {"refused": why} if why else {}
@@ -189,15 +185,7 @@ def allowed(matcher: LLMatcher, size: int) -> list[int]:
     return [i for i in range(size) if bits >> i & 1 and i != Bytes.eos_token_id]
 
 
-def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that asks
-    sys.stdin.reconfigure(encoding="utf-8")  # type: ignore[union-attr]
+if __name__ == "__main__":
     with tempfile.TemporaryFile() as log:
         os.dup2(log.fileno(), 2)  # llguidance writes its log to standard error
-        for line in sys.stdin:
-            sys.stdout.write(json.dumps(answer(json.loads(line)["grammar"], log)) + "\n")
-            sys.stdout.flush()
-
-
-if __name__ == "__main__":
-    main()
+        serve(functools.partial(answer, log))

@@ -64,12 +64,7 @@ class Rules:
 
 
 def parse(text: str) -> Rules:
-    """The rules of a grammar.
-
-    Raises:
-        OvspecError: it isn't GBNF, names a rule that isn't there, or has no ``root``; the message begins with the
-            line and column.
-    """
+    """The rules of a grammar; raises OvspecError with the line and column where it isn't GBNF or lacks a rule."""
     return Reader(text).grammar()
 
 
@@ -188,9 +183,8 @@ class Reader:
         if found in ("", "\n", "\r"):
             raise self.fail(f"this {what} is not closed", start)
         self.at += 1
-        if found != "\\":
-            code = ord(found)
-        else:
+        code = ord(found)
+        if found == "\\":
             kind = self.next()
             self.at += 1
             if kind in ESCAPES:

@@ -1,8 +1,7 @@
 """JSON schemas: what llguidance would ignore, get wrong or refuse without naming the place is refused here.
 
-Sources:
-    What llguidance supports: https://github.com/guidance-ai/llguidance/blob/main/docs/json_schema.md
-    The keywords: https://json-schema.org/draft/2020-12/json-schema-validation
+Sources: https://github.com/guidance-ai/llguidance/blob/main/docs/json_schema.md and
+https://json-schema.org/draft/2020-12/json-schema-validation
 """
 
 from __future__ import annotations
@@ -69,13 +68,9 @@ SET_OPERATIONS = re.compile(r"&&|--|~~|\[")  # in a class; Rust's, where JSON Sc
 
 
 def cleaned(schema: Any) -> Schema:
-    """A schema of the same texts that llguidance enforces as it is.
+    """A schema, as parsed from JSON, changed so that llguidance enforces it as it is.
 
-    Args:
-        schema: as parsed from JSON; it is changed.
-
-    Raises:
-        OvspecError: it is wrong or can't be enforced; the message begins with the JSON pointer of the place.
+    Raises OvspecError where it is wrong or can't be enforced; the message begins with the JSON pointer of the place.
     """
     if not recent():
         found = version("llguidance")
@@ -110,7 +105,6 @@ class Cleaner:
         self.root = root
         self.waiting: list[tuple[Any, str]] = [(root, "#")]
         self.seen: set[int] = set()
-        self.anchors: dict[str, tuple[Any, str]] | None = None
 
     def all(self) -> None:
         while self.waiting:
@@ -205,10 +199,9 @@ class Cleaner:
             raise OvspecError(f"{at}: {value!r} is outside this schema; copy it to $defs and refer to #/$defs/name.")
         found: Any = self.root
         if not target.startswith("#/"):
-            found = self.anchored().get(target[1:])
-            if found is None:
-                raise OvspecError(f"{at}: there is no {value!r} in this schema.")
-            return found
+            if target[1:] in self.anchors:
+                return self.anchors[target[1:]]
+            raise OvspecError(f"{at}: there is no {value!r} in this schema.")
         for part in target[2:].split("/"):
             part = unquote(part).replace("~1", "/").replace("~0", "~")
             if isinstance(found, list) and part.isdigit() and int(part) < len(found):
@@ -219,16 +212,17 @@ class Cleaner:
                 raise OvspecError(f"{at}: there is no {value!r} in this schema.")
         return found, target
 
-    def anchored(self) -> dict[str, tuple[Any, str]]:
-        if self.anchors is None:
-            self.anchors, waiting = {}, [(self.root, "#")]
-            while waiting:
-                value, at = waiting.pop()
-                if isinstance(value, dict) and isinstance(value.get("$anchor"), str):
-                    self.anchors[value["$anchor"]] = (value, at)
-                pairs = value.items() if isinstance(value, dict) else enumerate(value)
-                waiting += [(each, f"{at}/{pointed(str(key))}") for key, each in pairs if isinstance(each, dict | list)]
-        return self.anchors
+    @functools.cached_property
+    def anchors(self) -> dict[str, tuple[Any, str]]:
+        found: dict[str, tuple[Any, str]] = {}
+        waiting: list[tuple[Any, str]] = [(self.root, "#")]
+        while waiting:
+            value, at = waiting.pop()
+            if isinstance(value, dict) and isinstance(value.get("$anchor"), str):
+                found[value["$anchor"]] = (value, at)
+            pairs = value.items() if isinstance(value, dict) else enumerate(value)
+            waiting += [(each, f"{at}/{pointed(str(key))}") for key, each in pairs if isinstance(each, dict | list)]
+        return found
 
 
 def pattern(value: Any, at: str) -> None:

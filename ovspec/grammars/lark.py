@@ -1,11 +1,10 @@
 """Joins Lark grammars over several files into the one text that llguidance reads.
 
-llguidance knows Lark's ``%import`` for its own ``common`` alone. Here files are imported too, as Lark does it: an
-imported rule brings what it depends on under prefixed names; ``%ignore`` and the options of ``%llguidance`` are left
-out. A file is read once, however many others import it; files may import each other.
+llguidance knows ``%import`` for its own ``common`` alone. Here files are imported too, as Lark does it: an imported
+rule brings what it depends on under prefixed names, without ``%ignore``. Files may import each other.
 
-Sources: Lark's documentation (https://lark-parser.readthedocs.io/en/stable/grammar.html) and llguidance's
-(https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md).
+Sources: https://lark-parser.readthedocs.io/en/stable/grammar.html and
+https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md
 """
 
 from __future__ import annotations
@@ -55,9 +54,7 @@ class _Token(NamedTuple):
 
 
 class _Import(NamedTuple):
-    """A directive that imports from ``file``, None for llguidance's own ``common``."""
-
-    file: Path | None
+    file: Path | None  # None for llguidance's own "common"
     start: int
     end: int
     line: int
@@ -88,24 +85,18 @@ class _Files:
 def read_lark(path: Path) -> str:
     """The grammar in the file ``path``, with what it imports from other files.
 
-    Raises:
-        OvspecError: if a file is missing, can't be read or is too much, if a name isn't defined or only goes round in
-            a circle of imports, or if an ``%import`` isn't understood. It names the file and the line.
+    Raises OvspecError that names the file and the line where a file, a name or an ``%import`` is wrong.
     """
     files = _Files()
     return _merge(files, _read(files, path, f"The grammar {path}", dependent=False))
 
 
 def resolve(text: str, folder: Path | None, name: str) -> str:
-    """The grammar ``text``, with what it imports from files beside it.
+    """As ``read_lark`` for a grammar's ``text``.
 
     Args:
-        text: The grammar.
-        folder: Where ``%import .file.rule`` finds ``file.lark``; None refuses to import from files.
-        name: What errors call the grammar.
-
-    Raises:
-        OvspecError: as ``read_lark``.
+        folder: where ``%import .file.rule`` finds ``file.lark``; None refuses to import from files.
+        name: what errors call the grammar.
     """
     files = _Files(size=len(text.encode()))
     if files.size > MAX_BYTES:
@@ -156,9 +147,8 @@ def _statements(file: _File) -> Iterator[list[_Token]]:
             try:
                 end = JSONDecoder().raw_decode(file.text, end)[1]
             except (JSONDecodeError, RecursionError) as error:
-                raise _error(
-                    file, line, f"{match[0].rstrip()} isn't followed by JSON ({error}); correct it."
-                ) from error
+                why = f"{match[0].rstrip()} isn't followed by JSON ({error}); correct it."
+                raise _error(file, line, why) from error
         text = file.text[position:end]
         if match["newline"]:
             ended = True
@@ -290,10 +280,10 @@ def _merge(files: _Files, root: _File) -> str:
 
     text = root.text
     for imported in reversed(root.imports):
-        if imported.file is not None:
+        if imported.file:
             text = text[: imported.start] + text[imported.end :]
     for here, (imported, _) in root.sources.items():
-        if imported.file is not None:
+        if imported.file:
             key = _find(files, root, here, imported.line)
             if key in names:
                 lines.append(f"{here}: {names[key]}")
@@ -302,9 +292,9 @@ def _merge(files: _Files, root: _File) -> str:
                 waiting.append(key)
     while waiting:
         file, name = key = waiting.popleft()
-        if file is None:
-            lines.append(f"%import common.{name} -> {names[key]}")
-        else:
+        if file:
             find = partial(_find, files, file)
             lines.append(_renamed(file.definitions[name], names[key], lambda *used, find=find: spell(find(*used))))
+        else:
+            lines.append(f"%import common.{name} -> {names[key]}")
     return "\n".join([text.rstrip("\n"), *lines, ""]) if lines else text

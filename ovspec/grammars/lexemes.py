@@ -22,11 +22,7 @@ MAX_DEPTH = 60  # of the parentheses in a lexeme
 
 
 def to_lark(text: str) -> str:
-    """A GBNF grammar as a Lark grammar of llguidance that matches the same texts.
-
-    Raises:
-        OvspecError: the grammar is wrong; the message begins with the line and column.
-    """
+    """A GBNF grammar as a Lark grammar of llguidance that matches the same texts; raises as ``parse``."""
     grammar = parse(text)
     facts = Analysis(grammar).facts
     budget, split = Budget(), set[Node]()
@@ -43,15 +39,12 @@ def to_lark(text: str) -> str:
 
 
 class Facts(NamedTuple):
-    """What is known of an expression that isn't recursive.
-
-    ``solid`` matches the same texts but the empty one; None where that would take a long expression.
-    """
+    """What is known of an expression that isn't recursive."""
 
     size: int
     depth: int
     nullable: bool
-    solid: Node | None
+    solid: Node | None  # matches the same texts but the empty one; None where that would take a long expression
 
 
 class Analysis:
@@ -128,15 +121,11 @@ class Analysis:
 
 @dataclass
 class Plan:
-    """Lexemes and the rules over them.
-
-    Args:
-        split: expressions that can't be one lexeme; None for all of more than a character.
-    """
+    """Lexemes and the rules over them."""
 
     grammar: Rules
     facts: dict[Node, Facts]
-    split: set[Node] | None
+    split: set[Node] | None  # expressions that can't be one lexeme; None for all of more than a character
     budget: Budget | None = None
     symbols: dict[Node, str] = field(default_factory=dict)  # "T3" a lexeme, "r3" a rule, "r3-name" one with a name
     lines: dict[str, str] = field(default_factory=dict)  # the rules' right sides in Lark

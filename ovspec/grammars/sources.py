@@ -1,4 +1,7 @@
-"""Makes grammars of llguidance from what users write: JSON schemas, expressions, choices, Lark and GBNF."""
+"""Makes grammars of llguidance from what users write: JSON schemas, expressions, choices, Lark and GBNF.
+
+All raise OvspecError where that is wrong or can't be followed while a text grows; the message names the place.
+"""
 
 from __future__ import annotations
 
@@ -39,9 +42,6 @@ def json_schema(schema: dict[str, Any] | bool | str | Path, what: str = "The JSO
         schema: the schema itself, its JSON text, or a file with it. ``x-guidance`` at its top sets llguidance's
             separators and white space.
         what: names it in messages; a file is named by its path.
-
-    Raises:
-        OvspecError: it can't be read, is wrong, or says what can't be enforced; the message names the place.
     """
     if isinstance(schema, str | Path):
         if not isinstance(schema, str) or not (schema.lstrip()[:1] in ("{", "[", '"') or schema in ("true", "false")):
@@ -67,11 +67,7 @@ def file_text(name: str | Path) -> str:
 
 
 def regex(pattern: str, what: str = "The regular expression") -> str:
-    """The texts that a regular expression matches as a whole, in the syntax of Rust's ``regex``.
-
-    Raises:
-        OvspecError: it uses what can't be matched while a text grows.
-    """
+    """The texts that an expression in the syntax of Rust's ``regex`` matches as a whole, without look-around."""
     pattern = well_formed(pattern, what).removeprefix("^")
     pattern = re.sub(r"(?<!\\)((?:\\\\)*)\$\Z", r"\1", pattern)
     if re.search(r"(?<!\\)(?:\\\\)*\\\Z", pattern):
@@ -83,11 +79,7 @@ def regex(pattern: str, what: str = "The regular expression") -> str:
 
 
 def choices(texts: Sequence[str]) -> str:
-    """One of some texts, and nothing else.
-
-    Raises:
-        OvspecError: there are none, or one isn't text.
-    """
+    """One of some texts, and nothing else."""
     if isinstance(texts, str) or not texts:
         raise OvspecError("Choices are a list of at least one text.")
     unique = dict.fromkeys(well_formed(text, f"Choice {i + 1}") for i, text in enumerate(texts))
@@ -97,12 +89,7 @@ def choices(texts: Sequence[str]) -> str:
 
 
 def lark(text: str, what: str = "The Lark grammar") -> str:
-    """The texts of a grammar in llguidance's dialect of Lark, from its rule ``start``.
-
-    Raises:
-        OvspecError: it is too long, or uses options that no other way of generating knows; the message names the
-            place.
-    """
+    """The texts of a grammar in llguidance's dialect of Lark, from its rule ``start``, without ``max_tokens=``."""
     text = well_formed(text, what)
     bounded(text, what)
     parts, at = [], 0
@@ -119,11 +106,7 @@ def lark(text: str, what: str = "The Lark grammar") -> str:
 
 
 def gbnf(text: str, what: str = "The GBNF grammar") -> str:
-    """The texts of a grammar in llama.cpp's GBNF, from its rule ``root``.
-
-    Raises:
-        OvspecError: it is wrong; the message names the line and column.
-    """
+    """The texts of a grammar in llama.cpp's GBNF, from its rule ``root``."""
     text = well_formed(text, what)
     if len(text) > MAX_GBNF:
         raise OvspecError(f"{what} has {len(text)} characters; at most {MAX_GBNF} can be read.")
@@ -203,8 +186,8 @@ def place(text: str, at: int) -> str:
 
 def slashed(pattern: str) -> str:
     """A regular expression as it stands between slashes in Lark."""
-    ends = {"/": "\\/", "\n": "\\n", "\r": "\\r", "\0": "\\x00"}
-    return re.sub(r"(\\.)|([/\n\r\0])", lambda m: m[1] if m[1] else ends[m[2]], pattern, flags=re.DOTALL)
+    escapes = {"/": "\\/", "\n": "\\n", "\r": "\\r", "\0": "\\x00"}
+    return re.sub(r"\\.|[/\n\r\0]", lambda m: escapes.get(m[0], m[0]), pattern, flags=re.DOTALL)
 
 
 def escaped(character: str) -> str:

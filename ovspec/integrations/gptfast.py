@@ -25,13 +25,8 @@ class GPTFastModel:
     ) -> np.ndarray:
         """The prompt and ``max_tokens`` more tokens, (1, n + max_tokens) int64.
 
-        Args:
-            cur_tokens: the prompt's ids, (1, n) or (n,).
-            speculate_k: tokens that the draft proposes each round; by default as many as pay.
-            sampling_kwargs: passed on to the sample function.
-
-        Raises:
-            OvspecError: more than one row, or keywords without a sample function.
+        ``cur_tokens`` is the prompt, (1, n) or (n,), ``speculate_k`` what the draft proposes each round, by default as
+        much as pays; ``sampling_kwargs`` go to the sample function.
         """
         prompt = np.asarray(cur_tokens, dtype=np.int64)
         prompt = prompt[0] if prompt.ndim == 2 and len(prompt) == 1 else prompt

@@ -32,8 +32,7 @@ class OpenVINO(Model):
 
     Args:
         lm: from ``ovspec.load``. The cache of the model's branches is its own; ``lm`` may be used besides.
-        echo: show the text as it grows, in a notebook, with the probabilities of its tokens. These take the logits of
-            all positions and a sort of each.
+        echo: show the text in a notebook, with probabilities, which take all logits and a sort of them.
         chat_template: a ``guidance.chat.ChatTemplate`` class, or a template's text; by default the model's.
         sampling_params: guidance's ``top_p``, ``top_k``, ``min_p``, ``repetition_penalty``.
         options: what guidance may do, all of it by default: ``enable_backtrack`` (spell the end of a text anew),
@@ -78,11 +77,7 @@ class OpenVINOEngine(Engine):
 
 
 class OpenVINOTokenizer(Tokenizer):
-    """llguidance's tokenizer on the model's own ``tokenizer.json``.
-
-    Raises:
-        OvspecError: a kind of tokenizer that llguidance doesn't know, or none with an end of text.
-    """
+    """llguidance's tokenizer on the model's own ``tokenizer.json``; raises OvspecError where it can't be used."""
 
     def __init__(self, lm: LanguageModel, chat_template: str | type[ChatTemplate] | None = None) -> None:
         whole = read_json(lm.folder / TOKENIZER_FILE)
@@ -109,10 +104,7 @@ def named(config: dict[str, Any], ids: dict[str, int], name: str) -> int | None:
 
 
 def model_template(lm: LanguageModel) -> str | type[ChatTemplate] | None:
-    """What guidance should take for the model's chat template: the text where it knows it, or else a class.
-
-    Where neither is to be had, it takes ChatML and says so.
-    """
+    """The chat template as text where guidance knows it, or else a class; None lets it take ChatML and say so."""
     try:
         template = chat_template(lm.folder)
     except OvspecError:

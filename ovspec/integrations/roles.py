@@ -40,11 +40,7 @@ def roles_of(template: ChatTemplate) -> Roles | None:
 
 
 def around(template: ChatTemplate, roles: list[str], open: bool = False) -> list[str]:
-    """The text in front of, between and behind messages of these roles.
-
-    Raises:
-        OvspecError: the template refuses them, or doesn't write them one after the other as they are.
-    """
+    """The text in front of, between and behind messages of these roles; raises OvspecError where one isn't whole."""
     messages = [{"role": role, "content": text} for role, text in zip(roles, SAID, strict=False)]
     rest, parts = template.render(messages, open), []
     for message in messages:

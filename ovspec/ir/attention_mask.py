@@ -23,10 +23,7 @@ def narrowest_window(ir: CompiledIR) -> int:
 
 
 def mask_bound(ir: CompiledIR) -> int | None:
-    """Slots up to which dead slots don't change what the live ones see; UNBOUNDED, or None if that can't be told.
-
-    The part of the IR that computes attention masks runs without the rest, so any length costs next to nothing.
-    """
+    """Slots up to which dead slots don't change what the live ones see; UNBOUNDED, or None if that can't be told."""
     try:
         mask = mask_model(core().read_model(ir.folder / MODEL_FILE))
         if mask is None:

@@ -26,14 +26,11 @@ KNOWN_INPUTS = {"input_ids", "attention_mask", "position_ids", "beam_idx"}
 
 @dataclass(frozen=True)
 class State:
-    """One variable of the model: keys or values of a layer, or a state that replaces itself (conv, SSM).
-
-    ``sequence_axis`` is None for the latter: it has no slots that could be cut or masked.
-    """
+    """One variable of the model: keys or values of a layer, or a state that replaces itself (conv, SSM)."""
 
     name: str
     batch_axis: int
-    sequence_axis: int | None
+    sequence_axis: int | None  # of the slots that can be cut or masked; None where there are none
     width: int  # values that a row holds: per slot, or in all
 
 
@@ -119,8 +116,7 @@ def model_states(model: ov.Model) -> list[State]:
     """The model's variables with their axes. ``beam_idx`` gathers along the batch axis of each."""
     batch_axes = {}
     for op in model.get_ops():
-        uses = op.output(0).get_target_inputs() if op.get_type_name() == "ReadValue" else ()
-        for use in uses:
+        for use in op.output(0).get_target_inputs() if op.get_type_name() == "ReadValue" else ():
             if use.get_node().get_type_name() == "Gather" and use.get_index() == 0:
                 axis = use.get_node().input_value(2).get_node()
                 if axis.get_type_name() == "Constant":
@@ -168,8 +164,7 @@ def pick_logits(model: ov.Model) -> bool:
 def compile_ir(folder: Path, options: DeviceOptions, rewrite: Callable[[ov.Model], None] | None = None) -> CompiledIR:
     """Read and compile the language model in ``folder``, after ``rewrite`` where there is one.
 
-    Raises:
-        OvspecError: no IR there, not a stateful text model, no such device, or a property it refuses.
+    Raises OvspecError: no IR there, not a stateful text model, no such device, or a property it refuses.
     """
     check_ir_folder(folder)
     device = check_device(options.device)
@@ -187,9 +182,8 @@ def compile_ir(folder: Path, options: DeviceOptions, rewrite: Callable[[ov.Model
         raise OvspecError(f"{folder}: exported without a KV cache; export it with the task text-generation-with-past.")
     if "encoder_hidden_states" in names:
         raise OvspecError(f"{folder}: the decoder of an encoder-decoder model, which is not supported.")
-    unknown = names - KNOWN_INPUTS
-    if unknown:
-        raise OvspecError(f"{folder}: wants the input {sorted(unknown)[0]}, which ovspec cannot give; not supported.")
+    if unknown := names - KNOWN_INPUTS:
+        raise OvspecError(f"{folder}: wants the input {min(unknown)}, which ovspec cannot give; not supported.")
     picks = pick_logits(model)
     if rewrite:
         rewrite(model)

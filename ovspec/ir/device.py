@@ -18,18 +18,13 @@ EXACT_KV_PRECISIONS = ("f32", "bf16", "f16")
 
 @dataclass(frozen=True)
 class DeviceOptions:
-    """Where and how a model is compiled; ``None`` leaves a choice to the OpenVINO plugin.
+    """Where and how a model is compiled; ``None`` leaves a choice to the OpenVINO plugin."""
 
-    ``device`` is CPU, GPU, GPU.N, AUTO or AUTO:X,Y; ``precision`` (f32, bf16, f16) is the arithmetic's,
-    ``kv_precision`` (also u8) the KV cache's, by default that of the arithmetic on the CPU;
-    ``properties`` are handed to OpenVINO as they are and win over everything else.
-    """
-
-    device: str = "CPU"
-    precision: str | None = None
-    kv_precision: str | None = None
+    device: str = "CPU"  # or GPU, GPU.N, AUTO, AUTO:X,Y
+    precision: str | None = None  # of the arithmetic: f32, bf16, f16
+    kv_precision: str | None = None  # also u8; by default that of the arithmetic on the CPU
     threads: int | None = None
-    properties: dict[str, str] = field(default_factory=dict)
+    properties: dict[str, str] = field(default_factory=dict)  # OpenVINO's own; they win over everything else
     cache_dir: Path | None = None
 
     @property
@@ -46,11 +41,9 @@ class DeviceOptions:
     def cache_folder(self) -> Path | None:
         """Where compiled models and probes are kept; None where the properties switch the cache off."""
         named = self.properties.get("CACHE_DIR")
-        return (
-            (Path(named) if named else None)
-            if named is not None
-            else self.cache_dir or default_cache_dir() / "compiled"
-        )
+        if named is None:
+            return self.cache_dir or default_cache_dir() / "compiled"
+        return Path(named) if named else None
 
 
 @functools.cache
@@ -69,11 +62,7 @@ def available_devices() -> list[tuple[str, str]]:
 
 
 def check_device(device: str) -> str:
-    """The device's OpenVINO name, in capitals.
-
-    Raises:
-        OvspecError: no such device here; says which there are, and what a missing GPU needs.
-    """
+    """The device's OpenVINO name, in capitals; raises OvspecError, naming those there are, where it isn't here."""
     name = device.upper()
     base, _, listed = name.partition(":")
     wanted = [part.lstrip("-") for part in listed.split(",")] if listed else [base]
@@ -89,24 +78,19 @@ def check_device(device: str) -> str:
             continue
         reason = "no such device"
         if part.startswith("GPU") and not any(p.startswith("GPU") for p in present):
-            reason = (
-                "no GPU driver found (on Linux it is the package intel-opencl-icd, on Windows Intel's graphics driver)"
-            )
+            packages = "on Linux it is the package intel-opencl-icd, on Windows Intel's graphics driver"
+            reason = f"no GPU driver found ({packages})"
         raise OvspecError(f"--device {device}: {reason}; available here: {', '.join(present)}.")
     return name
 
 
 def compile_properties(options: DeviceOptions) -> dict[str, str]:
     """The properties for ``Core.compile_model``."""
-    properties = {
-        "PERFORMANCE_HINT": "LATENCY",
-        "CACHE_DIR": str(options.cache_folder or ""),
-    }
+    properties = {"PERFORMANCE_HINT": "LATENCY", "CACHE_DIR": str(options.cache_folder or "")}
     if options.device.upper().startswith("AUTO"):
         # The KV cache lives in the request: it must not start on the CPU and move away.
         properties["ENABLE_STARTUP_FALLBACK"] = "NO"
-    kv_precision = default_kv_precision(options)
-    if kv_precision:
+    if kv_precision := default_kv_precision(options):
         properties["KV_CACHE_PRECISION"] = kv_precision
     return properties | options.fixed
 

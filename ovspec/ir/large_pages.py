@@ -1,9 +1,7 @@
-"""Large pages of memory for weights (Linux).
+"""Large pages of memory for weights (Linux), which spare the processor looking up 250,000 pages for each gigabyte.
 
-A step of decoding reads every weight once, and with pages of 4 KB the processor looks up a quarter of a million of
-them for each gigabyte. madvise with MADV_COLLAPSE (Linux 6.1, see madvise(2)) copies memory into pages of 2 MB, where
-the system allows them (transparent huge pages "madvise" or "always"). The contents, and so the logits, stay the same
-to the bit. docs/benchmarks.md has what it brings.
+madvise with MADV_COLLAPSE (Linux 6.1, see madvise(2)) copies memory into pages of 2 MB, where the system allows them
+(transparent huge pages "madvise" or "always"). No bit of the logits changes. docs/benchmarks.md has what it brings.
 """
 
 from __future__ import annotations

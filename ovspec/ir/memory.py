@@ -45,16 +45,12 @@ def token_room(irs: list[CompiledIR], rows: int) -> float:
 
 
 def check_memory(irs: list[CompiledIR], tokens: int) -> None:
-    """Raises OvspecError where the states for ``tokens`` more tokens can't fit into what is free.
-
-    Only on the CPU, whose memory can be asked for.
-    """
+    """Raises OvspecError where the states for ``tokens`` more tokens can't fit into what is free. On the CPU only."""
     needed = sum(tokens * kv_bytes_per_token(ir) + recurrent_bytes(ir) for ir in irs if ir.device == "CPU")
     if needed > WORTH_CHECKING and needed > (free := psutil.virtual_memory().available):
-        raise OvspecError(
-            f"The KV cache of {tokens} tokens takes about {needed / 1e9:.1f} GB and {free / 1e9:.1f} GB of memory are "
-            "free; shorten the prompt, lower max_tokens, or take a smaller --kv-precision."
-        )
+        sizes = f"takes about {needed / 1e9:.1f} GB and {free / 1e9:.1f} GB of memory are free"
+        advice = "shorten the prompt, lower max_tokens, or take a smaller --kv-precision"
+        raise OvspecError(f"The KV cache of {tokens} tokens {sizes}; {advice}.")
 
 
 def trim_heap() -> None:

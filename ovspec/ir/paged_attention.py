@@ -12,15 +12,9 @@ from ovspec.ir.compile import last_line
 from ovspec.ir.device import core
 
 INPUTS = (
-    "input_ids",
-    "position_ids",
-    "past_lens",
-    "subsequence_begins",
-    "block_indices",
-    "block_indices_begins",
-    "max_context_len",
-    "logits_idx",
-)
+    "input_ids", "position_ids", "past_lens", "subsequence_begins",
+    "block_indices", "block_indices_begins", "max_context_len", "logits_idx",
+)  # fmt: skip
 CACHE = re.compile(r"(key|value)_cache\.\d+")  # names of the inputs that hold the blocks
 SLIDING_WINDOW = 10  # its index among the inputs of the attention operation
 
@@ -30,11 +24,7 @@ class NotPaged(OvspecError):
 
 
 def to_paged(model: ov.Model) -> None:
-    """Rewrite a stateful model, in place.
-
-    Raises:
-        NotPaged: OpenVINO can't, or something is left that the decoder doesn't know.
-    """
+    """Rewrite a stateful model, in place; raises NotPaged where it can't be or something unknown is left."""
     try:
         # Private to OpenVINO: this is the only place that imports it.
         from openvino._offline_transformations import paged_attention_transformation
@@ -53,10 +43,9 @@ def to_paged(model: ov.Model) -> None:
 
 
 def attention_windows(model: ov.Model) -> set[int | None]:
-    """The sliding windows of a rewritten model's layers, in slots; None for a layer that sees everything.
+    """The sliding windows of a rewritten model's layers, in slots, None for a layer that sees everything.
 
-    Raises:
-        NotPaged: they are not constants.
+    Raises NotPaged where they are not constants.
     """
     layers = [op for op in model.get_ops() if op.get_type_name() == "PagedAttentionExtension"]
     try:

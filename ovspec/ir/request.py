@@ -13,12 +13,7 @@ from ovspec.ir.large_pages import PATIENCE
 
 
 class Request:
-    """Runs inferences of one compiled model and counts them.
-
-    Args:
-        ir: the compiled model.
-        inputs: names of what ``infer`` is given; those that the model doesn't have are left out.
-    """
+    """Runs inferences of one model and counts them; ``inputs`` that it doesn't have are left out."""
 
     def __init__(self, ir: CompiledIR, inputs: Sequence[str]) -> None:
         self.seconds, self.inferences = 0.0, 0

@@ -30,27 +30,21 @@ ENGINES = get_args(EngineChoice)
 LONGEST_WINDOW = 256
 # The arithmetic that rounds least, compiled for a moment only.
 EXACT = {
-    "INFERENCE_PRECISION_HINT": "f32",
-    "KV_CACHE_PRECISION": "f32",
-    "DYNAMIC_QUANTIZATION_GROUP_SIZE": "0",
-    "CACHE_DIR": "",
-}
+    "INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32",
+    "DYNAMIC_QUANTIZATION_GROUP_SIZE": "0", "CACHE_DIR": "",
+}  # fmt: skip
 
 
 @dataclass
 class CompiledModel:
-    """A ``CompiledIR`` and the engine that was chosen to drive it.
-
-    ``reason`` says why this engine. ``profile`` is the setting that a profile chose, ``verify_ms`` what it measured:
-    milliseconds of an inference by its width in tokens, the widest of them a prompt.
-    """
+    """A ``CompiledIR`` and the engine that was chosen to drive it."""
 
     ir: CompiledIR
     engine: EngineName
-    reason: str
+    reason: str  # for this engine
     rollback: Rollback
-    profile: str | None = None
-    verify_ms: dict[int, float] | None = None
+    profile: str | None = None  # the setting that a profile chose
+    verify_ms: dict[int, float] | None = None  # measured: of an inference by its width in tokens, the widest a prompt
 
     def decoder(self, vocabulary: KnownIds = ALL_IDS) -> SessionDecoder:
         """A decoder with a request and a cache of its own."""
@@ -70,13 +64,9 @@ class PagedCheck:
 def load_ir(
     folder: Path, options: DeviceOptions, wanted: EngineChoice = "auto", exported: Probe | None = None
 ) -> CompiledModel:
-    """Compile the model in ``folder`` for the engine that is ``wanted``.
+    """Compile the model in ``folder`` for the engine that is ``wanted``; "auto" takes a paged one that agrees.
 
-    "auto" takes the paged one if it agrees with the stateful one, which is tried once for every model and
-    remembered beside the compiled models.
-
-    Raises:
-        OvspecError: as ``compile_ir``, or the engine that is wanted can't run this model.
+    Raises OvspecError as ``compile_ir``, or where the engine that is wanted can't run this model.
     """
     paged = PagedCheck(False, "asked for") if wanted == "stateful" else check_paged(folder, options)
     reason = paged.reason
@@ -95,18 +85,14 @@ def load_ir(
 
 
 def compile_paged(folder: Path, options: DeviceOptions) -> CompiledIR:
-    """As ``compile_ir``, rewritten for the paged decoder; raises NotPaged where that can't be.
-
-    Not cached: OpenVINO 2026.4 writes a paged model into its cache and can't read it back, because the head sizes
-    of paged attention are lost, so each load would compile it and write it again.
-    """
+    """As ``compile_ir``, rewritten for the paged decoder; raises NotPaged where that can't be."""
+    # Not cached: OpenVINO 2026.4 can't read a paged model back, because the head sizes are lost.
     return compile_ir(folder, replace(options, properties=options.properties | {"CACHE_DIR": ""}), to_paged)
 
 
 def check_paged(folder: Path, options: DeviceOptions) -> PagedCheck:
     """As ``compare_engines``, remembered; on the CPU only."""
-    device = check_device(options.device)
-    if device != "CPU":
+    if (device := check_device(options.device)) != "CPU":
         return PagedCheck(False, f"the paged one is made for the CPU, the device is {device}")
     file = memory_file("engines", folder, f"OpenVINO {ov.get_version()}", options.cache_folder)
     try:
@@ -128,7 +114,9 @@ def compare_engines(folder: Path, options: DeviceOptions) -> PagedCheck:
     if stateful.recurrent_states or not stateful.kv_states:
         return PagedCheck(False, "it has states that are no keys and values")
     window = narrowest_window(stateful)
-    text, junk = trial_texts(stateful, window)
+    # Random ids, more of them than a window holds unless that is long.
+    length = 45 + (window if window <= LONGEST_WINDOW else 0)
+    text, junk = np.split(np.random.default_rng(0).integers(0, stateful.logits_width, length + 40), [length])
     decoder = StatefulDecoder(stateful, Rollback(None))
     expected = decoder.feed([text], [8])[0].copy()
     decoder.reset(1)
@@ -157,17 +145,9 @@ def compare_engines(folder: Path, options: DeviceOptions) -> PagedCheck:
     return PagedCheck(equal, "it agrees with the stateful decoder" if equal else "its logits differ when paged")
 
 
-def trial_texts(ir: CompiledIR, window: int) -> tuple[np.ndarray, np.ndarray]:
-    """(text, junk): random ids, more of them than a window holds unless that is long."""
-    vocab = ir.compiled.output(0).get_partial_shape()[-1].get_length()
-    length = 45 + (window if window <= LONGEST_WINDOW else 0)
-    ids = np.random.default_rng(0).integers(0, vocab, length + 40)
-    return ids[:length], ids[length:]
-
-
 def trial(decoder: PagedDecoder, text: np.ndarray, junk: np.ndarray) -> list[np.ndarray]:
     """Logits of the last tokens of ``text``: fed whole, after a rollback, and in forked rows that go on differently."""
-    begin = len(text) - 8
+    begin, nothing = len(text) - 8, text[:0]
     whole = decoder.feed([text], [8])[0].copy()
     decoder.truncate(0, 5)
     decoder.feed([junk], [1])
@@ -176,7 +156,6 @@ def trial(decoder: PagedDecoder, text: np.ndarray, junk: np.ndarray) -> list[np.
     decoder.reorder([0, 0])
     beside_junk = decoder.feed([text[begin:], junk[:11]], [8, 1])[0].copy()
     decoder.truncate(1, begin)
-    nothing = text[:0]
     other_row = decoder.feed([nothing, text[begin:]], [0, 8])[1].copy()
     decoder.truncate(0, len(text) - 3)
     again = decoder.feed([text[-3:], nothing], [3, 0])[0]

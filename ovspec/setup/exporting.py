@@ -17,9 +17,8 @@ def export_package() -> ModuleType:
     try:
         import ovspec_export
     except ModuleNotFoundError as error:
-        raise OvspecError(
-            f"Exporting needs the package {error.name}, which is not installed: pip install 'ovspec[export]'."
-        ) from None
+        why = f"the package {error.name}, which is not installed: pip install 'ovspec[export]'"
+        raise OvspecError(f"Exporting needs {why}.") from None
     return ovspec_export
 
 

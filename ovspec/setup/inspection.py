@@ -48,12 +48,9 @@ class Inspection:
 def inspect(
     folder: Path, options: DeviceOptions, engine: EngineChoice = "auto", tuned: bool = True, verify: bool = False
 ) -> dict[str, Inspection]:
-    """The target in ``folder`` and, where there is one, the draft beside it.
+    """The target in ``folder`` and, where there is one, the draft beside it; raises as ``load``.
 
     ``engine`` and ``verify`` are as in ``load``; ``tuned`` takes the setting of the profile, where there is one.
-
-    Raises:
-        OvspecError: as ``load``.
     """
     manifest = read_manifest(folder, verify)
     parts = {"target": (folder, manifest and manifest.target)}
@@ -83,7 +80,7 @@ def inspect_ir(
         size=sum(path.stat().st_size for path in folder.iterdir() if path.is_file()),
         context=ir.context_length,
         window=ir.attention_window,
-        logits=ir.compiled.output(0).get_partial_shape()[-1].get_length(),
+        logits=ir.logits_width,
         states=[asdict(state) for state in ir.states],
         engine=loaded.engine,
         engine_reason=loaded.reason,
@@ -111,9 +108,9 @@ def weight_shares(folder: Path) -> tuple[int, dict[str, float]]:
 def summary(name: str, found: Inspection) -> list[str]:
     """Lines for people."""
     shares = ", ".join(f"{kind} {share:.1%}" for kind, share in found.weights.items())
-    slots = [state for state in found.states if state["sequence_axis"] is not None]
-    fixed = len(found.states) - len(slots)
-    states = f"{len(slots)} of keys and values" + f", {fixed} that cannot be cut" * bool(fixed)
+    fixed = sum(state["sequence_axis"] is None for state in found.states)
+    states = f"{len(found.states) - fixed} of keys and values" + (f", {fixed} that cannot be cut" if fixed else "")
+    probed = found.probed
     lines = {
         name: found.folder + (f", exported from {found.source}" if found.source else ""),
         "model": f"{found.model_type or 'unknown'}, {found.parameters / 1e6:,.1f} M weights: {shares}",
@@ -123,8 +120,7 @@ def summary(name: str, found: Inspection) -> list[str]:
         "states": states,
         "engine": f"{found.engine} ({found.engine_reason})",
         "profile": found.profile or "none; 'ovspec tune' measures one",
-        "rollback": f"{found.rollback} when stateful "
-        f"(probed on {found.probed.setting} in {found.probed.seconds:.2f} s)",
+        "rollback": f"{found.rollback} when stateful (probed on {probed.setting} in {probed.seconds:.2f} s)",
         "memory": f"{found.kv_bytes_per_1000_tokens / 1e6:,.1f} MB per 1000 tokens in a {found.kv_precision} cache, "
         f"{found.size / 1e6:,.1f} MB for the weights",
     }

@@ -32,19 +32,17 @@ class ExportedModel:
 
 @dataclass
 class Manifest:
-    """``files`` maps relative paths to {"size": bytes, "sha256": hex}; ``tokenizer_differs_on`` lists the
-    test texts that OpenVINO's tokenizer splits differently from Hugging Face's."""
+    """``tokenizer_differs_on`` lists texts that OpenVINO's tokenizer splits differently from Hugging Face's."""
 
     target: ExportedModel
     draft: ExportedModel | None
     versions: dict[str, str]
-    files: dict[str, dict[str, Any]]
+    files: dict[str, dict[str, Any]]  # relative path -> {"size": bytes, "sha256": hex}
     tokenizer_differs_on: list[str] = field(default_factory=list)
     format: int = FORMAT
 
     def write(self, folder: Path) -> None:
-        text = json.dumps(asdict(self), indent=1, ensure_ascii=False)
-        write_atomically(folder / MANIFEST_FILE, text + "\n")
+        write_atomically(folder / MANIFEST_FILE, json.dumps(asdict(self), indent=1, ensure_ascii=False) + "\n")
 
 
 def sha256(path: Path) -> str:
@@ -78,10 +76,8 @@ def exported_model(data: dict[str, Any]) -> ExportedModel:
 def read_manifest(folder: Path, verify: bool = False) -> Manifest | None:
     """The manifest in ``folder``, None for a folder that ovspec did not export.
 
-    Sizes of the files are compared; with ``verify`` their checksums too, which reads all of them.
-
-    Raises:
-        OvspecError: it is damaged or of a newer format, or a file it lists is missing or of another size.
+    Raises OvspecError where it is damaged or newer, or a file is missing or of another size; with ``verify``, which
+    reads all files, also where one has another checksum.
     """
     data = read_json(folder / MANIFEST_FILE)
     if not data:
@@ -91,13 +87,9 @@ def read_manifest(folder: Path, verify: bool = False) -> Manifest | None:
     if data.get("format") != FORMAT:
         raise OvspecError(f"{folder / MANIFEST_FILE}: format {data.get('format')} is not known; update ovspec.")
     try:
-        draft = data["draft"]
+        draft = data["draft"] and exported_model(data["draft"])
         manifest = Manifest(
-            target=exported_model(data["target"]),
-            draft=exported_model(draft) if draft else None,
-            versions=data["versions"],
-            files=data["files"],
-            tokenizer_differs_on=data["tokenizer_differs_on"],
+            exported_model(data["target"]), draft, data["versions"], data["files"], data["tokenizer_differs_on"]
         )
     except (KeyError, TypeError):
         raise OvspecError(f"{folder / MANIFEST_FILE}: damaged; export the model again.") from None

@@ -44,27 +44,22 @@ def setting_of(device: str, properties: dict[str, str]) -> str:
 def probe_rollback(ir: CompiledIR) -> Probe:
     """Prefill, feed junk, take it back, feed on, and compare with a clean run: try masking first, then cutting.
 
-    Raises:
-        OvspecError: nothing gives back the clean run's logits, or they are not numbers.
+    Raises OvspecError where neither gives back the clean run's logits, or they are not numbers.
     """
     began = time.perf_counter()
     for kv in ("mask", "trim") if ir.kv_states else (None,):
         rollback = Rollback(kv, replay=bool(ir.recurrent_states))
-        if not gives_back_the_clean_run(ir, rollback):
-            continue
-        if kv == "mask":
-            bound = safe_bound(ir)
-            if bound == 0:
-                continue
-            rollback = replace(rollback, mask_until=bound)
-        return Probe(rollback, setting_of(ir.device, ir.properties), time.perf_counter() - began)
+        if gives_back_the_clean_run(ir, rollback):
+            bound = safe_bound(ir) if kv == "mask" else None
+            if bound != 0:
+                rollback = replace(rollback, mask_until=bound)
+                return Probe(rollback, setting_of(ir.device, ir.properties), time.perf_counter() - began)
     raise OvspecError(f"{ir.folder}: tokens cannot be taken back from its cache, neither by mask nor by cutting it.")
 
 
 def gives_back_the_clean_run(ir: CompiledIR, rollback: Rollback) -> bool:
     """Whether junk that was fed and taken back leaves no trace in the logits."""
-    vocab = ir.compiled.output(0).get_partial_shape()[-1].get_length()
-    text, junk = np.split(np.random.default_rng(0).integers(0, vocab, 22), [14])
+    text, junk = np.split(np.random.default_rng(0).integers(0, ir.logits_width, 22), [14])
     decoder = StatefulDecoder(ir, rollback)
 
     def run(*pieces: np.ndarray) -> np.ndarray:

@@ -33,30 +33,21 @@ CLEARLY_BETTER = 0.97
 
 @dataclass(frozen=True)
 class Setting:
-    """What is tried; None leaves a choice to OpenVINO.
-
-    ``group`` is DYNAMIC_QUANTIZATION_GROUP_SIZE: activations that share a scale where weights are compressed,
-    0 for no quantisation of activations.
-    """
+    """What is tried; None leaves a choice to OpenVINO."""
 
     engine: EngineName
     precision: str | None = None
     kv_precision: str | None = None
-    group: int | None = None
+    group: int | None = None  # activations that share a scale where weights are compressed, 0 to quantise none
     threads: int | None = None
     core_type: str | None = None
 
     @property
     def properties(self) -> dict[str, str]:
         """As OpenVINO calls them."""
-        named = {
-            "INFERENCE_PRECISION_HINT": self.precision,
-            "KV_CACHE_PRECISION": self.kv_precision,
-            "DYNAMIC_QUANTIZATION_GROUP_SIZE": self.group,
-            "INFERENCE_NUM_THREADS": self.threads,
-            "SCHEDULING_CORE_TYPE": self.core_type,
-        }
-        return {name: str(value) for name, value in named.items() if value is not None}
+        others = {"DYNAMIC_QUANTIZATION_GROUP_SIZE": self.group, "SCHEDULING_CORE_TYPE": self.core_type}
+        named = {name: str(value) for name, value in others.items() if value is not None}
+        return DeviceOptions("CPU", self.precision, self.kv_precision, self.threads, named).fixed
 
     def __str__(self) -> str:
         parts = [
@@ -72,20 +63,15 @@ class Setting:
 
 @dataclass(frozen=True)
 class Measurement:
-    """Of one setting, on the built-in text.
-
-    ``verify_ms``: milliseconds of an inference after the text, by its width in tokens. ``prefill_ms``: of a token.
-    ``memory``: bytes that the process grew by. ``kl``, ``top1``: mean KL divergence in nats from f32 without dynamic
-    quantisation, and share of equal first choices. ``invariance``: share of the logits that are the same whether
-    tokens are fed together or one by one, so that a draft can't change the text; None if untried.
-    """
+    """Of one setting, on the built-in text; accuracy is compared with f32 without dynamic quantisation."""
 
     setting: Setting
-    verify_ms: dict[int, float]
-    prefill_ms: float
-    memory: int
-    kl: float
-    top1: float
+    verify_ms: dict[int, float]  # of an inference after the text, by its width in tokens
+    prefill_ms: float  # of a token
+    memory: int  # bytes that the process grew by
+    kl: float  # mean KL divergence in nats
+    top1: float  # share of equal first choices
+    # Share of the logits that are the same whether tokens are fed together or one by one; None if untried.
     invariance: float | None = None
 
     @classmethod
@@ -105,19 +91,14 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Profile:
-    """Measurements of one kind of model on one machine.
-
-    ``reference`` is OpenVINO's own default, whose accuracy is the measure (in the short version the first of
-    ``measurements``). ``measurements`` begin with what is used without a profile; a later one is chosen only where
-    it is clearly better.
-    """
+    """Measurements of one kind of model on one machine."""
 
     goal: Goal
     full: bool  # False for the short version of a first load
     tokens: int  # of the text
     seconds: float  # that measuring took
-    reference: Measurement
-    measurements: list[Measurement]
+    reference: Measurement  # OpenVINO's own default, whose accuracy counts; in the short version the first of all
+    measurements: list[Measurement]  # from what is used without a profile; others have to be clearly better
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Profile:
@@ -161,11 +142,7 @@ def with_setting(options: DeviceOptions, setting: Setting) -> DeviceOptions:
 
 
 def load_with(
-    profile: Profile | None,
-    folder: Path,
-    options: DeviceOptions,
-    engine: EngineChoice = "auto",
-    probe: Probe | None = None,
+    profile: Profile | None, folder: Path, options: DeviceOptions, engine: EngineChoice, probe: Probe | None
 ) -> CompiledModel:
     """As ``load_ir``, with what ``profile`` has best where the user has named nothing."""
     best = profile.choose(options, engine) if profile else None
@@ -180,11 +157,7 @@ def load_with(
 
 
 def profile_file(folder: Path, options: DeviceOptions) -> Path | None:
-    """Where the profile for models like the one in ``folder`` is kept; None without a cache.
-
-    The key is the machine, OpenVINO's version, and the types and shapes of the weights: another model of the
-    same kind takes the same time.
-    """
+    """Where the profile for this machine and models with weights like those in ``folder`` is kept, if at all."""
     if not options.cache_folder:
         return None
     cores = (psutil.cpu_count(logical=False), psutil.cpu_count())
@@ -200,10 +173,7 @@ def weight_shapes(folder: Path) -> Counter[tuple[str, str]]:
 
 
 def largest_group(folder: Path) -> int | None:
-    """The largest group of dynamic quantisation that no compressed weight is too short for, in activations.
-
-    That is the weights' own group, or the length of a row. None where no weights are compressed.
-    """
+    """The weights' own group or the length of a row, which no group of activations can exceed; None if uncompressed."""
     integers = [shape for kind, shape in weight_shapes(folder) if kind in ("i8", "u8", "i4", "u4") and "," in shape]
     lengths = [int(shape.split(",")[-1]) for shape in integers]
     return min((length for length in lengths if length > 1), default=None)  # scales and zero points have 1

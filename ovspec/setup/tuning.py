@@ -1,7 +1,6 @@
 """Measure what is best for a model on this machine: the work behind ``ovspec tune``.
 
-The machine's speed changes while one measures. So every setting is timed in turns with the one that is used
-without a profile, and what counts is the ratio.
+The machine's speed changes meanwhile. So settings are timed in turns with the one that is used without a profile.
 """
 
 from __future__ import annotations
@@ -74,14 +73,9 @@ def tune(
     effort: Effort = FULL,
     tell: Callable[[str, float], None] = lambda *_: None,
 ) -> Profile:
-    """Measure settings for the model in ``folder``.
+    """Measure settings for the model in ``folder``; raises OvspecError where it isn't for the CPU or hasn't the memory.
 
-    Args:
-        options: where the cache is; its device must be the CPU.
-        tell: is given each setting when its turn comes, and the share of the work that is done.
-
-    Raises:
-        OvspecError: another device, or too little memory to hold the model twice.
+    ``tell`` is given each setting when its turn comes, and the share of the work that is done.
     """
     if options.device.upper() != "CPU":
         raise OvspecError(f"--device {options.device}: only the CPU has settings to choose from.")
@@ -179,12 +173,7 @@ def core_types() -> list[str]:
 
 
 class SettingTimer:
-    """Times settings of one model against the incumbent.
-
-    Args:
-        cache: where it is remembered how the model rolls back.
-        text: token ids (n,), read as a prompt; inferences are timed after it.
-    """
+    """Times settings of one model against the incumbent, after ``text`` (n,), ids that are read as a prompt."""
 
     def __init__(self, folder: Path, cache: Path | None, text: np.ndarray, effort: Effort) -> None:
         self.text, self.effort = text, effort
@@ -263,13 +252,10 @@ class SettingTimer:
         return statistics.median(found[len(found) // 4 :])
 
     def _invariance(self, decoder: Decoder, kl: float) -> float:
-        """Share of the logits after the text that are the same in inferences of every width, to the bit.
-
-        Without any coarse rounding ``kl`` is next to nothing, and so is what widths change.
-        """
+        """Share of the logits after the text that are the same in inferences of every width, to the bit."""
         ids, held = self.text[: self.effort.widths[-1]], len(self.text)
         alone = np.array([decoder.feed([ids[i : i + 1]], [1])[0][0].copy() for i in range(len(ids))])
-        allowed = 1e-4 * alone.std() if kl <= KL_FLOOR else 0.0
+        allowed = 1e-4 * alone.std() if kl <= KL_FLOOR else 0.0  # nothing but fine rounding
         same: list[bool] = []
         for width in self.effort.widths[1:]:
             decoder.truncate(0, held)

@@ -27,8 +27,7 @@ class ChatTemplate:
     def render(self, messages: list[Message], open: bool = True) -> str:
         """The prompt for ``messages``, ``open`` for the assistant's answer or closed.
 
-        Raises:
-            OvspecError: the template fails, refuses these messages, or takes too much time or memory.
+        Raises OvspecError where the template fails, refuses these messages, or takes too much time or memory.
         """
         try:
             request = json.dumps({**asdict(self), "messages": messages, "open": open})
@@ -48,11 +47,7 @@ RENDERER = Worker("ovspec.text.chat_template_worker", MAX_SECONDS, MAX_BYTES)
 
 
 def chat_template(folder: Path) -> ChatTemplate:
-    """The chat template in an exported folder.
-
-    Raises:
-        OvspecError: the model has none.
-    """
+    """The chat template in an exported folder; raises OvspecError where there is none."""
     config = read_json(folder / "tokenizer_config.json")
     source = config.get("chat_template")
     if isinstance(source, list):  # several named templates

@@ -1,11 +1,9 @@
-"""The process that renders chat templates: a JSON object a line in, one a line out. See ``chat_template.py``."""
+"""The process that renders chat templates, for ``chat_template.py``."""
 
 from __future__ import annotations
 
 import functools
 import json
-import signal
-import sys
 from datetime import datetime
 from typing import Any
 
@@ -13,6 +11,8 @@ import jinja2
 from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from ovspec.sandbox import serve
 
 MAX_CHARACTERS = 50_000_000
 
@@ -24,8 +24,7 @@ class Generation(Extension):
 
     def parse(self, parser: Any) -> Any:
         line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.Scope(body, lineno=line)
+        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
 
 
 @functools.lru_cache(maxsize=8)
@@ -70,13 +69,5 @@ def answer(request: dict[str, Any]) -> dict[str, str]:
         return {"error": " ".join(str(error).split())[:300] or type(error).__name__}
 
 
-def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that asks
-    sys.stdin.reconfigure(encoding="utf-8")  # type: ignore[union-attr]
-    for line in sys.stdin:
-        sys.stdout.write(json.dumps(answer(json.loads(line))) + "\n")
-        sys.stdout.flush()
-
-
 if __name__ == "__main__":
-    main()
+    serve(answer)

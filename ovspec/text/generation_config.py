@@ -17,40 +17,28 @@ from ovspec.text.tokenizer import Tokenizer
 DEFAULT_MAX_TOKENS = 256
 
 # What Hugging Face's greedy generate would apply from a generation config and we do not; neutral values.
-NOT_APPLIED = {
-    "no_repeat_ngram_size": 0,
-    "min_length": 0,
-    "bad_words_ids": None,
-    "begin_suppress_tokens": None,
-    "forced_bos_token_id": None,
-    "forced_eos_token_id": None,
-    "sequence_bias": None,
-}
+NOT_APPLIED = {"no_repeat_ngram_size": 0, "min_length": 0} | dict.fromkeys(
+    ("bad_words_ids", "begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id", "sequence_bias")
+)
 
 
 class GenerationConfig:
-    """The generation config of the model in ``folder``, and its ``config`` where that is silent.
-
-    Warns of what is asked for and not applied.
-    """
+    """The generation config in ``folder``, and ``config`` where that is silent; warns of what isn't applied."""
 
     def __init__(self, folder: Path, config: dict[str, Any], tokenizer: Tokenizer) -> None:
         self.values = read_json(folder / "generation_config.json")
         self._config, self._tokenizer = config, tokenizer
         asked = [name for name, neutral in NOT_APPLIED.items() if self.values.get(name) not in (None, neutral)]
         if asked:
-            warnings.warn(
-                f"{folder}: its generation config asks for {', '.join(asked)}, which is not applied", stacklevel=4
-            )
+            warning = f"{folder}: its generation config asks for {', '.join(asked)}, which is not applied"
+            warnings.warn(warning, stacklevel=4)
 
     @property
     def eos_ids(self) -> frozenset[int]:
         """The ids that end a text."""
-        for config in (self.values, self._config):
-            eos = config.get("eos_token_id")
-            if eos is not None:
-                return frozenset(eos if isinstance(eos, list) else [eos])
-        return frozenset()
+        said = (config.get("eos_token_id") for config in (self.values, self._config))
+        eos = next((ids for ids in said if ids is not None), [])
+        return frozenset(eos if isinstance(eos, list) else [eos])
 
     @property
     def bos(self) -> np.ndarray:
@@ -60,38 +48,24 @@ class GenerationConfig:
 
     @property
     def beginning(self) -> np.ndarray:
-        """What an empty prompt stands for, (n,) int64.
-
-        Raises:
-            OvspecError: nothing can.
-        """
+        """What an empty prompt stands for, (n,) int64; raises OvspecError where nothing can."""
         if len(bos := self.bos):
             return bos
         raise OvspecError("The prompt is empty, and this model has no token to begin a text with.")
 
     def max_tokens(self, prompt: int, wanted: int | None, context: int | None) -> int:
-        """Tokens to generate after ``prompt`` tokens, in a context of so many.
-
-        Raises:
-            OvspecError: there is no room for those that are wanted, or for one.
-        """
+        """Tokens to generate after ``prompt`` tokens in a ``context``; raises OvspecError where there is no room."""
         if wanted is not None and wanted < 1:
             raise OvspecError(f"max_tokens is {wanted}; it must be at least 1.")
         left = context - prompt if context else None
         if left is not None and left < (wanted or 1):
-            raise OvspecError(
-                f"The prompt has {prompt} tokens and {wanted or 1} more are asked for, but the context is {context}; "
-                "shorten the prompt or lower max_tokens."
-            )
+            sizes = f"{prompt} tokens and {wanted or 1} more are asked for, but the context is {context}"
+            raise OvspecError(f"The prompt has {sizes}; shorten the prompt or lower max_tokens.")
         default = self.values.get("max_new_tokens") or DEFAULT_MAX_TOKENS
         return wanted or (min(default, left) if left is not None else default)
 
     def complete(self, params: SamplingParams) -> SamplingParams:
-        """``params`` with what is said here about tokens, and checked against the vocabulary.
-
-        Raises:
-            OvspecError: ids that are not in the vocabulary.
-        """
+        """``params`` with what is said here; raises OvspecError for ids that are not in the vocabulary."""
         config, given = self.values, {}
         if params.repetition_penalty is None:
             given["repetition_penalty"] = config.get("repetition_penalty")

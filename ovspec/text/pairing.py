@@ -31,12 +31,9 @@ TEXTS = (
 
 
 def check_same_vocabulary(target: Path, draft: Path) -> None:
-    """Compare two folders' ``tokenizer.json``, id by id. Logits wider than the vocabulary don't matter.
+    """Raises OvspecError where two folders' vocabularies differ, naming the first differences, or can't be compared.
 
-    Where one of them has none, as some published drafts, how both split ``TEXTS`` is compared instead.
-
-    Raises:
-        OvspecError: the vocabularies differ, naming the first differences, or can't be compared.
+    ``tokenizer.json`` is compared, id by id, or, where one has none, as some published drafts, how ``TEXTS`` are split.
     """
     vocabularies = [tokens_by_id(read_json(folder / TOKENIZER_FILE)) for folder in (target, draft)]
     message = differing_ids(*vocabularies) if all(vocabularies) else differing_split(target, draft)

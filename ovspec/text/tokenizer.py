@@ -53,13 +53,15 @@ def byte_vocabulary(tokenizer_json: dict[str, Any]) -> list[bytes | None] | None
     steps = decoder.get("decoders", [decoder])
     kinds = {step.get("type") for step in steps}
     pieces = model.get("vocab")
-    if kinds == {"ByteLevel"} and isinstance(pieces, dict):
+    if not isinstance(pieces, dict):
+        return None
+    if kinds == {"ByteLevel"}:
         alphabet = byte_level_alphabet()
 
         def to_bytes(piece: str) -> bytes:
             return bytes(alphabet[c] for c in piece) if alphabet.keys() >= set(piece) else piece.encode()
 
-    elif kinds <= {"Replace", "ByteFallback", "Fuse", "Strip"} and "ByteFallback" in kinds and isinstance(pieces, dict):
+    elif kinds <= {"Replace", "ByteFallback", "Fuse", "Strip"} and "ByteFallback" in kinds:
 
         def to_bytes(piece: str) -> bytes:
             if len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
@@ -68,13 +70,10 @@ def byte_vocabulary(tokenizer_json: dict[str, Any]) -> list[bytes | None] | None
 
     else:
         return None
-    added = {token["id"]: token for token in tokenizer_json.get("added_tokens", [])}
-    vocabulary: list[bytes | None] = [None] * (max([*pieces.values(), *added]) + 1)
-    for piece, index in pieces.items():
-        vocabulary[index] = to_bytes(piece)
-    for index, token in added.items():
-        vocabulary[index] = b"" if token.get("special") else token["content"].encode()
-    return vocabulary
+    spelt = {index: to_bytes(piece) for piece, index in pieces.items()}
+    for token in tokenizer_json.get("added_tokens", []):
+        spelt[token["id"]] = b"" if token.get("special") else token["content"].encode()
+    return [spelt.get(index) for index in range(max(spelt) + 1)]
 
 
 def bytes_of(vocabulary: list[bytes | None], token: int) -> bytes:
@@ -83,14 +82,9 @@ def bytes_of(vocabulary: list[bytes | None], token: int) -> bytes:
 
 
 class Tokenizer:
-    """The tokenizer of an exported model.
+    """The tokenizer of an exported model; ``folder`` holds OpenVINO's and mostly ``tokenizer.json``, for the bytes.
 
-    Args:
-        folder: holds ``openvino_tokenizer.xml``, ``openvino_detokenizer.xml`` and, for most models,
-            ``tokenizer.json``, from which the byte vocabulary is read.
-
-    Raises:
-        OvspecError: a file is missing or broken.
+    Raises OvspecError where a file is missing or broken.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -101,11 +95,7 @@ class Tokenizer:
         added = tokenizer_json.get("added_tokens", [])
         self._special = {token["id"]: token["content"].encode() for token in added if token.get("special")}
         self.vocabulary = byte_vocabulary(tokenizer_json)
-        self.known = known_ids(
-            (i for i, token in enumerate(self.vocabulary) if token is not None)
-            if self.vocabulary
-            else tokens_by_id(tokenizer_json)
-        )
+        self.known = known_ids(tokens_by_id(tokenizer_json))
         empty, one = self._encode(""), self._encode("a")
         # What encoding puts around every text (BOS before it for some models, EOS after it for few).
         self._prefix = next((i for i, (a, b) in enumerate(zip(empty, one, strict=False)) if a != b), len(empty))
@@ -114,10 +104,9 @@ class Tokenizer:
         self._adds_space = self.decode(self.encode("a", special=False)) == " a"
 
     def encode(self, text: str, special: bool = True) -> np.ndarray:
-        """(n,) int64. ``special``: with the BOS and EOS that the model's tokenizer adds.
+        """(n,) int64; ``special``: with the BOS and EOS that the model's tokenizer adds.
 
-        Raises:
-            OvspecError: half of a surrogate pair, or a NUL at the end, which OpenVINO's strings lose.
+        Raises OvspecError for half of a surrogate pair, or a NUL at the end, which OpenVINO's strings lose.
         """
         if text.endswith("\0"):
             raise OvspecError("The prompt ends with a NUL character, which would be lost; remove it.")
