@@ -60,7 +60,7 @@ def click_type(kind: Any, option: Option) -> click.ParamType:
 def click_option(name: str, kind: Any, option: Option) -> Decorator:
     """One option of the command line, from its declaration."""
     flags = option.flags or (f"--{name.replace('_', '-')}",)
-    help = option.help + f"  [default: {option.usual}]" * bool(option.usual)
+    help = option.help + f"  [default: {option.initially}]" * bool(option.initially)
     if bool in alternatives(kind) and not option.parse:
         negated = flags[0].startswith("--no-")
         return click.option(*flags, name, is_flag=True, flag_value=not negated, default=None, help=help)
