@@ -133,7 +133,7 @@ def run(talk: Chat, read: Callable[[], str]) -> bool:
 def answer(talk: Chat, text: str) -> None:
     """Send a message and stream what the model says to it. It is taken back where nothing could be said."""
     with unchanged_on_error(talk.session) as before:
-        system = with_system(talk, []) if not talk.session.messages else []
+        system = [] if talk.session.messages else with_system(talk.system, [])
         talk.session.append([*system, {"role": "user", "content": text}])
         said = say(talk)
     if said:
@@ -184,6 +184,8 @@ def command(talk: Chat, name: str, argument: str) -> None:
     wanted, _, does = COMMANDS[name]
     if argument and not wanted:
         note(f"{name} takes nothing behind it.")
+    elif not argument and wanted == "FILE":
+        note("Name a file.")
     else:
         does(talk, argument)
 
@@ -212,23 +214,18 @@ def set_system(talk: Chat, text: str) -> None:
     if not text:
         note(talk.system if talk.system is not None else "There is no system message.")
         return
-    before, talk.system = talk.system, text
-    try:
-        begin_anew(talk, with_system(talk, talk.session.messages))
-    except BaseException:
-        talk.system = before
-        raise
+    begin_anew(talk, with_system(text, talk.session.messages))
+    talk.system = text
 
 
 def save(talk: Chat, name: str) -> None:
-    if path := path_of(name):
-        talk.session.save(path)
-        note(f"Saved to {path}.")
+    path = path_of(name)
+    talk.session.save(path)
+    note(f"Saved to {path}.")
 
 
 def load(talk: Chat, name: str) -> None:
-    if not (path := path_of(name)):
-        return
+    path = path_of(name)
     with unchanged_on_error(talk.session):
         talk.session.load(path)
         messages = talk.session.messages
@@ -267,10 +264,10 @@ COMMANDS: dict[str, tuple[str, str, Callable[[Chat, str], None]]] = {
 }
 
 
-def with_system(talk: Chat, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """``messages`` with the chat's system message and no other in front."""
+def with_system(system: str | None, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """``messages`` with this system message and no other in front."""
     rest = messages[1:] if messages and messages[0]["role"] == "system" else messages
-    return rest if talk.system is None else [{"role": "system", "content": talk.system}, *rest]
+    return rest if system is None else [{"role": "system", "content": system}, *rest]
 
 
 def begin_anew(talk: Chat, messages: list[dict[str, Any]]) -> None:
@@ -284,11 +281,8 @@ def begin_anew(talk: Chat, messages: list[dict[str, Any]]) -> None:
     talk.marks, talk.last = [], None
 
 
-def path_of(name: str) -> Path | None:
+def path_of(name: str) -> Path:
     """The file that is named, which may be in quotes."""
-    if not name:
-        note("Name a file.")
-        return None
     return Path(name.strip("\"'")).expanduser()
 
 

@@ -151,11 +151,7 @@ def check_chat(chat: bool, system: str | None, heal: bool | None) -> None:
 
 
 def split_options(values: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What ``generate_options`` takes, as keywords (for ``load``, for ``generate``); only those that were given.
-
-    Raises:
-        click.UsageError: options that exclude each other.
-    """
+    """What ``generate_options`` takes and was given, as keywords (for ``load``, for ``generate``), which must agree."""
     given = {name: value for name, value in values.items() if value is not None}
     if isinstance(draft := given.get("draft"), str):
         raise click.UsageError(f"--draft {draft}: no such folder; name an exported draft, lookup, self or none.")

@@ -24,6 +24,9 @@ NOT_NEGATIVE = Limits(0, words="0 or more")
 PROBABILITY = Limits(0, 1, "above 0 and at most 1", above=True)
 LOOKAHEAD = Limits(0, words="0 or more, or auto")
 FINITE = Limits()
+GREEDY_OR_MORE = Limits(0, words="0 (greedy) or more")
+POSITIVE = Limits(0, words="above 0", above=True)
+SEED = Limits(0, 2**63 - 1, "from 0 to 2**63 - 1")
 
 
 def python_only(help: str) -> Option:
@@ -60,12 +63,7 @@ class SamplingOptions(TypedDict, total=False):
     ignore_eos: Annotated[bool, Option("Go on after an end-of-sequence token.", False)]
     temperature: Annotated[
         float,
-        Option(
-            "Sampling temperature: 0 is greedy, 1 the model's own distribution.",
-            0.0,
-            Limits(0, words="0 (greedy) or more"),
-            flags=("-t", "--temperature"),
-        ),
+        Option("Sampling temperature; 0 is greedy.", 0.0, GREEDY_OR_MORE, flags=("-t", "--temperature")),
     ]
     top_k: Annotated[
         int, Option("Sample from the K most likely tokens; 0 for all.", 0, Limits(0, words="0 (all) or more"))
@@ -80,11 +78,7 @@ class SamplingOptions(TypedDict, total=False):
     typical_p: Annotated[float, Option("As top_p with the most typical tokens (arXiv 2202.00666).", 1.0, PROBABILITY)]
     repetition_penalty: Annotated[
         float | None,
-        Option(
-            "Divide positive and multiply negative logits of tokens in prompt or text.",
-            limits=Limits(0, words="above 0", above=True),
-            usual="the model's, or 1",
-        ),
+        Option("Divide positive, multiply negative logits of earlier tokens.", None, POSITIVE, "the model's, or 1"),
     ]
     presence_penalty: Annotated[float, Option("Subtract from the logits of generated tokens.", 0.0, FINITE)]
     frequency_penalty: Annotated[float, Option("Subtract from a token's logit each time it comes.", 0.0, FINITE)]
@@ -94,12 +88,7 @@ class SamplingOptions(TypedDict, total=False):
     ]
     seed: Annotated[
         int | None,
-        Option(
-            "Random seed: the same seed gives the same text, with any draft or none.",
-            limits=Limits(0, 2**63 - 1, "from 0 to 2**63 - 1"),
-            usual="random",
-            more="``Stats.seed`` tells a random one.",
-        ),
+        Option("Random seed: the same seed gives the same text, with any draft or none.", None, SEED, "random"),
     ]
     n: Annotated[int, Option("Number of texts to generate for each prompt.", 1, AT_LEAST_1, flags=("--samples",))]
     logprobs: Annotated[
@@ -192,7 +181,7 @@ class GenerateOptions(SamplingOptions, total=False):
     ]
     batch_size: Annotated[
         int | None,
-        Option("Texts to generate at a time.", limits=AT_LEAST_1, usual="32", commands=("batch",), request=False),
+        Option("Texts to generate at a time.", None, AT_LEAST_1, "32", commands=("batch",), request=False),
     ]
     json_schema: Annotated[
         Any,
@@ -246,12 +235,7 @@ for _made, _table in ((SamplingParams, SamplingOptions), (GenerateOptions, Gener
 
 
 def params_of(options: GenerateOptions) -> SamplingParams:
-    """``sampling`` with the fields that are given one by one.
-
-    Raises:
-        TypeError: an option that there isn't.
-        OvspecError: a value out of range.
-    """
+    """``sampling`` with the fields given one by one; raises TypeError (no such option) or OvspecError (a value)."""
     check_names(options, GENERATE)
     for name in options.keys() - SAMPLING.keys():
         kind, option = GENERATE[name]

@@ -67,12 +67,7 @@ RUNTIME, LOAD = declared(RuntimeOptions), declared(LoadOptions)
 
 
 def load_options(options: LoadOptions) -> Any:
-    """An object with all options of ``load`` as attributes; None stands for the default.
-
-    Raises:
-        TypeError: an option that there isn't.
-        OvspecError: a value of a wrong type or out of range.
-    """
+    """An object with all options of ``load`` as attributes; raises TypeError (no such option) or OvspecError."""
     check_names(options, LOAD)
     found = {name: option.initial for name, (_, option) in LOAD.items()}
     for name, value in options.items():

@@ -133,10 +133,8 @@ def fits(value: Any, kind: Any) -> bool:
 
 def is_repeatable(kind: Any) -> bool:
     """Whether a value of the type holds several."""
-    return any(
-        isinstance(get_origin(each), type) and issubclass(get_origin(each), Collection)  # type: ignore[arg-type]
-        for each in alternatives(kind)
-    )
+    origins: list[Any] = [get_origin(each) for each in alternatives(kind)]
+    return any(isinstance(origin, type) and issubclass(origin, Collection) for origin in origins)
 
 
 def described(kind: Any) -> str:
