@@ -84,22 +84,16 @@ def options_of(table: dict[str, tuple[Any, Option]]) -> Decorator:
 runtime_options = options_of(RUNTIME)
 
 
-class DraftType(click.ParamType):
+def draft_or_text(text: str) -> DraftChoice | str:
     """What proposes. A text that names no drafters stays one: it was meant as the argument behind ``--draft``."""
-
-    name = "draft"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> DraftChoice | str:  # noqa: ARG002
-        if not isinstance(value, str):
-            return value
-        return parse_draft(value) or DraftChoice() if names_drafters(value) else value
+    return parse_draft(text) or DraftChoice() if names_drafters(text) else text
 
 
 def generate_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """What proposes, what a text depends on, and where the model runs."""
     draft = click.option(
         "--draft",
-        type=DraftType(),
+        type=Parsed(draft_or_text, "draft"),
         is_flag=False,
         flag_value=EXPORTED,
         metavar="[DRAFT]",
@@ -158,10 +152,8 @@ def split_options(values: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any
     options = {name: value for name, value in given.items() if name in GENERATE}
     loading = {name: value for name, value in given.items() if name not in GENERATE}
     proposes = check_grammars(options) or draft
-    refuse(
-        "lookahead" in options and not proposes,
-        "--lookahead needs --draft, or a grammar, which proposes what it forces.",
-    )
+    alone = "lookahead" in options and not proposes
+    refuse(alone, "--lookahead needs --draft, or a grammar, which proposes what it forces.")
     refuse("draft_device" in loading and not draft, "--draft-device needs --draft.")
     lookup = draft and draft.lookup
     refuse("lookup_corpus" in loading and not lookup, "--lookup-corpus needs --draft lookup, or a chain with it.")
@@ -180,11 +172,9 @@ def check_grammars(options: dict[str, Any]) -> bool:
     refuse(len(given) > 1, f"{both} can't be combined; give one grammar that says both.")
     for name in given:
         refuse(options[name] == Path() or not str(options[name]).strip(), f"{flag(name)} is empty.")
-        refuse(
-            "ignore_eos" in options, "--ignore-eos can't be combined with a grammar, which says where the text ends."
-        )
-    beginning = "constrain_from" in options and not given
-    refuse(beginning, "--constrain-from needs --json-schema, --regex, --grammar, --gbnf or --choice.")
+    endless, begins = given and "ignore_eos" in options, not given and "constrain_from" in options
+    refuse(endless, "--ignore-eos can't be combined with a grammar, which says where the text ends.")
+    refuse(begins, "--constrain-from needs --json-schema, --regex, --grammar, --gbnf or --choice.")
     return bool(given)
 
 

@@ -69,7 +69,7 @@ def compare(lm: LanguageModel, prompt: Any, options: dict[str, Any], as_json: bo
         "plain": as_dict(plain),
         "speculative": as_dict(speculative),
         "equal": equal,
-        "speedup": round(seconds_a_token(plain.stats) / seconds_a_token(speculative.stats), 3),
+        "speedup": round(ms_a_token(plain.stats) / ms_a_token(speculative.stats), 3),
     }
     if not (equal or grammar_asked(options) or options.get("heal")):
         report["top2_gap"] = top2_gap(lm, prompt, plain.token_ids, speculative.token_ids)
@@ -105,9 +105,9 @@ def run(stream: TextStream, show: bool) -> tuple[Result, bool]:
     return result, interrupted
 
 
-def seconds_a_token(stats: Stats) -> float:
+def ms_a_token(stats: Stats) -> float:
     """Decoding only: the first token's time is the prompt's."""
-    return stats.tpot_ms / 1e3 or stats.ttft_ms / 1e3
+    return stats.tpot_ms or stats.ttft_ms
 
 
 def as_dict(result: Result) -> dict[str, Any]:

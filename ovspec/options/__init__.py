@@ -23,10 +23,10 @@ AT_LEAST_1 = Limits(1, words="at least 1")
 NOT_NEGATIVE = Limits(0, words="0 or more")
 PROBABILITY = Limits(0, 1, "above 0 and at most 1", above=True)
 LOOKAHEAD = Limits(0, words="0 or more, or auto")
+SHARE = Limits(0, 1, "from 0 to 1")
 FINITE = Limits()
 GREEDY_OR_MORE = Limits(0, words="0 (greedy) or more")
 POSITIVE = Limits(0, words="above 0", above=True)
-SEED = Limits(0, 2**63 - 1, "from 0 to 2**63 - 1")
 
 
 def python_only(help: str) -> Option:
@@ -63,7 +63,9 @@ class SamplingOptions(TypedDict, total=False):
     ignore_eos: Annotated[bool, Option("Go on after an end-of-sequence token.", False)]
     temperature: Annotated[
         float,
-        Option("Sampling temperature; 0 is greedy.", 0.0, GREEDY_OR_MORE, flags=("-t", "--temperature")),
+        Option(
+            "Sampling temperature: 0 is greedy, 1 the model's own.", 0.0, GREEDY_OR_MORE, flags=("-t", "--temperature")
+        ),
     ]
     top_k: Annotated[
         int, Option("Sample from the K most likely tokens; 0 for all.", 0, Limits(0, words="0 (all) or more"))
@@ -73,7 +75,7 @@ class SamplingOptions(TypedDict, total=False):
     ]
     min_p: Annotated[
         float,
-        Option("Sample from tokens with this share of the highest probability.", 0.0, Limits(0, 1, "from 0 to 1")),
+        Option("Sample from tokens with at least this share of the highest probability.", 0.0, SHARE),
     ]
     typical_p: Annotated[float, Option("As top_p with the most typical tokens (arXiv 2202.00666).", 1.0, PROBABILITY)]
     repetition_penalty: Annotated[
@@ -81,14 +83,19 @@ class SamplingOptions(TypedDict, total=False):
         Option("Divide positive, multiply negative logits of earlier tokens.", None, POSITIVE, "the model's, or 1"),
     ]
     presence_penalty: Annotated[float, Option("Subtract from the logits of generated tokens.", 0.0, FINITE)]
-    frequency_penalty: Annotated[float, Option("Subtract from a token's logit each time it comes.", 0.0, FINITE)]
+    frequency_penalty: Annotated[float, Option("Subtract from a generated token's logit for each time.", 0.0, FINITE)]
     logit_bias: Annotated[
         Mapping[int, float],
         Option("Add to a token's logit; -inf bans the token.", dict, metavar="ID=VALUE", parse=token_bias),
     ]
     seed: Annotated[
         int | None,
-        Option("Random seed: the same seed gives the same text, with any draft or none.", None, SEED, "random"),
+        Option(
+            "Random seed: the same seed gives the same text, with any draft or none.",
+            limits=Limits(0, 2**63 - 1, "from 0 to 2**63 - 1"),
+            usual="random",
+            more="``Stats.seed`` tells a random one.",
+        ),
     ]
     n: Annotated[int, Option("Number of texts to generate for each prompt.", 1, AT_LEAST_1, flags=("--samples",))]
     logprobs: Annotated[
