@@ -38,6 +38,14 @@ def embedded_pair() -> Path:
     return folder
 
 
+def model_folder(model: str | Path | None) -> Path:
+    """The folder that is named, or the embedded pair's; raises OvspecError where it holds no exported model."""
+    folder = embedded_pair() if model is None else Path(model)
+    restore_backup(folder)
+    check_ir_folder(folder)
+    return folder
+
+
 def load(
     model: str | Path | None = None,
     draft: Draft | Sequence[Draft] | None = None,
@@ -53,11 +61,8 @@ def load(
     """
     given = load_options(options)
     if given.export:
-        folder, draft = exported(model, draft)
-    else:
-        folder = Path(model) if model is not None else embedded_pair()
-    restore_backup(folder)
-    check_ir_folder(folder)
+        model, draft = exported(model, draft)
+    folder = model_folder(model)
     manifest = read_manifest(folder, given.verify)
     if given.verify and not manifest:
         raise OvspecError(f"{folder}: to verify it needs the manifest of 'ovspec export', which is not there.")
@@ -67,19 +72,17 @@ def load(
     if given.lookup_corpus and not (choice and choice.lookup):
         raise OvspecError("lookup_corpus needs lookup among the drafts.")
     device = device_options(given)
-    target = _load_ir(folder, device, given, manifest.target.probe if manifest else None)
+    target, proposer = _load_ir(folder, device, given, manifest.target.probe if manifest else None), None
+    if choice and choice.model:
+        draft_folder = Path(choice.model)
+        check_ir_folder(draft_folder)
+        beside = manifest.draft if manifest and draft_folder == folder / DRAFT_FOLDER else None
+        if not beside:
+            check_same_vocabulary(folder, draft_folder)
+        device = replace(device, device=given.draft_device or given.device)
+        proposer = _load_ir(draft_folder, device, given, beside.probe if beside else None)
     number = None if given.lookahead == "auto" else given.lookahead
-    corpus = [Path(file) for file in given.lookup_corpus]
-    if not choice or not choice.model:
-        return LanguageModel(Workspace(folder, target, None, choice, number, corpus))
-    draft_folder = Path(choice.model)
-    check_ir_folder(draft_folder)
-    beside = manifest.draft if manifest and draft_folder == folder / DRAFT_FOLDER else None
-    if not beside:
-        check_same_vocabulary(folder, draft_folder)
-    device = replace(device, device=given.draft_device or given.device)
-    loaded = _load_ir(draft_folder, device, given, beside.probe if beside else None)
-    return LanguageModel(Workspace(folder, target, loaded, choice, number, corpus))
+    return LanguageModel(Workspace(folder, target, proposer, choice, number, [Path(f) for f in given.lookup_corpus]))
 
 
 load.__doc__ = f"""{load.__doc__}
@@ -94,12 +97,10 @@ def exported(model: str | Path | None, draft: Any) -> tuple[Path, Any]:
     """(the folder in the cache to which ``model`` is exported, with its draft; what then proposes)"""
     if model is None:
         raise OvspecError("export=True needs the model to export: a checkpoint folder or a hub id.")
-    if draft is True:
-        raise OvspecError("export=True needs the draft's checkpoint by name, not draft=True.")
+    if draft and not isinstance(draft, (str, Path)):
+        raise OvspecError(f"export=True needs the draft's checkpoint by name{', not draft=True' * (draft is True)}.")
     from ovspec.setup.exporting import export_to_cache
 
-    if draft and not isinstance(draft, (str, Path)):
-        raise OvspecError("export=True needs the draft's checkpoint by name.")
     named = draft if draft not in ("none", "lookup") else None
     return export_to_cache(str(model), str(named) if named else None), True if named else draft
 

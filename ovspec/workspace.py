@@ -32,7 +32,7 @@ from ovspec.ir.memory import WORTH_CHECKING, check_memory, kv_bytes_per_token, r
 from ovspec.loop.results import Piece, Stats
 from ovspec.loop.row import Ending, Row
 from ovspec.loop.scheduler import Limits, Scheduler, run_rows
-from ovspec.options import GenerateOptions, batch_size, check_lookahead, constrains, params_of
+from ovspec.options import GenerateOptions, batch_size, check_option, constrains, params_of
 from ovspec.sampling.samplers import sampler_of
 from ovspec.setup.engine import CompiledModel
 from ovspec.text.chat_template import Message, chat_template
@@ -246,7 +246,7 @@ class Workspace:
         """
         wanted = options.get("lookahead")
         wanted = self.lookahead if wanted is None else wanted
-        check_lookahead(wanted)
+        check_option("lookahead", wanted)
         if wanted not in (None, 0, "auto") and not decoders.drafter and not grammar_asked(options):
             raise OvspecError("lookahead needs a draft; load the model with draft=True, lookup or a draft's folder.")
         if wanted == 0:

@@ -15,7 +15,7 @@ from ovspec.errors import OvspecError
 # Name -> what 'ovspec --help' says of it: the beginning of the command's own help.
 COMMANDS = {
     "batch": "Generate a text for each line of FILE.",
-    "bench": "Time the model in DIR without and with everything that proposes tokens.",
+    "bench": "Time the model in DIR without and with each way of proposing tokens.",
     "chat": "Chat with the model in DIR.",
     "devices": "List the devices that a model can run on.",
     "export": "Export TARGET, a Hugging Face checkpoint, to OpenVINO IR.",

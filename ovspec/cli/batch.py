@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 import time
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ovspec.cli.options import generate_options, split_options
+from ovspec.cli.options import chat_options, check_chat, generate_options, refuse, split_options
 
 if TYPE_CHECKING:
     from ovspec.integrations.batch_run import BatchProgress
@@ -22,16 +21,10 @@ EVERY = 10.0  # seconds between two lines of progress where there is no terminal
 @click.argument("arguments", nargs=-1, required=True, metavar="[DIR] FILE")
 @click.option("-o", "--output", required=True, type=click.Path(dir_okay=False, path_type=Path), help="The results.")
 @click.option("--overwrite", is_flag=True, help="Replace an output that is there already.")
-@click.option("--chat/--raw", default=False, help="Apply the model's chat template to plain prompts.  [default: raw]")
-@click.option("--system", metavar="TEXT", help="System message for plain prompts; needs --chat.")
+@chat_options
 @generate_options
 def batch(
-    arguments: tuple[str, ...],
-    output: Path,
-    overwrite: bool,
-    chat: bool,
-    system: str | None,
-    **others: Any,
+    arguments: tuple[str, ...], output: Path, overwrite: bool, chat: bool, system: str | None, **others: Any
 ) -> None:
     """Generate a text for each line of FILE with the model in DIR (by default the embedded pair).
 
@@ -47,25 +40,16 @@ def batch(
       ovspec batch my-pair requests.jsonl -o results.jsonl
       ovspec batch my-pair prompts.txt -o results.jsonl --draft --max-tokens 64 --batch-size 8
     """
-    if len(arguments) > 2:
-        raise click.UsageError("Too many arguments; give one FILE, and before it DIR.")
-    paths = [Path(argument) for argument in arguments]
-    file, folder = paths[-1], paths[0] if len(paths) == 2 else None
-    if file.is_dir():
-        raise click.UsageError(f"{file} is a folder; name the file with the prompts behind it.")
-    if system is not None and not chat:
-        raise click.UsageError("--system needs --chat.")
-    if chat and others["heal"]:
-        raise click.UsageError("--heal can't be combined with --chat: behind the template's text nothing is healed.")
-    if str(output) == "-":
-        raise click.UsageError("--output - : what is done has to be kept somewhere; name a file.")
-    if output.exists() and output.resolve() == file.resolve():
-        raise click.UsageError(f"{output}: it is the input; name another --output.")
-    if output.exists() and not overwrite:
-        raise click.UsageError(f"{output}: it is there already; name another --output, or give --overwrite.")
+    refuse(len(arguments) > 2, "Too many arguments; give one FILE, and before it DIR.")
+    file, folder = Path(arguments[-1]), Path(arguments[0]) if len(arguments) == 2 else None
+    refuse(file.is_dir(), f"{file} is a folder; name the file with the prompts behind it.")
+    check_chat(chat, system, others["heal"])
+    refuse(str(output) == "-", "--output - : what is done has to be kept somewhere; name a file.")
+    if output.exists():
+        refuse(output.resolve() == file.resolve(), f"{output}: it is the input; name another --output.")
+        refuse(not overwrite, f"{output}: it is there already; name another --output, or give --overwrite.")
     loading, options = split_options(others)
-    if "logprobs" in options:
-        raise click.UsageError("--logprobs can't be had in a batch; use 'ovspec generate --json'.")
+    refuse("logprobs" in options, "--logprobs can't be had in a batch; use 'ovspec generate --json'.")
 
     import ovspec
     from ovspec.integrations.batch_run import run_file
@@ -79,10 +63,10 @@ def batch(
     try:
         found = run_file(lm, requests, output, options, report.note)  # type: ignore[typeddict-item]
     except KeyboardInterrupt:
-        report.end()
+        report.clear()
         click.echo(f"stopped; what is done is kept in {output}.partial, and the same command goes on from it", err=True)
         raise
-    report.end()
+    report.clear()
     click.echo(report.line(found), err=True)
     if found.failed:
         click.echo(f"{output}: {found.failed} of {found.total} lines have an error instead of a text", err=True)
@@ -95,17 +79,14 @@ class Report:
     def __init__(self) -> None:
         self._live = sys.stderr.isatty()
         self._began = self._shown = time.monotonic()
-        self._last: BatchProgress | None = None
 
     def note(self, progress: BatchProgress) -> None:
         now = time.monotonic()
         if now - self._shown < (0.5 if self._live else EVERY):
             return
-        self._shown, self._last = now, dataclasses.replace(progress)
-        if self._live:
-            click.echo(f"\r\x1b[K{self.line(progress)}", nl=False, err=True)
-        else:
-            click.echo(self.line(progress), err=True)
+        self._shown = now
+        self.clear()
+        click.echo(self.line(progress), nl=not self._live, err=True)
 
     def line(self, progress: BatchProgress) -> str:
         elapsed = time.monotonic() - self._began
@@ -114,13 +95,12 @@ class Report:
             parts.append(f"{progress.before} of them earlier")
         if progress.failed:
             parts.append(f"{progress.failed} with an error")
-        parts.append(
-            f"{progress.tokens} tokens in {elapsed:.0f} s ({progress.tokens / max(elapsed, 1e-9):.0f} a second)"
-        )
+        rate = progress.tokens / max(elapsed, 1e-9)
+        parts.append(f"{progress.tokens} tokens in {elapsed:.0f} s ({rate:.0f} a second)")
         if progress.done and progress.left:
             parts.append(f"about {elapsed / progress.done * progress.left:.0f} s to go")
         return ", ".join(parts)
 
-    def end(self) -> None:
-        if self._live and self._last:
+    def clear(self) -> None:
+        if self._live and self._shown > self._began:
             click.echo("\r\x1b[K", nl=False, err=True)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ovspec.cli.options import LookaheadType, runtime_options
+from ovspec.cli.options import LookaheadType, refuse, runtime_options
 from ovspec.cli.progress import TerminalProgress
 
 if TYPE_CHECKING:
@@ -80,10 +80,8 @@ def bench(
       ovspec bench my-pair
       ovspec bench my-pair --prompt-file my-prompt.txt --temperature 0.7 --repeats 3 --plot speed-up.png
     """
-    if lookahead == 0:
-        raise click.UsageError("--lookahead 0 is plain decoding, which is timed in any case.")
-    if draft and "lookup" in draft.split(","):
-        raise click.UsageError("--draft names a draft model; lookup is timed in any case.")
+    refuse(lookahead == 0, "--lookahead 0 is plain decoding, which is timed in any case.")
+    refuse(draft and "lookup" in draft.split(","), "--draft names a draft model; lookup is timed in any case.")
     if plot:
         check_plot(plot)
     import ovspec
@@ -95,8 +93,7 @@ def bench(
     folder = folder or embedded_pair()
     if draft is None and (folder / DRAFT_FOLDER).is_dir():
         draft = "draft"
-    if runtime["draft_device"] and draft in (None, "none"):
-        raise click.UsageError("--draft-device needs a draft.")
+    refuse(runtime["draft_device"] and draft in (None, "none"), "--draft-device needs a draft.")
     texts = [*prompts, *map(read_text, files)] or json.loads(PROMPTS.read_text("utf-8"))
     lm = ovspec.load(folder, ["lookup", draft or "none"], **runtime)
     models = {"plain": lm.with_drafters(None), "lookup": lm.with_drafters(DraftChoice(lookup=True))}
@@ -107,11 +104,7 @@ def bench(
     options = {"lookahead": lookahead, "max_tokens": max_tokens, "temperature": temperature, "ignore_eos": True}
     results = measure(models, texts, options, repeats)
     rows = [row_of(mode, lookahead, found, results["plain"]) for mode, found in results.items()]
-    if as_json:
-        for row in rows:
-            click.echo(json.dumps(asdict(row)))
-    else:
-        click.echo(table(rows))
+    click.echo("\n".join(json.dumps(asdict(row)) for row in rows) if as_json else table(rows))
     if plot:
         draw(rows, Path(plot))
         click.echo(f"{plot}: written", err=True)
@@ -175,10 +168,8 @@ def table(rows: list[Row]) -> str:
 
 def check_plot(file: str) -> None:
     """Raises UsageError before minutes of measuring are lost."""
-    if not find_spec("matplotlib"):
-        raise click.UsageError("--plot needs matplotlib: pip install matplotlib.")
-    if not Path(file).resolve().parent.is_dir():
-        raise click.UsageError(f"--plot {file}: its folder isn't there.")
+    refuse(not find_spec("matplotlib"), "--plot needs matplotlib: pip install matplotlib.")
+    refuse(not Path(file).resolve().parent.is_dir(), f"--plot {file}: its folder isn't there.")
 
 
 def draw(rows: list[Row], file: Path) -> None:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from ovspec.cli.options import generate_options, session_options, split_options
+from ovspec.cli.options import generate_options, refuse, session_options, split_options
 from ovspec.drafting.choice import EXPORTED, DraftChoice
+from ovspec.errors import OvspecError
 
 if TYPE_CHECKING:
     from ovspec.loop.results import Result
@@ -48,15 +50,10 @@ def chat(
     if folder is None and isinstance(named, Path) and (named / EXPORTED).is_dir():
         # '--draft DIR': the option took what was meant as DIR.
         folder, others["draft"] = named, DraftChoice(model=EXPORTED)
-    if others["heal"]:
-        raise click.UsageError("--heal can't be combined with a chat: behind the template's text nothing is healed.")
-    if session and not session.parent.is_dir():
-        raise click.UsageError(f"--session {session}: there is no folder {session.parent}.")
+    refuse(others["heal"], "--heal can't be combined with a chat: behind the template's text nothing is healed.")
     loading, options = split_options(others)
-    if options.get("n", 1) > 1:
-        raise click.UsageError("--samples can't be combined with a chat, which goes on from one answer.")
-    if "logprobs" in options:
-        raise click.UsageError("--logprobs can't be shown in a chat.")
+    refuse(options.get("n", 1) > 1, "--samples can't be combined with a chat, which goes on from one answer.")
+    refuse("logprobs" in options, "--logprobs can't be shown in a chat.")
     options.setdefault("max_tokens", DEFAULT_MAX_TOKENS)
 
     import ovspec
@@ -109,8 +106,6 @@ def end_on_signals() -> None:
 
 def run(talk: Chat, read: Callable[[], str]) -> bool:
     """Answer what is read until it ends; whether all could be done."""
-    from ovspec.errors import OvspecError
-
     whole = True
     while True:
         try:
@@ -137,14 +132,10 @@ def run(talk: Chat, read: Callable[[], str]) -> bool:
 
 def answer(talk: Chat, text: str) -> None:
     """Send a message and stream what the model says to it. It is taken back where nothing could be said."""
-    before = talk.session.mark()
-    try:
-        system = with_system(talk, []) if not talk.session.messages else []
+    with unchanged_on_error(talk.session) as before:
+        system = [] if talk.session.messages else with_system(talk.system, [])
         talk.session.append([*system, {"role": "user", "content": text}])
         said = say(talk)
-    except BaseException:
-        talk.session.rewind(before)
-        raise
     if said:
         talk.marks.append(before)
     else:
@@ -152,10 +143,20 @@ def answer(talk: Chat, text: str) -> None:
         note("Nothing was said yet; your message is taken back.")
 
 
+@contextlib.contextmanager
+def unchanged_on_error(session: Session) -> Iterator[Mark]:
+    """Takes back what was done to the session where it ends in an error; gives the text before."""
+    before = session.mark()
+    try:
+        yield before
+    except BaseException:
+        session.rewind(before)
+        raise
+
+
 def say(talk: Chat) -> bool:
     """Stream the answer, or more of it; whether there was any."""
     from ovspec.cli import output
-    from ovspec.errors import OvspecError
 
     options = dict(talk.options)
     if talk.context:
@@ -180,9 +181,11 @@ def command(talk: Chat, name: str, argument: str) -> None:
     if name not in COMMANDS:
         note(f"There is no command {name}; /help lists them. A space in front makes it a message.")
         return
-    usage, _, does = COMMANDS[name]
-    if argument and " " not in usage:
-        note(f"{usage} takes nothing behind it.")
+    wanted, _, does = COMMANDS[name]
+    if argument and not wanted:
+        note(f"{name} takes nothing behind it.")
+    elif not argument and wanted == "FILE":
+        note("Name a file.")
     else:
         does(talk, argument)
 
@@ -211,31 +214,23 @@ def set_system(talk: Chat, text: str) -> None:
     if not text:
         note(talk.system if talk.system is not None else "There is no system message.")
         return
-    before, talk.system = talk.system, text
-    try:
-        begin_anew(talk, with_system(talk, talk.session.messages))
-    except BaseException:
-        talk.system = before
-        raise
+    begin_anew(talk, with_system(text, talk.session.messages))
+    talk.system = text
 
 
 def save(talk: Chat, name: str) -> None:
-    if path := path_of(name):
-        talk.session.save(path)
-        note(f"Saved to {path}.")
+    path = path_of(name)
+    talk.session.save(path)
+    note(f"Saved to {path}.")
 
 
 def load(talk: Chat, name: str) -> None:
-    from ovspec.errors import OvspecError
-
-    if not (path := path_of(name)):
-        return
-    before = talk.session.mark()
-    talk.session.load(path)
-    messages = talk.session.messages
-    if len(talk.session) and not messages:
-        talk.session.rewind(before)
-        raise OvspecError(f"{path}: a text that is no chat; go on with 'ovspec generate --session'.")
+    path = path_of(name)
+    with unchanged_on_error(talk.session):
+        talk.session.load(path)
+        messages = talk.session.messages
+        if len(talk.session) and not messages:
+            raise OvspecError(f"{path}: a text that is no chat; go on with 'ovspec generate --session'.")
     first = messages[0] if messages else {"role": "user"}
     talk.system = first["content"] if first["role"] == "system" else None
     talk.marks, talk.last = [], None
@@ -252,49 +247,42 @@ def show_stats(talk: Chat, _: str = "") -> None:
 
 
 def show_help(_: Chat, __: str = "") -> None:
-    for usage, help, _does in COMMANDS.values():
-        click.echo(f"{usage:<16}{help}", err=True)
+    for name, (wanted, help, _does) in COMMANDS.items():
+        click.echo(f"{f'{name} {wanted}':<16}{help}", err=True)
     click.echo(f"{'/exit':<16}End the chat, as Ctrl-D does.", err=True)
 
 
-# Name -> (usage, help, what it does)
+# Name -> (what it wants behind it, help, what it does)
 COMMANDS: dict[str, tuple[str, str, Callable[[Chat, str], None]]] = {
-    "/help": ("/help", "Show this.", show_help),
-    "/reset": ("/reset", "Forget the chat, but for the system message.", reset),
-    "/undo": ("/undo", "Take your last message and its answer back.", undo),
-    "/system": ("/system [TEXT]", "Set the system message of the whole chat, or show it.", set_system),
-    "/save": ("/save FILE", "Write the chat and its KV cache.", save),
-    "/load": ("/load FILE", "Go on with a chat that was saved.", load),
-    "/stats": ("/stats", "Statistics of the last answer.", show_stats),
+    "/help": ("", "Show this.", show_help),
+    "/reset": ("", "Forget the chat, but for the system message.", reset),
+    "/undo": ("", "Take your last message and its answer back.", undo),
+    "/system": ("[TEXT]", "Set the system message of the whole chat, or show it.", set_system),
+    "/save": ("FILE", "Write the chat and its KV cache.", save),
+    "/load": ("FILE", "Go on with a chat that was saved.", load),
+    "/stats": ("", "Statistics of the last answer.", show_stats),
 }
 
 
-def with_system(talk: Chat, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """``messages`` with the chat's system message and no other in front."""
+def with_system(system: str | None, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """``messages`` with this system message and no other in front."""
     rest = messages[1:] if messages and messages[0]["role"] == "system" else messages
-    return rest if talk.system is None else [{"role": "system", "content": talk.system}, *rest]
+    return rest if system is None else [{"role": "system", "content": system}, *rest]
 
 
 def begin_anew(talk: Chat, messages: list[dict[str, Any]]) -> None:
     """Replace the whole chat; what it has in common with the old one stays in the KV cache."""
     from ovspec.session import EMPTY_TEXT
 
-    before = talk.session.mark()
-    talk.session.rewind(EMPTY_TEXT)
-    try:
+    with unchanged_on_error(talk.session):
+        talk.session.rewind(EMPTY_TEXT)
         if any(message["role"] != "system" for message in messages):
             talk.session.append(messages)
-    except BaseException:
-        talk.session.rewind(before)
-        raise
     talk.marks, talk.last = [], None
 
 
-def path_of(name: str) -> Path | None:
+def path_of(name: str) -> Path:
     """The file that is named, which may be in quotes."""
-    if not name:
-        note("Name a file.")
-        return None
     return Path(name.strip("\"'")).expanduser()
 
 

@@ -9,6 +9,8 @@ from typing import Any
 
 import click
 
+from ovspec.cli.options import refuse
+
 FORMATS = ("fp32", "fp16", "bf16", "int8", "int4")
 BACKUPS = ("none", "int8_sym", "int8_asym")
 NO_DRAFT = "none"
@@ -81,8 +83,8 @@ def export(
         draft = draft or (pairs[target].draft if draft_layers is None else None)
         target = pairs[target].target
     draft = None if draft == NO_DRAFT else draft
-    if draft_weight_format and not draft and draft_layers is None:
-        raise click.UsageError("--draft-weight-format needs --draft or --draft-layers.")
+    alone = not draft and draft_layers is None
+    refuse(draft_weight_format and alone, "--draft-weight-format needs --draft or --draft-layers.")
     if sys.platform != "win32":
         signal.signal(signal.SIGTERM, end_tidily)
     from ovspec.cli.progress import TerminalProgress

@@ -9,7 +9,8 @@ from typing import Any
 
 import click
 
-from ovspec.cli.options import runtime_options
+from ovspec.cli.options import refuse, runtime_options
+from ovspec.errors import OvspecError
 
 
 @click.command()
@@ -25,18 +26,12 @@ def inspect(folder: Path | None, verify: bool, as_json: bool, **runtime: Any) ->
       ovspec inspect my-pair
       ovspec inspect my-pair --verify --json
     """
-    from ovspec.errors import OvspecError
-    from ovspec.ir.compile import check_ir_folder
-    from ovspec.loading import device_options, embedded_pair
+    from ovspec.loading import device_options, model_folder
     from ovspec.options.loading import load_options
     from ovspec.setup import inspection
-    from ovspec.setup.manifest import restore_backup
 
-    folder = folder or embedded_pair()
-    restore_backup(folder)
-    check_ir_folder(folder)
-    if runtime["draft_device"]:
-        raise click.UsageError("--draft-device is not used here; inspect the draft's folder with --device.")
+    folder = model_folder(folder)
+    refuse(runtime["draft_device"], "--draft-device is not used here; inspect the draft's folder with --device.")
     given = load_options(runtime)  # type: ignore[arg-type]
     if verify and not (folder / "ovspec.json").is_file():
         raise OvspecError(f"{folder}: --verify needs the manifest of 'ovspec export', which is not there.")
@@ -45,7 +40,6 @@ def inspect(folder: Path | None, verify: bool, as_json: bool, **runtime: Any) ->
         click.echo(json.dumps({name: asdict(model) for name, model in found.items()}, ensure_ascii=False))
         return
     for name, model in found.items():
-        for line in inspection.summary(name, model):
-            click.echo(line)
+        click.echo("\n".join(inspection.summary(name, model)))
     if verify:
         click.echo("All checksums are those of the export.")

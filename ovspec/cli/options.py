@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -33,11 +34,7 @@ class Parsed(click.ParamType):
             self.fail(str(error), param, ctx)
 
 
-class LookaheadType(Parsed):
-    """A number of tokens, or auto."""
-
-    def __init__(self) -> None:
-        super().__init__(auto_or_number, "auto|K")
+LookaheadType = functools.partial(Parsed, auto_or_number, "auto|K")
 
 
 def click_type(kind: Any, option: Option) -> click.ParamType:
@@ -46,34 +43,29 @@ def click_type(kind: Any, option: Option) -> click.ParamType:
         return Parsed(option.parse, option.metavar or "TEXT")
     if choices := choices_of(kind):
         return click.Choice(choices)
-    inner = alternatives(kind)
+    each = alternatives(kind)
+    inner = [one.__args__[0] for one in each if get_origin(one)] or each
     if (limits := option.limits) and math.isfinite(limits.least):
-        least, most = (bound if math.isfinite(bound) else None for bound in (limits.least, limits.most))
+        most = limits.most if math.isfinite(limits.most) else None
         if float in inner:
-            return click.FloatRange(least, most, min_open=limits.above)
+            return click.FloatRange(limits.least, most, min_open=limits.above)
         return click.IntRange(int(limits.least), None if most is None else int(most))
-    if repeated := [each.__args__[0] for each in inner if get_origin(each)]:
-        inner = repeated
     return click.INT if int in inner else click.FLOAT if float in inner else click.STRING
 
 
 def click_option(name: str, kind: Any, option: Option) -> Decorator:
     """One option of the command line, from its declaration."""
-    flags = option.flags or (f"--{name.replace('_', '-')}",)
-    help = option.help + f"  [default: {option.usual}]" * bool(option.usual)
+    flags = option.flags or (flag(name),)
+    help = option.help + f"  [default: {option.initially}]" * bool(option.initially)
     if bool in alternatives(kind) and not option.parse:
         negated = flags[0].startswith("--no-")
         return click.option(*flags, name, is_flag=True, flag_value=not negated, default=None, help=help)
-    several = is_repeatable(kind)
-    more: dict[str, Any] = {"multiple": True, "callback": collect(kind)} if several else {}
-    help += " May be repeated." * several
+    more: dict[str, Any] = {}
+    if is_repeatable(kind):
+        made = dict if any(get_origin(each) is Mapping for each in alternatives(kind)) else list
+        more = {"multiple": True, "callback": lambda ctx, param, values: made(values) or None}  # noqa: ARG005
+        help += " May be repeated."
     return click.option(*flags, name, type=click_type(kind, option), metavar=option.metavar, help=help, **more)
-
-
-def collect(kind: Any) -> Callable[..., Any]:
-    """What repeated values become: a dict of pairs, or a list; None without any."""
-    made = dict if any(get_origin(each) is Mapping for each in alternatives(kind)) else list
-    return lambda ctx, param, values: made(values) or None  # noqa: ARG005
 
 
 def options_of(table: dict[str, tuple[Any, Option]]) -> Decorator:
@@ -92,22 +84,16 @@ def options_of(table: dict[str, tuple[Any, Option]]) -> Decorator:
 runtime_options = options_of(RUNTIME)
 
 
-class DraftType(click.ParamType):
+def draft_or_text(text: str) -> DraftChoice | str:
     """What proposes. A text that names no drafters stays one: it was meant as the argument behind ``--draft``."""
-
-    name = "draft"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> DraftChoice | str:  # noqa: ARG002
-        if not isinstance(value, str):
-            return value
-        return parse_draft(value) or DraftChoice() if names_drafters(value) else value
+    return parse_draft(text) or DraftChoice() if names_drafters(text) else text
 
 
 def generate_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """What proposes, what a text depends on, and where the model runs."""
     draft = click.option(
         "--draft",
-        type=DraftType(),
+        type=Parsed(draft_or_text, "draft"),
         is_flag=False,
         flag_value=EXPORTED,
         metavar="[DRAFT]",
@@ -119,10 +105,16 @@ def generate_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 def session_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """What is kept from one call to the next."""
-    file = click.Path(dir_okay=False, path_type=Path)
+
+    def in_a_folder(ctx: click.Context, param: click.Parameter, file: Path | None) -> Path | None:  # noqa: ARG001
+        if file and not file.parent.is_dir():
+            raise click.UsageError(f"--session {file}: there is no folder {file.parent}.")
+        return file
+
     session = click.option(
         "--session",
-        type=file,
+        type=click.Path(dir_okay=False, path_type=Path),
+        callback=in_a_folder,
         metavar="FILE",
         help="Go on with the text in FILE, if there is one, and write it back at the end, with its KV cache.",
     )
@@ -135,54 +127,56 @@ def session_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return session(context(command))
 
 
-def split_options(values: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What ``generate_options`` takes, as keywords (for ``load``, for ``generate``); only those that were given.
+def chat_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Whether a plain prompt becomes a chat. ``check_chat`` goes with them."""
+    chat = click.option("--chat/--raw", default=False, help="Apply the model's chat template, or not.  [default: raw]")
+    return chat(click.option("--system", metavar="TEXT", help="System message; needs --chat.")(command))
 
-    Raises:
-        click.UsageError: options that exclude each other.
-    """
+
+def refuse(wrong: Any, sentence: str) -> None:
+    """Raises click.UsageError where something is ``wrong``."""
+    if wrong:
+        raise click.UsageError(sentence)
+
+
+def check_chat(chat: bool, system: str | None, heal: bool | None) -> None:
+    refuse(system is not None and not chat, "--system needs --chat.")
+    refuse(chat and heal, "--heal can't be combined with --chat: behind the template's text nothing is healed.")
+
+
+def split_options(values: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What ``generate_options`` takes and was given, as keywords (for ``load``, for ``generate``), which must agree."""
     given = {name: value for name, value in values.items() if value is not None}
     if isinstance(draft := given.get("draft"), str):
         raise click.UsageError(f"--draft {draft}: no such folder; name an exported draft, lookup, self or none.")
     options = {name: value for name, value in given.items() if name in GENERATE}
     loading = {name: value for name, value in given.items() if name not in GENERATE}
-    check_grammars(options)
-    grammar = any(name in options for name in GRAMMARS)
-    if "lookahead" in options and not draft and not grammar:
-        raise click.UsageError("--lookahead needs --draft, or a grammar, which proposes what it forces.")
-    if "draft_device" in loading and not draft:
-        raise click.UsageError("--draft-device needs --draft.")
-    if "lookup_corpus" in loading and not (draft and draft.lookup):
-        raise click.UsageError("--lookup-corpus needs --draft lookup, or a chain with it.")
-    sampled = bool(options.get("temperature"))
-    for name in ("top_k", "top_p", "min_p", "typical_p"):
-        if name in options and not sampled:
-            raise click.UsageError(f"{flag(name)} needs a --temperature above 0.")
-    if options.get("n", 1) > 1 and not sampled:
-        raise click.UsageError("--samples needs a --temperature above 0: greedy texts are all the same.")
-    if options.get("accept") == "rejection" and not sampled:
-        raise click.UsageError("--accept rejection needs a --temperature above 0.")
+    proposes = check_grammars(options) or draft
+    alone = "lookahead" in options and not proposes
+    refuse(alone, "--lookahead needs --draft, or a grammar, which proposes what it forces.")
+    refuse("draft_device" in loading and not draft, "--draft-device needs --draft.")
+    lookup = draft and draft.lookup
+    refuse("lookup_corpus" in loading and not lookup, "--lookup-corpus needs --draft lookup, or a chain with it.")
+    if not options.get("temperature"):
+        for name in ("top_k", "top_p", "min_p", "typical_p"):
+            refuse(name in options, f"{flag(name)} needs a --temperature above 0.")
+        refuse(options.get("n", 1) > 1, "--samples needs a --temperature above 0: greedy texts are all the same.")
+        refuse(options.get("accept") == "rejection", "--accept rejection needs a --temperature above 0.")
     return loading, options
 
 
-def check_grammars(options: dict[str, Any]) -> None:
-    """Raises click.UsageError where what is said about grammars can't be met."""
+def check_grammars(options: dict[str, Any]) -> bool:
+    """Whether there is a grammar; raises click.UsageError where what is said about it can't be met."""
     given = [name for name in GRAMMARS if name in options]
-    if len(given) > 1:
-        first, second = map(flag, given[:2])
-        raise click.UsageError(f"{first} and {second} can't be combined; give one grammar that says both.")
-    if "constrain_from" in options and not given:
-        raise click.UsageError("--constrain-from needs --json-schema, --regex, --grammar, --gbnf or --choice.")
-    if given and "ignore_eos" in options:
-        raise click.UsageError("--ignore-eos can't be combined with a grammar, which says where the text ends.")
+    both = " and ".join(map(flag, given[:2]))
+    refuse(len(given) > 1, f"{both} can't be combined; give one grammar that says both.")
     for name in given:
-        if options[name] == Path() or not str(options[name]).strip():
-            raise click.UsageError(f"{flag(name)} is empty.")
+        refuse(options[name] == Path() or not str(options[name]).strip(), f"{flag(name)} is empty.")
+    endless, begins = given and "ignore_eos" in options, not given and "constrain_from" in options
+    refuse(endless, "--ignore-eos can't be combined with a grammar, which says where the text ends.")
+    refuse(begins, "--constrain-from needs --json-schema, --regex, --grammar, --gbnf or --choice.")
+    return bool(given)
 
 
 def flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
-
-
-def looks_like_path(text: str) -> bool:
-    return not any(c.isspace() for c in text) and ("/" in text or "\\" in text)

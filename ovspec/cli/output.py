@@ -20,10 +20,7 @@ from ovspec.session import TextStream
 def generate(stream: TextStream, stats: bool, as_json: bool) -> bool:
     """Print a text as it comes, and its statistics; whether Ctrl-C ended it."""
     result, interrupted = run(stream, show=not as_json)
-    if as_json:
-        click.echo(json.dumps(as_dict(result), ensure_ascii=False))
-    else:
-        click.echo()
+    click.echo(json.dumps(as_dict(result), ensure_ascii=False) if as_json else "")
     if stats:
         click.echo(summary(result), err=True)
     return interrupted
@@ -52,44 +49,41 @@ def compare(lm: LanguageModel, prompt: Any, options: dict[str, Any], as_json: bo
     """Plain and speculative decoding of the same prompt, after a short warm-up of both."""
     if options.get("temperature") and "seed" not in options:
         options = options | {"seed": secrets.randbits(32)}
-    for lookahead in (0, options.get("lookahead")):
-        warm_up: dict[str, Any] = options | {"lookahead": lookahead}
-        for _ in itertools.islice(lm.stream(prompt, **warm_up), 8):
+    both: dict[str, dict[str, Any]] = {"plain": options | {"lookahead": 0}, "speculative": options}
+    for given in both.values():
+        for _ in itertools.islice(lm.stream(prompt, **given), 8):
             pass
-    if not as_json:
-        click.secho("plain", bold=True, err=True)
-    without: dict[str, Any] = options | {"lookahead": 0}
-    plain, interrupted = run(lm.stream(prompt, **without), show=not as_json)
-    if interrupted:
-        raise KeyboardInterrupt
-    if not as_json:
-        click.echo()
-        click.secho("speculative", bold=True, err=True)
-    speculative, interrupted = run(lm.stream(prompt, **options), show=not as_json)
-    if interrupted:
-        raise KeyboardInterrupt
+    results = []
+    for name, given in both.items():
+        if not as_json:
+            click.secho(name, bold=True, err=True)
+        result, interrupted = run(lm.stream(prompt, **given), show=not as_json)
+        if interrupted:
+            raise KeyboardInterrupt
+        if not as_json:
+            click.echo()
+        results.append(result)
+    plain, speculative = results
     equal = plain.token_ids == speculative.token_ids
     report: dict[str, Any] = {
         "plain": as_dict(plain),
         "speculative": as_dict(speculative),
         "equal": equal,
-        "speedup": round(seconds_a_token(plain.stats) / seconds_a_token(speculative.stats), 3),
+        "speedup": round(ms_a_token(plain.stats) / ms_a_token(speculative.stats), 3),
     }
-    unconstrained = not (grammar_asked(options) or options.get("heal"))
-    if not equal and unconstrained:
+    if not (equal or grammar_asked(options) or options.get("heal")):
         report["top2_gap"] = top2_gap(lm, prompt, plain.token_ids, speculative.token_ids)
     if as_json:
         click.echo(json.dumps(report, ensure_ascii=False))
         return
-    click.echo()
     click.echo(f"plain        {summary(plain)}", err=True)
     click.echo(f"speculative  {summary(speculative)}", err=True)
     verdict = f"the {len(plain.token_ids)} token ids are identical"
     if not equal:
         verdict = "the texts part where rounding decided which token came"
-        if unconstrained and not options.get("temperature"):
-            gap = report["top2_gap"]
-            verdict = f"the texts part where the logits of the two most likely tokens are {gap:.4f} apart"
+    if "top2_gap" in report and not options.get("temperature"):
+        gap = report["top2_gap"]
+        verdict = f"the texts part where the logits of the two most likely tokens are {gap:.4f} apart"
     click.echo(f"{verdict}; speed-up {report['speedup']:.2f}x", err=True)
 
 
@@ -111,9 +105,9 @@ def run(stream: TextStream, show: bool) -> tuple[Result, bool]:
     return result, interrupted
 
 
-def seconds_a_token(stats: Stats) -> float:
+def ms_a_token(stats: Stats) -> float:
     """Decoding only: the first token's time is the prompt's."""
-    return stats.tpot_ms / 1e3 or stats.ttft_ms / 1e3
+    return stats.tpot_ms or stats.ttft_ms
 
 
 def as_dict(result: Result) -> dict[str, Any]:
@@ -136,9 +130,8 @@ def summary(result: Result) -> str:
     if stats.tpot_ms:
         parts.append(f"then {stats.tpot_ms:.2f} ms each ({1e3 / stats.tpot_ms:.0f} tokens/s)")
     if stats.proposed:
-        parts.append(
-            f"acceptance rate {stats.acceptance_rate or 0:.2f} ({stats.accepted} of {stats.proposed} proposed)"
-        )
+        rate = stats.acceptance_rate or 0
+        parts.append(f"acceptance rate {rate:.2f} ({stats.accepted} of {stats.proposed} proposed)")
         parts.append(f"{stats.generated_tokens / stats.rounds:.2f} tokens a round")
     if stats.forced:
         parts.append(f"{stats.forced} forced by the grammar")
@@ -147,19 +140,15 @@ def summary(result: Result) -> str:
         parts.append(f"accepted by drafter: {', '.join(each)}")
     if stats.seed is not None:
         parts.append(f"seed {stats.seed}")
-    parts.append(
-        f"target {stats.target_ms:.0f} ms, draft {stats.draft_ms:.0f} ms, other {stats.other_ms:.0f} ms on "
-        f"{stats.device}"
-    )
-    parts.append(f"engine {stats.engine} ({stats.engine_reason}), rollback {stats.rollback}")
-    parts.append(f"profile: {stats.profile or 'none'}")
-    return "; ".join(parts)
+    times = f"target {stats.target_ms:.0f} ms, draft {stats.draft_ms:.0f} ms, other {stats.other_ms:.0f} ms"
+    engine = f"engine {stats.engine} ({stats.engine_reason}), rollback {stats.rollback}"
+    return "; ".join([*parts, f"{times} on {stats.device}", engine, f"profile: {stats.profile or 'none'}"])
 
 
 def top2_gap(lm: LanguageModel, prompt: Any, plain: list[int], speculative: list[int]) -> float:
     """Distance of the target's two largest logits where the texts part."""
-    shared = next((i for i, (a, b) in enumerate(zip(plain, speculative, strict=False)) if a != b), None)
-    shared = min(len(plain), len(speculative)) if shared is None else shared
+    pairs = enumerate(zip(plain, speculative, strict=False))
+    shared = next((place for place, (a, b) in pairs if a != b), min(len(plain), len(speculative)))
     logits = lm.next_logits([*lm.encode(prompt).tolist(), *plain[:shared]])
     second, first = np.partition(logits, -2)[-2:]
     return float(first - second)

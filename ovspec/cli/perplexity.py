@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from ovspec.cli.options import runtime_options
+from ovspec.cli.options import refuse, runtime_options
 
 
 @click.command()
@@ -31,15 +31,12 @@ def perplexity(folder: Path, file: Path, context: int | None, as_json: bool, **r
     import ovspec
     from ovspec.files import read_text
 
-    if runtime["draft_device"]:
-        raise click.UsageError("--draft-device is not used here: only the target is measured.")
+    refuse(runtime["draft_device"], "--draft-device is not used here: only the target is measured.")
     text = read_text(file)
     found = ovspec.load(folder, **runtime).perplexity(text, context)
     if as_json:
         click.echo(json.dumps(asdict(found)))
-    else:
-        speed = found.scored / found.seconds
-        click.echo(
-            f"perplexity {found.perplexity:.4f} ({found.nats:.5f} nats a token), {found.scored} tokens in windows of "
-            f"{found.context}, {speed:.0f} tokens/s"
-        )
+        return
+    result = f"perplexity {found.perplexity:.4f} ({found.nats:.5f} nats a token)"
+    speed = found.scored / found.seconds
+    click.echo(f"{result}, {found.scored} tokens in windows of {found.context}, {speed:.0f} tokens/s")

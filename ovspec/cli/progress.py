@@ -41,15 +41,10 @@ class TerminalProgress:
             shown.start()
         try:
             yield step
-        except BaseException:
-            self._end(ended, shown)
-            raise
-        self._end(ended, shown)
+        finally:
+            ended.set()
+            if self._live:
+                shown.join()
+                click.echo("\r\x1b[K", nl=False, err=True)
         result = f", {step.result}" if step.result else ""
         click.echo(f"{text}: {time.monotonic() - began:.1f} s{result}", err=True)
-
-    def _end(self, ended: threading.Event, shown: threading.Thread) -> None:
-        ended.set()
-        if self._live:
-            shown.join()
-            click.echo("\r\x1b[K", nl=False, err=True)

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ovspec.errors import OvspecError
+
 if TYPE_CHECKING:
     from ovspec.ir.device import DeviceOptions
     from ovspec.setup.profile import Goal, Measurement, Profile
@@ -45,14 +47,12 @@ def tune(folder: Path | None, goal: Goal, as_json: bool, cache_dir: str | None) 
     """
     from ovspec.ir.compile import MODEL_FILE, check_ir_folder
     from ovspec.ir.device import DeviceOptions
-    from ovspec.loading import embedded_pair
-    from ovspec.setup.manifest import DRAFT_FOLDER, restore_backup
+    from ovspec.loading import model_folder
+    from ovspec.setup.manifest import DRAFT_FOLDER
     from ovspec.setup.profile import keep_profile
     from ovspec.setup.tuning import tune as measure
 
-    folder = folder or embedded_pair()
-    restore_backup(folder)
-    check_ir_folder(folder)
+    folder = model_folder(folder)
     options = DeviceOptions(cache_dir=Path(cache_dir) if cache_dir else None)
     check_kept(folder, options)
     found: dict[str, Any] = {}
@@ -60,14 +60,14 @@ def tune(folder: Path | None, goal: Goal, as_json: bool, cache_dir: str | None) 
         if not (part / MODEL_FILE).is_file():
             continue
         check_ir_folder(part)
-        bar: Any
-        with click.progressbar(length=1000, label=name, file=sys.stderr, item_show_func=lambda s: str(s or "")) as bar:
+        shown: Any = click.progressbar(length=1000, label=name, file=sys.stderr, item_show_func=lambda s: str(s or ""))
+        with shown as bar:
 
             def tell(setting: str, done: float, bar: Any = bar) -> None:
                 bar.update(int(1000 * done) - bar.pos, setting)
 
             profile = measure(part, options, goal, tell=tell)
-            bar.update(1000 - bar.pos, "")
+            tell("", 1.0)
         kept = keep_profile(part, options, profile)
         best = profile.choose(options, "auto")
         found[name] = asdict(profile) | {"chosen": best and asdict(best), "file": str(kept) if kept else None}
@@ -79,7 +79,6 @@ def tune(folder: Path | None, goal: Goal, as_json: bool, cache_dir: str | None) 
 
 def check_kept(folder: Path, options: DeviceOptions) -> None:
     """Raises OvspecError where minutes of measuring would be lost because the profile can't be kept."""
-    from ovspec.errors import OvspecError
     from ovspec.setup.profile import profile_file
 
     file = profile_file(folder, options)
@@ -113,11 +112,10 @@ def report(name: str, folder: Path, profile: Profile) -> list[str]:
     lines.append(line(" ", "OpenVINO's own default", profile.reference))
     lines += [line("*" if m is best else " ", str(m.setting), m) for m in profile.measurements]
     if best:
-        lines.append(
-            f"chosen for {profile.goal}: {best.setting}; a token takes "
-            f"{best.verify_ms[1] / profile.reference.verify_ms[1]:.2f}x, a prompt "
-            f"{best.prefill_ms / profile.reference.prefill_ms:.2f}x of the default's time"
-        )
+        token = best.verify_ms[1] / profile.reference.verify_ms[1]
+        prompt = best.prefill_ms / profile.reference.prefill_ms
+        shares = f"a token takes {token:.2f}x, a prompt {prompt:.2f}x of the default's time"
+        lines.append(f"chosen for {profile.goal}: {best.setting}; {shares}")
         usual = profile.measurements[0].invariance or 0.0
         if (best.invariance or 0.0) < usual - INVARIANCE_SLACK:
             lines.append(

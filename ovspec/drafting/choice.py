@@ -17,10 +17,9 @@ EXPORTED, SELF = "draft", "self"  # the draft exported beside the target, whatev
 
 @dataclass(frozen=True)
 class DraftChoice:
-    """Up to two drafters, asked in the order own or lookup, model; without any it is false.
+    """Up to two drafters, asked in the order own (makes a user's drafter for each row) or lookup, model.
 
-    ``model`` is a folder, or ``EXPORTED`` or ``SELF`` until the target's folder is known. ``own`` makes a user's
-    drafter, one for each text that is generated at a time.
+    ``model`` is a folder, or ``EXPORTED`` or ``SELF`` until the target's folder is known. Without any it is false.
     """
 
     lookup: bool = False
@@ -36,12 +35,9 @@ if TYPE_CHECKING:
 
 
 def parse_draft(draft: Draft | Sequence[Draft] | None) -> DraftChoice | None:
-    """None where nothing shall be proposed.
+    """Up to two of what ``load`` says of drafts; None where nothing shall be proposed.
 
-    Args:
-        draft: True or "draft" for the draft exported beside the target, "self" for the same where it is made of the
-            target's first layers, "lookup", a draft's folder, a ``Drafter`` or what makes one; or two of these, in a
-            list or as a text with a comma. A folder of such a name is written with "./".
+    A folder of the name "draft", "self" or "lookup" is written with "./".
 
     Raises:
         OvspecError: it is no draft, or can't be combined.

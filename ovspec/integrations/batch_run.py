@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import json
@@ -45,7 +46,7 @@ class Done:
     def __init__(self, output: Path, depends_on: str) -> None:
         self.file = output.with_name(output.name + ".partial")
         self._depends_on = depends_on
-        self._lines = dict(self._read())
+        self._lines = dict(read_entries(self.file))
         if self._lines:  # without what a kill has cut off
             write_atomically(self.file, "".join(entry(key, line) for key, line in self._lines.items()))
         self.file.parent.mkdir(parents=True, exist_ok=True)
@@ -59,8 +60,8 @@ class Done:
         return self.key(request) in self._lines
 
     def add(self, request: BatchRequest, line: dict[str, Any]) -> None:
-        self._lines[self.key(request)] = line
-        self._open.write(entry(self.key(request), line))
+        self._lines[key := self.key(request)] = line
+        self._open.write(entry(key, line))
         self._open.flush()
 
     def finish(self, output: Path, requests: list[BatchRequest]) -> None:
@@ -73,15 +74,12 @@ class Done:
     def close(self) -> None:
         self._open.close()
 
-    def _read(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        if not self.file.is_file():
-            return
-        for line in self.file.read_text(encoding="utf-8", errors="replace").split("\n"):
-            try:
-                found = json.loads(line)
-                yield found["key"], found["line"]
-            except (ValueError, TypeError, KeyError):  # cut off
-                continue
+
+def read_entries(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    for line in file.read_text(encoding="utf-8", errors="replace").split("\n") if file.is_file() else ():
+        with contextlib.suppress(ValueError, TypeError, KeyError):  # cut off
+            found = json.loads(line)
+            yield found["key"], found["line"]
 
 
 def entry(key: str, line: dict[str, Any]) -> str:
@@ -97,12 +95,8 @@ def run_file(
 ) -> BatchProgress:
     """Generate what ``requests`` ask for and write ``output``; goes on where an earlier run was interrupted.
 
-    Args:
-        options: for all requests that don't say otherwise.
-        note: called after each round.
-
-    Raises:
-        OvspecError: the inference fails. What is done is kept, as after a kill, for the same call to go on with.
+    ``options`` are for all requests that don't say otherwise; ``note`` is called after each round. Where the inference
+    fails, what is done is kept, as after a kill, for the same call to go on with.
     """
     lm.workspace.check_grammar(options)
     done = Done(output, what_matters(lm, options))

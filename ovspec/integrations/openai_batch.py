@@ -46,11 +46,7 @@ class BatchRequest:
 
 
 def read_requests(file: Path) -> list[BatchRequest]:
-    """All requests of ``file``; blank lines are passed over. A ``.txt`` has a prompt a line, anything else JSON.
-
-    Raises:
-        OvspecError: the file can't be read or has none.
-    """
+    """All requests of ``file``; blank lines are passed over. A ``.txt`` has a prompt a line, anything else JSON."""
     requests, seen = list[BatchRequest](), set[str]()
     for number, line in enumerate(read_text(file).split("\n"), 1):
         line = line.rstrip("\r")
@@ -77,23 +73,20 @@ def read_request(line: str, default_id: str) -> BatchRequest:
             raise OvspecError("A line must be a JSON object or string.")
         given = entry.get("custom_id", entry.get("id"))
         identity = default_id if given is None else str(given)
+        body = {name: value for name, value in entry.items() if name not in ("id", "custom_id")}
         if "body" in entry or "url" in entry:
             kind = "completion"  # so that an error is written as OpenAI's API does
-            kind = kind_of(entry)
-            body = entry.get("body")
+            kind, body = kind_of(entry), entry.get("body")
             if not isinstance(body, dict):
                 raise OvspecError("The request has no body.")
-        else:
-            body = {name: value for name, value in entry.items() if name not in ("id", "custom_id")}
         return BatchRequest(identity, line, kind, prompt_of(body, kind), options_of(body), body.get("model"))
     except json.JSONDecodeError as error:
-        return BatchRequest(identity, line, kind, error=f"Not JSON: {error.msg} at column {error.colno}.")
+        wrong = f"Not JSON: {error.msg} at column {error.colno}."
     except UnicodeEncodeError:
-        return BatchRequest(
-            identity, line, kind, error="It has half of a surrogate pair (\\ud800 to \\udfff), which is no text."
-        )
+        wrong = "It has half of a surrogate pair (\\ud800 to \\udfff), which is no text."
     except OvspecError as error:
-        return BatchRequest(identity, line, kind, error=str(error))
+        wrong = str(error)
+    return BatchRequest(identity, line, kind, error=wrong)
 
 
 def as_chat(request: BatchRequest, system: str | None) -> BatchRequest:
@@ -133,19 +126,13 @@ def prompt_of(body: dict[str, Any], kind: Kind) -> Prompt:
 
 
 def options_of(body: dict[str, Any]) -> GenerateOptions:
-    """The options in a request.
-
-    Raises:
-        OvspecError: one that there isn't, or a value of a wrong type.
-    """
+    """The options in a request; raises OvspecError for one that there isn't or a value of a wrong type."""
     options: dict[str, Any] = {}
     for name, value in body.items():
         if value is None and name in (*GRAMMARS, "response_format"):
             options["json_schema"] = None  # nor that of the whole file
-            continue
-        if value is None or name in WITHOUT_EFFECT or name in ("prompt", "messages"):
-            continue
-        if name in ("stream", "logprobs", "echo") and value is False:
+        off = value is None or (value is False and name in ("stream", "logprobs", "echo"))
+        if off or name in WITHOUT_EFFECT or name in ("prompt", "messages"):
             continue
         if name == "response_format":
             options |= format_of(value)

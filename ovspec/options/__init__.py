@@ -22,8 +22,20 @@ LogitsProcessor = Callable[[Any, Any], Any]
 AT_LEAST_1 = Limits(1, words="at least 1")
 NOT_NEGATIVE = Limits(0, words="0 or more")
 PROBABILITY = Limits(0, 1, "above 0 and at most 1", above=True)
-TEXT_OR_PATH = "A text or the ``Path`` of a file."
 LOOKAHEAD = Limits(0, words="0 or more, or auto")
+SHARE = Limits(0, 1, "from 0 to 1")
+FINITE = Limits()
+GREEDY_OR_MORE = Limits(0, words="0 (greedy) or more")
+POSITIVE = Limits(0, words="above 0", above=True)
+
+
+def python_only(help: str) -> Option:
+    return Option(help, flags=(), request=False)
+
+
+def file_or_text(help: str) -> Option:
+    """A file on the command line, a text in a request, either in Python."""
+    return Option(help, more="A text or the ``Path`` of a file.", metavar="FILE", parse=Path, request=str)
 
 
 class SamplingOptions(TypedDict, total=False):
@@ -33,9 +45,9 @@ class SamplingOptions(TypedDict, total=False):
         int | None,
         Option(
             "Maximum number of tokens to generate.",
-            more="More than the context holds is an error.",
-            usual="the model's, or 256",
             limits=AT_LEAST_1,
+            usual="the model's, or 256",
+            more="More than the context holds is an error.",
             flags=("-n", "--max-tokens"),
             aliases=("max_completion_tokens",),
         ),
@@ -43,109 +55,62 @@ class SamplingOptions(TypedDict, total=False):
     min_tokens: Annotated[
         int | None, Option("Minimum number of tokens; a grammar may end the text earlier.", limits=NOT_NEGATIVE)
     ]
-    stop: Annotated[str | Collection[str], Option("End the text before this string.", default=list, metavar="TEXT")]
+    stop: Annotated[str | Collection[str], Option("End the text before this string.", list, metavar="TEXT")]
     stop_ids: Annotated[
         Collection[int],
-        Option(
-            "End the text at this token.", default=list, flags=("--stop-id",), metavar="ID", aliases=("stop_token_ids",)
-        ),
+        Option("End the text at this token.", list, flags=("--stop-id",), metavar="ID", aliases=("stop_token_ids",)),
     ]
-    ignore_eos: Annotated[bool, Option("Go on after an end-of-sequence token.", default=False)]
+    ignore_eos: Annotated[bool, Option("Go on after an end-of-sequence token.", False)]
     temperature: Annotated[
         float,
         Option(
-            "Sampling temperature: 0 is greedy, 1 the model's own distribution.",
-            default=0.0,
-            usual="0",
-            limits=Limits(0, words="0 (greedy) or more"),
-            flags=("-t", "--temperature"),
+            "Sampling temperature: 0 is greedy, 1 the model's own.", 0.0, GREEDY_OR_MORE, flags=("-t", "--temperature")
         ),
     ]
     top_k: Annotated[
-        int,
-        Option(
-            "Sample from the K most likely tokens; 0 for all.", default=0, limits=Limits(0, words="0 (all) or more")
-        ),
+        int, Option("Sample from the K most likely tokens; 0 for all.", 0, Limits(0, words="0 (all) or more"))
     ]
     top_p: Annotated[
-        float,
-        Option(
-            "Sample from the most likely tokens that together have this probability.", default=1.0, limits=PROBABILITY
-        ),
+        float, Option("Sample from the most likely tokens that together have this probability.", 1.0, PROBABILITY)
     ]
     min_p: Annotated[
         float,
-        Option(
-            "Sample from tokens with at least this share of the most likely one's probability.",
-            default=0.0,
-            limits=Limits(0, 1, "from 0 to 1"),
-        ),
+        Option("Sample from tokens with at least this share of the highest probability.", 0.0, SHARE),
     ]
-    typical_p: Annotated[
-        float,
-        Option(
-            "Sample from the most typical tokens that together have this probability (arXiv 2202.00666).",
-            default=1.0,
-            limits=PROBABILITY,
-        ),
-    ]
+    typical_p: Annotated[float, Option("As top_p with the most typical tokens (arXiv 2202.00666).", 1.0, PROBABILITY)]
     repetition_penalty: Annotated[
         float | None,
-        Option(
-            "Divide positive and multiply negative logits of tokens in prompt or text.",
-            usual="the model's, or 1",
-            limits=Limits(0, words="above 0", above=True),
-        ),
+        Option("Divide positive, multiply negative logits of earlier tokens.", None, POSITIVE, "the model's, or 1"),
     ]
-    presence_penalty: Annotated[
-        float, Option("Subtract from the logits of generated tokens.", default=0.0, limits=Limits())
-    ]
-    frequency_penalty: Annotated[
-        float, Option("Subtract from the logits of generated tokens, once for each time.", default=0.0, limits=Limits())
-    ]
+    presence_penalty: Annotated[float, Option("Subtract from the logits of generated tokens.", 0.0, FINITE)]
+    frequency_penalty: Annotated[float, Option("Subtract from a generated token's logit for each time.", 0.0, FINITE)]
     logit_bias: Annotated[
         Mapping[int, float],
-        Option("Add to a token's logit; -inf bans the token.", default=dict, metavar="ID=VALUE", parse=token_bias),
+        Option("Add to a token's logit; -inf bans the token.", dict, metavar="ID=VALUE", parse=token_bias),
     ]
     seed: Annotated[
         int | None,
         Option(
             "Random seed: the same seed gives the same text, with any draft or none.",
-            more="``Stats.seed`` tells a random one.",
-            usual="random",
             limits=Limits(0, 2**63 - 1, "from 0 to 2**63 - 1"),
+            usual="random",
+            more="``Stats.seed`` tells a random one.",
         ),
     ]
-    n: Annotated[
-        int,
-        Option(
-            "Number of texts to generate for each prompt.",
-            default=1,
-            usual="1",
-            limits=AT_LEAST_1,
-            flags=("--samples",),
-        ),
-    ]
+    n: Annotated[int, Option("Number of texts to generate for each prompt.", 1, AT_LEAST_1, flags=("--samples",))]
     logprobs: Annotated[
         int | None,
-        Option(
-            "Log-probabilities of each token and of the N most likely, in the model's own distribution.",
-            limits=NOT_NEGATIVE,
-            request=False,
-        ),
+        Option("The model's log-probabilities of each token and the N likeliest.", limits=NOT_NEGATIVE, request=False),
     ]
 
 
 def _fields(table: Any) -> Any:
     """A frozen dataclass with a field for each entry of a table."""
-    entries = [
-        (
-            name,
-            kind,
-            field(default_factory=option.default) if callable(option.default) else field(default=option.default),
-        )
-        for name, (kind, option) in declared(table).items()
-    ]
+    entries = []
+    for name, (kind, option) in declared(table).items():
+        made = callable(option.default)
+        default = field(default_factory=option.default) if made else field(default=option.default)
+        entries.append((name, kind, default))
     return make_dataclass("Fields", entries, frozen=True)
 
 
@@ -191,26 +156,22 @@ class GenerateOptions(SamplingOptions, total=False):
     """What every generating call takes."""
 
     sampling: Annotated[
-        SamplingParams,
-        Option("All ``SamplingParams`` in one; those that are given one by one win over it.", flags=(), request=False),
+        SamplingParams, python_only("All ``SamplingParams`` in one; options given one by one win over it.")
     ]
     sampler: Annotated[
         SampleFunction | None,
-        Option(
+        python_only(
             "Your own function that chooses each token: ``sampler(logits (1, vocab), tokens so far (n,), "
-            "**sampler_options) -> id``, called once for each token, in order, with or without a draft.",
-            flags=(),
-            request=False,
+            "**sampler_options) -> id``, called once for each token, in order, with or without a draft."
         ),
     ]
-    sampler_options: Annotated[Mapping[str, Any] | None, Option("Keywords for the sampler.", flags=(), request=False)]
+    sampler_options: Annotated[Mapping[str, Any] | None, python_only("Keywords for the sampler.")]
     accept: Annotated[
         AcceptRule,
         Option(
-            "How sampled text is compared with what is proposed: compare gives the same text with any draft or none, "
+            "How sampled tokens are compared with proposed ones: compare gives the same text with any draft or none, "
             "rejection accepts more.",
-            default="compare",
-            usual="compare",
+            "compare",
             request=False,
         ),
     ]
@@ -218,8 +179,8 @@ class GenerateOptions(SamplingOptions, total=False):
         int | Literal["auto"] | None,
         Option(
             "Tokens to propose each round, 0 for plain decoding; auto for as many as pay.",
-            usual="auto",
             limits=LOOKAHEAD,
+            usual="auto",
             metavar="auto|K",
             parse=auto_or_number,
             request=False,
@@ -227,13 +188,7 @@ class GenerateOptions(SamplingOptions, total=False):
     ]
     batch_size: Annotated[
         int | None,
-        Option(
-            "Texts to generate at a time; the others wait.",
-            usual="32",
-            limits=AT_LEAST_1,
-            commands=("batch",),
-            request=False,
-        ),
+        Option("Texts to generate at a time.", None, AT_LEAST_1, "32", commands=("batch",), request=False),
     ]
     json_schema: Annotated[
         Any,
@@ -246,34 +201,15 @@ class GenerateOptions(SamplingOptions, total=False):
         ),
     ]
     regex: Annotated[str | None, Option("The whole text must match this regular expression.", metavar="PATTERN")]
-    grammar: Annotated[
-        str | Path | None,
-        Option(
-            "The text must follow this grammar in Lark's syntax.",
-            more=TEXT_OR_PATH,
-            metavar="FILE",
-            parse=Path,
-            request=str,
-        ),
-    ]
-    gbnf: Annotated[
-        str | Path | None,
-        Option(
-            "The text must follow this grammar in llama.cpp's syntax.",
-            more=TEXT_OR_PATH,
-            metavar="FILE",
-            parse=Path,
-            request=str,
-        ),
-    ]
+    grammar: Annotated[str | Path | None, file_or_text("The text must follow this grammar in Lark's syntax.")]
+    gbnf: Annotated[str | Path | None, file_or_text("The text must follow this grammar in llama.cpp's syntax.")]
     choice: Annotated[Sequence[str] | None, Option("The text must be one of these.", metavar="TEXT")]
     constrain_from: Annotated[
         int | str | None,
         Option(
-            "Where in the prompt the grammar begins: at the last TEXT, or at character N (@0 for all of it, @-5 for "
-            "the last five).",
-            more="In Python, a number without the @.",
+            "Where in the prompt the grammar begins: at the last TEXT, or at character N (@-5: five from the end).",
             usual="after the prompt",
+            more="In Python, a number without the @.",
             metavar="TEXT|@N",
             parse=place_or_text,
         ),
@@ -281,17 +217,15 @@ class GenerateOptions(SamplingOptions, total=False):
     heal: Annotated[
         bool | None,
         Option(
-            "Let the first token begin inside the prompt: its last tokens are taken back and generated anew.",
+            "Let the first token begin inside the prompt: its last tokens are generated anew.",
             more="Sessions do so for appended text unless told otherwise.",
         ),
     ]
     logits_processors: Annotated[
         Sequence[LogitsProcessor] | None,
-        Option(
+        python_only(
             "Your own functions that change the logits of each token: ``processor(tokens so far (n,), "
-            "logits (1, vocab)) -> logits``, called for guesses, too; they must depend on their arguments alone.",
-            flags=(),
-            request=False,
+            "logits (1, vocab)) -> logits``, called for guesses, too; they must depend on their arguments alone."
         ),
     ]
 
@@ -308,12 +242,7 @@ for _made, _table in ((SamplingParams, SamplingOptions), (GenerateOptions, Gener
 
 
 def params_of(options: GenerateOptions) -> SamplingParams:
-    """``sampling`` with the fields that are given one by one.
-
-    Raises:
-        TypeError: an option that there isn't.
-        OvspecError: a value out of range.
-    """
+    """``sampling`` with the fields given one by one; raises TypeError (no such option) or OvspecError (a value)."""
     check_names(options, GENERATE)
     for name in options.keys() - SAMPLING.keys():
         kind, option = GENERATE[name]
@@ -329,11 +258,6 @@ def check_option(name: str, value: Any) -> None:
         check(name, value, *GENERATE[name])
 
 
-def check_lookahead(lookahead: Any) -> None:
-    """Raises OvspecError unless it is a number of tokens, None or "auto"."""
-    check_option("lookahead", lookahead)
-
-
 def batch_size(options: GenerateOptions) -> int:
     """Raises OvspecError unless it is a number of texts."""
     size = options.get("batch_size")
@@ -341,11 +265,7 @@ def batch_size(options: GenerateOptions) -> int:
     return BATCH_SIZE if size is None else size
 
 
-# Options that change or limit what may come next, besides ``heal`` and those of ``SamplingParams``.
-CONSTRAINTS = (*GRAMMARS, "constrain_from", "logits_processors")
-
-
 def constrains(options: GenerateOptions, params: SamplingParams) -> bool:
     """Whether anything is asked for that changes or limits what may come next."""
-    given = any(options.get(name) is not None for name in CONSTRAINTS) or options.get("heal")
-    return bool(given or params.logit_bias or params.min_tokens or params.penalizes)
+    given = any(options.get(name) is not None for name in (*GRAMMARS, "constrain_from", "logits_processors"))
+    return bool(given or options.get("heal") or params.logit_bias or params.min_tokens or params.penalizes)

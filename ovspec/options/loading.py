@@ -13,7 +13,7 @@ from ovspec.options.reading import key_value
 class RuntimeOptions(TypedDict, total=False):
     """Where and how models are compiled."""
 
-    device: Annotated[str, Option("CPU, GPU, GPU.N, AUTO or AUTO:X,Y.", default="CPU", usual="CPU")]
+    device: Annotated[str, Option("CPU, GPU, GPU.N, AUTO or AUTO:X,Y.", "CPU")]
     draft_device: Annotated[str | None, Option("Device of the draft model.", usual="the target's")]
     precision: Annotated[Literal["f32", "bf16", "f16"] | None, Option("Arithmetic.", usual="the device's own")]
     kv_precision: Annotated[
@@ -23,13 +23,12 @@ class RuntimeOptions(TypedDict, total=False):
     engine: Annotated[
         Literal["auto", "stateful", "paged"],
         Option(
-            "What drives the model: OpenVINO's own KV cache (stateful), or ours in blocks (paged), which auto takes "
-            "where it gives the same logits.",
-            default="auto",
-            usual="auto",
+            "OpenVINO's own KV cache (stateful), or ours in blocks (paged), which auto takes where it gives the same "
+            "logits.",
+            "auto",
         ),
     ]
-    threads: Annotated[int | None, Option("CPU threads.", usual="OpenVINO's choice", limits=AT_LEAST_1)]
+    threads: Annotated[int | None, Option("CPU threads.", limits=AT_LEAST_1, usual="OpenVINO's choice")]
     properties: Annotated[
         Mapping[str, Any] | None,
         Option(
@@ -57,34 +56,18 @@ class LoadOptions(RuntimeOptions, total=False):
 
     lookahead: Annotated[
         int | Literal["auto"],
-        Option(
-            "Tokens to propose each round; auto for as many as pay.",
-            default="auto",
-            usual="auto",
-            limits=LOOKAHEAD,
-            flags=(),
-        ),
+        Option("Tokens to propose each round; auto for as many as pay.", "auto", LOOKAHEAD, flags=()),
     ]
-    lookup_corpus: Annotated[
-        Sequence[str | Path], Option("Text file that lookup may quote.", default=tuple, metavar="FILE")
-    ]
-    verify: Annotated[bool, Option("Compare the checksums of all files with those of the export first.", default=False)]
-    export: Annotated[
-        bool,
-        Option("Export the model (and a draft given by name) into the cache first, once.", default=False, flags=()),
-    ]
+    lookup_corpus: Annotated[Sequence[str | Path], Option("Text file that lookup may quote.", tuple, metavar="FILE")]
+    verify: Annotated[bool, Option("Compare the checksums of all files with those of the export first.", False)]
+    export: Annotated[bool, Option("Export model and draft, given by name, into the cache once.", False, flags=())]
 
 
 RUNTIME, LOAD = declared(RuntimeOptions), declared(LoadOptions)
 
 
 def load_options(options: LoadOptions) -> Any:
-    """An object with all options of ``load`` as attributes; None stands for the default.
-
-    Raises:
-        TypeError: an option that there isn't.
-        OvspecError: a value of a wrong type or out of range.
-    """
+    """An object with all options of ``load`` as attributes; raises TypeError (no such option) or OvspecError."""
     check_names(options, LOAD)
     found = {name: option.initial for name, (_, option) in LOAD.items()}
     for name, value in options.items():

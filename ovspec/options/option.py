@@ -32,9 +32,9 @@ class Limits:
 class Option:
     """What is declared of an option, besides its name and type.
 
-    help: what it does, in one sentence. more: what only Python's documentation adds.
-    default: the value, or a function that makes it. usual: what the default stands for, in words.
-    limits: the range of its numbers.
+    help: what it does, in one sentence. default: the value, or a function that makes it.
+    limits: the range of its numbers. usual: what the default stands for, in words, where the value doesn't tell.
+    more: what only Python's documentation adds.
     flags: how the command line spells it, if not ``--its-name``; empty where it has no such option.
     commands: the generating commands that have it, if not all.
     metavar, parse: what its value is called there, and how it is read; ``parse`` raises ValueError.
@@ -43,10 +43,10 @@ class Option:
     """
 
     help: str
-    more: str = ""
     default: Any = None
-    usual: str = ""
     limits: Limits | None = None
+    usual: str = ""
+    more: str = ""
     flags: tuple[str, ...] | None = None
     commands: tuple[str, ...] = ()
     metavar: str | None = None
@@ -59,6 +59,12 @@ class Option:
         """The default's value."""
         return self.default() if callable(self.default) else self.default
 
+    @property
+    def initially(self) -> str:
+        """The default in words; nothing for a flag or an empty one."""
+        told = isinstance(self.default, (int, float, str)) and not isinstance(self.default, bool)
+        return self.usual or (str(self.default).removesuffix(".0") if told else "")
+
 
 def declared(table: Any) -> dict[str, tuple[Any, Option]]:
     """Name -> (type, declaration) of each entry of a TypedDict."""
@@ -69,7 +75,7 @@ def documentation(table: Any) -> str:
     """A line for each option of a table, for docstrings."""
     lines = []
     for name, (_, option) in declared(table).items():
-        usual = f"By default {option.usual}." if option.usual else ""
+        usual = option.initially and f"By default {option.initially}."
         text = " ".join(filter(None, (f"{name}: {option.help}", option.more, usual)))
         lines.append(textwrap.fill(text, 112, subsequent_indent="    "))
     return "\n".join(lines)
@@ -127,10 +133,8 @@ def fits(value: Any, kind: Any) -> bool:
 
 def is_repeatable(kind: Any) -> bool:
     """Whether a value of the type holds several."""
-    return any(
-        isinstance(get_origin(each), type) and issubclass(get_origin(each), Collection)  # type: ignore[arg-type]
-        for each in alternatives(kind)
-    )
+    origins: list[Any] = [get_origin(each) for each in alternatives(kind)]
+    return any(isinstance(origin, type) and issubclass(origin, Collection) for origin in origins)
 
 
 def described(kind: Any) -> str:

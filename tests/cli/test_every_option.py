@@ -466,8 +466,7 @@ TESTED: dict[str, set[str]] = {
     "devices": set(),
     # tests/cli/test_bench.py runs these.
     "bench": {
-        *("draft", "workloads", "contexts", "temperatures", "batches", "modes", "lookaheads", "tokens", "prompts"),
-        *("repeats", "accept", "dictate", "as_json", "plot", "peers", "checkpoints"),
+        *("draft", "prompts", "files", "lookahead", "max_tokens", "temperature", "repeats", "as_json", "plot"),
         *RUNTIME,
     },
 }
