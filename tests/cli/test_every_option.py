@@ -8,22 +8,18 @@ from __future__ import annotations
 
 import json
 import shutil
-import signal
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import click
 import pytest
-from click.testing import CliRunner
+from command_runs import Outcome, runs
 from conftest import ROOT
+from test_options_of_tools import OTHERS_OF_EXPORT, TO_COMPRESSION, TO_EXPORT
 
-import ovspec
-import ovspec.ir.compile
-import ovspec.loading
 from ovspec.cli import COMMANDS, cli
-from ovspec.loop.row import Row
 from ovspec.options.loading import RUNTIME
 
 DEMO = ROOT / "models" / "demo"
@@ -37,90 +33,9 @@ GENERATING = ("generate", "chat", "batch")
 NOT_HERE = {"--device GPU", "--draft-device GPU", "--trust-remote-code"}
 
 
-@dataclass
-class Outcome:
-    """What a command left. ``together``: the most rows that were generated at a time."""
-
-    code: int
-    out: str
-    err: str
-    rows: list[Row] = field(default_factory=list)
-    together: int = 0
-    lm: Any = None
-    tuned: bool = False
-    compiled: list[Any] = field(default_factory=list)
-
-    @property
-    def tokens(self) -> list[int]:
-        return self.rows[0].result().token_ids
-
-    @property
-    def text(self) -> str:
-        return self.rows[0].result().text
-
-    @property
-    def stopped(self) -> bool:
-        return self.rows[0].finish_reason not in (None, "length")
-
-    @property
-    def stats(self) -> Any:
-        return self.rows[0].stats
-
-    def property(self, name: str) -> str:
-        return str(self.lm.target.ir.compiled.get_property(name))
-
-
-LOADED: dict[str, tuple[Any, bool]] = {}
-
-
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cache_dir: Path) -> Iterator[Callable[..., Outcome]]:
-    """Runs a command in this process. Models are loaded once for each set of options."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(cache_dir))
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("OVSPEC_TUNE", "1")
-    load, init, compile_properties = ovspec.load, Row.__init__, ovspec.ir.compile.compile_properties
-    found = Outcome(0, "", "")
-
-    def load_once(*arguments: Any, **options: Any) -> Any:
-        key = repr((arguments, sorted(options.items())))
-        if key not in LOADED or {"cache_dir", "lookup_corpus"} & options.keys():
-            LOADED[key] = load(*arguments, **options), found.tuned
-        found.lm, found.tuned = LOADED[key]
-        return found.lm
-
-    def note_tuning(*_: Any) -> None:
-        found.tuned = True
-
-    def note_compiling(options: Any) -> dict[str, str]:
-        found.compiled.append((options, properties := compile_properties(options)))
-        return properties
-
-    def noted(row: Row, *arguments: Any, **options: Any) -> None:
-        init(row, *arguments, **options)
-        found.rows.append(row)
-        found.together = max(found.together, sum(not each.finish_reason for each in found.rows))
-
-    monkeypatch.setattr(ovspec, "load", load_once, raising=False)
-    monkeypatch.setattr(Row, "__init__", noted)
-    monkeypatch.setattr(ovspec.loading, "tune_if_new", note_tuning)
-    monkeypatch.setattr(ovspec.ir.compile, "compile_properties", note_compiling)
-
-    def run(command: str, *arguments: Any, stdin: str = "") -> Outcome:
-        nonlocal found
-        found = Outcome(0, "", "")
-        done = CliRunner().invoke(cli, [command, *map(str, arguments)], input=stdin)
-        found.code, found.out, found.err = done.exit_code, done.stdout, done.stderr
-        if done.exception and not isinstance(done.exception, SystemExit):
-            if not isinstance(done.exception, (ovspec.OvspecError, OSError)):
-                raise done.exception
-            found.code, found.err = 1, found.err + str(done.exception)
-        return found
-
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    yield run
-    for number, handler in handlers.items():  # a chat and an export have their own
-        signal.signal(number, handler)
+    yield from runs(monkeypatch, tmp_path, cache_dir)
 
 
 def generating(run: Callable[..., Outcome], command: str, *options: Any, prompt: str = PROMPT) -> Outcome:
@@ -303,127 +218,6 @@ def test_what_a_command_has_of_its_own(run: Callable[..., Outcome], command: str
     found = run(command, DEMO, *more, "--engine", "stateful", "-n", "6", *options, stdin=stdin)
     assert found.code == 0, found.err
     assert effect(found), found
-
-
-COMPILED: dict[str, tuple[tuple[str, ...], Callable[[Any, dict[str, str]], bool]]] = {
-    "device": (("--device", "AUTO:CPU"), lambda options, _: options.device == "AUTO:CPU"),
-    "precision": (("--precision", "f32"), lambda _, given: given["INFERENCE_PRECISION_HINT"] == "f32"),
-    "kv_precision": (("--kv-precision", "u8"), lambda _, given: given["KV_CACHE_PRECISION"] == "u8"),
-    "threads": (("--threads", "1"), lambda _, given: given["INFERENCE_NUM_THREADS"] == "1"),
-    "properties": (("--property", "INFERENCE_NUM_THREADS=1"), lambda _, given: given["INFERENCE_NUM_THREADS"] == "1"),
-    "cache_dir": (("--cache-dir", "here"), lambda _, given: given["CACHE_DIR"].startswith("here")),
-}
-
-
-@pytest.mark.parametrize("name", COMPILED)
-@pytest.mark.parametrize("command", ["inspect", "perplexity"])
-def test_where_and_how_models_are_compiled(run: Callable[..., Outcome], command: str, name: str) -> None:
-    """OpenVINO is given what the options say."""
-    options, given = COMPILED[name]
-    LOADED.clear()
-    found = measuring(run, command, "--engine", "stateful", *options)
-    assert found.code == 0, found.err
-    assert found.compiled
-    assert all(given(*each) for each in found.compiled)
-
-
-def measuring(run: Callable[..., Outcome], command: str, *options: Any) -> Outcome:
-    Path("notes.txt").write_text("import os\n" * 20, encoding="utf-8")
-    return run(command, DEMO, *["notes.txt"] * (command == "perplexity"), *options)
-
-
-@pytest.mark.parametrize("command", ["inspect", "perplexity"])
-def test_commands_that_measure(run: Callable[..., Outcome], command: str) -> None:
-    for engine in ("stateful", "paged"):
-        found = measuring(run, command, "--json", "--engine", engine)
-        assert found.code == 0, found.err
-        told = json.loads(found.out)
-        assert (told["target"]["engine"] if command == "inspect" else found.lm.target.engine) == engine
-    refused = measuring(run, command, "--draft-device", "CPU")
-    assert (refused.code, "--draft-device is not used here" in refused.err) == (2, True)
-    if command == "perplexity":
-        assert measuring(run, command, "--engine", "stateful").tuned
-        assert not measuring(run, command, "--engine", "stateful", "--no-tune").tuned
-        windows = [json.loads(measuring(run, command, "--json", "--context", n).out)["context"] for n in (20, 30)]
-        assert windows == [20, 30]
-    else:
-        assert "All checksums are those of the export." in measuring(run, command, "--verify").out
-
-
-def test_inspect_without_the_profile(run: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch) -> None:
-    from ovspec.setup import inspection
-
-    asked: list[bool] = []
-    known = inspection.known_profile
-    monkeypatch.setattr(inspection, "known_profile", lambda *each: asked.append(True) or known(*each))
-    assert run("inspect", DEMO, "--no-tune").code == 0
-    assert not asked
-    assert run("inspect", DEMO).code == 0
-    assert asked
-
-
-def test_tune(run: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is measured is tested elsewhere; here, that the options arrive."""
-    from ovspec.setup import tuning
-
-    def measured(folder: Path, options: Any, goal: str, **_: Any) -> Any:  # noqa: ARG001
-        raise ovspec.OvspecError(f"would tune for {goal} and keep it in {options.cache_dir}")
-
-    monkeypatch.setattr(tuning, "tune", measured)
-    found = run("tune", DEMO, "--for", "decode", "--cache-dir", "here", "--json")
-    assert "would tune for decode and keep it in here" in found.err
-
-
-# ---------------------------------------------------------------- export
-
-TO_COMPRESSION = {
-    "group_size": ("--group-size", "64", 64),
-    "ratio": ("--ratio", "0.5", 0.5),
-    "sym": ("--sym", None, True),
-    "backup_precision": ("--backup-precision", "int8_sym", "int8_sym"),
-    "awq": ("--awq", None, True),
-    "scale_estimation": ("--scale-estimation", None, True),
-    "gptq": ("--gptq", None, True),
-    "lora_correction": ("--lora-correction", None, True),
-    "calibration": ("--calibration", "notes.txt", Path("notes.txt")),
-    "samples": ("--samples", "7", 7),
-}
-TO_EXPORT = {
-    "draft_layers": ("--draft-layers", "2", 2),
-    "evaluate": ("--evaluate", "notes.txt", Path("notes.txt")),
-    "trust_remote_code": ("--trust-remote-code", None, True),
-}
-OTHERS_OF_EXPORT = {"draft", "output", "list_pairs", "weight_format", "draft_weight_format"}
-
-
-def test_options_of_export(run: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch) -> None:
-    """They arrive where the export is made; what they do there is tested with the exporter."""
-    from types import SimpleNamespace
-
-    from ovspec.setup import exporting
-
-    calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
-    package = SimpleNamespace(
-        Compression=lambda name, **options: {"format": name} | options,
-        export_pair=lambda *arguments, **options: calls.append((arguments, options)),
-    )
-    monkeypatch.setattr(exporting, "export_package", lambda: package)
-    given = [
-        part for flag, value, _ in (*TO_COMPRESSION.values(), *TO_EXPORT.values()) for part in (flag, value) if part
-    ]
-    formats = ("--weight-format", "int4", "--draft-weight-format", "int8")
-    found = run("export", "a-target", "--draft", "a-draft", "-o", "out", *formats, *given)
-    assert found.code == 0, found.err
-    (target, draft, output, first, second), options = calls[0]
-    assert (target, draft, output) == ("a-target", "a-draft", Path("out"))
-    assert (first["format"], second["format"]) == ("int4", "int8")
-    assert {name: first[name] for name in TO_COMPRESSION} == {
-        name: value for name, (*_, value) in TO_COMPRESSION.items()
-    }
-    assert all(options[name] == value for name, (*_, value) in TO_EXPORT.items())
-    listed = run("export", "--list")
-    assert listed.out
-    assert len(calls) == 1
 
 
 # ---------------------------------------------------------------- what can't be had here
