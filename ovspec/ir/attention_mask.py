@@ -113,12 +113,11 @@ def masks_of(request: ov.InferRequest, axes: dict[str, State], alive: np.ndarray
     feed = {}
     for port in request.model_inputs:
         name = port.get_any_name()
-        if name in inputs:
-            feed[name] = inputs[name]
-            continue
-        shape = [1 if length.is_dynamic else length.get_length() for length in port.get_partial_shape()]
-        if (axis := axes[name].sequence_axis) is not None:
-            shape[axis] = slots - 1
-        feed[name] = np.zeros(shape, dtype=port.get_element_type().to_dtype())
+        if name not in inputs:
+            shape = [1 if length.is_dynamic else length.get_length() for length in port.get_partial_shape()]
+            if (axis := axes[name].sequence_axis) is not None:
+                shape[axis] = slots - 1
+            inputs[name] = np.zeros(shape, dtype=port.get_element_type().to_dtype())
+        feed[name] = inputs[name]
     masks = [np.asarray(mask) for mask in request.infer(feed).values()]
     return [np.where(mask, 0.0, -np.inf) if mask.dtype == np.bool_ else mask.astype(np.float64) for mask in masks]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -57,12 +58,11 @@ class GenerationConfig:
         """Tokens to generate after ``prompt`` tokens in a ``context``; raises OvspecError where there is no room."""
         if wanted is not None and wanted < 1:
             raise OvspecError(f"max_tokens is {wanted}; it must be at least 1.")
-        left = context - prompt if context else None
-        if left is not None and left < (wanted or 1):
+        left = context - prompt if context else math.inf
+        if left < (wanted or 1):
             sizes = f"{prompt} tokens and {wanted or 1} more are asked for, but the context is {context}"
             raise OvspecError(f"The prompt has {sizes}; shorten the prompt or lower max_tokens.")
-        default = self.values.get("max_new_tokens") or DEFAULT_MAX_TOKENS
-        return wanted or (min(default, left) if left is not None else default)
+        return wanted or int(min(self.values.get("max_new_tokens") or DEFAULT_MAX_TOKENS, left))
 
     def complete(self, params: SamplingParams) -> SamplingParams:
         """``params`` with what is said here; raises OvspecError for ids that are not in the vocabulary."""
