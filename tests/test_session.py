@@ -526,7 +526,7 @@ def test_a_template_that_forgets_is_followed(session: ovspec.Session, monkeypatc
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content.split('</think>')[-1] }}<|im_end|>\n"
         "{% endfor %}<|im_start|>assistant\n"
     )
-    monkeypatch.setattr("ovspec.model.chat_template", lambda _: ChatTemplate(source, {}))
+    monkeypatch.setattr("ovspec.workspace.chat_template", lambda _: ChatTemplate(source, {}))
     session.append({"role": "user", "content": "hi"})
     question = len(session)
     session.append("thinking</think>the answer")
