@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import numpy as np
 import openvino as ov
 
+from ovspec.ir import large_pages
 from ovspec.ir.compile import CompiledIR
-from ovspec.ir.large_pages import PATIENCE
 
 
 class Request:
@@ -43,7 +43,7 @@ class Request:
         request.wait()
         spent = time.perf_counter() - began
         self.seconds += spent
-        if (pages := self._large_pages).seconds < PATIENCE:
+        if (pages := self._large_pages).seconds < large_pages.PATIENCE:
             pages.seconds += spent
         elif not pages.done:
             pages.spent(spent)
