@@ -159,10 +159,6 @@ class Detokenizer(Protocol):
         """The text that ``token`` completes, which may be none; ``without`` its first bytes."""
         ...
 
-    def length(self, token: int) -> int:
-        """Bytes that ``token`` adds to the text."""
-        ...
-
     def flush(self) -> str:
         """What is left at the end: a replacement character for a character that was cut off."""
         ...
@@ -178,9 +174,6 @@ class ByteDetokenizer:
     def push(self, token: int, without: int = 0) -> str:
         return self._utf8.decode(bytes_of(self._vocabulary, token)[without:])
 
-    def length(self, token: int) -> int:
-        return len(bytes_of(self._vocabulary, token))
-
     def flush(self) -> str:
         return self._utf8.decode(b"", final=True)
 
@@ -188,7 +181,7 @@ class ByteDetokenizer:
 class WindowDetokenizer:
     """For vocabularies that are not bytes: decode a window that slides, print what it adds.
 
-    Nothing can be left out of a token, nor is its length known.
+    Nothing can be left out of a token.
     """
 
     def __init__(self, request: ov.InferRequest) -> None:
@@ -213,9 +206,6 @@ class WindowDetokenizer:
         self._start = max(self._start, len(self._tokens) - 8)
         self._shown = self._window()
         return new
-
-    def length(self, token: int) -> int:
-        raise NotImplementedError
 
     def flush(self) -> str:
         text = self._window() if self._tokens else ""
