@@ -73,7 +73,9 @@ def demo() -> None:
 def test(arguments: list[str]) -> None:
     slow = "--slow" in arguments
     rest = [argument for argument in arguments if argument != "--slow"]
-    run(python(), "-m", "pytest", "-m", "not soak" if slow else "not slow and not soak", *rest)
+    # Two workers, each with its half of the cores (tests/conftest.py): small models gain nothing from more.
+    workers = ("-n", "2", "--dist", "worksteal") if "--update-docs" not in rest else ()
+    run(python(), "-m", "pytest", *workers, "-m", "not soak" if slow else "not slow and not soak", *rest)
 
 
 def test_guidance(arguments: list[str]) -> None:

@@ -1,4 +1,4 @@
-"""The demo pair, exported in f32, and Hugging Face's own model on the same checkpoint as the oracle."""
+"""A small pair, exported in f32, and Hugging Face's own model on the same checkpoint as the oracle."""
 
 from __future__ import annotations
 
@@ -17,6 +17,11 @@ import pytest
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ["OVSPEC_TUNE"] = "0"  # what is fastest must not change what is tested
+if "PYTEST_XDIST_WORKER" in os.environ and hasattr(os, "sched_setaffinity"):
+    # Before OpenVINO counts them: where workers share their cores, its threads wait for each other.
+    number, workers = int(os.environ["PYTEST_XDIST_WORKER"][2:]), int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, cores[number::workers] or cores)
 
 import ovspec
 from ovspec.decoders.base import Rollback
@@ -29,6 +34,8 @@ from ovspec.setup.engine import compile_paged
 ROOT = Path(__file__).resolve().parent.parent
 HAS_BF16 = "bf16" in native_precisions()  # elsewhere it is emulated, and attention computes in f32
 CHECKPOINTS = ROOT / "models" / "demo-hf"
+# The tests' pair: the demo pair's draft, five times cheaper than its target, and a draft of one layer for it.
+TARGET, DRAFT = CHECKPOINTS / "draft", ROOT / "models" / "small-hf"
 PROMPTS: list[str] = [
     entry["text"] for entry in json.loads((ROOT / "models" / "prompts.json").read_text(encoding="utf-8"))["prompts"]
 ]
@@ -45,17 +52,22 @@ def pytest_configure() -> None:
 
 
 @pytest.fixture(scope="session")
+def update_docs(request: pytest.FixtureRequest) -> bool:
+    return bool(request.config.getoption("--update-docs"))
+
+
+@pytest.fixture(scope="session")
 def cache_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("cache")
 
 
 @pytest.fixture(scope="session")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The demo pair, exported in f32."""
+    """The small pair, exported in f32."""
     from ovspec_export import Compression, export_pair
 
     folder = tmp_path_factory.mktemp("export") / "pair"
-    export_pair(str(CHECKPOINTS / "target"), str(CHECKPOINTS / "draft"), folder, Compression("fp32"))
+    export_pair(str(TARGET), str(DRAFT), folder, Compression("fp32"))
     return folder
 
 
@@ -138,7 +150,7 @@ class Reference:
 
 @pytest.fixture(scope="session")
 def reference() -> Reference:
-    return Reference(CHECKPOINTS / "target")
+    return Reference(TARGET)
 
 
 @pytest.fixture(scope="session")

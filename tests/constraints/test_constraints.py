@@ -165,9 +165,9 @@ def test_user_samplers_and_processors(load: Callable[..., ovspec.LanguageModel])
             drafted = lm.generate(prompt_of(case), max_tokens=30, lookahead=4, **constraint, **options)
             assert drafted.token_ids == plain.token_ids
             assert seen[: len(called)] == called
-    with_it = lm.generate(PROMPTS[0], max_tokens=30, logits_processors=[processor])
-    assert with_it.token_ids == load().generate(PROMPTS[0], max_tokens=30, logits_processors=[processor]).token_ids
-    assert with_it.token_ids != lm.generate(PROMPTS[0], max_tokens=30).token_ids
+    with_it = lm.generate(PROMPTS[1], max_tokens=30, logits_processors=[processor])
+    assert with_it.token_ids == load().generate(PROMPTS[1], max_tokens=30, logits_processors=[processor]).token_ids
+    assert with_it.token_ids != lm.generate(PROMPTS[1], max_tokens=30).token_ids
 
 
 @pytest.mark.parametrize("engine", ["paged", pytest.param("stateful", marks=pytest.mark.slow)])
@@ -400,7 +400,7 @@ def test_stop_strings_within_a_grammar(load: Callable[..., ovspec.LanguageModel]
             prompt_of("json"), max_tokens=60, json_schema=PERSON, stop='"age"', lookahead=lookahead
         )
         assert result.finish_reason == "stop"
-        assert result.text.startswith('{"name"')
+        assert result.text.replace(" ", "").startswith('{"name"')
         assert "age" not in result.text
 
 

@@ -199,15 +199,16 @@ def test_a_batch_heals_each_row(lm: ovspec.LanguageModel) -> None:
 
 
 def test_stop_strings_and_limits_count_what_is_new(lm: ovspec.LanguageModel) -> None:
-    whole = lm.generate("x = self.na", max_tokens=20, heal=True)
+    prompt = "        raise ValueErr"
+    whole = lm.generate(prompt, max_tokens=20, heal=True)
     at = whole.text.index("\n")
-    stopped = lm.generate("x = self.na", max_tokens=20, heal=True, stop=["\n", "self"])  # self is in the prompt
+    stopped = lm.generate(prompt, max_tokens=20, heal=True, stop=["\n", "raise"])  # raise is in the prompt
     assert (stopped.text, stopped.finish_reason) == (whole.text[:at], "stop")
     for count in (1, 2, 3):
-        short = lm.generate("x = self.na", max_tokens=count, heal=True, lookahead=4)
+        short = lm.generate(prompt, max_tokens=count, heal=True, lookahead=4)
         assert short.token_ids == whole.token_ids[:count]
         assert short.stats.generated_tokens == count
-        early = lm.generate("x = self.na", max_tokens=20, min_tokens=count, heal=True, stop=[whole.text[:2]])
+        early = lm.generate(prompt, max_tokens=20, min_tokens=count, heal=True, stop=[whole.text[:2]])
         assert len(early.token_ids) >= count
 
 

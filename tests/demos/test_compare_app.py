@@ -150,10 +150,10 @@ def test_what_cannot_be_done_is_said_in_a_sentence(page: Page) -> None:
 
 
 @needs_chromium
-def test_it_fits_a_narrow_window(page: Page, request: pytest.FixtureRequest) -> None:
+def test_it_fits_a_narrow_window(page: Page, update_docs: bool) -> None:
     press(page, compare_app.PROMPT, "lookup, then draft model", tokens=160)
     texts(page)
-    if request.config.getoption("--update-docs"):
+    if update_docs:
         picture = Image.open(io.BytesIO(page.screenshot(full_page=True)))
         picture.quantize(64).save(ROOT / "docs" / "compare_app.png", optimize=True)
     page.set_viewport_size({"width": 400, "height": 800})

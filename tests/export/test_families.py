@@ -1,14 +1,13 @@
 """Every model family gives the tokens that Hugging Face gives, with the rollback that its states need.
 
 Tiny random models, exported as optimum-cli does; their folders have no manifest of ours, so all is probed.
-``dev.py test tests/export/test_families.py --update-docs`` writes what was found into docs/models.md.
+``dev.py test --slow tests/export/test_families.py --update-docs`` writes what was found into docs/models.md.
 """
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
 
 import hybrid
 import pytest
@@ -22,7 +21,6 @@ DOCS = ROOT / "docs" / "models.md"
 TOKENS = 60
 PROMPT_LENGTHS = (17, 7, 12)
 
-SIZES |= {"max_position_embeddings": 256, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
 GPT2 = {"vocab_size": VOCAB, "n_positions": 256, "n_embd": 64, "n_layer": 2, "n_head": 4}
 EXPERTS = {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 64, "num_experts": 4}
 
@@ -51,7 +49,6 @@ HYBRIDS = {
     "convolution + SSM + ALiBi": ("alibi", "trim + replay"),
     "convolution + SSM": (None, "replay"),
 }
-FOUND: dict[str, list[str]] = {}  # the rows of the table in the docs
 
 
 def prompts() -> list[list[int]]:
@@ -59,8 +56,8 @@ def prompts() -> list[list[int]]:
     return [ids[:length] for length in PROMPT_LENGTHS]
 
 
-def check(name: str, folder: Path, cache_dir: Path, expected: list[list[int]], rollback: str, note: str = "") -> None:
-    """Plain, speculative and batched decoding of the IR in ``folder`` give ``expected``."""
+def check(name: str, folder: Path, cache_dir: Path, expected: list[list[int]], rollback: str, note: str = "") -> str:
+    """Plain, speculative and batched decoding of the IR in ``folder`` give ``expected``; its row of the docs' table."""
     assert all(len(set(tokens)) > 8 for tokens in expected), "a text that repeats itself shows nothing"
     for engine in ("stateful", "auto"):
         lm = ovspec.load(folder, folder, engine=engine, precision="f32", cache_dir=cache_dir)
@@ -81,24 +78,28 @@ def check(name: str, folder: Path, cache_dir: Path, expected: list[list[int]], r
             together = lm.generate(prompts(), max_tokens=TOKENS, ignore_eos=True, lookahead=lookahead)
             assert [row.token_ids for row in together] == expected
     has_positions = "yes" if "position_ids" in lm.target.ir.inputs else "no"
-    FOUND[name] = [
-        name + f" ({note})" * bool(note),
-        rollback,
-        has_positions,
-        "yes",
-        "yes",
-        "yes",
-        "yes" if paged else "no",
-    ]
+    cells = [name + f" ({note})" * bool(note), rollback, has_positions, *["yes"] * 3, "yes" if paged else "no"]
+    return f"| {' | '.join(cells)} |"
 
 
-def family_parameters() -> list[Any]:
-    quick = ("llama",)  # the others are slow by their number
-    return [name if name in quick else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
+def documented(name: str, row: str, update: bool) -> None:
+    """Compare a family's row with that of the table in the docs, or write it there."""
+    text = DOCS.read_text(encoding="utf-8")
+    rows = {row.split("|")[1].split(" (")[0].strip(): row for row in re.findall(r"^\|.*\|$", text, re.MULTILINE)[2:]}
+    if not update:
+        assert row == rows.get(name)
+        return
+    head = text[: text.index("\n|---")].rsplit("\n", 1)[0]
+    titles = ["family", "rollback", "`position_ids`", "plain", "speculative", "batch of 3", "paged"]
+    rows[name] = row
+    order = [rows[name] for name in (*FAMILIES, *HYBRIDS) if name in rows]
+    table = ["| " + " | ".join(titles) + " |", "|---" * len(titles) + "|", *order]
+    DOCS.write_text("\n".join([head, *table]) + "\n", encoding="utf-8")
 
 
-@pytest.mark.parametrize("name", family_parameters())
-def test_family(name: str, tmp_path: Path, cache_dir: Path) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAMILIES)
+def test_family(name: str, tmp_path: Path, cache_dir: Path, update_docs: bool) -> None:
     import torch
 
     family = FAMILIES[name]
@@ -109,29 +110,14 @@ def test_family(name: str, tmp_path: Path, cache_dir: Path) -> None:
             torch.tensor([ids]), max_new_tokens=TOKENS, do_sample=False, eos_token_id=None, pad_token_id=0
         )
         expected.append(out[0, len(ids) :].tolist())
-    check(name, tmp_path / "ir", cache_dir, expected, family.rollback, family.note)
+    documented(name, check(name, tmp_path / "ir", cache_dir, expected, family.rollback, family.note), update_docs)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", HYBRIDS)
-def test_hybrid(name: str, tmp_path: Path, cache_dir: Path) -> None:
+def test_hybrid(name: str, tmp_path: Path, cache_dir: Path, update_docs: bool) -> None:
     attention, rollback = HYBRIDS[name]
     model = hybrid.Hybrid(VOCAB, attention)
     folder = hybrid.export(model, tmp_path / "ir", ROOT / "models" / "demo")
-    check(name, folder, cache_dir, [model.generate(ids, TOKENS) for ids in prompts()], rollback, "built by hand")
-
-
-def test_the_table_in_the_docs_is_current(request: pytest.FixtureRequest) -> None:
-    """Runs last. Rows of families that were not run are left alone."""
-    text = DOCS.read_text(encoding="utf-8")
-    rows = {row.split("|")[1].split(" (")[0].strip(): row for row in re.findall(r"^\|.*\|$", text, re.MULTILINE)[2:]}
-    found = {name: f"| {' | '.join(cells)} |" for name, cells in FOUND.items()}
-    if request.config.getoption("--update-docs"):
-        head = text[: text.index("\n|---")].rsplit("\n", 1)[0]
-        titles = ["family", "rollback", "`position_ids`", "plain", "speculative", "batch of 3", "paged"]
-        rows |= found
-        order = [rows[name] for name in (*FAMILIES, *HYBRIDS) if name in rows]
-        table = ["| " + " | ".join(titles) + " |", "|---" * len(titles) + "|", *order]
-        DOCS.write_text("\n".join([head, *table]) + "\n", encoding="utf-8")
-    else:
-        assert found == {name: rows.get(name) for name in found}
+    expected = [model.generate(ids, TOKENS) for ids in prompts()]
+    documented(name, check(name, folder, cache_dir, expected, rollback, "built by hand"), update_docs)

@@ -56,9 +56,12 @@ def test_options_reach_the_compiled_model(load: Callable[..., ovspec.LanguageMod
 def test_virtual_devices_generate_the_same(
     pair: Path, cache_dir: Path, load: Callable[..., ovspec.LanguageModel], device: str
 ) -> None:
+    """The 8-bit caches of such devices may tip a near-tie: not in this prompt."""
     lm = ovspec.load(pair, True, device=device, draft_device="CPU", precision="f32", cache_dir=cache_dir)
-    result = lm.generate(PROMPTS[0], max_tokens=16, ignore_eos=True)
-    assert result.token_ids == load().generate(PROMPTS[0], max_tokens=16, ignore_eos=True).token_ids
+    for lookahead in (0, 3):
+        result = lm.generate(PROMPTS[1], max_tokens=16, ignore_eos=True, lookahead=lookahead)
+        assert result.token_ids == load().generate(PROMPTS[1], max_tokens=16, ignore_eos=True).token_ids
+    assert result.stats.accepted > 0
     assert (result.stats.device, result.stats.draft_device) == (device, "CPU")
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import PROMPTS, ROOT
+from conftest import HAS_BF16, PROMPTS, ROOT
 
 import ovspec
 
@@ -81,7 +81,9 @@ def test_a_row_and_its_report(
         ("copy_trim", "draft", "ours"),
     ]
     ours, auto, theirs, refused = lines
-    assert (ours.ratio["draft"], auto.ratio["lookup,draft"], ours.equal) == (1.0, 1.0, "2 of 2")
+    assert (ours.ratio["draft"], auto.ratio["lookup,draft"]) == (1.0, 1.0)
+    # Without bf16, inferences of 8-bit weights that differ in width may round apart.
+    assert ours.equal == "2 of 2" or not HAS_BF16
     assert theirs.tokens_per_s
     assert theirs.tpot_ms == pytest.approx(1e3 / theirs.tokens_per_s)
     assert set(theirs.ks) >= {"1", "2"}

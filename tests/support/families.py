@@ -18,8 +18,7 @@ VOCAB = 4096
 
 
 SIZES = {"vocab_size": VOCAB, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-
-
+SIZES |= {"max_position_embeddings": 256, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
 GROUPED = SIZES | {"intermediate_size": 128, "num_key_value_heads": 2}
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import CHECKPOINTS, PROMPTS
+from conftest import PROMPTS, TARGET
 from guidance import gen, models
 from guidance.models._engine import Engine
 from programs import PROGRAMS, PROMPT, branches, free_text, loops, schemas
@@ -33,7 +33,7 @@ Load = Callable[..., ovspec.LanguageModel]
 def oracle() -> models.Transformers:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it takes ChatML, which is what the template is
-        return models.Transformers(str(CHECKPOINTS / "target"), echo=False, enable_monitoring=False, dtype="float32")
+        return models.Transformers(str(TARGET), echo=False, enable_monitoring=False, dtype="float32")
 
 
 @pytest.fixture(scope="module")

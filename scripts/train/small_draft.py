@@ -1,0 +1,79 @@
+"""Train the small draft that the tests use: one layer, distilled from the demo pair's draft.
+
+Writes ``models/small-hf``. The demo pair's draft is the target of the tests' pair (five times cheaper than the demo
+target), this its draft. Corpus, tokenizer, losses and resuming: ``demo_pair.py``.
+
+    python scripts/train/small_draft.py --minutes 9
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import torch
+from demo_pair import (
+    MAX_POSITIONS,
+    ROOT,
+    VOCAB,
+    Corpus,
+    acceptance,
+    distillation_loss,
+    split_files,
+    train,
+    write_model,
+)
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 192,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": MAX_POSITIONS,
+    "tie_word_embeddings": True,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+    "pad_token_id": 0,
+    "rms_norm_eps": 1e-5,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=9)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("-o", "--output", type=Path, default=ROOT / "models" / "small-hf")
+    args = parser.parse_args()
+    torch.manual_seed(args.seed)
+    work = args.output.parent / (args.output.name + ".training")
+    work.mkdir(parents=True, exist_ok=True)
+
+    source = ROOT / "models" / "demo-hf" / "draft"
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    target: Any = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
+    documents, held_out = (
+        Corpus([torch.tensor(tokenizer(text)["input_ids"] + [0]).numpy() for _, text in files])
+        for files in split_files()
+    )
+    draft: Any = LlamaForCausalLM(LlamaConfig(**SHAPE))
+    train(
+        "small",
+        draft,
+        lambda batch: distillation_loss(draft, target, batch),
+        documents,
+        args.minutes,
+        work / "small.pt",
+        args.seed,
+    )
+    draft.eval()
+    rates = acceptance(target, draft, held_out, False, args.seed) | acceptance(target, draft, held_out, True, args.seed)
+    print(", ".join(f"{name} {rate:.3f}" for name, rate in rates.items()))
+    write_model(draft, tokenizer, args.output)
+
+
+if __name__ == "__main__":
+    main()
