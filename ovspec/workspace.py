@@ -40,7 +40,7 @@ from ovspec.text.generation_config import GenerationConfig
 from ovspec.text.tokenizer import Tokenizer
 
 # A text, token ids, or chat messages for the model's chat template.
-Prompt = str | list[int] | np.ndarray | list[Message]
+Prompt = str | list[int] | np.ndarray | list[Message] | Message
 PLAIN = Lookahead(0)  # nothing is proposed, and nothing forced
 
 
@@ -114,12 +114,14 @@ class Workspace:
     # ------------------------------------------------------------ decoders
 
     def decoders(self) -> Decoders:
-        """An idle set, whose rows may hold old text; ``release`` takes it back."""
+        """An idle set, without any rows; ``release`` takes it back."""
         with suppress(IndexError):  # one step, so that threads don't take the same one
             return self._idle.pop()
         known = self.tokenizer.known
         draft = self.draft.decoder(known) if self.draft else None
-        return Decoders(self.target.decoder(known), self._drafter(draft), draft)
+        decoders = Decoders(self.target.decoder(known), self._drafter(draft), draft)
+        decoders.reset(0)  # also a user's drafter, which may make there what it keeps
+        return decoders
 
     def fork(self, decoders: Decoders) -> Decoders:
         """Others that go on from what ``decoders`` hold."""
@@ -157,6 +159,8 @@ class Workspace:
 
     def encode(self, prompt: Prompt, begins: bool = True) -> np.ndarray:
         """(n,) int64. ``begins``: the prompt starts a text and gets the model's BOS where it has one."""
+        if isinstance(prompt, dict):  # a single message
+            prompt = [prompt]
         if not isinstance(prompt, (str, list, tuple, np.ndarray)):
             raise OvspecError(f"A prompt is a text, token ids or chat messages, not {prompt!r:.80}.")
         if begins and not len(prompt):
@@ -217,7 +221,7 @@ class Workspace:
         if constrains(options, params):
             prompt = PromptTokens(sequence.tokens, eos, config.bos, start.healable)
             constraints, healing = self._constraints.make(prompt, params, options)
-        drafts = self.choice is not None and options.get("lookahead", self.lookahead) != 0
+        drafts = self.wanted_lookahead(options) != 0 and self.choice is not None
         self.check_memory(len(sequence) + max_tokens - start.cached, drafts)
         seed = params.seed if params.seed is not None else start.seed
         seed = secrets.randbits(32) if seed is None else seed
@@ -226,7 +230,7 @@ class Workspace:
             healing.take_back(sequence)
         draft = self.draft if drafts else None
         stats = Stats(
-            prompt_tokens,
+            prompt_tokens=prompt_tokens,
             seed=seed if params.temperature else None,
             rollback=target.rollback.label,
             device=target.ir.device,
@@ -239,20 +243,25 @@ class Workspace:
         ending = Ending(max_tokens, eos, params, context or math.inf)
         return Row(sequence, sampler, self.tokenizer.detokenizer(), ending, stats, healing)
 
-    def drafting(self, options: GenerateOptions, decoders: Decoders, sampled: bool) -> tuple[Drafter | None, Lookahead]:
-        """What proposes, and how much; raises OvspecError where the options can't be met.
-
-        ``sampled``: the text is left to chance, so what is known of greedy text doesn't count.
-        """
+    def wanted_lookahead(self, options: GenerateOptions) -> int | None:
+        """Tokens to propose each round, None for as many as pay; raises OvspecError where nothing can propose any."""
         wanted = options.get("lookahead")
         wanted = self.lookahead if wanted is None else wanted
         check_option("lookahead", wanted)
-        if wanted not in (None, 0, "auto") and not decoders.drafter and not grammar_asked(options):
+        if wanted in (None, "auto"):
+            return None
+        if wanted and not self.choice and not grammar_asked(options):
             raise OvspecError("lookahead needs a draft; load the model with draft=True, lookup or a draft's folder.")
-        if wanted == 0:
-            return None, PLAIN
-        if isinstance(wanted, int):
-            return decoders.drafter, Lookahead(wanted)
+        return int(wanted)
+
+    def drafting(self, options: GenerateOptions, decoders: Decoders, sampled: bool) -> tuple[Drafter | None, Lookahead]:
+        """What proposes, and how much.
+
+        ``sampled``: the text is left to chance, so what is known of greedy text doesn't count.
+        """
+        wanted = self.wanted_lookahead(options)
+        if wanted is not None:
+            return (decoders.drafter, Lookahead(wanted)) if wanted else (None, PLAIN)
         if not decoders.lookaheads:
             costs = Costs(self.target.verify_ms), Costs(self.draft.verify_ms if self.draft else None)
             decoders.lookaheads = {kind: Lookahead(None, *costs) for kind in (False, True)}
@@ -268,7 +277,7 @@ class Workspace:
         Args:
             options: of these, what concerns all rows: ``batch_size`` and ``lookahead``.
             sampled: whether chance has a part in most of them.
-            count: how many rows there are, where that is known to be few.
+            count: how many rows there are, where that is known; a single one needs no room for others.
         """
         decoders = self.decoders()
         try:
@@ -286,4 +295,4 @@ class Workspace:
 
 def is_chat(prompt: Any) -> bool:
     """Whether a prompt is messages for the chat template."""
-    return isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], dict)
+    return isinstance(prompt, dict) or (isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], dict))

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import hybrid
+import numpy as np
 import pytest
 from conftest import PROMPTS, ROOT
 from hypothesis import given, settings
@@ -22,6 +23,7 @@ import ovspec
 from ovspec.decoders.paged import PagedDecoder
 from ovspec.decoders.sequence import Sequence, common_prefix
 from ovspec.model import LanguageModel
+from ovspec.setup.engine import EngineName
 
 Load = Callable[..., LanguageModel]
 DRAFTS: list[Any] = [None, True, "lookup", "lookup,draft"]
@@ -114,6 +116,27 @@ def test_a_failed_inference_is_fed_again(load: Load, monkeypatch: pytest.MonkeyP
     assert done == whole
 
 
+def test_a_round_that_fails_leaves_nothing(load: Load) -> None:
+    """Not even what a grammar had forced at its beginning."""
+    calls = 0
+
+    def failing(logits: np.ndarray, tokens: np.ndarray) -> int:  # noqa: ARG001
+        nonlocal calls
+        calls += 1
+        if calls == 4:
+            raise ZeroDivisionError
+        return int(logits.argmax())
+
+    with load(draft=True).session() as session:
+        session.append(PROMPTS[0])
+        seen = ""
+        with pytest.raises(ZeroDivisionError):
+            for piece in session.stream(regex="([a-c]forced)+", sampler=failing, max_tokens=40, heal=False):
+                seen += piece.text
+        assert "forced" in seen
+        assert session.text == PROMPTS[0] + seen
+
+
 @pytest.mark.parametrize("draft", [False, True])
 def test_a_session_holds_no_stop_string(load: Load, draft: bool) -> None:
     lm = load(draft=draft)
@@ -140,7 +163,7 @@ def test_nothing_stays_behind_an_eos(load: Load, monkeypatch: pytest.MonkeyPatch
         with lm.session() as session:
             session.append(PROMPTS[2])
             start = len(session.sequence)
-            result = session.generate(max_tokens=30, lookahead=8)
+            result = session.generate(max_tokens=30, lookahead=8, heal=False)
             assert session.sequence.tokens[start:].tolist() == result.token_ids == whole[: whole.index(token) + 1]
 
 
@@ -476,12 +499,14 @@ def test_turns_do_not_grow_beyond_their_text(load: Load) -> None:
             assert decoder._tensors.capacity == 8, "closing frees the memory"
 
 
-def test_closing_frees_the_memory(load: Load) -> None:
+@pytest.mark.parametrize("engine", ["stateful", "paged"])
+def test_closing_frees_the_memory(engine: EngineName, cache_dir: Path) -> None:
+    """Of the demo model, whose cache is large beside what else comes and goes."""
     import gc
 
     import psutil
 
-    lm = load()
+    lm = ovspec.load(ROOT / "models" / "demo", engine=engine, precision="f32", cache_dir=cache_dir)
 
     def held(texts: int) -> float:
         sessions = [lm.session() for _ in range(texts)]

@@ -46,7 +46,8 @@ def chat(
       ovspec chat my-pair --draft lookup,draft --system "Be brief." --temperature 0.7
       ovspec chat my-pair --session monads.chat --context 2000
     """
-    named = others["draft"].model if isinstance(others["draft"], DraftChoice) else None
+    draft = others["draft"]
+    named = draft.model if isinstance(draft, DraftChoice) and not draft.lookup else None
     if folder is None and isinstance(named, Path) and (named / EXPORTED).is_dir():
         # '--draft DIR': the option took what was meant as DIR.
         folder, others["draft"] = named, DraftChoice(model=EXPORTED)

@@ -59,13 +59,9 @@ def generate(
         draft = others["draft"] = DraftChoice(model=EXPORTED)
     folder, text = split_arguments(arguments, elsewhere)
     goes_on = session is not None and session.exists()
-    prompt = read_prompt(text, prompt_option, prompt_file, token_ids, needed=not goes_on)
     check_chat(chat, system, others["heal"])
     refuse(system is not None and goes_on, "--system can only begin a chat; take another --session.")
-    if chat and prompt is not None:
-        refuse(not isinstance(prompt, str), "--chat needs a text, not --token-ids.")
-        messages = [{"role": "system", "content": system}] if system is not None else []
-        prompt = [*messages, {"role": "user", "content": prompt}]
+    refuse(chat and token_ids is not None, "--chat needs a text, not --token-ids.")
     loading, options = split_options(others)
     refuse("logprobs" in options and not as_json, "--logprobs needs --json.")
     samples = options.get("n", 1) > 1
@@ -79,6 +75,10 @@ def generate(
         several = "--compare" if compare else "--samples"
         refuse(session, f"--session needs a single text; leave {several} out.")
         refuse(context, f"--context can't be combined with {several}.")
+    prompt = read_prompt(text, prompt_option, prompt_file, token_ids, needed=not goes_on)
+    if chat and prompt is not None:
+        messages = [{"role": "system", "content": system}] if system is not None else []
+        prompt = [*messages, {"role": "user", "content": prompt}]
 
     import ovspec
     from ovspec.cli import output

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, get_origin
@@ -13,7 +12,7 @@ import click
 from ovspec.drafting.choice import EXPORTED, DraftChoice, names_drafters, parse_draft
 from ovspec.options import GENERATE, GRAMMARS
 from ovspec.options.loading import LOAD, RUNTIME
-from ovspec.options.option import Option, alternatives, choices_of, is_repeatable
+from ovspec.options.option import LARGEST, Option, alternatives, choices_of, is_repeatable
 from ovspec.options.reading import auto_or_number
 
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -45,8 +44,8 @@ def click_type(kind: Any, option: Option) -> click.ParamType:
         return click.Choice(choices)
     each = alternatives(kind)
     inner = [one.__args__[0] for one in each if get_origin(one)] or each
-    if (limits := option.limits) and math.isfinite(limits.least):
-        most = limits.most if math.isfinite(limits.most) else None
+    if (limits := option.limits) and limits.least > -LARGEST:
+        most = limits.most if limits.most < LARGEST else None
         if float in inner:
             return click.FloatRange(limits.least, most, min_open=limits.above)
         return click.IntRange(int(limits.least), None if most is None else int(most))

@@ -45,7 +45,8 @@ class Constraint:
 class Constraints:
     """All constraints of a row, in the order in which they are applied; ``ends`` are ids that end the text.
 
-    ``ask_always``: the model is asked even for a token that is forced, because its logits count.
+    ``ask_always``: the model is asked even for a token that is forced, because its logits count or something else may
+    exclude that token.
     """
 
     def __init__(

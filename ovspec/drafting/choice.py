@@ -17,7 +17,7 @@ EXPORTED, SELF = "draft", "self"  # the draft exported beside the target, whatev
 
 @dataclass(frozen=True)
 class DraftChoice:
-    """Up to two drafters, asked in the order own (makes a user's drafter for each row) or lookup, model.
+    """Up to two drafters, asked in the order own (makes a user's drafter for each session or batch) or lookup, model.
 
     ``model`` is a folder, or ``EXPORTED`` or ``SELF`` until the target's folder is known. Without any it is false.
     """
@@ -81,4 +81,5 @@ def split_draft(draft: Draft | Sequence[Draft] | None) -> list[Draft]:
 def names_drafters(text: str) -> bool:
     """Whether each part of a chain is a name or a folder that is there."""
     parts = [part for part in split_draft(text) if isinstance(part, str)]
-    return Path(text).is_dir() or all(part in ("lookup", EXPORTED, SELF) or Path(part).is_dir() for part in parts)
+    names = ("lookup", EXPORTED, SELF, "none")
+    return Path(text).is_dir() or all(part in names or Path(part).is_dir() for part in parts)

@@ -18,7 +18,7 @@ from ovspec.drafting.lookahead import RoundOutcome
 from ovspec.drafting.proposal import NO_TOKENS, NOTHING, Proposal
 from ovspec.errors import OvspecError
 from ovspec.ir.memory import check_memory
-from ovspec.loop.results import FinishReason, Piece, Stats
+from ovspec.loop.results import FinishReason, Piece, Proposals, Stats
 from ovspec.loop.scheduler import Scheduler
 from ovspec.model import LanguageModel
 from ovspec.sampling.samplers import Distributions, GreedySampler
@@ -35,9 +35,9 @@ TO_COME = 64
 MOST_POSITIONS = 512
 
 
-@dataclass
-class Served(Stats):
-    """What was asked for, and what it took, besides the statistics of all texts.
+@dataclass(kw_only=True)
+class Served(Proposals):
+    """What was asked for, and what it took.
 
     requests: for the logits at one position.
     answered: of these, without an inference.
@@ -265,9 +265,9 @@ class Branches:
             return
         more = max(0, agreed - guessed.stood)
         if more:
+            positions = range(guessed.stood, guessed.stood + more)
+            self.served.count_accepted(guessed.proposal.source, positions, len(guessed.proposal.tokens))
             guessed.stood += more
-            self.served.accepted += more
-            self.served.drafters[guessed.proposal.source]["accepted"] += more
         guessed.asked.add(len(text))
         if len(text) > guessed.start + agreed and agreed == guessed.stood < len(guessed.proposal.tokens):
             guessed.parted = True

@@ -1,4 +1,4 @@
-"""The surfaces of other projects, for people who come from there."""
+"""gpt-fast's surface, for people who come from there."""
 
 from __future__ import annotations
 

@@ -45,6 +45,7 @@ class OpenVINO(Model):
         lm: LanguageModel,
         echo: bool = True,
         chat_template: str | type[ChatTemplate] | None = None,
+        *,
         sampling_params: SamplingParams | None = None,
         **options: bool,
     ) -> None:

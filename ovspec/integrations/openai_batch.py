@@ -84,6 +84,8 @@ def read_request(line: str, default_id: str) -> BatchRequest:
         wrong = f"Not JSON: {error.msg} at column {error.colno}."
     except UnicodeEncodeError:
         wrong = "It has half of a surrogate pair (\\ud800 to \\udfff), which is no text."
+    except (ValueError, RecursionError):
+        wrong = "It is nested too deep, or a number in it has too many digits."
     except OvspecError as error:
         wrong = str(error)
     return BatchRequest(identity, line, kind, error=wrong)
@@ -175,7 +177,7 @@ def bias_of(value: Any) -> dict[int, float]:
     """JSON has only texts for keys."""
     try:
         return {int(token): float(bias) for token, bias in value.items()}
-    except (AttributeError, TypeError, ValueError):
+    except (AttributeError, TypeError, ValueError, OverflowError):
         raise OvspecError("logit_bias must map token ids to numbers.") from None
 
 

@@ -27,8 +27,42 @@ class Piece:
     sources: list[str] = field(default_factory=list)
 
 
-@dataclass
-class Stats:
+@dataclass(kw_only=True)
+class Proposals:
+    """How many tokens were proposed and what came of them, and the milliseconds of inference."""
+
+    proposed: int = 0
+    accepted: int = 0
+    reached: int = 0  # proposed tokens that were compared: all before them were accepted
+    accepted_by_position: list[int] = field(default_factory=list)
+    drafters: dict[str, dict[str, int]] = field(default_factory=dict)
+    target_ms: float = 0.0
+    draft_ms: float = 0.0
+
+    @property
+    def acceptance_rate(self) -> float | None:
+        """Probability that a proposed token is accepted given that those before it were."""
+        return self.accepted / self.reached if self.reached else None
+
+    def count_proposal(self, source: str, proposed: int, accepted: int) -> None:
+        """``source`` has proposed so many tokens, of which the first ``accepted`` stand."""
+        self.proposed += proposed
+        self.reached += min(1, proposed)
+        self.drafters.setdefault(source, {"proposed": 0, "accepted": 0})["proposed"] += proposed
+        self.count_accepted(source, range(accepted), proposed)
+
+    def count_accepted(self, source: str, positions: range, proposed: int) -> None:
+        """The tokens at ``positions`` stand, too, of a proposal of so many that was counted before."""
+        self.accepted += len(positions)
+        self.reached += max(0, min(len(positions), proposed - positions.start - 1))
+        self.drafters[source]["accepted"] += len(positions)
+        self.accepted_by_position += [0] * (positions.stop - len(self.accepted_by_position))
+        for position in positions:
+            self.accepted_by_position[position] += 1
+
+
+@dataclass(kw_only=True)
+class Stats(Proposals):
     """Counts are tokens, times milliseconds of wall clock.
 
     ``ttft_ms`` runs from the prompt's token ids to the first token, ``tpot_ms`` is the mean time of each
@@ -45,14 +79,7 @@ class Stats:
     tpot_ms: float = 0.0
     rounds: int = 0
     forced: int = 0
-    proposed: int = 0
-    accepted: int = 0
-    reached: int = 0  # proposed tokens that were compared: all before them were accepted
-    accepted_by_position: list[int] = field(default_factory=list)
-    drafters: dict[str, dict[str, int]] = field(default_factory=dict)
     seed: int | None = None  # of a sampled text
-    target_ms: float = 0.0
-    draft_ms: float = 0.0
     other_ms: float = 0.0
     rollback: str = ""
     device: str = ""
@@ -61,23 +88,6 @@ class Stats:
     engine_reason: str = ""
     draft_engine: str | None = None
     profile: str | None = None  # what was chosen for this machine
-
-    @property
-    def acceptance_rate(self) -> float | None:
-        """Probability that a proposed token is accepted given that those before it were."""
-        return self.accepted / self.reached if self.reached else None
-
-    def count_proposal(self, source: str, proposed: int, accepted: int) -> None:
-        """``source`` has proposed so many tokens, of which the first ``accepted`` stand."""
-        self.proposed += proposed
-        self.accepted += accepted
-        self.reached += min(accepted + 1, proposed)
-        counts = self.drafters.setdefault(source, {"proposed": 0, "accepted": 0})
-        counts["proposed"] += proposed
-        counts["accepted"] += accepted
-        self.accepted_by_position += [0] * (accepted - len(self.accepted_by_position))
-        for position in range(accepted):
-            self.accepted_by_position[position] += 1
 
 
 @dataclass(frozen=True)

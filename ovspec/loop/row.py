@@ -86,7 +86,7 @@ class Row:
         self.logprobs: list[TokenLogprob] | None = None if params.logprobs is None else []
         self.finish_reason: FinishReason | None = None
         self.start = len(sequence)
-        stats.cached_tokens = self.start  # until it is read
+        stats.cached_tokens, self._read = self.start, 0  # until it is read
         self._end, self._context = min(self.start + ending.max_tokens, ending.context), ending.context
         self._min_tokens, self._count_logprobs = params.min_tokens or 0, params.logprobs or 0
         self._eos, self._stop_ids = ending.eos, frozenset(params.stop_ids)
@@ -167,8 +167,9 @@ class Row:
     def _count(self, turn: RoundRow, used: int) -> None:
         """A round, of whose tokens the first ``used`` are in the text."""
         stats, forced = self.stats, len(turn.forced)
-        if not stats.rounds and turn.read:
-            stats.cached_tokens -= turn.read - forced
+        if not stats.rounds:  # a grammar may force tokens while the prompt still waits to be read
+            self._read += turn.read - forced
+            stats.cached_tokens = min(self.start, self.start - self._read)
         stats.forced += min(forced, used)
         stats.rounds += len(turn.tokens) > forced
         accepted = max(0, min(turn.accepted, used - forced))

@@ -117,7 +117,12 @@ class Scheduler:
         if self._stay != list(range(len(self._target.rows))) or len(self._stay) < len(self._batch):
             self._reorder()
         turns = [active.row.round_row() for active in self._batch]
-        outcome = run_round(self._target, self._drafter, self._lookahead, turns)
+        try:
+            outcome = run_round(self._target, self._drafter, self._lookahead, turns)
+        except BaseException:
+            for turn in turns:  # what nobody has taken was never there
+                turn.sequence.rewind(len(turn.sequence) - len(turn.tokens))
+            raise
         if outcome:
             self._learn(outcome)
         pieces = [(active.number, active.row.take(turn)) for active, turn in zip(self._batch, turns, strict=True)]

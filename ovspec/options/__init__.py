@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict, Unpack
 
 from ovspec.errors import OvspecError
-from ovspec.options.option import Limits, Option, check, check_names, choices_of, declared, documentation
+from ovspec.options.option import LARGEST, Limits, Option, check, check_names, choices_of, declared, documentation
 from ovspec.options.reading import auto_or_number, place_or_text, schema_or_file, token_bias
 
 AcceptRule = Literal["compare", "rejection"]
@@ -100,7 +100,11 @@ class SamplingOptions(TypedDict, total=False):
     n: Annotated[int, Option("Number of texts to generate for each prompt.", 1, AT_LEAST_1, flags=("--samples",))]
     logprobs: Annotated[
         int | None,
-        Option("The model's log-probabilities of each token and the N likeliest.", limits=NOT_NEGATIVE, request=False),
+        Option(
+            "The model's own log-probabilities of each token and of the N likeliest, before temperature and penalties.",
+            limits=NOT_NEGATIVE,
+            request=False,
+        ),
     ]
 
 
@@ -130,8 +134,8 @@ class SamplingParams(_SamplingFields):
         for name, (kind, option) in SAMPLING.items():
             if (value := getattr(self, name)) is not option.default:
                 check(name, value, kind, option)
-        if any(math.isnan(bias) or bias == math.inf for bias in self.logit_bias.values()):
-            raise OvspecError("logit_bias must be numbers, or -inf to ban a token.")
+        if not all(bias == -math.inf or abs(bias) <= LARGEST for bias in self.logit_bias.values()):
+            raise OvspecError(f"logit_bias must be numbers up to {LARGEST}, or -inf to ban a token.")
         if not all(self.stop_strings):
             raise OvspecError("A stop string is empty; leave it out.")
         if self.min_tokens and self.max_tokens and self.min_tokens > self.max_tokens:
@@ -188,7 +192,9 @@ class GenerateOptions(SamplingOptions, total=False):
     ]
     batch_size: Annotated[
         int | None,
-        Option("Texts to generate at a time.", None, AT_LEAST_1, "32", commands=("batch",), request=False),
+        Option(
+            "Texts to generate at a time; the others wait.", None, AT_LEAST_1, "32", commands=("batch",), request=False
+        ),
     ]
     json_schema: Annotated[
         Any,
@@ -207,7 +213,8 @@ class GenerateOptions(SamplingOptions, total=False):
     constrain_from: Annotated[
         int | str | None,
         Option(
-            "Where in the prompt the grammar begins: at the last TEXT, or at character N (@-5: five from the end).",
+            "Where in the prompt the grammar begins: at the last TEXT, or at character N (@0: at its start, @-5: five "
+            "from its end).",
             usual="after the prompt",
             more="In Python, a number without the @.",
             metavar="TEXT|@N",

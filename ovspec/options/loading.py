@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, TypedDict
 
 from ovspec.options import AT_LEAST_1, LOOKAHEAD
 from ovspec.options.option import Option, check, check_names, declared
-from ovspec.options.reading import key_value
+from ovspec.options.reading import folder, key_value
 
 
 class RuntimeOptions(TypedDict, total=False):
@@ -42,12 +42,13 @@ class RuntimeOptions(TypedDict, total=False):
         bool | None,
         Option(
             "Take OpenVINO's own settings, not those that 'ovspec tune' or the first load found fastest here.",
-            more="``tune=False`` does, and the environment variable OVSPEC_TUNE=0.",
+            more="That is ``tune=False``, or the environment variable OVSPEC_TUNE=0.",
             flags=("--no-tune",),
         ),
     ]
     cache_dir: Annotated[
-        str | Path | None, Option("Folder of compiled models.", usual="the user's cache", metavar="DIRECTORY")
+        str | Path | None,
+        Option("Folder of compiled models.", usual="the user's cache", metavar="DIRECTORY", parse=folder),
     ]
 
 

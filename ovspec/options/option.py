@@ -1,7 +1,6 @@
 """How an option is declared, and how values are checked by the declaration."""
 
 import difflib
-import math
 import textwrap
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from ovspec.errors import OvspecError
 
+LARGEST = 3e38  # of a logit
 NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: "a text", Path: "a path"}
 
 
@@ -19,13 +19,13 @@ NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: "
 class Limits:
     """The range of a number, and what messages call it. ``above``: ``least`` itself is too small."""
 
-    least: float = -math.inf
-    most: float = math.inf
-    words: str = "a finite number"
+    least: float = -LARGEST
+    most: float = LARGEST
+    words: str = "a number from -3e38 to 3e38"
     above: bool = False
 
     def hold(self, value: Any) -> bool:
-        return self.least <= value <= self.most and math.isfinite(value) and not (self.above and value == self.least)
+        return self.least <= value <= self.most and not (self.above and value == self.least)
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,8 @@ def documentation(table: Any) -> str:
 
 def check(name: str, value: Any, kind: Any, option: Option) -> None:
     """Raises OvspecError where ``value`` is not of type ``kind``, or out of range."""
-    shown = str(value) if isinstance(value, Number) else repr(value)[:80]
+    large = isinstance(value, int) and abs(value) > LARGEST  # which may have more digits than Python prints
+    shown = f"beyond {LARGEST}" if large else str(value) if isinstance(value, Number) else repr(value)[:80]
     if not fits(value, kind):
         choices = choices_of(kind)
         if choices and not option.limits:

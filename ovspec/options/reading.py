@@ -25,6 +25,12 @@ def key_value(text: str) -> tuple[str, str]:
     return key.strip(), value.strip()
 
 
+def folder(text: str) -> Path:
+    if Path(text).is_file():
+        raise ValueError(f"{text!r} is a file; name a folder.")
+    return Path(text)
+
+
 def schema_or_file(text: str) -> str | Path:
     return text if not text.strip() or text.lstrip().startswith(("{", "true", "false")) else Path(text)
 

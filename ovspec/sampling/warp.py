@@ -1,8 +1,7 @@
-"""From logits to tokens: what can be asked for, and pure numpy functions that do it.
+"""Pure numpy functions that shape logits before a token is drawn.
 
 Order, as in Hugging Face: logit bias, repetition penalty, presence and frequency penalty, min_tokens, temperature,
-top-k, top-p, min-p, typical-p. Tokens are drawn by the Gumbel-max trick, so that a draft model that is given the same
-noise often draws the same token (Daliri et al., arXiv 2408.07978).
+top-k, top-p, min-p, typical-p.
 """
 
 from __future__ import annotations
@@ -127,9 +126,3 @@ def largest(logits: np.ndarray, count: int) -> np.ndarray:
 def softmax(logits: np.ndarray) -> np.ndarray:
     weights = np.exp(logits - logits.max())
     return weights / weights.sum()
-
-
-# ---------------------------------------------------------------- drawing
-
-
-# ---------------------------------------------------------------- log-probabilities

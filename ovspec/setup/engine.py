@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal
 
 import numpy as np
 import openvino as ov
@@ -25,7 +25,6 @@ from ovspec.text.vocabulary import ALL_IDS, KnownIds
 
 EngineName = Literal["stateful", "paged"]
 EngineChoice = Literal["auto", "stateful", "paged"]
-ENGINES = get_args(EngineChoice)
 # A window up to this many slots is passed by the text that compares the engines.
 LONGEST_WINDOW = 256
 # The arithmetic that rounds least, compiled for a moment only.

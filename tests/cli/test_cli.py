@@ -180,6 +180,8 @@ def test_a_bare_draft_option_may_stand_before_the_prompt(ovspec, pair: Path) -> 
         (["generate", "PAIR", "a", "b"], 2, "put the prompt in quotes"),
         (["generate", "PAIR", "hi", "-p", "ho"], 2, "Give one prompt"),
         (["generate", "PAIR", "hi", "--draft", "models/typo"], 2, "no such folder"),
+        (["generate", "hi", "--draft", "lookup,none"], 1, "none: no such folder"),
+        (["generate", "PAIR", "hi", "--cache-dir", str(ROOT / "README.md")], 2, "is a file; name a folder"),
         (["generate", "PAIR", "hi", "--lookahead", "3"], 2, "--lookahead needs --draft"),
         (["generate", "PAIR", "hi", "--compare", "--draft", "none"], 2, "--compare needs a draft"),
         (["generate", "PAIR", "hi", "--system", "x"], 2, "--system needs --chat"),
@@ -212,12 +214,20 @@ def test_misuses_get_one_sentence(
     assert len([line for line in done.stderr.splitlines() if line.startswith("Error: ")]) == 1
 
 
+def test_nothing_is_read_where_options_are_wrong(pair: Path, environment: dict[str, str]) -> None:
+    command = [sys.executable, "-m", "ovspec", "generate", str(pair), "--draft", "models/typo"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE, env=environment) as process:
+        assert process.stderr
+        assert b"no such folder" in process.stderr.read()  # while stdin is still open
+
+
 @pytest.mark.skipif(os.name == "nt", reason="Windows sends Ctrl-C to a whole console")
 @pytest.mark.parametrize("as_json", [False, True])
-def test_ctrl_c_prints_what_there_is(pair: Path, environment: dict[str, str], as_json: bool) -> None:
+def test_ctrl_c_prints_what_there_is(environment: dict[str, str], as_json: bool) -> None:
     import signal
 
-    command = [sys.executable, "-m", "ovspec", "generate", str(pair), PROMPTS[4], "--ignore-eos", "-n", "1500", *F32]
+    demo = str(ROOT / "models" / "demo")  # slow enough to be interrupted
+    command = [sys.executable, "-m", "ovspec", "generate", demo, PROMPTS[4], "--ignore-eos", "-n", "1500", *F32]
     out = err = ""
     for seconds in (2.0, 8.0):  # a busy machine is still loading after two
         process = subprocess.Popen(

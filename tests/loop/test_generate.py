@@ -164,6 +164,26 @@ def test_prompts_that_cannot_be_used(load: Load) -> None:
     assert lm.generate("a", max_tokens=2).stats.generated_tokens == 2
 
 
+def test_options_and_prompts_of_other_types(load: Load) -> None:
+    """numpy's numbers and arrays, and a single message."""
+    lm = load(draft=True)
+    options: dict[str, Any] = {"max_tokens": np.int64(9), "ignore_eos": True, "lookahead": np.int64(3)}
+    result = lm.generate(PROMPTS[0], stop_ids=np.array([4000, 4001]), **options)
+    assert result.token_ids == lm.generate(PROMPTS[0], **options).token_ids
+    assert 3 < result.stats.proposed <= 3 * result.stats.rounds
+    with pytest.raises(ovspec.OvspecError, match="9999 is not in the vocabulary"):
+        lm.generate("a", stop_ids=np.array([9999]))
+    message = {"role": "user", "content": "hi"}
+    assert lm.generate(message, max_tokens=5).token_ids == lm.generate([message], max_tokens=5).token_ids
+
+
+def test_a_lookahead_of_none_is_the_models(pair: Path, cache_dir: Path) -> None:
+    lm = ovspec.load(pair, True, lookahead=0, precision="f32", cache_dir=cache_dir)
+    both: list[Any] = [{}, {"lookahead": None}]
+    for options in both:
+        assert lm.generate("a", max_tokens=3, **options).stats.draft_device is None
+
+
 def test_an_empty_prompt_begins_with_bos(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
     lm = load()
     assert lm.generate("", max_tokens=4, ignore_eos=True).token_ids == (
@@ -197,8 +217,9 @@ def test_what_is_not_applied_is_said(load: Load, pair: Path, tmp_path: Path, cac
     (folder / "generation_config.json").write_text('{"no_repeat_ngram_size": 3, "bos_token_id": 0}', "utf-8")
     with pytest.warns(UserWarning, match="asks for no_repeat_ngram_size, which is not applied"):
         ovspec.load(folder, precision="f32", cache_dir=cache_dir)
-    with pytest.raises(ovspec.OvspecError, match="lookahead needs a draft"):
-        load().generate("a", lookahead=3)
+    for call in (load().generate, load().stream):  # a stream, too, before it is iterated over
+        with pytest.raises(ovspec.OvspecError, match="lookahead needs a draft"):
+            call("a", lookahead=3)
 
 
 def test_an_abandoned_stream_harms_nothing(load: Load) -> None:

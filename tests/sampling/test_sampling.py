@@ -134,7 +134,10 @@ def test_leading_needs_no_full_sort(seed: int, width: int, share: float) -> None
         ({"typical_p": 0.0}, "typical_p is 0.0"),
         ({"repetition_penalty": 0.0}, "repetition_penalty is 0.0"),
         ({"presence_penalty": math.nan}, "presence_penalty is nan"),
+        ({"frequency_penalty": 1e39}, "frequency_penalty is 1e\\+39; it must be a number from"),
+        ({"top_k": 10**5000}, "top_k is beyond 3e\\+38"),
         ({"logit_bias": {3: math.inf}}, "logit_bias"),
+        ({"logit_bias": {3: -(10**400)}}, "logit_bias"),
         ({"seed": -1}, "seed is -1"),
         ({"n": 0}, "n is 0"),
         ({"min_tokens": 9, "max_tokens": 3}, "min_tokens is 9, more than max_tokens, 3"),
@@ -195,6 +198,7 @@ def fits(counts: np.ndarray, probabilities: np.ndarray) -> float:
 
 
 DRAWS = 50_000
+SPECULATED = 20_000  # each of the planted bugs is found with half of them
 UNLIKELY = 1e-4
 
 
@@ -265,7 +269,7 @@ NARROW = SamplingParams(temperature=1.5, top_k=4, top_p=0.85)
 @pytest.mark.parametrize("drafter", ["model", pytest.param("cyclic", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("accept", ["compare", pytest.param("rejection", marks=pytest.mark.slow)])
 def test_speculation_keeps_the_distribution(accept: AcceptRule, drafter: str, params: SamplingParams) -> None:
-    assert fits(texts(accept, drafter, params, DRAWS), exact(params)) > UNLIKELY
+    assert fits(texts(accept, drafter, params, SPECULATED), exact(params)) > UNLIKELY
 
 
 def constrained(params: SamplingParams, start: int, ends: frozenset[int] = frozenset()) -> Constraints:
@@ -323,7 +327,7 @@ def test_planted_bugs_are_found(bug: str, monkeypatch: pytest.MonkeyPatch) -> No
         monkeypatch.setattr(sampler_module.RejectionSampler, "guess", guess)
     else:
         monkeypatch.setattr(sampler_module, name, replacement)
-    assert fits(texts(accept, "model", params, 20_000), exact(params)) < 1e-8
+    assert fits(texts(accept, "model", params, SPECULATED // 2), exact(params)) < 1e-8
 
 
 def test_acceptance_of_both_rules() -> None:
@@ -351,22 +355,26 @@ def test_acceptance_of_both_rules() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("options", "most_ms"),
-    [({}, 0.1), ({"temperature": 1.0}, 1.0), ({"temperature": 0.8, "top_k": 50, "top_p": 0.9}, 0.5)],
+    ("options", "most"),
+    [({}, 0.15), ({"temperature": 1.0}, 2.5), ({"temperature": 0.8, "top_k": 50, "top_p": 0.9}, 2.5)],
 )
-def test_time_of_a_choice(options: dict[str, Any], most_ms: float) -> None:
-    """Over a vocabulary of 152,000."""
+def test_time_of_a_choice(options: dict[str, Any], most: float) -> None:
+    """Over a vocabulary of 152,000; ``most`` in sorts of its logits, which take 0.6 ms on a Xeon of 2.5 GHz."""
     vocab = 152_000
     ranks = np.random.default_rng(0).permutation(vocab) + 1
     logits = (-1.3 * np.log(ranks)).astype(np.float32)[None]
     np.ones(4_000_000)  # after a large array was freed, small ones are kept: so it is beside a model
-    sequence, times, params = Sequence([1, 2, 3]), [], SamplingParams(**options)
+    sequence, params = Sequence([1, 2, 3]), SamplingParams(**options)
+    sorts, times = list[float](), list[float]()
     for seed in range(200):
+        began = time.perf_counter()
+        np.sort(logits)
+        sorts.append(time.perf_counter() - began)
         choose: Sampler = sampler_of(params, seed, 0, constrained(params, 3))
         began = time.perf_counter()
         choose.verify(logits, sequence, NO_TOKENS)
-        times.append((time.perf_counter() - began) * 1e3)
-    assert statistics.median(times) <= most_ms
+        times.append(time.perf_counter() - began)
+    assert statistics.median(times) <= most * statistics.median(sorts)
 
 
 # ---------------------------------------------------------------- user samplers
