@@ -31,7 +31,7 @@ from ovspec.ir.compile import CompiledIR
 from ovspec.ir.memory import WORTH_CHECKING, check_memory, kv_bytes_per_token, recurrent_bytes, token_room
 from ovspec.loop.results import Piece, Stats
 from ovspec.loop.row import Ending, Row
-from ovspec.loop.scheduler import Limits, Scheduler, run_rows
+from ovspec.loop.scheduler import BatchLimits, Scheduler, run_rows
 from ovspec.options import GenerateOptions, batch_size, check_option, constrains, params_of
 from ovspec.sampling.samplers import sampler_of
 from ovspec.setup.engine import CompiledModel
@@ -283,7 +283,8 @@ class Workspace:
         try:
             drafter, lookahead = self.drafting(options, decoders, sampled)
             most = batch_size(options)
-            limits = Limits(1) if count == 1 else Limits(most, token_room(self.irs(drafter is not None), most))
+            tokens = math.inf if count == 1 else token_room(self.irs(drafter is not None), most)
+            limits = BatchLimits(1 if count == 1 else most, tokens)
             yield from run_rows(Scheduler(decoders.target, drafter, lookahead, rows, limits))
         finally:
             self.release(decoders)

@@ -70,12 +70,13 @@ def demo() -> None:
     run(python(), "-m", "ovspec", *generate)
 
 
-def test(arguments: list[str]) -> None:
-    slow = "--slow" in arguments
+def test(arguments: list[str], which: str = "not slow and not soak") -> None:
+    if "--slow" in arguments:
+        which = "not soak"
     rest = [argument for argument in arguments if argument != "--slow"]
     # Two workers, each with its half of the cores (tests/conftest.py): small models gain nothing from more.
     workers = ("-n", "2", "--dist", "worksteal") if "--update-docs" not in rest else ()
-    run(python(), "-m", "pytest", *workers, "-m", "not soak" if slow else "not slow and not soak", *rest)
+    run(python(), "-m", "pytest", *workers, "-m", which, *rest)
 
 
 def test_guidance(arguments: list[str]) -> None:
@@ -103,7 +104,7 @@ def main() -> None:
     if name == "test":
         test(arguments)
     elif name == "soak":
-        run(python(), "-m", "pytest", "-m", "soak", *arguments)
+        test(arguments, "soak")
     elif name == "bench":
         run(python(), "scripts/bench/readme.py", *arguments)
     else:

@@ -49,7 +49,8 @@ def test_the_wheel_generates_without_torch(tmp_path: Path, pair: Path) -> None:
         command = [str(python), "-m", "ovspec", *arguments]
         return subprocess.run(command, capture_output=True, encoding="utf-8", cwd=tmp_path, check=False)
 
-    done = run("generate", str(pair), PROMPTS[0], "--draft", "--json", "-n", "16", "--precision", "f32")
+    drafted = ("--draft", "--lookahead", "3", "--precision", "f32")
+    done = run("generate", str(pair), PROMPTS[0], *drafted, "--json", "-n", "16")
     result = json.loads(done.stdout)
     assert result["stats"]["accepted"] > 0
     refused = run("export", str(pair), "-o", "out")

@@ -135,6 +135,9 @@ def test_a_round_that_fails_leaves_nothing(load: Load) -> None:
                 seen += piece.text
         assert "forced" in seen
         assert session.text == PROMPTS[0] + seen
+        tokens = session.sequence.tokens.tolist()
+        more = session.generate(max_tokens=8, ignore_eos=True, heal=False)
+    assert more.token_ids == load(draft=True).generate(tokens, max_tokens=8, ignore_eos=True).token_ids
 
 
 @pytest.mark.parametrize("draft", [False, True])

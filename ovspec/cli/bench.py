@@ -24,7 +24,7 @@ PROMPTS = Path(__file__).with_name("bench_prompts.json")
 
 
 @dataclass
-class Row:
+class Measured:
     """One mode beside plain decoding of the same texts. ``spread``: the least and the greatest speed-up of a text."""
 
     mode: str
@@ -126,7 +126,7 @@ def measure(
     return results
 
 
-def row_of(mode: str, lookahead: int | str, results: list[Result], plain: list[Result]) -> Row:
+def row_of(mode: str, lookahead: int | str, results: list[Result], plain: list[Result]) -> Measured:
     """No speed-up is claimed where nothing was accepted: drafting can't have caused it."""
     stats = [result.stats for result in results]
     proposed, accepted = (sum(getattr(s, name) for s in stats) for name in ("proposed", "accepted"))
@@ -136,7 +136,7 @@ def row_of(mode: str, lookahead: int | str, results: list[Result], plain: list[R
         why = "drafting doesn't pay for this model here" if lookahead == "auto" else "lookup found nothing to quote"
         note = "nothing that was proposed was accepted" if proposed else f"nothing was proposed: {why}"
     tpot = statistics.median(s.tpot_ms for s in stats)
-    return Row(
+    return Measured(
         mode=mode,
         lookahead=0 if mode == "plain" else lookahead,
         tokens_per_s=round(1e3 / tpot, 2),
@@ -151,7 +151,7 @@ def row_of(mode: str, lookahead: int | str, results: list[Result], plain: list[R
     )
 
 
-def table(rows: list[Row]) -> str:
+def table(rows: list[Measured]) -> str:
     """Rows aligned in columns; below them why a speed-up is missing."""
     cells: list[tuple[str, ...]] = [HEADS]
     for row in rows:
@@ -172,7 +172,7 @@ def check_plot(file: str) -> None:
     refuse(not Path(file).resolve().parent.is_dir(), f"--plot {file}: its folder isn't there.")
 
 
-def draw(rows: list[Row], file: Path) -> None:
+def draw(rows: list[Measured], file: Path) -> None:
     """A bar of the median speed-up for each mode, with a line from the least to the most."""
     import matplotlib
 

@@ -40,7 +40,7 @@ class DraftModel(Drafter):
             self.name, unseen, [row.draftable if budget else 0 for row, budget in zip(rows, budgets, strict=True)]
         ):
             return [NOTHING] * len(rows)
-        drafts = [Draft(row, budget) for row, budget in zip(rows, budgets, strict=True)]
+        drafts = [Drafting(row, budget) for row, budget in zip(rows, budgets, strict=True)]
         # First what the draft has not seen yet, then its own guesses; the last one is never fed.
         feed = [NO_TOKENS] * len(rows)
         for index in going:
@@ -69,7 +69,7 @@ class DraftModel(Drafter):
         return min(row.draftable, lookahead.most, room)
 
 
-class Draft:
+class Drafting:
     """The guesses for one row, at most ``budget``."""
 
     def __init__(self, row: RoundRow, budget: int) -> None:

@@ -40,7 +40,7 @@ class Schedulable(Protocol):
 
 
 @dataclass(frozen=True)
-class Limits:
+class BatchLimits:
     """What a batch may hold at a time: rows, and tokens that these may grow to together."""
 
     rows: int = 1
@@ -59,7 +59,7 @@ class Active:
 class Queue:
     """Rows that have not joined yet."""
 
-    def __init__(self, rows: Iterable[Schedulable], limits: Limits) -> None:
+    def __init__(self, rows: Iterable[Schedulable], limits: BatchLimits) -> None:
         self._rows, self._limits = enumerate(rows), limits
         self._waiting: list[tuple[int, Schedulable]] = []
 
@@ -98,7 +98,7 @@ class Scheduler:
         drafter: Drafter | None,
         lookahead: Lookahead,
         rows: Iterable[Schedulable],
-        limits: Limits = Limits(),
+        limits: BatchLimits = BatchLimits(),
         learn: Callable[[RoundOutcome], None] | None = None,
     ) -> None:
         self._target, self._drafter, self._lookahead = target, drafter, lookahead

@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from conftest import PROMPTS, ROOT
 
 import ovspec
-from ovspec.cli.bench import Row, bench, check_plot, measure, row_of, table
+from ovspec.cli.bench import Measured, bench, check_plot, measure, row_of, table
 from ovspec.errors import OvspecError
 from ovspec.loop.results import Result, Stats
 
@@ -191,6 +191,6 @@ def test_speedups_are_of_pairs() -> None:
 def test_no_speedup_is_claimed_where_nothing_was_accepted(lookahead: int | str, proposed: int, note: str) -> None:
     row = row_of("lookup", lookahead, [result(5.0, 0, proposed)], [result(10.0)])
     assert (row.speedup, row.spread, row.note) == (None, None, note)
-    lines = table([Row("plain", 0, 100.0, 10.0, 1.0, (1.0, 1.0), 0, 0, 1, 1, ""), row]).splitlines()
+    lines = table([Measured("plain", 0, 100.0, 10.0, 1.0, (1.0, 1.0), 0, 0, 1, 1, ""), row]).splitlines()
     assert lines[2].split()[:4] == ["lookup", "200.0", "5.00", "-"]
     assert lines[-1] == f"lookup: {note}"

@@ -13,7 +13,7 @@ import ovspec
 from ovspec import workspace
 from ovspec.decoders import stateful as decoder
 from ovspec.decoders.sequence import Sequence
-from ovspec.loop.scheduler import Limits, Queue
+from ovspec.loop.scheduler import BatchLimits, Queue
 from ovspec.workspace import RowStart
 
 ENGINES = ("stateful", "paged")
@@ -201,7 +201,9 @@ def test_rows_are_taken_when_there_is_room(load: Callable[..., ovspec.LanguageMo
 def test_a_row_that_cannot_wait_overtakes_one_that_does(load: Callable[..., ovspec.LanguageModel]) -> None:
     lm = load(engine="paged")
     prompts = [MIXED[0], MIXED[0] + "#", MIXED[3]]
-    waiting = Queue([lm.workspace.row(Sequence(lm.encode(prompt)), {"max_tokens": 4}) for prompt in prompts], Limits(3))
+    waiting = Queue(
+        [lm.workspace.row(Sequence(lm.encode(prompt)), {"max_tokens": 4}) for prompt in prompts], BatchLimits(3)
+    )
     first = waiting.take([])
     assert [number for number, _ in first] == [0, 2]
     assert waiting.take([row for _, row in first]) == [], "its beginning has not been read yet"
