@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import test_readme
+from conftest import ROOT
 from test_demos import run
 
 
@@ -18,8 +19,8 @@ def test_both_halves_run_and_a_draft_saves_inferences(pair: Path) -> None:
     assert int(drafted[1]) < 0.6 * int(plain[1])
 
 
-def test_the_page_runs(pair: Path) -> None:
-    names = test_readme.run("docs/guidance.md", pair)
+def test_the_page_runs() -> None:
+    names = test_readme.run("docs/guidance.md", ROOT / "models" / "demo")
     assert names["form"]["kind"] in ("server", "client")
     assert names["lm"].stats.forks >= 1
     assert names["lm"].stats.accepted > 0
