@@ -1,7 +1,7 @@
 """Everything a developer runs, from a fresh clone, with the standard library alone.
 
     python3 scripts/dev.py demo            export the demo pair in f32, generate without and with the draft
-    python3 scripts/dev.py test [--slow]   the tests; further arguments go to pytest
+    python3 scripts/dev.py test [--slow]   the tests, in two workers (-n 0 for none); further arguments go to pytest
     python3 scripts/dev.py soak            long series of kills and of draws
     python3 scripts/dev.py test-guidance   those of the guidance library, in an environment of their own
     python3 scripts/dev.py lint            ruff, pyright, import-linter, and whether docs/cli.md is current
