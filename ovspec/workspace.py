@@ -120,7 +120,7 @@ class Workspace:
         known = self.tokenizer.known
         draft = self.draft.decoder(known) if self.draft else None
         decoders = Decoders(self.target.decoder(known), self._drafter(draft), draft)
-        decoders.reset(0)  # also a user's drafter, which may make there what it keeps
+        decoders.reset(0)  # a user's drafter may create its state there
         return decoders
 
     def fork(self, decoders: Decoders) -> Decoders:

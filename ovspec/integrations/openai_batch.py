@@ -85,7 +85,7 @@ def read_request(line: str, default_id: str) -> BatchRequest:
     except UnicodeEncodeError:
         wrong = "It has half of a surrogate pair (\\ud800 to \\udfff), which is no text."
     except (ValueError, RecursionError):
-        wrong = "It is nested too deep, or a number in it has too many digits."
+        wrong = "It is nested too deeply, or a number in it has too many digits."
     except OvspecError as error:
         wrong = str(error)
     return BatchRequest(identity, line, kind, error=wrong)

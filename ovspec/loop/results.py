@@ -29,7 +29,7 @@ class Piece:
 
 @dataclass(kw_only=True)
 class Proposals:
-    """How many tokens were proposed and what came of them, and the milliseconds of inference."""
+    """Counts of proposed and accepted tokens, and milliseconds of inference."""
 
     proposed: int = 0
     accepted: int = 0
@@ -45,14 +45,14 @@ class Proposals:
         return self.accepted / self.reached if self.reached else None
 
     def count_proposal(self, source: str, proposed: int, accepted: int) -> None:
-        """``source`` has proposed so many tokens, of which the first ``accepted`` stand."""
+        """Count a proposal of ``source``, of which the first ``accepted`` tokens were accepted."""
         self.proposed += proposed
         self.reached += min(1, proposed)
         self.drafters.setdefault(source, {"proposed": 0, "accepted": 0})["proposed"] += proposed
         self.count_accepted(source, range(accepted), proposed)
 
     def count_accepted(self, source: str, positions: range, proposed: int) -> None:
-        """The tokens at ``positions`` stand, too, of a proposal of so many that was counted before."""
+        """Count the tokens at ``positions`` as accepted; their proposal of ``proposed`` tokens was counted before."""
         self.accepted += len(positions)
         self.reached += max(0, min(len(positions), proposed - positions.start - 1))
         self.drafters[source]["accepted"] += len(positions)

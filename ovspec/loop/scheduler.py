@@ -120,7 +120,7 @@ class Scheduler:
         try:
             outcome = run_round(self._target, self._drafter, self._lookahead, turns)
         except BaseException:
-            for turn in turns:  # what nobody has taken was never there
+            for turn in turns:  # undo what the failed round committed
                 turn.sequence.rewind(len(turn.sequence) - len(turn.tokens))
             raise
         if outcome:

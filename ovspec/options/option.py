@@ -11,7 +11,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from ovspec.errors import OvspecError
 
-LARGEST = 3e38  # of a logit
+LARGEST = 3e38  # what a float32 can hold
 NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: "a text", Path: "a path"}
 
 
@@ -83,8 +83,7 @@ def documentation(table: Any) -> str:
 
 def check(name: str, value: Any, kind: Any, option: Option) -> None:
     """Raises OvspecError where ``value`` is not of type ``kind``, or out of range."""
-    large = isinstance(value, int) and abs(value) > LARGEST  # which may have more digits than Python prints
-    shown = f"beyond {LARGEST}" if large else str(value) if isinstance(value, Number) else repr(value)[:80]
+    shown = in_words(value)
     if not fits(value, kind):
         choices = choices_of(kind)
         if choices and not option.limits:
@@ -92,6 +91,13 @@ def check(name: str, value: Any, kind: Any, option: Option) -> None:
         raise OvspecError(f"{name} is {shown}, which is of a wrong type; it must be {described(kind)}.")
     if option.limits and isinstance(value, Number) and not option.limits.hold(value):
         raise OvspecError(f"{name} is {shown}; it must be {option.limits.words}.")
+
+
+def in_words(value: Any) -> str:
+    """A value as errors show it."""
+    if isinstance(value, (int, float)) and LARGEST < abs(value) < float("inf"):
+        return f"beyond {LARGEST}, the limit of any option"  # Python may refuse to print so many digits
+    return str(value) if isinstance(value, Number) else repr(value)[:80]
 
 
 def check_names(given: Any, table: dict[str, tuple[Any, Option]]) -> None:

@@ -191,6 +191,13 @@ def new_model(kind: str) -> Model:
             "num_attention_heads": 2,
             "num_key_value_heads": 1,
         },
+        "small": {  # the draft of the tests' pair
+            "hidden_size": 64,
+            "intermediate_size": 192,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+        },
     }
     common: dict[str, Any] = {
         "vocab_size": VOCAB,

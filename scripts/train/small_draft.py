@@ -14,32 +14,16 @@ from typing import Any
 
 import torch
 from demo_pair import (
-    MAX_POSITIONS,
     ROOT,
-    VOCAB,
     Corpus,
     acceptance,
     distillation_loss,
+    new_model,
     split_files,
     train,
     write_model,
 )
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
-
-SHAPE: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": 64,
-    "intermediate_size": 192,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": MAX_POSITIONS,
-    "tie_word_embeddings": True,
-    "bos_token_id": 0,
-    "eos_token_id": 0,
-    "pad_token_id": 0,
-    "rms_norm_eps": 1e-5,
-}
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 
 def main() -> None:
@@ -59,7 +43,7 @@ def main() -> None:
         Corpus([torch.tensor(tokenizer(text)["input_ids"] + [0]).numpy() for _, text in files])
         for files in split_files()
     )
-    draft: Any = LlamaForCausalLM(LlamaConfig(**SHAPE))
+    draft = new_model("small")
     train(
         "small",
         draft,

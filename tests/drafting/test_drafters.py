@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import PROMPTS, TARGET, Reference
+from conftest import PROMPTS, ROOT, TARGET, Reference
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -166,6 +166,14 @@ def test_samples_of_one_prompt(load: Load, draft: Any, engine: EngineName) -> No
     for stats in (result.stats for result in four):
         assert min(stats.target_ms, stats.other_ms) > 0
         assert stats.target_ms + stats.draft_ms + stats.other_ms <= elapsed
+
+
+@pytest.mark.parametrize("draft", [False, True, "lookup,draft"])
+@pytest.mark.parametrize("engine", ["stateful", "paged"])
+def test_the_loop_takes_less_time_than_the_target(draft: Any, engine: EngineName, cache_dir: Path) -> None:
+    lm = ovspec.load(ROOT / "models" / "demo", draft, engine=engine, precision="f32", cache_dir=cache_dir)
+    [first, *_] = lm.samples(PROMPTS[0], n=4, temperature=1.0, seed=9, max_tokens=20, ignore_eos=True)
+    assert first.stats.other_ms < first.stats.target_ms
 
 
 def test_samples_that_cannot_differ(load: Load) -> None:
