@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import itertools
 import secrets
 import sys
 import time
@@ -25,6 +24,7 @@ import gradio as gr
 from gradio.themes import Default
 
 import ovspec
+from ovspec.comparison import Speedup, parting, rotated, speedup_of_results, turns_within
 from ovspec.drafting.choice import parse_draft
 from ovspec.ir.device import available_devices
 from ovspec.loading import embedded_pair
@@ -33,8 +33,7 @@ from ovspec.setup.manifest import DRAFT_FOLDER
 PROMPT = "import json\n\ndef read_config(path):\n    with open(path) as file:\n"
 DRAFTERS = {"draft": "draft model", "lookup": "lookup", "lookup,draft": "lookup, then draft model"}
 SOURCES = {"target": "the target itself", "draft": "draft model", "lookup": "lookup", "forced": "forced by the regex"}
-WARM_UP = 8  # rounds
-REFRESH = 0.1  # seconds of generating between two updates of the page
+REFRESH = 0.1  # seconds between two updates of the page
 SETTLE = 0.2  # seconds for the browser, on the same machine, to draw what it was sent
 CSS = Path(__file__).with_suffix(".css")
 
@@ -46,46 +45,37 @@ ModelOf = Callable[[str, str], ovspec.LanguageModel]  # (device, drafter)
 
 @dataclass
 class Run:
-    """A text as it grows.
-
-    ``spans``: what each token adds to the text, and where the token came from. Seconds are those that generating
-    took, without what the page does between two rounds: there are more rounds without a draft.
-    """
+    """A text as it grows. ``spans``: what each token adds to the text, and where the token came from."""
 
     spans: list[tuple[str, str]] = field(default_factory=list)
-    first: float = 0.0
-    begun_with: int = 0  # tokens of the first round
-    seconds: float = 0.0
     result: ovspec.Result | None = None
 
-    @property
-    def speed(self) -> str:
-        """Tokens per second, without the first round, whose time is the prompt's."""
-        later = len(self.spans) - self.begun_with
-        return f"{later / (self.seconds - self.first):.0f}" if later else "all at once"
+
+@dataclass
+class Comparison:
+    """What there is to say once both texts are whole: sentences, and results of a turn that was timed."""
+
+    equality: str
+    speedup: Speedup
+    verdict: str
+    plain: ovspec.Result
+    speculative: ovspec.Result
 
 
 def generate(lm: ovspec.LanguageModel, prompt: str, options: dict[str, Any]) -> Iterator[Run]:
-    """Yields the run now and then as it grows, and once it is whole."""
-    stream, detokenizer, run, shown = lm.stream(prompt, **options), lm.tokenizer.detokenizer(), Run(), 0.0
+    """Yield the run several times as it grows, and once it is whole."""
+    stream, detokenizer, run = lm.stream(prompt, **options), lm.tokenizer.detokenizer(), Run()
+    shown = time.perf_counter()
     try:
-        pieces = iter(stream)
-        while True:
-            began = time.perf_counter()
-            piece = next(pieces, None)
-            run.seconds += time.perf_counter() - began
-            if piece is None:
-                break
-            if not run.first:
-                run.first, run.begun_with = run.seconds, len(piece.token_ids)
+        for piece in stream:
             run.spans += [
                 (detokenizer.push(i), source) for i, source in zip(piece.token_ids, piece.sources, strict=True)
             ]
-            if run.seconds - shown > REFRESH:
-                shown = run.seconds
+            if time.perf_counter() - shown > REFRESH:
                 yield run
+                shown = time.perf_counter()
     finally:
-        stream.cancel()  # has an effect only where the page was closed
+        stream.cancel()  # has an effect only if the page was closed
     run.result = stream.result()
     if rest := detokenizer.flush():
         last, source = run.spans.pop()
@@ -94,34 +84,49 @@ def generate(lm: ovspec.LanguageModel, prompt: str, options: dict[str, Any]) -> 
 
 
 def compare(lm: ovspec.LanguageModel, prompt: str, options: dict[str, Any], lookahead: int | str) -> Iterator[str]:
-    """The page's results, again and again: plain decoding first, then speculation, after a short warm-up of both."""
-    runs, notes = [Run(), Run()], ["warming up", "warming up"]
+    """Yield the page's results again and again: both texts as they grow, then how fast they are, timed in turns."""
+    runs, notes = [Run(), Run()], ["generating", "waits for the other"]
     ways: list[dict[str, Any]] = [options | {"lookahead": 0}, options | {"lookahead": lookahead}]
-    yield results(prompt, runs, notes)
-    for way in ways:
-        for _ in itertools.islice(lm.stream(prompt, **way), WARM_UP):
-            pass
-    notes[1] = "waits for the other"
     for place, way in enumerate(ways):
         notes[place] = "generating"
         yield results(prompt, runs, notes)
-        time.sleep(SETTLE)
         for runs[place] in generate(lm, prompt, way):
             yield results(prompt, runs, notes)
-        notes[place] = ""
-    yield results(prompt, runs, notes)
+        notes[place] = "timed in turns"
+    pairs = list[tuple[ovspec.Result, ovspec.Result]]()
+    for turn in turns_within():
+        yield results(prompt, runs, [f"{notes[0]}: turn {turn + 1}"] * 2)
+        time.sleep(SETTLE)
+        timed = {place: lm.generate(prompt, **ways[place]) for place in rotated([0, 1], turn)}
+        pairs.append((timed[0], timed[1]))
+    yield results(prompt, runs, ["", ""], comparison(lm, prompt, runs, pairs))
+
+
+def comparison(
+    lm: ovspec.LanguageModel, prompt: str, runs: list[Run], pairs: list[tuple[ovspec.Result, ovspec.Result]]
+) -> Comparison:
+    """Compare both texts, and both ways over all turns."""
+    plain, speculative = (run.result for run in runs)
+    assert plain and speculative
+    different = (pair for pair in [(plain, speculative), *pairs] if pair[0].token_ids != pair[1].token_ids)
+    one, other = next(different, (plain, speculative))
+    where = parting(lm, prompt, one.token_ids, other.token_ids)
+    count = len(plain.token_ids)
+    equality = where.sentence(lm) if where else f"the texts are equal: {count} token{'s' * (count != 1)}"
+    speedup = speedup_of_results(*zip(*pairs, strict=True))
+    proposed, accepted = (sum(getattr(pair[1].stats, name) for pair in pairs) for name in ("proposed", "accepted"))
+    return Comparison(equality, speedup, speedup.verdict(proposed, accepted), *pairs[-1])
 
 
 # ---------------------------------------------------------------- showing
 
 
-def results(prompt: str, runs: list[Run], notes: list[str]) -> str:
-    """HTML of both texts and, once they are whole, what there is to say about them."""
-    plain, speculative = runs
-    finished = table(plain, speculative) if plain.result and speculative.result and not any(notes) else ""
+def results(prompt: str, runs: list[Run], notes: list[str], found: Comparison | None = None) -> str:
+    """Return the HTML of both texts and, once they are timed, of their comparison."""
     names = ("Plain", "Speculative")
     texts = "".join(text(name, prompt, run, note) for name, run, note in zip(names, runs, notes, strict=True))
-    return f'<div class="results">{finished}{legend(speculative)}<div class="texts">{texts}</div></div>'
+    finished = table(found) if found else ""
+    return f'<div class="results">{finished}{legend(runs[1])}<div class="texts">{texts}</div></div>'
 
 
 def text(name: str, prompt: str, run: Run, note: str) -> str:
@@ -148,35 +153,32 @@ def legend(run: Run) -> str:
     return f'<ul class="legend"><li>Tokens proposed by</li>{"".join(entries)}</ul>'
 
 
-def table(plain: Run, speculative: Run) -> str:
-    """Times, and whether the texts are equal."""
-    assert plain.result and speculative.result
-    runs, stats = (plain, speculative), speculative.result.stats
-    rate = stats.acceptance_rate
-    accepted = "nothing was proposed" if rate is None else f"{rate:.2f} ({stats.accepted} of {stats.proposed})"
+def table(found: Comparison) -> str:
+    """Return the HTML of the verdict, times and acceptance."""
+    pair, stats = (found.plain.stats, found.speculative.stats), found.speculative.stats
+    accepted, conditional = "nothing was proposed", ""
+    if stats.proposed:
+        accepted = f"{stats.accepted} of {stats.proposed} ({100 * stats.accepted / stats.proposed:.0f} %)"
+        conditional = f"{stats.conditional_acceptance:.2f}"
     rows = [
-        ("time to first token", *(f"{1e3 * run.first:.1f} ms" for run in runs)),
-        ("tokens per second after it", *(run.speed for run in runs)),
-        ("total", *(f"{run.seconds:.2f} s" for run in runs)),
-        ("speed-up of the total", "1.00x", f"{plain.seconds / speculative.seconds:.2f}x"),
-        ("acceptance rate", "", accepted),
-        ("tokens per round", "1.00", f"{stats.generated_tokens / max(stats.rounds, 1):.2f}"),
+        ("time to first token", *(f"{each.ttft_ms:.1f} ms" for each in pair)),
+        ("tokens per second after it", *(f"{1e3 / ms:.0f}" for ms in (found.speedup.plain_ms, found.speedup.ms))),
+        ("accepted of proposed tokens", "", accepted),
+        ("conditional acceptance (given that those before were accepted)", "", conditional),
+        ("tokens per round", "1.00", f"{stats.tokens_per_round:.2f}"),
     ]
     if stats.seed is not None:
-        rows.append(("seed", str(plain.result.stats.seed), str(stats.seed)))
+        rows.append(("seed", *(str(each.seed) for each in pair)))
     cells = "".join(f"<tr><th>{name}</th><td>{one}</td><td>{two}</td></tr>" for name, one, two in rows)
+    sentences = escape(f"{capitalised(found.verdict)}. {capitalised(found.equality)}.")
     return (
-        f'<p class="verdict">{equality(plain.result.token_ids, speculative.result.token_ids)}</p>'
+        f'<p class="verdict">{sentences}</p>'
         f'<table class="numbers"><thead><tr><th></th><th>plain</th><th>speculative</th></tr></thead>{cells}</table>'
     )
 
 
-def equality(plain: list[int], speculative: list[int]) -> str:
-    if plain == speculative:
-        return f"The texts are equal: {len(plain)} token{'s' * (len(plain) != 1)}."
-    same = next((i for i, (a, b) in enumerate(zip(plain, speculative, strict=False)) if a != b), None)
-    same = min(len(plain), len(speculative)) if same is None else same
-    return f"The texts part after {same} tokens, where rounding decided which token came."
+def capitalised(sentence: str) -> str:
+    return sentence[:1].upper() + sentence[1:]
 
 
 # ---------------------------------------------------------------- the page

@@ -1,4 +1,4 @@
-"""LanguageModel: a loaded model, and what it is asked for."""
+"""LanguageModel: a loaded model, and everything that can be done with it."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from ovspec.workspace import Prompt, Workspace
 class LanguageModel:
     """A loaded model, with or without a draft; made by ``ovspec.load``.
 
-    Threads may share it: calls and sessions that run at the same time have requests of their own, and each
-    gives what it gives alone. A session or a stream belongs to one thread at a time.
+    Threads may share it. Calls and sessions that run at the same time use separate inference requests, and each gives
+    the same text as it gives alone. A session or a stream may be used by only one thread at a time.
     """
 
     def __init__(self, workspace: Workspace) -> None:
@@ -54,7 +54,16 @@ class LanguageModel:
         return self.workspace.draft
 
     def encode(self, prompt: Prompt) -> np.ndarray:
-        """The token ids of ``prompt``, (n,) int64."""
+        """Return the token ids of ``prompt``, (n,) int64.
+
+        Args:
+            prompt: a text, which gets the model's BOS if it has one; chat messages, which the chat template renders;
+                or token ids, which stay as they are.
+
+        Raises:
+            OvspecError: an empty prompt for a model without a BOS, unknown ids, or a text or messages that can't be
+                encoded.
+        """
         return self.workspace.encode(prompt)
 
     # ------------------------------------------------------------ generating
@@ -64,12 +73,16 @@ class LanguageModel:
     @overload
     def generate(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Result: ...
     def generate(self, prompt: Any, **options: Unpack[GenerateOptions]) -> Result | list[Result]:
-        """Continue ``prompt``, or each of a list of prompts as one batch; see ``GenerateOptions``.
+        """Continue ``prompt``, or each of a list of prompts as one batch.
 
-        With ``n`` above 1, ``samples`` gives all of them.
+        Args:
+            prompt: a text, token ids or chat messages; or a list of texts, of lists of ids, or of chats.
+            options: see ``GenerateOptions``. For ``n`` above 1 call ``samples``.
 
         Raises:
-            OvspecError: an empty prompt, one that doesn't fit the model's context, or options out of range.
+            OvspecError: an empty prompt for a model without a BOS, one that doesn't fit the model's context, or an
+                option that is out of range.
+            TypeError: an unknown option.
         """
         if is_batch(prompt):
             return [texts[0] for texts in self._generate(prompt, options, 1)]
@@ -82,17 +95,24 @@ class LanguageModel:
     @overload
     def samples(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> list[Result]: ...
     def samples(self, prompt: Any, **options: Unpack[GenerateOptions]) -> list[Result] | list[list[Result]]:
-        """``n`` continuations of ``prompt``, or of each of a list of prompts; the prompt is read once.
+        """Return ``n`` continuations of ``prompt``, or of each of a list of prompts. Each prompt is read once.
+
+        Args:
+            prompt, options: as for ``generate``.
 
         Raises:
-            OvspecError: as ``generate``; or n is above 1 and nothing is left to chance.
+            OvspecError: as ``generate``; or ``n`` is above 1 with neither a temperature nor a sampler.
+            TypeError: an unknown option.
         """
         n = params_of(options).n
         texts = self._generate(prompt if is_batch(prompt) else [prompt], options, n)
         return texts if is_batch(prompt) else texts[0]
 
     def stream(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> TextStream:
-        """As ``generate``, piece by piece: ``for piece in lm.stream("def "): print(piece.text)``."""
+        """Continue one prompt piece by piece: ``for piece in lm.stream("def "): print(piece.text)``.
+
+        Arguments and errors are those of ``generate``.
+        """
         [row] = rows = self.workspace.rows(prompt, options)
         run = self.workspace.run(rows, options, row.sampler.sampled, 1)
 
@@ -115,13 +135,13 @@ class LanguageModel:
     # ------------------------------------------------------------ sessions
 
     def session(self, context: int | None = None) -> Session:
-        """A text whose KV caches are kept between calls.
+        """Start a session: an empty text whose KV caches are kept between calls.
 
         Args:
-            context: tokens that it may grow to; by default what the model's own context holds.
+            context: maximum length of the text in tokens; by default the model's context length.
 
         Raises:
-            OvspecError: ``context`` is longer than the model's, or its caches don't fit into memory.
+            OvspecError: ``context`` is below 1 or longer than the model's, or its KV caches don't fit into memory.
         """
         most = self.target.ir.context_length
         if context is not None and (context < 1 or (most and context > most)):
@@ -133,16 +153,19 @@ class LanguageModel:
         return Session(self.workspace, decoders, context)
 
     def cache_bytes(self, tokens: int) -> float:
-        """About how much memory the KV caches of a text of so many tokens take, target and draft together."""
+        """Estimate the memory, in bytes, of the KV caches of a text of ``tokens`` tokens, target and draft together."""
         return sum(tokens * kv_bytes_per_token(ir) + recurrent_bytes(ir) for ir in self.workspace.irs())
 
     # ------------------------------------------------------------ measuring
 
     def perplexity(self, text: str, context: int | None = None) -> Perplexity:
-        """How well the target foresees ``text``, in windows of ``context`` tokens (the model's, at most 1024).
+        """Measure the target's perplexity on ``text``, in windows that overlap by half.
+
+        Args:
+            context: tokens per window; by default the model's context length, but at most 1024.
 
         Raises:
-            OvspecError: fewer than two tokens, or a window longer than the model's context.
+            OvspecError: ``text`` or the window has fewer than two tokens, or the window exceeds the model's context.
         """
         most = self.target.ir.context_length
         if context and most and context > most:
@@ -155,20 +178,25 @@ class LanguageModel:
             self.workspace.release(decoders)
 
     def next_logits(self, prompt: Prompt) -> np.ndarray:
-        """The target's logits (vocab,) float32 for the token after ``prompt``."""
-        decoders = self.workspace.decoders()
-        decoders.reset(1)
-        logits = decoders.target.feed([self.encode(prompt)], [1])[0][0].copy()
-        self.workspace.release(decoders)
-        return logits
+        """Return the target's logits (vocab,) float32 for the token after ``prompt``; errors as for ``encode``."""
+        tokens, decoders = self.encode(prompt), self.workspace.decoders()
+        try:
+            decoders.reset(1)
+            return decoders.target.feed([tokens], [1])[0][0].copy()
+        finally:
+            self.workspace.release(decoders)
 
     def with_drafters(self, choice: DraftChoice | None) -> LanguageModel:
-        """The same compiled models with other drafters; a draft model among them must be the one that is loaded."""
+        """Return a model that shares this one's compiled models and uses other drafters.
+
+        Args:
+            choice: the drafters, None for plain decoding. A draft model among them must be the one that is loaded.
+        """
         other = copy.copy(self)
         other.workspace = self.workspace.with_drafters(choice)
         return other
 
 
 def is_batch(prompt: Any) -> bool:
-    """Whether ``prompt`` is a list of prompts."""
+    """Return whether ``prompt`` is a list of prompts."""
     return isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], (str, list, np.ndarray))

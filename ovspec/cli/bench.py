@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import statistics
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,23 +17,31 @@ if TYPE_CHECKING:
     from ovspec.loop.results import Result
     from ovspec.model import LanguageModel
 
-HEADS = ("mode", "tokens/s", "ms/token", "speed-up", "accepted", "same text")
+HEADS = ("mode", "plain ms/token", "ms/token", "tokens/s", "speed-up", "range", "accepted of proposed")
+HEADS = (*HEADS, "tokens/round", "same text")
 WARM_UP = 32  # tokens
 PROMPTS = Path(__file__).with_name("bench_prompts.json")
 
 
 @dataclass
 class Measured:
-    """One mode beside plain decoding of the same texts. ``spread``: the least and the greatest speed-up of a text."""
+    """The measurements of one mode, compared with plain decoding of the same texts as in ``ovspec.comparison``.
+
+    plain_tpot_ms, tpot_ms: milliseconds per token in the median turn, without and with the mode.
+    speedup: their ratio; None if it would be a gain that speculation can't have caused.
+    spread: the smallest and the largest ratio of all turns.
+    """
 
     mode: str
     lookahead: int | str
-    tokens_per_s: float
+    plain_tpot_ms: float
     tpot_ms: float
+    tokens_per_s: float
     speedup: float | None
-    spread: tuple[float, float] | None
+    spread: tuple[float, float]
     proposed: int
     accepted: int
+    tokens_per_round: float
     equal: int
     texts: int
     note: str
@@ -42,19 +49,56 @@ class Measured:
 
 @click.command()
 @click.argument("folder", required=False, type=click.Path(path_type=Path), metavar="[DIR]")
-@click.option("--draft", metavar="PATH", help="The draft model, or none.  [default: the one exported beside DIR]")
-@click.option("--prompt", "prompts", multiple=True, metavar="TEXT", help="Your own prompt; may be repeated.")
 @click.option(
-    "--prompt-file", "files", multiple=True, type=click.Path(path_type=Path), metavar="FILE", help="The same in a file."
+    "--draft", metavar="PATH", help="Folder of a draft model, or none.  [default: the one exported beside DIR]"
 )
-@click.option("--lookahead", type=LookaheadType(), default="auto", show_default=True, help="Tokens proposed a round.")
+@click.option("--prompt", "prompts", multiple=True, metavar="TEXT", help="Your own prompt. May be repeated.")
 @click.option(
-    "-n", "--max-tokens", type=click.IntRange(min=2), default=128, show_default=True, help="Tokens of every text."
+    "--prompt-file",
+    "files",
+    multiple=True,
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="File with your own prompt. May be repeated.",
 )
-@click.option("-t", "--temperature", type=click.FloatRange(min=0), default=0.0, show_default=True, help="0 is greedy.")
-@click.option("--repeats", type=click.IntRange(min=1), default=1, show_default=True, help="Turns for each prompt.")
+@click.option(
+    "--lookahead",
+    type=LookaheadType(),
+    default="auto",
+    show_default=True,
+    help="Tokens to propose per round, at least 1; auto for the number that is expected to be fastest.",
+)
+@click.option(
+    "-n",
+    "--max-tokens",
+    type=click.IntRange(min=2),
+    default=128,
+    show_default=True,
+    help="Number of tokens to generate for each text.",
+)
+@click.option(
+    "-t",
+    "--temperature",
+    type=click.FloatRange(min=0),
+    default=0.0,
+    show_default="0",
+    help="Sampling temperature: 0 always takes the most likely token (greedy), 1 samples from the model's own "
+    "distribution, and higher values make unlikely tokens more frequent.",
+)
+@click.option(
+    "--repeats",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    help="Number of times that each mode generates a text for each prompt.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON object for each mode.")
-@click.option("--plot", type=click.Path(dir_okay=False), metavar="FILE", help="Draw the speed-ups (needs matplotlib).")
+@click.option(
+    "--plot",
+    type=click.Path(dir_okay=False),
+    metavar="FILE",
+    help="Draw the speed-ups into this image file (needs matplotlib).",
+)
 @runtime_options
 def bench(
     folder: Path | None,
@@ -69,9 +113,10 @@ def bench(
     plot: str | None,
     **runtime: Any,
 ) -> None:
-    """Time the model in DIR without and with each way of proposing tokens.
+    """Time the model in DIR (by default the embedded demo pair) without and with each way of proposing tokens.
 
-    The modes take turns, prompt by prompt. Speed-up is the median over all texts, with the least and the most. Texts
+    For each prompt the modes take turns, and each turn begins with another mode. The speed-up is that of the median
+    turn: the time of plain decoding divided by the mode's. No gain is shown if speculation saved no inferences. Texts
     don't end before --max-tokens. The prompts are code, an edit and prose unless you give your own. Use an idle
     machine.
 
@@ -113,67 +158,75 @@ def bench(
 def measure(
     models: dict[str, LanguageModel], prompts: list[str], options: dict[str, Any], repeats: int
 ) -> dict[str, list[Result]]:
-    """Each mode's texts: for every prompt the modes take turns, after a short text of each that isn't counted."""
+    """Generate the texts in turns and return the results of each mode; a short warm-up is not counted."""
+    from ovspec.comparison import rotated
+
     results: dict[str, list[Result]] = {mode: [] for mode in models}
     progress = TerminalProgress()
     for turn in range(-1, repeats * len(prompts)):
         warm_up = {"max_tokens": min(options["max_tokens"], WARM_UP)} if turn < 0 else {}
         with progress.step("warm-up" if turn < 0 else f"text {turn + 1} of {repeats * len(prompts)}"):
-            for mode, lm in models.items():
+            for mode in rotated(list(models), max(turn, 0)):
                 given: dict[str, Any] = options | warm_up | ({"lookahead": 0} if mode == "plain" else {})
-                result = lm.generate(prompts[turn % len(prompts)], seed=turn + 1, **given)
+                result = models[mode].generate(prompts[turn % len(prompts)], seed=turn + 1, **given)
                 results[mode] += [result] if turn >= 0 else []
     return results
 
 
 def row_of(mode: str, lookahead: int | str, results: list[Result], plain: list[Result]) -> Measured:
-    """No speed-up is claimed where nothing was accepted: drafting can't have caused it."""
+    """Return the measurements of a mode, compared with ``plain``."""
+    from ovspec.comparison import speedup_of_results
+
     stats = [result.stats for result in results]
-    proposed, accepted = (sum(getattr(s, name) for s in stats) for name in ("proposed", "accepted"))
-    ratios = [p.stats.tpot_ms / s.tpot_ms for p, s in zip(plain, stats, strict=True)]
-    note = ""
-    if mode != "plain" and not accepted:
-        why = "drafting doesn't pay for this model here" if lookahead == "auto" else "lookup found nothing to quote"
-        note = "nothing that was proposed was accepted" if proposed else f"nothing was proposed: {why}"
-    tpot = statistics.median(s.tpot_ms for s in stats)
+    proposed, accepted, tokens, rounds = (
+        sum(getattr(s, name) for s in stats) for name in ("proposed", "accepted", "generated_tokens", "rounds")
+    )
+    speedup, alone = speedup_of_results(plain, results), mode == "plain"
+    fine = alone or (speedup.saved and speedup.clear)
     return Measured(
         mode=mode,
-        lookahead=0 if mode == "plain" else lookahead,
-        tokens_per_s=round(1e3 / tpot, 2),
-        tpot_ms=round(tpot, 4),
-        speedup=None if note else round(statistics.median(ratios), 4),
-        spread=None if note else (round(min(ratios), 4), round(max(ratios), 4)),
+        lookahead=0 if alone else lookahead,
+        plain_tpot_ms=round(speedup.plain_ms, 4),
+        tpot_ms=round(speedup.ms, 4),
+        tokens_per_s=round(1e3 / speedup.ms, 2),
+        speedup=1.0 if alone else round(speedup.claimed, 4) if speedup.claimed else None,
+        spread=(round(speedup.ratios[0], 4), round(speedup.ratios[-1], 4)),
         proposed=proposed,
         accepted=accepted,
+        tokens_per_round=round(tokens / max(rounds, 1), 4),
         equal=sum(a.token_ids == b.token_ids for a, b in zip(results, plain, strict=True)),
         texts=len(results),
-        note=note,
+        note="" if fine else speedup.verdict(proposed, accepted),
     )
 
 
 def table(rows: list[Measured]) -> str:
-    """Rows aligned in columns; below them why a speed-up is missing."""
+    """Return the rows aligned in columns, and below them why a mode has no clear speed-up."""
     cells: list[tuple[str, ...]] = [HEADS]
     for row in rows:
-        speedup = f"{row.speedup:.2f}" if row.speedup else "-"
-        if row.spread and row.mode != "plain":
-            speedup += f" ({row.spread[0]:.2f}-{row.spread[1]:.2f})"
-        accepted = f"{row.accepted} of {row.proposed}" if row.proposed else "-"
+        times, rate = (f"{row.tpot_ms:.2f}", f"{row.tokens_per_s:.1f}"), f"{row.tokens_per_round:.2f}"
         equal = f"{row.equal} of {row.texts}"
-        cells.append((row.mode, f"{row.tokens_per_s:.1f}", f"{row.tpot_ms:.2f}", speedup, accepted, equal))
+        if row.mode == "plain":
+            cells.append((row.mode, "", *times, "", "", "", rate, equal))
+            continue
+        speedup, spread = "none", ""
+        if row.speedup:
+            speedup, spread = f"{row.speedup:.2f}", f"{row.spread[0]:.2f} to {row.spread[1]:.2f}"
+        accepted = f"{row.accepted} of {row.proposed}" if row.proposed else "nothing proposed"
+        cells.append((row.mode, f"{row.plain_tpot_ms:.2f}", *times, speedup, spread, accepted, rate, equal))
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in cells]
     return "\n".join([*lines, *(f"{row.mode}: {row.note}" for row in rows if row.note)])
 
 
 def check_plot(file: str) -> None:
-    """Raises UsageError before minutes of measuring are lost."""
+    """Raise UsageError if the plot can't be drawn, before minutes of measuring are lost."""
     refuse(not find_spec("matplotlib"), "--plot needs matplotlib: pip install matplotlib.")
     refuse(not Path(file).resolve().parent.is_dir(), f"--plot {file}: its folder isn't there.")
 
 
 def draw(rows: list[Measured], file: Path) -> None:
-    """A bar of the median speed-up for each mode, with a line from the least to the most."""
+    """Draw a bar with the speed-up of each mode and a line for its range; no bar if none is claimed."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -182,9 +235,9 @@ def draw(rows: list[Measured], file: Path) -> None:
     figure, axis = pyplot.subplots(figsize=(1.5 + 1.3 * len(rows), 3.5))
     for row in rows:
         middle = row.speedup or 0.0
-        least, most = row.spread or (0.0, 0.0)
+        (least, most) = row.spread if row.speedup else (0.0, 0.0)
         bar = axis.bar(row.mode, middle, yerr=[[middle - least], [most - middle]], capsize=4)
-        axis.bar_label(bar, [f"{middle:.2f}" if row.speedup else "-"], label_type="center")
+        axis.bar_label(bar, [f"{middle:.2f}" if row.speedup else "none"], label_type="center")
     axis.axhline(1, color="grey", linewidth=0.8)
     axis.set_ylabel("speed-up over plain decoding")
     figure.tight_layout()

@@ -12,7 +12,16 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ovspec.cli.options import generate_options, refuse, session_options, split_options
+from ovspec.cli.options import (
+    CHAT_MAX_TOKENS,
+    STATS,
+    StatsCommand,
+    generate_options,
+    refuse,
+    session_options,
+    split_options,
+    stats_option,
+)
 from ovspec.drafting.choice import EXPORTED, DraftChoice
 from ovspec.errors import OvspecError
 
@@ -20,24 +29,22 @@ if TYPE_CHECKING:
     from ovspec.loop.results import Result
     from ovspec.session import Mark, Session
 
-DEFAULT_MAX_TOKENS = 1024
 
-
-@click.command()
+@click.command(cls=StatsCommand)
 @click.argument("folder", required=False, type=click.Path(path_type=Path), metavar="[DIR]")
 @click.option("--system", metavar="TEXT", help="System message.")
-@click.option("--stats", is_flag=True, help="Print statistics on stderr after each answer.")
+@stats_option("Print statistics on stderr after each answer: tokens, speed and acceptance, or all with --stats full.")
 @session_options
 @generate_options
 def chat(
-    folder: Path | None, system: str | None, stats: bool, session: Path | None, context: int | None, **others: Any
+    folder: Path | None, system: str | None, stats: str | None, session: Path | None, context: int | None, **others: Any
 ) -> None:
-    """Chat with the model in DIR (by default the embedded pair).
+    """Chat with the model in DIR (by default the embedded demo pair).
 
-    What was said stays in the KV cache: each turn reads only what is new. A line is a message; end it with a
-    backslash, or put three quotes (\"\"\") around it, for several lines (on a terminal Alt+Enter begins a new line).
-    An empty line goes on with an answer that was cut off. Ctrl-C stops the answer and keeps the chat. An answer has
-    up to 1024 tokens unless --max-tokens says otherwise. /help lists the commands: /reset, /undo, /system, /save,
+    The chat stays in the KV cache, so each turn reads only what is new. A line is a message. For several lines,
+    end each with a backslash or put three quotes (\"\"\") around them (on a terminal, Alt+Enter begins a new line).
+    An empty line continues an answer that was cut off. Ctrl-C stops the answer and keeps the chat. An answer has up
+    to 1024 tokens unless --max-tokens sets another limit. /help lists the commands: /reset, /undo, /system, /save,
     /load, /stats, /exit.
 
     \b
@@ -51,11 +58,11 @@ def chat(
     if folder is None and isinstance(named, Path) and (named / EXPORTED).is_dir():
         # '--draft DIR': the option took what was meant as DIR.
         folder, others["draft"] = named, DraftChoice(model=EXPORTED)
-    refuse(others["heal"], "--heal can't be combined with a chat: behind the template's text nothing is healed.")
+    refuse(others["heal"], "--heal can't be combined with a chat: after a chat template there is nothing to heal.")
     loading, options = split_options(others)
-    refuse(options.get("n", 1) > 1, "--samples can't be combined with a chat, which goes on from one answer.")
+    refuse(options.get("n", 1) > 1, "--samples can't be combined with a chat, which continues from one answer.")
     refuse("logprobs" in options, "--logprobs can't be shown in a chat.")
-    options.setdefault("max_tokens", DEFAULT_MAX_TOKENS)
+    options.setdefault("max_tokens", CHAT_MAX_TOKENS)
 
     import ovspec
     from ovspec.cli import output
@@ -83,15 +90,15 @@ def chat(
 
 @dataclass
 class Chat:
-    """A chat that is going on, which may grow to ``context`` tokens.
+    """A running chat, which may grow to ``context`` tokens.
 
-    ``marks``: the text before each of the user's messages that can be taken back. The ``system`` message goes with the
-    first of these: templates may refuse it alone.
+    ``marks``: the text before each of the user's messages that can be taken back. The ``system`` message is sent with
+    the user's first message, because templates may refuse it alone.
     """
 
     session: Session
     options: dict[str, Any]
-    show_stats: bool
+    stats: str | None
     context: int | None
     system: str | None = None
     marks: list[Mark] = field(default_factory=list)
@@ -99,14 +106,14 @@ class Chat:
 
 
 def end_on_signals() -> None:
-    """Have a closed terminal and a polite kill end the chat as Ctrl-D does: with the session saved."""
+    """Make SIGHUP (a closed terminal) and SIGTERM end the chat as Ctrl-D does, with the session saved."""
     for name in ("SIGHUP", "SIGTERM"):
         if number := getattr(signal, name, None):
             signal.signal(number, lambda number, _: sys.exit(128 + number))
 
 
 def run(talk: Chat, read: Callable[[], str]) -> bool:
-    """Answer what is read until it ends; whether all could be done."""
+    """Read and answer messages until the input ends; return whether all of them succeeded."""
     whole = True
     while True:
         try:
@@ -132,7 +139,7 @@ def run(talk: Chat, read: Callable[[], str]) -> bool:
 
 
 def answer(talk: Chat, text: str) -> None:
-    """Send a message and stream what the model says to it. It is taken back where nothing could be said."""
+    """Send a message and stream the answer; take the message back if there is no answer."""
     with unchanged_on_error(talk.session) as before:
         system = [] if talk.session.messages else with_system(talk.system, [])
         talk.session.append([*system, {"role": "user", "content": text}])
@@ -141,12 +148,12 @@ def answer(talk: Chat, text: str) -> None:
         talk.marks.append(before)
     else:
         talk.session.rewind(before)
-        note("Nothing was said yet; your message is taken back.")
+        note("There is no answer yet; your message was taken back.")
 
 
 @contextlib.contextmanager
 def unchanged_on_error(session: Session) -> Iterator[Mark]:
-    """Takes back what was done to the session where it ends in an error; gives the text before."""
+    """Yield a mark of the session's text, and restore that text if an exception is raised."""
     before = session.mark()
     try:
         yield before
@@ -156,21 +163,21 @@ def unchanged_on_error(session: Session) -> Iterator[Mark]:
 
 
 def say(talk: Chat) -> bool:
-    """Stream the answer, or more of it; whether there was any."""
+    """Stream the answer, or more of it; return whether any token was generated."""
     from ovspec.cli import output
 
     options = dict(talk.options)
     if talk.context:
         left = talk.context - len(talk.session)
         if left < 1:
-            raise OvspecError(f"The context of {talk.context} tokens is full; /undo takes back, /reset begins anew.")
+            raise OvspecError(f"The context of {talk.context} tokens is full; use /undo or /reset to make room.")
         options["max_tokens"] = min(options["max_tokens"], left)
     talk.last, _ = output.run(talk.session.stream(**options), show=True)
     click.echo()
     if talk.last.finish_reason == "length":
-        note(f"Cut off after {talk.last.stats.generated_tokens} tokens; an empty line goes on.")
-    if talk.show_stats:
-        show_stats(talk)
+        note(f"Cut off after {talk.last.stats.generated_tokens} tokens; send an empty line to continue.")
+    if talk.stats:
+        show_stats(talk, talk.stats)
     return bool(talk.last.token_ids)
 
 
@@ -178,13 +185,13 @@ def say(talk: Chat) -> bool:
 
 
 def command(talk: Chat, name: str, argument: str) -> None:
-    """Do what a line that begins with a slash says."""
+    """Run the command of a line that begins with a slash."""
     if name not in COMMANDS:
-        note(f"There is no command {name}; /help lists them. A space in front makes it a message.")
+        note(f"There is no command {name}; /help lists them. Put a space in front to send it as a message.")
         return
     wanted, _, does = COMMANDS[name]
     if argument and not wanted:
-        note(f"{name} takes nothing behind it.")
+        note(f"{name} takes no argument.")
     elif not argument and wanted == "FILE":
         note("Name a file.")
     else:
@@ -194,7 +201,7 @@ def command(talk: Chat, name: str, argument: str) -> None:
 def reset(talk: Chat, _: str = "") -> None:
     talk.session.reset()
     talk.marks, talk.last = [], None
-    note("The chat begins anew.")
+    note("The chat starts over.")
 
 
 def undo(talk: Chat, _: str = "") -> None:
@@ -231,20 +238,22 @@ def load(talk: Chat, name: str) -> None:
         talk.session.load(path)
         messages = talk.session.messages
         if len(talk.session) and not messages:
-            raise OvspecError(f"{path}: a text that is no chat; go on with 'ovspec generate --session'.")
+            raise OvspecError(f"{path}: not a chat; continue this text with 'ovspec generate --session'.")
     first = messages[0] if messages else {"role": "user"}
     talk.system = first["content"] if first["role"] == "system" else None
     talk.marks, talk.last = [], None
     note(f"{len(messages)} messages, {len(talk.session)} tokens.")
 
 
-def show_stats(talk: Chat, _: str = "") -> None:
+def show_stats(talk: Chat, level: str) -> None:
     from ovspec.cli import output
 
+    if level not in ("", *STATS):
+        note("Use /stats or /stats full.")
+        return
     if talk.last:
-        read = talk.last.stats.prompt_tokens - talk.last.stats.cached_tokens
-        click.echo(f"{output.summary(talk.last)}; {read} tokens read, the rest was in the cache", err=True)
-    note(f"{len(talk.session)} tokens in all{f' of {talk.context}' if talk.context else ''}.")
+        output.show_stats(talk.last, level or "short")
+    note(f"The chat has {len(talk.session)} tokens{f' of {talk.context}' if talk.context else ''}.")
 
 
 def show_help(_: Chat, __: str = "") -> None:
@@ -253,26 +262,26 @@ def show_help(_: Chat, __: str = "") -> None:
     click.echo(f"{'/exit':<16}End the chat, as Ctrl-D does.", err=True)
 
 
-# Name -> (what it wants behind it, help, what it does)
+# Name -> (its argument, help, function)
 COMMANDS: dict[str, tuple[str, str, Callable[[Chat, str], None]]] = {
-    "/help": ("", "Show this.", show_help),
-    "/reset": ("", "Forget the chat, but for the system message.", reset),
+    "/help": ("", "List the commands.", show_help),
+    "/reset": ("", "Forget the chat, except the system message.", reset),
     "/undo": ("", "Take your last message and its answer back.", undo),
     "/system": ("[TEXT]", "Set the system message of the whole chat, or show it.", set_system),
-    "/save": ("FILE", "Write the chat and its KV cache.", save),
-    "/load": ("FILE", "Go on with a chat that was saved.", load),
-    "/stats": ("", "Statistics of the last answer.", show_stats),
+    "/save": ("FILE", "Save the chat and its KV cache to a file.", save),
+    "/load": ("FILE", "Continue a chat that was saved.", load),
+    "/stats": ("[full]", "Show the statistics of the last answer.", show_stats),
 }
 
 
 def with_system(system: str | None, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """``messages`` with this system message and no other in front."""
+    """Return ``messages`` with ``system`` as their system message, or without one if it is None."""
     rest = messages[1:] if messages and messages[0]["role"] == "system" else messages
     return rest if system is None else [{"role": "system", "content": system}, *rest]
 
 
 def begin_anew(talk: Chat, messages: list[dict[str, Any]]) -> None:
-    """Replace the whole chat; what it has in common with the old one stays in the KV cache."""
+    """Replace the chat with ``messages``; the beginning that both share stays in the KV cache."""
     from ovspec.session import EMPTY_TEXT
 
     with unchanged_on_error(talk.session):
@@ -283,7 +292,7 @@ def begin_anew(talk: Chat, messages: list[dict[str, Any]]) -> None:
 
 
 def path_of(name: str) -> Path:
-    """The file that is named, which may be in quotes."""
+    """Return the path of a file whose name may be in quotes."""
     return Path(name.strip("\"'")).expanduser()
 
 

@@ -8,19 +8,33 @@ from typing import Any
 
 import click
 
-from ovspec.cli.options import chat_options, check_chat, generate_options, refuse, session_options, split_options
+from ovspec.cli.options import (
+    StatsCommand,
+    chat_options,
+    check_chat,
+    generate_options,
+    refuse,
+    session_options,
+    split_options,
+    stats_option,
+)
 from ovspec.drafting.choice import EXPORTED, DraftChoice
 
 
-@click.command()
+@click.command(cls=StatsCommand)
 @click.argument("arguments", nargs=-1, metavar="[DIR] [PROMPT]")
-@click.option("-p", "--prompt", "prompt_option", metavar="TEXT", help="The prompt, where DIR PROMPT is ambiguous.")
+@click.option("-p", "--prompt", "prompt_option", metavar="TEXT", help="The prompt, if it could be taken for DIR.")
 @click.option("-f", "--file", "prompt_file", type=click.Path(), help="Read the prompt from a file; - is stdin.")
 @click.option("--token-ids", metavar="IDS", help="The prompt as token ids, separated by commas or spaces.")
 @chat_options
-@click.option("--stats", is_flag=True, help="Print statistics on stderr.")
+@stats_option("Print statistics on stderr: tokens, speed and acceptance, or all with --stats full.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the text.")
-@click.option("--compare", is_flag=True, help="Generate without and with --draft; show both times, compare the texts.")
+@click.option(
+    "--compare",
+    is_flag=True,
+    help="Generate without and with --draft, in turns. Shows both texts, whether they are equal (if not, exit code 1), "
+    "and the median speed-up with its range.",
+)
 @session_options
 @generate_options
 def generate(
@@ -30,14 +44,14 @@ def generate(
     token_ids: str | None,
     chat: bool,
     system: str | None,
-    stats: bool,
+    stats: str | None,
     as_json: bool,
     compare: bool,
     session: Path | None,
     context: int | None,
     **others: Any,
 ) -> None:
-    """Continue PROMPT with the model in DIR (by default the embedded pair).
+    """Continue PROMPT with the model in DIR (by default the embedded demo pair).
 
     The prompt comes from the argument, --prompt, --file, --token-ids or stdin. Text goes to stdout,
     statistics to stderr.
@@ -53,14 +67,14 @@ def generate(
     """
     draft, elsewhere = others["draft"], bool(prompt_option or prompt_file or token_ids)
     taken = isinstance(draft, str) and not (elsewhere or len(arguments) > 1 or looks_like_path(draft))
-    if taken:  # '--draft "def f("': the option took what was meant as the prompt
+    if taken:  # '--draft "def f("': the option took the text that was meant as the prompt
         arguments = (*arguments, draft)
     if taken or (compare and draft is None):
         draft = others["draft"] = DraftChoice(model=EXPORTED)
     folder, text = split_arguments(arguments, elsewhere)
     goes_on = session is not None and session.exists()
     check_chat(chat, system, others["heal"])
-    refuse(system is not None and goes_on, "--system can only begin a chat; take another --session.")
+    refuse(system is not None and goes_on, "--system works only when a chat begins; name another --session.")
     refuse(chat and token_ids is not None, "--chat needs a text, not --token-ids.")
     loading, options = split_options(others)
     refuse("logprobs" in options and not as_json, "--logprobs needs --json.")
@@ -68,7 +82,7 @@ def generate(
     if compare:
         refuse(not draft, "--compare needs a draft; leave --draft none out.")
         rejection = options.get("accept") == "rejection"
-        refuse(rejection, "--compare needs the same text with and without a draft, so not --accept rejection.")
+        refuse(rejection, "--compare needs the same text with and without a draft; leave --accept rejection out.")
         refuse(samples, "--compare needs a single text; leave --samples out.")
         refuse(options.get("lookahead") == 0, "--compare needs a --lookahead of at least 1.")
     if compare or samples:
@@ -82,10 +96,12 @@ def generate(
 
     import ovspec
     from ovspec.cli import output
+    from ovspec.cli.compare import compare as compare_both
 
     lm = ovspec.load(folder, **loading)
     if compare:
-        output.compare(lm, prompt, options, as_json)
+        if not compare_both(lm, prompt, options, stats, as_json):
+            sys.exit(1)
     elif samples:
         output.samples(lm, prompt, options, stats, as_json)
     else:
@@ -95,7 +111,7 @@ def generate(
                 opened.load(session)
             if prompt is not None:
                 opened.append(prompt)
-            options["heal"] = bool(options.get("heal"))  # which sessions do unless told otherwise
+            options["heal"] = bool(options.get("heal"))  # in a session it would be on by default
             interrupted = output.generate(opened.stream(**options), stats, as_json)
             if session:
                 opened.save(session)
@@ -104,7 +120,7 @@ def generate(
 
 
 def split_arguments(arguments: tuple[str, ...], prompt_elsewhere: bool) -> tuple[Path | None, str | None]:
-    """(DIR, PROMPT) from one or two arguments; a single one that is no folder is the prompt unless there is one."""
+    """Return (DIR, PROMPT); a single argument that isn't a folder is the prompt, unless that was given elsewhere."""
     refuse(len(arguments) > 2, "Too many arguments; put the prompt in quotes.")
     if len(arguments) == 2:
         return Path(arguments[0]), arguments[1]
@@ -116,7 +132,7 @@ def split_arguments(arguments: tuple[str, ...], prompt_elsewhere: bool) -> tuple
 def read_prompt(
     text: str | None, option: str | None, file: str | None, ids: str | None, needed: bool
 ) -> str | list[int] | None:
-    """The prompt from the one place that gives it; stdin where none does. None where none is ``needed`` or there."""
+    """Return the prompt from where it was given, or else from stdin; None if there is none and none is ``needed``."""
     given = sum(value is not None for value in (text, option, file, ids))
     refuse(given > 1, "Give one prompt: the argument, --prompt, --file or --token-ids.")
     if ids is not None:

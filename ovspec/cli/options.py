@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_origin
 
@@ -18,8 +19,13 @@ from ovspec.options.reading import auto_or_number
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
+# (command, option) -> the default that a command sets itself, in words.
+CHAT_MAX_TOKENS = 1024
+DEFAULTS = {("chat", "max_tokens"): str(CHAT_MAX_TOKENS)}
+
+
 class Parsed(click.ParamType):
-    """A text that a function reads."""
+    """A parameter whose text a function parses."""
 
     def __init__(self, parse: Callable[[str], Any], name: str) -> None:
         self.parse, self.name = parse, name
@@ -37,7 +43,7 @@ LookaheadType = functools.partial(Parsed, auto_or_number, "auto|K")
 
 
 def click_type(kind: Any, option: Option) -> click.ParamType:
-    """How click reads one value."""
+    """Return the click type of one value."""
     if option.parse:
         return Parsed(option.parse, option.metavar or "TEXT")
     if choices := choices_of(kind):
@@ -53,7 +59,7 @@ def click_type(kind: Any, option: Option) -> click.ParamType:
 
 
 def click_option(name: str, kind: Any, option: Option) -> Decorator:
-    """One option of the command line, from its declaration."""
+    """Return the command-line option of a declaration."""
     flags = option.flags or (flag(name),)
     help = option.help + f"  [default: {option.initially}]" * bool(option.initially)
     if bool in alternatives(kind) and not option.parse:
@@ -68,11 +74,12 @@ def click_option(name: str, kind: Any, option: Option) -> Decorator:
 
 
 def options_of(table: dict[str, tuple[Any, Option]]) -> Decorator:
-    """A decorator that adds the options of a table to a command."""
+    """Return a decorator that adds the options of a table to a command."""
 
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
         for name, (kind, option) in reversed(table.items()):
             here = not option.commands or command.__name__ in option.commands
+            option = replace(option, usual=DEFAULTS.get((command.__name__, name), option.usual))
             if option.flags != () and here:
                 command = click_option(name, kind, option)(command)
         return command
@@ -84,26 +91,27 @@ runtime_options = options_of(RUNTIME)
 
 
 def draft_or_text(text: str) -> DraftChoice | str:
-    """What proposes. A text that names no drafters stays one: it was meant as the argument behind ``--draft``."""
+    """Parse ``--draft``. A text that names no drafters is returned as it is: it was meant as the next argument."""
     return parse_draft(text) or DraftChoice() if names_drafters(text) else text
 
 
 def generate_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """What proposes, what a text depends on, and where the model runs."""
+    """Add the options of a generating command: the draft, the text, and how the model runs."""
     draft = click.option(
         "--draft",
         type=Parsed(draft_or_text, "draft"),
         is_flag=False,
         flag_value=EXPORTED,
         metavar="[DRAFT]",
-        help="Speculate with the draft that was exported beside DIR, or with DRAFT: a folder, self (the target's own "
-        "first layers), lookup (what followed the same words before), lookup,FOLDER or lookup,draft (both), or none.",
+        help="Speculate with the draft that was exported beside DIR, or with DRAFT: the folder of a draft model, self "
+        "(the target's own first layers), lookup (what followed the last tokens earlier in the text), lookup,FOLDER or "
+        "lookup,draft (lookup first, then the model), or none.",
     )
     return draft(options_of(GENERATE)(options_of(LOAD)(command)))
 
 
 def session_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """What is kept from one call to the next."""
+    """Add the options of a text that is kept from one call to the next."""
 
     def in_a_folder(ctx: click.Context, param: click.Parameter, file: Path | None) -> Path | None:  # noqa: ARG001
         if file and not file.parent.is_dir():
@@ -115,47 +123,76 @@ def session_options(command: Callable[..., Any]) -> Callable[..., Any]:
         type=click.Path(dir_okay=False, path_type=Path),
         callback=in_a_folder,
         metavar="FILE",
-        help="Go on with the text in FILE, if there is one, and write it back at the end, with its KV cache.",
+        help="Continue the text in FILE, if that exists; at the end, write the text and its KV cache to FILE.",
     )
     context = click.option(
         "--context",
         type=click.IntRange(min=1),
         metavar="N",
-        help="Tokens that the text may grow to; says what memory its KV cache takes.  [default: the model's]",
+        help="Maximum length of prompt and text, in tokens; also prints the memory that its KV cache takes.  "
+        "[default: the model's]",
     )
     return session(context(command))
 
 
+STATS = ("short", "full")
+
+
+def stats_option(help: str) -> Decorator:
+    """Return the option ``--stats [short|full]``, short without a value; its command must be a ``StatsCommand``."""
+    kind = click.Choice(STATS)
+    return click.option("--stats", type=kind, is_flag=False, flag_value=STATS[0], metavar="[full]", help=help)
+
+
+class StatsCommand(click.Command):
+    """A command whose ``--stats`` takes only its own values, not the argument that follows it."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        options = args[: args.index("--")] if "--" in args else args
+        whole = [
+            f"--stats={STATS[0]}" if arg == "--stats" and after not in STATS else arg
+            for arg, after in zip(options, [*options[1:], ""], strict=True)
+        ]
+        return super().parse_args(ctx, [*whole, *args[len(options) :]])
+
+
 def chat_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Whether a plain prompt becomes a chat. ``check_chat`` goes with them."""
-    chat = click.option("--chat/--raw", default=False, help="Apply the model's chat template, or not.  [default: raw]")
+    """Add the options that put a prompt into the chat template; ``check_chat`` checks them."""
+    chat = click.option(
+        "--chat/--raw",
+        default=False,
+        help="Put the prompt into the model's chat template, or take it as it is.  [default: raw]",
+    )
     return chat(click.option("--system", metavar="TEXT", help="System message; needs --chat.")(command))
 
 
 def refuse(wrong: Any, sentence: str) -> None:
-    """Raises click.UsageError where something is ``wrong``."""
+    """Raise click.UsageError if something is ``wrong``."""
     if wrong:
         raise click.UsageError(sentence)
 
 
 def check_chat(chat: bool, system: str | None, heal: bool | None) -> None:
     refuse(system is not None and not chat, "--system needs --chat.")
-    refuse(chat and heal, "--heal can't be combined with --chat: behind the template's text nothing is healed.")
+    refuse(chat and heal, "--heal can't be combined with --chat: after a chat template there is nothing to heal.")
 
 
 def split_options(values: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What ``generate_options`` takes and was given, as keywords (for ``load``, for ``generate``), which must agree."""
+    """Return the given ``generate_options`` as keywords (for ``load``, for ``generate``).
+
+    Raises click.UsageError for options that can't be combined.
+    """
     given = {name: value for name, value in values.items() if value is not None}
     if isinstance(draft := given.get("draft"), str):
-        raise click.UsageError(f"--draft {draft}: no such folder; name an exported draft, lookup, self or none.")
+        raise click.UsageError(f"--draft {draft}: no such folder; name the folder of a draft, lookup, self or none.")
     options = {name: value for name, value in given.items() if name in GENERATE}
     loading = {name: value for name, value in given.items() if name not in GENERATE}
     proposes = check_grammars(options) or draft
     alone = "lookahead" in options and not proposes
-    refuse(alone, "--lookahead needs --draft, or a grammar, which proposes what it forces.")
+    refuse(alone, "--lookahead needs --draft, or a grammar, whose forced tokens are proposed.")
     refuse("draft_device" in loading and not draft, "--draft-device needs --draft.")
     lookup = draft and draft.lookup
-    refuse("lookup_corpus" in loading and not lookup, "--lookup-corpus needs --draft lookup, or a chain with it.")
+    refuse("lookup_corpus" in loading and not lookup, "--lookup-corpus needs --draft lookup or --draft lookup,DRAFT.")
     if not options.get("temperature"):
         for name in ("top_k", "top_p", "min_p", "typical_p"):
             refuse(name in options, f"{flag(name)} needs a --temperature above 0.")
@@ -165,14 +202,14 @@ def split_options(values: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any
 
 
 def check_grammars(options: dict[str, Any]) -> bool:
-    """Whether there is a grammar; raises click.UsageError where what is said about it can't be met."""
+    """Return whether a grammar is given; raises click.UsageError for options that can't be combined with it."""
     given = [name for name in GRAMMARS if name in options]
     both = " and ".join(map(flag, given[:2]))
-    refuse(len(given) > 1, f"{both} can't be combined; give one grammar that says both.")
+    refuse(len(given) > 1, f"{both} can't be combined; give one grammar that covers both.")
     for name in given:
         refuse(options[name] == Path() or not str(options[name]).strip(), f"{flag(name)} is empty.")
     endless, begins = given and "ignore_eos" in options, not given and "constrain_from" in options
-    refuse(endless, "--ignore-eos can't be combined with a grammar, which says where the text ends.")
+    refuse(endless, "--ignore-eos can't be combined with a grammar, which decides where the text ends.")
     refuse(begins, "--constrain-from needs --json-schema, --regex, --grammar, --gbnf or --choice.")
     return bool(given)
 

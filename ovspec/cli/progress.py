@@ -1,4 +1,4 @@
-"""How far a long command has got: a line that moves on a terminal, a line a step elsewhere. On stderr."""
+"""Progress of a long command, on stderr: a line that is updated on a terminal, a line for each step elsewhere."""
 
 from __future__ import annotations
 
@@ -14,16 +14,19 @@ import click
 
 @dataclass
 class TerminalStep:
-    """``result`` is shown behind the step when it has ended."""
+    """A step of the command; ``result`` is printed after its time."""
 
     result: str = ""
 
 
 class TerminalProgress:
-    """``with progress.step("converting") as step: ...; step.result = "9.5 MB"``"""
+    """``with progress.step("converting") as step: ...; step.result = "9.5 MB"``
 
-    def __init__(self) -> None:
-        self._live = sys.stderr.isatty()
+    With ``lines`` each step leaves a line with the time it took.
+    """
+
+    def __init__(self, lines: bool = True) -> None:
+        self._live, self._lines = sys.stderr.isatty(), lines
 
     def note(self, text: str) -> None:
         click.echo(text, err=True)
@@ -47,4 +50,5 @@ class TerminalProgress:
                 shown.join()
                 click.echo("\r\x1b[K", nl=False, err=True)
         result = f", {step.result}" if step.result else ""
-        click.echo(f"{text}: {time.monotonic() - began:.1f} s{result}", err=True)
+        if self._lines:
+            click.echo(f"{text}: {time.monotonic() - began:.1f} s{result}", err=True)

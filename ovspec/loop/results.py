@@ -1,4 +1,4 @@
-"""What generating returns: pieces of a stream, results, statistics."""
+"""What generating returns: pieces of a stream, results and statistics."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ FinishReason = Literal["stop", "length", "eos", "cancelled"]
 class Piece:
     """What one round added to the text. ``finish_reason`` is None until the last piece.
 
-    ``logprobs`` has one entry for each token where they were asked for. ``sources`` says of each token where it came
-    from: "target", the name of the drafter that had proposed it ("draft", "lookup", "own" or what it calls itself), or
-    "forced" where constraints left no other.
+    ``logprobs`` has one entry for each token if they were requested. ``sources`` names the origin of each token:
+    "target", the name of the drafter that proposed it ("draft", "lookup", "own" or its own name), or "forced" if
+    constraints left no other choice.
     """
 
     text: str
@@ -41,18 +41,23 @@ class Proposals:
 
     @property
     def acceptance_rate(self) -> float | None:
-        """Probability that a proposed token is accepted given that those before it were."""
+        """Share of the proposed tokens that were accepted; None if nothing was proposed."""
+        return self.accepted / self.proposed if self.proposed else None
+
+    @property
+    def conditional_acceptance(self) -> float | None:
+        """Probability that a proposed token is accepted, given that those before it in its proposal were."""
         return self.accepted / self.reached if self.reached else None
 
     def count_proposal(self, source: str, proposed: int, accepted: int) -> None:
-        """Count a proposal of ``source``, of which the first ``accepted`` tokens were accepted."""
+        """Count a proposal of the drafter ``source``; its first ``accepted`` tokens were accepted."""
         self.proposed += proposed
         self.reached += min(1, proposed)
         self.drafters.setdefault(source, {"proposed": 0, "accepted": 0})["proposed"] += proposed
         self.count_accepted(source, range(accepted), proposed)
 
     def count_accepted(self, source: str, positions: range, proposed: int) -> None:
-        """Count the tokens at ``positions`` as accepted; their proposal of ``proposed`` tokens was counted before."""
+        """Count the tokens at ``positions`` of a proposal as accepted; its ``proposed`` tokens are counted already."""
         self.accepted += len(positions)
         self.reached += max(0, min(len(positions), proposed - positions.start - 1))
         self.drafters[source]["accepted"] += len(positions)
@@ -63,13 +68,13 @@ class Proposals:
 
 @dataclass(kw_only=True)
 class Stats(Proposals):
-    """Counts are tokens, times milliseconds of wall clock.
+    """Statistics of one text. Counts are tokens, times are milliseconds of wall clock.
 
-    ``ttft_ms`` runs from the prompt's token ids to the first token, ``tpot_ms`` is the mean time of each
-    later one. ``target_ms`` and ``draft_ms`` are spent in inference; ``other_ms`` is all the rest, with
-    what the caller does between two pieces of a stream. In a batch, times are those of the whole batch
-    from when the row joined until it was finished. ``forced``: tokens that came without being chosen, because
-    constraints left no other. ``drafters`` has proposed and accepted tokens by the drafter's name.
+    ``ttft_ms`` runs from the prompt's token ids to the first token; ``tpot_ms`` is the mean time of each later one.
+    ``target_ms`` and ``draft_ms`` are spent in inference; ``other_ms`` is everything else, including what the caller
+    does between two pieces of a stream. In a batch, times are those of the whole batch from when the row joined until
+    it finished. ``forced`` counts tokens that needed no choice because constraints left no other. ``drafters`` has the
+    proposed and accepted tokens of each drafter by its name.
     """
 
     prompt_tokens: int = 0
@@ -87,15 +92,20 @@ class Stats(Proposals):
     engine: str = ""
     engine_reason: str = ""
     draft_engine: str | None = None
-    profile: str | None = None  # what was chosen for this machine
+    profile: str | None = None  # the settings chosen for this machine
+
+    @property
+    def tokens_per_round(self) -> float:
+        """Generated tokens for each round, that is for each inference of the target."""
+        return self.generated_tokens / max(self.rounds, 1)
 
 
 @dataclass(frozen=True)
 class Result:
     """A finished text.
 
-    ``token_ids`` holds what was generated, with the EOS or stop id that ended it; ``text`` leaves out what stopped it.
-    ``logprobs`` has one entry for each of ``token_ids`` where they were asked for.
+    ``token_ids`` holds every generated token, including the EOS or stop id that ended the text; ``text`` leaves out
+    what stopped it. ``logprobs`` has one entry for each of ``token_ids`` if they were requested.
     """
 
     text: str
@@ -106,7 +116,7 @@ class Result:
 
 
 class Finishing(Protocol):
-    """A row, as far as a stream ends it."""
+    """The part of a row that a stream needs to end it."""
 
     def cancel(self) -> Piece: ...
 
@@ -116,7 +126,8 @@ class Finishing(Protocol):
 class TextStream:
     """Pieces of text as rounds produce them; iterate over it once.
 
-    Ctrl-C during a round ends it with a piece "cancelled" and then KeyboardInterrupt. ``ended`` is called in the end.
+    Ctrl-C during a round ends the text with a piece "cancelled" and then raises KeyboardInterrupt. ``ended`` is called
+    at the end.
     """
 
     def __init__(self, pieces: Generator[Piece], row: Finishing, ended: Callable[[], None] = lambda: None) -> None:
@@ -126,13 +137,13 @@ class TextStream:
         return self._pieces
 
     def cancel(self) -> None:
-        """End the text where it is."""
+        """End the text here."""
         self._pieces.close()
         self._row.cancel()
         self._ended()
 
     def result(self) -> Result:
-        """The whole text and its statistics; runs to the end what is not generated yet."""
+        """Return the whole text and its statistics; generate first what is still missing."""
         for _ in self._pieces:
             pass
         self.cancel()  # has no effect unless an exception ended the stream

@@ -17,6 +17,7 @@ import numpy as np
 import openvino as ov
 
 from ovspec import __version__
+from ovspec.comparison import rotated, speedup_of
 from ovspec.decoders.sequence import Sequence
 from ovspec.drafting.choice import DraftChoice
 from ovspec.drafting.costs import Costs
@@ -60,11 +61,14 @@ class Cell:
 
 @dataclass
 class Line:
-    """The figures of one cell, over all prompts. Times are medians; ``spread`` is that of tpot_ms, half its quartiles'
-    distance as a share of it. ``speedup`` compares the summed times with plain decoding of the same texts in the same
-    batches, of which ``equal`` tells how many were the same. ``weights_gb_s``: weights that the target's inferences
-    read a second. ``predicted``: the speed-up by what tokens cost and how many were accepted. ``tokens_per_s`` are of
-    all texts of a batch together, ``tpot_ms`` of each.
+    """The figures of one cell, over all prompts.
+
+    ``plain_tpot_ms`` and ``tpot_ms`` are milliseconds per token of each text in the median turn; their ratio is
+    ``speedup`` (see ``ovspec.comparison``), None if it would be a gain that drafting can't have caused. ``spread`` is
+    the least and the greatest ratio of a turn. ``tokens_per_s`` counts all texts of a batch together. ``equal`` counts
+    the texts that are the same as in plain decoding. ``acceptance`` is the conditional one. ``weights_gb_s``: weights
+    that the target's inferences read per second. ``predicted``: the speed-up expected from what tokens cost and how
+    many were accepted. The other times are medians.
     """
 
     pair: str
@@ -75,14 +79,17 @@ class Line:
     lookahead: int | str
     accept: AcceptRule
     tokens_per_s: float
+    plain_tpot_ms: float
     tpot_ms: float
-    spread: float
+    spread: tuple[float, float]
     p95_gap_ms: float
     ttft_ms: float
-    speedup: float
+    speedup: float | None
     predicted: float | None
     equal: str
     acceptance: float | None
+    proposed: int
+    accepted: int
     accepted_by_position: list[int]
     tokens_per_round: float
     weights_gb_s: float
@@ -101,12 +108,12 @@ class Run:
 
     @property
     def tokens(self) -> int:
-        """Behind the first of each text."""
+        """Generated tokens after the first of each text."""
         return sum(result.stats.generated_tokens - 1 for result in self.results)
 
     @property
     def ms(self) -> float:
-        """That they took: until the last text was finished."""
+        """Milliseconds until the last text was finished."""
         return max(r.stats.tpot_ms * (r.stats.generated_tokens - 1) for r in self.results)
 
 
@@ -161,7 +168,7 @@ def run_bench(
         runs: dict[Cell, list[Run]] = {cell: [] for cell in order}
         for repeat in range(repeats):
             for number in range(min(prompts, len(tasks))):
-                for cell in order:
+                for cell in rotated(order, repeat * prompts + number):
                     drafted = variants[cell.mode]
                     if not runs[cell] and not repeat:  # kernels are made, and the lookahead learns what is what
                         run(drafted, cell, tasks, len(tasks) - 1, min(tokens, 32), dictate)
@@ -247,9 +254,7 @@ def learned_costs(variants: dict[Mode, LanguageModel], temperature: float) -> tu
 def summarise(pair: str, cell: Cell, runs: list[Run], plain: list[Run], costs: tuple[Costs, Costs] | None) -> Line:
     results = [result for run in runs for result in run.results]
     stats = [result.stats for result in results]
-    times = [s.tpot_ms for s in stats]
-    tpot = statistics.median(times)
-    quartiles = statistics.quantiles(times, n=4) if len(times) > 1 else [tpot, tpot, tpot]
+    speedup = speedup_of([run.ms / run.tokens for run in plain], [run.ms / run.tokens for run in runs], stats)
     reached = sum(s.reached for s in stats)
     rounds = sum(s.rounds for s in stats)
     positions = max((len(s.accepted_by_position) for s in stats), default=0)
@@ -275,15 +280,18 @@ def summarise(pair: str, cell: Cell, runs: list[Run], plain: list[Run], costs: t
         cell.mode,
         "auto" if cell.lookahead is None else cell.lookahead,
         cell.accept,
-        1e3 / tpot if cell.batch == 1 else statistics.median(1e3 * run.tokens / run.ms for run in runs),
-        tpot,
-        (quartiles[2] - quartiles[0]) / 2 / tpot,
+        1e3 / speedup.ms,
+        speedup.plain_ms * cell.batch,
+        speedup.ms * cell.batch,
+        (speedup.ratios[0], speedup.ratios[-1]),
         float(np.percentile([gap for run in runs for gap in run.gaps], 95)),
         statistics.median(s.ttft_ms for s in stats),
-        sum(run.ms for run in plain) / sum(run.ms for run in runs),
+        1.0 if cell.mode == "plain" else speedup.claimed,
         predicted,
         f"{equal} of {len(results)}",
         sum(s.accepted for s in stats) / reached if reached else None,
+        sum(s.proposed for s in stats),
+        sum(s.accepted for s in stats),
         by_position,
         sum(s.generated_tokens for s in stats) / rounds,
         0.0,

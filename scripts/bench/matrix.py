@@ -1,4 +1,4 @@
-"""Time a pair without and with everything that proposes tokens, in every combination that is asked for.
+"""Time a pair without and with each drafter, in every requested combination.
 
     python scripts/bench/matrix.py [DIR] [--workload ...] [--context ...] [--batch ...] [--lookahead ...] [--plot FILE]
 
@@ -26,8 +26,8 @@ from ovspec.loading import embedded_pair
 from ovspec.setup.manifest import DRAFT_FOLDER
 
 HERE = Path(__file__).resolve().parent
-HEADS = ("workload", "context", "T", "batch", "mode", "k", "tokens/s", "ms/token", "±", "p95 gap", "first", "speed-up")
-HEADS = (*HEADS, "acceptance", "tokens/round", "GB/s", "equal")
+HEADS = ("workload", "context", "T", "batch", "mode", "k", "tokens/s", "plain ms/token", "ms/token", "speed-up")
+HEADS = (*HEADS, "range", "conditional acceptance", "tokens/round", "p95 gap", "first", "GB/s", "equal")
 
 
 class ListOf(click.ParamType):
@@ -70,15 +70,17 @@ class ListOf(click.ParamType):
     type=click.Choice(("compare", "rejection")),
     default="compare",
     show_default=True,
-    help="How sampled text is held against proposals.",
+    help="How sampled tokens are compared with proposals.",
 )
-@click.option("--dictate", is_flag=True, help="Edits: say the right answer whatever the model would say.")
+@click.option("--dictate", is_flag=True, help="Edits: generate the right answer whatever the model would generate.")
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON object a line, as the figures come.")
 @click.option(
     "--plot", type=click.Path(dir_okay=False), metavar="FILE", help="Draw speed-up by lookahead (matplotlib)."
 )
 @click.option(
-    "--peers", is_flag=True, help="Beside openvino-genai, llama.cpp, PyTorch and others, as peers/run.py does."
+    "--peers",
+    is_flag=True,
+    help="Time openvino-genai, llama.cpp, PyTorch and others beside ovspec, as peers/run.py does.",
 )
 @click.option("--checkpoints", metavar="PATH", help="With --peers: folder of the checkpoints target/ and draft/.")
 @runtime_options
@@ -104,10 +106,11 @@ def matrix(
     checkpoints: str | None,
     **runtime: Any,
 ) -> None:
-    """Time the model in DIR without and with everything that proposes tokens.
+    """Time the model in DIR without and with each drafter.
 
     Workloads are code to complete, a file to edit and prose, none of which the demo pair was trained on; contexts are
-    tokens of other text before them. The modes of a cell take turns. Use an idle machine.
+    tokens of other text before them. The modes of a cell take turns, each beginning with another one. Use an idle
+    machine.
 
     \b
     Examples:
@@ -192,13 +195,14 @@ def row(line: Line) -> str:
         line.mode,
         str(line.lookahead) if line.mode != "plain" else "",
         f"{line.tokens_per_s:.1f}",
+        f"{line.plain_tpot_ms:.2f}",
         f"{line.tpot_ms:.2f}",
-        f"{line.spread:.0%}",
-        f"{line.p95_gap_ms:.1f}",
-        f"{line.ttft_ms:.0f}",
-        f"{line.speedup:.2f}",
+        f"{line.speedup:.2f}" if line.speedup else "none",
+        f"{line.spread[0]:.2f} to {line.spread[1]:.2f}" if line.speedup and line.mode != "plain" else "",
         acceptance,
         f"{line.tokens_per_round:.2f}",
+        f"{line.p95_gap_ms:.1f}",
+        f"{line.ttft_ms:.0f}",
         f"{line.weights_gb_s:.1f}",
         line.equal,
     ]
@@ -206,7 +210,7 @@ def row(line: Line) -> str:
 
 
 def draw(lines: list[Line], file: Path) -> None:
-    """Speed-up by lookahead for each workload, context and temperature; dashed what costs and acceptance predict."""
+    """Draw speed-up by lookahead, 1 where none is claimed; dashed what costs and acceptance predict."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -221,12 +225,12 @@ def draw(lines: list[Line], file: Path) -> None:
             points = [line for line in group if line.mode == mode and line.lookahead != "auto"]
             if points:
                 ks = [int(line.lookahead) for line in points]
-                axis.plot(ks, [line.speedup for line in points], "o-", color=color, label=mode)
+                axis.plot(ks, [line.speedup or 1 for line in points], "o-", color=color, label=mode)
                 if all(line.predicted for line in points):
                     axis.plot(ks, [line.predicted or 0 for line in points], "--", color=color, alpha=0.6)
         for line in group:
             if line.mode == "auto":
-                axis.axhline(line.speedup, color="tab:red", label="auto")
+                axis.axhline(line.speedup or 1, color="tab:red", label="auto")
         axis.axhline(1, color="grey", linewidth=0.8)
         axis.set(title=f"{workload}, context {context}, T={temperature:g}", xlabel="lookahead")
     axes[0][0].set_ylabel("speed-up")

@@ -1,4 +1,4 @@
-"""The figures of the docs: time to help and to the first token, overhead, speed-up, drift of the KV cache.
+"""The figures of the demo pair in the docs: time to help and to the first token, speed-up, overhead, KV cache drift.
 
     python scripts/bench/readme.py [--json]
 
@@ -18,11 +18,12 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 import ovspec
+from ovspec.comparison import rotated, speedup_of_results
 from ovspec.decoders.base import Rollback
 from ovspec.decoders.stateful import StatefulDecoder
 from ovspec.ir.compile import compile_ir
@@ -33,6 +34,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 CHECKPOINTS = ROOT / "models" / "demo-hf"
 PROMPTS = [entry["text"] for entry in json.loads((ROOT / "models" / "prompts.json").read_text("utf-8"))["prompts"]]
 TOKENS = 128
+Ahead = int | Literal["auto"]
 
 
 def time_to_help() -> float:
@@ -63,31 +65,35 @@ def time_to_first_token(folder: Path, cache: Path, *options: str) -> float:
     return statistics.median(once() for _ in range(5))
 
 
-def speed(folder: Path, cache: Path, lookaheads: list[int], **options: Any) -> list[dict[str, Any]]:
-    """Plain and speculative decoding of every prompt, interleaved; totals over the prompts."""
+def speed(folder: Path, cache: Path, lookaheads: list[Ahead], **options: Any) -> list[dict[str, Any]]:
+    """Time plain and speculative decoding of every prompt in turns; the speed-up is that of ``ovspec.comparison``."""
     lm = ovspec.load(folder, True, cache_dir=cache, **options)
-    modes = [0, *lookaheads]
+    modes: list[Ahead] = [0, *lookaheads]
     for lookahead in modes:
-        lm.generate(PROMPTS[0], max_tokens=32, ignore_eos=True, lookahead=lookahead)
-    runs: dict[int, list[ovspec.Result]] = {lookahead: [] for lookahead in modes}
-    for prompt in PROMPTS:
-        for lookahead in modes:
+        lm.generate(PROMPTS[0], max_tokens=TOKENS, ignore_eos=True, lookahead=lookahead)
+    runs: dict[Ahead, list[ovspec.Result]] = {lookahead: [] for lookahead in modes}
+    for turn, prompt in enumerate(PROMPTS):
+        for lookahead in rotated(modes, turn):
             runs[lookahead].append(lm.generate(prompt, max_tokens=TOKENS, ignore_eos=True, lookahead=lookahead))
-    plain = statistics.mean(result.stats.tpot_ms for result in runs[0])
     rows = []
     for lookahead, results in runs.items():
-        stats = [result.stats for result in results]
-        inferences = sum(s.rounds + s.proposed for s in stats)
-        tpot = statistics.mean(s.tpot_ms for s in stats)
-        reached = sum(s.reached for s in stats)
+        stats, speedup = [result.stats for result in results], speedup_of_results(runs[0], results)
+        proposed, accepted, reached, rounds, tokens = (
+            sum(getattr(s, name) for s in stats)
+            for name in ("proposed", "accepted", "reached", "rounds", "generated_tokens")
+        )
         rows.append(
             {
                 "lookahead": lookahead,
-                "tpot_ms": tpot,
-                "speedup": plain / tpot,
-                "acceptance": sum(s.accepted for s in stats) / reached if reached else None,
-                "tokens_per_round": sum(s.generated_tokens for s in stats) / sum(s.rounds for s in stats),
-                "overhead_ms_per_inference": sum(s.other_ms for s in stats) / inferences,
+                "plain_tpot_ms": speedup.plain_ms,
+                "tpot_ms": speedup.ms,
+                "speedup": speedup.claimed if lookahead else None,
+                "spread": (speedup.ratios[0], speedup.ratios[-1]),
+                "proposed": proposed,
+                "accepted": accepted,
+                "conditional_acceptance": accepted / reached if reached else None,
+                "tokens_per_round": tokens / rounds,
+                "overhead_ms_per_inference": sum(s.other_ms for s in stats) / (rounds + proposed),
                 "equal": sum(a.token_ids == b.token_ids for a, b in zip(results, runs[0], strict=True)),
             }
         )
@@ -95,7 +101,7 @@ def speed(folder: Path, cache: Path, lookaheads: list[int], **options: Any) -> l
 
 
 def rollback_drift(folder: Path, cache: Path) -> list[dict[str, Any]]:
-    """How far logits move when tokens of a text are rolled back and fed again, by type of the KV cache.
+    """Return how far logits move when tokens are rolled back and fed again, for each type of KV cache.
 
     ``again``: the last 4 tokens, fed as before. ``regrouped``: the last 100 and 4, first fed as 200 and 4.
     In units of the logits' standard deviation.
@@ -130,24 +136,24 @@ def drift_table(rows: list[dict[str, Any]]) -> str:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    heads = [
-        "lookahead",
-        "ms a token",
-        "speed-up",
-        "acceptance",
-        "tokens a round",
-        "overhead, ms an inference",
-        "equal",
-    ]
+    heads = ["lookahead", "plain, ms per token", "ms per token", "speed-up", "range", "accepted of proposed"]
+    heads += ["conditional acceptance", "tokens per round", "overhead, ms per inference", "equal"]
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for row in rows:
-        acceptance = f"{row['acceptance']:.2f}" if row["acceptance"] is not None else ""
-        name = row["lookahead"] or "plain"
-        lines.append(
-            f"| {name} | {row['tpot_ms']:.2f} | {row['speedup']:.2f} | {acceptance} | "
-            f"{row['tokens_per_round']:.2f} | {row['overhead_ms_per_inference']:.3f} | "
-            f"{row['equal']} of {len(PROMPTS)} |"
-        )
+        speedup, drafted = row["speedup"], row["conditional_acceptance"] is not None
+        cells = [
+            str(row["lookahead"] or "plain"),
+            f"{row['plain_tpot_ms']:.2f}" if row["lookahead"] else "",
+            f"{row['tpot_ms']:.2f}",
+            f"{speedup:.2f}" if speedup else "none" if row["lookahead"] else "",
+            f"{row['spread'][0]:.2f} to {row['spread'][1]:.2f}" if speedup else "",
+            f"{row['accepted']} of {row['proposed']}" if drafted else "",
+            f"{row['conditional_acceptance']:.2f}" if drafted else "",
+            f"{row['tokens_per_round']:.2f}",
+            f"{row['overhead_ms_per_inference']:.3f}",
+            f"{row['equal']} of {len(PROMPTS)}",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -155,7 +161,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="one JSON object instead of tables")
     args = parser.parse_args()
-    lookaheads = [1, 2, 3, 4, 6, 8]
+    lookaheads: list[Ahead] = [1, 2, 3, 4, 6, 8, "auto"]
     with tempfile.TemporaryDirectory() as scratch:
         cache, f32 = Path(scratch) / "cache", Path(scratch) / "f32"
         command = ["export", CHECKPOINTS / "target", "--draft", CHECKPOINTS / "draft", "-o", f32]

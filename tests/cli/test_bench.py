@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -14,7 +15,7 @@ from click.testing import CliRunner
 from conftest import PROMPTS, ROOT
 
 import ovspec
-from ovspec.cli.bench import Measured, bench, check_plot, measure, row_of, table
+from ovspec.cli.bench import HEADS, bench, check_plot, measure, row_of, table
 from ovspec.errors import OvspecError
 from ovspec.loop.results import Result, Stats
 
@@ -46,10 +47,13 @@ def test_a_row_for_each_mode(rows: list[dict[str, Any]]) -> None:
         assert row["equal"] == row["texts"] == 3
         if row["mode"] == "plain":
             assert (row["speedup"], row["spread"], row["proposed"], row["note"]) == (1.0, [1.0, 1.0], 0, "")
-        else:
-            least, most = row["spread"]
-            assert 0 < least <= row["speedup"] <= most
-            assert 0 < row["accepted"] <= row["proposed"]
+            assert row["tokens_per_round"] == 1
+            continue
+        least, most = row["spread"]
+        assert row["speedup"] == pytest.approx(row["plain_tpot_ms"] / row["tpot_ms"], rel=1e-2), "a row's own times"
+        assert 0 < least <= row["speedup"] <= most
+        assert 0 < row["accepted"] <= row["proposed"]
+        assert row["tokens_per_round"] > 1
     assert rows[2]["accepted"] > rows[1]["accepted"], "the draft always has something to propose"
 
 
@@ -84,15 +88,16 @@ def test_temperature_and_length(ovspec_command: Any, rows: list[dict[str, Any]])
 def test_the_table_without_a_draft(ovspec_command: Any, tmp_path: Path) -> None:
     """A text of two tokens leaves no room for a proposal, so no speed-up is shown."""
     shutil.copytree(DEMO, tmp_path / "alone", ignore=shutil.ignore_patterns("draft", "ovspec.json"))
-    why = "lookup: nothing was proposed: drafting doesn't pay for this model here"
+    why = "lookup: no speed-up: drafting doesn't pay for this model here (nothing was proposed)"
     for given in ([tmp_path / "alone"], [DEMO, "--draft", "none"]):
         done = ovspec_command("bench", *given, "--prompt", "def f():", "-n", "2")
-        lines = done.stdout.splitlines()
-        assert lines[0].split() == ["mode", "tokens/s", "ms/token", "speed-up", "accepted", "same", "text"]
-        assert [line.split()[0] for line in lines[1:3]] == ["plain", "lookup"]
-        assert lines[1].split()[3:] == ["1.00", "-", "1", "of", "1"]
-        assert lines[2].split()[3:] == ["-", "-", "1", "of", "1"]
-        assert lines[3:] == [why]
+        lines = [re.split(r" {2,}", line) for line in done.stdout.splitlines()]
+        assert lines[0] == list(HEADS)
+        assert [line[0] for line in lines[1:3]] == ["plain", "lookup"]
+        assert lines[2][-3:] == ["nothing proposed", "1.00", "1 of 1"]
+        speedup = lines[2][4]
+        assert speedup == "none" or float(speedup) <= 1, "a loss is shown, a gain isn't"
+        assert done.stdout.splitlines()[3].startswith(why)
 
 
 def test_a_draft_that_is_named(ovspec_command: Any, tmp_path: Path) -> None:
@@ -143,14 +148,16 @@ def test_where_the_model_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (seen["folder"], seen["draft"]) == (DEMO, ["lookup", "draft"])
 
 
-# ---------------------------------------------------------------- turns and speed-ups
+# ---------------------------------------------------------------- turns and rows
 
 
 def result(tpot_ms: float, accepted: int = 0, proposed: int = 0, tokens: tuple[int, ...] = (1, 2)) -> Result:
-    return Result("", list(tokens), "length", Stats(tpot_ms=tpot_ms, accepted=accepted, proposed=proposed))
+    rounds = 100 - accepted
+    stats = Stats(tpot_ms=tpot_ms, generated_tokens=100, rounds=rounds, accepted=accepted, proposed=proposed)
+    return Result("", list(tokens), "length", stats)
 
 
-def test_modes_take_turns() -> None:
+def test_modes_take_turns_and_each_begins_with_another() -> None:
     calls: list[tuple[str, str, int, dict[str, Any]]] = []
 
     def fake(mode: str) -> Any:
@@ -161,36 +168,49 @@ def test_modes_take_turns() -> None:
         return SimpleNamespace(generate=generate)
 
     options = {"lookahead": "auto", "max_tokens": 100, "temperature": 0.5}
-    found = measure({"plain": fake("plain"), "draft": fake("draft")}, ["a", "b"], options, 2)
-    assert [call[0] for call in calls] == ["plain", "draft"] * 5
-    assert [call[1] for call in calls[2::2]] == ["a", "b", "a", "b"]
-    assert [call[2] for call in calls[::2]] == [call[2] for call in calls[1::2]], "the same seed for all modes"
-    assert len({call[2] for call in calls[2::2]}) == 4, "another for each text"
-    assert [call[3]["max_tokens"] for call in calls] == [32] * 2 + [100] * 8, "the warm-up is short"
-    assert [call[3]["lookahead"] for call in calls] == [0, "auto"] * 5
+    found = measure({mode: fake(mode) for mode in ("plain", "lookup", "draft")}, ["a", "b"], options, 2)
+    turns = [calls[first : first + 3] for first in range(0, len(calls), 3)]
+    assert [[call[0] for call in turn] for turn in turns] == [
+        ["plain", "lookup", "draft"],
+        ["plain", "lookup", "draft"],
+        ["lookup", "draft", "plain"],
+        ["draft", "plain", "lookup"],
+        ["plain", "lookup", "draft"],
+    ]
+    assert [{call[1] for call in turn} for turn in turns[1:]] == [{"a"}, {"b"}, {"a"}, {"b"}]
+    assert all(len({call[2] for call in turn}) == 1 for turn in turns), "the same seed for all modes"
+    assert len({turn[0][2] for turn in turns[1:]}) == 4, "another seed for each text"
+    assert [call[3]["max_tokens"] for call in calls] == [32] * 3 + [100] * 12, "the warm-up is short"
+    assert all(call[3]["lookahead"] == (0 if call[0] == "plain" else "auto") for call in calls)
     assert {call[3]["temperature"] for call in calls} == {0.5}
-    assert {mode: len(texts) for mode, texts in found.items()} == {"plain": 4, "draft": 4}
+    assert {mode: len(texts) for mode, texts in found.items()} == {"plain": 4, "lookup": 4, "draft": 4}
 
 
-def test_speedups_are_of_pairs() -> None:
+def test_a_row_shows_the_median_turn() -> None:
     plain = [result(10.0), result(20.0), result(30.0)]
-    row = row_of("draft", 4, [result(5.0, 3, 4), result(20.0, 1, 4), result(10.0, 2, 4, (1, 3))], plain)
-    assert (row.speedup, row.spread, row.tpot_ms, row.tokens_per_s) == (2.0, (1.0, 3.0), 10.0, 100.0)
-    assert (row.accepted, row.proposed, row.equal, row.texts, row.note) == (6, 12, 2, 3, "")
-    assert "2.00 (1.00-3.00)  6 of 12   2 of 3" in table([row])
+    row = row_of("draft", 4, [result(5.0, 30, 40), result(19.0, 10, 40), result(10.0, 20, 40, (1, 3))], plain)
+    assert (row.speedup, row.plain_tpot_ms, row.tpot_ms, row.tokens_per_s) == (2.0, 10.0, 5.0, 200.0)
+    assert (row.spread[0], row.spread[1]) == (pytest.approx(20 / 19, abs=1e-3), 3.0)
+    assert (row.accepted, row.proposed, row.equal, row.texts, row.note) == (60, 120, 2, 3, "")
+    cells = re.split(r" {2,}", table([row]).splitlines()[1])
+    assert cells == ["draft", "10.00", "5.00", "200.0", "2.00", "1.05 to 3.00", "60 of 120", "1.25", "2 of 3"]
 
 
 @pytest.mark.parametrize(
-    ("lookahead", "proposed", "note"),
+    ("proposed", "accepted", "ms", "speedup", "note"),
     [
-        ("auto", 0, "nothing was proposed: drafting doesn't pay for this model here"),
-        (2, 0, "nothing was proposed: lookup found nothing to quote"),
-        (2, 8, "nothing that was proposed was accepted"),
+        (0, 0, 5.0, None, "no speed-up: drafting doesn't pay for this model here (nothing was proposed)"),
+        (8, 0, 5.0, None, "no speed-up: drafting doesn't pay for this model here (0 of 8 proposed tokens accepted)"),
+        (0, 0, 20.0, 0.5, "(nothing was proposed); 0.50 of plain speed (0.50 to 0.50, 1 turn)"),
+        (90, 30, 20.0, 0.5, "no speed-up: drafting costs more than it brings here; 0.50 of plain speed"),
     ],
 )
-def test_no_speedup_is_claimed_where_nothing_was_accepted(lookahead: int | str, proposed: int, note: str) -> None:
-    row = row_of("lookup", lookahead, [result(5.0, 0, proposed)], [result(10.0)])
-    assert (row.speedup, row.spread, row.note) == (None, None, note)
-    lines = table([Measured("plain", 0, 100.0, 10.0, 1.0, (1.0, 1.0), 0, 0, 1, 1, ""), row]).splitlines()
-    assert lines[2].split()[:4] == ["lookup", "200.0", "5.00", "-"]
-    assert lines[-1] == f"lookup: {note}"
+def test_gains_need_a_cause_and_losses_are_shown(
+    proposed: int, accepted: int, ms: float, speedup: float | None, note: str
+) -> None:
+    row = row_of("lookup", "auto", [result(ms, accepted, proposed)], [result(10.0)])
+    assert row.speedup == speedup
+    assert note in row.note
+    lines = table([row]).splitlines()
+    assert re.split(r" {2,}", lines[1])[4] == (f"{speedup:.2f}" if speedup else "none")
+    assert lines[-1] == f"lookup: {row.note}"

@@ -1,4 +1,4 @@
-"""``ovspec chat`` as a user has it: through a pipe, and typed into a terminal."""
+"""``ovspec chat`` as a user runs it: through a pipe and in a terminal."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ovspec.cli.prompting import message
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 DEMO = ROOT / "models" / "demo"
-SHORT = ("--max-tokens", "12", "--engine", "stateful")  # which loads sooner
+SHORT = ("--max-tokens", "12", "--engine", "stateful")  # the stateful engine loads faster
 
 
 def lines_of(*lines: str) -> Callable[[bool], str]:
@@ -40,8 +40,8 @@ def test_messages_of_several_lines() -> None:
 
 
 def test_a_chat_through_a_pipe(ovspec_command: Run, cache_dir: Path) -> None:
-    """Answers on stdout, everything else on stderr; each is what the model says to the chat so far."""
-    said = ["Write a loop.", "/stats", "And a class,\\", "please.", "/undo", "/undo", "Write a loop.", "/exit"]
+    """Answers go to stdout, everything else to stderr. Each answer is what a session generates for the chat so far."""
+    said = ["Write a loop.", "/stats full", "And a class,\\", "please.", "/undo", "/undo", "Write a loop.", "/exit"]
     done = ovspec_command("chat", DEMO, "--draft", *SHORT, stdin="\n".join(said))
     assert done.returncode == 0, done.stderr
     lm = ovspec.load(DEMO, engine="stateful", cache_dir=cache_dir)
@@ -53,7 +53,7 @@ def test_a_chat_through_a_pipe(ovspec_command: Run, cache_dir: Path) -> None:
     assert done.stdout == "".join(f"{text}\n" for text in [*expected, expected[0]])
     assert "Taken back: And a class,\nplease." in done.stderr
     assert "Taken back: Write a loop." in done.stderr
-    assert "tokens read, the rest was in the cache" in done.stderr
+    assert re.search(r"prompt: \d+ tokens, \d+ of them read; first token after", done.stderr)
     assert "Cut off after 12 tokens" in done.stderr
 
 
@@ -63,7 +63,7 @@ def test_commands_and_mistakes(ovspec_command: Run, tmp_path: Path) -> None:
         "/system",
         "/system Be brief.",
         "hi",
-        "",  # goes on with the answer
+        "",  # continues the answer
         f'/save "{file}"',
         "/reset",
         "/undo",
@@ -79,11 +79,11 @@ def test_commands_and_mistakes(ovspec_command: Run, tmp_path: Path) -> None:
         "still here",
     ]
     done = ovspec_command("chat", DEMO, *SHORT, stdin="\n".join(said))
-    assert done.returncode == 1, "some of it failed, and nobody may have seen it"
+    assert done.returncode == 1, "some commands failed, and nobody may have noticed"
     for text in (
         "There is no system message.",
         f"Saved to {file}.",
-        "The chat begins anew.",
+        "The chat starts over.",
         "There is nothing to take back.",
         "Be brief.",
         "nowhere: no such file",
@@ -91,7 +91,7 @@ def test_commands_and_mistakes(ovspec_command: Run, tmp_path: Path) -> None:
         "Taken back: hi",
         "Name a file.",
         "There is no command /etc/passwd",
-        "/undo takes nothing behind it.",
+        "/undo takes no argument.",
         "/system [TEXT]",
         "The context of 2048 tokens is full",
     ):
@@ -109,6 +109,7 @@ def test_a_session_file_between_two_calls(ovspec_command: Run, tmp_path: Path) -
     assert re.search(r"context: 500 tokens, about \d+ MB", first.stderr)
     second = ovspec_command("chat", DEMO, *SHORT, "--session", file, "--stats", stdin="more\n/undo\n")
     assert "2 messages" in second.stderr
+    assert re.search(r"prompt \d+ tokens in .* tokens/s", second.stderr)
     assert "Taken back: more" in second.stderr
     with ovspec.load(DEMO, engine="stateful").session() as session:
         session.load(file)
@@ -118,11 +119,11 @@ def test_a_session_file_between_two_calls(ovspec_command: Run, tmp_path: Path) -
     assert text.returncode == 0
     wrong = ovspec_command("chat", DEMO, *SHORT, "--session", tmp_path / "text.ov", stdin="hi\n")
     assert wrong.returncode == 1
-    assert "a text that is no chat" in wrong.stderr
+    assert "not a chat" in wrong.stderr
 
 
 def test_generate_goes_on(ovspec_command: Run, tmp_path: Path) -> None:
-    """Prompt and text, then another prompt, then none: the same as in one session."""
+    """Calls with a prompt, another prompt, no prompt and token ids give the same tokens as one session."""
     file = tmp_path / "text.ov"
     calls = [["import os\n"], ["\n\ndef f("], [], ["--token-ids", "1 2 3"]]
     found = []
@@ -147,8 +148,8 @@ def test_generate_goes_on(ovspec_command: Run, tmp_path: Path) -> None:
 def test_an_answer_is_as_long_as_the_context_allows(ovspec_command: Run) -> None:
     options = ("--context", "60", "--max-tokens", "30", "--ignore-eos", "--engine", "stateful")
     done = ovspec_command("chat", DEMO, *options, stdin="hi\nmore\n/stats\n/undo\nmore\nand more\n")
-    assert "60 tokens in all of 60" in done.stderr
-    assert done.stderr.count("The context of 60 tokens is full; /undo takes back") == 1
+    assert "The chat has 60 tokens of 60." in done.stderr
+    assert done.stderr.count("The context of 60 tokens is full; use /undo") == 1
     assert done.returncode == 1
 
 
@@ -166,7 +167,7 @@ def test_misuse_is_refused(ovspec_command: Run, tmp_path: Path) -> None:
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs a pseudo-terminal")
 def test_a_chat_in_a_terminal(command_environment: dict[str, str], tmp_path: Path) -> None:
-    """Ctrl-C stops the answer and keeps the chat; Alt+Enter makes a new line; what was typed is remembered."""
+    """Ctrl-C stops the answer and keeps the chat, Alt+Enter starts a new line, and the input history is saved."""
     import pexpect
 
     environment = {

@@ -1,4 +1,4 @@
-"""Every option of the commands that measure and export is run with a value, and shows an effect."""
+"""Every option of the commands that measure and export is run with a value and has an effect."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ COMPILED: dict[str, tuple[tuple[str, ...], Callable[[Any, dict[str, str]], bool]
 @pytest.mark.parametrize("name", COMPILED)
 @pytest.mark.parametrize("command", ["inspect", "perplexity"])
 def test_where_and_how_models_are_compiled(run: Callable[..., Outcome], command: str, name: str) -> None:
-    """OpenVINO is given what the options say."""
+    """OpenVINO gets the values of the options."""
     options, given = COMPILED[name]
     LOADED.clear()
     found = measuring(run, command, "--engine", "stateful", *options)
@@ -63,7 +63,7 @@ def test_commands_that_measure(run: Callable[..., Outcome], command: str) -> Non
         windows = [json.loads(measuring(run, command, "--json", "--context", n).out)["context"] for n in (20, 30)]
         assert windows == [20, 30]
     else:
-        assert "All checksums are those of the export." in measuring(run, command, "--verify").out
+        assert "All files have the checksums they were exported with." in measuring(run, command, "--verify").out
 
 
 def test_inspect_without_the_profile(run: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,7 +79,7 @@ def test_inspect_without_the_profile(run: Callable[..., Outcome], monkeypatch: p
 
 
 def test_tune(run: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is measured is tested elsewhere; here, that the options arrive."""
+    """Tests only that the options arrive; the measuring is tested elsewhere."""
     from ovspec.setup import tuning
 
     def measured(folder: Path, options: Any, goal: str, **_: Any) -> Any:  # noqa: ARG001
@@ -113,7 +113,7 @@ OTHERS_OF_EXPORT = {"draft", "output", "list_pairs", "weight_format", "draft_wei
 
 
 def test_options_of_export(run: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch) -> None:
-    """They arrive where the export is made; what they do there is tested with the exporter."""
+    """The options reach the exporter; the exporter's own tests check what they do."""
     from types import SimpleNamespace
 
     from ovspec.setup import exporting

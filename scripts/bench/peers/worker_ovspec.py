@@ -1,6 +1,6 @@
 """ovspec as a worker of ``run.py``, by ``protocol.py``.
 
-Modes: plain; draft and lookup; any other mode is given to ``ovspec.load`` as its draft, as "lookup,draft". The options
+Modes: plain, draft, lookup, or any other value for the draft of ``ovspec.load``, such as "lookup,draft". The options
 engine, precision, kv_precision, tune and cache_dir are those of ``ovspec.load``.
 """
 
@@ -32,13 +32,13 @@ def load(setup: protocol.Setup) -> protocol.Generate:
             if piece.token_ids:
                 watch.token()
         result = stream.result()
-        return protocol.Texts([result.token_ids], result.stats.acceptance_rate)
+        return protocol.Texts([result.token_ids], result.stats.conditional_acceptance)
 
     return generate
 
 
 def settle(lm: ovspec.LanguageModel) -> None:
-    """Move the weights into large pages, as ovspec does by itself once it has run for some seconds."""
+    """Move the weights into large pages, as ovspec does automatically once it has run for some seconds."""
     lm.generate(
         [0] * 8, max_tokens=4, ignore_eos=True, lookahead=2 if lm.draft else 0
     )  # weights are packed when first used

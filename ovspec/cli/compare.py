@@ -1,0 +1,105 @@
+"""``ovspec generate --compare``: the text without and with speculation, whether both are equal, and the speed-up."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from typing import Any
+
+import click
+
+from ovspec.cli import output
+from ovspec.cli.progress import TerminalProgress
+from ovspec.comparison import Parting, parting, rotated, speedup_of_results, turns_within
+from ovspec.loop.results import Result
+from ovspec.model import LanguageModel
+
+Pair = tuple[Result, Result]  # (plain, speculative)
+
+
+def compare(lm: LanguageModel, prompt: Any, options: dict[str, Any], stats: str | None, as_json: bool) -> bool:
+    """Print both texts, then time both ways in turns and print the speed-up; return whether the texts are equal.
+
+    Ctrl-C while the turns run ends them; what was measured until then is shown.
+    """
+    if options.get("temperature") and "seed" not in options:
+        options = options | {"seed": secrets.randbits(32)}
+    ways: dict[str, dict[str, Any]] = {"plain": options | {"lookahead": 0}, "speculative": options}
+    first = show_texts(lm, prompt, ways, as_json)
+    pairs, interrupted = timed(lm, prompt, ways)
+    found = next((pair for pair in (first, *pairs) if pair[0].token_ids != pair[1].token_ids), None)
+    where = None
+    if found:
+        where = parting(lm, prompt, found[0].token_ids, found[1].token_ids, logits=not options.get("heal"))
+    show = as_object if as_json else as_text
+    show(lm, found or pairs[-1], pairs, where, stats)
+    if interrupted:
+        raise KeyboardInterrupt
+    return not found
+
+
+def show_texts(lm: LanguageModel, prompt: Any, ways: dict[str, dict[str, Any]], as_json: bool) -> Pair:
+    """Print both texts as they come. They aren't timed: kernels are made, and the lookahead learns what pays."""
+    results = []
+    for name, given in ways.items():
+        if not as_json:
+            output.heading(name)
+        result, interrupted = output.run(lm.stream(prompt, **given), show=not as_json)
+        if not as_json:
+            click.echo()
+        if interrupted:
+            raise KeyboardInterrupt
+        results.append(result)
+    return results[0], results[1]
+
+
+def timed(lm: LanguageModel, prompt: Any, ways: dict[str, dict[str, Any]]) -> tuple[list[Pair], bool]:
+    """Return (the results of each turn, whether Ctrl-C ended them)."""
+    pairs, progress = list[Pair](), TerminalProgress(lines=False)
+    try:
+        for turn in turns_within():
+            with progress.step(f"timing both in turns, turn {turn + 1}"):
+                results = {name: lm.generate(prompt, **ways[name]) for name in rotated(list(ways), turn)}
+            pairs.append((results["plain"], results["speculative"]))
+    except KeyboardInterrupt:
+        if not pairs:
+            raise
+        return pairs, True
+    return pairs, False
+
+
+def as_text(lm: LanguageModel, shown: Pair, pairs: list[Pair], where: Parting | None, stats: str | None) -> None:
+    """Print speed and acceptance, the verdict, and whether the texts are equal."""
+    speedup = speedup_of_results(*zip(*pairs, strict=True))
+    speculative = pairs[-1][1]
+    accepted = f"; {output.acceptance(speculative)}, {speculative.stats.tokens_per_round:.2f} tokens per round"
+    click.echo(f"plain        {1e3 / speedup.plain_ms:.1f} tokens/s", err=True)
+    click.echo(f"speculative  {1e3 / speedup.ms:.1f} tokens/s{accepted}", err=True)
+    for result in shown:
+        output.show_stats(result, "full" if stats == "full" else None)
+    counts = [sum(getattr(pair[1].stats, name) for pair in pairs) for name in ("proposed", "accepted")]
+    tokens = len(shown[0].token_ids)
+    equality = where.sentence(lm) if where else f"both texts have the same {tokens} token{'s' * (tokens != 1)}"
+    click.echo(f"{equality}\n{speedup.verdict(*counts)}", err=True)
+
+
+def as_object(lm: LanguageModel, shown: Pair, pairs: list[Pair], where: Parting | None, stats: str | None) -> None:
+    """Print all of it as one JSON object."""
+    speedup = speedup_of_results(*zip(*pairs, strict=True))
+    report: dict[str, Any] = {
+        "plain": output.as_dict(shown[0]),
+        "speculative": output.as_dict(shown[1]),
+        "equal": where is None,
+        "speedup": round(speedup.claimed, 3) if speedup.claimed else None,
+        "speedups": [round(ratio, 3) for ratio in speedup.ratios],
+        "plain_ms_per_token": round(speedup.plain_ms, 4),
+        "speculative_ms_per_token": round(speedup.ms, 4),
+    }
+    if where:
+        texts = [None if token is None else lm.tokenizer.decode([token]) for token in (where.plain, where.other)]
+        ends = [{"id": token, "text": text} for token, text in zip((where.plain, where.other), texts, strict=True)]
+        report["part"] = {"after": where.after, "plain": ends[0], "speculative": ends[1], "gap": where.gap}
+        report["top2_gap"] = where.top2_gap
+    click.echo(json.dumps(report, ensure_ascii=False))
+    for result in shown:
+        output.show_stats(result, stats)

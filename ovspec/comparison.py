@@ -1,0 +1,170 @@
+"""Compare speculation with plain decoding: how much faster it is, and where two texts part.
+
+There is one definition of a speed-up. Both ways generate the same text in turns, warm, and each turn begins with
+another one, because a machine's speed drifts while it is measured. The speed-up is that of the median turn, so the
+times printed beside it were really measured one after the other. A gain is claimed only if speculation saved
+inferences; a loss is always shown.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+
+from ovspec.loop.results import Result, Stats
+from ovspec.model import LanguageModel
+from ovspec.workspace import Prompt
+
+T = TypeVar("T")
+LEAST_TURNS, MOST_TURNS, SECONDS = 4, 16, 5.0
+WORTH_CLAIMING = 1.005  # tokens per round; below it the rate rounds to 1.00
+
+
+def turns_within(seconds: float = SECONDS) -> Iterator[int]:
+    """Yield 0, 1, ... until the turns have taken ``seconds``: an even number, so that each way begins as often."""
+    began = time.perf_counter()
+    for turn in range(MOST_TURNS):
+        if turn >= LEAST_TURNS and turn % 2 == 0 and time.perf_counter() - began > seconds:
+            return
+        yield turn
+
+
+def rotated(ways: Sequence[T], turn: int) -> list[T]:
+    """Return ``ways`` beginning with another one each turn."""
+    first = turn % len(ways)
+    return [*ways[first:], *ways[:first]]
+
+
+def ms_per_token(stats: Stats) -> float:
+    """Return the time of a decoded token; that of the first one is the prompt's, and counts only if it is alone."""
+    return stats.tpot_ms or stats.ttft_ms
+
+
+@dataclass(frozen=True)
+class Speedup:
+    """How much faster speculation is than plain decoding of the same texts.
+
+    plain_ms, ms: milliseconds per token in the median turn, without and with speculation.
+    ratios: plain over speculative time of every turn, ascending.
+    saved: whether there were fewer rounds than tokens, so that speculation can have caused a gain.
+    """
+
+    plain_ms: float
+    ms: float
+    ratios: tuple[float, ...]
+    saved: bool
+
+    @property
+    def ratio(self) -> float:
+        """Plain over speculative time in the median turn."""
+        return self.plain_ms / self.ms
+
+    @property
+    def claimed(self) -> float | None:
+        """The ratio; None if it is a gain that speculation can't have caused."""
+        return self.ratio if self.saved or self.ratio < 1 else None
+
+    @property
+    def spread(self) -> str:
+        return f"{self.ratios[0]:.2f} to {self.ratios[-1]:.2f}, {len(self.ratios)} turn{'s' * (len(self.ratios) > 1)}"
+
+    @property
+    def loss(self) -> str:
+        return f"{self.ratio:.2f} of plain speed ({self.spread})"
+
+    @property
+    def clear(self) -> bool:
+        """Whether three quarters of the turns were faster with speculation."""
+        return self.ratios[len(self.ratios) // 4] > 1
+
+    def verdict(self, proposed: int, accepted: int) -> str:
+        """Return what speculation brings, in a sentence; ``proposed`` and ``accepted`` are its tokens."""
+        if self.saved:
+            if self.clear:
+                return f"speed-up {self.ratio:.2f} ({self.spread})"
+            if self.ratio >= 1:
+                return f"no clear speed-up: {self.ratio:.2f} ({self.spread})"
+            return (
+                f"no speed-up: drafting costs more than it brings here, {self.ratio:.2f} of plain speed ({self.spread})"
+            )
+        why = f"{accepted} of {proposed} proposed tokens accepted" if proposed else "nothing was proposed"
+        loss = "" if self.ratios[-1] >= 1 else f"; {self.loss}"
+        return f"no speed-up: drafting doesn't pay for this model here ({why}){loss}"
+
+
+def speedup_of(plain_ms: Sequence[float], ms: Sequence[float], stats: Sequence[Stats]) -> Speedup:
+    """Return the speed-up of turns.
+
+    Args:
+        plain_ms, ms: milliseconds per token of each turn, without and with speculation, in the same order.
+        stats: of all texts with speculation.
+    """
+    turns = sorted(zip(plain_ms, ms, strict=True), key=lambda turn: turn[0] / turn[1])
+    median = turns[(len(turns) - 1) // 2]
+    tokens, rounds = sum(s.generated_tokens for s in stats), sum(s.rounds for s in stats)
+    return Speedup(*median, tuple(plain / other for plain, other in turns), tokens >= WORTH_CLAIMING * rounds)
+
+
+def speedup_of_results(plain: Sequence[Result], other: Sequence[Result]) -> Speedup:
+    """Return the speed-up of texts that were generated in turns."""
+    times = [[ms_per_token(result.stats) for result in results] for results in (plain, other)]
+    return speedup_of(times[0], times[1], [result.stats for result in other])
+
+
+# ---------------------------------------------------------------- equality
+
+
+@dataclass(frozen=True)
+class Parting:
+    """Where two texts part.
+
+    after: generated tokens that both share.
+    plain, other: the next token id of each; None if the text ends there.
+    gap: distance between the target's logits of these two tokens.
+    top2_gap: distance between its two largest logits. Both gaps are None if they can't be computed.
+    """
+
+    after: int
+    plain: int | None
+    other: int | None
+    gap: float | None = None
+    top2_gap: float | None = None
+
+    def sentence(self, lm: LanguageModel) -> str:
+        """Return where the texts part, in a sentence."""
+
+        def named(token: int | None) -> str:
+            return "the end" if token is None else f"{lm.tokenizer.decode([token])!r} (id {token})"
+
+        gap = "" if self.gap is None else f"; their logits are {self.gap:.4f} apart"
+        plural = "s" * (self.after != 1)
+        return (
+            f"the texts part after {self.after} token{plural}: plain decoding continues with {named(self.plain)}, "
+            f"speculation with {named(self.other)}{gap}"
+        )
+
+
+def parting(
+    lm: LanguageModel, prompt: Prompt, plain: list[int], other: list[int], logits: bool = True
+) -> Parting | None:
+    """Return where two continuations of ``prompt`` part; None if they are equal.
+
+    Args:
+        plain, other: generated token ids.
+        logits: compute the gaps, which takes one forward pass; not possible for a healed prompt.
+    """
+    if plain == other:
+        return None
+    pairs = enumerate(zip(plain, other, strict=False))
+    after = next((place for place, (a, b) in pairs if a != b), min(len(plain), len(other)))
+    first, second = (tokens[after] if after < len(tokens) else None for tokens in (plain, other))
+    if not logits:
+        return Parting(after, first, second)
+    found = lm.next_logits([*lm.encode(prompt).tolist(), *plain[:after]])
+    gap = None if first is None or second is None else abs(float(found[first] - found[second]))
+    runner_up, best = np.partition(found, -2)[-2:]
+    return Parting(after, first, second, gap, float(best - runner_up))

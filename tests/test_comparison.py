@@ -1,0 +1,120 @@
+"""One definition of a speed-up, and where two texts part."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from conftest import PROMPTS
+from hypothesis import given
+from hypothesis import strategies as st
+
+import ovspec
+from ovspec import comparison
+from ovspec.comparison import parting, rotated, speedup_of, speedup_of_results, turns_within
+from ovspec.loop.results import Result, Stats
+
+times = st.floats(0.01, 1000)
+
+
+def stats(tokens: int = 100, rounds: int = 50) -> Stats:
+    return Stats(generated_tokens=tokens, rounds=rounds)
+
+
+@given(st.lists(st.tuples(times, times), min_size=1, max_size=20))
+def test_the_speedup_is_that_of_a_turn_that_happened(turns: list[tuple[float, float]]) -> None:
+    plain, other = zip(*turns, strict=True)
+    found = speedup_of(plain, other, [stats()])
+    ratios = sorted(a / b for a, b in turns)
+    assert (found.plain_ms, found.ms) in turns
+    assert found.ratio == found.plain_ms / found.ms
+    assert found.ratios == tuple(ratios)
+    assert sum(ratio < found.ratio for ratio in ratios) < max(1, len(ratios) / 2)
+    assert sum(ratio > found.ratio for ratio in ratios) <= len(ratios) / 2
+    assert found.claimed == found.ratio, "rounds were saved"
+
+
+@pytest.mark.parametrize(("rounds", "claims"), [(100, False), (99.6, False), (99, True), (20, True)])
+def test_a_gain_needs_saved_rounds(rounds: float, claims: bool) -> None:
+    """Below 1.005 tokens per round the rate is printed as 1.00, and no speed-up may stand beside that."""
+    found = speedup_of([10.0], [5.0], [stats(1000, int(10 * rounds))])
+    assert (found.claimed is not None) is claims
+    assert speedup_of([5.0], [10.0], [stats(1000, int(10 * rounds))]).claimed == 0.5, "a loss is always shown"
+
+
+@pytest.mark.parametrize(
+    ("ratios", "rounds", "proposed", "accepted", "sentence"),
+    [
+        ((2.0, 2.2, 2.4, 1.9), 50, 80, 50, "speed-up 2.00 (1.90 to 2.40, 4 turns)"),
+        ((2.0, 0.9, 2.4, 1.9, 2.0), 50, 80, 50, "speed-up 2.00 (0.90 to 2.40, 5 turns)"),
+        ((1.1, 0.9, 1.2, 0.8), 50, 80, 50, "no speed-up: drafting costs more than it brings here; 0.90 of plain speed"),
+        ((1.1, 0.9, 1.2, 0.8, 1.3), 50, 80, 50, "no clear speed-up: 1.10 (0.80 to 1.30, 5 turns)"),
+        ((1.4,), 100, 0, 0, "no speed-up: drafting doesn't pay for this model here (nothing was proposed)"),
+        ((1.4,), 100, 9, 0, "doesn't pay for this model here (0 of 9 proposed tokens accepted)"),
+        ((0.4,), 100, 9, 0, "(0 of 9 proposed tokens accepted); 0.40 of plain speed (0.40 to 0.40, 1 turn)"),
+    ],
+)
+def test_verdicts(ratios: tuple[float, ...], rounds: int, proposed: int, accepted: int, sentence: str) -> None:
+    found = speedup_of(ratios, [1.0] * len(ratios), [stats(100, rounds)])
+    assert sentence in found.verdict(proposed, accepted)
+
+
+def test_a_text_of_one_token_counts_its_first() -> None:
+    one = Result("", [1], "length", Stats(ttft_ms=8.0, generated_tokens=1, rounds=1))
+    two = dataclasses.replace(one, stats=Stats(ttft_ms=4.0, generated_tokens=1, rounds=1))
+    assert speedup_of_results([one], [two]).ratio == 2
+    assert speedup_of_results([one], [two]).claimed is None
+
+
+@given(st.integers(1, 6), st.integers(0, 40))
+def test_every_way_begins_as_often(count: int, turns: int) -> None:
+    ways = list(range(count))
+    orders = [rotated(ways, turn) for turn in range(turns * count)]
+    assert all(sorted(order) == ways for order in orders)
+    assert [sum(order[0] == way for order in orders) for way in ways] == [turns] * count
+
+
+def test_turns_end_in_time_and_are_even(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter(range(1000))
+    monkeypatch.setattr(comparison.time, "perf_counter", lambda: float(next(clock)))
+    assert list(turns_within(1)) == [0, 1, 2, 3]
+    assert len(list(turns_within(3.5))) % 2 == 0
+    monkeypatch.setattr(comparison.time, "perf_counter", lambda: 0.0)
+    assert len(list(turns_within(1))) == comparison.MOST_TURNS
+
+
+# ---------------------------------------------------------------- where texts part
+
+
+def test_where_texts_part(load: Callable[..., ovspec.LanguageModel]) -> None:
+    """The gaps are those of the model's own logits at that place."""
+    lm, plain = load(), load().generate(PROMPTS[0], max_tokens=12).token_ids
+    logits = lm.next_logits([*lm.encode(PROMPTS[0]).tolist(), *plain[:5]])
+    second = int(np.argsort(logits)[-2])
+    found = parting(lm, PROMPTS[0], plain, [*plain[:5], second, 9])
+    assert found
+    assert (found.after, found.plain, found.other) == (5, plain[5], second)
+    assert found.gap == pytest.approx(float(logits[plain[5]] - logits[second]))
+    assert found.top2_gap == pytest.approx(found.gap)
+    sentence = found.sentence(lm)
+    assert sentence.startswith(f"the texts part after 5 tokens: plain decoding continues with {named(lm, plain[5])}, ")
+    assert sentence.endswith(f"speculation with {named(lm, second)}; their logits are {found.gap:.4f} apart")
+
+
+def named(lm: ovspec.LanguageModel, token: int) -> str:
+    return f"{lm.tokenizer.decode([token])!r} (id {token})"
+
+
+def test_texts_of_different_length_and_equal_ones(load: Callable[..., ovspec.LanguageModel]) -> None:
+    lm = load()
+    assert parting(lm, PROMPTS[0], [5, 6], [5, 6]) is None
+    found = parting(lm, PROMPTS[0], [5, 6], [5])
+    assert found
+    assert (found.after, found.plain, found.other, found.gap) == (1, 6, None, None)
+    assert "after 1 token: " in found.sentence(lm)
+    assert "speculation with the end" in found.sentence(lm)
+    without = parting(lm, PROMPTS[0], [5, 6], [5, 7], logits=False)
+    assert without
+    assert (without.gap, without.top2_gap) == (None, None)
