@@ -1,14 +1,14 @@
 """Everything a developer runs, from a fresh clone, with the standard library alone.
 
-    python3 scripts/dev.py demo            export the demo pair in f32, generate without and with the draft
+    python3 scripts/dev.py demo            export the demo pair in f32, generate without and with speculation
     python3 scripts/dev.py test [--slow]   the tests, in two workers (-n 0 for none); further arguments go to pytest
     python3 scripts/dev.py soak            long series of kills and of draws
-    python3 scripts/dev.py test-guidance   those of the guidance library, in an environment of their own
-    python3 scripts/dev.py lint            ruff, pyright, import-linter, and whether docs/cli.md is current
-    python3 scripts/dev.py bench           the figures of the README
+    python3 scripts/dev.py test-guidance   the tests of the guidance library, in an environment of their own
+    python3 scripts/dev.py lint            ruff, pyright, import-linter; references, lengths and links of the docs
+    python3 scripts/dev.py bench           the figures of the demo pair
 
-The first call makes .venv and installs the project with all its extras but guidance, which needs an older llguidance;
-that is installed into .venv-guidance.
+The first call makes .venv and installs the project with all its extras except guidance, which needs an older
+llguidance; that is installed into .venv-guidance.
 """
 
 from __future__ import annotations
@@ -23,21 +23,18 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 VENV, GUIDANCE_VENV = ROOT / ".venv", ROOT / ".venv-guidance"
 BIN = "Scripts" if os.name == "nt" else "bin"
-DEMO = ROOT / ".cache" / "demo-f32"
-DEMO_PROMPT = '''import os
-import sys
-
-def find_executable(name, path=None):
-    """Find'''
+DEMO = ".cache/demo-f32"
+# The demo pair is too small to edit a file; it repeats what it has read, which lookup predicts.
+DEMO_PROMPTS = {"demos/complete.txt": "draft", "demos/edit.txt": "lookup,draft"}
 
 
 def python(folder: Path = VENV) -> Path:
-    """That of a virtual environment."""
+    """Return the Python of a virtual environment."""
     return folder / BIN / ("python.exe" if os.name == "nt" else "python")
 
 
 def run(*command: str | Path) -> None:
-    """Run a command in the repository's root; end with its exit code where it fails."""
+    """Run a command in the repository's root; exit with its code if it fails."""
     path = f"{Path(command[0]).parent}{os.pathsep}{os.environ['PATH']}"
     environment = {**os.environ, "PATH": path, "PYTHONUTF8": "1"}
     done = subprocess.run([str(part) for part in command], cwd=ROOT, env=environment)
@@ -60,14 +57,17 @@ def install(folder: Path = VENV, extra: str = "dev") -> None:
 
 
 def demo() -> None:
-    pair = ROOT / "models" / "demo-hf"
-    print("$ ovspec export models/demo-hf/target --draft models/demo-hf/draft -o .cache/demo-f32 --weight-format fp32")
-    export = ["export", pair / "target", "--draft", pair / "draft", "-o", DEMO, "--weight-format", "fp32"]
-    run(python(), "-m", "ovspec", *export)
-    print("\n$ ovspec generate .cache/demo-f32 PROMPT --draft --compare --precision f32 --max-tokens 160\n", flush=True)
-    print(f"PROMPT:\n{DEMO_PROMPT}\n", flush=True)
-    generate = ["generate", DEMO, DEMO_PROMPT, "--draft", "--compare", "--precision", "f32", "--max-tokens", "160"]
-    run(python(), "-m", "ovspec", *generate)
+    pair = "models/demo-hf"
+    ovspec("export", f"{pair}/target", "--draft", f"{pair}/draft", "-o", DEMO, "--weight-format", "fp32")
+    for prompt, drafter in DEMO_PROMPTS.items():
+        print(f"\n{prompt}:\n{(ROOT / prompt).read_text(encoding='utf-8')}\n")
+        ovspec("generate", DEMO, "-f", prompt, "--draft", drafter, "--compare", "--precision", "f32", "-n", "160")
+
+
+def ovspec(*arguments: str) -> None:
+    """Show a command and run it."""
+    print(f"$ ovspec {' '.join(arguments)}", flush=True)
+    run(python(), "-m", "ovspec", *arguments)
 
 
 def test(arguments: list[str], which: str = "not slow and not soak") -> None:
@@ -89,7 +89,8 @@ def lint() -> None:
     run(python(), "-m", "ruff", "format", "--check", ".")
     run(python(), "-m", "pyright")
     run(python().with_name("lint-imports"), "--no-cache")
-    run(python(), "scripts/cli_reference.py", "--check")
+    run(python(), "scripts/reference.py", "--check")
+    run(python(), "scripts/check_docs.py")
 
 
 def main() -> None:

@@ -1,7 +1,8 @@
-"""Every model family gives the tokens that Hugging Face gives, with the rollback that its states need.
+"""Every model family gives Hugging Face's tokens, with the rollback that its states need.
 
-Tiny random models, exported as optimum-cli does; their folders have no manifest of ours, so all is probed.
-``dev.py test --slow tests/export/test_families.py --update-docs`` writes what was found into docs/models.md.
+The models are tiny and random, and exported as optimum-cli does it. Their folders have no manifest, so everything is
+probed. ``dev.py test --slow tests/export/test_families.py --update-docs`` writes the findings into
+docs/reference/models.md.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from families import GROUPED, SIZES, VOCAB, Family, Mistaken, export
 
 import ovspec
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # those of tracing
-DOCS = ROOT / "docs" / "models.md"
+pytestmark = pytest.mark.filterwarnings("ignore")  # from tracing
+DOCS = ROOT / "docs" / "reference" / "models.md"
 TOKENS = 60
 PROMPT_LENGTHS = (17, 7, 12)
 
@@ -57,8 +58,11 @@ def prompts() -> list[list[int]]:
 
 
 def check(name: str, folder: Path, cache_dir: Path, expected: list[list[int]], rollback: str, note: str = "") -> str:
-    """Plain, speculative and batched decoding of the IR in ``folder`` give ``expected``; its row of the docs' table."""
-    assert all(len(set(tokens)) > 8 for tokens in expected), "a text that repeats itself shows nothing"
+    """Check that plain, speculative and batched decoding of the IR in ``folder`` give ``expected``.
+
+    Returns the family's row of the table in the docs.
+    """
+    assert all(len(set(tokens)) > 8 for tokens in expected), "a text that repeats itself proves nothing"
     for engine in ("stateful", "auto"):
         lm = ovspec.load(folder, folder, engine=engine, precision="f32", cache_dir=cache_dir)
         paged = lm.target.engine == "paged"
@@ -83,7 +87,7 @@ def check(name: str, folder: Path, cache_dir: Path, expected: list[list[int]], r
 
 
 def documented(name: str, row: str, update: bool) -> None:
-    """Compare a family's row with that of the table in the docs, or write it there."""
+    """Compare a family's row with the one in the table of the docs, or write it there."""
     text = DOCS.read_text(encoding="utf-8")
     rows = {row.split("|")[1].split(" (")[0].strip(): row for row in re.findall(r"^\|.*\|$", text, re.MULTILINE)[2:]}
     if not update:

@@ -1,0 +1,145 @@
+"""Write docs/reference/cli.md and python.md from the code; with --check, fail if they are out of date."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import re
+import sys
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, Union, get_args, get_origin
+
+import click
+
+import ovspec
+from ovspec.cli import cli
+from ovspec.compat import gpt_fast
+from ovspec.loop.results import TextStream
+from ovspec.options import GENERATE
+from ovspec.options.loading import LOAD
+from ovspec.options.option import Option
+
+FOLDER = Path(__file__).resolve().parent.parent / "docs" / "reference"
+MADE = "Made by `scripts/reference.py` from the code; do not edit.\n"
+SECTION = re.compile(r"(Args|Raises|Returns|Yields):$")
+ITEM = re.compile(r"(\*{0,2}[A-Za-z_]+(?:, [A-Za-z_]+)*): (.*)")
+
+
+def cli_reference() -> str:
+    """Return the help of the group and of each command."""
+    parts = [f"# Command line\n\n{MADE}"]
+    settings: dict[str, Any] = {**cli.context_settings, "terminal_width": 100}
+    with click.Context(cli, info_name="ovspec", **settings) as group:
+        parts.append(f"```text\n{cli.get_help(group)}\n```\n")
+        for name in cli.list_commands(group):
+            command = cli.get_command(group, name)
+            assert command
+            with click.Context(command, parent=group, info_name=name, **settings) as context:
+                parts.append(f"## ovspec {name}\n\n```text\n{command.get_help(context)}\n```\n")
+    return "\n".join(parts)
+
+
+def python_reference() -> str:
+    """Return signatures, docstrings and options of the public names."""
+    parts = [
+        f"# Python\n\n{MADE}\nEverything here is imported from `ovspec` unless its section says otherwise. Shapes of "
+        "arrays are written in parentheses, such as (1, vocab).\n",
+        f"## load\n\n{signature('ovspec.load', ovspec.load)}\n\n{prose(ovspec.load, leave_out=LOAD)}\n",
+        f"Options:\n\n{option_table(LOAD)}\n",
+        "## Options of generating calls\n\n`generate`, `stream` and `samples` of a model, and `generate` and `stream` "
+        f"of a session, take these as keywords.\n\n{option_table(GENERATE)}\n",
+        "## SamplingParams\n\nThe sampling options in one object: those of the table above from `max_tokens` to "
+        "`logprobs`.\n",
+    ]
+    for kind in (ovspec.LanguageModel, ovspec.Session, TextStream, ovspec.Drafter):
+        parts.append(f"## {kind.__name__}\n\n{prose(kind)}\n")
+        for name, value in members(kind):
+            head = "" if isinstance(value, property) else f"{signature(name, value)}\n\n"
+            parts.append(f"### {kind.__name__}.{name}\n\n{head}{prose(value)}\n")
+    for kind in (ovspec.Result, ovspec.Stats, ovspec.Piece, ovspec.Score, ovspec.Selection):
+        listed = [f"{field.name}: {field.type}" for field in dataclasses.fields(kind)]
+        rates = [f"- `{name}`: {prose(value)}" for name, value in members(kind) if isinstance(value, property)]
+        fields = "```text\n" + "\n".join(listed) + "\n```\n"
+        parts.append("\n".join([f"## {kind.__name__}\n", prose(kind), "", fields, *rates, *([""] if rates else [])]))
+    parts.append(
+        "## Mark\n\nA session's text as it was when `Session.mark` was called; `Session.rewind` returns to it.\n"
+    )
+    parts.append(f"## OvspecError\n\n{prose(ovspec.OvspecError)}\n")
+    parts.append(f"## ovspec.compat\n\n{signature('ovspec.compat.gpt_fast', gpt_fast)}\n\n{prose(gpt_fast)}\n")
+    parts.append("## ovspec.guidance\n\nSee [the guidance library](../how-to/guidance.md).\n")
+    return "\n".join(parts)
+
+
+def signature(name: str, what: Any) -> str:
+    """Return the call of a function in a code block."""
+    text = str(inspect.signature(what)).replace("'", "").replace("self, ", "").replace("(self)", "()")
+    text = re.sub(r"Unpack\[(\w+)\]", r"\1", text).removesuffix(" -> None")
+    return f"```text\n{name}{text}\n```"
+
+
+def members(kind: type) -> Iterator[tuple[str, Any]]:
+    """Yield the name and value of each documented public method and property."""
+    found = {name: value for base in reversed(kind.__mro__[:-1]) for name, value in vars(base).items()}
+    for name, value in found.items():
+        if not name.startswith("_") and value.__doc__ and (isinstance(value, property) or inspect.isfunction(value)):
+            yield name, value
+
+
+def option_table(table: dict[str, tuple[Any, Option]]) -> str:
+    """Return a table of options with their types, defaults and help."""
+    lines = ["| option | type | default | what it does |", "|---|---|---|---|"]
+    for name, (kind, option) in table.items():
+        usual = option.initially or ("False" if option.initial is False else "")
+        cells = (
+            f"`{name}`",
+            f"`{type_name(kind)}`",
+            usual,
+            markdown(" ".join(filter(None, (option.help, option.more)))),
+        )
+        lines.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
+    return "\n".join(lines)
+
+
+def type_name(kind: Any) -> str:
+    """Return a type as annotations write it, without modules."""
+    if get_origin(kind) in (Union, UnionType):
+        return " | ".join(map(type_name, get_args(kind)))
+    text = "None" if kind is NoneType else inspect.formatannotation(kind)
+    return re.sub(r"\b(?:[a-z_]+\.)+(?=[A-Z])", "", text)
+
+
+def prose(what: Any, leave_out: Collection[str] = ()) -> str:
+    """Return a docstring as Markdown: arguments become list items, and lines of a paragraph one line."""
+    paragraphs: list[list[str]] = [[]]
+    for line in (inspect.getdoc(what) or "").split("\n"):
+        bare = line.strip()
+        item = ITEM.match(bare)
+        if not bare or SECTION.match(bare):
+            paragraphs += [[bare], []] if bare else [[]]
+        elif item:
+            paragraphs.append([f"- `{item[1]}`: {item[2]}"])
+        else:
+            paragraphs[-1].append(bare)
+    texts = [" ".join(lines) for lines in paragraphs if lines]
+    texts = [text for text in texts if not any(text.startswith(f"- `{name}`:") for name in leave_out)]
+    items = re.sub(r"(?m)^(- .*)\n\n(?=- )", r"\1\n", "\n\n".join(texts))
+    return markdown(items)
+
+
+def markdown(text: str) -> str:
+    return text.replace("``", "`")
+
+
+def main() -> None:
+    for name, text in (("cli.md", cli_reference()), ("python.md", python_reference())):
+        file = FOLDER / name
+        if "--check" not in sys.argv:
+            file.write_text(text, encoding="utf-8")
+        elif not file.is_file() or file.read_text(encoding="utf-8") != text:
+            sys.exit(f"docs/reference/{name} is out of date: run python scripts/reference.py")
+
+
+if __name__ == "__main__":
+    main()
