@@ -1,4 +1,4 @@
-"""ovspec in an application, in ten lines.
+"""Use ovspec in an application, in ten lines.
 
 python demos/embed.py [FOLDER]   a model exported by 'ovspec export', by default the demo pair of this clone
 """

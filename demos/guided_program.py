@@ -1,10 +1,10 @@
-"""A form that a model fills in, as a program written twice: with ovspec's own sessions and with the guidance library.
+"""Let a model fill in a form. The program is written twice: with ovspec's own sessions and with the guidance library.
 
 python demos/guided_program.py [FOLDER]   a model exported by 'ovspec export', by default the demo pair of this clone
 
-The second half needs guidance: pip install 'ovspec[guidance]'. The two need not choose the same: a session selects by
+The second program needs guidance: pip install 'ovspec[guidance]'. The two may choose differently: a session selects by
 the probability of a whole option, guidance token by token; and where a pattern may end, guidance ends it as soon as the
-model would rather say something else. Times are those of a first run.
+model prefers another token. The times are those of a first run.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ovspec import OvspecError
 
 KINDS = ["server", "client", "library"]
 LICENSES = ["Apache-2.0", "MIT", "PSF-2.0"]
-# Runs the program once: (the form, inferences of the target)
+# Runs the program once and returns (the form, the number of the target's inferences).
 Program = Callable[[], tuple[str, int]]
 
 
@@ -40,13 +40,13 @@ def with_sessions(lm: ovspec.LanguageModel) -> Program:
                 form.append('", ')
             form.append("]\n\ndef main(")
             made.append(form.generate(stop="\n\n", max_tokens=60))
-            return form.text, 2 + sum(result.stats.rounds for result in made)  # two selections, an inference each
+            return form.text, 2 + sum(result.stats.rounds for result in made)  # two selections, one inference each
 
     return program
 
 
 def with_guidance(lm: ovspec.LanguageModel) -> Program:
-    from ovspec.guidance import OpenVINO  # says what to install where guidance is missing
+    from ovspec.guidance import OpenVINO  # if guidance is missing, the error tells what to install
 
     # isort: split
     from guidance import gen, select  # type: ignore

@@ -57,7 +57,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    # Imported on first use: 'ovspec --help' must not wait for openvino.
+    # Imported on first use, so that 'ovspec --help' doesn't wait for openvino.
     if name not in _HOMES:
         raise AttributeError(f"module 'ovspec' has no attribute {name!r}")
     import importlib

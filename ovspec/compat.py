@@ -1,4 +1,4 @@
-"""The public name of ``integrations/gptfast.py``: ``from ovspec.compat import gpt_fast``."""
+"""The public entry to ``integrations/gptfast.py``: ``from ovspec.compat import gpt_fast``."""
 
 from ovspec.integrations.gptfast import gpt_fast
 

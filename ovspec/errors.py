@@ -2,4 +2,4 @@
 
 
 class OvspecError(Exception):
-    """Something the user can act on; the message is one sentence that says what to do."""
+    """A problem that the user can act on. The message is one sentence that says what to do."""

@@ -1,4 +1,4 @@
-"""Files: read with an error that names them, written whole or not at all."""
+"""Read files with errors that name them; write files completely or not at all."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ovspec.errors import OvspecError
 
 
 def read_text(path: Path) -> str:
-    """The text in ``path``; raises OvspecError where there is none, or it is not UTF-8."""
+    """Return the text in ``path``; raise an OvspecError if it can't be read, is not UTF-8 or is blank."""
     try:
         text = path.read_text(encoding="utf-8-sig")
     except OSError as error:
@@ -21,12 +21,12 @@ def read_text(path: Path) -> str:
     except UnicodeDecodeError:
         raise OvspecError(f"{path}: not UTF-8 text; name a text file.") from None
     if not text.strip():
-        raise OvspecError(f"{path}: holds no text.")
+        raise OvspecError(f"{path}: contains no text.")
     return text
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write ``text`` in UTF-8 to ``path``, whose folder is made; readers see the old file or the new one."""
+    """Write ``text`` to ``path`` in UTF-8, creating its folder. Readers see either the old file or the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with replaced(path) as partial:
         partial.write_text(text, encoding="utf-8")
@@ -34,7 +34,7 @@ def write_atomically(path: Path, text: str) -> None:
 
 @contextlib.contextmanager
 def replaced(path: Path) -> Iterator[Path]:
-    """A file to be written beside ``path``, which takes its place in the end, if it is reached."""
+    """Yield a temporary path beside ``path``; on success its file replaces ``path``, else it is deleted."""
     partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
         yield partial
@@ -44,7 +44,7 @@ def replaced(path: Path) -> Iterator[Path]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file, {} where there is no such file."""
+    """Return the object in a JSON file, or {} if there is no such file; raise an OvspecError if it is not valid."""
     if not path.is_file():
         return {}
     try:
@@ -54,7 +54,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def remembered(path: Path | None) -> dict[str, Any]:
-    """What ``remember`` wrote to ``path``; {} where nothing is there, or something damaged."""
+    """Return what ``remember`` wrote to ``path``; {} if the file is missing or damaged."""
     try:
         return read_json(path) if path else {}
     except OvspecError:
@@ -62,7 +62,7 @@ def remembered(path: Path | None) -> dict[str, Any]:
 
 
 def remember(path: Path | None, data: dict[str, Any]) -> bool:
-    """Write ``data`` to a file of the cache; returns whether it could be written, which is no error."""
+    """Write ``data`` to a cache file; return whether that succeeded. Failure is not an error."""
     if not path:
         return False
     try:

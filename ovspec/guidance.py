@@ -1,4 +1,4 @@
-"""The public name of ``integrations/guidance.py``: ``from ovspec.guidance import OpenVINO``."""
+"""The public entry to ``integrations/guidance.py``: ``from ovspec.guidance import OpenVINO``."""
 
 from ovspec.integrations.guidance import OpenVINO
 

@@ -1,4 +1,4 @@
-"""``ovspec.load``: from a folder to a LanguageModel."""
+"""``ovspec.load``: makes a LanguageModel from a folder."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 def embedded_pair() -> Path:
-    """The demo pair of a source checkout."""
+    """Return the folder of the demo pair in a source checkout; raises OvspecError elsewhere."""
     folder = Path(__file__).resolve().parent.parent / "models" / "demo"
     if not folder.is_dir():
         raise OvspecError("This installation has no embedded model; name a folder made by 'ovspec export'.")
@@ -39,7 +39,7 @@ def embedded_pair() -> Path:
 
 
 def model_folder(model: str | Path | None) -> Path:
-    """The folder that is named, or the embedded pair's; raises OvspecError where it holds no exported model."""
+    """Return ``model``, or the embedded pair's folder for None; raises OvspecError if it has no exported model."""
     folder = embedded_pair() if model is None else Path(model)
     restore_backup(folder)
     check_ir_folder(folder)
@@ -51,13 +51,14 @@ def load(
     draft: Draft | Sequence[Draft] | None = None,
     **options: Unpack[LoadOptions],
 ) -> LanguageModel:
-    """Load an exported model.
+    """Load an exported model and return it as a ``LanguageModel``.
 
-    model: a folder made by ``ovspec export`` or plain optimum-cli; the embedded pair by default. With ``export=True``
+    model: a folder made by ``ovspec export`` or plain optimum-cli; by default the embedded pair. With ``export=True``
         also a Hugging Face checkpoint (folder or hub id).
-    draft: what proposes tokens. True for the draft exported beside the target ("self" if it must be made of the
-        target's own layers), "lookup" for what followed the same words before, the folder of a draft, or a
-        ``Drafter`` or what makes one; or two of them, as "lookup,draft" or in a list, asked in turn.
+    draft: what proposes tokens; by default nothing does. True is the draft exported beside the target, "self" the
+        same if it is made of the target's own layers, and "lookup" proposes what followed the same words before. It
+        may also be the folder of a draft model, a ``Drafter`` or a function that makes one; or two of these,
+        asked in turn, as "lookup,draft" or in a list.
     """
     given = load_options(options)
     if given.export:
@@ -65,12 +66,12 @@ def load(
     folder = model_folder(model)
     manifest = read_manifest(folder, given.verify)
     if given.verify and not manifest:
-        raise OvspecError(f"{folder}: to verify it needs the manifest of 'ovspec export', which is not there.")
+        raise OvspecError(f"{folder}: verify needs the manifest that 'ovspec export' writes, which is missing.")
     choice = resolve_draft(parse_draft(draft), folder, manifest)
     if given.draft_device and not (choice and choice.model):
         raise OvspecError("draft_device needs a draft model.")
     if given.lookup_corpus and not (choice and choice.lookup):
-        raise OvspecError("lookup_corpus needs lookup among the drafts.")
+        raise OvspecError("lookup_corpus needs lookup as a draft; load the model with draft='lookup'.")
     device = device_options(given)
     target, proposer = _load_ir(folder, device, given, manifest.target.probe if manifest else None), None
     if choice and choice.model:
@@ -89,12 +90,13 @@ load.__doc__ = f"""{load.__doc__}
 {textwrap.indent(documentation(LoadOptions), "    ")}
 
     Raises:
-        OvspecError: with one sentence that says what to do.
+        OvspecError: a file is missing or damaged, or an option is invalid here; the message says what to do.
+        TypeError: an unknown option.
     """
 
 
 def exported(model: str | Path | None, draft: Any) -> tuple[Path, Any]:
-    """(the folder in the cache to which ``model`` is exported, with its draft; what then proposes)"""
+    """Export ``model`` and ``draft`` to the cache unless they are there; return (that folder, the draft to load)."""
     if model is None:
         raise OvspecError("export=True needs the model to export: a checkpoint folder or a hub id.")
     if draft and not isinstance(draft, (str, Path)):
@@ -109,7 +111,7 @@ def resolve_draft(choice: DraftChoice | None, folder: Path, manifest: Manifest |
     """``choice`` with the folder of the draft that was exported beside the target in ``folder``.
 
     Raises:
-        OvspecError: there is none, or it isn't made of the target's own layers where it must be.
+        OvspecError: there is no such draft, or it isn't made of the target's own layers and "self" requires it.
     """
     if not choice or choice.model not in (EXPORTED, SELF):
         return choice
@@ -123,7 +125,7 @@ def resolve_draft(choice: DraftChoice | None, folder: Path, manifest: Manifest |
 
 
 def device_options(given: Any) -> DeviceOptions:
-    """Where and how a model is compiled, of ``load``'s options."""
+    """Return where and how to compile a model, from ``load``'s options."""
     cache_dir = Path(given.cache_dir) if given.cache_dir else None
     properties = dict(given.properties or {})
     return DeviceOptions(given.device, given.precision, given.kv_precision, given.threads, properties, cache_dir)

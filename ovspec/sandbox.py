@@ -1,4 +1,4 @@
-"""A process for work on untrusted input, stopped when it takes too much time or memory."""
+"""A process that handles untrusted input and is stopped when it takes too much time or memory."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ import psutil
 
 
 class Stopped(Exception):
-    """The process was stopped; the message says what it took too much of, as in "ran longer than 2 seconds"."""
+    """The process was stopped; the message names the limit it exceeded, as in "ran longer than 2 seconds"."""
 
 
 class Worker:
-    """Runs a ``module`` that serves requests in a process, started when first needed and kept for the next one.
+    """Runs ``module``, which serves requests, in a process that is started on first use and then kept.
 
-    An operation in compiled code can run for hours or fill the memory, and only a process can be stopped in the middle
-    of one, on any platform and from any thread. An answer may take ``seconds``, and the process ``size`` bytes.
+    An operation in compiled code can run for hours or fill the memory. Only a process can be stopped in the middle of
+    one, on any platform and from any thread. An answer may take ``seconds``, and the process ``size`` bytes of memory.
     """
 
     def __init__(self, module: str, seconds: float, size: int) -> None:
@@ -33,16 +33,19 @@ class Worker:
         atexit.register(self.stop)
 
     def ask(self, request: str) -> dict[str, Any]:
-        """The module's answer to a request of one line; OSError where it ends twice without one, or Stopped."""
+        """Return the module's answer to a one-line request.
+
+        Raises Stopped if the process exceeds a limit, OSError or ValueError if it fails twice to give an answer.
+        """
         with self._lock:
             try:
                 try:
                     return self._ask(request)
-                except (OSError, ValueError):  # it was killed between two requests
+                except (OSError, ValueError):  # the process may have been killed since the last request
                     self.stop()
                     return self._ask(request)
             except BaseException:
-                self.stop()  # its answer, if one comes, belongs to nobody
+                self.stop()  # the next request must not get a late answer to this one
                 raise
 
     def _ask(self, request: str) -> dict[str, Any]:
@@ -68,11 +71,11 @@ class Worker:
             if talking.is_alive() and memory_of(watched) > self.size:
                 raise Stopped(f"took more than {self.size // 1_000_000} MB of memory")
         if not answers[0]:
-            raise OSError(f"{self.module} has ended")
+            raise OSError(f"{self.module} ended without an answer")
         return json.loads(answers[0])
 
     def _start(self) -> subprocess.Popen[str]:
-        """The process ends when its standard input does, so it doesn't outlive this one."""
+        """Start the process. It ends when its standard input closes, so it doesn't outlive this one."""
         return subprocess.Popen(
             [sys.executable, "-P", "-m", self.module],
             stdin=subprocess.PIPE,
@@ -82,7 +85,7 @@ class Worker:
         )
 
     def stop(self) -> None:
-        """End the process; the next request starts another."""
+        """Stop the process; the next request starts another one."""
         if self._process:
             self._process.kill()
             self._process.communicate()
@@ -90,8 +93,8 @@ class Worker:
 
 
 def serve(answer: Callable[[Any], dict[str, Any]]) -> None:
-    """The other side: a module that a ``Worker`` runs answers each request from its standard input."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that asks
+    """Answer each request on standard input. Called by a module that a ``Worker`` runs."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is meant for the parent process
     sys.stdin.reconfigure(encoding="utf-8")  # type: ignore[union-attr]
     for line in sys.stdin:
         print(json.dumps(answer(json.loads(line))), flush=True)
@@ -100,5 +103,5 @@ def serve(answer: Callable[[Any], dict[str, Any]]) -> None:
 def memory_of(process: psutil.Process) -> int:
     try:
         return process.memory_info().rss
-    except psutil.Error:  # it has just ended
+    except psutil.Error:  # the process has just ended
         return 0

@@ -1,4 +1,4 @@
-"""A text with its decoders, kept between calls: what was read is never read again."""
+"""Sessions: a text with its decoders, kept between calls so that tokens are not read twice."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from ovspec.workspace import Decoders, Prompt, RowStart, Workspace, is_chat
 
 
 class Session:
-    """One text that grows by what you append and what the model generates; its KV caches are kept.
+    """One text that grows by what you append and what the model generates, and whose KV caches are kept.
 
-    Whatever is done to the text, only what differs from what the caches hold is read again. Made by
-    ``LanguageModel.session()``; use it in a ``with`` statement or call ``close``. A stream that has not ended is
-    cancelled when the session is used for something else.
+    After any change to the text, only the tokens that differ from those in the caches are read. Made by
+    ``LanguageModel.session()``; use it in a ``with`` statement or call ``close``. Using the session for something
+    else cancels a stream that has not ended.
     """
 
     def __init__(self, workspace: Workspace, decoders: Decoders, context: int | None = None) -> None:
         self.sequence = Sequence()
         self.workspace, self._context = workspace, context
         self._decoders: Decoders | None = decoders
-        self._shares = False  # its cache with a fork
+        self._shares = False  # whether it shares its cache with a fork
         self._stream: TextStream | None = None
         self._go_to(EMPTY_TEXT)
 
@@ -40,21 +40,21 @@ class Session:
 
     @property
     def text(self) -> str:
-        """All of it, without special tokens."""
+        """The whole text, without special tokens."""
         return self.workspace.tokenizer.decode(self.sequence.tokens)
 
     @property
     def tokens(self) -> list[int]:
-        """All of it as ids."""
+        """The token ids of the whole text."""
         return self.sequence.tokens.tolist()
 
     def __len__(self) -> int:
-        """Tokens."""
+        """Return the number of tokens."""
         return len(self.sequence)
 
     @property
     def messages(self) -> list[Message]:
-        """Those of a chat, with the answer so far as the last; none of a text that isn't one."""
+        """The messages of a chat, the answer so far included; empty if the text isn't a chat."""
         if not self._messages or len(self.sequence) == self._answer_from:
             return list(self._messages)
         answer = self.sequence.tokens[self._answer_from :]
@@ -63,14 +63,14 @@ class Session:
         return [*self._messages, {"role": "assistant", "content": text}]
 
     def append(self, prompt: Prompt | Message) -> None:
-        """Add a text, token ids, or one or several chat messages; computes nothing yet.
+        """Append a text, token ids, or one or several chat messages. This computes nothing yet.
 
-        A text is encoded together with what of the text before it was appended, or was left when a stop string
-        ended in the middle of a token. With messages the whole chat is rendered anew, the answer that was
-        generated among them; what a template changes in earlier messages is read again.
+        A text is tokenised together with text that was appended just before it, or that was left over when a stop
+        string ended in the middle of a token. With messages, the whole chat is rendered again, generated answers
+        included; if the template changes earlier messages, these are read again.
 
         Raises:
-            OvspecError: messages behind a text that isn't a chat, or text or ids that can't be encoded.
+            OvspecError: messages after a text that isn't a chat, or a text or ids that can't be encoded.
         """
         self._cancel_stream()
         self._open()
@@ -88,7 +88,7 @@ class Session:
             self._open_from, self._open_text, self._heals = len(self.sequence), "", False  # ids are meant
 
     def mark(self) -> Mark:
-        """The text as it is now, to come back to."""
+        """Return a mark of the text as it is now, for ``rewind``."""
         self._cancel_stream()
         return Mark(
             self.sequence.tokens.copy(),
@@ -101,20 +101,20 @@ class Session:
         )
 
     def rewind(self, mark: Mark) -> None:
-        """Take the text back to ``mark``, which this session or another one of the same model has made.
+        """Restore the text of ``mark``, made by this session or another one of the same model.
 
         Raises:
-            OvspecError: it is no mark.
+            OvspecError: ``mark`` is not a mark, or has tokens that this model lacks.
         """
         if not isinstance(mark, Mark):
-            raise OvspecError(f"rewind needs what mark() gave, not {type(mark).__name__}.")
+            raise OvspecError(f"rewind needs a mark made by mark(), not {type(mark).__name__}.")
         self._cancel_stream()
         self._open()
-        self.workspace.encode(mark.tokens, begins=False)  # refuses another vocabulary's
+        self.workspace.encode(mark.tokens, begins=False)  # refuses a mark of another vocabulary
         self._go_to(mark)
 
     def reset(self) -> None:
-        """Forget the text, and give the memory of its KV caches back."""
+        """Empty the text, and free the memory of its KV caches."""
         self._cancel_stream()
         decoders = self._open()
         self._go_to(EMPTY_TEXT)
@@ -124,7 +124,7 @@ class Session:
     # ------------------------------------------------------------ generating
 
     def stream(self, **options: Unpack[GenerateOptions]) -> TextStream:
-        """As ``LanguageModel.stream``, going on from this session's text, whose end is healed unless told otherwise."""
+        """Continue this session's text like ``LanguageModel.stream``; ``heal`` is on by default for appended text."""
         self._cancel_stream()
         decoders = self._open()
         if options.get("heal") is None:
@@ -158,26 +158,29 @@ class Session:
         return self._stream
 
     def generate(self, **options: Unpack[GenerateOptions]) -> Result:
-        """As ``LanguageModel.generate``, going on from this session's text."""
+        """Continue this session's text like ``LanguageModel.generate``; the text grows by what is generated."""
         return self.stream(**options).result()
 
     def select(self, options: abc.Sequence[str], terminator: str | None = None) -> Selection:
-        """Append that of ``options`` which the model finds most likely here, by its total probability.
+        """Append the one of ``options`` that the model finds most likely here, by its total probability.
 
-        Each is encoded together with the text before it; all are scored in one inference (32 of them, if they are
-        more). Longer options are less likely than their beginnings. With a ``terminator``, what will follow the
-        option and isn't appended, "cat" can lose to "catalog", and the other way round.
+        Each option is tokenised together with the text before it, and up to 32 are scored in one inference. A longer
+        option is less likely than its own beginning; with a terminator after both, "catalog" can win over "cat".
+
+        Args:
+            options: texts, all different.
+            terminator: text that will follow the option; it is scored, but not appended.
 
         Raises:
-            OvspecError: no options, equal ones, an empty one without a terminator, or no text before them in a model
-                without a token to begin with.
+            OvspecError: no options, equal ones, an empty one without a terminator, or an empty session of a model
+                without a BOS.
         """
         if not isinstance(options, (list, tuple)) or not options or not all(isinstance(o, str) for o in options):
-            raise OvspecError("select needs a list of texts, one at least.")
+            raise OvspecError("select needs a list of at least one string.")
         if len(set(options)) < len(options):
-            raise OvspecError("select needs options that differ.")
+            raise OvspecError("select needs options that are all different.")
         if terminator is not None and not isinstance(terminator, str):
-            raise OvspecError(f"terminator must be a text, not {type(terminator).__name__}.")
+            raise OvspecError(f"terminator must be a string, not {type(terminator).__name__}.")
         if "" in options and not terminator:
             raise OvspecError("An empty option always wins; give a terminator, the text that follows it.")
         logprobs = [score.logprob for score in self._score([option + (terminator or "") for option in options])]
@@ -187,23 +190,25 @@ class Session:
         return Selection(options[best], best, logprobs)
 
     def score(self, text: str) -> Score:
-        """How likely the model finds ``text`` here, encoded together with what was appended before; adds nothing.
+        """Return how likely the model finds ``text`` at the end of this session's text, which stays as it is.
 
-        Where a token reaches from there into ``text``, it counts as a whole.
+        ``text`` is tokenised together with text that was appended just before it. A token that spans the boundary
+        counts as a whole.
 
         Raises:
-            OvspecError: an empty text, or nothing before it in a model without a token to begin with.
+            OvspecError: ``text`` is empty, or the session is and the model has no BOS.
         """
         if not isinstance(text, str) or not text:
-            raise OvspecError("score needs a text.")
+            raise OvspecError("score needs a non-empty string.")
         return self._score([text])[0]
 
     # ------------------------------------------------------------ other sessions
 
     def fork(self) -> Session:
-        """Another session with the same text, which goes its own way. They share the blocks of a paged cache.
+        """Return another session with the same text, which can be continued independently.
 
-        Where a copy of the cache would not be exact (a stateful one in u8), the fork reads the text again.
+        Both share the blocks of a paged cache. If a cache can't be copied exactly (a stateful one in u8), the fork
+        reads the text again.
         """
         mark = self.mark()
         other = Session(self.workspace, self.workspace.fork(self._open()), self._context)
@@ -212,29 +217,29 @@ class Session:
         return other
 
     def save(self, path: str | Path) -> None:
-        """Write text and KV caches to a file that ``load`` takes up, also in another process; whole or not at all.
+        """Write the text and its KV caches to a file, for ``load`` in this process or another. The write is atomic.
 
-        Where a cache can't be written exactly (a stateful one in u8) a warning says that only the text is.
+        If a cache can't be written exactly (a stateful one in u8), it is left out with a warning.
 
         Raises:
-            OvspecError: it can't be written.
+            OvspecError: the file can't be written.
         """
         save_session(Path(path), self.workspace, self._open(), self.mark())
 
     def load(self, path: str | Path) -> None:
-        """Take up what ``save`` wrote, in place of this session's text: it goes on token for token.
+        """Replace this session's text by one that ``save`` wrote; generation continues token for token.
 
-        Where the caches were written with other settings or another version of OpenVINO, the text is read again and
-        a warning says so. This session is left as it is where the file can't be taken up.
+        If the caches were written with other settings or another version of OpenVINO, the text is read again and a
+        warning says so. If the file can't be loaded, this session keeps its text.
 
         Raises:
-            OvspecError: no such file, not a whole one, or one of another model.
+            OvspecError: the file doesn't exist, is damaged, or belongs to another model.
         """
         self._cancel_stream()
         self._go_to(load_session(Path(path), self.workspace, self._open()))
 
     def close(self) -> None:
-        """Give the memory of the KV caches back; the session can't generate any more."""
+        """Free the memory of the KV caches; the session can't generate any more."""
         self._cancel_stream()
         if self._decoders:
             decoders, self._decoders = self._decoders, None
@@ -254,29 +259,29 @@ class Session:
         self._messages, self._answer_from = list(mark.messages), mark.answer_from
 
     def _replace(self, tokens: np.ndarray) -> None:
-        """Make ``tokens`` the text."""
+        """Make ``tokens`` the session's text."""
         shared = common_prefix(self.sequence, Sequence(tokens))
         self.sequence.rewind(shared)
         self.sequence.commit(tokens[shared:])
 
     def _continued(self, text: str) -> np.ndarray:
-        """All tokens, with ``text`` at the end, (n,) int64."""
+        """Return all tokens of the session's text followed by ``text``, (n,) int64."""
         more = self.workspace.encode(self._open_text + text, begins=self._open_from == 0)
         return np.concatenate((self.sequence.tokens[: self._open_from], more))
 
     def _append_messages(self, messages: list[Message]) -> None:
         if len(self.sequence) and not self._messages:
-            raise OvspecError("Chat messages can't follow a text that isn't a chat; begin another session.")
+            raise OvspecError("Chat messages can't follow a text that isn't a chat; start another session.")
         chat = [*self.messages, *messages]
         self._replace(self._rendered(chat))
         self._messages, self._answer_from = chat, len(self.sequence)
         self._settle()
 
     def _rendered(self, chat: list[Message]) -> np.ndarray:
-        """The tokens of ``chat``, (n,) int64.
+        """Return the tokens of ``chat``, (n,) int64.
 
-        Where it goes on from what there is, that keeps its tokens: an answer need not be split as the tokenizer
-        would split it.
+        If the rendered chat continues the session's text, that keeps its tokens, because the model may have split an
+        answer into other tokens than the tokenizer would.
         """
         tokens, ends = self.sequence.tokens, self.workspace.generation_config.eos_ids
         kept = tokens[:-1] if len(tokens) and int(tokens[-1]) in ends else tokens
@@ -286,7 +291,7 @@ class Session:
         return self.workspace.tokenizer.encode(text, special=False)  # the template spells out the special tokens itself
 
     def _settle(self) -> None:
-        """What there is now stays as it is: neither healed nor encoded anew."""
+        """Fix the tokens so far: they are neither healed nor tokenised again."""
         self._open_from = self._healable = len(self.sequence)
         self._open_text, self._heals = "", False
 
@@ -296,7 +301,7 @@ class Session:
         before = self.sequence.tokens if len(self.sequence) else self.workspace.generation_config.beginning
         candidates = [self._continued(text) for text in texts]
         begin = min(common_prefix(Sequence(before), Sequence(tokens)) for tokens in candidates)
-        if not begin:  # all of a short text would merge with what follows
+        if not begin:  # every token of a short text would merge with what follows
             candidates = [np.concatenate((before, self.workspace.tokenizer.encode_more(text))) for text in texts]
             begin = len(before)
         self.workspace.check_room(max(map(len, candidates)), self._context)
@@ -308,16 +313,16 @@ class Session:
             stream.cancel()
 
     def _end(self, row: Row, before: Mark) -> None:
-        """A stream has ended: the session holds what the user saw."""
+        """Make the session hold what the user saw of a stream that has ended."""
         if not row.token_ids:
-            self._go_to(before)  # what healing has taken back may not have been said again
+            self._go_to(before)  # healing may have taken back tokens that were not generated again
             return
         self._settle()
         if row.finish_reason == "stop":
             self._end_with_the_text(row)
 
     def _end_with_the_text(self, row: Row) -> None:
-        """Keep as many tokens as spell the text; what is left over is encoded, and again with what is appended."""
+        """Keep the tokens that lie in the text; encode the remaining text, and again when more is appended."""
         decode, generated = self.workspace.tokenizer.decode, self.sequence.tokens[row.start :]
         healed = row.healing.text.decode("utf-8", "replace") if row.healing else ""
         text, kept = healed + row.text, len(generated)

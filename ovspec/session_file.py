@@ -1,6 +1,6 @@
-"""A session's text at a moment, and sessions on disk: the text and the KV caches of target and draft.
+"""Marks of a session's text, and sessions on disk: the text and the KV caches of target and draft.
 
-A file is one that NumPy can read (``.npz``).
+A session file is in NumPy's ``.npz`` format.
 """
 
 from __future__ import annotations
@@ -27,22 +27,23 @@ from ovspec.text.vocabulary import TOKENIZER_FILE
 from ovspec.workspace import Decoders, Workspace
 
 FORMAT = 1
-# Of the weights, so many pieces of so many bytes are looked at to tell one model from another.
+# To tell models apart, this many pieces of the weights are hashed, each of this many bytes.
 PIECES, PIECE_BYTES = 256, 4096
-# What a cache's values depend on, besides the model.
+# The OpenVINO properties that the values in a cache depend on.
 SETTINGS = ("INFERENCE_PRECISION_HINT", "KV_CACHE_PRECISION", "DYNAMIC_QUANTIZATION_GROUP_SIZE")
 
 
 @dataclass(frozen=True)
 class Mark:
-    """A session's text as it was, for ``Session.rewind``.
+    """The state of a session's text at some moment, for ``Session.rewind``.
 
     tokens: (n,) int64.
-    open_from, open_text: the text of the tokens from there on, which are encoded anew with what is appended.
-    healable: tokens before it were generated, or made by a template.
-    heals: whether healing takes back its end unless told otherwise.
-    messages: those of a chat, without the answer that follows them.
-    answer_from: where that begins.
+    open_from, open_text: the text of the tokens from position ``open_from`` on; it is tokenised again together with
+        text that is appended.
+    healable: the first position that healing may take back; tokens before it were generated or made by a template.
+    heals: whether the end of the text is healed by default.
+    messages: the messages of a chat, without the answer that follows them.
+    answer_from: the position where that answer begins.
     """
 
     tokens: np.ndarray
@@ -58,7 +59,7 @@ EMPTY_TEXT = Mark(np.empty(0, dtype=np.int64))
 
 
 def model_identity(folder: Path) -> str:
-    """A checksum that models with other weights or tokenizers don't have."""
+    """Return a checksum that tells models with different graphs, weights or tokenizers apart."""
     found = hashlib.sha256()
     for name in (MODEL_FILE, TOKENIZER_FILE):
         file = folder / name
@@ -74,7 +75,7 @@ def model_identity(folder: Path) -> str:
 
 
 def cache_setting(loaded: CompiledModel) -> str:
-    """What the values in a model's cache depend on, besides model and text."""
+    """Return the engine, device and settings that the values in a model's cache depend on."""
     compiled, ir = loaded.ir.compiled, loaded.ir
     known = set(compiled.get_property("SUPPORTED_PROPERTIES"))
     values = [f"{name}={compiled.get_property(name)}" for name in SETTINGS if name in known]
@@ -82,13 +83,13 @@ def cache_setting(loaded: CompiledModel) -> str:
 
 
 def save_session(path: Path, workspace: Workspace, decoders: Decoders, mark: Mark) -> None:
-    """Write ``mark`` and what ``decoders`` hold of it.
+    """Write ``mark`` and the KV caches of ``decoders`` to the file ``path``.
 
     Raises:
         OvspecError: the file can't be written.
     """
     if path.is_dir():
-        raise OvspecError(f"{path}: a folder; name a file for the session.")
+        raise OvspecError(f"{path} is a folder; name a file for the session.")
     described = asdict(mark)
     arrays = {"tokens": described.pop("tokens")}
     caches: dict[str, Any] = {}
@@ -96,7 +97,7 @@ def save_session(path: Path, workspace: Workspace, decoders: Decoders, mark: Mar
         tokens = decoder.rows[0].tokens
         held = decoder.dump() if len(tokens) else {}
         if len(tokens) and not held:
-            warnings.warn(f"{path}: the {name}'s KV cache, in a precision that isn't exact, is left out", stacklevel=3)
+            warnings.warn(f"{path}: the {name}'s KV cache is left out, because its precision isn't exact", stacklevel=3)
         caches[name] = {**described_cache(loaded), "tokens": len(tokens)}
         arrays[f"{name}/tokens"] = tokens
         arrays |= {f"{name}/cache/{layer}": values for layer, values in held.items()}
@@ -110,10 +111,10 @@ def save_session(path: Path, workspace: Workspace, decoders: Decoders, mark: Mar
 
 
 def load_session(path: Path, workspace: Workspace, decoders: Decoders) -> Mark:
-    """Fill ``decoders`` with what was saved, as far as it fits, and give the text.
+    """Fill ``decoders`` with the saved caches, as far as they fit, and return the text.
 
     Raises:
-        OvspecError: no such file, not a whole one, or one of another model.
+        OvspecError: the file doesn't exist, is damaged, or belongs to another model.
     """
     try:
         with path.open("rb") as file, np.load(file, allow_pickle=False) as saved:
@@ -123,15 +124,15 @@ def load_session(path: Path, workspace: Workspace, decoders: Decoders) -> Mark:
         mark = Mark(arrays["tokens"], **about["text"]) if known_format else None
         caches = about.get("caches", {})
     except FileNotFoundError:
-        raise OvspecError(f"{path}: no such file; name one that a session was saved to.") from None
+        raise OvspecError(f"{path}: no such file; name a file that a session was saved to.") from None
     except OSError as error:
         raise OvspecError(f"{path}: {(error.strerror or str(error)).lower()}.") from None
     except (ValueError, KeyError, TypeError, AttributeError, EOFError, zipfile.BadZipFile, zlib.error):
-        raise OvspecError(f"{path}: not a session that ovspec saved, or damaged.") from None
+        raise OvspecError(f"{path}: not a session file of ovspec, or damaged.") from None
     if not mark:
         raise OvspecError(f"{path}: format {about['format']} is not known; update ovspec.")
     if caches["target"]["model"] != model_identity(workspace.folder):
-        raise OvspecError(f"{path}: the session of another model, not of {workspace.folder}; load it with its own.")
+        raise OvspecError(f"{path}: a session of another model than {workspace.folder}; load it with its own.")
     workspace.encode(mark.tokens, begins=False)  # refuses unknown ids
     for name, loaded, decoder in parts(workspace, decoders):
         begin, saved_as = f"{name}/cache/", caches.get(name, {"tokens": 0})
@@ -145,17 +146,17 @@ def load_session(path: Path, workspace: Workspace, decoders: Decoders) -> Mark:
                 pass
         if name == "target" and saved_as["tokens"]:
             why = f"with other settings ({saved_as['setting']})" if cache else "without its KV cache"
-            text = f"{path}: saved {why}; the text is read again, and may go on differently where tokens nearly tie"
+            text = f"{path}: saved {why}; the text is read again, and may continue differently at near-ties"
             warnings.warn(text, stacklevel=3)
     return mark
 
 
 def described_cache(loaded: CompiledModel) -> dict[str, str]:
-    """What must be the same for a cache to be taken up."""
+    """Return what must match for a saved cache to be restored."""
     return {"model": model_identity(loaded.ir.folder), "setting": cache_setting(loaded)}
 
 
 def parts(workspace: Workspace, decoders: Decoders) -> list[tuple[str, CompiledModel, SessionDecoder]]:
-    """(name, model, decoder) of the target and, where there is one, the draft."""
+    """Return (name, model, decoder) of the target and, if there is one, the draft."""
     found = [("target", workspace.target, decoders.target)]
     return [*found, ("draft", workspace.draft, decoders.draft)] if workspace.draft and decoders.draft else found

@@ -1,4 +1,4 @@
-"""What models and sessions stand on: decoders in use, encoding, making rows, choosing drafters."""
+"""What models and sessions are built on: decoders, encoding of prompts, rows and the choice of drafters."""
 
 from __future__ import annotations
 
@@ -41,16 +41,16 @@ from ovspec.text.tokenizer import Tokenizer
 
 # A text, token ids, or chat messages for the model's chat template.
 Prompt = str | list[int] | np.ndarray | list[Message] | Message
-PLAIN = Lookahead(0)  # nothing is proposed, and nothing forced
+PLAIN = Lookahead(0)  # proposes nothing, and keeps constraints from forcing tokens
 
 
 @dataclass
 class Decoders:
-    """Of one session or batch. ``lookaheads``: what is known of greedy (False) and of sampled text (True)."""
+    """The decoders of one session or batch. ``lookaheads``: those for greedy (False) and for sampled text (True)."""
 
     target: SessionDecoder
     drafter: Drafter | None
-    draft: SessionDecoder | None = None  # the draft model's, which the drafter drives
+    draft: SessionDecoder | None = None  # of the draft model; the drafter drives it
     lookaheads: dict[bool, Lookahead] = field(default_factory=dict)
 
     def reset(self, rows: int) -> None:
@@ -61,13 +61,13 @@ class Decoders:
 
 @dataclass(frozen=True)
 class RowStart:
-    """What a row begins with, besides its prompt and the options.
+    """What a row starts with, besides its prompt and the options.
 
-    cached: tokens of the prompt that the KV cache has already.
-    healable: the first token that healing may take back.
-    context: tokens that the text may grow to, where that is less than the model's.
-    seed: taken where the options give none.
-    sample, n: it is the text numbered ``sample`` of the ``n`` for its prompt.
+    cached: number of prompt tokens that are already in the KV cache.
+    healable: position of the first token that healing may take back.
+    context: maximum length of the text in tokens, if less than the model's context.
+    seed: used if the options give none.
+    sample, n: this is text number ``sample`` (from 0) of the ``n`` texts for its prompt.
     """
 
     cached: int = 0
@@ -79,12 +79,13 @@ class RowStart:
 
 
 class Workspace:
-    """The compiled models and all that is made from them. Threads may share it.
+    """The compiled models and everything that is made from them. Threads may share it.
 
     Args:
-        choice: what proposes.
-        lookahead: tokens proposed each round; None for as many as pay.
-        corpus: text files that lookup may quote.
+        folder: the exported folder of the target.
+        choice: the drafters.
+        lookahead: tokens proposed per round; None to choose automatically.
+        corpus: text files that lookup may propose from.
     """
 
     def __init__(
@@ -103,10 +104,10 @@ class Workspace:
         self._unconstrained = functools.cache(lambda ends: Constraints((), ends))
         self._corpus = corpus_of(self.tokenizer.encode(read_text(file).rstrip("\0"), False) for file in corpus)
         self._idle: list[Decoders] = []
-        self._token_bytes = sum(kv_bytes_per_token(ir) + recurrent_bytes(ir) for ir in self.irs())  # at most
+        self._token_bytes = sum(kv_bytes_per_token(ir) + recurrent_bytes(ir) for ir in self.irs())  # upper bound
 
     def with_drafters(self, choice: DraftChoice | None) -> Workspace:
-        """The same compiled models with other drafters; a draft model among them must be the one that is loaded."""
+        """Return a workspace of the same compiled models with other drafters; a draft model must be the loaded one."""
         other = copy.copy(self)
         other.choice, other.draft, other._idle = choice, self.draft if choice and choice.model else None, []
         return other
@@ -114,8 +115,8 @@ class Workspace:
     # ------------------------------------------------------------ decoders
 
     def decoders(self) -> Decoders:
-        """An idle set, without any rows; ``release`` takes it back."""
-        with suppress(IndexError):  # one step, so that threads don't take the same one
+        """Return an idle or new set of decoders, without any rows; ``release`` takes it back."""
+        with suppress(IndexError):  # a single step, so that two threads never take the same set
             return self._idle.pop()
         known = self.tokenizer.known
         draft = self.draft.decoder(known) if self.draft else None
@@ -124,22 +125,22 @@ class Workspace:
         return decoders
 
     def fork(self, decoders: Decoders) -> Decoders:
-        """Others that go on from what ``decoders`` hold."""
+        """Return other decoders that continue from what ``decoders`` hold."""
         draft = decoders.draft.fork() if decoders.draft else None
         return Decoders(decoders.target.fork(), self._drafter(draft), draft, copy.deepcopy(decoders.lookaheads))
 
     def release(self, decoders: Decoders, again: bool = True) -> None:
-        """Empty what is no longer needed, which gives its memory back, and keep it for ``again``, or don't."""
+        """Empty decoders that are no longer needed, which frees memory, and keep them for reuse if ``again``."""
         decoders.reset(0)
         if again:
             self._idle.append(decoders)
 
     def irs(self, drafts: bool = True) -> list[CompiledIR]:
-        """The target's and, with ``drafts``, the draft model's."""
+        """Return the compiled IRs of the target and, with ``drafts``, of the draft model."""
         return [model.ir for model in (self.target, self.draft if drafts else None) if model]
 
     def learned_costs(self, sampled: bool) -> tuple[Costs, Costs] | None:
-        """What the auto lookahead has learned that verifying and a step of the draft cost."""
+        """Return the costs of verifying and of a draft step that the auto lookahead has learned; None if it hasn't."""
         known = [decoders.lookaheads[sampled].costs for decoders in self._idle if decoders.lookaheads]
         return known[0] if known else None
 
@@ -158,11 +159,11 @@ class Workspace:
     # ------------------------------------------------------------ text and tokens
 
     def encode(self, prompt: Prompt, begins: bool = True) -> np.ndarray:
-        """(n,) int64. ``begins``: the prompt starts a text and gets the model's BOS where it has one."""
+        """Return the ids, (n,) int64. ``begins``: the prompt starts a text and gets the model's BOS if it has one."""
         if isinstance(prompt, dict):  # a single message
             prompt = [prompt]
         if not isinstance(prompt, (str, list, tuple, np.ndarray)):
-            raise OvspecError(f"A prompt is a text, token ids or chat messages, not {prompt!r:.80}.")
+            raise OvspecError(f"A prompt must be a string, token ids or chat messages, not {prompt!r:.80}.")
         if begins and not len(prompt):
             return self.generation_config.beginning
         if isinstance(prompt, str):
@@ -172,7 +173,7 @@ class Workspace:
         try:
             ids = np.asarray(prompt, dtype=np.int64)
         except (TypeError, ValueError, OverflowError):
-            raise OvspecError(f"A prompt is a text, token ids or chat messages, not {prompt!r:.80}.") from None
+            raise OvspecError(f"A prompt must be a string, token ids or chat messages, not {prompt!r:.80}.") from None
         known = self.tokenizer.known
         unknown = known.first_unknown(ids)
         if unknown is not None:
@@ -181,16 +182,16 @@ class Workspace:
         return ids
 
     def render(self, messages: list[Message]) -> str:
-        """``messages`` as the chat template writes them, with the special tokens spelt out, open for an answer."""
+        """Return ``messages`` as the chat template writes them, special tokens spelt out, ready for an answer."""
         return chat_template(self.folder).render(messages)
 
     def check_memory(self, tokens: int, drafts: bool = True) -> None:
-        """Raises OvspecError where the states for so many more tokens can't fit into what is free."""
+        """Raise OvspecError if the states for ``tokens`` more tokens can't fit into free memory."""
         if tokens * self._token_bytes > WORTH_CHECKING:
             check_memory(self.irs(drafts), tokens)
 
     def check_room(self, tokens: int, context: int | None = None) -> None:
-        """Raises OvspecError where a text of so many tokens doesn't fit into ``context`` or the model's."""
+        """Raise OvspecError if a text of ``tokens`` tokens exceeds ``context``, or the model's if that is None."""
         context = context or self.target.ir.context_length
         if context and tokens > context:
             raise OvspecError(f"The text would have {tokens} tokens, but the context is {context}; shorten it.")
@@ -198,17 +199,17 @@ class Workspace:
     # ------------------------------------------------------------ rows
 
     def rows(self, prompt: Prompt, options: GenerateOptions, n: int = 1) -> list[Row]:
-        """Rows for the ``n`` texts of a prompt; raises OvspecError where they can't be had."""
+        """Return rows for the ``n`` texts of a prompt; raises OvspecError if prompt or options are invalid."""
         tokens, seed = self.encode(prompt), secrets.randbits(32)
-        start = RowStart(healable=len(tokens) if is_chat(prompt) else 0, seed=seed, n=n)  # nothing of a template's
+        start = RowStart(healable=len(tokens) if is_chat(prompt) else 0, seed=seed, n=n)  # not a template's text
         return [self.row(Sequence(tokens), options, replace(start, sample=sample)) for sample in range(n)]
 
     def row(self, sequence: Sequence, options: GenerateOptions, start: RowStart = RowStart()) -> Row:
-        """A row that continues ``sequence`` as ``options`` say; raises OvspecError where they can't be met."""
+        """Return a row that continues ``sequence`` with ``options``; raises OvspecError if they can't be met."""
         config, target = self.generation_config, self.target
         params = config.complete(params_of(options))
         if params.n != start.n:
-            raise OvspecError(f"n is {params.n}: several texts for a prompt are what samples() gives.")
+            raise OvspecError(f"n is {params.n}; call samples() for several texts of a prompt.")
         if start.n > 1 and not params.temperature and not options.get("sampler"):
             raise OvspecError(f"n is {start.n}, but greedy texts are all the same; give a temperature.")
         eos = frozenset() if params.ignore_eos else config.eos_ids
@@ -226,7 +227,7 @@ class Workspace:
         seed = params.seed if params.seed is not None else start.seed
         seed = secrets.randbits(32) if seed is None else seed
         sampler = sampler_of(params, seed, start.sample, constraints, options)
-        if healing:  # from here on nothing can go wrong
+        if healing:  # nothing can fail from here on
             healing.take_back(sequence)
         draft = self.draft if drafts else None
         stats = Stats(
@@ -244,7 +245,7 @@ class Workspace:
         return Row(sequence, sampler, self.tokenizer.detokenizer(), ending, stats, healing)
 
     def wanted_lookahead(self, options: GenerateOptions) -> int | None:
-        """Tokens to propose each round, None for as many as pay; raises OvspecError where nothing can propose any."""
+        """Return the tokens to propose per round, None for auto; raises OvspecError if nothing can propose any."""
         wanted = options.get("lookahead")
         wanted = self.lookahead if wanted is None else wanted
         check_option("lookahead", wanted)
@@ -255,9 +256,9 @@ class Workspace:
         return int(wanted)
 
     def drafting(self, options: GenerateOptions, decoders: Decoders, sampled: bool) -> tuple[Drafter | None, Lookahead]:
-        """What proposes, and how much.
+        """Return the drafter and the lookahead of a generating call.
 
-        ``sampled``: the text is left to chance, so what is known of greedy text doesn't count.
+        ``sampled``: the text is sampled, so what was learned from greedy text doesn't count.
         """
         wanted = self.wanted_lookahead(options)
         if wanted is not None:
@@ -270,14 +271,14 @@ class Workspace:
     def run(
         self, rows: Iterable[Row], options: GenerateOptions, sampled: bool = False, count: int | None = None
     ) -> Generator[list[tuple[int, Piece]]]:
-        """Generate ``rows`` as a batch that they join as others leave it; they are taken when there is room.
+        """Generate ``rows`` as a batch; a row joins when there is room, and leaves when its text ends.
 
-        Yields (number of the row, piece) for each round.
+        Yields a list of (row number, piece) for each round.
 
         Args:
-            options: of these, what concerns all rows: ``batch_size`` and ``lookahead``.
-            sampled: whether chance has a part in most of them.
-            count: how many rows there are, where that is known; a single one needs no room for others.
+            options: only those that concern all rows are used: ``batch_size`` and ``lookahead``.
+            sampled: whether most rows are sampled.
+            count: number of rows, if known; a single row needs no room for others.
         """
         decoders = self.decoders()
         try:
@@ -290,10 +291,10 @@ class Workspace:
             self.release(decoders)
 
     def check_grammar(self, options: GenerateOptions) -> None:
-        """Raises OvspecError where a grammar in ``options`` is wrong; ``row`` would say so for each text."""
+        """Raise OvspecError once if a grammar in ``options`` is wrong; ``row`` would raise it for each text."""
         self._constraints.check(options)
 
 
 def is_chat(prompt: Any) -> bool:
-    """Whether a prompt is messages for the chat template."""
+    """Return whether ``prompt`` is messages for the chat template."""
     return isinstance(prompt, dict) or (isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], dict))

@@ -1,4 +1,4 @@
-"""A small pair, exported in f32, and Hugging Face's own model on the same checkpoint as the oracle."""
+"""Fixtures: a small pair exported in f32, and Hugging Face's model of the same checkpoint as the reference."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ["OVSPEC_TUNE"] = "0"  # what is fastest must not change what is tested
+os.environ["OVSPEC_TUNE"] = "0"  # what is tested must not depend on which settings are fastest here
 if "PYTEST_XDIST_WORKER" in os.environ and hasattr(os, "sched_setaffinity"):
-    # Before OpenVINO counts them: where workers share their cores, its threads wait for each other.
+    # Give each worker its own cores before OpenVINO counts them: on shared cores, its threads wait for each other.
     number, workers = int(os.environ["PYTEST_XDIST_WORKER"][2:]), int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, cores[number::workers] or cores)
@@ -32,9 +32,9 @@ from ovspec.ir.device import DeviceOptions, native_precisions
 from ovspec.setup.engine import compile_paged
 
 ROOT = Path(__file__).resolve().parent.parent
-HAS_BF16 = "bf16" in native_precisions()  # elsewhere it is emulated, and attention computes in f32
+HAS_BF16 = "bf16" in native_precisions()  # elsewhere bf16 is emulated, and attention is computed in f32
 CHECKPOINTS = ROOT / "models" / "demo-hf"
-# The tests' pair: the demo pair's draft, five times cheaper than its target, and a draft of one layer for it.
+# The tests' pair: the demo pair's draft as the target (five times cheaper than the demo target) and a one-layer draft.
 TARGET, DRAFT = CHECKPOINTS / "draft", ROOT / "models" / "small-hf"
 PROMPTS: list[str] = [
     entry["text"] for entry in json.loads((ROOT / "models" / "prompts.json").read_text(encoding="utf-8"))["prompts"]
@@ -42,11 +42,11 @@ PROMPTS: list[str] = [
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--update-docs", action="store_true", help="Write what the tests found into docs/.")
+    parser.addoption("--update-docs", action="store_true", help="Update the tables and pictures in docs/.")
 
 
 def pytest_configure() -> None:
-    """A shell that starts the tests in the background has them ignore Ctrl-C, which some of them send."""
+    """Restore Ctrl-C, which some tests send: a shell that runs pytest in the background makes it ignore the signal."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -63,7 +63,7 @@ def cache_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The small pair, exported in f32."""
+    """Return the folder of the small pair, exported in f32."""
     from ovspec_export import Compression, export_pair
 
     folder = tmp_path_factory.mktemp("export") / "pair"
@@ -73,10 +73,10 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def load(pair: Path, cache_dir: Path) -> Callable[..., ovspec.LanguageModel]:
-    """``ovspec.load`` of the f32 pair, in f32; one model per set of options.
+    """Return a function that loads the f32 pair with ``ovspec.load``, in f32, once per set of options.
 
-    ``rollback`` takes the stateful engine, with that instead of the probed one: what the pair needs only to be
-    masked can also be cut. ``compact_at`` has it compact its cache at so many dead slots.
+    ``rollback`` selects the stateful engine and replaces the probed rollback: the pair only needs masking, but its
+    cache can also be trimmed. ``compact_at``: number of dead slots at which the stateful engine compacts its cache.
     """
 
     @functools.cache
@@ -134,12 +134,12 @@ class Reference:
         self.tokenizer: Any = AutoTokenizer.from_pretrained(folder)
 
     def logits(self, tokens: list[int]) -> np.ndarray:
-        """(len(tokens), vocab), from scratch."""
+        """Return the logits after each token, (len(tokens), vocab), computed from scratch."""
         with self.torch.no_grad():
             return self.model(input_ids=self.torch.tensor([tokens])).logits[0].numpy()
 
     def generate(self, prompt: str, max_tokens: int, ignore_eos: bool = False) -> list[int]:
-        """The greedy continuation's token ids."""
+        """Return the token ids of the greedy continuation."""
         ids = self.tokenizer(prompt, return_tensors="pt")
         config = self.model.generation_config
         ends, config.eos_token_id = config.eos_token_id, None if ignore_eos else config.eos_token_id
@@ -160,7 +160,7 @@ def command_environment(cache_dir: Path) -> dict[str, str]:
 
 @pytest.fixture(scope="session")
 def ovspec_command(command_environment: dict[str, str]) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """Runs the command line in a process of its own."""
+    """Return a function that runs the command line in a separate process."""
 
     def run(*arguments: str | Path, stdin: str = "") -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "ovspec", *map(str, arguments)]

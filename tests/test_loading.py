@@ -1,4 +1,4 @@
-"""Folders that are damaged, incomplete or something else: one sentence each, never a traceback or an abort."""
+"""Loading: damaged, incomplete and unsuitable folders give a one-sentence error, never a traceback or an abort."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ DEMO = ROOT / "models" / "demo"
 
 @pytest.fixture
 def plain(tmp_path: Path) -> Path:
-    """The demo pair as plain optimum-cli would leave it, without our manifest."""
+    """Return a copy of the demo pair without ovspec's manifest, as optimum-cli would leave it."""
     shutil.copytree(DEMO, tmp_path / "plain")
     (tmp_path / "plain" / "ovspec.json").unlink()
     return tmp_path / "plain"
@@ -110,7 +110,7 @@ def test_models_that_do_not_generate_text(tmp_path: Path) -> None:
 
 
 def test_broken_xml_never_kills_the_process(plain: Path) -> None:
-    """Random damage to the IR's text, loaded in processes of their own."""
+    """Load IR files with random damage in separate processes."""
     code = """
 import sys, random, pathlib, ovspec
 file = pathlib.Path(sys.argv[1]) / "openvino_model.xml"
@@ -146,7 +146,7 @@ def test_checksums(tmp_path: Path) -> None:
     place = random.Random(0).randrange(len(damaged))
     damaged[place] ^= 1
     weights.write_bytes(damaged)
-    assert read_manifest(tmp_path / "pair"), "sizes are right"
+    assert read_manifest(tmp_path / "pair"), "the sizes are unchanged"
     for verifying in (
         lambda: read_manifest(tmp_path / "pair", verify=True),
         lambda: inspect(tmp_path / "pair", DeviceOptions(), verify=True),
@@ -166,7 +166,7 @@ def test_a_draft_of_another_vocabulary(plain: Path, tmp_path: Path) -> None:
     vocab[a], vocab[b] = vocab[b], vocab[a]
     (other / "tokenizer.json").write_text(json.dumps(data), encoding="utf-8")
     refused(plain, "2 ids of their vocabularies differ", draft=other)
-    # Without a tokenizer.json what the tokenizers do is compared, which here is the same.
+    # Without a tokenizer.json, the tokenizers' results are compared, which are the same here.
     (other / "tokenizer.json").unlink()
     assert ovspec.load(plain, draft=other).generate("def f(", max_tokens=8).stats.proposed
 
@@ -213,7 +213,7 @@ def test_a_text_that_cannot_fit_into_memory_is_refused(
 ) -> None:
     ir = load().target.ir
     check_memory([ir], 1000)
-    with pytest.raises(ovspec.OvspecError, match=r"takes about \d+\.\d GB and \d+\.\d GB of memory are free"):
+    with pytest.raises(ovspec.OvspecError, match=r"takes about \d+\.\d GB, but only \d+\.\d GB of memory are free"):
         check_memory([ir], 10**9)
     monkeypatch.setattr(ovspec.ir.memory, "kv_bytes_per_token", lambda _: 1e12)
     monkeypatch.setattr(load().workspace, "_token_bytes", 1e12)
@@ -222,7 +222,7 @@ def test_a_text_that_cannot_fit_into_memory_is_refused(
 
 
 def test_perplexity_equals_torch(load: Callable[..., ovspec.LanguageModel], reference: Any) -> None:
-    """Windows and all: every token is scored once, in the window that our docs promise."""
+    """Every token is scored once, in the window that the docs describe."""
     import torch
 
     text, context = "".join(PROMPTS[:6]), 100
@@ -251,7 +251,7 @@ def test_perplexity_equals_torch(load: Callable[..., ovspec.LanguageModel], refe
 
 
 def test_threads_share_a_model(load: Callable[..., ovspec.LanguageModel]) -> None:
-    """Sessions, batches and single calls at the same time give what they give alone."""
+    """Sessions, batches and single calls give the same results in several threads as alone."""
     lm = load(draft=True)
 
     def work(index: int) -> list[Any]:

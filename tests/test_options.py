@@ -1,4 +1,4 @@
-"""Options are declared once: an entry arrives in Python, on the command line and in the batch file."""
+"""Options are declared once: one entry adds an option to Python, to the command line and to batch files."""
 
 from __future__ import annotations
 
@@ -51,11 +51,11 @@ for name in ("loudness", "volume"):
 
 
 def test_a_new_option_is_one_entry(tmp_path: Path) -> None:
-    """In a copy of the package, an entry is added to the table, and nothing else."""
+    """Add an entry to the options table in a copy of the package, and change nothing else."""
     shutil.copytree(ROOT / "ovspec", tmp_path / "ovspec", ignore=shutil.ignore_patterns("__pycache__"))
     file = tmp_path / "ovspec" / "options" / "__init__.py"
     text = file.read_text(encoding="utf-8")
-    place = '    """What a text depends on, besides prompt and model."""\n'
+    place = '    """The options that decide which text a model generates for a prompt."""\n'
     assert place in text
     file.write_text(text.replace(place, place + ENTRY, 1), encoding="utf-8")
     checks = CHECKS.replace("TMP", str(tmp_path))
@@ -71,9 +71,9 @@ def environment() -> dict[str, str]:
 
 def test_types_and_ranges_are_checked_by_the_declaration() -> None:
     for options, message in (
-        ({"max_tokens": 1.5}, "max_tokens is 1.5, which is of a wrong type; it must be a whole number"),
+        ({"max_tokens": 1.5}, "max_tokens is 1.5, which has the wrong type; it must be a whole number"),
         ({"max_tokens": True}, "wrong type"),
-        ({"stop": 5}, "it must be a text or a list"),
+        ({"stop": 5}, "it must be a string or a list"),
         ({"stop_ids": ["x"]}, "it must be a list"),
         ({"accept": "maybe"}, "accept is 'maybe'; it must be one of compare, rejection"),
         ({"lookahead": "few"}, "it must be a whole number or auto"),
@@ -102,7 +102,7 @@ def test_every_option_is_documented() -> None:
 
 
 def test_what_the_group_says_is_what_a_command_says() -> None:
-    """``ovspec --help`` imports no command, so its sentences stand in a table."""
+    """``ovspec --help`` imports no command, so the sentences it prints are kept in a table."""
     context: Any = None
     assert set(COMMANDS) == {file.stem for file in (ROOT / "ovspec" / "cli").glob("*.py")} - {
         *("__init__", "options", "output", "progress", "prompting")
@@ -111,7 +111,7 @@ def test_what_the_group_says_is_what_a_command_says() -> None:
         command = cli.get_command(context, name)
         assert command
         assert command.help
-        said = command.help.replace(" (by default the embedded pair)", "").split("\n\n")[0].replace("\n", " ")
+        said = command.help.replace(" (by default the embedded demo pair)", "").split("\n\n")[0].replace("\n", " ")
         assert said.startswith(sentence.removesuffix(".").removesuffix(", and use them")), name
 
 

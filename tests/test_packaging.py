@@ -1,4 +1,4 @@
-"""The wheel: what it holds, and that the runtime alone generates."""
+"""The wheel: its contents, and generation with the runtime dependencies alone."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_the_wheel_generates_without_torch(tmp_path: Path, pair: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     tops = {name.split("/")[0] for name in names if ".dist-info/" not in name}
     assert tops == {"ovspec", "ovspec_export"}
-    assert wheel.stat().st_size < 300_000, "no model is in it"
+    assert wheel.stat().st_size < 300_000, "the wheel must not contain a model"
 
     venv.create(tmp_path / "venv", with_pip=True)
     python = tmp_path / "venv" / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
@@ -45,7 +45,7 @@ def test_the_wheel_generates_without_torch(tmp_path: Path, pair: Path) -> None:
     assert not packages & {"torch", "transformers", "optimum", "nncf", "tokenizers"}
 
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-        # Away from the checkout, so that nothing of it can be imported or found.
+        # Run outside the checkout, so that nothing in it can be imported or found.
         command = [str(python), "-m", "ovspec", *arguments]
         return subprocess.run(command, capture_output=True, encoding="utf-8", cwd=tmp_path, check=False)
 

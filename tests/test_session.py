@@ -1,4 +1,4 @@
-"""Sessions: texts that keep their KV caches, however they are gone back on, forked and edited."""
+"""Sessions: texts that keep their KV caches through rewinds, forks and edits."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ DRAFTS: list[Any] = [None, True, "lookup", "lookup,draft"]
 
 @pytest.fixture(scope="module", params=["stateful", "paged"])
 def load(load: Load, request: pytest.FixtureRequest) -> Load:
-    """Everything here is the same with either engine."""
+    """Load with each engine: every test in this file must pass with both."""
     return functools.partial(load, engine=request.param)
 
 
@@ -60,7 +60,7 @@ def test_a_session_goes_on_where_it_was(load: Load, draft: bool) -> None:
         fresh = lm.generate(session.sequence.tokens[:-5].tolist(), max_tokens=5, ignore_eos=True)
         assert third.token_ids == fresh.token_ids
         assert session.text.startswith(PROMPTS[0])
-        # An edit: everything behind the common prefix is rolled back when next used.
+        # After an edit, everything past the common prefix is rolled back at the next use.
         session.sequence.rewind(20)
         edited = session.generate(max_tokens=5, ignore_eos=True)
         fresh = lm.generate(session.sequence.tokens[:20].tolist(), max_tokens=5, ignore_eos=True)
@@ -117,7 +117,7 @@ def test_a_failed_inference_is_fed_again(load: Load, monkeypatch: pytest.MonkeyP
 
 
 def test_a_round_that_fails_leaves_nothing(load: Load) -> None:
-    """Not even what a grammar had forced at its beginning."""
+    """A failed round leaves no tokens, not even those that the grammar forced at its start."""
     calls = 0
 
     def failing(logits: np.ndarray, tokens: np.ndarray) -> int:  # noqa: ARG001
@@ -153,12 +153,12 @@ def test_a_session_holds_no_stop_string(load: Load, draft: bool) -> None:
             session.append(stop)
             session.generate(max_tokens=5, ignore_eos=True)
             assert session.text.startswith(PROMPTS[0] + result.text + stop)
-            # What comes later is not part of the result.
+            # Later calls do not change the result.
             assert result.token_ids == whole.token_ids[: len(result.token_ids)]
 
 
 def test_nothing_stays_behind_an_eos(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where a round committed more tokens after it."""
+    """Tokens after an EOS are dropped, even if a round committed them."""
     lm = load(draft=True)
     whole = lm.generate(PROMPTS[2], max_tokens=30, ignore_eos=True).token_ids
     for token in set(whole):
@@ -184,7 +184,7 @@ def test_two_sessions_do_not_mix(load: Load) -> None:
 
 
 def test_ctrl_c_leaves_kv_and_text_in_agreement(load: Load) -> None:
-    """A real SIGINT from another thread while rounds run; afterwards the session goes on as if nothing was."""
+    """Another thread sends a real SIGINT while rounds run; afterwards the session continues as if nothing happened."""
     lm = load(draft=True)
     whole = lm.generate(PROMPTS[5], max_tokens=300, ignore_eos=True)
     for delay in (0.0, 0.01, 0.02, 0.05):
@@ -197,7 +197,7 @@ def test_ctrl_c_leaves_kv_and_text_in_agreement(load: Load) -> None:
                 threading.Thread(target=lambda d=delay: (time.sleep(d), os.kill(os.getpid(), signal.SIGINT))).start()
                 while True:
                     pieces += stream
-                    time.sleep(0.5)  # everything was generated first: the signal still comes
+                    time.sleep(0.5)  # generation finished first: wait for the signal
             if pieces[-1].finish_reason == "cancelled":
                 result = stream.result()
                 assert result.text == "".join(piece.text for piece in pieces)
@@ -225,10 +225,10 @@ def test_a_text_in_pieces_is_the_text(load: Load, pieces: list[str]) -> None:
 
 
 class Program:
-    """What a user may do to a session, at random; after each step text and tokens must agree with a model of it.
+    """Random operations on sessions; after each one, text and tokens must be what a simple model of them predicts.
 
-    Each generation is held against one from scratch of the same tokens, without a draft, and must have read no more
-    than what its caches didn't hold.
+    Each generation is compared with one from scratch on the same tokens, without a draft, and may read only tokens
+    that its caches did not hold.
     """
 
     def __init__(self, lm: LanguageModel, plain: LanguageModel, seed: int) -> None:
@@ -259,7 +259,7 @@ class Program:
         result = session.generate(**options)
         assert result.token_ids == expected.token_ids
         assert result.text == expected.text
-        # Healing takes tokens back, and the last token is fed again; recurrent states may go back further.
+        # Healing removes tokens, and the last token is fed again; recurrent states may be rolled back further.
         if not target.rollback.replay:
             assert result.stats.cached_tokens >= min(shared, len(given) - 1) - (16 if healed else 0)
         assert session.text == self.plain.tokenizer.decode(given) + result.text
@@ -318,14 +318,14 @@ def test_whatever_is_done_to_a_session(load: Load, draft: Any) -> None:
 @pytest.mark.parametrize("cache", [{}, {"rollback": "trim"}, {"compact_at": 3}])
 def test_whatever_is_done_to_any_session(load: Load, cache: dict[str, Any], draft: Any) -> None:
     if cache and load().target.engine == "paged":
-        pytest.skip("of the stateful engine")
+        pytest.skip("only the stateful engine has these options")
     for seed in range(100, 130):
         Program(load(draft=draft, **cache), load(**cache), seed).run(60)
 
 
 @pytest.mark.parametrize("attention", [None, "mask"])
 def test_sessions_of_recurrent_models(attention: str | None, tmp_path: Path, cache_dir: Path) -> None:
-    """Convolution and SSM states can't be taken back to any place: they are read again where needed."""
+    """Convolution and SSM states can't be rolled back to every position, so some tokens are read again."""
     model = hybrid.Hybrid(4096, attention)
     folder = hybrid.export(model, tmp_path / "ir", ROOT / "models" / "demo")
     lm = ovspec.load(folder, "lookup", precision="f32", cache_dir=cache_dir)
@@ -334,7 +334,7 @@ def test_sessions_of_recurrent_models(attention: str | None, tmp_path: Path, cac
 
 
 def test_what_a_stop_string_leaves_of_a_token(load: Load) -> None:
-    """The token prefix stays, the rest is encoded again with what is appended."""
+    """The tokens before a cut token stay; what is left of it is encoded again with the appended text."""
     lm = load()
     whole = lm.generate(PROMPTS[0], max_tokens=60, ignore_eos=True)
     spelt = [lm.tokenizer.decode([token]) for token in whole.token_ids]
@@ -359,7 +359,7 @@ def test_a_cancelled_stream_gives_back_what_healing_took(session: ovspec.Session
     session.append("import os.pa")
     before = session.tokens
     session.stream(max_tokens=5)
-    assert session.mark().tokens.tolist() == before, "nothing had been said"
+    assert session.mark().tokens.tolist() == before, "nothing has been generated"
     session.append("th")
     assert session.text == "import os.path"
 
@@ -380,14 +380,14 @@ def test_misuse_is_refused(load: Load, session: ovspec.Session) -> None:
         with pytest.raises(ovspec.OvspecError, match=r"select needs|empty option"):
             session.select(options)  # type: ignore[arg-type]
     for text in ("", 3, [3]):
-        with pytest.raises(ovspec.OvspecError, match="score needs a text"):
+        with pytest.raises(ovspec.OvspecError, match="score needs a non-empty string"):
             session.score(text)  # type: ignore[arg-type]
     for prompt in (None, 3, b"abc", ["a", 3], {1, 2}):
-        with pytest.raises(ovspec.OvspecError, match="A prompt is a text, token ids or chat messages"):
+        with pytest.raises(ovspec.OvspecError, match="A prompt must be a string, token ids or chat messages"):
             session.append(prompt)  # type: ignore[arg-type]
-    with pytest.raises(ovspec.OvspecError, match="terminator must be a text"):
+    with pytest.raises(ovspec.OvspecError, match="terminator must be a string"):
         session.select(["a"], terminator=3)  # type: ignore[arg-type]
-    with pytest.raises(ovspec.OvspecError, match="rewind needs what"):
+    with pytest.raises(ovspec.OvspecError, match="rewind needs a mark"):
         session.rewind(3)  # type: ignore[arg-type]
     with pytest.raises(ovspec.OvspecError, match="not in the vocabulary"):
         session.append([10**6])
@@ -433,7 +433,7 @@ def test_a_context_given_ahead(load: Load) -> None:
 def test_forks_share_blocks_until_they_part(load: Load) -> None:
     lm = load(draft=True)
     if lm.target.engine != "paged":
-        pytest.skip("a stateful cache is copied")
+        pytest.skip("the stateful engine copies its cache")
     with lm.session() as session:
         session.append(PROMPTS[0] * 4)
         session.generate(max_tokens=4, ignore_eos=True)
@@ -499,12 +499,12 @@ def test_turns_do_not_grow_beyond_their_text(load: Load) -> None:
         decoders = session._decoders
     for decoder in (decoders.target, decoders.draft):
         if isinstance(decoder, PagedDecoder):
-            assert decoder._tensors.capacity == 8, "closing frees the memory"
+            assert decoder._tensors.capacity == 8, "closing must free the memory"
 
 
 @pytest.mark.parametrize("engine", ["stateful", "paged"])
 def test_closing_frees_the_memory(engine: EngineName, cache_dir: Path) -> None:
-    """Of the demo model, whose cache is large beside what else comes and goes."""
+    """Measured on the demo model, whose cache is large compared with other allocations."""
     import gc
 
     import psutil
@@ -522,7 +522,7 @@ def test_closing_frees_the_memory(engine: EngineName, cache_dir: Path) -> None:
         gc.collect()
         return (most - psutil.Process().memory_info().rss) / lm.cache_bytes(1900)
 
-    held(4)  # what inferences need besides is kept
+    held(4)  # warm-up: other memory that inferences need stays allocated
     assert held(4) > 3
 
 
@@ -543,11 +543,11 @@ def test_each_turn_goes_on_from_the_last(session: ovspec.Session, load: Load) ->
         assert result.stats.cached_tokens >= before - 1, "only the new turn is read"
         assert lm.tokenizer.spell(session.sequence.tokens[: len(prompt)]) == lm.workspace.render(session.messages[:-1])
     session.append("more")
-    assert session.messages[-1]["content"].endswith("more"), "a text goes on with the answer"
+    assert session.messages[-1]["content"].endswith("more"), "a string continues the answer"
 
 
 def test_a_template_that_forgets_is_followed(session: ovspec.Session, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As those of models that think, which leave out what was thought in earlier turns."""
+    """Templates of reasoning models leave out the reasoning of earlier turns."""
     from ovspec.text.chat_template import ChatTemplate
 
     source = (

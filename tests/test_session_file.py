@@ -1,4 +1,4 @@
-"""Sessions on disk: they go on token for token, in a process of their own, or say why they may not."""
+"""Saved sessions: they continue token for token in another process, or fail with a reason."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ovspec.model import LanguageModel
 
 Load = Callable[..., LanguageModel]
 DEMO = ROOT / "models" / "demo"
-# Loads a session in a fresh process and goes on: folder, file, options for load.
+# Loads a session in a new process and continues it. Arguments: folder, file, options of ovspec.load as JSON.
 GO_ON = """
 import json, sys
 import ovspec
@@ -41,7 +41,7 @@ def go_on(environment: dict[str, str], *arguments: Any) -> tuple[list[int], int,
 
 
 def begin(session: ovspec.Session) -> None:
-    """A text with a history: read in pieces, guessed at, taken back."""
+    """Give the session a text with a history: appended in pieces, generated and rewound."""
     session.append(PROMPTS[1])
     mark = session.mark()
     session.generate(max_tokens=9, ignore_eos=True)
@@ -64,14 +64,14 @@ def begin(session: ovspec.Session) -> None:
 def test_a_session_goes_on_in_another_process(
     setting: dict[str, Any], draft: Any, tmp_path: Path, cache_dir: Path, command_environment: dict[str, str]
 ) -> None:
-    """To the bit, since the cache is what it was: also quantised, and in bf16, where a text that is read again may
-    round differently."""
+    """The cache is restored to the bit, so the text continues identically, even quantised or in bf16, where reading the
+    text again might round differently."""
     options = {**setting, "draft": draft, "cache_dir": str(cache_dir)}
     file = tmp_path / "session.ovspec"
     with ovspec.load(DEMO, **options).session() as session:
         begin(session)
         session.save(file)
-        # With a quantised cache, texts depend on what is verified together, and auto goes by the clock.
+        # With a quantised cache, the text depends on which tokens are verified together, and auto decides by timing.
         lookahead = 3 if draft else None
         expected = session.generate(max_tokens=40, ignore_eos=True, lookahead=lookahead).token_ids
     tokens, cached, prompt = go_on(command_environment, DEMO, file, options)
@@ -95,9 +95,9 @@ def test_what_belongs_to_the_text_is_kept(load: Load, tmp_path: Path) -> None:
         session.append("import os.pa")
         session.save(tmp_path / "text")
         with warnings.catch_warnings():
-            warnings.simplefilter("error")  # nothing had been read that could be lost
+            warnings.simplefilter("error")  # nothing had been read, so no cache can be lost
             other.load(tmp_path / "text")
-        assert other.generate(max_tokens=3).text == session.generate(max_tokens=3).text, "healed alike"
+        assert other.generate(max_tokens=3).text == session.generate(max_tokens=3).text, "both are healed"
         session.reset()
         session.save(tmp_path / "empty")
         other.load(tmp_path / "empty")
@@ -105,14 +105,14 @@ def test_what_belongs_to_the_text_is_kept(load: Load, tmp_path: Path) -> None:
 
 
 def test_a_cache_that_does_not_fit_is_read_again(load: Load, tmp_path: Path) -> None:
-    """Another engine, another draft: the text is the same in f32, and what is lost is said."""
+    """With another engine or draft, the text is the same in f32, and a warning reports a lost cache."""
     file = tmp_path / "session"
     with load(draft=True, engine="paged").session() as session:
         begin(session)
         session.save(file)
         expected = session.generate(max_tokens=30, ignore_eos=True).token_ids
     with load(draft="lookup", engine="paged").session() as other:
-        other.load(file)  # without a word: a draft changes no text
+        other.load(file)  # no warning: a draft changes no text
         assert other.generate(max_tokens=30, ignore_eos=True).token_ids == expected
     with load(engine="stateful").session() as other:
         with pytest.warns(UserWarning, match="saved with other settings .*the text is read again"):
@@ -126,7 +126,7 @@ def test_a_cache_that_cannot_be_written_exactly(cache_dir: Path, tmp_path: Path)
     lm = ovspec.load(DEMO, engine="stateful", precision="f32", kv_precision="u8", cache_dir=cache_dir)
     with lm.session() as session:
         begin(session)
-        with pytest.warns(UserWarning, match="KV cache, in a precision that isn't exact, is left out"):
+        with pytest.warns(UserWarning, match="KV cache is left out, because its precision isn't exact"):
             session.save(tmp_path / "session")
         with lm.session() as other:
             with pytest.warns(UserWarning, match="saved without its KV cache"):
@@ -157,7 +157,7 @@ def test_other_files_are_refused(load: Load, tmp_path: Path, pair: Path, cache_d
         damaged["one"] = (tmp_path / "one.npy").read_bytes()
         for name, content in damaged.items():
             (tmp_path / name).write_bytes(content)
-            with pytest.raises(ovspec.OvspecError, match=f"{name}: not a session that ovspec saved, or damaged"):
+            with pytest.raises(ovspec.OvspecError, match=f"{name}: not a session file of ovspec, or damaged"):
                 session.load(tmp_path / name)
         with pytest.raises(ovspec.OvspecError, match="no such file"):
             session.load(tmp_path / "nowhere")
@@ -177,7 +177,7 @@ def test_other_files_are_refused(load: Load, tmp_path: Path, pair: Path, cache_d
     weights[:] *= np.float32(1.001)
     weights.flush()
     other = ovspec.load(folder, precision="f32", cache_dir=cache_dir)
-    with other.session() as session, pytest.raises(ovspec.OvspecError, match="the session of another model"):
+    with other.session() as session, pytest.raises(ovspec.OvspecError, match="a session of another model"):
         session.load(good)
 
 

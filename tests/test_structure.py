@@ -1,4 +1,4 @@
-"""The house as ARCHITECTURE.md shows it: sizes, and the files that a prompt passes on its way to text."""
+"""Sizes of files and functions, and the files that a prompt passes through, as ARCHITECTURE.md lists them."""
 
 from __future__ import annotations
 
@@ -46,4 +46,4 @@ def test_files_and_functions_stay_small(file: Path) -> None:
         if isinstance(node, ast.FunctionDef) and not any("command" in ast.dump(each) for each in node.decorator_list):
             arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
             names = [argument.arg for argument in arguments if argument.arg not in ("self", "cls")]
-            assert len(names) <= 6, f"{node.name} has {len(names)} parameters; give it a dataclass"
+            assert len(names) <= 6, f"{node.name} has {len(names)} parameters; group them in a dataclass"

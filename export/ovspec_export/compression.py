@@ -1,4 +1,4 @@
-"""How weights are stored: what optimum-cli and nncf are asked for."""
+"""How weights are stored: options for optimum-cli and nncf."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from ovspec.errors import OvspecError
 from ovspec.files import read_text
 
-# Bits a weight takes, scales and zero points included, roughly.
+# Approximate bits per weight, with its share of scales and zero points.
 WEIGHT_FORMATS = {"fp32": 32.0, "fp16": 16.0, "bf16": 16.0, "int8": 8.1, "int4": 5.0}
 BACKUP_PRECISIONS = ("none", "int8_sym", "int8_asym")
 
@@ -18,11 +18,11 @@ BACKUP_PRECISIONS = ("none", "int8_sym", "int8_asym")
 class Compression:
     """A weight format and, for int4, nncf's options; None leaves a choice to optimum.
 
-    group_size: weights that share a scale. ratio: share of the layers that get int4.
-    sym: without zero points. backup_precision: of the layers that don't get int4.
-    awq, scale_estimation, gptq, lora_correction: data-aware methods of nncf, which look at what the model
-        computes on ``calibration``, a text file; awq also works without one.
-    samples: pieces of the calibration text that are looked at.
+    group_size: number of weights that share a scale. ratio: share of the layers that get int4.
+    sym: quantise without zero points. backup_precision: format of the layers that don't get int4.
+    awq, scale_estimation, gptq, lora_correction: data-aware methods of nncf, calibrated on what the model
+        computes for ``calibration``, a text file; awq also works without one.
+    samples: number of pieces of the calibration text that are used.
     """
 
     weight_format: str = "int8"
@@ -38,7 +38,7 @@ class Compression:
     samples: int | None = None
 
     def check(self) -> None:
-        """Raises OvspecError where the options don't fit together."""
+        """Raise OvspecError if the options don't fit together."""
         if self.weight_format not in WEIGHT_FORMATS:
             raise OvspecError(f"Weight format {self.weight_format!r} is not one of {', '.join(WEIGHT_FORMATS)}.")
         given = [
@@ -47,11 +47,11 @@ class Compression:
             if name not in ("weight_format", "sym") and value is not None and value is not False
         ]
         if self.weight_format != "int4" and given:
-            raise OvspecError(f"{given[0]} goes with --weight-format int4 only.")
+            raise OvspecError(f"{given[0]} works only with --weight-format int4.")
         if self.weight_format not in ("int4", "int8") and self.sym:
-            raise OvspecError("--sym goes with --weight-format int8 or int4 only.")
+            raise OvspecError("--sym works only with --weight-format int8 or int4.")
         if self.ratio is not None and not 0 < self.ratio <= 1:
-            raise OvspecError(f"--ratio is {self.ratio}; it must be above 0 (that would be int8) and at most 1.")
+            raise OvspecError(f"--ratio is {self.ratio}; it must be above 0 (0 would be int8) and at most 1.")
         if self.group_size is not None and self.group_size != -1 and self.group_size < 1:
             raise OvspecError(f"--group-size is {self.group_size}; it must be positive, or -1 for a scale per channel.")
         if self.backup_precision not in (None, *BACKUP_PRECISIONS):
@@ -67,7 +67,7 @@ class Compression:
             read_text(self.calibration)
 
     def arguments(self) -> list[str]:
-        """For optimum-cli. What calibration and bf16 need comes afterwards, from an fp32 export."""
+        """Return optimum-cli's arguments. For calibration and bf16 these export fp32, which a later step compresses."""
         if self.calibration or self.weight_format == "bf16":
             return ["--weight-format", "fp32"]
         arguments = ["--weight-format", self.weight_format]
@@ -80,7 +80,7 @@ class Compression:
         return arguments + ["--sym"] * self.sym + ["--awq"] * self.awq
 
     def quantization_config(self) -> dict[str, Any]:
-        """For optimum-intel's OVWeightQuantizationConfig, the texts and the tokenizer left out."""
+        """Return the arguments of optimum-intel's OVWeightQuantizationConfig, except the texts and the tokenizer."""
         options: dict[str, Any] = {
             "bits": 4,
             "sym": self.sym,
@@ -95,7 +95,7 @@ class Compression:
         return {name: value for name, value in options.items() if value is not None}
 
     def options(self) -> dict[str, Any]:
-        """For the manifest: what was asked for, but no path of this machine."""
+        """Return the requested options for the manifest, without paths of this machine."""
         values = asdict(self) | {"calibration": self.calibration.name if self.calibration else None}
         return {name: value for name, value in values.items() if name != "weight_format" and value not in (None, False)}
 
@@ -104,5 +104,5 @@ INT8 = Compression()
 
 
 def flag(name: str) -> str:
-    """The command line's spelling."""
+    """Return an option as it is spelt on the command line."""
     return "--" + name.replace("_", "-")

@@ -1,4 +1,4 @@
-"""One model: from a checkpoint to an IR in a folder, each step in a process of its own."""
+"""Convert one checkpoint to an IR in a folder, each step in a process of its own."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from ovspec_export.tokenizers import load_tokenizer
 
 FAILED = {
     "optimum_cli": "optimum-cli could not export it",
-    "first_layers": "its first layers could not be taken",
+    "first_layers": "its first layers could not be saved as a checkpoint",
     "calibrate": "nncf could not compress it",
     "to_bf16": "it could not be rounded to bf16",
     "evaluate": "it could not be compared with the checkpoint",
 }
-# What the last line of a failed step says -> what is told instead.
+# Text in the standard error of a failed step -> the reason that is reported instead.
 KNOWN_REASONS = {
     "No space left on device": "the disk is full",
     "iostream error": "a file could not be written; is the disk full?",
@@ -44,7 +44,7 @@ def convert(
     """Write the IR and the tokenizer of ``source`` into ``folder``.
 
     Raises:
-        OvspecError: optimum or nncf refuse the model or the options, or there is no room.
+        OvspecError: optimum or nncf rejects the model or the options, or disk space or memory runs out.
     """
     folder.mkdir(parents=True, exist_ok=True)
     if source.is_ir:
@@ -57,7 +57,7 @@ def convert(
     first = arguments[arguments.index("--weight-format") + 1]
     with progress.step(f"{source.name}: converting to {first}") as step:
         run_job("optimum_cli", source, folder, arguments=[*arguments, str(folder)])
-        if not (folder / TOKENIZER_FILE).is_file():  # holds the byte vocabulary; optimum-cli leaves it out for some
+        if not (folder / TOKENIZER_FILE).is_file():  # has the byte vocabulary; optimum-cli omits it for some
             load_tokenizer(source, trust_remote_code).save_pretrained(folder)
         step.result = megabytes(folder)
     if compression.calibration:
@@ -80,29 +80,29 @@ def convert(
 
 
 def first_layers(source: Source, layers: int, folder: Path, progress: Progress, trust_remote_code: bool) -> Source:
-    """A checkpoint in ``folder`` that is the first ``layers`` layers of ``source``, as a source to export."""
-    with progress.step(f"{source.name}: taking its first {layers} layers as the draft"):
+    """Save the first ``layers`` layers of ``source`` as a checkpoint in ``folder`` and return it as a source."""
+    with progress.step(f"{source.name}: making a draft from its first {layers} layers"):
         options: dict[str, Any] = {"layers": layers, "folder": str(folder), "trust_remote_code": trust_remote_code}
         run_job("first_layers", source, folder.parent, source=str(source.folder), **options)
     return Source(f"{source.name}, first {layers} layers", folder, is_ir=False)
 
 
 def layers_of(source: Source, layers: int) -> float:
-    """What share of the model its first ``layers`` layers are; raises OvspecError where there aren't so many."""
+    """Return ``layers`` as a share of all layers; raises OvspecError for an IR or a number out of range."""
     if source.is_ir:
-        raise OvspecError(f"{source.name}: --draft-layers needs a checkpoint, and this is an IR already.")
+        raise OvspecError(f"{source.name}: --draft-layers needs a checkpoint, but this is already an IR.")
     config = read_json(source.folder / "config.json")
     names = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
     total = next((config[name] for name in names if isinstance(config.get(name), int)), None)
     if total is None:
-        return 1.0  # transformers will know
+        return 1.0  # not in the config by any of these names; transformers will know
     if not 0 < layers < total:
         raise OvspecError(f"--draft-layers is {layers}; {source.name} has {total} layers, so take 1 to {total - 1}.")
     return layers / total
 
 
 def copy_ir(source: Source, folder: Path) -> None:
-    """The files of an IR, not what else lies beside them."""
+    """Copy the files of an IR to ``folder``, without other files beside them."""
     for file in source.folder.iterdir():
         wanted = file.suffix in (".json", ".jinja", ".model", ".txt") or file.name.startswith("openvino_")
         if file.is_file() and wanted and file.name != MANIFEST_FILE:
@@ -110,14 +110,14 @@ def copy_ir(source: Source, folder: Path) -> None:
 
 
 def run_job(job: str, model: Source, scratch: Path, **arguments: Any) -> None:
-    """Run a job of ``worker.py`` with temporary files in ``scratch``; raises OvspecError with its last line."""
+    """Run a job of ``worker.py`` with temporary files in ``scratch``; raises OvspecError if it fails, saying why."""
     command = [sys.executable, "-P", "-m", "ovspec_export.worker", job, json.dumps(arguments)]
     scratch.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=scratch, ignore_cleanup_errors=True) as temporary:
-        # All that is needed was downloaded before, safetensors only; nothing else may be fetched now.
+        # Everything needed is already downloaded, with weights as safetensors only; nothing else may be fetched now.
         environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONUTF8": "1"}
         environment |= {"TMPDIR": temporary, "TEMP": temporary, "TMP": temporary}
-        # The worker ends when this pipe does, also when we are killed.
+        # The worker ends when this pipe closes, even if this process is killed.
         with subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=environment
         ) as process:
@@ -133,7 +133,7 @@ def run_job(job: str, model: Source, scratch: Path, **arguments: Any) -> None:
 
 
 def reason(told: str, returncode: int) -> str:
-    """What went wrong, from the end of a process's standard error."""
+    """Return what went wrong, from the standard error of a failed process."""
     known = next((text for sign, text in KNOWN_REASONS.items() if sign in told), None)
     lines = [line.rstrip() for line in told.splitlines() if line.strip()]
     if known or not lines or returncode < 0:
@@ -151,7 +151,7 @@ def megabytes(folder: Path) -> str:
 
 
 def needed_space(source: Source, compression: Compression) -> float:
-    """Bytes on disk while ``source`` is exported: the uncompressed IR, and the compressed one beside it."""
+    """Return the disk space for exporting ``source``, in bytes: its IR and, if made first, the uncompressed one."""
     if source.is_ir:
         return source.size
     final = source.parameters * WEIGHT_FORMATS[compression.weight_format] / 8
@@ -160,7 +160,7 @@ def needed_space(source: Source, compression: Compression) -> float:
 
 
 def check_ir(source: Source, folder: Path) -> None:
-    """Raises OvspecError where a step said that all is well and left no model."""
+    """Raise OvspecError if a step reported success but left no model."""
     for file in (folder / MODEL_FILE, (folder / MODEL_FILE).with_suffix(".bin")):
         if not file.is_file() or not file.stat().st_size:
-            raise OvspecError(f"{source.name}: the conversion left no {file.name}; is the disk full?")
+            raise OvspecError(f"{source.name}: the conversion wrote no {file.name}; is the disk full?")

@@ -1,4 +1,4 @@
-"""What an export has lost: its IR beside the checkpoint it was made from, on a text."""
+"""Measure what an export has lost: compare its IR with its checkpoint on a text."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from ovspec.text.tokenizer import Tokenizer
 
 
 def compare(source: Path, folder: Path, text: str, context: int, trust_remote_code: bool) -> dict[str, float]:
-    """Perplexity of both, mean KL divergence of the IR from the checkpoint (nats), top-1 agreement.
+    """Return both perplexities, the mean KL divergence of the IR from the checkpoint (nats) and the top-1 agreement.
 
-    Both compute in f32, so that nothing but the weights differs. Raises OvspecError for a text of one token.
+    Both compute in f32, so that only the weights differ. Raises OvspecError if the text has fewer than two tokens.
     """
     import torch
     from transformers import AutoModelForCausalLM
@@ -44,7 +44,7 @@ def compare(source: Path, folder: Path, text: str, context: int, trust_remote_co
             start, end, _ = next(spans)
             with torch.no_grad():
                 reference = model(input_ids=torch.from_numpy(tokens[None, start:end])).logits[0].numpy()
-            reference = tokenizer.known.restrict(reference)  # as ours are: padding is never chosen
+            reference = tokenizer.known.restrict(reference)  # like the IR's: padding ids are never chosen
         n, width = logits.shape
         q = log_softmax(logits)
         p = log_softmax(reference[place - 1 - start : place - 1 - start + n, :width])

@@ -1,4 +1,4 @@
-"""The export of a target and its draft, whole or not at all."""
+"""Export a target and its draft, completely or not at all."""
 
 from __future__ import annotations
 
@@ -39,45 +39,45 @@ def export_pair(
     trust_remote_code: bool = False,
     progress: Progress = SILENT,
 ) -> Manifest:
-    """Export ``target`` and, beside it, a draft into ``output``.
+    """Export ``target`` and, if there is one, a draft into ``output``.
 
     Args:
         target: a folder with a checkpoint or an IR, or a hub id.
         draft: likewise, or None.
-        output: is replaced at the very end, and only if it is a folder that ovspec exported before.
-        compression: of the target's weights.
-        draft_compression: of the draft's; the target's by default.
-        draft_layers: make the draft from so many of the target's own first layers.
-        evaluate: a text on which the exported models are compared with the checkpoints.
+        output: the folder to write. One that ovspec exported before is replaced at the very end.
+        compression: how the target's weights are stored.
+        draft_compression: how the draft's weights are stored; by default like the target's.
+        draft_layers: make the draft from this many of the target's own first layers.
+        evaluate: a text file on which the exported models are compared with the checkpoints.
         trust_remote_code: run the Python code that a checkpoint brings.
-        progress: is told what happens.
+        progress: receives the progress messages.
 
     Raises:
-        OvspecError: bad options, a pair that does not fit, a model that can't be exported, a folder in the
-            way, no room.
+        OvspecError: an option is wrong, the vocabularies differ, a model can't be exported, a folder is in the
+            way, or the disk has too little space.
     """
     for wanted in filter(None, (compression, draft_compression)):
         wanted.check()
     if draft and draft_layers is not None:
-        raise OvspecError("--draft-layers makes a draft from the target; leave it or --draft out.")
+        raise OvspecError("--draft-layers makes the draft from the target; leave out either it or --draft.")
     if evaluate:
         read_text(evaluate)
     output = output.expanduser().resolve()
     check_output(output)
-    # No step around it: a download shows its own progress.
+    # Not in a progress step: a download shows its own progress.
     sources = [find_source(name, trust_remote_code) for name in (target, draft) if name is not None]
     for source in sources:
-        progress.note(f"{source.name}: {source.size / 1e6:.1f} MB{', an IR, taken as it is' if source.is_ir else ''}")
+        progress.note(f"{source.name}: {source.size / 1e6:.1f} MB{', an IR, used as it is' if source.is_ir else ''}")
         where = source.folder.resolve()
         if output == where or where in output.parents or output in where.parents:
             raise OvspecError(
-                f"{output}: is the source {source.name}, in it or around it; choose another folder with -o."
+                f"{output}: is, contains or is inside the source {source.name}; choose another folder with -o."
             )
     if evaluate and any(source.is_ir for source in sources):
-        raise OvspecError("--evaluate compares with a checkpoint, and an IR that is already made has none.")
+        raise OvspecError("--evaluate compares with a checkpoint, but an existing IR has none; leave out --evaluate.")
     for source, wanted in zip(sources, (compression, draft_compression), strict=False):
         if source.is_ir and wanted not in (None, INT8):
-            raise OvspecError(f"{source.name}: an IR is taken as it is; leave the options for its weights out.")
+            raise OvspecError(f"{source.name}: an IR is used as it is; leave out the options for its weights.")
     if len(sources) == 2:
         check_pair(sources[0], sources[1], trust_remote_code)
     compressions = [compression, draft_compression or compression]
@@ -108,7 +108,7 @@ def export_pair(
             remove_checkpoint(work / "first-layers")
         versions = {name: importlib.metadata.version(name) for name in VERSIONED} | {"ovspec": ovspec.__version__}
         manifest = Manifest(models[0], models[1] if len(models) > 1 else None, versions, {}, differing)
-        with progress.step(f"{output.name}: checksums") as step:
+        with progress.step(f"{output.name}: computing checksums") as step:
             files = sorted(path for path in work.rglob("*") if path.is_file() and path != work / MANIFEST_FILE)
             manifest.files = {
                 path.relative_to(work).as_posix(): {"size": path.stat().st_size, "sha256": sha256(path)}
@@ -124,12 +124,12 @@ def export_pair(
 
 
 def check_pair(target: Source, draft: Source, trust_remote_code: bool) -> None:
-    """Refuse a pair whose vocabularies are not the same, id by id."""
+    """Raise OvspecError if the vocabularies are not the same, id by id."""
     if target.is_ir and draft.is_ir:
         check_same_vocabulary(target.folder, draft.folder)
         return
     if draft.is_ir and not (draft.folder / TOKENIZER_FILE).is_file():
-        return  # compared when the target has been converted: until then it has no tokenizer to compare with
+        return  # compared after the target is converted: only then does it have an OpenVINO tokenizer
     ours, theirs = (load_tokenizer(source, trust_remote_code).get_vocab() for source in (target, draft))
     message = differing_ids({i: t for t, i in ours.items()}, {i: t for t, i in theirs.items()})
     if message:
@@ -139,7 +139,7 @@ def check_pair(target: Source, draft: Source, trust_remote_code: bool) -> None:
 
 
 def describe(source: Source, folder: Path, compression: Compression) -> ExportedModel:
-    """The manifest's entry, with the rollback that was probed on the CPU in f32."""
+    """Return the manifest entry of one model, with its rollback probed on the CPU in f32."""
     ir = compile_ir(folder, DeviceOptions(precision="f32", properties={"CACHE_DIR": ""}))
     return ExportedModel(
         source=source.name,
@@ -153,7 +153,7 @@ def describe(source: Source, folder: Path, compression: Compression) -> Exported
 def evaluated(
     sources: list[Source], folders: list[Path], text: Path, work: Path, progress: Progress, trust_remote_code: bool
 ) -> list[tuple[str, dict[str, float]]]:
-    """What each model has lost, by name; the draft of the first layers is compared with those layers."""
+    """Compare each model with its checkpoint, by name; a draft of first layers is compared with those layers."""
     found = []
     for source, folder in zip(sources, folders, strict=False):
         with progress.step(f"{source.name}: comparing with the checkpoint on {text.name}"):
@@ -163,7 +163,7 @@ def evaluated(
             try:
                 run_job("evaluate", source, work, **where, **options)
             except OvspecError as error:
-                progress.note(f"warning: {error}")  # no reason to throw a finished export away
+                progress.note(f"warning: {error}")  # no reason to discard a finished export
                 continue
             found.append((source.name, json.loads(result.read_text(encoding="utf-8"))))
             result.unlink()
@@ -171,7 +171,7 @@ def evaluated(
 
 
 def quality_table(quality: list[tuple[str, dict[str, float]]]) -> list[str]:
-    """Lines for a terminal."""
+    """Return the table of ``quality`` as lines for a terminal."""
     if not quality:
         return []
     lines = [f"{'':28} {'perplexity':>10} {'checkpoint':>10} {'KL, nats':>10} {'same top-1':>10} {'tokens':>8}"]
@@ -185,7 +185,7 @@ def quality_table(quality: list[tuple[str, dict[str, float]]]) -> list[str]:
 
 
 def remove_checkpoint(folder: Path) -> None:
-    """The checkpoint that ``--draft-layers`` has made in our own work folder."""
+    """Delete the checkpoint that ``--draft-layers`` made in the work folder."""
     for file in folder.iterdir():
         file.unlink()
     folder.rmdir()

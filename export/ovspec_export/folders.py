@@ -1,8 +1,8 @@
-"""The folder an export writes: beside the output, locked, and put in its place by renaming.
+"""The folder an export writes: beside the output, locked, and renamed to the output's name at the end.
 
-A process that is killed leaves ``.NAME.partial-*`` or, between two renames, ``.NAME.old``. The next export
-to the same place clears up, and so does loading the folder (``ovspec.setup.manifest.restore_backup``). Nothing is
-ever deleted but what carries a manifest of ours; an unfinished folder carries one that says so.
+A process that is killed leaves ``.NAME.partial-*`` or, between two renames, ``.NAME.old``. The next export to the same
+place cleans up; loading the folder restores ``.NAME.old`` (``ovspec.setup.manifest.restore_backup``). Only folders with
+a manifest of ovspec are ever deleted; an unfinished folder has one that marks it as such.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from ovspec.errors import OvspecError
 from ovspec.files import read_json
 from ovspec.setup.manifest import MANIFEST_FILE, UNFINISHED, backup_of, is_ours, restore_backup
 
-OF_THE_SYSTEM = (".DS_Store", "Thumbs.db", "desktop.ini")  # that file managers leave in every folder
+OF_THE_SYSTEM = (".DS_Store", "Thumbs.db", "desktop.ini")  # left by file managers in every folder
 
 
 def check_output(output: Path) -> None:
-    """Raises OvspecError where ``output`` holds something that ovspec did not make."""
+    """Raise OvspecError if ``output`` holds something that ovspec did not make."""
     if output.exists() and not output.is_dir():
         raise OvspecError(f"{output}: is a file; choose another folder with -o.")
     restore_backup(output)
@@ -34,11 +34,11 @@ def check_output(output: Path) -> None:
             "or move them away."
         )
     if backup_of(output).exists() and not is_ours(backup_of(output)):
-        raise OvspecError(f"{backup_of(output)}: is in the way and not made by ovspec; rename it.")
+        raise OvspecError(f"{backup_of(output)}: is in the way and was not made by ovspec; rename it.")
 
 
 def foreign_file(folder: Path) -> str | None:
-    """A file in ``folder`` that its manifest doesn't list, None where there is none."""
+    """Return a file in ``folder`` that its manifest doesn't list, or None."""
     try:
         listed = read_json(folder / MANIFEST_FILE).get("files", {})
     except OvspecError:
@@ -50,19 +50,19 @@ def foreign_file(folder: Path) -> str | None:
 
 @contextlib.contextmanager
 def work_folder(output: Path) -> Iterator[Path]:
-    """A new folder beside ``output``, to be handed to ``replace_folder``; gone afterwards, whatever happens.
+    """Make a folder beside ``output`` that ``replace_folder`` can move into place; it is always gone afterwards.
 
     Raises:
-        OvspecError: somebody else exports to ``output``, or it can't be written there.
+        OvspecError: another export is writing ``output``, or its parent folder can't be written.
     """
-    # Beside the output, where everybody who could write it sees it.
+    # Beside the output, where every process that could write the output sees it.
     place = output.with_name(f".{output.name}.lock")
     lock = FileLock(place)
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         lock.acquire(timeout=0)
     except Timeout:
-        raise OvspecError(f"{output}: another export is writing it; wait for that, or choose another folder.") from None
+        raise OvspecError(f"{output}: another export is writing it; wait for it, or choose another folder.") from None
     except OSError as error:
         raise OvspecError(
             f"{output.parent}: cannot be written ({error.strerror}); choose another place with -o."
@@ -70,7 +70,7 @@ def work_folder(output: Path) -> Iterator[Path]:
     try:
         check_output(output)
         for left in output.parent.glob(f".{glob_escape(output.name)}.partial-*"):
-            remove(left)  # of an export that was killed: we hold the lock
+            remove(left)  # of an export that was killed, since we hold the lock
         work = partial_of(output)
         work.mkdir()
         (work / MANIFEST_FILE).write_text(UNFINISHED, encoding="utf-8")
@@ -79,7 +79,7 @@ def work_folder(output: Path) -> Iterator[Path]:
         finally:
             remove(work)
     finally:
-        with contextlib.suppress(OSError):  # Windows keeps an open file
+        with contextlib.suppress(OSError):  # Windows can't delete an open file
             place.unlink()
         lock.release()
         with contextlib.suppress(OSError):
@@ -87,11 +87,11 @@ def work_folder(output: Path) -> Iterator[Path]:
 
 
 def replace_folder(new: Path, output: Path) -> None:
-    """Put ``new`` in the place of ``output``. Renames only, which also works on Windows."""
+    """Replace ``output`` by ``new`` with renames only, which also works on Windows."""
     backup = backup_of(output)
-    discard(backup)  # of a replacement that was killed before it had tidied up
+    discard(backup)  # of a replacement that was killed before it cleaned up
     with contextlib.suppress(OSError):
-        output.rmdir()  # an empty one is nothing to keep
+        output.rmdir()  # an empty folder need not be kept
     for attempt in range(5):
         try:
             if output.exists():
@@ -100,7 +100,7 @@ def replace_folder(new: Path, output: Path) -> None:
             break
         except BaseException as error:
             restore_backup(output)
-            # A load may have put the backup back in between, or a virus scanner holds a file for a moment.
+            # Try again: a load may have restored the backup meanwhile, or a virus scanner may hold a file for a moment.
             if not isinstance(error, OSError) or not new.exists() or attempt == 4:
                 raise
             time.sleep(0.1)
@@ -108,7 +108,7 @@ def replace_folder(new: Path, output: Path) -> None:
 
 
 def discard(backup: Path) -> None:
-    """Delete a backup. It is renamed first: half deleted it must not be taken for an export."""
+    """Delete a backup. It is renamed first, so that it isn't taken for an export when half deleted."""
     if is_ours(backup):
         output = backup.with_name(backup.name.removeprefix(".").removesuffix(".old"))
         left = partial_of(output)
@@ -117,7 +117,7 @@ def discard(backup: Path) -> None:
 
 
 def remove(folder: Path) -> None:
-    """Delete a folder of ours; its manifest goes last, so that it is known as ours until then."""
+    """Delete a folder that ovspec made; its manifest goes last, so that the folder is recognised until then."""
     if is_ours(folder):
         for path in folder.iterdir():
             if path.name != MANIFEST_FILE:
@@ -125,22 +125,22 @@ def remove(folder: Path) -> None:
                     shutil.rmtree(path) if path.is_dir() else path.unlink()
         if [path.name for path in folder.iterdir()] == [MANIFEST_FILE]:
             (folder / MANIFEST_FILE).unlink()
-    with contextlib.suppress(OSError):  # not there any more, or not ours and not empty
+    with contextlib.suppress(OSError):  # already gone, or not ours and not empty
         folder.rmdir()
 
 
 def partial_of(output: Path) -> Path:
-    """A name for a folder that is not an export yet, or not any more."""
+    """Return a name for a folder that is not an export yet, or no longer one."""
     return output.with_name(f".{output.name}.partial-{secrets.token_hex(4)}")
 
 
 def check_space(folder: Path, needed: float) -> None:
-    """Raises OvspecError where the disk of ``folder``, or of its first parent that exists, has no ``needed`` bytes."""
+    """Raise OvspecError unless ``needed`` bytes are free on the disk of ``folder`` or its nearest existing parent."""
     place = next(parent for parent in (folder, *folder.parents) if parent.exists())
     free = shutil.disk_usage(place).free
     if free < needed:
         raise OvspecError(
-            f"{folder}: the export needs about {needed / 1e9:.1f} GB there and {free / 1e9:.1f} GB are free."
+            f"{folder}: the export needs about {needed / 1e9:.1f} GB there, but only {free / 1e9:.1f} GB are free."
         )
 
 

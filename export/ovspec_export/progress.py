@@ -1,4 +1,4 @@
-"""What an export tells about itself while it runs."""
+"""How an export reports its progress."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from typing import Protocol
 
 @dataclass
 class Step:
-    """``result`` is set before it ends: a size, a count."""
+    """A step in progress. ``result`` (a size or a count) is set before it ends."""
 
     result: str = ""
 
 
 class Progress(Protocol):
     def step(self, text: str) -> contextlib.AbstractContextManager[Step]:
-        """Around something that takes a while."""
+        """Return a context manager for something that takes a while."""
         ...
 
     def note(self, text: str) -> None:
-        """A line on its own: a warning, the result."""
+        """Report a line on its own, such as a warning or the result."""
         ...
 
 
 class Silent:
-    """Tells nothing."""
+    """Progress that reports nothing."""
 
     @contextlib.contextmanager
     def step(self, text: str) -> Iterator[Step]:  # noqa: ARG002

@@ -13,7 +13,7 @@ from ovspec.errors import OvspecError
 from ovspec.files import read_json
 from ovspec.ir.compile import MODEL_FILE
 
-# All that an export reads; above all no pickled weights, which could run code when loaded.
+# Every file that an export reads. Pickled weights are not among them, because loading them could run code.
 PATTERNS = ["model*.safetensors", "*.json", "*.model", "*.txt", "*.jinja", "openvino_*"]
 CODE = ["*.py"]
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model")
@@ -21,7 +21,7 @@ TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "s
 
 @dataclass(frozen=True)
 class Source:
-    """A model on this disk. ``name`` is what the manifest calls it: the hub id or the folder's name."""
+    """A model on the local disk. ``name`` is what the manifest calls it: the hub id or the folder's name."""
 
     name: str
     folder: Path
@@ -29,7 +29,7 @@ class Source:
 
     @property
     def parameters(self) -> int:
-        """Of a checkpoint, from the headers of its safetensors files."""
+        """The number of a checkpoint's parameters, from the headers of its safetensors files."""
         return sum(
             math.prod(tensor["shape"])
             for file in self.folder.glob("model*.safetensors")
@@ -39,15 +39,15 @@ class Source:
 
     @property
     def size(self) -> int:
-        """Bytes on disk."""
+        """The size of its files in bytes."""
         return sum(path.stat().st_size for path in self.folder.iterdir() if path.is_file())
 
 
 def find_source(name: str, trust_remote_code: bool = False) -> Source:
-    """The model that the user calls ``name``: a folder, or a hub id that is downloaded into the hub's cache.
+    """Return the model that ``name`` refers to: a folder, or a hub id that is downloaded into the hub's cache.
 
     Raises:
-        OvspecError: no such model, not one that can be exported, or it can't be reached.
+        OvspecError: the model doesn't exist, can't be exported or can't be downloaded.
     """
     if not name.strip():
         raise OvspecError("The name of the model to export is empty; give a folder or a hub id.")
@@ -65,7 +65,7 @@ def find_source(name: str, trust_remote_code: bool = False) -> Source:
 
 
 def check_source(source: Source, name: str, trust_remote_code: bool) -> None:
-    """Raises OvspecError where the folder holds no model that can be exported."""
+    """Raise OvspecError if the folder holds no model that can be exported."""
     folder = source.folder
     if not (folder / "config.json").is_file():
         raise OvspecError(f"{name}: no config.json in it; name a folder with a Hugging Face checkpoint.")
@@ -75,17 +75,17 @@ def check_source(source: Source, name: str, trust_remote_code: bool) -> None:
     files = list(folder.glob("model*.safetensors"))
     if not files:
         raise OvspecError(
-            f"{name}: no safetensors weights in it, and others are not loaded because they can run code; "
+            f"{name}: no safetensors weights in it, and other formats are not loaded because they can run code; "
             "save the model with save_pretrained(..., safe_serialization=True) first."
         )
     for file in files:
         safetensors_header(file)
     if not any((folder / tokenizer).is_file() for tokenizer in TOKENIZERS) and not trust_remote_code:
-        raise OvspecError(f"{name}: no tokenizer in it (none of {', '.join(TOKENIZERS[:4])} ...); put it there.")
+        raise OvspecError(f"{name}: no tokenizer in it (none of {', '.join(TOKENIZERS[:4])} ...); add one of them.")
     index = read_json(folder / "model.safetensors.index.json").get("weight_map", {})
     missing = sorted({file for file in index.values() if not (folder / file).is_file()})
     if missing:
-        raise OvspecError(f"{name}: {missing[0]} is missing ({len(missing)} files are); download the model again.")
+        raise OvspecError(f"{name}: {missing[0]} is missing ({len(missing)} missing in all); download the model again.")
     if "auto_map" in config and not trust_remote_code:
         raise OvspecError(
             f"{name}: the model brings Python code of its own; read it, and add --trust-remote-code if you trust it."
@@ -95,10 +95,10 @@ def check_source(source: Source, name: str, trust_remote_code: bool) -> None:
 
 
 def safetensors_header(file: Path) -> dict[str, Any]:
-    """Names, types and shapes of a file's tensors.
+    """Return a safetensors file's header: the names, types and shapes of its tensors.
 
     Raises:
-        OvspecError: not a safetensors file, or not all of it.
+        OvspecError: it is not a safetensors file, or it is cut off.
     """
     size = file.stat().st_size
     try:
@@ -116,7 +116,7 @@ def safetensors_header(file: Path) -> dict[str, Any]:
 
 
 def download(name: str, trust_remote_code: bool) -> Source:
-    """Fetch a hub model, or find it in the hub's cache."""
+    """Download a hub model, or find it in the hub's cache."""
     from huggingface_hub import errors as hub
     from huggingface_hub import snapshot_download
 
@@ -126,7 +126,7 @@ def download(name: str, trust_remote_code: bool) -> Source:
         )
     except hub.GatedRepoError:
         raise OvspecError(
-            f"{name}: its owner asks for consent; accept the terms on its page and log in with 'hf auth login'."
+            f"{name}: the model is gated; accept the terms on its page and log in with 'hf auth login'."
         ) from None
     except hub.RepositoryNotFoundError:
         raise OvspecError(
@@ -134,8 +134,8 @@ def download(name: str, trust_remote_code: bool) -> Source:
             "or log in with 'hf auth login' if it is private."
         ) from None
     except hub.HFValidationError:
-        raise OvspecError(f"{name}: neither a folder here nor a name that a hub model can have.") from None
-    except Exception as error:  # offline, timeouts, proxies, a full disk: each library below raises its own
+        raise OvspecError(f"{name}: neither a folder here nor a valid hub id like 'org/model'.") from None
+    except Exception as error:  # offline, timeouts, proxies, a full disk: each library raises its own errors
         if isinstance(error, OSError) and error.errno:
             raise
         raise OvspecError(
@@ -145,5 +145,5 @@ def download(name: str, trust_remote_code: bool) -> Source:
 
 
 def holds_only_ir(folder: Path) -> bool:
-    """Whether an IR is all there is; beside a checkpoint it was made by somebody else, with other options."""
+    """Return whether the model is only an IR; one beside a checkpoint was made by somebody else, with other options."""
     return (folder / MODEL_FILE).is_file() and not list(folder.glob("model*.safetensors"))

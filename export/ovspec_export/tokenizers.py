@@ -12,7 +12,7 @@ from ovspec_export.sources import Source
 
 
 def load_tokenizer(source: Source, trust_remote_code: bool = False) -> Any:
-    """A checkpoint's tokenizer.
+    """Load a checkpoint's tokenizer.
 
     Raises:
         OvspecError: it has none, or a broken one.
@@ -21,7 +21,7 @@ def load_tokenizer(source: Source, trust_remote_code: bool = False) -> Any:
 
     try:
         return AutoTokenizer.from_pretrained(source.folder, trust_remote_code=trust_remote_code)
-    except Exception as error:  # transformers and tokenizers raise a dozen kinds of their own
+    except Exception as error:  # transformers and tokenizers raise a dozen kinds of errors
         raise OvspecError(f"{source.name}: its tokenizer cannot be loaded ({first_line(error)}).") from None
 
 
@@ -31,6 +31,6 @@ def first_line(error: Exception) -> str:
 
 
 def differing_texts(reference: Any, folder: Path) -> list[str]:
-    """The ``TEXTS`` that the exported tokenizer in ``folder`` encodes differently from ``reference``."""
+    """Return the ``TEXTS`` that the exported tokenizer in ``folder`` encodes differently from ``reference``."""
     tokenizer = Tokenizer(folder)
     return [text for text in TEXTS if tokenizer.encode(text).tolist() != reference(text)["input_ids"]]

@@ -1,8 +1,8 @@
-"""What needs torch runs here, in a process of its own: it is noisy and large, and can be ended at once.
+"""Jobs that need torch, run in a process of their own: they are noisy and large, and can be ended at once.
 
     python -m ovspec_export.worker JOB JSON-ARGUMENTS
 
-The worker ends when its standard input does, so that it doesn't outlive a parent that was killed.
+The worker ends when its standard input closes, so that it doesn't outlive a parent that was killed.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def first_layers(source: str, layers: int, folder: str, trust_remote_code: bool)
 def calibrate(
     folder: str, calibration: str, samples: int | None, config: dict[str, Any], trust_remote_code: bool
 ) -> None:
-    """Compress the fp32 IR in ``folder`` with nncf, looking at what it computes on the text ``calibration``."""
+    """Compress the fp32 IR in ``folder`` with nncf, calibrated on the text file ``calibration``."""
     from optimum.intel import OVModelForCausalLM, OVWeightQuantizationConfig
 
     from ovspec.files import read_text
@@ -67,7 +67,7 @@ def calibrate(
 
 
 def pieces(text: str, count: int, length: int = 2000) -> list[str]:
-    """At most ``count`` pieces of about ``length`` characters, spread over the whole text."""
+    """Return up to ``count`` pieces of about ``length`` characters, spread over the whole text."""
     starts = range(0, max(len(text) - length // 4, 1), length)
     chosen = starts if len(starts) <= count else [starts[i * len(starts) // count] for i in range(count)]
     return [text[start : start + length] for start in chosen]
@@ -81,13 +81,13 @@ def to_bf16(folder: str) -> None:
     model = ov.Core().read_model(file)
     round_weights(model)
     ov.save_model(model, Path(folder) / "bf16.xml", compress_to_fp16=False)
-    del model  # the old weights are mapped into memory
+    del model  # it maps the file that is replaced next
     for suffix in (".xml", ".bin"):
         (Path(folder) / f"bf16{suffix}").replace(file.with_suffix(suffix))
 
 
 def round_weights(model: Any) -> None:
-    """Make every large f32 constant of an OpenVINO model bf16, to the nearest, ties to even."""
+    """Convert every large f32 constant of an OpenVINO model to bf16, rounding to nearest, ties to even."""
     import numpy as np
     import openvino as ov
     from openvino import opset13 as ops
@@ -96,7 +96,7 @@ def round_weights(model: Any) -> None:
         if op.get_type_name() != "Constant" or op.get_element_type() != ov.Type.f32:
             continue
         if int(np.prod(op.get_output_shape(0))) < 1024:
-            continue  # norms and biases cost nothing
+            continue  # norms and biases take little space
         bits = op.get_data().view(np.uint32)
         rounded = np.ascontiguousarray(((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16))
         tensor = ov.Tensor(rounded.reshape(-1), list(rounded.shape), ov.Type.bf16)
@@ -106,7 +106,7 @@ def round_weights(model: Any) -> None:
 
 
 def evaluate(source: str, folder: str, text: str, context: int, output: str, trust_remote_code: bool) -> None:
-    """Compare the IR in ``folder`` with the checkpoint on a text; writes a JSON object to ``output``."""
+    """Compare the IR in ``folder`` with the checkpoint on a text and write the result as JSON to ``output``."""
     from ovspec.files import read_text
     from ovspec_export.evaluate import compare
 

@@ -1,4 +1,4 @@
-"""The command line: one file a command, imported only when it runs."""
+"""The command line: one file per command, imported only when the command runs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import click
 from ovspec import __version__
 from ovspec.errors import OvspecError
 
-# Name -> what 'ovspec --help' says of it: the beginning of the command's own help.
+# Name -> its line in 'ovspec --help', which is the beginning of the command's own help.
 COMMANDS = {
     "batch": "Generate a text for each line of FILE.",
     "bench": "Time the model in DIR without and with each way of proposing tokens.",
@@ -20,14 +20,14 @@ COMMANDS = {
     "devices": "List the devices that a model can run on.",
     "export": "Export TARGET, a Hugging Face checkpoint, to OpenVINO IR.",
     "generate": "Continue PROMPT with the model in DIR.",
-    "inspect": "Show what is in DIR: weights, states, how they roll back, memory.",
-    "perplexity": "How well the model in DIR foresees the text in FILE.",
+    "inspect": "Describe the models in DIR: weights, context, engine, rollback, memory.",
+    "perplexity": "Measure how well the model in DIR predicts the text in FILE.",
     "tune": "Measure which settings are fastest for the model in DIR, and use them.",
 }
 
 
 class Commands(click.Group):
-    """A group that imports a command when it is asked for."""
+    """A group that imports a command only when it is used."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002
         return list(COMMANDS)
@@ -47,6 +47,8 @@ class Commands(click.Group):
 def cli() -> None:
     """Fast, lossless text generation on OpenVINO.
 
+    DIR is a folder made by 'ovspec export'. A source checkout embeds a small demo pair, a target and a draft.
+
     \b
     Example:
       ovspec export models/demo-hf/target --draft models/demo-hf/draft -o my-pair
@@ -55,8 +57,8 @@ def cli() -> None:
 
 
 def main() -> None:
-    """Run the command line; exit code 0, 1 (the work failed), 2 (wrong usage) or 130 (Ctrl-C)."""
-    # A text may hold any character; a console's own encoding may not.
+    """Run the command line and exit with 0, 1 (the work failed), 2 (wrong usage) or 130 (Ctrl-C)."""
+    # A text may have characters that the console's own encoding lacks.
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(encoding="utf-8", errors="replace")

@@ -14,42 +14,45 @@ from ovspec.cli.options import chat_options, check_chat, generate_options, refus
 if TYPE_CHECKING:
     from ovspec.integrations.batch_run import BatchProgress
 
-EVERY = 10.0  # seconds between two lines of progress where there is no terminal
+EVERY = 10.0  # seconds between two lines of progress if stderr is not a terminal
 
 
 @click.command()
 @click.argument("arguments", nargs=-1, required=True, metavar="[DIR] FILE")
-@click.option("-o", "--output", required=True, type=click.Path(dir_okay=False, path_type=Path), help="The results.")
-@click.option("--overwrite", is_flag=True, help="Replace an output that is there already.")
+@click.option(
+    "-o", "--output", required=True, type=click.Path(dir_okay=False, path_type=Path), help="File for the results."
+)
+@click.option("--overwrite", is_flag=True, help="Replace the output file if it exists.")
 @chat_options
 @generate_options
 def batch(
     arguments: tuple[str, ...], output: Path, overwrite: bool, chat: bool, system: str | None, **others: Any
 ) -> None:
-    """Generate a text for each line of FILE with the model in DIR (by default the embedded pair).
+    """Generate a text for each line of FILE with the model in DIR (by default the embedded demo pair).
 
-    A line of FILE is a request of OpenAI's batch API, a JSON object with a prompt or messages and options such as
-    max_tokens, temperature, stop or response_format, or a JSON string; in a .txt file, a prompt as it is. Options of
-    a line win over those given here.
+    Each line is a request of OpenAI's batch API, a JSON object with a prompt or messages and options such as
+    max_tokens, temperature, stop or response_format, or a JSON string with a prompt. In a .txt file, each line is
+    a prompt as it is. Options of a line override those given here.
 
-    The output has a line for each, in the same order, with its id (or the number of the line). A line that can't be
-    done says why, and the exit code is 1. After a kill or Ctrl-C the same command goes on from OUTPUT.partial.
+    The output has one line for each, in the same order, with its id (by default the line number). If a line fails,
+    its output has the error instead of a text, and the exit code is 1. After Ctrl-C or a kill, the same command
+    continues from OUTPUT.partial.
 
     \b
     Examples:
       ovspec batch my-pair requests.jsonl -o results.jsonl
       ovspec batch my-pair prompts.txt -o results.jsonl --draft --max-tokens 64 --batch-size 8
     """
-    refuse(len(arguments) > 2, "Too many arguments; give one FILE, and before it DIR.")
+    refuse(len(arguments) > 2, "Too many arguments; give FILE, or DIR and FILE.")
     file, folder = Path(arguments[-1]), Path(arguments[0]) if len(arguments) == 2 else None
-    refuse(file.is_dir(), f"{file} is a folder; name the file with the prompts behind it.")
+    refuse(file.is_dir(), f"{file} is a folder; name the file with the prompts after it.")
     check_chat(chat, system, others["heal"])
-    refuse(str(output) == "-", "--output - : what is done has to be kept somewhere; name a file.")
+    refuse(str(output) == "-", "--output can't be stdout, because finished results must be kept; name a file.")
     if output.exists():
-        refuse(output.resolve() == file.resolve(), f"{output}: it is the input; name another --output.")
-        refuse(not overwrite, f"{output}: it is there already; name another --output, or give --overwrite.")
+        refuse(output.resolve() == file.resolve(), f"{output} is the input file; name another --output.")
+        refuse(not overwrite, f"{output} already exists; name another --output, or add --overwrite.")
     loading, options = split_options(others)
-    refuse("logprobs" in options, "--logprobs can't be had in a batch; use 'ovspec generate --json'.")
+    refuse("logprobs" in options, "--logprobs is not available in a batch; use 'ovspec generate --json'.")
 
     import ovspec
     from ovspec.integrations.batch_run import run_file
@@ -64,7 +67,7 @@ def batch(
         found = run_file(lm, requests, output, options, report.note)  # type: ignore[typeddict-item]
     except KeyboardInterrupt:
         report.clear()
-        click.echo(f"stopped; what is done is kept in {output}.partial, and the same command goes on from it", err=True)
+        click.echo(f"stopped; the same command continues from the results kept in {output}.partial", err=True)
         raise
     report.clear()
     click.echo(report.line(found), err=True)
@@ -74,7 +77,7 @@ def batch(
 
 
 class Report:
-    """How far it is: a line that moves on a terminal, one every few seconds elsewhere. On stderr."""
+    """Progress on stderr: a line that is updated on a terminal, a new line every few seconds elsewhere."""
 
     def __init__(self) -> None:
         self._live = sys.stderr.isatty()
@@ -92,13 +95,13 @@ class Report:
         elapsed = time.monotonic() - self._began
         parts = [f"{progress.before + progress.done} of {progress.total} done"]
         if progress.before:
-            parts.append(f"{progress.before} of them earlier")
+            parts.append(f"{progress.before} of them by an earlier run")
         if progress.failed:
             parts.append(f"{progress.failed} with an error")
         rate = progress.tokens / max(elapsed, 1e-9)
-        parts.append(f"{progress.tokens} tokens in {elapsed:.0f} s ({rate:.0f} a second)")
+        parts.append(f"{progress.tokens} tokens in {elapsed:.0f} s ({rate:.0f} tokens/s)")
         if progress.done and progress.left:
-            parts.append(f"about {elapsed / progress.done * progress.left:.0f} s to go")
+            parts.append(f"about {elapsed / progress.done * progress.left:.0f} s left")
         return ", ".join(parts)
 
     def clear(self) -> None:

@@ -18,33 +18,65 @@ NO_DRAFT = "none"
 
 @click.command()
 @click.argument("target", required=False)
-@click.option("--draft", metavar="DRAFT", help="Draft model: a checkpoint or IR folder, or a hub id.")
-@click.option("--draft-layers", type=click.IntRange(min=1), metavar="N", help="Draft: the target's first N layers.")
+@click.option("--draft", metavar="DRAFT", help="Draft model: a checkpoint or IR folder, a hub id, or none.")
+@click.option(
+    "--draft-layers", type=click.IntRange(min=1), metavar="N", help="Make the draft from the target's first N layers."
+)
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Folder to write.")
-@click.option("--list", "list_pairs", is_flag=True, help="List the short names of known pairs, and stop.")
+@click.option("--list", "list_pairs", is_flag=True, help="List the short names of known pairs, and exit.")
 @click.option(
-    "--weight-format", type=click.Choice(FORMATS), default="int8", show_default=True, help="Target's weights."
+    "--weight-format",
+    type=click.Choice(FORMATS),
+    default="int8",
+    show_default=True,
+    help="Format of the target's weights; int8 and int4 quantise them.",
 )
-@click.option("--draft-weight-format", type=click.Choice(FORMATS), help="Draft's weights.  [default: the target's]")
-@click.option("--group-size", type=int, help="int4: weights that share a scale, -1 for a channel.  [default: 128]")
-@click.option("--ratio", type=float, help="int4: share of the layers, the others are int8.  [default: optimum's]")
-@click.option("--sym", is_flag=True, help="int8 and int4: symmetric, without zero points.")
-@click.option("--backup-precision", type=click.Choice(BACKUPS), help="int4: of the layers that stay above 4 bits.")
+@click.option(
+    "--draft-weight-format", type=click.Choice(FORMATS), help="Format of the draft's weights.  [default: the target's]"
+)
+@click.option(
+    "--group-size",
+    type=int,
+    help="int4: number of weights that share a scale; -1 for one scale per channel.  [default: 128]",
+)
+@click.option(
+    "--ratio",
+    type=float,
+    help="int4: share of the layers that get int4, above 0 and at most 1; the others get int8.  [default: optimum's]",
+)
+@click.option("--sym", is_flag=True, help="int8 and int4: quantise symmetrically, without zero points.")
+@click.option(
+    "--backup-precision",
+    type=click.Choice(BACKUPS),
+    help="int4: format of the layers that stay above 4 bits; none leaves them unquantised.",
+)
 @click.option("--awq", is_flag=True, help="int4: activation-aware scaling; better with --calibration.")
-@click.option("--scale-estimation", is_flag=True, help="int4: fit the scales to the calibration text.")
-@click.option("--gptq", is_flag=True, help="int4: round layer by layer to the calibration text; slow.")
-@click.option("--lora-correction", is_flag=True, help="int4: add low-rank corrections; costs some speed.")
 @click.option(
-    "--calibration", type=click.Path(path_type=Path), metavar="FILE", help="int4: text that data-aware methods look at."
+    "--scale-estimation", is_flag=True, help="int4: fit the scales to the calibration text; needs --calibration."
 )
-@click.option("--samples", type=int, help="int4: pieces of the calibration text.  [default: 128]")
+@click.option(
+    "--gptq",
+    is_flag=True,
+    help="int4: fit the rounding, layer by layer, to the calibration text; slow, needs --calibration.",
+)
+@click.option(
+    "--lora-correction", is_flag=True, help="int4: add low-rank corrections; costs some speed, needs --calibration."
+)
+@click.option(
+    "--calibration",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="int4: text file that the methods above are calibrated on.",
+)
+@click.option("--samples", type=int, help="int4: number of pieces of the calibration text to use.  [default: 128]")
 @click.option(
     "--evaluate",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="Compare with the checkpoint on a text: perplexity, KL divergence, same first choices.",
+    help="Compare the export with the checkpoint on this text file: perplexity, KL divergence, and how often the most "
+    "likely token is the same.",
 )
-@click.option("--trust-remote-code", is_flag=True, help="Run the Python code that a checkpoint brings.")
+@click.option("--trust-remote-code", is_flag=True, help="Run the Python code that comes with a checkpoint.")
 def export(
     target: str | None,
     draft: str | None,
@@ -59,9 +91,9 @@ def export(
 ) -> None:
     """Export TARGET, a Hugging Face checkpoint, to OpenVINO IR.
 
-    TARGET is a folder, a hub id, or the short name of a known pair (--list), which brings its draft. With a
-    draft, both must speak of the same tokens. The folder is replaced at the very end: whatever interrupts an
-    export leaves what was there before.
+    TARGET is a folder, a hub id, or the short name of a known pair (--list), which includes a draft unless you
+    give --draft none. Target and draft must share a vocabulary. The output folder is replaced at the very end: an
+    interrupted export leaves it as it was.
 
     \b
     Examples:
@@ -106,12 +138,12 @@ def export(
 
 
 def meant_for(name: str, formats: list[str], options: dict[str, Any]) -> dict[str, Any]:
-    """The options that mean something for one of two formats; what fits neither is left in and refused."""
+    """Return the options for one of the formats; without int4 all of them, so that wrong ones are refused later."""
     if name == "int4" or "int4" not in formats:
         return options
     return {"sym": options["sym"] and name == "int8"}
 
 
 def end_tidily(*_: object) -> None:
-    """SIGTERM: clear up as after Ctrl-C. No library below catches this one."""
-    raise SystemExit("Error: the export was told to end; nothing was changed.")
+    """End the export on SIGTERM, and clean up as after Ctrl-C; no library catches this exception."""
+    raise SystemExit("Error: the export was ended by SIGTERM; nothing was changed.")

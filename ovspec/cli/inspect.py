@@ -15,11 +15,17 @@ from ovspec.errors import OvspecError
 
 @click.command()
 @click.argument("folder", required=False, type=click.Path(path_type=Path), metavar="[DIR]")
-@click.option("--verify", is_flag=True, help="Compare the checksums of all files with those of the export.")
+@click.option(
+    "--verify",
+    is_flag=True,
+    help="First check that the files in the model's folder have the checksums they were exported with.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @runtime_options
 def inspect(folder: Path | None, verify: bool, as_json: bool, **runtime: Any) -> None:
-    """Show what is in DIR (by default the embedded pair): weights, states, how they roll back, memory.
+    """Describe the models in DIR (by default the embedded demo pair): weights, context, engine, rollback, memory.
+
+    Rollback is how the KV cache drops proposed tokens that were rejected.
 
     \b
     Examples:
@@ -34,7 +40,7 @@ def inspect(folder: Path | None, verify: bool, as_json: bool, **runtime: Any) ->
     refuse(runtime["draft_device"], "--draft-device is not used here; inspect the draft's folder with --device.")
     given = load_options(runtime)  # type: ignore[arg-type]
     if verify and not (folder / "ovspec.json").is_file():
-        raise OvspecError(f"{folder}: --verify needs the manifest of 'ovspec export', which is not there.")
+        raise OvspecError(f"{folder}: --verify needs the manifest that 'ovspec export' writes, which is missing.")
     found = inspection.inspect(folder, device_options(given), given.engine, given.tune is not False, verify)
     if as_json:
         click.echo(json.dumps({name: asdict(model) for name, model in found.items()}, ensure_ascii=False))
@@ -42,4 +48,4 @@ def inspect(folder: Path | None, verify: bool, as_json: bool, **runtime: Any) ->
     for name, model in found.items():
         click.echo("\n".join(inspection.summary(name, model)))
     if verify:
-        click.echo("All checksums are those of the export.")
+        click.echo("All files have the checksums they were exported with.")

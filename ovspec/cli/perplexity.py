@@ -15,14 +15,18 @@ from ovspec.cli.options import refuse, runtime_options
 @click.command()
 @click.argument("folder", type=click.Path(path_type=Path), metavar="DIR")
 @click.argument("file", type=click.Path(path_type=Path))
-@click.option("--context", type=click.IntRange(min=2), help="Tokens a window.  [default: the model's, at most 1024]")
+@click.option(
+    "--context",
+    type=click.IntRange(min=2),
+    help="Length of a window, in tokens.  [default: the model's context, at most 1024]",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @runtime_options
 def perplexity(folder: Path, file: Path, context: int | None, as_json: bool, **runtime: Any) -> None:
-    """How well the model in DIR foresees the text in FILE.
+    """Measure how well the model in DIR predicts the text in FILE.
 
-    Windows overlap by half, so that every token but the first is scored once, and those after the first
-    window have at least half a window in front of them.
+    The text is read in windows that overlap by half. Every token except the first is scored once; after the first
+    window, each is predicted from at least half a window of text.
 
     \b
     Example:
@@ -37,6 +41,6 @@ def perplexity(folder: Path, file: Path, context: int | None, as_json: bool, **r
     if as_json:
         click.echo(json.dumps(asdict(found)))
         return
-    result = f"perplexity {found.perplexity:.4f} ({found.nats:.5f} nats a token)"
+    result = f"perplexity {found.perplexity:.4f} ({found.nats:.5f} nats per token)"
     speed = found.scored / found.seconds
     click.echo(f"{result}, {found.scored} tokens in windows of {found.context}, {speed:.0f} tokens/s")

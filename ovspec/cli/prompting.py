@@ -1,4 +1,4 @@
-"""What a user types: lines with a history on a terminal, plain lines from a pipe."""
+"""Read what the user types: with editing and a history on a terminal, plain lines from a pipe."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ QUOTES = '"""'
 
 
 def reader() -> Callable[[], str]:
-    """Reads a message each time it is called; raises EOFError where there is none, and KeyboardInterrupt."""
+    """Return a function that reads the next message; it raises EOFError at the end and KeyboardInterrupt on Ctrl-C."""
     line = terminal() if at_terminal() else from_pipe
     return lambda: message(line)
 
@@ -20,7 +20,7 @@ def at_terminal() -> bool:
 
 
 def message(line: Callable[[bool], str]) -> str:
-    """The next message, of one line or several. ``line`` gives the next line; whether it goes on from another."""
+    """Return the next message. ``line`` reads a line; its argument is whether that continues a message."""
     text = line(False)
     if text.lstrip().startswith(QUOTES):
         text = text.lstrip().removeprefix(QUOTES)
@@ -33,7 +33,7 @@ def message(line: Callable[[bool], str]) -> str:
 
 
 def from_pipe(_: bool) -> str:
-    # Not input(), which would give up on the first character that the locale doesn't have.
+    # Not input(), which fails at the first character that the locale's encoding lacks.
     text = sys.stdin.buffer.readline() if sys.stdin is not None else b""
     if not text:
         raise EOFError
@@ -41,7 +41,7 @@ def from_pipe(_: bool) -> str:
 
 
 def terminal() -> Callable[[bool], str]:
-    """With line editing, and a history that is kept in the user's state folder."""
+    """Return a function that reads a line with editing, and a history kept in the user's state folder."""
     import platformdirs
     from prompt_toolkit import PromptSession
     from prompt_toolkit.history import FileHistory, InMemoryHistory
@@ -61,7 +61,7 @@ def terminal() -> Callable[[bool], str]:
         history = FileHistory(str(folder / "chat_history"))
     except OSError:
         history = InMemoryHistory()
-    # stdout may be a file that the answers go to.
+    # stdout may be redirected to a file; the prompt goes to the terminal all the same.
     session: PromptSession[str] = PromptSession(
         history=history, key_bindings=keys, output=create_output(always_prefer_tty=True)
     )

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ovspec.ir.device import DeviceOptions
     from ovspec.setup.profile import Goal, Measurement, Profile
 
-GOALS = ("decode", "prefill", "balanced", "accuracy")  # as profile.GOALS, which would import openvino
+GOALS = ("decode", "prefill", "balanced", "accuracy")  # profile.GOALS, without importing openvino
 
 
 @click.command()
@@ -28,17 +28,24 @@ GOALS = ("decode", "prefill", "balanced", "accuracy")  # as profile.GOALS, which
     type=click.Choice(GOALS),
     default="balanced",
     show_default=True,
-    help="Least time for a token, for the prompt, or for both; or the fastest that rounds as little as f32.",
+    help="What to minimise: the time per token (decode), of the prompt (prefill), or both (balanced); accuracy is "
+    "balanced among the settings whose KL divergence from f32 is at most 1e-6 nats.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-@click.option("--cache-dir", type=click.Path(file_okay=False), help="Where profiles are kept.  [default: as generate]")
+@click.option(
+    "--cache-dir",
+    type=click.Path(file_okay=False),
+    help="Folder where compiled models and profiles are cached.  [default: the user's cache]",
+)
 def tune(folder: Path | None, goal: Goal, as_json: bool, cache_dir: str | None) -> None:
-    """Measure which settings are fastest for the model in DIR on this machine, and use them from now on.
+    """Measure which settings are fastest for the model in DIR (by default the embedded demo pair) on this machine,
+    and use them from now on.
 
-    Tries precisions, dynamic quantisation, KV caches, threads and both engines, on the target and on the draft
-    beside it. Only settings that move the output no more than OpenVINO's own default are chosen; with --for decode
-    or prefill also such with which a draft may change the text where two tokens are nearly tied. Models of the same
-    shape and weight format share a profile. Use an idle machine.
+    Tries precisions, dynamic quantisation, KV caches, threads and both engines, for the target and the draft beside
+    it. A setting is chosen only if its output is about as accurate as that of OpenVINO's default. --for decode and
+    prefill may choose settings with which a draft changes the text at near-ties, where two tokens are almost equally
+    likely. The result is kept as a profile, which models of the same shape and weight format share. Use an idle
+    machine.
 
     \b
     Examples:
@@ -78,7 +85,7 @@ def tune(folder: Path | None, goal: Goal, as_json: bool, cache_dir: str | None) 
 
 
 def check_kept(folder: Path, options: DeviceOptions) -> None:
-    """Raises OvspecError where minutes of measuring would be lost because the profile can't be kept."""
+    """Raise OvspecError if the profile can't be kept, before minutes of measuring are lost."""
     from ovspec.setup.profile import profile_file
 
     file = profile_file(folder, options)
@@ -86,13 +93,15 @@ def check_kept(folder: Path, options: DeviceOptions) -> None:
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise OvspecError(f"{file.parent}: cannot be made ({error.strerror}); name another with --cache-dir.") from None
+        raise OvspecError(
+            f"{file.parent}: cannot be created ({error.strerror}); name another with --cache-dir."
+        ) from None
     if not os.access(file.parent, os.W_OK):
         raise OvspecError(f"{file.parent}: cannot be written to; name another folder with --cache-dir.")
 
 
 def report(name: str, folder: Path, profile: Profile) -> list[str]:
-    """What was measured, the chosen setting marked."""
+    """Return a table of the measurements, with the chosen setting marked."""
     from ovspec.ir.device import DeviceOptions
     from ovspec.setup.profile import INVARIANCE_SLACK
 
@@ -101,25 +110,25 @@ def report(name: str, folder: Path, profile: Profile) -> list[str]:
     heads = "".join(f"{f'm={width}':>8}" for width in widths)
     lines = [
         f"{name}: {folder}, {profile.seconds:.0f} s",
-        f"  {'ms an inference of m tokens':62}{heads}  prefill, ms      KL   top-1  invariance  memory, MB",
+        f"  {'ms per inference of m tokens':62}{heads}  prefill, ms/token       KL   top-1  invariance  memory, MB",
     ]
 
     def line(mark: str, text: str, m: Measurement) -> str:
         times = "".join(f"{m.verify_ms[width]:8.2f}" for width in widths)
         same = "" if m.invariance is None else f"{m.invariance:.0%}"
-        return f"{mark} {text:62}{times}{m.prefill_ms:13.3f}{m.kl:9.1e}{m.top1:8.1%}{same:>12}{m.memory / 1e6:12.0f}"
+        return f"{mark} {text:62}{times}{m.prefill_ms:19.3f}{m.kl:9.1e}{m.top1:8.1%}{same:>12}{m.memory / 1e6:12.0f}"
 
     lines.append(line(" ", "OpenVINO's own default", profile.reference))
     lines += [line("*" if m is best else " ", str(m.setting), m) for m in profile.measurements]
     if best:
         token = best.verify_ms[1] / profile.reference.verify_ms[1]
         prompt = best.prefill_ms / profile.reference.prefill_ms
-        shares = f"a token takes {token:.2f}x, a prompt {prompt:.2f}x of the default's time"
+        shares = f"a token takes {token:.2f}x and a prompt {prompt:.2f}x the default's time"
         lines.append(f"chosen for {profile.goal}: {best.setting}; {shares}")
         usual = profile.measurements[0].invariance or 0.0
         if (best.invariance or 0.0) < usual - INVARIANCE_SLACK:
             lines.append(
-                "with a draft, texts may part where two tokens are nearly tied: its logits depend on how many tokens "
-                "are fed together, those of --for balanced don't"
+                "with a draft, texts may change at near-ties, because with this setting logits depend on how many "
+                "tokens are fed together; use --for balanced to avoid that"
             )
     return lines

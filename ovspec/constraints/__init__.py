@@ -1,1 +1,1 @@
-"""What changes or limits the tokens that may come next."""
+"""Constraints, which change the logits or limit the tokens that may come next."""

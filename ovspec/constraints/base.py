@@ -1,4 +1,4 @@
-"""Constraints: whatever changes or limits what may come next. They stack, and go along a text wherever it goes."""
+"""Constraints change logits or limit the next tokens. They stack, and follow a text as it grows and is rolled back."""
 
 from __future__ import annotations
 
@@ -10,43 +10,45 @@ from ovspec.constraints.masks import holds, masked
 
 
 class Constraint:
-    """Part of what decides which tokens may follow a text.
+    """Changes the logits after a text, or limits the tokens that may follow it.
 
-    Every call gives the tokens so far, (n,) int64, and the answer depends on them alone: a proposal that is rejected
-    leaves no trace. What keeps state along the text finds out itself how far it must go back.
+    Every method gets the tokens so far, (n,) int64, and its result depends on them alone, so a rejected proposal leaves
+    no trace. A constraint that keeps state along the text works out itself how far to roll back.
     """
 
     def process(self, logits: np.ndarray, tokens: np.ndarray) -> np.ndarray:  # noqa: ARG002
-        """(vocab,) float32 after ``tokens``: the same array or a changed copy."""
+        """Return the logits, (vocab,) float32, after ``tokens``: the same array or a changed copy."""
         return logits
 
     def mask(self, tokens: np.ndarray) -> np.ndarray | None:  # noqa: ARG002
-        """The tokens that may follow, as ``masks.pack`` makes them; None for all."""
+        """Return the tokens that may follow as a mask made by ``masks.pack``; None for all."""
         return None
 
     def allows(self, token: int, tokens: np.ndarray) -> bool:
-        """Whether the mask has ``token``, which may be cheaper to tell than the whole mask."""
+        """Return whether the mask has ``token``, which may be cheaper than computing the whole mask."""
         mask = self.mask(tokens)
         return mask is None or holds(mask, token)
 
     def forced(self, tokens: np.ndarray) -> list[int]:  # noqa: ARG002
-        """Ids that must follow, one after the other, as far as it is cheap to tell."""
+        """Return the ids that must follow, in order, as far as they are cheap to find."""
         return []
 
     def likely(self, tokens: np.ndarray) -> np.ndarray | None:  # noqa: ARG002
-        """Ids (n,) that are worth a guess, for nothing; None where there are none."""
+        """Return ids, (n,), that are worth proposing and cost nothing to find; None if there are none."""
         return None
 
     def complete(self, tokens: np.ndarray) -> bool:  # noqa: ARG002
-        """Whether the text has come to its end, because nothing could follow."""
+        """Return whether the text has ended, because nothing may follow."""
         return False
 
 
 class Constraints:
-    """All constraints of a row, in the order in which they are applied; ``ends`` are ids that end the text.
+    """All constraints of a row, in the order in which they are applied.
 
-    ``ask_always``: the model is asked even for a token that is forced, because its logits count or something else may
-    exclude that token.
+    Args:
+        ends: ids that end the text.
+        ask_always: run the model even for a forced token, because its logits are needed or another constraint may
+            exclude that token.
     """
 
     def __init__(
@@ -59,18 +61,18 @@ class Constraints:
         self._forcing = [part for part in self._parts if type(part).forced is not Constraint.forced]
         self._guessing = [part for part in self._parts if type(part).likely is not Constraint.likely]
         self.active = bool(self._parts)  # whether there are any
-        self.guesses = bool(self._guessing)  # whether they know what is worth a guess
-        self.may_complete = bool(self._forcing)  # whether it may leave nothing that follows
-        self.forces = self.may_complete and not ask_always  # whether tokens may come without the model
+        self.guesses = bool(self._guessing)  # whether any of them can propose tokens
+        self.may_complete = bool(self._forcing)  # whether they may end the text
+        self.forces = self.may_complete and not ask_always  # whether tokens may be committed without the model
 
     def process(self, logits: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-        """(vocab,) after ``tokens`` without any mask; the argument is left as it is."""
+        """Return ``logits``, (vocab,), changed by all constraints but not masked; the argument is left as it is."""
         for part in self._processing:
             logits = part.process(logits, tokens)
         return logits
 
     def mask(self, logits: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-        """``logits`` (vocab,) with -inf where a token must not follow ``tokens``; the argument is left as it is."""
+        """Return ``logits``, (vocab,), with -inf for tokens that must not follow; the argument is left as it is."""
         for part in self._masking:
             mask = part.mask(tokens)
             if mask is not None:
@@ -78,36 +80,36 @@ class Constraints:
         return logits
 
     def __call__(self, logits: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-        """Processed and masked."""
+        """Return ``logits`` processed and masked."""
         return self.mask(self.process(logits, tokens), tokens)
 
     def allow(self, token: int, tokens: np.ndarray) -> bool:
-        """Whether every mask has ``token``."""
+        """Return whether every mask has ``token``."""
         return all(part.allows(token, tokens) for part in self._masking)
 
     def forced(self, tokens: np.ndarray) -> list[int]:
-        """Ids that must follow ``tokens``."""
+        """Return the ids that must follow ``tokens``."""
         return next((found for part in self._forcing if (found := part.forced(tokens))), [])
 
     def likely(self, tokens: np.ndarray) -> np.ndarray | None:
-        """Ids (n,) that are worth a guess after ``tokens``."""
+        """Return ids, (n,), that are worth proposing after ``tokens``; None if there are none."""
         return next((found for part in self._guessing if (found := part.likely(tokens)) is not None), None)
 
     def only(self, tokens: np.ndarray) -> int | None:
-        """The id that must follow, where the model needn't be asked."""
+        """Return the id that must follow if the model needn't be run for it, else None."""
         found = self.forced(tokens) if self.forces else []
         return found[0] if found else None
 
     def complete(self, tokens: np.ndarray) -> bool:
-        """Whether nothing can follow ``tokens``."""
+        """Return whether nothing may follow ``tokens``."""
         return any(part.complete(tokens) for part in self._forcing)
 
     def ended(self, tokens: np.ndarray) -> bool:
-        """Whether the last of ``tokens`` ends the text."""
+        """Return whether the last of ``tokens`` ends the text."""
         return int(tokens[-1]) in self.ends or self.complete(tokens)
 
     def permitted(self, tokens: np.ndarray, guesses: Sequence[int] | np.ndarray) -> int:
-        """How many of ``guesses`` may follow ``tokens``: up to one that is masked, or that ends the text."""
+        """Return how many of ``guesses`` may follow ``tokens``: those before a masked one or up to the text's end."""
         text = np.concatenate((tokens, np.asarray(guesses, dtype=np.int64)))
         for count in range(len(guesses)):
             before = len(tokens) + count

@@ -1,7 +1,7 @@
-"""A grammar that the text must follow, by llguidance (https://github.com/guidance-ai/llguidance).
+"""Constrains a text to a grammar, with llguidance (https://github.com/guidance-ai/llguidance).
 
-Where only one text can follow, the mask has a single token, the tokenizer's own spelling, which can be committed
-without asking any model.
+If only one text can follow, the mask has a single token, from the tokenizer's own spelling of that text, which can be
+committed without running a model.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from ovspec.grammars.check import LIMITS, check, plain
 from ovspec.grammars.sources import LARK
 
 CACHED_GRAMMARS = 32
-# The last positions of a text whose matchers are cached; a proposal is hardly longer.
+# The number of last positions whose matchers are cached; a proposal is rarely longer.
 CACHED_POSITIONS = 32
 
 
 @dataclass(slots=True)
 class Position:
-    """What is known of a position in the text; ``matcher`` has consumed all before it."""
+    """What is known about a position in the text; ``matcher`` has consumed all tokens before it."""
 
     matcher: LLMatcher | None = None
     mask: np.ndarray | None = None
@@ -37,15 +37,15 @@ class Position:
 
 
 class Grammar(Constraint):
-    """Follows the text after the prompt.
+    """Keeps the text after the prompt within a grammar.
 
-    Matchers only go forward and are copied, which takes a few microseconds: after a ``rollback``, llguidance 1.9.1 may
-    use what it cached for the tokens that were taken back, and then allows what the grammar doesn't.
+    Matchers are copied, which takes a few microseconds, and never rolled back: after a ``rollback``, llguidance 1.9.1
+    may use what it cached for the removed tokens, and then allow what the grammar doesn't.
 
     Args:
-        matcher: where the text goes on, behind ``start`` tokens of prompt.
-        ends: ids that end the text where the grammar is satisfied; ``own_end`` does so for the matcher.
-        size: of the vocabulary.
+        matcher: a matcher in the state in which the generated text begins, after ``start`` tokens of prompt.
+        ends: ids that end the text when the grammar is satisfied; the matcher's own end id is ``own_end``.
+        size: size of the vocabulary.
     """
 
     def __init__(self, matcher: LLMatcher, start: int, ends: frozenset[int], own_end: int, size: int) -> None:
@@ -53,7 +53,7 @@ class Grammar(Constraint):
         self._no_end = ~pack([own_end], size)
         self._end = pack([token for token in ends if token < size], size)
         self._path = Sequence()  # tokens that the grammar is known to allow
-        self._positions = [Position(matcher)]  # one more than tokens
+        self._positions = [Position(matcher)]  # one more than there are tokens
 
     def mask(self, tokens: np.ndarray) -> np.ndarray:
         at = self._seek(tokens)
@@ -73,7 +73,7 @@ class Grammar(Constraint):
             matcher = self._matcher(at)
             if token in self._ends:
                 return matcher.is_accepting()
-            # Where bytes are forced but not how they are spelt, the mask is the stricter one.
+            # If bytes are forced but their spelling in tokens isn't, the mask is stricter than this.
             if not matcher.compute_ff_bytes():
                 return matcher.validate_tokens([token]) == 1
         return holds(self.mask(tokens), token)
@@ -98,11 +98,11 @@ class Grammar(Constraint):
         if matcher.is_accepting():
             mask |= self._end
         if not mask.any() and not matcher.is_stopped():
-            raise OvspecError("No token of this model can go on in the grammar here.")
+            raise OvspecError("No token of this model can continue the text within the grammar.")
         return mask
 
     def _seek(self, tokens: np.ndarray) -> int:
-        """Follow ``tokens``; returns how many of them come after the prompt."""
+        """Follow ``tokens``; return how many of them come after the prompt."""
         text, path = tokens[self._start :], self._path.tokens
         shared = min(len(text), len(path))
         differ = text[:shared] != path[:shared]
@@ -113,11 +113,11 @@ class Grammar(Constraint):
             self._path.commit(text[shared:])
             del self._positions[shared + 1 :]
             self._positions += [Position() for _ in text[shared:]]
-            self._matcher(len(text))  # raises where the grammar doesn't allow it
+            self._matcher(len(text))  # raises if the grammar doesn't allow them
         return len(text)
 
     def _matcher(self, at: int) -> LLMatcher:
-        """The matcher at a position, copied from the nearest one before it; the first and the last ones are cached."""
+        """Return the matcher at a position, copied from the nearest one before it; the first and last are cached."""
         position = self._positions[at]
         if position.matcher is None:
             before = next(i for i in range(at - 1, -1, -1) if self._positions[i].matcher)
@@ -133,17 +133,17 @@ class Grammar(Constraint):
 
 
 def check_state(matcher: LLMatcher) -> None:
-    """Raises OvspecError where it has given up, which it never recovers from."""
+    """Raise OvspecError if the matcher has failed; it never recovers from that."""
     if matcher.is_error():
         raise OvspecError(f"The grammar can't be followed any further: {plain(matcher.get_error())}")
 
 
 class Grammars:
-    """Compiles grammars for a model's ``tokenizer.json``; ``vocabulary`` is what each id adds to a text."""
+    """Compiles grammars for a model's ``tokenizer.json``; ``vocabulary`` has the bytes that each id adds to a text."""
 
     def __init__(self, tokenizer_json: dict[str, Any], vocabulary: list[bytes | None]) -> None:
         self._size = len(vocabulary)
-        # As Lark writes them: <|im_end|>. <[INST]> can't be written, because brackets hold numbers.
+        # As Lark writes them, such as <|im_end|>. <[INST]> can't be written, because brackets hold token ids.
         names = ((token["content"], token["id"]) for token in special_tokens(tokenizer_json))
         self._special = {f"<{name.removeprefix('<').removesuffix('>')}>": number for name, number in names}
         self._own_end, self._tokens = grammar_tokenizer(tokenizer_json, self._size)
@@ -158,15 +158,15 @@ class Grammars:
         healed: bytes = b"",
         what: str = "grammar",
     ) -> Grammar:
-        """What keeps the text after ``start`` tokens of prompt in ``grammar``.
+        """Return the constraint that keeps the text after ``start`` tokens of prompt within ``grammar``.
 
         Args:
-            grammar: as ``sources`` makes it.
+            grammar: a grammar made by ``sources``.
             ends: ids that end the text.
             inside: bytes of the prompt that belong to the grammar's text.
-            healed: bytes of the tokens that were taken back from the prompt, the end of ``inside`` if there is any;
-                else the text begins with them, and then the grammar's.
-            what: names the grammar in errors.
+            healed: bytes of the tokens that were taken back from the prompt. They are the end of ``inside`` if that is
+                given; otherwise the text begins with them, and the grammar's text follows.
+            what: the grammar's name in errors.
         """
         matcher = self._compile(grammar, what)
         if inside:
@@ -190,19 +190,19 @@ class Grammars:
         return self._compiled[grammar]
 
     def _follow(self, matcher: LLMatcher, text: bytes) -> None:
-        """Consume what the prompt has of the text; raises OvspecError where the grammar doesn't allow it."""
+        """Consume the grammar's text that is in the prompt; raise OvspecError if the grammar doesn't allow it."""
         tokens = self._tokens.tokenize_bytes(text)
         count = matcher.try_consume_tokens(tokens)
         if count < len(tokens):
             before, rest = (self._tokens.decode_str(part) for part in (tokens[:count], tokens[count:]))
-            where = f"behind {before[-40:]!r}" if before else "where the grammar begins"
-            raise OvspecError(f"The grammar doesn't allow what the prompt has: {rest[:20]!r} {where}.")
+            where = f"after {before[-40:]!r}" if before else "where the grammar begins"
+            raise OvspecError(f"The grammar doesn't allow this part of the prompt: {rest[:20]!r} {where}.")
         if matcher.is_stopped():
-            raise OvspecError("The prompt has the grammar's whole text already: nothing can follow it.")
+            raise OvspecError("The prompt already contains the grammar's whole text, so nothing can follow it.")
 
 
 def prefixed(grammar: str, prefix: bytes) -> str:
-    """The grammar of ``prefix``, which must be UTF-8, and then a text of ``grammar``."""
+    """Return the grammar of ``prefix``, which must be UTF-8, followed by a text of ``grammar``."""
     whole = json.loads(grammar)
     first, *others = whole["grammars"]
     outer = {"lark_grammar": f"start: PREFIX @after_prefix\nPREFIX: {json.dumps(prefix.decode())}"}
@@ -210,9 +210,9 @@ def prefixed(grammar: str, prefix: bytes) -> str:
 
 
 def grammar_tokenizer(tokenizer_json: dict[str, Any], size: int) -> tuple[int, LLTokenizer]:
-    """(the id that stands for the end, llguidance's tokenizer) for a model's ``tokenizer.json``.
+    """Return (the matcher's end id, llguidance's tokenizer) for a model's ``tokenizer.json``.
 
-    Special tokens get names that no grammar can spell: a text that looks like one is spelt out in ordinary tokens.
+    Special tokens get names that no grammar can spell, so a text that looks like one is spelt in ordinary tokens.
     """
     mark = secrets.token_hex(8)
     added, special = tokenizer_json.get("added_tokens", []), special_tokens(tokenizer_json)
@@ -238,7 +238,7 @@ def special_tokens(tokenizer_json: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def with_numbers(grammar: str, special: dict[str, int]) -> str:
-    """A grammar that refers to special tokens by number, because they have lost their names."""
+    """Return a grammar that refers to special tokens by id, because ``grammar_tokenizer`` has renamed them."""
 
     def numbered(found: re.Match[str]) -> str:
         return f"<[{special[found[0]]}]>" if found[0] in special else found[0]

@@ -1,7 +1,7 @@
-"""Token healing: the end of a prompt is generated anew, so that a token may reach over it.
+"""Token healing: the end of a prompt is generated again, so that a token may extend past it.
 
-A model that always saw ``://`` as one token hardly ever goes on with ``//`` behind the token ``:``. So the last tokens
-are taken back, and what is generated must begin with their bytes. The idea is Lundberg's (Guidance, 2023).
+A model that always saw ``://`` as one token rarely continues with ``//`` after the token ``:``. So the last tokens are
+taken back, and what is generated must begin with their bytes. The idea is Lundberg's (Guidance, 2023).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ovspec.decoders.sequence import Sequence
 
 
 class ByteTokens:
-    """The tokens of a vocabulary in the order of their bytes; ids that add nothing to a text don't count."""
+    """The tokens of a vocabulary sorted by their bytes, without ids that add nothing to a text."""
 
     def __init__(self, vocabulary: collections.abc.Sequence[bytes | None]) -> None:
         self.vocabulary = vocabulary
@@ -29,24 +29,24 @@ class ByteTokens:
         self.longest = max(map(len, self._bytes), default=0)
 
     def extend(self, prefix: bytes) -> bool:
-        """Whether a token is longer than ``prefix`` and begins with it."""
+        """Return whether a token is longer than ``prefix`` and begins with it."""
         after = bisect.bisect_right(self._bytes, prefix)
         return after < len(self._bytes) and self._bytes[after].startswith(prefix)
 
     def along(self, text: bytes) -> list[int]:
-        """Ids of the tokens that ``text`` begins with, and of those that begin with ``text``."""
+        """Return the ids of the tokens that ``text`` begins with, and of those that begin with ``text``."""
         found = []
         for length in range(1, min(len(text), self.longest + 1)):
             first = bisect.bisect_left(self._bytes, text[:length])
             last = bisect.bisect_right(self._bytes, text[:length])
             found += self._ids[first:last]
         first = bisect.bisect_left(self._bytes, text)
-        # All that begin with it stand together, and 0xFF is in no token so often.
+        # The tokens that begin with ``text`` are adjacent, and all of them are shorter than this many 0xFF.
         last = bisect.bisect_left(self._bytes, text + b"\xff" * (self.longest + 1))
         return found + self._ids[first:last]
 
     def spell(self, tokens: np.ndarray) -> bytes:
-        """What ``tokens`` (n,) add to a text."""
+        """Return the bytes that ``tokens``, (n,), add to a text."""
         known = (int(token) for token in tokens if token < self.size)
         return b"".join([self.vocabulary[token] or b"" for token in known])
 
@@ -54,10 +54,11 @@ class ByteTokens:
 def healable(
     prompt: np.ndarray, first: int, vocabulary: ByteTokens, most_bytes: float = math.inf, whole_characters: bool = False
 ) -> int:
-    """How many tokens at the end of ``prompt``, (n,) int64, should be generated anew.
+    """Return how many tokens at the end of ``prompt``, (n,) int64, to generate again.
 
-    The largest number of them whose bytes a longer token begins with; none before ``first``, none across a token that
-    adds nothing to the text, and no more than ``most_bytes``.
+    This is the largest number for which a longer token begins with all their bytes. They must not include a token
+    before ``first`` or one that adds nothing to the text, and must not have more than ``most_bytes``. With
+    ``whole_characters``, they must not begin inside a character.
     """
     found, text = 0, b""
     for count, token in enumerate(reversed(prompt[first:].tolist()), 1):
@@ -75,9 +76,9 @@ def is_utf8(text: bytes) -> bool:
 
 
 class Healing(Constraint):
-    """Takes ``count`` tokens of a prompt (n,) back; what is generated must begin with their bytes.
+    """Takes back the last ``count`` tokens of a prompt, (n,); what is generated must begin with their bytes.
 
-    Where that is all of them, the text begins with ``bos`` (n,) int64.
+    If no token is left, the text begins with ``bos``, (n,) int64.
     """
 
     def __init__(self, prompt: np.ndarray, count: int, vocabulary: ByteTokens, bos: np.ndarray) -> None:
@@ -87,13 +88,13 @@ class Healing(Constraint):
         self.start = len(prompt) - count or len(bos)  # tokens of the prompt that are left
 
     def take_back(self, sequence: Sequence) -> None:
-        """Leave of ``sequence``, the prompt, what isn't generated anew."""
+        """Remove from ``sequence``, the prompt, the tokens that are generated again."""
         sequence.rewind(len(sequence) - len(self._taken))
         if not len(sequence):
             sequence.commit(self._bos)
 
     def mask(self, tokens: np.ndarray) -> np.ndarray | None:
-        # Each token has a byte at least, so no more of them than bytes can matter.
+        # Each token has at least one byte, so no more tokens than bytes can matter.
         left = self.text[len(self._vocabulary.spell(tokens[self.start : self.start + len(self.text)])) :]
         if not left:
             return None
@@ -102,21 +103,21 @@ class Healing(Constraint):
         return self._masks[left]
 
     def likely(self, tokens: np.ndarray) -> np.ndarray | None:
-        """The tokens that were taken back: mostly none reaches over them, and guessing them costs nothing."""
+        """Return the remaining tokens taken back: usually none extends past them, and proposing them is free."""
         again = tokens[self.start :]
         if len(again) >= len(self._taken) or not (again == self._taken[: len(again)]).all():
             return None
         return self._taken[len(again) :]
 
     def healed(self, tokens: np.ndarray) -> int | None:
-        """How many bytes of the last of ``tokens`` were in the prompt; None where it has no other."""
+        """Return how many bytes of the last of ``tokens`` were in the prompt; None if it has no others."""
         left = len(self.text) - len(self._vocabulary.spell(tokens[self.start : -1]))
         if left <= 0:
             return 0
         return left if len(self._vocabulary.spell(tokens[-1:])) > left else None
 
     def prompt_length(self, tokens: np.ndarray) -> int:
-        """How many of the tokens so far have nothing but bytes of the prompt."""
+        """Return how many of the tokens so far have only bytes of the prompt."""
         length = self.start
         while length < len(tokens) and self.healed(tokens[: length + 1]) is None:
             length += 1

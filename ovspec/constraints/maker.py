@@ -1,4 +1,4 @@
-"""From the options of a generating call to the constraints of a row."""
+"""Makes the constraints of a row from the options of a generating call."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PromptTokens:
-    """A row's prompt, as far as constraints depend on it."""
+    """What constraints need to know about a row's prompt."""
 
     tokens: np.ndarray  # (n,) int64
-    eos: frozenset[int]  # ids that end the text, besides those that options name
-    bos: np.ndarray  # what a text begins with all of which is taken back, (n,) int64; empty where that can't be
+    eos: frozenset[int]  # ids that end the text, besides those given in options
+    bos: np.ndarray  # (n,) int64, replaces a prompt that is taken back entirely; empty: that isn't possible
     healable: int = 0  # the first token that healing may take back
 
 
@@ -43,7 +43,7 @@ class ConstraintMaker:
 
     @functools.cached_property
     def tokens(self) -> ByteTokens:
-        """Raises OvspecError where tokens aren't bytes."""
+        """The tokens by their bytes; raises OvspecError if the vocabulary doesn't map tokens to bytes."""
         if not self._tokenizer.vocabulary:
             why = "its tokenizer does not map tokens to bytes one by one, which grammars and token healing need"
             raise OvspecError(f"{self._tokenizer.folder}: {why}.")
@@ -51,23 +51,24 @@ class ConstraintMaker:
 
     @functools.cached_property
     def grammars(self) -> Grammars:
-        from ovspec.constraints.grammar import Grammars  # not before it is needed: llguidance
+        from ovspec.constraints.grammar import Grammars  # deferred, because it imports llguidance
 
         return Grammars(read_json(self._tokenizer.folder / TOKENIZER_FILE), list(self.tokens.vocabulary))
 
     def make(
         self, prompt: PromptTokens, params: SamplingParams, options: GenerateOptions
     ) -> tuple[Constraints, Healing | None]:
-        """The constraints of what continues ``prompt``, and what is to be taken back from its end.
+        """Return the constraints of the text after ``prompt``, and the healing of its end, if there is any.
 
-        Raises OvspecError where options exclude each other, or the grammar doesn't allow the prompt.
+        Raises:
+            OvspecError: options exclude each other, or the grammar doesn't allow the prompt.
         """
         grammar, name = grammar_of(options)
         where = options.get("constrain_from")
         if grammar is None and where is not None:
-            raise OvspecError("constrain_from says where a grammar begins; give a grammar, too.")
+            raise OvspecError("constrain_from sets where a grammar begins; give a grammar too.")
         if grammar is not None and params.ignore_eos:
-            raise OvspecError(f"{name} says where the text ends, so ignore_eos can't be combined with it.")
+            raise OvspecError(f"{name} decides where the text ends, so ignore_eos can't be combined with it.")
         ends = prompt.eos | frozenset(params.stop_ids)
         tail = b"" if where is None else self._tail(prompt.tokens, where)
         masks: list[Constraint] = []
@@ -80,7 +81,7 @@ class ConstraintMaker:
                 masks.append(healing)
                 healed, start = healing.text, healing.start
         if grammar is not None:
-            # A stop id that is a piece of text is the grammar's business.
+            # A stop id that spells text is an ordinary token to the grammar, and doesn't end it.
             spelt = self.tokens.vocabulary
             stops = {token for token in params.stop_ids if not (token < len(spelt) and spelt[token])}
             masks.append(self.grammars.constraint(grammar, start, prompt.eos | stops, tail, healed, name))
@@ -90,17 +91,17 @@ class ConstraintMaker:
         return Constraints([*processors, *masks], ends, params.logprobs is not None or excludes), healing
 
     def check(self, options: Mapping[str, Any]) -> None:
-        """Raises OvspecError where the grammar in ``options`` is wrong."""
+        """Raise OvspecError if the grammar in ``options`` is invalid."""
         grammar, name = grammar_of(options)
         if grammar is not None:
             self.grammars.constraint(grammar, 0, frozenset(), what=name)
 
     def _tail(self, tokens: np.ndarray, where: int | str) -> bytes:
-        """The bytes of the prompt that belong to the grammar's text."""
+        """Return the bytes of the prompt that belong to the grammar's text."""
         spelt = self.tokens.spell(tokens)
         text = spelt.decode("utf-8", "replace")
         if not isinstance(where, (int, str)):
-            raise OvspecError(f"constrain_from is {where!r}; it must be a text, or a number of characters.")
+            raise OvspecError(f"constrain_from is {where!r}; it must be a string, or a number of characters.")
         if isinstance(where, str):
             at = text.rfind(where) if where else -1
             if at < 0:
@@ -113,17 +114,17 @@ class ConstraintMaker:
 
 
 def grammar_asked(options: Mapping[str, Any]) -> bool:
-    """Whether one of the options is a grammar."""
+    """Return whether one of the options is a grammar."""
     return any(options.get(name) is not None for name in GRAMMARS)
 
 
 def grammar_of(options: Mapping[str, Any]) -> tuple[str | None, str]:
-    """(the grammar that is asked for, as llguidance takes it, and the option's name)"""
+    """Return (the requested grammar in llguidance's notation, its name in messages), or (None, "")."""
     given = [name for name in GRAMMARS if options.get(name) is not None]
     if not given:
         return None, ""
     if len(given) > 1:
-        raise OvspecError(f"{' and '.join(given)} can't be combined; give one grammar that says both.")
+        raise OvspecError(f"{' and '.join(given)} can't be combined; give one grammar that covers both.")
     name, value = given[0], options.get(given[0])
     what = f"{name} {value}" if isinstance(value, Path) else name
     return _source(name, value, what), what
@@ -139,19 +140,19 @@ def _source(name: str, value: Any, what: str) -> str:
         if made := getattr(value, "model_json_schema", None):  # a pydantic model
             value = made()
         if isinstance(value, str) and not value.lstrip().startswith(("{", "[", '"', "true", "false")):
-            raise OvspecError(f"{name} {value[:80]!r} is no JSON; give the schema's text, or a Path for a file.")
+            raise OvspecError(f"{name} {value[:80]!r} isn't JSON; give the schema's text, or a Path for a file.")
         return sources.json_schema(value, what)
     if name == "choice":
         texts = [] if isinstance(value, (str, Path)) else list(value)
         if not texts or not all(isinstance(text, str) for text in texts):
-            raise OvspecError("choice must be a list of texts, one at least.")
+            raise OvspecError("choice must be a list of texts with at least one entry.")
         return sources.choices(texts)
     if not isinstance(value, (str, Path)):
-        raise OvspecError(f"{name} must be a text or a Path, not {type(value).__name__}.")
+        raise OvspecError(f"{name} must be a string or a Path, not {type(value).__name__}.")
     if name == "regex":
         return sources.regex(str(value), what)
     if isinstance(value, str) and ":" not in value:
-        raise OvspecError(f"{name} {value[:80]!r} is no grammar; give its text, or a Path for a file.")
+        raise OvspecError(f"{name} {value[:80]!r} isn't a grammar; give its text, or a Path for a file.")
     if name == "gbnf":
         return sources.gbnf(read_text(value) if isinstance(value, Path) else value, what)
     text = read_lark(value) if isinstance(value, Path) else resolve(value, None, what)

@@ -1,4 +1,4 @@
-"""Sets of token ids, packed a bit for each, and how logits are masked with them."""
+"""Sets of token ids, packed as one bit each, and the masking of logits with them."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ _ADDED = np.where(_BITS, np.float32(0), np.float32(-np.inf))
 
 
 def pack(ids: Iterable[int], size: int) -> np.ndarray:
-    """(ceil(size / 8),) uint8 with the bits of ``ids`` set; bit i of byte j is the id 8 j + i."""
+    """Return a mask, (ceil(size / 8),) uint8, with the bits of ``ids`` set; bit i of byte j is the id 8 j + i."""
     bits = np.zeros(size, dtype=np.uint8)
     bits[np.fromiter(ids, dtype=np.int64)] = 1
     return np.packbits(bits, bitorder="little")
 
 
 def holds(mask: np.ndarray, token: int) -> bool:
-    """Whether a packed mask has ``token``."""
+    """Return whether a packed mask has ``token``."""
     return token >> 3 < len(mask) and bool(mask[token >> 3] >> (token & 7) & 1)
 
 
 def masked(logits: np.ndarray, mask: np.ndarray) -> np.ndarray:
-    """A copy of (vocab,) float32 with -inf where ``mask`` has no bit; what it doesn't reach is left out."""
+    """Return a copy of ``logits``, (vocab,) float32, with -inf where ``mask`` has no bit, cut to its length."""
     width, covered = len(logits), 8 * len(mask)
     if width > covered:
         logits, width = logits[:covered], covered
-    # 'clip' spares a buffer; every byte has its row anyway.
+    # 'clip' saves a buffer; every byte is a valid row anyway.
     found = np.take(_ADDED, mask[: -(-width // 8)], axis=0, mode="clip").reshape(-1)[:width]
     return np.add(logits, found, out=found)

@@ -10,12 +10,12 @@ from ovspec.constraints.base import Constraint
 from ovspec.errors import OvspecError
 from ovspec.options import LogitsProcessor, SamplingParams
 
-# tokens so far (n,) int64 -> how many of them stood in the prompt
+# tokens so far (n,) int64 -> how many of them were in the prompt
 PromptLength = Callable[[np.ndarray], int]
 
 
 class LogitBias(Constraint):
-    """Adds to the logits of some tokens."""
+    """Adds a bias to the logits of some tokens."""
 
     def __init__(self, biases: Mapping[int, float]) -> None:
         self._ids = np.array(list(biases), dtype=np.int64)
@@ -23,13 +23,13 @@ class LogitBias(Constraint):
 
     def process(self, logits: np.ndarray, tokens: np.ndarray) -> np.ndarray:  # noqa: ARG002
         logits = logits.copy()
-        known = self._ids < len(logits)  # a draft's vocabulary may be the smaller one
+        known = self._ids < len(logits)  # a draft's vocabulary may be smaller
         logits[self._ids[known]] += self._added[known]
         return logits
 
 
 class Penalties(Constraint):
-    """Repetition, presence and frequency penalty."""
+    """Applies the repetition, presence and frequency penalties."""
 
     def __init__(self, params: SamplingParams, prompt: PromptLength) -> None:
         self._params, self._prompt = params, prompt
@@ -47,13 +47,13 @@ class Penalties(Constraint):
 
 
 class UserProcessor(Constraint):
-    """A user's own function."""
+    """Applies a user's own function."""
 
     def __init__(self, function: LogitsProcessor) -> None:
         self._function = function
 
     def process(self, logits: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-        # Copies: what a user's function keeps or changes must stay what it is.
+        # Copies, because a user's function may keep or change its arguments.
         given = self._function(tokens.copy(), logits[None].copy())
         try:
             found = np.asarray(given)
@@ -65,12 +65,12 @@ class UserProcessor(Constraint):
             raise OvspecError(f"The logits processor {name} returned {what}; it must return {wanted}.")
         found = found.reshape(-1).astype(np.float32)
         if np.isnan(found).any() or found.max() == np.inf:
-            raise OvspecError(f"The logits processor {name} returned nan or inf; only -inf has a meaning: it excludes.")
+            raise OvspecError(f"The logits processor {name} returned nan or inf; use -inf to exclude a token.")
         return found
 
 
 class MinTokens(Constraint):
-    """Excludes the ids that end the text until it has ``count`` tokens."""
+    """Excludes the ids that end the text until ``count`` tokens are generated."""
 
     def __init__(self, count: int, prompt: PromptLength, ends: frozenset[int]) -> None:
         self._count, self._prompt = count, prompt
@@ -90,9 +90,9 @@ def processing(
     ends: frozenset[int],
     functions: Iterable[LogitsProcessor] | None = None,
 ) -> list[Constraint]:
-    """What ``params`` and a user's functions do to logits, in Hugging Face's order."""
+    """Return constraints that apply ``params`` and a user's functions to logits, in Hugging Face's order."""
     if callable(functions):
-        raise OvspecError("logits_processors must be a list of functions; put it into brackets.")
+        raise OvspecError("logits_processors must be a list of functions; put the function into a list.")
     found: list[Constraint] = []
     if params.logit_bias:
         found.append(LogitBias(params.logit_bias))
@@ -102,6 +102,6 @@ def processing(
         found.append(MinTokens(params.min_tokens, prompt, ends))
     for function in functions or []:
         if not callable(function):
-            raise OvspecError(f"logits_processors has {function!r}, which is no function.")
+            raise OvspecError(f"logits_processors has {function!r}, which isn't a function.")
         found.append(UserProcessor(function))
     return found

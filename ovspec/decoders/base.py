@@ -1,8 +1,8 @@
-"""The interface of everything that holds a KV cache, and what its implementations share.
+"""The interface of everything that holds a KV cache, and the code that its implementations share.
 
-A Decoder is a language model with its cache, for a batch of rows: ``feed`` runs one inference, ``truncate`` takes
-tokens back, ``reorder`` forks, drops and adds rows. A SessionDecoder can also copy its cache or write it down.
-``catch_up`` is the rule by which a decoder follows a text, whatever has happened to it.
+A Decoder is a language model with its KV cache, for a batch of rows: ``feed`` runs one inference, ``truncate`` rolls
+tokens back, ``reorder`` forks, drops and adds rows. A SessionDecoder can also copy its cache and dump it to arrays.
+``sequence.catch_up`` brings a decoder into line with a text, however that text has changed.
 """
 
 from __future__ import annotations
@@ -18,20 +18,22 @@ from ovspec.decoders.sequence import EMPTY, Sequence
 from ovspec.errors import OvspecError
 from ovspec.ir.compile import last_line
 
-# Tokens that a row reads beside others, where they don't make those wider: enough to use the weights that are read.
+# Tokens that a joining row reads per inference if that doesn't widen the other rows: enough to make good use of the
+# weights, which the inference reads in any case.
 JOINING_CHUNK = 64
-# Arrays for inferences up to this wide are kept for the next one.
+# Token arrays up to this width are kept and reused.
 KEPT_WIDTH = 16
 
 
 @dataclass(frozen=True)
 class Rollback:
-    """How tokens are taken back, found by probing (``setup/probing.py``).
+    """How a model's tokens are rolled back, found by probing (``setup/probing.py``).
 
-    kv: "mask", attention skips dead slots; "trim", slots must be contiguous, so the state is cut; "blocks",
-        the paged decoder's, each inference is told how much counts; None for a model without keys and values.
-    mask_until: slots up to which masking is exact (a sliding window), None for any number.
-    replay: some states can't be cut (convolution, SSM): a snapshot is restored and what stays is fed again.
+    kv: "mask": attention skips dead slots. "trim": slots must be contiguous, so the state is cut. "blocks": the paged
+        decoder passes a smaller length to the next inference. None: the model has no keys and values.
+    mask_until: number of slots up to which masking is exact (set by a sliding window); None for any number.
+    replay: whether some states can't be cut (convolution, SSM), so that a snapshot is restored and the tokens after
+        it that remain are fed again.
     """
 
     kv: Literal["mask", "trim", "blocks"] | None
@@ -40,7 +42,7 @@ class Rollback:
 
     @functools.cached_property
     def label(self) -> str:
-        """For people."""
+        """A description for statistics and messages, such as "mask + replay"."""
         kv = f"mask until {self.mask_until}" if self.kv == "mask" and self.mask_until else self.kv
         return " + ".join(filter(None, (kv, "replay" if self.replay else None)))
 
@@ -56,82 +58,89 @@ class Decoder(Protocol):
 
     @property
     def rows(self) -> list[Sequence]:
-        """The tokens whose keys and values the cache holds, a row each."""
+        """The tokens in the cache, one Sequence per row."""
         ...
 
     @property
     def seconds(self) -> float:
-        """Spent in inference so far."""
+        """Seconds spent in inference so far."""
         ...
 
     @property
     def inferences(self) -> int: ...
 
     def reset(self, rows: int) -> None:
-        """Empty the cache and start over with ``rows`` empty rows; with none, give its memory back."""
+        """Empty the cache and start over with ``rows`` empty rows; with 0 rows, release its memory."""
         ...
 
     def feed(self, tokens: list[np.ndarray], wanted: list[int]) -> list[np.ndarray]:
         """Run one inference that appends ``tokens[row]`` (n,) int64 to each row.
 
-        Returns for each row the logits after its last ``wanted[row]`` new tokens,
-        (wanted[row], vocab) float32, valid until the next call. A row may get no token.
+        Returns, for each row, the logits after its last ``wanted[row]`` new tokens: (wanted[row], vocab) float32,
+        valid until the next call. A row may get no tokens.
         """
         ...
 
     def truncate(self, row: int, length: int) -> None:
-        """Roll ``row`` back to its first ``length`` tokens, or fewer: ``rows[row]`` tells what is left."""
+        """Roll ``row`` back to its first ``length`` tokens, or fewer: ``rows[row]`` shows which tokens remain."""
         ...
 
     def reorder(self, rows: list[int]) -> None:
-        """Make new row i a copy of old row ``rows[i]``, or an empty one where that is EMPTY.
+        """Make new row i a copy of old row ``rows[i]``, or an empty row if ``rows[i]`` is EMPTY.
 
-        Repeat an index to fork, leave it out to drop.
+        Repeat an index to fork a row; omit it to drop the row.
         """
         ...
 
     def joining_chunk(self, counts: list[int]) -> int:
-        """Tokens that a further row may read beside rows that are fed ``counts``, without making them wait long."""
+        """Return how many tokens a joining row may read in an inference that feeds ``counts`` tokens to other rows.
+
+        Reading this many does not make the other rows wait long.
+        """
         ...
 
 
 class SessionDecoder(Decoder, Protocol):
-    """A decoder whose cache outlives a call: every decoder but those of tests."""
+    """A decoder whose cache can outlive a call: every decoder except those in tests."""
 
     def fork(self) -> SessionDecoder:
-        """A decoder with a request of its own and the same text.
+        """Return a decoder with an infer request of its own and the same rows.
 
-        Its cache is shared until one of them writes, or a copy, or, where a copy would not be exact, empty.
+        Its cache is a copy, or is shared until one of the two decoders writes. If a copy would not be exact, the new
+        decoder is empty instead.
         """
         ...
 
     def dump(self) -> dict[str, np.ndarray]:
-        """The cache of row 0, for ``restore`` in another process; nothing where a copy would not be exact."""
+        """Return the cache of row 0, for ``restore`` in another process; {} if a copy would not be exact."""
         ...
 
     def restore(self, tokens: np.ndarray, arrays: dict[str, np.ndarray]) -> None:
-        """Start over with a single row that holds ``tokens`` (n,), whose cache ``dump`` gave as ``arrays``.
+        """Start over with a single row of ``tokens`` (n,) and their cache, ``arrays``, as ``dump`` returned it.
 
         Raises:
-            ValueError: the arrays are not of this model's shapes and types.
+            ValueError: the arrays don't fit this model's cache.
         """
         ...
 
 
-# ---------------------------------------------------------------- what implementations share
+# ---------------------------------------------------------------- shared by the implementations
 
 
 @functools.lru_cache(maxsize=256)
 def logit_positions(counts: tuple[int, ...], wanted: tuple[int, ...], packed: bool = False) -> np.ndarray:
-    """Flat indices of each row's last ``wanted`` of ``counts`` tokens.
+    """Return the flat indices of each row's last ``wanted`` of ``counts`` tokens.
 
-    Every row is as wide as the longest, or ``packed``: rows follow each other without a gap. At least one
-    index: not every device runs a kernel on an empty list.
+    Rows are padded to the longest, or, if ``packed``, follow each other without a gap. The result has at least one
+    index, because not every device can run a kernel on an empty list.
+
+    Raises:
+        ValueError: there are no tokens at all, or more logits than tokens are wanted.
     """
     if not any(counts):
         raise ValueError("feed needs at least one token")
     if any(want > count for want, count in zip(wanted, counts, strict=True)):
-        raise ValueError("logits can be wanted for new tokens only")
+        raise ValueError("logits can be requested for new tokens only")
     starts = [0, *itertools.accumulate(counts if packed else [max(counts)] * len(counts))]
     ends = [start + count for start, count in zip(starts, counts, strict=False)]
     indices = [np.arange(end - want, end) for end, want in zip(ends, wanted, strict=True)]
@@ -139,18 +148,21 @@ def logit_positions(counts: tuple[int, ...], wanted: tuple[int, ...], packed: bo
 
 
 def split_by_row(logits: np.ndarray, wanted: list[int]) -> list[np.ndarray]:
-    """(tokens, vocab) -> for each row (wanted[row], vocab)"""
+    """Split ``logits`` (tokens, vocab) into one array (wanted[row], vocab) per row."""
     ends = itertools.accumulate(wanted)
     return [logits[end - want : end] for end, want in zip(ends, wanted, strict=True)]
 
 
 def reordered(old: list[Sequence], rows: list[int]) -> list[Sequence]:
-    """Copies, as ``Decoder.reorder`` has them."""
+    """Return copies of ``old`` in the new order; see ``Decoder.reorder``."""
     return [Sequence() if row == EMPTY else old[row].copy() for row in rows]
 
 
 class TokenArrays(dict[tuple[int, ...], tuple[np.ndarray, np.ndarray]]):
-    """Shape -> token ids and positions, int64; small ones are used again, because binding costs."""
+    """Maps a shape to int64 arrays for token ids and positions.
+
+    Small arrays are reused, because binding a new array to a request takes time.
+    """
 
     def __missing__(self, shape: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
         arrays = np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=np.int64)
@@ -160,7 +172,7 @@ class TokenArrays(dict[tuple[int, ...], tuple[np.ndarray, np.ndarray]]):
 
 
 def feed_error(error: BaseException, device: str) -> BaseException:
-    """What ``feed`` raises for ``error``: a sentence where inference has failed, else the error itself."""
+    """Return what ``feed`` raises for ``error``: an OvspecError if the inference failed, else ``error`` itself."""
     if isinstance(error, MemoryError):
         return OvspecError("The KV cache doesn't fit into memory; shorten the prompt or lower max_tokens.")
     if isinstance(error, RuntimeError):

@@ -1,7 +1,7 @@
-"""The KV cache of the paged decoder: which blocks hold the tokens of which row.
+"""Bookkeeping for the paged KV cache: which blocks hold the tokens of which row.
 
-A block holds the keys and values of a fixed number of tokens, in all layers. A row's blocks need not lie beside
-each other, and rows that begin alike share blocks until one of them writes (Kwon et al., arXiv 2309.06180).
+A block holds the keys and values of a fixed number of tokens, in all layers. A row's blocks need not be adjacent, and
+forked rows share blocks until one of them writes (Kwon et al., arXiv 2309.06180).
 """
 
 from __future__ import annotations
@@ -12,20 +12,20 @@ from ovspec.decoders.sequence import EMPTY
 
 
 class Pool:
-    """Blocks by number: how many rows hold each, and which are free. Forked decoders share a pool."""
+    """Numbered blocks: how many rows hold each one, and which are free. Forked decoders share a pool."""
 
     def __init__(self) -> None:
-        self._holders: Counter[int] = Counter()  # rows that hold a block
-        self._free: list[int] = []  # below ``needed``
-        self.needed = 0  # blocks that the tensors must have room for; higher numbers were never used
+        self._holders: Counter[int] = Counter()  # block -> number of rows that hold it
+        self._free: list[int] = []  # free blocks, all below ``needed``
+        self.needed = 0  # number of blocks that the tensors must have room for; higher ones were never used
 
     @property
     def used(self) -> int:
-        """Blocks that some row holds."""
+        """Number of blocks that at least one row holds."""
         return self.needed - len(self._free)
 
     def take(self) -> int:
-        """A block that nobody holds."""
+        """Return a block that no row holds, and mark it as held by one."""
         if self._free:
             block = self._free.pop()
         else:
@@ -34,23 +34,23 @@ class Pool:
         return block
 
     def hold(self, blocks: list[int]) -> None:
-        """A further row holds ``blocks``."""
+        """Note that one more row holds ``blocks``."""
         self._holders.update(blocks)
 
     def release(self, blocks: list[int]) -> None:
-        """A row gives ``blocks`` back."""
+        """Note that one row fewer holds ``blocks``, and free those that no row holds."""
         for block in blocks:
             self._holders[block] -= 1
             if not self._holders[block]:
                 self._free.append(block)
 
     def reset(self) -> None:
-        """Start over, with no row that holds a block."""
+        """Start over with no blocks in use."""
         self._holders.clear()
         self._free, self.needed = [], 0
 
     def shared(self, block: int) -> bool:
-        """Whether several rows hold ``block``."""
+        """Return whether more than one row holds ``block``."""
         return self._holders[block] > 1
 
 
@@ -58,20 +58,20 @@ class Blocks:
     """The blocks of a decoder's rows. Bookkeeping only; the tensors belong to the decoder.
 
     Args:
-        rows: empty rows to begin with.
-        size: tokens that a block holds.
-        pool: where blocks come from.
+        rows: number of rows to start with, all empty.
+        size: tokens per block.
+        pool: the source of blocks; a new one by default.
     """
 
     def __init__(self, rows: int, size: int, pool: Pool | None = None) -> None:
         self.size, self.pool = size, pool or Pool()
-        self.tables: list[list[int]] = [[] for _ in range(rows)]  # each row's blocks, in order of the text
-        self.version = 0  # of the tables; another one where they may have changed
+        self.tables: list[list[int]] = [[] for _ in range(rows)]  # each row's blocks, in text order
+        self.version = 0  # changes whenever the tables may have changed
 
     def extend(self, row: int, held: int, new: int) -> list[tuple[int, int]]:
-        """Make room for ``new`` tokens after the ``held`` ones of ``row``, in blocks that no other row holds.
+        """Make room for ``new`` tokens after the first ``held`` of ``row``, in blocks that no other row holds.
 
-        Returns (from, to) pairs of blocks that have to be copied first: at most one, the last that is partly full.
+        Returns the (from, to) pairs of blocks to copy first: at most one pair, for a last block that is partly full.
         """
         table, copies = self.tables[row], []
         if new and held % self.size and self.pool.shared(table[-1]):
@@ -83,14 +83,14 @@ class Blocks:
         return copies
 
     def truncate(self, row: int, length: int) -> None:
-        """Give back the blocks after the first ``length`` tokens of ``row``."""
+        """Release the blocks of ``row`` that its first ``length`` tokens don't need."""
         table, kept = self.tables[row], -(-length // self.size)
         if len(table) > kept:
             self._release(table[kept:])
             del table[kept:]
 
     def reorder(self, rows: list[int]) -> None:
-        """New row i holds the blocks of old row ``rows[i]``, or none where that is EMPTY."""
+        """Let new row i hold the blocks of old row ``rows[i]``, or none if ``rows[i]`` is EMPTY."""
         old, self.tables = self.tables, [[] if row == EMPTY else list(self.tables[row]) for row in rows]
         for table in self.tables:
             self.pool.hold(table)
@@ -99,7 +99,7 @@ class Blocks:
         self.version += 1
 
     def fork(self) -> Blocks:
-        """The same rows once more, holding the same blocks."""
+        """Return a copy whose rows hold the same blocks."""
         other = Blocks(0, self.size, self.pool)
         other.tables = [list(table) for table in self.tables]
         for table in other.tables:

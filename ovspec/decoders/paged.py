@@ -1,8 +1,8 @@
 """The decoder that keeps its KV cache in blocks of its own, on the same IR after OpenVINO's paged-attention rewrite.
 
-Tokens of all rows follow one another, without padding; each inference is told how much of each row's blocks
-counts, so rolling back is passing a smaller length. Attention over a long cache costs much less for several new
-tokens than on the stateful path (docs/benchmarks.md).
+The tokens of all rows follow one another without padding. Each inference is given the length of each row's cache, so
+rolling back only means passing a smaller length. Attention over a long cache costs much less for several new tokens
+than in the stateful decoder (docs/benchmarks.md).
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ from ovspec.ir.paged_attention import CACHE, INPUTS
 from ovspec.ir.request import Request
 from ovspec.text.vocabulary import ALL_IDS, KnownIds
 
-# Tokens of a prompt that are fed in one inference: bounds the memory of activations; smaller chunks cost time.
+# Prompt tokens fed in one inference. The limit bounds the memory of activations; smaller chunks cost time.
 PREFILL_CHUNK = 1024
-# Tokens of a row that are fed apart at most; whoever wants more logits at once is measuring, not verifying.
+# Maximum tokens of a row that are fed apart: a caller that wants more logits at once is measuring, not verifying.
 MOST_APART = 64
 
 
 class PagedDecoder:
-    """See ``SessionDecoder``. Rows that were forked share blocks until one of them is fed.
+    """A ``SessionDecoder`` whose forked rows share blocks until one of them is fed.
 
-    OpenVINO has one attention kernel for a single new token and another for several, which round differently. So
-    where arithmetic is coarse, tokens whose logits are all wanted, as in verifying guesses, are fed *apart*: each as
-    a sequence of its own over the row's blocks, for the bits that feeding them one after the other gives.
+    OpenVINO has one attention kernel for a single new token and another for several, and they round differently. So
+    unless the arithmetic is f32, tokens whose logits are all wanted, as in verification, are fed *apart*: each as a
+    sequence of its own over the row's blocks. This gives the same bits as feeding them one after the other.
 
     Args:
-        ir: compiled with the rewrite ``to_paged``.
+        ir: the model, compiled with the rewrite ``to_paged``.
         vocabulary: the ids that may be chosen.
-        prefill_chunk: tokens fed in one inference at most, besides those whose logits are wanted.
-        tensors: those of a decoder of the same model, to share blocks with it; by default its own.
+        prefill_chunk: maximum tokens fed in one inference, not counting those whose logits are wanted.
+        tensors: the tensors of another decoder of the same model, to share blocks with it; new ones by default.
     """
 
     rollback = Rollback("blocks")
@@ -62,7 +62,7 @@ class PagedDecoder:
         self._request, self._restricts = Request(ir, INPUTS), vocabulary.restricts(ir.logits_width)
         self._apart = ir.compiled.get_property("INFERENCE_PRECISION_HINT") != ov.Type.f32
         self._tensors = tensors or BlockTensors(ir, [name for name in ir.inputs if CACHE.fullmatch(name)])
-        self._bound = -1  # version of the tensors that the request reads
+        self._bound = -1  # version of the tensors that the request is bound to
         self._blocks = Blocks(0, self._tensors.block_size, self._tensors.pool)
         self._token_arrays = TokenArrays()
         self._kept_lengths: dict[int, tuple[np.ndarray, np.ndarray]] = {}
@@ -79,16 +79,16 @@ class PagedDecoder:
 
     @property
     def blocks_used(self) -> int:
-        """Blocks that hold tokens now, those of decoders that share them too; shared ones count once."""
+        """Number of blocks in use, including those of decoders that share the tensors; a shared block counts once."""
         return self._tensors.pool.used
 
     def reset(self, rows: int) -> None:
         self.rows = [Sequence() for _ in range(rows)]
-        self._listed: tuple[list[int], int] | None = None  # rows and version of what block_indices shows
+        self._listed: tuple[list[int], int] | None = None  # rows and block version of the current lists
         with self._tensors.lock:
             self._blocks.reorder([EMPTY] * rows)
             freed = self._tensors.free() if self._tensors.capacity > FIRST_BLOCKS else 0
-            self._bind()  # to the small ones that are there now: the request holds what it is bound to
+            self._bind()  # to the small arrays, because the request keeps the arrays it is bound to alive
         if freed > WORTH_TRIMMING:
             trim_heap()
 
@@ -102,7 +102,7 @@ class PagedDecoder:
             with self._tensors.lock:
                 logits = self._append(tokens, wanted, logits_idx)
         except BaseException as error:
-            self.reset(len(self.rows))  # what the cache holds is unknown; an empty one agrees with any text
+            self.reset(len(self.rows))  # the cache's contents are unknown now; an empty cache fits any text
             raise feed_error(error, self._ir.device) from None
         return [logits[: wanted[0]]] if len(wanted) == 1 else split_by_row(logits, wanted)
 
@@ -136,7 +136,7 @@ class PagedDecoder:
             expected = {name: ((len(table), *array.shape[1:]), array.dtype) for name, array in ours.items()}
             if {name: (array.shape, array.dtype) for name, array in arrays.items()} != expected:
                 self.reset(1)
-                raise ValueError("another model's or another type of cache")
+                raise ValueError("the cache is of another model or another type")
             for name, array in arrays.items():
                 ours[name][table] = array
         self.rows[0].commit(tokens)
@@ -145,7 +145,7 @@ class PagedDecoder:
         return max(JOINING_CHUNK, sum(counts))
 
     def _feed_in_chunks(self, tokens: list[np.ndarray], wanted: list[int]) -> list[np.ndarray]:
-        """Feed all but at most a chunk and what is wanted, row after row; returns what is left to feed."""
+        """Feed tokens whose logits are not wanted, row after row, until at most a chunk is left; return the rest."""
         while True:
             loose = [max(0, len(new) - max(want, 1)) for new, want in zip(tokens, wanted, strict=True)]
             if sum(loose) <= self._prefill_chunk:
@@ -159,7 +159,7 @@ class PagedDecoder:
 
     def _append(self, tokens: list[np.ndarray], wanted: list[int], logits_idx: np.ndarray) -> np.ndarray:
         apart = [self._apart and want == len(new) <= MOST_APART for new, want in zip(tokens, wanted, strict=True)]
-        # The row of each sequence that the inference sees: one for a row, or one for each token that is fed apart.
+        # The row of each sequence in the inference: a row is one sequence, or one for each token if it is fed apart.
         fed = [row for row, new in enumerate(tokens) if len(new) for _ in range(len(new) if apart[row] else 1)]
         ids, positions = self._token_arrays[(sum(map(len, tokens)),)]
         past, begins = self._length_arrays(len(fed))
@@ -193,13 +193,13 @@ class PagedDecoder:
         return self._vocabulary.restrict(logits) if self._restricts else logits
 
     def _length_arrays(self, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens before each sequence (count,) and the index where each begins (count + 1,), int32."""
+        """Return int32 arrays to fill in: tokens cached before each sequence (count,), its first index (count + 1,)."""
         if count not in self._kept_lengths:
             self._kept_lengths[count] = np.zeros(count, dtype=np.int32), np.zeros(count + 1, dtype=np.int32)
         return self._kept_lengths[count]
 
     def _block_lists(self, rows: list[int]) -> tuple[np.ndarray, np.ndarray]:
-        """The blocks of ``rows`` (a row may come twice), and the index where each row begins (rows + 1,), int32."""
+        """Return the blocks of ``rows`` (a row may occur twice) and where each row begins (rows + 1,), int32."""
         if self._listed != (rows, self._blocks.version):
             tables = [self._blocks.tables[row] for row in rows]
             self._indices = np.array([block for table in tables for block in table], dtype=np.int32)
@@ -208,7 +208,7 @@ class PagedDecoder:
         return self._indices, self._index_begins
 
     def _bind(self) -> None:
-        """Have the request read the tensors as they are now."""
+        """Bind the request to the current tensors."""
         if self._bound != self._tensors.version:
             for name in self._tensors.arrays:
                 self._request.raw.set_tensor(self._tensors.ports[name], self._tensors.tensor(name))

@@ -1,4 +1,4 @@
-"""How a batch prefills: prompts in chunks beside rows that generate, and prefixes that rows share."""
+"""How a batch prefills: in chunks while other rows generate, and with shared prefixes read once."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import numpy as np
 from ovspec.decoders.base import Decoder
 from ovspec.decoders.sequence import Sequence, common_prefix
 
-# A row with more unseen tokens than this is reading a prompt; what a round leaves to be fed again is less.
+# A row with more unseen tokens than this is reading a prompt; a round leaves fewer tokens to feed.
 LONG = 16
-# Shared tokens from which on copying a row, or waiting for it, pays.
+# Shared tokens needed to make it worth copying a row, or waiting for it.
 WORTH_SHARING = 32
 
 
 def share_prefixes(decoder: Decoder, sequences: list[Sequence]) -> None:
-    """Let rows with many unseen tokens go on from a copy of the row that shares the longest prefix with them.
+    """Replace each row with many unseen tokens by a copy of the row that shares the longest prefix with its text.
 
-    So the samples of a prompt read it once, and a batch its common system message. Not for models that replay:
-    taking recurrent states back to where the texts part may cost more than is saved.
+    So several samples of one prompt read it once, and a batch reads its common system message once. Does nothing for
+    models that replay: rolling recurrent states back to the common prefix may cost more than it saves.
     """
     held = decoder.rows
     unseen = [len(sequence) - len(row) for sequence, row in zip(sequences, held, strict=True)]
@@ -37,14 +37,14 @@ def share_prefixes(decoder: Decoder, sequences: list[Sequence]) -> None:
 
 
 def shares_prefix(sequence: Sequence, others: Iterable[Sequence]) -> bool:
-    """Whether waiting until one of ``others`` has been read saves work."""
+    """Return whether waiting until one of ``others`` has been read saves work."""
     return any(common_prefix(sequence, other) > WORTH_SHARING for other in others)
 
 
 def prefill_chunks(decoder: Decoder, unseen: list[np.ndarray]) -> list[np.ndarray]:
-    """The tokens that each row reads in this round, of its ``unseen`` ones.
+    """Return which of its ``unseen`` tokens each row reads in this round.
 
-    All of them where no row generates. Otherwise prompts come in chunks, so that the other rows go on meanwhile.
+    If no row is generating, all of them. Otherwise prompts are read in chunks, so that the other rows can continue.
     """
     if all(len(new) <= LONG for new in unseen):
         return unseen

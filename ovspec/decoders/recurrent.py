@@ -1,4 +1,4 @@
-"""Batches of models with recurrent states, and which decoder fits a model's states."""
+"""Batches for models with recurrent states, and the choice of the decoder that fits a model's states."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from ovspec.text.vocabulary import ALL_IDS, KnownIds
 
 
 class RowByRow:
-    """See ``SessionDecoder``. Every row has a request of its own.
+    """A ``SessionDecoder`` in which every row has an infer request of its own.
 
-    Padding, which attention skips, would run through a convolution or an SSM, so rows of different lengths can't
-    share an inference.
+    Attention skips padding, but a convolution or an SSM would process it, so rows of different lengths can't share an
+    inference.
     """
 
     def __init__(self, make: Callable[[], StatefulDecoder]) -> None:
@@ -48,7 +48,7 @@ class RowByRow:
             decoder.reset(0)
 
     def feed(self, tokens: list[np.ndarray], wanted: list[int]) -> list[np.ndarray]:
-        logit_positions(tuple(map(len, tokens)), tuple(wanted))  # refuses wrong calls before anything is fed
+        logit_positions(tuple(map(len, tokens)), tuple(wanted))  # raises for wrong arguments before anything is fed
         nothing = np.empty((0, 0), dtype=np.float32)
         return [
             decoder.feed([new], [want])[0] if len(new) else nothing
@@ -94,7 +94,7 @@ class RowByRow:
 
 
 def decoder_of(ir: CompiledIR, rollback: Rollback, vocabulary: KnownIds = ALL_IDS) -> SessionDecoder:
-    """The decoder that fits the model's states; arguments as ``StatefulDecoder``."""
+    """Return the decoder that fits the model's states. The arguments are those of ``StatefulDecoder``."""
 
     def make() -> StatefulDecoder:
         return StatefulDecoder(ir, rollback, vocabulary)

@@ -1,4 +1,4 @@
-"""The tokens of one row, and nothing else about them."""
+"""The tokens of one row, and the rule by which a cache catches up with them."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Protocol
 
 import numpy as np
 
-EMPTY = -1  # where rows are put in another order: a new one with nothing in it
+EMPTY = -1  # in a reordering of rows: a new, empty row
 
 
 class Sequence:
-    """A growable row of token ids that grows by commits and shrinks by rewinds.
+    """The token ids of a row: commits append to it, rewinds shorten it.
 
-    Whatever keeps state along a row (a decoder's KV cache, a drafter's index) holds a Sequence of
-    what it has followed, and catches up from the ``common_prefix`` with the row when next used.
+    Anything that keeps state for a row (a decoder's KV cache, a drafter's index) holds a Sequence of the tokens it has
+    processed. When next used, it catches up from the ``common_prefix`` of that Sequence and the row.
     """
 
     __slots__ = ("_buffer", "_length")
@@ -30,7 +30,7 @@ class Sequence:
 
     @property
     def tokens(self) -> np.ndarray:
-        """(length,) int64, a view that is valid until the next commit."""
+        """The tokens (length,) int64, as a view that is valid until the next commit."""
         return self._buffer[: self._length]
 
     def commit(self, tokens: np.ndarray | list[int]) -> None:
@@ -44,7 +44,7 @@ class Sequence:
         self._length = end
 
     def rewind(self, length: int) -> None:
-        """Forget everything from position ``length`` on."""
+        """Drop all tokens after the first ``length``."""
         if not 0 <= length <= self._length:
             raise ValueError(f"cannot rewind a sequence of {self._length} tokens to {length}")
         self._length = length
@@ -54,7 +54,7 @@ class Sequence:
 
 
 class Follower(Protocol):
-    """Whatever holds what it has followed of each row, such as a decoder."""
+    """Anything that keeps state for each row and remembers for which tokens, such as a decoder."""
 
     @property
     def rows(self) -> list[Sequence]: ...
@@ -63,7 +63,7 @@ class Follower(Protocol):
 
 
 def common_prefix(a: Sequence, b: Sequence) -> int:
-    """Number of leading tokens that ``a`` and ``b`` share."""
+    """Return the number of leading tokens that ``a`` and ``b`` share."""
     n = min(a._length, b._length)
     if not n:
         return 0
@@ -73,12 +73,12 @@ def common_prefix(a: Sequence, b: Sequence) -> int:
 
 
 def catch_up(follower: Follower, row: int, sequence: Sequence) -> np.ndarray:
-    """Roll ``row`` back to what it shares with ``sequence``; returns the tokens it has not seen yet.
+    """Roll ``row`` back to the prefix it shares with ``sequence``; return the tokens it has not seen yet.
 
-    The one rule after a rejection, a fully accepted round, a rewind or an edited text.
+    The same rule serves after a rejection, a fully accepted round, a rewind and an edit of the text.
     """
     held = follower.rows[row]
-    # The last token is fed again where the cache already holds all: its logits are what is asked for.
+    # If the cache already holds every token, the last one is fed again, because its logits are needed.
     shared = min(common_prefix(held, sequence), len(sequence) - 1)
     if shared < len(held):
         follower.truncate(row, shared)

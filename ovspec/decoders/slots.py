@@ -1,8 +1,8 @@
 """Slots and rollback of a stateful request's KV cache.
 
-Slots are indices into the physical cache, positions into the text. A rejected token's slot is marked dead in its
-row's attention mask (no copy, bit-exact); compaction gathers the live slots when dead ones pile up, or before every
-inference where a model can't skip slots (``trim``).
+Slots are indices into the physical cache, positions are indices into the text. A rejected token's slot is marked dead
+in its row's attention mask (no copy, bit-exact). Compaction gathers the live slots when dead ones pile up. If a model
+can't skip slots (``trim``), it also runs before any inference that would find a gap in a row's slots.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ovspec.ir.compile import State
 
 
 class Slots:
-    """Which slots hold which positions, for each row of a batch. All rows share the slot axis."""
+    """Maps positions to slots for each row of a batch. All rows share the slot axis."""
 
     def __init__(self, rows: int) -> None:
         self.used = 0  # slots in the physical cache
@@ -25,17 +25,17 @@ class Slots:
 
     @property
     def mask(self) -> np.ndarray:
-        """(rows, used) int64, contiguous: the model's attention mask."""
+        """The model's attention mask: (rows, used) int64, contiguous in memory."""
         return np.ascontiguousarray(self._alive[:, : self.used])
 
     @property
     def dead(self) -> int:
-        """Slots that compaction would free."""
+        """Number of slots that compaction would free."""
         return self.used - max(self.lengths, default=0)
 
     @property
     def contiguous(self) -> bool:
-        """Whether every row's positions are the last slots, in order: what attention by slot index needs."""
+        """Whether every row's positions are the last slots, in order, as attention by slot index requires."""
         return all(self._alive[row, self.used - n : self.used].all() for row, n in enumerate(self.lengths))
 
     def extend(self, counts: list[int]) -> None:
@@ -59,15 +59,15 @@ class Slots:
         self.lengths[row] = length
 
     def reorder(self, rows: list[int]) -> None:
-        """New row i is old row rows[i], or EMPTY; an index may come twice (fork) or not at all (drop)."""
+        """Make new row i old row ``rows[i]``, or EMPTY; an index may occur twice (fork) or not at all (drop)."""
         self._alive, self._slot_of = self._alive[rows], self._slot_of[rows]
         self._alive[np.array(rows) == EMPTY] = 0
         self.lengths = [0 if row == EMPTY else self.lengths[row] for row in rows]
 
     def compact(self) -> np.ndarray:
-        """Make every row contiguous; returns (rows, used) int64, the old slot of each new one.
+        """Make every row contiguous; return the old slot of each new one, (rows, used) int64.
 
-        Shorter rows get dead slots on the left (slot 0 stands in for them).
+        Shorter rows get dead slots on the left, for which slot 0 is returned.
         """
         width = max(self.lengths, default=0)
         old = np.zeros((len(self.lengths), width), dtype=np.int64)
@@ -83,7 +83,7 @@ class Slots:
 def gather_states(request: ov.InferRequest, states: list[State], rows: np.ndarray, slots: np.ndarray) -> None:
     """Replace each of ``states`` by its ``slots`` (rows, width), taken from the batch rows ``rows`` (rows,).
 
-    Reads and writes a dequantised copy: exact for f32, f16 and bf16 caches, see ``device.EXACT_KV_PRECISIONS``.
+    Reads and writes a dequantised copy, which is exact for f32, f16 and bf16 caches (``device.EXACT_KV_PRECISIONS``).
     """
     axes = {s.name: (s.batch_axis, s.sequence_axis) for s in states if s.sequence_axis is not None}
     for variable in request.query_state():
@@ -94,13 +94,13 @@ def gather_states(request: ov.InferRequest, states: list[State], rows: np.ndarra
 
 
 def read_states(request: ov.InferRequest, states: list[State]) -> dict[str, np.ndarray]:
-    """Copies of ``states``, by name; dequantised."""
+    """Return dequantised copies of ``states`` by name."""
     names = {state.name for state in states}
     return {v.name: np.array(v.state.data) for v in request.query_state() if v.name in names}
 
 
 def write_states(request: ov.InferRequest, values: dict[str, np.ndarray]) -> None:
-    """Set the states named in ``values``, as ``read_states`` gave them."""
+    """Set the states named in ``values``, which ``read_states`` returned."""
     for variable in request.query_state():
         if variable.name in values:
             variable.state = ov.Tensor(values[variable.name])

@@ -15,11 +15,11 @@ from ovspec.ir.memory import trim_heap
 from ovspec.ir.request import Request
 from ovspec.text.vocabulary import ALL_IDS, KnownIds
 
-# Dead slots cost attention time and memory, a compaction copies the whole cache: wait for this many.
+# Dead slots cost attention time and memory, but a compaction copies the whole cache, so wait for this many.
 COMPACT_AT = 256
-# Tokens that are fed again after a replay at most before the snapshot is renewed, which costs an inference.
+# Maximum tokens that each replay feeds again. Beyond that the snapshot is renewed, which costs an inference.
 REPLAY_AT = 8
-# Slots whose memory a decoder without rows may keep for its next text.
+# A decoder without rows may keep the memory of this many slots for its next text.
 KEPT_SLOTS = 256
 # Tokens of plain decoding between two snapshots.
 SNAPSHOT_EVERY = 64
@@ -27,15 +27,15 @@ INPUTS = ("input_ids", "attention_mask", "position_ids", "beam_idx", "logits_idx
 
 
 class StatefulDecoder:
-    """Drives the stateful IR that optimum exports, on every device.
+    """A ``SessionDecoder`` for the stateful IR that optimum exports, on every device.
 
-    With recurrent states (``rollback.replay``) it takes a single row: ``RowByRow`` makes a batch of them.
+    With recurrent states (``rollback.replay``) it holds a single row; ``RowByRow`` combines several into a batch.
 
     Args:
         ir: the compiled model.
-        rollback: what its states allow, from ``probing.find_probe``.
+        rollback: how its states can be rolled back, from ``probing.find_probe``.
         vocabulary: the ids that may be chosen.
-        compact_at: dead slots at which the cache is compacted.
+        compact_at: number of dead slots at which the cache is compacted.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class StatefulDecoder:
         self.context_length = ir.context_length
         self.compactions = 0
         self._ir, self._vocabulary, self._compact_at = ir, vocabulary, compact_at
-        # Past its window, or its table of positions, attention by slot index can't skip dead slots any more.
+        # Attention by slot index can't skip dead slots past the sliding window or the table of positions.
         bounds = [bound for bound in (rollback.mask_until, ir.context_length) if bound]
         self._mask_until = min(bounds, default=None) if rollback.kv == "mask" else 0
         self._request = Request(ir, INPUTS)
@@ -68,8 +68,8 @@ class StatefulDecoder:
         self._slots = Slots(rows)
         self._in_order = np.arange(rows, dtype=np.int32)
         self._beam = self._in_order  # rows of the physical cache that the next inference gathers
-        self._snapshot, self._snapshot_length = {}, 0  # of the recurrent states; none at all is their beginning
-        self._returns_here = False  # the end of the last feed is where the next ones are likely to be rolled back to
+        self._snapshot, self._snapshot_length = {}, 0  # of the recurrent states; empty for their initial values
+        self._returns_here = False  # whether rollbacks to the end of the last feed are likely
         self._request.raw.reset_state()
 
     def feed(self, tokens: list[np.ndarray], wanted: list[int]) -> list[np.ndarray]:
@@ -81,7 +81,7 @@ class StatefulDecoder:
                 logits_idx = logit_positions((counts[0],), (wanted[0],))
             logits = self._append(tokens, counts, logits_idx)
         except BaseException as error:
-            self.reset(len(self.rows))  # what the cache holds is unknown; an empty one agrees with any text
+            self.reset(len(self.rows))  # the cache's contents are unknown now; an empty cache fits any text
             raise feed_error(error, self._ir.device) from None
         return split_by_row(logits, wanted)
 
@@ -93,18 +93,18 @@ class StatefulDecoder:
 
     def reorder(self, rows: list[int]) -> None:
         if not self._slots.used or all(row == EMPTY for row in rows):
-            self.reset(len(rows))  # an empty state has no rows that could be gathered
+            self.reset(len(rows))  # an empty state has no rows to gather
             return
         self.rows = reordered(self.rows, rows)
         self._slots.reorder(rows)
-        self._beam = self._beam[rows]  # in place of an empty row any other will do: all of it is dead
+        self._beam = self._beam[rows]  # for an empty row any other will do, because all its slots are dead
         self._in_order = np.arange(len(rows), dtype=np.int32)
 
     def joining_chunk(self, counts: list[int]) -> int:
-        return 2 * max(counts)  # all rows are computed as wide as the widest
+        return 2 * max(counts)  # every row is computed at the width of the widest
 
     def compact(self) -> None:
-        """Gather the live slots, so that every row is contiguous."""
+        """Gather the live slots so that every row is contiguous."""
         if not any(self._slots.lengths):
             self.reset(len(self.rows))
             return
@@ -130,13 +130,13 @@ class StatefulDecoder:
         states = self._ir.states
         sizes = {s.name: s.width * (1 if s.sequence_axis is None else len(tokens)) for s in states}
         if {name: array.size for name, array in arrays.items()} != sizes:
-            raise ValueError("another model's states")
+            raise ValueError("the states are of another model")
         write_states(self._request.raw, arrays)
         self.rows[0].commit(tokens)
         self._slots.extend([len(tokens)])
 
     def copy_to(self, other: StatefulDecoder) -> None:
-        """Give ``other``, of the same model, this decoder's text and states; exact where ``fork`` copies."""
+        """Copy this decoder's rows and states to ``other``, of the same model. Exact only if ``_exact`` is true."""
         other.rows = [row.copy() for row in self.rows]
         other._slots = copy.deepcopy(self._slots)
         other._in_order, other._beam = self._in_order, self._beam
@@ -148,7 +148,10 @@ class StatefulDecoder:
             other._request.raw.reset_state()
 
     def _give_memory_back(self) -> None:
-        """OpenVINO frees a request's states only when another one has run, and resetting them frees nothing."""
+        """Release the memory of the cache.
+
+        Resetting the states frees nothing: OpenVINO frees a request's states only when another request has run.
+        """
         self._request.renew()
         self.reset(1)
         self.feed([np.zeros(1, dtype=np.int64)], [1])
@@ -156,14 +159,14 @@ class StatefulDecoder:
 
     @property
     def _exact(self) -> bool:
-        """Whether a copy of the states is known to be what they are."""
+        """Whether copies of the states are known to be exact."""
         return not self._ir.kv_states or self._ir.properties.get("KV_CACHE_PRECISION") in EXACT_KV_PRECISIONS
 
     def _prepare_replay(self, tokens: np.ndarray, wanted: int) -> int:
-        """Take a snapshot where the new tokens may be taken back; returns how many of them it has fed.
+        """Take a snapshot if the new tokens may be rolled back; return how many of them it has fed.
 
-        Tokens whose logits nobody wants are settled. A few of them are fed again with every replay; many get an
-        inference of their own, after which the snapshot is renewed.
+        Tokens whose logits are not wanted will not be rolled back. A few of them are fed again with every replay;
+        more than ``REPLAY_AT`` get an inference of their own, after which the snapshot is renewed.
         """
         fed, held = 0, len(self.rows[0])
         restored = held == self._snapshot_length
@@ -175,12 +178,13 @@ class StatefulDecoder:
         if since and (wanted > 1 or self._returns_here or since >= SNAPSHOT_EVERY):
             self._snapshot = read_states(self._request.raw, self._ir.recurrent_states)
             self._snapshot_length = held
-        # A draft feeds what was committed, after a rejection or in one piece, and then its guesses one by one.
+        # A draft first feeds the committed tokens, after a rejection or several at once, and then its proposed tokens
+        # one by one.
         self._returns_here = restored or len(tokens) > 1
         return fed
 
     def _restore_snapshot(self, length: int) -> int:
-        """Put the recurrent states back to where they can be; returns that position, at most ``length``."""
+        """Restore the latest recurrent states available at or before ``length``; return their position."""
         if length >= len(self.rows[0]):
             return length
         if self._snapshot_length > length or not self._snapshot:
@@ -203,5 +207,5 @@ class StatefulDecoder:
             held.commit(new)
         self._slots.extend(counts)
         logits = self._request.infer((ids, self._slots.mask, positions, self._beam, logits_idx), logits_idx)
-        self._beam = self._in_order  # the inference has gathered them
+        self._beam = self._in_order  # the inference has gathered the rows
         return self._vocabulary.restrict(logits)

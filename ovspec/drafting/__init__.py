@@ -1,1 +1,1 @@
-"""Whatever proposes tokens, and how many."""
+"""Drafters, which propose tokens, and the lookahead, which decides how many."""

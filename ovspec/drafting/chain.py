@@ -1,4 +1,4 @@
-"""Several drafters, asked in turn."""
+"""A chain of two drafters, asked in turn."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ovspec.drafting.proposal import NOTHING, Proposal
 
 
 class Chain(Drafter):
-    """Asks the first drafter, which costs nothing, and the second for rows that it has nothing good for."""
+    """Asks the first drafter, which costs nothing, then the second for rows without a good proposal."""
 
     name = "chain"
 

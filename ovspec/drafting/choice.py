@@ -1,4 +1,4 @@
-"""What ``draft=`` and ``--draft`` may be: read without numpy, so that the command line can."""
+"""Parsing of ``draft=`` and ``--draft``, without importing numpy, so that the command line can use it."""
 
 from __future__ import annotations
 
@@ -12,14 +12,16 @@ from ovspec.errors import OvspecError
 if TYPE_CHECKING:
     from ovspec.drafting.drafter import Drafter
 
-EXPORTED, SELF = "draft", "self"  # the draft exported beside the target, whatever it is, or of the target's own layers
+EXPORTED, SELF = "draft", "self"  # the draft exported with the target: any, or one made of the target's layers
 
 
 @dataclass(frozen=True)
 class DraftChoice:
-    """Up to two drafters, asked in the order own (makes a user's drafter for each session or batch) or lookup, model.
+    """Up to two drafters, asked in the order lookup, own, model. A choice without any is false.
 
-    ``model`` is a folder, or ``EXPORTED`` or ``SELF`` until the target's folder is known. Without any it is false.
+    lookup: whether to use prompt lookup.
+    own: makes a user's drafter for each session or batch.
+    model: the draft model's folder; ``EXPORTED`` or ``SELF`` until the target's folder is known.
     """
 
     lookup: bool = False
@@ -35,21 +37,21 @@ if TYPE_CHECKING:
 
 
 def parse_draft(draft: Draft | Sequence[Draft] | None) -> DraftChoice | None:
-    """Up to two of what ``load`` says of drafts; None where nothing shall be proposed.
+    """Return the drafters that ``draft`` names, at most two, as described at ``load``; None for no drafter.
 
-    A folder of the name "draft", "self" or "lookup" is written with "./".
+    A folder named "draft", "self" or "lookup" must be written with "./".
 
     Raises:
-        OvspecError: it is no draft, or can't be combined.
+        OvspecError: a part of ``draft`` is not a draft, or the parts can't be combined.
     """
     if isinstance(draft, DraftChoice):
         return draft or None
     choice, parts = DraftChoice(), split_draft(draft)
     for part in parts:
         if choice and part == "lookup":
-            raise OvspecError("lookup costs nothing and is asked first: write 'lookup,DRAFT'.")
+            raise OvspecError("lookup costs nothing, so it must come first in a chain: write 'lookup,DRAFT'.")
         if choice.model:
-            raise OvspecError("A draft model always has something to propose, so nothing can follow it in a chain.")
+            raise OvspecError("A draft model always has something to propose, so it must come last in a chain.")
         if part == "lookup":
             choice = replace(choice, lookup=True)
         elif part is True:
@@ -61,14 +63,14 @@ def parse_draft(draft: Draft | Sequence[Draft] | None) -> DraftChoice | None:
         elif callable(part):
             choice = replace(choice, own=part)
         else:
-            raise OvspecError(f"draft {part!r} is no draft: name a folder, lookup, self or none, or give a Drafter.")
+            raise OvspecError(f"draft {part!r} is not a draft: give a folder, lookup, self or none, or a Drafter.")
     if choice.lookup + (choice.own is not None) + (choice.model is not None) < len(parts) or len(parts) > 2:
-        raise OvspecError("A chain has two different drafters at most, such as 'lookup,DRAFT'.")
+        raise OvspecError("A chain has at most two drafters, which must differ, such as 'lookup,DRAFT'.")
     return choice or None
 
 
 def split_draft(draft: Draft | Sequence[Draft] | None) -> list[Draft]:
-    """The parts of a chain; none at all for "none"."""
+    """Return the parts of a chain; an empty list for "none"."""
     if draft is None or draft is False or draft == "none":
         return []
     if isinstance(draft, str) and not Path(draft).is_dir():
@@ -79,7 +81,7 @@ def split_draft(draft: Draft | Sequence[Draft] | None) -> list[Draft]:
 
 
 def names_drafters(text: str) -> bool:
-    """Whether each part of a chain is a name or a folder that is there."""
+    """Return whether each part of a chain is the name of a drafter or an existing folder."""
     parts = [part for part in split_draft(text) if isinstance(part, str)]
     names = ("lookup", EXPORTED, SELF, "none")
     return Path(text).is_dir() or all(part in names or Path(part).is_dir() for part in parts)

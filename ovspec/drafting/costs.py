@@ -1,4 +1,4 @@
-"""What drafting and verifying cost, and how often proposals stand: learned as it runs."""
+"""The cost of drafting and verifying, and acceptance rates, learned while generating."""
 
 from __future__ import annotations
 
@@ -8,26 +8,27 @@ import numpy as np
 
 from ovspec.drafting.proposal import Proposal
 
-# Widths whose cost is learned; wider inferences go on in a straight line.
+# Largest width whose cost is learned; for wider inferences, the cost is extrapolated linearly.
 WIDEST = 64
-# Confidences are put into these bins. Sure guesses are common, so the upper ones are narrow.
+# Edges of the bins of confidence. High confidence is common, so the upper bins are narrow.
 EDGES = np.array([0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.995])
 PRIOR = (np.concatenate(([0.0], EDGES)) + np.concatenate((EDGES, [1.0]))) / 2
 PRIOR_WEIGHT = 2.0
-# What is assumed of a drafter before it has proposed anything.
+# Conditional acceptance assumed of a drafter before it has proposed anything.
 FIRST_ACCEPTANCE = 0.75
-FORGET = 0.95  # of what is known about acceptance, at each new observation
-# Rounds of a drafter that loses are judged more surely the more there are; then it pauses, each time twice as long.
+FORGET = 0.95  # factor by which each new observation of acceptance discounts the older ones
+# A drafter is on trial for this many rounds. Then it pauses if its tokens cost more than plain ones by a margin of
+# doubt / rounds. Each pause is twice as long as the last. The later values hold after its first pause.
 FIRST_TRIAL, LATER_TRIAL = 4.5, 1.5
 FIRST_DOUBT, LATER_DOUBT = 1.0, 0.2
 FIRST_PAUSE, LONGEST_PAUSE = 8, 128
 
 
 class Costs:
-    """Milliseconds of an inference by its width in tokens, learned as it runs.
+    """Milliseconds of an inference by its width in tokens, learned from each inference.
 
     Args:
-        measured: from a profile; without one, the first inference tells.
+        measured: the costs of some widths, from a profile; without a profile, the first inference sets the scale.
     """
 
     def __init__(self, measured: Mapping[int, float] | None = None) -> None:
@@ -41,7 +42,7 @@ class Costs:
             costs = 1 + 0.05 * np.maximum(0, widths - 1.0)
         self.known = bool(measured)
         self.ms = costs
-        self._beyond = float(costs[WIDEST] - costs[WIDEST // 2]) / (WIDEST // 2)  # of each token of a wider one
+        self._beyond = float(costs[WIDEST] - costs[WIDEST // 2]) / (WIDEST // 2)  # for each token beyond WIDEST
         self._observed = 0
         self._widths_seen: set[int] = set()
 
@@ -51,9 +52,9 @@ class Costs:
         return float(self.ms[WIDEST]) + self._beyond * (width - WIDEST)
 
     def learn(self, width: int, ms: float) -> None:
-        """An inference of ``width`` tokens took ``ms``: moves the cost of that width and, less, of all others.
+        """Learn from an inference of ``width`` tokens that took ``ms``: adjust that width's cost and, less, all others.
 
-        One that is wider than ``WIDEST`` was reading, and says only what that costs.
+        An inference wider than ``WIDEST`` read a prompt; it only adjusts the cost of such widths.
         """
         if width > WIDEST:
             if self.known:
@@ -67,7 +68,7 @@ class Costs:
             self.ms = self.ms * (ms / self.ms[width])
             return
         ratio = min(max(ms / self.ms[width], 0.5), 2.0)
-        if first_of_width:  # it may have had kernels to make
+        if first_of_width:  # it may include the time to make kernels
             ratio = min(ratio, 1.1)
         everywhere = max(0.03, 0.5 / self._observed)
         self.ms *= ratio**everywhere
@@ -77,7 +78,7 @@ class Costs:
 
 
 class Acceptance:
-    """How often a drafter's tokens stand, given that those before them did: by confidence, and altogether."""
+    """Conditional acceptance of a drafter's tokens, by confidence and overall."""
 
     def __init__(self) -> None:
         self._accepted, self._reached = PRIOR_WEIGHT * PRIOR, np.full(len(PRIOR), PRIOR_WEIGHT)
@@ -88,7 +89,7 @@ class Acceptance:
         return self._all[0] / self._all[1]
 
     def rates(self, proposal: Proposal) -> np.ndarray:
-        """(n,) the probability that each token stands if those before it do."""
+        """Return the conditional acceptance of each token, (n,)."""
         if proposal.confidence is None:
             return np.full(len(proposal.tokens), self.mean)
         bins = np.searchsorted(EDGES, proposal.confidence, side="right")
@@ -110,7 +111,7 @@ class Acceptance:
                 self._reached[at] += 1
 
     def fade(self, proposal: Proposal) -> None:
-        """Trust what is known a little less, because it keeps ``proposal`` from being tried."""
+        """Trust the known rates a little less, because they keep ``proposal`` from being tried."""
         self._all = [
             self._all[0] * FORGET + (1 - FORGET) * PRIOR_WEIGHT * FIRST_ACCEPTANCE,
             self._all[1] * FORGET + (1 - FORGET) * PRIOR_WEIGHT,
@@ -119,22 +120,22 @@ class Acceptance:
             self._fade(int(np.searchsorted(EDGES, proposal.confidence[0], side="right")), FORGET)
 
     def _fade(self, index: int, by: float) -> None:
-        """Never below the prior's weight, which is what is left when all is forgotten."""
+        """Move bin ``index`` towards the prior, which is what remains when all observations are forgotten."""
         self._accepted[index] = self._accepted[index] * by + (1 - by) * PRIOR_WEIGHT * PRIOR[index]
         self._reached[index] = self._reached[index] * by + (1 - by) * PRIOR_WEIGHT
 
 
 class Record:
-    """What a drafter's rounds have brought lately, and its pauses."""
+    """What a drafter's recent rounds gained and cost, and its pauses."""
 
     def __init__(self) -> None:
         self.acceptance = Acceptance()
         self.tokens = self.ms = self.rounds = 0.0
-        self.pause = 0  # rounds left
+        self.pause = 0  # rounds left of it
         self._trial, self._doubt, self._next_pause = FIRST_TRIAL, FIRST_DOUBT, FIRST_PAUSE
 
     def learn(self, tokens: int, ms: float, plain_ms: float) -> None:
-        """A round brought ``tokens`` in ``ms``, when a plain one took ``plain_ms``."""
+        """Learn from a round that committed ``tokens`` in ``ms``; plain decoding takes ``plain_ms`` for a token."""
         keep = 0.95
         self.tokens, self.ms = self.tokens * keep + tokens, self.ms * keep + ms
         self.rounds = self.rounds * keep + 1
@@ -142,7 +143,7 @@ class Record:
             self._next_pause = FIRST_PAUSE
 
     def loses(self, plain_ms: float) -> bool:
-        """Whether its tokens have cost more than plain ones, for all that can be told."""
+        """Return whether the drafter's tokens have cost more than plain ones by more than the margin of doubt."""
         if self.rounds < self._trial:
             return False
         return self.ms > self.tokens * plain_ms * (1 + self._doubt / self.rounds)

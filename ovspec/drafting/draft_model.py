@@ -1,4 +1,4 @@
-"""A small model that guesses what the target will say (Leviathan et al., arXiv 2211.17192)."""
+"""Drafting with a small model that guesses the target's tokens (Leviathan et al., arXiv 2211.17192)."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from ovspec.sampling.warp import certain
 
 
 class DraftModel(Drafter):
-    """Proposes what the draft model would say, chosen as the target's tokens are: the same warping and noise.
+    """Proposes the draft model's tokens, chosen by the row's sampler: by default with the target's warping and noise.
 
-    Stops where one more token would cost more than it is likely to bring.
+    Stops when another token would cost more than it is likely to save.
     """
 
     name = "draft"
@@ -41,7 +41,7 @@ class DraftModel(Drafter):
         ):
             return [NOTHING] * len(rows)
         drafts = [Drafting(row, budget) for row, budget in zip(rows, budgets, strict=True)]
-        # First what the draft has not seen yet, then its own guesses; the last one is never fed.
+        # First feed the tokens that the draft has not read yet, then its own guesses; the last guess is never fed.
         feed = [NO_TOKENS] * len(rows)
         for index in going:
             feed[index] = catch_up(self.decoder, index, rows[index].sequence)
@@ -63,14 +63,14 @@ class DraftModel(Drafter):
         self.decoder.reorder(rows)
 
     def _budget(self, row: RoundRow, lookahead: Lookahead) -> int:
-        """Tokens to guess at most; 0 where the draft's own context is full."""
+        """Return the maximum number of tokens to guess; 0 if the draft's own context is full."""
         limit = self.decoder.context_length
         room = row.draftable if limit is None else max(0, limit - len(row.sequence))
         return min(row.draftable, lookahead.most, room)
 
 
 class Drafting:
-    """The guesses for one row, at most ``budget``."""
+    """The guesses for one row, at most ``budget`` of them."""
 
     def __init__(self, row: RoundRow, budget: int) -> None:
         self.guesses: list[Guess] = []
@@ -84,7 +84,10 @@ class Drafting:
         return self._text[self._fed : self._end]
 
     def extend(self, logits: np.ndarray) -> bool:
-        """Add the guess from ``logits`` (vocab,) and what is forced after it, which costs no step; whether to go on."""
+        """Add the guess from ``logits`` (vocab,) and the tokens forced after it, which cost no step.
+
+        Returns whether to continue.
+        """
         self._fed = self._end
         guess = self._sampler.guess(logits, self._text[: self._end])
         if not guess:
@@ -102,7 +105,7 @@ class Drafting:
             return NOTHING
         tokens = np.array([guess.token for guess in self.guesses], dtype=np.int64)
         confidence = np.array([guess.confidence for guess in self.guesses])
-        drawn = [guess.q for guess in self.guesses if guess.q is not None]  # forced ones have a q in any case
+        drawn = [guess.q for guess in self.guesses if guess.q is not None]  # forced guesses always have one
         return Proposal(tokens, confidence, drawn if len(drawn) == len(tokens) else None, source)
 
     def _add(self, guess: Guess) -> None:

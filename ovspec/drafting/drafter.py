@@ -1,4 +1,4 @@
-"""What a drafter is, and what it sees of a row."""
+"""The base class of drafters, and a row as a round and its drafter see it."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ NO_LOGITS = np.empty((0, 0), dtype=np.float32)
 
 @dataclass(slots=True)
 class RoundRow:
-    """One row in one round: what it begins with, what is proposed, what is fed, and what comes of it.
+    """One row in one round: what it begins with, what is proposed, what is fed, and the results.
 
     sequence: the tokens so far; the round commits to it.
-    sampler: chooses the row's tokens, and has its constraints.
-    budget: tokens that may still be committed; what may be forced and proposed follows from it.
+    sampler: chooses the row's tokens, and holds its constraints.
+    budget: maximum number of tokens that may still be committed; it limits forced and proposed tokens.
     drafts: whether drafters are asked. They aren't before the first token, which must not wait for them.
-    forced: (n,) committed first, because constraints leave no other.
-    ended: nothing can follow, so the model isn't asked.
-    proposal: what a drafter proposes to be verified.
-    healed: healing has proposed what it knows of the prompt, which is nobody's proposal and in no statistics.
-    unseen: (n,) the tokens that the target has not read, of which it reads the first ``read`` now.
-    fed: (n,) these and the proposal.
-    positions: at the end of the text, whose logits are wanted. With those of the proposal that makes ``wanted``.
-    tokens: (n,) all that the round has committed: forced, accepted, and one of the target's own.
-    accepted: how many of the proposal are among them.
-    logits: (n, vocab) the target's, for each token that wasn't forced, or all that were wanted where the sampler chose
-        none; valid until the next round.
+    forced: (n,) forced tokens, which are committed first.
+    ended: whether the text has ended with forced tokens, so that the model isn't run for it.
+    proposal: the tokens to be verified.
+    healed: whether the proposal is from token healing instead of a drafter; then it is left out of statistics.
+    unseen: (n,) the tokens that the target has not read. It reads the first ``read`` of them in this round.
+    fed: (n,) the tokens that it reads, then the proposal.
+    positions: how many positions at the end of the text need logits; ``wanted`` adds those of the proposal.
+    tokens: (n,) all tokens that the round committed: forced ones, accepted ones, and one of the target's own.
+    accepted: how many proposed tokens were accepted.
+    logits: (n, vocab) the target's logits for each committed token that wasn't forced, or all wanted ones if the
+        sampler chose no token; valid until the next round.
     """
 
     sequence: Sequence
@@ -56,31 +56,31 @@ class RoundRow:
 
     @property
     def draftable(self) -> int:
-        """Tokens that may be proposed. The target adds one of its own."""
+        """The maximum number of tokens to propose, which leaves one of the budget for the target's own."""
         return max(0, self.budget - 1) if self.drafts and not self.ended else 0
 
     def permitted(self, proposal: Proposal) -> Proposal:
-        """``proposal`` up to where a constraint forbids it or the text ends."""
+        """Return ``proposal`` up to the first token that a constraint forbids, or up to the end of the text."""
         constraints = self.sampler.constraints
         return shorten(proposal, constraints.permitted(self.sequence.tokens, proposal.tokens))
 
 
 class Drafter:
-    """Proposes tokens for every row of a batch; reads committed tokens and its own guesses only.
+    """Proposes tokens for every row of a batch; reads only committed tokens and its own guesses.
 
-    For a drafter of your own, ``guess`` is enough. The other methods are for drafters that keep state along the rows.
+    A drafter of your own needs only ``guess``. The other methods are for drafters that keep state for each row.
     """
 
-    name = "own"  # in statistics
+    name = "own"  # its name in statistics
     vocabulary: KnownIds = ALL_IDS  # set by the model: other ids are never proposed
     seconds = 0.0  # spent in inference so far
 
     def guess(self, tokens: np.ndarray, budget: int) -> Iterable[int]:
-        """At most ``budget`` ids to follow ``tokens`` (n,) int64, which must not be changed."""
-        raise NotImplementedError(f"{type(self).__name__} needs a method guess(tokens, budget)")
+        """Return at most ``budget`` ids that may follow ``tokens`` (n,) int64, which must not be modified."""
+        raise NotImplementedError(f"{type(self).__name__} must implement guess(tokens, budget)")
 
     def propose(self, rows: list[RoundRow], lookahead: Lookahead) -> list[Proposal]:
-        """A proposal for every row, as long as the lookahead finds worthwhile."""
+        """Return a proposal for every row, cut to the length that the lookahead finds worthwhile."""
         if not lookahead.starts(self.name, 0, [row.draftable for row in rows]):
             return [NOTHING] * len(rows)
         return [lookahead.cut(self._proposal(row, min(row.draftable, lookahead.most)), len(rows)) for row in rows]
@@ -89,7 +89,7 @@ class Drafter:
         """Forget everything and start over with ``rows`` rows."""
 
     def reorder(self, rows: list[int]) -> None:
-        """New row i is old row ``rows[i]``, or an empty one, as ``Decoder.reorder``."""
+        """Make new row i a copy of old row ``rows[i]``, or an empty one, as ``Decoder.reorder`` does."""
 
     def _proposal(self, row: RoundRow, budget: int) -> Proposal:
         if not budget:

@@ -1,9 +1,9 @@
-"""How many tokens to propose: what a token costs, how likely it is to stand, and what that is worth.
+"""The lookahead: how many tokens to propose, given what a token costs and how likely it is to be accepted.
 
 Times are milliseconds of wall clock. A round of k proposed tokens costs k draft steps and an inference of k + 1 tokens,
-and brings 1 + a1 + a1 a2 + ... tokens, where ai is the probability that the i-th stands if those before it do. The
-rule is that of a renewal process: go on while a token that may be won, at the price that a token has now, is worth more
-than what it costs. So nothing is proposed where nothing pays.
+and yields 1 + a1 + a1 a2 + ... tokens on average, where ai is the conditional acceptance of the i-th. The rule is that
+of a renewal process: propose one more token while its chance of being accepted, times the current cost of a token,
+exceeds what it costs. So nothing is proposed if nothing pays.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from ovspec.drafting.costs import FIRST_ACCEPTANCE, WIDEST, Costs, Record
 from ovspec.drafting.proposal import NOTHING, Proposal, shorten
 from ovspec.sampling.samplers import Guess
 
-# Tokens proposed in a round at most, where the lookahead isn't fixed.
+# Maximum number of tokens proposed for a row in a round, unless the lookahead is fixed.
 MOST = 16
-SETTLED = 12  # rounds after which what they have cost tells more than acceptance does
-EXPENSIVE = 2.0  # times plain decoding
-MISSED = 4  # tokens in a step of the draft from which on it is reading what it has missed
-POOR = 0.3  # acceptance with which a lookup is passed over where the lookahead is fixed
+SETTLED = 12  # a drafter that loses after more rounds than this pauses, whatever its acceptance
+EXPENSIVE = 2.0  # and so does one whose tokens cost more than this many times plain ones
+MISSED = 4  # a step of the draft with more tokens than this reads text that it has missed
+POOR = 0.3  # with a fixed lookahead, a lookup with a lower acceptance is passed over
 
 
 @dataclass(frozen=True)
 class RoundOutcome:
-    """What a round proposed, and what that brought and cost.
+    """What a round proposed, how much of it was accepted, and what it cost.
 
-    judged: each row's proposal, and how many of its tokens stood.
-    width: tokens of the inference, in all rows.
-    forced: of these, committed without being chosen.
-    prefilled: whether it read other tokens, too, so that its times say nothing about proposals.
-    drafted, verified: seconds.
+    judged: each row's proposal, and how many of its tokens were accepted.
+    width: tokens fed in the inference, summed over all rows.
+    forced: how many of these were forced.
+    prefilled: whether other tokens were also fed, such as a prompt, so that the times say nothing about proposals.
+    drafted, verified: seconds spent on drafting and on verifying.
     """
 
     judged: list[tuple[Proposal, int]]
@@ -46,12 +46,12 @@ class RoundOutcome:
 
 
 class Lookahead:
-    """Decides before, while and after drafting how many tokens a round proposes.
+    """Decides how many tokens a round proposes: before, during and after drafting.
 
     Args:
-        fixed: so many, always; None for as many as pay.
-        target: what verifying costs.
-        draft: what a step of the draft model costs.
+        fixed: number of tokens to propose in every round; None for as many as pay.
+        target: the cost of verifying.
+        draft: the cost of a step of the draft model.
     """
 
     def __init__(self, fixed: int | None = None, target: Costs | None = None, draft: Costs | None = None) -> None:
@@ -59,27 +59,27 @@ class Lookahead:
         self.most = MOST if fixed is None else fixed
         self._target, self._draft = target or Costs(), draft or Costs()
         self._records: dict[str, Record] = {}
-        self._tokens = self._ms = 0.0  # of all recent rounds
-        self._catch_up_ms = 0.0  # of this round
-        self._asked: set[str] = set()  # in this round; whether or not they had anything to propose, it took its time
+        self._tokens = self._ms = 0.0  # sums over recent rounds
+        self._catch_up_ms = 0.0  # time that the draft spent in this round on text it had missed
+        self._asked: set[str] = set()  # drafters asked in this round: that takes time even if they propose nothing
 
     @property
     def costs(self) -> tuple[Costs, Costs]:
-        """Of the target and of the draft."""
+        """The costs of the target and of the draft."""
         return self._target, self._draft
 
     # ------------------------------------------------------------ asked by drafters
 
     def starts(self, source: str, unseen: int, remaining: Sequence[int]) -> bool:
-        """Whether a drafter that costs something should be asked at all in this round.
+        """Return whether a drafter that takes time should be asked in this round.
 
         Args:
-            unseen: tokens it has to read first, in all rows.
-            remaining: tokens that are left to generate, for each row.
+            unseen: tokens it has to read first, summed over all rows.
+            remaining: tokens left to generate, for each row.
         """
         if self.fixed is not None:
             return True
-        if not self._target.known:  # this round will tell what plain decoding costs
+        if not self._target.known:  # this round will measure plain decoding
             return False
         record = self._record(source)
         if record.pause:
@@ -88,23 +88,23 @@ class Lookahead:
         rows = sum(left > 0 for left in remaining)
         plain = self._target(rows) / rows
         if record.loses(plain):
-            # A few rounds may have been bad luck: unless they were expensive, acceptance has to say the same.
+            # A few rounds may have been bad luck: unless they were expensive, acceptance has to predict a loss, too.
             sure = record.rounds > SETTLED or record.ms > EXPENSIVE * record.tokens * plain
             if sure or self._expected(record.acceptance.mean, rows) <= 0:
                 record.take_a_pause()
                 return False
         catch_up = self._draft(unseen) - self._draft(rows) if self._draft.known and unseen > 2 * rows else 0.0
-        # After a pause it gets the benefit of the doubt that it had at first.
+        # Assume at least the initial acceptance, so that a drafter gets another chance after a pause.
         gain = self._expected(max(record.acceptance.mean, FIRST_ACCEPTANCE), rows)
         if gain <= 0:
             record.take_a_pause()
-        elif gain * max(remaining) > catch_up:  # otherwise there is too much to read for what is left to say
+        elif gain * max(remaining) > catch_up:  # otherwise reading costs more than the remaining tokens can gain
             self._asked.add(source)
             return True
         return False
 
     def going_on(self, source: str, rows: list[int], guesses: list[list[Guess]]) -> list[int]:
-        """Those of ``rows`` for which the draft model should take another step."""
+        """Return those of ``rows`` for which the draft model should take another step."""
         if self.fixed is not None or not rows:
             return rows
         record = self._record(source)
@@ -115,7 +115,7 @@ class Lookahead:
         most = min(WIDEST - width, 4)
         if most < 1:
             return []
-        # Of 1, 2, ... further steps: tokens won if all so far stand, and what they cost.
+        # For 1, 2, ... further steps: the tokens gained on average if all so far are accepted, and the cost.
         won = np.cumsum(mean ** np.arange(1, most + 1))
         cost = step * np.arange(1, most + 1) + self._target.ms[width + 1 : width + most + 1] - self._target.ms[width]
         going = []
@@ -126,7 +126,7 @@ class Lookahead:
         return going
 
     def cut(self, proposal: Proposal, rows: int) -> Proposal:
-        """As much of a proposal that cost nothing as is worth verifying."""
+        """Return as much of ``proposal``, which cost nothing, as is worth verifying."""
         if not len(proposal.tokens):
             return NOTHING
         if self.fixed is not None:
@@ -138,7 +138,7 @@ class Lookahead:
         return shorten(proposal, length)
 
     def prefers(self, source: str, proposal: Proposal, rows: int) -> bool:
-        """Whether the model ``source`` is likely to do better than ``proposal``, which cost nothing."""
+        """Return whether the drafter ``source`` is likely to do better than ``proposal``, which cost nothing."""
         own = self._record(proposal.source).acceptance
         if self.fixed is not None:
             poor = own.mean < min(POOR, self._record(source).acceptance.mean)
@@ -150,25 +150,25 @@ class Lookahead:
         return self._target(rows) / rows - self.gain(source, rows) < self._best_cut(proposal, rows)[1]
 
     def gain(self, source: str, rows: int) -> float:
-        """Milliseconds that drafting with ``source`` saves for each token; below 0 where it loses."""
+        """Return the milliseconds per token that drafting with ``source`` saves; negative if it loses."""
         record = self._record(source)
         if record.rounds > 4:
             return self._target(rows) / rows - record.ms / record.tokens
         return self._expected(record.acceptance.mean, rows)
 
-    # ------------------------------------------------------------ told what happened
+    # ------------------------------------------------------------ learning from rounds
 
     def note_draft(self, width: int, seconds: float) -> None:
-        """A step of the draft model, of ``width`` tokens."""
+        """Learn from a step of the draft model with ``width`` tokens."""
         if self.fixed is not None:
             return
         ms = seconds * 1e3
-        if width > MISSED and self._draft.known:  # it has read a prompt, or what it missed, once and for all
+        if width > MISSED and self._draft.known:  # it has read a prompt or text it missed, which happens once
             self._catch_up_ms += max(0.0, ms - self._draft(1))
         self._draft.learn(width, ms)
 
     def learn(self, outcome: RoundOutcome) -> None:
-        """A round is over."""
+        """Learn from a finished round."""
         sources, self._asked = self._asked, set()
         for proposal, accepted in outcome.judged:
             if len(proposal.tokens):
@@ -182,12 +182,12 @@ class Lookahead:
         self._target.learn(width, verify_ms)
         tokens = sum(accepted for _, accepted in outcome.judged) + rows
         self._tokens, self._ms = self._tokens * 0.95 + tokens + forced, self._ms * 0.95 + verify_ms + draft_ms
-        # What was forced is no drafter's gain, nor is its cost a drafter's.
+        # Forced tokens count neither as a drafter's gain nor as its cost.
         ms = verify_ms + draft_ms - (self._target(width) - self._target(width - forced))
         for source in sources:
             self._record(source).learn(tokens, ms, self._target(rows) / rows)
 
-    # ------------------------------------------------------------ inside
+    # ------------------------------------------------------------ internals
 
     def _record(self, source: str) -> Record:
         if source not in self._records:
@@ -195,9 +195,9 @@ class Lookahead:
         return self._records[source]
 
     def _expected(self, acceptance: float, rows: int) -> float:
-        """The same where every token is accepted with the probability ``acceptance``, and the best number drafted."""
+        """Return ``gain`` if the conditional acceptance is ``acceptance`` and the best number of tokens is drafted."""
         steps = np.arange(1, min(MOST, WIDEST // rows - 1) + 1)
-        if not len(steps):  # so many rows that no more is known of wider inferences
+        if not len(steps):  # too many rows: even one proposed token each exceeds WIDEST
             return -math.inf
         cost = self._target.ms[rows * (steps + 1)]
         if self._draft.known:
@@ -206,12 +206,12 @@ class Lookahead:
         return self._target(rows) / rows - float((cost / won).min())
 
     def _price(self, rows: int) -> float:
-        """Milliseconds that a token costs now: what one that is won saves."""
+        """Return the current cost of a token in milliseconds, which is what an accepted token saves."""
         plain = self._target(rows) / rows
         return min(plain, self._ms / self._tokens) if self._tokens > 4 else plain
 
     def _best_cut(self, proposal: Proposal, rows: int) -> tuple[int, float]:
-        """(tokens worth verifying, milliseconds that a token then costs)"""
+        """Return (number of tokens worth verifying, milliseconds that a token then costs)."""
         if not self._target.known:
             return len(proposal.tokens), 0.0
         rates = self._record(proposal.source).acceptance.rates(proposal)

@@ -1,7 +1,7 @@
-"""Prompt lookup: what followed the last few tokens when they stood together before.
+"""Prompt lookup: propose what followed the last few tokens where they occurred before.
 
-After Saxena's prompt lookup decoding (2023) and Fu et al.'s n-gram pools (arXiv 2402.02057), with an index that grows
-with the text instead of a search through all of it.
+Based on Saxena's prompt lookup decoding (2023) and Fu et al.'s n-gram pools (arXiv 2402.02057), with an index that
+grows with the text instead of a search through all of it.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from ovspec.drafting.drafter import Drafter, RoundRow
 from ovspec.drafting.lookahead import Lookahead
 from ovspec.drafting.proposal import NOTHING, Proposal
 
-# Tokens that must agree at least, and that are compared at most.
+# Minimum number of tokens that must match, and maximum number that are compared.
 LEAST_MATCH, LONGEST_MATCH = 2, 16
-# Places that are looked at, the latest ones.
+# Maximum number of earlier occurrences that are compared, latest first.
 MOST_POSITIONS = 32
-SEPARATOR = -1  # no token: matches end there
+SEPARATOR = -1  # not a token: matches end there
 
 
 class Index:
-    """Where in a growing text, or several, each two tokens in a row stand."""
+    """An index of one or more growing texts: where each pair of adjacent tokens occurs."""
 
     def __init__(self) -> None:
         self._text = Sequence([SEPARATOR] * LONGEST_MATCH)
-        self._positions: dict[int, list[int]] = {}  # two tokens -> positions of what followed
+        self._positions: dict[int, list[int]] = {}  # pair of tokens -> positions after it
         self._followed = Sequence()
 
     def add(self, tokens: np.ndarray) -> None:
-        """Go on with ``tokens`` (n,)."""
+        """Append ``tokens`` (n,)."""
         start = len(self._text)
         self._text.commit(tokens)
         text = self._text.tokens[start - 2 :].tolist()
@@ -40,11 +40,11 @@ class Index:
             self._positions.setdefault(text[i] << 32 | text[i + 1] & 0xFFFFFFFF, []).append(start + i)
 
     def separate(self) -> None:
-        """What follows has nothing to do with what was before."""
+        """Separate what is added next from what came before, so that no match spans both."""
         self._text.commit([SEPARATOR] * 2)
 
     def follow(self, sequence: Sequence) -> None:
-        """Catch up with ``sequence``. What it has been rewound from stays known: it may be said again."""
+        """Catch up with ``sequence``. Tokens that were rolled back stay in the index: they may be generated again."""
         shared = common_prefix(self._followed, sequence)
         if shared < len(self._followed):
             self.separate()
@@ -55,7 +55,7 @@ class Index:
         self._followed.commit(new)
 
     def matches(self, tail: np.ndarray) -> tuple[int, list[int]]:
-        """Of the longest match with the end ``tail``: (its tokens, positions of what followed, the latest first)."""
+        """Return (length of the longest match with ``tail``'s end, positions after each such match, latest first)."""
         positions = self._positions.get(int(tail[-2]) << 32 | int(tail[-1]))
         if not positions:
             return 0, []
@@ -67,9 +67,10 @@ class Index:
         return longest, latest[lengths == longest][::-1].tolist()
 
     def continuation(self, positions: list[int], length: int) -> tuple[list[int], list[float]]:
-        """What followed most often at ``positions``, the latest where that is a tie: (tokens, share of the positions).
+        """Return (tokens that most often followed at ``positions``, share of the positions that agree on each).
 
-        Where it runs into the end of the text it goes on in itself, as a text does that repeats.
+        A tie goes to the latest position. Past the end of the text, it reads on in the tokens found, as repeating
+        text does.
         """
         end, tokens, shares = len(self._text), list[int](), list[float]()
         text = self._text.tokens
@@ -88,10 +89,10 @@ class Index:
 
 
 class Lookup(Drafter):
-    """Proposes from the text so far, from what the session held earlier, and from a corpus.
+    """Proposes tokens from the text so far, from what the session held earlier, and from a corpus.
 
     Args:
-        corpus: texts that may be quoted, one index for all rows.
+        corpus: index of texts that may be quoted, shared by all rows.
     """
 
     name = "lookup"
@@ -134,7 +135,7 @@ class Lookup(Drafter):
                 index, match, positions = self._corpus, elsewhere, other
         if match < LEAST_MATCH:
             return NOTHING
-        # The more tokens agree, the further the text is likely to go on as it did.
+        # The more tokens match, the longer the text is likely to continue as it did before.
         tokens, shares = index.continuation(positions, min(budget, 2 * match))
         if not tokens:
             return NOTHING
@@ -143,7 +144,7 @@ class Lookup(Drafter):
 
 
 def corpus_of(texts: Iterable[np.ndarray]) -> Index:
-    """An index of texts, each token ids (n,)."""
+    """Return an index of ``texts``, each an array of token ids (n,)."""
     index = Index()
     for tokens in texts:
         index.separate()

@@ -1,4 +1,4 @@
-"""What a drafter proposes."""
+"""Proposals: the tokens that a drafter proposes for a row."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from ovspec.sampling.warp import WarpedLogits
 class Proposal:
     """Tokens (n,) int64 that may come next.
 
-    ``confidence`` (n,), 0 to 1: how sure the drafter is of each, on a scale of its own; the lookahead learns what it
-    is worth. ``q``: what each token was drawn from, where it was drawn. ``source``: the drafter's name.
+    ``confidence`` (n,), 0 to 1: how sure the drafter is of each, on a scale of its own; the lookahead learns what
+    acceptance it means. ``q``: the distribution that each token was drawn from, for rejection sampling. ``source``: the
+    drafter's name.
     """
 
     tokens: np.ndarray
@@ -28,7 +29,7 @@ NOTHING = Proposal(NO_TOKENS)
 
 
 def shorten(proposal: Proposal, length: int) -> Proposal:
-    """Its first ``length`` tokens."""
+    """Return ``proposal`` cut to its first ``length`` tokens."""
     if length >= len(proposal.tokens):
         return proposal
     if length <= 0:

@@ -1,1 +1,1 @@
-"""From what users write (JSON schema, regex, Lark, GBNF, choices) to grammars of llguidance."""
+"""Converts what users write (JSON schemas, regular expressions, Lark, GBNF, choices) to llguidance grammars."""

@@ -1,4 +1,4 @@
-"""Which lexemes of a grammar are too greedy: they would swallow a character that belongs to the next one."""
+"""Finds lexemes that are too greedy: they would swallow a character that belongs to the next lexeme."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from dataclasses import dataclass, field
 
 from ovspec.grammars.gbnf import Alt, Chars, Name, Node, Repeat, Seq
 
-MAX_STEPS = 600_000  # a second or so
+MAX_STEPS = 600_000  # takes about a second
 
 
 class TooMuch(Exception):
-    """Finding out would take too long."""
+    """The analysis would take too long."""
 
 
 @dataclass
 class Budget:
-    """The steps that are left; one takes a microsecond or two."""
+    """The number of steps left to the analysis; each takes one or two microseconds."""
 
     left: int = MAX_STEPS
 
@@ -29,14 +29,14 @@ class Budget:
 
 @dataclass
 class Lexemes:
-    """A grammar over lexemes, without what they are made of."""
+    """A grammar whose terminals are lexemes."""
 
-    start: str  # the symbol with which every text begins
-    rules: dict[str, list[list[str]]]  # for each symbol that is no lexeme its options
-    lexemes: dict[str, Node]  # for each lexeme its expression, which doesn't match the empty text
+    start: str  # the start symbol
+    rules: dict[str, list[list[str]]]  # symbol that is not a lexeme -> its options, each a sequence of symbols
+    lexemes: dict[str, Node]  # symbol of a lexeme -> its expression, which never matches the empty text
 
     def followers(self, budget: Budget) -> tuple[list[int], int]:
-        """For each lexeme those that may follow it, and those that may begin a text; lexeme i is bit i."""
+        """Return the lexemes that may follow each lexeme and those that may begin a text; lexeme i is bit i."""
         budget.spend(len(self.lexemes) ** 2 // 500)
         lexemes = {symbol: 1 << i for i, symbol in enumerate(self.lexemes)}
         first = dict.fromkeys(self.rules, 0) | lexemes
@@ -46,12 +46,12 @@ class Lexemes:
         rules, changed = list(self.rules.items()), True
         while changed:
             changed = False
-            rules.reverse()  # what begins a text goes up a chain of rules, what follows goes down
+            rules.reverse()  # first sets propagate up a chain of rules, follow sets down
             for symbol, options in rules:
                 before = first[symbol], symbol in nullable
                 for option in options:
                     budget.spend(cost * (len(option) + 1))
-                    ahead, can_end = 0, True  # what may come after the symbol looked at, within the option
+                    ahead, can_end = 0, True  # what may come after the current symbol within the option
                     for each in reversed(option):
                         known = follow[each]
                         follow[each] |= ahead | (follow[symbol] if can_end else 0)
@@ -65,10 +65,10 @@ class Lexemes:
         return [follow[symbol] for symbol in lexemes], first[self.start]
 
     def too_greedy(self, automata: Automata, budget: Budget) -> set[Node]:
-        """The lexemes that could go on with a character that belongs to the next one.
+        """Return the lexemes that could continue with a character that belongs to the next lexeme.
 
-        Two lexemes are looked at together if both may begin at the same place: where both may follow the same
-        lexeme, or two lexemes that match the same text.
+        Two lexemes are compared if both may begin at the same place: at the start of a text, after the same lexeme,
+        or after two lexemes that match the same text.
         """
         nodes = list(self.lexemes.values())
         follows, start = self.followers(budget)
@@ -105,9 +105,11 @@ def union(sets: Iterable[int]) -> int:
 
 @dataclass
 class Automaton:
-    """Accepts a lexeme's texts, and more where repetitions are counted, which can only make it look greedier.
+    """A nondeterministic automaton that accepts a lexeme's texts.
 
-    It begins in state 0. Each state has one step with any of the characters ``chars`` and some without.
+    It doesn't count repetitions, so it may accept more texts, which can only make the lexeme look greedier.
+    It begins in state 0. From each state, one step consumes a character of ``chars`` and leads to ``then``; the steps
+    of ``empty`` consume nothing.
     """
 
     chars: list[int] = field(default_factory=lambda: [0])
@@ -123,9 +125,10 @@ class Automaton:
 
 
 class Automata:
-    """Makes the automata of lexemes and compares them, each and each pair once.
+    """Builds the automata of lexemes and compares them; both results are cached.
 
-    Sets of characters are bits: all characters that no class in ``nodes``, all expressions, tells apart share one.
+    A set of characters is a bit set. All characters that no character class in ``nodes`` (all expressions of the
+    grammar) distinguishes share one bit.
     """
 
     def __init__(self, rules: dict[str, Node], nodes: Iterable[Node], budget: Budget) -> None:
@@ -143,7 +146,7 @@ class Automata:
         return self._made[node]
 
     def first(self, node: Node) -> int:
-        """The characters with which a lexeme's texts begin."""
+        """Return the characters with which a lexeme's texts may begin."""
         made = self.of(node)
         found, waiting = {0}, [0]
         while waiting:
@@ -154,7 +157,7 @@ class Automata:
         return union(made.chars[state] for state in found)
 
     def compare(self, one: Node, other: Node) -> tuple[bool, int]:
-        """Whether a text is both; and the characters with which ``other`` goes on behind some text of ``one``."""
+        """Return whether a text matches both, and the characters with which ``other`` can extend a text of ``one``."""
         if (one, other) not in self._compared:
             self._compared[one, other] = self._compare(self.of(one), self.of(other))
         return self._compared[one, other]
@@ -177,7 +180,7 @@ class Automata:
         return equal, beyond
 
     def _build(self, made: Automaton, node: Node, start: int) -> int:
-        """Add an expression that begins in a state; returns the one in which it ends."""
+        """Add an expression that begins in the state ``start``; return the state in which it ends."""
         self._budget.spend(3)
         match node:
             case Chars():

@@ -1,4 +1,4 @@
-"""Tries grammars out in a process of their own before anything else compiles them: strangers write them."""
+"""Tests grammars in a separate process before anything else compiles them, because they may be untrusted."""
 
 from __future__ import annotations
 
@@ -14,38 +14,38 @@ __all__ = ["LIMITS", "check"]
 
 MAX_SECONDS = 5.0
 MAX_BYTES = 1_000_000_000
-MAX_GRAMMAR = 8_000_000  # bytes, after all sources' own limits
+MAX_GRAMMAR = 8_000_000  # bytes; the sources check limits of their own first
 
 CHECKER = Worker("ovspec.grammars.check_worker", MAX_SECONDS, MAX_BYTES)
 
-# llguidance's words, and what to say instead; the first that is found counts.
+# (pattern in llguidance's error, what to report instead); the first match counts.
 WORDS = (
     (r"regex(?:p)? parse error:.*error: (.*)", r"the regular expression is wrong: \1"),
-    (r"^lookarounds not supported.*regex (/.*/)", r"anchors and \\b can't be followed inside the expression \1"),
+    (r"^lookarounds not supported.*regex (/.*/)", r"anchors and \\b aren't supported inside the expression \1"),
     (r"Regex is empty", "no text has this pattern, format and length together"),
-    (r"^oneOf constraints", "options of oneOf may overlap, which can't be enforced; write anyOf"),
-    (r"^circular references with sibling", "a $ref to a schema around it can't stand beside other keywords"),
-    (r"^Schema intersection stack", "joining these schemas never ends, because they refer to themselves"),
+    (r"^oneOf constraints", "the options of oneOf may overlap, which can't be enforced; use anyOf"),
+    (r"^circular references with sibling", "a $ref to an enclosing schema can't be combined with other keywords"),
+    (r"^Schema intersection stack", "merging these schemas never ends, because they refer to themselves"),
     (r"^min/maxProperties only", "minProperties and maxProperties need all listed properties to be required"),
     (r"^Failed to generate regex for integer range.*", "the bounds of this integer are too large"),
     (r"^patternProperty regexes (.*) are not disjoint", r"a key may match both \1, which can't be enforced"),
     (r"^Unsatisfiable schema: (.*)", r"no JSON text satisfies this: \1"),
-    (r"(?i)too many (?:items|states|expressions)|row has \d+ items", "it becomes too complex to follow; simplify it"),
+    (r"(?i)too many (?:items|states|expressions)|row has \d+ items", "it becomes too complex; simplify it"),
     (r"(?i)grammar too large|grammar size|fuel|too big|too large", "it is too large; simplify it"),
-    (r"recursion limit|too deeply nested", "it is nested too deeply; give parts of it names of their own"),
-    (r"^lexer error", "this is no Lark; is a quote or a slash missing?"),
-    (r"^no start rule found|^Empty grammar", "there is no rule start, with which every text begins"),
-    (r"^Unknown common regex: ([\w.]+)", r"\1 is not among what can be imported"),
+    (r"recursion limit|too deeply nested", "it is nested too deeply; split it into named parts"),
+    (r"^lexer error", "this isn't valid Lark; is a quote or a slash missing?"),
+    (r"^no start rule found|^Empty grammar", "there is no rule start; add one that matches the whole text"),
+    (r"^Unknown common regex: ([\w.]+)", r"\1 is not one of the names that can be imported"),
     (r"unknown special token: (\S+?);", r"unknown special token \1"),
 )
 
 
 def check(grammar: str, what: str) -> None:
-    """Raises OvspecError where a grammar is wrong, has no text that ends, or takes too much time or memory.
+    """Raise OvspecError if a grammar is invalid, has no finite text, or takes too much time or memory.
 
     Args:
-        grammar: from ``ovspec.grammars.sources``.
-        what: names the grammar in the message, such as "--grammar words.lark".
+        grammar: a grammar made by ``ovspec.grammars.sources``.
+        what: the grammar's name in the message, such as "--grammar words.lark".
     """
     if why := problem_with(grammar):
         raise OvspecError(f"{what}{why}")
@@ -53,15 +53,15 @@ def check(grammar: str, what: str) -> None:
 
 @functools.lru_cache(maxsize=64)
 def problem_with(grammar: str) -> str:
-    """What follows the name of a grammar that is refused; "" for a good one."""
+    """Return what follows a refused grammar's name in the error message; "" for a good grammar."""
     if len(grammar) > MAX_GRAMMAR:
-        return f": it takes {len(grammar)} bytes; at most {MAX_GRAMMAR} can be read."
+        return f": it has {len(grammar)} bytes; at most {MAX_GRAMMAR} are allowed."
     try:
         found = CHECKER.ask(json.dumps(grammar))
     except Stopped as why:
-        return f": trying it out {why}; simplify it."
+        return f": the check {why}; simplify it."
     except (OSError, ValueError):
-        return ": trying it out ends the process that does so; simplify it."
+        return ": the process that checks it ended without an answer; simplify it."
     kind = json.loads(grammar)["grammars"][0].get("name", "")
     if "refused" in found:
         return f": {plain(found['refused'])}"
@@ -69,7 +69,7 @@ def problem_with(grammar: str) -> str:
 
 
 def worded(error: str, kind: str, pointer: str) -> str:
-    """llguidance's error as the rest of a sentence."""
+    """Return llguidance's error as the rest of a sentence, beginning with the place if it is known."""
     first = re.match(r"(?:at )?(\d+)\((\d+)\): ", error)
     where = ""
     if kind == "lark" and first:
@@ -82,7 +82,7 @@ def worded(error: str, kind: str, pointer: str) -> str:
 
 
 def plain(error: str) -> str:
-    """One sentence, without llguidance's notes to its authors."""
+    """Return llguidance's error as one sentence, without its debugging details."""
     error = re.sub(r"<non-verbose/>|\n +\d+ \|.*(\n +\^)?", "", error).replace("failed to compile JSON schema: ", "")
     error = re.sub(r"^invalid regex .*? \(in regex\): ", "", error, flags=re.DOTALL)
     error = re.sub(r"\(at \"(?:\\.|[^\"])*\" \(.*?\)\)$", "", error.strip(), flags=re.DOTALL)

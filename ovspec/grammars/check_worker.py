@@ -1,7 +1,7 @@
-"""The process that tries grammars out, for ``check.py``.
+"""The process in which ``check.py`` tests grammars.
 
-llguidance accepts grammars without any finite text. They are found in its log, which shows the rules as it follows
-them, whatever they were written in.
+llguidance accepts grammars that have no finite text. They are detected in its log, which shows the rules as it follows
+them, in one notation for all source languages.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from ovspec.sandbox import serve
 
-# Also for the matcher that generates. C over 131,072 tokens takes 41,000 items for a mask on average and
-# fails with 20,000; the most ambiguous grammars then take a second or two for a step before they are given up.
+# Generation uses the same limits. C over 131,072 tokens takes 41,000 items for a mask on average and fails with
+# a limit of 20,000; with this limit, the most ambiguous grammars take a second or two for a step before they fail.
 LIMITS = LLParserLimits(
     max_items_in_row=1000, step_max_items=100_000, max_lexer_states=50_000,
     precompute_large_lexemes=True, verbose_errors=False,
 )  # fmt: skip
-MAX_SPECIAL = 50  # tokens named in a grammar
-MAX_NUMBER = 300_000  # of tokens where a grammar gives their numbers
+MAX_SPECIAL = 50  # special tokens named in a grammar
+MAX_NUMBER = 300_000  # empty tokens added for a grammar that refers to tokens by id
 MAX_RULES = 4_000_000  # characters of llguidance's log that are read
-LONGEST = 1_000_000  # lexemes of the shortest text
+LONGEST = 1_000_000  # lexemes allowed in the shortest text
 WALKS, WALK_BYTES, WALK_SECONDS = 4, 100, 0.3
 ARROW = " ⇦ "
 
 
 class Bytes:
-    """A vocabulary of bytes, and of the special tokens that a grammar names."""
+    """A vocabulary of all bytes, an end token, the special tokens that a grammar names, and ``more`` empty tokens."""
 
     eos_token_id, bos_token_id, is_tokenizer_wrapper = 256, None, True
 
@@ -47,7 +47,11 @@ class Bytes:
 
 
 def answer(log: IO[bytes], grammar: str) -> dict[str, Any]:
-    """{} if the grammar is good, or {"error": llguidance's words} or {"refused": a sentence without its end}."""
+    """Return {} for a good grammar, else why it is refused.
+
+    That is {"error": llguidance's message, "at": place in the JSON schema} or {"refused": a sentence without its full
+    stop}.
+    """
     special: list[str] = []
     while True:
         log.seek(0)
@@ -66,7 +70,7 @@ def answer(log: IO[bytes], grammar: str) -> dict[str, Any]:
 
 
 def failing(grammar: str) -> str:
-    """Where in a JSON schema the error comes from: the deepest part that fails alone."""
+    """Return the JSON pointer of the deepest part of a schema that fails on its own; "" if there is no schema."""
     source = json.loads(grammar)["grammars"][0]
     schema, at, deadline = source.get("json_schema"), "#", time.monotonic() + 1
     if not isinstance(schema, dict):
@@ -95,10 +99,10 @@ def failing(grammar: str) -> str:
 
 
 def endless(log: str) -> str:
-    """What is wrong with a grammar whose texts can't end, from its rules in llguidance's log; "" if nothing is."""
+    """Return what is wrong with the rules in llguidance's log, such as one that can't end; "" if nothing is."""
     lexemes, _, rules = log.rpartition("== Optimize ==>")
     if re.search(r"^\].* has_(max_tokens|stop)", lexemes, re.MULTILINE):
-        return "max_tokens= and stop= can't be taken back; leave them out"
+        return "max_tokens= and stop= aren't supported, because they can't be rolled back; leave them out"
     if not rules or len(log) > MAX_RULES or "::" in rules:  # rules with parameters can't be judged by their names
         return ""
     never = {f"[{number}]" for number in re.findall(r"^  \[(\d+)\] .*\(ExprRef ∅\)", lexemes, re.MULTILINE)}
@@ -108,7 +112,7 @@ def endless(log: str) -> str:
         left, arrow, right = line.partition(ARROW)
         if arrow:
             name = left.strip() or name
-            right = right.partition("   ")[0]  # what follows are attributes
+            right = right.partition("   ")[0]  # attributes follow
             options.setdefault(name, []).append([part for part in right.split() if part != "ϵ"])
     sizes = shortest(options, never)
     reached, waiting = {"start"}, ["start"]
@@ -117,9 +121,9 @@ def endless(log: str) -> str:
         for option in options.get(name, ()):
             for part in option:
                 if part in never:
-                    return f"{named(name)} needs what matches no text"
+                    return f"{named(name)} requires a part that matches no text"
                 if part in options and part not in sizes:
-                    return f"{named(part)} can never come to an end; give it an option without itself"
+                    return f"{named(part)} can never come to an end; give it an option without recursion"
                 if part in options and part not in reached:
                     reached.add(part)
                     waiting.append(part)
@@ -129,7 +133,7 @@ def endless(log: str) -> str:
 
 
 def shortest(options: dict[str, list[list[str]]], never: set[str]) -> dict[str, int]:
-    """How many lexemes the shortest text of each rule has, for rules that have one."""
+    """Return how many lexemes the shortest text of each rule has, for the rules that have a finite text."""
     users: dict[str, set[str]] = {}
     for name, bodies in options.items():
         for part in {part for body in bodies for part in body if part in options}:
@@ -149,7 +153,7 @@ def shortest(options: dict[str, list[list[str]]], never: set[str]) -> dict[str, 
 
 
 def named(symbol: str) -> str:
-    """A rule as its author may know it; most of them are llguidance's own."""
+    """Return what a message calls a rule: its author's name for it, or "a rule" if llguidance made it up."""
     if symbol.startswith("json-schema:///"):
         return f"the schema {symbol.removeprefix('json-schema:///')}"
     own = re.sub(r"^r\d+-|^r\d+$|#\d+$|_$", "", symbol)
@@ -157,11 +161,14 @@ def named(symbol: str) -> str:
 
 
 def stuck(matcher: LLMatcher, size: int) -> str:
-    """Follow a few texts, byte by byte: does it allow any, and stay within the limits?"""
+    """Follow a few random texts byte by byte; return why the grammar is unusable, or "".
+
+    It is unusable if it allows no text, has a dead end, or exceeds the limits.
+    """
     if matcher.is_accepting() and not allowed(matcher, size):
-        return "it matches nothing but the empty text; say what else may be written"
+        return "it matches only the empty text; add another option"
     if size > MAX_NUMBER:
-        return ""  # which of them are bytes is not for us to say
+        return ""  # the bytes of the model's numbered tokens aren't known here
     numbers, until = random.Random(0), time.monotonic() + WALK_SECONDS
     for walk in range(WALKS):
         each = matcher.deep_copy()
@@ -171,7 +178,7 @@ def stuck(matcher: LLMatcher, size: int) -> str:
                 return f"{each.get_error().splitlines()[0]} (after {step} bytes)"
             if not tokens:
                 if not each.is_accepting():
-                    return "it leads to a place from which no text goes on" if step else "it matches no text at all"
+                    return "it has a dead end, where nothing may follow" if step else "it matches no text at all"
                 break
             if time.monotonic() > until and walk + step:
                 return ""
@@ -180,7 +187,7 @@ def stuck(matcher: LLMatcher, size: int) -> str:
 
 
 def allowed(matcher: LLMatcher, size: int) -> list[int]:
-    """The tokens that may come next, without the end."""
+    """Return the tokens that may come next, except the end token."""
     bits = int.from_bytes(matcher.compute_bitmask(), "little")
     return [i for i in range(size) if bits >> i & 1 and i != Bytes.eos_token_id]
 

@@ -1,4 +1,4 @@
-"""Reads llama.cpp's GBNF (https://github.com/ggml-org/llama.cpp/blob/master/grammars/README.md)."""
+"""Parses llama.cpp's GBNF (https://github.com/ggml-org/llama.cpp/blob/master/grammars/README.md)."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from dataclasses import dataclass
 
 from ovspec.errors import OvspecError
 
-Ranges = tuple[tuple[int, int], ...]  # of code points, sorted and disjoint, both ends included
+Ranges = tuple[tuple[int, int], ...]  # ranges of code points, sorted and disjoint, both ends included
 
 LAST = 0x10FFFF
 SURROGATES = (0xD800, 0xDFFF)
-MAX_DEPTH = 100  # of parentheses
-MAX_STACKED = 8  # repetitions of repetitions
+MAX_DEPTH = 100  # nested parentheses
+MAX_STACKED = 8  # repetition operators in a row
 MAX_REPEAT = 100_000
 NAME = frozenset(string.ascii_letters + string.digits + "-_")
 ESCAPES = {"n": "\n", "r": "\r", "t": "\t", "\\": "\\", '"': '"', "[": "[", "]": "]", "-": "-", "^": "^"}
@@ -23,7 +23,7 @@ HEX_DIGITS = {"x": 2, "u": 4, "U": 8}
 
 @dataclass(eq=False, slots=True)
 class Chars:
-    """One character of some ranges."""
+    """One character from any of the ranges."""
 
     ranges: Ranges
 
@@ -47,7 +47,7 @@ class Repeat:
 
 @dataclass(eq=False, slots=True)
 class Name:
-    """Another rule."""
+    """A reference to a rule."""
 
     text: str
 
@@ -57,24 +57,31 @@ Node = Chars | Seq | Alt | Repeat | Name
 
 @dataclass(frozen=True)
 class Rules:
-    """The rules of a grammar by name, and what makes expressions: equal ones are one object, found by its identity."""
+    """The rules of a grammar by name.
+
+    ``make`` makes an expression; equal expressions are one object, so they are compared and hashed by identity.
+    """
 
     rules: dict[str, Node]
     make: Callable[..., Node]
 
 
 def parse(text: str) -> Rules:
-    """The rules of a grammar; raises OvspecError with the line and column where it isn't GBNF or lacks a rule."""
+    """Return the rules of a GBNF grammar.
+
+    Raises:
+        OvspecError: it isn't GBNF or lacks a rule; the message names the line and column.
+    """
     return Reader(text).grammar()
 
 
 class Reader:
-    """Goes through the text once; ``at`` is the next character."""
+    """Parses the text in one pass; ``at`` is the index of the next character."""
 
     def __init__(self, text: str) -> None:
         self.text, self.at, self.depth = text, 0, 0
         self.make = functools.cache(lambda kind, *fields: kind(*fields))
-        self.used: dict[str, int] = {}  # where each name was first referred to
+        self.used: dict[str, int] = {}  # name -> where it is first used
 
     def fail(self, why: str, at: int | None = None) -> OvspecError:
         at = self.at if at is None else at
@@ -85,7 +92,7 @@ class Reader:
         return self.text[self.at] if self.at < len(self.text) else ""
 
     def space(self, lines: bool) -> None:
-        """Skip spaces and comments, and ends of lines if ``lines``."""
+        """Skip spaces and comments, and line ends if ``lines``."""
         while (found := self.next()) and (found in " \t#" or (lines and found in "\r\n")):
             if found == "#":
                 end = self.text.find("\n", self.at)
@@ -113,7 +120,7 @@ class Reader:
             if name not in rules:
                 raise self.fail(f"there is no rule {name}", at)
         if "root" not in rules:
-            raise OvspecError("line 1, column 1: the grammar has no rule root, with which every text begins.")
+            raise OvspecError("line 1, column 1: the grammar has no rule root; add one that matches the whole text.")
         return Rules(rules, self.make)
 
     def name(self) -> str:
@@ -121,7 +128,7 @@ class Reader:
         while self.next() in NAME and self.next():
             self.at += 1
         if start == self.at:
-            raise self.fail(f"a name should stand here, not {self.next()!r}")
+            raise self.fail(f"a name is expected here, not {self.next()!r}")
         return self.text[start : self.at]
 
     def options(self, nested: bool) -> Node:
@@ -178,7 +185,7 @@ class Reader:
         return inner
 
     def character(self, start: int, what: str) -> int:
-        """A code point of a literal or a class, which may be escaped."""
+        """Read a character of a literal or a class, perhaps escaped; return its code point."""
         found = self.next()
         if found in ("", "\n", "\r"):
             raise self.fail(f"this {what} is not closed", start)
@@ -191,10 +198,10 @@ class Reader:
                 return ord(ESCAPES[kind])
             digits = self.text[self.at : self.at + HEX_DIGITS.get(kind, 0)]
             if not digits or len(digits) < HEX_DIGITS[kind] or not set(digits) <= set(string.hexdigits):
-                raise self.fail(f"\\{kind}{digits} is no escape", self.at - 2)
+                raise self.fail(f"\\{kind}{digits} isn't a valid escape", self.at - 2)
             self.at, code = self.at + len(digits), int(digits, 16)
         if code > LAST or SURROGATES[0] <= code <= SURROGATES[1]:
-            raise self.fail(f"U+{code:04X} is no character", self.at - 1)
+            raise self.fail(f"U+{code:04X} isn't a character", self.at - 1)
         return code
 
     def chars(self, start: int) -> Node:
@@ -219,7 +226,7 @@ class Reader:
         self.at += 1
         if found != "{":
             least = int(found == "+")
-            if isinstance(part, Repeat) and part.least < 2 and part.most is None:  # any number of any number
+            if isinstance(part, Repeat) and part.least < 2 and part.most is None:  # x** is x*
                 return self.make(Repeat, part.part, min(least, part.least), None)
             return self.make(Repeat, part, least, 1 if found == "?" else None)
         end = self.text.find("}", start)
@@ -235,7 +242,7 @@ class Reader:
 
 
 def negated(ranges: list[tuple[int, int]] | Ranges) -> Ranges:
-    """All characters but these; twice gives the ranges themselves, sorted and merged."""
+    """Return all characters except these and the surrogates; applied twice, it sorts and merges the ranges."""
     found, free = [], 0
     for first, last in sorted([*ranges, SURROGATES]):
         if first > free:

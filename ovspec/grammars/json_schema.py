@@ -1,4 +1,4 @@
-"""JSON schemas: what llguidance would ignore, get wrong or refuse without naming the place is refused here.
+"""Adapts JSON schemas to llguidance, and refuses what it would ignore, get wrong or refuse without naming the place.
 
 Sources: https://github.com/guidance-ai/llguidance/blob/main/docs/json_schema.md and
 https://json-schema.org/draft/2020-12/json-schema-validation
@@ -18,18 +18,18 @@ from ovspec.errors import OvspecError
 
 Schema = dict[str, Any]
 
-# One space, or a new line that is indented by at most 20: without a bound a model may write white space for ever.
+# One space, or a newline and at most 20 spaces or tabs: without a bound a model may write white space forever.
 WHITE_SPACE = r" |\n[ \t]{0,20}"
-# Older ones bound neither white space nor escapes.
+# Older versions of llguidance bound neither white space nor escapes.
 OLDEST = (1, 8)
-# Without \uXXXX: llguidance lets \u0061 pass for a key other than "a".
+# Without \uXXXX: llguidance takes the key "\u0061" for another key than "a".
 ESCAPES = 'nrbtf\\"'
 SETTINGS = ("item_separator", "key_separator", "whitespace_flexible", "whitespace_pattern")
 
 TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
 FORMATS = ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
-# llguidance has a year 0, lets each have a 29th of February, and a leap second end any minute.
-FOURTH = "(0[48]|[2468][048]|[13579][26])"  # two digits that four divides, but for 00
+# llguidance accepts the year 0, a 29th of February in any year, and a leap second in any minute.
+FOURTH = "(0[48]|[2468][048]|[13579][26])"  # two digits divisible by four, except 00
 YEAR = "([0-9]{3}[1-9]|[0-9]{2}[1-9][0-9]|[0-9][1-9][0-9]{2}|[1-9][0-9]{3})"
 DATE = f"({YEAR}-((0[13-9]|1[0-2])-[0-9]{{2}}|02-([01][0-9]|2[0-8]))|([0-9]{{2}}{FOURTH}|{FOURTH}00)-02-29)"
 STRICTER = {"date": f"^{DATE}", "date-time": f"^{DATE}.{{7}}[0-5]", "time": "^.{6}[0-5]"}
@@ -38,21 +38,21 @@ ANNOTATIONS = (
     "example", "deprecated", "readOnly", "writeOnly", "contentMediaType", "contentEncoding", "contentSchema",
     "discriminator", "externalDocs", "xml", "markdownDescription",
 )  # fmt: skip
-# What to do instead, and the keywords that can't be enforced.
+# What to use instead -> keywords that can't be enforced.
 INSTEAD = {
     "use an enum of whole arrays, or check the text afterwards": "uniqueItems",
-    "say what is allowed instead": "not",
+    "describe what is allowed instead": "not",
     "use anyOf with a branch for each case": "if then else dependentRequired dependentSchemas dependencies",
-    "use prefixItems for the item that has to be there": "contains",
+    "use prefixItems for the required item": "contains",
     "use prefixItems": "minContains maxContains",
     "use patternProperties and additionalProperties: false": "propertyNames",
     "use additionalProperties": "unevaluatedProperties",
-    "use items: false behind prefixItems": "unevaluatedItems",
-    "write null among the types": "nullable",
+    "use items: false with prefixItems": "unevaluatedItems",
+    "add null to the types": "nullable",
     "use $ref": "$dynamicRef $dynamicAnchor $recursiveRef $recursiveAnchor",
 }
 NOT_ENFORCED = {name: advice for advice, names in INSTEAD.items() for name in names.split()}
-# Saying this changes nothing, so it is dropped.
+# Keywords that are dropped if they have this value, which changes nothing.
 NO_OPS = {"uniqueItems": False, "nullable": False, "unevaluatedProperties": True, "unevaluatedItems": True}
 COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
 BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
@@ -63,24 +63,25 @@ OTHERS = (
 )  # fmt: skip
 KNOWN = {*ANNOTATIONS, *NOT_ENFORCED, *COUNTS, *BOUNDS, *OTHERS}
 
-EXACT = 2**53  # llguidance takes bounds for 64-bit floats
-SET_OPERATIONS = re.compile(r"&&|--|~~|\[")  # in a class; Rust's, where JSON Schema means the characters
+EXACT = 2**53  # llguidance reads bounds as 64-bit floats
+SET_OPERATIONS = re.compile(r"&&|--|~~|\[")  # operators in Rust's classes, plain characters in JSON Schema's
 
 
 def cleaned(schema: Any) -> Schema:
-    """A schema, as parsed from JSON, changed so that llguidance enforces it as it is.
+    """Change a schema, as parsed from JSON, so that llguidance enforces all of it; return the schema.
 
-    Raises OvspecError where it is wrong or can't be enforced; the message begins with the JSON pointer of the place.
+    Raises:
+        OvspecError: it is invalid or can't be enforced; the message begins with the JSON pointer of the place.
     """
     if not recent():
         found = version("llguidance")
-        raise OvspecError(f"the top: llguidance {found} doesn't enforce schemas strictly enough; 1.8 or newer does.")
+        raise OvspecError(f"the top: llguidance {found} doesn't enforce schemas strictly enough; use 1.8 or newer.")
     if schema is True:
         schema = {}
     if schema is False:
         raise OvspecError('the top: "false" allows no text at all.')
     if not isinstance(schema, dict):
-        raise OvspecError("the top: a schema is an object.")
+        raise OvspecError("the top: a schema must be an object.")
     settings = schema.pop("x-guidance", {})
     Cleaner(schema).all()
     need(isinstance(settings, dict), "#/x-guidance", "an object")
@@ -94,12 +95,15 @@ def cleaned(schema: Any) -> Schema:
 
 @functools.cache
 def recent() -> bool:
-    """Whether llguidance is. The guidance library keeps it at an older version, which is good for all but schemas."""
+    """Return whether llguidance is recent enough for schemas.
+
+    The guidance library requires an older version, which is good enough for everything else.
+    """
     return tuple(map(int, version("llguidance").split(".")[:2])) >= OLDEST
 
 
 class Cleaner:
-    """Walks through a schema and whatever it refers to."""
+    """Checks and adapts a schema and everything it refers to."""
 
     def __init__(self, root: Schema) -> None:
         self.root = root
@@ -119,26 +123,26 @@ class Cleaner:
         for key in [key for key, value in NO_OPS.items() if schema.get(key) is value]:
             del schema[key]
         if "string" not in as_list(schema.get("type", "string")):
-            schema.pop("format", None)  # it says something about texts only
+            schema.pop("format", None)  # it applies to strings only
         for key, value in schema.items():
             self.keyword(key, value, f"{at}/{pointed(key)}")
         if schema.get("$id") and at != "#" and not str(schema["$id"]).startswith("#"):
             raise OvspecError(f"{at}/$id: schemas within schemas can't have their own $id; refer to #/$defs instead.")
         if schema.get("format") in STRICTER:
             schema["allOf"] = [*schema.get("allOf", ()), {"pattern": STRICTER[schema["format"]]}]
-        # A text may hold a free key twice, which counts once for whoever reads it.
+        # A generated object may repeat a key that is not listed, and a reader counts it once.
         least, free = schema.get("minProperties", 0), schema.get("additionalProperties") is not False
         if least > len(set(schema.get("required", ()))) + 1 and (free or schema.get("patternProperties")):
             raise OvspecError(f"{at}/minProperties: more than one key besides the required ones can't be enforced.")
 
     def keyword(self, key: str, value: Any, at: str) -> None:
-        """Check one keyword, and note the schemas below it."""
+        """Check one keyword, and queue the schemas within it."""
         if key in NOT_ENFORCED:
             raise OvspecError(f"{at}: {key} can't be enforced; {NOT_ENFORCED[key]}.")
         if key not in KNOWN and not key.startswith("x-"):
             near = difflib.get_close_matches(key, KNOWN, 1, 0.75)
             advice = f"did you mean {near[0]}?" if near else "leave it out, or begin its name with x- if it is a note."
-            raise OvspecError(f"{at}: {key!r} is no keyword of JSON Schema; {advice}")
+            raise OvspecError(f"{at}: {key!r} isn't a JSON Schema keyword; {advice}")
         match key:
             case "anyOf" | "oneOf" | "allOf" | "prefixItems" | "items" if key != "items" or isinstance(value, list):
                 need(isinstance(value, list) and (value or key not in ("anyOf", "oneOf")), at, "a list of schemas")
@@ -152,18 +156,18 @@ class Cleaner:
                     self.waiting.append((each, below))
                     (pattern if key == "patternProperties" else writable)(name, below)
             case _ if key in COUNTS:
-                need(isinstance(value, int) and is_number(value) and value >= 0, at, "a whole number from 0")
+                need(isinstance(value, int) and is_number(value) and value >= 0, at, "a whole number of at least 0")
             case _ if key in BOUNDS:
                 old = key.startswith("exclusive") and isinstance(value, bool)  # draft 4
                 need(old or is_number(value), at, "a number")
-                need(abs(value) <= EXACT, at, "within 2**53, because larger bounds are rounded")
+                need(abs(value) <= EXACT, at, "between -2**53 and 2**53, because larger bounds are rounded")
             case "type":
                 need(value and all(isinstance(each, str) for each in as_list(value)), at, "a type or a list of types")
                 for each in as_list(value):
                     if each not in TYPES:
                         near = difflib.get_close_matches(each, TYPES, 1)
                         advice = f"did you mean {near[0]}?" if near else f"the types are {listed(TYPES)}."
-                        raise OvspecError(f"{at}: {each!r} is no type; {advice}")
+                        raise OvspecError(f"{at}: {each!r} isn't a type; {advice}")
             case "format":
                 if value not in FORMATS:
                     advice = f"use a pattern, or one of {listed(FORMATS)}"
@@ -184,12 +188,12 @@ class Cleaner:
                 known = isinstance(value, str) and re.match(r"https?://json-schema\.org/(draft[-/]|schema)", value)
                 need(known, at, "a draft of json-schema.org, or be left out")
             case "x-guidance":
-                raise OvspecError(f"{at}: this is heard at the top of the schema only.")
+                raise OvspecError(f"{at}: this is allowed only at the top of the schema.")
             case "$ref":
                 self.waiting.append(self.resolved(value, at))
 
     def resolved(self, value: Any, at: str) -> tuple[Any, str]:
-        """What a $ref refers to."""
+        """Return the schema that a $ref refers to, and its JSON pointer."""
         need(isinstance(value, str), at, "text such as #/$defs/name")
         own = self.root.get("$id")
         target = value.removeprefix(own.rstrip("#")) if isinstance(own, str) else value
@@ -229,11 +233,11 @@ def pattern(value: Any, at: str) -> None:
     need(isinstance(value, str), at, "a regular expression")
     for inside in re.findall(r"\\.|\[\^?\]?((?:\\.|\[:\w+:\]|[^\]\\])*)\]", value, re.DOTALL):
         if found := SET_OPERATIONS.search(re.sub(r"\\.|\[:\w+:\]", "", inside, flags=re.DOTALL)):
-            raise OvspecError(f"{at}: {found.group()!r} in a class means something else here; put \\ before it.")
+            raise OvspecError(f"{at}: {found.group()!r} in a class has a special meaning here; put \\ before it.")
 
 
 def writable(value: Any, at: str) -> None:
-    """Refuse characters that only an escape with a number could write."""
+    """Refuse characters that only a numeric escape could write."""
     waiting = [value]
     while waiting:
         each = waiting.pop()

@@ -1,6 +1,6 @@
-"""Joins Lark grammars over several files into the one text that llguidance reads.
+"""Merges a Lark grammar and the files it imports into the single text that llguidance reads.
 
-llguidance knows ``%import`` for its own ``common`` alone. Here files are imported too, as Lark does it: an imported
+llguidance supports ``%import`` only for its own ``common``. This module imports files too, as Lark does: an imported
 rule brings what it depends on under prefixed names, without ``%ignore``. Files may import each other.
 
 Sources: https://lark-parser.readthedocs.io/en/stable/grammar.html and
@@ -62,7 +62,7 @@ class _Import(NamedTuple):
 
 @dataclass(eq=False)
 class _File:
-    """A grammar file, taken apart as far as imports need it."""
+    """A grammar file, parsed only as far as imports need it."""
 
     path: Path
     label: str
@@ -72,7 +72,7 @@ class _File:
     sources: dict[str, tuple[_Import, str]] = field(default_factory=dict)
 
 
-# Where a name is defined, and what it is called there.
+# The file that defines a name (None for llguidance's own "common"), and the name there.
 _Key = tuple[_File | None, str]
 
 
@@ -83,20 +83,21 @@ class _Files:
 
 
 def read_lark(path: Path) -> str:
-    """The grammar in the file ``path``, with what it imports from other files.
+    """Return the grammar in the file ``path``, with what it imports from other files.
 
-    Raises OvspecError that names the file and the line where a file, a name or an ``%import`` is wrong.
+    Raises:
+        OvspecError: a file, a name or an ``%import`` is wrong; the message names the file and the line.
     """
     files = _Files()
     return _merge(files, _read(files, path, f"The grammar {path}", dependent=False))
 
 
 def resolve(text: str, folder: Path | None, name: str) -> str:
-    """As ``read_lark`` for a grammar's ``text``.
+    """Return the grammar ``text`` with what it imports, like ``read_lark``.
 
     Args:
-        folder: where ``%import .file.rule`` finds ``file.lark``; None refuses to import from files.
-        name: what errors call the grammar.
+        folder: where ``%import .file.rule`` looks for ``file.lark``; None refuses imports from files.
+        name: the grammar's name in errors.
     """
     files = _Files(size=len(text.encode()))
     if files.size > MAX_BYTES:
@@ -110,7 +111,7 @@ def _error(file: _File, line: int, sentence: str) -> OvspecError:
 
 
 def _read(files: _Files, path: Path, what: str, dependent: bool = True) -> _File:
-    """The file ``path``, from ``files`` if it is there; ``what`` begins the sentence of an error."""
+    """Return the file ``path``, from ``files`` if it is there; ``what`` begins the error messages."""
     try:
         if not path.is_file():
             raise OvspecError(f"{what} can't be read, because there is no such file; create it or correct the name.")
@@ -134,7 +135,7 @@ def _read(files: _Files, path: Path, what: str, dependent: bool = True) -> _File
 
 
 def _statements(file: _File) -> Iterator[list[_Token]]:
-    """The tokens of each definition or directive; a line that begins with ``|`` goes on with the one before."""
+    """Yield the tokens of each definition or directive; a line that begins with ``|`` continues the one before."""
     statement: list[_Token] = []
     position, line, ended = 0, 1, False
     while position < len(file.text):
@@ -164,18 +165,21 @@ def _statements(file: _File) -> Iterator[list[_Token]]:
 
 
 def _take_apart(text: str, path: Path, label: str, dependent: bool, allow_files: bool = True) -> _File:
-    """The definitions and imports of a grammar; of a ``dependent`` one, llguidance won't see the rest."""
+    """Return a grammar with its definitions and imports.
+
+    llguidance won't see the rest of a ``dependent`` (imported) grammar, so that is checked here.
+    """
     file = _File(path, label, text)
     for statement in _statements(file):
         first = statement[0]
         if first.text == "%import":
             _add_import(file, statement, allow_files)
         elif dependent and first.kind == "directive" and first.text not in ("%ignore", "%declare"):
-            raise _error(file, first.line, f"{first.text} can't be used in an imported grammar; take it out.")
+            raise _error(file, first.line, f"{first.text} can't be used in an imported grammar; remove it.")
         elif first.kind not in ("directive", "json"):
             named = next((token for token in statement if token.kind == "name"), None)
             if dependent and (named is None or all(token.text != ":" for token in statement)):
-                raise _error(file, first.line, "this is no rule; write name: and what it stands for.")
+                raise _error(file, first.line, "this isn't a rule; write a name, a colon and what it matches.")
             if dependent and named and named.text in file.definitions:
                 raise _error(file, named.line, f"{named.text} is defined twice; rename one of the two.")
             if named:
@@ -206,7 +210,7 @@ def _add_import(file: _File, statement: list[_Token], allow_files: bool) -> None
     imported = _Import(path, first.start, last.start + len(last.text), first.line)
     for here, there in names.items():
         if _is_terminal(here) != _is_terminal(there):
-            why = f"{here} can't stand for {there}; name rules in lower case, terminals in upper."
+            why = f"{here} can't be an alias of {there}; name rules in lower case, terminals in upper."
             raise _error(file, first.line, why)
         if here in file.sources:
             raise _error(file, first.line, f"{here} is imported twice; import it with -> another_name.")
@@ -219,7 +223,7 @@ def _is_terminal(name: str) -> bool:
 
 
 def _find(files: _Files, file: _File, name: str, line: int) -> _Key:
-    """Where ``name``, which ``file`` uses in ``line``, is defined."""
+    """Return where ``name``, which ``file`` uses in ``line``, is defined."""
     seen: set[_Key] = set()
     asking = file
     while name not in file.definitions:
@@ -239,7 +243,7 @@ def _find(files: _Files, file: _File, name: str, line: int) -> _Key:
 
 
 def _prefixed(key: _Key, taken: Container[str]) -> str:
-    """A name that says where it is from, such as ``select__expr``, ``SELECT__NAME`` or ``_SELECT__SPACE``."""
+    """Return a new name that shows its origin, such as ``select__expr``, ``SELECT__NAME`` or ``_SELECT__SPACE``."""
     file, name = key
     prefix = "common" if file is None else file.path.stem.strip("_")
     under = "_" if name.startswith("_") else ""
@@ -248,7 +252,7 @@ def _prefixed(key: _Key, taken: Container[str]) -> str:
 
 
 def _renamed(definition: list[_Token], name: str, spell: Callable[[str, int], str]) -> str:
-    """``definition`` as that of ``name``, and each name it uses, in whichever line, as ``spell`` has it."""
+    """Return ``definition`` renamed to ``name``; each name that it uses is replaced by ``spell(name, line)``."""
     words: list[str] = []
     body = False
     for before, token in pairwise([definition[0], *definition]):
@@ -260,12 +264,12 @@ def _renamed(definition: list[_Token], name: str, spell: Callable[[str, int], st
         elif words and words[-1] not in "?!":
             words.append(token.text)  # an attribute's own name
         else:
-            words = [name]  # the marks before it are about syntax trees
+            words = [name]  # drops the marks before it, ? and !, which concern only syntax trees
     return " ".join(words)
 
 
 def _merge(files: _Files, root: _File) -> str:
-    """The text of ``root``, its imports from files blanked, and behind it all that it needs from them."""
+    """Return the text of ``root`` without its imports from files, followed by all that it needs from them."""
     names: dict[_Key, str] = {(root, name): name for name in root.definitions}
     taken = {*root.definitions, *root.sources}
     waiting: deque[_Key] = deque()

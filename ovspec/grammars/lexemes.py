@@ -1,11 +1,12 @@
-"""From GBNF's rules to Lark: which parts may be greedy lexemes without changing the language.
+"""Converts GBNF to Lark, and decides which parts can be greedy lexemes without changing the language.
 
-What is regular becomes a lexeme, as large as possible. Where a lexeme would swallow what belongs to the next, it is
-taken apart and its parts are tried. Single characters always work, because nothing is shorter.
+Each regular part becomes a lexeme, as large as possible. If a lexeme would swallow what belongs to the next one, it is
+split and its parts are tried. Single characters always work, because nothing is shorter.
 
-Over 131,072 tokens and 12 grammars, masks come 22 times as fast as with single characters (geometric mean), and 1.64
-times as fast as with llguidance's own conversion, which can't be used: its lexemes are always greedy, so it rejects
-valid texts of arithmetic, SQL and C, and it refuses valid GBNF (\\u0041, \\^ in a class, names that differ in case).
+Over 131,072 tokens and 12 grammars, masks are computed 22 times as fast as with single characters (geometric mean), and
+1.64 times as fast as with llguidance's own conversion. That one can't be used: its lexemes are always greedy, so it
+rejects valid texts of arithmetic, SQL and C, and it refuses valid GBNF (\\u0041, \\^ in a class, names that differ
+only in case).
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ from typing import NamedTuple
 from ovspec.grammars.automaton import Automata, Budget, Lexemes, TooMuch
 from ovspec.grammars.gbnf import Alt, Chars, Name, Node, Repeat, Rules, Seq, parse
 
-MAX_SIZE = 2000  # characters' positions in a lexeme
-MAX_DEPTH = 60  # of the parentheses in a lexeme
+MAX_SIZE = 2000  # character positions in a lexeme
+MAX_DEPTH = 60  # nesting of a lexeme's expression
 
 
 def to_lark(text: str) -> str:
-    """A GBNF grammar as a Lark grammar of llguidance that matches the same texts; raises as ``parse``."""
+    """Return a GBNF grammar as a Lark grammar for llguidance that matches the same texts; raises like ``parse``."""
     grammar = parse(text)
     facts = Analysis(grammar).facts
     budget, split = Budget(), set[Node]()
@@ -39,12 +40,12 @@ def to_lark(text: str) -> str:
 
 
 class Facts(NamedTuple):
-    """What is known of an expression that isn't recursive."""
+    """What is known about an expression that isn't recursive."""
 
     size: int
     depth: int
     nullable: bool
-    solid: Node | None  # matches the same texts but the empty one; None where that would take a long expression
+    solid: Node | None  # matches the same texts except the empty one; None if that would be too long
 
 
 class Analysis:
@@ -121,21 +122,21 @@ class Analysis:
 
 @dataclass
 class Plan:
-    """Lexemes and the rules over them."""
+    """A division of a grammar into lexemes and the rules over them."""
 
     grammar: Rules
     facts: dict[Node, Facts]
-    split: set[Node] | None  # expressions that can't be one lexeme; None for all of more than a character
+    split: set[Node] | None  # expressions that can't be one lexeme; None: only single characters can
     budget: Budget | None = None
-    symbols: dict[Node, str] = field(default_factory=dict)  # "T3" a lexeme, "r3" a rule, "r3-name" one with a name
-    lines: dict[str, str] = field(default_factory=dict)  # the rules' right sides in Lark
+    symbols: dict[Node, str] = field(default_factory=dict)  # "T3": a lexeme, "r3": a rule, "r3-name": a named rule
+    lines: dict[str, str] = field(default_factory=dict)  # symbol of a rule -> its right-hand side in Lark
 
     def __post_init__(self) -> None:
         root = self.grammar.make(Name, "root")
         self.lexemes = Lexemes("", {}, {})
         self.lexemes.start = self.symbol(root)
         waiting = [root]
-        while waiting:  # a chain of rules may be longer than Python's stack is deep
+        while waiting:  # not recursive: a chain of rules may be longer than Python's stack allows
             node = waiting.pop()
             symbol = self.symbol(node)
             if symbol not in self.lines and symbol not in self.lexemes.lexemes:
@@ -158,9 +159,9 @@ class Plan:
         return known.size <= MAX_SIZE and known.depth <= MAX_DEPTH
 
     def define(self, symbol: str, node: Node) -> list[Node]:
-        """Write a rule down; returns what it refers to."""
+        """Write the rule of ``symbol``; return the expressions it refers to."""
         nothing = self.grammar.make(Seq, ())
-        if self.may_be_lexeme(node):  # but for the empty text, which no lexeme should match
+        if self.may_be_lexeme(node):  # all but the empty text, which no lexeme should match
             solid = self.facts[node].solid
             if solid is nothing:
                 return self.write(symbol, [[]])

@@ -1,6 +1,7 @@
-"""Makes grammars of llguidance from what users write: JSON schemas, expressions, choices, Lark and GBNF.
+"""Makes llguidance grammars from what users write: JSON schemas, regular expressions, choices, Lark and GBNF.
 
-All raise OvspecError where that is wrong or can't be followed while a text grows; the message names the place.
+All functions raise OvspecError if the input is invalid or can't be enforced during generation; the message names the
+place.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ from ovspec.grammars.json_schema import cleaned
 from ovspec.grammars.lexemes import to_lark
 
 MAX_CHARACTERS = 1_000_000  # of a schema, a grammar, an expression or all choices together
-MAX_GBNF = 200_000  # is taken apart in Python
+MAX_GBNF = 200_000  # lower, because GBNF is parsed in Python
 MAX_NESTING = 200
 
-# First what may contain anything, then what is looked for.
+# First the tokens that may contain anything, then those that are searched for.
 LARK = re.compile(
     r'"(?:\\.|[^"\\\n])*"?'
     r"|//[^\n]*|\#[^\n]*"
@@ -36,12 +37,12 @@ BACKREFERENCE = re.compile(r"\\[1-9]|\(\?P=|\\k")
 
 
 def json_schema(schema: dict[str, Any] | bool | str | Path, what: str = "The JSON schema") -> str:
-    """The JSON texts that a schema describes, with a bounded amount of white space.
+    """Return the grammar of the JSON texts that a schema describes, with a bounded amount of white space.
 
     Args:
-        schema: the schema itself, its JSON text, or a file with it. ``x-guidance`` at its top sets llguidance's
+        schema: the schema itself, its JSON text, or the path of its file. ``x-guidance`` at its top sets llguidance's
             separators and white space.
-        what: names it in messages; a file is named by its path.
+        what: the schema's name in messages; a file is named by its path.
     """
     if isinstance(schema, str | Path):
         if not isinstance(schema, str) or not (schema.lstrip()[:1] in ("{", "[", '"') or schema in ("true", "false")):
@@ -60,28 +61,28 @@ def json_schema(schema: dict[str, Any] | bool | str | Path, what: str = "The JSO
 
 
 def file_text(name: str | Path) -> str:
-    with contextlib.suppress(OSError, ValueError):  # too long for a name
+    with contextlib.suppress(OSError, ValueError):  # such as a name that is too long
         if Path(name).is_file():
             return read_text(Path(name))
-    raise OvspecError(f"{str(name)[:100]!r} is neither a JSON schema, which begins with {{, nor a file with one.")
+    raise OvspecError(f"{str(name)[:100]!r} is neither a JSON schema, which begins with {{, nor the path of one.")
 
 
 def regex(pattern: str, what: str = "The regular expression") -> str:
-    """The texts that an expression in the syntax of Rust's ``regex`` matches as a whole, without look-around."""
+    """Return the grammar of texts that fully match ``pattern``, in Rust's ``regex`` syntax without look-around."""
     pattern = well_formed(pattern, what).removeprefix("^")
     pattern = re.sub(r"(?<!\\)((?:\\\\)*)\$\Z", r"\1", pattern)
     if re.search(r"(?<!\\)(?:\\\\)*\\\Z", pattern):
-        raise OvspecError(f"{what} ends with a backslash; write \\\\ for one.")
+        raise OvspecError(f"{what} ends with a backslash; write \\\\ to match one.")
     for kind, found in (("look-around", LOOKAROUND), ("backreferences", BACKREFERENCE)):
         if match := found.search(pattern.replace("\\\\", "  ")):
-            raise OvspecError(f"{what} uses {kind} at column {match.start() + 1}, which can't be followed; rewrite it.")
+            raise OvspecError(f"{what} uses {kind} at column {match.start() + 1}, which isn't supported; rewrite it.")
     return grammar("regex", lark_grammar=f"start: /{slashed(pattern)}/")
 
 
 def choices(texts: Sequence[str]) -> str:
-    """One of some texts, and nothing else."""
+    """Return the grammar that matches any one of ``texts`` and nothing else."""
     if isinstance(texts, str) or not texts:
-        raise OvspecError("Choices are a list of at least one text.")
+        raise OvspecError("The choices must be a list of at least one text.")
     unique = dict.fromkeys(well_formed(text, f"Choice {i + 1}") for i, text in enumerate(texts))
     options = "|".join("".join(map(escaped, text)) for text in unique)
     bounded(options, "The list of choices")
@@ -89,7 +90,10 @@ def choices(texts: Sequence[str]) -> str:
 
 
 def lark(text: str, what: str = "The Lark grammar") -> str:
-    """The texts of a grammar in llguidance's dialect of Lark, from its rule ``start``, without ``max_tokens=``."""
+    """Return the grammar for a text in llguidance's dialect of Lark, whose start rule is ``start``.
+
+    ``max_tokens=``, ``stop=`` and ``temperature=`` are refused.
+    """
     text = well_formed(text, what)
     bounded(text, what)
     parts, at = [], 0
@@ -97,19 +101,22 @@ def lark(text: str, what: str = "The Lark grammar") -> str:
         parts.append(text[at : match.end()])
         at = match.end()
         if option := match["option"]:
-            raise OvspecError(f"{what}, {place(text, match.start())}: {option}= can't be taken back; leave it out.")
+            raise OvspecError(
+                f"{what}, {place(text, match.start())}: "
+                f"{option}= isn't supported, because it can't be rolled back; leave it out."
+            )
         if match["json"]:
             inline, end = inline_schema(text, at, what)
-            parts += [inline, "\n" * text.count("\n", at, end)]  # other lines stay where they are
+            parts += [inline, "\n" * text.count("\n", at, end)]  # the lines after it keep their numbers
             at = end
     return grammar("lark", lark_grammar="".join(parts) + text[at:])
 
 
 def gbnf(text: str, what: str = "The GBNF grammar") -> str:
-    """The texts of a grammar in llama.cpp's GBNF, from its rule ``root``."""
+    """Return the grammar for a text in llama.cpp's GBNF, whose start rule is ``root``."""
     text = well_formed(text, what)
     if len(text) > MAX_GBNF:
-        raise OvspecError(f"{what} has {len(text)} characters; at most {MAX_GBNF} can be read.")
+        raise OvspecError(f"{what} has {len(text)} characters; at most {MAX_GBNF} are allowed.")
     try:
         return grammar("gbnf", lark_grammar=to_lark(text))
     except OvspecError as error:
@@ -117,12 +124,12 @@ def gbnf(text: str, what: str = "The GBNF grammar") -> str:
 
 
 def grammar(kind: str, **source: Any) -> str:
-    """llguidance's own notation, with the kind as name so that errors can be worded for it."""
+    """Return a grammar in llguidance's own notation, named after its kind so that errors can be worded for it."""
     return json.dumps({"grammars": [{"name": kind, **source}]})
 
 
 def inline_schema(text: str, start: int, what: str) -> tuple[str, int]:
-    """The schema behind ``%json`` as llguidance should see it, and where it ends."""
+    """Return the schema after ``%json``, adapted to llguidance, and where it ends in ``text``."""
     shallow(text, what, start)
     try:
         schema, end = json.JSONDecoder().raw_decode(text, start)
@@ -148,19 +155,19 @@ def parsed(text: str, what: str) -> Any:
     try:
         return json.loads(text, object_pairs_hook=unique)
     except json.JSONDecodeError as error:
-        raise OvspecError(f"{what} is no JSON: line {error.lineno}, column {error.colno}: {error.msg}.") from None
+        raise OvspecError(f"{what} isn't JSON: line {error.lineno}, column {error.colno}: {error.msg}.") from None
     except (ValueError, RecursionError) as error:
-        raise OvspecError(f"{what} is no JSON: {error}.") from None
+        raise OvspecError(f"{what} isn't JSON: {error}.") from None
 
 
 def bounded(text: str, what: str) -> None:
-    """Refuse what is too long."""
+    """Refuse a text that is too long."""
     if len(text) > MAX_CHARACTERS:
-        raise OvspecError(f"{what} has {len(text)} characters; at most {MAX_CHARACTERS} can be read.")
+        raise OvspecError(f"{what} has {len(text)} characters; at most {MAX_CHARACTERS} are allowed.")
 
 
 def shallow(text: str, what: str, start: int = 0) -> None:
-    """Refuse JSON that is nested too deeply, without recursion; what follows it isn't looked at."""
+    """Refuse JSON that is nested too deeply, without recursion; the text after it is ignored."""
     depth = 0
     for match in BRACKETS.finditer(text, start):
         depth += (match.group() in "[{") - (match.group() in "]}")
@@ -176,7 +183,7 @@ def well_formed(text: str, what: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise OvspecError(f"{what} holds half a character (a surrogate) at {place(text, error.start)}.") from None
+        raise OvspecError(f"{what} contains half a character (a surrogate) at {place(text, error.start)}.") from None
     return text
 
 
@@ -185,7 +192,7 @@ def place(text: str, at: int) -> str:
 
 
 def slashed(pattern: str) -> str:
-    """A regular expression as it stands between slashes in Lark."""
+    """Return a regular expression escaped for use between slashes in Lark."""
     escapes = {"/": "\\/", "\n": "\\n", "\r": "\\r", "\0": "\\x00"}
     return re.sub(r"\\.|[/\n\r\0]", lambda m: escapes.get(m[0], m[0]), pattern, flags=re.DOTALL)
 

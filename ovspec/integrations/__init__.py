@@ -1,1 +1,1 @@
-"""Surfaces of other projects: OpenAI's batch API, the guidance library, GPTFast."""
+"""Interfaces to other projects: OpenAI's batch API, the guidance library and GPTFast."""

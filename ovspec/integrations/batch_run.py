@@ -1,4 +1,4 @@
-"""Generates a result for each request of a batch file, and goes on after a kill. The work behind ``ovspec batch``."""
+"""Runs the requests of a batch file, and resumes after an interruption. The work behind ``ovspec batch``."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ from ovspec.options import GRAMMARS, GenerateOptions, params_of
 
 @dataclass
 class BatchProgress:
-    """Requests and generated tokens; ``before``: requests that an earlier run has done."""
+    """Counts of requests and generated tokens.
+
+    ``before``: requests that an earlier run completed. ``done``: those completed by this run, ``failed`` ones included.
+    """
 
     total: int
     before: int
@@ -37,17 +40,17 @@ class BatchProgress:
 
 
 class Done:
-    """Results so far, in a file beside the output: after a kill they needn't be generated again.
+    """The results so far, in a file beside the output, so that an interrupted run needn't generate them again.
 
-    Each is kept under a key of all that it depends on, so that a line, a model or an option that has changed
-    meanwhile is done anew.
+    Each result is stored under a key made from everything it depends on. If the line, the model or an option has
+    changed since, the result is generated again.
     """
 
     def __init__(self, output: Path, depends_on: str) -> None:
         self.file = output.with_name(output.name + ".partial")
         self._depends_on = depends_on
         self._lines = dict(read_entries(self.file))
-        if self._lines:  # without what a kill has cut off
+        if self._lines:  # drop a line that was cut off
             write_atomically(self.file, "".join(entry(key, line) for key, line in self._lines.items()))
         self.file.parent.mkdir(parents=True, exist_ok=True)
         self._open = self.file.open("a", encoding="utf-8", newline="\n")
@@ -65,7 +68,7 @@ class Done:
         self._open.flush()
 
     def finish(self, output: Path, requests: list[BatchRequest]) -> None:
-        """Write the output, whole or not at all, in the order of the requests."""
+        """Write the output atomically, in the order of the requests, and delete the partial file."""
         self.close()
         lines = [json.dumps(self._lines[self.key(request)], ensure_ascii=False) for request in requests]
         write_atomically(output, "".join(f"{line}\n" for line in lines))
@@ -77,7 +80,7 @@ class Done:
 
 def read_entries(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     for line in file.read_text(encoding="utf-8", errors="replace").split("\n") if file.is_file() else ():
-        with contextlib.suppress(ValueError, TypeError, KeyError):  # cut off
+        with contextlib.suppress(ValueError, TypeError, KeyError):  # a line that was cut off
             found = json.loads(line)
             yield found["key"], found["line"]
 
@@ -93,16 +96,16 @@ def run_file(
     options: GenerateOptions,
     note: Callable[[BatchProgress], None] | None = None,
 ) -> BatchProgress:
-    """Generate what ``requests`` ask for and write ``output``; goes on where an earlier run was interrupted.
+    """Generate a result for each of ``requests`` and write ``output``, continuing an earlier run that was interrupted.
 
-    ``options`` are for all requests that don't say otherwise; ``note`` is called after each round. Where the inference
-    fails, what is done is kept, as after a kill, for the same call to go on with.
+    ``options`` apply to all requests that don't set their own; ``note`` is called after each round. If the inference
+    fails, the results so far are kept, and the same call continues from them.
     """
     lm.workspace.check_grammar(options)
     done = Done(output, what_matters(lm, options))
     todo = [request for request in requests if not done.has(request)]
     progress = BatchProgress(len(requests), len(requests) - len(todo))
-    started: dict[int, tuple[BatchRequest, list[Row]]] = {}  # by the number of a row, what it belongs to
+    started: dict[int, tuple[BatchRequest, list[Row]]] = {}  # row number -> its request, and all rows of that
     numbers = itertools.count()
 
     def rows() -> Iterator[Row]:
@@ -136,7 +139,7 @@ def run_file(
 
 
 def what_matters(lm: LanguageModel, options: GenerateOptions) -> str:
-    """The model, and the options that results depend on: not what only makes them come faster."""
+    """Return a text that identifies the model and all options that change results, not only their speed."""
     weights = (lm.folder / MODEL_FILE).with_suffix(".bin").stat().st_size
     faster = ("batch_size",) if options.get("accept") == "rejection" else ("batch_size", "lookahead")
     texts = {name: options[name] for name in sorted(options) if name not in (*faster, *GRAMMARS)}
@@ -144,7 +147,7 @@ def what_matters(lm: LanguageModel, options: GenerateOptions) -> str:
 
 
 def rows_of(lm: LanguageModel, request: BatchRequest, options: GenerateOptions) -> list[Row]:
-    """A row for each text that is asked for; raises OvspecError where that can't be had."""
+    """Return a row for each text that is requested; raises OvspecError if the request is invalid or can't be met."""
     if request.error:
         raise OvspecError(request.error)
     own = any(name in request.options for name in GRAMMARS)

@@ -1,7 +1,7 @@
-"""Logits for somebody else who chooses the tokens: asked for position by position, of several texts in turn.
+"""Logits for a caller that chooses the tokens itself, position by position, in several texts at a time.
 
-Each text has its own KV cache, and what a drafter guesses about it is verified beside what has to be read anyway. Who
-goes on as the target itself would finds the next logits there already.
+Each text has its own KV cache. Tokens that a drafter proposes are verified together with those that have to be read
+anyway, so a caller that chooses them, as the target itself would, finds the next logits already computed.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ from ovspec.sampling.samplers import Distributions, GreedySampler
 from ovspec.workspace import Decoders
 
 MOST_BRANCHES = 8
-# Tokens at the end of a text that may be taken back; where more would be lost, the branch is forked.
+# A branch is reused if this many tokens at its end or fewer are lost; otherwise the text gets a branch of its own.
 SPARE = 4
-# Tokens in the cache that may be copied for each that needn't be read; a paged cache copies none.
+# A fork may copy this many cached tokens for each token that it needn't read again; a paged cache copies none.
 MOST_COPIED = 32
-# Nobody tells how many tokens are still to come.
+# The caller doesn't say how many tokens are still to come; this many are assumed.
 TO_COME = 64
-# Positions whose logits are computed at once, where all are asked for.
+# Maximum number of positions whose logits are computed at once, when all are requested.
 MOST_POSITIONS = 512
 
 
 @dataclass(kw_only=True)
 class Served(Proposals):
-    """What was asked for, and what it took.
+    """Counts of the requests for logits, and of the work they took.
 
-    requests: for the logits at one position.
-    answered: of these, without an inference.
-    inferences: of the target.
-    read: tokens of texts that the target was fed, its own guesses not counted.
-    forks: branches that began as copies of another one.
+    requests: requests for the logits after a text.
+    answered: requests that needed no inference.
+    inferences: inferences of the target.
+    read: tokens of texts that were fed to the target, without proposed tokens.
+    forks: branches that started as a copy of another branch.
     """
 
     requests: int = 0
@@ -54,7 +54,7 @@ class Served(Proposals):
 
 
 class Observer(GreedySampler):
-    """Chooses nothing: somebody else does, who is shown the logits. A draft guesses what is most likely."""
+    """A sampler that chooses nothing, because the caller does. A draft proposes its most likely tokens."""
 
     def verify(
         self,
@@ -67,13 +67,13 @@ class Observer(GreedySampler):
 
 
 class Branch:
-    """A text with its decoders, which is a row of a batch of its own.
+    """A text with its own decoders, which is the only row of its batch.
 
-    sequence: the text as it was last asked for; the target may hold guesses after it.
-    known: number of tokens -> the logits (vocab,) that follow so many tokens of what the target holds.
-    positions: at the end of the text, whose logits the next round asks for.
-    budget, drafts: of the next round, see ``RoundRow``.
-    since: tokens of the text that are as they were when it was last asked for.
+    sequence: the text as last requested; the target may hold proposed tokens after it.
+    known: n -> the logits (vocab,) that follow the first n tokens that the target holds.
+    positions: number of positions at the end of the text whose logits the next round returns.
+    budget, drafts: for the next round, see ``RoundRow``.
+    since: number of leading tokens that the text shares with the one requested before it.
     """
 
     finish_reason: FinishReason | None = None
@@ -84,7 +84,7 @@ class Branch:
         self.known: dict[int, np.ndarray] = {}
         self.stats, self.sampler = Stats(), Observer()
         self.positions, self.budget, self.drafts, self.since = 1, 1, False, 0
-        self.turn = self.round_row()  # the last
+        self.turn = self.round_row()  # the latest round's
         self.scheduler: Scheduler | None = None
 
     @property
@@ -107,10 +107,12 @@ class Branch:
 
 @dataclass
 class Guessed:
-    """A proposal that was verified after ``start`` tokens of ``branch``, and what has become of it so far.
+    """A proposal that was verified after ``start`` tokens of ``branch``, and how the text has continued since.
 
-    asked: lengths of the text at which a token was chosen from these logits; elsewhere it came without being chosen.
-    stood: guesses that the text has gone on with; ``parted``: and then it went another way.
+    asked: lengths of the text for which logits were requested, so that the caller chose the next token from them;
+        other tokens were appended without a choice.
+    stood: proposed tokens that the text has continued with.
+    parted: whether the text then continued with a token other than the proposed one.
     """
 
     branch: Branch
@@ -121,7 +123,7 @@ class Guessed:
     parted: bool = False
 
     def outcome(self) -> tuple[Proposal, int]:
-        """(the guesses of which is known what was chosen in their place, how many of them that was)"""
+        """Return (the proposed tokens in whose place the caller chose a token, how many of these it chose)."""
         judged = [i for i in range(self.stood + self.parted) if self.start + i in self.asked]
         if not judged:
             return NOTHING, 0
@@ -131,7 +133,7 @@ class Guessed:
 
 
 class Branches:
-    """The branches of one model, at most ``most`` of them; threads may share it."""
+    """Up to ``most`` branches of one model. Threads may share it."""
 
     def __init__(self, model: LanguageModel, most: int = MOST_BRANCHES) -> None:
         self.served = Served()
@@ -140,22 +142,23 @@ class Branches:
         drafter, self._lookahead = self._workspace.drafting({}, first, sampled=False)
         self._drafts = drafter is not None
         first.reset(1)
-        self._branches = [Branch(first)]  # the last one used at the end
-        self._outcome: RoundOutcome | None = None  # of the last round, of which the lookahead has not been told
-        self._guessed: Guessed | None = None  # in that round
+        self._branches = [Branch(first)]  # the least recently used one first
+        self._outcome: RoundOutcome | None = None  # of the last round, until the lookahead learns it
+        self._guessed: Guessed | None = None  # the proposal of that round
         self._lock = threading.Lock()
 
     def logits(self, tokens: list[int], all_new: bool = False) -> tuple[np.ndarray, int]:
-        """(logits (positions, vocab) float32 up to the one after ``tokens``, tokens that needn't be read for it)
+        """Return (logits (positions, vocab) float32, how many of ``tokens`` needn't be read for them).
 
-        One position, or with ``all_new`` those after all tokens that this text didn't have when it was last asked
-        for, and the one before: as many as are known.
+        The last position is the one after ``tokens``; without ``all_new`` it is the only one. With ``all_new``, there
+        is also a position after each token that is new since the last request for this text, and one before the first
+        of these, as far back as they are known.
 
         Raises:
-            OvspecError: no tokens, unknown ones, or more than the context or the memory holds.
+            OvspecError: ``tokens`` is empty, has an unknown id, or exceeds the context or the free memory.
         """
         if not tokens:
-            raise OvspecError("The text is empty, and this model has no token to begin a text with.")
+            raise OvspecError("The text is empty, and this model has no BOS token to start from.")
         self._workspace.check_room(len(tokens))
         text = Sequence(tokens)
         with self._lock:
@@ -176,7 +179,7 @@ class Branches:
     # ------------------------------------------------------------ branches
 
     def _branch(self, text: Sequence) -> Branch:
-        """The one that goes on with ``text``: that which has most of it, or a fork that leaves that one as it is."""
+        """Return the branch that holds most of ``text``, or another one where that branch would lose too much."""
 
         def fit(branch: Branch) -> tuple[int, int]:
             return common_prefix(branch.held, text), -len(branch.sequence)
@@ -200,7 +203,7 @@ class Branches:
         return branch
 
     def _make_room(self, tokens: int) -> None:
-        """Drop what was used longest ago until so many tokens fit into memory."""
+        """Drop the least recently used branches until ``tokens`` more tokens fit into memory."""
         while True:
             try:
                 return check_memory(self._workspace.irs(self._drafts), tokens)
@@ -216,18 +219,18 @@ class Branches:
     # ------------------------------------------------------------ reading and guessing
 
     def _read(self, branch: Branch, text: Sequence, since: int, all_new: bool) -> int:
-        """Learn what follows ``text``, in one round; returns how many of its tokens needn't be read."""
+        """Compute the logits after ``text`` in one round; return how many of its tokens needn't be read."""
         self._settle()
         unread = text.tokens[min(common_prefix(branch.held, text), len(text) - 1) :]
         unknown = self._workspace.tokenizer.known.first_unknown(unread)
         if unknown is not None:
             raise OvspecError(f"Token id {unknown} is not in the vocabulary.")
-        long = len(unread) > LONG  # reading a prompt waits for no drafter
+        long = len(unread) > LONG  # no drafter is asked while a prompt is read
         if long:
             self._make_room(len(unread) + TO_COME)
         context = self._workspace.target.ir.context_length
         branch.drafts, branch.budget = not long, 1 + min(TO_COME, context - len(text) if context else TO_COME)
-        # Asked for all logits, a decoder feeds tokens one way, however many they are: guesses change no bit.
+        # With all logits requested, a decoder feeds any number of tokens in the same way: proposals change no bit.
         branch.positions = MOST_POSITIONS if all_new or not long else 1
         branch.sequence, branch.since = text, since
         self._round(branch)
@@ -256,7 +259,7 @@ class Branches:
         self._outcome = outcome
 
     def _watch(self, branch: Branch, text: Sequence) -> None:
-        """See how far ``text`` goes along with what was guessed last."""
+        """Record how far ``text`` agrees with the last proposal."""
         guessed = self._guessed
         if not guessed or guessed.branch is not branch:
             return
@@ -273,7 +276,7 @@ class Branches:
             guessed.parted = True
 
     def _settle(self) -> None:
-        """Tell the lookahead what the last round has brought: it learns before the next one begins."""
+        """Have the lookahead learn from the last round, before the next one begins."""
         if self._guessed and self._outcome:
             self._lookahead.learn(replace(self._outcome, judged=[self._guessed.outcome()]))
         self._guessed = self._outcome = None

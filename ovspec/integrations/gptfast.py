@@ -1,4 +1,4 @@
-"""gpt-fast's surface, for people who come from there."""
+"""The interface of GPTFast (github.com/MDK8888/GPTFast), for code that was written for it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ovspec.sampling.samplers import SampleFunction
 
 
 class GPTFastModel:
-    """See ``gpt_fast``."""
+    """A loaded model with GPTFast's ``generate``; made by ``gpt_fast``."""
 
     def __init__(self, model: LanguageModel, sample_function: SampleFunction | None) -> None:
         self.model, self._sample_function = model, sample_function
@@ -23,17 +23,23 @@ class GPTFastModel:
     def generate(
         self, cur_tokens: np.ndarray, max_tokens: int, speculate_k: int | None = None, **sampling_kwargs: Any
     ) -> np.ndarray:
-        """The prompt and ``max_tokens`` more tokens, (1, n + max_tokens) int64.
+        """Return the prompt and ``max_tokens`` more tokens, (1, n + max_tokens) int64.
 
-        ``cur_tokens`` is the prompt, (1, n) or (n,), ``speculate_k`` what the draft proposes each round, by default as
-        much as pays; ``sampling_kwargs`` go to the sample function.
+        Args:
+            cur_tokens: the prompt, (1, n) or (n,) token ids.
+            max_tokens: number of tokens to generate.
+            speculate_k: tokens proposed per round; by default chosen automatically.
+            sampling_kwargs: keyword arguments for the sample function.
+
+        Raises:
+            OvspecError: ``cur_tokens`` has another shape, or there is no sample function for ``sampling_kwargs``.
         """
         prompt = np.asarray(cur_tokens, dtype=np.int64)
         prompt = prompt[0] if prompt.ndim == 2 and len(prompt) == 1 else prompt
         if prompt.ndim != 1:
             raise OvspecError(f"cur_tokens has the shape {prompt.shape}; it must be (1, n) or (n,).")
         if sampling_kwargs and not self._sample_function:
-            raise OvspecError(f"{', '.join(sampling_kwargs)}: there is no sample_function to pass it to.")
+            raise OvspecError(f"{', '.join(sampling_kwargs)}: this needs a sample_function; give one to gpt_fast().")
         options = GenerateOptions(
             max_tokens=max_tokens,
             ignore_eos=True,
@@ -48,11 +54,11 @@ class GPTFastModel:
 def gpt_fast(
     target: str | Path, draft: Any = None, sample_function: SampleFunction | None = None, **options: Any
 ) -> GPTFastModel:
-    """A model with the surface of GPTFast (github.com/MDK8888/GPTFast), on numpy arrays.
+    """Load a model with the interface of GPTFast (github.com/MDK8888/GPTFast), on NumPy arrays.
 
     Args:
         target, draft, options: as for ``ovspec.load``.
         sample_function: ``sample(logits (1, vocab), tokens so far (n,), **sampling_kwargs) -> token id``; greedy
-            without one. As with GPTFast nothing but ``max_tokens`` ends a text.
+            without one. As with GPTFast, only ``max_tokens`` ends a text.
     """
     return GPTFastModel(load(target, draft, **options), sample_function)

@@ -1,4 +1,4 @@
-"""A model for the guidance library (https://github.com/guidance-ai/guidance): its language on this runtime."""
+"""A model for the guidance library (https://github.com/guidance-ai/guidance), which runs its programs on ovspec."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ try:
     from guidance.models._engine import Engine, EngineInterpreter, LogitsOutput, Tokenizer  # type: ignore
 except ModuleNotFoundError:
     raise OvspecError(
-        "This needs the guidance library, which is not installed: pip install 'ovspec[guidance]'."
+        "The guidance library is not installed; install it with: pip install 'ovspec[guidance]'"
     ) from None
 
 
 class OpenVINO(Model):
-    """A guidance model on a loaded ``LanguageModel``, whose drafters guess ahead.
+    """A guidance model that runs on a loaded ``LanguageModel`` and speculates with its drafters.
 
     Args:
-        lm: from ``ovspec.load``. The cache of the model's branches is its own; ``lm`` may be used besides.
-        echo: show the text in a notebook, with probabilities, which take all logits and a sort of them.
-        chat_template: a ``guidance.chat.ChatTemplate`` class, or a template's text; by default the model's.
+        lm: from ``ovspec.load``. The guidance model has KV caches of its own, so ``lm`` may be used besides.
+        echo: show the text in a notebook, with token probabilities; for these all logits are computed and sorted.
+        chat_template: a ``guidance.chat.ChatTemplate`` class, or a template's source; by default the model's.
         sampling_params: guidance's ``top_p``, ``top_k``, ``min_p``, ``repetition_penalty``.
-        options: what guidance may do, all of it by default: ``enable_backtrack`` (spell the end of a text anew),
-            ``enable_ff_tokens`` (append what a grammar forces without asking the model), ``enable_monitoring``
-            (measure the processor's load).
+        options: what guidance may do, all on by default: ``enable_backtrack`` (tokenise the end of a text again),
+            ``enable_ff_tokens`` (append tokens that a grammar forces without asking the model), ``enable_monitoring``
+            (measure the CPU load).
     """
 
     def __init__(
@@ -55,12 +55,12 @@ class OpenVINO(Model):
 
     @property
     def stats(self) -> Served:
-        """What all programs on this model have asked for, and what it took."""
+        """Counts of the requests of all programs on this model, and of the work they took."""
         return self._interpreter.engine.branches.served
 
 
 class OpenVINOEngine(Engine):
-    """What guidance asks for logits; one for all branches of its programs. ``options`` are those of ``Engine``."""
+    """The engine that guidance asks for logits, for all branches of its programs. ``options``: those of ``Engine``."""
 
     def __init__(
         self, lm: LanguageModel, chat_template: str | type[ChatTemplate] | None = None, **options: Any
@@ -72,13 +72,13 @@ class OpenVINOEngine(Engine):
         super().__init__(tokenizer, **(enabled | options))
 
     def get_logits(self, token_ids: list[int], include_all_uncached_tokens: bool = False) -> LogitsOutput:
-        """As ``Engine`` has it; ``n_cached`` is ``n_tokens`` where no inference was needed."""
+        """Implement ``Engine.get_logits``; ``n_cached`` equals ``n_tokens`` if no inference was needed."""
         logits, cached = self.branches.logits(token_ids, include_all_uncached_tokens)
         return {"logits": as_wide(logits, self._width), "n_tokens": len(token_ids), "n_cached": cached}
 
 
 class OpenVINOTokenizer(Tokenizer):
-    """llguidance's tokenizer on the model's own ``tokenizer.json``; raises OvspecError where it can't be used."""
+    """llguidance's tokenizer on the model's own ``tokenizer.json``; raises OvspecError if that can't be used."""
 
     def __init__(self, lm: LanguageModel, chat_template: str | type[ChatTemplate] | None = None) -> None:
         whole = read_json(lm.folder / TOKENIZER_FILE)
@@ -88,7 +88,7 @@ class OpenVINOTokenizer(Tokenizer):
         if eos is None:
             eos = min(lm.generation_config.eos_ids, default=None)
         if eos is None:
-            raise OvspecError(f"{lm.folder}: guidance needs a model with a token that ends a text.")
+            raise OvspecError(f"{lm.folder}: guidance needs a model with an end-of-sequence token.")
         try:
             tokens = LLTokenizer(json.dumps({**whole, "padding": None, "truncation": None}), eos_token=eos)
         except ValueError as error:
@@ -99,13 +99,16 @@ class OpenVINOTokenizer(Tokenizer):
 
 
 def named(config: dict[str, Any], ids: dict[str, int], name: str) -> int | None:
-    """The id of a token that ``tokenizer_config.json`` names."""
+    """Return the id of the token that ``tokenizer_config.json`` lists as ``name``, or None."""
     token = config.get(name)
     return ids.get(token["content"] if isinstance(token, dict) else token) if token else None
 
 
 def model_template(lm: LanguageModel) -> str | type[ChatTemplate] | None:
-    """The chat template as text where guidance knows it, or else a class; None lets it take ChatML and say so."""
+    """Return the source of the chat template if guidance knows it, else a class for it where one can be made.
+
+    Return None if there is no template; guidance then takes ChatML and says so.
+    """
     try:
         template = chat_template(lm.folder)
     except OvspecError:
@@ -135,7 +138,7 @@ def template_class(source: str, roles: Roles) -> type[ChatTemplate]:
 
 
 def as_wide(logits: np.ndarray, width: int) -> np.ndarray:
-    """(places, any) -> (places, width): what the model doesn't know is never chosen."""
+    """Cut or pad ``logits`` (positions, n) to (positions, width); ids that the model lacks get -inf."""
     missing = width - logits.shape[1]
     if missing <= 0:
         return logits[:, :width]

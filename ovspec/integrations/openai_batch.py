@@ -1,7 +1,7 @@
-"""The lines of a batch file: a request in, a result out.
+"""Reads requests from the lines of a batch file, and makes the lines of the results.
 
-A line is a request of OpenAI's batch API (https://platform.openai.com/docs/guides/batch), an object with a prompt or
-messages and options, or a string.
+A line is a request of OpenAI's batch API (https://platform.openai.com/docs/guides/batch), a JSON object with a prompt
+or messages and options, or a JSON string.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from ovspec.model import Prompt
 from ovspec.options import GENERATE, GRAMMARS, GenerateOptions
 from ovspec.options.option import check
 
-# What a request may say about the text, by our names and OpenAI's.
+# The options that a request may set, by our names and OpenAI's, and our name for each.
 REQUESTED = {
     spelling: name for name, (_, option) in GENERATE.items() if option.request for spelling in (name, *option.aliases)
 }
-# What changes nothing in the text, or asks for what is done anyway.
+# Fields that are accepted and ignored, because they don't affect the text.
 WITHOUT_EFFECT = {"model", "user", "metadata", "store", "service_tier", "prompt_cache_key", "safety_identifier"}
 URLS = {"/v1/completions": "completion", "/v1/chat/completions": "chat"}
 Kind = Literal["plain", "completion", "chat"]
@@ -31,7 +31,7 @@ Kind = Literal["plain", "completion", "chat"]
 
 @dataclass(frozen=True)
 class BatchRequest:
-    """A line: what is asked for, or why that can't be told. ``options`` win over those of the whole file."""
+    """One line: a request, or the ``error`` found in it. ``options`` win over those of the whole file."""
 
     id: str
     source: str
@@ -46,7 +46,10 @@ class BatchRequest:
 
 
 def read_requests(file: Path) -> list[BatchRequest]:
-    """All requests of ``file``; blank lines are passed over. A ``.txt`` has a prompt a line, anything else JSON."""
+    """Return all requests of ``file``; blank lines are skipped.
+
+    In a ``.txt`` file each line is a prompt, in any other file each line is JSON.
+    """
     requests, seen = list[BatchRequest](), set[str]()
     for number, line in enumerate(read_text(file).split("\n"), 1):
         line = line.rstrip("\r")
@@ -55,14 +58,14 @@ def read_requests(file: Path) -> list[BatchRequest]:
         plain = file.suffix.lower() == ".txt"
         request = BatchRequest(str(number), line, prompt=line) if plain else read_request(line, str(number))
         if request.id in seen:
-            request = BatchRequest(f"line {number}", line, request.kind, error=f"The id {request.id!r} is there twice.")
+            request = BatchRequest(f"line {number}", line, request.kind, error=f"The id {request.id!r} is used twice.")
         seen.add(request.id)
         requests.append(request)
     return requests
 
 
 def read_request(line: str, default_id: str) -> BatchRequest:
-    """One line of JSON; a wrong one gives a request with an ``error``."""
+    """Parse one line of JSON; an invalid line gives a request with an ``error``."""
     identity, kind = default_id, cast(Kind, "plain")
     try:
         entry = json.loads(line)
@@ -75,7 +78,7 @@ def read_request(line: str, default_id: str) -> BatchRequest:
         identity = default_id if given is None else str(given)
         body = {name: value for name, value in entry.items() if name not in ("id", "custom_id")}
         if "body" in entry or "url" in entry:
-            kind = "completion"  # so that an error is written as OpenAI's API does
+            kind = "completion"  # so that an error is written in OpenAI's format, too
             kind, body = kind_of(entry), entry.get("body")
             if not isinstance(body, dict):
                 raise OvspecError("The request has no body.")
@@ -83,16 +86,16 @@ def read_request(line: str, default_id: str) -> BatchRequest:
     except json.JSONDecodeError as error:
         wrong = f"Not JSON: {error.msg} at column {error.colno}."
     except UnicodeEncodeError:
-        wrong = "It has half of a surrogate pair (\\ud800 to \\udfff), which is no text."
+        wrong = "The line has half of a surrogate pair (\\ud800 to \\udfff), which is not valid Unicode."
     except (ValueError, RecursionError):
-        wrong = "It is nested too deeply, or a number in it has too many digits."
+        wrong = "The line is nested too deeply, or a number in it has too many digits."
     except OvspecError as error:
         wrong = str(error)
     return BatchRequest(identity, line, kind, error=wrong)
 
 
 def as_chat(request: BatchRequest, system: str | None) -> BatchRequest:
-    """A plain prompt as a user's message; other requests as they are."""
+    """Turn a plain prompt into a chat with one user message; return other requests as they are."""
     if request.error or request.kind != "plain" or not isinstance(request.prompt, str):
         return request
     messages = [{"role": "system", "content": system}] if system is not None else []
@@ -101,7 +104,7 @@ def as_chat(request: BatchRequest, system: str | None) -> BatchRequest:
 
 
 def kind_of(entry: dict[str, Any]) -> Kind:
-    """Of a request of OpenAI's batch API."""
+    """Return the kind of a request of OpenAI's batch API; raises OvspecError for an unknown url or method."""
     url = str(entry.get("url", "")).rstrip("/")
     if url not in URLS:
         raise OvspecError(f"The url is {entry.get('url')!r}; it must be one of {', '.join(URLS)}.")
@@ -116,7 +119,7 @@ def prompt_of(body: dict[str, Any], kind: Kind) -> Prompt:
         raise OvspecError("A request must have either a prompt or messages.")
     wanted = {"chat": "messages", "completion": "prompt"}.get(kind)
     if wanted and body.get(wanted) is None:
-        raise OvspecError(f"A request to its url must have {'a prompt' if wanted == 'prompt' else 'messages'}.")
+        raise OvspecError(f"A request to this url must have {'a prompt' if wanted == 'prompt' else 'messages'}.")
     if messages is not None:
         if not isinstance(messages, list) or not messages or not all(isinstance(each, dict) for each in messages):
             raise OvspecError("messages must be a list of objects with role and content.")
@@ -128,11 +131,11 @@ def prompt_of(body: dict[str, Any], kind: Kind) -> Prompt:
 
 
 def options_of(body: dict[str, Any]) -> GenerateOptions:
-    """The options in a request; raises OvspecError for one that there isn't or a value of a wrong type."""
+    """Return the options in a request; raises OvspecError for an unknown one or a value of the wrong type."""
     options: dict[str, Any] = {}
     for name, value in body.items():
         if value is None and name in (*GRAMMARS, "response_format"):
-            options["json_schema"] = None  # nor that of the whole file
+            options["json_schema"] = None  # also lifts the grammar of the whole file
         off = value is None or (value is False and name in ("stream", "logprobs", "echo"))
         if off or name in WITHOUT_EFFECT or name in ("prompt", "messages"):
             continue
@@ -140,7 +143,7 @@ def options_of(body: dict[str, Any]) -> GenerateOptions:
             options |= format_of(value)
             continue
         if name not in REQUESTED:
-            raise OvspecError(f"{name} can't be asked for in a batch; leave it out.")
+            raise OvspecError(f"{name} can't be set in a batch request; leave it out.")
         ours = REQUESTED[name]
         kind, option = GENERATE[ours]
         value = bias_of(value) if ours == "logit_bias" else value
@@ -150,7 +153,7 @@ def options_of(body: dict[str, Any]) -> GenerateOptions:
 
 
 def format_of(value: Any) -> dict[str, Any]:
-    """OpenAI's ``response_format`` as options."""
+    """Return OpenAI's ``response_format`` as options."""
     kind = value.get("type") if isinstance(value, dict) else None
     if kind == "text":
         return {"json_schema": None}
@@ -166,7 +169,7 @@ def format_of(value: Any) -> dict[str, Any]:
 
 
 def schema_of(text: str) -> Any:
-    """Text, never the name of a file: a request comes from elsewhere."""
+    """Parse a schema's text. It is never taken for a file name, because requests may come from other people."""
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
@@ -174,7 +177,7 @@ def schema_of(text: str) -> Any:
 
 
 def bias_of(value: Any) -> dict[int, float]:
-    """JSON has only texts for keys."""
+    """Return ``logit_bias`` with token ids as keys, which JSON can only write as strings."""
     try:
         return {int(token): float(bias) for token, bias in value.items()}
     except (AttributeError, TypeError, ValueError, OverflowError):
@@ -185,7 +188,7 @@ def bias_of(value: Any) -> dict[int, float]:
 
 
 def result_line(request: BatchRequest, results: list[Result] | str) -> dict[str, Any]:
-    """What is written for a request: its results, or the error."""
+    """Return the output line for a request, from its results or an error message."""
     if isinstance(results, str):
         if request.kind == "plain":
             return {"id": request.id, "error": results}
@@ -207,7 +210,7 @@ def result_line(request: BatchRequest, results: list[Result] | str) -> dict[str,
 
 
 def body_of(request: BatchRequest, results: list[Result]) -> dict[str, Any]:
-    """As OpenAI's API answers."""
+    """Return the response body in the format of OpenAI's API."""
     chat = request.kind == "chat"
     choices = []
     for index, result in enumerate(results):

@@ -1,19 +1,20 @@
-"""What a chat template writes in front of and behind the messages of each role, found by rendering a few chats."""
+"""Finds the text that a chat template writes before and after messages of each role, by rendering a few chats."""
 
 from __future__ import annotations
 
 from ovspec.errors import OvspecError
 from ovspec.text.chat_template import ChatTemplate
 
-Roles = dict[str, tuple[str, str]]  # role -> (what stands in front of a message, what stands behind it)
+Roles = dict[str, tuple[str, str]]  # role -> (text before a message, text after it)
 
-SAID = ("Alpha7one", "Bravo7two", "Delta7three")  # nothing a template would write, trim or change
+SAID = ("Alpha7one", "Bravo7two", "Delta7three")  # contents that no template would write, trim or change
 
 
 def roles_of(template: ChatTemplate) -> Roles | None:
-    """For "user", "assistant" and, if a system message is one like the others, "system"; without a BOS in front.
+    """Return the texts around messages of "user", "assistant" and, where it is a message like the others, "system".
 
-    None where the template doesn't join messages that begin and end the same wherever they stand.
+    They leave out a BOS at the start. Return None if the template doesn't begin and end messages in the same way at
+    every position.
     """
     try:
         chat = around(template, ["user", "assistant", "user"])
@@ -27,7 +28,7 @@ def roles_of(template: ChatTemplate) -> Roles | None:
     user_start = chat[2][len(assistant_end) :]
     if not chat[0].endswith(user_start):
         return None
-    # A prompt for the answer may hold more than the beginning of an earlier one: an open thought, say.
+    # The prompt for an answer may hold more than an earlier answer begins with, such as an opened thinking block.
     roles = {"user": (user_start, user_end), "assistant": (opened[1][len(user_end) :], assistant_end)}
     try:
         before, between, behind = around(template, ["system", "user"])
@@ -40,7 +41,7 @@ def roles_of(template: ChatTemplate) -> Roles | None:
 
 
 def around(template: ChatTemplate, roles: list[str], open: bool = False) -> list[str]:
-    """The text in front of, between and behind messages of these roles; raises OvspecError where one isn't whole."""
+    """Return the texts before, between and after messages of ``roles``; raises OvspecError if one is left out."""
     messages = [{"role": role, "content": text} for role, text in zip(roles, SAID, strict=False)]
     rest, parts = template.render(messages, open), []
     for message in messages:

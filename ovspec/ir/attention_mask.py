@@ -1,4 +1,4 @@
-"""The attention mask of an IR, run alone: how far attention sees, at any length and next to no cost."""
+"""Run an IR's attention mask alone, which shows how far attention sees at any length, at next to no cost."""
 
 from __future__ import annotations
 
@@ -12,18 +12,21 @@ from openvino import opset13 as ops
 from ovspec.ir.compile import MODEL_FILE, CompiledIR, State, model_states
 from ovspec.ir.device import core
 
-# Slots at which a mask is tried where the config doesn't say how long a text may be.
+# Number of slots to test a mask at if the config doesn't give the context length.
 LONGEST = 32768
 UNBOUNDED = sys.maxsize
 
 
 def narrowest_window(ir: CompiledIR) -> int:
-    """Slots that the narrowest layer sees, by the config and by the IR's own attention mask."""
+    """Return how many slots the narrowest layer sees, by the config and by the IR's own attention mask."""
     return min(bound for bound in (ir.attention_window, mask_bound(ir), UNBOUNDED) if bound)
 
 
 def mask_bound(ir: CompiledIR) -> int | None:
-    """Slots up to which dead slots don't change what the live ones see; UNBOUNDED, or None if that can't be told."""
+    """Return the number of slots up to which dead slots don't change what the live ones see.
+
+    0 if they always do, UNBOUNDED if they never do, None if that can't be determined.
+    """
     try:
         mask = mask_model(core().read_model(ir.folder / MODEL_FILE))
         if mask is None:
@@ -39,14 +42,14 @@ def mask_bound(ir: CompiledIR) -> int | None:
             middle = (low + high) // 2
             low, high = (middle, high) if same_view(request, axes, middle) else (low, middle)
         return low
-    except (RuntimeError, LookupError, ValueError):  # an attention mask of a kind not seen before
+    except (RuntimeError, LookupError, ValueError):  # an unknown kind of attention mask
         return None
 
 
 def mask_model(model: ov.Model) -> ov.Model | None:
-    """The attention masks of ``model`` as a model of its own, which it takes apart; None where there are none.
+    """Return the attention masks of ``model`` as a model of its own, or None if it has none. Takes ``model`` apart.
 
-    States become inputs of their name. Only the lengths of keys and values are read: heads of size 1 do.
+    States become inputs of the same name. Only the lengths of keys and values are read, so their heads may have size 1.
     """
     masks = {}
     for op in model.get_ops():
@@ -73,7 +76,7 @@ def mask_model(model: ov.Model) -> ov.Model | None:
 
 
 def ancestors(nodes: list[Any]) -> set[str]:
-    """Names of all that ``nodes`` are computed from."""
+    """Return the names of ``nodes`` and of all nodes that they are computed from."""
     seen, waiting = set(), list(nodes)
     while waiting:
         node = waiting.pop()
@@ -84,7 +87,7 @@ def ancestors(nodes: list[Any]) -> set[str]:
 
 
 def same_view(request: ov.InferRequest, axes: dict[str, State], slots: int) -> bool:
-    """Whether the last of ``slots`` slots sees the same of the live ones, with four dead and without them."""
+    """Return whether the last of ``slots`` slots sees the live ones alike with four dead slots and without them."""
     dead = slice(slots - 6, slots - 2)
     alive = np.ones((1, slots), dtype=np.int64)
     alive[:, dead] = 0
@@ -94,7 +97,7 @@ def same_view(request: ov.InferRequest, axes: dict[str, State], slots: int) -> b
         ours = np.delete(ours, np.arange(slots)[dead], axis=-1)
         if not ((ours > -1e30) == (theirs > -1e30)).all():
             return False
-        # Softmax doesn't feel a shift of a whole row.
+        # Softmax ignores a constant added to a whole row.
         shown, expected = ours - ours[..., -1:], theirs - theirs[..., -1:]
         if not np.allclose(shown[theirs > -1e30], expected[theirs > -1e30], atol=1e-3):
             return False
@@ -102,7 +105,7 @@ def same_view(request: ov.InferRequest, axes: dict[str, State], slots: int) -> b
 
 
 def masks_of(request: ov.InferRequest, axes: dict[str, State], alive: np.ndarray) -> list[np.ndarray]:
-    """The masks (1, heads or 1, 1, slots) float64 of one more token after ``slots - 1``; hidden is -inf."""
+    """Return the masks of a token after ``slots - 1`` others: (1, heads or 1, 1, slots) float64, hidden < -1e30."""
     slots = alive.shape[1]
     inputs: dict[str, np.ndarray] = {
         "input_ids": np.zeros((1, 1), dtype=np.int64),

@@ -1,4 +1,4 @@
-"""Read an exported IR: its inputs, its states and their axes; ask for logits only where they are read."""
+"""Read and compile an exported IR: find its inputs and states, and compute logits only where they are wanted."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from ovspec.ir.device import DeviceOptions, check_device, compile_properties, co
 from ovspec.ir.large_pages import LargePages
 
 MODEL_FILE = "openvino_model.xml"
-# What may stand between the lm_head and the result without mixing positions (bias, scale, soft cap).
+# Operations that may follow the lm_head, because they don't mix positions (bias, scale, soft cap).
 ELEMENTWISE = {"Add", "Multiply", "Divide", "Subtract", "Tanh", "Convert", "Clamp"}
 KNOWN_INPUTS = {"input_ids", "attention_mask", "position_ids", "beam_idx"}
 
 
 @dataclass(frozen=True)
 class State:
-    """One variable of the model: keys or values of a layer, or a state that replaces itself (conv, SSM)."""
+    """A variable of the model: the keys or values of a layer, or a recurrent state (convolution, SSM)."""
 
     name: str
     batch_axis: int
-    sequence_axis: int | None  # of the slots that can be cut or masked; None where there are none
-    width: int  # values that a row holds: per slot, or in all
+    sequence_axis: int | None  # of the slots, which can be cut or masked; None for a state without slots
+    width: int  # values per row and slot, or per row if there are no slots
 
 
 @dataclass
 class CompiledIR:
-    """A language model that OpenVINO has compiled, with its inputs and states; ``Request`` runs it."""
+    """A language model compiled by OpenVINO, with its inputs and states. ``Request`` runs it."""
 
     folder: Path
     compiled: ov.CompiledModel
@@ -44,40 +44,40 @@ class CompiledIR:
     states: list[State]
     config: dict[str, Any]
     inputs: dict[str, int]  # name -> index, for the fast setters
-    picks_logits: bool  # has the logits_idx input
-    properties: dict[str, str]  # it was compiled with
-    large_pages: LargePages  # for its weights
+    picks_logits: bool  # whether it has the input logits_idx
+    properties: dict[str, str]  # that it was compiled with
+    large_pages: LargePages  # moves its weights into large pages
 
     @property
     def text_config(self) -> dict[str, Any]:
-        """The part of the config that speaks of the language model."""
+        """The part of the config that describes the language model."""
         return self.config.get("text_config") or self.config
 
     @property
     def kv_states(self) -> list[State]:
-        """The states with a slot for each token."""
+        """The states that have a slot for each token."""
         return [state for state in self.states if state.sequence_axis is not None]
 
     @property
     def recurrent_states(self) -> list[State]:
-        """The states without slots."""
+        """The states that have no slots."""
         return [state for state in self.states if state.sequence_axis is None]
 
     @property
     def logits_width(self) -> int:
-        """Tokens that the model's logits are for, which may be more than the tokenizer knows."""
+        """Width of the logits, which may exceed the tokenizer's vocabulary."""
         return self.compiled.output(0).get_partial_shape()[-1].get_length()
 
     @functools.cached_property
     def context_length(self) -> int | None:
-        """Positions the model was made for, as its config says; None where the config is silent."""
+        """Number of positions that the model was made for, from its config; None if the config doesn't say."""
         names = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
         config = self.text_config
         return next((int(config[n]) for n in names if isinstance(config.get(n), int)), None)
 
     @property
     def attention_window(self) -> int | None:
-        """Slots that the narrowest attention layer sees, None for full attention."""
+        """Number of slots that the narrowest attention layer sees, from the config; None for full attention."""
         config = self.text_config
         sliding = ("sliding_window",) if config.get("use_sliding_window") is not False else ()
         windows = [config.get(name) for name in (*sliding, "window_size", "attention_chunk_size")]
@@ -85,7 +85,7 @@ class CompiledIR:
 
 
 def check_ir_folder(folder: Path) -> None:
-    """Raises OvspecError where ``folder`` holds no exported language model, and says what it is instead."""
+    """Raise an OvspecError if ``folder`` holds no exported language model; it says what ``folder`` is instead."""
     if not folder.is_dir():
         what = "is a file" if folder.is_file() else "no such folder"
         raise OvspecError(f"{folder}: {what}; name a folder made by 'ovspec export' or optimum-cli.")
@@ -97,9 +97,10 @@ def check_ir_folder(folder: Path) -> None:
 
 
 def check_weights(xml: Path) -> int:
-    """The bytes of the .bin beside ``xml``; raises OvspecError where it is missing or shorter than the .xml says.
+    """Return the size in bytes of the .bin file that belongs to ``xml``.
 
-    OpenVINO maps it into memory: reading past its end would kill the process.
+    Raises OvspecError if either file is missing, or the .bin is shorter than the .xml says: OpenVINO maps it into
+    memory, and reading past its end would kill the process.
     """
     try:
         text = xml.read_bytes()
@@ -113,7 +114,7 @@ def check_weights(xml: Path) -> int:
 
 
 def model_states(model: ov.Model) -> list[State]:
-    """The model's variables with their axes. ``beam_idx`` gathers along the batch axis of each."""
+    """Return the model's variables with their axes. ``beam_idx`` gathers along the batch axis of each."""
     batch_axes = {}
     for op in model.get_ops():
         for use in op.output(0).get_target_inputs() if op.get_type_name() == "ReadValue" else ():
@@ -135,8 +136,8 @@ def model_states(model: ov.Model) -> list[State]:
 def pick_logits(model: ov.Model) -> bool:
     """Add the input ``logits_idx`` [n] i64: flat indices (row * width + column) whose logits are computed.
 
-    The hidden states are gathered in front of the lm_head, so ``logits`` becomes [1, n, vocab].
-    Returns False, and leaves the model as it was, where the lm_head is not found.
+    The hidden states are gathered before the lm_head, so ``logits`` becomes [1, n, vocab].
+    Returns False, and leaves the model unchanged, if the lm_head is not found.
     """
     node = model.output("logits").get_node().input_value(0).get_node()
     while node.get_type_name() in ELEMENTWISE:
@@ -162,9 +163,10 @@ def pick_logits(model: ov.Model) -> bool:
 
 
 def compile_ir(folder: Path, options: DeviceOptions, rewrite: Callable[[ov.Model], None] | None = None) -> CompiledIR:
-    """Read and compile the language model in ``folder``, after ``rewrite`` where there is one.
+    """Read the language model in ``folder``, apply ``rewrite`` if given, and compile it.
 
-    Raises OvspecError: no IR there, not a stateful text model, no such device, or a property it refuses.
+    Raises OvspecError if the folder holds no IR or no stateful text model, if the device is not available, or if the
+    device can't compile the model or refuses a property.
     """
     check_ir_folder(folder)
     device = check_device(options.device)
@@ -177,13 +179,13 @@ def compile_ir(folder: Path, options: DeviceOptions, rewrite: Callable[[ov.Model
     names = {name for port in model.inputs for name in port.names}
     outputs = {name for port in model.outputs for name in port.names}
     if "logits" not in outputs or "input_ids" not in names:
-        raise OvspecError(f"{folder}: not a language model that generates text (it has no logits to choose from).")
+        raise OvspecError(f"{folder}: not a language model that generates text (it has no input_ids or no logits).")
     if not states or not {"attention_mask", "beam_idx"} <= names:
         raise OvspecError(f"{folder}: exported without a KV cache; export it with the task text-generation-with-past.")
     if "encoder_hidden_states" in names:
         raise OvspecError(f"{folder}: the decoder of an encoder-decoder model, which is not supported.")
     if unknown := names - KNOWN_INPUTS:
-        raise OvspecError(f"{folder}: wants the input {min(unknown)}, which ovspec cannot give; not supported.")
+        raise OvspecError(f"{folder}: not supported, because the model needs the input {min(unknown)}.")
     picks = pick_logits(model)
     if rewrite:
         rewrite(model)
@@ -192,13 +194,13 @@ def compile_ir(folder: Path, options: DeviceOptions, rewrite: Callable[[ov.Model
     try:
         compiled = core().compile_model(model, device, properties)
     except RuntimeError as error:
-        raise OvspecError(f"{folder}: {device} cannot compile it ({last_line(error)}).") from None
+        raise OvspecError(f"{folder}: {device} cannot compile this model ({last_line(error)}).") from None
     inputs = {port.get_any_name(): i for i, port in enumerate(compiled.inputs)}
     config = read_json(folder / "config.json")
     return CompiledIR(folder, compiled, device, states, config, inputs, picks, properties, large_pages)
 
 
 def last_line(error: Exception) -> str:
-    """The last line of an OpenVINO error: the others name source files of OpenVINO."""
+    """Return the last line of an OpenVINO error. The other lines name OpenVINO's source files."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[-1].rstrip(".") if lines else type(error).__name__

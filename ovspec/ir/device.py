@@ -1,4 +1,4 @@
-"""From what the user calls a device to a checked OpenVINO device name and compile properties."""
+"""Turn the user's device options into a checked OpenVINO device name and compile properties."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ import platformdirs
 
 from ovspec.errors import OvspecError
 
-# A KV cache of these types is the same after trimming, compacting, forking and copying, in any arithmetic
-# (tests/decoders measure it); u8 is not.
+# KV caches of these types survive trimming, compacting, forking and copying unchanged, in any arithmetic (measured in
+# tests/decoders); u8 caches don't.
 EXACT_KV_PRECISIONS = ("f32", "bf16", "f16")
 
 
 @dataclass(frozen=True)
 class DeviceOptions:
-    """Where and how a model is compiled; ``None`` leaves a choice to the OpenVINO plugin."""
+    """Where and how a model is compiled. ``None`` leaves the choice to the OpenVINO plugin."""
 
     device: str = "CPU"  # or GPU, GPU.N, AUTO, AUTO:X,Y
     precision: str | None = None  # of the arithmetic: f32, bf16, f16
-    kv_precision: str | None = None  # also u8; by default that of the arithmetic on the CPU
+    kv_precision: str | None = None  # also u8; on the CPU, the default is the type of the arithmetic
     threads: int | None = None
-    properties: dict[str, str] = field(default_factory=dict)  # OpenVINO's own; they win over everything else
+    properties: dict[str, str] = field(default_factory=dict)  # OpenVINO's properties; they override all else
     cache_dir: Path | None = None
 
     @property
     def fixed(self) -> dict[str, str]:
-        """The properties that are named here, as OpenVINO calls them."""
+        """The properties set by these options, under OpenVINO's names."""
         named = {
             "INFERENCE_PRECISION_HINT": self.precision,
             "KV_CACHE_PRECISION": self.kv_precision,
@@ -39,7 +39,7 @@ class DeviceOptions:
 
     @property
     def cache_folder(self) -> Path | None:
-        """Where compiled models and probes are kept; None where the properties switch the cache off."""
+        """The folder for compiled models and probes; None if the properties switch the cache off."""
         named = self.properties.get("CACHE_DIR")
         if named is None:
             return self.cache_dir or default_cache_dir() / "compiled"
@@ -48,7 +48,7 @@ class DeviceOptions:
 
 @functools.cache
 def core() -> ov.Core:
-    """The process's one OpenVINO core."""
+    """Return the OpenVINO core, of which each process has one."""
     return ov.Core()
 
 
@@ -57,12 +57,12 @@ def default_cache_dir() -> Path:
 
 
 def available_devices() -> list[tuple[str, str]]:
-    """(name, description) of every device that can be used now."""
+    """Return (name, description) of every available device."""
     return [(name, str(core().get_property(name, "FULL_DEVICE_NAME"))) for name in core().available_devices]
 
 
 def check_device(device: str) -> str:
-    """The device's OpenVINO name, in capitals; raises OvspecError, naming those there are, where it isn't here."""
+    """Return the device's OpenVINO name in capitals; raise an OvspecError that lists the devices if it is none."""
     name = device.upper()
     base, _, listed = name.partition(":")
     wanted = [part.lstrip("-") for part in listed.split(",")] if listed else [base]
@@ -78,17 +78,17 @@ def check_device(device: str) -> str:
             continue
         reason = "no such device"
         if part.startswith("GPU") and not any(p.startswith("GPU") for p in present):
-            packages = "on Linux it is the package intel-opencl-icd, on Windows Intel's graphics driver"
+            packages = "on Linux, install the package intel-opencl-icd; on Windows, Intel's graphics driver"
             reason = f"no GPU driver found ({packages})"
         raise OvspecError(f"--device {device}: {reason}; available here: {', '.join(present)}.")
     return name
 
 
 def compile_properties(options: DeviceOptions) -> dict[str, str]:
-    """The properties for ``Core.compile_model``."""
+    """Return the properties for ``Core.compile_model``."""
     properties = {"PERFORMANCE_HINT": "LATENCY", "CACHE_DIR": str(options.cache_folder or "")}
     if options.device.upper().startswith("AUTO"):
-        # The KV cache lives in the request: it must not start on the CPU and move away.
+        # The KV cache lives in the request, which must not start on the CPU and then move to another device.
         properties["ENABLE_STARTUP_FALLBACK"] = "NO"
     if kv_precision := default_kv_precision(options):
         properties["KV_CACHE_PRECISION"] = kv_precision
@@ -96,20 +96,23 @@ def compile_properties(options: DeviceOptions) -> dict[str, str]:
 
 
 def native_precisions() -> list[str]:
-    """The 16-bit types in which the CPU itself computes; elsewhere OpenVINO emulates bf16 and computes f16 in f32."""
+    """Return the 16-bit types that the CPU computes in natively.
+
+    Without native support, OpenVINO emulates bf16 and computes f16 in f32.
+    """
     capabilities = core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
     return [name for name, capability in (("bf16", "BF16"), ("f16", "FP16")) if capability in capabilities]
 
 
 def default_kv_precision(options: DeviceOptions) -> str | None:
-    """The KV cache's default type: that in which attention is really computed, so that rolling back is exact.
+    """Return the default type of the KV cache: the one that attention computes in, so that rolling back is exact.
 
-    The CPU plugin's own default for compressed weights, u8, is not (see ARCHITECTURE.md).
-    None on other devices: AUTO and HETERO do not know the property, and a GPU has a choice of its own.
+    It isn't exact with u8, the CPU plugin's own default for compressed weights (see ARCHITECTURE.md).
+    None on devices other than the CPU: AUTO and HETERO don't know the property, and a GPU makes its own choice.
     """
     if check_device(options.device) != "CPU":
         return None
     default = core().get_property("CPU", "INFERENCE_PRECISION_HINT").get_type_name()
     precision = options.fixed.get("INFERENCE_PRECISION_HINT", default)
-    # Attention needs the CPU's own 16-bit instructions; with a cache of such a type it refuses to run without them.
+    # With a 16-bit cache, attention refuses to run on a CPU without 16-bit instructions of that type.
     return precision if precision in native_precisions() else "f32"

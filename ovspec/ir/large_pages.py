@@ -1,7 +1,7 @@
-"""Large pages of memory for weights (Linux), which spare the processor looking up 250,000 pages for each gigabyte.
+"""Large memory pages for weights (Linux), so that the processor needn't look up 250,000 pages for each gigabyte.
 
-madvise with MADV_COLLAPSE (Linux 6.1, see madvise(2)) copies memory into pages of 2 MB, where the system allows them
-(transparent huge pages "madvise" or "always"). No bit of the logits changes. docs/benchmarks.md has what it brings.
+madvise with MADV_COLLAPSE (Linux 6.1, see madvise(2)) copies memory into pages of 2 MB, if the system allows them
+(transparent huge pages "madvise" or "always"). No bit of the logits changes. docs/benchmarks.md shows the gain.
 """
 
 from __future__ import annotations
@@ -17,14 +17,17 @@ from pathlib import Path
 PAGE = 1 << 21
 COLLAPSE = 25  # MADV_COLLAPSE
 ENOMEM, EAGAIN = 12, 11
-PATIENCE = 5.0  # seconds of inference before it begins: copying takes two seconds a gigabyte, too long for short texts
-# It is done between inferences: for this share of their time, at most so many seconds at once.
+PATIENCE = 5.0  # seconds of inference before copying starts: 2 seconds per gigabyte would be too long for short texts
+# Copying happens between inferences: for this share of their time, and for at most LONGEST seconds at once.
 SHARE, LONGEST = 0.2, 0.02
-MOST_REFUSALS = 16  # in a row, after which memory has no more large pages to give
+MOST_REFUSALS = 16  # in a row, after which the system is taken to have no large pages left
 
 
 class LargePages:
-    """Of what is allocated from now on, when a model is compiled, until its inferences have taken ``PATIENCE``."""
+    """Moves a model's weights into large pages. Create it just before the model is compiled.
+
+    The weights are taken to be the memory allocated from then until inferences have taken ``PATIENCE`` seconds.
+    """
 
     def __init__(self) -> None:
         self._before = set(pages(memory_ranges()))
@@ -34,13 +37,13 @@ class LargePages:
         self._lock = threading.Lock()  # a model may be used by several threads
 
     def spent(self, seconds: float) -> None:
-        """An inference took ``seconds``. When it is time, some of the weights are moved before the next."""
+        """Note that an inference took ``seconds``. After ``PATIENCE`` seconds in all, move some of the weights."""
         self.seconds += seconds
         if self.seconds >= PATIENCE and not self.done:
             self.move(min(SHARE * seconds, LONGEST))
 
     def move(self, seconds: float) -> None:
-        """Go on for ``seconds``, unless another thread is at it."""
+        """Move weights for ``seconds``, unless another thread is doing so."""
         if not self._lock.acquire(blocking=False):
             return
         until = time.perf_counter() + seconds
@@ -61,7 +64,7 @@ class LargePages:
 
 
 def memory_ranges() -> list[tuple[int, int]]:
-    """(start, end) of memory that belongs to this process alone and to no file; none where that can't be told."""
+    """Return the (start, end) of private memory that belongs to no file; [] if the system doesn't show it."""
     try:
         lines = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:  # not Linux, or not allowed
@@ -76,7 +79,7 @@ def memory_ranges() -> list[tuple[int, int]]:
 
 
 def pages(ranges: Iterable[tuple[int, int]]) -> Iterator[int]:
-    """Addresses of the large pages that lie within ``ranges``."""
+    """Yield the addresses of the large pages that lie within ``ranges``."""
     for start, end in ranges:
         yield from range(-(-start // PAGE) * PAGE, end // PAGE * PAGE, PAGE)
 
@@ -89,5 +92,5 @@ def madvise() -> Callable[[int, int, int], int]:
 
 
 def collapse(page: int) -> int:
-    """Make one large page of the memory there; returns 0, or the number of the error that prevented it."""
+    """Turn the memory at address ``page`` into one large page; return 0, or the errno if that fails."""
     return ctypes.get_errno() if madvise()(page, PAGE, COLLAPSE) else 0

@@ -1,4 +1,4 @@
-"""An infer request, driven with as little Python as possible."""
+"""An infer request, driven with as little Python overhead as possible."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ovspec.ir.compile import CompiledIR
 
 
 class Request:
-    """Runs inferences of one model and counts them; ``inputs`` that it doesn't have are left out."""
+    """Runs inferences of one model and counts them. Those of ``inputs`` that the model doesn't have are skipped."""
 
     def __init__(self, ir: CompiledIR, inputs: Sequence[str]) -> None:
         self.seconds, self.inferences = 0.0, 0
@@ -23,15 +23,15 @@ class Request:
         self.renew()
 
     def renew(self) -> None:
-        """Take a new request of OpenVINO's."""
+        """Replace the OpenVINO request with a new one."""
         self.raw = self._compiled.create_infer_request()
-        self._bound: dict[int, np.ndarray] = {}  # what the request reads each input from
+        self._bound: dict[int, np.ndarray] = {}  # input index -> the array that the request reads it from
 
     def infer(self, arrays: Sequence[np.ndarray], logits_idx: np.ndarray) -> np.ndarray:
-        """(len(logits_idx), vocab) float32: the logits at these flat indices of the tokens, valid until the next call.
+        """Return the logits at these flat token indices: (len(logits_idx), vocab) float32, valid until the next call.
 
-        ``arrays`` are the inputs in the order of their names. Only those that are not the same array as last
-        time are bound again: binding costs more than writing into an array that is bound.
+        ``arrays`` are in the order of the names in ``inputs``. An array that is the same as last time is not bound
+        again: binding costs more than writing into an array that is already bound.
         """
         request, bound = self.raw, self._bound
         for index, array in zip(self._inputs, arrays, strict=True):

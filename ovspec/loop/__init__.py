@@ -1,1 +1,1 @@
-"""The loop: rows of text, rounds over them, and the scheduler that lets rows join and leave."""
+"""The generation loop: rows of text, rounds over them, and the scheduler that lets rows join and leave."""

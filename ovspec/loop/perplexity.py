@@ -1,4 +1,4 @@
-"""How well a model foresees a text."""
+"""Perplexity: how well a model predicts a text."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from ovspec.errors import OvspecError
 from ovspec.sampling.logprobs import log_softmax
 
 DEFAULT_CONTEXT = 1024
-CHUNK = 128  # logits of so many positions are held at a time
+CHUNK = 128  # positions whose logits are held at a time
 
 
 @dataclass(frozen=True)
 class Perplexity:
-    """``perplexity`` is exp of ``nats``, the mean negative log-probability of ``scored`` tokens."""
+    """How well a text was predicted: exp of ``nats``, the mean negative log-probability of ``scored`` tokens."""
 
     perplexity: float
     nats: float
@@ -29,9 +29,10 @@ class Perplexity:
 
 
 def windows(length: int, context: int) -> Iterator[tuple[int, int, int]]:
-    """(start, end, first scored) of windows that overlap by half, so that every token but the first is scored once.
+    """Yield (start, end, first scored position) of windows that overlap by half.
 
-    All but those of the first window have at least ``context // 2`` tokens in front of them.
+    Every token except the first is scored once. Scored tokens have at least ``context // 2`` tokens of their window
+    before them, except in the first window.
     """
     stride = max(context // 2, 1)
     end, start = min(context, length), 0
@@ -43,7 +44,7 @@ def windows(length: int, context: int) -> Iterator[tuple[int, int, int]]:
 
 
 def predictions(decoder: Decoder, tokens: np.ndarray, context: int) -> Iterator[tuple[int, np.ndarray]]:
-    """(position of the first predicted token, logits (n, vocab) for it and those that follow), in order."""
+    """Yield (position of a token, logits (n, vocab) that predict it and the n - 1 tokens after it), in order."""
     for start, end, scored in windows(len(tokens), context):
         decoder.reset(1)
         if scored - 1 > start:
@@ -61,10 +62,10 @@ def check_length(tokens: np.ndarray, context: int) -> None:
 
 
 def measure(decoder: Decoder, tokens: np.ndarray, context: int) -> Perplexity:
-    """Score ``tokens`` (n,) int64 in windows of ``context`` tokens.
+    """Measure the perplexity of ``tokens`` (n,) int64, read in windows of ``context`` tokens.
 
     Raises:
-        OvspecError: fewer than two tokens.
+        OvspecError: ``context`` or the number of tokens is less than two.
     """
     check_length(tokens, context)
     began = time.perf_counter()

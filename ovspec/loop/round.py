@@ -1,6 +1,6 @@
-"""The round: every accelerator proposes, the target alone decides, in one inference.
+"""The round: drafters propose tokens, and the target alone decides which to commit, in one inference.
 
-Plain decoding is this round with nothing proposed.
+Plain decoding is a round in which nothing is proposed.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from ovspec.drafting.proposal import NO_TOKENS, NOTHING, Proposal
 def run_round(
     target: Decoder, drafter: Drafter | None, lookahead: Lookahead, rows: list[RoundRow]
 ) -> RoundOutcome | None:
-    """Commit at least one token to every row, and leave no trace of what was rejected.
+    """Commit at least one token to every row, and leave no trace of rejected tokens.
 
-    A row that is still reading its prompt gets none. What came of each row stands in it; what the lookahead can learn
-    from the round is returned, where there is a drafter.
+    A row that is still reading its prompt gets none, except forced tokens. Each row's results are stored in its
+    ``RoundRow``. Returns what the lookahead can learn from the round, or None without a drafter.
 
     Args:
-        target: its row i follows ``rows[i]``, however far it has got.
+        target: its row i follows ``rows[i]``, of which it may have read only a part.
         drafter: None for plain decoding.
-        lookahead: how many tokens it pays to propose; 0 of them also keeps constraints from forcing any.
+        lookahead: decides how many tokens to propose. If it is fixed at 0, constraints don't force tokens, either.
     """
     if lookahead.fixed != 0:
         for row in rows:
@@ -48,7 +48,7 @@ def run_round(
 
 
 def commit_forced(row: RoundRow) -> None:
-    """Commit what constraints leave no choice about. No model verifies it: the target could choose nothing else."""
+    """Commit the row's forced tokens. They need not be verified, because the target could choose nothing else."""
     constraints = row.sampler.constraints
     found = constraints.forced(row.sequence.tokens)[: row.budget]
     if found:
@@ -59,7 +59,7 @@ def commit_forced(row: RoundRow) -> None:
 
 
 def propose(rows: list[RoundRow], drafter: Drafter | None, lookahead: Lookahead) -> None:
-    """Have the drafter propose, or else healing, which knows how the prompt had spelt its end."""
+    """Collect proposals from the drafter. A row without one tries the tokens that healing took back from its prompt."""
     if drafter and any(row.draftable for row in rows):
         for row, proposal in zip(rows, drafter.propose(rows, lookahead), strict=True):
             row.proposal = proposal
@@ -72,7 +72,7 @@ def propose(rows: list[RoundRow], drafter: Drafter | None, lookahead: Lookahead)
 
 
 def read(rows: list[RoundRow], target: Decoder) -> None:
-    """Find out what each row feeds: all that the target has not seen and the proposal, or a chunk of its prompt."""
+    """Set what each row feeds: the tokens that the target has not read and the proposal, or a chunk of the prompt."""
     if len(rows) > 1:
         share_prefixes(target, [row.sequence for row in rows])
     for index, row in enumerate(rows):
@@ -86,7 +86,7 @@ def read(rows: list[RoundRow], target: Decoder) -> None:
             row.proposal = NOTHING
             continue
         if len(row.forced) and row.read == len(row.forced) + 1:
-            # Asked for all logits, a decoder feeds forced tokens as plain decoding would feed them, to the bit.
+            # If all logits are requested, the decoder feeds forced tokens exactly as plain decoding would, to the bit.
             row.positions = row.read
         row.wanted = min(row.positions, row.read) + len(row.proposal.tokens)
         if len(row.proposal.tokens):
@@ -94,10 +94,10 @@ def read(rows: list[RoundRow], target: Decoder) -> None:
 
 
 def commit(row: RoundRow, logits: np.ndarray, target: Decoder, index: int) -> None:
-    """Commit the target's choices as long as the proposal agrees with them, and the one that follows.
+    """Commit the accepted part of the proposal and one token of the target's own.
 
-    That one is the correction of the first wrong guess or, after a fully accepted proposal, the bonus token; there is
-    none where an accepted token ends the text.
+    That token replaces the first rejected one or, if the whole proposal was accepted, is the bonus token. There is none
+    if an accepted token ends the text.
     """
     proposed = len(row.proposal.tokens)
     own = logits[len(logits) - proposed - 1 :]
@@ -114,7 +114,7 @@ def commit(row: RoundRow, logits: np.ndarray, target: Decoder, index: int) -> No
 
 
 def outcome(rows: list[RoundRow], drafted: float, verified: float) -> RoundOutcome:
-    """What the lookahead learns from: proposals and how many of their tokens stood, widths, and seconds."""
+    """Return what the lookahead learns from: proposals, how many of their tokens were accepted, widths and seconds."""
     forced = sum([len(row.forced) for row in rows])
     healed = any(row.healed for row in rows)
     return RoundOutcome(

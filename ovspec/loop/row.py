@@ -1,4 +1,4 @@
-"""A row: one text in the making, from rounds of tokens to pieces of text."""
+"""A row: one text that is being generated, from rounds of tokens to pieces of text."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from ovspec.text.tokenizer import Detokenizer
 
 
 class StopStrings:
-    """Holds text back while it may be the beginning of a stop string."""
+    """Holds back text that may be the beginning of a stop string."""
 
     def __init__(self, stops: list[str]) -> None:
         self._stops = stops
         self._held = ""
 
     def push(self, text: str) -> tuple[str, bool]:
-        """(text that may be shown, whether a stop string was found right behind it)"""
+        """Add ``text``; return (text that may be shown, whether a stop string follows it)."""
         if not self._stops:
             return text, False
         self._held += text
@@ -41,19 +41,19 @@ class StopStrings:
         return shown
 
     def _overlap(self, stop: str) -> int:
-        """Length of the longest end of the held text that ``stop`` begins with."""
+        """Return the length of the longest suffix of the held text that ``stop`` begins with."""
         most = min(len(stop) - 1, len(self._held))
         return next((n for n in range(most, 0, -1) if stop.startswith(self._held[-n:])), 0)
 
 
 @dataclass(frozen=True)
 class Ending:
-    """What ends a text, besides its grammar.
+    """Everything that ends a text, except its grammar.
 
-    max_tokens: tokens to generate at most.
-    eos: ids that end it, besides ``params.stop_ids``.
-    params: of these ``min_tokens``, ``stop`` and ``stop_ids``, and ``logprobs``.
-    context: tokens that it may have with its prompt.
+    max_tokens: maximum number of tokens to generate.
+    eos: ids that end the text, in addition to ``params.stop_ids``.
+    params: only ``min_tokens``, ``stop``, ``stop_ids`` and ``logprobs`` are used.
+    context: maximum number of tokens, prompt included.
     """
 
     max_tokens: int
@@ -63,11 +63,11 @@ class Ending:
 
 
 class Row:
-    """One text in the making: its tokens, what they say so far, and when it ends.
+    """One text that is being generated: its tokens, the text they spell so far, and when it ends.
 
     Args:
-        sequence: prompt, without what was taken back of it, and, as rounds commit to it, what follows.
-        healing: what was taken back; the text must begin with it.
+        sequence: the prompt without the tokens that healing took back; rounds commit the generated tokens to it.
+        healing: holds the tokens that were taken back, if any; the text must begin with their bytes.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class Row:
         self.logprobs: list[TokenLogprob] | None = None if params.logprobs is None else []
         self.finish_reason: FinishReason | None = None
         self.start = len(sequence)
-        stats.cached_tokens, self._read = self.start, 0  # until it is read
+        stats.cached_tokens, self._read = self.start, 0  # corrected as the prompt is read
         self._end, self._context = min(self.start + ending.max_tokens, ending.context), ending.context
         self._min_tokens, self._count_logprobs = params.min_tokens or 0, params.logprobs or 0
         self._eos, self._stop_ids = ending.eos, frozenset(params.stop_ids)
@@ -95,23 +95,23 @@ class Row:
 
     @property
     def most(self) -> int:
-        """Tokens that the text may have in the end, with its prompt."""
+        """The maximum number of tokens of the text, prompt included."""
         return int(self._end)
 
     def round_row(self) -> RoundRow:
-        """What the next round works on. No drafter is asked before the first token, which must not wait for it."""
+        """Return the row for the next round. Drafters aren't asked before the first token, which must not wait."""
         return RoundRow(self.sequence, self.sampler, int(self._end) - len(self.sequence), self.stats.rounds > 0)
 
     def take(self, turn: RoundRow) -> Piece:
-        """Read what a round committed, if anything, up to where the text ends; later tokens are taken back."""
+        """Turn the tokens that a round committed into a piece of text; roll back those after the end of the text."""
         tokens = turn.tokens.tolist()
         begin = len(self.sequence) - len(tokens)
-        shown, used, stopped, counted = "", 0, False, list[int]()  # indices of tokens that are in the text
+        shown, used, stopped, counted = "", 0, False, list[int]()  # indices of the generated tokens
         for used, token in enumerate(tokens, 1):
             healed = 0
             if self.healing and not self.token_ids and not counted:
                 healed = self.healing.healed(self.sequence.tokens[: begin + used])
-                if healed is None:  # nothing new, so it isn't counted
+                if healed is None:  # it spells only the prompt, so it isn't counted
                     self._end = min(self._end + 1, self._context)
                     if begin + used >= self._end:  # the context is full before anything new was generated
                         self.finish_reason = "length"
@@ -151,7 +151,7 @@ class Row:
         return Piece(shown, ids, self.finish_reason, logprobs, [sources[index] for index in counted])
 
     def cancel(self) -> Piece:
-        """End the text where it is, unless it has ended already."""
+        """End the text where it is, unless it has already ended."""
         if self.finish_reason:
             return Piece("", [], self.finish_reason)
         self.finish_reason = "cancelled"
@@ -160,14 +160,14 @@ class Row:
         return Piece(rest, [], "cancelled")
 
     def result(self) -> Result:
-        """Of a text that has ended."""
+        """Return the result of a text that has ended."""
         assert self.finish_reason
         return Result(self.text, self.token_ids, self.finish_reason, self.stats, self.logprobs)
 
     def _count(self, turn: RoundRow, used: int) -> None:
-        """A round, of whose tokens the first ``used`` are in the text."""
+        """Update the statistics for a round whose first ``used`` tokens are in the text."""
         stats, forced = self.stats, len(turn.forced)
-        if not stats.rounds:  # a grammar may force tokens while the prompt still waits to be read
+        if not stats.rounds:  # a grammar may force tokens before the prompt has been read
             self._read += turn.read - forced
             stats.cached_tokens = min(self.start, self.start - self._read)
         stats.forced += min(forced, used)

@@ -21,7 +21,7 @@ from ovspec.loop.round import run_round
 
 
 class Schedulable(Protocol):
-    """What rounds run over: a ``Row``, or the text of somebody else who chooses the tokens."""
+    """What rounds run on: a ``Row``, or a text whose tokens are chosen by other software."""
 
     sequence: Sequence
     stats: Stats
@@ -29,7 +29,7 @@ class Schedulable(Protocol):
 
     @property
     def most(self) -> int:
-        """Tokens that the text may grow to."""
+        """The maximum number of tokens that the text may grow to."""
         ...
 
     def round_row(self) -> RoundRow: ...
@@ -41,7 +41,7 @@ class Schedulable(Protocol):
 
 @dataclass(frozen=True)
 class BatchLimits:
-    """What a batch may hold at a time: rows, and tokens that these may grow to together."""
+    """Limits of a batch: the number of its rows, and the number of tokens that they may grow to together."""
 
     rows: int = 1
     tokens: float = math.inf
@@ -49,7 +49,11 @@ class BatchLimits:
 
 @dataclass(slots=True)
 class Active:
-    """A row of the batch: its number among all, and the seconds on the clock, of the target and of drafting by then."""
+    """A row of the batch.
+
+    number: its number among all rows.
+    joined: seconds on the wall clock, of target inference and of drafting when it joined.
+    """
 
     number: int
     row: Schedulable
@@ -57,16 +61,16 @@ class Active:
 
 
 class Queue:
-    """Rows that have not joined yet."""
+    """Rows that have not joined the batch yet."""
 
     def __init__(self, rows: Iterable[Schedulable], limits: BatchLimits) -> None:
         self._rows, self._limits = enumerate(rows), limits
         self._waiting: list[tuple[int, Schedulable]] = []
 
     def take(self, batch: list[Schedulable]) -> list[tuple[int, Schedulable]]:
-        """(number, row) of those for which there is room beside ``batch``; one at least where that is empty.
+        """Return (number, row) of the rows for which ``batch`` has room; if it is empty, at least one.
 
-        A row that begins like one whose prompt is being read waits, because it can go on from there.
+        A row waits while another prompt with the same beginning is being read, because it can continue from there.
         """
         room = self._limits.tokens - sum([row.most for row in batch])
         reading = [row.sequence for row in batch if not row.stats.rounds]
@@ -84,12 +88,12 @@ class Queue:
 
 
 class Scheduler:
-    """Runs rounds over rows that join a batch as others leave it.
+    """Runs rounds over a batch that rows join as others leave it.
 
     Args:
-        target, drafter: hold nothing, or the first row.
-        rows: taken from when there is room.
-        learn: told what each round has brought; the lookahead by default.
+        target, drafter: either without rows, or with one row, which the first of ``rows`` takes over.
+        rows: consumed as the batch has room for more.
+        learn: called with the outcome of each round that has a drafter; ``lookahead.learn`` by default.
     """
 
     def __init__(
@@ -105,10 +109,10 @@ class Scheduler:
         self._learn = learn or lookahead.learn
         self._queue, self._most_rows = Queue(rows, limits), limits.rows
         self._batch: list[Active] = []
-        self._stay = list(range(len(target.rows)))  # rows of the decoders that go on
+        self._stay = list(range(len(target.rows)))  # decoder rows whose text continues
 
     def step(self) -> list[tuple[int, Piece]] | None:
-        """Run one round; (number of the row, piece) for each row, or None where there is no row left."""
+        """Run one round; return (number of the row, piece) for each row, or None if no row is left."""
         if len(self._batch) < self._most_rows:
             joining = self._queue.take([active.row for active in self._batch])
             self._batch += [Active(number, row, self._clocks()) for number, row in joining]
@@ -134,7 +138,7 @@ class Scheduler:
         return pieces
 
     def _reorder(self) -> None:
-        """Have the decoders go on with the rows that stay, and begin with those that have joined."""
+        """Keep the decoders' rows of texts that continue, and add empty ones for rows that have joined."""
         order = [*self._stay, *[EMPTY] * (len(self._batch) - len(self._stay))]
         begins = not self._target.rows
         for follower in (self._target, self._drafter):
@@ -148,7 +152,7 @@ class Scheduler:
         return [(active.number, active.row.cancel()) for active in self._batch]
 
     def note_times(self) -> None:
-        """Bring the statistics of the batch's rows up to date."""
+        """Update the times in the statistics of the batch's rows."""
         for active in self._batch:
             self._note_times(active)
 
@@ -167,25 +171,25 @@ class Scheduler:
 
 
 class HeldInterrupts:
-    """Has Ctrl-C wait for the end of a round, so that KV cache and text stay in agreement.
+    """Delays Ctrl-C until the end of a round, so that KV cache and text stay consistent.
 
-    Notes Ctrl-C while ``holding`` is set, and hands it on at once while it is not.
+    While ``holding`` is set, Ctrl-C only sets ``pressed``; otherwise it goes to the previous handler at once.
 
-    The handler is installed once for a whole generation: doing so every round would cost as much as
-    half the rest of the loop. Outside the main thread, where Python handles no signals, it does nothing.
+    The handler is installed once for a whole generation: installing it every round would cost half as much as
+    the rest of the loop. Outside the main thread, where Python handles no signals, the class does nothing.
     """
 
     def __init__(self) -> None:
         self.holding = self.pressed = self._stopped = False
         self._previous: Any = None
         handler = signal.getsignal(signal.SIGINT)
-        # A process that ignores Ctrl-C, as one in the background does, goes on doing so.
+        # A process that ignores Ctrl-C, as one in the background does, continues to ignore it.
         if threading.current_thread() is threading.main_thread() and callable(handler):
             self._previous = handler
             signal.signal(signal.SIGINT, self._note)
 
     def stop(self) -> None:
-        """Give the signal back to whoever had it. Streams may end in another order than they began."""
+        """Restore the previous handler, skipping those that have stopped: streams may end in any order."""
         self._stopped = True
         if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGINT) != self._note:
             return
@@ -202,10 +206,10 @@ class HeldInterrupts:
 
 
 def run_rows(scheduler: Scheduler) -> Iterator[list[tuple[int, Piece]]]:
-    """Run rounds until every row is finished; yields (number of the row, piece) for the rows of each round.
+    """Run rounds until every row is finished; after each, yield a list of (number of the row, piece).
 
-    On Ctrl-C the round is finished, its pieces and then a last one "cancelled" are yielded, and KeyboardInterrupt is
-    raised.
+    On Ctrl-C, finish the round, yield its pieces, then a last piece "cancelled" for each row, and raise
+    KeyboardInterrupt.
     """
     interrupts = HeldInterrupts()
     try:

@@ -1,4 +1,4 @@
-"""How likely the model finds texts that continue another one."""
+"""Scoring: how likely the model finds given continuations of a text."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from ovspec.decoders.prefill import LONG
 from ovspec.decoders.sequence import Sequence, catch_up
 from ovspec.sampling.logprobs import log_softmax
 
-# Texts and logits of one inference: a stateful cache is copied for each text, and logits are as wide as a vocabulary.
+# Maximum texts and logits per inference: a stateful cache is copied for each text; logits are as wide as a vocabulary.
 MOST_TEXTS, MOST_LOGITS = 32, 256
 
 
 @dataclass(frozen=True)
 class Score:
-    """``logprob`` is the sum of ``logprobs``, the natural logarithms of the model's own probability of each token."""
+    """A text's score: ``logprob`` is the sum of ``logprobs``, its tokens' log-probabilities in the model, in nats."""
 
     logprob: float
     token_ids: list[int]
@@ -28,7 +28,7 @@ class Score:
 
 @dataclass(frozen=True)
 class Selection:
-    """The option ``text``, which is the one numbered ``index``; ``logprobs`` has each option's total."""
+    """The selected option, its index among the options, and the total log-probability of each option."""
 
     text: str
     index: int
@@ -36,10 +36,10 @@ class Selection:
 
 
 def score_texts(decoder: Decoder, texts: list[np.ndarray], begin: int) -> list[Score]:
-    """Score each of ``texts`` (n,) int64 from place ``begin`` on. They share all tokens before it, at least one.
+    """Score each of ``texts`` (n,) int64 from position ``begin`` on; they share all tokens before it (at least one).
 
-    These are read once, and then all texts in one inference, or in several where they are many. ``decoder`` has a
-    single row before and after; it holds the text with the highest score, where one inference was enough.
+    The shared tokens are read once, then all texts in one inference, or in several if there are many. ``decoder`` has a
+    single row before and after. If one inference was enough, that row then holds the text with the highest score.
     """
     scores: list[Score] = []
     best = 0
@@ -64,13 +64,13 @@ def score_texts(decoder: Decoder, texts: list[np.ndarray], begin: int) -> list[S
 
 
 def score(logits: np.ndarray, tokens: np.ndarray) -> Score:
-    """Of ``tokens`` (n,), each chosen from its row of ``logits`` (n, vocab)."""
+    """Return the score of ``tokens`` (n,), each of which is predicted by its row of ``logits`` (n, vocab)."""
     logprobs = [float(log_softmax(row)[token]) for row, token in zip(logits, tokens, strict=True)]
     return Score(math.fsum(logprobs), tokens.tolist(), logprobs)
 
 
 def groups(texts: list[np.ndarray], begin: int) -> Iterator[list[np.ndarray]]:
-    """Texts that are scored together."""
+    """Yield groups of texts, each to be scored in one inference."""
     group: list[np.ndarray] = []
     for text in texts:
         if group and (

@@ -1,6 +1,6 @@
-"""Every option, declared once: Python's keywords, the command line and the batch file are made from these tables.
+"""Declares each option once. Python's keywords, the command line and the batch file are made from these tables.
 
-A new option is one entry. One of ``SamplingOptions`` becomes a field of ``SamplingParams``, too.
+To add an option, add one entry. An entry of ``SamplingOptions`` also becomes a field of ``SamplingParams``.
 """
 
 import math
@@ -34,74 +34,107 @@ def python_only(help: str) -> Option:
 
 
 def file_or_text(help: str) -> Option:
-    """A file on the command line, a text in a request, either in Python."""
-    return Option(help, more="A text or the ``Path`` of a file.", metavar="FILE", parse=Path, request=str)
+    """Return an option that is a file on the command line, a string in a request, and either of them in Python."""
+    return Option(help, more="A string, or the ``Path`` of a file.", metavar="FILE", parse=Path, request=str)
 
 
 class SamplingOptions(TypedDict, total=False):
-    """What a text depends on, besides prompt and model."""
+    """The options that decide which text a model generates for a prompt."""
 
     max_tokens: Annotated[
         int | None,
         Option(
             "Maximum number of tokens to generate.",
             limits=AT_LEAST_1,
-            usual="the model's, or 256",
-            more="More than the context holds is an error.",
+            usual="from the model's generation config, or 256",
+            more="It is an error if the prompt and this many tokens exceed the context.",
             flags=("-n", "--max-tokens"),
             aliases=("max_completion_tokens",),
         ),
     ]
     min_tokens: Annotated[
-        int | None, Option("Minimum number of tokens; a grammar may end the text earlier.", limits=NOT_NEGATIVE)
+        int | None,
+        Option(
+            "Minimum number of tokens to generate; a grammar may end the text earlier.",
+            limits=NOT_NEGATIVE,
+            usual="from the model's generation config, or 0",
+        ),
     ]
-    stop: Annotated[str | Collection[str], Option("End the text before this string.", list, metavar="TEXT")]
+    stop: Annotated[
+        str | Collection[str], Option("End the text at this string, which is left out of it.", list, metavar="TEXT")
+    ]
     stop_ids: Annotated[
         Collection[int],
-        Option("End the text at this token.", list, flags=("--stop-id",), metavar="ID", aliases=("stop_token_ids",)),
+        Option(
+            "End the text at this token id; the token adds no text.",
+            list,
+            flags=("--stop-id",),
+            metavar="ID",
+            aliases=("stop_token_ids",),
+        ),
     ]
-    ignore_eos: Annotated[bool, Option("Go on after an end-of-sequence token.", False)]
+    ignore_eos: Annotated[bool, Option("Continue after an end-of-sequence token.", False)]
     temperature: Annotated[
         float,
         Option(
-            "Sampling temperature: 0 is greedy, 1 the model's own.", 0.0, GREEDY_OR_MORE, flags=("-t", "--temperature")
+            "Sampling temperature: 0 always takes the most likely token (greedy), 1 samples from the model's own "
+            "distribution, and higher values make unlikely tokens more frequent.",
+            0.0,
+            GREEDY_OR_MORE,
+            flags=("-t", "--temperature"),
         ),
     ]
     top_k: Annotated[
-        int, Option("Sample from the K most likely tokens; 0 for all.", 0, Limits(0, words="0 (all) or more"))
+        int, Option("Sample only from the K most likely tokens; 0 for all.", 0, Limits(0, words="0 (all) or more"))
     ]
     top_p: Annotated[
-        float, Option("Sample from the most likely tokens that together have this probability.", 1.0, PROBABILITY)
+        float,
+        Option("Sample only from the most likely tokens that add up to this probability; 1 for all.", 1.0, PROBABILITY),
     ]
     min_p: Annotated[
         float,
-        Option("Sample from tokens with at least this share of the highest probability.", 0.0, SHARE),
+        Option("Sample only from tokens with at least this share of the highest probability; 0 for all.", 0.0, SHARE),
     ]
-    typical_p: Annotated[float, Option("As top_p with the most typical tokens (arXiv 2202.00666).", 1.0, PROBABILITY)]
+    typical_p: Annotated[
+        float,
+        Option("Like top_p, but over the most typical tokens (arXiv 2202.00666); 1 for all.", 1.0, PROBABILITY),
+    ]
     repetition_penalty: Annotated[
         float | None,
-        Option("Divide positive, multiply negative logits of earlier tokens.", None, POSITIVE, "the model's, or 1"),
+        Option(
+            "Divide positive logits of tokens in the prompt and the text by this, and multiply negative ones: 1 is "
+            "off, higher values discourage repetition.",
+            None,
+            POSITIVE,
+            "from the model's generation config, or 1",
+        ),
     ]
-    presence_penalty: Annotated[float, Option("Subtract from the logits of generated tokens.", 0.0, FINITE)]
-    frequency_penalty: Annotated[float, Option("Subtract from a generated token's logit for each time.", 0.0, FINITE)]
+    presence_penalty: Annotated[
+        float, Option("Subtract this from the logit of each token generated so far; 0 is off.", 0.0, FINITE)
+    ]
+    frequency_penalty: Annotated[
+        float,
+        Option("Subtract this from a token's logit once for each time it was generated; 0 is off.", 0.0, FINITE),
+    ]
     logit_bias: Annotated[
         Mapping[int, float],
-        Option("Add to a token's logit; -inf bans the token.", dict, metavar="ID=VALUE", parse=token_bias),
+        Option("Add VALUE to the logit of token ID; -inf bans it.", dict, metavar="ID=VALUE", parse=token_bias),
     ]
     seed: Annotated[
         int | None,
         Option(
-            "Random seed: the same seed gives the same text, with any draft or none.",
+            "Random seed: the same seed gives the same text. If accept is compare, that holds with any draft or none.",
             limits=Limits(0, 2**63 - 1, "from 0 to 2**63 - 1"),
             usual="random",
-            more="``Stats.seed`` tells a random one.",
+            more="``Stats.seed`` reports the seed of a sampled text.",
         ),
     ]
     n: Annotated[int, Option("Number of texts to generate for each prompt.", 1, AT_LEAST_1, flags=("--samples",))]
     logprobs: Annotated[
         int | None,
         Option(
-            "The model's own log-probabilities of each token and of the N likeliest, before temperature and penalties.",
+            "Report the natural log-probability of each token and of this many of the most likely ones, before "
+            "temperature and penalties; 0 reports the token's own alone.",
             limits=NOT_NEGATIVE,
             request=False,
         ),
@@ -109,7 +142,7 @@ class SamplingOptions(TypedDict, total=False):
 
 
 def _fields(table: Any) -> Any:
-    """A frozen dataclass with a field for each entry of a table."""
+    """Return a frozen dataclass with a field for each entry of ``table``."""
     entries = []
     for name, (kind, option) in declared(table).items():
         made = callable(option.default)
@@ -123,14 +156,14 @@ _SamplingFields: Any = _fields(SamplingOptions)
 
 @dataclass(frozen=True)
 class SamplingParams(_SamplingFields):
-    """What a text depends on, besides prompt and model."""
+    """Sampling options in one immutable object, for the option ``sampling``; checked when it is made."""
 
     if TYPE_CHECKING:
 
         def __init__(self, **fields: Unpack[SamplingOptions]) -> None: ...
 
     def __post_init__(self) -> None:
-        """Raises OvspecError where a value is of a wrong type or out of range."""
+        """Check the values; raises OvspecError for one of the wrong type or out of range."""
         for name, (kind, option) in SAMPLING.items():
             if (value := getattr(self, name)) is not option.default:
                 check(name, value, kind, option)
@@ -139,7 +172,7 @@ class SamplingParams(_SamplingFields):
         if not all(self.stop_strings):
             raise OvspecError("A stop string is empty; leave it out.")
         if self.min_tokens and self.max_tokens and self.min_tokens > self.max_tokens:
-            raise OvspecError(f"min_tokens is {self.min_tokens}, more than max_tokens, {self.max_tokens}.")
+            raise OvspecError(f"min_tokens is {self.min_tokens}, which is more than max_tokens, {self.max_tokens}.")
 
     @property
     def stop_strings(self) -> list[str]:
@@ -147,7 +180,7 @@ class SamplingParams(_SamplingFields):
 
     @property
     def penalizes(self) -> bool:
-        """Whether logits depend on the tokens before them."""
+        """Whether a penalty makes the logits depend on the tokens before them."""
         repeats = self.repetition_penalty not in (None, 1.0)
         return repeats or self.presence_penalty != 0 or self.frequency_penalty != 0
 
@@ -157,10 +190,10 @@ class SamplingParams(_SamplingFields):
 
 
 class GenerateOptions(SamplingOptions, total=False):
-    """What every generating call takes."""
+    """The options of every generating call."""
 
     sampling: Annotated[
-        SamplingParams, python_only("All ``SamplingParams`` in one; options given one by one win over it.")
+        SamplingParams, python_only("Sampling options in one object; options given one by one win over it.")
     ]
     sampler: Annotated[
         SampleFunction | None,
@@ -169,12 +202,12 @@ class GenerateOptions(SamplingOptions, total=False):
             "**sampler_options) -> id``, called once for each token, in order, with or without a draft."
         ),
     ]
-    sampler_options: Annotated[Mapping[str, Any] | None, python_only("Keywords for the sampler.")]
+    sampler_options: Annotated[Mapping[str, Any] | None, python_only("Keyword arguments for ``sampler``.")]
     accept: Annotated[
         AcceptRule,
         Option(
-            "How sampled tokens are compared with proposed ones: compare gives the same text with any draft or none, "
-            "rejection accepts more.",
+            "How proposed tokens are accepted when sampling: compare gives the same text with any draft or none; "
+            "rejection accepts more tokens, but keeps only the distribution of the texts the same.",
             "compare",
             request=False,
         ),
@@ -182,7 +215,7 @@ class GenerateOptions(SamplingOptions, total=False):
     lookahead: Annotated[
         int | Literal["auto"] | None,
         Option(
-            "Tokens to propose each round, 0 for plain decoding; auto for as many as pay.",
+            "Tokens to propose per round: 0 for plain decoding, auto for the number that is expected to be fastest.",
             limits=LOOKAHEAD,
             usual="auto",
             metavar="auto|K",
@@ -193,30 +226,35 @@ class GenerateOptions(SamplingOptions, total=False):
     batch_size: Annotated[
         int | None,
         Option(
-            "Texts to generate at a time; the others wait.", None, AT_LEAST_1, "32", commands=("batch",), request=False
+            "Maximum number of texts generated at a time; the others wait.",
+            None,
+            AT_LEAST_1,
+            "32",
+            commands=("batch",),
+            request=False,
         ),
     ]
     json_schema: Annotated[
         Any,
         Option(
-            "The text must be JSON of this schema; '{}' for any JSON.",
-            more="A dict, a text, the ``Path`` of a file or a pydantic model.",
+            "The text must be JSON that matches this schema; '{}' allows any JSON.",
+            more="A dict, a JSON string, the ``Path`` of a file or a pydantic model.",
             metavar="FILE|TEXT",
             parse=schema_or_file,
             request=dict[str, Any] | bool | str,
         ),
     ]
     regex: Annotated[str | None, Option("The whole text must match this regular expression.", metavar="PATTERN")]
-    grammar: Annotated[str | Path | None, file_or_text("The text must follow this grammar in Lark's syntax.")]
-    gbnf: Annotated[str | Path | None, file_or_text("The text must follow this grammar in llama.cpp's syntax.")]
-    choice: Annotated[Sequence[str] | None, Option("The text must be one of these.", metavar="TEXT")]
+    grammar: Annotated[str | Path | None, file_or_text("The text must match this grammar in Lark's syntax.")]
+    gbnf: Annotated[str | Path | None, file_or_text("The text must match this grammar in GBNF, llama.cpp's syntax.")]
+    choice: Annotated[Sequence[str] | None, Option("The text must be one of the given strings.", metavar="TEXT")]
     constrain_from: Annotated[
         int | str | None,
         Option(
-            "Where in the prompt the grammar begins: at the last TEXT, or at character N (@0: at its start, @-5: five "
-            "from its end).",
+            "Where in the prompt the grammar begins: at the last occurrence of TEXT, or at character N (@0 is the "
+            "start of the prompt, @-5 five characters before its end).",
             usual="after the prompt",
-            more="In Python, a number without the @.",
+            more="In Python, give the character as an int, without the @.",
             metavar="TEXT|@N",
             parse=place_or_text,
         ),
@@ -224,15 +262,16 @@ class GenerateOptions(SamplingOptions, total=False):
     heal: Annotated[
         bool | None,
         Option(
-            "Let the first token begin inside the prompt: its last tokens are generated anew.",
-            more="Sessions do so for appended text unless told otherwise.",
+            "Token healing: generate the last tokens of the prompt again, so that a token may span the prompt's end.",
+            more="Off by default, but on for text that was appended to a session.",
         ),
     ]
     logits_processors: Annotated[
         Sequence[LogitsProcessor] | None,
         python_only(
-            "Your own functions that change the logits of each token: ``processor(tokens so far (n,), "
-            "logits (1, vocab)) -> logits``, called for guesses, too; they must depend on their arguments alone."
+            "Your own functions that change the logits before a token is chosen: ``processor(tokens so far (n,), "
+            "logits (1, vocab)) -> logits``. They also run for proposed tokens, so their result must depend on their "
+            "arguments alone."
         ),
     ]
 
@@ -240,16 +279,19 @@ class GenerateOptions(SamplingOptions, total=False):
 # ---------------------------------------------------------------- what is made from them
 
 SAMPLING, GENERATE = declared(SamplingOptions), declared(GenerateOptions)
-# Options of which each is a grammar.
+# The options that set a grammar; only one of them may be given.
 GRAMMARS = ("json_schema", "regex", "grammar", "gbnf", "choice")
-# A step is mostly reading weights; from about here on it is arithmetic, and more rows gain little.
+# Up to about this many rows a step mostly reads weights; beyond, arithmetic dominates and more rows gain little.
 BATCH_SIZE = 32
 for _made, _table in ((SamplingParams, SamplingOptions), (GenerateOptions, GenerateOptions)):
     _made.__doc__ = f"{_made.__doc__}\n\n{documentation(_table)}"
 
 
 def params_of(options: GenerateOptions) -> SamplingParams:
-    """``sampling`` with the fields given one by one; raises TypeError (no such option) or OvspecError (a value)."""
+    """Return ``sampling`` with the fields that are given one by one.
+
+    Raises TypeError for an unknown option and OvspecError for an invalid value.
+    """
     check_names(options, GENERATE)
     for name in options.keys() - SAMPLING.keys():
         kind, option = GENERATE[name]
@@ -260,19 +302,19 @@ def params_of(options: GenerateOptions) -> SamplingParams:
 
 
 def check_option(name: str, value: Any) -> None:
-    """Raises OvspecError where an option of a generating call can't be ``value``; None stands for the default."""
+    """Raise OvspecError if ``value`` is invalid for an option of a generating call; None stands for the default."""
     if value is not None:
         check(name, value, *GENERATE[name])
 
 
 def batch_size(options: GenerateOptions) -> int:
-    """Raises OvspecError unless it is a number of texts."""
+    """Return the batch size or its default; raises OvspecError for an invalid one."""
     size = options.get("batch_size")
     check_option("batch_size", size)
     return BATCH_SIZE if size is None else size
 
 
 def constrains(options: GenerateOptions, params: SamplingParams) -> bool:
-    """Whether anything is asked for that changes or limits what may come next."""
+    """Return whether an option changes the logits or limits the tokens that may come next."""
     given = any(options.get(name) is not None for name in (*GRAMMARS, "constrain_from", "logits_processors"))
     return bool(given or options.get("heal") or params.logit_bias or params.min_tokens or params.penalizes)

@@ -1,4 +1,4 @@
-"""How an option is declared, and how values are checked by the declaration."""
+"""How an option is declared, and how values are checked against the declaration."""
 
 import difflib
 import textwrap
@@ -12,12 +12,12 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from ovspec.errors import OvspecError
 
 LARGEST = 3e38  # what a float32 can hold
-NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: "a text", Path: "a path"}
+NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: "a string", Path: "a path"}
 
 
 @dataclass(frozen=True)
 class Limits:
-    """The range of a number, and what messages call it. ``above``: ``least`` itself is too small."""
+    """The range of a number, and how messages describe it. ``above``: ``least`` itself is out of range."""
 
     least: float = -LARGEST
     most: float = LARGEST
@@ -30,15 +30,17 @@ class Limits:
 
 @dataclass(frozen=True)
 class Option:
-    """What is declared of an option, besides its name and type.
+    """The declaration of an option, except its name and type.
 
-    help: what it does, in one sentence. default: the value, or a function that makes it.
-    limits: the range of its numbers. usual: what the default stands for, in words, where the value doesn't tell.
-    more: what only Python's documentation adds.
-    flags: how the command line spells it, if not ``--its-name``; empty where it has no such option.
+    help: what it does, in one or two sentences.
+    default: the value, or a function that makes it.
+    limits: the range of a number.
+    usual: what the default means, in words, where the value doesn't show it.
+    more: text that only Python's documentation adds to ``help``.
+    flags: its spellings on the command line, if not ``--its-name``; empty if the command line doesn't have it.
     commands: the generating commands that have it, if not all.
-    metavar, parse: what its value is called there, and how it is read; ``parse`` raises ValueError.
-    request: whether a line of a batch file may give it; or the type it must have there, if not Python's.
+    metavar, parse: what the command line calls its value, and the function that reads it or raises ValueError.
+    request: whether a line of a batch file may set it; or the type it must have there, if not Python's.
     aliases: other names in a request.
     """
 
@@ -56,23 +58,23 @@ class Option:
 
     @property
     def initial(self) -> Any:
-        """The default's value."""
+        """The default value."""
         return self.default() if callable(self.default) else self.default
 
     @property
     def initially(self) -> str:
-        """The default in words; nothing for a flag or an empty one."""
+        """The default in words; empty for flags and empty defaults."""
         told = isinstance(self.default, (int, float, str)) and not isinstance(self.default, bool)
         return self.usual or (str(self.default).removesuffix(".0") if told else "")
 
 
 def declared(table: Any) -> dict[str, tuple[Any, Option]]:
-    """Name -> (type, declaration) of each entry of a TypedDict."""
+    """Return name -> (type, declaration) for each entry of a TypedDict."""
     return {name: get_args(hint)[:2] for name, hint in get_type_hints(table, include_extras=True).items()}  # type: ignore[misc]
 
 
 def documentation(table: Any) -> str:
-    """A line for each option of a table, for docstrings."""
+    """Return a docstring paragraph for each option of ``table``."""
     lines = []
     for name, (_, option) in declared(table).items():
         usual = option.initially and f"By default {option.initially}."
@@ -82,45 +84,45 @@ def documentation(table: Any) -> str:
 
 
 def check(name: str, value: Any, kind: Any, option: Option) -> None:
-    """Raises OvspecError where ``value`` is not of type ``kind``, or out of range."""
+    """Raise OvspecError if ``value`` is not of type ``kind`` or is out of range."""
     shown = in_words(value)
     if not fits(value, kind):
         choices = choices_of(kind)
         if choices and not option.limits:
             raise OvspecError(f"{name} is {shown}; it must be one of {', '.join(choices)}.")
-        raise OvspecError(f"{name} is {shown}, which is of a wrong type; it must be {described(kind)}.")
+        raise OvspecError(f"{name} is {shown}, which has the wrong type; it must be {described(kind)}.")
     if option.limits and isinstance(value, Number) and not option.limits.hold(value):
         raise OvspecError(f"{name} is {shown}; it must be {option.limits.words}.")
 
 
 def in_words(value: Any) -> str:
-    """A value as errors show it."""
+    """Return ``value`` as error messages show it."""
     if isinstance(value, (int, float)) and LARGEST < abs(value) < float("inf"):
         return f"beyond {LARGEST}, the limit of any option"  # Python may refuse to print so many digits
     return str(value) if isinstance(value, Number) else repr(value)[:80]
 
 
 def check_names(given: Any, table: dict[str, tuple[Any, Option]]) -> None:
-    """Raises TypeError where ``given`` names an option that there isn't."""
+    """Raise TypeError if ``given`` names an unknown option."""
     for name in sorted(given.keys() - table.keys()):
         close = difflib.get_close_matches(name, table, 1)
-        hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(table)}"
+        hint = f"did you mean {close[0]}?" if close else f"the options are {', '.join(table)}"
         raise TypeError(f"unknown option {name!r}; {hint}")
 
 
 def alternatives(kind: Any) -> tuple[Any, ...]:
-    """The types that a type is one of, without None."""
+    """Return the members of a union type, or the type itself, without None."""
     each = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
     return tuple(one for one in each if one is not NoneType)
 
 
 def choices_of(kind: Any) -> tuple[Any, ...]:
-    """The values that its literals allow."""
+    """Return the values that the literals in a type allow."""
     return tuple(value for one in alternatives(kind) if get_origin(one) is Literal for value in get_args(one))
 
 
 def fits(value: Any, kind: Any) -> bool:
-    """Whether ``value`` is of a type as it is written in annotations."""
+    """Return whether ``value`` is of the type ``kind``, written as in annotations."""
     origin, inner = get_origin(kind), get_args(kind)
     if kind is Any:
         return True
@@ -139,13 +141,13 @@ def fits(value: Any, kind: Any) -> bool:
 
 
 def is_repeatable(kind: Any) -> bool:
-    """Whether a value of the type holds several."""
+    """Return whether the type is a collection, so that an option of it may be repeated."""
     origins: list[Any] = [get_origin(each) for each in alternatives(kind)]
     return any(isinstance(origin, type) and issubclass(origin, Collection) for origin in origins)
 
 
 def described(kind: Any) -> str:
-    """A type in words."""
+    """Return the type in words, for error messages."""
     words = []
     for each in alternatives(kind):
         origin = get_origin(each)

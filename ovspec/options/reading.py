@@ -1,4 +1,4 @@
-"""How texts of the command line become values of options; each raises ValueError with a sentence."""
+"""Functions that parse option values from the command line; each raises ValueError with a sentence for the user."""
 
 import re
 from pathlib import Path

@@ -11,7 +11,7 @@ from ovspec.sampling.warp import largest
 
 @dataclass(frozen=True)
 class TokenLogprob:
-    """Natural logarithms of the model's own probabilities. ``top``: (token id, log-probability), most likely first."""
+    """A token's log-probability. ``top``: (token id, log-probability) of the most likely tokens, most likely first."""
 
     token_id: int
     logprob: float
@@ -19,7 +19,7 @@ class TokenLogprob:
 
 
 def log_softmax(logits: np.ndarray) -> np.ndarray:
-    """(..., vocab) float32 logits -> log-probabilities in float64."""
+    """Return the log-probabilities, in float64, for ``logits`` (..., vocab) float32."""
     shifted = logits.astype(np.float64)
     shifted -= shifted.max(axis=-1, keepdims=True)
     shifted -= np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
@@ -27,7 +27,7 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
 
 
 def token_logprob(logits: np.ndarray, token: int, count: int) -> TokenLogprob:
-    """Of ``token`` and the ``count`` most likely, from the model's logits (vocab,)."""
+    """Return the log-probability of ``token``, and of the ``count`` most likely ones, from ``logits`` (vocab,)."""
     logprobs, top = log_softmax(logits), list[tuple[int, float]]()
     if count:
         ids = largest(logits, min(count, len(logits)))

@@ -1,4 +1,4 @@
-"""Random numbers without a state, and drawing tokens with them."""
+"""Stateless random numbers, and drawing tokens with them."""
 
 from __future__ import annotations
 
@@ -8,27 +8,28 @@ import numpy as np
 
 from ovspec.sampling.warp import WarpedLogits
 
-# What noise is drawn for: independent draws at one index need noise of their own.
+# Purposes of noise: independent draws at the same position need different noise.
 CHOICE, DRAFT, ACCEPT, RESIDUAL = range(4)
 
 
 def noise(seed: int, row: int, position: int, vocab: int, purpose: int = CHOICE) -> np.ndarray:
-    """(vocab,) uint32, uniform: a function of its arguments, the same for a smaller vocabulary as far as it goes."""
+    """Return uniform noise, (vocab,) uint32, a function of its arguments. A smaller ``vocab`` gives a prefix of it."""
     source = np.random.PCG64DXSM(np.random.SeedSequence((seed, row, position, purpose)))
     return source.random_raw((vocab + 1) // 2).view(np.uint32)[:vocab]
 
 
 def uniform(seed: int, row: int, position: int, purpose: int) -> float:
-    """In (0, 1), with the 53 bits of a float."""
+    """Return a uniform number in (0, 1), with the 53 bits of a float."""
     raw = np.random.PCG64DXSM(np.random.SeedSequence((seed, row, position, purpose))).random_raw()
     return ((int(raw) >> 11) + 0.5) * 2.0**-53
 
 
 def draw(kept: WarpedLogits, bits: np.ndarray) -> tuple[int, float]:
-    """(token, its probability): the Gumbel-max trick, as a race in which the smallest E / exp(logit) wins.
+    """Draw a token; return (token, its probability).
 
-    E = -log(1 - u) is exponential for uniform u. Because u < E, only tokens whose u alone is ahead of the most likely
-    token's time can win, and few are left to be looked at closely, in double precision.
+    This is the Gumbel-max trick, as a race in which the smallest E / exp(logit) wins. E = -log(1 - u) is exponential
+    for uniform u. Because u < E, only tokens whose u / exp(logit) is less than the time of the most likely token can
+    win, so only these few are computed in double precision.
 
     Args:
         bits: (vocab,) uint32 from ``noise``.
@@ -45,12 +46,12 @@ def draw(kept: WarpedLogits, bits: np.ndarray) -> tuple[int, float]:
 
 
 def residual(p: np.ndarray, q: np.ndarray) -> np.ndarray:
-    """What a rejected draw from ``q`` is replaced from, (vocab,), not normalised: max(p - q, 0)."""
+    """Return max(p - q, 0), (vocab,), not normalised: what to draw from after a draw from ``q`` was rejected."""
     rest = np.maximum(p - q, 0)
-    return rest if rest.any() else p  # p = q, and rounding has rejected
+    return rest if rest.any() else p  # p = q, and the rejection was a rounding error
 
 
 def draw_from(probabilities: np.ndarray, bits: np.ndarray) -> int:
-    """A token by (vocab,) float64 probabilities, which need not sum to 1, and ``noise`` of the same width."""
+    """Draw a token, given probabilities (vocab,) float64, which need not sum to 1, and ``noise`` of the same width."""
     ids = np.flatnonzero(probabilities)
     return int(ids[(-np.log1p(-(bits[ids] + 0.5) * 2.0**-32) / probabilities[ids]).argmin()])

@@ -1,8 +1,8 @@
-"""Who chooses the tokens of a row, and how a proposal is held against the choice.
+"""Samplers: they choose the tokens of a row and verify proposals.
 
-The rule is a comparison: at each position in order the target's own choice is taken, and the walk goes on while it
-equals the proposed token. It needs to know nothing about the proposal, so it can't be biased by it, and the text is the
-same with any drafter. ``RejectionSampler`` is the other rule.
+Proposals are verified by comparison: at each position in order, the target's own choice is taken, and the walk
+continues while that equals the proposed token. The choice doesn't depend on the proposal, so the proposal can't bias
+it, and the text is the same with any drafter. ``RejectionSampler`` uses the other rule, rejection sampling.
 """
 
 from __future__ import annotations
@@ -21,45 +21,45 @@ from ovspec.sampling.warp import NOTHING_LEFT, WarpedLogits, certain, warp
 
 
 class Guess(NamedTuple):
-    """What a draft model should propose: the token, how likely its model finds it, and what it was drawn from."""
+    """A draft model's guess: token, how likely the model finds it, and what it was drawn from (for rejection)."""
 
     token: int
     confidence: float
     q: WarpedLogits | None = None
 
 
-# What each proposed token was drawn from; None where they weren't drawn.
+# The distribution that each proposed token was drawn from; None if the tokens weren't drawn.
 Distributions = list[WarpedLogits] | None
 
 
 class Sampler(Protocol):
     """Chooses the tokens of one row."""
 
-    sampled: bool  # whether chance has a part in it
+    sampled: bool  # whether its choices may be random
     constraints: Constraints
 
     def verify(
         self, logits: np.ndarray, sequence: Sequence, proposed: np.ndarray, q: Distributions = None
     ) -> np.ndarray:
-        """What to commit, (n,) int64: the accepted tokens and one more, unless the last accepted one ends the text.
+        """Return what to commit, (n,) int64: the accepted tokens and, unless the last of them ends the text, one more.
 
         Args:
-            logits: (len(proposed) + 1, vocab) float32, the target's after ``sequence`` and each proposed token.
+            logits: (len(proposed) + 1, vocab) float32, the target's after ``sequence`` and after each proposed token.
             proposed: (n,) int64.
-            q: what each of these was drawn from, where it was drawn.
+            q: the distribution that each proposed token was drawn from, if they were drawn.
         """
         ...
 
     def guess(self, logits: np.ndarray, tokens: np.ndarray) -> Guess | None:
-        """From a draft model's ``logits`` (vocab,) after ``tokens`` (n,), its own guesses included.
+        """Return a guess from a draft model's ``logits`` (vocab,) after ``tokens`` (n,).
 
-        None where it has no token that may follow.
+        ``tokens`` includes the draft's earlier guesses. Returns None if none of the model's tokens may follow.
         """
         ...
 
 
 class GreedySampler:
-    """Takes the most likely token of those that may follow."""
+    """Chooses the most likely of the tokens that may follow."""
 
     sampled = False
 
@@ -87,7 +87,7 @@ class GreedySampler:
         if not self.constraints.active:
             return most_likely(logits)
         logits = self.constraints.process(logits, tokens)
-        # The most likely of all is the most likely of those that may follow, if it is one of them.
+        # If the most likely token of all may follow, it is the choice, and the mask isn't needed.
         if self.constraints.allow(int(logits.argmax()), tokens):
             return most_likely(logits)
         return most_likely(self.constraints.mask(logits, tokens))
@@ -102,30 +102,30 @@ class GreedySampler:
 
 def most_likely(logits: np.ndarray) -> Guess | None:
     token = int(logits.argmax())
-    if not logits[token] > -np.inf:  # nan isn't, either
+    if not logits[token] > -np.inf:  # NaN isn't, either
         return None
     return Guess(token, 1 / float(np.exp(logits - logits[token]).sum()))
 
 
 def required(guess: Guess | None) -> int:
-    """The token of a guess; raises OvspecError where there is none, because no token may follow."""
+    """Return the token of ``guess``; raise OvspecError if it is None, because no token may follow."""
     if not guess:
         raise OvspecError(NOTHING_LEFT)
     return guess.token
 
 
 class Chooser(Protocol):
-    """A sampler that compares its own choice with what is proposed."""
+    """A sampler that compares its own choices with the proposal."""
 
     constraints: Constraints
 
     def choose(self, logits: np.ndarray, tokens: np.ndarray) -> int:
-        """The token that follows ``tokens`` (n,), by the target's ``logits`` (vocab,)."""
+        """Return the token that follows ``tokens`` (n,), chosen from the target's ``logits`` (vocab,)."""
         ...
 
 
 def walk(chooser: Chooser, logits: np.ndarray, sequence: Sequence, proposed: np.ndarray) -> np.ndarray:
-    """The chooser's own choices, (n,) int64, up to the first that differs from what is proposed or ends the text."""
+    """Return the chooser's own choices, (n,) int64, up to the first that differs from the proposal or ends the text."""
     constraints, tokens = chooser.constraints, np.concatenate((sequence.tokens, proposed))
     chosen: list[int] = []
     for position in range(len(logits)):
@@ -140,17 +140,17 @@ def walk(chooser: Chooser, logits: np.ndarray, sequence: Sequence, proposed: np.
 
 
 class SharedNoiseSampler:
-    """Draws by noise that depends on seed, row and position alone; the draft draws with the same.
+    """Draws with noise that depends only on seed, row and position; the draft draws with the same noise.
 
     Args:
-        row: number of the text among those of one prompt.
+        row: number of the text among those of the same prompt.
     """
 
     sampled = True
 
     def __init__(self, constraints: Constraints, params: SamplingParams, seed: int, row: int) -> None:
         self.constraints, self._params, self._seed, self._row = constraints, params, seed, row
-        self._noise: dict[int, np.ndarray] = {}  # what the draft has drawn with, until the target has
+        self._noise: dict[int, np.ndarray] = {}  # by position: what the draft drew with, kept until the target has, too
 
     def verify(
         self,
@@ -166,7 +166,7 @@ class SharedNoiseSampler:
 
     def guess(self, logits: np.ndarray, tokens: np.ndarray) -> Guess | None:
         logits = self.constraints.process(logits, tokens)
-        # What wins the race among all tokens wins it among those that may follow, if it is one of them.
+        # If the token drawn from all may follow, it also wins among those that may, and the mask isn't needed.
         if self.constraints.active and not self._params.truncates and logits.max() > -np.inf:
             guess = self._draw(logits, len(tokens))
             if self.constraints.allow(guess.token, tokens):
@@ -187,9 +187,9 @@ class SharedNoiseSampler:
 class RejectionSampler:
     """Accepts x with probability min(1, p(x) / q(x)) and draws from max(p - q, 0) otherwise.
 
-    Leviathan et al. (arXiv 2211.17192), Chen et al. (arXiv 2302.01318). Both distributions are warped alike. A
-    proposal that was not drawn has all its probability in one position. The text depends on what was proposed, its
-    distribution doesn't; as long as no drawn token is kept back for what it is.
+    Leviathan et al. (arXiv 2211.17192), Chen et al. (arXiv 2302.01318). Both distributions are warped alike. For a
+    proposed token that was not drawn, q is 1. The text depends on the proposal, but its distribution doesn't, as long
+    as no drawn token is withheld because of which token it is.
     """
 
     sampled = True
@@ -221,7 +221,7 @@ class RejectionSampler:
         if logits.max() == -np.inf:
             return None
         q = warp(logits, self._params)
-        # Noise of its own: the target's choice at this position must not depend on the draft's.
+        # Different noise, because the target's choice at this position must not depend on the draft's.
         return Guess(*draw(q, noise(self._seed, self._row, len(tokens), len(logits), DRAFT)), q)
 
     def _warped(self, logits: np.ndarray, tokens: np.ndarray) -> WarpedLogits:
@@ -229,9 +229,9 @@ class RejectionSampler:
 
 
 class UserSampler:
-    """A user's own function, called once for each position that is reached, in order, as in plain decoding.
+    """Calls a user's function once for each position that is reached, in order, as in plain decoding.
 
-    The draft can't call it without changing what it does next, so it proposes what is most likely.
+    Calling it for the draft could change what it does next, so the draft proposes its most likely token instead.
     """
 
     sampled = True
@@ -252,39 +252,39 @@ class UserSampler:
         return most_likely(self.constraints(logits, tokens))
 
     def choose(self, logits: np.ndarray, tokens: np.ndarray) -> int:
-        # Copies: what a user's function keeps or changes must stay what it is.
+        # Copies, because the function may keep or modify its arguments.
         chosen = self._function(self.constraints(logits, tokens)[None].copy(), tokens.copy(), **self._keywords)
         try:
             token = int(np.asarray(chosen).item())
         except (TypeError, ValueError):
             raise OvspecError(f"The sampler returned {chosen!r}; it must return one token id.") from None
         if not 0 <= token < len(logits):
-            raise OvspecError(f"The sampler returned {token}, which is no token id (0 to {len(logits) - 1}).")
+            raise OvspecError(f"The sampler returned {token}, which is not a token id (0 to {len(logits) - 1}).")
         if not self.constraints.allow(token, tokens):
-            raise OvspecError(f"The sampler returned token {token}, which its logits exclude with -inf.")
+            raise OvspecError(f"The sampler returned token {token}, which must not follow: its logit is -inf.")
         return token
 
 
 def sampler_of(
     params: SamplingParams, seed: int, row: int, constraints: Constraints, options: GenerateOptions | None = None
 ) -> Sampler:
-    """The sampler for one row.
+    """Return the sampler for one row.
 
     Args:
-        seed, row: what noise depends on, besides the position; ``row`` is the text's number among those of a prompt.
-        options: of these ``accept``, ``sampler`` and ``sampler_options``.
+        seed, row: noise depends on them and the position; ``row`` is the text's number among those of the same prompt.
+        options: only ``accept``, ``sampler`` and ``sampler_options`` are used.
 
     Raises:
-        OvspecError: options that exclude each other.
+        OvspecError: some options exclude each other.
     """
     options = options or GenerateOptions()
     accept, function = options.get("accept", "compare"), options.get("sampler")
     check_option("accept", accept)
     if function:
         if params.temperature or params.truncates:
-            raise OvspecError("A sampler draws by itself; leave temperature, top_k, top_p, min_p and typical_p out.")
+            raise OvspecError("The sampler draws the tokens; leave out temperature, top_k, top_p, min_p and typical_p.")
         if accept == "rejection":
-            raise OvspecError('accept="rejection" needs to know the distribution, which a sampler keeps to itself.')
+            raise OvspecError('Leave out accept="rejection": it needs probabilities, which a sampler does not return.')
         return UserSampler(constraints, function, options.get("sampler_options") or {})
     if params.temperature:
         return (RejectionSampler if accept == "rejection" else SharedNoiseSampler)(constraints, params, seed, row)

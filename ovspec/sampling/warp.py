@@ -14,10 +14,10 @@ import numpy as np
 from ovspec.errors import OvspecError
 from ovspec.options import SamplingParams
 
-# Tokens that are less likely than this share of the most likely one seldom matter for top-p.
+# Tokens less likely than this fraction of the most likely one's probability rarely matter for top-p.
 FEW = 1e-3
 NOTHING_LEFT = "No token may follow: all are banned, or the model's logits are not numbers."
-# Logits are looked through in blocks of this many for the largest.
+# Block size of the search for the largest logits.
 BLOCK = 128
 
 
@@ -25,13 +25,13 @@ BLOCK = 128
 
 
 class WarpedLogits(NamedTuple):
-    """What warping leaves: ``logits`` (n,) float32 of ``ids`` (n,), or of the whole vocabulary where that is None."""
+    """What warping leaves: ``logits`` (n,) float32 of ``ids`` (n,), or of the whole vocabulary if ``ids`` is None."""
 
     ids: np.ndarray | None
     logits: np.ndarray
 
     def probabilities(self, vocab: int) -> np.ndarray:
-        """(vocab,) float64"""
+        """Return the probabilities, (vocab,) float64."""
         kept = softmax(self.logits.astype(np.float64))
         if self.ids is None and len(kept) == vocab:
             return kept
@@ -42,14 +42,14 @@ class WarpedLogits(NamedTuple):
 
 
 def certain(token: int) -> WarpedLogits:
-    """The distribution of a token that must come."""
+    """Return a distribution in which ``token`` has probability 1."""
     return WarpedLogits(np.array([token]), np.zeros(1, dtype=np.float32))
 
 
 def warp(logits: np.ndarray, params: SamplingParams) -> WarpedLogits:
-    """Temperature, top-k, top-p, min-p and typical-p, one after the other: (vocab,) -> what may be drawn.
+    """Apply temperature, top-k, top-p, min-p and typical-p, in this order, to ``logits`` (vocab,).
 
-    The vocabulary is never sorted as a whole. Raises OvspecError where no token is left.
+    The vocabulary is never sorted as a whole. Raises OvspecError if no token is left.
     """
     most = logits.max()
     if not np.isfinite(most):
@@ -65,7 +65,7 @@ def warp(logits: np.ndarray, params: SamplingParams) -> WarpedLogits:
         total = float(weights.sum(dtype=np.float64))
         likely = np.flatnonzero(weights >= FEW)
         if weights[likely].sum(dtype=np.float64) < params.top_p * total:
-            # All tokens below this share of what is left out have no more than that together.
+            # All tokens below this threshold together have no more than the share 1 - top_p.
             likely = np.flatnonzero(weights >= (1 - params.top_p) * total / len(weights))
         ids, logits = narrow(ids, logits, likely)
         ids, logits = narrow(ids, logits, leading(-logits, weights[likely], params.top_p * total))
@@ -73,7 +73,7 @@ def warp(logits: np.ndarray, params: SamplingParams) -> WarpedLogits:
         ids, logits = narrow(ids, logits, np.flatnonzero(logits >= np.float32(math.log(params.min_p))))
     if params.typical_p < 1:
         weights = np.exp(logits)
-        possible = np.flatnonzero(weights)  # a banned token has no end of information
+        possible = np.flatnonzero(weights)  # a banned token's information would be infinite
         ids, logits = narrow(ids, logits, possible)
         weights = weights[possible]
         total = float(weights.sum(dtype=np.float64))
@@ -85,14 +85,14 @@ def warp(logits: np.ndarray, params: SamplingParams) -> WarpedLogits:
 
 
 def narrow(ids: np.ndarray | None, logits: np.ndarray, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The ids and logits at ``positions``; ``ids`` None stands for the whole vocabulary."""
+    """Return the ids and logits at ``positions``; ``ids`` is None for the whole vocabulary."""
     return positions if ids is None else ids[positions], logits[positions]
 
 
 def leading(keys: np.ndarray, weights: np.ndarray, limit: float) -> np.ndarray:
-    """Places of the smallest ``keys`` (n,), until their ``weights`` (n,) sum to ``limit``; equal keys stay together.
+    """Return indices of the smallest ``keys`` (n,) whose ``weights`` (n,) sum to ``limit``; equal keys stay together.
 
-    Of many, only those in the bucket where the limit is reached are sorted.
+    If there are many keys, only those in the bucket where the limit is reached are sorted.
     """
     inside, before = np.arange(len(keys)), 0.0
     if len(keys) > 2048:
@@ -102,7 +102,7 @@ def leading(keys: np.ndarray, weights: np.ndarray, limit: float) -> np.ndarray:
         reached = min(int(np.searchsorted(sums, limit)), int(buckets.max()))
         inside = np.flatnonzero(buckets == reached)
         before = float(sums[reached - 1]) if reached else 0.0
-        if not len(inside):  # rounding: the limit is all there is
+        if not len(inside):  # by rounding, the limit is the sum of all weights
             return np.arange(len(keys))
     order = inside[np.argsort(keys[inside], kind="stable")]
     sums = before + np.cumsum(weights[order], dtype=np.float64)
@@ -111,10 +111,10 @@ def leading(keys: np.ndarray, weights: np.ndarray, limit: float) -> np.ndarray:
 
 
 def largest(logits: np.ndarray, count: int) -> np.ndarray:
-    """Ids of the ``count`` largest of (vocab,), and of those that equal the smallest of them."""
+    """Return the ids of the ``count`` largest ``logits`` (vocab,), and of any that tie with the smallest of these."""
     whole = len(logits) // BLOCK * BLOCK
     if whole // BLOCK > 2 * count:
-        # The count-th largest of the blocks' largest is at most the count-th largest of all.
+        # The count-th largest block maximum is at most the count-th largest logit.
         peaks = logits[:whole].reshape(-1, BLOCK).max(axis=1)
         ids = np.flatnonzero(logits >= np.partition(peaks, len(peaks) - count)[-count])
     else:

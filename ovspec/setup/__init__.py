@@ -1,1 +1,1 @@
-"""What happens around generating: engine choice, probing, profiles, tuning, manifests, the door to the export."""
+"""Everything around generation: engine choice, probing, profiles, tuning, manifests, access to the export package."""

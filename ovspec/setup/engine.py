@@ -1,4 +1,4 @@
-"""Which decoder runs a model: the stateful one works everywhere, the paged one where it gives the same logits."""
+"""Choose a model's engine: stateful runs everywhere, paged runs where it gives the same logits."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from ovspec.text.vocabulary import ALL_IDS, KnownIds
 
 EngineName = Literal["stateful", "paged"]
 EngineChoice = Literal["auto", "stateful", "paged"]
-# A window up to this many slots is passed by the text that compares the engines.
+# If a model's attention window has at most this many slots, the text that compares the engines is longer than it.
 LONGEST_WINDOW = 256
-# The arithmetic that rounds least, compiled for a moment only.
+# The properties that round least. Models compiled with them are needed only briefly, so they are not cached.
 EXACT = {
     "INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32",
     "DYNAMIC_QUANTIZATION_GROUP_SIZE": "0", "CACHE_DIR": "",
@@ -36,17 +36,17 @@ EXACT = {
 
 @dataclass
 class CompiledModel:
-    """A ``CompiledIR`` and the engine that was chosen to drive it."""
+    """A ``CompiledIR`` and the engine that was chosen to run it."""
 
     ir: CompiledIR
     engine: EngineName
-    reason: str  # for this engine
+    reason: str  # why this engine was chosen
     rollback: Rollback
     profile: str | None = None  # the setting that a profile chose
-    verify_ms: dict[int, float] | None = None  # measured: of an inference by its width in tokens, the widest a prompt
+    verify_ms: dict[int, float] | None = None  # measured per inference, by width in tokens; the widest is a prompt
 
     def decoder(self, vocabulary: KnownIds = ALL_IDS) -> SessionDecoder:
-        """A decoder with a request and a cache of its own."""
+        """Return a decoder with its own infer request and KV cache."""
         if self.engine == "paged":
             return PagedDecoder(self.ir, vocabulary)
         return decoder_of(self.ir, self.rollback, vocabulary)
@@ -54,7 +54,7 @@ class CompiledModel:
 
 @dataclass(frozen=True)
 class PagedCheck:
-    """Whether the paged decoder can run a model, and why, or why not."""
+    """Whether the paged decoder can run a model, and the reason."""
 
     usable: bool
     reason: str
@@ -63,18 +63,19 @@ class PagedCheck:
 def load_ir(
     folder: Path, options: DeviceOptions, wanted: EngineChoice = "auto", exported: Probe | None = None
 ) -> CompiledModel:
-    """Compile the model in ``folder`` for the engine that is ``wanted``; "auto" takes a paged one that agrees.
+    """Compile the model in ``folder`` for the ``wanted`` engine; "auto" takes paged if it agrees with stateful.
 
-    Raises OvspecError as ``compile_ir``, or where the engine that is wanted can't run this model.
+    Raises OvspecError like ``compile_ir``, or if the wanted engine can't run this model.
     """
-    paged = PagedCheck(False, "asked for") if wanted == "stateful" else check_paged(folder, options)
+    paged = PagedCheck(False, "as requested") if wanted == "stateful" else check_paged(folder, options)
     reason = paged.reason
     if paged.usable:
         try:
             ir = compile_paged(folder, options)
             if "KV_CACHE_PRECISION" in options.fixed:
-                PagedDecoder(ir).feed([np.zeros(1, dtype=np.int64)], [1])  # not every cache goes with every arithmetic
-            return CompiledModel(ir, "paged", "asked for" if wanted == "paged" else reason, PagedDecoder.rollback)
+                # Not every cache type works with every precision.
+                PagedDecoder(ir).feed([np.zeros(1, dtype=np.int64)], [1])
+            return CompiledModel(ir, "paged", "as requested" if wanted == "paged" else reason, PagedDecoder.rollback)
         except OvspecError as error:
             reason = last_line(error)
     if wanted == "paged":
@@ -84,43 +85,43 @@ def load_ir(
 
 
 def compile_paged(folder: Path, options: DeviceOptions) -> CompiledIR:
-    """As ``compile_ir``, rewritten for the paged decoder; raises NotPaged where that can't be."""
+    """Compile like ``compile_ir``, rewritten for the paged decoder; raises NotPaged if that is impossible."""
     # Not cached: OpenVINO 2026.4 can't read a paged model back, because the head sizes are lost.
     return compile_ir(folder, replace(options, properties=options.properties | {"CACHE_DIR": ""}), to_paged)
 
 
 def check_paged(folder: Path, options: DeviceOptions) -> PagedCheck:
-    """As ``compare_engines``, remembered; on the CPU only."""
+    """Return the result of ``compare_engines``, cached on disk; other devices than the CPU have no paged engine."""
     if (device := check_device(options.device)) != "CPU":
-        return PagedCheck(False, f"the paged one is made for the CPU, the device is {device}")
+        return PagedCheck(False, f"the paged engine runs on the CPU only, and the device is {device}")
     file = memory_file("engines", folder, f"OpenVINO {ov.get_version()}", options.cache_folder)
     try:
         return PagedCheck(**remembered(file))
-    except TypeError:  # none yet, or of another version of ovspec
+    except TypeError:  # nothing cached, or by another version of ovspec
         found = compare_engines(folder, options)
         remember(file, asdict(found))
         return found
 
 
 def compare_engines(folder: Path, options: DeviceOptions) -> PagedCheck:
-    """Whether the paged decoder gives the logits of the stateful one for the model in ``folder``.
+    """Return whether the paged decoder gives the same logits as the stateful one for the model in ``folder``.
 
-    Both run in the arithmetic that rounds least, or that of ``options`` where 16-bit weights made to 32 would not
-    fit into memory; one after the other, because a model may fit only once.
+    Both run with the properties that round least, or with those of ``options`` if 16-bit weights widened to 32 bits
+    would not fit into memory. They run one after the other, because memory may hold the model only once.
     """
     setting = DeviceOptions(properties=EXACT if room_for(folder, 3) else options.fixed | {"CACHE_DIR": ""})
     stateful = compile_ir(folder, setting)
     if stateful.recurrent_states or not stateful.kv_states:
-        return PagedCheck(False, "it has states that are no keys and values")
+        return PagedCheck(False, "it has states other than keys and values")
     window = narrowest_window(stateful)
-    # Random ids, more of them than a window holds unless that is long.
+    # Random ids, more than the window holds unless the window is longer than LONGEST_WINDOW.
     length = 45 + (window if window <= LONGEST_WINDOW else 0)
     text, junk = np.split(np.random.default_rng(0).integers(0, stateful.logits_width, length + 40), [length])
     decoder = StatefulDecoder(stateful, Rollback(None))
     expected = decoder.feed([text], [8])[0].copy()
     decoder.reset(1)
     decoder.feed([text[:-8]], [0])
-    # What feeding the same text in other pieces does is rounding, and the paged decoder can't be held to less.
+    # Feeding the same text in other pieces changes the logits by rounding; the paged decoder may differ as much.
     rounding = np.abs(decoder.feed([text[-8:]], [8])[0] - expected).max()
     del decoder, stateful
     windows: set[int | None] = set()
@@ -138,14 +139,14 @@ def compare_engines(folder: Path, options: DeviceOptions) -> PagedCheck:
     except NotPaged as error:
         return PagedCheck(False, str(error))
     except OvspecError as error:
-        return PagedCheck(False, f"OpenVINO refuses it ({last_line(error)})")
+        return PagedCheck(False, f"OpenVINO cannot run it paged ({last_line(error)})")
     allowed = 10 * rounding + 1e-4 * expected.std()
     equal = all(np.abs(logits - expected[-len(logits) :]).max() <= allowed for logits in seen)
     return PagedCheck(equal, "it agrees with the stateful decoder" if equal else "its logits differ when paged")
 
 
 def trial(decoder: PagedDecoder, text: np.ndarray, junk: np.ndarray) -> list[np.ndarray]:
-    """Logits of the last tokens of ``text``: fed whole, after a rollback, and in forked rows that go on differently."""
+    """Return the last logits of ``text``: fed whole, beside a forked row with other text, and after rollbacks."""
     begin, nothing = len(text) - 8, text[:0]
     whole = decoder.feed([text], [8])[0].copy()
     decoder.truncate(0, 5)

@@ -1,4 +1,4 @@
-"""The door to the export package, which alone needs torch and transformers."""
+"""Access to the export package, the only part that needs torch and transformers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ovspec.setup.manifest import MANIFEST_FILE
 
 
 def export_package() -> ModuleType:
-    """``ovspec_export``; raises OvspecError that says what to install where something is missing."""
+    """Import and return ``ovspec_export``; raises OvspecError, naming what to install, if a package is missing."""
     try:
         import ovspec_export
     except ModuleNotFoundError as error:
@@ -23,7 +23,7 @@ def export_package() -> ModuleType:
 
 
 def export_to_cache(target: str, draft: str | None) -> Path:
-    """Export a checkpoint (folder or hub id) into the user's cache unless it is there already."""
+    """Export a checkpoint (folder or hub id) into the user's cache, unless it is already there; return its folder."""
     sources = [str(Path(name).resolve()) if name and Path(name).is_dir() else name for name in (target, draft)]
     key = hashlib.sha256(repr(sources).encode()).hexdigest()[:12]
     name = re.sub(r"[^\w.-]+", "-", target).strip("-.") or "model"

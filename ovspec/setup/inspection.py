@@ -1,4 +1,4 @@
-"""What is in a folder and what running it takes."""
+"""Describe the models in a folder and what running them takes."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from ovspec.setup.manifest import DRAFT_FOLDER, ExportedModel, read_manifest
 from ovspec.setup.probing import Probe, find_probe
 from ovspec.setup.profile import known_profile, load_with
 
-# Element types of OpenVINO that hold weights -> what users call them.
+# OpenVINO's element types for weights -> the names that users know.
 WEIGHT_TYPES = {"f32": "fp32", "f16": "fp16", "bf16": "bf16", "i8": "int8", "u8": "int8", "i4": "int4", "u4": "int4"}
 
 
 @dataclass(frozen=True)
 class Inspection:
-    """Of one model. ``weights`` are shares of all weights by format, sizes are bytes."""
+    """What is known about one model. ``weights`` is the share of all weights by format; sizes are in bytes."""
 
     folder: str
     source: str | None
@@ -48,9 +48,9 @@ class Inspection:
 def inspect(
     folder: Path, options: DeviceOptions, engine: EngineChoice = "auto", tuned: bool = True, verify: bool = False
 ) -> dict[str, Inspection]:
-    """The target in ``folder`` and, where there is one, the draft beside it; raises as ``load``.
+    """Inspect the target in ``folder`` and its draft, if there is one; raises like ``load``.
 
-    ``engine`` and ``verify`` are as in ``load``; ``tuned`` takes the setting of the profile, where there is one.
+    ``engine`` and ``verify`` are as in ``load``; ``tuned`` applies the setting of the profile, if there is one.
     """
     manifest = read_manifest(folder, verify)
     parts = {"target": (folder, manifest and manifest.target)}
@@ -93,7 +93,7 @@ def inspect_ir(
 
 
 def weight_shares(folder: Path) -> tuple[int, dict[str, float]]:
-    """(weights, share of each format). Scales, zero points and norms are too small to count."""
+    """Return the number of weights and the share of each format; scales, zero points and norms are not counted."""
     counts: Counter[str] = Counter()
     for op in core().read_model(folder / MODEL_FILE).get_ops():
         if op.get_type_name() == "Constant":
@@ -106,10 +106,10 @@ def weight_shares(folder: Path) -> tuple[int, dict[str, float]]:
 
 
 def summary(name: str, found: Inspection) -> list[str]:
-    """Lines for people."""
+    """Return the lines that ``ovspec inspect`` prints for one model."""
     shares = ", ".join(f"{kind} {share:.1%}" for kind, share in found.weights.items())
     fixed = sum(state["sequence_axis"] is None for state in found.states)
-    states = f"{len(found.states) - fixed} of keys and values" + (f", {fixed} that cannot be cut" if fixed else "")
+    states = f"{len(found.states) - fixed} for keys and values" + (f", {fixed} that can't be cut" if fixed else "")
     probed = found.probed
     lines = {
         name: found.folder + (f", exported from {found.source}" if found.source else ""),
@@ -119,9 +119,9 @@ def summary(name: str, found: Inspection) -> list[str]:
         "logits": f"{found.logits} wide",
         "states": states,
         "engine": f"{found.engine} ({found.engine_reason})",
-        "profile": found.profile or "none; 'ovspec tune' measures one",
-        "rollback": f"{found.rollback} when stateful (probed on {probed.setting} in {probed.seconds:.2f} s)",
-        "memory": f"{found.kv_bytes_per_1000_tokens / 1e6:,.1f} MB per 1000 tokens in a {found.kv_precision} cache, "
+        "profile": found.profile or "none; run 'ovspec tune' to measure one",
+        "rollback": f"{found.rollback} on the stateful engine (probed on {probed.setting} in {probed.seconds:.2f} s)",
+        "memory": f"{found.kv_bytes_per_1000_tokens / 1e6:,.1f} MB per 1000 tokens (KV cache: {found.kv_precision}), "
         f"{found.size / 1e6:,.1f} MB for the weights",
     }
     return [f"{key:10}{value}" for key, value in lines.items()]

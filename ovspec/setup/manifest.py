@@ -1,4 +1,4 @@
-"""What an export says about itself: ``ovspec.json``, written last, so its presence means a whole export."""
+"""The manifest of an export, ``ovspec.json``. It is completed last, so a complete one means a complete export."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ UNFINISHED = '{"format": 1, "unfinished": true}\n'  # the manifest of a folder t
 
 @dataclass
 class ExportedModel:
-    """One model of the pair. ``states`` lists each state with its axes, ``probe`` is how it rolls back."""
+    """One model of the pair. ``states`` lists each state with its axes; ``probe`` records how the model rolls back."""
 
     source: str
     weight_format: str
@@ -32,7 +32,7 @@ class ExportedModel:
 
 @dataclass
 class Manifest:
-    """``tokenizer_differs_on`` lists texts that OpenVINO's tokenizer splits differently from Hugging Face's."""
+    """What an export holds. ``tokenizer_differs_on``: texts that OpenVINO's tokenizer splits unlike Hugging Face's."""
 
     target: ExportedModel
     draft: ExportedModel | None
@@ -51,12 +51,12 @@ def sha256(path: Path) -> str:
 
 
 def is_ours(folder: Path) -> bool:
-    """Whether ovspec wrote ``folder``, wholly or in part."""
+    """Return whether ovspec wrote ``folder``, completely or in part."""
     return (folder / MANIFEST_FILE).is_file()
 
 
 def backup_of(output: Path) -> Path:
-    """Where a folder stands while it is being replaced."""
+    """Return where the old ``output`` is kept while it is being replaced."""
     output = output.resolve()
     return output.with_name(f".{output.name}.old") if output.name else output / ".old"  # the root has no name
 
@@ -65,7 +65,7 @@ def restore_backup(output: Path) -> None:
     """Undo a replacement that was killed between its two renames."""
     backup = backup_of(output)
     if not output.exists() and is_ours(backup):
-        with contextlib.suppress(OSError):  # another process was quicker
+        with contextlib.suppress(OSError):  # another process was faster
             backup.rename(output)
 
 
@@ -74,16 +74,16 @@ def exported_model(data: dict[str, Any]) -> ExportedModel:
 
 
 def read_manifest(folder: Path, verify: bool = False) -> Manifest | None:
-    """The manifest in ``folder``, None for a folder that ovspec did not export.
+    """Return the manifest in ``folder``, or None if ovspec did not export it.
 
-    Raises OvspecError where it is damaged or newer, or a file is missing or of another size; with ``verify``, which
-    reads all files, also where one has another checksum.
+    Raises OvspecError if the export is unfinished, the manifest is damaged or newer, or a file is missing or has
+    another size. ``verify`` also reads all files and compares their checksums.
     """
     data = read_json(folder / MANIFEST_FILE)
     if not data:
         return None
     if data.get("unfinished"):
-        raise OvspecError(f"{folder}: an export that was not finished; export the model again.")
+        raise OvspecError(f"{folder}: the export was not finished; export the model again.")
     if data.get("format") != FORMAT:
         raise OvspecError(f"{folder / MANIFEST_FILE}: format {data.get('format')} is not known; update ovspec.")
     try:
@@ -96,7 +96,7 @@ def read_manifest(folder: Path, verify: bool = False) -> Manifest | None:
     for name, file in manifest.files.items():
         path = folder / name
         if not path.is_file() or path.stat().st_size != file["size"]:
-            raise OvspecError(f"{path}: missing or not of the exported size; export the model again.")
+            raise OvspecError(f"{path}: missing, or not the size that was exported; export the model again.")
         if verify and sha256(path) != file["sha256"]:
             raise OvspecError(f"{path}: changed since it was exported; export the model again.")
     return manifest

@@ -1,4 +1,4 @@
-"""Short names for public pairs of target and draft: ``models/pairs.toml``."""
+"""Short names for public pairs of target and draft, from ``models/pairs.toml``."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class Pair:
 
 
 def known_pairs() -> dict[str, Pair]:
-    """By short name, in the file's order."""
+    """Return the known pairs by short name, in the order of the file."""
     here = Path(__file__).resolve().parent.parent
-    files = (here / "pairs.toml", here.parent / "models" / "pairs.toml")  # installed, or a clone
+    files = (here / "pairs.toml", here.parent / "models" / "pairs.toml")  # an installed package, or a clone
     file = next(file for file in files if file.is_file())
     entries = tomllib.loads(file.read_text(encoding="utf-8"))
     return {name: Pair(name, **entry) for name, entry in entries.items()}

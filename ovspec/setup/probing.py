@@ -22,7 +22,7 @@ from ovspec.ir.compile import MODEL_FILE, CompiledIR
 
 @dataclass(frozen=True)
 class Probe:
-    """What was found, on which device with which properties, and what it cost."""
+    """The rollback that probing found, the device and properties it was found with, and how long that took."""
 
     rollback: Rollback
     setting: str
@@ -30,21 +30,22 @@ class Probe:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Probe:
-        """From what ``asdict`` gives; raises KeyError or TypeError where it is something else."""
+        """Build a Probe from the output of ``asdict``; raises KeyError or TypeError for anything else."""
         return cls(Rollback(**data["rollback"]), data["setting"], data["seconds"])
 
 
 def setting_of(device: str, properties: dict[str, str]) -> str:
-    """The device, what of its properties may change a rollback, and OpenVINO's version."""
+    """Return the device, the properties that may affect rollback and OpenVINO's version, as one string."""
     ours = {name: value for name, value in properties.items() if name.endswith(("PRECISION", "PRECISION_HINT"))}
     version = ov.get_version().split("-")[0]
     return " ".join([device, *(f"{name}={value}" for name, value in sorted(ours.items())), f"OpenVINO {version}"])
 
 
 def probe_rollback(ir: CompiledIR) -> Probe:
-    """Prefill, feed junk, take it back, feed on, and compare with a clean run: try masking first, then cutting.
+    """Find the rollback that leaves no trace: feed junk after a prefill, roll back, continue, compare with a clean run.
 
-    Raises OvspecError where neither gives back the clean run's logits, or they are not numbers.
+    Tries masking first, then trimming. Raises OvspecError if neither restores the clean run's logits, or if these
+    are not numbers.
     """
     began = time.perf_counter()
     for kv in ("mask", "trim") if ir.kv_states else (None,):
@@ -54,11 +55,11 @@ def probe_rollback(ir: CompiledIR) -> Probe:
             if bound != 0:
                 rollback = replace(rollback, mask_until=bound)
                 return Probe(rollback, setting_of(ir.device, ir.properties), time.perf_counter() - began)
-    raise OvspecError(f"{ir.folder}: tokens cannot be taken back from its cache, neither by mask nor by cutting it.")
+    raise OvspecError(f"{ir.folder}: its KV cache cannot be rolled back, neither by masking nor by trimming.")
 
 
 def gives_back_the_clean_run(ir: CompiledIR, rollback: Rollback) -> bool:
-    """Whether junk that was fed and taken back leaves no trace in the logits."""
+    """Return whether junk that was fed and rolled back leaves no trace in the logits."""
     text, junk = np.split(np.random.default_rng(0).integers(0, ir.logits_width, 22), [14])
     decoder = StatefulDecoder(ir, rollback)
 
@@ -76,15 +77,15 @@ def gives_back_the_clean_run(ir: CompiledIR, rollback: Rollback) -> bool:
     after = decoder.feed([text[len(decoder.rows[0]) :]], [1])[0]
     if not np.isfinite(clean).all():
         raise OvspecError(f"{ir.folder}: its logits are not numbers (NaN or infinity) on {ir.device}; export it again.")
-    # What feeding the same text in other pieces does is rounding, and no rollback can be held to less.
+    # Feeding the same text in other pieces changes the logits by rounding; a rollback may change them as much.
     rounding = np.abs(regrouped - clean).max()
     return bool(np.abs(after - clean).max() <= 10 * rounding + 1e-4 * clean.std())
 
 
 def safe_bound(ir: CompiledIR) -> int | None:
-    """Slots up to which masking is exact: None for any number, 0 where there is a doubt.
+    """Return the number of slots up to which masking is exact: None for no limit, 0 if in doubt.
 
-    The config names a window; the IR's own attention mask, computed alone, shows where it ends.
+    The limit comes from the attention window in the config and from the IR's own attention mask, run alone.
     """
     shown = mask_bound(ir)
     if shown == 0 or (shown is None and not ir.config):
@@ -94,21 +95,21 @@ def safe_bound(ir: CompiledIR) -> int | None:
 
 
 def find_probe(ir: CompiledIR, cache_dir: Path | None, exported: Probe | None) -> Probe:
-    """The export's probe if it was made in this setting, else what an earlier run found, else a new one."""
+    """Return the export's probe if it was made in this setting, else one that an earlier run cached, else a new one."""
     setting = setting_of(ir.device, ir.properties)
     if exported and exported.setting == setting:
         return exported
     file = memory_file("probes", ir.folder, setting, cache_dir)
     try:
         return Probe.from_json(remembered(file))
-    except (KeyError, TypeError):  # none yet, or of another version of ovspec
+    except (KeyError, TypeError):  # nothing cached, or by another version of ovspec
         probe = probe_rollback(ir)
         remember(file, asdict(probe))
         return probe
 
 
 def memory_file(kind: str, folder: Path, setting: str, cache_dir: Path | None) -> Path | None:
-    """Where what was found about the model in ``folder`` in one ``setting`` is kept; None without a cache."""
+    """Return the cache file for findings about the model in ``folder`` in one ``setting``; None without a cache."""
     if not cache_dir:
         return None
     files = [folder / MODEL_FILE, (folder / MODEL_FILE).with_suffix(".bin"), folder / "config.json"]

@@ -1,4 +1,4 @@
-"""The best properties for a model on this machine, as ``tuning.py`` has measured them."""
+"""The settings that ``tuning.py`` measured for a model on this machine, and the choice of the best."""
 
 from __future__ import annotations
 
@@ -23,28 +23,28 @@ GOALS = get_args(Goal)
 FORMAT = 3
 # A setting may be chosen if its KL divergence is at most this many times that of OpenVINO's own default ...
 KL_FACTOR = 1.25
-# ... or too small to matter, in nats; "accuracy" asks for no more than that.
+# ... or at most this many nats, which is too little to matter. The goal "accuracy" allows no more than this.
 KL_FLOOR = 1e-6
-# A balanced choice keeps the invariance of what is used without a profile; its measuring has this much chance in it.
+# With the goal "balanced", the invariance may be lower than without a profile by this much, the noise of measuring it.
 INVARIANCE_SLACK = 0.1
-# A setting is taken instead of one in front of it if it needs at most this share of the time.
+# A setting is chosen over one that was measured before it if it takes at most this share of the time.
 CLEARLY_BETTER = 0.97
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What is tried; None leaves a choice to OpenVINO."""
+    """An engine and properties to try; None leaves a choice to OpenVINO."""
 
     engine: EngineName
     precision: str | None = None
     kv_precision: str | None = None
-    group: int | None = None  # activations that share a scale where weights are compressed, 0 to quantise none
+    group: int | None = None  # activations that share a scale if weights are compressed; 0: not quantised
     threads: int | None = None
     core_type: str | None = None
 
     @property
     def properties(self) -> dict[str, str]:
-        """As OpenVINO calls them."""
+        """The setting as OpenVINO properties."""
         others = {"DYNAMIC_QUANTIZATION_GROUP_SIZE": self.group, "SCHEDULING_CORE_TYPE": self.core_type}
         named = {name: str(value) for name, value in others.items() if value is not None}
         return DeviceOptions("CPU", self.precision, self.kv_precision, self.threads, named).fixed
@@ -63,25 +63,28 @@ class Setting:
 
 @dataclass(frozen=True)
 class Measurement:
-    """Of one setting, on the built-in text; accuracy is compared with f32 without dynamic quantisation."""
+    """What one setting achieves on the built-in text; accuracy is relative to f32 without dynamic quantisation."""
 
     setting: Setting
-    verify_ms: dict[int, float]  # of an inference after the text, by its width in tokens
-    prefill_ms: float  # of a token
+    verify_ms: dict[int, float]  # per inference after the text, by width in tokens
+    prefill_ms: float  # per token of the prompt
     memory: int  # bytes that the process grew by
     kl: float  # mean KL divergence in nats
-    top1: float  # share of equal first choices
-    # Share of the logits that are the same whether tokens are fed together or one by one; None if untried.
+    top1: float  # share of positions with the same most probable token
+    # Share of positions whose logits are the same whether tokens are fed together or one by one; None: not measured.
     invariance: float | None = None
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Measurement:
-        """From what ``asdict`` gives, by way of JSON."""
+        """Build a Measurement from the output of ``asdict``, read back from JSON."""
         verify_ms = {int(width): ms for width, ms in data["verify_ms"].items()}
         return cls(**{**data, "setting": Setting(**data["setting"]), "verify_ms": verify_ms})
 
     def cost(self, goal: Goal) -> float:
-        """What ``goal`` minimises, in ms. Balanced is a prompt of 256 tokens and 128 steps, every other 4 wide."""
+        """Return what ``goal`` minimises, in ms.
+
+        For balanced and accuracy: a prompt of 256 tokens and 128 inferences, half of them 1 and half 4 tokens wide.
+        """
         if goal == "decode":
             return self.verify_ms[1]
         if goal == "prefill":
@@ -94,28 +97,28 @@ class Profile:
     """Measurements of one kind of model on one machine."""
 
     goal: Goal
-    full: bool  # False for the short version of a first load
-    tokens: int  # of the text
-    seconds: float  # that measuring took
-    reference: Measurement  # OpenVINO's own default, whose accuracy counts; in the short version the first of all
-    measurements: list[Measurement]  # from what is used without a profile; others have to be clearly better
+    full: bool  # False for the short version that a first load measures
+    tokens: int  # length of the text
+    seconds: float  # how long measuring took
+    reference: Measurement  # OpenVINO's default, the standard for accuracy; in the short version measurements[0]
+    measurements: list[Measurement]  # first the setting used without a profile; others must be clearly better
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Profile:
-        """From what ``asdict`` gives, by way of JSON."""
+        """Build a Profile from the output of ``asdict``, read back from JSON."""
         measurements = [Measurement.from_json(found) for found in data["measurements"]]
         return cls(**{**data, "reference": Measurement.from_json(data["reference"]), "measurements": measurements})
 
     def most_kl(self, goal: Goal) -> float:
-        """The largest KL divergence, in nats, of a setting that may be chosen."""
+        """Return the largest KL divergence, in nats, that a setting may have to be chosen."""
         return KL_FLOOR if goal == "accuracy" else max(KL_FACTOR * self.reference.kl, KL_FLOOR)
 
     def choose(self, options: DeviceOptions, engine: EngineChoice, goal: Goal | None = None) -> Measurement | None:
-        """The best measurement that agrees with what the user has fixed; None where none does."""
+        """Return the best measurement that agrees with what the user has fixed; None if none does."""
         goal = goal or self.goal
         most = self.most_kl(goal)
         agreeing = [m for m in self.measurements if agrees(m.setting, options, engine)]
-        # What is not exact after a rollback is never chosen for the user.
+        # A KV cache that is not exact after a rollback is never chosen automatically.
         fit = [m for m in agreeing if m.kl <= most and m.setting.kv_precision in EXACT_KV_PRECISIONS]
         if goal == "balanced" and "INFERENCE_PRECISION_HINT" not in options.fixed:
             least_invariance = (self.measurements[0].invariance or 0) - INVARIANCE_SLACK
@@ -127,37 +130,37 @@ class Profile:
 
 
 def agrees(setting: Setting, options: DeviceOptions, engine: EngineChoice) -> bool:
-    """Whether ``setting`` has all that the user has fixed; but for the KV cache's type, which is replaced."""
+    """Return whether ``setting`` agrees with what the user has fixed, except the KV cache's type, which is replaced."""
     ours, fixed = setting.properties, options.fixed
     ours.pop("KV_CACHE_PRECISION", None)
     return engine in ("auto", setting.engine) and all(fixed.get(name, value) == value for name, value in ours.items())
 
 
 def with_setting(options: DeviceOptions, setting: Setting) -> DeviceOptions:
-    """``options`` and, where the user has named nothing, ``setting``."""
+    """Return ``options`` completed with ``setting`` where the user has named nothing."""
     ours = setting.properties
     if setting.precision is None and "INFERENCE_PRECISION_HINT" in options.fixed:
-        ours.pop("KV_CACHE_PRECISION", None)  # it goes with the arithmetic that the device prefers
+        ours.pop("KV_CACHE_PRECISION", None)  # this type suits the device's default precision, not the user's
     return replace(options, properties=ours | options.fixed)
 
 
 def load_with(
     profile: Profile | None, folder: Path, options: DeviceOptions, engine: EngineChoice, probe: Probe | None
 ) -> CompiledModel:
-    """As ``load_ir``, with what ``profile`` has best where the user has named nothing."""
+    """Load like ``load_ir``, with the best setting of ``profile`` where the user has named nothing."""
     best = profile.choose(options, engine) if profile else None
     if not profile or not best:
         return load_ir(folder, options, engine, probe)
     slower_paged = engine == "auto" and best.setting.engine == "stateful"
     wanted = "stateful" if slower_paged else engine
     loaded = load_ir(folder, with_setting(options, best.setting), wanted, probe)
-    reason = "the profile found it to be faster" if slower_paged else loaded.reason
+    reason = "it is faster according to the profile" if slower_paged else loaded.reason
     costs = {profile.tokens: best.prefill_ms * profile.tokens} | best.verify_ms
     return replace(loaded, reason=reason, profile=str(best.setting), verify_ms=costs)
 
 
 def profile_file(folder: Path, options: DeviceOptions) -> Path | None:
-    """Where the profile for this machine and models with weights like those in ``folder`` is kept, if at all."""
+    """Return the profile's file for this machine and models with weights like those in ``folder``; None: no cache."""
     if not options.cache_folder:
         return None
     cores = (psutil.cpu_count(logical=False), psutil.cpu_count())
@@ -167,28 +170,28 @@ def profile_file(folder: Path, options: DeviceOptions) -> Path | None:
 
 
 def weight_shapes(folder: Path) -> Counter[tuple[str, str]]:
-    """How many constants of which (type, shape) the IR in ``folder`` has."""
+    """Count the constants of the IR in ``folder`` by (type, shape)."""
     text = (folder / MODEL_FILE).read_text(encoding="utf-8")
     return Counter(re.findall(r'<data element_type="(\w+)" shape="([\d, ]+)"', text))
 
 
 def largest_group(folder: Path) -> int | None:
-    """The weights' own group or the length of a row, which no group of activations can exceed; None if uncompressed."""
+    """Return the upper limit for a group of activations: the weights' group or row length; None if uncompressed."""
     integers = [shape for kind, shape in weight_shapes(folder) if kind in ("i8", "u8", "i4", "u4") and "," in shape]
     lengths = [int(shape.split(",")[-1]) for shape in integers]
-    return min((length for length in lengths if length > 1), default=None)  # scales and zero points have 1
+    return min((length for length in lengths if length > 1), default=None)  # scales and zero points end in 1
 
 
 def known_profile(folder: Path, options: DeviceOptions) -> Profile | None:
-    """The profile that was measured for models like the one in ``folder``."""
+    """Return the profile measured for models like the one in ``folder``, or None."""
     file = profile_file(folder, options) if check_device(options.device) == "CPU" else None
     try:
         return Profile.from_json(remembered(file))
-    except (KeyError, TypeError, ValueError, AttributeError):  # none yet, or damaged
+    except (KeyError, TypeError, ValueError, AttributeError):  # not measured yet, or damaged
         return None
 
 
 def keep_profile(folder: Path, options: DeviceOptions, profile: Profile) -> Path | None:
-    """Keep it beside the compiled models; returns where, or None where the cache can't be written."""
+    """Write ``profile`` beside the compiled models; returns its file, or None if the cache can't be written."""
     file = profile_file(folder, options)
     return file if remember(file, asdict(profile)) else None

@@ -1,6 +1,6 @@
-"""Measure what is best for a model on this machine: the work behind ``ovspec tune``.
+"""Measure which settings are best for a model on this machine, for ``ovspec tune``.
 
-The machine's speed changes meanwhile. So settings are timed in turns with the one that is used without a profile.
+The machine's speed changes over time, so settings are timed in turns with the one that is used without a profile.
 """
 
 from __future__ import annotations
@@ -43,18 +43,18 @@ from ovspec.text.tokenizer import Tokenizer
 
 TEXT = Path(__file__).with_name("tuning_text.txt")
 WIDTHS = (1, 2, 4, 8, 16)
-# What a first load may cost: a model whose weights are larger is not tuned without being asked.
+# A first load does not tune a model with more bytes of weights than this, because it would take too long.
 LARGEST_UNASKED = 1.5e9
-USUAL_GROUP = 32  # of OpenVINO on the CPU
-# A setting that takes so many times as long at every width is measured only once.
+USUAL_GROUP = 32  # OpenVINO's default on the CPU
+# A setting that takes more than this many times as long at every width is timed only once.
 HOPELESS = 1.2
-SETTLED = 0.02  # seconds that one inference is repeated for
-LONG_PROMPT = 0.5  # seconds; reading one that takes longer is timed once
+SETTLED = 0.02  # seconds for which one inference is repeated
+LONG_PROMPT = 0.5  # seconds; a prefill that takes longer is timed once
 
 
 @dataclass(frozen=True)
 class Effort:
-    """``tokens`` of the text, ``widths`` of the inferences that are timed, and how often."""
+    """How much is measured: ``tokens`` of the text, ``widths`` of the timed inferences in tokens, and ``repeats``."""
 
     tokens: int
     widths: tuple[int, ...]
@@ -73,16 +73,17 @@ def tune(
     effort: Effort = FULL,
     tell: Callable[[str, float], None] = lambda *_: None,
 ) -> Profile:
-    """Measure settings for the model in ``folder``; raises OvspecError where it isn't for the CPU or hasn't the memory.
+    """Measure settings for the model in ``folder``.
 
-    ``tell`` is given each setting when its turn comes, and the share of the work that is done.
+    ``tell`` is called before each setting with its text and the share of the work that is done.
+    Raises OvspecError if the device is not the CPU or too little memory is free.
     """
     if options.device.upper() != "CPU":
-        raise OvspecError(f"--device {options.device}: only the CPU has settings to choose from.")
+        raise OvspecError(f"--device {options.device}: only the CPU can be tuned.")
     if not room_for(folder, 3):
         raise OvspecError(f"{folder}: not enough memory is free for tuning, which holds the model twice.")
     began = time.monotonic()
-    tell("f32 without dynamic quantisation, whose logits are right", 0.0)
+    tell("f32 without dynamic quantisation (reference for accuracy)", 0.0)
     text = np.resize(Tokenizer(folder).encode(read_text(TEXT)), effort.tokens)
     timer = SettingTimer(folder, options.cache_folder, text, effort)
     engine: EngineName = "paged" if check_paged(folder, options).usable else "stateful"
@@ -92,8 +93,8 @@ def tune(
     total = 3 + len(first) + (len(list(variants(own, most_group))) if effort.full else 0)
     tell(f"{own} (used without a profile)", 1 / total)
     timer.set_incumbent(own)
-    tell(f"{default} (OpenVINO's own)", 2 / total)
-    # They differ by engine and cache, which moves the output little: the short version does without the second.
+    tell(f"{default} (OpenVINO's default)", 2 / total)
+    # The two differ in engine and KV cache, which changes the output little: the short version skips the second.
     reference = timer.measure(default) if effort.full else timer.incumbent
     found = Profile(goal, effort.full, len(text), 0.0, reference, [timer.incumbent])
 
@@ -110,14 +111,14 @@ def tune(
 
 
 def tune_if_new(folder: Path, options: DeviceOptions, tell: Callable[[str], None]) -> Profile | None:
-    """The profile that is known, or a short one measured and kept now; None where that would cost too much."""
+    """Return the known profile, or measure and keep a short one; None if that is not possible or takes too long."""
     profile = known_profile(folder, options)
     if profile or options.device.upper() != "CPU" or not options.cache_folder:
         return profile
     if check_weights(folder / MODEL_FILE) > LARGEST_UNASKED:
-        tell(f"{folder}: too large to be measured unasked; 'ovspec tune {folder}' finds what is fastest here.")
+        tell(f"{folder}: too large to tune automatically; run 'ovspec tune {folder}' to find the fastest settings.")
         return None
-    tell(f"{folder}: measuring what is fastest here, once; 'ovspec tune' measures more, --no-tune skips it.")
+    tell(f"{folder}: measuring the fastest settings, once; 'ovspec tune' measures more, --no-tune skips this.")
     try:
         profile = tune(folder, options, effort=SHORT)
     except OvspecError as error:
@@ -127,27 +128,28 @@ def tune_if_new(folder: Path, options: DeviceOptions, tell: Callable[[str], None
     return profile
 
 
-# ---------------------------------------------------------------- what is tried
+# ---------------------------------------------------------------- settings to try
 
 
 def arithmetics(engine: EngineName, most_group: int | None, effort: Effort) -> Iterator[Setting]:
-    """Types of arithmetic, and how activations are quantised."""
+    """Yield a setting for each precision and each group size of dynamic quantisation."""
     groups = [group for group in ((32, 64, 128, 256) if effort.full else (64,)) if group <= (most_group or 0)]
-    usual = default_kv_precision(DeviceOptions())  # the type of the arithmetic that OpenVINO takes by itself
+    usual = default_kv_precision(DeviceOptions())  # the precision in which OpenVINO computes by default
     for precision in ["f32", *native_precisions()] if effort.full else [usual]:
         for group in groups if most_group else [None]:
-            # What OpenVINO does by itself is measured already, and bf16 rounds enough without large groups.
+            # OpenVINO's default is measured already, and 16-bit precisions round enough without large groups.
             if not (precision == usual and group in (None, USUAL_GROUP)) and not (precision != "f32" and group == 256):
                 yield Setting(engine, precision, precision, group)
 
 
 def variants(best: Setting, most_group: int | None) -> Iterator[Setting]:
-    """No rounding of activations, the other engine, a smaller KV cache, other threads."""
+    """Yield variants of ``best``: no rounded activations, the stateful engine, a smaller KV cache, other threads."""
     if most_group:
         yield Setting(best.engine, "f32", "f32", 0)
     if best.engine == "paged":
         yield replace(best, engine="stateful")
-    # An f32 cache is exact however tokens are grouped; f16 costs nothing only where arithmetic is coarser anyway.
+    # With an f32 cache, results don't depend on how tokens are grouped. f16 loses nothing only if the arithmetic
+    # rounds more anyway.
     if most_group and best.precision == "f32" and best.group:
         yield replace(best, kv_precision="f16")
     physical, logical = psutil.cpu_count(logical=False) or 1, psutil.cpu_count() or 1
@@ -158,7 +160,7 @@ def variants(best: Setting, most_group: int | None) -> Iterator[Setting]:
 
 
 def core_types() -> list[str]:
-    """PCORE_ONLY and ECORE_ONLY where the processor has both kinds."""
+    """Return PCORE_ONLY and ECORE_ONLY if the processor has both kinds of core."""
     port = ops.parameter([1], ov.Type.f32)
     model = ov.Model([ops.result(ops.relu(port))], [port])  # type: ignore[misc]
 
@@ -173,7 +175,7 @@ def core_types() -> list[str]:
 
 
 class SettingTimer:
-    """Times settings of one model against the incumbent, after ``text`` (n,), ids that are read as a prompt."""
+    """Times settings of one model against the incumbent, after ``text`` (n,), token ids that are read as a prompt."""
 
     def __init__(self, folder: Path, cache: Path | None, text: np.ndarray, effort: Effort) -> None:
         self.text, self.effort = text, effort
@@ -184,7 +186,7 @@ class SettingTimer:
         self._right = log_softmax(right).astype(np.float32)
 
     def set_incumbent(self, setting: Setting) -> None:
-        """The setting that the others are compared with; it stays loaded."""
+        """Measure the setting that the others are compared with, and keep it loaded."""
         self._decoder, memory = self._load(setting)
         kl, top1 = self._distance(self._prefill(self._decoder)[1])
         self._round(self._decoder)
@@ -194,10 +196,10 @@ class SettingTimer:
         self.incumbent = Measurement(setting, times, prefill, memory, kl, top1, same)
 
     def measure(self, setting: Setting, most_kl: float = math.inf) -> Measurement:
-        """Accuracy and times; what can't be chosen, for a larger KL divergence or much time, is timed only once."""
+        """Measure accuracy and times; a setting that is far too slow or exceeds ``most_kl`` is timed only once."""
         (decoder, memory), mine = self._load(setting), self.incumbent
-        kl, top1 = self._distance(self._prefill(decoder)[1])  # the first is slower
-        ratios: list[dict[int, float]] = []  # of a round each, by width
+        kl, top1 = self._distance(self._prefill(decoder)[1])  # not timed: the first prefill is slower
+        ratios: list[dict[int, float]] = []  # one entry per round: time relative to the incumbent, by width
         prefills: list[float] = []
         for repeat in range(self.effort.repeats):
             if repeat == 0 or mine.prefill_ms * len(self.text) < LONG_PROMPT * 1e3:
@@ -211,10 +213,10 @@ class SettingTimer:
         return Measurement(setting, verify, statistics.median(prefills) * mine.prefill_ms, memory, kl, top1, same)
 
     def _load(self, setting: Setting) -> tuple[Decoder, int]:
-        """A decoder, and by how many bytes the process has grown when it has run once."""
+        """Return a decoder and the bytes by which the process has grown after its first inference."""
         process = psutil.Process()
         before = process.memory_info().rss
-        # What is compiled only to be measured is not worth keeping.
+        # Not cached: what is compiled only to be measured is not worth keeping.
         options = DeviceOptions(properties=setting.properties | {"CACHE_DIR": ""})
         if setting.engine == "paged":
             decoder: Decoder = PagedDecoder(compile_paged(self._folder, options))
@@ -226,23 +228,26 @@ class SettingTimer:
         return decoder, max(0, process.memory_info().rss - before)
 
     def _prefill(self, decoder: Decoder) -> tuple[float, np.ndarray]:
-        """(ms a token, logits of every position)"""
+        """Read the text as a prompt; return ms per token and the logits of every position."""
         decoder.reset(1)
         began = time.perf_counter()
         logits = decoder.feed([self.text], [len(self.text)])[0]
         return (time.perf_counter() - began) * 1e3 / len(self.text), logits
 
     def _round(self, decoder: Decoder, repeats: int = 1) -> dict[int, float]:
-        """Milliseconds of an inference after the text, by width; the median of ``repeats``."""
+        """Return the median milliseconds of ``repeats`` inferences after the text, by width."""
         times: dict[int, list[float]] = {width: [] for width in self.effort.widths}
         for _ in range(repeats):
-            self._time(decoder, 1)  # the first after another model's is slower
+            self._time(decoder, 1)  # the first inference after another model's is slower
             for width in self.effort.widths:
                 times[width].append(self._time(decoder, width))
         return {width: statistics.median(found) for width, found in times.items()}
 
     def _time(self, decoder: Decoder, width: int) -> float:
-        """Milliseconds of one inference; small models are run again, until what another has left is out of the way."""
+        """Return the milliseconds of one inference.
+
+        Fast ones are repeated, to get past the effects of the model that ran before.
+        """
         found, began = [], time.perf_counter()
         while not found or (time.perf_counter() - began < SETTLED and len(found) < 20):
             start = time.perf_counter()
@@ -252,10 +257,10 @@ class SettingTimer:
         return statistics.median(found[len(found) // 4 :])
 
     def _invariance(self, decoder: Decoder, kl: float) -> float:
-        """Share of the logits after the text that are the same in inferences of every width, to the bit."""
+        """Return the share of positions after the text whose logits are the same, to the bit, at every width."""
         ids, held = self.text[: self.effort.widths[-1]], len(self.text)
         alone = np.array([decoder.feed([ids[i : i + 1]], [1])[0][0].copy() for i in range(len(ids))])
-        allowed = 1e-4 * alone.std() if kl <= KL_FLOOR else 0.0  # nothing but fine rounding
+        allowed = 1e-4 * alone.std() if kl <= KL_FLOOR else 0.0  # as exact as f32: allow for fine rounding
         same: list[bool] = []
         for width in self.effort.widths[1:]:
             decoder.truncate(0, held)
@@ -265,9 +270,9 @@ class SettingTimer:
         return sum(same) / len(same)
 
     def _distance(self, logits: np.ndarray) -> tuple[float, float]:
-        """(mean KL divergence in nats, share of equal first choices) from the right ones."""
+        """Return the mean KL divergence from the reference (nats) and the share of equal top-1 tokens."""
         divergence = 0.0
-        for i in range(0, len(logits), 64):  # in float64 all of them at once would take much memory
+        for i in range(0, len(logits), 64):  # in pieces, because float64 takes much memory
             right, ours = self._right[i : i + 64], log_softmax(logits[i : i + 64])
             divergence += float((np.exp(right) * (right - ours)).sum())
         same = (self._right.argmax(1) == logits.argmax(1)).mean()

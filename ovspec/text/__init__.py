@@ -1,1 +1,1 @@
-"""Text and tokens: tokenizer, vocabulary, chat template, and what a model's files say about them."""
+"""Text and tokens: the tokenizer, the vocabulary, the chat template and a model's own generation defaults."""

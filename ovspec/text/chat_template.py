@@ -1,4 +1,7 @@
-"""A model's chat template, rendered here and nowhere else: sandboxed, bounded in time, memory and output."""
+"""A model's chat template, rendered in a sandboxed process with limits on time, memory and output.
+
+Nothing else in ovspec renders templates.
+"""
 
 from __future__ import annotations
 
@@ -14,40 +17,40 @@ from ovspec.sandbox import Stopped, Worker
 Message = dict[str, Any]  # {"role": ..., "content": ...}
 
 MAX_SECONDS = 2.0
-MAX_BYTES = 1_000_000_000  # of memory that rendering may take
+MAX_BYTES = 1_000_000_000  # memory that the rendering process may use
 
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """A Jinja template with the variables and functions that Hugging Face gives it."""
+    """A Jinja template, rendered with the variables and functions that Hugging Face provides."""
 
     source: str
     special_tokens: dict[str, str]
 
     def render(self, messages: list[Message], open: bool = True) -> str:
-        """The prompt for ``messages``, ``open`` for the assistant's answer or closed.
+        """Return the prompt for ``messages``; with ``open`` it ends where the assistant's answer begins.
 
-        Raises OvspecError where the template fails, refuses these messages, or takes too much time or memory.
+        Raises OvspecError if the template fails, rejects these messages, or takes too much time or memory.
         """
         try:
             request = json.dumps({**asdict(self), "messages": messages, "open": open})
         except (TypeError, ValueError) as error:
-            raise OvspecError(f"The chat messages cannot be handed to a template: {error}.") from None
+            raise OvspecError(f"The chat messages cannot be passed to the chat template as JSON: {error}.") from None
         try:
             answer = RENDERER.ask(request)
         except Stopped as why:
             raise OvspecError(f"The model's chat template {why}; give a raw prompt without --chat.") from None
         if "error" in answer:
-            raise OvspecError(f"The model's chat template refuses these messages: {answer['error']}.")
+            raise OvspecError(f"The model's chat template cannot render these messages: {answer['error']}.")
         return answer["text"]
 
 
-# A template comes from the internet. Jinja's sandbox keeps it from reaching anything, but not from running for hours.
+# Templates come from the internet. Jinja's sandbox keeps them from reaching anything, but not from running for hours.
 RENDERER = Worker("ovspec.text.chat_template_worker", MAX_SECONDS, MAX_BYTES)
 
 
 def chat_template(folder: Path) -> ChatTemplate:
-    """The chat template in an exported folder; raises OvspecError where there is none."""
+    """Return the chat template of an exported folder; raises OvspecError if it has none."""
     config = read_json(folder / "tokenizer_config.json")
     source = config.get("chat_template")
     if isinstance(source, list):  # several named templates
@@ -55,7 +58,7 @@ def chat_template(folder: Path) -> ChatTemplate:
     if (folder / "chat_template.jinja").is_file():
         source = (folder / "chat_template.jinja").read_text(encoding="utf-8")
     if not source:
-        raise OvspecError(f"{folder}: this model has no chat template; leave --chat out and give a raw prompt.")
+        raise OvspecError(f"{folder}: this model has no chat template; leave out --chat and give a raw prompt.")
     special = {name: config.get(name) for name in ("bos_token", "eos_token", "pad_token", "unk_token")}
     texts = {name: value["content"] if isinstance(value, dict) else value for name, value in special.items()}
     return ChatTemplate(source, {name: value for name, value in texts.items() if value})

@@ -1,4 +1,4 @@
-"""The process that renders chat templates, for ``chat_template.py``."""
+"""The worker process that renders chat templates for ``chat_template.py``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MAX_CHARACTERS = 50_000_000
 
 
 class Generation(Extension):
-    """``{% generation %}`` marks the assistant's words for training; for a prompt it means nothing."""
+    """Support for ``{% generation %}``, which marks the assistant's text for training and has no effect on a prompt."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -29,7 +29,7 @@ class Generation(Extension):
 
 @functools.lru_cache(maxsize=8)
 def compiled(source: str) -> jinja2.Template:
-    """A template with the functions that Hugging Face gives it."""
+    """Compile a template with the functions that Hugging Face provides."""
 
     def refuse(message: str) -> None:
         raise jinja2.TemplateError(message)
@@ -41,7 +41,7 @@ def compiled(source: str) -> jinja2.Template:
         separators: tuple[str, str] | None = None,
         sort_keys: bool = False,
     ) -> str:
-        # Jinja's own would escape for HTML.
+        # Jinja's own filter escapes for HTML.
         return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
     environment = ImmutableSandboxedEnvironment(
@@ -54,7 +54,7 @@ def compiled(source: str) -> jinja2.Template:
 
 
 def answer(request: dict[str, Any]) -> dict[str, str]:
-    """{"text": ...} or {"error": a sentence} for {"source", "special_tokens", "messages", "open"}."""
+    """Return {"text": ...} or {"error": one line} for a request {"source", "special_tokens", "messages", "open"}."""
     variables = {"tools": None, "documents": None, "add_generation_prompt": request["open"]}
     variables |= request["special_tokens"]
     try:
@@ -62,10 +62,10 @@ def answer(request: dict[str, Any]) -> dict[str, str]:
         for part in compiled(request["source"]).generate(messages=request["messages"], **variables):
             size += len(part)
             if size > MAX_CHARACTERS:
-                return {"error": f"it writes more than {MAX_CHARACTERS // 1_000_000} million characters"}
+                return {"error": f"the output is longer than {MAX_CHARACTERS // 1_000_000} million characters"}
             parts.append(part)
         return {"text": "".join(parts)}
-    except Exception as error:  # whatever a template can do wrong
+    except Exception as error:  # a template can raise anything
         return {"error": " ".join(str(error).split())[:300] or type(error).__name__}
 
 

@@ -1,4 +1,4 @@
-"""What a model's own files say about generating: ends, beginnings, limits and penalties."""
+"""Generation defaults from a model's own files: EOS and BOS tokens, limits and penalties."""
 
 from __future__ import annotations
 
@@ -17,55 +17,55 @@ from ovspec.text.tokenizer import Tokenizer
 
 DEFAULT_MAX_TOKENS = 256
 
-# What Hugging Face's greedy generate would apply from a generation config and we do not; neutral values.
+# Settings of a generation config that Hugging Face's greedy generate applies and ovspec does not; their neutral values.
 NOT_APPLIED = {"no_repeat_ngram_size": 0, "min_length": 0} | dict.fromkeys(
     ("bad_words_ids", "begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id", "sequence_bias")
 )
 
 
 class GenerationConfig:
-    """The generation config in ``folder``, and ``config`` where that is silent; warns of what isn't applied."""
+    """The generation config in ``folder``; the EOS falls back to ``config``. Warns about settings it can't apply."""
 
     def __init__(self, folder: Path, config: dict[str, Any], tokenizer: Tokenizer) -> None:
         self.values = read_json(folder / "generation_config.json")
         self._config, self._tokenizer = config, tokenizer
         asked = [name for name, neutral in NOT_APPLIED.items() if self.values.get(name) not in (None, neutral)]
         if asked:
-            warning = f"{folder}: its generation config asks for {', '.join(asked)}, which is not applied"
+            warning = f"{folder}: its generation config sets {', '.join(asked)}, which ovspec does not apply"
             warnings.warn(warning, stacklevel=4)
 
     @property
     def eos_ids(self) -> frozenset[int]:
-        """The ids that end a text."""
+        """The token ids that end a text."""
         said = (config.get("eos_token_id") for config in (self.values, self._config))
         eos = next((ids for ids in said if ids is not None), [])
         return frozenset(eos if isinstance(eos, list) else [eos])
 
     @property
     def bos(self) -> np.ndarray:
-        """The tokenizer's BOS or else the generation config's, (n,) int64; empty where there is none."""
+        """The tokenizer's BOS, else the generation config's, (n,) int64; empty if there is none."""
         special, bos = self._tokenizer.encode(""), self.values.get("bos_token_id")
         return special if len(special) or bos is None else np.array([bos], dtype=np.int64)
 
     @property
     def beginning(self) -> np.ndarray:
-        """What an empty prompt stands for, (n,) int64; raises OvspecError where nothing can."""
+        """The tokens used for an empty prompt, (n,) int64; raises OvspecError if the model has no BOS."""
         if len(bos := self.bos):
             return bos
-        raise OvspecError("The prompt is empty, and this model has no token to begin a text with.")
+        raise OvspecError("The prompt is empty, and this model has no BOS token to start from; give a prompt.")
 
     def max_tokens(self, prompt: int, wanted: int | None, context: int | None) -> int:
-        """Tokens to generate after ``prompt`` tokens in a ``context``; raises OvspecError where there is no room."""
+        """Return how many tokens to generate after ``prompt`` tokens; raises OvspecError if ``context`` has no room."""
         if wanted is not None and wanted < 1:
             raise OvspecError(f"max_tokens is {wanted}; it must be at least 1.")
         left = context - prompt if context else math.inf
         if left < (wanted or 1):
-            sizes = f"{prompt} tokens and {wanted or 1} more are asked for, but the context is {context}"
+            sizes = f"{prompt} tokens and {wanted or 1} more are requested, but the context is {context}"
             raise OvspecError(f"The prompt has {sizes}; shorten the prompt or lower max_tokens.")
         return wanted or int(min(self.values.get("max_new_tokens") or DEFAULT_MAX_TOKENS, left))
 
     def complete(self, params: SamplingParams) -> SamplingParams:
-        """``params`` with what is said here; raises OvspecError for ids that are not in the vocabulary."""
+        """Return ``params`` with the model's defaults filled in; raises OvspecError for ids outside the vocabulary."""
         config, given = self.values, {}
         if params.repetition_penalty is None:
             given["repetition_penalty"] = config.get("repetition_penalty")

@@ -1,4 +1,4 @@
-"""Whether a draft speaks of the same tokens as its target."""
+"""Check that a draft shares its target's vocabulary."""
 
 from __future__ import annotations
 
@@ -31,9 +31,10 @@ TEXTS = (
 
 
 def check_same_vocabulary(target: Path, draft: Path) -> None:
-    """Raises OvspecError where two folders' vocabularies differ, naming the first differences, or can't be compared.
+    """Raise OvspecError, naming the first differences, if two folders' vocabularies differ or can't be compared.
 
-    ``tokenizer.json`` is compared, id by id, or, where one has none, as some published drafts, how ``TEXTS`` are split.
+    Compares ``tokenizer.json`` id by id. If a folder has none, as with some published drafts, compares how ``TEXTS``
+    are split.
     """
     vocabularies = [tokens_by_id(read_json(folder / TOKENIZER_FILE)) for folder in (target, draft)]
     message = differing_ids(*vocabularies) if all(vocabularies) else differing_split(target, draft)
@@ -42,7 +43,7 @@ def check_same_vocabulary(target: Path, draft: Path) -> None:
 
 
 def differing_split(target: Path, draft: Path) -> str | None:
-    """How two folders' OpenVINO tokenizers differ on ``TEXTS``; None where they don't."""
+    """Describe how two folders' OpenVINO tokenizers differ on ``TEXTS``; None if they agree."""
     ours, theirs = Tokenizer(target), Tokenizer(draft)
     for text in TEXTS:
         a, b = ours.encode(text), theirs.encode(text)

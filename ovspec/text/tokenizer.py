@@ -22,7 +22,7 @@ from ovspec.text.vocabulary import TOKENIZER_FILE, known_ids, tokens_by_id
 
 @functools.cache
 def _string_ops() -> ov.Core:
-    """The core, knowing the string operations that tokenizer IRs are made of."""
+    """Return the OpenVINO core with the string operations that tokenizer IRs use."""
     core().add_extension(str(openvino_tokenizers._ext_path))
     return core()
 
@@ -38,16 +38,16 @@ def _request(path: Path) -> ov.InferRequest:
 
 
 def byte_level_alphabet() -> dict[str, int]:
-    """Character -> byte of byte-level BPE (GPT-2): printable bytes stand for themselves, the others follow at 256."""
+    """Return character -> byte of byte-level BPE (GPT-2): printable bytes are themselves, the others start at 256."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
 
 
 def byte_vocabulary(tokenizer_json: dict[str, Any]) -> list[bytes | None] | None:
-    """What each id adds to the text, from a ``tokenizer.json``; None for ids that have no token.
+    """Return the bytes that each id adds to the text, from a ``tokenizer.json``; None for ids without a token.
 
-    Special tokens add nothing. Returns None for kinds of decoder that do not map tokens to bytes one by one.
+    Special tokens add nothing. Returns None if the decoder does not map each token to bytes independently.
     """
     model, decoder = tokenizer_json.get("model", {}), tokenizer_json.get("decoder") or {}
     steps = decoder.get("decoders", [decoder])
@@ -77,36 +77,37 @@ def byte_vocabulary(tokenizer_json: dict[str, Any]) -> list[bytes | None] | None
 
 
 def bytes_of(vocabulary: list[bytes | None], token: int) -> bytes:
-    """What ``token`` adds to the text; nothing for an id without a token."""
+    """Return the bytes that ``token`` adds to the text; empty for an id without a token."""
     return (vocabulary[token] if token < len(vocabulary) else None) or b""
 
 
 class Tokenizer:
-    """The tokenizer of an exported model; ``folder`` holds OpenVINO's and mostly ``tokenizer.json``, for the bytes.
+    """The tokenizer of an exported model.
 
-    Raises OvspecError where a file is missing or broken.
+    ``folder`` holds the OpenVINO tokenizer and usually ``tokenizer.json``, from which the bytes of each token are read.
+    Raises OvspecError if a file is missing or broken.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._encoder = _request(folder / "openvino_tokenizer.xml")
-        self._lock = threading.Lock()  # one request serves all threads
+        self._lock = threading.Lock()  # one infer request serves all threads
         tokenizer_json = read_json(folder / TOKENIZER_FILE)
         added = tokenizer_json.get("added_tokens", [])
         self._special = {token["id"]: token["content"].encode() for token in added if token.get("special")}
         self.vocabulary = byte_vocabulary(tokenizer_json)
         self.known = known_ids(tokens_by_id(tokenizer_json))
         empty, one = self._encode(""), self._encode("a")
-        # What encoding puts around every text (BOS before it for some models, EOS after it for few).
+        # Tokens that encoding puts around every text: BOS before it for some models, EOS after it for a few.
         self._prefix = next((i for i, (a, b) in enumerate(zip(empty, one, strict=False)) if a != b), len(empty))
         self._suffix = len(empty) - self._prefix
         # SentencePiece models put a space in front of every text they encode.
         self._adds_space = self.decode(self.encode("a", special=False)) == " a"
 
     def encode(self, text: str, special: bool = True) -> np.ndarray:
-        """(n,) int64; ``special``: with the BOS and EOS that the model's tokenizer adds.
+        """Return the token ids of ``text``, (n,) int64; ``special`` keeps the BOS and EOS that the tokenizer adds.
 
-        Raises OvspecError for half of a surrogate pair, or a NUL at the end, which OpenVINO's strings lose.
+        Raises OvspecError if ``text`` contains half of a surrogate pair, or ends with a NUL, which OpenVINO drops.
         """
         if text.endswith("\0"):
             raise OvspecError("The prompt ends with a NUL character, which would be lost; remove it.")
@@ -118,7 +119,7 @@ class Tokenizer:
         return ids if special else ids[self._prefix : len(ids) - self._suffix]
 
     def encode_more(self, text: str) -> np.ndarray:
-        """(n,) int64: ``text`` as it goes on from another one, without BOS and without a space in front."""
+        """Return the token ids of ``text`` as the continuation of another text, (n,) int64: no BOS, no added space."""
         ids = self.encode(text, special=False)
         if not self._adds_space:
             return ids
@@ -126,12 +127,15 @@ class Tokenizer:
         return both[len(before) :] if np.array_equal(both[: len(before)], before) else ids
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """The text of ``tokens`` as it stands inside a longer one; special tokens left out."""
+        """Return the text of ``tokens`` as it reads inside a longer text, without special tokens."""
         detokenizer = self.detokenizer()
         return "".join([detokenizer.push(int(token)) for token in tokens]) + detokenizer.flush()
 
     def spell(self, tokens: np.ndarray) -> str | None:
-        """The text of ``tokens`` (n,) with special tokens written out, as in chat templates; None if unknown."""
+        """Return the text of ``tokens`` (n,) with special tokens written out, as in chat templates.
+
+        Returns None without a byte vocabulary, or if the bytes are not valid UTF-8.
+        """
         vocabulary = self.vocabulary
         if not vocabulary:
             return None
@@ -153,19 +157,19 @@ class Tokenizer:
 
 
 class Detokenizer(Protocol):
-    """Text as it grows; never half a character."""
+    """Turns tokens into text one at a time, without ever returning half a character."""
 
     def push(self, token: int, without: int = 0) -> str:
-        """The text that ``token`` completes, which may be none; ``without`` its first bytes."""
+        """Return the text that ``token`` completes, possibly empty; skips the first ``without`` bytes of the token."""
         ...
 
     def flush(self) -> str:
-        """What is left at the end: a replacement character for a character that was cut off."""
+        """Return the remaining text at the end; a character that was cut off becomes a replacement character."""
         ...
 
 
 class ByteDetokenizer:
-    """Tokens are bytes; UTF-8 says where a character ends."""
+    """A detokenizer for byte vocabularies; UTF-8 shows where each character ends."""
 
     def __init__(self, vocabulary: list[bytes | None]) -> None:
         self._vocabulary = vocabulary
@@ -179,16 +183,16 @@ class ByteDetokenizer:
 
 
 class WindowDetokenizer:
-    """For vocabularies that are not bytes: decode a window that slides, print what it adds.
+    """A detokenizer without a byte vocabulary: decodes a sliding window of tokens and returns the text that was added.
 
-    Nothing can be left out of a token.
+    It cannot skip bytes of a token: ``without`` must be 0.
     """
 
     def __init__(self, request: ov.InferRequest) -> None:
         self._request = request
         self._tokens: list[int] = []
-        self._start = 0  # tokens before it can't change the text of later ones
-        self._shown = ""  # text of the window that was returned
+        self._start = 0  # tokens before this index can't change the text of later ones
+        self._shown = ""  # the part of the window's text that was returned
 
     def _window(self) -> str:
         ids = np.array([self._tokens[self._start :]], dtype=np.int64)

@@ -13,27 +13,27 @@ TOKENIZER_FILE = "tokenizer.json"
 
 @dataclass(frozen=True)
 class KnownIds:
-    """The ids that a tokenizer can spell: those below ``size`` but for ``gaps`` (n,). None knows them all.
+    """The ids that have a token: those below ``size``, except ``gaps`` (n,). With a ``size`` of None, all ids do.
 
-    Logits are often wider than that, padded to a round number; no id of the padding may come out.
+    Logits are often wider, padded to a round number; an id of the padding must never be generated.
     """
 
     size: int | None = None
     gaps: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
 
     def restricts(self, width: int) -> bool:
-        """Whether logits of this width have places for ids that nobody knows."""
+        """Return whether logits of this width include ids without a token."""
         return bool(len(self.gaps)) or (self.size is not None and width > self.size)
 
     def restrict(self, logits: np.ndarray) -> np.ndarray:
-        """(n, width) float32 -> (n, at most size), the gaps' logits overwritten by -inf."""
+        """Cut logits (n, width) float32 to at most ``size`` columns and set those of ``gaps`` to -inf, in place."""
         logits = logits[:, : self.size]
         if len(self.gaps):
             logits[:, self.gaps[self.gaps < logits.shape[1]]] = -np.inf
         return logits
 
     def first_unknown(self, ids: np.ndarray) -> int | None:
-        """The first of ``ids`` (n,) that is not known."""
+        """Return the first of ``ids`` (n,) that has no token, or None."""
         unknown = ids[(ids < 0) | np.isin(ids, self.gaps) | (ids >= (self.size or np.iinfo(np.int64).max))]
         return int(unknown[0]) if len(unknown) else None
 
@@ -42,7 +42,7 @@ ALL_IDS = KnownIds()
 
 
 def known_ids(ids: Iterable[int]) -> KnownIds:
-    """From the ids that have a token; no id at all means that nothing is known of them."""
+    """Return the KnownIds for the ids that have a token; with none given, nothing is known and every id is allowed."""
     present = np.unique(np.fromiter(ids, dtype=np.int64))
     if not len(present):
         return ALL_IDS
@@ -51,7 +51,7 @@ def known_ids(ids: Iterable[int]) -> KnownIds:
 
 
 def tokens_by_id(tokenizer_json: dict[str, Any]) -> dict[int, str]:
-    """Every token of a ``tokenizer.json``, as it is spelt there."""
+    """Return id -> token for every token of a ``tokenizer.json``, spelt as in the file."""
     vocab = tokenizer_json.get("model", {}).get("vocab", {})
     if isinstance(vocab, dict):
         tokens = {index: piece for piece, index in vocab.items()}
@@ -62,7 +62,7 @@ def tokens_by_id(tokenizer_json: dict[str, Any]) -> dict[int, str]:
 
 
 def differing_ids(ours: dict[int, str], theirs: dict[int, str]) -> str | None:
-    """How two vocabularies differ, naming the first differences; None where they are the same."""
+    """Describe how two vocabularies differ, naming the first differences; None if they are the same."""
     ids = [index for index in sorted({*ours, *theirs}) if ours.get(index) != theirs.get(index)]
     if not ids:
         return None

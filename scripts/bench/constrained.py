@@ -1,10 +1,10 @@
-"""JSON by a schema, on a pair: what masks cost, and what forced tokens and drafts bring, in turns.
+"""Time JSON generation by a schema: what masks cost, and what forced tokens and drafters gain.
 
     python scripts/bench/constrained.py DIR [--max-tokens 128] [--temperature T] [--rounds 1] [--out FILE]
 
-For each schema of ``grammars.json`` the prompt shows one JSON text of it, as people do; the model writes another.
-"plain" is masked decoding, a token an inference; "unconstrained" is plain decoding of as many tokens without a mask.
-All ways give the same text, or it is said where they don't.
+For each schema of ``grammars.json``, the prompt shows one JSON text of it, as users' prompts do; the model generates
+another. "plain" is masked decoding, one token per inference; "unconstrained" is plain decoding of the same number of
+tokens without a mask. The modes take turns, and the table counts the texts that are equal to those of "plain".
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ WAYS: dict[str, tuple[str | None, dict[str, Any]]] = {
 
 
 def prompts() -> list[tuple[str, dict[str, Any], str]]:
-    """(name, schema, prompt)"""
+    """Return (name, schema, prompt) for each schema."""
     entries = json.loads((HERE / "grammars.json").read_text(encoding="utf-8"))
     found = []
     for entry in entries:
@@ -43,7 +43,7 @@ def prompts() -> list[tuple[str, dict[str, Any], str]]:
 
 
 def timed(lm: ovspec.LanguageModel, prompt: str, options: dict[str, Any]) -> tuple[ovspec.Result, float]:
-    """(result, milliseconds a token behind the prompt's reading)"""
+    """Return the result and the milliseconds per token after the first."""
     began = time.perf_counter()
     result = lm.generate(prompt, **options)
     spent = (time.perf_counter() - began) * 1e3 - result.stats.ttft_ms
@@ -62,7 +62,7 @@ def main() -> None:
     models = {way: whole.with_drafters(choice_of(draft)) for way, (draft, _) in WAYS.items()}
     cells: dict[str, list[dict[str, Any]]] = defaultdict(list)
     shared = {"temperature": arguments.temperature, "seed": 1, "max_tokens": arguments.max_tokens}
-    for way in (*WAYS, *WAYS):  # kernels of every width
+    for way in (*WAYS, *WAYS):  # warm-up: compile the kernels of every width
         name, schema, prompt = prompts()[1]
         timed(models[way], prompt, shared | {"json_schema": schema} | WAYS[way][1])
     for _ in range(arguments.rounds):
@@ -93,7 +93,7 @@ def main() -> None:
     if arguments.out:
         lines = [json.dumps(cell) for found in cells.values() for cell in found]
         arguments.out.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    print("| | ms a token | faster than plain | least, most | forced | tokens a round | equal texts |")
+    print("| mode | ms per token | speed-up | least, most | forced tokens | tokens per round | equal texts |")
     print("|---|---|---|---|---|---|---|")
     for way, found in cells.items():
         ratios = [plain["ms"] / cell["ms"] for plain, cell in zip(cells["plain"], found, strict=True)]
@@ -105,7 +105,7 @@ def main() -> None:
             f"| {tokens / rounds if rounds else 1:.2f} | {sum(cell['equal'] for cell in found)} of {len(found)} |"
         )
     finished = [cell["finish"] for cell in cells["plain"]]
-    print(f"\n{sum(reason != 'length' for reason in finished)} of {len(finished)} texts came to an end.")
+    print(f"\n{sum(reason != 'length' for reason in finished)} of {len(finished)} texts ended before the token limit.")
 
 
 def choice_of(draft: str | None) -> Any:

@@ -1,9 +1,9 @@
-"""Both engines side by side, the default beside the profile, and what a step's time goes to.
+"""Compare both engines, OpenVINO's default and the profile, and show where a step's time goes.
 
     python scripts/bench/engines.py DIR [--plot FILE] [--cache-dir DIR] [--contexts 128 1024 4096]
 
-DIR is an exported model of real size, as scripts/train/bench_pair.py makes them; its profile is the one that
-'ovspec tune' has kept. Everything is timed in turns in one run; times are medians, on an idle machine.
+DIR is an exported model of real size, such as scripts/train/bench_pair.py makes; its profile is the one that
+'ovspec tune' has kept. The settings take turns in one run, and times are medians. Use an idle machine.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16)
 REPEATS = 5
 CHUNK = 128
 PROMPT = 1024
-DEFAULT = Setting("stateful")  # all of it left to OpenVINO
+DEFAULT = Setting("stateful")  # all properties left to OpenVINO
 
 
 def decoder_for(folder: Path, setting: Setting) -> Decoder:
     options = DeviceOptions(properties=setting.properties | {"CACHE_DIR": ""})
-    if setting == DEFAULT:  # its u8 cache too, which ovspec would not take
+    if setting == DEFAULT:  # with its u8 cache, which ovspec would not choose
         options.properties["KV_CACHE_PRECISION"] = "u8"
     if setting.engine == "paged":
         return PagedDecoder(compile_paged(folder, options))
@@ -55,27 +55,27 @@ def milliseconds(work: Callable[[], object]) -> float:
 
 
 def verify_curves(decoders: dict[str, Decoder], text: np.ndarray, context: int) -> dict[str, dict[int, float]]:
-    """Milliseconds of an inference of some tokens behind ``context``, for each decoder by width."""
+    """Return the milliseconds of an inference at a context of ``context`` tokens, for each decoder by width."""
     for decoder in decoders.values():
         decoder.reset(1)
         decoder.feed([text[:context]], [1])
     times: dict[str, dict[int, list[float]]] = {name: {width: [] for width in WIDTHS} for name in decoders}
     for repeat in range(REPEATS + 1):
         for name, decoder in decoders.items():
-            decoder.feed([text[:1]], [1])  # the first after another model's is slower
+            decoder.feed([text[:1]], [1])  # the first inference after another model's is slower
             decoder.truncate(0, context)
             for width in WIDTHS:
                 taken = milliseconds(lambda d=decoder, w=width: d.feed([text[:w]], [w]))
-                if repeat:  # the first of its width is slower
+                if repeat:  # the first inference of a width is slower
                     times[name][width].append(taken)
                 decoder.truncate(0, context)
             if isinstance(decoder, StatefulDecoder):
-                decoder.compact()  # slots of the rejected tokens would count
+                decoder.compact()  # dead slots of truncated tokens would cost time
     return {name: {w: statistics.median(found) for w, found in curve.items()} for name, curve in times.items()}
 
 
 def prefills(decoders: dict[str, Decoder], text: np.ndarray) -> dict[str, tuple[float, float]]:
-    """Seconds to read a prompt (whole, in chunks), for each decoder."""
+    """Return the seconds to read a prompt, (whole, in chunks), for each decoder."""
     times: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in decoders}
 
     def read(decoder: Decoder, chunk: int) -> None:
@@ -93,7 +93,10 @@ def prefills(decoders: dict[str, Decoder], text: np.ndarray) -> dict[str, tuple[
 
 
 def where_time_goes(folder: Path, setting: Setting, text: np.ndarray) -> list[tuple[str, float, int]]:
-    """(kind of operation, share of the time in operations, how many) of a decode step, by OpenVINO's counters."""
+    """Return the five most expensive operation types of a decode step, by OpenVINO's counters.
+
+    Each is (type, share of the time of all operations, number of operations).
+    """
     options = DeviceOptions(properties=setting.properties | {"CACHE_DIR": "", "PERF_COUNT": "YES"})
     paged = setting.engine == "paged"
     decoder: Decoder = (
@@ -131,7 +134,7 @@ def plot(curves: dict[int, dict[str, dict[int, float]]], file: Path) -> None:
         for name, curve in by_name.items():
             style = "-" if name.startswith("paged") else "--"
             axis.plot(list(curve), list(curve.values()), style, marker="o", markersize=3, label=name)
-        axis.set_title(f"behind {context} tokens")
+        axis.set_title(f"at a context of {context} tokens")
         axis.set_xlabel("tokens in one inference")
         axis.set_ylim(bottom=0)
         axis.grid(alpha=0.3)
@@ -145,8 +148,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--contexts", type=int, nargs="+", default=[128, 1024, 4096])
-    parser.add_argument("--cache-dir", type=Path, help="where the profile is kept")
-    parser.add_argument("--plot", type=Path, help="write the verify curves as a picture")
+    parser.add_argument("--cache-dir", type=Path, help="folder in which the profile is kept")
+    parser.add_argument("--plot", type=Path, help="draw the verify curves to this file")
     args = parser.parse_args()
     profile = known_profile(args.folder, DeviceOptions(cache_dir=args.cache_dir))
     best = profile.choose(DeviceOptions(), "auto") if profile else None
@@ -170,15 +173,15 @@ def main() -> None:
     read = prefills(decoders, text)
     rows = [[name, f"{whole:.2f}", f"{chunks:.2f}"] for name, (whole, chunks) in read.items()]
     print(f"\nSeconds to read a prompt of {PROMPT} tokens\n")
-    print(table(["", "whole", f"in chunks of {CHUNK}"], rows), flush=True)
+    print(table(["setting", "whole prompt at once", f"in chunks of {CHUNK}"], rows), flush=True)
     curves = {}
     for context in args.contexts:
         curves[context] = verify_curves(decoders, text, context)
-        print(f"\nMilliseconds of an inference of m tokens behind {context}\n")
+        print(f"\nMilliseconds for an inference of m tokens at a context of {context} tokens\n")
         rows = []
         for name, curve in curves[context].items():
             rows.append([name, *(f"{curve[width]:.1f}" for width in WIDTHS), f"{curve[8] / curve[1]:.2f}"])
-        print(table(["", *(f"m={width}" for width in WIDTHS), "m=8 / m=1"], rows), flush=True)
+        print(table(["setting", *(f"m={width}" for width in WIDTHS), "m=8 / m=1"], rows), flush=True)
     if args.plot:
         plot(curves, args.plot)
     weights, bandwidth = bytes_a_step(args.folder), read_bandwidth(1 << 30)
@@ -189,12 +192,12 @@ def main() -> None:
         for context in args.contexts[:2]:
             speed = weights / (curves[context][name][1] / 1e3)
             rows.append([name, str(context), f"{speed / 1e9:.1f}", f"{speed / bandwidth:.0%}"])
-    print(table(["", "context", "GB/s", "of the bandwidth"], rows))
+    print(table(["setting", "context", "weights read, GB/s", "share of the bandwidth"], rows))
     for name, setting in settings.items():
         if name in ("paged f32", "profile", "stateful f32"):
             spent = where_time_goes(args.folder, setting, text)
             shares = ", ".join(f"{kind} {share:.1%} ({count})" for kind, share, count in spent)
-            print(f"\n{name}: time of a step by kind of operation: {shares}")
+            print(f"\n{name}: time of a step by operation type: {shares}")
 
 
 if __name__ == "__main__":

@@ -1,14 +1,14 @@
-"""What a grammar's mask costs for each token, with a vocabulary as large as those of today's models.
+"""Measure what a grammar's mask costs per token, with a vocabulary as large as those of today's models.
 
     python scripts/train/tokenizer.py
     python scripts/bench/grammars.py [--steps N] [--out FILE]
     python scripts/bench/peers/install.py xgrammar llamacpp
     python scripts/bench/grammars.py --peers [NAME ...]
 
-Texts are walked through their grammars token by token: JSON by the schemas of grammars.json, each text pretty and
-compact, and C by a grammar of ours. Every grammar is constructed anew for every text. With --peers the same texts go
-through other engines, each in its own environment, schema by schema in turns; C goes there if --gbnf has a grammar for
-it. Markdown on stdout. Use an idle machine.
+Texts are fed to their grammars token by token: JSON by the schemas of grammars.json, each text indented and compact,
+and C by ovspec's own grammar. Each text constructs its grammar again. With --peers, other engines, each in its own
+environment, get the same texts in turns, schema by schema; C is included if --gbnf names a grammar for it. The tables
+on stdout are Markdown. Use an idle machine.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from worker_llguidance import Matcher, appliers, begin_of, grammar_tokenizer  # 
 TOKENIZER = ROOT / ".cache" / "bench" / "tokenizer-128k" / "tokenizer.json"
 GRAMMARS = ROOT / "demos" / "grammars"
 OURS = "llguidance"
-PEERS = {"xgrammar": "xgrammar", "llamacpp_grammar": "llamacpp"}  # a worker and whose interpreter runs it
+PEERS = {"xgrammar": "xgrammar", "llamacpp_grammar": "llamacpp"}  # worker: the peer whose interpreter runs it
 peer.INTERPRETERS.update(PEERS)
 PEER_SECONDS = 300.0
 STYLES: tuple[dict[str, Any], ...] = ({"indent": 2}, {"separators": (",", ":")})
@@ -47,7 +47,7 @@ STYLES: tuple[dict[str, Any], ...] = ({"indent": 2}, {"separators": (",", ":")})
 
 @dataclass(frozen=True)
 class Subject:
-    """A grammar and texts that it describes. ``kind``: json (a schema) or lark."""
+    """A grammar and texts that it allows. ``kind``: json (a schema) or lark."""
 
     set: str
     name: str
@@ -57,7 +57,7 @@ class Subject:
 
 
 def json_subjects(file: Path) -> list[Subject]:
-    """One for each {name, schema, values} of a file."""
+    """Return a subject for each {name, schema, values} of ``file``."""
     found = []
     for entry in json.loads(file.read_text(encoding="utf-8")):
         texts = [json.dumps(value, ensure_ascii=False, **style) for value in entry["values"] for style in STYLES]
@@ -66,7 +66,7 @@ def json_subjects(file: Path) -> list[Subject]:
 
 
 def c_subjects(grammar: Path, samples: list[Path]) -> list[Subject]:
-    """None where the grammar or the samples aren't there."""
+    """Return the subject of C in a list, which is empty if the grammar or the samples are missing."""
     if not (grammar.exists() and samples):
         return []
     texts = [sample.read_text(encoding="utf-8") for sample in samples]
@@ -74,7 +74,7 @@ def c_subjects(grammar: Path, samples: list[Path]) -> list[Subject]:
 
 
 def vocabulary_of(file: Path) -> Vocabulary:
-    """The first added token is taken for the end of a text."""
+    """Return the vocabulary of a tokenizer.json; its first added token counts as the end of a text."""
     tokenizer = json.loads(file.read_text(encoding="utf-8"))
     ids = [*tokenizer["model"]["vocab"].values(), *(added["id"] for added in tokenizer["added_tokens"])]
     return Vocabulary(str(file), max(ids) + 1, tokenizer["added_tokens"][0]["id"])
@@ -84,7 +84,7 @@ def vocabulary_of(file: Path) -> Vocabulary:
 
 
 def details(tokenizer: LLTokenizer, task: Task) -> dict[str, list[float]]:
-    """Milliseconds of everything else that decoding may ask a matcher, and of all ways to apply a mask."""
+    """Return the milliseconds of a matcher's other operations in decoding, and of each way to apply a mask."""
     times: dict[str, list[float]] = {}
     ways = appliers(tokenizer.vocab_size)
     logits = np.random.default_rng(0).normal(size=tokenizer.vocab_size).astype(np.float32)
@@ -116,7 +116,7 @@ def details(tokenizer: LLTokenizer, task: Task) -> dict[str, list[float]]:
 
 @dataclass(frozen=True)
 class Line:
-    """Milliseconds of an operation in all texts of a set."""
+    """The milliseconds of an operation over all texts of a set."""
 
     set: str
     engine: str
@@ -135,7 +135,10 @@ def line_of(set: str, engine: str, operation: str, times: list[float]) -> Line:
 
 @dataclass
 class Bench:
-    """``texts`` are tokenised as ordinary text, so a grammar meets the tokens that a model would mostly choose."""
+    """What is measured. ``steps``: maximum number of tokens per text.
+
+    Texts are tokenised as ordinary text, so a grammar gets the tokens that a model would mostly choose.
+    """
 
     vocabulary: Vocabulary
     subjects: list[Subject]
@@ -149,7 +152,7 @@ class Bench:
 
 
 def slices_of() -> dict[str, list[str] | None]:
-    """Ways to part the vocabulary for faster masks; those for JSON are named where they aren't the default."""
+    """Return the ways to slice the vocabulary for faster masks; those for JSON only if they aren't the default."""
     ways: dict[str, list[str] | None] = {"default slices": None, "no slices": []}
     if LLTokenizer.json_slices() != LLTokenizer.general_slices():
         ways["JSON slices"] = LLTokenizer.json_slices()
@@ -157,7 +160,7 @@ def slices_of() -> dict[str, list[str] | None]:
 
 
 def our_lines(bench: Bench) -> Iterator[Line]:
-    """All that is measured of llguidance, with each kind of slices."""
+    """Yield all figures of llguidance, for each way to slice the vocabulary."""
     size = bench.vocabulary.size
     for name, slices in slices_of().items():
         before, began = psutil.Process().memory_info().rss, time.perf_counter()
@@ -182,7 +185,7 @@ def our_lines(bench: Bench) -> Iterator[Line]:
         for (part, operation), values in times.items():
             yield line_of(part, name, operation, values)
         told = ", ".join(f"{part} {count}" for part, count in outside.items())
-        print(f"{name}: tokens of the texts outside their masks: {told}", file=sys.stderr, flush=True)
+        print(f"{name}: tokens of the texts that their masks forbid: {told}", file=sys.stderr, flush=True)
 
 
 def our_table(lines: list[Line]) -> str:
@@ -207,7 +210,7 @@ def table_of(heads: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
 
 @dataclass(frozen=True)
 class Answer:
-    """What an engine made of a subject: times by operation, or why it did not."""
+    """An engine's result for a subject: times by operation, or an error."""
 
     engine: str
     subject: Subject
@@ -216,7 +219,7 @@ class Answer:
 
 
 def peer_answers(bench: Bench, names: list[str], gbnf: str | None) -> Iterator[Answer]:
-    """Subject by subject, all engines in turn; a worker that dies is started again for the next."""
+    """Yield the answers of all engines in turn, subject by subject; a worker that died is restarted for the next."""
     workers = {name: peer.Worker(name, asdict(bench.vocabulary), PEER_SECONDS) for name in (OURS, *names)}
     for name, worker in workers.items():
         print(f"{name}: {worker.ready.get('versions') or worker.ready}", file=sys.stderr, flush=True)
@@ -257,9 +260,9 @@ def peer_lines(answers: list[Answer]) -> Iterator[Line]:
 
 
 def peer_table(answers: list[Answer], lines: list[Line]) -> str:
-    """Milliseconds, means where nothing else is said.
+    """Return a table of milliseconds; columns without another label are means.
 
-    llama.cpp's masks are applied as they are made, and its time to construct is without the conversion of a schema.
+    llama.cpp applies a mask while it computes it, and its construction time excludes the conversion of the schema.
     """
     heads = ("set", "engine", "steps", "construct, p50", "max", "mask", "p50", "p99", "max", "apply", "check", "accept")
     rows = []
@@ -283,15 +286,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokenizer", type=Path, default=TOKENIZER)
     parser.add_argument("--schemas", type=Path, default=HERE / "grammars.json")
-    parser.add_argument("--grammar", type=Path, default=GRAMMARS / "c11.lark", help="of C, in Lark's dialect")
+    parser.add_argument("--grammar", type=Path, default=GRAMMARS / "c11.lark", help="grammar of C in Lark's syntax")
     parser.add_argument("--samples", type=Path, nargs="*", default=sorted((GRAMMARS / "samples").glob("*.c")))
-    parser.add_argument("--gbnf", type=Path, help="a grammar of C for the peers")
-    parser.add_argument("--steps", type=int, default=1_000_000, help="tokens of each text at most")
-    parser.add_argument("--peers", nargs="*", choices=PEERS, help="beside these, all by default")
-    parser.add_argument("--out", type=Path, help="a JSON line for each figure")
+    parser.add_argument("--gbnf", type=Path, help="grammar of C in GBNF, for the peers")
+    parser.add_argument("--steps", type=int, default=1_000_000, help="maximum number of tokens per text")
+    parser.add_argument("--peers", nargs="*", choices=PEERS, help="compare with these peers (default: all)")
+    parser.add_argument("--out", type=Path, help="write a JSON line for each figure to this file")
     args = parser.parse_args()
     if not args.tokenizer.exists():
-        parser.error(f"{args.tokenizer} isn't there: run scripts/train/tokenizer.py")
+        parser.error(f"{args.tokenizer} does not exist; run scripts/train/tokenizer.py")
     subjects = json_subjects(args.schemas)
     bench = Bench(vocabulary_of(args.tokenizer), subjects + c_subjects(args.grammar, args.samples), args.steps)
     if args.peers is None:

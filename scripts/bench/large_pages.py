@@ -1,8 +1,8 @@
-"""What large pages bring: one model twice in one process, once with its weights moved, in turns.
+"""Measure what large pages gain: load a model twice in one process, move one copy's weights, and time both in turns.
 
     python scripts/bench/large_pages.py DIR [--context 128] [--turns 20]
 
-Milliseconds of inferences of several widths, medians, and how long moving has taken.
+Prints median milliseconds of inferences of several widths, and how long the move took.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from ovspec.decoders.base import Decoder
 from ovspec.ir.large_pages import LargePages
 
 WIDTHS = (1, 2, 5, 9)
-IDS = 1000  # any below that will do
+IDS = 1000  # any token ids below this will do
 
 
 def usual(folder: Path, context: int) -> tuple[Decoder, LargePages]:
-    """A model that has run already: weights are packed when they are first used."""
+    """Load a model and run it once at each width, because weights are packed when they are first used."""
     loaded = ovspec.load(folder).target
     decoder = loaded.decoder()
     decoder.feed([np.random.default_rng(0).integers(5, IDS, context)], [0])
@@ -55,7 +55,7 @@ def main() -> None:
         for width in WIDTHS:
             for name, decoder in (("small", small), ("large", large)):
                 times.setdefault((name, width), []).append(timed(decoder, width, args.context))
-    print("| tokens | small pages | large pages | |\n|---|---|---|---|")
+    print("| tokens in an inference | small pages, ms | large pages, ms | speed-up |\n|---|---|---|---|")
     for width in WIDTHS:
         before, after = (statistics.median(times[name, width]) for name in ("small", "large"))
         print(f"| {width} | {before:.1f} | {after:.1f} | {before / after:.2f}x |")

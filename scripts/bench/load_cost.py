@@ -1,8 +1,9 @@
-"""Time and memory that loading a model and a first token take, with an empty compile cache and with a full one.
+"""Measure the time and memory to load a model and generate a first token, with a cold and a warm compile cache.
 
     .venv/bin/python scripts/bench/load_cost.py models/demo [DIR ...]
 
-Every figure is from a process of its own: seconds from the call of ``load``, peak resident memory of the process.
+Each line comes from a separate process: seconds to import ovspec, then to load the model, then to generate a token;
+peak resident memory, and resident memory after more tokens.
 """
 
 from __future__ import annotations

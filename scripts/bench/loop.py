@@ -1,9 +1,9 @@
-"""Plain decoding beside a bare loop on the same compiled model, in turns.
+"""Compare plain decoding with a bare loop over the same compiled model, in turns.
 
     python scripts/bench/loop.py DIR [--tokens 96] [--rounds 8]
 
-The bare loop writes a token, its position and length into arrays that are bound once, calls start_async and wait, and
-takes the argmax: what is left out are sampling, stop strings, text, statistics and everything that could propose.
+The bare loop writes a token, its position and the length into arrays that are bound once, calls start_async and wait,
+and takes the argmax. It leaves out sampling, stop strings, text, statistics and drafters.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ PROMPT = "import os\nimport sys\n\n\ndef find_executable(name, path=None):\n    
 
 
 def bare_loop(loaded: CompiledModel, ids: np.ndarray, tokens: int) -> tuple[float, list[int]]:
-    """(milliseconds a token behind the second, what was said)"""
+    """Return the median milliseconds per token after the second, and the generated tokens."""
     decoder = PagedDecoder(loaded.ir)
     said = [int(decoder.feed([ids], [1])[0][0].argmax())]
-    decoder._blocks.extend(0, len(ids), tokens)  # all blocks that will be needed, so that nothing is bound again
+    decoder._blocks.extend(0, len(ids), tokens)  # get all blocks now, so that nothing is bound again
     said.append(int(decoder.feed([np.array(said)], [1])[0][0].argmax()))
     request, (token_ids, positions), (past, _) = (
         decoder._request.raw,
@@ -46,7 +46,7 @@ def bare_loop(loaded: CompiledModel, ids: np.ndarray, tokens: int) -> tuple[floa
 
 
 def ours(lm: ovspec.LanguageModel, ids: np.ndarray, tokens: int) -> tuple[float, list[int]]:
-    """The same of ``stream``, text and all."""
+    """Return the same for ``stream``, which includes the text."""
     times, said, last = [], [], None
     for piece in lm.stream(ids, max_tokens=tokens, ignore_eos=True):
         now = time.perf_counter()
@@ -64,18 +64,18 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=8)
     args = parser.parse_args()
     lm = ovspec.load(args.folder)
-    assert lm.target.engine == "paged", "this loop is the paged one"
+    assert lm.target.engine == "paged", "the bare loop needs the paged engine"
     ids = lm.encode(PROMPT)
     pairs = []
     for repeat in range(args.rounds + 1):
         a, b = ours(lm, ids, args.tokens), bare_loop(lm.target, ids, args.tokens)
-        assert a[1] == b[1], "both say the same"
+        assert a[1] == b[1], "both must generate the same text"
         if repeat:  # the first is warm-up
             pairs.append((a[0], b[0]))
     ratios = [bare / mine for mine, bare in pairs]
     mine, bare = (statistics.median(side) for side in zip(*pairs, strict=True))
     print(
-        f"median of a token, ms: ovspec {mine:.3f}, bare loop {bare:.3f}; {statistics.median(ratios):.3f} of its speed "
+        f"median ms per token: ovspec {mine:.3f}, bare loop {bare:.3f}; {statistics.median(ratios):.3f} of its speed "
         f"({min(ratios):.3f} to {max(ratios):.3f} in {len(ratios)} turns)"
     )
 

@@ -1,10 +1,10 @@
-"""Record what tests/drafting/test_lookahead.py replays: costs of drafting and verifying, guesses that would stand.
+"""Record the traces that tests/drafting/test_lookahead.py replays: costs of drafting and verifying, and acceptance.
 
     python scripts/bench/record_traces.py NAME=DIR [NAME=DIR ...] [-o tests/drafting/traces] [--precision f32]
 
-For each pair in DIR and for temperatures 0 and 1, texts are generated without a draft. At every place of them the
-draft model and lookup then propose up to 12 tokens, and it is noted how sure they were and how many of them the text
-bears out. Times are medians, behind the middle of a text. On an idle machine.
+For each pair in DIR, at temperatures 0 and 1, texts are generated without a draft. At every position of a text, the
+draft model and lookup then propose up to 12 tokens; the trace holds the confidence of each and how many of them match
+the text. Times are medians at a context of half a text. Use an idle machine.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 13)
 
 
 def times_by_width(decoder: Decoder, text: np.ndarray) -> dict[int, float]:
-    """Milliseconds of an inference by its width, behind half of ``text``."""
+    """Return the milliseconds of an inference by its width, at a context of half of ``text``."""
     decoder.reset(1)
     half = len(text) // 2
     decoder.feed([text[:half]], [1])
@@ -46,14 +46,14 @@ def times_by_width(decoder: Decoder, text: np.ndarray) -> dict[int, float]:
         for width in WIDTHS:
             began = time.perf_counter()
             decoder.feed([text[half : half + width]], [width])
-            if repeat:  # the first time, kernels are made
+            if repeat:  # the first inference of a width compiles kernels
                 times[width].append((time.perf_counter() - began) * 1e3)
             decoder.truncate(0, half)
     return {width: round(statistics.median(found), 4) for width, found in times.items()}
 
 
 def trace(drafter: Drafter, text: list[int], start: int, params: SamplingParams, seed: int) -> list[Any]:
-    """For each place of ``text`` from ``start`` on: [how sure each guess was, how many the text bears out]."""
+    """Return [confidence of each proposed token, how many match ``text``] for each position from ``start`` on."""
     drafter.reset(1)
     sampler = sampler_of(params, seed, 0, Constraints(processing(params, lambda _: start, frozenset())))
     found = []

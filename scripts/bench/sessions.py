@@ -1,15 +1,15 @@
-"""What sessions save: a program of many short steps, and a chat of many turns, in turns with doing without them.
+"""Measure what sessions save: a program of many short steps and a chat of many turns, with and without a session.
 
     python scripts/bench/sessions.py program DIR [--steps 20] [--tokens 2] [--rounds 3]
     python scripts/bench/sessions.py chat DIR [--turns 20] [--answer 40] [--plot FILE]
 
 The program appends a piece of 36 tokens and generates 2, twenty times (after the experiment in guidance's document on
-"guidance acceleration"): (a) in a session that heals the end of each piece, (b) in one that doesn't, (c) each step from
-scratch, (d) as one generation of the same length. No draft, no lookup. (d)/(b) is held against what a step and the
-reading of a piece cost when they are measured alone, in the middle of that text.
+"guidance acceleration"): (a) in a session that heals the end of each piece, (b) in one that doesn't, (c) with each step
+from scratch, (d) as one generation of the same length. There is no draft and no lookup. The ratio (d)/(b) is compared
+with a prediction from the costs of a step and of reading a piece, measured alone in the middle of that text.
 
-The chat has a message of about 60 tokens in each turn. Time to the first token of each answer, in a session and with
-the whole chat read anew.
+The chat has a message of about 60 tokens in each turn. It measures the time to the first token of each answer, in a
+session and with the whole chat read again.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ PLAIN: dict[str, Any] = {"ignore_eos": True, "lookahead": 0}
 
 
 def cut(lm: ovspec.LanguageModel, tokens: int, count: int) -> list[str]:
-    """``count`` pieces of about ``tokens`` tokens, as they stand in real text: they end anywhere."""
+    """Return ``count`` pieces of real text of about ``tokens`` tokens each, cut anywhere."""
     ids = np.concatenate([lm.tokenizer.encode(entry["text"] + "\n") for entry in TEXTS["prompts"]])
     ids = np.tile(ids, -(-tokens * count // len(ids)))
     return [lm.tokenizer.decode(ids[start * tokens : (start + 1) * tokens]) for start in range(count)]
@@ -45,7 +45,7 @@ def cut(lm: ovspec.LanguageModel, tokens: int, count: int) -> list[str]:
 
 
 def in_a_session(lm: ovspec.LanguageModel, pieces: list[str], tokens: int, heal: bool) -> int:
-    """Returns the tokens of the whole text."""
+    """Run the program in a session; return the number of tokens of the whole text."""
     with lm.session() as session:
         for piece in pieces:
             session.append(piece)
@@ -67,13 +67,13 @@ def in_one(lm: ovspec.LanguageModel, piece: str, length: int) -> int:
 
 
 def costs(lm: ovspec.LanguageModel, pieces: list[str], length: int) -> tuple[float, float]:
-    """(seconds to read a piece and choose a token, seconds of a step) in the middle of a text of ``length`` tokens."""
+    """Return (seconds to read a piece and choose a token, seconds of a step) in the middle of ``length`` tokens."""
     with lm.session() as session:
         while len(session) < length // 2 - JOINING_CHUNK:
             session.append(pieces[0])
         session.generate(max_tokens=8, **PLAIN)
         reads = []
-        for piece in pieces[1:8]:  # others each time: what has been read isn't read again, even behind a rewind
+        for piece in pieces[1:8]:  # a new piece each time: one that was read isn't read again, even after a rewind
             mark = session.mark()
             session.append(piece)
             reads.append(session.generate(max_tokens=1, heal=False, **PLAIN).stats.ttft_ms / 1e3)
@@ -115,7 +115,7 @@ def program(lm: ovspec.LanguageModel, steps: int, tokens: int, rounds: int) -> N
         f"\n(c)/(b) {ratio(c, b):.2f}; (a)/(b) {ratio(a, b):.2f}; (d)/(b) {ratio(d, b):.2f}, predicted {found:.2f}",
         end=" ",
     )
-    print(f"({ratio(d, b) / found:.2f} of it)")
+    print(f"({ratio(d, b) / found:.2f} of the prediction)")
 
 
 # ---------------------------------------------------------------- chat
@@ -136,7 +136,7 @@ def chat(lm: ovspec.LanguageModel, turns: int, answer: int, plot_file: Path | No
             reused.append(result.stats.ttft_ms)
             anew.append(fresh.stats.ttft_ms)
             equal += fresh.token_ids == result.token_ids
-    print("| turn | tokens | TTFT in a session, ms | read anew, ms |\n|---|---|---|---|")
+    print("| turn | tokens | first token in a session, ms | with the chat read again, ms |\n|---|---|---|---|")
     for turn in sorted({0, *range(4, turns, 5), turns - 1}):
         print(f"| {turn + 1} | {lengths[turn]} | {reused[turn]:.0f} | {anew[turn]:.0f} |")
     print(f"\n{equal} of {turns} answers are the same, token for token")
@@ -152,7 +152,7 @@ def plot(lengths: list[int], reused: list[float], anew: list[float], file: Path)
 
     turns = range(1, len(lengths) + 1)
     figure, axis = pyplot.subplots(figsize=(6, 3.6))
-    axis.plot(turns, [ms / 1e3 for ms in anew], marker="o", markersize=3, label="the whole chat read anew")
+    axis.plot(turns, [ms / 1e3 for ms in anew], marker="o", markersize=3, label="with the whole chat read again")
     axis.plot(turns, [ms / 1e3 for ms in reused], marker="o", markersize=3, label="in a session")
     axis.set_xlabel(f"turn of the chat (the last has {lengths[-1]} tokens)")
     axis.set_ylabel("seconds to the first token")

@@ -1,15 +1,15 @@
-"""Make a pair of real size that writes what the demo pair writes, to measure speed on.
+"""Make a pair of real size that generates what the demo pair generates, to measure speed with.
 
     python scripts/train/bench_pair.py OUT [--size 1b|3b] [--attention gqa|mha] [--vocab 32000] [--weight-format int8]
 
 There are no weights of real size in the repository, so the demo pair is widened without changing its function:
 
-- Hidden units, heads and MLP units are repeated r times; whatever reads them divides its weights by r. r is a
-  power of two and noise that cancels between two copies is a whole number of the last bit, so bf16 holds all of
-  it exactly and no two copies of a weight are alike.
+- Hidden units, heads and MLP units are repeated r times, and the weights that read them are divided by r. Noise that
+  cancels between two copies keeps any two copies of a weight from being equal. r is a power of two and the noise a
+  multiple of the last bit, so bf16 holds all of it exactly.
 - Layers are added whose output projections are random and about 1e-6 (all-zero ones would be stored once).
-- MLP units are added that hardly write anything.
-- Ids are added whose lm_head rows are means of real rows: the mean of some logits is never the largest of all.
+- MLP units are added whose outputs are almost zero.
+- Ids are added whose lm_head rows are means of real rows, because a mean of logits is never the largest logit.
 
 OUT/hf/target and OUT/hf/draft are the checkpoints, OUT/FORMAT the exported pairs. The logits are compared with
 the demo pair's, and every export with its checkpoint. 1b takes 2.1 GB of disk for the checkpoints, 1.1 for int8 and
@@ -34,14 +34,14 @@ from safetensors.torch import load_file, save_file
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 DEMO = ROOT / "models" / "demo-hf"
-CONTEXT = 8192  # of the widened models: longer texts than the demo pair was trained on cost what they cost
+CONTEXT = 8192  # of the widened models; texts longer than in the demo pair's training still take their real time
 TINY = 1e-6
 PROMPTS = [entry["text"] for entry in json.loads((ROOT / "models" / "prompts.json").read_text("utf-8"))["prompts"]]
 
 
 @dataclass(frozen=True)
 class Shape:
-    """``repeat``: copies of each hidden unit and head, a power of two; ``mlp``: MLP units; ``layers``: in all."""
+    """A widened model. ``repeat``: copies of each hidden unit and head, a power of two; ``mlp``: MLP units a layer."""
 
     repeat: int
     mlp: int
@@ -55,7 +55,7 @@ SIZES = {
 
 
 def spread(weights: torch.Tensor, repeat: int, generator: torch.Generator) -> torch.Tensor:
-    """(out, in) bf16 -> (out, repeat * in) bf16 whose copies of each input add up to ``weights``, exactly.
+    """Widen (out, in) bf16 to (out, repeat * in) bf16; the copies of each input add up to ``weights`` exactly.
 
     Half of the copies get +d and the other half -d. d is a multiple of the last bit of the significand and
     small enough to leave the exponent alone, so nothing is rounded.
@@ -73,11 +73,11 @@ def spread(weights: torch.Tensor, repeat: int, generator: torch.Generator) -> to
 
 
 def widen(weights: dict[str, torch.Tensor], config: dict[str, Any], shape: Shape, vocab: int, attention: str) -> Any:
-    """(weights, config) of a Llama model with the same logits for the same ids.
+    """Return (weights, config) of a wider Llama model with the same logits for the same ids.
 
     Args:
-        weights: of a Llama checkpoint with tied embeddings, bf16.
-        vocab: ids, at least as many as there are.
+        weights: those of a Llama checkpoint with tied embeddings, in bf16.
+        vocab: number of ids, at least the checkpoint's.
         attention: "gqa" keeps the number of query heads that share a key head, "mha" gives each its own.
     """
     r, generator = shape.repeat, torch.Generator().manual_seed(0)
@@ -91,11 +91,11 @@ def widen(weights: dict[str, torch.Tensor], config: dict[str, Any], shape: Shape
         return weights[f"model.layers.{layer}.{name}.weight"].to(torch.bfloat16)
 
     def rows(matrix: torch.Tensor) -> torch.Tensor:
-        """(out, hidden) -> (r * out, r * hidden), every copy of an output with noise of its own."""
+        """Widen (out, hidden) to (r * out, r * hidden); each copy of an output has its own noise."""
         return torch.cat([spread(matrix, r, generator) for _ in range(r)])
 
     def shared(matrix: torch.Tensor) -> torch.Tensor:
-        """Keys or values (kv_heads * head, hidden): one copy for each query head that reads it."""
+        """Repeat keys or values (kv_heads * head, hidden): ``groups`` copies of each head."""
         return matrix.view(kv_heads, 1, head, hidden).expand(-1, groups, -1, -1).reshape(-1, hidden)
 
     def random(out: int, inputs: int, scale: float) -> torch.Tensor:
@@ -145,7 +145,7 @@ def widen(weights: dict[str, torch.Tensor], config: dict[str, Any], shape: Shape
 
 
 def make_checkpoint(source: Path, folder: Path, shape: Shape, vocab: int, attention: str) -> int:
-    """Write the widened checkpoint of ``source``; returns its parameters."""
+    """Write the widened checkpoint of ``source``; return its number of parameters."""
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
     weights, config = widen(load_file(source / "model.safetensors"), config, shape, vocab, attention)
     folder.mkdir(parents=True, exist_ok=True)
@@ -159,7 +159,7 @@ def make_checkpoint(source: Path, folder: Path, shape: Shape, vocab: int, attent
 
 @torch.no_grad()
 def logits_of(folder: Path, text: str) -> torch.Tensor:
-    """(tokens, vocab) f32, by Hugging Face's model in f32."""
+    """Return the logits of Hugging Face's model in f32, (tokens, vocab)."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     ids = AutoTokenizer.from_pretrained(folder)(text[:1200], return_tensors="pt")["input_ids"]
@@ -168,7 +168,11 @@ def logits_of(folder: Path, text: str) -> torch.Tensor:
 
 
 def check(source: Path, folder: Path) -> float:
-    """The largest change of a logit in standard deviations; raises ValueError where an added id could win."""
+    """Return the largest change of a logit, in standard deviations of the logits.
+
+    Raises:
+        ValueError: an added id has the largest logit at some position.
+    """
     text = "".join(PROMPTS)
     before, after = logits_of(source, text), logits_of(folder, text)
     known = before.shape[1]
@@ -183,7 +187,7 @@ def main() -> None:
     parser.add_argument("--size", choices=SIZES, default="1b")
     parser.add_argument("--attention", choices=("gqa", "mha"), default="gqa")
     parser.add_argument("--vocab", type=int, default=32000)
-    parser.add_argument("--weight-format", nargs="+", default=["int8"], help="as of 'ovspec export'")
+    parser.add_argument("--weight-format", nargs="+", default=["int8"], help="as in 'ovspec export'")
     args = parser.parse_args()
     checkpoints = args.out / "hf"
     for name, shape in SIZES[args.size].items():
@@ -191,7 +195,7 @@ def main() -> None:
         moved = check(DEMO / name, checkpoints / name)
         print(f"{name}: {count / 1e6:,.0f} M parameters, logits moved by {moved:.0e} of their spread", flush=True)
         if moved > 1e-3:
-            sys.exit(f"{name}: its function has changed")
+            sys.exit(f"{name}: widening changed its logits")
     with tempfile.TemporaryDirectory() as scratch:
         text = Path(scratch) / "text.txt"
         text.write_text("".join(PROMPTS), encoding="utf-8")

@@ -5,8 +5,8 @@ model card ``models/demo-hf/README.md``. Everything comes from the ``.py`` files
 the Python running this script (PSF licence). The target learns the text; the draft (about 1M
 parameters) learns the target's distributions.
 
-Bounded by wall clock (``--minutes``, both models together), seeded, and resumable: Ctrl-C or a
-kill loses at most the last few minutes, the same command goes on from there.
+A run is bounded by wall clock (``--minutes``, for both models together), seeded and resumable:
+Ctrl-C or a kill loses at most the last few minutes, and the same command continues from there.
 
     python scripts/train/demo_pair.py --minutes 90
 """
@@ -36,7 +36,7 @@ EOT, IM_START, IM_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 MAX_POSITIONS = 2048
 # The last part of each training run sees windows of the full context.
 SHORT, LONG, LONG_FROM = 512, MAX_POSITIONS, 0.75
-TARGET_SHARE = 0.58  # of the wall clock; the rest distils the draft
+TARGET_SHARE = 0.58  # of the wall clock; the remaining time distils the draft
 # transformers' own annotations are too narrow for what its models do.
 Model = Any
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -53,7 +53,7 @@ CHAT_TEMPLATE = (
 
 
 def stdlib_files() -> list[tuple[str, str]]:
-    """(relative path, text) of every usable source file, sorted; tables and odd encodings left out."""
+    """Return (relative path, text) of every usable source file, sorted, without tables and odd encodings."""
     root = Path(sysconfig.get_paths()["stdlib"])
     files = []
     for path in sorted(root.rglob("*.py")):
@@ -70,19 +70,19 @@ def stdlib_files() -> list[tuple[str, str]]:
 
 
 def is_held_out(name: str) -> bool:
-    """A fixed 2.5 % of the files, chosen by name."""
+    """Return whether a file is held out, as a fixed 2.5 % of the files are, chosen by name."""
     return int(hashlib.sha256(name.encode()).hexdigest(), 16) % 40 == 0
 
 
 def shingles(text: str, size: int = 4) -> set[int]:
-    """Hashes of every run of ``size`` non-blank lines, for finding near-duplicates."""
+    """Return the hashes of every run of ``size`` non-blank lines, for finding near-duplicates."""
     lines = [stripped for line in text.splitlines() if (stripped := line.strip())]
     runs = ("\n".join(lines[i : i + size]) for i in range(max(1, len(lines) - size + 1)))
     return {int.from_bytes(hashlib.blake2b(r.encode(), digest_size=8).digest(), "big") for r in runs}
 
 
 def split_files() -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
-    """(training files, held-out files); training files sharing >= 10 % with a held-out one are dropped."""
+    """Return (training files, held-out files); training files that share >= 10 % with a held-out one are dropped."""
     files = stdlib_files()
     held_out = [file for file in files if is_held_out(file[0])]
     held_shingles = [shingles(text) for _, text in held_out]
@@ -101,7 +101,7 @@ def split_files() -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
 
 
 def train_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
-    """Byte-level BPE; the split pattern keeps indentation together and digits apart."""
+    """Train a byte-level BPE tokenizer; the split pattern keeps indentation together and digits apart."""
     tokenizer = Tokenizer(models.BPE())
     pattern = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -132,7 +132,7 @@ def train_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
 
 @dataclass
 class Corpus:
-    """Documents one behind the other, never padded; ``doc`` tells which one a token belongs to."""
+    """Documents, concatenated without padding; ``doc`` is the number of the document that a token belongs to."""
 
     documents: list[np.ndarray]
 
@@ -143,7 +143,7 @@ class Corpus:
         return tokens, doc
 
     def batches(self, seed: int, rows: int, window: int) -> Iterator[dict[str, torch.Tensor]]:
-        """Endless batches of ``rows`` windows; an epoch's remainder is left out."""
+        """Yield batches of ``rows`` windows without end; the remainder of an epoch is left out."""
         epoch = 0
         while True:
             tokens, doc = self.epoch(seed * 1000 + epoch)
@@ -155,7 +155,7 @@ class Corpus:
 
 
 def packed(tokens: np.ndarray, doc: np.ndarray, starts: np.ndarray, window: int) -> dict[str, torch.Tensor]:
-    """Windows with an attention mask and positions that stop at document borders."""
+    """Return a batch of windows; attention and positions stop at document borders."""
     index = starts[:, None] + np.arange(window)
     ids, docs = tokens[index], doc[index]
     fresh = np.concatenate([np.ones((len(starts), 1), bool), docs[:, 1:] != docs[:, :-1]], axis=1)
@@ -175,7 +175,7 @@ def packed(tokens: np.ndarray, doc: np.ndarray, starts: np.ndarray, window: int)
 
 
 def new_model(kind: str) -> Model:
-    """A fresh target (9.4 million parameters) or draft (1.0 million), embeddings tied."""
+    """Return an untrained target (9.4 million parameters), draft (1.0 million) or small draft, with tied embeddings."""
     shapes: dict[str, dict[str, Any]] = {
         "target": {
             "hidden_size": 384,
@@ -213,7 +213,7 @@ def new_model(kind: str) -> Model:
 
 
 def logits_of(model: Model, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """(rows, window, VOCAB)"""
+    """Return the logits, (rows, window, VOCAB)."""
     return model(
         input_ids=batch["ids"], attention_mask=batch["mask"], position_ids=batch["positions"], use_cache=False
     ).logits
@@ -224,7 +224,7 @@ def text_loss(model: Model, batch: dict[str, torch.Tensor]) -> torch.Tensor:
 
 
 def distillation_loss(draft: Model, target: Model, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """KL(target || draft), plus the target's own first choice: greedy acceptance is what counts most."""
+    """Return KL(target || draft) plus a loss on the target's first choice, because greedy acceptance counts most."""
     with torch.no_grad():
         wanted = logits_of(target, batch).flatten(0, 1).float()
     own = F.log_softmax(logits_of(draft, batch).flatten(0, 1).float(), dim=-1)
@@ -233,7 +233,7 @@ def distillation_loss(draft: Model, target: Model, batch: dict[str, torch.Tensor
 
 
 def optimizers(model: Model) -> list[torch.optim.Optimizer]:
-    """Muon (Jordan et al. 2024) for the matrices of the layers, AdamW for embeddings and norms."""
+    """Return Muon (Jordan et al. 2024) for the matrices of the layers and AdamW for embeddings and norms."""
     matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
     others = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed" in name]
     return [
@@ -243,7 +243,7 @@ def optimizers(model: Model) -> list[torch.optim.Optimizer]:
 
 
 def rate(progress: float) -> float:
-    """Factor of the learning rate: short warm-up, plateau, then linearly to zero."""
+    """Return the factor of the learning rate: a short warm-up, a plateau, then linear decay to zero."""
     return min(1.0, progress / 0.01 + 0.02, (1.0 - progress) / 0.45)
 
 
@@ -259,7 +259,7 @@ def train(
     state_file: Path,
     seed: int,
 ) -> None:
-    """Train until ``minutes`` of wall clock are used, over all runs together."""
+    """Train until ``minutes`` of wall clock are used, summed over all runs."""
     opts = optimizers(model)
     base = [group["lr"] for opt in opts for group in opt.param_groups]
     step, elapsed = 0, 0.0
@@ -284,7 +284,7 @@ def train(
             wanted = LONG if progress >= LONG_FROM else SHORT
             if wanted != window:
                 window = wanted
-                # A resumed run goes on with an order of its own instead of repeating the first one.
+                # A resumed run continues in another order instead of repeating the first one.
                 batches = corpus.batches(seed + step, rows=6144 // window, window=window)
             assert batches is not None
             scale = rate(progress)
@@ -317,12 +317,12 @@ def progress_bar(kind: str, done: float, text: str) -> None:
     print(f"\r{kind:6} [{'#' * filled}{'.' * (30 - filled)}] {done:5.1%} {text}  ", end="", flush=True)
 
 
-# ---------------------------------------------------------------- what the card says
+# ---------------------------------------------------------------- model card
 
 
 @torch.no_grad()
 def held_out_loss(model: Model, held_out: Corpus) -> float:
-    """Mean negative log-likelihood, nats a token, windows of 512."""
+    """Return the mean negative log-likelihood in nats per token, over windows of 512."""
     tokens, doc = held_out.epoch(0)
     starts = np.arange((len(tokens) - 1) // SHORT) * SHORT
     total, count = 0.0, 0
@@ -337,11 +337,11 @@ def held_out_loss(model: Model, held_out: Corpus) -> float:
 
 @torch.no_grad()
 def acceptance(target: Model, draft: Model, held_out: Corpus, sample: bool, seed: int) -> dict[str, float]:
-    """Probability that the draft's next token is accepted, along text that the target writes itself.
+    """Return the conditional acceptance of the draft, along text that the target generates.
 
-    48 held-out prompts of 128 tokens, 128 tokens generated for each. ``coupled``: both models choose
-    with the same Gumbel noise (Daliri et al. 2408.07978); ``rejection``: sum of min(p, q)
-    (Leviathan et al. 2211.17192). Greedy: equal argmax.
+    The target continues 48 held-out prompts of 128 tokens by 128 tokens each. ``coupled``: both models
+    choose with the same Gumbel noise (Daliri et al. 2408.07978); ``rejection``: sum of min(p, q)
+    (Leviathan et al. 2211.17192); ``greedy``: equal argmax.
     """
     torch.manual_seed(seed)
     documents = [d for d in held_out.documents if len(d) > 400]
@@ -364,7 +364,7 @@ def acceptance(target: Model, draft: Model, held_out: Corpus, sample: bool, seed
 
 @torch.no_grad()
 def agreement(target: Model, draft: Model, held_out: Corpus) -> float:
-    """Share of the held-out text's places where both models' first choices are the same."""
+    """Return the share of positions in the held-out text at which both models have the same first choice."""
     tokens, doc = held_out.epoch(0)
     starts = np.arange((len(tokens) - 1) // SHORT) * SHORT
     same = []
@@ -393,19 +393,19 @@ be run: neither model was trained on dialogue.
 | | target | draft |
 |---|---|---|
 | parameters | {target_parameters:,} | {draft_parameters:,} |
-| held-out loss, nats a token | {target_loss:.3f} | {draft_loss:.3f} |
-| held-out loss, bits a byte | {target_bits:.3f} | {draft_bits:.3f} |
+| held-out loss, nats per token | {target_loss:.3f} | {draft_loss:.3f} |
+| held-out loss, bits per byte | {target_bits:.3f} | {draft_bits:.3f} |
 
-Acceptance rate of the draft (probability that a proposed token is accepted given that those before
-it were), on text the target generates from 48 held-out prompts:
+Conditional acceptance of the draft (probability that a proposed token is accepted given that those
+before it were), on text the target generates from 48 held-out prompts:
 
 | greedy | T=1, coupled | T=1, rejection |
 |---|---|---|
 | {greedy:.3f} | {coupled:.3f} | {rejection:.3f} |
 
-Greedy text of so small a model soon repeats itself, which the draft learns to foresee: that is why
-the greedy rate is so high. Along the held-out text itself, both models' first choices agree at
-{agreement:.3f} of the places.
+Greedy text of such a small model soon repeats itself, which the draft learns to predict; that is why
+its greedy acceptance is so high. On the held-out text itself, both models have the same first choice
+at {agreement:.3f} of the positions.
 
 Trained on {train_files} files ({train_tokens:,} tokens) of Python {python}; {held_files} held-out
 files ({held_tokens:,} tokens) were never seen, and training files that share a tenth of their
@@ -419,7 +419,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=90, help="wall clock for both models (default 90)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("-o", "--output", type=Path, default=ROOT / "models" / "demo-hf")
-    parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out (no C++ compiler)")
+    parser.add_argument("--no-compile", action="store_true", help="do without torch.compile (no C++ compiler)")
     args = parser.parse_args()
     torch.manual_seed(args.seed)
     work = args.output.parent / (args.output.name + ".training")
@@ -465,7 +465,7 @@ def main() -> None:
     }  # fmt: skip
     for kind, model in (("target", target), ("draft", draft)):
         write_model(model, tokenizer, args.output / kind)
-        model.float()  # the card speaks of the bf16 weights as they are shipped
+        model.float()  # the card describes the bf16 weights that are shipped
         nats = held_out_loss(model, held_out)
         figures[f"{kind}_loss"] = nats
         figures[f"{kind}_bits"] = nats * held_tokens / held_bytes / math.log(2)

@@ -1,7 +1,7 @@
 """Train the small draft that the tests use: one layer, distilled from the demo pair's draft.
 
-Writes ``models/small-hf``. The demo pair's draft is the target of the tests' pair (five times cheaper than the demo
-target), this its draft. Corpus, tokenizer, losses and resuming: ``demo_pair.py``.
+Writes ``models/small-hf``. The tests' pair has the demo pair's draft as its target (five times cheaper than the demo
+target) and this model as its draft. Corpus, tokenizer, losses and resuming are those of ``demo_pair.py``.
 
     python scripts/train/small_draft.py --minutes 9
 """

@@ -2,9 +2,9 @@
 
     python scripts/train/tokenizer.py [--tokens 131072] [--megabytes 200] [-o .cache/bench/tokenizer-128k]
 
-It learns from the text that comes with this Python: the standard library and the installed packages. Files are taken in
-an order that their names settle, so the same installation gives the same tokenizer. OUT/tokenizer.json is what
-``tokenizers`` reads and OUT/about.json says what it is made of. 200 MB take a minute or two and 0.6 GB of memory.
+It learns from the text that comes with this Python: the standard library and the installed packages. Files are read in
+an order that depends only on their names, so the same installation gives the same tokenizer. ``tokenizers`` reads
+OUT/tokenizer.json; OUT/about.json describes what it was trained on. 200 MB take a minute or two and 0.6 GB of memory.
 """
 
 from __future__ import annotations
@@ -25,31 +25,31 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 OUT = ROOT / ".cache" / "bench" / "tokenizer-128k"
-TOKENS = 131072  # with the end of a text, which is the last of them
+TOKENS = 131072  # including the end of a text, which is the last one
 MEGABYTES = 200
 END = "<|endoftext|>"
 KINDS = (".py", ".md", ".rst", ".txt", ".json")
 LARGEST = 1_000_000  # bytes of a file: larger ones are tables
 LONGEST = 128  # bytes of a token
-# A word with the one sign before it, up to three digits, signs with the line breaks behind them, blanks: what the
+# A word with one sign before it, up to three digits, signs with the line breaks after them, or white space: what the
 # tokenizers of GPT-4, Llama 3 and Qwen have in common.
 PATTERN = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 
 def files_of(folders: list[Path]) -> list[Path]:
-    """Text files, in the order of hashes of their names: any part of the list is a mixture of all packages."""
+    """Return the text files, ordered by hashes of their names, so that any part of the list mixes all packages."""
     named: dict[str, Path] = {}
     for folder in folders:
         for file in folder.rglob("*"):
             if file.suffix in KINDS and file.is_file() and file.stat().st_size <= LARGEST:
                 named.setdefault(file.relative_to(folder).as_posix(), file)
-    # The standard library's folder may have site-packages in it, which is another installation's.
+    # The standard library's folder may contain the site-packages of another installation.
     own = {name: file for name, file in named.items() if not name.startswith("site-packages/")}
     return [own[name] for name in sorted(own, key=lambda name: hashlib.sha256(name.encode()).digest())]
 
 
 def texts_of(files: list[Path], limit: int, used: dict[str, int]) -> Iterator[str]:
-    """Texts of UTF-8, ``limit`` bytes of them at most. ``used`` counts files and bytes."""
+    """Yield UTF-8 texts of at most ``limit`` bytes in total. ``used`` counts files and bytes."""
     said = time.monotonic()
     for file in files:
         content = file.read_bytes()
@@ -68,10 +68,10 @@ def texts_of(files: list[Path], limit: int, used: dict[str, int]) -> Iterator[st
 
 
 def train(files: list[Path], tokens: int, limit: int) -> tuple[Tokenizer, dict[str, Any]]:
-    """The tokenizer and what it is made of.
+    """Train a tokenizer; return it and a description of what it was trained on.
 
     Raises:
-        SystemExit: there is too little text for so many tokens.
+        SystemExit: there is too little text for ``tokens`` tokens.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -90,7 +90,7 @@ def train(files: list[Path], tokens: int, limit: int) -> tuple[Tokenizer, dict[s
     used = {"files": 0, "bytes": 0}
     began = time.monotonic()
     tokenizer.train_from_iterator(texts_of(files, limit, used), trainer)
-    tokenizer.add_special_tokens([END])  # behind the others and outside the model's own, as Llama 3 has it
+    tokenizer.add_special_tokens([END])  # after the others and outside the model's own, as in Llama 3
     found = tokenizer.get_vocab_size()
     if found != tokens:
         told = f"{used['files']} files with {used['bytes'] / 1e6:,.1f} MB"
@@ -101,7 +101,7 @@ def train(files: list[Path], tokens: int, limit: int) -> tuple[Tokenizer, dict[s
 
 
 def write(tokenizer: Tokenizer, about: dict[str, Any], out: Path) -> None:
-    """The whole folder at once: one that is there is complete."""
+    """Write the folder under another name and rename it, so that an existing folder is complete."""
     unfinished = out.with_name(out.name + ".unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
@@ -114,7 +114,7 @@ def write(tokenizer: Tokenizer, about: dict[str, Any], out: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=TOKENS)
-    parser.add_argument("--megabytes", type=float, default=MEGABYTES, help=f"of text at most (default {MEGABYTES})")
+    parser.add_argument("--megabytes", type=float, default=MEGABYTES, help=f"MB of text to read (default {MEGABYTES})")
     parser.add_argument("-o", "--output", type=Path, default=OUT)
     args = parser.parse_args()
     files = files_of([Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib")])

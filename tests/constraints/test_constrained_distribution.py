@@ -27,7 +27,7 @@ from ovspec.sampling.warp import softmax, warp
 
 UNLIKELY = 1e-4
 END = 5
-# Five tokens, one of two letters, and one that ends the text; what is said depends on the last token.
+# Five tokens, one of them with two letters, and one that ends the text. The logits depend only on the last token.
 VOCABULARY: list[bytes | None] = [b"a", b"b", b"ab", b"c", b"d", b""]
 TOKENIZER: dict[str, Any] = {
     "version": "1.0",
@@ -50,7 +50,7 @@ TOKENIZER: dict[str, Any] = {
         }
     ],
 }
-# Two spellings of the same letters, a place with one way to go on, and ends that the model chooses or not.
+# It has two spellings of the same letters, forced tokens, and ends that the model chooses or that are forced.
 GRAMMAR = regex("(ab|a|b){1,2}(cdc|d)?")
 GRAMMARS = Grammars(TOKENIZER, VOCABULARY)
 RANDOM = np.random.default_rng(11)
@@ -66,7 +66,7 @@ class Cyclic(Drafter):
 
 
 def exact(params: SamplingParams) -> dict[tuple[int, ...], float]:
-    """Probability of each text, by masks of matchers that read it from the start."""
+    """Return the probability of each text, using masks from matchers that read it from the start."""
     found: dict[tuple[int, ...], float] = {}
 
     def go(text: tuple[int, ...], probability: float) -> None:
@@ -93,7 +93,7 @@ def exact(params: SamplingParams) -> dict[tuple[int, ...], float]:
 def draw_texts(
     accept: AcceptRule, drafter: str, params: SamplingParams, draws: int
 ) -> tuple[Counter[Any], Counter[str]]:
-    """How often each text came, and what was forced, proposed and accepted."""
+    """Return how often each text was drawn, and how many tokens were forced, proposed and accepted."""
     target = Bigrams(TARGET)
     drafters: dict[str, Any] = {"model": DraftModel(Bigrams(DRAFT)), "cyclic": Cyclic(), "none": None}
     counts, done = Counter[Any](), Counter[str]()
@@ -116,7 +116,7 @@ def draw_texts(
 
 
 def fits(counts: Counter[Any], params: SamplingParams) -> float:
-    """p-value; rare texts are counted together."""
+    """Return the p-value of a chi-square test that counts rare texts together."""
     expected, draws = exact(params), sum(counts.values())
     assert abs(sum(expected.values()) - 1) < 1e-6
     assert set(counts) <= set(expected)
@@ -133,7 +133,7 @@ PLAIN, WARPED = SamplingParams(temperature=1.0), SamplingParams(temperature=0.8,
 
 def check(accept: AcceptRule, drafter: str, params: SamplingParams, draws: int) -> None:
     counts, done = draw_texts(accept, drafter, params, draws)
-    if drafter == "none" or params is PLAIN:  # a model proposes what is forced behind its guesses
+    if drafter == "none" or params is PLAIN:  # the draft model also proposes the forced tokens after its guesses
         assert done["forced"] > draws / 50
     if drafter != "none":
         assert done["proposed"] > done["accepted"] > draws / 20

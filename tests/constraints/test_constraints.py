@@ -1,4 +1,4 @@
-"""Constrained text: what plain masked decoding says, with every drafter, sampler, engine and batch."""
+"""Constrained text equals that of plain masked decoding, with every drafter, sampler, engine and batch."""
 
 from __future__ import annotations
 
@@ -69,10 +69,10 @@ def prompt_of(case: str, index: int = 0) -> str:
 
 
 def check_text(case: str, result: ovspec.Result) -> None:
-    """By judges that have nothing to do with llguidance."""
+    """Check a finished text with code that has nothing to do with llguidance."""
     if result.finish_reason == "length":
         return
-    assert result.finish_reason in ("stop", "eos")  # nothing could follow, or the model says so
+    assert result.finish_reason in ("stop", "eos")  # nothing could follow, or the model ended the text
     text = result.text
     if case == "json":
         found = json.loads(text)
@@ -141,7 +141,7 @@ def test_rejection_stays_in_the_grammar(load: Callable[..., ovspec.LanguageModel
 
 
 def test_user_samplers_and_processors(load: Callable[..., ovspec.LanguageModel]) -> None:
-    """Both see what is left; a processor of its own changes what is chosen, alike with and without a draft."""
+    """A sampler sees the allowed tokens only; a processor alone changes the text, the same with and without a draft."""
     seen: list[int] = []
 
     def sampler(logits: np.ndarray, tokens: np.ndarray) -> int:
@@ -150,7 +150,7 @@ def test_user_samplers_and_processors(load: Callable[..., ovspec.LanguageModel])
         return int(allowed[len(tokens) % len(allowed)])
 
     def processor(tokens: np.ndarray, logits: np.ndarray) -> np.ndarray:
-        logits[0, tokens[-5:]] -= 4.0  # not what was said just now
+        logits[0, tokens[-5:]] -= 4.0  # discourage recent tokens
         return logits
 
     plain_lm, lm = load(), load(draft="lookup,draft")
@@ -172,7 +172,7 @@ def test_user_samplers_and_processors(load: Callable[..., ovspec.LanguageModel])
 
 @pytest.mark.parametrize("engine", ["paged", pytest.param("stateful", marks=pytest.mark.slow)])
 def test_rows_of_a_batch_have_their_own(load: Callable[..., ovspec.LanguageModel], engine: str) -> None:
-    """Rows at different places of a grammar, more rows than fit at a time, and the samples of a prompt."""
+    """Rows at different positions in a grammar, more prompts than fit into a batch, and several samples of a prompt."""
     lm = load(draft="lookup,draft", engine=engine)
     for case in ("json", "lark"):
         prompts = [prompt_of(case, index) for index in range(5)]
@@ -193,7 +193,7 @@ def test_rows_of_a_batch_have_their_own(load: Callable[..., ovspec.LanguageModel
 def test_hugging_face_with_the_same_masks(
     load: Callable[..., ovspec.LanguageModel], reference: Reference, case: str
 ) -> None:
-    """An oracle: its ``generate``, and for each token a matcher of its own that reads the text from the start."""
+    """The oracle is Hugging Face's ``generate``, with a new matcher per token that reads the text from the start."""
     import torch
 
     grammars = Grammars(TOKENIZER, list(VOCABULARY or []))
@@ -216,7 +216,7 @@ def test_hugging_face_with_the_same_masks(
         **tokens, max_new_tokens=40, do_sample=False, pad_token_id=0, logits_processor=[process]
     )[0, start:].tolist()
     ours = load(draft="lookup,draft").generate(prompt_of(case), max_tokens=40, **CASES[case])
-    # It says the end where we stop without: nothing else could follow.
+    # Hugging Face also generates the end token where we stop because nothing else could follow.
     assert ours.token_ids == (theirs[:-1] if theirs[-1] == 0 else theirs)
 
 
@@ -232,7 +232,7 @@ def grammars() -> Grammars:
 @given(st.data())
 @settings(deadline=None, max_examples=25)
 def test_answers_depend_on_the_text_alone(grammars: Grammars, case: str, data: st.DataObject) -> None:
-    """However it got there: the same as a matcher that reads the text from the start."""
+    """Whatever was asked before, the answers are those of a matcher that reads the text from the start."""
     source, _ = grammar_of(CASES[case])
     assert source
     constraint = grammars.constraint(source, 2, EOS)
@@ -255,7 +255,7 @@ def test_answers_depend_on_the_text_alone(grammars: Grammars, case: str, data: s
                 for token in some:
                     assert constraint.allows(token, tokens) == holds(expected, token)
         allowed = [token for token in np.flatnonzero(bits(expected)).tolist() if token not in EOS]
-        if not allowed or random.random() < 0.3:  # go back, further ahead later
+        if not allowed or random.random() < 0.3:  # roll back, and grow again later
             text = text[: int(random.integers(2, len(text) + 1))]
         else:
             text.append(int(random.choice(allowed)))
@@ -276,7 +276,7 @@ def test_masks(ids: set[int], width: int) -> None:
 
 
 def test_special_tokens_that_a_grammar_spells(load: Callable[..., ovspec.LanguageModel]) -> None:
-    """They are text: spelt in ordinary tokens, never the special ones themselves."""
+    """Such a spelling is text: it is generated as ordinary tokens, never as the special token."""
     spelt: list[dict[str, Any]] = [{"choice": ["<|im_end|>", "<|im_start|>x"]}, {"regex": r"<\|endoftext\|>[ab]"}]
     for options in spelt:
         result = load(draft=True).generate("A: ", max_tokens=20, **options)
@@ -297,7 +297,7 @@ def test_special_tokens_that_a_grammar_names(load: Callable[..., ovspec.Language
 
 
 def test_sentencepiece_tokenizers() -> None:
-    """Llama's kind, where a sign stands for the space and rare bytes have tokens of their own: trained here."""
+    """A tokenizer like Llama's, trained here: a sign stands for the space, and rare bytes have tokens of their own."""
     from tokenizers import Tokenizer, decoders, models, normalizers, trainers
 
     made = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
@@ -312,7 +312,7 @@ def test_sentencepiece_tokenizers() -> None:
     assert vocabulary
     grammars = Grammars(tokenizer, vocabulary)
     for i, token in enumerate(vocabulary):
-        if token and token != b"\xff":  # which no text has
+        if token and token != b"\xff":  # a byte that no text has
             assert grammars._tokens.decode_bytes([i]) == token
     start = np.array([], dtype=np.int64)
     source, _ = grammar_of({"regex": " self[0-9] \u00e9"})
@@ -328,7 +328,7 @@ def test_sentencepiece_tokenizers() -> None:
 
 
 def test_prefixes_of_grammars(grammars: Grammars) -> None:
-    """``prefixed`` puts a text in front of a grammar: JSON, Lark, with what it ignores, and regular expressions."""
+    """``prefixed`` puts a text before a grammar of any kind, and the grammar's own masks stay the same."""
     for case, options in CASES.items():
         source, _ = grammar_of(options)
         assert source
@@ -343,7 +343,7 @@ def test_prefixes_of_grammars(grammars: Grammars) -> None:
 
 
 def test_nothing_is_counted_behind_the_end(load: Callable[..., ovspec.LanguageModel]) -> None:
-    """What a drafter proposes behind an end-of-sequence token or a stop is neither proposed nor accepted."""
+    """Tokens proposed after an end-of-sequence token or a stop count neither as proposed nor as accepted."""
 
     class Oracle(ovspec.Drafter):
         text: np.ndarray = np.empty(0, dtype=np.int64)
@@ -366,7 +366,7 @@ def test_nothing_is_counted_behind_the_end(load: Callable[..., ovspec.LanguageMo
         assert (result.token_ids, result.text) == (expected.token_ids, expected.text)
         assert result.finish_reason == "stop"
         stats = result.stats
-        assert stats.accepted == stats.proposed == len(result.token_ids) - 1, "all of it was right"
+        assert stats.accepted == stats.proposed == len(result.token_ids) - 1, "every proposed token was accepted"
         assert sum(stats.accepted_by_position) == stats.accepted
 
 
@@ -389,7 +389,7 @@ def test_a_text_of_one_possibility_needs_no_inference(load: Callable[..., ovspec
     assert asked.token_ids == result.token_ids
     assert asked.stats.forced == 0
     assert asked.logprobs
-    assert len(asked.logprobs) == len(asked.token_ids), "with log-probabilities the model is asked for each token"
+    assert len(asked.logprobs) == len(asked.token_ids), "with logprobs, the model runs for every token"
     cut = lm.generate("Say it: ", choice=["self.assertEqual(first, second)"], max_tokens=2)
     assert (cut.token_ids, cut.finish_reason) == (result.token_ids[:2], "length")
 
@@ -404,7 +404,7 @@ def test_stop_strings_within_a_grammar(load: Callable[..., ovspec.LanguageModel]
         assert "age" not in result.text
 
 
-# ---------------------------------------------------------------- what is wrong
+# ---------------------------------------------------------------- wrong options
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "two grammars": ({"regex": "a", "choice": ["b"]}, "regex and choice can't be combined"),
@@ -412,21 +412,21 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "nothing to constrain": ({"constrain_from": 3}, "give a grammar"),
     "marker not there": ({"regex": "a", "constrain_from": "SELECT"}, "'SELECT' is not in the prompt"),
     "beyond the prompt": ({"regex": "a", "constrain_from": 10**6}, "characters"),
-    "the prompt doesn't fit": ({"regex": "xyz", "constrain_from": -3}, "doesn't allow what the prompt has"),
+    "the prompt doesn't fit": ({"regex": "xyz", "constrain_from": -3}, "doesn't allow this part of the prompt"),
     "the prompt is all": ({"regex": "abc", "constrain_from": "abc"}, "nothing can follow"),
     "choice of letters": ({"choice": "yes"}, "list of texts"),
-    "a number": ({"regex": 3}, "must be a text"),
-    "no function": ({"logits_processors": [3]}, "no function"),
+    "a number": ({"regex": 3}, "must be a string"),
+    "no function": ({"logits_processors": [3]}, "isn't a function"),
     "one processor": ({"logits_processors": len}, "list of functions"),
     "a processor that returns nan": ({"logits_processors": [lambda _, logits: logits * np.nan]}, "nan or inf"),
     "a processor that returns inf": ({"regex": "a", "logits_processors": [lambda _, logits: logits + np.inf]}, "nan"),
     "complex logits": ({"logits_processors": [lambda _, logits: logits * 1j]}, "must return logits"),
-    "half a character of prompt": ({"regex": "a", "constrain_from": 1.5}, "must be a text, or a number"),
+    "half a character of prompt": ({"regex": "a", "constrain_from": 1.5}, "must be a string, or a number"),
     "a file's name": ({"grammar": "words.lark"}, "give its text, or a Path"),
     "a schema's name": ({"json_schema": "person.json"}, "give the schema's text, or a Path"),
     "GBNF as Lark": ({"grammar": 'root ::= "a"'}, "give it as gbnf"),
     "a folder": ({"grammar": ROOT}, "is a folder"),
-    "no choice": ({"choice": iter([])}, "one at least"),
+    "no choice": ({"choice": iter([])}, "at least one"),
     "a processor that returns nothing": ({"logits_processors": [lambda *_: None]}, "must return logits"),
 }
 
@@ -467,7 +467,7 @@ def test_a_constraint_that_leaves_nothing(load: Callable[..., ovspec.LanguageMod
 
 
 def test_the_stack() -> None:
-    """Masks are applied one over the other; what ends the text, or is masked, cuts a proposal."""
+    """Masks combine; a proposal is cut after a token that ends the text, and before a masked token."""
 
     class Only(Constraint):
         def __init__(self, *ids: int) -> None:
@@ -480,7 +480,7 @@ def test_the_stack() -> None:
     tokens, logits = np.array([0]), np.zeros(8, dtype=np.float32)
     assert np.flatnonzero(np.isfinite(stack(logits, tokens))).tolist() == [2, 3]
     assert [stack.allow(token, tokens) for token in range(5)] == [False, False, True, True, False]
-    assert stack.permitted(tokens, [2, 2, 3, 2]) == 3, "up to the end"
-    assert stack.permitted(tokens, [2, 4, 2]) == 1, "up to what is masked"
+    assert stack.permitted(tokens, [2, 2, 3, 2]) == 3, "up to and including the end token"
+    assert stack.permitted(tokens, [2, 4, 2]) == 1, "up to the first masked token"
     assert not logits.any()
     assert set(GRAMMARS) <= ovspec.options.GenerateOptions.__annotations__.keys()  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Token healing: what is taken back, what may be said instead, and that the text goes on from the prompt's bytes."""
+"""Token healing: which tokens are taken back and which may replace them; the text continues the prompt's bytes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from ovspec.text.tokenizer import ByteDetokenizer, byte_vocabulary
 VOCABULARY = byte_vocabulary(json.loads((CHECKPOINTS / "target" / "tokenizer.json").read_text(encoding="utf-8")))
 assert VOCABULARY
 DEMO = ByteTokens(VOCABULARY)
-# Ends in a word, a colon, a space, an opened call, a prefix of hundreds of tokens, half a keyword, an emoji.
+# Prompts that end in a word, a colon, a space, an open call, a prefix of hundreds of tokens, half a keyword, an emoji.
 ENDS = [
     "import os.pa",
     "http:",
@@ -45,7 +45,7 @@ def lm(load: Callable[..., ovspec.LanguageModel]) -> ovspec.LanguageModel:
 
 
 def naive(tokens: list[int], first: int, vocabulary: list[bytes | None]) -> int:
-    """``healable`` by its definition."""
+    """Return what ``healable`` returns, computed from its definition."""
     found = 0
     for count in range(1, len(tokens) - first + 1):
         spelt = [vocabulary[token] for token in tokens[len(tokens) - count :]]
@@ -94,7 +94,7 @@ def test_examples() -> None:
     cases = [([0, 1], 1), ([3], 1), ([6, 3], 1), ([0], 0), ([5, 1], 1), ([1, 5], 0), ([0, 7], 1), ([0, 8], 0), ([], 0)]
     for tokens, count in cases:
         assert healable(np.array(tokens, np.int64), 0, ordered) == count, tokens
-    assert healable(np.array([0, 1], np.int64), 2, ordered) == 0, "what is not healable stays"
+    assert healable(np.array([0, 1], np.int64), 2, ordered) == 0, "tokens before ``first`` stay"
     assert healable(np.array([0, 1], np.int64), 0, ordered, 0) == 0
     healing = Healing(np.array([6, 0, 1]), 2, ByteTokens([*vocabulary, b"h", b"ttp", b"http:/"]), np.array([]))
     prompt = [6]
@@ -108,7 +108,7 @@ def test_examples() -> None:
 
 @pytest.mark.parametrize("prompt", ENDS)
 def test_the_text_goes_on_from_the_prompts_bytes(lm: ovspec.LanguageModel, prompt: str) -> None:
-    """Whatever tokens are said, prompt and text together are what the session holds; nothing healed is returned."""
+    """Whichever tokens are generated, the session holds prompt + text; healed bytes are not returned with the text."""
     plain = lm.generate(prompt, max_tokens=12, ignore_eos=True, heal=True, lookahead=0)
     assert len(plain.token_ids) == 12
     for options in ({}, {"lookahead": 3}, {"lookahead": "auto"}):
@@ -123,14 +123,14 @@ def test_the_text_goes_on_from_the_prompts_bytes(lm: ovspec.LanguageModel, promp
 
 
 def test_a_token_reaches_over_the_end(lm: ovspec.LanguageModel) -> None:
-    """The demo model has ``path`` and ``://`` as tokens, and never saw their halves alone."""
+    """``path`` and ``://`` are tokens of the demo model, which never saw their halves alone."""
     assert lm.generate("import os.pa", max_tokens=4, heal=True).text.startswith("th\n")
     assert lm.generate("http:", max_tokens=6, heal=True).text.startswith("//")
     assert not lm.generate("http:", max_tokens=6).text.startswith("//")
 
 
 def test_healing_costs_no_inference(lm: ovspec.LanguageModel) -> None:
-    """What was taken back is verified in the inference that reads the prompt."""
+    """The tokens taken back are verified in the inference that reads the prompt."""
     for prompt in ("def f(x):\n    return", "import os.pa"):
         rounds = []
         for heal in (False, True):
@@ -151,7 +151,7 @@ def test_nothing_is_said_where_nothing_may_be_taken_back(lm: ovspec.LanguageMode
     assert lm.generate(ids, max_tokens=4, heal=True).token_ids == healed.token_ids
     with lm.session() as session:
         session.append(ids)
-        assert session.generate(max_tokens=4).token_ids == lm.generate(ids, max_tokens=4).token_ids, "ids are meant"
+        assert session.generate(max_tokens=4).token_ids == lm.generate(ids, max_tokens=4).token_ids, "ids aren't healed"
 
 
 def test_sessions_heal_only_what_was_appended(lm: ovspec.LanguageModel) -> None:
@@ -160,12 +160,12 @@ def test_sessions_heal_only_what_was_appended(lm: ovspec.LanguageModel) -> None:
         first = session.generate(max_tokens=5)
         held = session.sequence.tokens.tolist()
         session.generate(max_tokens=3)
-        assert session.sequence.tokens[: len(held)].tolist() == held, "what was generated stays"
-        before = len(session.sequence)
+        assert session.sequence.tokens[: len(held)].tolist() == held, "generated tokens stay"
+        before = session.sequence.tokens.tolist()
         session.append("\nimport os.")
         session.append("pa")
         assert session.generate(max_tokens=2).text.startswith("th")
-        assert session.sequence.tokens[:before].tolist() == [*held, *session.sequence.tokens[len(held) : before]]
+        assert session.sequence.tokens[: len(before)].tolist() == before
     assert first.token_ids
 
 
@@ -202,7 +202,7 @@ def test_stop_strings_and_limits_count_what_is_new(lm: ovspec.LanguageModel) -> 
     prompt = "        raise ValueErr"
     whole = lm.generate(prompt, max_tokens=20, heal=True)
     at = whole.text.index("\n")
-    stopped = lm.generate(prompt, max_tokens=20, heal=True, stop=["\n", "raise"])  # raise is in the prompt
+    stopped = lm.generate(prompt, max_tokens=20, heal=True, stop=["\n", "raise"])  # the prompt has "raise"
     assert (stopped.text, stopped.finish_reason) == (whole.text[:at], "stop")
     for count in (1, 2, 3):
         short = lm.generate(prompt, max_tokens=count, heal=True, lookahead=4)
@@ -213,7 +213,7 @@ def test_stop_strings_and_limits_count_what_is_new(lm: ovspec.LanguageModel) -> 
 
 
 def test_tokens_that_say_only_what_was_there_are_not_counted(lm: ovspec.LanguageModel) -> None:
-    """Bias against every token that reaches over the end: the prompt's own tokens are said again, for nothing."""
+    """If a bias excludes all tokens that extend past the prompt, the prompt's own are generated again, uncounted."""
     over = {i: -np.inf for i, t in enumerate(DEMO.vocabulary) if t and t.startswith((b"p", b".p")) and t != b"pa"}
     again = lm.generate("import os.pa", max_tokens=5, heal=True, logit_bias=over)
     plain = lm.generate("import os.pa", max_tokens=5, logit_bias=over)
@@ -240,7 +240,7 @@ def test_a_context_that_is_full_while_the_prompt_is_said_again() -> None:
 
 
 def test_half_a_character(lm: ovspec.LanguageModel) -> None:
-    """The last token of a prompt of ids may end inside a character; its bytes are said again, byte for byte."""
+    """A prompt of ids may end inside a character; the bytes of its last tokens are generated again, byte for byte."""
     emoji = "\U0001f600".encode()
     ids = [next(i for i, t in enumerate(DEMO.vocabulary) if t == emoji[at : at + 1]) for at in range(4)]
     for count in (1, 2, 3, 4):
@@ -253,7 +253,7 @@ def test_half_a_character(lm: ovspec.LanguageModel) -> None:
 
 
 def test_with_grammars(lm: ovspec.LanguageModel) -> None:
-    """The bytes become a prefix of the grammar; where it begins in the prompt, they are in it."""
+    """The bytes taken back are prefixed to the grammar, unless it begins in the prompt and already covers them."""
     options: Any = {"max_tokens": 24, "heal": True}
     for regex, prompt in (
         (r"[a-z]{1,6} in [a-z]{1,5}:", "for na"),
@@ -273,7 +273,7 @@ def test_with_grammars(lm: ovspec.LanguageModel) -> None:
 
 
 def test_hugging_face_heals_alike(lm: ovspec.LanguageModel, reference: Reference) -> None:
-    """Its rule takes one token back and prefers the old one by a bias: the same where one is ours and another wins."""
+    """Hugging Face takes one token back and favours it by a bias: we agree if we take back one and another wins."""
     from transformers import AutoTokenizer
 
     special = {"pad_token": "<|endoftext|>", "bos_token": "<|im_start|>"}

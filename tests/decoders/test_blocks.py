@@ -1,4 +1,4 @@
-"""Blocks under random use: no two rows write into one block, none is lost, and what is shared is shared."""
+"""Blocks under random use: no two rows write into the same block, no block is lost, and forked rows share blocks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ OPERATIONS = st.lists(
 
 @given(st.integers(1, 3), OPERATIONS)
 def test_what_a_row_reads_is_what_it_wrote(rows: int, operations: list) -> None:
-    """The blocks' contents are simulated: every token is a number of its own, written into (block, place)."""
+    """Simulates the contents of blocks: every token is a unique number, written to (block, place)."""
     blocks = Blocks(rows, SIZE)
     memory: dict[tuple[int, int], int] = {}
     texts: list[list[int]] = [[] for _ in range(rows)]
@@ -48,7 +48,7 @@ def test_what_a_row_reads_is_what_it_wrote(rows: int, operations: list) -> None:
             assert len(table) == -(-len(text) // SIZE), "no more blocks than the text needs"
             assert [memory[table[i // SIZE], i % SIZE] for i in range(len(text))] == text
         held = {block for table in blocks.tables for block in table}
-        assert blocks.pool.used == len(held), "a block that nobody holds is free again"
+        assert blocks.pool.used == len(held), "a block that no row holds is free again"
         assert all(block < blocks.pool.needed for block in held)
 
 
@@ -57,7 +57,7 @@ def test_forks_share_until_they_part() -> None:
     assert blocks.extend(0, 0, 10) == []
     blocks.reorder([0, 0, 0])
     assert blocks.pool.used == 3
-    # The last block is partly full: whoever writes into it copies it, but for the last who holds it.
+    # The last block is partly full. Each row that writes into it copies it first, except the last row that holds it.
     assert blocks.extend(0, 10, 1) == [(2, 3)]
     assert blocks.extend(1, 10, 1) == [(2, 4)]
     assert blocks.extend(2, 10, 1) == []

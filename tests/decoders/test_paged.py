@@ -1,4 +1,4 @@
-"""The paged decoder beyond what it shares with the stateful one (test_stateful.py drives both)."""
+"""What the paged decoder does not share with the stateful one (test_stateful.py tests both)."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MakePaged = Callable[..., PagedDecoder]
 
 
 def test_the_private_transformation_is_where_it_was() -> None:
-    """Fails when a new OpenVINO moves it: then ``to_paged`` needs another import, or everything gets slower."""
+    """Fails if a new OpenVINO moves it; then ``to_paged`` needs another import, or everything gets slower."""
     module = importlib.import_module("openvino._offline_transformations")
     assert callable(module.paged_attention_transformation)
     model = ov.Core().read_model(DEMO / "openvino_model.xml")
@@ -121,13 +121,13 @@ def test_the_compile_cache_is_not_filled_in_vain(tmp_path: Path) -> None:
 def test_other_devices_are_stateful(tmp_path: Path) -> None:
     loaded = load_ir(DEMO, DeviceOptions(device="AUTO:CPU", cache_dir=tmp_path))
     assert loaded.engine == "stateful"
-    assert loaded.reason == "the paged one is made for the CPU, the device is AUTO:CPU"
-    with pytest.raises(ovspec.OvspecError, match="--engine paged is not possible: the paged one is made for the CPU"):
+    assert loaded.reason == "the paged engine runs on the CPU only, and the device is AUTO:CPU"
+    with pytest.raises(ovspec.OvspecError, match="--engine paged is not possible: the paged engine runs on the CPU"):
         load_ir(DEMO, DeviceOptions(device="AUTO:CPU", cache_dir=tmp_path), "paged")
 
 
 def test_a_cache_that_openvino_refuses_when_paged(tmp_path: Path) -> None:
-    """In f32 the paged attention takes no bf16 cache: auto goes on without, a wish for it is refused."""
+    """In f32, paged attention can't use a bf16 cache: "auto" falls back to the stateful engine, "paged" is refused."""
     options = DeviceOptions(precision="f32", kv_precision="bf16", cache_dir=tmp_path)
     loaded = load_ir(DEMO, options)
     assert loaded.engine == "stateful"
@@ -153,7 +153,7 @@ def test_chunks_give_the_same_logits(make_paged: MakePaged, reference: Reference
     assert chunked.inferences == 4
     np.testing.assert_allclose(logits, expected, atol=1e-4)
     np.testing.assert_allclose(logits, reference.logits(text.tolist())[-3:], atol=2e-3)
-    # Rows of different lengths, one of which is decoding while the other reads its prompt.
+    # Rows of different lengths: one decodes while the other reads its prompt.
     batch = make_paged(prefill_chunk=40)
     batch.reset(2)
     batch.feed([text[:9], text[:1]], [0, 0])
@@ -194,7 +194,7 @@ def test_forks_share_their_prefix(make_paged: MakePaged, reference: Reference) -
 
 @pytest.mark.parametrize("precision", ["f32", "bf16"])
 def test_which_block_caches_are_exact_after_a_rollback(precision: str, cache_dir: Path) -> None:
-    """The types that give the same logits when the same tokens are fed again drive the default; u8 does not."""
+    """The default is one of the types that give the same logits when the same tokens are fed again; u8 does not."""
     text, junk = np.split(np.random.default_rng(0).integers(3, 4096, 260), [200])
     moved = {}
     kinds = ("f32", "f16", "u8") if precision == "f32" else ("bf16" if HAS_BF16 else "f32", "u8")
@@ -211,7 +211,7 @@ def test_which_block_caches_are_exact_after_a_rollback(precision: str, cache_dir
 
 
 def test_several_tokens_give_the_bits_that_one_by_one_gives(cache_dir: Path) -> None:
-    """In bf16, where the kernel for several tokens rounds differently; with blocks that end among the tokens."""
+    """In bf16, where the kernel for several tokens rounds differently. Some blocks end in the middle of the tokens."""
     options = DeviceOptions(precision="bf16", cache_dir=cache_dir)
     decoder = PagedDecoder(compile_paged(DEMO, options))
     assert decoder._apart
@@ -221,7 +221,7 @@ def test_several_tokens_give_the_bits_that_one_by_one_gives(cache_dir: Path) -> 
         decoder._apart = apart
         equal = []
         for held in (5, 30, 61, 64, 200, 380):
-            decoder.reset(2)  # the other row reads a prompt meanwhile
+            decoder.reset(2)  # meanwhile, the other row reads a prompt
             decoder.feed([text[:held], text[:3]], [1, 1])
             alone = [decoder.feed([text[i : i + 1], text[:0]], [1, 0])[0][0].copy() for i in range(held, held + 16)]
             for width in (2, 3, 5, 8, 16):
@@ -230,8 +230,8 @@ def test_several_tokens_give_the_bits_that_one_by_one_gives(cache_dir: Path) -> 
                 together = decoder.feed([text[held : held + width], text[3:40]], [width, 1])[0]
                 equal += [np.array_equal(*pair) for pair in zip(together, alone, strict=False)]
         share[apart] = float(np.mean(equal))
-    assert share[True] > 0.95, "the matrix multiplications may flip a bit once in a while"
-    # Emulated, most agree anyway, because attention computes in f32.
+    assert share[True] > 0.95, "matrix multiplications may occasionally flip a bit"
+    # Where bf16 is emulated, most agree anyway, because attention computes in f32.
     assert share[False] < (0.5 if HAS_BF16 else 0.95), "OpenVINO's kernels agree now: no need to feed tokens apart"
 
 

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from ovspec.decoders.slots import Slots
 
-# extend with these counts, truncate by so many, reorder by these picks, compact
+# Extend each row by a count, truncate one row by a number of tokens, reorder to the picked rows, or compact.
 OPERATIONS = st.lists(
     st.one_of(
         st.tuples(st.just("extend"), st.lists(st.integers(0, 90), min_size=4, max_size=4)),
@@ -20,7 +20,7 @@ OPERATIONS = st.lists(
 
 @given(st.integers(1, 3), OPERATIONS)
 def test_every_row_reads_back_what_it_holds(rows: int, operations: list) -> None:
-    """A cache of strings stands in for the KV cache: alive slots, in order, must spell each row."""
+    """Lists of numbers stand in for the KV cache: the live slots, in order, must give each row."""
     slots, held = Slots(rows), [[] for _ in range(rows)]
     cache = [[] for _ in range(rows)]  # by row, by slot
     name = 0

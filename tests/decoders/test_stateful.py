@@ -1,4 +1,4 @@
-"""A Decoder under random use, against Hugging Face computing every row from scratch."""
+"""Decoders under random use, compared with Hugging Face, which computes every row from scratch."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_random_use_gives_the_logits_of_a_fresh_run(
             new = argument[: len(held)]
             if not any(new):
                 continue
-            # Half of the rows want all logits, the others the last: a prompt's other logits are never read.
+            # Every other row wants all logits, the rest only the last: of a prompt, only the last logits are read.
             wanted = [len(tokens) if row % 2 else min(len(tokens), 1) for row, tokens in enumerate(new)]
             seen = [decoder.feed([np.array(t, dtype=np.int64) for t in new], wanted) for decoder in driven]
             for row, tokens in enumerate(new):
@@ -106,7 +106,7 @@ def test_catch_up_follows_an_edited_sequence(
     assert unseen.tolist() == [99, 98]
     logits = decoder.feed([unseen], [1])[0]
     np.testing.assert_allclose(logits[0], reference.logits(edited.tokens.tolist())[-1], atol=2e-3)
-    # Nothing new: the last token is fed again, because its logits are what is asked for.
+    # Nothing is new, so the last token is fed again, because its logits are requested.
     assert catch_up(decoder, 0, edited).tolist() == [98]
 
 
@@ -114,7 +114,7 @@ def test_dropped_rows_and_joined_rows(make_decoder: Callable[..., StatefulDecode
     decoder = make_decoder("mask")
     decoder.reset(2)
     decoder.feed([np.array([5, 6, 7]), np.array([8, 9])], [0, 0])
-    decoder.reorder([1, 1, 0])  # fork row 1; the copy then joins with a text of its own
+    decoder.reorder([1, 1, 0])  # fork row 1; the copy then gets a text of its own
     decoder.truncate(1, 0)
     logits = decoder.feed([np.array([10]), np.array([20, 21]), np.array([30])], [1, 1, 1])
     for row, text in enumerate(([8, 9, 10], [20, 21], [5, 6, 7, 30])):
@@ -130,7 +130,7 @@ def test_random_use_with_recurrent_states(
     rows: int,
     operations: list[tuple[str, Any]],
 ) -> None:
-    """Rolling back may go further than asked; what is left, and what is fed on, is as from scratch."""
+    """Rolling back may go further than requested; what is left, and later logits, are those of a fresh run."""
     model, decoder = hybrids(attention)
     decoder.reset(rows)
     for kind, argument in operations:
@@ -160,7 +160,7 @@ def test_random_use_with_recurrent_states(
 
 
 def test_recurrent_states_are_not_shared(hybrids: Callable[..., tuple[hybrid.Hybrid, RowByRow]]) -> None:
-    """They can't be taken back to just any place, so a copy might be thrown away in every round."""
+    """They can't be rolled back to every position, so a copy might be thrown away in every round."""
     _, decoder = hybrids("mask")
     decoder.reset(2)
     text = list(range(10, 110))
@@ -185,7 +185,7 @@ def hybrids(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[hyb
 
 @pytest.mark.parametrize("precision", ["f32", "bf16"])
 def test_which_kv_precisions_survive(precision: str, cache_dir: Path) -> None:
-    """The types that are unchanged by taking back, trimming, compacting, forking and copying drive the default."""
+    """The default is one of the types that masking, trimming, compacting, forking and copying leave unchanged."""
     rng = np.random.default_rng(0)
     text = rng.integers(3, 4096, 200)
     moved = {}
@@ -229,7 +229,7 @@ def test_which_kv_precisions_survive(precision: str, cache_dir: Path) -> None:
     exact = {kv_precision for kv_precision, most in moved.items() if most <= 1e-5}
     assert exact >= set(EXACT_KV_PRECISIONS)
     if precision == "f32":
-        assert exact == set(EXACT_KV_PRECISIONS), "u8 was not exact when this was written; the default may change"
+        assert exact == set(EXACT_KV_PRECISIONS), "u8 was not exact when this was written; now the default could change"
 
 
 @pytest.mark.parametrize("precision", ["f32", "bf16", "f16"])

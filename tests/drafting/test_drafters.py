@@ -1,4 +1,4 @@
-"""Every drafter x every way of choosing tokens: the text is the one without a draft, and Hugging Face's."""
+"""Every drafter, with every way of choosing tokens, gives the text of plain decoding, which is Hugging Face's."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SOME = PROMPTS[:4]
 
 
 class Earlier(ovspec.Drafter):
-    """Proposes what followed the last token the last time."""
+    """Proposes what followed the previous occurrence of the last token."""
 
     def guess(self, tokens: np.ndarray, budget: int) -> Iterable[int]:
         places = np.flatnonzero(tokens[:-1] == tokens[-1])
@@ -36,7 +36,7 @@ class Earlier(ovspec.Drafter):
 
 
 def first_letters(logits: np.ndarray, tokens: np.ndarray, among: int) -> int:
-    """A user's sampler: one of the ``among`` most likely, by what was said before."""
+    """A user's sampler: picks one of the ``among`` most likely tokens, depending on the tokens so far."""
     best = np.argsort(-logits[0])[:among]
     return int(best[int(tokens.sum()) % among])
 
@@ -83,7 +83,7 @@ def test_every_drafter_gives_the_plain_text(
 
 @pytest.mark.parametrize("draft", DRAFTS)
 def test_rejection_proposes_and_ends_the_same_way(load: Load, draft: str) -> None:
-    """Its texts depend on the draft, and are the same again with the same one; its distribution: test_sampling."""
+    """The texts depend on the draft, and the same draft gives the same text; test_sampling checks the distribution."""
     lm = load(draft=DRAFTS[draft])
     options: dict[str, Any] = {"temperature": 0.6, "seed": 3, "accept": "rejection", "max_tokens": TOKENS}
     twice = [[lm.generate(prompt, lookahead=4, **options) for prompt in SOME] for _ in range(2)]
@@ -104,7 +104,7 @@ def test_one_inference_a_round(load: Load, draft: str) -> None:
 
 
 def test_penalties_as_hugging_face(load: Load, reference: Reference) -> None:
-    """Greedy, token for token, with everything that Hugging Face has a name for."""
+    """Greedy texts agree token for token, with every option that Hugging Face also has."""
     lm = load(draft="lookup,draft")
     bias = {34: 3.0, 12: -5.0}
     for prompt in SOME:
@@ -143,7 +143,7 @@ def test_logprobs_as_hugging_face(load: Load, reference: Reference) -> None:
 @pytest.mark.parametrize("engine", ["stateful", "paged"])
 @pytest.mark.parametrize("draft", [False, True, "lookup,draft"])
 def test_samples_of_one_prompt(load: Load, draft: Any, engine: EngineName) -> None:
-    """The prompt is read once; each text is what it is in any other company, and they differ."""
+    """The prompt is read once. The texts differ, and each is the same whatever it is generated together with."""
     lm = load(draft=draft, engine=engine)
     options: dict[str, Any] = {"temperature": 1.0, "seed": 9, "max_tokens": 20, "ignore_eos": True}
     began = time.perf_counter()
@@ -179,7 +179,7 @@ def test_the_loop_takes_less_time_than_the_target(draft: Any, engine: EngineName
 def test_samples_that_cannot_differ(load: Load) -> None:
     with pytest.raises(ovspec.OvspecError, match="greedy texts are all the same"):
         load().samples("a", n=2)
-    with pytest.raises(ovspec.OvspecError, match=re.escape("what samples() gives")):
+    with pytest.raises(ovspec.OvspecError, match=re.escape("call samples()")):
         load().generate("a", n=2, temperature=1.0)
 
 
@@ -207,7 +207,7 @@ def test_min_tokens_and_stop_ids(load: Load) -> None:
         first = whole.token_ids.index(stop)
         assert (result.finish_reason, result.token_ids) == ("stop", whole.token_ids[: first + 1])
         assert result.text == lm.tokenizer.decode(whole.token_ids[:first])
-        # A stop id can't come before min_tokens, a stop string isn't looked for.
+        # Before min_tokens, a stop id can't be generated, and stop strings aren't searched for.
         later = lm.generate(PROMPTS[0], max_tokens=20, min_tokens=8, stop_ids=[stop], lookahead=lookahead)
         assert len(later.token_ids) >= 8
         assert stop not in later.token_ids[:8]
@@ -237,7 +237,7 @@ def test_ids_that_are_not_in_the_vocabulary(load: Load, options: dict[str, Any])
 
 
 class Reckless(ovspec.Drafter):
-    """Proposes more than it may, and ids that there are not."""
+    """Proposes more tokens than it may, and ids that don't exist."""
 
     def guess(self, tokens: np.ndarray, budget: int) -> Iterable[int]:
         assert len(tokens)
@@ -248,7 +248,7 @@ def test_a_drafter_that_goes_astray_changes_nothing(load: Load) -> None:
     lm = load(draft=Reckless)
     result = lm.generate(PROMPTS[0], max_tokens=20, lookahead=8)
     assert result.token_ids == load().generate(PROMPTS[0], max_tokens=20).token_ids
-    assert 0 < result.stats.proposed <= 2 * (result.stats.rounds - 1), "what stands behind an unknown id is left out"
+    assert 0 < result.stats.proposed <= 2 * (result.stats.rounds - 1), "tokens after an unknown id are dropped"
 
 
 def test_a_drafter_object_and_what_makes_one(load: Load) -> None:
@@ -259,7 +259,7 @@ def test_a_drafter_object_and_what_makes_one(load: Load) -> None:
 
 
 class Counting(ovspec.Drafter):
-    """Keeps something for each row, which ``reset`` makes and nothing else."""
+    """Keeps a count for each row in a list that only ``reset`` creates."""
 
     def reset(self, rows: int) -> None:
         self.rows = [0] * rows
@@ -275,13 +275,13 @@ class Counting(ovspec.Drafter):
 
 @pytest.mark.parametrize("prompt", [PROMPTS[0], PROMPTS[:2]], ids=["one", "batch"])
 def test_a_drafter_is_reset_before_anything_else(load: Load, prompt: Any) -> None:
-    lm = load(draft=Counting).with_drafters(parse_draft(Counting))  # of which nothing has been asked yet
+    lm = load(draft=Counting).with_drafters(parse_draft(Counting))  # a new drafter, not used yet
     lm.generate(prompt, max_tokens=5, lookahead=2)
     lm.generate(prompt, max_tokens=5, lookahead=2)
 
 
 class Slow(ovspec.Drafter):
-    """Right never, and late."""
+    """Slow, and never right."""
 
     calls = 0
 
@@ -299,7 +299,7 @@ def test_a_drafter_that_loses_is_hardly_asked(load: Load) -> None:
 
 @pytest.mark.parametrize("draft", ["lookup", "lookup,draft"])
 def test_auto_in_a_batch_too_wide_for_it(load: Load, draft: str) -> None:
-    """So many rows that a round is wider than what is known of costs: it decodes plainly, or with few proposals."""
+    """With so many rows, a round exceeds the widths with known costs: it decodes plainly, or with few proposals."""
     prompts = [PROMPTS[i % 20][: 40 + i] for i in range(70)]
     lm = load(draft=draft)
     for count in (20, 40, 70):
@@ -308,7 +308,7 @@ def test_auto_in_a_batch_too_wide_for_it(load: Load, draft: str) -> None:
         assert [r.token_ids for r in together] == [r.token_ids for r in plain]
 
 
-# ---------------------------------------------------------------- what --draft may be
+# ---------------------------------------------------------------- values of --draft
 
 
 def parsed(draft: Any, folder: Path) -> DraftChoice | None:
@@ -331,13 +331,13 @@ def test_what_a_draft_may_be(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("draft", "message"),
     [
-        ("draft,lookup", "asked first"),
-        ("draft,draft", "nothing can follow"),
-        ("lookup,lookup", "asked first"),
-        (["lookup", Earlier, True], "two different drafters"),
+        ("draft,lookup", "must come first"),
+        ("draft,draft", "must come last"),
+        ("lookup,lookup", "must come first"),
+        (["lookup", Earlier, True], "two drafters, which must differ"),
         ("self", "not made of the target's own layers"),
-        ("lookup,", "is no draft"),
-        (3, "is no draft"),
+        ("lookup,", "is not a draft"),
+        (3, "is not a draft"),
     ],
 )
 def test_drafts_that_cannot_be(tmp_path: Path, draft: Any, message: str) -> None:
@@ -348,7 +348,7 @@ def test_drafts_that_cannot_be(tmp_path: Path, draft: Any, message: str) -> None
 
 @pytest.mark.slow
 def test_self(tmp_path: Path, cache_dir: Path, load: Load) -> None:
-    """The target's first layers, exported by --draft-layers."""
+    """The draft is the target's first layers, exported by --draft-layers."""
     from ovspec_export import Compression, export_pair
 
     folder = tmp_path / "own"
@@ -363,7 +363,7 @@ def test_self(tmp_path: Path, cache_dir: Path, load: Load) -> None:
 
 
 def naive(texts: list[list[int]]) -> tuple[int, list[list[int]]]:
-    """(length of the longest match with the end of the last text, what followed each), by looking everywhere."""
+    """Return (length of the longest match with the end of the last text, what followed each match), by full search."""
     tail, best, followed = texts[-1][-LONGEST_MATCH:], 0, []
     for text in texts:
         for end in range(LEAST_MATCH, len(text)):
@@ -380,7 +380,7 @@ def naive(texts: list[list[int]]) -> tuple[int, list[list[int]]]:
 @given(st.lists(st.integers(0, 3), min_size=3, max_size=30))
 def test_the_longest_match_is_found(tokens: list[int]) -> None:
     index = Index()
-    for end in range(1, len(tokens) + 1):  # as it grows
+    for end in range(1, len(tokens) + 1):  # as the text grows
         index.follow(Sequence(tokens[:end]))
     match, places = index.matches(np.array(tokens[-LONGEST_MATCH:]))
     expected, followed = naive([tokens])
@@ -411,7 +411,7 @@ def test_the_most_frequent_and_then_the_latest_goes_on() -> None:
     index.follow(Sequence([1, 2, 3, 9, 1, 2, 4, 9, 1, 2, 3, 8, 1, 2]))
     match, places = index.matches(np.array([9, 1, 2])[-2:])
     assert match == 2
-    assert index.continuation(places, 2)[0] == [3, 8], "3 followed twice, and the latest time 8 did"
+    assert index.continuation(places, 2)[0] == [3, 8], "3 followed twice; then 9 and 8 tie, and 8 is the latest"
     tie = Index()
     tie.follow(Sequence([1, 2, 3, 9, 1, 2, 4, 8, 1, 2]))
     assert tie.continuation(tie.matches(np.array([1, 2]))[1], 2) == ([4, 8], [0.5, 1.0])
@@ -442,7 +442,7 @@ def test_lookup_copies_its_rows() -> None:
 
 
 def test_lookup_corpus(load: Load, tmp_path: Path) -> None:
-    """What the model is about to say stands in a file: hardly a token is left for it to say alone."""
+    """If a file has the text that the model is about to generate, few rounds are needed."""
     text = load().generate(PROMPTS[0], max_tokens=48, ignore_eos=True).text
     file = tmp_path / "notes.txt"
     file.write_text("something else\n" + PROMPTS[0] + text, encoding="utf-8")

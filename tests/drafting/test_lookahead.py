@@ -1,4 +1,4 @@
-"""The lookahead on recorded traces: what real drafting and verifying cost, and which guesses stood, replayed."""
+"""The lookahead on recorded traces: replays what drafting and verifying cost, and which guesses were accepted."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PROMPT = 80  # tokens of the prompt, which the draft reads before its first step
 
 @dataclass
 class Machine:
-    """Times as they were measured, with the scatter of a real machine: 8 % on all, and now and then a hiccup."""
+    """Measured times with the scatter of a real machine: 8 % on each, and an occasional hiccup."""
 
     verify_ms: dict[int, float]
     draft_ms: dict[int, float]
@@ -37,7 +37,7 @@ class Machine:
 
 
 def replay(lookahead: Lookahead, mode: str, text: dict[str, Any], machine: Machine) -> tuple[float, int]:
-    """(milliseconds, rounds) for all tokens of a text but the first, with ``mode`` draft, lookup or chain."""
+    """Return (milliseconds, rounds) for all tokens of a text except the first; ``mode``: draft, lookup or chain."""
     end, place, total, rounds, seen = len(text["draft"]), 1, 0.0, 0, 0
     while place < end:
         remaining = end - place - 1
@@ -80,7 +80,7 @@ def replay(lookahead: Lookahead, mode: str, text: dict[str, Any], machine: Machi
 
 
 def ms_a_token(found: dict[str, Any], mode: str, fixed: int | None, profile: bool = False, seed: int = 0) -> float:
-    """Of all texts of a trace, one after the other."""
+    """Return the milliseconds per token when all texts of a trace are replayed, one after the other."""
     verify, draft = ({int(width): ms for width, ms in found[name].items()} for name in ("verify_ms", "draft_ms"))
     machine = Machine(verify, draft, np.random.default_rng(seed))
     costs = [Costs({w: curve[w] for w in (1, 2, 4, 8)} if profile else None) for curve in (verify, draft)]
@@ -111,7 +111,7 @@ def test_within_five_percent_of_the_best_in_hindsight(file: Path, mode: str, pro
 
 @pytest.mark.parametrize("file", [file for file in TRACES if "useless" in file.stem], ids=lambda file: file.stem)
 def test_a_useless_draft_hardly_costs_anything(file: Path) -> None:
-    """Each text by itself, with nothing known before: at least 0.95 of the speed of plain decoding."""
+    """Each text alone, with nothing learned before, reaches at least 0.95 of the speed of plain decoding."""
     found = load(file)
     for text in found["texts"]:
         alone = found | {"texts": [text]}
@@ -125,8 +125,8 @@ def test_a_draft_that_is_good_again_is_used_again() -> None:
     long = len(good["texts"][0]["draft"])
     before, _ = replay(lookahead, "draft", good["texts"][0], machine)
     lost, rounds = [replay(lookahead, "draft", text, machine) for text in useless["texts"]][-1]
-    assert rounds > 0.9 * long, "nothing was accepted"
-    assert lost < 1.05 * (long - 1) * machine.verify_ms[1], "and by now hardly anything is tried; hiccups take 0.02"
+    assert rounds > 0.9 * long, "almost nothing was accepted"
+    assert lost < 1.05 * (long - 1) * machine.verify_ms[1], "by now, little is tried; hiccups cost 2 %"
     after, _ = [replay(lookahead, "draft", text, machine) for text in good["texts"] * 2][-1]
     again, _ = replay(lookahead, "draft", good["texts"][0], machine)
     assert again < 1.1 * before
@@ -146,11 +146,11 @@ def test_costs_are_learned() -> None:
     for width, ms in truth.items():
         assert abs(costs(width) / ms - 1) < 0.1
     before = costs(1)
-    costs.learn(100, 1e6)  # a prompt: says nothing about rounds
+    costs.learn(100, 1e6)  # a prompt, which must not change the costs of rounds
     costs.learn(1, 1e4)  # a hiccup
     assert costs(1) < 1.2 * before
     costs.learn(1064, costs(64) + 400.0)
-    assert costs(564) == pytest.approx(costs(64) + 200.0), "but what reading costs"
+    assert costs(564) == pytest.approx(costs(64) + 200.0), "but it shows what reading a prompt costs"
 
 
 def test_costs_from_a_profile_and_beyond_it() -> None:
@@ -187,15 +187,15 @@ def test_reading_a_long_prompt_does_not_count_against_the_draft() -> None:
     assert lookahead._records["draft"].ms == pytest.approx(4 + 4 + 48)
     fresh = Lookahead(None, *lookahead.costs)
     for _ in range(20):
-        assert not fresh.starts("draft", 2000, [3]), "for three tokens it isn't worth reading"
-    assert fresh.starts("draft", 2000, [200]), "which says nothing about a longer text"
+        assert not fresh.starts("draft", 2000, [3]), "reading isn't worth it for three tokens"
+    assert fresh.starts("draft", 2000, [200]), "but it is for a longer text"
 
 
 def test_a_prompt_says_nothing_about_rounds() -> None:
     lookahead = Lookahead()
     lookahead.learn(RoundOutcome([(NOTHING, 0)], 20, 0, True, 0.0, 1.0))
     assert not lookahead.costs[0].known
-    assert not lookahead.starts("draft", 5, [100]), "first a plain round has to show what it costs"
+    assert not lookahead.starts("draft", 5, [100]), "first, a plain round must show what it costs"
     lookahead.learn(RoundOutcome([(NOTHING, 0)], 1, 0, False, 0.0, 0.04))
     assert lookahead.costs[0](1) == pytest.approx(40.0)
     assert lookahead.starts("draft", 5, [100])

@@ -1,4 +1,4 @@
-"""Whatever stops an export leaves the old folder or the new one, whole, and the next export clears up."""
+"""However an export is stopped, the old or the new folder is there, whole, and the next export cleans up."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def marked(folder: Path, text: str, manifest: str = MANIFEST) -> Path:
-    """A folder that passes for an export."""
+    """Make a folder that passes for an export."""
     folder.mkdir()
     (folder / MANIFEST_FILE).write_text(manifest, encoding="utf-8")
     (folder / "text").write_text(text, encoding="utf-8")
@@ -41,7 +41,7 @@ def marked(folder: Path, text: str, manifest: str = MANIFEST) -> Path:
 
 
 def start(*arguments: str, limit: int | None = None) -> subprocess.Popen[str]:
-    """``ovspec export``, as a shell starts it; ``limit``: bytes that a file may have."""
+    """Start ``ovspec export`` as a shell does; ``limit``: maximum size of a file in bytes."""
 
     def limited() -> None:
         import resource
@@ -72,13 +72,13 @@ def test_folders_of_others_are_left_alone(tmp_path: Path) -> None:
     with pytest.raises(ovspec.OvspecError, match="in the way"):
         export_pair(DRAFT, None, tmp_path / "out")
     assert contents(tmp_path) == {"thesis.txt": b"precious", ".out.old/mine": b"mine"}
-    # Also what somebody has put into an export of ours.
+    # Files that somebody has put into an export are left alone, too.
     ours = marked(tmp_path / "ours", "whole")
     check_output(ours)
     (ours / "notes.txt").write_text("mine", encoding="utf-8")
     with pytest.raises(ovspec.OvspecError, match=r"\(notes.txt\)"):
         export_pair(DRAFT, None, ours)
-    # What looks like our leftovers but has no manifest of ours stays too.
+    # So is a folder that looks like a leftover but has no manifest.
     (tmp_path / ".new.partial-1234").mkdir()
     (tmp_path / ".new.partial-1234" / "mine").write_text("mine", encoding="utf-8")
     with work_folder(tmp_path / "new"):
@@ -101,7 +101,7 @@ def test_a_replacement_killed_half_way_is_undone(tmp_path: Path) -> None:
 
 
 def test_odd_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The current folder, a link, an empty folder, a damaged leftover."""
+    """The current folder, a link, an empty folder and a damaged leftover are all handled."""
     shutil.copytree(CHECKPOINTS.parent / "demo", tmp_path / "real")
     monkeypatch.chdir(tmp_path / "real")
     assert ovspec.load(".").generate("def f(", max_tokens=2).token_ids
@@ -146,7 +146,7 @@ def test_one_export_at_a_time(tmp_path: Path) -> None:
 def test_free_space_is_checked_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     check_space(tmp_path / "not" / "yet" / "there", 1000)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(100, 90, 10e6))  # type: ignore[attr-defined]
-    with pytest.raises(ovspec.OvspecError, match=r"needs about 0\.0 GB there and 0\.0 GB are free"):
+    with pytest.raises(ovspec.OvspecError, match=r"needs about 0\.0 GB there, but only 0\.0 GB are free"):
         export_pair(DRAFT, None, tmp_path / "out")
     assert not list(tmp_path.iterdir())
 
@@ -155,7 +155,7 @@ def test_free_space_is_checked_first(tmp_path: Path, monkeypatch: pytest.MonkeyP
 @posix
 @pytest.mark.parametrize("limit", [100_000, 3_000_000])
 def test_a_full_disk_leaves_what_was_there(tmp_path: Path, limit: int) -> None:
-    """Files can't grow beyond a limit: in the first case the tokenizer, in the second the weights."""
+    """A limit on the size of files stops the tokenizer in the first case, and the weights in the second."""
     marked(tmp_path / "out", "old")
     before = contents(tmp_path)
     process = start(DRAFT, "-o", str(tmp_path / "out"), "--weight-format", "fp32", limit=limit)
@@ -186,7 +186,7 @@ def test_an_export_told_to_end_clears_up(tmp_path: Path, number: int, expected: 
 @posix
 @pytest.mark.soak
 def test_killed_at_random_moments(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Exports are stopped; after each the folder holds the old export or the new one, to the last byte."""
+    """After each stopped export, the folder holds the old export or the new one, to the last byte."""
     output = tmp_path / "out"
     export_pair(DRAFT, None, output, Compression("fp16"))
     began = time.monotonic()
@@ -198,7 +198,7 @@ def test_killed_at_random_moments(tmp_path: Path, capsys: pytest.CaptureFixture[
         wanted = ("fp16", "int8")[turn % 2]
         before = manifest_format(output)
         process = start(DRAFT, "-o", str(output), "--weight-format", wanted)
-        # One in each part of the time; half of them near the end, where folders are renamed.
+        # Spread evenly over the export, but half of them near its end, when folders are renamed.
         moment = (turn + moments.random()) / TURNS
         time.sleep(whole * (0.8 + 0.25 * moment if turn % 2 else moment))
         process.send_signal(number)
@@ -210,7 +210,7 @@ def test_killed_at_random_moments(tmp_path: Path, capsys: pytest.CaptureFixture[
         finished = process.returncode == 0 or (after == wanted and before != wanted)
         found[f"{signal.Signals(number).name}: {'new' if finished else 'old'}"] += 1
     export_pair(DRAFT, None, output, Compression("fp16"))
-    assert [path.name for path in tmp_path.iterdir()] == ["out"], "leftovers were not cleared up"
+    assert [path.name for path in tmp_path.iterdir()] == ["out"], "leftovers were not removed"
     with capsys.disabled():
         print(f"\nkilled at {TURNS} random moments: {dict(found)}")
 

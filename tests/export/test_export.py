@@ -1,4 +1,4 @@
-"""Exports: whole or not at all, and only pairs that fit."""
+"""Exports are whole or not made at all, and only pairs that fit are exported."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TARGET, DRAFT = str(CHECKPOINTS / "target"), str(CHECKPOINTS / "draft")
 
 @pytest.fixture(scope="module")
 def reference() -> Reference:
-    """Of the demo pair, which is what is exported here."""
+    """Return Hugging Face's model of the demo target, which is exported here."""
     return Reference(Path(TARGET))
 
 
@@ -43,7 +43,7 @@ def test_the_manifest_tells_what_is_there(pair: Path) -> None:
     assert manifest.tokenizer_differs_on == []
     needed = {"openvino_model.xml", "openvino_tokenizer.xml", "openvino_detokenizer.xml", "tokenizer.json"}
     assert needed | {"generation_config.json", "chat_template.jinja", "draft/openvino_model.xml"} <= set(manifest.files)
-    # Nothing of the machine that exported it.
+    # The manifest has no path of the machine that exported it.
     assert str(CHECKPOINTS.parent) not in (pair / "ovspec.json").read_text(encoding="utf-8")
 
 
@@ -56,7 +56,7 @@ def test_the_shipped_pair_is_whole() -> None:
     assert sum(map(len, shipped)) < 45e6
 
 
-CALIBRATION = Path(__file__)  # any text does
+CALIBRATION = Path(__file__)  # any text will do
 INT4 = {"weight_format": "int4", "group_size": 64}
 
 
@@ -112,12 +112,12 @@ def test_a_draft_of_the_first_layers(tmp_path: Path, cache_dir: Path, reference:
 
 
 def test_a_pair_of_irs_is_copied(pair: Path, tmp_path: Path) -> None:
-    """As published drafts come, one of them without a tokenizer.json."""
+    """Published drafts are IRs, and one of them has no tokenizer.json."""
     draft = tmp_path / "published"
     shutil.copytree(pair / "draft", draft)
     (draft / "tokenizer.json").unlink()
     for options in ((Compression("int4"), None), (Compression(), Compression("fp16"))):
-        with pytest.raises(ovspec.OvspecError, match="an IR is taken as it is"):
+        with pytest.raises(ovspec.OvspecError, match="an IR is used as it is"):
             export_pair(str(pair), str(draft), tmp_path / "out", *options)
     manifest = export_pair(str(pair), str(draft), tmp_path / "out")
     assert manifest.draft
@@ -130,7 +130,7 @@ def test_a_pair_of_irs_is_copied(pair: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_what_an_export_has_lost(tmp_path: Path, reference: Reference) -> None:
-    """The quality table, against the same figures computed by torch and transformers alone."""
+    """The quality table agrees with the same figures computed by torch and transformers alone."""
     import torch
 
     text = tmp_path / "text.txt"
@@ -141,7 +141,7 @@ def test_what_an_export_has_lost(tmp_path: Path, reference: Reference) -> None:
     assert head.split() == ["perplexity", "checkpoint", "KL,", "nats", "same", "top-1", "tokens"]
     perplexity, checkpoint, kl, top1 = (float(cell.strip("%")) for cell in target.split()[1:5])
     ids = torch.tensor([reference.tokenizer(text.read_text(encoding="utf-8"))["input_ids"]])
-    assert ids.shape[1] < 1024, "all of it is one window"
+    assert ids.shape[1] < 1024, "the whole text is one window"
     with torch.no_grad():
         loss = reference.model(input_ids=ids, labels=ids).loss
     assert checkpoint == pytest.approx(float(loss.exp()), abs=2e-3)
@@ -152,7 +152,7 @@ def test_what_an_export_has_lost(tmp_path: Path, reference: Reference) -> None:
 
 
 class Told:
-    """A Progress that remembers."""
+    """A Progress that records its steps and notes."""
 
     def __init__(self) -> None:
         self.steps: list[str] = []
@@ -170,7 +170,7 @@ class Told:
 def test_a_folder_made_by_plain_optimum_cli_works(
     pair: Path, tmp_path: Path, cache_dir: Path, load: Callable[..., ovspec.LanguageModel]
 ) -> None:
-    """The same files without our manifest: rollback is probed, the vocabulary compared at load."""
+    """Without ovspec's manifest, the rollback is probed and the vocabularies are compared at load."""
     plain = tmp_path / "plain"
     shutil.copytree(pair, plain)
     (plain / "ovspec.json").unlink()
@@ -182,7 +182,7 @@ def test_a_folder_made_by_plain_optimum_cli_works(
 
 
 def other_vocabulary(tmp_path: Path) -> Path:
-    """The draft's checkpoint with two tokens swapped and one renamed."""
+    """Make a copy of the draft's checkpoint with two tokens swapped."""
     folder = tmp_path / "other"
     shutil.copytree(DRAFT, folder)
     data = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
@@ -204,7 +204,7 @@ def test_a_pair_with_other_tokens_is_refused(tmp_path: Path, pair: Path) -> None
 
 
 def edited(folder: Path, changes: dict[str, Any]) -> str:
-    """A copy of the draft's checkpoint with another config."""
+    """Make a copy of the draft's checkpoint with ``changes`` in its config."""
     shutil.copytree(DRAFT, folder)
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     (folder / "config.json").write_text(json.dumps(config | changes), encoding="utf-8")
@@ -254,7 +254,7 @@ def test_the_output_is_not_the_source(pair: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_architectures_that_cannot_be_exported(tmp_path: Path) -> None:
-    """The reason is told in a sentence, be it unknown to transformers or refused by optimum."""
+    """The error gives the reason in a sentence, whether transformers doesn't know the model or optimum refuses it."""
     for name, changes, message in [
         ("unknown", {"model_type": "frobnicate"}, "model type `frobnicate` but Transformers does not recognize"),
         ("gemma2", {"model_type": "gemma2", "architectures": ["Gemma2ForCausalLM"]}, "Maximum required is 5.0"),
@@ -268,10 +268,10 @@ def test_architectures_that_cannot_be_exported(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("compression", "message"),
     [
-        (Compression("int8", group_size=64), "--group-size goes with"),
-        (Compression("int8", awq=True), "--awq goes with"),
-        (Compression("fp16", calibration=CALIBRATION), "--calibration goes with"),
-        (Compression("fp16", sym=True), "--sym goes with"),
+        (Compression("int8", group_size=64), "--group-size works only with"),
+        (Compression("int8", awq=True), "--awq works only with"),
+        (Compression("fp16", calibration=CALIBRATION), "--calibration works only with"),
+        (Compression("fp16", sym=True), "--sym works only with"),
         (Compression("int4", ratio=1.5), "at most 1"),
         (Compression("int4", ratio=0.0), "above 0"),
         (Compression("int4", group_size=0), "must be positive"),
@@ -298,7 +298,7 @@ def test_damaged_exports_are_named(pair: Path, tmp_path: Path) -> None:
     shutil.copytree(pair, damaged)
     weights = damaged / "openvino_model.bin"
     weights.write_bytes(weights.read_bytes()[:1000])
-    with pytest.raises(ovspec.OvspecError, match=r"openvino_model.bin: missing or not of the exported size"):
+    with pytest.raises(ovspec.OvspecError, match=r"openvino_model.bin: missing, or not the size that was exported"):
         ovspec.load(damaged)
     (damaged / "ovspec.json").write_text('{"format": 99}', encoding="utf-8")
     with pytest.raises(ovspec.OvspecError, match="update ovspec"):

@@ -1,4 +1,4 @@
-"""Models from the Hugging Face hub, by a small server that answers as the hub does."""
+"""Models from the Hugging Face hub, served by a small server that answers as the hub does."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ REQUESTED: list[str] = []
 
 
 class Hub(BaseHTTPRequestHandler):
-    """One model, ``org/model``, which also has pickled weights; ``org/gated`` asks for consent."""
+    """A hub with ``org/model``, which also has pickled weights, and ``org/gated``, which requires consent."""
 
     protocol_version = "HTTP/1.1"
 
@@ -82,8 +82,8 @@ def test_export_from_the_hub(hub: str, tmp_path: Path) -> None:
     manifest = json.loads((tmp_path / "out" / "ovspec.json").read_text(encoding="utf-8"))
     assert manifest["target"]["source"] == "org/model"
     assert any(path.endswith("model.safetensors") for path in REQUESTED)
-    assert not [path for path in REQUESTED if path.endswith((".bin", ".py"))], "something that runs code was fetched"
-    # Once more without a network: the hub's cache has it.
+    assert not [path for path in REQUESTED if path.endswith((".bin", ".py"))], "a file that can run code was fetched"
+    # Again without a network: the model is in the hub's cache.
     done = export("org/model", tmp_path / "again", "http://127.0.0.1:9", tmp_path / "home")
     assert done.returncode == 0, done.stderr
 
@@ -92,7 +92,7 @@ def test_export_from_the_hub(hub: str, tmp_path: Path) -> None:
     ("name", "message"),
     [
         ("org/nothing", "neither a folder here nor a model on the Hugging Face hub; check the spelling"),
-        ("org/gated", "its owner asks for consent"),
+        ("org/gated", "the model is gated"),
     ],
 )
 def test_models_that_cannot_be_had(hub: str, tmp_path: Path, name: str, message: str) -> None:

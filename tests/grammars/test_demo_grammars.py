@@ -1,4 +1,4 @@
-"""The grammars of demos/grammars: against samples, and against other parsers of C (pycparser) and SQL (SQLite)."""
+"""The grammars of demos/grammars, tested on samples and against other parsers: pycparser for C, SQLite for SQL."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ SQL_WORDS: list[str] = re.findall(
 )
 SQL_MARKS: list[str] = re.findall(r"\S+", "+ - * / % = < > <> <= || , .")
 
-# What SQLite says of names and types, once it has understood a statement.
+# SQLite's errors about names and types, which it raises once it has understood a statement.
 SQL_UNDERSTOOD = re.compile(
     r"no such|no tables specified|unknown database|ambiguous column|misuse of|wrong number of arg|term out of range"
     r"|does not match any column|do not have the same number|sub-select returns|aggregate functions|DISTINCT aggregates"
@@ -49,7 +49,7 @@ SQL_UNDERSTOOD = re.compile(
 
 @functools.cache
 def tokenizer() -> LLTokenizer:
-    """The demo model's, of whose added tokens none is text."""
+    """Return the demo model's tokenizer without its added tokens, none of which is text."""
     spec = json.loads((ROOT / "models" / "demo-hf" / "target" / "tokenizer.json").read_text(encoding="utf-8"))
     spec["added_tokens"] = []
     return LLTokenizer(json.dumps(spec), n_vocab=len(spec["model"]["vocab"]), eos_token=0)
@@ -77,7 +77,7 @@ def accepts(grammar: str, text: str) -> bool:
 
 
 def cut(text: str, rng: random.Random) -> list[int]:
-    """``text`` in tokens cut at random; of any byte there is one."""
+    """Return ``text`` as tokens, cut at random; every byte has a token."""
     data, tokens = text.encode(), []
     while data:
         lengths = [n for n in range(1, 9) if len(data) >= n and data[:n] in spellings()]
@@ -88,7 +88,7 @@ def cut(text: str, rng: random.Random) -> list[int]:
 
 
 class Judge(CParser):
-    """C without scopes: what ends in _t is a type, and nothing else is."""
+    """A C parser without scopes: only va_list and names that end in _t are types."""
 
     def _is_type_in_scope(self, name: str) -> bool:
         return name.endswith("_t") or name == "va_list"
@@ -101,10 +101,10 @@ class Judge(CParser):
 
 
 def is_c(text: str) -> bool:
-    """Whether pycparser parses it, after what a preprocessor does."""
+    """Return whether pycparser parses the text, after what a preprocessor would do."""
     words = [" " if word.lstrip(" \t").startswith(("//", "/*", "#")) else word for word in C_TOKEN.findall(text)]
     text = re.sub(r"\\\r?\n|[\r\f\v]", " ", "".join(words))
-    # pycparser takes the star of "int a[*p]" for that of "int a[*]".
+    # pycparser mistakes the star in "int a[*p]" for the one in "int a[*]".
     star = r"\[\s*(?:(?:const|restrict|volatile|static)\s*)*(?=\*\s*[^\]\s])"
     text = re.sub(rf"{C_LITERAL}|{star}", lambda found: found[0] if found[0][0] in "\"'" else f"{found[0]} +", text)
     text = re.sub(r"va_arg\s*\(([^(),]+),([^()]*)\)", r"(*(\2*)(\1))", text)
@@ -116,7 +116,7 @@ def is_c(text: str) -> bool:
 
 
 def is_sql(text: str) -> bool:
-    """Whether SQLite understands the statement, be there such tables or not."""
+    """Return whether SQLite understands the statement, whether or not its tables exist."""
     database = sqlite3.connect(":memory:")
     try:
         database.execute(f"EXPLAIN {text}")
@@ -129,7 +129,7 @@ def is_sql(text: str) -> bool:
 
 @functools.cache
 def c_grammar(declaring: bool) -> str:
-    """The grammar of C in which types end in _t, as pycparser is told here; ``declaring``: they are declared too."""
+    """Return the grammar of C with types that end in _t, as in ``Judge``; ``declaring``: they can be declared, too."""
     grammar = read_lark(GRAMMARS / "c11.lark")
     changes = {
         "typedef_name: IDENTIFIER": "typedef_name: TYPE_NAME",
@@ -137,7 +137,7 @@ def c_grammar(declaring: bool) -> str:
     }
     if declaring:
         changes["direct_declarator: (IDENTIFIER"] = "direct_declarator: (IDENTIFIER | TYPE_NAME"
-    else:  # for texts at random: no macro that is given a type
+    else:  # for random texts: no macros that take a type
         changes["    | type_macro\n"] = ""
     for old, new in changes.items():
         assert grammar.count(old) == 1, old
@@ -154,7 +154,7 @@ def in_fence(query: str) -> str:
 
 
 def mutate(words: list[str], solid: list[int], keywords: list[str], marks: list[str], rng: random.Random) -> str:
-    """The text of ``words``, of which those at ``solid`` mean something, with one mistake."""
+    """Return the text of ``words`` with one mistake; ``solid``: indices of the words that aren't blank or comments."""
     words = list(words)
 
     def one_of(wanted: Callable[[str], bool]) -> int:
@@ -191,7 +191,7 @@ def mutants(path: Path, count: int) -> list[str]:
 
 
 def walk(grammar: str, prefix: str, steps: int, closing: str, rng: random.Random) -> str | None:
-    """``prefix``, ``steps`` tokens at random, and an end; None if none was found soon."""
+    """Return ``prefix``, ``steps`` random tokens and an end; None if no end is found soon."""
     state = matcher(grammar).deep_copy()
     tokens = tokenizer().tokenize_str(prefix)
     del tokens[state.try_consume_tokens(tokens) :]
@@ -246,7 +246,7 @@ def test_there_are_enough_samples() -> None:
 
 
 def judged(count: int, languages: str) -> Counter[tuple[bool, bool]]:
-    """How often the grammar and the other parser accept ``count`` mutants of each sample."""
+    """Count how often the grammar and the other parser accept ``count`` mutants of each sample."""
     verdicts: Counter[tuple[bool, bool]] = Counter()
     for path in C_SAMPLES if languages == "c" else SQL_SAMPLES:
         for text in mutants(path, count):
@@ -278,7 +278,7 @@ C_BEGINNINGS = ["", "int f(int a, b_t c){", "int f(){for(;;){", "void f(){x=", "
 
 
 def c_texts(seed: int, count: int) -> tuple[int, int]:
-    """How many texts at random came to an end, and how many of them only in tokens that C would join."""
+    """Return how many random texts ended, and how many of those only by separating tokens that C would join."""
     rng = random.Random(seed)
     grammar = c_grammar(declaring=False)
     ended = joined = 0
@@ -290,7 +290,7 @@ def c_texts(seed: int, count: int) -> tuple[int, int]:
             continue
         ended += 1
         if not is_c(text):
-            # C reads the longest token, whatever may follow; llguidance the longest that may: "sizeof(int)++x".
+            # C always reads the longest token, llguidance the longest that the grammar allows: "sizeof(int)++x".
             apart = "".join(word if word.isspace() or "#" in word else f"{word} " for word in C_TOKEN.findall(text))
             assert not accepts(grammar, apart), text
             joined += 1

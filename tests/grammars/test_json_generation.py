@@ -1,4 +1,4 @@
-"""What small models write under JSON schemas, with drafts: all that is finished is valid, and most is finished."""
+"""Texts of small models under JSON schemas, with drafts: every finished text is valid, and most are finished."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from test_json_schemas import SCHEMAS, prove
 
 import ovspec
 
-# Its own kind of text, with an example of JSON before.
+# The kind of text that the model writes, with an example of JSON first.
 PROMPT = 'import json\n\nfirst = json.loads(\'{"name": "x", "size": 3}\')\nsecond = json.loads(\''
 FINISHED = 0.9
 
 
 def write(lm: ovspec.LanguageModel, schema: Any, count: int, seed: int = 0) -> tuple[int, int]:
-    """(finished, all) of ``count`` texts; the finished are valid."""
+    """Generate ``count`` texts, check that the finished ones are valid, and return (number finished, number of all)."""
     results = lm.samples(PROMPT, n=count, temperature=1.0, top_p=0.95, seed=seed, max_tokens=400, json_schema=schema)
     finished = [result.text.encode() for result in results if result.finish_reason != "length"]
     prove(schema, finished)
@@ -41,7 +41,7 @@ def test_written_schemas(load: Callable[..., ovspec.LanguageModel]) -> None:
 
 @pytest.mark.soak
 def test_written_schemas_often(load: Callable[..., ovspec.LanguageModel]) -> None:
-    """Ten thousand texts, the seeds of each schema its own."""
+    """Ten thousand texts; each schema has its own seed."""
     lm = load(draft=True)
     counts = [write(lm, json.loads(path.read_text(encoding="utf-8")), 200, i) for i, path in enumerate(SCHEMAS)]
     check_share(counts)
@@ -49,7 +49,7 @@ def test_written_schemas_often(load: Callable[..., ovspec.LanguageModel]) -> Non
 
 @pytest.mark.slow
 def test_schemas_of_hypothesis(cache_dir: Path) -> None:
-    """On the demo pair: the tests' own seldom ends a text."""
+    """Uses the demo pair, because the tests' own pair rarely ends a text."""
     lm = ovspec.load(ROOT / "models" / "demo", "lookup,draft", precision="f32", cache_dir=cache_dir)
     counts = list[tuple[int, int]]()
 

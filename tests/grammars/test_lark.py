@@ -1,4 +1,4 @@
-"""Grammars over several files: resolved for llguidance, they are what Lark itself makes of them."""
+"""Grammars in several files, resolved for llguidance, accept the texts that Lark itself accepts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ovspec.grammars.lark import read_lark, resolve
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
-# Grammars of one file and more, and an alphabet for the texts they are tried on.
+# Grammars in several files, each with an alphabet for the texts that it is tried on.
 GRAMMARS: dict[str, tuple[dict[str, str], str]] = {
     "a dependency and an alias": (
         {
@@ -132,7 +132,7 @@ def test_resolved_files_mean_what_they_mean_to_lark(case: str, tmp_path: Path) -
     path = write(tmp_path, files)
     length = 6 if len(alphabet) <= 4 else 5
     texts = ["".join(word) for n in range(length) for word in itertools.product(alphabet, repeat=n)]
-    if case == "what the importer ignores":  # llguidance ignores nothing at the ends
+    if case == "what the importer ignores":  # llguidance ignores nothing at the ends of a text
         texts = [f"~{text}~" for text in texts]
     if case == "nested and shared files":
         texts = [f"({a}){b}" for a in ["l", "m", "l(m)", "", "(l)"] for b in texts]
@@ -244,7 +244,7 @@ ERRORS: dict[str, tuple[dict[str, str], str]] = {
     "an open list": ({"main.lark": "%import .a (x, y\nstart: x\n"}, "main.lark, line 1: this %import isn't understood"),
     "too much": ({"main.lark": "%import .a.x -> y z\n"}, "this %import isn't understood"),
     "a library": ({"main.lark": "%import python.name\n"}, "main.lark, line 1: there is no library python"),
-    "a rule as a terminal": ({"main.lark": "%import .a.x -> X\n"}, "main.lark, line 1: X can't stand for x"),
+    "a rule as a terminal": ({"main.lark": "%import .a.x -> X\n"}, "main.lark, line 1: X can't be an alias of x"),
     "imported twice": ({"main.lark": "%import .a.x\n%import .b.x\n"}, "main.lark, line 2: x is imported twice"),
     "imported and defined": ({"main.lark": '%import .a.x\nx: "1"\n'}, "main.lark, line 1: x is imported and defined"),
     "defined twice": (
@@ -253,7 +253,7 @@ ERRORS: dict[str, tuple[dict[str, str], str]] = {
     ),
     "no definition": (
         {"main.lark": "%import .a.x\nstart: x\n", "a.lark": 'x "1"\n'},
-        "a.lark, line 1: this is no rule",
+        "a.lark, line 1: this isn't a rule",
     ),
     "a directive": (
         {"main.lark": "%import .a.x\nstart: x\n", "a.lark": '%override x: "1"\n'},
@@ -318,7 +318,7 @@ def test_too_large_files(tmp_path: Path) -> None:
 
 
 def test_a_name_may_be_imported_through_many_files_quickly(tmp_path: Path) -> None:
-    """Were a shared rule copied for each way to it, there would be 2^30 here."""
+    """If a shared rule were copied for each path to it, there would be 2^30 copies here."""
     files = {f"f{n}.lark": f"%import .f{n + 1}.x -> y\nx: y y?\n" for n in range(30)}
     path = write(tmp_path, {**files, "main.lark": "%import .f0.x\nstart: x\n", "f30.lark": 'x: "x"\n'})
     assert len(read_lark(path).splitlines()) < 40

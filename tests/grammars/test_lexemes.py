@@ -1,4 +1,4 @@
-"""GBNF becomes Lark in bounded time, and the large lexemes that it becomes match the same texts."""
+"""GBNF becomes Lark in bounded time, and the resulting large lexemes match the same texts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ STACKED = "{2}{3}" * 4
 
 
 def filled(part: Callable[[int], str], around: str = "root ::= {}", size: int = MAX_GBNF - 100) -> str:
-    """As many parts as a grammar may have."""
+    """Return a grammar with as many parts as fit into ``size`` characters."""
 
     def parts() -> Iterable[str]:
         left = size - len(around)
@@ -80,7 +80,7 @@ def test_no_grammar_takes_long(name: str) -> None:
 
 
 def test_single_characters_are_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a step to spend on comparing, the language is the same."""
+    """With no steps allowed for comparing lexemes, only single characters are lexemes, and the language is the same."""
     text = 'root ::= ("ab" | name) "=" name | "(" root ")"\nname ::= [a-b]+ ("." [0-9]{1,3})?'
     large = gbnf(text)
     monkeypatch.setattr(lexemes, "Budget", functools.partial(Budget, 0))
@@ -108,7 +108,7 @@ def test_equal_expressions_are_one() -> None:
 @pytest.mark.parametrize(
     ("text", "count"),
     [
-        ('root ::= "a" [b-c]+ ("d" | "ef")*', 1),  # all of it is one
+        ('root ::= "a" [b-c]+ ("d" | "ef")*', 1),  # all of it is one lexeme
         ('root ::= item ("," item)*\nitem ::= [a-z]+ | "(" root ")"', 4),
         ('root ::= [a-z]+ "x" root | "!"', 3),  # [a-z]+ would swallow the x
     ],

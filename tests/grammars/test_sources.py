@@ -1,4 +1,4 @@
-"""From expressions, choices, Lark and GBNF to grammars that match the same texts."""
+"""Regular expressions, choices, Lark and GBNF become grammars that match the same texts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BYTES = LLTokenizer("byte")
 
 
 def matching(grammar: str, texts: list[str]) -> set[str]:
-    """Which of these texts the grammar matches."""
+    """Return those of ``texts`` that the grammar matches."""
     start = LLMatcher(BYTES, grammar, log_level=0, limits=LIMITS)
     assert not start.is_error(), start.get_error()
     found = set()
@@ -37,14 +37,14 @@ def all_texts(letters: str, longest: int) -> list[str]:
     return ["".join(each) for size in range(longest + 1) for each in itertools.product(letters, repeat=size)]
 
 
-# GBNF against the sets of texts that its operators stand for, found without any parser.
+# GBNF compared with the sets of texts that its operators stand for, computed without any parser.
 
 Rules = dict[str, tuple[str, tuple]]
 LONGEST = 6
 
 
 def random_rule(numbers: random.Random, depth: int, names: list[str]) -> tuple[str, tuple]:
-    """An expression over a and b: in GBNF, and as what it means."""
+    """Return an expression over a and b, as (GBNF, its meaning)."""
     kind = numbers.random()
     if depth == 0 or kind < 0.3:
         name = numbers.choice(names)
@@ -121,7 +121,7 @@ string ::= "\"" ( [^"\\\x7F\x00-\x1F] | "\\" (["\\bfnrt] | "u" [0-9a-fA-F]{4}) )
 number ::= ("-"? ([0-9] | [1-9] [0-9]{0,15})) ("." [0-9]+)? ([eE] [-+]? [0-9]{1,15})? ws
 ws     ::= | " " | "\n" [ \t]{0,20}
 """
-# Regular grammars beside expressions of Python's.
+# Regular grammars, each with the same language as a Python regular expression, and the letters to try.
 REGULAR = {
     "list": ('root ::= item ("," item)*\nitem ::= [ab]+', "[ab]+(,[ab]+)*", "ab,"),
     "csv": (
@@ -162,7 +162,7 @@ def random_chunk(letters: str, seed: int) -> str:
 
 
 def balanced(text: str) -> bool:
-    """Arithmetic over a with + and parentheses, by taking it apart."""
+    """Return whether the text is arithmetic over a with + and parentheses, by reducing it step by step."""
     while (smaller := re.sub(r"\(a\)|a\+a", "a", text)) != text:
         text = smaller
     return text == "a"
@@ -207,7 +207,7 @@ def test_masks_of_gbnf_are_quick() -> None:
     assert sorted(took)[len(took) // 2] < 0.002
 
 
-# Choices and expressions.
+# Choices and regular expressions.
 
 
 def test_choices_match_themselves_and_nothing_else() -> None:
@@ -294,7 +294,7 @@ def test_a_schema_is_given_as_object_text_or_file(tmp_path: Path) -> None:
     assert matching(grammar, ["2", "3", "30"]) == {"3", "30"}
     file.write_text('{"typ": "integer"}', encoding="utf-8")
     with pytest.raises(
-        OvspecError, match=re.escape(f"{file}, at #/typ: 'typ' is no keyword of JSON Schema; did you mean type?")
+        OvspecError, match=re.escape(f"{file}, at #/typ: 'typ' isn't a JSON Schema keyword; did you mean type?")
     ):
         sources.json_schema(file)
 

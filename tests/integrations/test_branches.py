@@ -1,4 +1,4 @@
-"""Logits for somebody else who chooses: what plain inferences give, and few of them."""
+"""``Branches`` serves logits to a caller that chooses the tokens: those of plain inferences, with fewer inferences."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_logits_of_texts_that_grow_part_and_shrink(load: Load, drafter: str, mon
 
 @pytest.mark.parametrize("draft", [True, "lookup,draft"])
 def test_guesses_change_no_bit(draft: bool | str, cache_dir: Path) -> None:
-    """In bf16, which rounds differently where several tokens are fed together, so they are fed apart."""
+    """bf16 rounds differently when several tokens are fed together, so they are fed apart."""
     pair = ROOT / "models" / "demo"
     lm = ovspec.load(pair, precision="bf16", cache_dir=cache_dir)
     drafting = ovspec.load(pair, draft, precision="bf16", cache_dir=cache_dir, lookahead=4)
@@ -81,7 +81,7 @@ def test_guesses_change_no_bit(draft: bool | str, cache_dir: Path) -> None:
         ours, theirs = drafted.logits(text)[0], plain.logits(text)[0]
         assert (ours == theirs).all()
         text.append(int(ours[-1].argmax()))
-        for _ in range(3 if len(text) % 7 == 0 else 0):  # as if a grammar forced what the model would say anyway
+        for _ in range(3 if len(text) % 7 == 0 else 0):  # as if a grammar forced what the model would generate anyway
             text.append(int(lm.next_logits(text).argmax()))
     assert drafted.served.answered > plain.served.answered == 0
 
@@ -93,12 +93,12 @@ def test_branches_keep_their_caches_and_are_bounded(load: Load) -> None:
     texts = [[*begin, *ids_of(lm, number, 12)] for number in range(1, 4)]
     for text in texts:
         branches.logits(text)
-    assert branches.served.forks == 2  # the first goes on where the beginning was
+    assert branches.served.forks == 2  # the first text continues the branch of the shared prefix
     read = branches.served.read
     for _ in range(3):
         for text in texts:
             text.append(next_token(branches, text))
-    assert branches.served.read == read + 2 * len(texts)  # each new token once; the first was known
+    assert branches.served.read == read + 2 * len(texts)  # each new token is read once; the first round has none
     for number in range(3 * MOST_BRANCHES):
         branches.logits([*begin, *([number + 9] * 10)])
     assert len(branches._branches) == MOST_BRANCHES
@@ -111,7 +111,7 @@ def test_logits_of_another_text_are_forgotten(load: Load) -> None:
     branches, ids = Branches(lm), list(range(300, 350))
     for length in range(40, 51):
         branches.logits(ids[:length])
-    other = [*ids[:47], *range(500, 525)]  # read as a prompt is, of which only the last logits are computed
+    other = [*ids[:47], *range(500, 525)]  # read like a prompt: only the last logits are computed
     branches.logits(other)
     np.testing.assert_allclose(branches.logits(other[:49])[0][0], lm.next_logits(other[:49]), atol=1e-3)
 
@@ -179,7 +179,7 @@ def test_what_is_refused(load: Load) -> None:
     lm = load()
     branches = Branches(lm)
     for tokens, message in (
-        ([], "no token to begin a text with"),
+        ([], "no BOS token to start from"),
         ([5] * 2049, "the context is 2048"),
         ([5, 99_999], "Token id 99999 is not in the vocabulary"),
     ):
@@ -192,15 +192,15 @@ def test_what_is_refused(load: Load) -> None:
 @pytest.mark.parametrize(
     "requests, expected",
     [
-        ([3, 4, 5], (3, 3)),  # each was chosen, and all stood
+        ([3, 4, 5], (3, 3)),  # each was chosen, and all were accepted
         ([3], (1, 1)),
         ([5], (1, 1)),  # the first was chosen, the others were forced
         ([3, 5], (2, 2)),
-        ([], (0, 0)),  # nobody knows
+        ([], (0, 0)),  # no choice has been seen
     ],
 )
 def test_only_choices_are_judged(requests: list[int], expected: tuple[int, int]) -> None:
-    """Lengths of the text behind which logits were asked for, of a text that went along the guesses."""
+    """``requests``: text lengths at which logits were requested, while the text followed the proposal."""
     guessed = Guessed(None, Proposal(np.array([7, 8, 9]), np.array([0.9, 0.8, 0.7])), 2, {2})  # type: ignore[arg-type]
     for length in requests:
         guessed.stood = length - 2
@@ -248,7 +248,7 @@ def test_roles_write_what_the_template_writes(source: str) -> None:
     assert ("system" in roles) == (source != INSTRUCTION)
     written = "".join(roles[role][0] + text + roles[role][1] for role, text in chat) + roles["assistant"][0]
     rendered = template.render([{"role": role, "content": text} for role, text in chat])
-    # The blank in front of an answer is the model's own to say.
+    # The model generates the space before an answer itself.
     assert rendered.removeprefix("<bos>").replace("[/INST] ", "[/INST]") == written
 
 

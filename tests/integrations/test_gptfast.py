@@ -1,4 +1,4 @@
-"""The surfaces of other projects."""
+"""The interface of gpt-fast."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ def test_gpt_fast(pair: Path, cache_dir: Path, reference: Reference) -> None:
         assert tokens[0].tolist() == prompt[0].tolist() + expected
     with pytest.raises(ovspec.OvspecError, match="must be"):
         model.generate(np.zeros((2, 3)), 5)
-    with pytest.raises(ovspec.OvspecError, match="no sample_function"):
+    with pytest.raises(ovspec.OvspecError, match="needs a sample_function"):
         model.generate(prompt, 5, temperature=1.0)
 
 
 def test_gpt_fast_with_a_sample_function(pair: Path, cache_dir: Path, reference: Reference) -> None:
-    """The same function, called by hand on Hugging Face's logits, says the same."""
+    """The same function, called on Hugging Face's logits, gives the same tokens."""
     model = gpt_fast(pair, True, among_the_best, precision="f32", cache_dir=cache_dir)
     tokens = reference.tokenizer(PROMPTS[1])["input_ids"]
     prompt = np.array([tokens])

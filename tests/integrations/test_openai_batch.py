@@ -1,4 +1,4 @@
-"""``ovspec batch``: what is read and written, and that nothing is lost or done twice."""
+"""``ovspec batch``: its input and output, and that no request is lost or run twice."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def run(lm: ovspec.LanguageModel, tmp_path: Path, lines: list[Any], **options: A
 
 
 def test_requests_of_openai(lm: ovspec.LanguageModel, tmp_path: Path) -> None:
-    """The answers are what OpenAI's own client reads."""
+    """OpenAI's own client can read the answers."""
     messages = [{"role": "user", "content": "Write a loop."}]
     chat = {"model": "demo", "messages": messages, "max_completion_tokens": 9, "temperature": 0, "stream": False}
     completion = {"model": "demo", "prompt": PROMPTS[0], "max_tokens": 7, "temperature": 1, "n": 2, "seed": 4}
@@ -206,7 +206,7 @@ def test_a_batch_survives_being_stopped(
     file = write_lines(tmp_path / "in.jsonl", [{"id": f"p{i}", "prompt": p} for i, p in enumerate(PROMPTS * 4)])
     output, partial = tmp_path / "out.jsonl", tmp_path / "out.jsonl.partial"
     options = ("-o", output, "--draft", "--batch-size", "2", "-n", "150", "--ignore-eos")
-    # The arithmetic in which a text is the same in any company.
+    # In this arithmetic, a text does not depend on the other rows of its batch.
     options = (*options, "--precision", "f32", "--property", "DYNAMIC_QUANTIZATION_GROUP_SIZE=0")
     kept = 0
     for name in signals:
@@ -226,7 +226,7 @@ def test_a_batch_survives_being_stopped(
         assert 0 < kept < 80
     done = ovspec_command("batch", file, *options)
     assert done.returncode == 0, done.stderr
-    assert "of them earlier" in done.stderr
+    assert "of them by an earlier run" in done.stderr
     lines = read_lines(output)
     assert [line["id"] for line in lines] == [f"p{i}" for i in range(80)]
     assert [line["text"] for line in lines[:20]] == [line["text"] for line in lines[20:40]]
@@ -241,10 +241,10 @@ def test_wrong_usage(tmp_path: Path, ovspec_command: Callable[..., subprocess.Co
     for arguments, code, message in (
         ((file,), 2, "--output"),
         ((file, "-o", there), 2, "there already"),
-        ((file, "-o", file, "--overwrite"), 2, "it is the input"),
+        ((file, "-o", file, "--overwrite"), 2, "is the input file"),
         ((DEMO, "-o", output), 2, "is a folder"),
         ((tmp_path / "none.jsonl", "-o", output), 1, "none.jsonl"),
-        ((empty, "-o", output), 1, "holds no text"),
+        ((empty, "-o", output), 1, "contains no text"),
         ((file, "-o", output, "--lookahead", "3"), 2, "--draft"),
         ((file, "-o", output, "--system", "x"), 2, "--chat"),
         ((file, "-o", "-"), 2, "name a file"),
@@ -257,7 +257,7 @@ def test_wrong_usage(tmp_path: Path, ovspec_command: Callable[..., subprocess.Co
 
 
 def test_each_line_has_its_own_grammar(lm: ovspec.LanguageModel, tmp_path: Path) -> None:
-    """OpenAI's response_format, our own names, a default that lines may replace; text only, never files."""
+    """A line may use OpenAI's response_format or ovspec's options and replace the default, but never name a file."""
     secret = write_lines(tmp_path / "schema.json", [{"const": "secret"}])
     schema = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}
     schema |= {"additionalProperties": False}
@@ -283,7 +283,7 @@ def test_each_line_has_its_own_grammar(lm: ovspec.LanguageModel, tmp_path: Path)
     assert re.fullmatch("[0-9]{2}[)]", texts["inside"])
     assert set(json.loads(texts["text"])) == {"ok"}
     assert texts["object"].startswith("{")
-    assert texts["free"] == lm.generate("A", max_tokens=3).text, "it lifts the default"
+    assert texts["free"] == lm.generate("A", max_tokens=3).text, "a response_format of text removes the default"
     with pytest.raises(ovspec.OvspecError, match="regex"):
         run(lm, tmp_path / "wrong", lines, regex="[0")
     errors = {line["id"]: line.get("error", "") for line in written[1:]}

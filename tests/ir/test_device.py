@@ -56,7 +56,7 @@ def test_options_reach_the_compiled_model(load: Callable[..., ovspec.LanguageMod
 def test_virtual_devices_generate_the_same(
     pair: Path, cache_dir: Path, load: Callable[..., ovspec.LanguageModel], device: str
 ) -> None:
-    """The 8-bit caches of such devices may tip a near-tie: not in this prompt."""
+    """The 8-bit caches of such devices may flip a near-tie, but don't with this prompt."""
     lm = ovspec.load(pair, True, device=device, draft_device="CPU", precision="f32", cache_dir=cache_dir)
     for lookahead in (0, 3):
         result = lm.generate(PROMPTS[1], max_tokens=16, ignore_eos=True, lookahead=lookahead)

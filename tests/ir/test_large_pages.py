@@ -1,4 +1,4 @@
-"""Weights in large pages: the same bits in another place."""
+"""Weights in large pages are the same bits in another place."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Li
 
 
 def huge_megabytes() -> int:
-    """Of this process, as the kernel counts them."""
+    """Return how many megabytes of this process are in large pages, as counted by the kernel."""
     text = Path("/proc/self/smaps_rollup").read_text(encoding="utf-8")
     found = re.search(r"AnonHugePages:\s+(\d+) kB", text)
     return int(found[1]) // 1024 if found else 0
@@ -44,7 +44,7 @@ def test_pages_lie_within_their_ranges() -> None:
 def test_memory_is_moved_and_stays_the_same() -> None:
     before, large = huge_megabytes(), LargePages()
     values = np.random.default_rng(0).integers(0, 256, 1 << 24, dtype=np.uint8).tobytes()
-    memory = mmap.mmap(-1, 1 << 24, PRIVATE)  # numpy's own arrays ask for large pages themselves
+    memory = mmap.mmap(-1, 1 << 24, PRIVATE)  # numpy's own arrays request large pages themselves
     memory.write(values)
     start = np.frombuffer(memory, dtype=np.uint8).ctypes.data
     assert any(a <= start and start + len(values) <= b for a, b in memory_ranges())
@@ -67,7 +67,7 @@ def test_texts_stay_the_same(pair: Path, cache_dir: Path, monkeypatch: pytest.Mo
 
     for loaded in (lm.target, lm.draft):
         assert loaded
-        loaded.ir.large_pages._before.clear()  # a process that has done much else gives out memory it had before
+        loaded.ir.large_pages._before.clear()  # a process that has run for a while reuses memory it had before
     monkeypatch.setattr(large_pages, "PATIENCE", 0.0)
     monkeypatch.setattr(large_pages, "LONGEST", 10.0)
     monkeypatch.setattr(large_pages, "SHARE", 1e6)
@@ -80,11 +80,11 @@ def test_texts_stay_the_same(pair: Path, cache_dir: Path, monkeypatch: pytest.Mo
     assert len(set(asked)) > 5
     count = len(asked)
     lm.generate(PROMPTS[0], max_tokens=5)
-    assert len(asked) == count, "once is enough"
+    assert len(asked) == count, "weights are moved only once"
 
 
 def used_up(monkeypatch: pytest.MonkeyPatch, answer: Callable[[int], int]) -> list[int]:
-    """The pages that are asked for, one by one, where there are 100."""
+    """Return the pages that are requested, in order, out of 100."""
     asked: list[int] = []
 
     def refusing(page: int) -> int:

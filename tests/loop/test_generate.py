@@ -1,4 +1,4 @@
-"""Texts, how they end, Ctrl-C."""
+"""Generated texts, how they end, and Ctrl-C."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Load = Callable[..., LanguageModel]
 
 @pytest.fixture(scope="module", params=["stateful", "paged"])
 def load(load: Load, request: pytest.FixtureRequest) -> Load:
-    """Everything here is the same with either engine."""
+    """Load with each engine: every test in this file must pass with both."""
     return functools.partial(load, engine=request.param)
 
 
@@ -46,7 +46,7 @@ def test_stop_strings_in_any_pieces(text: str, stops: list[str], data: st.DataOb
     if not places:
         assert shown == text
     else:
-        # Streaming decides at the first piece that completes a stop string; nothing of it is ever shown.
+        # The text stops at the first piece that completes a stop string; no part of the string is ever shown.
         assert text.startswith(shown)
         assert any(text.startswith(stop, len(shown)) for stop in stops)
         assert not any(stop in shown for stop in stops)
@@ -97,7 +97,7 @@ def test_pieces_say_where_each_token_came_from(load: Load, draft: bool | str, op
 
 
 def test_where_tokens_came_from_is_in_order(load: Load) -> None:
-    """What is accepted of a proposal stands in front of the target's own token; what is cut off is not counted."""
+    """Accepted proposed tokens come before the target's own token; tokens that are cut off are not counted."""
     lm = load(draft=True)
     pieces = list(lm.stream(PROMPTS[3], max_tokens=61, lookahead=4, ignore_eos=True))
     assert pieces[0].sources == ["target"]
@@ -160,12 +160,12 @@ def test_prompts_that_cannot_be_used(load: Load) -> None:
         lm.generate("a", lookahead=-1)
     with pytest.raises(TypeError, match="unknown option 'max_new_tokens'"):
         lm.generate("a", max_new_tokens=5)  # type: ignore[call-arg]
-    # After refusals the model still works.
+    # The model still works after these errors.
     assert lm.generate("a", max_tokens=2).stats.generated_tokens == 2
 
 
 def test_options_and_prompts_of_other_types(load: Load) -> None:
-    """numpy's numbers and arrays, and a single message."""
+    """Options may be numpy numbers and arrays, and a prompt may be a single message."""
     lm = load(draft=True)
     options: dict[str, Any] = {"max_tokens": np.int64(9), "ignore_eos": True, "lookahead": np.int64(3)}
     result = lm.generate(PROMPTS[0], stop_ids=np.array([4000, 4001]), **options)
@@ -195,7 +195,7 @@ def test_an_empty_prompt_begins_with_bos(load: Load, monkeypatch: pytest.MonkeyP
 
 
 def test_ctrl_c_between_rounds_leaves_a_result(load: Load) -> None:
-    """The caller is interrupted while it looks at a piece."""
+    """Ctrl-C comes while the caller handles a piece."""
     stream = load(draft=True).stream(PROMPTS[0], max_tokens=50, stop="never there")
     with pytest.raises(KeyboardInterrupt):
         for piece in stream:
@@ -215,9 +215,9 @@ def test_what_is_not_applied_is_said(load: Load, pair: Path, tmp_path: Path, cac
     shutil.copytree(pair, folder)
     (folder / "ovspec.json").unlink()
     (folder / "generation_config.json").write_text('{"no_repeat_ngram_size": 3, "bos_token_id": 0}', "utf-8")
-    with pytest.warns(UserWarning, match="asks for no_repeat_ngram_size, which is not applied"):
+    with pytest.warns(UserWarning, match="sets no_repeat_ngram_size, which ovspec does not apply"):
         ovspec.load(folder, precision="f32", cache_dir=cache_dir)
-    for call in (load().generate, load().stream):  # a stream, too, before it is iterated over
+    for call in (load().generate, load().stream):  # a stream fails too, before it is iterated over
         with pytest.raises(ovspec.OvspecError, match="lookahead needs a draft"):
             call("a", lookahead=3)
 

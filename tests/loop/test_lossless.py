@@ -17,9 +17,9 @@ from ovspec.setup.engine import EngineName
 DEMO = ROOT / "models" / "demo"  # int8
 TOKENS = 32
 ENGINES: tuple[EngineName, ...] = ("stateful", "paged")
-# Every prompt, three at a time, lengths mixed.
+# Every prompt, in batches of three with mixed lengths.
 BATCHES = [PROMPTS[i : i + 3] for i in (*range(0, 18, 3), 17)]
-# The engine; the stateful one also by how its cache is rolled back, and after how many dead slots it is compacted.
+# Options of load: the engine and, for the stateful one, its rollback and the number of dead slots that compacts it.
 CACHES = {
     "mask": {"rollback": "mask"},
     "mask-compacted": {"rollback": "mask", "compact_at": 2},
@@ -27,7 +27,7 @@ CACHES = {
     "trim-compacted": {"rollback": "trim", "compact_at": 2},
     "paged": {"engine": "paged"},
 }
-# All of them in slow runs.
+# Slow runs test all of them.
 LOOKAHEADS = [k if k in (1, 4) else pytest.param(k, marks=pytest.mark.slow) for k in range(1, 9)]
 
 
@@ -37,12 +37,12 @@ def expected(reference: Reference) -> dict[str, list[int]]:
 
 
 def check_speculation(results: list[ovspec.Result], lookahead: int) -> None:
-    """A switched-off accelerator must not pass."""
+    """Check that speculation took place: without it, the texts would be equal too."""
     assert sum(result.stats.proposed for result in results) > 0
     if lookahead > 0:
         assert sum(result.stats.accepted for result in results) > 0
     for result in results:
-        # One token a round from the target itself, the others were accepted proposals.
+        # Each round gives one token of the target's own; all others are accepted proposed tokens.
         assert result.stats.rounds <= result.stats.generated_tokens <= result.stats.rounds + result.stats.accepted
 
 
@@ -114,7 +114,7 @@ def test_one_target_inference_a_round(load: Callable[..., ovspec.LanguageModel],
 def test_compressed_weights(cache_dir: Path, engine: EngineName, precision: Any) -> None:
     """Activations are quantised, so inferences of different widths may round differently.
 
-    In bf16 they do so hardly ever on a CPU that has it. Elsewhere texts may part at a near-tie.
+    On a CPU with bf16, they rarely do so in bf16. Elsewhere, texts may part at a near-tie.
     """
     lm = ovspec.load(DEMO, True, engine=engine, precision=precision, cache_dir=cache_dir)
     parted = []
@@ -142,9 +142,9 @@ class Guessing(Drafter):
 def test_useless_proposals_pile_up_and_are_cleared_away(
     load: Callable[..., ovspec.LanguageModel], reference: Reference, engine: str
 ) -> None:
-    """Enough rejections to reach the default threshold, past the window the pair was mostly trained on."""
+    """Reject enough tokens to reach the default compaction threshold, past the window mostly used in training."""
     lm = load(draft=True, engine=engine)
-    session = lm.session()  # never closed: its decoders must not go back to the model
+    session = lm.session()  # never closed: the model must not reuse its decoders, which have another drafter
     session.append(PROMPTS[4])
     assert session._decoders
     session._decoders.drafter = Guessing()

@@ -1,4 +1,4 @@
-"""The round by itself, with decoders and drafters that do exactly what the test says."""
+"""``run_round`` alone, with scripted decoders and drafters."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Counting:
 
 
 class Scripted(Drafter):
-    """Proposes what it is told, right or wrong."""
+    """A drafter that proposes the given tokens, right or wrong."""
 
     def __init__(self, proposals: list[list[int]]) -> None:
         self.proposals = iter(proposals)

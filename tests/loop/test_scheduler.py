@@ -1,4 +1,4 @@
-"""Rows that join and leave a batch give what they give alone, and read once what they share."""
+"""Rows that join and leave a batch give the same text as alone, and read a shared prefix only once."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from ovspec.loop.scheduler import BatchLimits, Queue
 from ovspec.workspace import RowStart
 
 ENGINES = ("stateful", "paged")
-# Short and long ones in turns; the long ones are read in pieces when they join.
+# Short and long prompts; the long ones are read in chunks when they join.
 MIXED = [prompt if i % 3 else "\n".join((*PROMPTS[i : i + 3], prompt)) for i, prompt in enumerate(PROMPTS[:12])]
 
 
 @pytest.fixture
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that prompts take several rounds."""
+    """Shrink the prefill chunk of joining rows, so that reading a prompt takes several rounds."""
     monkeypatch.setattr("ovspec.decoders.recurrent.JOINING_CHUNK", 24)
     monkeypatch.setattr("ovspec.decoders.paged.JOINING_CHUNK", 24)
 
@@ -58,7 +58,7 @@ def test_rows_that_join_give_what_hugging_face_gives(
         most = max(most, len(begun))
         reading_beside += bool(pieces) and any(not row.stats.rounds for row in begun)
     assert most == 3
-    assert reading_beside, "a long prompt is read while others go on"
+    assert reading_beside, "a long prompt must be read while other rows generate"
     for prompt, row, length in zip(MIXED, rows, lengths, strict=True):
         assert row.token_ids == greedy[prompt][:length]
         assert row.stats.ttft_ms > 0
@@ -90,14 +90,14 @@ def test_sampled_rows_are_what_they_are_alone(
 
 
 def last_but(logits: np.ndarray, tokens: np.ndarray) -> int:
-    """A sampler: the second most likely token after every third."""
+    """Return the most likely token, but the second most likely if the text's length is a multiple of 3."""
     return int(np.argsort(logits[0])[-2 if len(tokens) % 3 == 0 else -1])
 
 
 @pytest.mark.usefixtures("small_pieces")
 @pytest.mark.parametrize("engine", [pytest.param("stateful", marks=pytest.mark.slow), "paged"])
 def test_rows_that_join_with_what_constrains_them(load: Callable[..., ovspec.LanguageModel], engine: str) -> None:
-    """Penalties, a sampler, healing and grammars, whose forced tokens may come while a prompt is read."""
+    """Rows with penalties, a sampler, healing or a grammar, whose forced tokens may come while a prompt is read."""
     lm = load(draft="lookup,draft", engine=engine)
     ways: list[dict[str, Any]] = [
         {"repetition_penalty": 1.3, "min_tokens": 9},
@@ -123,7 +123,7 @@ def test_rows_that_join_with_what_constrains_them(load: Callable[..., ovspec.Lan
 def test_samples_read_their_prompt_once(
     load: Callable[..., ovspec.LanguageModel], monkeypatch: pytest.MonkeyPatch, engine: str, drafted: bool
 ) -> None:
-    """In the target and in the draft."""
+    """Samples of a prompt read it only once, in the target and in the draft."""
     lm = load(draft=drafted, engine=engine)
     prompt = MIXED[0]
     options: Any = {"n": 4, "temperature": 1.0, "seed": 3, "max_tokens": 12}
@@ -164,7 +164,7 @@ def test_a_common_beginning_is_read_once(load: Callable[..., ovspec.LanguageMode
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_new_batch_reads_all_prompts_at_once(load: Callable[..., ovspec.LanguageModel], engine: str) -> None:
-    """Also where a short one among them could generate sooner."""
+    """All rows begin in the same round, even if a short prompt could begin sooner."""
     lm = load(engine=engine)
     rows = [lm.workspace.row(Sequence(lm.encode(prompt)), {"max_tokens": 3}) for prompt in ("def", MIXED[0], MIXED[3])]
     assert sorted(number for number, _ in next(lm.workspace.run(rows, {}))) == [0, 1, 2]
@@ -174,7 +174,7 @@ def test_a_batch_waits_for_memory(load: Callable[..., ovspec.LanguageModel], mon
     lm = load(engine="paged")
     expected = texts(lm.generate(PROMPTS[:5], max_tokens=20))
     longest = max(len(lm.encode(prompt)) for prompt in PROMPTS[:5]) + 20
-    for room in (1, longest, 2 * longest):  # one that doesn't fit is tried alone
+    for room in (1, longest, 2 * longest):  # a row that doesn't fit runs alone
         monkeypatch.setattr(workspace, "token_room", lambda irs, rows, room=room: room)  # noqa: ARG005
         rows = [lm.workspace.row(Sequence(lm.encode(prompt)), {"max_tokens": 20}) for prompt in PROMPTS[:5]]
         for _ in lm.workspace.run(rows, {}):
@@ -206,7 +206,7 @@ def test_a_row_that_cannot_wait_overtakes_one_that_does(load: Callable[..., ovsp
     )
     first = waiting.take([])
     assert [number for number, _ in first] == [0, 2]
-    assert waiting.take([row for _, row in first]) == [], "its beginning has not been read yet"
+    assert waiting.take([row for _, row in first]) == [], "the shared prefix has not been read yet"
     first[0][1].stats.rounds = 1
     assert [number for number, _ in waiting.take([row for _, row in first])] == [1]
 

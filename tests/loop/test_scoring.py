@@ -1,4 +1,4 @@
-"""Scores and choices against Hugging Face's own log-probabilities."""
+"""``score`` and ``select``, compared with Hugging Face's log-probabilities."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ OPTIONS = ["self", "None", "os.path.join(", "import", "x", "x1", "return not nam
 
 @pytest.fixture(scope="module", params=["stateful", "paged"])
 def load(load: Load, request: pytest.FixtureRequest) -> Load:
-    """Everything here is the same with either engine."""
+    """Load with each engine: every test in this file must pass with both."""
     return functools.partial(load, engine=request.param)
 
 
 def expected_logprobs(reference: Reference, tokens: list[int], begin: int) -> list[float]:
-    """Of each of ``tokens`` from place ``begin`` on, from scratch."""
+    """Return the log-probability of each token from position ``begin`` on, computed from scratch."""
     logprobs = log_softmax(reference.logits(tokens).astype(np.float64), axis=-1)
     return [float(logprobs[place - 1, tokens[place]]) for place in range(begin, len(tokens))]
 
@@ -48,7 +48,7 @@ def test_a_score_is_the_models_own(load: Load, reference: Reference, text: str) 
 
 @pytest.mark.parametrize("terminator", [None, "\n", "("])
 def test_the_most_likely_option_is_taken(load: Load, reference: Reference, terminator: str | None) -> None:
-    """Tokens that reach over the end of the prompt count; all options begin at the same place."""
+    """Tokens that span the end of the prompt count, and all options are scored from the same position."""
     lm = load(draft=True)
     for prompt in (*PROMPTS[:3], "import o", "http:", "x = "):
         with lm.session() as session:
@@ -61,7 +61,7 @@ def test_the_most_likely_option_is_taken(load: Load, reference: Reference, termi
                 for text in texts
             )
             if not begin:
-                continue  # nothing in front that could be conditioned on
+                continue  # no token comes before the options
             totals = [sum(expected_logprobs(reference, text, begin)) for text in texts]
             np.testing.assert_allclose(chosen.logprobs, totals, atol=2e-3)
             assert chosen.index == int(np.argmax(totals))
@@ -91,14 +91,14 @@ def test_one_inference_scores_all(load: Load) -> None:
         target = session._decoders.target
         before = target.inferences
         session.select(OPTIONS, terminator="\n")
-        assert target.inferences == before + 1, "the text is in the cache"
+        assert target.inferences == before + 1, "the text is already in the cache"
         assert len(target.rows) == 1
         held = len(target.rows[0])
-        assert held >= len(session) - 1, "the option that was taken is there, too"
+        assert held >= len(session) - 1, "the chosen option is in the cache too"
         session.append("\n# a long text" * 10)
         before = target.inferences
         session.select(OPTIONS)
-        assert target.inferences == before + 2, "what all begin with is read once"
+        assert target.inferences == before + 2, "the common prefix is read once"
 
 
 def test_many_options(load: Load, reference: Reference) -> None:

@@ -1,4 +1,4 @@
-"""Warping and drawing: against Hugging Face's own processors, and against exact probabilities."""
+"""Warping and sampling, compared with Hugging Face's processors and with exact probabilities."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ from ovspec.sampling.warp import WarpedLogits, largest, leading, softmax, warp
 
 VOCAB = 300
 
-# ---------------------------------------------------------------- as Hugging Face warps
+# ---------------------------------------------------------------- compared with Hugging Face
 
 
 def warped_by_hugging_face(
     reference: Reference, logits: np.ndarray, tokens: list[int], start: int, **options: Any
 ) -> np.ndarray:
-    """Probabilities (vocab,) after Hugging Face's own list of processors, in its own order."""
+    """Return the probabilities, (vocab,), after Hugging Face's own processors in their own order."""
     from transformers import GenerationConfig
 
     torch = reference.torch
@@ -86,20 +86,20 @@ def test_warped_as_by_hugging_face(reference: Reference, seed: int, spread: floa
     )
     process = constrained(params, start, frozenset({1, 2}))
     got = warp(process(logits, np.array(tokens)), params).probabilities(VOCAB)
-    # Sums in single precision decide which token is the last: allow one that is on the brink.
+    # Sums in single precision decide which token is the last to stay, so one borderline token may differ.
     assert np.abs((got > 0).astype(int) - (expected > 0)).sum() <= (1 if params.truncates else 0)
     if ((got > 0) == (expected > 0)).all():
         np.testing.assert_allclose(got, expected, rtol=2e-4, atol=1e-7)
 
 
 def test_penalties_on_what_was_generated() -> None:
-    """As OpenAI documents them: off the logit, once for being there, and once for each time."""
+    """As OpenAI documents: the presence penalty is subtracted once per token, the frequency penalty per occurrence."""
     params = SamplingParams(temperature=1.0, presence_penalty=0.5, frequency_penalty=0.25)
     logits = np.zeros(6, dtype=np.float32)
     tokens = np.array([1, 1, 2, 3, 3, 3, 4])  # the first three are the prompt
     got = constrained(params, 3)(logits, tokens)
     assert got.tolist() == [0, 0, 0, -0.5 - 0.75, -0.5 - 0.25, 0]
-    assert not logits.any(), "the argument must stay as it is"
+    assert not logits.any(), "the argument must not change"
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(1, 60), st.sampled_from([50, 3000, 20000]))
@@ -143,7 +143,7 @@ def test_leading_needs_no_full_sort(seed: int, width: int, share: float) -> None
         ({"logit_bias": {3: -(10**400)}}, "logit_bias"),
         ({"seed": -1}, "seed is -1"),
         ({"n": 0}, "n is 0"),
-        ({"min_tokens": 9, "max_tokens": 3}, "min_tokens is 9, more than max_tokens, 3"),
+        ({"min_tokens": 9, "max_tokens": 3}, "min_tokens is 9, which is more than max_tokens, 3"),
     ],
 )
 def test_values_out_of_range(options: dict[str, Any], message: str) -> None:
@@ -172,7 +172,7 @@ def test_temperatures_as_small_and_large_as_there_are() -> None:
 
 
 def test_a_draft_with_a_smaller_vocabulary() -> None:
-    """Published drafts' logits may be narrower than the target's, or wider."""
+    """A published draft may have fewer logits than its target, or more."""
     params = SamplingParams(temperature=1.0, min_tokens=3, logit_bias={8: 2.0, 1: 1.0}, max_tokens=9)
     for accept in ("compare", "rejection"):
         for width in (6, 12):
@@ -189,7 +189,7 @@ def test_a_draft_with_a_smaller_vocabulary() -> None:
 
 
 def fits(counts: np.ndarray, probabilities: np.ndarray) -> float:
-    """p-value of the chi-square test; cells that are expected less than 5 times count as one."""
+    """Return the p-value of a chi-square test; cells expected fewer than 5 times are merged into one."""
     expected = probabilities / probabilities.sum() * counts.sum()
     rare = expected < 5
     observed, wanted = counts[~rare], expected[~rare]
@@ -212,7 +212,7 @@ def test_draws_follow_the_softmax(spread: float) -> None:
 
 
 def test_rare_tokens_are_drawn_as_often_as_they_should() -> None:
-    """200,000 tokens of a probability of 2e-8 each, all together 0.004: uniform numbers of 24 bits would lose them."""
+    """200,000 tokens have a probability of 2e-8 each, 0.004 together; 24-bit uniform numbers would lose them."""
     vocab = 200_000
     logits = np.full(vocab, math.log(2e-8), dtype=np.float32)
     logits[0] = 0.0
@@ -226,7 +226,7 @@ def test_noise_of_a_smaller_vocabulary_is_the_same() -> None:
     assert not np.array_equal(noise(1, 2, 3, 500), noise(1, 2, 4, 500))
 
 
-# Two models of five tokens in which each token depends on the one before it.
+# Two models with a vocabulary of five, in which each token depends only on the one before it.
 RANDOM = np.random.default_rng(7)
 TARGET = (1.2 * RANDOM.standard_normal((5, 5))).astype(np.float32)
 DRAFT = (TARGET + 0.8 * RANDOM.standard_normal((5, 5))).astype(np.float32)
@@ -234,14 +234,14 @@ LENGTH = 3
 
 
 class Cyclic(Drafter):
-    """Always proposes the next numbers."""
+    """A drafter that always proposes the next numbers, modulo 5."""
 
     def guess(self, tokens: np.ndarray, budget: int) -> Iterable[int]:
         return [(int(tokens[-1]) + 1 + i) % 5 for i in range(budget)]
 
 
 def texts(accept: AcceptRule, drafter: str, params: SamplingParams, draws: int, k: int = 2) -> np.ndarray:
-    """How often each text of three tokens was said, (125,)."""
+    """Return how often each text of three tokens was generated, (125,)."""
     counts = np.zeros(5**LENGTH, dtype=int)
     target = Bigrams(TARGET)
     drafters = {"model": DraftModel(Bigrams(DRAFT)), "cyclic": Cyclic(), "none": None}  # type: ignore[dict-item]
@@ -275,7 +275,7 @@ def test_speculation_keeps_the_distribution(accept: AcceptRule, drafter: str, pa
 
 
 def constrained(params: SamplingParams, start: int, ends: frozenset[int] = frozenset()) -> Constraints:
-    """What ``params`` do to logits behind ``start`` tokens of prompt."""
+    """Return the constraints that ``params`` put on logits after a prompt of ``start`` tokens."""
     return Constraints(processing(params, lambda _: start, ends), ends)
 
 
@@ -333,7 +333,7 @@ def test_planted_bugs_are_found(bug: str, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_acceptance_of_both_rules() -> None:
-    """RejectionSampler accepts with 1 minus the total variation, which no rule can exceed; coupling somewhat less."""
+    """RejectionSampler accepts with 1 minus the total variation, the maximum of any rule; coupling accepts less."""
     last = 0
     p, q = softmax(TARGET[last].astype(float)), softmax(DRAFT[last].astype(float))
     best = float(np.minimum(p, q).sum())
@@ -361,11 +361,11 @@ def test_acceptance_of_both_rules() -> None:
     [({}, 0.15), ({"temperature": 1.0}, 2.5), ({"temperature": 0.8, "top_k": 50, "top_p": 0.9}, 2.5)],
 )
 def test_time_of_a_choice(options: dict[str, Any], most: float) -> None:
-    """Over a vocabulary of 152,000; ``most`` in sorts of its logits, which take 0.6 ms on a Xeon of 2.5 GHz."""
+    """Vocabulary of 152,000; ``most`` is in units of one sort of its logits, which takes 0.6 ms on a 2.5 GHz Xeon."""
     vocab = 152_000
     ranks = np.random.default_rng(0).permutation(vocab) + 1
     logits = (-1.3 * np.log(ranks)).astype(np.float32)[None]
-    np.ones(4_000_000)  # after a large array was freed, small ones are kept: so it is beside a model
+    np.ones(4_000_000)  # once a large array is freed, the allocator keeps smaller ones, as it does beside a model
     sequence, params = Sequence([1, 2, 3]), SamplingParams(**options)
     sorts, times = list[float](), list[float]()
     for seed in range(200):
@@ -408,7 +408,7 @@ def test_a_user_sampler_that_returns_no_token(returned: Any) -> None:
 
 
 def test_what_cannot_be_combined_with_a_user_sampler() -> None:
-    with pytest.raises(ovspec.OvspecError, match="draws by itself"):
+    with pytest.raises(ovspec.OvspecError, match="draws the tokens"):
         sampler_of(SamplingParams(temperature=1.0), 0, 0, UNCONSTRAINED, {"sampler": max})
-    with pytest.raises(ovspec.OvspecError, match="keeps to itself"):
+    with pytest.raises(ovspec.OvspecError, match="does not return"):
         sampler_of(SamplingParams(), 0, 0, UNCONSTRAINED, {"accept": "rejection", "sampler": max})

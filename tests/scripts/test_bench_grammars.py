@@ -1,4 +1,4 @@
-"""scripts/bench/grammars.py applies masks exactly, and its texts are what its grammars describe."""
+"""scripts/bench/grammars.py applies masks exactly, and its grammars allow its texts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The widening of scripts/train/bench_pair.py keeps the function, and every weight is one that has to be read."""
+"""scripts/train/bench_pair.py keeps a model's function, and every weight it adds has to be read."""
 
 from __future__ import annotations
 

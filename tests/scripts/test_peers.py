@@ -1,4 +1,4 @@
-"""The benchmark beside peers: what needs none of them installed."""
+"""The benchmark of peers: the parts that run without any peer installed."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_workers_that_fail_say_why(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_a_row_and_its_report(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At OpenVINO's defaults and, where no profile is known, not with ours; copy-and-trim needs no environment."""
+    """Run a row at OpenVINO's defaults and with a property that it refuses; copy-and-trim needs no environment."""
     monkeypatch.setattr(run, "WARM_UP", 0.0)
     monkeypatch.setattr(run, "KS", (1, 2))
     monkeypatch.setattr(run, "our_properties", lambda folder: {"DYNAMIC_QUANTIZATION_GROUP_SIZE": str(folder)})
@@ -82,7 +82,7 @@ def test_a_row_and_its_report(
     ]
     ours, auto, theirs, refused = lines
     assert (ours.ratio["draft"], auto.ratio["lookup,draft"]) == (1.0, 1.0)
-    # Without bf16, inferences of 8-bit weights that differ in width may round apart.
+    # Without bf16, inferences of different widths may round differently with 8-bit weights.
     assert ours.equal == "2 of 2" or not HAS_BF16
     assert theirs.tokens_per_s
     assert theirs.tpot_ms == pytest.approx(1e3 / theirs.tokens_per_s)

@@ -1,4 +1,4 @@
-"""What the probe finds, what it costs, and where it is remembered."""
+"""The rollback probe: its result, its cost, and where the result is kept."""
 
 from __future__ import annotations
 
@@ -49,23 +49,23 @@ def test_trim_where_a_mask_has_no_effect(target_ir: CompiledIR, monkeypatch: pyt
 
 
 def test_trim_where_the_bound_is_in_doubt(target_ir: CompiledIR, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither a config nor an attention mask that can be read."""
+    """Trim if neither the config nor the attention mask shows the bound."""
     monkeypatch.setattr(ovspec.setup.probing, "mask_bound", lambda _: None)
-    assert probe_rollback(target_ir).rollback == Rollback("mask"), "the config knows of no window"
+    assert probe_rollback(target_ir).rollback == Rollback("mask"), "the config has no window"
     monkeypatch.setattr(target_ir, "config", {})
     assert probe_rollback(target_ir).rollback == Rollback("trim")
 
 
 def test_neither_helps(target_ir: CompiledIR, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ovspec.setup.probing, "gives_back_the_clean_run", lambda *_: False)
-    with pytest.raises(ovspec.OvspecError, match="cannot be taken back"):
+    with pytest.raises(ovspec.OvspecError, match="cannot be rolled back"):
         probe_rollback(target_ir)
 
 
 @pytest.mark.parametrize("window", [24, pytest.param(3000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("told", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_a_window_is_found_in_the_mask_itself(tmp_path: Path, window: int, told: bool) -> None:
-    """Also one that no probe could reach by running the model, and one that the config is silent about."""
+    """The window is found even if no probe could reach it by running the model, or the config does not mention it."""
     from families import GROUPED, Family, export
 
     with warnings.catch_warnings():
@@ -97,12 +97,12 @@ def test_remembered_by_model_and_setting(tmp_path: Path, monkeypatch: pytest.Mon
     ovspec.load(folder, precision="bf16", engine="stateful", cache_dir=cache)
     ovspec.load(folder, precision="f32", kv_precision="u8", engine="stateful", cache_dir=cache)
     assert len(set(probed)) == 3
-    # A damaged memory is none.
+    # A damaged file is ignored.
     for file in (cache / "probes").iterdir():
         file.write_text('{"rollback": 1}', encoding="utf-8")
     ovspec.load(folder, precision="f32", engine="stateful", cache_dir=cache)
     assert len(probed) == 4
-    # Other weights are another model; what the export probed need not be probed again.
+    # Other weights make another model; what the export has probed is not probed again.
     shutil.copy(DEMO / "draft" / "openvino_model.xml", folder)
     shutil.copy(DEMO / "draft" / "openvino_model.bin", folder)
     ovspec.load(folder, precision="f32", engine="stateful", cache_dir=cache)
@@ -122,7 +122,7 @@ def test_logits_that_are_not_numbers_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_snapshots_are_where_they_are_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A draft with recurrent states never starts over, and plain decoding hardly ever pays for a snapshot."""
+    """A draft with recurrent states never starts over, and plain decoding rarely takes a snapshot."""
     from families import Mistaken
 
     import ovspec.decoders.stateful
@@ -154,7 +154,7 @@ def test_snapshots_are_where_they_are_needed(tmp_path: Path, monkeypatch: pytest
 
 @pytest.mark.slow
 def test_replay_is_bounded(tmp_path: Path) -> None:
-    """However often a proposal is rejected, at most REPLAY_AT settled tokens are fed again."""
+    """However often proposals are rejected, at most REPLAY_AT committed tokens are fed again."""
     from ovspec.decoders.sequence import Sequence, catch_up
     from ovspec.decoders.stateful import REPLAY_AT
 
@@ -170,7 +170,7 @@ def test_replay_is_bounded(tmp_path: Path) -> None:
     decoder._request.infer = recording  # type: ignore[method-assign]
     text = Sequence(range(20, 40))
     decoder.feed([text.tokens], [1])
-    for token in range(100, 140):  # every round: a token is committed, three guesses are wrong
+    for token in range(100, 140):  # each round commits one token, and three proposed tokens are rejected
         text.commit([token])
         new = catch_up(decoder, 0, text)
         logits = decoder.feed([np.concatenate((new, [7, 8, 9]))], [4])[0]

@@ -1,4 +1,4 @@
-"""What is chosen from given measurements, and that a user's own properties win."""
+"""The choice among given measurements, and that the user's own properties take precedence."""
 
 from __future__ import annotations
 
@@ -74,10 +74,10 @@ def test_never_a_cache_that_is_not_exact() -> None:
 def test_a_draft_must_not_change_the_text_for_a_little_speed(invariance: float | None) -> None:
     varying = measured(FAST, step=5, invariance=invariance)
     assert chosen(profile(varying)) == USUAL
-    assert chosen(profile(varying, goal="decode")) == FAST, "speed is what was asked for"
-    assert chosen(profile(varying), DeviceOptions(precision="f32")) == FAST, "the usual one is another then"
-    assert chosen(profile(measured(FAST, step=5, invariance=0.93))) == FAST, "one flip is chance"
-    # Where even the usual setting varies there is nothing to lose.
+    assert chosen(profile(varying, goal="decode")) == FAST, "the goal is speed alone"
+    assert chosen(profile(varying), DeviceOptions(precision="f32")) == FAST, "the user names a precision"
+    assert chosen(profile(measured(FAST, step=5, invariance=0.93))) == FAST, "a single flip is tolerated"
+    # If even the usual setting varies, there is nothing to lose.
     usual = replace(profile(varying), measurements=[measured(USUAL, invariance=0.0), replace(varying, invariance=0.0)])
     assert chosen(usual) == FAST
 
@@ -108,8 +108,8 @@ def test_what_the_user_names_wins() -> None:
     assert chosen(found, DeviceOptions(precision="bf16")) == coarse
     assert chosen(found, DeviceOptions(properties={"INFERENCE_PRECISION_HINT": "bf16"})) == coarse
     assert chosen(found, engine="stateful") == stateful
-    assert chosen(found, DeviceOptions(precision="f16")) == USUAL, "which names no precision"
-    # Threads and the cache's type go with any setting.
+    assert chosen(found, DeviceOptions(precision="f16")) == USUAL, "the usual setting names no precision"
+    # The number of threads and the KV precision combine with any setting.
     assert "KV_CACHE_PRECISION" not in with_setting(DeviceOptions(precision="f32"), USUAL).properties
     options = with_setting(DeviceOptions(threads=7, kv_precision="u8"), FAST)
     assert chosen(found, DeviceOptions(threads=7, kv_precision="u8")) == FAST
@@ -137,7 +137,7 @@ def test_the_choice_is_allowed_and_nothing_allowed_is_clearly_better(found: list
     most = KL_FLOOR if goal == "accuracy" else KL_FACTOR * 1e-4
     allowed = [m for m in (measured(USUAL), *found) if m.kl <= most and m.setting.kv_precision in EXACT_KV_PRECISIONS]
     if not allowed:
-        assert best == measured(USUAL), "what is used without a profile"
+        assert best == measured(USUAL), "the setting used without a profile"
         return
     assert best in allowed
     assert all(m.cost(goal) > CLEARLY_BETTER * best.cost(goal) for m in allowed)
@@ -149,7 +149,7 @@ def test_kept_and_read_again(tmp_path: Path) -> None:
     file = keep_profile(DEMO, options, found)
     assert file
     assert known_profile(DEMO, options) == found == Profile.from_json(json.loads(json.dumps(asdict(found))))
-    assert known_profile(DEMO / "draft", options) is None, "another shape"
+    assert known_profile(DEMO / "draft", options) is None, "the draft has another shape"
     assert known_profile(DEMO, DeviceOptions(device="AUTO:CPU", cache_dir=tmp_path)) is None
     file.write_text('{"goal": 1}', encoding="utf-8")
     assert known_profile(DEMO, options) is None

@@ -1,4 +1,4 @@
-"""Measuring on the demo pair, and loading with what was found."""
+"""Tuning on the demo pair, and loading with the result."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_accuracy_is_measured_against_the_right_logits(tmp_path: Path) -> None:
 
 
 def test_the_distance_is_the_kl_divergence(tmp_path: Path, pair: Path, reference: Reference) -> None:
-    """Against scipy, for logits that are wrong in a known way."""
+    """Compare with scipy, on logits with a known error."""
     from scipy.special import log_softmax, rel_entr
 
     text = np.random.default_rng(0).integers(3, 4096, 40)
@@ -67,7 +67,7 @@ def test_the_distance_is_the_kl_divergence(tmp_path: Path, pair: Path, reference
 
 
 def test_invariance_is_the_share_of_equal_logits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a decoder whose logits are those of the width in every fourth inference of several tokens, in that one."""
+    """With the logits of one position changed in the inference of width 4, 5 of 6 positions are equal."""
     ids = np.arange(3, 43)
     timer = SettingTimer(DEMO, tmp_path, ids, Effort(40, (1, 2, 4), 1, True))
     decoder, _ = timer._load(EXACT)
@@ -91,7 +91,7 @@ def test_invariance_is_the_share_of_equal_logits(tmp_path: Path, monkeypatch: py
 def test_what_slows_the_machine_down_for_a_while_changes_no_ratio(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A machine that becomes three times as slow half way through: equal settings stay equal."""
+    """If the machine becomes three times as slow halfway through, equal settings stay equal."""
     calls = []
 
     def slowed(self: SettingTimer, decoder: Decoder, width: int) -> float:
@@ -114,7 +114,7 @@ def test_a_first_load_measures_once_and_keeps_it(
     assert tuned_by_default is None
     lm = ovspec.load(DEMO, cache_dir=tmp_path)
     said = capsys.readouterr()
-    assert "measuring what is fastest here, once" in said.err
+    assert "measuring the fastest settings, once" in said.err
     assert not said.out
     profile = known_profile(DEMO, DeviceOptions(cache_dir=tmp_path))
     assert profile
@@ -124,10 +124,10 @@ def test_a_first_load_measures_once_and_keeps_it(
     stats = lm.generate("def f(", max_tokens=3).stats
     assert stats.profile == str(best.setting)
     assert stats.engine == best.setting.engine
-    monkeypatch.setattr(ovspec.setup.tuning, "tune", lambda *_, **__: pytest.fail("it was measured already"))
+    monkeypatch.setattr(ovspec.setup.tuning, "tune", lambda *_, **__: pytest.fail("it was already measured"))
     assert ovspec.load(DEMO, cache_dir=tmp_path).generate("def f(", max_tokens=3).stats.profile == stats.profile
     assert not capsys.readouterr().err
-    # What is named is used, whatever the profile says.
+    # Options that the user names override the profile.
     lm = ovspec.load(DEMO, cache_dir=tmp_path, precision="f32", threads=1, engine="stateful")
     properties = lm.target.ir.properties
     assert (properties["INFERENCE_PRECISION_HINT"], properties["INFERENCE_NUM_THREADS"]) == ("f32", "1")
@@ -143,7 +143,7 @@ def test_not_measured_unasked_where_it_would_take_long(
     assert tuned_by_default is None
     monkeypatch.setattr(ovspec.setup.tuning, "LARGEST_UNASKED", 1e6)
     assert ovspec.load(DEMO, cache_dir=tmp_path).target.profile is None
-    assert "too large to be measured unasked" in capsys.readouterr().err
+    assert "too large to tune automatically" in capsys.readouterr().err
     monkeypatch.setattr(ovspec.setup.tuning, "LARGEST_UNASKED", 1e9)
     monkeypatch.setattr(ovspec.setup.tuning, "room_for", lambda *_: False)
     assert ovspec.load(DEMO, cache_dir=tmp_path).target.profile is None
@@ -172,15 +172,15 @@ def test_the_command_shows_a_table_and_the_choice(tmp_path: Path, monkeypatch: p
 
 
 def test_a_profile_that_cannot_be_kept_is_not_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ovspec.setup.tuning, "tune", lambda *_, **__: pytest.fail("measured in vain"))
+    monkeypatch.setattr(ovspec.setup.tuning, "tune", lambda *_, **__: pytest.fail("the profile can't be kept"))
     file = tmp_path / "file"
     file.write_text("x", encoding="utf-8")
-    with pytest.raises(ovspec.OvspecError, match=r"cannot be made .* --cache-dir"):
+    with pytest.raises(ovspec.OvspecError, match=r"cannot be created .* --cache-dir"):
         CliRunner().invoke(
             cli, ["tune", str(DEMO), "--cache-dir", str(file / "cache")], catch_exceptions=False, standalone_mode=False
         )
 
 
 def test_only_the_cpu_is_tuned(tmp_path: Path) -> None:
-    with pytest.raises(ovspec.OvspecError, match="only the CPU has settings"):
+    with pytest.raises(ovspec.OvspecError, match="only the CPU can be tuned"):
         tune(DEMO, DeviceOptions(device="AUTO:CPU", cache_dir=tmp_path))

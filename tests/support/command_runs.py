@@ -1,4 +1,4 @@
-"""Runs a command of the command line in this process, and keeps what it left."""
+"""Run an ovspec command in this process and record its results."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ovspec.loop.row import Row
 
 @dataclass
 class Outcome:
-    """What a command left. ``together``: the most rows that were generated at a time."""
+    """The results of a command. ``together``: the largest number of rows that were generated at a time."""
 
     code: int
     out: str
@@ -55,7 +55,7 @@ LOADED: dict[str, tuple[Any, bool]] = {}
 
 
 def runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cache_dir: Path) -> Iterator[Callable[..., Outcome]]:
-    """Runs a command in this process. Models are loaded once for each set of options."""
+    """Yield a function that runs a command in this process. Models are loaded once for each set of options."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache_dir))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("OVSPEC_TUNE", "1")
@@ -99,5 +99,5 @@ def runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cache_dir: Path) -> It
 
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     yield run
-    for number, handler in handlers.items():  # a chat and an export have their own
+    for number, handler in handlers.items():  # chat and export install their own
         signal.signal(number, handler)

@@ -30,11 +30,11 @@ class Family:
     arguments: dict[str, Any]
     rollback: str = "mask"
     note: str = ""
-    spread: float = 0.25  # of the random weights; tied embeddings repeat their input unless it is large
+    spread: float = 0.25  # of the random weights; with tied embeddings, a small spread would repeat the input
 
 
 class Mistaken(Drafter):
-    """A drafter that is right but for one guess in every other proposal, so that each round's end is seen."""
+    """A drafter that spoils one token in every other proposal, at changing positions, to end rounds at each of them."""
 
     def __init__(self, inner: Drafter) -> None:
         self.inner, self.proposals = inner, 0
@@ -62,7 +62,7 @@ class Mistaken(Drafter):
 
 
 def export(family: Family, folder: Path, spread_of_padding: float | None = None) -> Any:
-    """Make a random model in ``folder`` and export it to ``folder / "ir"``; returns the torch model."""
+    """Make a random model in ``folder`` and export it to ``folder / "ir"``; return the torch model."""
     import torch
     import transformers
     from optimum.exporters.openvino import main_export

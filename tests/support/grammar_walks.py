@@ -1,4 +1,4 @@
-"""Texts that a matcher's masks lead to, chosen at random."""
+"""Random texts that a grammar allows, drawn token by token from a matcher's masks."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def demo_tokenizer() -> LLTokenizer:
 
 @functools.cache
 def tokens() -> list[bytes]:
-    """What each id adds to a text."""
+    """Return the bytes that each id adds to a text."""
     return [token or b"" for token in byte_vocabulary(TOKENIZER) or []]
 
 
 def matcher(grammar: str) -> LLMatcher:
-    """A matcher over the demo's vocabulary that is in no error."""
+    """Return a matcher over the demo's vocabulary, after checking that it has no error."""
     found = LLMatcher(demo_tokenizer(), grammar, log_level=0, limits=LIMITS)
     assert not found.is_error(), found.get_error()
     return found
@@ -43,10 +43,10 @@ def allowed(each: LLMatcher) -> list[int]:
 
 
 def random_text(each: LLMatcher, numbers: random.Random, patience: int = 60, limit: int = 1500) -> bytes | None:
-    """A whole text, or None where ``limit`` tokens didn't reach its end.
+    """Return a complete text, or None if ``limit`` tokens did not reach its end.
 
-    Tokens are drawn uniformly, every other time from the short ones, and after ``patience`` tokens from those that
-    end something, because a uniform walk through nested brackets need not end.
+    Tokens are drawn uniformly, half of the time from the one-byte ones and, after ``patience`` tokens, mostly from
+    those that close something, because a uniform walk through nested brackets need not end.
     """
     special, known, text = demo_tokenizer().eos_token, tokens(), b""
     for step in range(limit):
@@ -62,7 +62,7 @@ def random_text(each: LLMatcher, numbers: random.Random, patience: int = 60, lim
         elif short and numbers.random() < 0.5:
             options = short
         token = numbers.choice(options)
-        assert each.consume_token(token), f"{known[token]!r} was allowed after {text!r}, but is refused"
+        assert each.consume_token(token), f"{known[token]!r} was allowed after {text!r} but is refused"
         text += known[token]
         if each.is_stopped():
             assert each.is_accepting(), each.get_error()

@@ -1,12 +1,12 @@
-"""Wrong and hostile grammars of five kinds, each with a part of what should be said about it."""
+"""Invalid and hostile grammars of five kinds, each with part of the error message it should give."""
 
 from __future__ import annotations
 
 from typing import Any
 
-EITHER = "either"  # refused, or can be followed
+EITHER = "either"  # may be refused, or accepted and walked
 
-# Each is a kind, what is given, and a part of the message; EITHER where llguidance may do as it likes.
+# (kind, grammar, part of the message); the message is EITHER if llguidance may refuse or accept the grammar.
 Case = tuple[str, Any, str]
 
 
@@ -64,9 +64,9 @@ LARK: list[tuple[str, str]] = [
     ('%nonsense\nstart: "a"', "line 1"),
     ('start{x}: "a"', "line 1"),
     ('start.3: "a"', "priority"),
-    ("start: a\na[max_tokens=3]: /b+/", "line 2, column 3: max_tokens= can't be taken back"),
-    ('start: a\na[stop="x"]: /b+/', "line 2, column 3: stop= can't be taken back"),
-    ("start: a\na[temperature=0.5]: /b+/", "line 2, column 3: temperature= can't be taken back"),
+    ("start: a\na[max_tokens=3]: /b+/", "line 2, column 3: max_tokens= isn't supported"),
+    ('start: a\na[stop="x"]: /b+/', "line 2, column 3: stop= isn't supported"),
+    ("start: a\na[temperature=0.5]: /b+/", "line 2, column 3: temperature= isn't supported"),
     ('start: a\na[capture, max_tokens = 3]: /b+/', "max_tokens="),
     ("start[nonsense]: /a/", "line 1"),
     ("start: A & B\nA: /a/\nB: /b/", "only supported for tokens"),
@@ -87,7 +87,7 @@ LARK: list[tuple[str, str]] = [
     ("start: %json", "isn't JSON"),
     ("start: %json {", "isn't JSON"),
     ('start: %json {"type": "object",}', "isn't JSON"),
-    ('start: %json {"type": "nothing"}', "#/type: 'nothing' is no type"),
+    ('start: %json {"type": "nothing"}', "#/type: 'nothing' isn't a type"),
     ('start: %json {"uniqueItems": true}', "#/uniqueItems"),
     ('start: %json {"properties": {"x": {"pattern": "("}}}', "unclosed group"),
     ("start: %json false", "allows no text"),
@@ -138,11 +138,11 @@ GBNF: list[tuple[str, str]] = [
     ('root ::= "a")', "line 1, column 13"),
     ("root ::= []", "no characters"),
     ("root ::= [z-a]", "ends before it begins"),
-    ('root ::= "\\q"', "\\q is no escape"),
-    ('root ::= "\\x4"', "no escape"),
-    ('root ::= "\\uD800"', "U+D800 is no character"),
-    ('root ::= "\\UFFFFFFFF"', "no character"),
-    ('root ::= "\\', "no escape|not closed"),
+    ('root ::= "\\q"', "\\q isn't a valid escape"),
+    ('root ::= "\\x4"', "valid escape"),
+    ('root ::= "\\uD800"', "U+D800 isn't a character"),
+    ('root ::= "\\UFFFFFFFF"', "isn't a character"),
+    ('root ::= "\\', "valid escape|not closed"),
     ('root ::= "a"{2,1}', "ends before it begins"),
     ('root ::= "a"{}', "a repetition is written"),
     ('root ::= "a"{,3}', "a repetition is written"),
@@ -243,7 +243,7 @@ CHOICES: list[tuple[Any, str]] = [
     (["", ""], "empty text"),
     ([3], "Choice 1 should be text, not int"),
     (["a", None], "Choice 2 should be text"),
-    (["a", "\udfff"], "Choice 2 holds half a character"),
+    (["a", "\udfff"], "Choice 2 contains half a character"),
     (["x" * 2_000_000], "at most 1000000"),
     (["x" * 10_000], EITHER),
     (["a" * i for i in range(1, 1000)], EITHER),
@@ -253,11 +253,11 @@ CHOICES: list[tuple[Any, str]] = [
 
 SCHEMAS: list[tuple[Any, str]] = [
     (False, "allows no text"),
-    ("{", "is no JSON: line 1, column 2"),
-    ("[]", "a schema is an object"),
-    ('"text"', "a schema is an object"),
-    ("{'type': 'string'}", "is no JSON"),
-    ('{"type": "string"} x', "is no JSON"),
+    ("{", "isn't JSON: line 1, column 2"),
+    ("[]", "a schema must be an object"),
+    ('"text"', "a schema must be an object"),
+    ("{'type': 'string'}", "isn't JSON"),
+    ('{"type": "string"} x', "isn't JSON"),
     ('{"type": "null", "type": "string"}', 'key "type" twice'),
     ('{"minimum": NaN}', "JSON"),
     ('{"minimum": 1e999}', "JSON"),
@@ -271,14 +271,14 @@ SCHEMAS: list[tuple[Any, str]] = [
     (deep('{"items":', "true", "}", 150), "nested too deeply"),
     ('{"enum": [' + deep("[", "1", "]", 5000) + "]}", "nested deeper than 200"),
     ('{"title": "' + "x" * 1_000_000 + '"}', "at most 1000000"),
-    ({"typ": "string"}, "#/typ: 'typ' is no keyword of JSON Schema; did you mean type"),
+    ({"typ": "string"}, "#/typ: 'typ' isn't a JSON Schema keyword; did you mean type"),
     ({"requird": ["a"]}, "did you mean required"),
-    ({"items": {"maxlength": 3}}, "#/items/maxlength: 'maxlength' is no keyword of JSON Schema; did you"),
+    ({"items": {"maxlength": 3}}, "#/items/maxlength: 'maxlength' isn't a JSON Schema keyword; did you"),
     ({"frobnicate": 1}, "leave it out"),
     ({"properties": {"a/b": {"foo": 1}}}, "#/properties/a~1b/foo"),
     ({"type": "strnig"}, "did you mean string"),
-    ({"type": "float"}, "is no type"),
-    ({"type": ["string", "int"]}, "is no type"),
+    ({"type": "float"}, "isn't a type"),
+    ({"type": ["string", "int"]}, "isn't a type"),
     ({"type": []}, "#/type: this should be a type"),
     ({"type": 3}, "#/type: this should be a type"),
     ({"type": None}, "#/type: this should be a type"),
@@ -335,7 +335,7 @@ SCHEMAS: list[tuple[Any, str]] = [
     ({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}}, "never come to an end"),
     ({"type": "object", "properties": {"n": {"$ref": "#"}}, "required": ["n"]}, "never come to an end"),
     ({"type": "array", "items": {"$ref": "#"}, "minItems": 1}, "never come to an end"),
-    ({"allOf": [{"$ref": "#"}, {"type": "integer"}]}, "a $ref to a schema around it"),
+    ({"allOf": [{"$ref": "#"}, {"type": "integer"}]}, "a $ref to an enclosing schema"),
     ({"$defs": {"a": {"properties": {"n": {"$ref": "#/$defs/a"}}}}, "allOf": [{"$ref": "#/$defs/a"}] * 2}, "never"),
     ({"$schema": "https://example.com/dialect"}, "#/$schema"),
     ({"$schema": 3}, "#/$schema"),
@@ -344,7 +344,7 @@ SCHEMAS: list[tuple[Any, str]] = [
     ({"x-guidance": {"lenient": True}}, "#/x-guidance/lenient"),
     ({"x-guidance": {"coerce_one_of": True}}, "#/x-guidance/coerce_one_of"),
     ({"x-guidance": {"whitespace_pattern": "("}}, "unclosed group|wrong"),
-    ({"items": {"x-guidance": {}}}, "at the top of the schema only"),
+    ({"items": {"x-guidance": {}}}, "only at the top of the schema"),
     ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "options of oneOf may overlap"),
     ({"type": "string", "const": 1}, "no JSON text satisfies"),
     ({"type": "integer", "minimum": 3, "maximum": 2}, "no JSON text satisfies"),

@@ -1,7 +1,7 @@
 """Tiny models with recurrent states, because the pinned optimum-intel can't export a hybrid model.
 
 A short gated convolution (as in LFM2), a linear recurrence (the core of an SSM) and, for a hybrid, attention.
-The same module computes from scratch, in torch, what its IR computes step by step with states.
+In torch, the same module computes from scratch what its IR computes step by step with states.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ WIDTH, HEADS, HEAD, KERNEL = 48, 4, 12, 3
 
 
 class Hybrid(nn.Module):
-    """``attention``: "mask" can skip dead slots, "alibi" goes by slot index and can't, None has no attention."""
+    """A recurrent model. ``attention``: "mask" (can skip dead slots), "alibi" (uses slot indices, can't) or None."""
 
     def __init__(self, vocab: int, attention: str | None) -> None:
         super().__init__()
@@ -63,18 +63,18 @@ class Hybrid(nn.Module):
         return x @ self.head, conv, ssm, key, value
 
     def nothing(self, past: int = 0, batch: int = 1) -> tuple[Any, ...]:
-        """States of a text that has not begun; ``past`` slots for an example to trace."""
+        """Return the states before the first token. ``past``: KV slots, for an example input to trace."""
         recurrent = (torch.zeros(batch, WIDTH, KERNEL - 1), torch.zeros(batch, WIDTH))
         return recurrent + ((torch.zeros(batch, HEADS, past, HEAD),) * 2 if self.attention else ())
 
     def logits(self, tokens: list[int]) -> np.ndarray:
-        """(len(tokens), vocab), from scratch."""
+        """Return the logits after each token, (len(tokens), vocab), computed from scratch."""
         with torch.no_grad():
             ids = torch.tensor([tokens])
             return self(ids, torch.ones_like(ids), *self.nothing())[0][0].numpy()
 
     def generate(self, tokens: list[int], count: int) -> list[int]:
-        """The greedy continuation."""
+        """Return the greedy continuation of ``count`` tokens."""
         text = list(tokens)
         for _ in range(count):
             text.append(int(self.logits(text)[-1].argmax()))
@@ -82,7 +82,7 @@ class Hybrid(nn.Module):
 
 
 def export(model: Hybrid, folder: Path, tokenizer_folder: Path) -> Path:
-    """A folder as optimum-cli would make it, made stateful by optimum's own transformation for hybrid models."""
+    """Export to ``folder`` as optimum-cli would, made stateful by optimum's own transformation for hybrid models."""
     names = ["conv.0", "ssm.0", "key.0", "value.0"][: 4 if model.attention else 2]
     ids = torch.zeros((2, 3), dtype=torch.int64)
     example = (ids, torch.ones((2, 3 + 2 * bool(model.attention)), dtype=torch.int64), *model.nothing(2, 2))

@@ -1,4 +1,4 @@
-"""JSON schemas for hypothesis, over all keywords that can be enforced, whose texts end."""
+"""Hypothesis strategies for JSON schemas whose texts end, over all keywords that can be enforced."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def joined(draw: st.DrawFn, inner: SearchStrategy[Schema]) -> Schema:
 
 
 def schemas() -> SearchStrategy[Schema]:
-    """Schemas that describe at least one text, or that are refused because they don't."""
+    """Return schemas that allow at least one text, or are refused because they allow none."""
     fixed = st.lists(values(), min_size=1, max_size=4).map(lambda each: {"enum": each}) | values().map(
         lambda v: {"const": v}
     )
@@ -112,6 +112,6 @@ def schemas() -> SearchStrategy[Schema]:
 
 
 def recursive(schema: Schema) -> Schema:
-    """A chain whose links follow a schema."""
+    """Return the schema of a linked list whose items follow ``schema``."""
     link = {"type": "object", "properties": {"of": schema, "next": {"$ref": "#/$defs/link"}}, "required": ["of"]}
     return {"$defs": {"link": {**link, "additionalProperties": False}}, "$ref": "#/$defs/link"}

@@ -1,4 +1,4 @@
-"""Chat templates: as Hugging Face renders them, in a sandbox that can't be escaped, stalled or flooded."""
+"""Chat templates are rendered as in Hugging Face, in a sandbox that can't be escaped, stalled or flooded."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MESSAGES = [
     {"role": "system", "content": "You write Python."},
     {"role": "user", "content": "  Say <hi> & 'bye'.\n"},
 ]
-# What published templates are made of.
+# The features that published templates use.
 FEATURES = """{%- set ns = namespace(first=true, text='') -%}
 {%- macro turn(role, content) -%}<|{{ role ~ '|>' ~ content | trim }}{%- endmacro -%}
 {%- for message in messages -%}
@@ -102,7 +102,7 @@ def test_bounded_in_time_and_size(source: str) -> None:
     with pytest.raises(OvspecError, match="chat template"):
         ChatTemplate(source, {}).render(MESSAGES)
     assert time.monotonic() - began < 6
-    assert ChatTemplate("{{ messages[0].role }}", {}).render(MESSAGES) == "system", "the next one is not harmed"
+    assert ChatTemplate("{{ messages[0].role }}", {}).render(MESSAGES) == "system", "the next rendering still works"
 
 
 def test_rendering_is_quick(pair: Path) -> None:

@@ -50,7 +50,7 @@ def test_streams_whole_characters_only(tokenizer: Tokenizer, text: str) -> None:
 
 
 def test_window_detokenizer_agrees(tokenizer: Tokenizer, pair: Path) -> None:
-    """What is used where a vocabulary is not bytes."""
+    """The window detokenizer is used if the bytes of a vocabulary's tokens aren't known."""
     for text in [*TEXTS[:11], *PROMPTS[:3]]:
         ids = tokenizer.encode(text).tolist()
         window = WindowDetokenizer(_request(pair / "openvino_detokenizer.xml"))

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 def wide_model(folder: Path, width: int) -> Any:
-    """A random model whose padding would win every choice."""
+    """Make a random model in which padding ids would win every choice."""
     import torch
 
     model = export(Family("LlamaConfig", GROUPED | {"vocab_size": width}), folder, spread_of_padding=8.0)
@@ -51,7 +51,7 @@ def test_ids_without_a_token_never_come_out(tmp_path: Path, cache_dir: Path) -> 
         assert result.token_ids == tokens
     assert result.stats.proposed > 0
 
-    # A gap in the middle: ids that the model likes, but that the tokenizer doesn't have.
+    # A gap in the middle: ids that the model chooses, but that the tokenizer doesn't have.
     gaps = sorted(set(tokens))[:5]
     for folder in (target_ir, draft_ir):
         file = folder / "tokenizer.json"

@@ -1,11 +1,12 @@
-"""Is text that a peer samples with a draft distributed as the target's own?
+"""Test whether text that a peer samples with a draft has the target's distribution.
 
     python scripts/bench/peers/distribution.py [--texts 3000] [--peer genai] [--k 2]
 
-On the demo pair, three tokens at temperature 1; their exact probabilities come from the target's logits behind every
-beginning. With top_k 3 there are 27 outcomes, and anything else is impossible. Without top_k, all but the three
-likeliest tokens are one outcome that ends the text. Everything runs in f32 without dynamic quantisation, so that only
-the sampling is judged. A small p (say below 1e-4) says no. Plain sampling and ovspec are the controls.
+On the demo pair, three tokens are sampled at temperature 1; their exact probabilities come from the target's logits
+after every prefix. With top_k 3 there are 27 outcomes, and any other text is impossible. Without top_k, all tokens
+except the three likeliest are one outcome, which ends the text. Everything runs in f32 without dynamic quantisation, so
+that only the sampling is tested. A small p-value (say below 1e-4) means that the distribution differs. Plain sampling
+and ovspec are the controls.
 """
 
 from __future__ import annotations
@@ -32,15 +33,15 @@ from cells import tasks_of  # noqa: E402
 PAIR = ROOT / "models" / "demo"
 EXACT = {"INFERENCE_PRECISION_HINT": "f32", "DYNAMIC_QUANTIZATION_GROUP_SIZE": "0", "KV_CACHE_PRECISION": "f32"}
 TOP, LENGTH = 3, 3
-OTHER = -1  # any token but the likeliest
-LEAST_EXPECTED = 5  # texts of an outcome; rarer ones are counted together
+OTHER = -1  # any token except the likeliest
+LEAST_EXPECTED = 5  # texts of an outcome; rarer outcomes are merged
 
 Outcome = tuple[int, ...]
 Exact = dict[Outcome, float]
 
 
 def exact_probabilities(lm: ovspec.LanguageModel, prompt: list[int], top_k: int | None) -> Exact:
-    """Of every text of ``LENGTH`` tokens behind ``prompt``; without ``top_k`` also of texts that end in ``OTHER``."""
+    """Return the probability of every outcome after ``prompt``: ``LENGTH`` tokens, or fewer that end in ``OTHER``."""
     known: Exact = {(): 1.0}
     for _ in range(LENGTH):
         longer = {text: probability for text, probability in known.items() if text[-1:] == (OTHER,)}
@@ -59,13 +60,13 @@ def exact_probabilities(lm: ovspec.LanguageModel, prompt: list[int], top_k: int 
 
 
 def outcome_of(tokens: list[int], exact: Exact) -> Outcome | None:
-    """What ``tokens`` count as; None for what can't be."""
+    """Return the outcome that ``tokens`` count as; None if they are impossible."""
     candidates = [tuple(tokens), *((*tokens[:end], OTHER) for end in range(len(tokens)))]
     return next((outcome for outcome in candidates if outcome in exact and fits(outcome, tokens, exact)), None)
 
 
 def fits(outcome: Outcome, tokens: list[int], exact: Exact) -> bool:
-    """Whether the token that ``outcome`` calls other isn't one of the likeliest there."""
+    """Return whether the token that ``outcome`` calls ``OTHER`` is not one of the likeliest at its position."""
     if outcome[-1] != OTHER:
         return True
     end = len(outcome) - 1
@@ -74,7 +75,7 @@ def fits(outcome: Outcome, tokens: list[int], exact: Exact) -> bool:
 
 
 def even_prompt(lm: ovspec.LanguageModel, top_k: int | None) -> list[int]:
-    """The beginning of a held-out prompt behind which the rarest outcome is likeliest."""
+    """Return the prefix of a held-out prompt after which the rarest outcome is most likely."""
     ids = [lm.encode(task.prompt).tolist() for task in tasks_of("completion", 8)]
     cut = [prompt[:end] for prompt, end in itertools.product(ids, (12, 20, 28)) if len(prompt) >= end]
     return max(cut, key=lambda prompt: min(exact_probabilities(lm, prompt, top_k).values()))
@@ -93,7 +94,7 @@ def p_value(counts: Counter[Outcome | None], exact: Exact, texts: int) -> float:
 
 
 def judge(name: str, worker: str, setup: dict[str, Any], request: dict[str, Any], exact: Exact, texts: int) -> str:
-    """A line of the table."""
+    """Sample ``texts`` texts from a worker and return its row of the table."""
     counts: Counter[Outcome | None] = Counter()
     with Worker(worker, setup) as running:
         error = running.ready.get("error")
@@ -120,7 +121,7 @@ def main() -> None:
         exact = exact_probabilities(lm, prompt, top_k)
         likely = sorted(exact.values())
         print(f"\ntop_k {top_k}: {len(exact)} outcomes, from {likely[0]:.4f} to {likely[-1]:.4f}\n")
-        print("| | texts | impossible | p | |\n|---|---|---|---|---|")
+        print("| peer and mode | texts | impossible | p-value | error |\n|---|---|---|---|---|")
         request = {"prompts": [prompt], "max_tokens": LENGTH, "temperature": 1.0, "top_k": top_k}
         for worker, options in (("ovspec", {"tune": False}), (args.peer, {})):
             setup: dict[str, Any] = {"target": str(PAIR), "properties": EXACT, "draft_properties": EXACT}

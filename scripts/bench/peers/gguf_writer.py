@@ -2,9 +2,9 @@
 
     .cache/peers/llamacpp/bin/python scripts/bench/peers/gguf_writer.py CHECKPOINT OUT [--type q8_0|q4_0]
 
-Matrices are quantised by gguf's own numpy code, norms stay f32. With q4_0 the embedding and the lm_head have 8 bits,
-where llama.cpp's quantiser takes 6 (Q6_K), which that code can't write. The vocabulary is the tokenizer's, filled up
-with ids that no text has.
+gguf's own numpy code quantises the matrices; norms stay f32. With q4_0, the embedding and the lm_head have 8 bits;
+llama.cpp's quantiser would use 6 (Q6_K), which that code can't write. The vocabulary is the tokenizer's, padded with
+unused ids.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ OUTSIDE = ("model.embed_tokens.weight", "lm_head.weight")
 
 
 def tensors(file: Path) -> Iterator[tuple[str, np.ndarray]]:
-    """(name, values as f32) of a safetensors file in bf16 or f32; numpy has no bf16 of its own."""
+    """Yield (name, values as f32) of a safetensors file in bf16 or f32, because numpy has no bf16."""
     with file.open("rb") as source:
         size = int.from_bytes(source.read(8), "little")
         header: dict[str, Any] = json.loads(source.read(size))
@@ -39,7 +39,7 @@ def tensors(file: Path) -> Iterator[tuple[str, np.ndarray]]:
 
 
 def interleaved(matrix: np.ndarray, heads: int) -> np.ndarray:
-    """Rows of queries or keys in the order of llama.cpp, whose RoPE turns neighbours; Hugging Face's turns halves."""
+    """Return rows of queries or keys in llama.cpp's order: its RoPE rotates neighbours, Hugging Face's halves."""
     halves = matrix.reshape(heads, 2, -1, matrix.shape[1])
     return np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(matrix.shape)
 

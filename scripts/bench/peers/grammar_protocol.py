@@ -1,7 +1,8 @@
 """JSON lines between ``grammars.py`` and a grammar engine; the walk that is timed is the same for every engine.
 
 The first line is a ``Vocabulary``, answered by ``{"ready": true, "versions": {...}, "load_s": x}``. Every further line
-is a ``Task``, answered by ``measured`` or by ``{"error": "one sentence"}``. An empty line or the end of stdin ends it.
+is a ``Task``, answered with the result of ``measured`` or with ``{"error": "one sentence"}``. An empty line or the end
+of stdin ends the engine's process.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ KINDS = ("construct", "mask", "apply", "check", "accept")
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """``file``: a tokenizer.json of byte-level BPE; ``size``: ids of the model, with those that no text has."""
+    """A vocabulary. ``file``: a byte-level BPE tokenizer.json; ``size``: number of ids, including unused ones."""
 
     file: str
     size: int
     end: int
 
     def spelled(self) -> list[str]:
-        """Tokens as the file spells them, "" where there is none."""
+        """Return the tokens by id, as the file spells them; "" if an id has none."""
         tokens = [""] * self.size
         for token, i in json.loads(Path(self.file).read_text(encoding="utf-8"))["model"]["vocab"].items():
             tokens[i] = token
@@ -39,45 +40,45 @@ class Vocabulary:
 
 @dataclass(frozen=True)
 class Task:
-    """A grammar and texts that it describes, as token ids. ``kind``: json (a schema), lark or gbnf."""
+    """A grammar and texts that it allows, as token ids. ``kind``: json (a schema), lark or gbnf."""
 
     kind: str
     source: str
     texts: list[list[int]]
-    steps: int = 1_000_000  # of each text at most
+    steps: int = 1_000_000  # maximum number of tokens per text
 
 
 class Walk(Protocol):
-    """A grammar's place in a text. ``mask``, ``apply``, ``check`` and ``accept`` are timed."""
+    """The state of a grammar within a text. ``mask``, ``apply``, ``check`` and ``accept`` are timed."""
 
     def prepare(self, logits: np.ndarray) -> None:
-        """What every engine would have to do without a grammar, too: get the logits to where it wants them."""
+        """Put the logits where the engine needs them, which every engine must do without a grammar too."""
         ...
 
     def mask(self) -> bool:
-        """Which tokens may come; False if any may."""
+        """Compute which tokens are allowed; return whether the mask still has to be applied."""
         ...
 
     def apply(self) -> None: ...
 
     def check(self, token: int) -> bool | None:
-        """Whether this one may come, without a mask; None if the engine can't say that alone."""
+        """Return whether ``token`` is allowed, without a mask; None if the engine can't check a single token."""
         ...
 
     def allows(self, token: int) -> bool:
-        """By the mask."""
+        """Return whether the applied mask allows ``token``."""
         ...
 
     def accept(self, token: int) -> bool: ...
 
 
-Begin = Callable[[str, str], Walk]  # of a grammar's kind and source
+Begin = Callable[[str, str], Walk]  # takes a grammar's kind and source
 
 
 def measured(begin: Begin, task: Task, vocabulary: Vocabulary) -> dict[str, Any]:
-    """Milliseconds of every step, by ``KINDS``, and ``outside``: how many tokens of the texts the masks forbid.
+    """Return the milliseconds of every step, by ``KINDS``, and ``outside``: how many tokens of the texts masks forbid.
 
-    The grammar is constructed anew for each text, so nothing is known from the last one.
+    The grammar is constructed again for each text, so that nothing is known from the last one.
 
     Raises:
         Refusal: the grammar isn't supported, or it doesn't accept one of the texts.
@@ -112,12 +113,12 @@ def measured(begin: Begin, task: Task, vocabulary: Vocabulary) -> dict[str, Any]
             accepted = walk.accept(token)
             note("accept", began)
             if not accepted:
-                raise Refusal(f"it refuses token {place + 1} of {len(text)} of a text that its grammar describes")
+                raise Refusal(f"it refuses token {place + 1} of {len(text)} of a text that its grammar allows")
         walk.prepare(logits)
         walk.mask()
         walk.apply()
         if len(text) <= task.steps and not walk.allows(vocabulary.end):
-            raise Refusal("it doesn't let a text end that its grammar describes")
+            raise Refusal("it doesn't let a text end that its grammar allows to end")
     return {**{f"{kind}_ms": values for kind, values in times.items()}, "outside": outside}
 
 
@@ -125,9 +126,9 @@ def serve(load: Callable[[Vocabulary], Begin], packages: list[str], read: Callab
     """Answer the driver until it has no more to ask.
 
     Args:
-        load: reads the vocabulary and returns what begins a walk.
-        packages: whose versions are told.
-        read: brings a task into the engine's language, without being timed.
+        load: reads the vocabulary and returns the function that begins a walk.
+        packages: names of packages whose versions are reported.
+        read: converts a task to the engine's grammar language; it is not timed.
     """
     replies = own_stdout()
     try:

@@ -1,9 +1,9 @@
-"""Install the peers, each in a virtual environment of its own.
+"""Install the peers, each into its own virtual environment.
 
-    python scripts/bench/peers/install.py [NAME ...]      genai, llamacpp, optimum; all by default
+    python scripts/bench/peers/install.py [NAME ...]      genai, llamacpp, optimum, xgrammar; all by default
 
 They go into .cache/peers/NAME. llama.cpp is compiled from source, twice: as llama-cpp-python, and as llama-server for
-its draft models. Each takes minutes; without the server, only its rows are missing.
+draft models. Each takes minutes; without the server, only its rows are missing.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 FOLDER = HERE.parent.parent.parent / ".cache" / "peers"
 NAMES = ("genai", "llamacpp", "optimum", "xgrammar")
-# What ggml can use, by the kernel's name for it. Its own choice for the machine that compiles it (GGML_NATIVE) also
-# takes AMX, which has crashed on a virtual machine whose hypervisor announced it.
+# CPU features that ggml can use: the kernel's name and ggml's. ggml's own choice for the machine that compiles it
+# (GGML_NATIVE) also uses AMX, which has crashed on a virtual machine whose hypervisor announced it.
 FEATURES = {
     "avx2": "AVX2",
     "fma": "FMA",
@@ -32,7 +32,7 @@ FEATURES = {
 
 
 def python_of(name: str) -> Path:
-    """The interpreter of a peer's environment."""
+    """Return the interpreter of a peer's environment."""
     return FOLDER / name / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
 
 
@@ -41,7 +41,7 @@ def server_of_llamacpp() -> Path:
 
 
 def cmake_flags(cpuinfo: Path = Path("/proc/cpuinfo")) -> list[str]:
-    """Of ggml, for this processor; none, which is ggml's own choice, where it doesn't say what it has."""
+    """Return ggml's flags for this processor; none, which leaves the choice to ggml, if its features are unknown."""
     lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.is_file() else []
     found = next((line.split(":")[1].split() for line in lines if line.startswith("flags")), None)
     if found is None:
@@ -69,11 +69,11 @@ def install(name: str) -> None:
     try:
         build_server(pip, flags, jobs)
     except (OSError, subprocess.CalledProcessError) as error:
-        print(f"llama-server isn't there, so neither are its rows: {error}", file=sys.stderr)
+        print(f"llama-server could not be built, so its rows will be missing: {error}", file=sys.stderr)
 
 
 def build_server(pip: list[str | Path], flags: list[str], jobs: str) -> None:
-    """llama-server from the very source that the installed llama-cpp-python was compiled from."""
+    """Build llama-server from the same source as the installed llama-cpp-python."""
     folder = FOLDER / "llamacpp" / "server"
     shown = subprocess.run([*map(str, pip), "show", "llama-cpp-python"], check=True, capture_output=True, text=True)
     version = next(line.split()[1] for line in shown.stdout.splitlines() if line.startswith("Version:"))
@@ -86,7 +86,7 @@ def build_server(pip: list[str | Path], flags: list[str], jobs: str) -> None:
     run(*pip, "install", "--quiet", "cmake", "ninja")
     scripts = python_of("llamacpp").parent
     path = f"{scripts}{os.pathsep}{os.environ['PATH']}"
-    # Nothing is downloaded, so neither curl nor TLS is needed, and nobody looks at the web page.
+    # The server downloads nothing, so it needs neither curl nor TLS, and nobody uses its web page.
     without = ["-DLLAMA_CURL=OFF", "-DLLAMA_OPENSSL=OFF", "-DLLAMA_USE_PREBUILT_UI=OFF", "-DLLAMA_BUILD_TESTS=OFF"]
     build = ["-S", source, "-B", folder, "-G", "Ninja", "-DCMAKE_BUILD_TYPE=Release", "-DBUILD_SHARED_LIBS=OFF"]
     run(scripts / "cmake", *build, *without, *flags, PATH=path)
@@ -99,7 +99,7 @@ def main() -> None:
     names = parser.parse_args().names or NAMES
     unknown = [name for name in names if name not in NAMES]
     if unknown:
-        parser.error(f"there is no peer {unknown[0]!r}; there are {', '.join(NAMES)}")
+        parser.error(f"unknown peer {unknown[0]!r}; choose from {', '.join(NAMES)}")
     for name in names:
         install(name)
         print(f"{name}: {python_of(name)}")

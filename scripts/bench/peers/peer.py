@@ -1,4 +1,4 @@
-"""A worker from the driver's side: started, asked, stopped, and never waited for without end."""
+"""The driver's side of a worker: start it, send it requests with a time limit, and stop it."""
 
 from __future__ import annotations
 
@@ -19,17 +19,18 @@ from install import python_of
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent.parent
 ANSWER_SECONDS = 600.0
-# Whose interpreter runs which worker; the others run in the driver's.
+# Worker: the peer whose interpreter runs it. All other workers run in the driver's interpreter.
 INTERPRETERS = {"genai": "genai", "optimum": "optimum", "llamacpp": "llamacpp"}
 
 
 @dataclass
 class Worker:
-    """A peer's process. What it answers is a dict; one with "error" where it failed, died or was too slow.
+    """A peer's process. Its answers are dicts, with "error" if it failed, died or was too slow.
 
     Args:
-        name: worker_NAME.py is run.
+        name: the process runs worker_NAME.py.
         setup: the fields of ``protocol.Setup``.
+        seconds: time limit for each answer.
     """
 
     name: str
@@ -41,7 +42,7 @@ class Worker:
         self.start()
 
     def start(self) -> None:
-        """Also again, after it has died."""
+        """Start the process, or restart it after it has died."""
         peer = INTERPRETERS.get(self.name)
         python = python_of(peer) if peer else Path(sys.executable)
         self._process: subprocess.Popen[str] | None = None
@@ -56,8 +57,8 @@ class Worker:
             stderr=self._log,
             text=True,
             encoding="utf-8",
-            # Only ovspec's own worker finds the project's code there; other environments don't import it.
-            start_new_session=True,  # what it starts itself can be killed with it
+            start_new_session=True,  # so that the processes it starts can be killed with it
+            # PYTHONPATH is for ovspec's own worker; other environments don't import the project's code.
             env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUTF8": "1", "HF_HUB_OFFLINE": "1"},
         )
         self.ready = self.ask(self.setup)
@@ -109,7 +110,7 @@ class Worker:
         self._process = None
 
     def _kill(self) -> None:
-        """With the server that it may have started, which outlives a worker that has died."""
+        """Kill the process and any server that it started, which would outlive it."""
         assert self._process
         if hasattr(os, "killpg"):
             with contextlib.suppress(ProcessLookupError):

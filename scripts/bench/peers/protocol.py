@@ -1,11 +1,11 @@
 """JSON lines between the driver and a worker, the same for every peer; run by the peer's own interpreter.
 
-The first line sets a worker up, and it answers ``{"ready": true, "versions": {...}, "load_s": x}``. Every further line
-is a request, answered by tokens and times. What goes wrong is answered as ``{"error": "one sentence"}``; after a failed
-set-up the worker ends. An empty line or the end of stdin ends it, too.
+The first line sets a worker up, which answers ``{"ready": true, "versions": {...}, "load_s": x}``. Every further line
+is a request, answered with tokens and times. An error is answered as ``{"error": "one sentence"}``; after a failed
+set-up the worker ends. An empty line or the end of stdin also ends it.
 
-All clocks are in here: a call is timed from the token ids of its prompts to those of its texts, and the first token is
-there when the peer's streamer is called.
+All timing happens here: a call is timed from the token ids of its prompts to those of its texts, and the first token
+counts when the peer's streamer is called.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any, TextIO
 
 @dataclass(frozen=True)
 class Setup:
-    """What to load. ``properties`` are OpenVINO's; ``options`` are those of one worker."""
+    """What to load. ``properties`` are OpenVINO's; ``options`` depend on the worker."""
 
     target: str
     draft: str | None = None
@@ -41,7 +41,7 @@ class Setup:
 
 @dataclass(frozen=True)
 class Request:
-    """``k``: tokens proposed each round; None leaves that to the peer. ``top_k`` None: any token may be drawn."""
+    """A request. ``k``: the lookahead; None leaves it to the peer. ``top_k``: None allows any token to be drawn."""
 
     prompts: list[list[int]]
     max_tokens: int
@@ -52,10 +52,10 @@ class Request:
 
     @property
     def prompt(self) -> list[int]:
-        """The only one.
+        """The only prompt.
 
         Raises:
-            Refusal: there are several.
+            Refusal: there are several prompts.
         """
         if len(self.prompts) > 1:
             raise Refusal("it has no batches here")
@@ -64,31 +64,31 @@ class Request:
 
 @dataclass
 class Watch:
-    """When the first token came."""
+    """A clock that notes when the first token comes."""
 
     began: float = field(default_factory=time.perf_counter)
     first: float | None = None
 
     def restart(self) -> None:
-        """What was done until now was preparing."""
+        """Start again, because everything until now was preparation."""
         self.began, self.first = time.perf_counter(), None
 
     def token(self) -> None:
-        """To be called with every token, or every few."""
+        """Note the time of the first token; to be called for every token, or every few."""
         if self.first is None:
             self.first = time.perf_counter()
 
 
 @dataclass
 class Texts:
-    """Generated ids of each prompt, and the share of compared proposals that was accepted, where the peer says it."""
+    """The generated ids of each prompt, and the conditional acceptance if the peer reports it."""
 
     tokens: list[list[int]]
     acceptance: float | None = None
 
 
 class Refusal(Exception):
-    """What a peer can't do, in a sentence."""
+    """A sentence that says what a peer can't do."""
 
 
 Generate = Callable[[Request, Watch], Texts]
@@ -98,8 +98,8 @@ def serve(load: Callable[[Setup], Generate], packages: list[str]) -> None:
     """Answer the driver until it has no more to ask.
 
     Args:
-        load: makes what generates texts, or raises.
-        packages: whose versions are told.
+        load: returns the function that generates texts, or raises.
+        packages: names of packages whose versions are reported.
     """
     replies = own_stdout()
     try:
@@ -121,7 +121,7 @@ def serve(load: Callable[[Setup], Generate], packages: list[str]) -> None:
 
 
 def own_stdout() -> TextIO:
-    """The pipe to the driver. What libraries print goes to stderr from now on."""
+    """Return the pipe to the driver. From now on, what libraries print goes to stderr."""
     pipe = os.dup(1)
     os.dup2(2, 1)
     return os.fdopen(pipe, "w", encoding="utf-8")
@@ -138,7 +138,7 @@ def timed(generate: Generate, request: Request) -> dict[str, Any]:
     seconds = time.perf_counter() - watch.began
     lengths = [len(tokens) for tokens in texts.tokens]
     if lengths != [request.max_tokens] * len(request.prompts):
-        raise Refusal(f"it was asked for {request.max_tokens} tokens of each text and gave {lengths}")
+        raise Refusal(f"it should have generated {request.max_tokens} tokens per text, but generated {lengths}")
     first = watch.first - watch.began if watch.first is not None else None
     alone = first is not None and len(request.prompts) == 1 and request.max_tokens > 1
     return {
@@ -151,7 +151,7 @@ def timed(generate: Generate, request: Request) -> dict[str, Any]:
 
 
 def sentence(error: Exception) -> str:
-    """``error`` in one line, without the places in C++ that OpenVINO names."""
+    """Return ``error`` as one line, without the C++ source locations that OpenVINO names."""
     text = " ".join(re.sub(r"Exception from \S+| at /\S+", "", str(error)).split())
     name = "" if isinstance(error, Refusal) else f"{type(error).__name__}: "
     return f"{name}{text}"[:600]

@@ -1,8 +1,9 @@
-"""Tables and a picture of what run.py has measured.
+"""Print tables and draw a picture of what run.py has measured.
 
     python scripts/bench/peers/report.py FILE.jsonl [...] [--plot FILE]
 
-Markdown on stdout, a table for each pair. A ratio is how many times as long the peer took in the same turn.
+The tables on stdout are Markdown, one for each file. A ratio is how many times as long as ovspec the peer took in the
+same turn.
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 NAMES = {"genai": "openvino-genai", "optimum": "optimum-intel", "llamacpp": "llama.cpp", "copy_trim": "copy and trim"}
-AUTO = "lookup,draft"  # ovspec's mode with everything that proposes
-HEADS = ("peer", "mode", "properties", "T", "context", "k", "tokens/s", "ovspec alike", "ovspec auto", "first token")
-HEADS = (*HEADS, "equal", "its own text")
-PICTURED = 128  # context
-OURS = {"ours": ", our properties"}
+AUTO = "lookup,draft"  # ovspec's mode with every drafter
+HEADS = ("peer", "mode", "properties", "T", "context", "lookahead", "tokens/s", "same mode", "everything on")
+HEADS = (*HEADS, "first token", "equal to ovspec", "equal to its own")
+PICTURED = 128  # context of the lines in the picture
+OURS = {"ours": ", ovspec's properties"}
 
 
 def name_of(line: dict[str, Any]) -> str:
@@ -34,7 +35,7 @@ def mode_of(line: dict[str, Any]) -> str:
 
 
 def table_of(lines: list[dict[str, Any]]) -> str:
-    """Of one pair's peers. "ovspec alike" is the ratio to ovspec in the same mode, "ovspec auto" to all of it."""
+    """Return the table of one pair's peers. "same mode" and "everything on" are ratios to ovspec in those modes."""
     rows = [cells_of(line) for line in lines if line["peer"] != "ovspec"]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in (HEADS, ("---",) * len(HEADS), *rows))
 
@@ -51,13 +52,13 @@ def cells_of(line: dict[str, Any]) -> tuple[str, ...]:
 
 
 def alike_of(line: dict[str, Any]) -> float | None:
-    """The ratio to ovspec in the same mode."""
+    """Return the ratio to ovspec in the same mode."""
     mode = line["mode"].split()[0]
     return line["ratio"].get({"batch": "plain", "server-draft": "draft"}.get(mode, mode))
 
 
 def errors_of(lines: list[dict[str, Any]]) -> list[str]:
-    """What went wrong, once each."""
+    """Return a Markdown item for each error, without repetitions."""
     found = [
         f"- {name_of(line)}, {mode_of(line)}, {line['properties']}: `{line['error']}`"
         for line in lines
@@ -67,9 +68,9 @@ def errors_of(lines: list[dict[str, Any]]) -> list[str]:
 
 
 def draw(lines: list[dict[str, Any]], file: Path) -> None:
-    """How many times as long each peer takes for a token, greedy, behind the shorter context.
+    """Draw how many times as long as ovspec each peer takes per token, greedy, at the shorter context.
 
-    Ratios of the same turns only: the machine's speed differs from row to row.
+    The ratios are within the same turns, because the machine's speed differs from row to row.
     """
     import matplotlib
 
@@ -88,7 +89,7 @@ def draw(lines: list[dict[str, Any]], file: Path) -> None:
     axis.axvline(1, color="black", linewidth=0.8)
     axis.barh(0, 0, color="lightsteelblue", label="ovspec in the same mode = 1")
     axis.barh(0, 0, color="tab:blue", label="ovspec with everything on = 1")
-    axis.set_xlabel("time for a token")
+    axis.set_xlabel("time per token")
     axis.legend(loc="upper right")
     figure.tight_layout()
     figure.savefig(file, dpi=110)
@@ -97,7 +98,7 @@ def draw(lines: list[dict[str, Any]], file: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", type=Path, nargs="+")
-    parser.add_argument("--plot", type=Path, help="a picture of the first file")
+    parser.add_argument("--plot", type=Path, help="draw the ratios of the first file")
     args = parser.parse_args()
     for file in args.files:
         lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]

@@ -1,13 +1,14 @@
-"""ovspec beside its peers: the same weights, the same token ids, in turns.
+"""Compare ovspec with its peers: the same weights, the same token ids, in turns.
 
     python scripts/bench/peers/install.py
     python scripts/bench/peers/run.py PAIR [--checkpoints DIR] [--row NAME ...] [--contexts 128,1024] [--out FILE]
 
-PAIR is an exported pair, DIR has its checkpoints target/ and draft/, for the peers that don't read OpenVINO's format.
+PAIR is an exported pair. DIR has its checkpoints target/ and draft/, for the peers that don't read OpenVINO's format.
 Each peer runs in its own interpreter and environment. In a row, ovspec and a peer's configurations take turns, prompt
-by prompt; a peer that proposes tokens first tries how many suit it best, ovspec finds that out as it goes. Peers that
-take OpenVINO's properties run at their defaults and with those of ovspec's profile. One JSON object is printed for
-each configuration and context; what a peer refuses or gets wrong is in it. Use an idle machine.
+by prompt. A peer that proposes tokens first tries several lookaheads and keeps the fastest; ovspec chooses its
+lookahead while it runs. Peers that take OpenVINO's properties run with their defaults and with those of ovspec's
+profile. One JSON object is printed for each configuration and context, with the peer's errors and differing texts in
+it. Use an idle machine.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ sys.path.append(str(HERE.parent))
 from cells import tasks_of, with_context  # noqa: E402
 
 KS = (1, 2, 3, 4, 5, 8)
-WARM_UP = 6.0  # seconds at least, for each contender
-SHORT = 32  # tokens of a text that warms up or tries a k
+WARM_UP = 6.0  # minimum seconds of warm-up for each contender
+SHORT = 32  # tokens of a text that warms up a contender or tries a k
 BATCH = 8
 
 
@@ -52,7 +53,7 @@ class Configuration:
     mode: str
     files: str = "ir"
     options: tuple[tuple[str, Any], ...] = ()
-    ks: tuple[int | None, ...] = ()  # to try; none where nothing is proposed
+    ks: tuple[int | None, ...] = ()  # lookaheads to try; empty if nothing is proposed
     properties: str = "default"
 
     @property
@@ -73,12 +74,12 @@ class Row:
 
 
 def twice(configuration: Configuration) -> tuple[Configuration, ...]:
-    """At the defaults and with our properties."""
+    """Return the configuration with default properties and with those of ovspec's profile."""
     return configuration, replace(configuration, properties="ours")
 
 
 GENAI_DRAFT = Configuration("genai", "draft", ks=(*KS, None))
-# With prefixes cached, as its own scheduler does it, which sampling with a draft doesn't survive.
+# With prefix caching, as in its own scheduler; sampling with a draft fails with it.
 GENAI_AS_IT_IS = replace(GENAI_DRAFT, options=(("prefix_caching", True),), ks=(None,))
 GENAI_BATCH = Configuration("genai", "batch")
 GENAI_SLICED = replace(GENAI_BATCH, options=(("batched_tokens", 256),))  # the default of its SchedulerConfig
@@ -108,12 +109,14 @@ ROWS = (
 
 @dataclass
 class Line:
-    """A configuration at one context. ``ratio``: for each mode of ovspec, the median over the prompts of how many times
-    as long the peer took in the same turn, for a token or for the batch; ``ttft_ratio`` the same for the first token
-    and ovspec's first mode. Above 1 ovspec is faster. ``equal``: texts that are those of ovspec's
-    plain greedy decoding, ``alike`` the tokens before they part, the median; other arithmetic gives other texts.
-    ``own``: texts that are those of the peer's own plain decoding, one by one. ``ks``: ms a token of each k that was
-    tried, or why there is none.
+    """The figures of a configuration at one context.
+
+    ``ratio``: for each mode of ovspec, how many times as long the peer took in the same turn, per token or for the
+    batch, as the median over the prompts. ``ttft_ratio``: the same for the first token and ovspec's first mode. Above
+    1, ovspec is faster. ``equal``: how many texts equal ovspec's plain greedy text; other arithmetic gives other texts.
+    ``alike``: the median number of tokens before they part. ``own``: how many texts equal those of the peer's own plain
+    decoding, one by one. ``acceptance``: the conditional acceptance. ``ks``: ms per token, or the error, for each k
+    that was tried.
     """
 
     pair: str
@@ -155,10 +158,10 @@ class Bench:
         return [with_context(encoder, tasks[i % len(tasks)].prompt, context + i // len(tasks)) for i in range(count)]
 
     def setup_of(self, configuration: Configuration, context: int) -> dict[str, Any]:
-        """For the worker.
+        """Return the worker's set-up.
 
         Raises:
-            ValueError: files, or a profile, that aren't there.
+            ValueError: files or a profile are missing.
         """
         setup: dict[str, Any] = {"mode": configuration.mode, "options": dict(configuration.options)}
         if configuration.files == "ir":
@@ -188,7 +191,7 @@ class Contender:
     answers: list[dict[str, Any]] = field(default_factory=list)
 
     def enter(self, bench: Bench, context: int) -> None:
-        """Start its worker, or say why there is none."""
+        """Start the worker, or record why there is none."""
         try:
             self.worker = Worker(self.configuration.peer, bench.setup_of(self.configuration, context))
         except ValueError as error:
@@ -197,7 +200,7 @@ class Contender:
         self.line.error, self.line.versions = self.worker.ready.get("error"), self.worker.ready.get("versions", {})
 
     def ask(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Its answer; a worker that has died is started again for the next request."""
+        """Return the worker's answer; a worker that died is restarted for the next request."""
         assert self.worker
         answer = self.worker.ask(request | {"k": self.k})
         if "error" in answer and not self.worker.alive and "error" not in self.worker.ready:
@@ -207,7 +210,7 @@ class Contender:
 
 
 def our_properties(folder: Path) -> dict[str, str]:
-    """Those of the profile for the model in ``folder``, which ovspec's own worker has measured if it was new."""
+    """Return the properties of the profile for the model in ``folder``; ovspec's worker has tuned new models before."""
     profile = known_profile(folder, DeviceOptions())
     best = profile.choose(DeviceOptions(), "auto") if profile else None
     if not best:
@@ -216,7 +219,7 @@ def our_properties(folder: Path) -> dict[str, str]:
 
 
 def gguf_of(checkpoint: Path, kind: str) -> Path:
-    """The checkpoint as GGUF, written unless it is there."""
+    """Return the checkpoint as a GGUF file, written if it is missing or out of date."""
     key = hashlib.sha256(str(checkpoint.resolve()).encode()).hexdigest()[:8]
     out = FOLDER / "gguf" / f"{checkpoint.name}-{key}-{kind}.gguf"
     source = checkpoint / "model.safetensors"
@@ -230,7 +233,7 @@ def gguf_of(checkpoint: Path, kind: str) -> Path:
 
 
 def run_row(bench: Bench, row: Row, contexts: list[int], plain: dict[Any, list[list[int]]]) -> Iterator[Line]:
-    """Its lines, ovspec's first in each context."""
+    """Yield the lines of a row, ovspec's first at each context."""
     count = BATCH if row.measure == "throughput" else bench.prompts
     prompts = {context: bench.prompts_of(row.workload, context, count) for context in contexts}
     longest = max(len(prompt) for each in prompts.values() for prompt in each) + bench.tokens + max(KS) + 1
@@ -276,14 +279,14 @@ def run_row(bench: Bench, row: Row, contexts: list[int], plain: dict[Any, list[l
 
 
 def plain_texts(name: str, setup: dict[str, Any], prompts: list[list[int]], tokens: int) -> list[list[int]]:
-    """The greedy texts of a peer, one by one; empty ones where it fails."""
+    """Return the greedy texts of a peer, generated one by one; a text that fails is empty."""
     with Worker(name, setup) as worker:
         answers = [worker.ask({"prompts": [prompt], "max_tokens": tokens}) for prompt in prompts]
     return [answer["tokens"][0] if "tokens" in answer else [] for answer in answers]
 
 
 def plain_of(configuration: Configuration) -> Configuration:
-    """The same peer without a draft and with the same arithmetic."""
+    """Return the configuration of the same peer without a draft, in the same arithmetic."""
     mode = "server-plain" if configuration.mode == "server-draft" else "plain"
     return replace(configuration, mode=mode, ks=())
 
@@ -293,7 +296,7 @@ def request_of(row: Row, prompts: list[list[int]], tokens: int, seed: int) -> di
 
 
 def try_ks(contender: Contender, request: dict[str, Any]) -> None:
-    """Find the best k, and warm up: whoever has nothing to try gets as much time as others take for it."""
+    """Find the fastest k and warm up; a contender that is done before ``WARM_UP`` seconds keeps warming up."""
     line, ks, times = contender.line, contender.configuration.ks, dict[int | None, float]()
     if line.error:
         return
@@ -321,11 +324,11 @@ def try_ks(contender: Contender, request: dict[str, Any]) -> None:
 
 
 def take_turns(contenders: list[Contender], row: Row, prompts: list[list[int]], tokens: int) -> None:
-    """Every prompt goes to every contender before the next; who is first changes."""
+    """Send every prompt to every contender before the next prompt; the first contender rotates."""
     turns = [prompts] if row.measure == "throughput" else [[prompt] for prompt in prompts]
     if row.measure == "throughput":
         for contender in contenders:
-            contender.ask(request_of(row, turns[-1], SHORT, 0))  # kernels for so many rows are made
+            contender.ask(request_of(row, turns[-1], SHORT, 0))  # compiles the kernels for this many rows
     for turn, asked in enumerate(turns):
         first = turn % len(contenders) if contenders else 0
         for contender in contenders[first:] + contenders[:first]:
@@ -333,7 +336,7 @@ def take_turns(contenders: list[Contender], row: Row, prompts: list[list[int]], 
 
 
 def fill(line: Line, contender: Contender, ours: list[Contender], row: Row) -> None:
-    """The figures of its answers."""
+    """Fill in the figures of the contender's answers."""
     good = [answer for answer in contender.answers if "error" not in answer]
     line.error = next((answer["error"] for answer in contender.answers if "error" in answer), None)
     if not good:
@@ -353,25 +356,25 @@ def fill(line: Line, contender: Contender, ours: list[Contender], row: Row) -> N
 
 
 def middle_ratio(theirs: Contender, ours: Contender, figure_of: Callable[[dict[str, Any]], float]) -> float | None:
-    """Turn by turn, the median."""
+    """Return the median ratio of the figures, turn by turn."""
     pairs = zip(theirs.answers, ours.answers, strict=True) if ours.answers else []
     return middle(figure_of(their) / figure_of(our) for their, our in pairs if "error" not in their | our)
 
 
 def texts_in(contender: Contender) -> list[list[int]]:
-    """Of all its turns; a turn that failed gives one empty text, as a batch that fails is its only turn."""
+    """Return the texts of all turns; a failed turn gives one empty text, as a batch that fails is its only turn."""
     return [text for answer in contender.answers for text in answer.get("tokens", [[]])]
 
 
 def compare(got: list[list[int]], wanted: list[list[int]]) -> tuple[str, float | None]:
-    """How many texts are equal, and after how many tokens they part."""
+    """Return how many texts are equal, and the median number of tokens before they part."""
     same = [alike(a, b) for a, b in zip(got, wanted, strict=True)]
     equal = sum(a == b for a, b in zip(got, wanted, strict=True))
     return f"{equal} of {len(wanted)}", middle(same)
 
 
 def alike(a: list[int], b: list[int]) -> int:
-    """How many tokens they begin with together."""
+    """Return the length of the common prefix."""
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
@@ -392,14 +395,14 @@ def as_json(line: Line) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("pair", type=Path)
-    parser.add_argument("--checkpoints", "--hf", dest="hf", type=Path, help="folder of target/ and draft/")
+    parser.add_argument("--checkpoints", "--hf", dest="hf", type=Path, help="folder with target/ and draft/")
     parser.add_argument("--peer", action="append", help="only rows with this peer; may be repeated")
     parser.add_argument("--row", action="append", choices=[row.name for row in ROWS], help="only this; may be repeated")
     parser.add_argument("--contexts", default="128,1024")
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--prompts", type=int, default=3)
-    parser.add_argument("--gguf", choices=("q8_0", "q4_0"), default="q8_0", help="weights of llama.cpp")
-    parser.add_argument("--out", type=Path, help="write the lines there, too")
+    parser.add_argument("--gguf", choices=("q8_0", "q4_0"), default="q8_0", help="weight format for llama.cpp")
+    parser.add_argument("--out", type=Path, help="also append the lines to this file")
     args = parser.parse_args()
     bench = Bench(args.pair, args.hf, args.gguf, args.tokens, args.prompts)
     contexts = [int(part) for part in args.contexts.split(",")]

@@ -1,7 +1,7 @@
-"""The speculative loop that OpenVINO's published samples have, as a worker of ``run.py``, by ``protocol.py``.
+"""The speculative loop of OpenVINO's published samples as a worker of ``run.py``, by ``protocol.py``.
 
-Two stateful requests, a fixed number of tokens proposed, greedy; after each round the keys and values of rejected
-tokens are cut off by reading every state, slicing it and writing it back. Modes: plain, draft.
+It has two stateful requests, proposes a fixed number of tokens and is greedy. After each round it cuts off the keys and
+values of rejected tokens by reading every state, slicing it and writing it back. Modes: plain, draft.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Model:
         self.length = 0
 
     def choices(self, tokens: list[int]) -> list[int]:
-        """The greedy choice behind each of ``tokens``."""
+        """Feed ``tokens`` and return the greedy choice after each."""
         end = self.length + len(tokens)
         feed: dict[str, Any] = {
             "input_ids": np.array([tokens], dtype=np.int64),
@@ -40,7 +40,7 @@ class Model:
         return self.request.get_tensor("logits").data[0].argmax(-1).tolist()
 
     def trim(self, length: int) -> None:
-        """Forget all tokens behind the first ``length``."""
+        """Forget all tokens after the first ``length``."""
         if length < self.length:
             for state in self.request.query_state():
                 state.state = ov.Tensor(np.ascontiguousarray(state.state.data[:, :, :length]))
@@ -79,7 +79,7 @@ def load(setup: protocol.Setup) -> protocol.Generate:
 
 
 def propose(draft: Model, tokens: list[int], count: int) -> list[int]:
-    """``count`` greedy tokens of the draft, which reads first what it has not seen."""
+    """Return ``count`` greedy tokens of the draft, which first reads the tokens that it has not seen."""
     guesses: list[int] = []
     for _ in range(count):
         unread = [*tokens, *guesses][draft.length :]

@@ -1,8 +1,7 @@
 """openvino-genai as a worker of ``run.py``, by ``protocol.py``.
 
-Modes: plain, draft, lookup, batch. The option backend is PA (its own default) or SDPA; max_ngram_size is that of
-lookup; prefix_caching and batched_tokens are those of its scheduler. Proposed tokens, k: None is its dynamic mode
-where it drafts with a model.
+Modes: plain, draft, lookup, batch. Options: backend, PA (its own default) or SDPA; max_ngram_size, for lookup;
+prefix_caching and batched_tokens, for its scheduler. With a draft model, k=None selects its dynamic mode.
 """
 
 from __future__ import annotations
@@ -14,17 +13,17 @@ import openvino as ov
 import openvino_genai as genai  # type: ignore[import-not-found]
 import protocol
 
-DYNAMIC_THRESHOLD = 0.4  # of the draft's confidence, as its documentation has it
+DYNAMIC_THRESHOLD = 0.4  # of the draft's confidence, as in its documentation
 LOOKUP_NGRAM = 3
 
 
 def scheduler(options: dict[str, Any]) -> Any:
-    """Its own default for one text at a time, without the cache of prefixes.
+    """Return its own default scheduler for one text at a time, but without prefix caching.
 
-    The driver gives the same prompt to several configurations, and warms up: with a cached prefix there would be next
-    to nothing to read before the first token. Looking prefixes up isn't free, so going without costs it nothing; and
-    with them, sampling with a draft fails. ``max_num_batched_tokens`` is without a limit as in its default; the
-    class's own 256 would read long prompts in slices.
+    The driver gives the same prompt to several configurations, and warms up: with a cached prefix there would be almost
+    nothing to read before the first token. Looking prefixes up isn't free, so it loses nothing without them; and with
+    them, sampling with a draft fails. ``max_num_batched_tokens`` has no limit, as in its default; the class's own 256
+    would read long prompts in chunks.
     """
     config = genai.SchedulerConfig()
     config.enable_prefix_caching = options.get("prefix_caching", False)
@@ -33,7 +32,7 @@ def scheduler(options: dict[str, Any]) -> Any:
 
 
 class FirstToken(genai.StreamerBase):
-    """Tells when tokens come, and doesn't make text of them."""
+    """A streamer that reports when tokens come, without decoding them to text."""
 
     def __init__(self, watch: protocol.Watch) -> None:
         super().__init__()

@@ -1,8 +1,8 @@
 """llama.cpp as a worker of ``run.py``, by ``protocol.py``.
 
-Modes: plain and lookup by llama-cpp-python; server-plain and server-draft by llama-server, the program in the option
-server. Options: threads, and context, the tokens that a prompt and its text have at most. ``target`` and ``draft`` are
-GGUF files, see ``gguf_writer.py``.
+Modes: plain and lookup run in llama-cpp-python, server-plain and server-draft in llama-server. Options: server, the
+path of llama-server; threads; context, the maximum number of tokens of a prompt and its text. ``target`` and ``draft``
+are GGUF files, see ``gguf_writer.py``.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from typing import Any
 
 import protocol
 
-# Straight to this machine, whatever proxy the environment names.
+# Connects to this machine directly, whatever proxy the environment names.
 HTTP = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 START_SECONDS = 120
 LOOKUP_TOKENS = 10  # llama-cpp-python's own default
 
 
 def load(setup: protocol.Setup) -> protocol.Generate:
-    # Its own default is half of the processors, for hyperthreads.
+    # Its own default is half of the processors, because of hyper-threading.
     threads = int(setup.options.get("threads") or os.cpu_count() or 1)
     context = int(setup.options.get("context") or 4096)
     if setup.mode in ("server-plain", "server-draft"):
@@ -54,7 +54,7 @@ def by_library(setup: protocol.Setup, threads: int, context: int) -> protocol.Ge
         prompt = request.prompt
         if lookup:
             lookup.num_pred_tokens = request.k or LOOKUP_TOKENS
-        llama.reset()  # it would begin behind what the last prompt and this one share
+        llama.reset()  # otherwise it would reuse what the last prompt and this one share
         llama.set_seed(request.seed)
         options = {"temp": request.temperature, "top_k": request.top_k or 0, "top_p": 1.0, "min_p": 0.0}
         tokens: list[int] = []
@@ -73,7 +73,7 @@ def by_library(setup: protocol.Setup, threads: int, context: int) -> protocol.Ge
 
 @dataclass
 class Server:
-    """A running llama-server; how much it proposes is settled when it starts."""
+    """A running llama-server, whose lookahead ``k`` is fixed when it starts."""
 
     process: subprocess.Popen[bytes]
     port: int
@@ -112,7 +112,7 @@ def by_server(setup: protocol.Setup, threads: int, context: int) -> protocol.Gen
             if event.get("tokens"):
                 watch.token()
                 tokens += event["tokens"]
-        return protocol.Texts([tokens])  # it says what it accepted of all proposals, not of the compared ones
+        return protocol.Texts([tokens])  # it reports accepted / proposed, not the conditional acceptance
 
     return generate
 
@@ -120,7 +120,7 @@ def by_server(setup: protocol.Setup, threads: int, context: int) -> protocol.Gen
 def start(setup: protocol.Setup, threads: int, context: int, k: int | None) -> Server:
     program = setup.options.get("server")
     if not program:
-        raise protocol.Refusal("llama-server isn't there")
+        raise protocol.Refusal("llama-server is not installed")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -142,7 +142,7 @@ def start(setup: protocol.Setup, threads: int, context: int, k: int | None) -> S
 
 
 def events(port: int, asked: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """What the server streams."""
+    """Yield the events that the server streams."""
     body = json.dumps(asked).encode()
     headers = {"Content-Type": "application/json"}
     request = urllib.request.Request(f"http://127.0.0.1:{port}/completion", body, headers)

@@ -1,9 +1,9 @@
 """llama.cpp's own grammar engine as a worker of ``grammars.py``, by ``grammar_protocol.py``.
 
-It has no masks: a mask and its application are one pass over all candidates. Before it does that, llama.cpp asks about
-the one token that it would choose without a grammar, which is ``check`` here, and mostly that is all. JSON schemas are
-converted to its grammars by llama-server, which has llama.cpp's own converter and wants some model to run; the one of
-llama-cpp-python is older and knows fewer of them.
+It has no separate masks: one pass over all candidates computes and applies a mask. Before that pass, llama.cpp checks
+the one token that it would choose without a grammar (``check`` here), and mostly needs no more. llama-server converts
+JSON schemas to its grammars with llama.cpp's own converter, and needs some model to run; the converter of
+llama-cpp-python is older and knows fewer schemas.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ DEMO = ROOT / "models" / "demo-hf" / "target"
 
 @dataclass
 class Candidates:
-    """An array of llama.cpp's, over memory of numpy's."""
+    """A llama.cpp array of candidates over numpy's memory."""
 
     values: np.ndarray
 
@@ -48,7 +48,7 @@ class Candidates:
 
 
 class Grammar:
-    """A grammar's place in a text."""
+    """The state of a grammar within a text, a ``grammar_protocol.Walk``."""
 
     def __init__(self, vocab: Any, gbnf: str, everything: Candidates, one: Candidates) -> None:
         self._sampler = llama_cpp.llama_sampler_init_grammar(vocab, gbnf.encode(), b"root")
@@ -78,7 +78,7 @@ class Grammar:
         return bool(np.isfinite(self._all.values["logit"][token]))
 
     def accept(self, token: int) -> bool:
-        """An exception of C++ would end the process, so only what it allows is accepted."""
+        """Accept only allowed tokens, because a C++ exception would end the process."""
         if not self.allows(token):
             return False
         llama_cpp.llama_sampler_accept(self._sampler, token)
@@ -86,7 +86,7 @@ class Grammar:
 
 
 def vocabulary_file(vocabulary: Vocabulary) -> Path:
-    """A GGUF with no weights, written once for each tokenizer."""
+    """Return a GGUF file without weights, written once for each tokenizer."""
     source = Path(vocabulary.file)
     digest = hashlib.sha256(source.read_bytes() + f"{vocabulary.size} {vocabulary.end}".encode()).hexdigest()[:8]
     out = PEERS / "gguf" / f"vocabulary-{digest}.gguf"

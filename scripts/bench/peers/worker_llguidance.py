@@ -1,4 +1,4 @@
-"""llguidance as a worker of ``grammars.py``, by ``grammar_protocol.py``, and its masks applied by numpy."""
+"""llguidance as a worker of ``grammars.py``, by ``grammar_protocol.py``, with masks applied by numpy."""
 
 from __future__ import annotations
 
@@ -20,14 +20,17 @@ Apply = Callable[[np.ndarray, np.ndarray], np.ndarray]
 
 
 def grammar_tokenizer(vocabulary: Vocabulary, slices: list[str] | None = None) -> LLTokenizer:
-    """As ovspec makes it; ``slices`` other than its own."""
+    """Return the tokenizer as ovspec makes it, with other ``slices`` if given."""
     tokenizer_json = json.loads(Path(vocabulary.file).read_text(encoding="utf-8"))
     _, tokenizer = ovspec_tokenizer(tokenizer_json, vocabulary.size)
     return tokenizer if slices is None else tokenizer.with_slices(slices)
 
 
 def appliers(width: int) -> dict[str, Apply]:
-    """Ways to -inf where a mask's bit is 0: (logits, bytes of the mask) to a row that the next call overwrites."""
+    """Return ways to set logits to -inf where a mask's bit is 0.
+
+    Each takes the logits and the mask's bytes and returns a row, which the next call may overwrite.
+    """
     out, forbidden = np.empty(width, np.float32), np.float32(-np.inf)
 
     def bits(mask: np.ndarray) -> np.ndarray:
@@ -56,7 +59,7 @@ def appliers(width: int) -> dict[str, Apply]:
 
 
 class Matcher:
-    """A grammar's place in a text, a ``grammar_protocol.Walk``.
+    """The state of a grammar within a text, a ``grammar_protocol.Walk``.
 
     Raises:
         Refusal: llguidance doesn't take the grammar.
@@ -97,7 +100,7 @@ class Matcher:
         return True
 
     def _error(self) -> str:
-        """Without the state of the parser that follows it."""
+        """Return the error without the parser's state, which follows it."""
         return self.matcher.get_error().partition("<state>")[0]
 
 

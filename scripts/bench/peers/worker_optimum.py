@@ -1,7 +1,7 @@
 """Hugging Face's ``generate`` as a worker of ``run.py``, by ``protocol.py``.
 
-Modes: plain, draft (assisted generation), lookup. The option runtime is torch, eager PyTorch on a checkpoint in the
-option dtype, bf16 or f32; or openvino, optimum-intel on an exported folder. k None is Hugging Face's own default.
+Modes: plain, draft (assisted generation), lookup. Options: runtime, torch (eager PyTorch on a checkpoint) or openvino
+(optimum-intel on an exported folder); dtype, bf16 or f32, for torch. k=None is Hugging Face's own default.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ import torch
 from transformers import AutoModelForCausalLM, set_seed
 from transformers.generation.streamers import BaseStreamer
 
-LOOKUP_TOKENS = 10  # as its documentation has it
+LOOKUP_TOKENS = 10  # as in its documentation
 DTYPES = {"bf16": torch.bfloat16, "f32": torch.float32}
 
 
 class FirstToken(BaseStreamer):
-    """Tells when tokens come; what comes first is the prompt."""
+    """A streamer that reports when tokens come; what it gets first is the prompt."""
 
     def __init__(self, watch: protocol.Watch) -> None:
         self._watch, self._prompt = watch, True
@@ -40,7 +40,7 @@ def model_of(folder: str, properties: dict[str, str], options: dict[str, Any]) -
         model: Any = OVModelForCausalLM.from_pretrained(folder, ov_config=dict(properties))
     else:
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPES[options.get("dtype", "bf16")]).eval()
-    # Texts are as long as was asked for: no id ends one.
+    # Texts have the requested length: no id ends one.
     model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, 0
     return model
 

@@ -15,7 +15,7 @@ from grammar_protocol import Begin, Vocabulary, serve
 
 @dataclass
 class Matcher:
-    """A grammar's place in a text."""
+    """The state of a grammar within a text, a ``grammar_protocol.Walk``."""
 
     matcher: Any
     bits: torch.Tensor  # (1, 32-bit words)
@@ -47,7 +47,7 @@ def load(vocabulary: Vocabulary) -> Begin:
         vocab_size=vocabulary.size,
         stop_token_ids=[vocabulary.end],
     )
-    # Its own cache would make every construction but the first look free.
+    # With its own cache, every construction except the first would look free.
     compiler = xgrammar.GrammarCompiler(tokenizer, max_threads=os.cpu_count() or 1, cache_enabled=False)
     bits = xgrammar.allocate_token_bitmask(1, vocabulary.size)
     row = torch.empty(1, vocabulary.size)

@@ -1,4 +1,4 @@
-"""Programs in guidance's language. Each takes a model and returns what it has captured and written."""
+"""guidance programs. Each takes a model and returns its captures and its text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Programs in guidance's language: as guidance's own Transformers backend runs them, with fewer inferences."""
+"""guidance programs give the same results as on guidance's own Transformers backend, with fewer inferences."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Load = Callable[..., ovspec.LanguageModel]
 @pytest.fixture(scope="module")
 def oracle() -> models.Transformers:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it takes ChatML, which is what the template is
+        warnings.simplefilter("ignore")  # it falls back to ChatML, which the template is
         return models.Transformers(str(TARGET), echo=False, enable_monitoring=False, dtype="float32")
 
 
@@ -48,7 +48,7 @@ def expected(oracle: models.Transformers) -> Callable[[str], dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def model(load: Load) -> Callable[[str], ovspec.guidance.OpenVINO]:
-    """One for all programs of a drafter, as an application would have it."""
+    """Return one model per drafter, shared by all programs, as in an application."""
 
     @functools.cache
     def model(drafter: str) -> ovspec.guidance.OpenVINO:
@@ -71,7 +71,7 @@ def test_texts_and_captures_are_those_of_transformers(
 
 @pytest.mark.parametrize("drafter", ["lookup", "model", "chain", "fixed"])
 def test_inferences_are_saved(drafter: str, cache_dir: Path) -> None:
-    """With the demo pair, whose draft is good; whether it pays must not depend on the machine."""
+    """The demo pair has a good draft; whether drafting pays must not depend on the machine."""
     load = functools.partial(ovspec.load, ROOT / "models" / "demo", precision="f32", cache_dir=cache_dir)
     lm = fresh(functools.partial(load, lookahead=3) if drafter == "model" else load, drafter)
     for program in (free_text, schemas, branches, loops):
@@ -99,7 +99,7 @@ def test_tokens_are_read_once(
     monkeypatch.setattr(lm.engine, "get_logits", watched)
     program(lm)
     different = {tuple(ids[:length]) for ids in asked for length in range(1, len(ids) + 1)}
-    assert lm.stats.read <= len(different) + lm.stats.forks + 2  # the last token where a text is taken up again
+    assert lm.stats.read <= len(different) + lm.stats.forks + 2  # the last token is read again when a text is continued
     assert (lm.stats.forks > 0) == (program is branches)
 
 
@@ -137,7 +137,7 @@ def test_logits_stay_what_they_are(load: Load) -> None:
 
 
 def test_sampled_text_follows_the_same_numbers(load: Load, oracle: models.Transformers) -> None:
-    """With equal logits and numpy's generator in the same state, texts are equal: guidance draws by itself."""
+    """guidance samples the tokens, so equal logits and the same state of numpy's generator give equal texts."""
 
     def sampled(lm: Any) -> str:
         np.random.seed(3)
