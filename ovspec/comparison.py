@@ -88,9 +88,7 @@ class Speedup:
                 return f"speed-up {self.ratio:.2f} ({self.spread})"
             if self.ratio >= 1:
                 return f"no clear speed-up: {self.ratio:.2f} ({self.spread})"
-            return (
-                f"no speed-up: drafting costs more than it brings here, {self.ratio:.2f} of plain speed ({self.spread})"
-            )
+            return f"no speed-up: drafting costs more than it brings here; {self.loss}"
         why = f"{accepted} of {proposed} proposed tokens accepted" if proposed else "nothing was proposed"
         loss = "" if self.ratios[-1] >= 1 else f"; {self.loss}"
         return f"no speed-up: drafting doesn't pay for this model here ({why}){loss}"

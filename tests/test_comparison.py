@@ -77,12 +77,18 @@ def test_every_way_begins_as_often(count: int, turns: int) -> None:
 
 
 def test_turns_end_in_time_and_are_even(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = iter(range(1000))
-    monkeypatch.setattr(comparison.time, "perf_counter", lambda: float(next(clock)))
-    assert list(turns_within(1)) == [0, 1, 2, 3]
-    assert len(list(turns_within(3.5))) % 2 == 0
-    monkeypatch.setattr(comparison.time, "perf_counter", lambda: 0.0)
-    assert len(list(turns_within(1))) == comparison.MOST_TURNS
+    now = 0.0
+    monkeypatch.setattr(comparison.time, "perf_counter", lambda: now)
+    counts = []
+    for seconds in (0.1, 1.0, 3.0, 1000.0):  # that a turn takes
+        now = 0.0
+        turns = turns_within(5.0)
+        count = 0
+        for turn in turns:
+            assert turn == count
+            count, now = count + 1, now + 1 / seconds
+        counts.append(count)
+    assert counts == [4, 6, 16, 16]
 
 
 # ---------------------------------------------------------------- where texts part
