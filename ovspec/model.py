@@ -77,7 +77,7 @@ class LanguageModel:
 
         Args:
             prompt: a text, token ids or chat messages; or a list of texts, of lists of ids, or of chats.
-            options: see ``GenerateOptions``. For ``n`` above 1 call ``samples``.
+            options: see "Options of generating calls". For ``n`` above 1 call ``samples``.
 
         Raises:
             OvspecError: an empty prompt for a model without a BOS, one that doesn't fit the model's context, or an
@@ -190,7 +190,8 @@ class LanguageModel:
         """Return a model that shares this one's compiled models and uses other drafters.
 
         Args:
-            choice: the drafters, None for plain decoding. A draft model among them must be the one that is loaded.
+            choice: the drafters, as ``ovspec.drafting.choice.parse_draft("lookup")`` returns them; None for plain
+                decoding. A draft model among them must be the one that is loaded.
         """
         other = copy.copy(self)
         other.workspace = self.workspace.with_drafters(choice)

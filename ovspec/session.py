@@ -23,7 +23,7 @@ from ovspec.workspace import Decoders, Prompt, RowStart, Workspace, is_chat
 class Session:
     """One text that grows by what you append and what the model generates, and whose KV caches are kept.
 
-    After any change to the text, only the tokens that differ from those in the caches are read. Made by
+    After any change to the text, only the tokens from the first difference on are read again. Made by
     ``LanguageModel.session()``; use it in a ``with`` statement or call ``close``. Using the session for something
     else cancels a stream that has not ended.
     """

@@ -16,10 +16,12 @@ import click
 import ovspec
 from ovspec.cli import cli
 from ovspec.compat import gpt_fast
+from ovspec.loop.perplexity import Perplexity
 from ovspec.loop.results import TextStream
 from ovspec.options import GENERATE
 from ovspec.options.loading import LOAD
 from ovspec.options.option import Option
+from ovspec.sampling.logprobs import TokenLogprob
 
 FOLDER = Path(__file__).resolve().parent.parent / "docs" / "reference"
 MADE = "Made by `scripts/reference.py` from the code; do not edit.\n"
@@ -44,8 +46,9 @@ def cli_reference() -> str:
 def python_reference() -> str:
     """Return signatures, docstrings and options of the public names."""
     parts = [
-        f"# Python\n\n{MADE}\nEverything here is imported from `ovspec` unless its section says otherwise. Shapes of "
-        "arrays are written in parentheses, such as (1, vocab).\n",
+        f"# Python\n\n{MADE}\nImport names from `ovspec`; `TextStream`, `TokenLogprob` and `Perplexity` are only "
+        "returned. Shapes of arrays are written in parentheses, such as (1, vocab). A prompt is a string, a list of "
+        "token ids, or chat messages: a dict with `role` and `content`, or a list of them.\n",
         f"## load\n\n{signature('ovspec.load', ovspec.load)}\n\n{prose(ovspec.load, leave_out=LOAD)}\n",
         f"Options:\n\n{option_table(LOAD)}\n",
         "## Options of generating calls\n\n`generate`, `stream` and `samples` of a model, and `generate` and `stream` "
@@ -58,7 +61,7 @@ def python_reference() -> str:
         for name, value in members(kind):
             head = "" if isinstance(value, property) else f"{signature(name, value)}\n\n"
             parts.append(f"### {kind.__name__}.{name}\n\n{head}{prose(value)}\n")
-    for kind in (ovspec.Result, ovspec.Stats, ovspec.Piece, ovspec.Score, ovspec.Selection):
+    for kind in (ovspec.Result, ovspec.Stats, ovspec.Piece, TokenLogprob, ovspec.Score, ovspec.Selection, Perplexity):
         listed = [f"{field.name}: {field.type}" for field in dataclasses.fields(kind)]
         rates = [f"- `{name}`: {prose(value)}" for name, value in members(kind) if isinstance(value, property)]
         fields = "```text\n" + "\n".join(listed) + "\n```\n"

@@ -32,7 +32,8 @@ def batch(
 
     Each line is a request of OpenAI's batch API, a JSON object with a prompt or messages and options such as
     max_tokens, temperature, stop or response_format, or a JSON string with a prompt. In a .txt file, each line is
-    a prompt as it is. Options of a line override those given here.
+    a prompt as it is. Options of a line override those given here. --chat and --system apply only to plain prompts.
+    Lines without a seed of their own share the one given here.
 
     The output has one line for each, in the same order, with its id (by default the line number). If a line fails,
     its output has the error instead of a text, and the exit code is 1. After Ctrl-C or a kill, the same command

@@ -49,9 +49,7 @@ class Measured:
 
 @click.command()
 @click.argument("folder", required=False, type=click.Path(path_type=Path), metavar="[DIR]")
-@click.option(
-    "--draft", metavar="PATH", help="Folder of a draft model, or none.  [default: the one exported beside DIR]"
-)
+@click.option("--draft", metavar="PATH", help="Folder of a draft model, or none.  [default: the draft in DIR]")
 @click.option("--prompt", "prompts", multiple=True, metavar="TEXT", help="Your own prompt. May be repeated.")
 @click.option(
     "--prompt-file",
@@ -66,7 +64,8 @@ class Measured:
     type=LookaheadType(),
     default="auto",
     show_default=True,
-    help="Tokens to propose per round, at least 1; auto for the number that is expected to be fastest.",
+    metavar="auto|K",
+    help="Maximum number of tokens to propose per round, at least 1; auto for as many as pay.",
 )
 @click.option(
     "-n",
@@ -115,7 +114,8 @@ def bench(
 ) -> None:
     """Time the model in DIR (by default the embedded demo pair) without and with each way of proposing tokens.
 
-    For each prompt the modes take turns, and each turn begins with another mode. The speed-up is that of the median
+    The modes are plain decoding, lookup, the draft model if there is one, and both. For each prompt the modes take
+    turns, and each turn begins with another mode. The speed-up is that of the median
     turn: the time of plain decoding divided by the mode's. No gain is shown if speculation saved no inferences. Texts
     don't end before --max-tokens. The prompts are code, an edit and prose unless you give your own. Use an idle
     machine.

@@ -33,7 +33,9 @@ if TYPE_CHECKING:
 @click.command(cls=StatsCommand)
 @click.argument("folder", required=False, type=click.Path(path_type=Path), metavar="[DIR]")
 @click.option("--system", metavar="TEXT", help="System message.")
-@stats_option("Print statistics on stderr after each answer: tokens, speed and acceptance, or all with --stats full.")
+@stats_option(
+    "Print statistics on stderr after each answer: tokens, speed and acceptance, or everything with --stats full."
+)
 @session_options
 @generate_options
 def chat(

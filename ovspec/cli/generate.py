@@ -25,15 +25,17 @@ from ovspec.drafting.choice import EXPORTED, DraftChoice
 @click.argument("arguments", nargs=-1, metavar="[DIR] [PROMPT]")
 @click.option("-p", "--prompt", "prompt_option", metavar="TEXT", help="The prompt, if it could be taken for DIR.")
 @click.option("-f", "--file", "prompt_file", type=click.Path(), help="Read the prompt from a file; - is stdin.")
-@click.option("--token-ids", metavar="IDS", help="The prompt as token ids, separated by commas or spaces.")
+@click.option(
+    "--token-ids", metavar="IDS", help="The prompt as token ids, separated by commas or spaces; no BOS is added."
+)
 @chat_options
-@stats_option("Print statistics on stderr: tokens, speed and acceptance, or all with --stats full.")
+@stats_option("Print statistics on stderr: tokens, speed and acceptance, or everything with --stats full.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the text.")
 @click.option(
     "--compare",
     is_flag=True,
-    help="Generate without and with --draft, in turns. Shows both texts, whether they are equal (if not, exit code 1), "
-    "and the median speed-up with its range.",
+    help="Generate without and with --draft (by default the draft in DIR), at least five times each. Prints both "
+    "texts, whether they are equal (if not, exit code 1), and the median speed-up with its range.",
 )
 @session_options
 @generate_options
@@ -53,8 +55,8 @@ def generate(
 ) -> None:
     """Continue PROMPT with the model in DIR (by default the embedded demo pair).
 
-    The prompt comes from the argument, --prompt, --file, --token-ids or stdin. Text goes to stdout,
-    statistics to stderr.
+    The prompt comes from the argument, --prompt, --file, --token-ids or stdin. An only argument is DIR if it is a
+    folder. Text goes to stdout, statistics to stderr.
 
     \b
     Examples:

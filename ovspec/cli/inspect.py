@@ -18,7 +18,7 @@ from ovspec.errors import OvspecError
 @click.option(
     "--verify",
     is_flag=True,
-    help="First check that the files in the model's folder have the checksums they were exported with.",
+    help="First check the model's files against the checksums of its export by ovspec.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @runtime_options

@@ -22,6 +22,12 @@ Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 # (command, option) -> the default that a command sets itself, in words.
 CHAT_MAX_TOKENS = 1024
 DEFAULTS = {("chat", "max_tokens"): str(CHAT_MAX_TOKENS)}
+# (command, option) that is refused in a sentence, so the help leaves it out.
+REFUSED = {
+    *(("chat", name) for name in ("n", "logprobs", "heal")),
+    ("batch", "logprobs"),
+    *((command, "draft_device") for command in ("inspect", "perplexity")),
+}
 
 
 class Parsed(click.ParamType):
@@ -58,17 +64,17 @@ def click_type(kind: Any, option: Option) -> click.ParamType:
     return click.INT if int in inner else click.FLOAT if float in inner else click.STRING
 
 
-def click_option(name: str, kind: Any, option: Option) -> Decorator:
+def click_option(name: str, kind: Any, option: Option, hidden: bool) -> Decorator:
     """Return the command-line option of a declaration."""
     flags = option.flags or (flag(name),)
     help = option.help + f"  [default: {option.initially}]" * bool(option.initially)
     if bool in alternatives(kind) and not option.parse:
         negated = flags[0].startswith("--no-")
-        return click.option(*flags, name, is_flag=True, flag_value=not negated, default=None, help=help)
-    more: dict[str, Any] = {}
+        return click.option(*flags, name, is_flag=True, flag_value=not negated, default=None, help=help, hidden=hidden)
+    more: dict[str, Any] = {"hidden": hidden}
     if is_repeatable(kind):
         made = dict if any(get_origin(each) is Mapping for each in alternatives(kind)) else list
-        more = {"multiple": True, "callback": lambda ctx, param, values: made(values) or None}  # noqa: ARG005
+        more |= {"multiple": True, "callback": lambda ctx, param, values: made(values) or None}  # noqa: ARG005
         help += " May be repeated."
     return click.option(*flags, name, type=click_type(kind, option), metavar=option.metavar, help=help, **more)
 
@@ -81,7 +87,7 @@ def options_of(table: dict[str, tuple[Any, Option]]) -> Decorator:
             here = not option.commands or command.__name__ in option.commands
             option = replace(option, usual=DEFAULTS.get((command.__name__, name), option.usual))
             if option.flags != () and here:
-                command = click_option(name, kind, option)(command)
+                command = click_option(name, kind, option, (command.__name__, name) in REFUSED)(command)
         return command
 
     return decorate
@@ -103,9 +109,9 @@ def generate_options(command: Callable[..., Any]) -> Callable[..., Any]:
         is_flag=False,
         flag_value=EXPORTED,
         metavar="[DRAFT]",
-        help="Speculate with the draft that was exported beside DIR, or with DRAFT: the folder of a draft model, self "
-        "(the target's own first layers), lookup (what followed the last tokens earlier in the text), lookup,FOLDER or "
-        "lookup,draft (lookup first, then the model), or none.",
+        help="Speculate with the draft in DIR, or with DRAFT: the folder of a draft model; self (a draft in DIR that "
+        "--draft-layers made); lookup (what followed the last tokens earlier in the text); lookup,draft or "
+        "lookup,FOLDER (the model where lookup finds nothing good); or none.  [default: none]",
     )
     return draft(options_of(GENERATE)(options_of(LOAD)(command)))
 
@@ -123,13 +129,13 @@ def session_options(command: Callable[..., Any]) -> Callable[..., Any]:
         type=click.Path(dir_okay=False, path_type=Path),
         callback=in_a_folder,
         metavar="FILE",
-        help="Continue the text in FILE, if that exists; at the end, write the text and its KV cache to FILE.",
+        help="Continue the text or chat in FILE, if that exists; at the end, write it to FILE with its KV cache.",
     )
     context = click.option(
         "--context",
         type=click.IntRange(min=1),
         metavar="N",
-        help="Maximum length of prompt and text, in tokens; also prints the memory that its KV cache takes.  "
+        help="Limit for prompt and text together, in tokens; prints the memory that its KV cache takes.  "
         "[default: the model's]",
     )
     return session(context(command))

@@ -28,21 +28,21 @@ GOALS = ("decode", "prefill", "balanced", "accuracy")  # profile.GOALS, without 
     type=click.Choice(GOALS),
     default="balanced",
     show_default=True,
-    help="What to minimise: the time per token (decode), of the prompt (prefill), or both (balanced); accuracy is "
-    "balanced among the settings whose KL divergence from f32 is at most 1e-6 nats.",
+    help="What to minimise: the time per generated token (decode), the time to read the prompt (prefill), or both "
+    "(balanced); accuracy is balanced among the settings whose KL divergence from f32 is at most 1e-6 nats.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.option(
     "--cache-dir",
     type=click.Path(file_okay=False),
-    help="Folder where compiled models and profiles are cached.  [default: the user's cache]",
+    help="Folder of compiled models and profiles; give other commands the same one.  [default: the user's cache]",
 )
 def tune(folder: Path | None, goal: Goal, as_json: bool, cache_dir: str | None) -> None:
-    """Measure which settings are fastest for the model in DIR (by default the embedded demo pair) on this machine,
-    and use them from now on.
+    """Measure which settings are fastest for the model in DIR (by default the embedded demo pair) on this machine's
+    CPU, and use them from now on.
 
-    Tries precisions, dynamic quantisation, KV caches, threads and both engines, for the target and the draft beside
-    it. A setting is chosen only if its output is about as accurate as that of OpenVINO's default. --for decode and
+    Tries precisions, dynamic quantisation, KV caches, threads and both engines, for the target and the draft in
+    DIR. A setting is chosen only if its output is about as accurate as that of OpenVINO's default. --for decode and
     prefill may choose settings with which a draft changes the text at near-ties, where two tokens are almost equally
     likely. The result is kept as a profile, which models of the same shape and weight format share. Use an idle
     machine.

@@ -68,7 +68,8 @@ class RoundRow:
 class Drafter:
     """Proposes tokens for every row of a batch; reads only committed tokens and its own guesses.
 
-    A drafter of your own needs only ``guess``. The other methods are for drafters that keep state for each row.
+    A drafter of your own needs only ``guess``; its attribute ``name``, by default "own", is its name in statistics. The
+    other methods are for drafters that keep state for each row.
     """
 
     name = "own"  # its name in statistics

@@ -107,7 +107,7 @@ def native_precisions() -> list[str]:
 def default_kv_precision(options: DeviceOptions) -> str | None:
     """Return the default type of the KV cache: the one that attention computes in, so that rolling back is exact.
 
-    It isn't exact with u8, the CPU plugin's own default for compressed weights (see ARCHITECTURE.md).
+    It isn't exact with u8, the CPU plugin's own default for compressed weights (see docs/explanation/engines.md).
     None on devices other than the CPU: AUTO and HETERO don't know the property, and a GPU makes its own choice.
     """
     if check_device(options.device) != "CPU":

@@ -73,8 +73,10 @@ class Stats(Proposals):
     ``ttft_ms`` runs from the prompt's token ids to the first token; ``tpot_ms`` is the mean time of each later one.
     ``target_ms`` and ``draft_ms`` are spent in inference; ``other_ms`` is everything else, including what the caller
     does between two pieces of a stream. In a batch, times are those of the whole batch from when the row joined until
-    it finished. ``forced`` counts tokens that needed no choice because constraints left no other. ``drafters`` has the
-    proposed and accepted tokens of each drafter by its name.
+    it finished. ``cached_tokens`` counts prompt tokens found in the KV cache. ``reached`` counts proposed tokens that
+    were compared with the target's choice. ``forced`` counts tokens that needed no choice because constraints left no
+    other. ``drafters`` has the proposed and accepted tokens of each drafter by its name. ``seed`` is None if the text
+    is greedy.
     """
 
     prompt_tokens: int = 0
@@ -104,8 +106,10 @@ class Stats(Proposals):
 class Result:
     """A finished text.
 
-    ``token_ids`` holds every generated token, including the EOS or stop id that ended the text; ``text`` leaves out
-    what stopped it. ``logprobs`` has one entry for each of ``token_ids`` if they were requested.
+    ``finish_reason`` is "eos" (the model ended the text), "stop" (a stop string or id, or a grammar that is complete),
+    "length" (``max_tokens`` or the context) or "cancelled". ``token_ids`` holds every generated token, including the
+    EOS or stop id that ended the text; ``text`` leaves out what stopped it. ``logprobs`` has one entry for each of
+    ``token_ids`` if they were requested.
     """
 
     text: str
@@ -124,10 +128,9 @@ class Finishing(Protocol):
 
 
 class TextStream:
-    """Pieces of text as rounds produce them; iterate over it once.
+    """A text as it is generated; iterate over it once to get a ``Piece`` for each round.
 
-    Ctrl-C during a round ends the text with a piece "cancelled" and then raises KeyboardInterrupt. ``ended`` is called
-    at the end.
+    Ctrl-C during a round ends the text with a piece "cancelled" and then raises KeyboardInterrupt.
     """
 
     def __init__(self, pieces: Generator[Piece], row: Finishing, ended: Callable[[], None] = lambda: None) -> None:

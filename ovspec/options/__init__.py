@@ -47,7 +47,7 @@ class SamplingOptions(TypedDict, total=False):
             "Maximum number of tokens to generate.",
             limits=AT_LEAST_1,
             usual="from the model's generation config, or 256",
-            more="It is an error if the prompt and this many tokens exceed the context.",
+            more="It is an error if prompt and this many tokens exceed the context; the default is shortened to fit.",
             flags=("-n", "--max-tokens"),
             aliases=("max_completion_tokens",),
         ),
@@ -85,19 +85,37 @@ class SamplingOptions(TypedDict, total=False):
         ),
     ]
     top_k: Annotated[
-        int, Option("Sample only from the K most likely tokens; 0 for all.", 0, Limits(0, words="0 (all) or more"))
+        int,
+        Option(
+            "Sample only from the K most likely tokens; 0 for all. Needs a temperature.",
+            0,
+            Limits(0, words="0 (all) or more"),
+        ),
     ]
     top_p: Annotated[
         float,
-        Option("Sample only from the most likely tokens that add up to this probability; 1 for all.", 1.0, PROBABILITY),
+        Option(
+            "Sample only from the most likely tokens that add up to this probability; 1 for all. Needs a temperature.",
+            1.0,
+            PROBABILITY,
+        ),
     ]
     min_p: Annotated[
         float,
-        Option("Sample only from tokens with at least this share of the highest probability; 0 for all.", 0.0, SHARE),
+        Option(
+            "Sample only from tokens with at least this share of the highest probability; 0 for all. Needs a "
+            "temperature.",
+            0.0,
+            SHARE,
+        ),
     ]
     typical_p: Annotated[
         float,
-        Option("Like top_p, but over the most typical tokens (arXiv 2202.00666); 1 for all.", 1.0, PROBABILITY),
+        Option(
+            "Like top-p, but over the most typical tokens (arXiv 2202.00666); 1 for all. Needs a temperature.",
+            1.0,
+            PROBABILITY,
+        ),
     ]
     repetition_penalty: Annotated[
         float | None,
@@ -123,18 +141,28 @@ class SamplingOptions(TypedDict, total=False):
     seed: Annotated[
         int | None,
         Option(
-            "Random seed: the same seed gives the same text. If accept is compare, that holds with any draft or none.",
+            "Random seed: the same seed gives the same text, with any draft or none. With the accept rule rejection, "
+            "only with the same draft and a fixed lookahead.",
             limits=Limits(0, 2**63 - 1, "from 0 to 2**63 - 1"),
             usual="random",
             more="``Stats.seed`` reports the seed of a sampled text.",
         ),
     ]
-    n: Annotated[int, Option("Number of texts to generate for each prompt.", 1, AT_LEAST_1, flags=("--samples",))]
+    n: Annotated[
+        int,
+        Option(
+            "Number of texts to generate for each prompt; above 1 needs a temperature.",
+            1,
+            AT_LEAST_1,
+            more="Only for ``samples``.",
+            flags=("--samples",),
+        ),
+    ]
     logprobs: Annotated[
         int | None,
         Option(
-            "Report the natural log-probability of each token and of this many of the most likely ones, before "
-            "temperature and penalties; 0 reports the token's own alone.",
+            "Report the natural log-probability of each token and of this many of the most likely ones, from the "
+            "model's own logits: before bias, penalties, grammars and temperature.",
             limits=NOT_NEGATIVE,
             request=False,
         ),
@@ -193,13 +221,14 @@ class GenerateOptions(SamplingOptions, total=False):
     """The options of every generating call."""
 
     sampling: Annotated[
-        SamplingParams, python_only("Sampling options in one object; options given one by one win over it.")
+        SamplingParams, python_only("Sampling options in one object; options given one by one take precedence.")
     ]
     sampler: Annotated[
         SampleFunction | None,
         python_only(
             "Your own function that chooses each token: ``sampler(logits (1, vocab), tokens so far (n,), "
-            "**sampler_options) -> id``, called once for each token, in order, with or without a draft."
+            "**sampler_options) -> id``, called once for each token, in order, with or without a draft. The logits "
+            "come after penalties and grammars. Not with a temperature."
         ),
     ]
     sampler_options: Annotated[Mapping[str, Any] | None, python_only("Keyword arguments for ``sampler``.")]
@@ -207,7 +236,7 @@ class GenerateOptions(SamplingOptions, total=False):
         AcceptRule,
         Option(
             "How proposed tokens are accepted when sampling: compare gives the same text with any draft or none; "
-            "rejection accepts more tokens, but keeps only the distribution of the texts the same.",
+            "rejection accepts more, but keeps only the distribution of the texts.",
             "compare",
             request=False,
         ),
@@ -215,9 +244,10 @@ class GenerateOptions(SamplingOptions, total=False):
     lookahead: Annotated[
         int | Literal["auto"] | None,
         Option(
-            "Tokens to propose per round: 0 for plain decoding, auto for the number that is expected to be fastest.",
+            "Maximum number of tokens to propose per round: 0 for plain decoding, auto for as many as pay.",
             limits=LOOKAHEAD,
             usual="auto",
+            more="In Python the default is what was given to ``load``.",
             metavar="auto|K",
             parse=auto_or_number,
             request=False,
@@ -237,22 +267,30 @@ class GenerateOptions(SamplingOptions, total=False):
     json_schema: Annotated[
         Any,
         Option(
-            "The text must be JSON that matches this schema; '{}' allows any JSON.",
+            "The text must be JSON that matches this schema; '{}' allows any JSON. Not with another grammar option.",
             more="A dict, a JSON string, the ``Path`` of a file or a pydantic model.",
             metavar="FILE|TEXT",
             parse=schema_or_file,
             request=dict[str, Any] | bool | str,
         ),
     ]
-    regex: Annotated[str | None, Option("The whole text must match this regular expression.", metavar="PATTERN")]
-    grammar: Annotated[str | Path | None, file_or_text("The text must match this grammar in Lark's syntax.")]
+    regex: Annotated[
+        str | None,
+        Option(
+            "The whole text must match this regular expression in Rust's syntax: no look-around, no backreferences.",
+            metavar="PATTERN",
+        ),
+    ]
+    grammar: Annotated[
+        str | Path | None, file_or_text("The text must match the rule start of this grammar in Lark's syntax.")
+    ]
     gbnf: Annotated[str | Path | None, file_or_text("The text must match this grammar in GBNF, llama.cpp's syntax.")]
     choice: Annotated[Sequence[str] | None, Option("The text must be one of the given strings.", metavar="TEXT")]
     constrain_from: Annotated[
         int | str | None,
         Option(
-            "Where in the prompt the grammar begins: at the last occurrence of TEXT, or at character N (@0 is the "
-            "start of the prompt, @-5 five characters before its end).",
+            "Let the grammar begin inside the prompt, which must match it from there: at the last occurrence of TEXT, "
+            "or at character N (@0 is the prompt's start, @-5 five characters before its end).",
             usual="after the prompt",
             more="In Python, give the character as an int, without the @.",
             metavar="TEXT|@N",

@@ -17,30 +17,32 @@ class RuntimeOptions(TypedDict, total=False):
     draft_device: Annotated[str | None, Option("OpenVINO device of the draft model.", usual="the target's")]
     precision: Annotated[
         Literal["f32", "bf16", "f16"] | None,
-        Option("Number type that the model computes in.", usual="the device's own"),
+        Option("Number type that the model computes in.", usual="the profile's, or the device's own"),
     ]
     kv_precision: Annotated[
         Literal["f32", "bf16", "f16", "u8"] | None,
         Option(
-            "Number type of the KV cache; u8 takes about half the memory of f16, but is not exact.",
-            usual="the type of the arithmetic on the CPU, the device's own elsewhere",
+            "Number type of the KV cache. u8 takes about half the memory of f16, but rolling back changes it, so a "
+            "draft may change the text.",
+            usual="the profile's, or that of --precision on the CPU and the device's own elsewhere",
         ),
     ]
     engine: Annotated[
         Literal["auto", "stateful", "paged"],
         Option(
-            "Who manages the KV cache: OpenVINO (stateful) or ovspec, in blocks (paged); auto takes paged if it gives "
-            "the same logits.",
+            "Who manages the KV cache: OpenVINO (stateful), or ovspec in blocks (paged, CPU only). auto takes paged if "
+            "it gives the same logits, unless the profile prefers stateful.",
             "auto",
         ),
     ]
     threads: Annotated[
-        int | None, Option("Number of CPU threads to compute with.", limits=AT_LEAST_1, usual="OpenVINO's choice")
+        int | None,
+        Option("Number of CPU threads to compute with.", limits=AT_LEAST_1, usual="the profile's, or OpenVINO's"),
     ]
     properties: Annotated[
         Mapping[str, Any] | None,
         Option(
-            "OpenVINO property for target and draft; takes precedence over the options above.",
+            "OpenVINO property for target and draft; takes precedence over the profile and the other options.",
             flags=("--property",),
             metavar="KEY=VALUE",
             parse=key_value,
@@ -49,15 +51,20 @@ class RuntimeOptions(TypedDict, total=False):
     tune: Annotated[
         bool | None,
         Option(
-            "Use OpenVINO's own settings, not those that 'ovspec tune' or the first load measured as fastest on this "
-            "machine.",
-            more="This is what ``tune=False`` or the environment variable OVSPEC_TUNE=0 does.",
+            "Use OpenVINO's own settings: ignore the profile of this machine, and don't measure one at the first load. "
+            "OVSPEC_TUNE=0 does the same.",
+            more="In Python that is ``tune=False``; True takes precedence over OVSPEC_TUNE.",
             flags=("--no-tune",),
         ),
     ]
     cache_dir: Annotated[
         str | Path | None,
-        Option("Folder where compiled models are cached.", usual="the user's cache", metavar="DIRECTORY", parse=folder),
+        Option(
+            "Folder of compiled models, profiles and probe results.",
+            usual="the user's cache",
+            metavar="DIRECTORY",
+            parse=folder,
+        ),
     ]
 
 
@@ -67,7 +74,7 @@ class LoadOptions(RuntimeOptions, total=False):
     lookahead: Annotated[
         int | Literal["auto"],
         Option(
-            "Tokens to propose per round: 0 for plain decoding, auto for the number that is expected to be fastest.",
+            "Maximum number of tokens to propose per round: 0 for plain decoding, auto for as many as pay.",
             "auto",
             LOOKAHEAD,
             flags=(),
@@ -78,12 +85,15 @@ class LoadOptions(RuntimeOptions, total=False):
     ]
     verify: Annotated[
         bool,
-        Option("First check that the files in the model's folder have the checksums they were exported with.", False),
+        Option("First check the model's files against the checksums of its export by ovspec.", False),
     ]
     export: Annotated[
         bool,
         Option(
-            "Export the checkpoints given as model and draft into the cache, unless they are there.", False, flags=()
+            "Export the checkpoints given as model and draft into the user's cache, unless an export of these names is "
+            "there.",
+            False,
+            flags=(),
         ),
     ]
 

@@ -1,24 +1,24 @@
 """Time JSON generation by a schema: what masks cost, and what forced tokens and drafters gain.
 
-    python scripts/bench/constrained.py DIR [--max-tokens 128] [--temperature T] [--rounds 1] [--out FILE]
+    python scripts/bench/constrained.py DIR [--max-tokens 128] [--temperature T] [--rounds 1]
 
 For each schema of ``grammars.json``, the prompt shows one JSON text of it, as users' prompts do; the model generates
 another. "plain" is masked decoding, one token per inference; "unconstrained" is plain decoding of the same number of
-tokens without a mask. The modes take turns, and the table counts the texts that are equal to those of "plain".
+tokens without a mask. The modes take turns, and each turn begins with another one. The table counts the texts that are
+equal to those of "plain".
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import sys
 import time
-from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 import ovspec
+from ovspec.comparison import rotated, speedup_of
 
 HERE = Path(__file__).resolve().parent
 WAYS: dict[str, tuple[str | None, dict[str, Any]]] = {
@@ -28,6 +28,9 @@ WAYS: dict[str, tuple[str | None, dict[str, Any]]] = {
     "draft": ("draft", {}),
     "lookup,draft": ("lookup,draft", {}),
 }
+FREE = "unconstrained"
+HEADS = ("mode", "plain, ms per token", "ms per token", "speed-up", "range", "forced tokens", "tokens per round")
+HEADS = (*HEADS, "equal texts")
 
 
 def prompts() -> list[tuple[str, dict[str, Any], str]]:
@@ -56,56 +59,46 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     whole = ovspec.load(arguments.folder, "lookup,draft")
     models = {way: whole.with_drafters(choice_of(draft)) for way, (draft, _) in WAYS.items()}
-    cells: dict[str, list[dict[str, Any]]] = defaultdict(list)
     shared = {"temperature": arguments.temperature, "seed": 1, "max_tokens": arguments.max_tokens}
     for way in (*WAYS, *WAYS):  # warm-up: compile the kernels of every width
         name, schema, prompt = prompts()[1]
         timed(models[way], prompt, shared | {"json_schema": schema} | WAYS[way][1])
-    for _ in range(arguments.rounds):
-        for name, schema, prompt in prompts():
-            expected: list[int] = []
-            for way, (_, options) in WAYS.items():
-                result, ms = timed(models[way], prompt, shared | {"json_schema": schema} | options)
-                expected = expected or result.token_ids
-                stats = result.stats
-                cells[way].append(
-                    {
-                        "schema": name,
-                        "way": way,
-                        "ms": ms,
-                        "tokens": len(result.token_ids),
-                        "finish": result.finish_reason,
-                        "forced": stats.forced,
-                        "accepted": stats.accepted,
-                        "rounds": stats.rounds,
-                        "other_ms": stats.other_ms / max(1, stats.rounds),
-                        "equal": result.token_ids == expected,
-                    }
-                )
-            free = shared | {"max_tokens": max(2, len(expected)), "ignore_eos": True, "lookahead": 0}
-            result, ms = timed(models["plain"], prompt, free)
-            cells["unconstrained"].append({"schema": name, "way": "unconstrained", "ms": ms, "equal": True})
-            print(name, {way: round(found[-1]["ms"], 1) for way, found in cells.items()}, file=sys.stderr)
-    if arguments.out:
-        lines = [json.dumps(cell) for found in cells.values() for cell in found]
-        arguments.out.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    print("| mode | ms per token | speed-up | least, most | forced tokens | tokens per round | equal texts |")
-    print("|---|---|---|---|---|---|---|")
-    for way, found in cells.items():
-        ratios = [plain["ms"] / cell["ms"] for plain, cell in zip(cells["plain"], found, strict=True)]
-        tokens = sum(cell.get("tokens", 0) for cell in found)
-        rounds, forced = sum(cell.get("rounds", 0) for cell in found), sum(cell.get("forced", 0) for cell in found)
-        print(
-            f"| {way} | {statistics.mean(cell['ms'] for cell in found):.1f} | {statistics.geometric_mean(ratios):.2f} "
-            f"| {min(ratios):.2f}, {max(ratios):.2f} | {forced / tokens if tokens else 0:.0%} "
-            f"| {tokens / rounds if rounds else 1:.2f} | {sum(cell['equal'] for cell in found)} of {len(found)} |"
-        )
-    finished = [cell["finish"] for cell in cells["plain"]]
+    found: dict[str, list[tuple[ovspec.Result, float]]] = {way: [] for way in (*WAYS, FREE)}
+    for turn, (name, schema, prompt) in enumerate(prompts() * arguments.rounds):
+        for way in rotated(list(WAYS), turn):
+            found[way].append(timed(models[way], prompt, shared | {"json_schema": schema} | WAYS[way][1]))
+        count = len(found["plain"][-1][0].token_ids)
+        free = shared | {"max_tokens": max(2, count), "ignore_eos": True, "lookahead": 0}
+        found[FREE].append(timed(models["plain"], prompt, free))
+        print(name, {way: round(texts[-1][1], 1) for way, texts in found.items()}, file=sys.stderr)
+    print(f"| {' | '.join(HEADS)} |\n{'|---' * len(HEADS)}|")
+    for way, texts in found.items():
+        print(row(way, texts, found["plain"]))
+    finished = [result.finish_reason for result, _ in found["plain"]]
     print(f"\n{sum(reason != 'length' for reason in finished)} of {len(finished)} texts ended before the token limit.")
+
+
+def row(way: str, texts: list[tuple[ovspec.Result, float]], plain: list[tuple[ovspec.Result, float]]) -> str:
+    """Return the table's row of one mode; see ``ovspec.comparison`` for the speed-up."""
+    stats = [result.stats for result, _ in texts]
+    speedup = speedup_of([ms for _, ms in plain], [ms for _, ms in texts], stats)
+    tokens, rounds, forced = (sum(getattr(s, name) for s in stats) for name in ("generated_tokens", "rounds", "forced"))
+    equal = sum(one.token_ids == other.token_ids for (one, _), (other, _) in zip(texts, plain, strict=True))
+    alone = way == "plain"
+    cells = [
+        way,
+        "" if alone else f"{speedup.plain_ms:.1f}",
+        f"{speedup.ms:.1f}",
+        "" if alone else f"{speedup.claimed:.2f}" if speedup.claimed else "none",
+        f"{speedup.ratios[0]:.2f} to {speedup.ratios[-1]:.2f}" if speedup.claimed and not alone else "",
+        f"{forced / tokens:.0%}",
+        f"{tokens / max(1, rounds):.2f}",
+        "" if way == FREE else f"{equal} of {len(texts)}",
+    ]
+    return f"| {' | '.join(cells)} |"
 
 
 def choice_of(draft: str | None) -> Any:
