@@ -87,7 +87,7 @@ def short(result: Result) -> str:
     stats = result.stats
     prompt = f"prompt {stats.prompt_tokens} tokens in {stats.ttft_ms / 1e3:.2f} s"
     parts = [prompt, f"text {stats.generated_tokens} tokens{speed(result)}"]
-    if stats.drafters:
+    if stats.proposed or stats.draft_engine:
         parts.append(acceptance(result))
     return "; ".join(parts)
 
