@@ -103,8 +103,7 @@ class SamplingOptions(TypedDict, total=False):
     min_p: Annotated[
         float,
         Option(
-            "Sample only from tokens with at least this share of the highest probability; 0 for all. Needs a "
-            "temperature.",
+            "Sample only from tokens at least this share as likely as the top one; 0 for all. Needs a temperature.",
             0.0,
             SHARE,
         ),
@@ -150,13 +149,7 @@ class SamplingOptions(TypedDict, total=False):
     ]
     n: Annotated[
         int,
-        Option(
-            "Number of texts to generate for each prompt; above 1 needs a temperature.",
-            1,
-            AT_LEAST_1,
-            more="Only for ``samples``.",
-            flags=("--samples",),
-        ),
+        Option("Number of texts for each prompt; above 1 needs a temperature.", 1, AT_LEAST_1, flags=("--samples",)),
     ]
     logprobs: Annotated[
         int | None,
@@ -275,11 +268,7 @@ class GenerateOptions(SamplingOptions, total=False):
         ),
     ]
     regex: Annotated[
-        str | None,
-        Option(
-            "The whole text must match this regular expression in Rust's syntax: no look-around, no backreferences.",
-            metavar="PATTERN",
-        ),
+        str | None, Option("The whole text must match this regular expression (Rust's syntax).", metavar="PATTERN")
     ]
     grammar: Annotated[
         str | Path | None, file_or_text("The text must match the rule start of this grammar in Lark's syntax.")

@@ -240,7 +240,7 @@ def test_wrong_usage(tmp_path: Path, ovspec_command: Callable[..., subprocess.Co
     output = tmp_path / "out.jsonl"
     for arguments, code, message in (
         ((file,), 2, "--output"),
-        ((file, "-o", there), 2, "there already"),
+        ((file, "-o", there), 2, "already exists"),
         ((file, "-o", file, "--overwrite"), 2, "is the input file"),
         ((DEMO, "-o", output), 2, "is a folder"),
         ((tmp_path / "none.jsonl", "-o", output), 1, "none.jsonl"),
