@@ -2,8 +2,8 @@
 
     python demos/compare_app.py [DIR]
 
-DIR is a folder made by ``ovspec export``, by default the embedded pair. Fonts and all
-else that the page needs come from this machine.
+DIR is a folder made by ``ovspec export``, by default the embedded pair. Fonts and
+everything else that the page needs come from this machine.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Run:
 
 @dataclass
 class Comparison:
-    """What there is to say once both texts are whole: sentences, and results of a turn that was timed."""
+    """How both ways compare: two sentences, the speed-up, and the results of the last timed turn."""
 
     equality: str
     speedup: Speedup
@@ -143,7 +143,7 @@ def text(name: str, prompt: str, run: Run, note: str) -> str:
 
 
 def legend(run: Run) -> str:
-    """Colours, and how many tokens of the speculative text came from where."""
+    """Return the HTML of the colours and of how many tokens of the speculative text each source proposed."""
     counts = Counter(source for _, source in run.spans)
     entries = [
         f'<li><span class="token {source}">{name}</span> {counts[source]}</li>'
@@ -185,7 +185,7 @@ def capitalised(sentence: str) -> str:
 
 
 def options_of(max_tokens: int | None, temperature: float, seed: int | None, regex: str) -> dict[str, Any]:
-    """Keywords for ``stream``; both texts get the same seed."""
+    """Return keywords for ``stream``; both texts get the same seed."""
     options: dict[str, Any] = {"max_tokens": max_tokens, "temperature": temperature}
     if temperature:
         options["seed"] = secrets.randbits(32) if seed is None else seed
@@ -199,7 +199,7 @@ def lookahead_of(value: Any) -> int | str:
 
 
 def loader(folder: Path, **loading: Any) -> ModelOf:
-    """What gives the model for a device and a drafter, and loads it once for each device."""
+    """Return a function that returns the model for a device and a drafter; it loads one for each device."""
     has_draft = (folder / DRAFT_FOLDER).is_dir()
 
     @functools.cache
@@ -214,7 +214,7 @@ def loader(folder: Path, **loading: Any) -> ModelOf:
 
 
 def build(folder: Path, model: ModelOf) -> gr.Blocks:
-    """The page for the models in ``folder``."""
+    """Return the page for the models in ``folder``."""
     drafters = [
         (name, draft) for draft, name in DRAFTERS.items() if "draft" not in draft or (folder / DRAFT_FOLDER).is_dir()
     ]

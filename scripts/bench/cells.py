@@ -37,7 +37,7 @@ ROOT = HERE.parent.parent
 
 @dataclass(frozen=True)
 class Task:
-    """A prompt and, for an edit, the text that would be right."""
+    """A prompt and, for an edit, the right answer."""
 
     prompt: str
     answer: str | None = None
@@ -45,7 +45,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Cell:
-    """What is timed: ``context`` tokens of other text stand before each prompt; ``lookahead`` None is auto.
+    """What is timed. ``context`` tokens of other text come before each prompt; ``lookahead`` None is auto.
 
     ``batch``: texts generated at a time.
     """
@@ -118,7 +118,7 @@ class Run:
 
 
 def tasks_of(workload: str, count: int) -> list[Task]:
-    """The first ``count`` prompts of a workload, none of which the demo pair was trained on."""
+    """Return the first ``count`` prompts of a workload; the demo pair was trained on none of them."""
     if workload == "completion":
         entries = json.loads((ROOT / "models" / "prompts.json").read_text("utf-8"))["prompts"]
         return [Task(entry["text"]) for entry in entries][:count]
@@ -127,7 +127,7 @@ def tasks_of(workload: str, count: int) -> list[Task]:
 
 
 def edit_of(entry: dict[str, Any]) -> Task:
-    """A file, what is to be done to it, and the beginning of the file that is asked for."""
+    """Return a task: a file, the change to make, and the beginning of the changed file."""
     edited = entry["file"]
     for old, new in entry["replace"].items():
         edited = edited.replace(old, new)
@@ -143,7 +143,7 @@ def run_bench(
     dictate: bool = False,
     repeats: int = 1,
 ) -> Iterator[tuple[Cell, Line]]:
-    """Figures of each cell as they come.
+    """Yield the figures of each cell.
 
     Args:
         lm: loaded with all drafters that the cells need.
@@ -182,7 +182,7 @@ def run_bench(
 
 
 def variant(lm: LanguageModel, mode: Mode) -> LanguageModel:
-    """The same compiled models with the drafters of ``mode``."""
+    """Return a model with the drafters of ``mode`` and the same compiled models."""
     lookup, model = mode in ("lookup", "chain", "auto"), mode in ("draft", "chain", "auto")
     if mode == "plain":
         return lm.with_drafters(None)
@@ -194,7 +194,7 @@ def variant(lm: LanguageModel, mode: Mode) -> LanguageModel:
 
 
 def run(lm: LanguageModel, cell: Cell, tasks: list[Task], number: int, tokens: int, dictate: bool) -> Run:
-    """The text of task ``number``, or a batch that begins with it, and when its tokens came."""
+    """Generate the text of task ``number``, or a batch that begins with it, and time its rounds."""
     picked = [tasks[(number + place) % len(tasks)] for place in range(cell.batch)]
     sequences = [Sequence(with_context(lm, task.prompt, cell.context)) for task in picked]
     rows = [
@@ -217,7 +217,7 @@ def run(lm: LanguageModel, cell: Cell, tasks: list[Task], number: int, tokens: i
 def run_options(
     lm: LanguageModel, cell: Cell, task: Task, start: int, seed: int, tokens: int, dictate: bool
 ) -> GenerateOptions:
-    """Of one text behind a prompt of ``start`` tokens."""
+    """Return the options of one text that follows a prompt of ``start`` tokens."""
     options: GenerateOptions = {"max_tokens": tokens, "ignore_eos": True}
     if dictate and task.answer is not None:
         return {**options, "sampler": dictation(start, lm.tokenizer.encode_more(task.answer))}
@@ -225,7 +225,7 @@ def run_options(
 
 
 def dictation(start: int, answer: np.ndarray) -> Any:
-    """A sampler that says ``answer`` (n,), over and over if need be, behind a prompt of ``start`` tokens."""
+    """Return a sampler that generates ``answer`` (n,), repeatedly if need be, after a prompt of ``start`` tokens."""
 
     def dictate(logits: np.ndarray, tokens: np.ndarray) -> int:
         del logits
@@ -235,7 +235,7 @@ def dictation(start: int, answer: np.ndarray) -> Any:
 
 
 def with_context(lm: LanguageModel, prompt: str, context: int) -> list[int]:
-    """The prompt's ids, and before them those of other texts until there are ``context``."""
+    """Return the prompt's ids after those of other text, ``context`` in all."""
     ids = lm.encode(prompt).tolist()
     if len(ids) >= context:
         return ids
@@ -245,7 +245,7 @@ def with_context(lm: LanguageModel, prompt: str, context: int) -> list[int]:
 
 
 def learned_costs(variants: dict[Mode, LanguageModel], temperature: float) -> tuple[Costs, Costs] | None:
-    """What an auto lookahead has learned that verifying and drafting cost."""
+    """Return the costs of verifying and of drafting that an auto lookahead has learned."""
     order: tuple[Mode, ...] = ("auto", "chain", "draft", "lookup")
     found = (variants[mode].workspace.learned_costs(temperature > 0) for mode in order if mode in variants)
     return next((costs for costs in found if costs), None)
@@ -309,14 +309,14 @@ def as_json(line: Line) -> str:
 
 
 def rounds_a_second(runs: list[Run]) -> float:
-    """The target's inferences in a second of its time, behind the first of each text."""
+    """Return the target's inferences per second of its time, without the first of each text."""
     stats = [max((result.stats for result in run.results), key=lambda stats: stats.rounds) for run in runs]
     spent = sum(s.target_ms - s.ttft_ms for s in stats)
     return 1e3 * sum(s.rounds - 1 for s in stats) / max(spent, 1e-9)
 
 
 def read_bandwidth(size: int = 1 << 29) -> float:
-    """Bytes a second that all cores together read from memory, the best of 7 readings of ``size`` bytes."""
+    """Return the bytes per second that all cores together read from memory, the best of 7 times ``size`` bytes."""
     parts = np.array_split(np.ones(size // 8, dtype=np.int64), os.cpu_count() or 1)
 
     def read_all() -> float:
@@ -332,7 +332,7 @@ def read_bandwidth(size: int = 1 << 29) -> float:
 
 
 def bytes_a_step(folder: Path) -> int:
-    """Bytes of weights that a step of the model in ``folder`` reads: all but the embedding, of which it reads a row."""
+    """Return the bytes of weights that a step of a model reads: all except the embedding, of which it reads a row."""
     read = 0
     for op in ov.Core().read_model(folder / MODEL_FILE).get_ops():
         if op.get_type_name() == "Constant":

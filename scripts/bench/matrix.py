@@ -31,7 +31,7 @@ HEADS = (*HEADS, "range", "conditional acceptance", "tokens/round", "p95 gap", "
 
 
 class ListOf(click.ParamType):
-    """Values with commas between them."""
+    """A list of values, separated by commas."""
 
     def __init__(self, inner: click.ParamType) -> None:
         self.inner, self.name = inner, f"{inner.name},..."
@@ -156,7 +156,7 @@ def matrix(
 
 
 def run_peers(context: click.Context, folder: Path | None) -> None:
-    """Hand over to peers/run.py, which prints JSON lines."""
+    """Run peers/run.py, which prints JSON lines."""
     given = {name: context.params[name] for name in context.params if is_given(context, name)}
     goes_with = {"folder", "peers", "checkpoints", "contexts", "tokens", "prompts", "as_json"}
     others = [option.opts[-1] for option in context.command.params if option.name in given.keys() - goes_with]

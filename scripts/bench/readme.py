@@ -38,7 +38,7 @@ Ahead = int | Literal["auto"]
 
 
 def time_to_help() -> float:
-    """Seconds from process start to the end of ``ovspec --help``, median of 10."""
+    """Return the seconds from process start to the end of ``ovspec --help``, median of 10."""
 
     def once() -> float:
         began = time.perf_counter()
@@ -49,7 +49,7 @@ def time_to_help() -> float:
 
 
 def time_to_first_token(folder: Path, cache: Path, *options: str) -> float:
-    """Seconds from process start to the first byte of text, compile cache warm, median of 5."""
+    """Return the seconds from process start to the first byte of text, compile cache warm, median of 5."""
 
     def once() -> float:
         command = [sys.executable, "-m", "ovspec", "generate", str(folder), PROMPTS[0], "--draft", "-n", "16"]
