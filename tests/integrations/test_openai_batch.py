@@ -220,7 +220,7 @@ def test_a_batch_survives_being_stopped(
         assert process.returncode == {"SIGKILL": -9, "SIGINT": 130}[name]
         assert not output.exists()
         if name == "SIGINT":
-            assert b"the same command goes on" in err
+            assert b"the same command continues" in err
             assert b"Traceback" not in err
         kept = partial.read_bytes().count(b"\n")
         assert 0 < kept < 80
