@@ -2,8 +2,8 @@
 
 There is one definition of a speed-up. Both ways generate the same text in turns, warm, and each turn begins with
 another one, because a machine's speed drifts while it is measured. The speed-up is that of the median turn, so the
-times printed beside it were really measured one after the other. A gain is claimed only if speculation saved
-inferences; a loss is always shown.
+times printed beside it were really measured one after the other. A gain is claimed only if speculation saved enough
+rounds to have caused it; a loss is always shown.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ovspec.workspace import Prompt
 
 T = TypeVar("T")
 LEAST_TURNS, MOST_TURNS, SECONDS = 4, 16, 5.0
-WORTH_CLAIMING = 1.005  # tokens per round; below it the rate rounds to 1.00
+NOISE = 2.0  # a gain of more than this many times the saved rounds is the machine's, not speculation's
 
 
 def turns_within(seconds: float = SECONDS) -> Iterator[int]:
@@ -50,13 +50,13 @@ class Speedup:
 
     plain_ms, ms: milliseconds per token in the median turn, without and with speculation.
     ratios: plain over speculative time of every turn, ascending.
-    saved: whether there were fewer rounds than tokens, so that speculation can have caused a gain.
+    tokens_per_round: with speculation; 1 without.
     """
 
     plain_ms: float
     ms: float
     ratios: tuple[float, ...]
-    saved: bool
+    tokens_per_round: float
 
     @property
     def ratio(self) -> float:
@@ -64,9 +64,14 @@ class Speedup:
         return self.plain_ms / self.ms
 
     @property
+    def caused(self) -> bool:
+        """Whether saved rounds can have caused the gain: t tokens per round save at most a factor of t."""
+        return self.tokens_per_round > 1 and self.ratio - 1 <= NOISE * (self.tokens_per_round - 1)
+
+    @property
     def claimed(self) -> float | None:
         """The ratio; None if it is a gain that speculation can't have caused."""
-        return self.ratio if self.saved or self.ratio < 1 else None
+        return self.ratio if self.caused or self.ratio < 1 else None
 
     @property
     def spread(self) -> str:
@@ -78,19 +83,21 @@ class Speedup:
 
     @property
     def clear(self) -> bool:
-        """Whether three quarters of the turns were faster with speculation."""
-        return self.ratios[len(self.ratios) // 4] > 1
+        """Whether three quarters of the turns were faster with speculation, and saved rounds can be the reason."""
+        return self.caused and self.ratios[len(self.ratios) // 4] > 1
 
     def verdict(self, proposed: int, accepted: int) -> str:
-        """Return what speculation brings, in a sentence; ``proposed`` and ``accepted`` are its tokens."""
-        if self.saved:
-            if self.clear:
-                return f"speed-up {self.ratio:.2f} ({self.spread})"
-            if self.ratio >= 1:
-                return f"no clear speed-up: {self.ratio:.2f} ({self.spread})"
+        """Return what speculation brings, in a sentence; ``proposed`` and ``accepted`` are its tokens in all turns."""
+        if self.clear:
+            return f"speed-up {self.ratio:.2f} ({self.spread})"
+        if self.ratio >= 1 and self.tokens_per_round > 1:
+            why = "" if self.caused else f", noise at {self.tokens_per_round:.2f} tokens per round"
+            return f"no clear speed-up: {self.ratio:.2f} ({self.spread}){why}"
+        if self.caused:
             return f"no speed-up: drafting costs more than it brings here; {self.loss}"
-        why = f"{accepted} of {proposed} proposed tokens accepted" if proposed else "nothing was proposed"
-        loss = "" if self.ratios[-1] >= 1 else f"; {self.loss}"
+        why = f"{accepted} of {proposed} proposed tokens accepted in all turns" if proposed else "nothing was proposed"
+        slower = self.ratios[-1 - len(self.ratios) // 4] < 1
+        loss = f"; {self.loss}" if slower else ""
         return f"no speed-up: drafting doesn't pay for this model here ({why}){loss}"
 
 
@@ -104,7 +111,7 @@ def speedup_of(plain_ms: Sequence[float], ms: Sequence[float], stats: Sequence[S
     turns = sorted(zip(plain_ms, ms, strict=True), key=lambda turn: turn[0] / turn[1])
     median = turns[(len(turns) - 1) // 2]
     tokens, rounds = sum(s.generated_tokens for s in stats), sum(s.rounds for s in stats)
-    return Speedup(*median, tuple(plain / other for plain, other in turns), tokens >= WORTH_CLAIMING * rounds)
+    return Speedup(*median, tuple(plain / other for plain, other in turns), tokens / max(rounds, 1))
 
 
 def speedup_of_results(plain: Sequence[Result], other: Sequence[Result]) -> Speedup:

@@ -33,15 +33,19 @@ def test_the_speedup_is_that_of_a_turn_that_happened(turns: list[tuple[float, fl
     assert found.ratios == tuple(ratios)
     assert sum(ratio < found.ratio for ratio in ratios) < max(1, len(ratios) / 2)
     assert sum(ratio > found.ratio for ratio in ratios) <= len(ratios) / 2
-    assert found.claimed == found.ratio, "rounds were saved"
+    assert found.claimed == (found.ratio if found.ratio <= 3 else None), "half of the rounds were saved"
 
 
-@pytest.mark.parametrize(("rounds", "claims"), [(100, False), (99.6, False), (99, True), (20, True)])
-def test_a_gain_needs_saved_rounds(rounds: float, claims: bool) -> None:
-    """Below 1.005 tokens per round the rate is printed as 1.00, and no speed-up may stand beside that."""
-    found = speedup_of([10.0], [5.0], [stats(1000, int(10 * rounds))])
+@pytest.mark.parametrize(
+    ("ratio", "rounds", "claims"),
+    [(1.01, 1000, False), (1.25, 980, False), (1.03, 980, True), (1.5, 750, True), (2.0, 400, True), (3.0, 600, False)],
+)
+def test_a_gain_needs_saved_rounds(ratio: float, rounds: int, claims: bool) -> None:
+    """A thousand tokens in 980 rounds can't be a quarter faster: that is the machine's noise."""
+    found = speedup_of([ratio], [1.0], [stats(1000, rounds)])
     assert (found.claimed is not None) is claims
-    assert speedup_of([5.0], [10.0], [stats(1000, int(10 * rounds))]).claimed == 0.5, "a loss is always shown"
+    assert found.clear is claims
+    assert speedup_of([1.0], [ratio], [stats(1000, rounds)]).claimed == pytest.approx(1 / ratio), "a loss is shown"
 
 
 @pytest.mark.parametrize(
@@ -51,9 +55,17 @@ def test_a_gain_needs_saved_rounds(rounds: float, claims: bool) -> None:
         ((2.0, 0.9, 2.4, 1.9, 2.0), 50, 80, 50, "speed-up 2.00 (0.90 to 2.40, 5 turns)"),
         ((1.1, 0.9, 1.2, 0.8), 50, 80, 50, "no speed-up: drafting costs more than it brings here; 0.90 of plain speed"),
         ((1.1, 0.9, 1.2, 0.8, 1.3), 50, 80, 50, "no clear speed-up: 1.10 (0.80 to 1.30, 5 turns)"),
+        ((1.25,), 98, 9, 2, "no clear speed-up: 1.25 (1.25 to 1.25, 1 turn), noise at 1.02 tokens per round"),
+        ((0.8, 0.9, 0.95, 1.1), 100, 0, 0, "(nothing was proposed); 0.90 of plain speed (0.80 to 1.10, 4 turns)"),
         ((1.4,), 100, 0, 0, "no speed-up: drafting doesn't pay for this model here (nothing was proposed)"),
-        ((1.4,), 100, 9, 0, "doesn't pay for this model here (0 of 9 proposed tokens accepted)"),
-        ((0.4,), 100, 9, 0, "(0 of 9 proposed tokens accepted); 0.40 of plain speed (0.40 to 0.40, 1 turn)"),
+        ((1.4,), 100, 9, 0, "doesn't pay for this model here (0 of 9 proposed tokens accepted in all turns)"),
+        (
+            (0.4,),
+            100,
+            9,
+            0,
+            "(0 of 9 proposed tokens accepted in all turns); 0.40 of plain speed (0.40 to 0.40, 1 turn)",
+        ),
     ],
 )
 def test_verdicts(ratios: tuple[float, ...], rounds: int, proposed: int, accepted: int, sentence: str) -> None:

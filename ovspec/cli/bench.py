@@ -182,7 +182,7 @@ def row_of(mode: str, lookahead: int | str, results: list[Result], plain: list[R
         sum(getattr(s, name) for s in stats) for name in ("proposed", "accepted", "generated_tokens", "rounds")
     )
     speedup, alone = speedup_of_results(plain, results), mode == "plain"
-    fine = alone or (speedup.saved and speedup.clear)
+    fine = alone or speedup.clear
     return Measured(
         mode=mode,
         lookahead=0 if alone else lookahead,

@@ -36,7 +36,9 @@ def samples(lm: LanguageModel, prompt: Any, options: dict[str, Any], stats: str 
         for number, result in enumerate(results, 1):
             heading(f"sample {number}")
             click.echo(result.text)
-    for result in results:
+    for number, result in enumerate(results, 1):
+        if stats:
+            click.echo(f"sample {number}: ", nl=stats == "full", err=True)
         show_stats(result, stats)
 
 

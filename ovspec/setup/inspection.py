@@ -119,7 +119,7 @@ def summary(name: str, found: Inspection) -> list[str]:
         "logits": f"{found.logits} wide",
         "states": states,
         "engine": f"{found.engine} ({found.engine_reason})",
-        "profile": found.profile or "none; run 'ovspec tune' to measure one",
+        "profile": found.profile or "none; a first load or 'ovspec tune' measures one",
         "rollback": f"{found.rollback} on the stateful engine (probed on {probed.setting} in {probed.seconds:.2f} s)",
         "memory": f"{found.kv_bytes_per_1000_tokens / 1e6:,.1f} MB per 1000 tokens (KV cache: {found.kv_precision}), "
         f"{found.size / 1e6:,.1f} MB for the weights",

@@ -188,19 +188,25 @@ def test_modes_take_turns_and_each_begins_with_another() -> None:
 
 def test_a_row_shows_the_median_turn() -> None:
     plain = [result(10.0), result(20.0), result(30.0)]
-    row = row_of("draft", 4, [result(5.0, 30, 40), result(19.0, 10, 40), result(10.0, 20, 40, (1, 3))], plain)
+    row = row_of("draft", 4, [result(5.0, 60, 80), result(19.0, 50, 80), result(10.0, 40, 80, (1, 3))], plain)
     assert (row.speedup, row.plain_tpot_ms, row.tpot_ms, row.tokens_per_s) == (2.0, 10.0, 5.0, 200.0)
     assert (row.spread[0], row.spread[1]) == (pytest.approx(20 / 19, abs=1e-3), 3.0)
-    assert (row.accepted, row.proposed, row.equal, row.texts, row.note) == (60, 120, 2, 3, "")
+    assert (row.accepted, row.proposed, row.equal, row.texts, row.note) == (150, 240, 2, 3, "")
     cells = re.split(r" {2,}", table([row]).splitlines()[1])
-    assert cells == ["draft", "10.00", "5.00", "200.0", "2.00", "1.05 to 3.00", "60 of 120", "1.25", "2 of 3"]
+    assert cells == ["draft", "10.00", "5.00", "200.0", "2.00", "1.05 to 3.00", "150 of 240", "2.00", "2 of 3"]
 
 
 @pytest.mark.parametrize(
     ("proposed", "accepted", "ms", "speedup", "note"),
     [
         (0, 0, 5.0, None, "no speed-up: drafting doesn't pay for this model here (nothing was proposed)"),
-        (8, 0, 5.0, None, "no speed-up: drafting doesn't pay for this model here (0 of 8 proposed tokens accepted)"),
+        (
+            8,
+            0,
+            5.0,
+            None,
+            "no speed-up: drafting doesn't pay for this model here (0 of 8 proposed tokens accepted in all turns)",
+        ),
         (0, 0, 20.0, 0.5, "(nothing was proposed); 0.50 of plain speed (0.50 to 0.50, 1 turn)"),
         (90, 30, 20.0, 0.5, "no speed-up: drafting costs more than it brings here; 0.50 of plain speed"),
     ],
