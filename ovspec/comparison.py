@@ -64,9 +64,14 @@ class Speedup:
         return self.plain_ms / self.ms
 
     @property
+    def saves(self) -> bool:
+        """Whether rounds were saved: more tokens per round than what is printed as 1.00."""
+        return round(self.tokens_per_round, 2) > 1
+
+    @property
     def caused(self) -> bool:
         """Whether saved rounds can have caused the gain: t tokens per round save at most a factor of t."""
-        return self.tokens_per_round > 1 and self.ratio - 1 <= NOISE * (self.tokens_per_round - 1)
+        return self.saves and self.ratio - 1 <= NOISE * (self.tokens_per_round - 1)
 
     @property
     def claimed(self) -> float | None:
@@ -90,7 +95,7 @@ class Speedup:
         """Return what speculation brings, in a sentence; ``proposed`` and ``accepted`` are its tokens in all turns."""
         if self.clear:
             return f"speed-up {self.ratio:.2f} ({self.spread})"
-        if self.ratio >= 1 and self.tokens_per_round > 1:
+        if self.ratio >= 1 and self.saves:
             why = "" if self.caused else f", noise at {self.tokens_per_round:.2f} tokens per round"
             return f"no clear speed-up: {self.ratio:.2f} ({self.spread}){why}"
         if self.caused:

@@ -57,6 +57,7 @@ def test_a_gain_needs_saved_rounds(ratio: float, rounds: int, claims: bool) -> N
         ((1.1, 0.9, 1.2, 0.8, 1.3), 50, 80, 50, "no clear speed-up: 1.10 (0.80 to 1.30, 5 turns)"),
         ((1.25,), 98, 9, 2, "no clear speed-up: 1.25 (1.25 to 1.25, 1 turn), noise at 1.02 tokens per round"),
         ((0.8, 0.9, 0.95, 1.1), 100, 0, 0, "(nothing was proposed); 0.90 of plain speed (0.80 to 1.10, 4 turns)"),
+        ((0.8, 0.9), 99.9, 9, 1, "(1 of 9 proposed tokens accepted in all turns); 0.80 of plain speed"),
         ((1.4,), 100, 0, 0, "no speed-up: drafting doesn't pay for this model here (nothing was proposed)"),
         ((1.4,), 100, 9, 0, "doesn't pay for this model here (0 of 9 proposed tokens accepted in all turns)"),
         (
@@ -68,8 +69,8 @@ def test_a_gain_needs_saved_rounds(ratio: float, rounds: int, claims: bool) -> N
         ),
     ],
 )
-def test_verdicts(ratios: tuple[float, ...], rounds: int, proposed: int, accepted: int, sentence: str) -> None:
-    found = speedup_of(ratios, [1.0] * len(ratios), [stats(100, rounds)])
+def test_verdicts(ratios: tuple[float, ...], rounds: float, proposed: int, accepted: int, sentence: str) -> None:
+    found = speedup_of(ratios, [1.0] * len(ratios), [stats(1000, int(10 * rounds))])
     assert sentence in found.verdict(proposed, accepted)
 
 
