@@ -323,7 +323,7 @@ def test_whatever_is_done_to_any_session(load: Load, cache: dict[str, Any], draf
         Program(load(draft=draft, **cache), load(**cache), seed).run(60)
 
 
-@pytest.mark.parametrize("attention", [None, "mask"])
+@pytest.mark.parametrize("attention", [pytest.param(None, marks=pytest.mark.slow), "mask"])
 def test_sessions_of_recurrent_models(attention: str | None, tmp_path: Path, cache_dir: Path) -> None:
     """Convolution and SSM states can't be rolled back to every position, so some tokens are read again."""
     model = hybrid.Hybrid(4096, attention)

@@ -112,7 +112,7 @@ def test_the_rules_are_still_read_from_the_log() -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "start: e\ne: e e | e e e | e e e e | /[a-z ]/",
+        pytest.param("start: e\ne: e e | e e e | e e e e | /[a-z ]/", marks=pytest.mark.slow),
         "start: e\ne: e e e e e e | /./",
         "start: (((/[a-z]/*)*)*)*",
         'start: x\nx: /[a-z]/ x | ""',
