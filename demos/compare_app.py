@@ -24,7 +24,7 @@ import gradio as gr
 from gradio.themes import Default
 
 import ovspec
-from ovspec.comparison import Speedup, parting, rotated, speedup_of_results, turns_within
+from ovspec.comparison import Comparison, Pair, compare_turns, rotated, turns_within
 from ovspec.drafting.choice import parse_draft
 from ovspec.ir.device import available_devices
 from ovspec.loading import embedded_pair
@@ -49,17 +49,6 @@ class Run:
 
     spans: list[tuple[str, str]] = field(default_factory=list)
     result: ovspec.Result | None = None
-
-
-@dataclass
-class Comparison:
-    """How both ways compare: two sentences, the speed-up, and the results of the last timed turn."""
-
-    equality: str
-    speedup: Speedup
-    verdict: str
-    plain: ovspec.Result
-    speculative: ovspec.Result
 
 
 def generate(lm: ovspec.LanguageModel, prompt: str, options: dict[str, Any]) -> Iterator[Run]:
@@ -93,29 +82,15 @@ def compare(lm: ovspec.LanguageModel, prompt: str, options: dict[str, Any], look
         for runs[place] in generate(lm, prompt, way):
             yield results(prompt, runs, notes)
         notes[place] = "timed in turns"
-    pairs = list[tuple[ovspec.Result, ovspec.Result]]()
+    turns = list[Pair]()
     for turn in turns_within():
         yield results(prompt, runs, [f"{notes[0]}: turn {turn + 1}"] * 2)
         time.sleep(SETTLE)
         timed = {place: lm.generate(prompt, **ways[place]) for place in rotated([0, 1], turn)}
-        pairs.append((timed[0], timed[1]))
-    yield results(prompt, runs, ["", ""], comparison(lm, prompt, runs, pairs))
-
-
-def comparison(
-    lm: ovspec.LanguageModel, prompt: str, runs: list[Run], pairs: list[tuple[ovspec.Result, ovspec.Result]]
-) -> Comparison:
-    """Compare both texts, and both ways over all turns."""
+        turns.append((timed[0], timed[1]))
     plain, speculative = (run.result for run in runs)
     assert plain and speculative
-    different = (pair for pair in [(plain, speculative), *pairs] if pair[0].token_ids != pair[1].token_ids)
-    one, other = next(different, (plain, speculative))
-    where = parting(lm, prompt, one.token_ids, other.token_ids)
-    count = len(plain.token_ids)
-    equality = where.sentence(lm) if where else f"the texts are equal: {count} token{'s' * (count != 1)}"
-    speedup = speedup_of_results(*zip(*pairs, strict=True))
-    proposed, accepted = (sum(getattr(pair[1].stats, name) for pair in pairs) for name in ("proposed", "accepted"))
-    return Comparison(equality, speedup, speedup.verdict(proposed, accepted), *pairs[-1])
+    yield results(prompt, runs, ["", ""], compare_turns(lm, prompt, (plain, speculative), turns))
 
 
 # ---------------------------------------------------------------- showing
@@ -155,7 +130,7 @@ def legend(run: Run) -> str:
 
 def table(found: Comparison) -> str:
     """Return the HTML of the verdict, times and acceptance."""
-    pair, stats = (found.plain.stats, found.speculative.stats), found.speculative.stats
+    pair, stats = [result.stats for result in found.last], found.last[1].stats
     accepted, conditional = "nothing was proposed", ""
     if stats.proposed:
         accepted = f"{stats.accepted} of {stats.proposed} ({100 * stats.accepted / stats.proposed:.0f} %)"

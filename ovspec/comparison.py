@@ -8,6 +8,7 @@ rounds to have caused it; a loss is always shown.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from ovspec.model import LanguageModel
 from ovspec.workspace import Prompt
 
 T = TypeVar("T")
+Pair = tuple[Result, Result]  # (plain, speculative)
 LEAST_TURNS, MOST_TURNS, SECONDS = 4, 16, 5.0
 NOISE = 2.0  # a gain of more than this many times the saved rounds is the machine's, not speculation's
 
@@ -39,9 +41,10 @@ def rotated(ways: Sequence[T], turn: int) -> list[T]:
     return [*ways[first:], *ways[:first]]
 
 
-def ms_per_token(stats: Stats) -> float:
-    """Return the time of a decoded token; that of the first one is the prompt's, and counts only if it is alone."""
-    return stats.tpot_ms or stats.ttft_ms
+def ms_per_token(stats: Stats, whole: bool) -> float:
+    """Return the time of each token after the first, which is the prompt's; with ``whole`` of all tokens."""
+    count = max(stats.generated_tokens, 1)
+    return (stats.ttft_ms + stats.tpot_ms * (count - 1)) / count if whole else stats.tpot_ms
 
 
 @dataclass(frozen=True)
@@ -50,7 +53,7 @@ class Speedup:
 
     plain_ms, ms: milliseconds per token in the median turn, without and with speculation.
     ratios: plain over speculative time of every turn, ascending.
-    tokens_per_round: with speculation; 1 without.
+    tokens_per_round: with speculation, infinite if all tokens were forced; 1 without.
     """
 
     plain_ms: float
@@ -116,12 +119,16 @@ def speedup_of(plain_ms: Sequence[float], ms: Sequence[float], stats: Sequence[S
     turns = sorted(zip(plain_ms, ms, strict=True), key=lambda turn: turn[0] / turn[1])
     median = turns[(len(turns) - 1) // 2]
     tokens, rounds = sum(s.generated_tokens for s in stats), sum(s.rounds for s in stats)
-    return Speedup(*median, tuple(plain / other for plain, other in turns), tokens / max(rounds, 1))
+    return Speedup(*median, tuple(plain / other for plain, other in turns), tokens / rounds if rounds else math.inf)
 
 
 def speedup_of_results(plain: Sequence[Result], other: Sequence[Result]) -> Speedup:
-    """Return the speed-up of texts that were generated in turns."""
-    times = [[ms_per_token(result.stats) for result in results] for results in (plain, other)]
+    """Return the speed-up of texts that were generated in turns.
+
+    If a text came in one round, of one token or all forced, whole texts are compared, with the time of their prompts.
+    """
+    whole = not all(result.stats.tpot_ms for result in (*plain, *other))
+    times = [[ms_per_token(result.stats, whole) for result in results] for results in (plain, other)]
     return speedup_of(times[0], times[1], [result.stats for result in other])
 
 
@@ -178,3 +185,41 @@ def parting(
     gap = None if first is None or second is None else abs(float(found[first] - found[second]))
     runner_up, best = np.partition(found, -2)[-2:]
     return Parting(after, first, second, gap, float(best - runner_up))
+
+
+# ---------------------------------------------------------------- both
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Plain decoding and speculation of one prompt, over several turns.
+
+    speedup, verdict: how much faster speculation is, and that in a sentence.
+    parting, equality: where the first texts that differ part, None if all are equal, and that in a sentence.
+    last: the texts of the last turn. shown: the texts that differ, or else those of the last turn.
+    """
+
+    speedup: Speedup
+    verdict: str
+    parting: Parting | None
+    equality: str
+    last: Pair
+    shown: Pair
+
+
+def compare_turns(
+    lm: LanguageModel, prompt: Prompt, first: Pair, turns: Sequence[Pair], logits: bool = True
+) -> Comparison:
+    """Compare the texts of all turns.
+
+    Args:
+        first: texts that were generated before and not timed.
+        logits: as for ``parting``.
+    """
+    speedup = speedup_of_results(*zip(*turns, strict=True))
+    proposed, accepted = (sum(getattr(turn[1].stats, name) for turn in turns) for name in ("proposed", "accepted"))
+    shown = next((pair for pair in (first, *turns) if pair[0].token_ids != pair[1].token_ids), turns[-1])
+    where = parting(lm, prompt, shown[0].token_ids, shown[1].token_ids, logits)
+    count = len(shown[0].token_ids)
+    equality = where.sentence(lm) if where else f"both texts have the same {count} token{'s' * (count != 1)}"
+    return Comparison(speedup, speedup.verdict(proposed, accepted), where, equality, turns[-1], shown)

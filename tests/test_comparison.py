@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import ovspec
 from ovspec import comparison
-from ovspec.comparison import parting, rotated, speedup_of, speedup_of_results, turns_within
+from ovspec.comparison import compare_turns, parting, rotated, speedup_of, speedup_of_results, turns_within
 from ovspec.loop.results import Result, Stats
 
 times = st.floats(0.01, 1000)
@@ -81,6 +81,17 @@ def test_a_text_of_one_token_counts_its_first() -> None:
     assert speedup_of_results([one], [two]).claimed is None
 
 
+def test_a_text_that_came_in_one_round_is_compared_as_a_whole() -> None:
+    """What a grammar forces takes no inference, so there is no time per later token to hold against the other's."""
+    plain = Result("", [1] * 8, "stop", Stats(ttft_ms=4.0, tpot_ms=2.0, generated_tokens=8, rounds=8))
+    forced = Result("", [1] * 8, "stop", Stats(ttft_ms=0.9, tpot_ms=0.0, generated_tokens=8, rounds=0, forced=8))
+    found = speedup_of_results([plain], [forced])
+    assert (found.plain_ms, found.ms) == (18 / 8, 0.9 / 8)
+    assert found.claimed == pytest.approx(20)
+    both = speedup_of_results([plain, plain], [forced, plain])
+    assert both.ratios == pytest.approx((1.0, 20.0)), "every turn in the same way"
+
+
 @given(st.integers(1, 6), st.integers(0, 40))
 def test_every_way_begins_as_often(count: int, turns: int) -> None:
     ways = list(range(count))
@@ -137,3 +148,19 @@ def test_texts_of_different_length_and_equal_ones(load: Callable[..., ovspec.Lan
     without = parting(lm, PROMPTS[0], [5, 6], [5, 7], logits=False)
     assert without
     assert (without.gap, without.top2_gap) == (None, None)
+
+
+@pytest.mark.parametrize("turn", [None, 0, 1])
+def test_one_turn_that_differs_is_shown(load: Callable[..., ovspec.LanguageModel], turn: int | None) -> None:
+    """Be it in the texts before the turns (None) or in any turn."""
+    lm = load(draft=True)
+    result = lm.generate(PROMPTS[0], max_tokens=8)
+    other = dataclasses.replace(result, token_ids=[*result.token_ids[:3], 7, *result.token_ids[4:]])
+    pairs = {place: (result, other if place == turn else result) for place in (None, 0, 1)}
+    found = compare_turns(lm, PROMPTS[0], pairs[None], [pairs[0], pairs[1]])
+    assert found.parting
+    assert (found.parting.after, found.shown[1].token_ids[3]) == (3, 7)
+    assert found.equality.startswith("the texts part after 3 tokens: plain decoding continues with ")
+    assert found.last == pairs[1]
+    equal = compare_turns(lm, PROMPTS[0], (result, result), [(result, result)])
+    assert (equal.parting, equal.equality) == (None, "both texts have the same 8 tokens")

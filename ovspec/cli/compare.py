@@ -10,11 +10,8 @@ import click
 
 from ovspec.cli import output
 from ovspec.cli.progress import TerminalProgress
-from ovspec.comparison import Parting, parting, rotated, speedup_of_results, turns_within
-from ovspec.loop.results import Result
+from ovspec.comparison import Comparison, Pair, compare_turns, rotated, turns_within
 from ovspec.model import LanguageModel
-
-Pair = tuple[Result, Result]  # (plain, speculative)
 
 
 def compare(lm: LanguageModel, prompt: Any, options: dict[str, Any], stats: str | None, as_json: bool) -> bool:
@@ -26,16 +23,15 @@ def compare(lm: LanguageModel, prompt: Any, options: dict[str, Any], stats: str 
         options = options | {"seed": secrets.randbits(32)}
     ways: dict[str, dict[str, Any]] = {"plain": options | {"lookahead": 0}, "speculative": options}
     first = show_texts(lm, prompt, ways, as_json)
-    pairs, interrupted = timed(lm, prompt, ways)
-    found = next((pair for pair in (first, *pairs) if pair[0].token_ids != pair[1].token_ids), None)
-    where = None
-    if found:
-        where = parting(lm, prompt, found[0].token_ids, found[1].token_ids, logits=not options.get("heal"))
-    show = as_object if as_json else as_text
-    show(lm, found or pairs[-1], pairs, where, stats)
+    turns, interrupted = timed(lm, prompt, ways)
+    found = compare_turns(lm, prompt, first, turns, logits=not options.get("heal"))
+    if as_json:
+        print_object(lm, found, stats)
+    else:
+        print_text(found, stats)
     if interrupted:
         raise KeyboardInterrupt
-    return not found
+    return not found.parting
 
 
 def show_texts(lm: LanguageModel, prompt: Any, ways: dict[str, dict[str, Any]], as_json: bool) -> Pair:
@@ -68,27 +64,23 @@ def timed(lm: LanguageModel, prompt: Any, ways: dict[str, dict[str, Any]]) -> tu
     return pairs, False
 
 
-def as_text(lm: LanguageModel, shown: Pair, pairs: list[Pair], where: Parting | None, stats: str | None) -> None:
-    """Print speed and acceptance, the verdict, and whether the texts are equal."""
-    speedup = speedup_of_results(*zip(*pairs, strict=True))
-    speculative = pairs[-1][1]
-    accepted = f"; {output.acceptance(speculative)}, {speculative.stats.tokens_per_round:.2f} tokens per round"
-    click.echo(f"plain        {1e3 / speedup.plain_ms:.1f} tokens/s", err=True)
-    click.echo(f"speculative  {1e3 / speedup.ms:.1f} tokens/s{accepted}", err=True)
-    for result in shown:
+def print_text(found: Comparison, stats: str | None) -> None:
+    """Print speed and acceptance, whether the texts are equal, and the verdict."""
+    speculative = found.last[1]
+    accepted = f"{output.acceptance(speculative)}, {speculative.stats.tokens_per_round:.2f} tokens per round"
+    click.echo(f"plain        {1e3 / found.speedup.plain_ms:.1f} tokens/s", err=True)
+    click.echo(f"speculative  {1e3 / found.speedup.ms:.1f} tokens/s; {accepted}", err=True)
+    for result in found.shown:
         output.show_stats(result, "full" if stats == "full" else None)
-    counts = [sum(getattr(pair[1].stats, name) for pair in pairs) for name in ("proposed", "accepted")]
-    tokens = len(shown[0].token_ids)
-    equality = where.sentence(lm) if where else f"both texts have the same {tokens} token{'s' * (tokens != 1)}"
-    click.echo(f"{equality}\n{speedup.verdict(*counts)}", err=True)
+    click.echo(f"{found.equality}\n{found.verdict}", err=True)
 
 
-def as_object(lm: LanguageModel, shown: Pair, pairs: list[Pair], where: Parting | None, stats: str | None) -> None:
+def print_object(lm: LanguageModel, found: Comparison, stats: str | None) -> None:
     """Print all of it as one JSON object."""
-    speedup = speedup_of_results(*zip(*pairs, strict=True))
+    speedup, where = found.speedup, found.parting
     report: dict[str, Any] = {
-        "plain": output.as_dict(shown[0]),
-        "speculative": output.as_dict(shown[1]),
+        "plain": output.as_dict(found.shown[0]),
+        "speculative": output.as_dict(found.shown[1]),
         "equal": where is None,
         "speedup": round(speedup.claimed, 3) if speedup.claimed else None,
         "speedups": [round(ratio, 3) for ratio in speedup.ratios],
@@ -101,5 +93,5 @@ def as_object(lm: LanguageModel, shown: Pair, pairs: list[Pair], where: Parting 
         report["part"] = {"after": where.after, "plain": ends[0], "speculative": ends[1], "gap": where.gap}
         report["top2_gap"] = where.top2_gap
     click.echo(json.dumps(report, ensure_ascii=False))
-    for result in shown:
+    for result in found.shown:
         output.show_stats(result, stats)

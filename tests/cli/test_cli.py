@@ -76,6 +76,17 @@ def test_every_command_shows_an_example(ovspec) -> None:
         assert "Example" in ovspec(command, "--help").stdout
 
 
+def test_the_help_leaves_out_what_is_refused(ovspec) -> None:
+    """A refusal names the option all the same (test_every_option.py)."""
+    shown = {command: ovspec(command, "--help").stdout for command in ("generate", "chat", "batch", "inspect")}
+    for command, options in {"chat": ("--samples", "--logprobs", "--heal"), "batch": ("--logprobs",)}.items():
+        for option in options:
+            assert option in shown["generate"]
+            assert option not in shown[command]
+    assert "--draft-device" not in shown["inspect"]
+    assert "[default: 1024]" in shown["chat"]
+
+
 def test_the_references_in_the_docs_are_current() -> None:
     subprocess.run([sys.executable, ROOT / "scripts" / "reference.py", "--check"], check=True)
 
