@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
+from ovspec.decoders.base import Arithmetic
 from ovspec.drafting.choice import EXPORTED, SELF, DraftChoice, parse_draft
 from ovspec.errors import OvspecError
 from ovspec.ir.compile import check_ir_folder
@@ -55,9 +56,10 @@ def load(
 
     model: a folder made by ``ovspec export`` or plain optimum-cli; by default the embedded pair. With ``export=True``
         also a Hugging Face checkpoint (folder or hub id).
-    draft: what proposes tokens; by default nothing does. True is the draft in the model's folder, "self" the same if
-        it was made of the target's own layers, and "lookup" proposes what followed the last tokens earlier. It may
-        also be the folder of a draft model, or a ``Drafter``: a class or function that makes one for each session
+    draft: what proposes tokens; by default "lookup" where verifying a guess costs nothing (exact arithmetic on the
+        paged engine), otherwise nothing. "none" proposes nothing, True is the draft in the model's folder, "self" the
+        same if it was made of the target's own layers, and "lookup" proposes what followed the last tokens earlier. It
+        may also be the folder of a draft model, or a ``Drafter``: a class or function that makes one for each session
         or batch, or an instance, which all share. Two of these, as "lookup,draft" or in a list, make a chain: the
         second proposes if the first finds nothing good.
     """
@@ -71,10 +73,13 @@ def load(
     choice = resolve_draft(parse_draft(draft), folder, manifest)
     if given.draft_device and not (choice and choice.model):
         raise OvspecError("draft_device needs a draft model.")
-    if given.lookup_corpus and not (choice and choice.lookup):
+    if given.lookup_corpus and draft is not None and not (choice and choice.lookup):
         raise OvspecError("lookup_corpus needs lookup as a draft; load the model with draft='lookup'.")
     device = device_options(given)
-    target, proposer = _load_ir(folder, device, given, manifest.target.probe if manifest else None), None
+    probe = manifest.target.probe if manifest else None
+    target, proposer = _load_ir(folder, device, given, probe, given.arithmetic), None
+    if draft is None and (target.guess_is_free or given.lookup_corpus):
+        choice = DraftChoice(lookup=True)
     if choice and choice.model:
         draft_folder = Path(choice.model)
         check_ir_folder(draft_folder)
@@ -82,7 +87,8 @@ def load(
         if not beside:
             check_same_vocabulary(folder, draft_folder)
         device = replace(device, device=given.draft_device or given.device)
-        proposer = _load_ir(draft_folder, device, given, beside.probe if beside else None)
+        # Its proposals are verified, so they needn't be exact.
+        proposer = _load_ir(draft_folder, device, given, beside.probe if beside else None, "fast")
     number = None if given.lookahead == "auto" else given.lookahead
     return LanguageModel(Workspace(folder, target, proposer, choice, number, [Path(f) for f in given.lookup_corpus]))
 
@@ -132,7 +138,9 @@ def device_options(given: Any) -> DeviceOptions:
     return DeviceOptions(given.device, given.precision, given.kv_precision, given.threads, properties, cache_dir)
 
 
-def _load_ir(folder: Path, device: DeviceOptions, given: Any, probe: Probe | None) -> CompiledModel:
+def _load_ir(
+    folder: Path, device: DeviceOptions, given: Any, probe: Probe | None, arithmetic: Arithmetic
+) -> CompiledModel:
     tune = os.environ.get("OVSPEC_TUNE") != "0" if given.tune is None else given.tune
     profile = tune_if_new(folder, device, lambda text: print(text, file=sys.stderr, flush=True)) if tune else None
-    return load_with(profile, folder, device, given.engine, probe)
+    return load_with(profile, folder, device, given.engine, probe, arithmetic)

@@ -79,7 +79,7 @@ def cache_setting(loaded: CompiledModel) -> str:
     compiled, ir = loaded.ir.compiled, loaded.ir
     known = set(compiled.get_property("SUPPORTED_PROPERTIES"))
     values = [f"{name}={compiled.get_property(name)}" for name in SETTINGS if name in known]
-    return " ".join([loaded.engine, ir.device, *values, f"OpenVINO {ov.get_version()}"])
+    return " ".join([loaded.engine, loaded.arithmetic, ir.device, *values, f"OpenVINO {ov.get_version()}"])
 
 
 def save_session(path: Path, workspace: Workspace, decoders: Decoders, mark: Mark) -> None:

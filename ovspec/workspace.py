@@ -240,6 +240,7 @@ class Workspace:
             engine_reason=target.reason,
             draft_engine=draft.engine if draft else None,
             profile=target.profile,
+            arithmetic=target.promise,
         )
         ending = Ending(max_tokens, eos, params, context or math.inf)
         return Row(sequence, sampler, self.tokenizer.detokenizer(), ending, stats, healing)
@@ -264,8 +265,10 @@ class Workspace:
         if wanted is not None:
             return (decoders.drafter, Lookahead(wanted)) if wanted else (None, PLAIN)
         if not decoders.lookaheads:
-            costs = Costs(self.target.verify_ms), Costs(self.draft.verify_ms if self.draft else None)
-            decoders.lookaheads = {kind: Lookahead(None, *costs) for kind in (False, True)}
+            narrowest = decoders.target.narrowest
+            measured = {width: ms for width, ms in (self.target.verify_ms or {}).items() if width >= narrowest}
+            costs = Costs(measured), Costs(self.draft.verify_ms if self.draft else None)
+            decoders.lookaheads = {kind: Lookahead(None, *costs, narrowest) for kind in (False, True)}
         return decoders.drafter, decoders.lookaheads[sampled]
 
     def run(

@@ -88,6 +88,8 @@ def load(pair: Path, cache_dir: Path) -> Callable[..., ovspec.LanguageModel]:
     ) -> ovspec.LanguageModel:
         if rollback:
             options["engine"] = "stateful"
+        if options.get("engine") == "stateful":
+            options.setdefault("arithmetic", "fast")  # which masks; exact arithmetic has tests of its own
         lm = ovspec.load(pair, draft, precision="f32", cache_dir=cache_dir, **options)
         for loaded in filter(None, (lm.target, lm.draft)):
             loaded.rollback = Rollback(rollback) if rollback else loaded.rollback

@@ -111,7 +111,8 @@ def generate_options(command: Callable[..., Any]) -> Callable[..., Any]:
         metavar="[DRAFT]",
         help="Speculate with the draft in DIR, or with DRAFT: the folder of a draft model; self (a draft in DIR that "
         "--draft-layers made); lookup (what followed the last tokens earlier in the text); lookup,draft or "
-        "lookup,FOLDER (the model where lookup finds nothing good); or none.  [default: none]",
+        "lookup,FOLDER (the model where lookup finds nothing good); or none.  [default: lookup where a guess costs "
+        "nothing, which is with exact arithmetic on the paged engine; otherwise none]",
     )
     return draft(options_of(GENERATE)(options_of(LOAD)(command)))
 
@@ -193,11 +194,11 @@ def split_options(values: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any
         raise click.UsageError(f"--draft {draft}: no such folder; name the folder of a draft, lookup, self or none.")
     options = {name: value for name, value in given.items() if name in GENERATE}
     loading = {name: value for name, value in given.items() if name not in GENERATE}
-    proposes = check_grammars(options) or draft
+    proposes = check_grammars(options) or draft or (draft is None and given.get("arithmetic") != "fast")
     alone = "lookahead" in options and not proposes
     refuse(alone, "--lookahead needs --draft, or a grammar, whose forced tokens are proposed.")
     refuse("draft_device" in loading and not draft, "--draft-device needs --draft.")
-    lookup = draft and draft.lookup
+    lookup = draft is None or draft.lookup
     refuse("lookup_corpus" in loading and not lookup, "--lookup-corpus needs --draft lookup or --draft lookup,DRAFT.")
     if not options.get("temperature"):
         for name in ("top_k", "top_p", "min_p", "typical_p"):

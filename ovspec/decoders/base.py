@@ -18,6 +18,9 @@ from ovspec.decoders.sequence import EMPTY, Sequence
 from ovspec.errors import OvspecError
 from ovspec.ir.compile import last_line
 
+# "exact": a token has the same bits however it was computed: alone, with others, or in one pass over its text.
+# "fast": whatever is fastest for plain decoding, without that promise.
+Arithmetic = Literal["exact", "fast"]
 # Tokens that a joining row reads per inference if that doesn't widen the other rows: enough to make good use of the
 # weights, which the inference reads in any case.
 JOINING_CHUNK = 64
@@ -55,6 +58,7 @@ class Decoder(Protocol):
 
     rollback: Rollback
     context_length: int | None
+    narrowest: int  # the fewest tokens of a row that an inference computes; a narrower row is filled up
 
     @property
     def rows(self) -> list[Sequence]:
@@ -127,24 +131,26 @@ class SessionDecoder(Decoder, Protocol):
 # ---------------------------------------------------------------- shared by the implementations
 
 
+def check_wanted(counts: list[int], wanted: list[int]) -> None:
+    """Raise ValueError if rows of ``counts`` new tokens are empty, or more logits than tokens are wanted."""
+    if not any(counts):
+        raise ValueError("feed needs at least one token")
+    if any([want > count for want, count in zip(wanted, counts, strict=True)]):
+        raise ValueError("logits can be requested for new tokens only")
+
+
 @functools.lru_cache(maxsize=256)
 def logit_positions(counts: tuple[int, ...], wanted: tuple[int, ...], packed: bool = False) -> np.ndarray:
     """Return the flat indices of each row's last ``wanted`` of ``counts`` tokens.
 
-    Rows are padded to the longest, or, if ``packed``, follow each other without a gap. The result has at least one
-    index, because not every device can run a kernel on an empty list.
-
-    Raises:
-        ValueError: there are no tokens at all, or more logits than tokens are wanted.
+    Rows are padded to the longest, or, if ``packed``, follow each other without a gap. The result has at least two
+    indices: not every device can run a kernel on an empty list, and the lm_head rounds differently for a single one.
     """
-    if not any(counts):
-        raise ValueError("feed needs at least one token")
-    if any(want > count for want, count in zip(wanted, counts, strict=True)):
-        raise ValueError("logits can be requested for new tokens only")
     starts = [0, *itertools.accumulate(counts if packed else [max(counts)] * len(counts))]
     ends = [start + count for start, count in zip(starts, counts, strict=False)]
     indices = [np.arange(end - want, end) for end, want in zip(ends, wanted, strict=True)]
-    return np.concatenate(indices) if any(wanted) else np.zeros(1, dtype=np.int64)
+    filling = np.full(max(0, 2 - sum(wanted)), ends[-1] - 1)
+    return np.concatenate([*indices, filling])
 
 
 def split_by_row(logits: np.ndarray, wanted: list[int]) -> list[np.ndarray]:

@@ -68,17 +68,19 @@ class Blocks:
         self.tables: list[list[int]] = [[] for _ in range(rows)]  # each row's blocks, in text order
         self.version = 0  # changes whenever the tables may have changed
 
-    def extend(self, row: int, held: int, new: int) -> list[tuple[int, int]]:
-        """Make room for ``new`` tokens after the first ``held`` of ``row``, in blocks that no other row holds.
+    def extend(self, row: int, begin: int, new: int) -> list[tuple[int, int]]:
+        """Make room for ``new`` tokens from position ``begin`` of ``row`` on, in blocks that no other row holds.
 
-        Returns the (from, to) pairs of blocks to copy first: at most one pair, for a last block that is partly full.
+        At most one block may exist already: the one in which they begin. Returns the (from, to) pairs of blocks to
+        copy first: one pair if that block is shared.
         """
-        table, copies = self.tables[row], []
-        if new and held % self.size and self.pool.shared(table[-1]):
-            shared, table[-1] = table[-1], self._take()
+        table, first = self.tables[row], begin // self.size
+        copies: list[tuple[int, int]] = []
+        if new and first < len(table) and self.pool.shared(table[first]):
+            shared, table[first] = table[first], self._take()
             self._release([shared])
-            copies.append((shared, table[-1]))
-        for _ in range(len(table), -(-(held + new) // self.size)):
+            copies.append((shared, table[first]))
+        for _ in range(len(table), -(-(begin + new) // self.size)):
             table.append(self._take())
         return copies
 

@@ -8,12 +8,13 @@ than in the stateful decoder (docs/benchmarks.md).
 from __future__ import annotations
 
 import numpy as np
-import openvino as ov
 
 from ovspec.decoders.base import (
     JOINING_CHUNK,
+    Arithmetic,
     Rollback,
     TokenArrays,
+    check_wanted,
     feed_error,
     logit_positions,
     reordered,
@@ -30,20 +31,19 @@ from ovspec.text.vocabulary import ALL_IDS, KnownIds
 
 # Prompt tokens fed in one inference. The limit bounds the memory of activations; smaller chunks cost time.
 PREFILL_CHUNK = 1024
-# Maximum tokens of a row that are fed apart: a caller that wants more logits at once is measuring, not verifying.
-MOST_APART = 64
 
 
 class PagedDecoder:
     """A ``SessionDecoder`` whose forked rows share blocks until one of them is fed.
 
-    OpenVINO has one attention kernel for a single new token and another for several, and they round differently. So
-    unless the arithmetic is f32, tokens whose logits are all wanted, as in verification, are fed *apart*: each as a
-    sequence of its own over the row's blocks. This gives the same bits as feeding them one after the other.
+    OpenVINO has one attention kernel for a single new token and another for several, and they round differently. With
+    exact arithmetic no row is computed alone: a row's only new token is fed with the token before it once more, which
+    writes the same keys and values again. Then a token has the same bits however its text was cut into pieces.
 
     Args:
         ir: the model, compiled with the rewrite ``to_paged``.
         vocabulary: the ids that may be chosen.
+        arithmetic: whether a token may be computed alone ("fast").
         prefill_chunk: maximum tokens fed in one inference, not counting those whose logits are wanted.
         tensors: the tensors of another decoder of the same model, to share blocks with it; new ones by default.
     """
@@ -54,13 +54,15 @@ class PagedDecoder:
         self,
         ir: CompiledIR,
         vocabulary: KnownIds = ALL_IDS,
+        arithmetic: Arithmetic = "exact",
         prefill_chunk: int = PREFILL_CHUNK,
         tensors: BlockTensors | None = None,
     ) -> None:
         self.context_length = ir.context_length
+        self.narrowest = 2 if arithmetic == "exact" else 1
+        self._arithmetic: Arithmetic = arithmetic
         self._ir, self._vocabulary, self._prefill_chunk = ir, vocabulary, prefill_chunk
         self._request, self._restricts = Request(ir, INPUTS), vocabulary.restricts(ir.logits_width)
-        self._apart = ir.compiled.get_property("INFERENCE_PRECISION_HINT") != ov.Type.f32
         self._tensors = tensors or BlockTensors(ir, [name for name in ir.inputs if CACHE.fullmatch(name)])
         self._bound = -1  # version of the tensors that the request is bound to
         self._blocks = Blocks(0, self._tensors.block_size, self._tensors.pool)
@@ -94,17 +96,15 @@ class PagedDecoder:
 
     def feed(self, tokens: list[np.ndarray], wanted: list[int]) -> list[np.ndarray]:
         counts = [len(new) for new in tokens]
-        logits_idx = logit_positions(tuple(counts), tuple(wanted), packed=True)
+        check_wanted(counts, wanted)
         try:
             if sum(counts) - sum(wanted) > self._prefill_chunk:
                 tokens = self._feed_in_chunks(tokens, wanted)
-                logits_idx = logit_positions(tuple(map(len, tokens)), tuple(wanted), packed=True)
             with self._tensors.lock:
-                logits = self._append(tokens, wanted, logits_idx)
+                return self._append(tokens, wanted)
         except BaseException as error:
             self.reset(len(self.rows))  # the cache's contents are unknown now; an empty cache fits any text
             raise feed_error(error, self._ir.device) from None
-        return [logits[: wanted[0]]] if len(wanted) == 1 else split_by_row(logits, wanted)
 
     def truncate(self, row: int, length: int) -> None:
         self.rows[row].rewind(length)
@@ -118,7 +118,8 @@ class PagedDecoder:
 
     def fork(self) -> PagedDecoder:
         with self._tensors.lock:
-            other = PagedDecoder(self._ir, self._vocabulary, self._prefill_chunk, self._tensors)
+            arguments = (self._vocabulary, self._arithmetic, self._prefill_chunk, self._tensors)
+            other = PagedDecoder(self._ir, *arguments)
             other.rows, other._blocks = [row.copy() for row in self.rows], self._blocks.fork()
         return other
 
@@ -142,7 +143,7 @@ class PagedDecoder:
         self.rows[0].commit(tokens)
 
     def joining_chunk(self, counts: list[int]) -> int:
-        return max(JOINING_CHUNK, sum(counts))
+        return max(JOINING_CHUNK, sum([max(self.narrowest, count) for count in counts]))
 
     def _feed_in_chunks(self, tokens: list[np.ndarray], wanted: list[int]) -> list[np.ndarray]:
         """Feed tokens whose logits are not wanted, row after row, until at most a chunk is left; return the rest."""
@@ -154,43 +155,51 @@ class PagedDecoder:
             cuts = np.diff(ends).tolist()
             fed = [new[:cut] for new, cut in zip(tokens, cuts, strict=True)]
             with self._tensors.lock:
-                self._append(fed, [0] * len(fed), np.zeros(1, dtype=np.int64))
+                self._append(fed, [0] * len(fed))
             tokens = [new[cut:] for new, cut in zip(tokens, cuts, strict=True)]
 
-    def _append(self, tokens: list[np.ndarray], wanted: list[int], logits_idx: np.ndarray) -> np.ndarray:
-        apart = [self._apart and want == len(new) <= MOST_APART for new, want in zip(tokens, wanted, strict=True)]
-        # The row of each sequence in the inference: a row is one sequence, or one for each token if it is fed apart.
-        fed = [row for row, new in enumerate(tokens) if len(new) for _ in range(len(new) if apart[row] else 1)]
-        ids, positions = self._token_arrays[(sum(map(len, tokens)),)]
+    def _append(self, tokens: list[np.ndarray], wanted: list[int]) -> list[np.ndarray]:
+        pieces = [self._piece(row, new) for row, new in enumerate(tokens)]
+        fed = [row for row, (_, new) in enumerate(pieces) if len(new)]
+        ids, positions = self._token_arrays[(sum([len(new) for _, new in pieces]),)]
         past, begins = self._length_arrays(len(fed))
         copies: list[tuple[int, int]] = []
-        start = i = longest = 0
-        for row, new in enumerate(tokens):
-            if not len(new):
-                continue
-            held, end = len(self.rows[row]), start + len(new)
+        start = longest = 0
+        for i, row in enumerate(fed):
+            held, new = pieces[row]
+            end, length = start + len(new), held + len(new)
             copies += self._blocks.extend(row, held, len(new))
             ids[start:end] = new
-            positions[start:end] = np.arange(held, held + len(new))
-            if apart[row]:
-                past[i : i + len(new)] = positions[start:end]
-                begins[i + 1 : i + len(new) + 1] = np.arange(start + 1, end + 1)
-                i += len(new)
-            else:
-                past[i], begins[i + 1] = held, end
-                i += 1
-            start, longest = end, max(longest, held + len(new))
-            self.rows[row].commit(new)
+            positions[start:end] = np.arange(held, length)
+            past[i], begins[i + 1] = held, end
+            start, longest = end, max(longest, length)
+            self.rows[row].commit(tokens[row])
         self._longest[...] = longest
         if self._tensors.pool.needed > self._tensors.capacity:
             self._tensors.make_room()
         self._bind()
         if copies:
             self._tensors.copy(copies)
+        # The filling after a text's first token has logits, too, which are left out of the result.
+        filled = [len(self.rows[row]) < held + len(new) for row, (held, new) in enumerate(pieces)]
+        counts = [want + after for want, after in zip(wanted, filled, strict=True)]
+        logits_idx = logit_positions(tuple([len(new) for _, new in pieces]), tuple(counts), packed=True)
         indices, index_begins = self._block_lists(fed)
         arrays = (ids, positions, past, begins, indices, index_begins, self._longest, logits_idx)
         logits = self._request.infer(arrays, logits_idx)
-        return self._vocabulary.restrict(logits) if self._restricts else logits
+        logits = self._vocabulary.restrict(logits) if self._restricts else logits
+        if len(wanted) == 1:
+            return [logits[: wanted[0]]]
+        return [found[:want] for found, want in zip(split_by_row(logits, counts), wanted, strict=True)]
+
+    def _piece(self, row: int, new: np.ndarray) -> tuple[int, np.ndarray]:
+        """Return (position of the first token, tokens) that the inference computes for ``row``."""
+        held = len(self.rows[row])
+        if len(new) != 1 or self.narrowest == 1:
+            return held, new
+        if held:
+            return held - 1, np.concatenate((self.rows[row].tokens[-1:], new))
+        return 0, np.concatenate((new, new))  # the second one is a filling, over which the next token is written
 
     def _length_arrays(self, count: int) -> tuple[np.ndarray, np.ndarray]:
         """Return int32 arrays to fill in: tokens cached before each sequence (count,), its first index (count + 1,)."""

@@ -1,12 +1,13 @@
-"""Batches for models with recurrent states, and the choice of the decoder that fits a model's states."""
+"""Batches whose rows can't share an inference, and the choice of the decoder that fits a model's states."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 
-from ovspec.decoders.base import JOINING_CHUNK, Rollback, SessionDecoder, logit_positions
+from ovspec.decoders.base import JOINING_CHUNK, Arithmetic, Rollback, SessionDecoder, check_wanted
 from ovspec.decoders.sequence import EMPTY, Sequence
 from ovspec.decoders.stateful import StatefulDecoder
 from ovspec.ir.compile import CompiledIR
@@ -16,9 +17,11 @@ from ovspec.text.vocabulary import ALL_IDS, KnownIds
 class RowByRow:
     """A ``SessionDecoder`` in which every row has an infer request of its own.
 
-    Attention skips padding, but a convolution or an SSM would process it, so rows of different lengths can't share an
-    inference.
+    Attention skips padding, though not to the bit, but a convolution or an SSM would process it, so rows of different
+    lengths can't share an inference.
     """
+
+    narrowest = 1
 
     def __init__(self, make: Callable[[], StatefulDecoder]) -> None:
         self._make = make
@@ -48,7 +51,7 @@ class RowByRow:
             decoder.reset(0)
 
     def feed(self, tokens: list[np.ndarray], wanted: list[int]) -> list[np.ndarray]:
-        logit_positions(tuple(map(len, tokens)), tuple(wanted))  # raises for wrong arguments before anything is fed
+        check_wanted([len(new) for new in tokens], wanted)
         nothing = np.empty((0, 0), dtype=np.float32)
         return [
             decoder.feed([new], [want])[0] if len(new) else nothing
@@ -93,10 +96,19 @@ class RowByRow:
         return self._spare.pop() if self._spare else self._make()
 
 
-def decoder_of(ir: CompiledIR, rollback: Rollback, vocabulary: KnownIds = ALL_IDS) -> SessionDecoder:
-    """Return the decoder that fits the model's states. The arguments are those of ``StatefulDecoder``."""
+def decoder_of(
+    ir: CompiledIR, rollback: Rollback, vocabulary: KnownIds = ALL_IDS, arithmetic: Arithmetic = "exact"
+) -> SessionDecoder:
+    """Return the stateful decoder that fits the model's states and the arithmetic.
+
+    With exact arithmetic each row has a request of its own, because padding changes bits, and rejected tokens are cut
+    off, because masked slots do. The other arguments are those of ``StatefulDecoder``.
+    """
+    exact = arithmetic == "exact"
+    if exact and rollback.kv:
+        rollback = replace(rollback, kv="trim", mask_until=None)
 
     def make() -> StatefulDecoder:
-        return StatefulDecoder(ir, rollback, vocabulary)
+        return StatefulDecoder(ir, rollback, vocabulary, first_alone=exact)
 
-    return RowByRow(make) if rollback.replay else make()
+    return RowByRow(make) if exact or rollback.replay else make()

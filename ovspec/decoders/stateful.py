@@ -6,7 +6,15 @@ import copy
 
 import numpy as np
 
-from ovspec.decoders.base import Rollback, TokenArrays, feed_error, logit_positions, reordered, split_by_row
+from ovspec.decoders.base import (
+    Rollback,
+    TokenArrays,
+    check_wanted,
+    feed_error,
+    logit_positions,
+    reordered,
+    split_by_row,
+)
 from ovspec.decoders.sequence import EMPTY, Sequence
 from ovspec.decoders.slots import Slots, gather_states, read_states, write_states
 from ovspec.ir.compile import CompiledIR
@@ -36,12 +44,22 @@ class StatefulDecoder:
         rollback: how its states can be rolled back, from ``probing.find_probe``.
         vocabulary: the ids that may be chosen.
         compact_at: number of dead slots at which the cache is compacted.
+        first_alone: whether a text's first token gets an inference of its own. OpenVINO computes a prompt without a
+            past in another attention kernel, which rounds differently.
     """
 
+    narrowest = 1
+
     def __init__(
-        self, ir: CompiledIR, rollback: Rollback, vocabulary: KnownIds = ALL_IDS, compact_at: int = COMPACT_AT
+        self,
+        ir: CompiledIR,
+        rollback: Rollback,
+        vocabulary: KnownIds = ALL_IDS,
+        compact_at: int = COMPACT_AT,
+        first_alone: bool = False,
     ) -> None:
         self.rollback = rollback
+        self._first_alone = first_alone
         self.context_length = ir.context_length
         self.compactions = 0
         self._ir, self._vocabulary, self._compact_at = ir, vocabulary, compact_at
@@ -74,6 +92,11 @@ class StatefulDecoder:
 
     def feed(self, tokens: list[np.ndarray], wanted: list[int]) -> list[np.ndarray]:
         counts = [len(new) for new in tokens]
+        check_wanted(counts, wanted)
+        if self._first_alone and len(self.rows) == 1 and not len(self.rows[0]) and counts[0] > 1:
+            begin = self.feed([tokens[0][:1]], [int(wanted[0] == counts[0])])[0].copy()
+            rest = self.feed([tokens[0][1:]], [wanted[0] - len(begin)])[0]
+            return [np.concatenate((begin, rest)) if len(begin) else rest]
         logits_idx = logit_positions(tuple(counts), tuple(wanted))
         try:
             if self.rollback.replay and (fed := self._prepare_replay(tokens[0], wanted[0])):
@@ -113,7 +136,7 @@ class StatefulDecoder:
         self.compactions += 1
 
     def fork(self) -> StatefulDecoder:
-        other = StatefulDecoder(self._ir, self.rollback, self._vocabulary, self._compact_at)
+        other = StatefulDecoder(self._ir, self.rollback, self._vocabulary, self._compact_at, self._first_alone)
         if self._exact:
             self.copy_to(other)
         return other

@@ -31,7 +31,7 @@ class RoundOutcome:
     """What a round proposed, how much of it was accepted, and what it cost.
 
     judged: each row's proposal, and how many of its tokens were accepted.
-    width: tokens fed in the inference, summed over all rows.
+    width: tokens that the inference computed, summed over all rows.
     forced: how many of these were forced.
     prefilled: whether other tokens were also fed, such as a prompt, so that the times say nothing about proposals.
     drafted, verified: seconds spent on drafting and on verifying.
@@ -52,10 +52,18 @@ class Lookahead:
         fixed: number of tokens to propose in every round; None for as many as pay.
         target: the cost of verifying.
         draft: the cost of a step of the draft model.
+        narrowest: the fewest tokens of a row that the target computes, see ``Decoder``. With 2, one proposed token
+            costs nothing.
     """
 
-    def __init__(self, fixed: int | None = None, target: Costs | None = None, draft: Costs | None = None) -> None:
-        self.fixed = fixed
+    def __init__(
+        self,
+        fixed: int | None = None,
+        target: Costs | None = None,
+        draft: Costs | None = None,
+        narrowest: int = 1,
+    ) -> None:
+        self.fixed, self._narrowest = fixed, narrowest
         self.most = MOST if fixed is None else fixed
         self._target, self._draft = target or Costs(), draft or Costs()
         self._records: dict[str, Record] = {}
@@ -86,7 +94,7 @@ class Lookahead:
             record.pause -= 1
             return False
         rows = sum(left > 0 for left in remaining)
-        plain = self._target(rows) / rows
+        plain = self._plain(rows)
         if record.loses(plain):
             # A few rounds may have been bad luck: unless they were expensive, acceptance has to predict a loss, too.
             sure = record.rounds > SETTLED or record.ms > EXPENSIVE * record.tokens * plain
@@ -109,7 +117,7 @@ class Lookahead:
             return rows
         record = self._record(source)
         acceptance = record.acceptance
-        width = len(guesses) + sum(map(len, guesses))
+        width = self._width([len(each) for each in guesses])
         price, mean = self._price(len(guesses)), acceptance.mean
         step = self._draft(len(rows)) / len(rows)
         most = min(WIDEST - width, 4)
@@ -147,13 +155,13 @@ class Lookahead:
             return poor
         if self._record(source).pause:
             return False
-        return self._target(rows) / rows - self.gain(source, rows) < self._best_cut(proposal, rows)[1]
+        return self._plain(rows) - self.gain(source, rows) < self._best_cut(proposal, rows)[1]
 
     def gain(self, source: str, rows: int) -> float:
         """Return the milliseconds per token that drafting with ``source`` saves; negative if it loses."""
         record = self._record(source)
         if record.rounds > 4:
-            return self._target(rows) / rows - record.ms / record.tokens
+            return self._plain(rows) - record.ms / record.tokens
         return self._expected(record.acceptance.mean, rows)
 
     # ------------------------------------------------------------ learning from rounds
@@ -185,7 +193,7 @@ class Lookahead:
         # Forced tokens count neither as a drafter's gain nor as its cost.
         ms = verify_ms + draft_ms - (self._target(width) - self._target(width - forced))
         for source in sources:
-            self._record(source).learn(tokens, ms, self._target(rows) / rows)
+            self._record(source).learn(tokens, ms, self._plain(rows))
 
     # ------------------------------------------------------------ internals
 
@@ -194,20 +202,28 @@ class Lookahead:
             self._records[source] = Record()
         return self._records[source]
 
+    def _width(self, proposed: list[int]) -> int:
+        """Return the tokens that the target computes for rows with this many proposed tokens each."""
+        return sum([max(self._narrowest, 1 + count) for count in proposed])
+
+    def _plain(self, rows: int) -> float:
+        """Return the milliseconds per token of plain decoding."""
+        return self._target(self._narrowest * rows) / rows
+
     def _expected(self, acceptance: float, rows: int) -> float:
         """Return ``gain`` if the conditional acceptance is ``acceptance`` and the best number of tokens is drafted."""
         steps = np.arange(1, min(MOST, WIDEST // rows - 1) + 1)
         if not len(steps):  # too many rows: even one proposed token each exceeds WIDEST
             return -math.inf
-        cost = self._target.ms[rows * (steps + 1)]
+        cost = self._target.ms[rows * np.maximum(self._narrowest, steps + 1)]
         if self._draft.known:
             cost = cost + steps * self._draft(rows)
         won = rows * (1 + np.cumsum(acceptance**steps))
-        return self._target(rows) / rows - float((cost / won).min())
+        return self._plain(rows) - float((cost / won).min())
 
     def _price(self, rows: int) -> float:
         """Return the current cost of a token in milliseconds, which is what an accepted token saves."""
-        plain = self._target(rows) / rows
+        plain = self._plain(rows)
         return min(plain, self._ms / self._tokens) if self._tokens > 4 else plain
 
     def _best_cut(self, proposal: Proposal, rows: int) -> tuple[int, float]:
@@ -215,11 +231,13 @@ class Lookahead:
         if not self._target.known:
             return len(proposal.tokens), 0.0
         rates = self._record(proposal.source).acceptance.rates(proposal)
-        plain = self._target(rows) / rows
-        most = min(len(rates), WIDEST - rows)
+        plain = self._plain(rows)
+        others = self._narrowest * (rows - 1)
+        most = min(len(rates), WIDEST - others - 1)
         if most < 1:
             return 0, plain
-        cost = self._target.ms[rows + 1 : rows + most + 1] - self._target.ms[rows]
+        widths = others + np.maximum(self._narrowest, np.arange(2, most + 2))
+        cost = self._target.ms[widths] - self._target(self._narrowest * rows)
         won = np.cumprod(rates[:most]).cumsum()
         saved = won * self._price(rows) - cost
         best = int(saved.argmax())

@@ -95,6 +95,7 @@ class Stats(Proposals):
     engine_reason: str = ""
     draft_engine: str | None = None
     profile: str | None = None  # the settings chosen for this machine
+    arithmetic: str = ""  # "exact" or "fast", and what was probed if that isn't exact
 
     @property
     def tokens_per_round(self) -> float:

@@ -44,7 +44,7 @@ def run_round(
     for index, row in enumerate(rows):
         if row.wanted:
             commit(row, logits[index], target, index)
-    return outcome(rows, proposed - began, time.perf_counter() - proposed) if drafter else None
+    return outcome(rows, target, proposed - began, time.perf_counter() - proposed) if drafter else None
 
 
 def commit_forced(row: RoundRow) -> None:
@@ -85,9 +85,6 @@ def read(rows: list[RoundRow], target: Decoder) -> None:
         if row.read < len(row.unseen) or row.ended:
             row.proposal = NOTHING
             continue
-        if len(row.forced) and row.read == len(row.forced) + 1:
-            # If all logits are requested, the decoder feeds forced tokens exactly as plain decoding would, to the bit.
-            row.positions = row.read
         row.wanted = min(row.positions, row.read) + len(row.proposal.tokens)
         if len(row.proposal.tokens):
             row.fed = np.concatenate((row.fed, row.proposal.tokens))
@@ -113,13 +110,13 @@ def commit(row: RoundRow, logits: np.ndarray, target: Decoder, index: int) -> No
         row.proposal, row.accepted = NOTHING, 0
 
 
-def outcome(rows: list[RoundRow], drafted: float, verified: float) -> RoundOutcome:
+def outcome(rows: list[RoundRow], target: Decoder, drafted: float, verified: float) -> RoundOutcome:
     """Return what the lookahead learns from: proposals, how many of their tokens were accepted, widths and seconds."""
     forced = sum([len(row.forced) for row in rows])
     healed = any(row.healed for row in rows)
     return RoundOutcome(
         [(row.proposal, row.accepted) for row in rows],
-        sum([len(row.fed) for row in rows]),
+        sum([max(target.narrowest, len(row.fed)) for row in rows if len(row.fed)]),
         forced,
         healed or sum([len(row.unseen) for row in rows]) > len(rows) + forced,
         drafted,

@@ -35,6 +35,14 @@ class RuntimeOptions(TypedDict, total=False):
             "auto",
         ),
     ]
+    arithmetic: Annotated[
+        Literal["exact", "fast"],
+        Option(
+            "exact: every token has the same bits with any draft, batch, session or none. fast: plain decoding over "
+            "long contexts takes less time, but a draft or a batch may change the text at near-ties.",
+            "exact",
+        ),
+    ]
     threads: Annotated[
         int | None,
         Option("Number of CPU threads to compute with.", limits=AT_LEAST_1, usual="the profile's, or OpenVINO's"),

@@ -9,7 +9,7 @@ from typing import Literal
 import numpy as np
 import openvino as ov
 
-from ovspec.decoders.base import Rollback, SessionDecoder
+from ovspec.decoders.base import Arithmetic, Rollback, SessionDecoder
 from ovspec.decoders.paged import PagedDecoder
 from ovspec.decoders.recurrent import decoder_of
 from ovspec.decoders.stateful import StatefulDecoder
@@ -20,6 +20,7 @@ from ovspec.ir.compile import CompiledIR, compile_ir, last_line
 from ovspec.ir.device import DeviceOptions, check_device
 from ovspec.ir.memory import room_for
 from ovspec.ir.paged_attention import NotPaged, attention_windows, to_paged
+from ovspec.setup.exactness import Exactness, find_exactness
 from ovspec.setup.probing import Probe, find_probe, memory_file
 from ovspec.text.vocabulary import ALL_IDS, KnownIds
 
@@ -42,14 +43,29 @@ class CompiledModel:
     engine: EngineName
     reason: str  # why this engine was chosen
     rollback: Rollback
+    arithmetic: Arithmetic = "fast"
+    exactness: Exactness | None = None  # as probed, if exact arithmetic was asked for
     profile: str | None = None  # the setting that a profile chose
     verify_ms: dict[int, float] | None = None  # measured per inference, by width in tokens; the widest is a prompt
+
+    @property
+    def promise(self) -> str:
+        """The arithmetic and what was probed, for statistics: whether a draft, a batch or a session may change bits."""
+        if not self.exactness or self.exactness.exact:
+            return self.arithmetic
+        found = self.exactness
+        return f"{self.arithmetic}, not exact here: {found.differing} of {found.positions} probed positions differ"
+
+    @property
+    def guess_is_free(self) -> bool:
+        """Whether verifying one proposed token costs nothing, because two tokens are computed in any case."""
+        return self.engine == "paged" and self.arithmetic == "exact"
 
     def decoder(self, vocabulary: KnownIds = ALL_IDS) -> SessionDecoder:
         """Return a decoder with its own infer request and KV cache."""
         if self.engine == "paged":
-            return PagedDecoder(self.ir, vocabulary)
-        return decoder_of(self.ir, self.rollback, vocabulary)
+            return PagedDecoder(self.ir, vocabulary, self.arithmetic)
+        return decoder_of(self.ir, self.rollback, vocabulary, self.arithmetic)
 
 
 @dataclass(frozen=True)
@@ -61,12 +77,28 @@ class PagedCheck:
 
 
 def load_ir(
-    folder: Path, options: DeviceOptions, wanted: EngineChoice = "auto", exported: Probe | None = None
+    folder: Path,
+    options: DeviceOptions,
+    wanted: EngineChoice = "auto",
+    exported: Probe | None = None,
+    arithmetic: Arithmetic = "fast",
 ) -> CompiledModel:
     """Compile the model in ``folder`` for the ``wanted`` engine; "auto" takes paged if it agrees with stateful.
 
     Raises OvspecError like ``compile_ir``, or if the wanted engine can't run this model.
     """
+    loaded = load_engine(folder, options, wanted, exported)
+    if arithmetic == "fast":
+        return loaded
+    loaded.arithmetic = "exact"
+    loaded.exactness = find_exactness(loaded.ir, loaded.decoder, loaded.engine, options.cache_folder)
+    if loaded.engine == "stateful" and not loaded.exactness.exact:
+        loaded.arithmetic = "fast"  # cutting and a request for each row cost time, and would gain nothing
+    return loaded
+
+
+def load_engine(folder: Path, options: DeviceOptions, wanted: EngineChoice, exported: Probe | None) -> CompiledModel:
+    """Compile the model for the engine that runs it, see ``load_ir``."""
     paged = PagedCheck(False, "as requested") if wanted == "stateful" else check_paged(folder, options)
     reason = paged.reason
     if paged.usable:

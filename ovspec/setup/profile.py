@@ -12,6 +12,7 @@ from typing import Any, Literal, get_args
 import openvino as ov
 import psutil
 
+from ovspec.decoders.base import Arithmetic
 from ovspec.files import remember, remembered
 from ovspec.ir.compile import MODEL_FILE
 from ovspec.ir.device import EXACT_KV_PRECISIONS, DeviceOptions, check_device, core, native_precisions
@@ -145,15 +146,20 @@ def with_setting(options: DeviceOptions, setting: Setting) -> DeviceOptions:
 
 
 def load_with(
-    profile: Profile | None, folder: Path, options: DeviceOptions, engine: EngineChoice, probe: Probe | None
+    profile: Profile | None,
+    folder: Path,
+    options: DeviceOptions,
+    engine: EngineChoice,
+    probe: Probe | None,
+    arithmetic: Arithmetic = "fast",
 ) -> CompiledModel:
     """Load like ``load_ir``, with the best setting of ``profile`` where the user has named nothing."""
     best = profile.choose(options, engine) if profile else None
     if not profile or not best:
-        return load_ir(folder, options, engine, probe)
+        return load_ir(folder, options, engine, probe, arithmetic)
     slower_paged = engine == "auto" and best.setting.engine == "stateful"
     wanted = "stateful" if slower_paged else engine
-    loaded = load_ir(folder, with_setting(options, best.setting), wanted, probe)
+    loaded = load_ir(folder, with_setting(options, best.setting), wanted, probe, arithmetic)
     reason = "it is faster according to the profile" if slower_paged else loaded.reason
     costs = {profile.tokens: best.prefill_ms * profile.tokens} | best.verify_ms
     return replace(loaded, reason=reason, profile=str(best.setting), verify_ms=costs)

@@ -12,6 +12,7 @@ SIZE = 4
 OPERATIONS = st.lists(
     st.one_of(
         st.tuples(st.just("extend"), st.tuples(st.integers(0, 3), st.integers(0, 9))),
+        st.tuples(st.just("again"), st.tuples(st.integers(0, 3), st.integers(1, 9))),
         st.tuples(st.just("truncate"), st.tuples(st.integers(0, 3), st.integers(0, 12))),
         st.tuples(st.just("reorder"), st.lists(st.integers(EMPTY, 3), min_size=1, max_size=4)),
     ),
@@ -21,15 +22,22 @@ OPERATIONS = st.lists(
 
 @given(st.integers(1, 3), OPERATIONS)
 def test_what_a_row_reads_is_what_it_wrote(rows: int, operations: list) -> None:
-    """Simulates the contents of blocks: every token is a unique number, written to (block, place)."""
+    """Simulates the contents of blocks: every token is a unique number, written to (block, place).
+
+    "again" writes the last token of the row once more, in front of the new ones.
+    """
     blocks = Blocks(rows, SIZE)
     memory: dict[tuple[int, int], int] = {}
     texts: list[list[int]] = [[] for _ in range(rows)]
     token = 0
     for kind, argument in operations:
-        if kind == "extend":
+        if kind in ("extend", "again"):
             row, count = argument[0] % len(texts), argument[1]
-            for source, target in blocks.extend(row, len(texts[row]), count):
+            begin = len(texts[row])
+            if kind == "again" and begin:
+                begin, count = begin - 1, count + 1
+                texts[row].pop()
+            for source, target in blocks.extend(row, begin, count):
                 memory |= {(target, place): memory.get((source, place), -1) for place in range(SIZE)}
             for _ in range(count):
                 place = len(texts[row])

@@ -23,6 +23,7 @@ class Counting:
 
     rollback = Rollback("mask")
     context_length: int | None = None
+    narrowest = 1
 
     def __init__(self) -> None:
         self.reset(1)

@@ -13,6 +13,7 @@ class Bigrams:
 
     rollback = Rollback("mask")
     context_length: int | None = None
+    narrowest = 1
     seconds, inferences = 0.0, 0
 
     def __init__(self, table: np.ndarray) -> None:

@@ -1,0 +1,220 @@
+"""Certificates: check a finished text against one forward pass of the model over it.
+
+The whole text is verified as if it were one long proposal: each of its tokens must be the model's own choice, greedy
+or by the seed, with constraints and penalties. This checks everything that may have sped the text up.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+
+from ovspec.decoders.base import Decoder
+from ovspec.decoders.sequence import Sequence
+from ovspec.drafting.drafter import RoundRow
+from ovspec.errors import OvspecError
+from ovspec.files import read_json, read_text
+from ovspec.grammars.lark import read_lark
+from ovspec.loop.results import Record, Result
+from ovspec.loop.row import Row
+from ovspec.options import GENERATE, GenerateOptions
+from ovspec.workspace import RowStart, Workspace
+
+CHUNK = 128  # positions whose logits are held at a time
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first token that isn't the model's choice.
+
+    index: among the generated tokens.
+    found, chosen: the token in the text and the one that the model chooses; None where the text must end.
+    top: the two most likely tokens there, and their logits after constraints.
+    """
+
+    index: int
+    found: int
+    chosen: int | None
+    top: list[tuple[int, float]]
+
+
+@dataclass(frozen=True)
+class Verification:
+    """How many of a text's ``tokens`` are exactly those that the model chooses, up to the first that isn't.
+
+    problem: what else is wrong: the text isn't what its tokens spell, or it ends where the model would go on.
+    """
+
+    tokens: int
+    exact: int
+    difference: Difference | None = None
+    problem: str | None = None
+
+    @property
+    def ok(self) -> bool:
+        return self.exact == self.tokens and not self.problem
+
+    def __str__(self) -> str:
+        return f"exact: {self.exact} of {self.tokens}" + (f"; {self.problem}" if self.problem else "")
+
+
+def verify_result(workspace: Workspace, result: Result) -> Verification:
+    """Check each token of ``result`` by one forward pass over its prompt and text.
+
+    Raises:
+        OvspecError: the text was made by another model, or in a way that can't be checked (``accept="rejection"``,
+            functions of one's own).
+    """
+    record = result.record
+    if not record:
+        raise OvspecError("This result has no record of how it was made, so it can't be checked.")
+    identity = record.model().get("identity")
+    if identity != workspace.identity["identity"]:
+        raise OvspecError(f"The text was made by another model than {workspace.folder}; load that one.")
+    options = checkable(record.options)
+    start = RowStart(healable=record.healable, context=record.context, sample=record.sample, n=record.n)
+    tokens = np.array([*record.healed_ids, *result.token_ids], dtype=np.int64)
+    for ids in (record.prompt_ids, tokens):
+        workspace.encode(np.array(ids, dtype=np.int64), begins=False)  # refuses unknown ids
+    row = workspace.row(Sequence(record.prompt_ids), options, start)
+    decoders = workspace.decoders()
+    try:
+        decoders.reset(1)
+        difference = first_difference(decoders.target, row, tokens)
+    finally:
+        workspace.release(decoders)
+    count = len(result.token_ids)
+    if difference:
+        index = max(0, difference.index - len(record.healed_ids))
+        return Verification(count, index, difference)
+    return Verification(count, count, None, problem_of(row, result))
+
+
+def first_difference(target: Decoder, row: Row, tokens: np.ndarray) -> Difference | None:
+    """Feed ``row``'s text and ``tokens`` (n,); return the first of these that the model wouldn't choose.
+
+    ``row`` takes the tokens before it, as if they had just been generated.
+    """
+    begin = len(row.sequence)
+    text = np.concatenate((row.sequence.tokens, tokens))
+    if begin > 1:
+        target.feed([text[: begin - 1]], [0])
+    for at in range(begin, len(text), CHUNK):
+        own = text[at : at + CHUNK]
+        logits = target.feed([text[at - 1 : at - 1 + len(own)]], [len(own)])[0]
+        chosen = row.sampler.verify(logits, row.sequence, own[:-1])
+        wrong = chosen != own[: len(chosen)]
+        stood = int(wrong.argmax()) if wrong.any() else len(chosen)
+        if stood:
+            turn = RoundRow(row.sequence, row.sampler, len(text))
+            turn.tokens = chosen[:stood]
+            turn.logits = logits[:stood]
+            row.sequence.commit(turn.tokens)
+            row.take(turn)
+            stood -= at + stood - len(row.sequence)  # tokens after the end of the text
+        index = at + stood
+        if row.finish_reason and index < len(text):
+            return Difference(index - begin, int(text[index]), None, [])
+        if stood < len(own):
+            choice = int(chosen[stood]) if stood < len(chosen) else None
+            return Difference(index - begin, int(text[index]), choice, top_two(row, logits[stood], text[:index]))
+    return None
+
+
+def top_two(row: Row, logits: np.ndarray, tokens: np.ndarray) -> list[tuple[int, float]]:
+    """Return the two most likely tokens and their logits, after constraints."""
+    found = row.sampler.constraints(logits, tokens)
+    return [(int(token), float(found[token])) for token in np.argsort(-found, kind="stable")[:2]]
+
+
+def problem_of(row: Row, result: Result) -> str | None:
+    """Return what is wrong with a result whose tokens are all right."""
+    if result.finish_reason == "cancelled":
+        row.cancel()
+    if row.finish_reason is None:
+        return f"the text ends with {result.finish_reason!r}, but the model goes on here"
+    if row.finish_reason != result.finish_reason:
+        return f"the text ends with {row.finish_reason!r}, not {result.finish_reason!r}"
+    return None if row.text == result.text else "the text isn't what its tokens spell"
+
+
+def checkable(options: Mapping[str, Any]) -> GenerateOptions:
+    """Return the options of a text that is checked; raises OvspecError if they can't be repeated."""
+    if options.get("accept") == "rejection":
+        raise OvspecError("A text made with accept='rejection' can't be checked: it depends on what was proposed.")
+    for name in ("sampler", "logits_processors"):
+        if options.get(name):
+            raise OvspecError(f"A text made with {name} can't be checked: your own functions aren't part of it.")
+    return cast(GenerateOptions, {name: value for name, value in options.items() if name in GENERATE})
+
+
+# ---------------------------------------------------------------- as JSON
+
+
+def record_as_json(result: Result) -> dict[str, Any] | None:
+    """Return the record of ``result`` as JSON values, for ``result_from_json``."""
+    record = result.record
+    if not record:
+        return None
+    return {
+        "prompt_token_ids": [int(token) for token in record.prompt_ids],
+        "healed_token_ids": list(record.healed_ids),
+        "options": {name: option_as_json(name, value) for name, value in record.options.items()},
+        "healable": record.healable,
+        "context": record.context,
+        "sample": record.sample,
+        "n": record.n,
+        "model": record.model(),
+    }
+
+
+def option_as_json(name: str, value: Any) -> Any:
+    """Return an option's value as JSON. Files are replaced by their contents, and functions by their names."""
+    if name == "json_schema":
+        value = read_json(value) if isinstance(value, Path) else value
+        schema = getattr(value, "model_json_schema", None)  # a pydantic model
+        return schema() if schema else value
+    if isinstance(value, Path):
+        return read_lark(value) if name == "grammar" else read_text(value)
+    if name == "logit_bias":
+        return {str(token): "-inf" if bias == -math.inf else float(bias) for token, bias in value.items()}
+    if name in ("sampler", "logits_processors"):
+        return repr(value)
+    return list(value) if not isinstance(value, (str, bool, int, float)) and hasattr(value, "__iter__") else value
+
+
+def result_from_json(data: Any) -> Result:
+    """Return the result that ``ovspec generate --json`` printed, or a choice in the output of ``ovspec batch``.
+
+    Raises:
+        OvspecError: it has no record, or isn't such a result.
+    """
+    try:
+        record = data["record"]
+        text = data["text"] if "text" in data else data["message"]["content"]
+        options = dict(record["options"])
+        if "logit_bias" in options:
+            options["logit_bias"] = {int(token): float(bias) for token, bias in options["logit_bias"].items()}
+        model = dict(record["model"])
+        made = Record(
+            prompt_ids=np.array(record["prompt_token_ids"], dtype=np.int64),
+            options=options,
+            healable=int(record["healable"]),
+            context=None if record["context"] is None else int(record["context"]),
+            sample=int(record["sample"]),
+            n=int(record["n"]),
+            model=lambda: model,
+            healed_ids=[int(token) for token in record["healed_token_ids"]],
+        )
+        ids = [int(token) for token in record.get("token_ids", data.get("token_ids"))]
+        reason = record.get("finish_reason", data.get("finish_reason"))
+        json.dumps(text).encode()
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
+        raise OvspecError("not a result with a record, as 'ovspec generate --json' and 'ovspec batch' write it") from None
+    return Result(text, ids, reason, record=made)
