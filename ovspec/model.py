@@ -20,6 +20,7 @@ from ovspec.session import Session
 from ovspec.setup.engine import CompiledModel
 from ovspec.text.generation_config import GenerationConfig
 from ovspec.text.tokenizer import Tokenizer
+from ovspec.verify import Verification, verify_result
 from ovspec.workspace import Prompt, Workspace
 
 
@@ -156,7 +157,21 @@ class LanguageModel:
         """Estimate the memory, in bytes, of the KV caches of a text of ``tokens`` tokens, target and draft together."""
         return sum(tokens * kv_bytes_per_token(ir) + recurrent_bytes(ir) for ir in self.workspace.irs())
 
-    # ------------------------------------------------------------ measuring
+    # ------------------------------------------------------------ checking and measuring
+
+    def verify(self, result: Result) -> Verification:
+        """Check each token of ``result`` by one forward pass over its prompt and text.
+
+        With exact arithmetic every token is the model's choice, whatever has sped the text up.
+
+        Args:
+            result: made by this model, in this process or read by ``ovspec.verify.result_from_json``.
+
+        Raises:
+            OvspecError: the text was made by another model, or in a way that can't be repeated (``accept="rejection"``,
+                a ``sampler`` or ``logits_processors`` of one's own).
+        """
+        return verify_result(self.workspace, result)
 
     def perplexity(self, text: str, context: int | None = None) -> Perplexity:
         """Measure the target's perplexity on ``text``, in windows that overlap by half.

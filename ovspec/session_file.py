@@ -5,7 +5,6 @@ A session file is in NumPy's ``.npz`` format.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import warnings
 import zipfile
@@ -15,22 +14,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import openvino as ov
 
 from ovspec.decoders.base import SessionDecoder
 from ovspec.errors import OvspecError
 from ovspec.files import replaced
-from ovspec.ir.compile import MODEL_FILE
 from ovspec.setup.engine import CompiledModel
+from ovspec.setup.identity import cache_setting, model_identity
 from ovspec.text.chat_template import Message
-from ovspec.text.vocabulary import TOKENIZER_FILE
 from ovspec.workspace import Decoders, Workspace
 
 FORMAT = 1
-# To tell models apart, this many pieces of the weights are hashed, each of this many bytes.
-PIECES, PIECE_BYTES = 256, 4096
-# The OpenVINO properties that the values in a cache depend on.
-SETTINGS = ("INFERENCE_PRECISION_HINT", "KV_CACHE_PRECISION", "DYNAMIC_QUANTIZATION_GROUP_SIZE")
 
 
 @dataclass(frozen=True)
@@ -56,30 +49,6 @@ class Mark:
 
 
 EMPTY_TEXT = Mark(np.empty(0, dtype=np.int64))
-
-
-def model_identity(folder: Path) -> str:
-    """Return a checksum that tells models with different graphs, weights or tokenizers apart."""
-    found = hashlib.sha256()
-    for name in (MODEL_FILE, TOKENIZER_FILE):
-        file = folder / name
-        found.update(file.read_bytes() if file.is_file() else b"")
-    weights = (folder / MODEL_FILE).with_suffix(".bin")
-    size = weights.stat().st_size
-    found.update(str(size).encode())
-    with weights.open("rb") as file:
-        for offset in np.linspace(0, max(0, size - PIECE_BYTES), PIECES).astype(int).tolist():
-            file.seek(offset)
-            found.update(file.read(PIECE_BYTES))
-    return found.hexdigest()
-
-
-def cache_setting(loaded: CompiledModel) -> str:
-    """Return the engine, device and settings that the values in a model's cache depend on."""
-    compiled, ir = loaded.ir.compiled, loaded.ir
-    known = set(compiled.get_property("SUPPORTED_PROPERTIES"))
-    values = [f"{name}={compiled.get_property(name)}" for name in SETTINGS if name in known]
-    return " ".join([loaded.engine, loaded.arithmetic, ir.device, *values, f"OpenVINO {ov.get_version()}"])
 
 
 def save_session(path: Path, workspace: Workspace, decoders: Decoders, mark: Mark) -> None:

@@ -29,12 +29,13 @@ from ovspec.errors import OvspecError
 from ovspec.files import read_text
 from ovspec.ir.compile import CompiledIR
 from ovspec.ir.memory import WORTH_CHECKING, check_memory, kv_bytes_per_token, recurrent_bytes, token_room
-from ovspec.loop.results import Piece, Stats
+from ovspec.loop.results import Piece, Record, Stats
 from ovspec.loop.row import Ending, Row
 from ovspec.loop.scheduler import BatchLimits, Scheduler, run_rows
-from ovspec.options import GenerateOptions, batch_size, check_option, constrains, params_of
+from ovspec.options import GENERATE, SAMPLING, GenerateOptions, SamplingParams, batch_size, check_option, constrains, params_of
 from ovspec.sampling.samplers import sampler_of
 from ovspec.setup.engine import CompiledModel
+from ovspec.setup.identity import described
 from ovspec.text.chat_template import Message, chat_template
 from ovspec.text.generation_config import GenerationConfig
 from ovspec.text.tokenizer import Tokenizer
@@ -111,6 +112,11 @@ class Workspace:
         other = copy.copy(self)
         other.choice, other.draft, other._idle = choice, self.draft if choice and choice.model else None, []
         return other
+
+    @functools.cached_property
+    def identity(self) -> dict[str, Any]:
+        """The target's identity and settings, for records of texts."""
+        return described(self.target)
 
     # ------------------------------------------------------------ decoders
 
@@ -226,6 +232,15 @@ class Workspace:
         self.check_memory(len(sequence) + max_tokens - start.cached, drafts)
         seed = params.seed if params.seed is not None else start.seed
         seed = secrets.randbits(32) if seed is None else seed
+        record = Record(
+            sequence.tokens.copy(),
+            {**complete_options(params, options), "max_tokens": max_tokens, "seed": seed},
+            start.healable,
+            start.context,
+            start.sample,
+            start.n,
+            lambda: self.identity,
+        )
         sampler = sampler_of(params, seed, start.sample, constraints, options)
         if healing:  # nothing can fail from here on
             healing.take_back(sequence)
@@ -243,7 +258,9 @@ class Workspace:
             arithmetic=target.promise,
         )
         ending = Ending(max_tokens, eos, params, context or math.inf)
-        return Row(sequence, sampler, self.tokenizer.detokenizer(), ending, stats, healing)
+        row = Row(sequence, sampler, self.tokenizer.detokenizer(), ending, stats, healing)
+        row.record = record
+        return row
 
     def wanted_lookahead(self, options: GenerateOptions) -> int | None:
         """Return the tokens to propose per round, None for auto; raises OvspecError if nothing can propose any."""
@@ -296,6 +313,14 @@ class Workspace:
     def check_grammar(self, options: GenerateOptions) -> None:
         """Raise OvspecError once if a grammar in ``options`` is wrong; ``row`` would raise it for each text."""
         self._constraints.check(options)
+
+
+def complete_options(params: SamplingParams, options: GenerateOptions) -> dict[str, Any]:
+    """Return all options that change a text and aren't at their defaults: ``params`` and the others in ``options``."""
+    ours = {name: getattr(params, name) for name in SAMPLING}
+    ours = {name: value for name, value in ours.items() if value != SAMPLING[name][1].initial}
+    others = GENERATE.keys() - SAMPLING.keys() - {"sampling", "lookahead", "batch_size"}
+    return ours | {name: options[name] for name in others & options.keys() if options[name] is not None}
 
 
 def is_chat(prompt: Any) -> bool:

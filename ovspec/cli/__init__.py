@@ -23,6 +23,7 @@ COMMANDS = {
     "inspect": "Describe the models in DIR: weights, context, engine, rollback, memory.",
     "perplexity": "Measure how well the model in DIR predicts the text in FILE.",
     "tune": "Measure which settings are fastest for the model in DIR, and use them.",
+    "verify": "Check that every token in RESULT is the one that the model chooses there.",
 }
 
 

@@ -26,7 +26,7 @@ DEFAULTS = {("chat", "max_tokens"): str(CHAT_MAX_TOKENS)}
 REFUSED = {
     *(("chat", name) for name in ("n", "logprobs", "heal")),
     ("batch", "logprobs"),
-    *((command, "draft_device") for command in ("inspect", "perplexity")),
+    *((command, "draft_device") for command in ("inspect", "perplexity", "verify")),
 }
 
 

@@ -11,6 +11,7 @@ import click
 from ovspec.loop.results import Result
 from ovspec.model import LanguageModel
 from ovspec.session import TextStream
+from ovspec.verify import record_as_json
 
 
 def generate(stream: TextStream, stats: str | None, as_json: bool) -> bool:
@@ -72,7 +73,7 @@ def as_dict(result: Result) -> dict[str, Any]:
     found = {"text": result.text, "token_ids": result.token_ids, "finish_reason": result.finish_reason}
     if result.logprobs is not None:
         found["logprobs"] = [asdict(logprob) for logprob in result.logprobs]
-    return found | {"stats": stats}
+    return found | {"stats": stats, "record": record_as_json(result)}
 
 
 # ---------------------------------------------------------------- statistics

@@ -18,6 +18,7 @@ from ovspec.loop.results import Result
 from ovspec.model import Prompt
 from ovspec.options import GENERATE, GRAMMARS, GenerateOptions
 from ovspec.options.option import check
+from ovspec.verify import record_as_json
 
 # The options that a request may set, by our names and OpenAI's, and our name for each.
 REQUESTED = {
@@ -201,12 +202,19 @@ def result_line(request: BatchRequest, results: list[Result] | str) -> dict[str,
                 "finish_reason": result.finish_reason,
                 "prompt_tokens": result.stats.prompt_tokens,
                 "generated_tokens": result.stats.generated_tokens,
+                "record": batch_record(result),
             }
             for result in results
         ]
         return {"id": request.id, **texts[0]} if len(texts) == 1 else {"id": request.id, "samples": texts}
     response = {"status_code": 200, "request_id": request.id, "body": body_of(request, results)}
     return {"id": f"batch_req_{request.id}", "custom_id": request.id, "response": response, "error": None}
+
+
+def batch_record(result: Result) -> dict[str, Any]:
+    """Return what ``ovspec verify`` needs to check a text of the batch."""
+    made = {"token_ids": result.token_ids, "finish_reason": result.finish_reason}
+    return (record_as_json(result) or {}) | made
 
 
 def body_of(request: BatchRequest, results: list[Result]) -> dict[str, Any]:
@@ -216,7 +224,8 @@ def body_of(request: BatchRequest, results: list[Result]) -> dict[str, Any]:
     for index, result in enumerate(results):
         text = {"message": {"role": "assistant", "content": result.text}} if chat else {"text": result.text}
         reason = "length" if result.finish_reason == "length" else "stop"
-        choices.append({"index": index, **text, "logprobs": None, "finish_reason": reason})
+        text |= {"logprobs": None, "finish_reason": reason, "record": batch_record(result)}
+        choices.append({"index": index, **text})
     prompt, generated = results[0].stats.prompt_tokens, sum(r.stats.generated_tokens for r in results)
     return {
         "id": f"{'chatcmpl' if chat else 'cmpl'}-{request.id}",

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
+
+import numpy as np
 
 from ovspec.sampling.logprobs import TokenLogprob
 
@@ -104,20 +106,42 @@ class Stats(Proposals):
 
 
 @dataclass(frozen=True)
+class Record:
+    """How a text was made, so that ``verify`` can check each of its tokens.
+
+    prompt_ids: (n,) int64, before healing took tokens back.
+    options: all options that change the text, complete: with the model's defaults, the seed and the token limit.
+    healable, context, sample, n: see ``workspace.RowStart``.
+    model: returns the model's identity and the settings it was computed with.
+    healed_ids: generated tokens that spell only text of the prompt; they aren't among the result's ``token_ids``.
+    """
+
+    prompt_ids: np.ndarray
+    options: dict[str, Any]
+    healable: int
+    context: int | None
+    sample: int
+    n: int
+    model: Callable[[], dict[str, Any]]
+    healed_ids: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
 class Result:
     """A finished text.
 
     ``finish_reason`` is "eos" (the model ended the text), "stop" (a stop string or id, or a grammar that is complete),
     "length" (``max_tokens`` or the context) or "cancelled". ``token_ids`` holds every generated token, including the
     EOS or stop id that ended the text; ``text`` leaves out what stopped it. ``logprobs`` has one entry for each of
-    ``token_ids`` if they were requested.
+    ``token_ids`` if they were requested. ``record`` tells how the text was made, for ``LanguageModel.verify``.
     """
 
     text: str
     token_ids: list[int]
     finish_reason: FinishReason
-    stats: Stats
+    stats: Stats = field(default_factory=Stats)
     logprobs: list[TokenLogprob] | None = None
+    record: Record | None = field(default=None, repr=False, compare=False)
 
 
 class Finishing(Protocol):

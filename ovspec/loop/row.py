@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from ovspec.constraints.healing import Healing
 from ovspec.decoders.sequence import Sequence
 from ovspec.drafting.drafter import RoundRow
-from ovspec.loop.results import FinishReason, Piece, Result, Stats
+from ovspec.loop.results import FinishReason, Piece, Record, Result, Stats
 from ovspec.options import SamplingParams
 from ovspec.sampling.logprobs import TokenLogprob, token_logprob
 from ovspec.sampling.samplers import Sampler
@@ -79,6 +79,7 @@ class Row:
         stats: Stats,
         healing: Healing | None = None,
     ) -> None:
+        self.record: Record | None = None  # how the text is made; ``take`` adds to its ``healed_ids``
         self.sequence, self.sampler, self.stats, self.healing = sequence, sampler, stats, healing
         params = ending.params
         self.text = ""
@@ -112,6 +113,8 @@ class Row:
             if self.healing and not self.token_ids and not counted:
                 healed = self.healing.healed(self.sequence.tokens[: begin + used])
                 if healed is None:  # it spells only the prompt, so it isn't counted
+                    if self.record:
+                        self.record.healed_ids.append(token)
                     self._end = min(self._end + 1, self._context)
                     if begin + used >= self._end:  # the context is full before anything new was generated
                         self.finish_reason = "length"
@@ -162,7 +165,7 @@ class Row:
     def result(self) -> Result:
         """Return the result of a text that has ended."""
         assert self.finish_reason
-        return Result(self.text, self.token_ids, self.finish_reason, self.stats, self.logprobs)
+        return Result(self.text, self.token_ids, self.finish_reason, self.stats, self.logprobs, self.record)
 
     def _count(self, turn: RoundRow, used: int) -> None:
         """Update the statistics for a round whose first ``used`` tokens are in the text."""

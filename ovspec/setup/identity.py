@@ -1,0 +1,63 @@
+"""What tells models and their settings apart, for whatever outlives a process: session files and certificates."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import openvino as ov
+
+from ovspec.ir.compile import MODEL_FILE
+from ovspec.setup.engine import CompiledModel
+from ovspec.text.vocabulary import TOKENIZER_FILE
+
+# To tell models apart, this many pieces of the weights are hashed, each of this many bytes.
+PIECES, PIECE_BYTES = 256, 4096
+# The OpenVINO properties that a model's numbers depend on.
+SETTINGS = ("INFERENCE_PRECISION_HINT", "KV_CACHE_PRECISION", "DYNAMIC_QUANTIZATION_GROUP_SIZE")
+
+
+def model_identity(folder: Path) -> str:
+    """Return a checksum that tells models with different graphs, weights or tokenizers apart."""
+    found = hashlib.sha256()
+    for name in (MODEL_FILE, TOKENIZER_FILE):
+        file = folder / name
+        found.update(file.read_bytes() if file.is_file() else b"")
+    weights = (folder / MODEL_FILE).with_suffix(".bin")
+    size = weights.stat().st_size
+    found.update(str(size).encode())
+    with weights.open("rb") as file:
+        for offset in np.linspace(0, max(0, size - PIECE_BYTES), PIECES).astype(int).tolist():
+            file.seek(offset)
+            found.update(file.read(PIECE_BYTES))
+    return found.hexdigest()
+
+
+def compiled_properties(loaded: CompiledModel) -> dict[str, str]:
+    """Return those OpenVINO properties of a model that its numbers depend on."""
+    compiled = loaded.ir.compiled
+    known = set(compiled.get_property("SUPPORTED_PROPERTIES"))
+    found = {name: compiled.get_property(name) for name in SETTINGS if name in known}
+    return {name: v.get_type_name() if isinstance(v, ov.Type) else str(v) for name, v in found.items()}
+
+
+def cache_setting(loaded: CompiledModel) -> str:
+    """Return the engine, device and settings that the values in a model's cache depend on."""
+    values = [f"{name}={value}" for name, value in compiled_properties(loaded).items()]
+    return " ".join([loaded.engine, loaded.arithmetic, loaded.ir.device, *values, f"OpenVINO {ov.get_version()}"])
+
+
+def described(loaded: CompiledModel) -> dict[str, Any]:
+    """Return the model's folder and identity, and how it was run, as JSON values."""
+    return {
+        "folder": str(loaded.ir.folder),
+        "identity": model_identity(loaded.ir.folder),
+        "device": loaded.ir.device,
+        "engine": loaded.engine,
+        "arithmetic": loaded.arithmetic,
+        "properties": compiled_properties(loaded),
+        "profile": loaded.profile,
+        "openvino": ov.get_version(),
+    }
