@@ -216,5 +216,7 @@ def result_from_json(data: Any) -> Result:
         reason = record.get("finish_reason", data.get("finish_reason"))
         json.dumps(text).encode()
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
-        raise OvspecError("not a result with a record, as 'ovspec generate --json' and 'ovspec batch' write it") from None
+        raise OvspecError(
+            "not a result with a record, as 'ovspec generate --json' and 'ovspec batch' write it"
+        ) from None
     return Result(text, ids, reason, record=made)

@@ -32,7 +32,16 @@ from ovspec.ir.memory import WORTH_CHECKING, check_memory, kv_bytes_per_token, r
 from ovspec.loop.results import Piece, Record, Stats
 from ovspec.loop.row import Ending, Row
 from ovspec.loop.scheduler import BatchLimits, Scheduler, run_rows
-from ovspec.options import GENERATE, SAMPLING, GenerateOptions, SamplingParams, batch_size, check_option, constrains, params_of
+from ovspec.options import (
+    GENERATE,
+    SAMPLING,
+    GenerateOptions,
+    SamplingParams,
+    batch_size,
+    check_option,
+    constrains,
+    params_of,
+)
 from ovspec.sampling.samplers import sampler_of
 from ovspec.setup.engine import CompiledModel
 from ovspec.setup.identity import described

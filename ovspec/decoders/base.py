@@ -135,7 +135,7 @@ def check_wanted(counts: list[int], wanted: list[int]) -> None:
     """Raise ValueError if rows of ``counts`` new tokens are empty, or more logits than tokens are wanted."""
     if not any(counts):
         raise ValueError("feed needs at least one token")
-    if any([want > count for want, count in zip(wanted, counts, strict=True)]):
+    if any(want > count for want, count in zip(wanted, counts, strict=True)):
         raise ValueError("logits can be requested for new tokens only")
 
 

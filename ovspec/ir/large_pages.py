@@ -17,37 +17,48 @@ from pathlib import Path
 PAGE = 1 << 21
 COLLAPSE = 25  # MADV_COLLAPSE
 ENOMEM, EAGAIN = 12, 11
-PATIENCE = 5.0  # seconds of inference before copying starts: 2 seconds per gigabyte would be too long for short texts
-# Copying happens between inferences: for this share of their time, and for at most LONGEST seconds at once.
-SHARE, LONGEST = 0.2, 0.02
+PATIENCE = 5.0  # seconds of inference before copying starts: a process with less to do gains nothing
+# Copying slows inferences down, so it waits until there have been none for IDLE seconds, and copies for LONGEST
+# seconds before it looks again.
+IDLE, LONGEST = 0.5, 0.02
 MOST_REFUSALS = 16  # in a row, after which the system is taken to have no large pages left
 
 
 class LargePages:
-    """Moves a model's weights into large pages. Create it just before the model is compiled.
+    """Moves a model's weights into large pages while nothing is computed. Create it just before the model is compiled.
 
     The weights are taken to be the memory allocated from then until inferences have taken ``PATIENCE`` seconds.
     """
 
     def __init__(self) -> None:
         self._before = set(pages(memory_ranges()))
-        self.seconds = self._refused = 0.0  # of inference so far
+        self._seconds, self._refused = 0.0, 0
+        self._busy: set[int] = set()  # requests that are computing
+        self._since = time.monotonic()  # the end of the latest inference
         self._waiting: Iterator[int] | None = None
         self.done = not sys.platform.startswith("linux")
-        self._lock = threading.Lock()  # a model may be used by several threads
+        self._mover: threading.Thread | None = None
+        self._lock = threading.Lock()  # held while a thread moves pages
 
-    def spent(self, seconds: float) -> None:
-        """Note that an inference took ``seconds``. After ``PATIENCE`` seconds in all, move some of the weights."""
-        self.seconds += seconds
-        if self.seconds >= PATIENCE and not self.done:
-            self.move(min(SHARE * seconds, LONGEST))
+    def began(self, request: int) -> None:
+        """Note that ``request``, any number of its own, has begun to compute."""
+        self._busy.add(request)
+
+    def ended(self, request: int, seconds: float) -> None:
+        """Note that ``request`` has computed for ``seconds``; the first call past ``PATIENCE`` starts the mover."""
+        self._busy.discard(request)
+        self._since = time.monotonic()
+        if self._mover or self.done:
+            return
+        self._seconds += seconds
+        if self._seconds >= PATIENCE:
+            self._mover = threading.Thread(target=self._move_when_idle, name="large pages", daemon=True)
+            self._mover.start()
 
     def move(self, seconds: float) -> None:
-        """Move weights for ``seconds``, unless another thread is doing so."""
-        if not self._lock.acquire(blocking=False):
-            return
+        """Move weights for ``seconds``, or until all are moved."""
         until = time.perf_counter() + seconds
-        try:
+        with self._lock:
             if self._waiting is None:
                 self._waiting = iter([page for page in pages(memory_ranges()) if page not in self._before])
             while not self.done and time.perf_counter() < until:
@@ -59,8 +70,14 @@ class LargePages:
                     self.done = self._refused == MOST_REFUSALS
                 else:
                     self._refused = 0
-        finally:
-            self._lock.release()
+
+    def _move_when_idle(self) -> None:
+        while not self.done:
+            idle = time.monotonic() - self._since
+            if self._busy or idle < IDLE:
+                time.sleep(IDLE)
+            else:
+                self.move(LONGEST)
 
 
 def memory_ranges() -> list[tuple[int, int]]:

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 import numpy as np
 import openvino as ov
 
-from ovspec.ir import large_pages
 from ovspec.ir.compile import CompiledIR
 
 
@@ -38,15 +37,15 @@ class Request:
             if index is not None and bound.get(index) is not array:
                 request.set_input_tensor(index, ov.Tensor(array, shared_memory=True))
                 bound[index] = array
+        self._large_pages.began(id(self))
         began = time.perf_counter()
-        request.start_async()
-        request.wait()
-        spent = time.perf_counter() - began
+        try:
+            request.start_async()
+            request.wait()
+        finally:
+            spent = time.perf_counter() - began
+            self._large_pages.ended(id(self), spent)
         self.seconds += spent
-        if (pages := self._large_pages).seconds < large_pages.PATIENCE:
-            pages.seconds += spent
-        elif not pages.done:
-            pages.spent(spent)
         self.inferences += 1
         logits = request.get_output_tensor(0).data
         if self._picks_logits:

@@ -130,7 +130,7 @@ class Prober:
         self.read()
         self.decoder.reorder([0] * rows)
         for row in range(1, rows):
-            self.decoder.truncate(row, self.random.integers(0, self.begin))
+            self.decoder.truncate(row, int(self.random.integers(0, self.begin)))
         position = len(self.decoder.rows[0])
         while position < len(self.text):
             pieces = [self.junk(int(self.random.integers(0, 6))) for _ in range(rows)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections import Counter
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -17,17 +17,16 @@ from ovspec.files import remember, remembered
 from ovspec.ir.compile import MODEL_FILE
 from ovspec.ir.device import EXACT_KV_PRECISIONS, DeviceOptions, check_device, core, native_precisions
 from ovspec.setup.engine import CompiledModel, EngineChoice, EngineName, load_ir
+from ovspec.setup.exactness import Exactness
 from ovspec.setup.probing import Probe
 
 Goal = Literal["decode", "prefill", "balanced", "accuracy"]
 GOALS = get_args(Goal)
-FORMAT = 3
+FORMAT = 4
 # A setting may be chosen if its KL divergence is at most this many times that of OpenVINO's own default ...
 KL_FACTOR = 1.25
 # ... or at most this many nats, which is too little to matter. The goal "accuracy" allows no more than this.
 KL_FLOOR = 1e-6
-# With the goal "balanced", the invariance may be lower than without a profile by this much, the noise of measuring it.
-INVARIANCE_SLACK = 0.1
 # A setting is chosen over one that was measured before it if it takes at most this share of the time.
 CLEARLY_BETTER = 0.97
 
@@ -72,7 +71,7 @@ class Measurement:
     memory: int  # bytes that the process grew by
     kl: float  # mean KL divergence in nats
     top1: float  # share of positions with the same most probable token
-    # Share of positions whose logits are the same whether tokens are fed together or one by one; None: not measured.
+    # Share of probed positions whose logits are the same, to the bit, however the text was fed; None: not measured.
     invariance: float | None = None
 
     @classmethod
@@ -82,15 +81,15 @@ class Measurement:
         return cls(**{**data, "setting": Setting(**data["setting"]), "verify_ms": verify_ms})
 
     def cost(self, goal: Goal) -> float:
-        """Return what ``goal`` minimises, in ms.
+        """Return what ``goal`` minimises, in ms. With exact arithmetic no inference is narrower than two tokens.
 
-        For balanced and accuracy: a prompt of 256 tokens and 128 inferences, half of them 1 and half 4 tokens wide.
+        For balanced and accuracy: a prompt of 256 tokens and 128 inferences, which verify 2, 4 and 8 tokens alike.
         """
         if goal == "decode":
-            return self.verify_ms[1]
+            return self.verify_ms[2]
         if goal == "prefill":
             return self.prefill_ms
-        return 256 * self.prefill_ms + 64 * (self.verify_ms[1] + self.verify_ms[4])
+        return 256 * self.prefill_ms + 128 / 3 * sum(self.verify_ms[width] for width in (2, 4, 8))
 
 
 @dataclass(frozen=True)
@@ -103,12 +102,15 @@ class Profile:
     seconds: float  # how long measuring took
     reference: Measurement  # OpenVINO's default, the standard for accuracy; in the short version measurements[0]
     measurements: list[Measurement]  # first the setting used without a profile; others must be clearly better
+    exactness: dict[int, Exactness] = field(default_factory=dict)  # of the chosen setting, by number of threads
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Profile:
         """Build a Profile from the output of ``asdict``, read back from JSON."""
         measurements = [Measurement.from_json(found) for found in data["measurements"]]
-        return cls(**{**data, "reference": Measurement.from_json(data["reference"]), "measurements": measurements})
+        reference = Measurement.from_json(data["reference"])
+        exactness = {int(threads): Exactness(**found) for threads, found in data["exactness"].items()}
+        return cls(**{**data, "reference": reference, "measurements": measurements, "exactness": exactness})
 
     def most_kl(self, goal: Goal) -> float:
         """Return the largest KL divergence, in nats, that a setting may have to be chosen."""
@@ -116,25 +118,25 @@ class Profile:
 
     def choose(self, options: DeviceOptions, engine: EngineChoice, goal: Goal | None = None) -> Measurement | None:
         """Return the best measurement that agrees with what the user has fixed; None if none does."""
-        goal = goal or self.goal
+        goal, usual = goal or self.goal, self.measurements[0]
         most = self.most_kl(goal)
+        engine = usual.setting.engine if engine == "auto" else engine
         agreeing = [m for m in self.measurements if agrees(m.setting, options, engine)]
         # A KV cache that is not exact after a rollback is never chosen automatically.
         fit = [m for m in agreeing if m.kl <= most and m.setting.kv_precision in EXACT_KV_PRECISIONS]
-        if goal == "balanced" and "INFERENCE_PRECISION_HINT" not in options.fixed:
-            least_invariance = (self.measurements[0].invariance or 0) - INVARIANCE_SLACK
-            fit = [m for m in fit if (m.invariance or 0) >= least_invariance]
+        if "INFERENCE_PRECISION_HINT" not in options.fixed:
+            fit = [m for m in fit if (m.invariance or 0) >= (usual.invariance or 0)]
         if not fit:
             return agreeing[0] if agreeing else None
         least = min(m.cost(goal) for m in fit)
         return next(m for m in fit if least > CLEARLY_BETTER * m.cost(goal))
 
 
-def agrees(setting: Setting, options: DeviceOptions, engine: EngineChoice) -> bool:
+def agrees(setting: Setting, options: DeviceOptions, engine: EngineName) -> bool:
     """Return whether ``setting`` agrees with what the user has fixed, except the KV cache's type, which is replaced."""
     ours, fixed = setting.properties, options.fixed
     ours.pop("KV_CACHE_PRECISION", None)
-    return engine in ("auto", setting.engine) and all(fixed.get(name, value) == value for name, value in ours.items())
+    return engine == setting.engine and all(fixed.get(name, value) == value for name, value in ours.items())
 
 
 def with_setting(options: DeviceOptions, setting: Setting) -> DeviceOptions:
@@ -157,12 +159,9 @@ def load_with(
     best = profile.choose(options, engine) if profile else None
     if not profile or not best:
         return load_ir(folder, options, engine, probe, arithmetic)
-    slower_paged = engine == "auto" and best.setting.engine == "stateful"
-    wanted = "stateful" if slower_paged else engine
-    loaded = load_ir(folder, with_setting(options, best.setting), wanted, probe, arithmetic)
-    reason = "it is faster according to the profile" if slower_paged else loaded.reason
+    loaded = load_ir(folder, with_setting(options, best.setting), engine, probe, arithmetic)
     costs = {profile.tokens: best.prefill_ms * profile.tokens} | best.verify_ms
-    return replace(loaded, reason=reason, profile=str(best.setting), verify_ms=costs)
+    return replace(loaded, profile=str(best.setting), verify_ms=costs)
 
 
 def profile_file(folder: Path, options: DeviceOptions) -> Path | None:

@@ -19,7 +19,6 @@ from openvino import opset13 as ops
 
 from ovspec.decoders.base import Decoder, Rollback
 from ovspec.decoders.paged import PagedDecoder
-from ovspec.decoders.recurrent import decoder_of
 from ovspec.decoders.stateful import StatefulDecoder
 from ovspec.errors import OvspecError
 from ovspec.files import read_text
@@ -27,10 +26,11 @@ from ovspec.ir.compile import MODEL_FILE, check_weights, compile_ir
 from ovspec.ir.device import DeviceOptions, core, default_kv_precision, native_precisions
 from ovspec.ir.memory import room_for
 from ovspec.sampling.logprobs import log_softmax
-from ovspec.setup.engine import EXACT, EngineName, check_paged, compile_paged
+from ovspec.setup.engine import EXACT, CompiledModel, EngineName, check_paged, compile_paged
+from ovspec.setup.exactness import FULL as FULL_TRIAL
+from ovspec.setup.exactness import Exactness, probe_exactness
 from ovspec.setup.probing import find_probe
 from ovspec.setup.profile import (
-    KL_FLOOR,
     Goal,
     Measurement,
     Profile,
@@ -63,7 +63,7 @@ class Effort:
 
 
 FULL = Effort(256, WIDTHS, 3, True)
-SHORT = Effort(64, (1, 4), 3, False)
+SHORT = Effort(64, (1, 2, 4, 8), 3, False)
 
 
 def tune(
@@ -107,6 +107,9 @@ def tune(
     if effort.full:
         best = found.choose(DeviceOptions(), "auto") or timer.incumbent
         try_all(variants(best.setting, most_group))
+        best = found.choose(DeviceOptions(), "auto") or timer.incumbent
+        tell(f"{best.setting}: bits of every way of feeding", 1.0)
+        found = replace(found, exactness=timer.exactness(best.setting))
     return replace(found, seconds=time.monotonic() - began)
 
 
@@ -192,7 +195,7 @@ class SettingTimer:
         self._round(self._decoder)
         prefill = min(self._prefill(self._decoder)[0] for _ in range(2))
         times = self._round(self._decoder, self.effort.repeats)
-        same = self._invariance(self._decoder, kl)
+        same = self._invariance()
         self.incumbent = Measurement(setting, times, prefill, memory, kl, top1, same)
 
     def measure(self, setting: Setting, most_kl: float = math.inf) -> Measurement:
@@ -208,22 +211,36 @@ class SettingTimer:
             ratios.append({width: theirs[width] / ours[width] for width in ours})
             if kl > most_kl or min(ratios[-1].values()) > HOPELESS:
                 break
-        same = self._invariance(decoder, kl) if kl <= most_kl else None
+        same = self._invariance() if kl <= most_kl else None
         verify = {width: statistics.median(r[width] for r in ratios) * ms for width, ms in mine.verify_ms.items()}
         return Measurement(setting, verify, statistics.median(prefills) * mine.prefill_ms, memory, kl, top1, same)
+
+    def exactness(self, setting: Setting) -> dict[int, Exactness]:
+        """Probe exact arithmetic thoroughly, with the setting's number of threads and with one."""
+        found: dict[int, Exactness] = {}
+        for one in (setting, replace(setting, threads=1)):
+            model = self._compile(one)
+            threads = int(model.ir.compiled.get_property("INFERENCE_NUM_THREADS"))
+            if threads not in found:
+                found[threads] = probe_exactness(model.decoder(), model.ir.logits_width, FULL_TRIAL)
+        return found
+
+    def _compile(self, setting: Setting) -> CompiledModel:
+        # Not cached: what is compiled only to be measured is not worth keeping.
+        options = DeviceOptions(properties=setting.properties | {"CACHE_DIR": ""})
+        if setting.engine == "paged":
+            return CompiledModel(compile_paged(self._folder, options), "paged", "", PagedDecoder.rollback, "exact")
+        ir = compile_ir(self._folder, options)
+        self._rollback = self._rollback or find_probe(ir, self._cache, None).rollback
+        return CompiledModel(ir, "stateful", "", self._rollback, "exact")
 
     def _load(self, setting: Setting) -> tuple[Decoder, int]:
         """Return a decoder and the bytes by which the process has grown after its first inference."""
         process = psutil.Process()
         before = process.memory_info().rss
-        # Not cached: what is compiled only to be measured is not worth keeping.
-        options = DeviceOptions(properties=setting.properties | {"CACHE_DIR": ""})
-        if setting.engine == "paged":
-            decoder: Decoder = PagedDecoder(compile_paged(self._folder, options))
-        else:
-            ir = compile_ir(self._folder, options)
-            self._rollback = self._rollback or find_probe(ir, self._cache, None).rollback
-            decoder = decoder_of(ir, self._rollback)
+        self._model = self._compile(setting)
+        # Fast arithmetic computes as many tokens as it is fed; from two on, the times are those of exact arithmetic.
+        decoder = replace(self._model, arithmetic="fast").decoder()
         decoder.feed([self.text[:8]], [1])
         return decoder, max(0, process.memory_info().rss - before)
 
@@ -256,18 +273,9 @@ class SettingTimer:
             decoder.truncate(0, len(self.text))
         return statistics.median(found[len(found) // 4 :])
 
-    def _invariance(self, decoder: Decoder, kl: float) -> float:
-        """Return the share of positions after the text whose logits are the same, to the bit, at every width."""
-        ids, held = self.text[: self.effort.widths[-1]], len(self.text)
-        alone = np.array([decoder.feed([ids[i : i + 1]], [1])[0][0].copy() for i in range(len(ids))])
-        allowed = 1e-4 * alone.std() if kl <= KL_FLOOR else 0.0  # as exact as f32: allow for fine rounding
-        same: list[bool] = []
-        for width in self.effort.widths[1:]:
-            decoder.truncate(0, held)
-            together = decoder.feed([ids[:width]], [width])[0]
-            same += (np.abs(together - alone[:width]).max(1) <= allowed).tolist()
-        decoder.truncate(0, held)
-        return sum(same) / len(same)
+    def _invariance(self) -> float:
+        """Probe the setting that was loaded last."""
+        return probe_exactness(self._model.decoder(), self._model.ir.logits_width).share
 
     def _distance(self, logits: np.ndarray) -> tuple[float, float]:
         """Return the mean KL divergence from the reference (nats) and the share of equal top-1 tokens."""

@@ -20,8 +20,8 @@ from ovspec.ir.attention_mask import UNBOUNDED, narrowest_window
 from ovspec.ir.device import EXACT_KV_PRECISIONS, DeviceOptions
 from ovspec.ir.paged_attention import to_paged
 from ovspec.ir.request import Request
-from ovspec.setup.exactness import Trial, probe_exactness
 from ovspec.setup.engine import PagedCheck, check_paged, compare_engines, compile_paged, load_ir
+from ovspec.setup.exactness import Trial, probe_exactness
 
 DEMO = ROOT / "models" / "demo"
 AGREES = PagedCheck(True, "it agrees with the stateful decoder")

@@ -6,9 +6,9 @@ import mmap
 import re
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -65,13 +65,11 @@ def test_texts_stay_the_same(pair: Path, cache_dir: Path, monkeypatch: pytest.Mo
         asked.append(page)
         return collapse(page)
 
+    monkeypatch.setattr(large_pages, "collapse", counted)
     for loaded in (lm.target, lm.draft):
         assert loaded
         loaded.ir.large_pages._before.clear()  # a process that has run for a while reuses memory it had before
-    monkeypatch.setattr(large_pages, "PATIENCE", 0.0)
-    monkeypatch.setattr(large_pages, "LONGEST", 10.0)
-    monkeypatch.setattr(large_pages, "SHARE", 1e6)
-    monkeypatch.setattr(large_pages, "collapse", counted)
+        loaded.ir.large_pages.move(60.0)
     again = lm.generate(PROMPTS[0], max_tokens=20, lookahead=3)
     assert again.token_ids == expected.token_ids
     assert again.stats.accepted > 0
@@ -96,7 +94,6 @@ def used_up(monkeypatch: pytest.MonkeyPatch, answer: Callable[[int], int]) -> li
     monkeypatch.setattr(large_pages, "memory_ranges", lambda: [(0, 100 * PAGE)])
     monkeypatch.setattr(large_pages, "collapse", refusing)
     for _ in range(3):
-        large.spent(3.0)
         large.move(5.0)
     return asked
 
@@ -106,15 +103,41 @@ def test_it_stops_where_no_large_pages_are_left(monkeypatch: pytest.MonkeyPatch)
     assert len(used_up(monkeypatch, lambda page: ENOMEM if page % (2 * PAGE) else 0)) == 100
 
 
-def test_short_texts_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def computed(large: LargePages, request: int, seconds: float) -> None:
+    large.began(request)
+    large.ended(request, seconds)
+
+
+def wait_until(reached: Callable[[], bool]) -> bool:
+    until = time.monotonic() + 10
+    while not reached() and time.monotonic() < until:
+        time.sleep(0.01)
+    return reached()
+
+
+def test_pages_move_only_while_nothing_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
     large = LargePages()
     monkeypatch.setattr(large_pages, "memory_ranges", lambda: [(0, 100 * PAGE)])
-    monkeypatch.setattr(large_pages, "collapse", lambda page: asked.append(page) or 0)
-    large.spent(large_pages.PATIENCE - 0.1)
-    assert not asked
-    large.spent(0.2)
-    assert asked
+    monkeypatch.setattr(large_pages, "collapse", lambda page: asked.append(page) or time.sleep(0.01) or 0)
+    monkeypatch.setattr(large_pages, "IDLE", 0.05)
+    computed(large, 1, large_pages.PATIENCE - 0.1)
+    assert not large._mover, "a short text is left alone"
+    large.began(2)
+    computed(large, 1, 0.2)
+    assert large._mover
+    time.sleep(0.2)
+    assert not asked, "the other request is still computing"
+    large.ended(2, 1.0)
+    assert wait_until(lambda: len(asked) > 1)
+    large.began(1)
+    time.sleep(3 * large_pages.LONGEST)
+    count = len(asked)
+    time.sleep(0.1)
+    assert len(asked) == count < 100
+    large.ended(1, 0.1)
+    assert wait_until(lambda: large.done)
+    assert sorted(asked) == list(range(0, 100 * PAGE, PAGE)), "each page once"
 
 
 def test_threads_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,15 +145,9 @@ def test_threads_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     large = LargePages()
     monkeypatch.setattr(large_pages, "memory_ranges", lambda: [(0, 2000 * PAGE)])
     monkeypatch.setattr(large_pages, "collapse", lambda page: asked.append(page) or 0)
-
-    def use(large: Any = large) -> None:
-        for _ in range(200):
-            large.spent(0.1)
-
-    threads = [threading.Thread(target=use) for _ in range(4)]
+    threads = [threading.Thread(target=large.move, args=(5.0,)) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    large.move(5.0)
     assert sorted(asked) == list(range(0, 2000 * PAGE, PAGE))

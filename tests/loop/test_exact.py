@@ -132,7 +132,7 @@ def test_sessions_forks_and_files(load: Make, plain: list[ovspec.Result], tmp_pa
                     fork = session.fork()
                     session.generate(max_tokens=5, ignore_eos=True)
                     session.close()
-                    session = fork  # noqa: PLW2901
+                    session = fork
                 elif number % 3 == 2:
                     session.save(tmp_path / "text.ov")
                     session.generate(max_tokens=2, ignore_eos=True)
@@ -152,9 +152,10 @@ def test_sessions_forks_and_files(load: Make, plain: list[ovspec.Result], tmp_pa
     ids=["T=1", "warped", "grammar", "healed"],
 )
 def test_sampled_and_constrained(load: Make, options: dict[str, Any]) -> None:
+    plain: Any = options | {"lookahead": 0}
     for prompt in SOME[:3]:
         for size in (1, 3):
-            alone = load().samples(prompt, max_tokens=80, **options | {"lookahead": 0})
+            alone = load().samples(prompt, max_tokens=80, **plain)
             lm = load("lookup,draft")
             drafted = lm.generate([prompt] * size, max_tokens=80, batch_size=size, **options)
             assert [result.token_ids for result in drafted] == [alone[0].token_ids] * size

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from ovspec.cli.tune import report
 from ovspec.ir.device import EXACT_KV_PRECISIONS, DeviceOptions, compile_properties
+from ovspec.setup.exactness import Exactness
 from ovspec.setup.profile import (
     CLEARLY_BETTER,
     GOALS,
@@ -36,7 +37,7 @@ USUAL = Setting("paged", None, "bf16")
 def measured(
     setting: Setting, step: float = 10.0, prefill: float = 1.0, kl: float = 1e-4, invariance: float | None = 1.0
 ) -> Measurement:
-    return Measurement(setting, {width: step * width**0.3 for width in (1, 2, 4)}, prefill, 0, kl, 1.0, invariance)
+    return Measurement(setting, {width: step * width**0.3 for width in (1, 2, 4, 8)}, prefill, 0, kl, 1.0, invariance)
 
 
 def profile(*measurements: Measurement, goal: Goal = "balanced") -> Profile:
@@ -70,23 +71,22 @@ def test_never_a_cache_that_is_not_exact() -> None:
     assert chosen(profile(measured(replace(FAST, kv_precision="u8"), step=1, kl=0))) == USUAL
 
 
-@pytest.mark.parametrize("invariance", [0.0, 0.5, None])
+@pytest.mark.parametrize("invariance", [0.0, 0.99, None])
 def test_a_draft_must_not_change_the_text_for_a_little_speed(invariance: float | None) -> None:
     varying = measured(FAST, step=5, invariance=invariance)
     assert chosen(profile(varying)) == USUAL
-    assert chosen(profile(varying, goal="decode")) == FAST, "the goal is speed alone"
+    assert all(chosen(profile(varying, goal=goal)) == USUAL for goal in GOALS)
     assert chosen(profile(varying), DeviceOptions(precision="f32")) == FAST, "the user names a precision"
-    assert chosen(profile(measured(FAST, step=5, invariance=0.93))) == FAST, "a single flip is tolerated"
     # If even the usual setting varies, there is nothing to lose.
     usual = replace(profile(varying), measurements=[measured(USUAL, invariance=0.0), replace(varying, invariance=0.0)])
     assert chosen(usual) == FAST
 
 
-def test_the_table_says_where_a_draft_may_change_the_text() -> None:
-    varying = measured(FAST, step=5, invariance=0.2)
-    said = "\n".join(report("target", DEMO, profile(varying, goal="decode")))
-    assert "texts may change at near-ties" in said
-    assert "texts may change at near-ties" not in "\n".join(report("target", DEMO, profile(varying)))
+def test_the_table_says_what_the_probe_found() -> None:
+    found = replace(profile(measured(FAST, step=5)), exactness={2: Exactness(1836, 3, 1.0)})
+    said = "\n".join(report("target", DEMO, found))
+    assert "exact arithmetic, 2 threads: 3 of 1836 probed positions differ from one pass over their text" in said
+    assert "probed" not in "\n".join(report("target", DEMO, profile(measured(FAST, step=5))))
 
 
 def test_goals() -> None:
@@ -135,7 +135,8 @@ MEASUREMENTS = st.builds(measured, SETTINGS, TIMES, TIMES, st.sampled_from([0.0,
 def test_the_choice_is_allowed_and_nothing_allowed_is_clearly_better(found: list[Measurement], goal: Goal) -> None:
     best = profile(*found).choose(DeviceOptions(), "auto", goal)
     most = KL_FLOOR if goal == "accuracy" else KL_FACTOR * 1e-4
-    allowed = [m for m in (measured(USUAL), *found) if m.kl <= most and m.setting.kv_precision in EXACT_KV_PRECISIONS]
+    paged = [m for m in (measured(USUAL), *found) if m.setting.engine == "paged"]  # as without a profile
+    allowed = [m for m in paged if m.kl <= most and m.setting.kv_precision in EXACT_KV_PRECISIONS]
     if not allowed:
         assert best == measured(USUAL), "the setting used without a profile"
         return
