@@ -241,9 +241,10 @@ class Workspace:
         self.check_memory(len(sequence) + max_tokens - start.cached, drafts)
         seed = params.seed if params.seed is not None else start.seed
         seed = secrets.randbits(32) if seed is None else seed
+        drawn = {"seed": seed} if params.temperature else {}
         record = Record(
             sequence.tokens.copy(),
-            {**complete_options(params, options), "max_tokens": max_tokens, "seed": seed},
+            complete_options(params, options) | {"max_tokens": max_tokens} | drawn,
             start.healable,
             start.context,
             start.sample,
@@ -279,7 +280,7 @@ class Workspace:
         if wanted in (None, "auto"):
             return None
         if wanted and not self.choice and not grammar_asked(options):
-            raise OvspecError("lookahead needs a draft; load the model with draft=True, lookup or a draft's folder.")
+            raise OvspecError("lookahead needs something that proposes tokens; name a draft or lookup.")
         return int(wanted)
 
     def drafting(self, options: GenerateOptions, decoders: Decoders, sampled: bool) -> tuple[Drafter | None, Lookahead]:

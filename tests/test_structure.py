@@ -18,7 +18,7 @@ MOST_FILES_ON_THE_ROAD = 14
 
 
 def test_the_road_of_a_prompt_is_the_one_in_the_docs() -> None:
-    lm, home = ovspec.load(ROOT / "models" / "demo", engine="paged"), str(ROOT / "ovspec")
+    lm, home = ovspec.load(ROOT / "models" / "demo", "none", engine="paged"), str(ROOT / "ovspec")
     passed: dict[str, None] = {}
 
     def note(frame: Any, event: str, _: Any) -> None:

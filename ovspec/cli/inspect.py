@@ -41,7 +41,8 @@ def inspect(folder: Path | None, verify: bool, as_json: bool, **runtime: Any) ->
     given = load_options(runtime)  # type: ignore[arg-type]
     if verify and not (folder / "ovspec.json").is_file():
         raise OvspecError(f"{folder}: --verify needs the manifest that 'ovspec export' writes, which is missing.")
-    found = inspection.inspect(folder, device_options(given), given.engine, given.tune is not False, verify)
+    options, tuned = device_options(given), given.tune is not False
+    found = inspection.inspect(folder, options, given.engine, given.arithmetic, tuned, verify)
     if as_json:
         click.echo(json.dumps({name: asdict(model) for name, model in found.items()}, ensure_ascii=False))
         return

@@ -42,10 +42,10 @@ def tune(folder: Path | None, goal: Goal, as_json: bool, cache_dir: str | None) 
     CPU, and use them from now on.
 
     Tries precisions, dynamic quantisation, KV caches, threads and both engines, for the target and the draft in
-    DIR. A setting is chosen only if its output is about as accurate as that of OpenVINO's default. --for decode and
-    prefill may choose settings with which a draft changes the text at near-ties, where two tokens are almost equally
-    likely. The result is kept as a profile, which models of the same shape and weight format share. Use an idle
-    machine.
+    DIR. A setting is chosen only if its output is about as accurate as that of OpenVINO's default, and if exact
+    arithmetic is as exact as without a profile, which is probed.
+
+    The result is kept as a profile, which models of the same shape and weight format share. Use an idle machine.
 
     \b
     Examples:

@@ -59,8 +59,7 @@ def verify(file: Path, folder: Path | None, as_json: bool, **runtime: Any) -> No
             made = result.record.model()
             key = json.dumps(made, sort_keys=True, default=str)
             if key not in models:
-                loading = recorded_options(made) | {k: v for k, v in runtime.items() if v is not None}
-                models[key] = ovspec.load(folder or str(made.get("folder", "")), "none", **loading)
+                models[key] = ovspec.load(folder or its_folder(made, label), "none", **recorded_options(made, runtime))
             found = checked[label] = models[key].verify(result)
         except OvspecError as error:
             raise OvspecError(f"{label}: {error}".rstrip(".") + ".") from None
@@ -73,8 +72,9 @@ def verify(file: Path, folder: Path | None, as_json: bool, **runtime: Any) -> No
         click.echo(json.dumps({"tokens": tokens, "exact": exact, "texts": about}, ensure_ascii=False))
     else:
         several = f" tokens in {len(checked)} texts" if len(checked) > 1 else ""
-        click.echo("\n".join([*lines, f"exact: {exact} of {tokens}{several}"]))
-    if not all(found.ok for found in checked.values()):
+        verdict = "not exact" if lines else "exact"
+        click.echo("\n".join([*lines, f"{verdict}: {exact} of {tokens}{several}"]))
+    if lines:
         sys.exit(1)
 
 
@@ -100,11 +100,26 @@ def texts_of(source: str, name: str) -> Iterator[tuple[str, dict[str, Any]]]:
             yield (f"{label}, text {number}" if len(several) > 1 else label), each
 
 
-def recorded_options(made: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings that a text was made with, as options of ``load``."""
-    named = {name: made[name] for name in ("device", "engine", "arithmetic") if isinstance(made.get(name), str)}
+def its_folder(made: dict[str, Any], label: str) -> str:
+    """Return the folder of the model that made a text."""
+    folder = str(made.get("folder", ""))
+    refuse(not Path(folder).is_dir(), f"{label}: its model {folder} isn't here; name the model's folder with --model.")
+    return folder
+
+
+def recorded_options(made: dict[str, Any], runtime: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings that a text was made with, as options of ``load``; the given ones take precedence."""
+    given = {name: value for name, value in runtime.items() if value is not None}
+    named = {name: made[name] for name in ("device", "engine", "arithmetic", "threads") if made.get(name)}
+    if "device" in given and "engine" not in given:
+        named.pop("engine", None)
     properties = made.get("properties")
-    return {**named, "properties": properties} if isinstance(properties, dict) else named
+    properties = dict(properties) if isinstance(properties, dict) else {}
+    for name, replaced in (("precision", "INFERENCE_PRECISION_HINT"), ("kv_precision", "KV_CACHE_PRECISION")):
+        if name in given:
+            properties.pop(replaced, None)
+    properties |= given.get("properties", {})
+    return {"tune": False, **named, **given, "properties": properties}
 
 
 def described(lm: LanguageModel, found: Verification) -> list[str]:

@@ -131,7 +131,8 @@ class SessionDecoder(Decoder, Protocol):
 # ---------------------------------------------------------------- shared by the implementations
 
 
-def check_wanted(counts: list[int], wanted: list[int]) -> None:
+@functools.lru_cache(maxsize=256)
+def check_wanted(counts: tuple[int, ...], wanted: tuple[int, ...]) -> None:
     """Raise ValueError if rows of ``counts`` new tokens are empty, or more logits than tokens are wanted."""
     if not any(counts):
         raise ValueError("feed needs at least one token")

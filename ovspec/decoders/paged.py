@@ -96,7 +96,7 @@ class PagedDecoder:
 
     def feed(self, tokens: list[np.ndarray], wanted: list[int]) -> list[np.ndarray]:
         counts = [len(new) for new in tokens]
-        check_wanted(counts, wanted)
+        check_wanted(tuple(counts), tuple(wanted))
         try:
             if sum(counts) - sum(wanted) > self._prefill_chunk:
                 tokens = self._feed_in_chunks(tokens, wanted)

@@ -51,7 +51,7 @@ class RowByRow:
             decoder.reset(0)
 
     def feed(self, tokens: list[np.ndarray], wanted: list[int]) -> list[np.ndarray]:
-        check_wanted([len(new) for new in tokens], wanted)
+        check_wanted(tuple(map(len, tokens)), tuple(wanted))
         nothing = np.empty((0, 0), dtype=np.float32)
         return [
             decoder.feed([new], [want])[0] if len(new) else nothing
@@ -96,6 +96,11 @@ class RowByRow:
         return self._spare.pop() if self._spare else self._make()
 
 
+def trimming(rollback: Rollback) -> Rollback:
+    """Return ``rollback`` with rejected tokens cut off instead of masked."""
+    return replace(rollback, kv="trim", mask_until=None) if rollback.kv else rollback
+
+
 def decoder_of(
     ir: CompiledIR, rollback: Rollback, vocabulary: KnownIds = ALL_IDS, arithmetic: Arithmetic = "exact"
 ) -> SessionDecoder:
@@ -105,8 +110,7 @@ def decoder_of(
     off, because masked slots do. The other arguments are those of ``StatefulDecoder``.
     """
     exact = arithmetic == "exact"
-    if exact and rollback.kv:
-        rollback = replace(rollback, kv="trim", mask_until=None)
+    rollback = trimming(rollback) if exact else rollback
 
     def make() -> StatefulDecoder:
         return StatefulDecoder(ir, rollback, vocabulary, first_alone=exact)

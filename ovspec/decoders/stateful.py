@@ -92,7 +92,7 @@ class StatefulDecoder:
 
     def feed(self, tokens: list[np.ndarray], wanted: list[int]) -> list[np.ndarray]:
         counts = [len(new) for new in tokens]
-        check_wanted(counts, wanted)
+        check_wanted(tuple(counts), tuple(wanted))
         if self._first_alone and len(self.rows) == 1 and not len(self.rows[0]) and counts[0] > 1:
             begin = self.feed([tokens[0][:1]], [int(wanted[0] == counts[0])])[0].copy()
             rest = self.feed([tokens[0][1:]], [wanted[0] - len(begin)])[0]

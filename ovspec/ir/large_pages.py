@@ -32,26 +32,18 @@ class LargePages:
 
     def __init__(self) -> None:
         self._before = set(pages(memory_ranges()))
-        self._seconds, self._refused = 0.0, 0
-        self._busy: set[int] = set()  # requests that are computing
-        self._since = time.monotonic()  # the end of the latest inference
-        self._waiting: Iterator[int] | None = None
+        self.busy: set[int] = set()  # requests that are computing, by their ids
+        self.seconds = 0.0  # of inference, until the mover starts
+        self.since = time.monotonic()  # the end of the latest inference
         self.done = not sys.platform.startswith("linux")
+        self._refused = 0
+        self._waiting: Iterator[int] | None = None
         self._mover: threading.Thread | None = None
         self._lock = threading.Lock()  # held while a thread moves pages
 
-    def began(self, request: int) -> None:
-        """Note that ``request``, any number of its own, has begun to compute."""
-        self._busy.add(request)
-
-    def ended(self, request: int, seconds: float) -> None:
-        """Note that ``request`` has computed for ``seconds``; the first call past ``PATIENCE`` starts the mover."""
-        self._busy.discard(request)
-        self._since = time.monotonic()
-        if self._mover or self.done:
-            return
-        self._seconds += seconds
-        if self._seconds >= PATIENCE:
+    def start(self) -> None:
+        """Start the thread that moves weights while nothing is computed, unless it has started."""
+        if not self._mover and not self.done:
             self._mover = threading.Thread(target=self._move_when_idle, name="large pages", daemon=True)
             self._mover.start()
 
@@ -73,8 +65,7 @@ class LargePages:
 
     def _move_when_idle(self) -> None:
         while not self.done:
-            idle = time.monotonic() - self._since
-            if self._busy or idle < IDLE:
+            if self.busy or time.monotonic() - self.since < IDLE:
                 time.sleep(IDLE)
             else:
                 self.move(LONGEST)

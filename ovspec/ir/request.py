@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import openvino as ov
 
+from ovspec.ir import large_pages
 from ovspec.ir.compile import CompiledIR
 
 
@@ -37,15 +38,21 @@ class Request:
             if index is not None and bound.get(index) is not array:
                 request.set_input_tensor(index, ov.Tensor(array, shared_memory=True))
                 bound[index] = array
-        self._large_pages.began(id(self))
+        pages, me = self._large_pages, id(self)
+        pages.busy.add(me)
         began = time.perf_counter()
         try:
             request.start_async()
             request.wait()
         finally:
             spent = time.perf_counter() - began
-            self._large_pages.ended(id(self), spent)
+            pages.busy.discard(me)
+            pages.since = time.monotonic()
         self.seconds += spent
+        if pages.seconds < large_pages.PATIENCE:
+            pages.seconds += spent
+            if pages.seconds >= large_pages.PATIENCE:
+                pages.start()
         self.inferences += 1
         logits = request.get_output_tensor(0).data
         if self._picks_logits:

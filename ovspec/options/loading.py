@@ -31,15 +31,16 @@ class RuntimeOptions(TypedDict, total=False):
         Literal["auto", "stateful", "paged"],
         Option(
             "Who manages the KV cache: OpenVINO (stateful), or ovspec in blocks (paged, CPU only). auto takes paged if "
-            "it gives the same logits, unless the profile prefers stateful.",
+            "it gives the same logits.",
             "auto",
         ),
     ]
     arithmetic: Annotated[
         Literal["exact", "fast"],
         Option(
-            "exact: every token has the same bits with any draft, batch, session or none. fast: plain decoding over "
-            "long contexts takes less time, but a draft or a batch may change the text at near-ties.",
+            "exact: every token has the same bits with any draft, batch, session or none. fast: less time for plain "
+            "decoding over long contexts and, on the stateful engine, for prompts and batches, but a draft or a batch "
+            "may change the text at near-ties.",
             "exact",
         ),
     ]

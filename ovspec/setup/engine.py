@@ -11,7 +11,7 @@ import openvino as ov
 
 from ovspec.decoders.base import Arithmetic, Rollback, SessionDecoder
 from ovspec.decoders.paged import PagedDecoder
-from ovspec.decoders.recurrent import decoder_of
+from ovspec.decoders.recurrent import decoder_of, trimming
 from ovspec.decoders.stateful import StatefulDecoder
 from ovspec.errors import OvspecError
 from ovspec.files import remember, remembered
@@ -20,7 +20,7 @@ from ovspec.ir.compile import CompiledIR, compile_ir, last_line
 from ovspec.ir.device import DeviceOptions, check_device
 from ovspec.ir.memory import room_for
 from ovspec.ir.paged_attention import NotPaged, attention_windows, to_paged
-from ovspec.setup.exactness import Exactness, find_exactness
+from ovspec.setup.exactness import find_exactness
 from ovspec.setup.probing import Probe, find_probe, memory_file
 from ovspec.text.vocabulary import ALL_IDS, KnownIds
 
@@ -44,22 +44,14 @@ class CompiledModel:
     reason: str  # why this engine was chosen
     rollback: Rollback
     arithmetic: Arithmetic = "fast"
-    exactness: Exactness | None = None  # as probed, if exact arithmetic was asked for
+    promise: str = "fast"  # "exact" only if the probe found no difference; otherwise what it found, in words
     profile: str | None = None  # the setting that a profile chose
     verify_ms: dict[int, float] | None = None  # measured per inference, by width in tokens; the widest is a prompt
 
     @property
-    def promise(self) -> str:
-        """The arithmetic and what was probed, for statistics: whether a draft, a batch or a session may change bits."""
-        if not self.exactness or self.exactness.exact:
-            return self.arithmetic
-        found = self.exactness
-        return f"{self.arithmetic}, not exact here: {found.differing} of {found.positions} probed positions differ"
-
-    @property
     def guess_is_free(self) -> bool:
-        """Whether verifying one proposed token costs nothing, because two tokens are computed in any case."""
-        return self.engine == "paged" and self.arithmetic == "exact"
+        """Whether one proposed token costs nothing to verify, because two are computed anyway, and changes no bit."""
+        return self.engine == "paged" and self.promise == "exact"
 
     def decoder(self, vocabulary: KnownIds = ALL_IDS) -> SessionDecoder:
         """Return a decoder with its own infer request and KV cache."""
@@ -90,10 +82,14 @@ def load_ir(
     loaded = load_engine(folder, options, wanted, exported)
     if arithmetic == "fast":
         return loaded
-    loaded.arithmetic = "exact"
-    loaded.exactness = find_exactness(loaded.ir, loaded.decoder, loaded.engine, options.cache_folder)
-    if loaded.engine == "stateful" and not loaded.exactness.exact:
-        loaded.arithmetic = "fast"  # cutting and a request for each row cost time, and would gain nothing
+    loaded.arithmetic = loaded.promise = "exact"
+    found = find_exactness(loaded.ir, loaded.decoder, loaded.engine, options.cache_folder)
+    if not found.exact:
+        loaded.promise = f"inexact ({found.differing} of {found.positions} probed positions differ)"
+        if loaded.engine == "stateful":
+            loaded.arithmetic = "fast"  # cutting, and a request for each row, would cost time and gain nothing
+    elif loaded.engine == "stateful":
+        loaded.rollback = trimming(loaded.rollback)
     return loaded
 
 

@@ -43,6 +43,12 @@ def compiled_properties(loaded: CompiledModel) -> dict[str, str]:
     return {name: v.get_type_name() if isinstance(v, ov.Type) else str(v) for name, v in found.items()}
 
 
+def threads_of(loaded: CompiledModel) -> int | None:
+    """Return the number of CPU threads that a model computes with, if the device knows it."""
+    known = "INFERENCE_NUM_THREADS" in loaded.ir.compiled.get_property("SUPPORTED_PROPERTIES")
+    return int(loaded.ir.compiled.get_property("INFERENCE_NUM_THREADS")) if known else None
+
+
 def cache_setting(loaded: CompiledModel) -> str:
     """Return the engine, device and settings that the values in a model's cache depend on."""
     values = [f"{name}={value}" for name, value in compiled_properties(loaded).items()]
@@ -52,12 +58,13 @@ def cache_setting(loaded: CompiledModel) -> str:
 def described(loaded: CompiledModel) -> dict[str, Any]:
     """Return the model's folder and identity, and how it was run, as JSON values."""
     return {
-        "folder": str(loaded.ir.folder),
+        "folder": str(loaded.ir.folder.resolve()),
         "identity": model_identity(loaded.ir.folder),
         "device": loaded.ir.device,
         "engine": loaded.engine,
         "arithmetic": loaded.arithmetic,
         "properties": compiled_properties(loaded),
+        "threads": threads_of(loaded),
         "profile": loaded.profile,
         "openvino": ov.get_version(),
     }

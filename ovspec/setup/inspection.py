@@ -9,10 +9,11 @@ from typing import Any
 
 import numpy as np
 
+from ovspec.decoders.base import Arithmetic
 from ovspec.ir.compile import MODEL_FILE, compile_ir
 from ovspec.ir.device import DeviceOptions, core
 from ovspec.ir.memory import kv_bytes_per_token
-from ovspec.setup.engine import EngineChoice
+from ovspec.setup.engine import CompiledModel, EngineChoice
 from ovspec.setup.manifest import DRAFT_FOLDER, ExportedModel, read_manifest
 from ovspec.setup.probing import Probe, find_probe
 from ovspec.setup.profile import known_profile, load_with
@@ -38,6 +39,7 @@ class Inspection:
     states: list[dict[str, Any]]
     engine: str
     engine_reason: str
+    arithmetic: str
     profile: str | None
     rollback: str
     probed: Probe
@@ -46,24 +48,33 @@ class Inspection:
 
 
 def inspect(
-    folder: Path, options: DeviceOptions, engine: EngineChoice = "auto", tuned: bool = True, verify: bool = False
+    folder: Path,
+    options: DeviceOptions,
+    engine: EngineChoice = "auto",
+    arithmetic: Arithmetic = "exact",
+    tuned: bool = True,
+    verify: bool = False,
 ) -> dict[str, Inspection]:
     """Inspect the target in ``folder`` and its draft, if there is one; raises like ``load``.
 
-    ``engine`` and ``verify`` are as in ``load``; ``tuned`` applies the setting of the profile, if there is one.
+    ``engine``, ``arithmetic`` and ``verify`` are as in ``load``; ``tuned`` applies the setting of the profile, if
+    there is one.
     """
     manifest = read_manifest(folder, verify)
     parts = {"target": (folder, manifest and manifest.target)}
     if (folder / DRAFT_FOLDER / MODEL_FILE).is_file():
         parts["draft"] = (folder / DRAFT_FOLDER, manifest and manifest.draft)
-    return {name: inspect_ir(part, options, engine, tuned, exported) for name, (part, exported) in parts.items()}
+    found = {}
+    for name, (part, exported) in parts.items():
+        profile = known_profile(part, options) if tuned else None
+        probe = exported and exported.probe
+        loaded = load_with(profile, part, options, engine, probe, arithmetic if name == "target" else "fast")
+        found[name] = inspection_of(loaded, options, exported)
+    return found
 
 
-def inspect_ir(
-    folder: Path, options: DeviceOptions, engine: EngineChoice, tuned: bool, exported: ExportedModel | None
-) -> Inspection:
-    probe = exported and exported.probe
-    loaded = load_with(known_profile(folder, options) if tuned else None, folder, options, engine, probe)
+def inspection_of(loaded: CompiledModel, options: DeviceOptions, exported: ExportedModel | None) -> Inspection:
+    folder, probe = loaded.ir.folder, exported and exported.probe
     ir = loaded.ir
     if loaded.engine == "paged":
         used = {name: value for name, value in ir.properties.items() if name != "CACHE_DIR"}
@@ -84,6 +95,7 @@ def inspect_ir(
         states=[asdict(state) for state in ir.states],
         engine=loaded.engine,
         engine_reason=loaded.reason,
+        arithmetic=loaded.promise,
         profile=loaded.profile,
         rollback=str(probe.rollback),
         probed=probe,
@@ -119,9 +131,10 @@ def summary(name: str, found: Inspection) -> list[str]:
         "logits": f"{found.logits} wide",
         "states": states,
         "engine": f"{found.engine} ({found.engine_reason})",
+        "arithmetic": found.arithmetic,
         "profile": found.profile or "none; a first load or 'ovspec tune' measures one",
         "rollback": f"{found.rollback} on the stateful engine (probed on {probed.setting} in {probed.seconds:.2f} s)",
         "memory": f"{found.kv_bytes_per_1000_tokens / 1e6:,.1f} MB per 1000 tokens (KV cache: {found.kv_precision}), "
         f"{found.size / 1e6:,.1f} MB for the weights",
     }
-    return [f"{key:10}{value}" for key, value in lines.items()]
+    return [f"{key:11}{value}" for key, value in lines.items()]

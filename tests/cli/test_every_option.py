@@ -145,6 +145,9 @@ SHARED: dict[str, Case] = {
     "draft_device": Case((*DRAFT, "--draft-device", "AUTO:CPU"), lambda f, _: f.stats.draft_device == "AUTO:CPU"),
     "precision": Case(("--precision", "f32"), is_f32),
     "kv_precision": Case(("--kv-precision", "u8"), other_cache),
+    "arithmetic": Case(
+        ("--arithmetic", "fast"), lambda f, b: f.stats.arithmetic == "fast" and "exact" in b.stats.arithmetic
+    ),
     "engine": Case(("--engine", "paged"), lambda f, b: (f.stats.engine, b.stats.engine) == ("paged", "stateful")),
     "threads": Case(("--threads", "1"), one_thread),
     "properties": Case(("--property", "INFERENCE_NUM_THREADS=1"), one_thread),
@@ -255,6 +258,7 @@ TESTED: dict[str, set[str]] = {
     "batch": {*SHARED, *BATCH},
     "inspect": {*RUNTIME, "verify", "as_json"},
     "perplexity": {*RUNTIME, "context", "as_json"},
+    "verify": {*RUNTIME, "folder", "as_json"},  # tests/cli/test_verify_command.py
     "tune": {"goal", "as_json", "cache_dir"},
     "export": {*TO_COMPRESSION, *TO_EXPORT, *OTHERS_OF_EXPORT},
     "devices": set(),

@@ -245,7 +245,7 @@ def test_wrong_usage(tmp_path: Path, ovspec_command: Callable[..., subprocess.Co
         ((DEMO, "-o", output), 2, "is a folder"),
         ((tmp_path / "none.jsonl", "-o", output), 1, "none.jsonl"),
         ((empty, "-o", output), 1, "contains no text"),
-        ((file, "-o", output, "--lookahead", "3"), 2, "--draft"),
+        ((file, "-o", output, "--draft", "none", "--lookahead", "3"), 2, "--draft"),
         ((file, "-o", output, "--system", "x"), 2, "--chat"),
         ((file, "-o", "-"), 2, "name a file"),
     ):

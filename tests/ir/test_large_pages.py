@@ -103,11 +103,6 @@ def test_it_stops_where_no_large_pages_are_left(monkeypatch: pytest.MonkeyPatch)
     assert len(used_up(monkeypatch, lambda page: ENOMEM if page % (2 * PAGE) else 0)) == 100
 
 
-def computed(large: LargePages, request: int, seconds: float) -> None:
-    large.began(request)
-    large.ended(request, seconds)
-
-
 def wait_until(reached: Callable[[], bool]) -> bool:
     until = time.monotonic() + 10
     while not reached() and time.monotonic() < until:
@@ -121,23 +116,35 @@ def test_pages_move_only_while_nothing_is_computed(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(large_pages, "memory_ranges", lambda: [(0, 100 * PAGE)])
     monkeypatch.setattr(large_pages, "collapse", lambda page: asked.append(page) or time.sleep(0.01) or 0)
     monkeypatch.setattr(large_pages, "IDLE", 0.05)
-    computed(large, 1, large_pages.PATIENCE - 0.1)
-    assert not large._mover, "a short text is left alone"
-    large.began(2)
-    computed(large, 1, 0.2)
-    assert large._mover
+    large.busy.add(2)
+    large.since = 0.0
+    large.start()
     time.sleep(0.2)
-    assert not asked, "the other request is still computing"
-    large.ended(2, 1.0)
+    assert not asked, "a request is computing"
+    large.busy.discard(2)
     assert wait_until(lambda: len(asked) > 1)
-    large.began(1)
+    large.busy.add(1)
     time.sleep(3 * large_pages.LONGEST)
     count = len(asked)
     time.sleep(0.1)
     assert len(asked) == count < 100
-    large.ended(1, 0.1)
+    large.busy.discard(1)
     assert wait_until(lambda: large.done)
     assert sorted(asked) == list(range(0, 100 * PAGE, PAGE)), "each page once"
+
+
+def test_only_a_process_with_much_to_do_moves_them(
+    pair: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lm = ovspec.load(pair, precision="f32", cache_dir=cache_dir)
+    lm.generate(PROMPTS[0], max_tokens=5)
+    assert not lm.target.ir.large_pages._mover
+    monkeypatch.setattr(large_pages, "PATIENCE", lm.target.ir.large_pages.seconds + 1e-6)
+    lm.generate(PROMPTS[0], max_tokens=5)
+    mover = lm.target.ir.large_pages._mover
+    assert mover
+    mover.join(20)
+    assert lm.target.ir.large_pages.done
 
 
 def test_threads_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:

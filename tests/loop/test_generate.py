@@ -218,7 +218,7 @@ def test_what_is_not_applied_is_said(load: Load, pair: Path, tmp_path: Path, cac
     with pytest.warns(UserWarning, match="sets no_repeat_ngram_size, which ovspec does not apply"):
         ovspec.load(folder, precision="f32", cache_dir=cache_dir)
     for call in (load().generate, load().stream):  # a stream fails too, before it is iterated over
-        with pytest.raises(ovspec.OvspecError, match="lookahead needs a draft"):
+        with pytest.raises(ovspec.OvspecError, match="lookahead needs something that proposes"):
             call("a", lookahead=3)
 
 
