@@ -14,16 +14,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ovspec.drafting.costs import FIRST_LOSS, WIDEST, Costs, Record
+from ovspec.drafting.costs import FIRST_ACCEPTANCE, WIDEST, Costs, Record
 from ovspec.drafting.proposal import NOTHING, Proposal, shorten
 from ovspec.sampling.samplers import Guess
 
 # Maximum number of tokens proposed for a row in a round, unless the lookahead is fixed.
 MOST = 16
-MOST_CATCH_UP = 0.5  # rounds that reading text which the draft has missed takes from the allowance
-KEPT = 4  # rounds for which a new width is assumed to be kept
-SLOWLY = 0.998
-PROMISING = 1.5
+SETTLED = 12  # a drafter that loses after more rounds than this pauses, whatever its acceptance
+EXPENSIVE = 2.0  # and so does one whose tokens cost more than this many times plain ones
 MISSED = 4  # a step of the draft with more tokens than this reads text that it has missed
 POOR = 0.3  # with a fixed lookahead, a lookup with a lower acceptance is passed over
 
@@ -70,10 +68,8 @@ class Lookahead:
         self._target, self._draft = target or Costs(), draft or Costs()
         self._records: dict[str, Record] = {}
         self._tokens = self._ms = 0.0  # sums over recent rounds
-        # Of the draft's time in this round: what was more than expected, and what it spent on text it had missed.
-        self._scatter_ms = self._catch_up_ms = 0.0
+        self._catch_up_ms = 0.0  # time that the draft spent in this round on text it had missed
         self._asked: set[str] = set()  # drafters asked in this round: that takes time even if they propose nothing
-        self._before: set[str] = set()  # drafters asked in the round before
 
     @property
     def costs(self) -> tuple[Costs, Costs]:
@@ -91,18 +87,28 @@ class Lookahead:
         """
         if self.fixed is not None:
             return True
-        if not self._target.settled:  # this round will measure plain decoding
+        if not self._target.known:  # this round will measure plain decoding
+            return False
+        record = self._record(source)
+        if record.pause:
+            record.pause -= 1
             return False
         rows = sum(left > 0 for left in remaining)
+        plain = self._plain(rows)
+        if record.loses(plain):
+            # A few rounds may have been bad luck: unless they were expensive, acceptance has to predict a loss, too.
+            sure = record.rounds > SETTLED or record.ms > EXPENSIVE * record.tokens * plain
+            if sure or self._expected(record.acceptance.mean, rows) <= 0:
+                record.take_a_pause()
+                return False
         catch_up = self._draft(unseen) - self._draft(rows) if self._draft.known and unseen > 2 * rows else 0.0
-        acceptance = self._record(source).acceptance
-        worthwhile = self._expected(acceptance.mean, rows) * max(remaining) > catch_up
-        # What reads much must be worth it; otherwise the allowance has to suffice for a trial.
-        if self._affordable(source, rows, 0.0 if worthwhile else catch_up):
+        # Assume at least the initial acceptance, so that a drafter gets another chance after a pause.
+        gain = self._expected(max(record.acceptance.mean, FIRST_ACCEPTANCE), rows)
+        if gain <= 0:
+            record.take_a_pause()
+        elif gain * max(remaining) > catch_up:  # otherwise reading costs more than the remaining tokens can gain
             self._asked.add(source)
             return True
-        if not worthwhile:
-            acceptance.doubt(SLOWLY)
         return False
 
     def going_on(self, source: str, rows: list[int], guesses: list[list[Guess]]) -> list[int]:
@@ -119,12 +125,7 @@ class Lookahead:
             return []
         # For 1, 2, ... further steps: the tokens gained on average if all so far are accepted, and the cost.
         won = np.cumsum(mean ** np.arange(1, most + 1))
-        amortised = self._verify_ms(KEPT)
-        cost = step * np.arange(1, most + 1) + amortised[width + 1 : width + most + 1] - amortised[width]
-        steps = max(len(each) for each in guesses) + np.arange(1, most + 1)
-        narrow = self._narrowest * len(guesses)
-        worst = steps * self._draft(len(rows)) + self._risk(narrow)[width + 1 : width + most + 1]
-        won[worst > record.allowance.left * self._target(narrow)] = 0.0
+        cost = step * np.arange(1, most + 1) + self._target.ms[width + 1 : width + most + 1] - self._target.ms[width]
         going = []
         for row in rows:
             chance = math.prod(acceptance.rate(guess.confidence) for guess in guesses[row])
@@ -152,7 +153,7 @@ class Lookahead:
             if poor:
                 own.fade(proposal)
             return poor
-        if not self._affordable(source, rows, 0.0):
+        if self._record(source).pause:
             return False
         return self._plain(rows) - self.gain(source, rows) < self._best_cut(proposal, rows)[1]
 
@@ -169,13 +170,10 @@ class Lookahead:
         """Learn from a step of the draft model with ``width`` tokens."""
         if self.fixed is not None:
             return
-        ms, known = seconds * 1e3, self._draft.known
-        expected = self._draft.learn(width, ms)
-        if width > MISSED:  # it has read a prompt or text it missed, which happens once
-            expected = min(ms, self._draft(1)) if known else 0.0
-            self._catch_up_ms += ms - expected
-        else:
-            self._scatter_ms += ms - expected
+        ms = seconds * 1e3
+        if width > MISSED and self._draft.known:  # it has read a prompt or text it missed, which happens once
+            self._catch_up_ms += max(0.0, ms - self._draft(1))
+        self._draft.learn(width, ms)
 
     def learn(self, outcome: RoundOutcome) -> None:
         """Learn from a finished round."""
@@ -185,28 +183,17 @@ class Lookahead:
                 sources.add(proposal.source)
                 self._record(proposal.source).acceptance.learn(proposal, accepted)
         rows, width, forced = len(outcome.judged), outcome.width, outcome.forced
-        catch_up, scatter = self._catch_up_ms, self._scatter_ms
-        self._catch_up_ms = self._scatter_ms = 0.0
-        before, self._before = self._before, sources
-        if self.fixed is not None:
-            return
-        if outcome.prefilled or width > WIDEST:
-            self._target.last = 0
+        catch_up, self._catch_up_ms = self._catch_up_ms, 0.0
+        if self.fixed is not None or outcome.prefilled or width > WIDEST:
             return
         verify_ms, draft_ms = outcome.verified * 1e3, outcome.drafted * 1e3 - catch_up
-        expected = self._target.learn(width, verify_ms)
+        self._target.learn(width, verify_ms)
         tokens = sum(accepted for _, accepted in outcome.judged) + rows
         self._tokens, self._ms = self._tokens * 0.95 + tokens + forced, self._ms * 0.95 + verify_ms + draft_ms
         # Forced tokens count neither as a drafter's gain nor as its cost.
-        free = self._target(width) - self._target(width - forced)
-        plain = self._plain(rows)
+        ms = verify_ms + draft_ms - (self._target(width) - self._target(width - forced))
         for source in sources:
-            self._record(source).learn(tokens, verify_ms + draft_ms - free)
-        # Without scatter, which would look like losses and gains. A plain round after a wide one may take longer, too.
-        lost = expected + draft_ms - scatter - free - tokens * plain + min(catch_up, MOST_CATCH_UP * rows * plain)
-        at_fault = sources or before
-        for source, record in self._records.items():
-            record.allowance.learn(tokens / rows, lost / (rows * plain) if source in at_fault else 0.0)
+            self._record(source).learn(tokens, ms, self._plain(rows))
 
     # ------------------------------------------------------------ internals
 
@@ -214,30 +201,6 @@ class Lookahead:
         if source not in self._records:
             self._records[source] = Record()
         return self._records[source]
-
-    def _affordable(self, source: str, rows: int, catch_up: float) -> bool:
-        """Return whether the allowance suffices for a round with a step of the draft whose guesses are rejected."""
-        width, narrow = max(self._narrowest, 2) * rows, self._narrowest * rows
-        lost = float(self._risk(narrow)[width]) if width <= WIDEST else math.inf
-        lost += self._draft.next(rows) if self._draft.known else 0.0
-        plain = self._target(narrow)
-        record = self._record(source)
-        enough = min(FIRST_LOSS, lost / plain) + catch_up / plain
-        if record.acceptance.mean * plain > PROMISING * lost:  # bad luck is more likely than a bad draft
-            enough = catch_up / plain - FIRST_LOSS
-        return record.allowance.left >= enough
-
-    def _risk(self, narrow: int) -> np.ndarray:
-        """Return the milliseconds that verifying loses by its width if everything is rejected.
-
-        Plain decoding, with width ``narrow``, is what comes instead, or afterwards.
-        """
-        verify = self._verify_ms()
-        return verify - verify[narrow] + self._target.change * (np.arange(WIDEST + 1) != narrow)
-
-    def _verify_ms(self, rounds: int = 1) -> np.ndarray:
-        """Return the milliseconds of the next inference of the target by its width, if it's kept for some rounds."""
-        return self._target.ms + self._target.change / rounds * (np.arange(WIDEST + 1) != self._target.last)
 
     def _width(self, proposed: list[int]) -> int:
         """Return the tokens that the target computes for rows with this many proposed tokens each."""
@@ -265,21 +228,17 @@ class Lookahead:
 
     def _best_cut(self, proposal: Proposal, rows: int) -> tuple[int, float]:
         """Return (number of tokens worth verifying, milliseconds that a token then costs)."""
-        plain = self._plain(rows)
-        if not self._target.settled:
-            return 0, plain
+        if not self._target.known:
+            return len(proposal.tokens), 0.0
         rates = self._record(proposal.source).acceptance.rates(proposal)
+        plain = self._plain(rows)
         others = self._narrowest * (rows - 1)
         most = min(len(rates), WIDEST - others - 1)
         if most < 1:
             return 0, plain
         widths = others + np.maximum(self._narrowest, np.arange(2, most + 2))
-        amortised, narrow = self._verify_ms(KEPT), self._narrowest * rows
-        cost = amortised[widths] - amortised[narrow]
+        cost = self._target.ms[widths] - self._target(self._narrowest * rows)
         won = np.cumprod(rates[:most]).cumsum()
         saved = won * self._price(rows) - cost
-        lost = self._risk(narrow)[widths] / self._target(narrow)
-        left = self._record(proposal.source).allowance.left
-        saved[lost > (max(left, lost[0]) if left >= FIRST_LOSS else left)] = 0.0
         best = int(saved.argmax())
         return (best + 1, float((plain + cost[best]) / (1 + won[best]))) if saved[best] > 0 else (0, plain)

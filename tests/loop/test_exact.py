@@ -31,7 +31,7 @@ def load(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         folder = make_pair(PAIRS[request.param], tmp_path_factory.mktemp(request.param))
     loaded: dict[str, ovspec.LanguageModel] = {}
 
-    def load(draft: Any = None, arithmetic: str = "exact", **options: Any) -> ovspec.LanguageModel:
+    def load(draft: Any = None, arithmetic: Any = "exact", **options: Any) -> ovspec.LanguageModel:
         key = repr((arithmetic, options))
         if key not in loaded:
             cache = tmp_path_factory.mktemp("cache")

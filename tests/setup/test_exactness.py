@@ -77,8 +77,9 @@ def test_remembered_by_setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         return probe_exactness(*arguments)
 
     monkeypatch.setattr(ovspec.setup.exactness, "probe_exactness", counted)
-    two, one = {"threads": 2}, {"threads": 1}
-    for options, count in ((two, 1), (two, 1), (one, 2), (one | {"kv_precision": "u8"}, 3), (one, 3)):
+    two, one = dict[str, Any](threads=2), dict[str, Any](threads=1)
+    small: dict[str, Any] = one | {"kv_precision": "u8"}
+    for options, count in ((two, 1), (two, 1), (one, 2), (small, 3), (one, 3)):
         ovspec.load(DEMO, cache_dir=tmp_path, **options)
         assert len(probed) == count, options
     ovspec.load(DEMO, arithmetic="fast", cache_dir=tmp_path, precision="f32")
@@ -103,14 +104,15 @@ def test_a_weaker_promise_is_shown_and_changes_the_default(cache_dir: Path, monk
 
 def test_the_default_is_lookup_where_a_guess_is_free(cache_dir: Path) -> None:
     texts = {}
-    for draft, options, proposes in (
+    ways: tuple[tuple[Any, dict[str, Any], bool], ...] = (
         (None, {}, True),
         ("none", {}, False),
         (False, {}, False),
         (None, {"arithmetic": "fast"}, False),
         (None, {"engine": "stateful"}, False),
         ("lookup", {"arithmetic": "fast"}, True),
-    ):
+    )
+    for draft, options, proposes in ways:
         lm = ovspec.load(DEMO, draft, cache_dir=cache_dir, **options)
         result = lm.generate(PROMPTS[0], max_tokens=60, ignore_eos=True)
         assert (result.stats.proposed > 0) == proposes, (draft, options)
