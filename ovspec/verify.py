@@ -186,7 +186,11 @@ def option_as_json(name: str, value: Any) -> Any:
         return {str(token): "-inf" if bias == -math.inf else float(bias) for token, bias in value.items()}
     if name in ("sampler", "logits_processors"):
         return repr(value)
-    return list(value) if not isinstance(value, (str, bool, int, float)) and hasattr(value, "__iter__") else value
+    if isinstance(value, (np.ndarray, np.generic)):
+        return value.tolist()
+    if isinstance(value, (str, int, float)) or not hasattr(value, "__iter__"):
+        return value
+    return [each.item() if isinstance(each, np.generic) else each for each in value]
 
 
 def result_from_json(data: Any) -> Result:

@@ -328,7 +328,7 @@ class Workspace:
 def complete_options(params: SamplingParams, options: GenerateOptions) -> dict[str, Any]:
     """Return all options that change a text and aren't at their defaults: ``params`` and the others in ``options``."""
     ours = {name: getattr(params, name) for name in SAMPLING}
-    ours = {name: value for name, value in ours.items() if value != SAMPLING[name][1].initial}
+    ours = {name: v for name, v in ours.items() if isinstance(v, np.ndarray) or v != SAMPLING[name][1].initial}
     others = GENERATE.keys() - SAMPLING.keys() - {"sampling", "lookahead", "batch_size"}
     return ours | {name: options[name] for name in others & options.keys() if options[name] is not None}
 

@@ -23,7 +23,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "sampled": {"temperature": 1.0, "seed": 5},
     "warped": {"temperature": 0.7, "top_p": 0.9, "top_k": 40, "repetition_penalty": 1.1, "seed": 6},
     "biased": {"logit_bias": {34: 2.0, 35: -np.inf}, "frequency_penalty": 0.1, "min_tokens": 10},
-    "stopped": {"stop": ["\n", "return"], "stop_ids": [9]},
+    "stopped": {"stop": ("\n", "return"), "stop_ids": np.array([9, 10])},
     "healed": {"heal": True},
     "schema": {"json_schema": SCHEMA, "temperature": 1.0, "seed": 2},
     "regex": {"regex": "[a-z ]{5,30}"},

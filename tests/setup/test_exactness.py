@@ -77,16 +77,16 @@ def test_remembered_by_setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         return probe_exactness(*arguments)
 
     monkeypatch.setattr(ovspec.setup.exactness, "probe_exactness", counted)
-    two, one = dict[str, Any](threads=2), dict[str, Any](threads=1)
-    small: dict[str, Any] = one | {"kv_precision": "u8"}
-    for options, count in ((two, 1), (two, 1), (one, 2), (small, 3), (one, 3)):
+    usual, small = dict[str, Any](), dict[str, Any](kv_precision="u8")
+    coarse: dict[str, Any] = {"properties": {"DYNAMIC_QUANTIZATION_GROUP_SIZE": "64"}}
+    for options, count in ((usual, 1), (usual, 1), (coarse, 2), (small, 3), (coarse, 3)):
         ovspec.load(DEMO, cache_dir=tmp_path, **options)
         assert len(probed) == count, options
     ovspec.load(DEMO, arithmetic="fast", cache_dir=tmp_path, precision="f32")
     assert len(probed) == 3
     for file in (tmp_path / "exactness").iterdir():
         file.write_text("[]", encoding="utf-8")
-    ovspec.load(DEMO, cache_dir=tmp_path, **two)
+    ovspec.load(DEMO, cache_dir=tmp_path, **usual)
     assert len(probed) == 4, "what is damaged is probed again"
 
 
