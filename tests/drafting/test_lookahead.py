@@ -83,8 +83,8 @@ def ms_a_token(found: dict[str, Any], mode: str, fixed: int | None, profile: boo
     """Return the milliseconds per token when all texts of a trace are replayed, one after the other."""
     verify, draft = ({int(width): ms for width, ms in found[name].items()} for name in ("verify_ms", "draft_ms"))
     machine = Machine(verify, draft, np.random.default_rng(seed))
-    costs = [Costs({w: curve[w] for w in (1, 2, 4, 8)} if profile else None) for curve in (verify, draft)]
-    lookahead = Lookahead(fixed, *costs)
+    target, drafting = (Costs({w: curve[w] for w in (1, 2, 4, 8)} if profile else None) for curve in (verify, draft))
+    lookahead = Lookahead(fixed, target, drafting)
     times = [replay(lookahead, mode, text, machine)[0] for text in found["texts"]]
     return sum(times) / sum(len(text["draft"]) - 1 for text in found["texts"])
 
