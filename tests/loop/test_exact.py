@@ -60,17 +60,17 @@ def check(lm: ovspec.LanguageModel, found: list[ovspec.Result], expected: list[o
         assert verified.ok and verified.tokens == len(result.token_ids), str(verified)
 
 
-def test_near_ties_are_common(load: Make) -> None:
+def test_near_ties_are_common(load: Make, request: pytest.FixtureRequest) -> None:
     """With a token alone now and then, texts part: the tests below can fail."""
+    if request.node.callspec.params["load"] not in PAIRS:
+        pytest.skip("the demo pair has few near-ties")
     lm = load("lookup,draft", "fast")
-    parted = 0
+    options: dict[str, Any] = {"max_tokens": TOKENS, "ignore_eos": True}
     for prompt in PROMPTS:
-        options: dict[str, Any] = {"max_tokens": TOKENS, "ignore_eos": True}
         alone, drafted = (lm.generate(prompt, lookahead=k, **options).token_ids for k in (0, 4))
-        parted += alone != drafted
-        if parted:
-            break
-    assert parted
+        if alone != drafted:
+            return
+    pytest.fail("no text parts")
 
 
 LOOKAHEADS = [k if k in (1, 4, "auto") else pytest.param(k, marks=SLOW) for k in (*range(1, 17), "auto")]
