@@ -6,7 +6,6 @@ or by the seed, with constraints and penalties. This checks everything that may 
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -82,6 +81,7 @@ def verify_result(workspace: Workspace, result: Result) -> Verification:
     tokens = np.array([*record.healed_ids, *result.token_ids], dtype=np.int64)
     for ids in (record.prompt_ids, tokens):
         workspace.encode(np.array(ids, dtype=np.int64), begins=False)  # refuses unknown ids
+    workspace.check_room(len(record.prompt_ids) + len(tokens))
     row = workspace.row(Sequence(record.prompt_ids), options, start)
     decoders = workspace.decoders()
     try:
@@ -207,7 +207,7 @@ def result_from_json(data: Any) -> Result:
             options["logit_bias"] = {int(token): float(bias) for token, bias in options["logit_bias"].items()}
         model = dict(record["model"])
         made = Record(
-            prompt_ids=np.array(record["prompt_token_ids"], dtype=np.int64),
+            prompt_ids=np.array([int(token) for token in record["prompt_token_ids"]], dtype=np.int64),
             options=options,
             healable=int(record["healable"]),
             context=None if record["context"] is None else int(record["context"]),
@@ -218,9 +218,7 @@ def result_from_json(data: Any) -> Result:
         )
         ids = [int(token) for token in record.get("token_ids", data.get("token_ids"))]
         reason = record.get("finish_reason", data.get("finish_reason"))
-        json.dumps(text).encode()
+        np.array([*made.healed_ids, *ids], dtype=np.int64)  # refuses numbers that no id can be
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
-        raise OvspecError(
-            "not a result with a record, as 'ovspec generate --json' and 'ovspec batch' write it"
-        ) from None
+        raise OvspecError("not a result with a record, as 'ovspec generate --json' writes it.") from None
     return Result(text, ids, reason, record=made)

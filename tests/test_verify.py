@@ -122,6 +122,36 @@ def test_what_is_no_result_is_refused(data: Any) -> None:
         result_from_json(data)
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("prompt_token_ids", [[1, 2], [3, 4]]),
+        ("prompt_token_ids", [10**30]),
+        ("token_ids", [10**30]),
+        ("token_ids", ["a"]),
+        ("healed_token_ids", None),
+        ("options", {"temperature": "hot"}),
+        ("options", {"max_tokens": 10**9}),
+        ("options", {"json_schema": "/etc/passwd"}),
+        ("prompt_token_ids", [5] * 10**4),
+        ("token_ids", [5] * 10**4),
+        ("n", 7),
+        ("context", 0.5),
+    ],
+)
+def test_damaged_records_end_in_a_sentence(load: Load, name: str, value: Any) -> None:
+    lm = load(draft="lookup", engine="paged")
+    result = lm.generate("a", max_tokens=4)
+    record = record_as_json(result)
+    assert record
+    data = {"text": result.text, "token_ids": result.token_ids, "finish_reason": result.finish_reason}
+    data |= {"record": record | {name: value}}
+    try:
+        assert not lm.verify(result_from_json(data)).ok or name == "context"
+    except ovspec.OvspecError as error:
+        assert str(error)
+
+
 def test_grammars_from_files_are_written_out(load: Load, tmp_path: Path) -> None:
     lm = load(engine="paged")
     grammar = tmp_path / "grammar.lark"

@@ -125,8 +125,7 @@ def report(name: str, folder: Path, profile: Profile) -> list[str]:
         shares = f"a token takes {token:.2f}x and a prompt {prompt:.2f}x the default's time"
         lines.append(f"chosen for {profile.goal}: {best.setting}; {shares}")
     for threads, found in profile.exactness.items():
-        lines.append(
-            f"exact arithmetic, {threads} threads: {found.differing} of {found.positions} probed positions differ "
-            "from one pass over their text"
-        )
+        with_threads = f"{threads} thread{'s' * (threads != 1)}"
+        differ = f"{found.differing} of {found.positions} probed positions differ from one pass over their text"
+        lines.append(f"exact arithmetic, {with_threads}: {differ}")
     return lines

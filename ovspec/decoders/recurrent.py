@@ -17,8 +17,8 @@ from ovspec.text.vocabulary import ALL_IDS, KnownIds
 class RowByRow:
     """A ``SessionDecoder`` in which every row has an infer request of its own.
 
-    Attention skips padding, though not to the bit, but a convolution or an SSM would process it, so rows of different
-    lengths can't share an inference.
+    Rows that share an inference are padded to the same length. Padding changes the last bits of attention, and a
+    convolution or an SSM would process it.
     """
 
     narrowest = 1

@@ -133,7 +133,8 @@ class Prober:
             self.decoder.truncate(row, int(self.random.integers(0, self.begin)))
         position = len(self.decoder.rows[0])
         while position < len(self.text):
-            pieces = [self.junk(int(self.random.integers(0, 6))) for _ in range(rows)]
+            room = [len(self.text) - len(row) for row in self.decoder.rows]  # the text may fill the context
+            pieces = [self.junk(min(left, int(self.random.integers(0, 6)))) for left in room]
             pieces[0] = self.text[position : position + int(self.random.integers(1, 6))]
             logits = self.decoder.feed(pieces, [len(piece) for piece in pieces])[0]
             yield position - self.begin, logits
@@ -151,16 +152,17 @@ class Prober:
     def feed(self, widths: tuple[int, ...], rejected: bool = False) -> Iterator[tuple[int, np.ndarray]]:
         position = self.begin
         for width in widths:
+            if position >= len(self.text):
+                return
             if rejected:
-                junk = self.junk(3)
+                junk = self.junk(min(3, len(self.text) - position))
                 self.decoder.feed([junk], [len(junk)])
                 self.decoder.truncate(0, position)
                 missing = self.text[len(self.decoder.rows[0]) : position]
                 if len(missing):  # recurrent states are restored from an earlier snapshot
                     self.decoder.feed([missing], [0])
             piece = self.text[position : position + width]
-            if len(piece):
-                yield position - self.begin, self.decoder.feed([piece], [len(piece)])[0]
+            yield position - self.begin, self.decoder.feed([piece], [len(piece)])[0]
             position += width
 
     def junk(self, count: int) -> np.ndarray:

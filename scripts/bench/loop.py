@@ -63,7 +63,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--rounds", type=int, default=8)
     args = parser.parse_args()
-    lm = ovspec.load(args.folder)
+    lm = ovspec.load(args.folder, "none")
     assert lm.target.engine == "paged", "the bare loop needs the paged engine"
     ids = lm.encode(PROMPT)
     pairs = []

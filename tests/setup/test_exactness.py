@@ -39,6 +39,27 @@ def test_the_paged_engine_is_exact(make: Callable[..., PagedDecoder], trial: Tri
     assert found == Exactness(len(trial.contexts) * ways * sum(trial.widths), 0, found.seconds)
 
 
+@pytest.mark.parametrize("context", [40, 90, 120])
+def test_no_row_is_probed_beyond_the_context(
+    make: Callable[..., PagedDecoder], monkeypatch: pytest.MonkeyPatch, context: int
+) -> None:
+    """A model with learned positions has none beyond it."""
+    decoder, longest = make(), 0
+    inner = PagedDecoder.feed
+
+    def feed(self: PagedDecoder, tokens: list[np.ndarray], wanted: list[int]) -> list[np.ndarray]:
+        nonlocal longest
+        found = inner(self, tokens, wanted)
+        longest = max(longest, *map(len, self.rows))
+        return found
+
+    monkeypatch.setattr(PagedDecoder, "feed", feed)
+    decoder.context_length = context
+    found = probe_exactness(decoder, 4096, Trial((70, 103), (1, 2, 1, 5, 8), (2, 9)))
+    assert found.exact and found.positions > 0
+    assert longest <= context
+
+
 def alone(self: PagedDecoder, row: int, new: np.ndarray) -> tuple[int, np.ndarray]:
     return len(self.rows[row]), new
 
@@ -111,6 +132,7 @@ def test_the_default_is_lookup_where_a_guess_is_free(cache_dir: Path) -> None:
         (None, {"arithmetic": "fast"}, False),
         (None, {"engine": "stateful"}, False),
         ("lookup", {"arithmetic": "fast"}, True),
+        (None, {"engine": "stateful", "lookup_corpus": [ROOT / "README.md"]}, True),  # a corpus asks for lookup
     )
     for draft, options, proposes in ways:
         lm = ovspec.load(DEMO, draft, cache_dir=cache_dir, **options)

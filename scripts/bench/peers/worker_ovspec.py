@@ -15,7 +15,7 @@ import ovspec
 
 def load(setup: protocol.Setup) -> protocol.Generate:
     parts = [] if setup.mode == "plain" else setup.mode.split(",")
-    draft: Any = ",".join(setup.draft_folder if part == "draft" else part for part in parts) or None
+    draft: Any = ",".join(setup.draft_folder if part == "draft" else part for part in parts) or "none"
     lm = ovspec.load(setup.target, draft, properties=setup.properties or None, **setup.options)
 
     settle(lm)
@@ -38,12 +38,11 @@ def load(setup: protocol.Setup) -> protocol.Generate:
 
 
 def settle(lm: ovspec.LanguageModel) -> None:
-    """Move the weights into large pages, as ovspec does automatically once it has run for some seconds."""
+    """Move the weights into large pages, as ovspec does by itself between requests."""
     lm.generate(
         [0] * 8, max_tokens=4, ignore_eos=True, lookahead=2 if lm.draft else 0
     )  # weights are packed when first used
-    for loaded in filter(None, (lm.target, lm.draft)):
-        loaded.ir.large_pages.move(60.0)
+    lm.use_large_pages()
 
 
 if __name__ == "__main__":
