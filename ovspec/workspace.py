@@ -156,8 +156,10 @@ class Workspace:
 
     def learned_costs(self, sampled: bool) -> tuple[Costs, Costs] | None:
         """Return the costs of verifying and of a draft step that the auto lookahead has learned; None if it hasn't."""
-        known = [decoders.lookaheads[sampled].costs for decoders in self._idle if decoders.lookaheads]
-        return known[0] if known else None
+        for decoders in self._idle:
+            if decoders.lookaheads:
+                return decoders.lookaheads[sampled].target, decoders.lookaheads[sampled].draft
+        return None
 
     def _drafter(self, draft: SessionDecoder | None) -> Drafter | None:
         if not self.choice:
@@ -289,14 +291,19 @@ class Workspace:
         ``sampled``: the text is sampled, so what was learned from greedy text doesn't count.
         """
         wanted = self.wanted_lookahead(options)
-        if wanted is not None:
-            return (decoders.drafter, Lookahead(wanted)) if wanted else (None, PLAIN)
+        if wanted == 0:
+            return None, PLAIN
+        target, draft = decoders.target, decoders.draft
         if not decoders.lookaheads:
-            narrowest = decoders.target.narrowest
-            measured = {width: ms for width, ms in (self.target.verify_ms or {}).items() if width >= narrowest}
-            costs = Costs(measured), Costs(self.draft.verify_ms if self.draft else None)
-            decoders.lookaheads = {kind: Lookahead(None, *costs, narrowest) for kind in (False, True)}
-        return decoders.drafter, decoders.lookaheads[sampled]
+            measured = {width: ms for width, ms in (self.target.verify_ms or {}).items() if width >= target.narrowest}
+            costs = Costs(measured, self.target.change_ms, target.fills), Costs()
+            if self.draft and draft:
+                costs = costs[0], Costs(self.draft.verify_ms, self.draft.change_ms, draft.fills)
+            decoders.lookaheads = {kind: Lookahead(None, *costs, target.narrowest) for kind in (False, True)}
+        lookahead = decoders.lookaheads[sampled]
+        if wanted is not None:
+            lookahead = Lookahead(wanted, lookahead.target, lookahead.draft, target.narrowest)
+        return decoders.drafter, lookahead
 
     def run(
         self, rows: Iterable[Row], options: GenerateOptions, sampled: bool = False, count: int | None = None

@@ -59,6 +59,7 @@ class Decoder(Protocol):
     rollback: Rollback
     context_length: int | None
     narrowest: int  # the fewest tokens of a row that an inference computes; a narrower row is filled up
+    fills: bool  # whether an inference can be filled up to a width, see ``feed``
 
     @property
     def rows(self) -> list[Sequence]:
@@ -77,11 +78,15 @@ class Decoder(Protocol):
         """Empty the cache and start over with ``rows`` empty rows; with 0 rows, release its memory."""
         ...
 
-    def feed(self, tokens: list[np.ndarray], wanted: list[int]) -> list[np.ndarray]:
+    def feed(self, tokens: list[np.ndarray], wanted: list[int], width: int = 0) -> list[np.ndarray]:
         """Run one inference that appends ``tokens[row]`` (n,) int64 to each row.
 
         Returns, for each row, the logits after its last ``wanted[row]`` new tokens: (wanted[row], vocab) float32,
         valid until the next call. A row may get no tokens.
+
+        Args:
+            width: if the decoder ``fills``, compute at least this many tokens, some of them once more. An inference of
+                another width than the one before takes longer.
         """
         ...
 
@@ -152,6 +157,11 @@ def logit_positions(counts: tuple[int, ...], wanted: tuple[int, ...], packed: bo
     indices = [np.arange(end - want, end) for end, want in zip(ends, wanted, strict=True)]
     filling = np.full(max(0, 2 - sum(wanted)), ends[-1] - 1)
     return np.concatenate([*indices, filling])
+
+
+def needed_width(decoder: Decoder, tokens: list[np.ndarray]) -> int:
+    """Return how many tokens ``decoder`` computes at least if it is fed ``tokens``."""
+    return sum([max(decoder.narrowest, len(new)) for new in tokens if len(new)])
 
 
 def split_by_row(logits: np.ndarray, wanted: list[int]) -> list[np.ndarray]:

@@ -71,15 +71,15 @@ class Blocks:
     def extend(self, row: int, begin: int, new: int) -> list[tuple[int, int]]:
         """Make room for ``new`` tokens from position ``begin`` of ``row`` on, in blocks that no other row holds.
 
-        At most one block may exist already: the one in which they begin. Returns the (from, to) pairs of blocks to
-        copy first: one pair if that block is shared.
+        Returns the (from, to) pairs of blocks to copy first: those that exist and are shared.
         """
-        table, first = self.tables[row], begin // self.size
+        table = self.tables[row]
         copies: list[tuple[int, int]] = []
-        if new and first < len(table) and self.pool.shared(table[first]):
-            shared, table[first] = table[first], self._take()
-            self._release([shared])
-            copies.append((shared, table[first]))
+        for index in range(begin // self.size, len(table)) if new else ():
+            if self.pool.shared(table[index]):
+                shared, table[index] = table[index], self._take()
+                self._release([shared])
+                copies.append((shared, table[index]))
         for _ in range(len(table), -(-(begin + new) // self.size)):
             table.append(self._take())
         return copies

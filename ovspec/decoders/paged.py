@@ -49,6 +49,7 @@ class PagedDecoder:
     """
 
     rollback = Rollback("blocks")
+    fills = True
 
     def __init__(
         self,
@@ -94,14 +95,14 @@ class PagedDecoder:
         if freed > WORTH_TRIMMING:
             trim_heap()
 
-    def feed(self, tokens: list[np.ndarray], wanted: list[int]) -> list[np.ndarray]:
+    def feed(self, tokens: list[np.ndarray], wanted: list[int], width: int = 0) -> list[np.ndarray]:
         counts = [len(new) for new in tokens]
         check_wanted(tuple(counts), tuple(wanted))
         try:
             if sum(counts) - sum(wanted) > self._prefill_chunk:
                 tokens = self._feed_in_chunks(tokens, wanted)
             with self._tensors.lock:
-                return self._append(tokens, wanted)
+                return self._append(tokens, wanted, width)
         except BaseException as error:
             self.reset(len(self.rows))  # the cache's contents are unknown now; an empty cache fits any text
             raise feed_error(error, self._ir.device) from None
@@ -158,8 +159,9 @@ class PagedDecoder:
                 self._append(fed, [0] * len(fed))
             tokens = [new[cut:] for new, cut in zip(tokens, cuts, strict=True)]
 
-    def _append(self, tokens: list[np.ndarray], wanted: list[int]) -> list[np.ndarray]:
+    def _append(self, tokens: list[np.ndarray], wanted: list[int], width: int = 0) -> list[np.ndarray]:
         pieces = [self._piece(row, new) for row, new in enumerate(tokens)]
+        self._fill_up(pieces, width)
         fed = [row for row, (_, new) in enumerate(pieces) if len(new)]
         ids, positions = self._token_arrays[(sum([len(new) for _, new in pieces]),)]
         past, begins = self._length_arrays(len(fed))
@@ -200,6 +202,17 @@ class PagedDecoder:
         if held:
             return held - 1, np.concatenate((self.rows[row].tokens[-1:], new))
         return 0, np.concatenate((new, new))  # the second one is a filling, over which the next token is written
+
+    def _fill_up(self, pieces: list[tuple[int, np.ndarray]], width: int) -> None:
+        """Let one row compute tokens of its cache once more, so that the inference computes ``width`` tokens."""
+        missing = width - sum([len(new) for _, new in pieces])
+        if missing <= 0:
+            return
+        for row, (held, new) in enumerate(pieces):
+            if len(new) and held >= missing:
+                again = self.rows[row].tokens[held - missing : held]
+                pieces[row] = held - missing, np.concatenate((again, new))
+                return
 
     def _length_arrays(self, count: int) -> tuple[np.ndarray, np.ndarray]:
         """Return int32 arrays to fill in: tokens cached before each sequence (count,), its first index (count + 1,)."""

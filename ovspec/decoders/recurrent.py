@@ -22,6 +22,7 @@ class RowByRow:
     """
 
     narrowest = 1
+    fills = False
 
     def __init__(self, make: Callable[[], StatefulDecoder]) -> None:
         self._make = make
@@ -50,7 +51,7 @@ class RowByRow:
         for decoder in self._spare:
             decoder.reset(0)
 
-    def feed(self, tokens: list[np.ndarray], wanted: list[int]) -> list[np.ndarray]:
+    def feed(self, tokens: list[np.ndarray], wanted: list[int], width: int = 0) -> list[np.ndarray]:  # noqa: ARG002
         check_wanted(tuple(map(len, tokens)), tuple(wanted))
         nothing = np.empty((0, 0), dtype=np.float32)
         return [

@@ -49,6 +49,7 @@ class StatefulDecoder:
     """
 
     narrowest = 1
+    fills = False
 
     def __init__(
         self,
@@ -90,7 +91,7 @@ class StatefulDecoder:
         self._returns_here = False  # whether rollbacks to the end of the last feed are likely
         self._request.raw.reset_state()
 
-    def feed(self, tokens: list[np.ndarray], wanted: list[int]) -> list[np.ndarray]:
+    def feed(self, tokens: list[np.ndarray], wanted: list[int], width: int = 0) -> list[np.ndarray]:  # noqa: ARG002
         counts = [len(new) for new in tokens]
         check_wanted(tuple(counts), tuple(wanted))
         if self._first_alone and len(self.rows) == 1 and not len(self.rows[0]) and counts[0] > 1:

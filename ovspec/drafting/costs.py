@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Mapping
 
 import numpy as np
@@ -17,21 +19,33 @@ PRIOR_WEIGHT = 2.0
 # Conditional acceptance assumed of a drafter before it has proposed anything.
 FIRST_ACCEPTANCE = 0.75
 FORGET = 0.95  # factor by which each new observation of acceptance discounts the older ones
-# A drafter is on trial for this many rounds. Then it pauses if its tokens cost more than plain ones by a margin of
-# doubt / rounds. Each pause is twice as long as the last. The later values hold after its first pause.
-FIRST_TRIAL, LATER_TRIAL = 4.5, 1.5
-FIRST_DOUBT, LATER_DOUBT = 1.0, 0.2
-FIRST_PAUSE, LONGEST_PAUSE = 8, 128
+# A change of width costs this share of an inference until it is known.
+FIRST_CHANGE = 0.4
+# A new width usually stays for some rounds, so the first has to earn this part of the change's cost.
+ROUND_SHARE = 0.5
+# A drafter may lose the time of this many plain rounds, and as much again as it has saved lately. After that it gets
+# this share of all rounds for its trials.
+ALLOWANCE = 1.2
+TRIALS = 0.003
+# Savings count for about this many tokens: text that follows may be of another kind.
+RECENT = 24
 
 
 class Costs:
     """Milliseconds of an inference by its width in tokens, learned from each inference.
 
+    An inference of another width than the one before takes longer, because OpenVINO prepares every layer anew: as long
+    again for a small model. So a narrower inference is filled up to the last width if that takes less time.
+
     Args:
-        measured: the costs of some widths, from a profile; without a profile, the first inference sets the scale.
+        measured: the costs of some widths, from a profile; without a profile, the first inferences set the scale.
+        change: what a change of width adds, if it was measured.
+        fills: whether the decoder can fill up an inference.
     """
 
-    def __init__(self, measured: Mapping[int, float] | None = None) -> None:
+    def __init__(
+        self, measured: Mapping[int, float] | None = None, change: float | None = None, fills: bool = False
+    ) -> None:
         widths = np.arange(WIDEST + 1)
         if measured and len(measured) > 1:
             known = sorted(measured)
@@ -42,39 +56,84 @@ class Costs:
             costs = 1 + 0.05 * np.maximum(0, widths - 1.0)
         self.known = bool(measured)
         self.ms = costs
+        self.change = FIRST_CHANGE * float(costs[1]) if change is None else change  # added by a change of width
+        self._changes = 0 if change is None else 4  # of width, from which ``change`` is learned
+        self._fills = fills
+        self._last = 0  # width of the last inference
+        self._filled = 0.0  # milliseconds spent on filling since an inference last needed its width
         self._beyond = float(costs[WIDEST] - costs[WIDEST // 2]) / (WIDEST // 2)  # for each token beyond WIDEST
         self._observed = 0
-        self._widths_seen: set[int] = set()
+        self._seen: Counter[int] = Counter()  # inferences of each width
 
     def __call__(self, width: int) -> float:
         if width <= WIDEST:
             return float(self.ms[width])
         return float(self.ms[WIDEST]) + self._beyond * (width - WIDEST)
 
-    def learn(self, width: int, ms: float) -> None:
+    def next(self, change: float = 1.0) -> np.ndarray:
+        """Return the milliseconds of the next inference by the width that it needs, (WIDEST + 1,).
+
+        ``change``: the part of a change's cost that is counted.
+        """
+        last = self._last
+        if not 0 < last <= WIDEST:
+            return self.ms
+        found = self.ms + change * self.change
+        found[last] = self.ms[last]
+        if self._fills:
+            np.minimum(found[:last], self.ms[last], out=found[:last])
+        return found
+
+    def fill(self, needed: int) -> int:
+        """Return how many tokens the next inference should compute if ``needed`` have to be."""
+        last = self._last
+        if not (self._fills and needed and needed < last <= WIDEST):
+            self._filled = 0.0
+            return needed
+        self._filled += max(0.0, float(self.ms[last] - self.ms[needed]))
+        if self._filled <= self.change:
+            return last
+        self._filled = 0.0
+        return needed
+
+    def skip(self, width: int) -> None:
+        """Note an inference of ``width`` tokens whose time says nothing."""
+        self._last = width
+
+    def learn(self, width: int, ms: float) -> float:
         """Learn from an inference of ``width`` tokens that took ``ms``: adjust that width's cost and, less, all others.
 
-        An inference wider than ``WIDEST`` read a prompt; it only adjusts the cost of such widths.
+        An inference wider than ``WIDEST`` read a prompt; it only adjusts the cost of such widths. Returns how many
+        milliseconds such an inference usually takes; what this one took may have other reasons.
         """
+        changed, self._last = width != self._last, width
         if width > WIDEST:
             if self.known:
+                self.ms = np.minimum(self.ms, ms)  # a narrower one can't take longer
                 self._beyond = max(0.0, (ms - float(self.ms[WIDEST])) / (width - WIDEST))
-            return
+            return ms
         self._observed += 1
-        first_of_width = width not in self._widths_seen
-        self._widths_seen.add(width)
-        if not self.known:
-            self.known = True
-            self.ms = self.ms * (ms / self.ms[width])
-            return
-        ratio = min(max(ms / self.ms[width], 0.5), 2.0)
-        if first_of_width:  # it may include the time to make kernels
+        self._seen[width] += 1
+        same = float(self.ms[width])
+        usual = same + (self.change if changed else 0.0)
+        if not self.known:  # the first inference of all also makes kernels, so the second one counts
+            self.known = self._observed > 1
+            self.ms, self.change = self.ms * (ms / usual), self.change * (ms / usual)
+            return ms if self.known else 0.0
+        ratio = min(max(ms / usual, 0.1), 2.0)
+        if self._seen[width] == 1:  # it may include the time to make kernels
             ratio = min(ratio, 1.1)
-        everywhere = max(0.03, 0.5 / self._observed)
+        elif changed:
+            self._changes += 1
+            seen = max(0.0, min(ms, 2 * usual) - same)
+            self.change += max(0.1, 1 / self._changes) * (seen - self.change)
+        # An inference may take longer for many reasons, but hardly ever less time than it needs.
+        everywhere = max(0.03, (0.5 if ratio > 1 else 1.0) / self._observed)
         self.ms *= ratio**everywhere
-        near = slice(max(1, width - 1), width + 2)
-        self.ms[near] *= ratio**0.06
-        self.ms[width] *= ratio**0.06
+        own = 0.06 if changed else max(0.06, 0.3 / self._seen[width])
+        self.ms[max(1, width - 1) :] *= ratio**own
+        self.ms[width] *= ratio**own
+        return same + (self.change if changed else 0.0)
 
 
 class Acceptance:
@@ -125,30 +184,45 @@ class Acceptance:
         self._reached[index] = self._reached[index] * by + (1 - by) * PRIOR_WEIGHT
 
 
-class Record:
-    """What a drafter's recent rounds gained and cost, and its pauses."""
+class Balance:
+    """Plain rounds that drafting saved lately, less those it lost: it may lose no more than ``allowance``."""
 
     def __init__(self) -> None:
-        self.acceptance = Acceptance()
-        self.tokens = self.ms = self.rounds = 0.0
-        self.pause = 0  # rounds left of it
-        self._trial, self._doubt, self._next_pause = FIRST_TRIAL, FIRST_DOUBT, FIRST_PAUSE
+        self._saved = 0.0
+        self._waited = 0.0  # tokens since the last round with a proposal
 
-    def learn(self, tokens: int, ms: float, plain_ms: float) -> None:
-        """Learn from a round that committed ``tokens`` in ``ms``; plain decoding takes ``plain_ms`` for a token."""
+    @property
+    def allowance(self) -> float:
+        """How many plain rounds the next round may lose."""
+        return ALLOWANCE + self._saved + self.trials
+
+    @property
+    def trials(self) -> float:
+        """How many plain rounds a trial may cost by now, whatever is expected of it."""
+        return TRIALS * self._waited
+
+    def wait(self, tokens: float) -> None:
+        """Note that ``tokens`` were generated for each row, by whichever means."""
+        self._waited += tokens
+        if self._saved > 0:
+            self._saved *= math.exp(-tokens / RECENT)
+
+    def add(self, saved: float) -> None:
+        """Note that a round saved the time of ``saved`` plain rounds, or lost it."""
+        if self._saved < 0:
+            self._saved = min(0.0, self._saved + self.trials)
+        self._saved, self._waited = self._saved + saved, 0.0
+
+
+class Record:
+    """How often a drafter is right, and what its recent rounds have saved."""
+
+    def __init__(self) -> None:
+        self.acceptance, self.balance = Acceptance(), Balance()
+        self.tokens = self.ms = self.rounds = 0.0  # sums over its recent rounds
+
+    def learn(self, tokens: int, ms: float) -> None:
+        """Learn from a round that yielded ``tokens`` in ``ms``."""
         keep = 0.95
         self.tokens, self.ms = self.tokens * keep + tokens, self.ms * keep + ms
         self.rounds = self.rounds * keep + 1
-        if self.rounds > 4 and self.ms < self.tokens * plain_ms:
-            self._next_pause = FIRST_PAUSE
-
-    def loses(self, plain_ms: float) -> bool:
-        """Return whether the drafter's tokens have cost more than plain ones by more than the margin of doubt."""
-        if self.rounds < self._trial:
-            return False
-        return self.ms > self.tokens * plain_ms * (1 + self._doubt / self.rounds)
-
-    def take_a_pause(self) -> None:
-        self.pause, self._next_pause = self._next_pause, min(2 * self._next_pause, LONGEST_PAUSE)
-        self._trial, self._doubt = LATER_TRIAL, LATER_DOUBT
-        self.tokens = self.ms = self.rounds = 0.0

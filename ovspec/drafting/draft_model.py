@@ -6,9 +6,10 @@ import time
 
 import numpy as np
 
-from ovspec.decoders.base import Decoder
+from ovspec.decoders.base import Decoder, needed_width
 from ovspec.decoders.prefill import share_prefixes
 from ovspec.decoders.sequence import catch_up
+from ovspec.drafting.costs import WIDEST
 from ovspec.drafting.drafter import Drafter, RoundRow
 from ovspec.drafting.lookahead import Lookahead
 from ovspec.drafting.proposal import NO_TOKENS, NOTHING, Proposal
@@ -45,12 +46,14 @@ class DraftModel(Drafter):
         feed = [NO_TOKENS] * len(rows)
         for index in going:
             feed[index] = catch_up(self.decoder, index, rows[index].sequence)
+        missed = unseen > WIDEST
         while going:
-            began = time.perf_counter()
-            logits = self.decoder.feed(feed, [int(index in going) for index in range(len(rows))])
-            width, feed = sum(map(len, feed)), [NO_TOKENS] * len(rows)
+            began, width = time.perf_counter(), lookahead.draft.fill(needed_width(self.decoder, feed))
+            logits = self.decoder.feed(feed, [int(index in going) for index in range(len(rows))], width)
+            feed = [NO_TOKENS] * len(rows)
             extended = [index for index in going if drafts[index].extend(logits[index][0])]
-            lookahead.note_draft(width, time.perf_counter() - began)
+            lookahead.note_draft(width, time.perf_counter() - began, missed)
+            missed = False
             going = lookahead.going_on(self.name, extended, [each.guesses for each in drafts])
             for index in going:
                 feed[index] = drafts[index].unfed

@@ -3,7 +3,8 @@
 Times are milliseconds of wall clock. A round of k proposed tokens costs k draft steps and an inference of k + 1 tokens,
 and yields 1 + a1 + a1 a2 + ... tokens on average, where ai is the conditional acceptance of the i-th. The rule is that
 of a renewal process: propose one more token while its chance of being accepted, times the current cost of a token,
-exceeds what it costs. So nothing is proposed if nothing pays.
+exceeds what it costs. So nothing is proposed if nothing pays. As acceptance is never known for sure, a drafter may also
+lose only so much: see ``Balance``.
 """
 
 from __future__ import annotations
@@ -14,15 +15,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ovspec.drafting.costs import FIRST_ACCEPTANCE, WIDEST, Costs, Record
+from ovspec.drafting.costs import FIRST_ACCEPTANCE, ROUND_SHARE, WIDEST, Balance, Costs, Record
 from ovspec.drafting.proposal import NOTHING, Proposal, shorten
 from ovspec.sampling.samplers import Guess
 
 # Maximum number of tokens proposed for a row in a round, unless the lookahead is fixed.
 MOST = 16
-SETTLED = 12  # a drafter that loses after more rounds than this pauses, whatever its acceptance
-EXPENSIVE = 2.0  # and so does one whose tokens cost more than this many times plain ones
-MISSED = 4  # a step of the draft with more tokens than this reads text that it has missed
 POOR = 0.3  # with a fixed lookahead, a lookup with a lower acceptance is passed over
 
 
@@ -31,7 +29,7 @@ class RoundOutcome:
     """What a round proposed, how much of it was accepted, and what it cost.
 
     judged: each row's proposal, and how many of its tokens were accepted.
-    width: tokens that the inference computed, summed over all rows.
+    width: tokens that the inference computed, summed over all rows, with those that filled it up.
     forced: how many of these were forced.
     prefilled: whether other tokens were also fed, such as a prompt, so that the times say nothing about proposals.
     drafted, verified: seconds spent on drafting and on verifying.
@@ -65,16 +63,12 @@ class Lookahead:
     ) -> None:
         self.fixed, self._narrowest = fixed, narrowest
         self.most = MOST if fixed is None else fixed
-        self._target, self._draft = target or Costs(), draft or Costs()
+        self.target, self.draft = target or Costs(), draft or Costs()
         self._records: dict[str, Record] = {}
+        self._balance = Balance()  # of all drafters together
         self._tokens = self._ms = 0.0  # sums over recent rounds
-        self._catch_up_ms = 0.0  # time that the draft spent in this round on text it had missed
+        self._steps_ms: float | None = None  # usual time of the draft's steps in this round
         self._asked: set[str] = set()  # drafters asked in this round: that takes time even if they propose nothing
-
-    @property
-    def costs(self) -> tuple[Costs, Costs]:
-        """The costs of the target and of the draft."""
-        return self._target, self._draft
 
     # ------------------------------------------------------------ asked by drafters
 
@@ -87,45 +81,44 @@ class Lookahead:
         """
         if self.fixed is not None:
             return True
-        if not self._target.known:  # this round will measure plain decoding
+        if not self.target.known:  # this round will measure plain decoding
             return False
-        record = self._record(source)
-        if record.pause:
-            record.pause -= 1
+        record, rows = self._record(source), sum(left > 0 for left in remaining)
+        catch_up = self._draft_ms(unseen) - self._draft_ms(rows)
+        missed = catch_up if unseen <= WIDEST else 0.0  # reading a prompt happens once
+        width = self._width([1] * rows)
+        first = self._draft_ms(rows) + missed + self._extra(width, rows)
+        if first > self._allowance(source, rows):
             return False
-        rows = sum(left > 0 for left in remaining)
-        plain = self._plain(rows)
-        if record.loses(plain):
-            # A few rounds may have been bad luck: unless they were expensive, acceptance has to predict a loss, too.
-            sure = record.rounds > SETTLED or record.ms > EXPENSIVE * record.tokens * plain
-            if sure or self._expected(record.acceptance.mean, rows) <= 0:
-                record.take_a_pause()
-                return False
-        catch_up = self._draft(unseen) - self._draft(rows) if self._draft.known and unseen > 2 * rows else 0.0
-        # Assume at least the initial acceptance, so that a drafter gets another chance after a pause.
+        # Assume at least the initial acceptance, so that a drafter gets another chance after a while.
         gain = self._expected(max(record.acceptance.mean, FIRST_ACCEPTANCE), rows)
-        if gain <= 0:
-            record.take_a_pause()
-        elif gain * max(remaining) > catch_up:  # otherwise reading costs more than the remaining tokens can gain
-            self._asked.add(source)
-            return True
-        return False
+        # Costs that were measured beside other work may be wrong: a trial that has been saved for corrects them.
+        due = first <= record.balance.trials * rows * self._plain(rows)
+        if gain * max(remaining) <= catch_up and not due:  # reading costs more than the remaining tokens can gain
+            return False
+        self._asked.add(source)
+        return True
 
     def going_on(self, source: str, rows: list[int], guesses: list[list[Guess]]) -> list[int]:
         """Return those of ``rows`` for which the draft model should take another step."""
         if self.fixed is not None or not rows:
             return rows
-        record = self._record(source)
-        acceptance = record.acceptance
+        if not self.draft.known:
+            return []
+        acceptance = self._record(source).acceptance
         width = self._width([len(each) for each in guesses])
         price, mean = self._price(len(guesses)), acceptance.mean
-        step = self._draft(len(rows)) / len(rows)
+        step = self._draft_ms(len(rows)) / len(rows)
         most = min(WIDEST - width, 4)
         if most < 1:
             return []
         # For 1, 2, ... further steps: the tokens gained on average if all so far are accepted, and the cost.
         won = np.cumsum(mean ** np.arange(1, most + 1))
-        cost = step * np.arange(1, most + 1) + self._target.ms[width + 1 : width + most + 1] - self._target.ms[width]
+        steps, wider = step * np.arange(1, most + 1), slice(width + 1, width + most + 1)
+        costs, now = self.target.next(ROUND_SHARE), self.target.next()
+        cost = steps + costs[wider] - costs[width]
+        lost = (self._steps_ms or 0.0) + steps * len(rows) + now[wider] - now[self._narrowest * len(guesses)]
+        cost[lost > self._allowance(source, len(guesses))] = math.inf
         going = []
         for row in rows:
             chance = math.prod(acceptance.rate(guess.confidence) for guess in guesses[row])
@@ -153,7 +146,8 @@ class Lookahead:
             if poor:
                 own.fade(proposal)
             return poor
-        if self._record(source).pause:
+        first = self._draft_ms(rows) + self._extra(self._width([1] * rows), rows)
+        if first > self._allowance(source, rows):
             return False
         return self._plain(rows) - self.gain(source, rows) < self._best_cut(proposal, rows)[1]
 
@@ -166,34 +160,44 @@ class Lookahead:
 
     # ------------------------------------------------------------ learning from rounds
 
-    def note_draft(self, width: int, seconds: float) -> None:
-        """Learn from a step of the draft model with ``width`` tokens."""
-        if self.fixed is not None:
-            return
-        ms = seconds * 1e3
-        if width > MISSED and self._draft.known:  # it has read a prompt or text it missed, which happens once
-            self._catch_up_ms += max(0.0, ms - self._draft(1))
-        self._draft.learn(width, ms)
+    def note_draft(self, width: int, seconds: float, missed: bool = False) -> None:
+        """Learn from a step of the draft model with ``width`` tokens.
+
+        ``missed``: the step also read a prompt, which happens once, so that its time doesn't count.
+        """
+        usual = self.draft.learn(width, seconds * 1e3)
+        self._steps_ms = (self._steps_ms or 0.0) + (0.0 if missed else usual)
 
     def learn(self, outcome: RoundOutcome) -> None:
         """Learn from a finished round."""
         sources, self._asked = self._asked, set()
+        steps_ms, self._steps_ms = self._steps_ms, None
         for proposal, accepted in outcome.judged:
             if len(proposal.tokens):
                 sources.add(proposal.source)
                 self._record(proposal.source).acceptance.learn(proposal, accepted)
         rows, width, forced = len(outcome.judged), outcome.width, outcome.forced
-        catch_up, self._catch_up_ms = self._catch_up_ms, 0.0
-        if self.fixed is not None or outcome.prefilled or width > WIDEST:
+        if outcome.prefilled or width > WIDEST:
+            self.target.skip(width)
             return
-        verify_ms, draft_ms = outcome.verified * 1e3, outcome.drafted * 1e3 - catch_up
-        self._target.learn(width, verify_ms)
+        known, plain = self.target.known, self._plain(rows)
+        verified = self.target.learn(width, outcome.verified * 1e3)
+        if self.fixed is not None or not known:
+            return
+        drafted = outcome.drafted * 1e3 if steps_ms is None else steps_ms
         tokens = sum(accepted for _, accepted in outcome.judged) + rows
-        self._tokens, self._ms = self._tokens * 0.95 + tokens + forced, self._ms * 0.95 + verify_ms + draft_ms
+        self._tokens = self._tokens * 0.95 + tokens + forced
+        self._ms = self._ms * 0.95 + verified + drafted
         # Forced tokens count neither as a drafter's gain nor as its cost.
-        ms = verify_ms + draft_ms - (self._target(width) - self._target(width - forced))
+        ms = verified + drafted - (self.target(width) - self.target(width - forced) if forced else 0.0)
         for source in sources:
-            self._record(source).learn(tokens, ms, self._plain(rows))
+            self._record(source).learn(tokens, ms)
+        balances = [self._balance, *[record.balance for record in self._records.values()]]
+        for balance in balances:
+            balance.wait((tokens + forced) / rows)
+        if sources:
+            for balance in (self._balance, *[self._record(source).balance for source in sources]):
+                balance.add((tokens - ms / plain) / rows)
 
     # ------------------------------------------------------------ internals
 
@@ -208,16 +212,29 @@ class Lookahead:
 
     def _plain(self, rows: int) -> float:
         """Return the milliseconds per token of plain decoding."""
-        return self._target(self._narrowest * rows) / rows
+        return self.target(self._narrowest * rows) / rows
+
+    def _draft_ms(self, width: int) -> float:
+        """Return the milliseconds of a step of the draft, 0.0 if they aren't known."""
+        return self.draft(width) if self.draft.known else 0.0
+
+    def _allowance(self, source: str, rows: int) -> float:
+        """Return how many milliseconds a round with a proposal of ``source`` may lose."""
+        allowance = min(self._record(source).balance.allowance, self._balance.allowance)
+        return allowance * rows * self._plain(rows)
+
+    def _extra(self, width: int, rows: int) -> float:
+        """Return the milliseconds by which ``width`` tokens cost more now than a plain round."""
+        costs = self.target.next()
+        return float(costs[width] - costs[self._narrowest * rows]) if width <= WIDEST else math.inf
 
     def _expected(self, acceptance: float, rows: int) -> float:
         """Return ``gain`` if the conditional acceptance is ``acceptance`` and the best number of tokens is drafted."""
         steps = np.arange(1, min(MOST, WIDEST // rows - 1) + 1)
         if not len(steps):  # too many rows: even one proposed token each exceeds WIDEST
             return -math.inf
-        cost = self._target.ms[rows * np.maximum(self._narrowest, steps + 1)]
-        if self._draft.known:
-            cost = cost + steps * self._draft(rows)
+        cost = self.target.ms[rows * np.maximum(self._narrowest, steps + 1)]
+        cost = cost + steps * self._draft_ms(rows)
         won = rows * (1 + np.cumsum(acceptance**steps))
         return self._plain(rows) - float((cost / won).min())
 
@@ -228,17 +245,18 @@ class Lookahead:
 
     def _best_cut(self, proposal: Proposal, rows: int) -> tuple[int, float]:
         """Return (number of tokens worth verifying, milliseconds that a token then costs)."""
-        if not self._target.known:
+        if not self.target.known:
             return len(proposal.tokens), 0.0
-        rates = self._record(proposal.source).acceptance.rates(proposal)
-        plain = self._plain(rows)
+        rates, plain = self._record(proposal.source).acceptance.rates(proposal), self._plain(rows)
         others = self._narrowest * (rows - 1)
         most = min(len(rates), WIDEST - others - 1)
         if most < 1:
             return 0, plain
         widths = others + np.maximum(self._narrowest, np.arange(2, most + 2))
-        cost = self._target.ms[widths] - self._target(self._narrowest * rows)
+        costs, now = self.target.next(ROUND_SHARE), self.target.next()
+        cost, lost = (found[widths] - found[self._narrowest * rows] for found in (costs, now))
         won = np.cumprod(rates[:most]).cumsum()
         saved = won * self._price(rows) - cost
+        saved[lost > self._allowance(proposal.source, rows)] = -math.inf
         best = int(saved.argmax())
         return (best + 1, float((plain + cost[best]) / (1 + won[best]))) if saved[best] > 0 else (0, plain)

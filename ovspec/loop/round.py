@@ -9,7 +9,7 @@ import time
 
 import numpy as np
 
-from ovspec.decoders.base import Decoder
+from ovspec.decoders.base import Decoder, needed_width
 from ovspec.decoders.prefill import prefill_chunks, share_prefixes
 from ovspec.decoders.sequence import catch_up
 from ovspec.drafting.drafter import NO_LOGITS, Drafter, RoundRow
@@ -38,13 +38,14 @@ def run_round(
     propose(rows, drafter, lookahead)
     proposed = time.perf_counter()
     read(rows, target)
-    logits = [NO_LOGITS] * len(rows)
-    if any(len(row.fed) for row in rows):
-        logits = target.feed([row.fed for row in rows], [row.wanted for row in rows])
+    logits, fed = [NO_LOGITS] * len(rows), [row.fed for row in rows]
+    width = lookahead.target.fill(needed_width(target, fed)) if drafter else 0
+    if any(map(len, fed)):
+        logits = target.feed(fed, [row.wanted for row in rows], width)
     for index, row in enumerate(rows):
         if row.wanted:
             commit(row, logits[index], target, index)
-    return outcome(rows, target, proposed - began, time.perf_counter() - proposed) if drafter else None
+    return outcome(rows, width, proposed - began, time.perf_counter() - proposed) if drafter else None
 
 
 def commit_forced(row: RoundRow) -> None:
@@ -110,13 +111,13 @@ def commit(row: RoundRow, logits: np.ndarray, target: Decoder, index: int) -> No
         row.proposal, row.accepted = NOTHING, 0
 
 
-def outcome(rows: list[RoundRow], target: Decoder, drafted: float, verified: float) -> RoundOutcome:
-    """Return what the lookahead learns from: proposals, how many of their tokens were accepted, widths and seconds."""
+def outcome(rows: list[RoundRow], width: int, drafted: float, verified: float) -> RoundOutcome:
+    """Return what the lookahead learns from: proposals, how many of their tokens were accepted, width and seconds."""
     forced = sum([len(row.forced) for row in rows])
     healed = any(row.healed for row in rows)
     return RoundOutcome(
         [(row.proposal, row.accepted) for row in rows],
-        sum([max(target.narrowest, len(row.fed)) for row in rows if len(row.fed)]),
+        width,
         forced,
         healed or sum([len(row.unseen) for row in rows]) > len(rows) + forced,
         drafted,

@@ -47,6 +47,7 @@ class CompiledModel:
     promise: str = "fast"  # "exact" only if the probe found no difference; otherwise what it found, in words
     profile: str | None = None  # the setting that a profile chose
     verify_ms: dict[int, float] | None = None  # measured per inference, by width in tokens; the widest is a prompt
+    change_ms: float | None = None  # measured, added to an inference of another width than the one before
 
     @property
     def guess_is_free(self) -> bool:

@@ -22,7 +22,7 @@ from ovspec.setup.probing import Probe
 
 Goal = Literal["decode", "prefill", "balanced", "accuracy"]
 GOALS = get_args(Goal)
-FORMAT = 4
+FORMAT = 5
 # A setting may be chosen if its KL divergence is at most this many times that of OpenVINO's own default ...
 KL_FACTOR = 1.25
 # ... or at most this many nats, which is too little to matter. The goal "accuracy" allows no more than this.
@@ -71,7 +71,8 @@ class Measurement:
     memory: int  # bytes that the process grew by
     kl: float  # mean KL divergence in nats
     top1: float  # share of positions with the same most probable token
-    # Share of probed positions whose logits are the same, to the bit, however the text was fed; None: not measured.
+    change_ms: float = 0.0  # added to an inference of another width than the one before
+    # Share of probed positions whose logits are the same, to the bit, however the text was fed; None: not probed.
     invariance: float | None = None
 
     @classmethod
@@ -125,7 +126,7 @@ class Profile:
         # A KV cache that is not exact after a rollback is never chosen automatically.
         fit = [m for m in agreeing if m.kl <= most and m.setting.kv_precision in EXACT_KV_PRECISIONS]
         if "INFERENCE_PRECISION_HINT" not in options.fixed:
-            fit = [m for m in fit if (m.invariance or 0) >= (usual.invariance or 0)]
+            fit = [m for m in fit if m.invariance is None or m.invariance >= (usual.invariance or 0)]
         if not fit:
             return agreeing[0] if agreeing else None
         least = min(m.cost(goal) for m in fit)
@@ -161,7 +162,7 @@ def load_with(
         return load_ir(folder, options, engine, probe, arithmetic)
     loaded = load_ir(folder, with_setting(options, best.setting), engine, probe, arithmetic)
     costs = {profile.tokens: best.prefill_ms * profile.tokens} | best.verify_ms
-    return replace(loaded, profile=str(best.setting), verify_ms=costs)
+    return replace(loaded, profile=str(best.setting), verify_ms=costs, change_ms=best.change_ms)
 
 
 def profile_file(folder: Path, options: DeviceOptions) -> Path | None:

@@ -96,7 +96,9 @@ def tune(
     tell(f"{default} (OpenVINO's default)", 2 / total)
     # The two differ in engine and KV cache, which changes the output little: the short version skips the second.
     reference = timer.measure(default) if effort.full else timer.incumbent
-    found = Profile(goal, effort.full, len(text), 0.0, reference, [timer.incumbent])
+    usual = timer.probe(own)
+    measured = [replace(timer.incumbent, invariance=usual.share)]
+    found = Profile(goal, effort.full, len(text), 0.0, reference, measured)
 
     def try_all(settings: Iterable[Setting]) -> None:
         for setting in settings:
@@ -107,8 +109,12 @@ def tune(
     if effort.full:
         best = found.choose(DeviceOptions(), "auto") or timer.incumbent
         try_all(variants(best.setting, most_group))
-        best = found.choose(DeviceOptions(), "auto") or timer.incumbent
+    # A probe takes longer than measuring: only settings that may be chosen are probed.
+    while (best := found.choose(DeviceOptions(), "auto")) and best.invariance is None:
         tell(f"{best.setting}: bits of every way of feeding", 1.0)
+        measured[measured.index(best)] = replace(best, invariance=timer.probe(best.setting).share)
+    if effort.full and best:
+        tell(f"{best.setting}: bits of long contexts, and of one thread", 1.0)
         found = replace(found, exactness=timer.exactness(best.setting))
     return replace(found, seconds=time.monotonic() - began)
 
@@ -194,9 +200,8 @@ class SettingTimer:
         kl, top1 = self._distance(self._prefill(self._decoder)[1])
         self._round(self._decoder)
         prefill = min(self._prefill(self._decoder)[0] for _ in range(2))
-        times = self._round(self._decoder, self.effort.repeats)
-        same = self._invariance()
-        self.incumbent = Measurement(setting, times, prefill, memory, kl, top1, same)
+        times, change = self._round(self._decoder, self.effort.repeats)
+        self.incumbent = Measurement(setting, times, prefill, memory, kl, top1, change)
 
     def measure(self, setting: Setting, most_kl: float = math.inf) -> Measurement:
         """Measure accuracy and times; a setting that is far too slow or exceeds ``most_kl`` is timed only once."""
@@ -204,16 +209,23 @@ class SettingTimer:
         kl, top1 = self._distance(self._prefill(decoder)[1])  # not timed: the first prefill is slower
         ratios: list[dict[int, float]] = []  # one entry per round: time relative to the incumbent, by width
         prefills: list[float] = []
+        changes: list[float] = []
         for repeat in range(self.effort.repeats):
             if repeat == 0 or mine.prefill_ms * len(self.text) < LONG_PROMPT * 1e3:
                 prefills.append(self._prefill(decoder)[0] / self._prefill(self._decoder)[0])
-            theirs, ours = self._round(decoder), self._round(self._decoder)
+            (theirs, change), (ours, _) = self._round(decoder), self._round(self._decoder)
+            changes.append(change)
             ratios.append({width: theirs[width] / ours[width] for width in ours})
             if kl > most_kl or min(ratios[-1].values()) > HOPELESS:
                 break
-        same = self._invariance() if kl <= most_kl else None
         verify = {width: statistics.median(r[width] for r in ratios) * ms for width, ms in mine.verify_ms.items()}
-        return Measurement(setting, verify, statistics.median(prefills) * mine.prefill_ms, memory, kl, top1, same)
+        prefill, change = statistics.median(prefills) * mine.prefill_ms, statistics.median(changes)
+        return Measurement(setting, verify, prefill, memory, kl, top1, change)
+
+    def probe(self, setting: Setting) -> Exactness:
+        """Probe exact arithmetic with ``setting``."""
+        model = self._compile(setting)
+        return probe_exactness(model.decoder(), model.ir.logits_width)
 
     def exactness(self, setting: Setting) -> dict[int, Exactness]:
         """Probe exact arithmetic thoroughly, with the setting's number of threads and with one."""
@@ -238,9 +250,8 @@ class SettingTimer:
         """Return a decoder and the bytes by which the process has grown after its first inference."""
         process = psutil.Process()
         before = process.memory_info().rss
-        self._model = self._compile(setting)
         # Fast arithmetic computes as many tokens as it is fed; from two on, the times are those of exact arithmetic.
-        decoder = replace(self._model, arithmetic="fast").decoder()
+        decoder = replace(self._compile(setting), arithmetic="fast").decoder()
         decoder.feed([self.text[:8]], [1])
         return decoder, max(0, process.memory_info().rss - before)
 
@@ -251,31 +262,33 @@ class SettingTimer:
         logits = decoder.feed([self.text], [len(self.text)])[0]
         return (time.perf_counter() - began) * 1e3 / len(self.text), logits
 
-    def _round(self, decoder: Decoder, repeats: int = 1) -> dict[int, float]:
-        """Return the median milliseconds of ``repeats`` inferences after the text, by width."""
-        times: dict[int, list[float]] = {width: [] for width in self.effort.widths}
-        for _ in range(repeats):
-            self._time(decoder, 1)  # the first inference after another model's is slower
-            for width in self.effort.widths:
-                times[width].append(self._time(decoder, width))
-        return {width: statistics.median(found) for width, found in times.items()}
+    def _round(self, decoder: Decoder, repeats: int = 1) -> tuple[dict[int, float], float]:
+        """Return the median milliseconds of ``repeats`` inferences after the text by width, and of a change of width.
 
-    def _time(self, decoder: Decoder, width: int) -> float:
-        """Return the milliseconds of one inference.
+        The change is what the first inference of a width takes more than the next ones.
+        """
+        times: dict[int, list[float]] = {width: [] for width in self.effort.widths}
+        changes: list[float] = []
+        for repeat in range(repeats + 1):
+            for width in self.effort.widths:
+                changed, same = self._time(decoder, width)
+                if repeat:  # the first inferences of all, and those after another model's, are slower
+                    times[width].append(same)
+                    changes.append(changed - same)
+        return {width: statistics.median(found) for width, found in times.items()}, statistics.median(changes)
+
+    def _time(self, decoder: Decoder, width: int) -> tuple[float, float]:
+        """Return the milliseconds of an inference after one of another width, and after one of the same.
 
         Fast ones are repeated, to get past the effects of the model that ran before.
         """
         found, began = [], time.perf_counter()
-        while not found or (time.perf_counter() - began < SETTLED and len(found) < 20):
+        while len(found) < 2 or (time.perf_counter() - began < SETTLED and len(found) < 20):
             start = time.perf_counter()
             decoder.feed([self.text[:width]], [width])
             found.append((time.perf_counter() - start) * 1e3)
             decoder.truncate(0, len(self.text))
-        return statistics.median(found[len(found) // 4 :])
-
-    def _invariance(self) -> float:
-        """Probe the setting that was loaded last."""
-        return probe_exactness(self._model.decoder(), self._model.ir.logits_width).share
+        return found[0], statistics.median(found[1 + len(found) // 4 :])
 
     def _distance(self, logits: np.ndarray) -> tuple[float, float]:
         """Return the mean KL divergence from the reference (nats) and the share of equal top-1 tokens."""

@@ -1,10 +1,12 @@
 """Record the traces that tests/drafting/test_lookahead.py replays: costs of drafting and verifying, and acceptance.
 
-    python scripts/bench/record_traces.py NAME=DIR [NAME=DIR ...] [-o tests/drafting/traces] [--precision f32]
+    python scripts/bench/record_traces.py NAME=DIR [NAME=DIR ...] [-o tests/drafting/traces] [--precision f32] [--prose]
 
-For each pair in DIR, at temperatures 0 and 1, texts are generated without a draft. At every position of a text, the
-draft model and lookup then propose up to 12 tokens; the trace holds the confidence of each and how many of them match
-the text. Times are medians at a context of half a text. Use an idle machine.
+For each pair in DIR, at temperatures 0 and 1, texts are generated without a draft: code, and with --prose also prose,
+in turn. At every position of a text, the draft model and lookup then propose up to --most tokens; the trace holds the
+confidence of each and how many of them match the text. Times are medians at a context of half a text, of inferences as
+wide as the one before and of others. Use an idle machine.
+The traces "small", "shallow" and "prose" were recorded with --prose --prompts 4 --tokens 150 --most 8.
 """
 
 from __future__ import annotations
@@ -32,63 +34,87 @@ from ovspec.sampling.samplers import sampler_of
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PROMPTS = [entry["text"] for entry in json.loads((ROOT / "models" / "prompts.json").read_text("utf-8"))["prompts"]]
-MOST = 12
+PROSE = [
+    "The committee met again in the autumn, and this time everyone agreed on what had to be done before the winter. ",
+    "This chapter describes how the files are read, what happens when one of them is missing, and why. ",
+    "Dear Anna,\n\nthank you for your letter. I read it twice on the way home, and I keep thinking about ",
+    "You may copy and distribute this work in any medium, provided that you also ",
+]
 WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 13)
 
 
-def times_by_width(decoder: Decoder, text: np.ndarray) -> dict[int, float]:
-    """Return the milliseconds of an inference by its width, at a context of half of ``text``."""
+def times_by_width(decoder: Decoder, text: np.ndarray) -> tuple[dict[int, float], dict[int, float]]:
+    """Return the milliseconds of an inference by its width, at a context of half of ``text``.
+
+    The first are those of inferences as wide as the one before them; the second, of those after one of another width,
+    for which the engine has to prepare.
+    """
     decoder.reset(1)
     half = len(text) // 2
     decoder.feed([text[:half]], [1])
-    times: dict[int, list[float]] = {width: [] for width in WIDTHS}
+    same: dict[int, list[float]] = {width: [] for width in WIDTHS}
+    changed: dict[int, list[float]] = {width: [] for width in WIDTHS}
     for repeat in range(8):
         for width in WIDTHS:
-            began = time.perf_counter()
-            decoder.feed([text[half : half + width]], [width])
-            if repeat:  # the first inference of a width compiles kernels
-                times[width].append((time.perf_counter() - began) * 1e3)
+            for times in (changed, same, same):
+                began = time.perf_counter()
+                decoder.feed([text[half : half + width]], [width])
+                if repeat and times:  # the first inference of a width compiles kernels
+                    times[width].append((time.perf_counter() - began) * 1e3)
+                decoder.truncate(0, half)
+            decoder.feed([text[half : half + WIDTHS[-1] + 1]], [1])
             decoder.truncate(0, half)
-    return {width: round(statistics.median(found), 4) for width, found in times.items()}
+    first, second = (
+        {width: round(statistics.median(found), 4) for width, found in times.items()} for times in (same, changed)
+    )
+    return first, second
 
 
-def trace(drafter: Drafter, text: list[int], start: int, params: SamplingParams, seed: int) -> list[Any]:
-    """Return [confidence of each proposed token, how many match ``text``] for each position from ``start`` on."""
+def trace(
+    drafter: Drafter, text: list[int], start: int, params: SamplingParams, seed: int, most: int
+) -> list[tuple[list[float], int]]:
+    """Return (confidence of each proposed token, how many match ``text``) for each position from ``start`` on."""
     drafter.reset(1)
     sampler = sampler_of(params, seed, 0, Constraints(processing(params, lambda _: start, frozenset())))
     found = []
     for place in range(start, len(text)):
-        proposal = drafter.propose([RoundRow(Sequence(text[:place]), sampler, MOST + 1)], Lookahead(MOST))[0]
+        proposal = drafter.propose([RoundRow(Sequence(text[:place]), sampler, most + 1)], Lookahead(most))[0]
         truth = text[place : place + len(proposal.tokens)]
         same = [int(a) == b for a, b in zip(proposal.tokens, truth, strict=False)]
         right = same.index(False) if False in same else len(same)
-        confidence = [] if proposal.confidence is None else np.round(proposal.confidence, 3).tolist()
-        found.append([confidence, right])
+        confidence = [] if proposal.confidence is None else proposal.confidence.tolist()
+        found.append(([round(each, 3 if each > 0.9 else 2) for each in confidence], right))
     return found
 
 
-def record(folder: Path, temperature: float, options: dict[str, Any], prompts: int, tokens: int) -> dict[str, Any]:
+def record(
+    folder: Path, temperature: float, options: dict[str, Any], prompts: list[str], tokens: int, most: int
+) -> dict[str, Any]:
     lm = ovspec.load(folder, True, lookahead=0, **options)
     decoders = lm.workspace.decoders()
     model = decoders.drafter
     assert isinstance(model, DraftModel)
     params = SamplingParams(temperature=temperature)
     texts, whole = [], list[int]()
-    for seed, prompt in enumerate(PROMPTS[:prompts]):
+    for seed, prompt in enumerate(prompts):
         ids = lm.encode(prompt).tolist()
         generated = lm.generate(ids, max_tokens=tokens, ignore_eos=True, temperature=temperature, seed=seed).token_ids
         whole = ids + generated
         texts.append(
             {
-                "draft": trace(model, whole, len(ids), params, seed),
-                "lookup": trace(Lookup(), whole, len(ids), params, seed),
+                "draft": trace(model, whole, len(ids), params, seed, most),
+                "lookup": trace(Lookup(), whole, len(ids), params, seed, most),
             }
         )
     text = np.array(whole)
+    verify_ms, verify_changed_ms = times_by_width(decoders.target, text)
+    draft_ms, draft_changed_ms = times_by_width(model.decoder, text)
     return {
         "temperature": temperature,
-        "verify_ms": times_by_width(decoders.target, text),
-        "draft_ms": times_by_width(model.decoder, text),
+        "verify_ms": verify_ms,
+        "verify_changed_ms": verify_changed_ms,
+        "draft_ms": draft_ms,
+        "draft_changed_ms": draft_changed_ms,
         "texts": texts,
     }
 
@@ -100,13 +126,16 @@ def main() -> None:
     parser.add_argument("--precision")
     parser.add_argument("--prompts", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--most", type=int, default=12, help="tokens proposed at each position")
+    parser.add_argument("--prose", action="store_true", help="every second text is prose")
     args = parser.parse_args()
+    texts = [text for pair in zip(PROSE, PROMPTS, strict=False) for text in pair] if args.prose else PROMPTS
     args.output.mkdir(parents=True, exist_ok=True)
     for pair in args.pairs:
         name, _, folder = pair.partition("=")
         for temperature in (0.0, 1.0):
             options = {"precision": args.precision} if args.precision else {}
-            found = record(Path(folder), temperature, options, args.prompts, args.tokens)
+            found = record(Path(folder), temperature, options, texts[: args.prompts], args.tokens, args.most)
             file = args.output / f"{name}-T{temperature:.0f}.json"
             file.write_text(json.dumps(found, separators=(",", ":")) + "\n", encoding="utf-8")
             print(f"{file.name}: verify {found['verify_ms']}, draft {found['draft_ms']}", flush=True)

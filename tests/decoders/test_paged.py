@@ -232,3 +232,29 @@ def test_a_failed_inference_empties_the_cache(make_paged: MakePaged, monkeypatch
     with pytest.raises(ovspec.OvspecError, match="the inference failed"):
         decoder.feed([np.array([7])], [1])
     assert len(decoder.rows[0]) == decoder.blocks_used == 0
+
+
+@pytest.mark.parametrize("precision", ["bf16", "f32"])
+def test_filling_up_changes_no_bit(pair: Path, cache_dir: Path, precision: str) -> None:
+    """Tokens computed once more, in a fork's shared blocks too, leave the logits of all rows as they are."""
+    lm = ovspec.load(pair, "none", precision=precision, cache_dir=cache_dir, engine="paged")
+    rng = np.random.default_rng(0)
+    text = rng.integers(3, 4000, 80)
+    plain, filled = lm.target.decoder(), lm.target.decoder()
+    for decoder in (plain, filled):
+        decoder.feed([text], [1])
+        decoder.reorder([0, 0, 0])
+        decoder.truncate(1, 50)
+    other = filled.fork()
+    for step in range(12):
+        new = [rng.integers(3, 4000, size) for size in (1, 2, step % 2)]
+        wanted = [len(each) for each in new]
+        ours = filled.feed(new, wanted, 40 if step % 3 else 7)
+        for mine, right in zip(ours, plain.feed(new, wanted), strict=True):
+            assert (mine == right).all()
+    assert (
+        other.feed([text[:3], text[:1], text[:1]], [3, 1, 1])[0]
+        == lm.target.decoder().feed([np.concatenate((text, text[:3]))], [3])[0]
+    ).all(), "the fork's blocks are untouched"
+    short = lm.target.decoder()
+    assert short.feed([text[:3]], [1], 16)[0].shape == (1, filled.feed([text[:2]] * 3, [1] * 3)[0].shape[1])

@@ -24,6 +24,7 @@ class Counting:
     rollback = Rollback("mask")
     context_length: int | None = None
     narrowest = 1
+    fills = False
 
     def __init__(self) -> None:
         self.reset(1)
@@ -36,7 +37,7 @@ class Counting:
     def reset(self, rows: int) -> None:
         self.rows = [Sequence() for _ in range(rows)]
 
-    def feed(self, tokens: list[np.ndarray], wanted: list[int]) -> list[np.ndarray]:
+    def feed(self, tokens: list[np.ndarray], wanted: list[int], width: int = 0) -> list[np.ndarray]:  # noqa: ARG002
         self.inferences += 1
         logits = []
         for row, new, want in zip(self.rows, tokens, wanted, strict=True):

@@ -135,9 +135,9 @@ def test_samples_read_their_prompt_once(
     for kind in (decoder.StatefulDecoder, ovspec.decoders.paged.PagedDecoder):
         inner = kind.feed
 
-        def feed(self: Any, tokens: list[np.ndarray], wanted: list[int], inner: Any = inner) -> list[np.ndarray]:
+        def feed(self: Any, tokens: list[np.ndarray], *rest: Any, inner: Any = inner) -> list[np.ndarray]:
             fed[id(self)] = fed.get(id(self), 0) + sum(map(len, tokens))
-            return inner(self, tokens, wanted)
+            return inner(self, tokens, *rest)
 
         monkeypatch.setattr(kind, "feed", feed)
     results = lm.samples(prompt, **options, lookahead=2 if drafted else None)

@@ -47,9 +47,9 @@ def test_no_row_is_probed_beyond_the_context(
     decoder, longest = make(), 0
     inner = PagedDecoder.feed
 
-    def feed(self: PagedDecoder, tokens: list[np.ndarray], wanted: list[int]) -> list[np.ndarray]:
+    def feed(self: PagedDecoder, tokens: list[np.ndarray], *rest: Any) -> list[np.ndarray]:
         nonlocal longest
-        found = inner(self, tokens, wanted)
+        found = inner(self, tokens, *rest)
         longest = max(longest, *map(len, self.rows))
         return found
 

@@ -14,13 +14,14 @@ class Bigrams:
     rollback = Rollback("mask")
     context_length: int | None = None
     narrowest = 1
+    fills = False
     seconds, inferences = 0.0, 0
 
     def __init__(self, table: np.ndarray) -> None:
         self.table = table
         self.rows = [Sequence()]
 
-    def feed(self, tokens: list[np.ndarray], wanted: list[int]) -> list[np.ndarray]:
+    def feed(self, tokens: list[np.ndarray], wanted: list[int], width: int = 0) -> list[np.ndarray]:  # noqa: ARG002
         self.rows[0].commit(tokens[0])
         return [self.table[tokens[0][len(tokens[0]) - wanted[0] :]]]
 
