@@ -33,11 +33,13 @@ class DraftModel(Drafter):
         return self.decoder.seconds
 
     def propose(self, rows: list[RoundRow], lookahead: Lookahead) -> list[Proposal]:
-        share_prefixes(self.decoder, [row.sequence for row in rows])
         budgets = [self._budget(row, lookahead) for row in rows]
         going = [index for index, budget in enumerate(budgets) if budget]
+        if not going or not lookahead.affords(self.name, len(going)):
+            return [NOTHING] * len(rows)
+        share_prefixes(self.decoder, [row.sequence for row in rows])
         unseen = sum(len(rows[index].sequence) - len(self.decoder.rows[index]) for index in going)
-        if not going or not lookahead.starts(
+        if not lookahead.starts(
             self.name, unseen, [row.draftable if budget else 0 for row, budget in zip(rows, budgets, strict=True)]
         ):
             return [NOTHING] * len(rows)

@@ -72,6 +72,18 @@ class Lookahead:
 
     # ------------------------------------------------------------ asked by drafters
 
+    def affords(self, source: str, rows: int, missed_ms: float = 0.0) -> bool:
+        """Return whether a drafter that takes time may be asked for ``rows``, given what it may lose.
+
+        ``missed_ms``: milliseconds that it takes to read text that it has missed.
+        """
+        if self.fixed is not None:
+            return True
+        if not self.target.known:  # this round will measure plain decoding
+            return False
+        first = self._draft_ms(rows) + missed_ms + self._extra(self._width([1] * rows), rows)
+        return first <= self._allowance(source, rows)
+
     def starts(self, source: str, unseen: int, remaining: Sequence[int]) -> bool:
         """Return whether a drafter that takes time should be asked in this round.
 
@@ -81,19 +93,14 @@ class Lookahead:
         """
         if self.fixed is not None:
             return True
-        if not self.target.known:  # this round will measure plain decoding
-            return False
         record, rows = self._record(source), sum(left > 0 for left in remaining)
         catch_up = self._draft_ms(unseen) - self._draft_ms(rows)
-        missed = catch_up if unseen <= WIDEST else 0.0  # reading a prompt happens once
-        width = self._width([1] * rows)
-        first = self._draft_ms(rows) + missed + self._extra(width, rows)
-        if first > self._allowance(source, rows):
+        if not self.affords(source, rows, catch_up if unseen <= WIDEST else 0.0):  # reading a prompt happens once
             return False
         # Assume at least the initial acceptance, so that a drafter gets another chance after a while.
         gain = self._expected(max(record.acceptance.mean, FIRST_ACCEPTANCE), rows)
         # Costs that were measured beside other work may be wrong: a trial that has been saved for corrects them.
-        due = first <= record.balance.trials * rows * self._plain(rows)
+        due = self._draft_ms(rows) <= record.balance.trials * rows * self._plain(rows)
         if gain * max(remaining) <= catch_up and not due:  # reading costs more than the remaining tokens can gain
             return False
         self._asked.add(source)
@@ -146,8 +153,7 @@ class Lookahead:
             if poor:
                 own.fade(proposal)
             return poor
-        first = self._draft_ms(rows) + self._extra(self._width([1] * rows), rows)
-        if first > self._allowance(source, rows):
+        if not self.affords(source, rows):
             return False
         return self._plain(rows) - self.gain(source, rows) < self._best_cut(proposal, rows)[1]
 
@@ -230,13 +236,13 @@ class Lookahead:
 
     def _expected(self, acceptance: float, rows: int) -> float:
         """Return ``gain`` if the conditional acceptance is ``acceptance`` and the best number of tokens is drafted."""
-        steps = np.arange(1, min(MOST, WIDEST // rows - 1) + 1)
-        if not len(steps):  # too many rows: even one proposed token each exceeds WIDEST
-            return -math.inf
-        cost = self.target.ms[rows * np.maximum(self._narrowest, steps + 1)]
-        cost = cost + steps * self._draft_ms(rows)
-        won = rows * (1 + np.cumsum(acceptance**steps))
-        return self._plain(rows) - float((cost / won).min())
+        step, plain = self._draft_ms(rows), self._plain(rows)
+        least, won, chance = math.inf, float(rows), 1.0  # with too many rows, even one token each exceeds WIDEST
+        for steps in range(1, min(MOST, WIDEST // rows - 1) + 1):
+            chance *= acceptance
+            won += rows * chance
+            least = min(least, (self.target(rows * max(self._narrowest, steps + 1)) + steps * step) / won)
+        return plain - least
 
     def _price(self, rows: int) -> float:
         """Return the current cost of a token in milliseconds, which is what an accepted token saves."""

@@ -235,7 +235,7 @@ def test_a_failed_inference_empties_the_cache(make_paged: MakePaged, monkeypatch
 
 
 @pytest.mark.parametrize("precision", ["bf16", "f32"])
-def test_filling_up_changes_no_bit(pair: Path, cache_dir: Path, precision: str) -> None:
+def test_filling_up_changes_no_bit(pair: Path, cache_dir: Path, precision: Any) -> None:
     """Tokens computed once more, in a fork's shared blocks too, leave the logits of all rows as they are."""
     lm = ovspec.load(pair, "none", precision=precision, cache_dir=cache_dir, engine="paged")
     rng = np.random.default_rng(0)
