@@ -6,8 +6,10 @@ import os
 import re
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
@@ -76,10 +78,8 @@ def load(
     if given.lookup_corpus and draft is not None and not (choice and choice.lookup):
         raise OvspecError("lookup_corpus needs lookup as a draft; load the model with draft='lookup'.")
     device = device_options(given)
-    probe = manifest.target.probe if manifest else None
-    target, proposer = _load_ir(folder, device, given, probe, given.arithmetic), None
-    if draft is None and (target.guess_is_free or given.lookup_corpus):
-        choice = DraftChoice(lookup=True)
+    probe, proposer = manifest.target.probe if manifest else None, None
+    load_target = _loader(folder, device, given, probe, given.arithmetic)
     if choice and choice.model:
         draft_folder = Path(choice.model)
         check_ir_folder(draft_folder)
@@ -88,7 +88,15 @@ def load(
             check_same_vocabulary(folder, draft_folder)
         device = replace(device, device=given.draft_device or given.device)
         # Its proposals are verified, so they needn't be exact.
-        proposer = _load_ir(draft_folder, device, given, beside.probe if beside else None, "fast")
+        load_draft = _loader(draft_folder, device, given, beside.probe if beside else None, "fast")
+        with ThreadPoolExecutor(1) as beside_target:  # compiling a model keeps a single core busy
+            loading = beside_target.submit(load_draft)
+            target = load_target()
+            proposer = loading.result()
+    else:
+        target = load_target()
+    if draft is None and (target.guess_is_free or given.lookup_corpus):
+        choice = DraftChoice(lookup=True)
     number = None if given.lookahead == "auto" else given.lookahead
     return LanguageModel(Workspace(folder, target, proposer, choice, number, [Path(f) for f in given.lookup_corpus]))
 
@@ -138,9 +146,10 @@ def device_options(given: Any) -> DeviceOptions:
     return DeviceOptions(given.device, given.precision, given.kv_precision, given.threads, properties, cache_dir)
 
 
-def _load_ir(
+def _loader(
     folder: Path, device: DeviceOptions, given: Any, probe: Probe | None, arithmetic: Arithmetic
-) -> CompiledModel:
+) -> Callable[[], CompiledModel]:
+    """Return what loads the model in ``folder``, once its profile is known: nothing may run beside measuring."""
     tune = os.environ.get("OVSPEC_TUNE") != "0" if given.tune is None else given.tune
     profile = tune_if_new(folder, device, lambda text: print(text, file=sys.stderr, flush=True)) if tune else None
-    return load_with(profile, folder, device, given.engine, probe, arithmetic)
+    return partial(load_with, profile, folder, device, given.engine, probe, arithmetic)
