@@ -8,7 +8,7 @@ import numpy as np
 
 from ovspec.decoders.base import Decoder, needed_width
 from ovspec.decoders.prefill import share_prefixes
-from ovspec.decoders.sequence import catch_up
+from ovspec.decoders.sequence import catch_up, common_prefix
 from ovspec.drafting.costs import WIDEST
 from ovspec.drafting.drafter import Drafter, RoundRow
 from ovspec.drafting.lookahead import Lookahead
@@ -38,7 +38,9 @@ class DraftModel(Drafter):
         if not going or not lookahead.affords(self.name, len(going)):
             return [NOTHING] * len(rows)
         share_prefixes(self.decoder, [row.sequence for row in rows])
-        unseen = sum(len(rows[index].sequence) - len(self.decoder.rows[index]) for index in going)
+        # The draft may hold tokens of another text: after a rewind, or of a text before this one.
+        texts = [(rows[index].sequence, self.decoder.rows[index]) for index in going]
+        unseen = sum([max(1, len(text) - common_prefix(text, held)) for text, held in texts])
         if not lookahead.starts(
             self.name, unseen, [row.draftable if budget else 0 for row, budget in zip(rows, budgets, strict=True)]
         ):

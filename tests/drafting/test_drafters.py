@@ -467,3 +467,15 @@ def test_what_a_session_said_earlier_is_looked_up(load: Load) -> None:
         assert again.token_ids == first.token_ids
         assert again.stats.rounds < first.stats.rounds
         assert again.stats.rounds <= 8
+
+
+def test_a_draft_that_holds_a_longer_text(load: Load) -> None:
+    """After a rewind the draft still holds more tokens than the text has."""
+    lm = load(draft=True, lookahead=None)
+    session = lm.session()
+    session.append(PROMPTS[0])
+    mark = session.mark()
+    long = session.generate(max_tokens=150, ignore_eos=True)
+    assert long.stats.proposed > 0
+    session.rewind(mark)
+    assert session.generate(max_tokens=40, ignore_eos=True).token_ids == long.token_ids[:40]

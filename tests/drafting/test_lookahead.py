@@ -146,8 +146,12 @@ def mean(found: dict[str, Any], mode: str, fixed: int | None, profile: bool = Fa
 FIXED = (0, 1, 2, 3, 4, 5, 6, 8, 10, 12)
 
 
-@pytest.mark.parametrize("narrowest", [1, 2])
-@pytest.mark.parametrize("profile", [False, True], ids=["learning", "profile"])
+LEARNING = [pytest.param(False, marks=pytest.mark.slow, id="learning"), pytest.param(True, id="profile")]
+NARROWEST = [pytest.param(1, marks=pytest.mark.slow), 2]  # fast and exact arithmetic
+
+
+@pytest.mark.parametrize("narrowest", NARROWEST)
+@pytest.mark.parametrize("profile", LEARNING)
 @pytest.mark.parametrize("mode", ["draft", "lookup", "chain"])
 @pytest.mark.parametrize("file", TRACES, ids=lambda file: file.stem)
 def test_close_to_the_best_in_hindsight(file: Path, mode: str, profile: bool, narrowest: int) -> None:
@@ -178,8 +182,8 @@ def slowest(times: np.ndarray, plain: np.ndarray, tokens: int) -> float:
     return float(((plain[tokens:] - plain[:-tokens]) / (times[tokens:] - times[:-tokens])).min())
 
 
-@pytest.mark.parametrize("narrowest", [1, 2])
-@pytest.mark.parametrize("profile", [False, True], ids=["learning", "profile"])
+@pytest.mark.parametrize("narrowest", NARROWEST)
+@pytest.mark.parametrize("profile", LEARNING)
 @pytest.mark.parametrize("mode", ["draft", "chain"])
 @pytest.mark.parametrize("file", OTHERS, ids=lambda file: file.stem)
 def test_no_window_is_much_slower_than_plain_decoding(file: Path, mode: str, profile: bool, narrowest: int) -> None:
