@@ -8,11 +8,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from bigrams import Bigrams
 
+from ovspec.decoders.sequence import Sequence
 from ovspec.drafting.costs import WIDEST, Costs
+from ovspec.drafting.draft_model import DraftModel
+from ovspec.drafting.drafter import RoundRow
 from ovspec.drafting.lookahead import Lookahead, RoundOutcome
 from ovspec.drafting.proposal import NOTHING, Proposal
-from ovspec.sampling.samplers import Guess
+from ovspec.sampling.samplers import GreedySampler, Guess
 
 TRACES = sorted((Path(__file__).parent / "traces").glob("*.json"))
 OTHERS = [file for file in TRACES if file.stem.split("-")[0] in ("small", "shallow", "prose")]  # recorded last
@@ -318,3 +322,17 @@ def test_a_profile_measured_on_a_busy_machine_is_corrected() -> None:
     texts = found["texts"] * 4
     last = [replay(lookahead, "draft", text, machine) for text in texts][-1]
     assert ms_a_token(last) < 0.6 * machine.plain
+
+
+def test_a_draft_that_holds_more_than_the_text_has_a_whole_text_to_read() -> None:
+    """A row that was rewound, or that another text had before: the cost of what it has to read is never negative."""
+    decoder = Bigrams(np.eye(20, dtype=np.float32))
+    decoder.rows = [Sequence(np.arange(100) % 20)]
+    lookahead = Lookahead(None, Costs({1: 10.0, 2: 10.0}), Costs({1: 1.0, 2: 1.0}))
+    asked: list[int] = []
+    inner = lookahead.starts
+    lookahead.starts = lambda source, unseen, remaining: asked.append(unseen) or inner(source, unseen, remaining)
+    row = RoundRow(Sequence([0, 1, 2, 7, 8]), GreedySampler(), 9)
+    proposal = DraftModel(decoder).propose([row], lookahead)[0]
+    assert asked == [2], "it shares three tokens with the text"
+    assert len(proposal.tokens)
