@@ -20,7 +20,7 @@ PRIOR_WEIGHT = 2.0
 FIRST_ACCEPTANCE = 0.75
 FORGET = 0.95  # factor by which each new observation of acceptance discounts the older ones
 # A change of width costs this share of an inference until it is known.
-FIRST_CHANGE = 0.4
+FIRST_CHANGE = 0.2
 # A new width usually stays for some rounds, so the first has to earn this part of the change's cost.
 ROUND_SHARE = 0.5
 # A drafter may lose the time of this many plain rounds, and as much again as it has saved lately. After that it gets
@@ -120,13 +120,13 @@ class Costs:
             self.known = self._observed > 1
             self.ms, self.change = self.ms * (ms / usual), self.change * (ms / usual)
             return ms if self.known else 0.0
-        ratio = min(max(ms / usual, 0.1), 2.0)
-        if self._seen[width] == 1:  # it may include the time to make kernels
-            ratio = min(ratio, 1.1)
-        elif changed:
+        first = self._seen[width] == 1  # it may include the time to make kernels
+        if changed and (ms < usual or not first):
             self._changes += 1
             seen = max(0.0, min(ms, 2 * usual) - same)
             self.change += max(0.1, 1 / self._changes) * (seen - self.change)
+        ratio = ms / (same + self.change if changed else same)
+        ratio = min(max(ratio, 0.1), 1.1 if first else 2.0)
         # An inference may take longer for many reasons, but hardly ever less time than it needs.
         everywhere = max(0.03, (0.5 if ratio > 1 else 1.0) / self._observed)
         self.ms *= ratio**everywhere

@@ -225,9 +225,9 @@ class Lookahead:
         return self.draft(width) if self.draft.known else 0.0
 
     def _allowance(self, source: str, rows: int) -> float:
-        """Return how many milliseconds a round with a proposal of ``source`` may lose."""
+        """Return how many milliseconds a round with a proposal of ``source`` may lose: what is free is always allowed."""
         allowance = min(self._record(source).balance.allowance, self._balance.allowance)
-        return allowance * rows * self._plain(rows)
+        return max(0.0, allowance) * rows * self._plain(rows)
 
     def _extra(self, width: int, rows: int) -> float:
         """Return the milliseconds by which ``width`` tokens cost more now than a plain round."""
