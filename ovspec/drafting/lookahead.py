@@ -225,9 +225,9 @@ class Lookahead:
         return self.draft(width) if self.draft.known else 0.0
 
     def _allowance(self, source: str, rows: int) -> float:
-        """Return how many milliseconds a round with a proposal of ``source`` may lose: what is free is always allowed."""
+        """Return how many milliseconds a round with a proposal of ``source`` may lose."""
         allowance = min(self._record(source).balance.allowance, self._balance.allowance)
-        return max(0.0, allowance) * rows * self._plain(rows)
+        return allowance * rows * self._plain(rows)
 
     def _extra(self, width: int, rows: int) -> float:
         """Return the milliseconds by which ``width`` tokens cost more now than a plain round."""
@@ -263,6 +263,6 @@ class Lookahead:
         cost, lost = (found[widths] - found[self._narrowest * rows] for found in (costs, now))
         won = np.cumprod(rates[:most]).cumsum()
         saved = won * self._price(rows) - cost
-        saved[lost > self._allowance(proposal.source, rows)] = -math.inf
+        saved[lost > max(0.0, self._allowance(proposal.source, rows))] = -math.inf  # what is free is always allowed
         best = int(saved.argmax())
         return (best + 1, float((plain + cost[best]) / (1 + won[best]))) if saved[best] > 0 else (0, plain)
