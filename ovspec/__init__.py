@@ -7,7 +7,12 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any
+
+# OpenVINO, nncf and optimum would report their use over the network, from a forked child, and write to the home folder.
+# They do without this package where it can't be imported.
+sys.modules.setdefault("openvino_telemetry", None)  # type: ignore[arg-type]
 
 if TYPE_CHECKING:
     from ovspec.drafting.drafter import Drafter as Drafter

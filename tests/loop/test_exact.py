@@ -23,7 +23,9 @@ SOME = PROMPTS[:18:3]
 Make = Callable[..., ovspec.LanguageModel]
 
 
-@pytest.fixture(scope="module", params=["demo-int8", "qwen2-int8", pytest.param("gpt2-int4", marks=SLOW)])
+@pytest.fixture(
+    scope="module", params=["qwen2-int8", *[pytest.param(name, marks=SLOW) for name in ("demo-int8", "gpt2-int4")]]
+)
 def load(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Make:
     """Return a function that loads one of the pairs as users do, in the default arithmetic."""
     folder = ROOT / "models" / "demo"
