@@ -1,35 +1,59 @@
-"""A process that handles untrusted input and is stopped when it takes too much time or memory."""
+"""Processes that handle untrusted input and are stopped when they take too much time or memory."""
 
 from __future__ import annotations
 
 import atexit
 import json
+import os
 import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import psutil
+
+MOST = 4  # processes of a kind, so that a request that takes long doesn't hold up all others
+STARTING = 60.0  # seconds that a process may take to start
+# A request may wait this many times its limit of computing time, because the machine may be busy.
+PATIENCE = 6
+# What Python and the system's loader need; a template or a grammar can't leak what isn't there.
+ENVIRONMENT = ("PATH", "PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH", "SYSTEMROOT", "TMPDIR", "TEMP", "TMP")
 
 
 class Stopped(Exception):
     """The process was stopped; the message names the limit it exceeded, as in "ran longer than 2 seconds"."""
 
 
+@dataclass
+class Process:
+    """A started process. ``ready``: it has answered before."""
+
+    popen: subprocess.Popen[str]
+    watched: psutil.Process
+    ready: bool = False
+
+    def end(self) -> None:
+        self.popen.kill()
+        self.popen.communicate()
+
+
 class Worker:
-    """Runs ``module``, which serves requests, in a process that is started on first use and then kept.
+    """Runs ``module``, which serves requests, in a few processes that are started when they are needed and then kept.
 
     An operation in compiled code can run for hours or fill the memory. Only a process can be stopped in the middle of
-    one, on any platform and from any thread. An answer may take ``seconds``, and the process ``size`` bytes of memory.
+    one, on any platform and from any thread. An answer may take ``seconds`` of computing, and a process ``size`` bytes
+    of memory.
     """
 
     def __init__(self, module: str, seconds: float, size: int) -> None:
         self.module, self.seconds, self.size = module, seconds, size
-        self._process: subprocess.Popen[str] | None = None
-        self._lock = threading.Lock()
+        self.idle: list[Process] = []
+        self._free = threading.BoundedSemaphore(MOST)
         atexit.register(self.stop)
 
     def ask(self, request: str) -> dict[str, Any]:
@@ -37,71 +61,121 @@ class Worker:
 
         Raises Stopped if the process exceeds a limit, OSError or ValueError if it fails twice to give an answer.
         """
-        with self._lock:
+        with self._free:
             try:
-                try:
-                    return self._ask(request)
-                except (OSError, ValueError):  # the process may have been killed since the last request
-                    self.stop()
-                    return self._ask(request)
-            except BaseException:
-                self.stop()  # the next request must not get a late answer to this one
-                raise
+                return self._ask(request)
+            except (OSError, ValueError):  # the process may have been killed since the last request
+                return self._ask(request)
 
     def _ask(self, request: str) -> dict[str, Any]:
-        process = self._process = self._process or self._start()
+        try:
+            process = self.idle.pop()
+        except IndexError:
+            process = self._start()
+        try:
+            answer = json.loads(self._talk(process, request))
+        except BaseException:
+            process.end()  # the next request must not get a late answer to this one
+            raise
+        self.idle.append(process)
+        return answer
+
+    def _talk(self, process: Process, request: str) -> str:
+        """Send a request and return the answer; keep to the limits meanwhile."""
         answers: list[str] = []
+        stdin, stdout = process.popen.stdin, process.popen.stdout
+        assert stdin and stdout
 
         def talk() -> None:
-            assert process.stdin and process.stdout
             try:
-                process.stdin.write(request + "\n")
-                process.stdin.flush()
-                answers.append(process.stdout.readline())
+                if not process.ready:
+                    process.ready = bool(stdout.readline())
+                stdin.write(request + "\n")
+                stdin.flush()
+                answers.append(stdout.readline())
             except (OSError, ValueError):
                 answers.append("")
 
         talking = threading.Thread(target=talk, daemon=True)
         talking.start()
-        until, watched = time.monotonic() + self.seconds, psutil.Process(process.pid)
+        began, before = time.monotonic(), usage_of(process.watched)
         while talking.is_alive():
             talking.join(0.02)
-            if talking.is_alive() and time.monotonic() > until:
+            if not talking.is_alive():
+                break
+            waited, used = time.monotonic() - began, usage_of(process.watched)
+            if not process.ready:  # starting doesn't count
+                before = used
+                if waited > STARTING:
+                    raise OSError(f"{self.module} didn't start")
+            elif used.seconds - before.seconds > self.seconds or waited > STARTING + PATIENCE * self.seconds:
                 raise Stopped(f"ran longer than {self.seconds:g} seconds")
-            if talking.is_alive() and memory_of(watched) > self.size:
+            if used.size > self.size:
                 raise Stopped(f"took more than {self.size // 1_000_000} MB of memory")
-        if not answers[0]:
+        if not answers or not answers[0]:
             raise OSError(f"{self.module} ended without an answer")
-        return json.loads(answers[0])
+        return answers[0]
 
-    def _start(self) -> subprocess.Popen[str]:
-        """Start the process. It ends when its standard input closes, so it doesn't outlive this one."""
-        return subprocess.Popen(
-            [sys.executable, "-P", "-m", self.module],
+    def _start(self) -> Process:
+        """Start a process. It ends when its standard input closes, so it doesn't outlive this one."""
+        popen = subprocess.Popen(
+            [sys.executable, "-P", "-m", self.module, str(self.seconds), str(self.size)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             encoding="utf-8",
+            env={name: os.environ[name] for name in ENVIRONMENT if name in os.environ},
         )
+        return Process(popen, psutil.Process(popen.pid))
 
     def stop(self) -> None:
-        """Stop the process; the next request starts another one."""
-        if self._process:
-            self._process.kill()
-            self._process.communicate()
-            self._process = None
+        """Stop the idle processes; the next request starts another one."""
+        while self.idle:
+            self.idle.pop().end()
 
 
 def serve(answer: Callable[[Any], dict[str, Any]]) -> None:
     """Answer each request on standard input. Called by a module that a ``Worker`` runs."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is meant for the parent process
+    seconds, size = float(sys.argv[1]), int(sys.argv[2])
+    limit_memory(2 * size)
+    sys.setrecursionlimit(10_000)  # what the parent process could write as JSON can be read
     sys.stdin.reconfigure(encoding="utf-8")  # type: ignore[union-attr]
+    print("ready", flush=True)
     for line in sys.stdin:
-        print(json.dumps(answer(json.loads(line))), flush=True)
+        alarm(2 * PATIENCE * seconds)  # if the parent process is gone, nobody else stops this one
+        answered = json.dumps(answer(json.loads(line)))
+        alarm(0)
+        print(answered, flush=True)
 
 
-def memory_of(process: psutil.Process) -> int:
+def limit_memory(size: int) -> None:
+    """Let this process take at most ``size`` bytes more than it has, where the system can limit that."""
+    with suppress(ImportError, ValueError, OSError):
+        import resource
+
+        most = psutil.Process().memory_info().vms + size
+        resource.setrlimit(resource.RLIMIT_AS, (most, most))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def alarm(seconds: float) -> None:
+    """End this process after ``seconds``, where the system can do that; 0 takes it back."""
+    if hasattr(signal, "setitimer"):
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What a process has used: computing time and bytes of memory."""
+
+    seconds: float
+    size: int
+
+
+def usage_of(process: psutil.Process) -> Usage:
     try:
-        return process.memory_info().rss
+        times = process.cpu_times()
+        return Usage(times.user + times.system, process.memory_info().rss)
     except psutil.Error:  # the process has just ended
-        return 0
+        return Usage(0.0, 0)

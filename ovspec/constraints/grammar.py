@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 import secrets
+import threading
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,8 +20,9 @@ from ovspec.constraints.base import Constraint
 from ovspec.constraints.masks import holds, pack
 from ovspec.decoders.sequence import Sequence
 from ovspec.errors import OvspecError
-from ovspec.grammars.check import LIMITS, check, plain
+from ovspec.grammars.limits import LIMITS
 from ovspec.grammars.sources import LARK
+from ovspec.grammars.wording import plain
 
 CACHED_GRAMMARS = 32
 # The number of last positions whose matchers are cached; a proposal is rarely longer.
@@ -147,7 +149,8 @@ class Grammars:
         names = ((token["content"], token["id"]) for token in special_tokens(tokenizer_json))
         self._special = {f"<{name.removeprefix('<').removesuffix('>')}>": number for name, number in names}
         self._own_end, self._tokens = grammar_tokenizer(tokenizer_json, self._size)
-        self._compiled: dict[str, LLMatcher] = {}
+        self._compiled: dict[str, LLMatcher] = {}  # threads share it, so a matcher in it is copied before it moves
+        self._lock = threading.Lock()
 
     def constraint(
         self,
@@ -161,7 +164,7 @@ class Grammars:
         """Return the constraint that keeps the text after ``start`` tokens of prompt within ``grammar``.
 
         Args:
-            grammar: a grammar made by ``sources``.
+            grammar: a grammar made by ``grammars.conversion``.
             ends: ids that end the text.
             inside: bytes of the prompt that belong to the grammar's text.
             healed: bytes of the tokens that were taken back from the prompt. They are the end of ``inside`` if that is
@@ -174,20 +177,21 @@ class Grammars:
             matcher = matcher.deep_copy()
             self._follow(matcher, inside[: len(inside) - len(healed)])
         elif healed:
-            matcher = self._compile(prefixed(grammar, healed), what, checked=True)
+            matcher = self._compile(prefixed(grammar, healed), what)
         return Grammar(matcher.deep_copy(), start, ends, self._own_end, self._size)
 
-    def _compile(self, grammar: str, what: str, checked: bool = False) -> LLMatcher:
-        if grammar not in self._compiled:
-            if not checked:
-                check(grammar, what)
-            matcher = LLMatcher(self._tokens, with_numbers(grammar, self._special), log_level=0, limits=LIMITS)
-            if matcher.is_error():
-                raise OvspecError(f"{what}: {plain(matcher.get_error())}")
-            self._compiled[grammar] = matcher
-            if len(self._compiled) > CACHED_GRAMMARS:
-                self._compiled.pop(next(iter(self._compiled)))
-        return self._compiled[grammar]
+    def _compile(self, grammar: str, what: str) -> LLMatcher:
+        with self._lock:
+            found = self._compiled.pop(grammar, None)
+        if not found:
+            found = LLMatcher(self._tokens, with_numbers(grammar, self._special), log_level=0, limits=LIMITS)
+            if found.is_error():
+                raise OvspecError(f"{what}: {plain(found.get_error())}")
+        with self._lock:
+            self._compiled[grammar] = found  # the one used last comes last
+            while len(self._compiled) > CACHED_GRAMMARS:
+                del self._compiled[next(iter(self._compiled))]
+        return found
 
     def _follow(self, matcher: LLMatcher, text: bytes) -> None:
         """Consume the grammar's text that is in the prompt; raise OvspecError if the grammar doesn't allow it."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +15,7 @@ from ovspec.constraints.base import Constraint, Constraints
 from ovspec.constraints.healing import ByteTokens, Healing, healable
 from ovspec.constraints.processors import PromptLength, processing
 from ovspec.errors import OvspecError
-from ovspec.files import read_json, read_text
+from ovspec.files import read_json
 from ovspec.options import GRAMMARS, GenerateOptions, SamplingParams
 from ovspec.text.tokenizer import Tokenizer
 from ovspec.text.vocabulary import TOKENIZER_FILE
@@ -119,43 +118,45 @@ def grammar_asked(options: Mapping[str, Any]) -> bool:
 
 
 def grammar_of(options: Mapping[str, Any]) -> tuple[str | None, str]:
-    """Return (the requested grammar in llguidance's notation, its name in messages), or (None, "")."""
+    """Return (the requested grammar in llguidance's notation, its name in messages), or (None, "").
+
+    Raises:
+        OvspecError: there are two, or it is wrong.
+    """
     given = [name for name in GRAMMARS if options.get(name) is not None]
     if not given:
         return None, ""
     if len(given) > 1:
         raise OvspecError(f"{' and '.join(given)} can't be combined; give one grammar that covers both.")
-    name, value = given[0], options.get(given[0])
+    from ovspec.grammars.conversion import converted
+
+    name, value = given[0], readable(given[0], options.get(given[0]))
     what = f"{name} {value}" if isinstance(value, Path) else name
-    return _source(name, value, what), what
+    return converted(name, value, what), what
 
 
-def _source(name: str, value: Any, what: str) -> str:
-    from ovspec.grammars import sources
-    from ovspec.grammars.lark import read_lark, resolve
-
-    if isinstance(value, Path) and value.is_dir():
-        raise OvspecError(f"{value} is a folder; name a file.")
+def readable(name: str, value: Any) -> Any:
+    """Return the value of a grammar option as ``converted`` takes it; raises OvspecError if it is of another kind."""
+    if isinstance(value, Path):
+        if value.is_dir():
+            raise OvspecError(f"{value} is a folder; name a file.")
+        if name in ("json_schema", "grammar", "gbnf"):
+            return value
     if name == "json_schema":
         if made := getattr(value, "model_json_schema", None):  # a pydantic model
-            value = made()
+            return made()
         if isinstance(value, str) and not value.lstrip().startswith(("{", "[", '"', "true", "false")):
             raise OvspecError(f"{name} {value[:80]!r} isn't JSON; give the schema's text, or a Path for a file.")
-        return sources.json_schema(value, what)
+        return value
     if name == "choice":
         texts = [] if isinstance(value, (str, Path)) else list(value)
         if not texts or not all(isinstance(text, str) for text in texts):
             raise OvspecError("choice must be a list of texts with at least one entry.")
-        return sources.choices(texts)
-    if not isinstance(value, (str, Path)):
+        return texts
+    if name == "regex" and isinstance(value, Path):
+        return str(value)
+    if not isinstance(value, str):
         raise OvspecError(f"{name} must be a string or a Path, not {type(value).__name__}.")
-    if name == "regex":
-        return sources.regex(str(value), what)
-    if isinstance(value, str) and ":" not in value:
+    if name != "regex" and ":" not in value:
         raise OvspecError(f"{name} {value[:80]!r} isn't a grammar; give its text, or a Path for a file.")
-    if name == "gbnf":
-        return sources.gbnf(read_text(value) if isinstance(value, Path) else value, what)
-    text = read_lark(value) if isinstance(value, Path) else resolve(value, None, what)
-    if re.search(r"^[\w-]+\s*::=", text, re.MULTILINE):
-        raise OvspecError(f"{what}: rules with ::= are GBNF; give it as gbnf.")
-    return sources.lark(text, what)
+    return value

@@ -6,16 +6,14 @@ place.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import re
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from ovspec.errors import OvspecError
-from ovspec.files import read_text
 from ovspec.grammars.json_schema import cleaned
+from ovspec.grammars.lark import resolve
 from ovspec.grammars.lexemes import to_lark
 
 MAX_CHARACTERS = 1_000_000  # of a schema, a grammar, an expression or all choices together
@@ -36,17 +34,15 @@ LOOKAROUND = re.compile(r"\(\?(?:<?[=!])|\\[bB<>AzZG]")
 BACKREFERENCE = re.compile(r"\\[1-9]|\(\?P=|\\k")
 
 
-def json_schema(schema: dict[str, Any] | bool | str | Path, what: str = "The JSON schema") -> str:
+def json_schema(schema: dict[str, Any] | bool | str, what: str = "The JSON schema") -> str:
     """Return the grammar of the JSON texts that a schema describes, with a bounded amount of white space.
 
     Args:
-        schema: the schema itself, its JSON text, or the path of its file. ``x-guidance`` at its top sets llguidance's
-            separators and white space.
-        what: the schema's name in messages; a file is named by its path.
+        schema: the schema itself or its JSON text. ``x-guidance`` at its top sets llguidance's separators and white
+            space.
+        what: the schema's name in messages.
     """
-    if isinstance(schema, str | Path):
-        if not isinstance(schema, str) or not (schema.lstrip()[:1] in ("{", "[", '"') or schema in ("true", "false")):
-            what, schema = str(schema), file_text(schema)
+    if isinstance(schema, str):
         schema = parsed(schema, what)
     try:
         text = json.dumps(schema, allow_nan=False)
@@ -58,13 +54,6 @@ def json_schema(schema: dict[str, Any] | bool | str | Path, what: str = "The JSO
         return grammar("json", json_schema=cleaned(json.loads(text)))
     except OvspecError as error:
         raise OvspecError(f"{what}, at {error}") from None
-
-
-def file_text(name: str | Path) -> str:
-    with contextlib.suppress(OSError, ValueError):  # such as a name that is too long
-        if Path(name).is_file():
-            return read_text(Path(name))
-    raise OvspecError(f"{str(name)[:100]!r} is neither a JSON schema, which begins with {{, nor the path of one.")
 
 
 def regex(pattern: str, what: str = "The regular expression") -> str:
@@ -79,10 +68,10 @@ def regex(pattern: str, what: str = "The regular expression") -> str:
     return grammar("regex", lark_grammar=f"start: /{slashed(pattern)}/")
 
 
-def choices(texts: Sequence[str]) -> str:
+def choices(texts: Sequence[str], what: str = "choice") -> str:
     """Return the grammar that matches any one of ``texts`` and nothing else."""
     if isinstance(texts, str) or not texts:
-        raise OvspecError("The choices must be a list of at least one text.")
+        raise OvspecError(f"{what} must be a list of texts with at least one entry.")
     unique = dict.fromkeys(well_formed(text, f"Choice {i + 1}") for i, text in enumerate(texts))
     options = "|".join("".join(map(escaped, text)) for text in unique)
     bounded(options, "The list of choices")
@@ -94,8 +83,10 @@ def lark(text: str, what: str = "The Lark grammar") -> str:
 
     ``max_tokens=``, ``stop=`` and ``temperature=`` are refused.
     """
-    text = well_formed(text, what)
+    text = resolve(well_formed(text, what), None, what)
     bounded(text, what)
+    if re.search(r"^[\w-]+[^\S\n]*::=", text, re.MULTILINE):
+        raise OvspecError(f"{what}: rules with ::= are GBNF; give it as gbnf.")
     parts, at = [], 0
     while match := LARK.search(text, at):
         parts.append(text[at : match.end()])

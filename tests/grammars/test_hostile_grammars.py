@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import re
+import threading
 import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,20 +15,14 @@ from hostile_cases import CHOICES, EITHER, GBNF, LARK, REGEX, SCHEMAS
 from llguidance import LLMatcher
 
 from ovspec.errors import OvspecError
-from ovspec.grammars import check as checking
 from ovspec.grammars import sources
-from ovspec.grammars.check import CHECKER, LIMITS, MAX_SECONDS, check
+from ovspec.grammars.conversion import CONVERTER, MAX_SECONDS, converted
+from ovspec.grammars.limits import LIMITS
 
-SOURCES: dict[str, tuple[Callable[[Any], str], list]] = {
-    "lark": (sources.lark, LARK),
-    "gbnf": (sources.gbnf, GBNF),
-    "regex": (sources.regex, REGEX),
-    "choices": (sources.choices, CHOICES),
-    "schema": (sources.json_schema, SCHEMAS),
-}
+SOURCES = {"grammar": LARK, "gbnf": GBNF, "regex": REGEX, "choice": CHOICES, "json_schema": SCHEMAS}
 CASES = [
     pytest.param(kind, given, expected, id=f"{kind}-{i}-{re.sub('[^ -~]', '', str(given))[:40]}")
-    for kind, (_, cases) in SOURCES.items()
+    for kind, cases in SOURCES.items()
     for i, (given, expected) in enumerate(cases)
 ]
 NOISE = re.compile(
@@ -43,8 +38,7 @@ def test_there_are_two_hundred_cases() -> None:
 def test_refused_in_a_sentence_or_followed(kind: str, given: Any, expected: str) -> None:
     began = time.monotonic()
     try:
-        grammar = SOURCES[kind][0](given)
-        check(grammar, "The grammar")
+        grammar = converted(kind, given, "The grammar")
     except OvspecError as error:
         message = str(error)
         assert expected == EITHER or any(part in message for part in expected.split("|")), message
@@ -76,37 +70,107 @@ def follow(grammar: str) -> None:
 def test_a_stopped_check_leaves_the_next_one_unharmed() -> None:
     began = time.monotonic()
     with pytest.raises(OvspecError, match=r"^--schema x: the check ran longer than 5 seconds; simplify it\.$"):
-        check(sources.json_schema({"type": "integer", "multipleOf": 9999991}), "--schema x")
+        converted("json_schema", {"type": "integer", "multipleOf": 9999991}, "--schema x")
     assert time.monotonic() - began < MAX_SECONDS + 1
-    check(sources.json_schema({"type": "integer", "multipleOf": 7}), "--schema x")
-    assert CHECKER._process
-    CHECKER._process.kill()
-    check(sources.regex("[a-z]{7}"), "--regex")
+    converted("json_schema", {"type": "integer", "multipleOf": 7}, "--schema x")
+    assert CONVERTER.idle
+    for process in CONVERTER.idle:
+        process.popen.kill()
+    converted("regex", "[a-z]{7}", "--regex")
+
+
+# Each froze the process that calls ovspec for seconds, because it was parsed there.
+FREEZING: list[tuple[str, Any]] = [
+    ("regex", '(at "' + "\\" * 34),
+    ("regex", '(at "' + "\\" * 400 + '" (x))'),
+    ("json_schema", {"type": "string", "pattern": "[" * 20_000}),
+    ("json_schema", {"type": "string", "pattern": "[\\" * 100_000}),
+    ("json_schema", '["' * 400_000),
+    ("gbnf", "root ::= " + " ".join('[a-z]+ ("x" | "y")*' for _ in range(1200))),
+    ("gbnf", "root ::= " + "(" * 90 + '"x"' + "?)" * 90),
+    ("grammar", "a\n" * 100_000),
+    ("grammar", 'start: "' + "\\" * 30_001),
+    ("choice", ["x" * 900] * 1000),
+]
+
+
+@pytest.mark.parametrize(("kind", "given"), FREEZING, ids=lambda value: str(value)[:24])
+def test_the_calling_process_goes_on_meanwhile(kind: str, given: Any) -> None:
+    waits, stop = [], threading.Event()
+
+    def beat() -> None:
+        while not stop.is_set():
+            began = time.monotonic()
+            time.sleep(0.01)
+            waits.append(time.monotonic() - began)
+
+    heart = threading.Thread(target=beat)
+    heart.start()
+    began = time.process_time()
+    with contextlib.suppress(OvspecError):
+        converted(kind, given, "the grammar")
+    took = time.process_time() - began
+    stop.set()
+    heart.join()
+    assert took < 0.5
+    assert max(waits) < 0.5
+
+
+def test_one_that_takes_long_holds_up_no_other() -> None:
+    slow = threading.Thread(target=refused, args=({"type": "integer", "multipleOf": 9999889},))
+    slow.start()
+    time.sleep(0.3)
+    began = time.monotonic()
+    converted("regex", "[a-f]{3}", "regex")
+    assert time.monotonic() - began < 3  # another process starts
+    assert slow.is_alive()
+    slow.join()
+
+
+def refused(schema: Any) -> str:
+    with pytest.raises(OvspecError) as error:
+        converted("json_schema", schema, "schema")
+    return str(error.value)
+
+
+def test_a_slow_moment_is_no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
+    schema = {"type": "integer", "multipleOf": 49999}
+    monkeypatch.setattr(CONVERTER, "seconds", 0.01)
+    assert "ran longer than" in refused(schema)
+    monkeypatch.undo()
+    assert converted("json_schema", schema, "schema")
+
+
+def test_a_grammar_sees_no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("A_SECRET", "x")
+    CONVERTER.stop()
+    converted("regex", "[a-g]{3}", "regex")
+    assert "A_SECRET" not in CONVERTER.idle[0].watched.environ()
 
 
 def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(CHECKER, "size", 120_000_000)
+    monkeypatch.setattr(CONVERTER, "size", 120_000_000)
     with pytest.raises(OvspecError, match="took more than 120 MB of memory"):
-        check(sources.json_schema({"type": "integer", "multipleOf": 899981}), "schema")
+        converted("json_schema", {"type": "integer", "multipleOf": 899981}, "schema")
 
 
 def test_checking_is_quick() -> None:
-    check(sources.regex("warm"), "regex")
+    converted("regex", "warm", "regex")
     schema = {"type": "object", "properties": {f"p{i}": {"type": "string", "maxLength": 20} for i in range(20)}}
     began = time.perf_counter()
     for i in range(5):
-        check(sources.json_schema({**schema, "title": str(i)}), "schema")
+        converted("json_schema", {**schema, "title": str(i)}, "schema")
     assert time.perf_counter() - began < 2.5
     began = time.perf_counter()
-    check(sources.json_schema({**schema, "title": "0"}), "schema")
+    converted("json_schema", {**schema, "title": "0"}, "schema")
     assert time.perf_counter() - began < 0.02, "the result is remembered"
 
 
 def test_the_rules_are_still_read_from_the_log() -> None:
     """A new llguidance may log them in another form; only this test would fail then."""
     with pytest.raises(OvspecError, match="the rule dead can never come to an end"):
-        check(sources.lark('start: "a" dead | "b"\ndead: "x" dead'), "grammar")
-    assert checking.problem_with(sources.lark('start: "a" | "(" start ")"')) == ""
+        converted("grammar", 'start: "a" dead | "b"\ndead: "x" dead', "grammar")
+    converted("grammar", 'start: "a" | "(" start ")"', "grammar")
 
 
 @pytest.mark.parametrize(

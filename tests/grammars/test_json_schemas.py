@@ -21,7 +21,7 @@ from schema_strategy import Schema, schemas
 
 from ovspec.errors import OvspecError
 from ovspec.grammars import json_schema as cleaning
-from ovspec.grammars.check import check
+from ovspec.grammars.conversion import converted
 from ovspec.grammars.sources import json_schema
 
 SCHEMAS = sorted((Path(__file__).parent / "schemas").glob("*.json"))
@@ -100,8 +100,7 @@ def texts(grammar: str, count: int) -> list[bytes]:
 
 @pytest.mark.parametrize("path", SCHEMAS, ids=lambda path: path.stem)
 def test_texts_of_a_schema_are_valid(path: Path) -> None:
-    grammar = json_schema(path)
-    check(grammar, str(path))
+    grammar = converted("json_schema", path, str(path))
     found = texts(grammar, 12)
     assert len(found) >= 11, "nearly all texts end"
     prove(json.loads(path.read_text(encoding="utf-8")), found)
@@ -132,8 +131,7 @@ def test_there_are_fifty_schemas() -> None:
 @given(schemas())
 def test_texts_of_any_schema_are_valid(schema: Schema) -> None:
     try:
-        grammar = json_schema(schema)
-        check(grammar, "schema")
+        grammar = converted("json_schema", schema, "schema")
     except OvspecError as error:
         assert re.search("no JSON text satisfies|no text has|may overlap|can't be enforced", str(error)), error
         return

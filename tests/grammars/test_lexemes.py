@@ -14,8 +14,8 @@ from llguidance import LLMatcher, LLTokenizer
 
 from ovspec.grammars import lexemes
 from ovspec.grammars.automaton import Budget
-from ovspec.grammars.check import LIMITS
 from ovspec.grammars.gbnf import parse
+from ovspec.grammars.limits import LIMITS
 from ovspec.grammars.sources import MAX_GBNF, gbnf
 
 SECONDS = 6  # a second or two on a quiet machine

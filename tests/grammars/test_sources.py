@@ -15,7 +15,8 @@ from llguidance import LLMatcher, LLTokenizer
 
 from ovspec.errors import OvspecError
 from ovspec.grammars import sources
-from ovspec.grammars.check import LIMITS, check
+from ovspec.grammars.conversion import converted
+from ovspec.grammars.limits import LIMITS
 
 BYTES = LLTokenizer("byte")
 
@@ -183,8 +184,8 @@ def test_arithmetic_in_gbnf(name: str) -> None:
 
 
 def test_json_in_gbnf() -> None:
-    grammar, start = sources.gbnf(JSON), time.perf_counter()
-    check(grammar, "json")
+    start = time.perf_counter()
+    grammar = converted("gbnf", JSON, "json")
     for seed in range(20):
         text = random_text(matcher(grammar), random.Random(seed))
         assert text is not None
@@ -232,8 +233,7 @@ def test_choices_match_themselves_and_nothing_else() -> None:
 def test_ten_thousand_choices_are_quick() -> None:
     texts = [f"choice {i * 7919} of {i}" for i in range(10_000)]
     began = time.perf_counter()
-    grammar = sources.choices(texts)
-    check(grammar, "choices")
+    grammar = converted("choice", texts, "choices")
     each = matcher(grammar)
     assert random_text(each, random.Random(0)).decode() in set(texts)  # type: ignore[union-attr]
     assert time.perf_counter() - began < 3
@@ -270,14 +270,14 @@ def test_schemas_within_lark_are_held_to_the_same_rules() -> None:
 
 def test_places_in_lark_survive_a_schema() -> None:
     with pytest.raises(OvspecError, match=r"grammar, line 4, column 4: unknown name"):
-        check(sources.lark('start: a b\na: %json {"type":\n"null"}\nb: c'), "grammar")
+        converted("grammar", 'start: a b\na: %json {"type":\n"null"}\nb: c', "grammar")
 
 
 @pytest.mark.parametrize(
     "text", ['start: "max_tokens=1"', "start: /stop=/", '// stop=\nstart: "a"', '# temperature=\nstart: "a"']
 )
 def test_words_that_are_options_elsewhere(text: str) -> None:
-    check(sources.lark(text), "grammar")
+    converted("grammar", text, "grammar")
 
 
 def test_a_schema_is_given_as_object_text_or_file(tmp_path: Path) -> None:
@@ -285,18 +285,15 @@ def test_a_schema_is_given_as_object_text_or_file(tmp_path: Path) -> None:
     file = tmp_path / "schema.json"
     file.write_text(json.dumps(schema), encoding="utf-8")
     grammar = sources.json_schema(schema)
-    assert (
-        grammar
-        == sources.json_schema(json.dumps(schema))
-        == sources.json_schema(file)
-        == sources.json_schema(str(file))
-    )
+    assert grammar == sources.json_schema(json.dumps(schema)) == converted("json_schema", file, "schema")
+    with pytest.raises(OvspecError, match="isn't JSON"):
+        converted("json_schema", str(file), "schema")  # a text is never taken for a file's name
     assert matching(grammar, ["2", "3", "30"]) == {"3", "30"}
     file.write_text('{"typ": "integer"}', encoding="utf-8")
     with pytest.raises(
         OvspecError, match=re.escape(f"{file}, at #/typ: 'typ' isn't a JSON Schema keyword; did you mean type?")
     ):
-        sources.json_schema(file)
+        converted("json_schema", file, str(file))
 
 
 def test_white_space_is_bounded_unless_the_schema_says_otherwise() -> None:

@@ -11,7 +11,7 @@ from conftest import CHECKPOINTS
 from llguidance import LLMatcher, LLTokenizer
 
 from ovspec.constraints.grammar import grammar_tokenizer
-from ovspec.grammars.check import LIMITS
+from ovspec.grammars.limits import LIMITS
 from ovspec.text.tokenizer import byte_vocabulary
 
 TOKENIZER = json.loads((CHECKPOINTS / "target" / "tokenizer.json").read_text(encoding="utf-8"))

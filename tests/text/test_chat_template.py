@@ -119,8 +119,9 @@ def test_rendering_is_quick(pair: Path) -> None:
 def test_a_renderer_that_died_is_replaced() -> None:
     template = ChatTemplate("{{ messages | length }}", {})
     assert template.render(MESSAGES) == "2"
-    assert RENDERER._process
-    RENDERER._process.kill()
+    assert RENDERER.idle
+    for process in RENDERER.idle:
+        process.popen.kill()
     assert template.render(MESSAGES) == "2"
 
 

@@ -14,7 +14,7 @@ from protocol import Refusal
 
 from ovspec.constraints.grammar import grammar_tokenizer as ovspec_tokenizer
 from ovspec.constraints.masks import masked
-from ovspec.grammars.check import LIMITS
+from ovspec.grammars.limits import LIMITS
 
 Apply = Callable[[np.ndarray, np.ndarray], np.ndarray]
 

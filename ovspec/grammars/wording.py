@@ -1,22 +1,8 @@
-"""Tests grammars in a separate process before anything else compiles them, because they may be untrusted."""
+"""Words llguidance's errors for users."""
 
 from __future__ import annotations
 
-import functools
-import json
 import re
-
-from ovspec.errors import OvspecError
-from ovspec.grammars.check_worker import LIMITS
-from ovspec.sandbox import Stopped, Worker
-
-__all__ = ["LIMITS", "check"]
-
-MAX_SECONDS = 5.0
-MAX_BYTES = 1_000_000_000
-MAX_GRAMMAR = 8_000_000  # bytes; the sources check limits of their own first
-
-CHECKER = Worker("ovspec.grammars.check_worker", MAX_SECONDS, MAX_BYTES)
 
 # (pattern in llguidance's error, what to report instead); the first match counts.
 WORDS = (
@@ -40,34 +26,6 @@ WORDS = (
 )
 
 
-def check(grammar: str, what: str) -> None:
-    """Raise OvspecError if a grammar is invalid, has no finite text, or takes too much time or memory.
-
-    Args:
-        grammar: a grammar made by ``ovspec.grammars.sources``.
-        what: the grammar's name in the message, such as "--grammar words.lark".
-    """
-    if why := problem_with(grammar):
-        raise OvspecError(f"{what}{why}")
-
-
-@functools.lru_cache(maxsize=64)
-def problem_with(grammar: str) -> str:
-    """Return what follows a refused grammar's name in the error message; "" for a good grammar."""
-    if len(grammar) > MAX_GRAMMAR:
-        return f": it has {len(grammar)} bytes; at most {MAX_GRAMMAR} are allowed."
-    try:
-        found = CHECKER.ask(json.dumps(grammar))
-    except Stopped as why:
-        return f": the check {why}; simplify it."
-    except (OSError, ValueError):
-        return ": the process that checks it ended without an answer; simplify it."
-    kind = json.loads(grammar)["grammars"][0].get("name", "")
-    if "refused" in found:
-        return f": {plain(found['refused'])}"
-    return worded(found["error"], kind, found["at"]) if found else ""
-
-
 def worded(error: str, kind: str, pointer: str) -> str:
     """Return llguidance's error as the rest of a sentence, beginning with the place if it is known."""
     first = re.match(r"(?:at )?(\d+)\((\d+)\): ", error)
@@ -85,7 +43,8 @@ def plain(error: str) -> str:
     """Return llguidance's error as one sentence, without its debugging details."""
     error = re.sub(r"<non-verbose/>|\n +\d+ \|.*(\n +\^)?", "", error).replace("failed to compile JSON schema: ", "")
     error = re.sub(r"^invalid regex .*? \(in regex\): ", "", error, flags=re.DOTALL)
-    error = re.sub(r"\(at \"(?:\\.|[^\"])*\" \(.*?\)\)$", "", error.strip(), flags=re.DOTALL)
+    if error.strip().endswith("))") and (at := error.rfind('(at "')) >= 0:
+        error = error[:at]
     flat = " ".join(error.split())
     for pattern, words in WORDS:
         if match := re.search(pattern, flat):

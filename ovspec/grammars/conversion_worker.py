@@ -1,4 +1,4 @@
-"""The process in which ``check.py`` tests grammars.
+"""The process in which ``conversion.py`` converts grammars and tests them.
 
 llguidance accepts grammars that have no finite text. They are detected in its log, which shows the rules as it follows
 them, in one notation for all source languages.
@@ -13,18 +13,17 @@ import random
 import re
 import tempfile
 import time
+from collections.abc import Callable
 from typing import IO, Any
 
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance import LLMatcher, LLTokenizer
 
+from ovspec.errors import OvspecError
+from ovspec.grammars import sources
+from ovspec.grammars.limits import LIMITS
+from ovspec.grammars.wording import plain, worded
 from ovspec.sandbox import serve
 
-# Generation uses the same limits. C over 131,072 tokens takes 41,000 items for a mask on average and fails with
-# a limit of 20,000; with this limit, the most ambiguous grammars take a second or two for a step before they fail.
-LIMITS = LLParserLimits(
-    max_items_in_row=1000, step_max_items=100_000, max_lexer_states=50_000,
-    precompute_large_lexemes=True, verbose_errors=False,
-)  # fmt: skip
 MAX_SPECIAL = 50  # special tokens named in a grammar
 MAX_NUMBER = 300_000  # empty tokens added for a grammar that refers to tokens by id
 MAX_RULES = 4_000_000  # characters of llguidance's log that are read
@@ -46,12 +45,29 @@ class Bytes:
         return list(text if isinstance(text, bytes) else text.encode())
 
 
-def answer(log: IO[bytes], grammar: str) -> dict[str, Any]:
-    """Return {} for a good grammar, else why it is refused.
+# How each kind of grammar is read.
+READERS: dict[str, Callable[[Any, str], str]] = {
+    "json_schema": sources.json_schema,
+    "regex": sources.regex,
+    "choice": sources.choices,
+    "grammar": sources.lark,
+    "gbnf": sources.gbnf,
+}
 
-    That is {"error": llguidance's message, "at": place in the JSON schema} or {"refused": a sentence without its full
-    stop}.
-    """
+
+def answer(log: IO[bytes], request: dict[str, Any]) -> dict[str, str]:
+    """Return {"grammar": llguidance's notation} or {"error": a sentence} for {"kind", "given", "what"}."""
+    what = request["what"]
+    try:
+        grammar = READERS[request["kind"]](request["given"], what)
+    except OvspecError as error:
+        return {"error": str(error)}
+    why = problem_with(log, grammar)
+    return {"error": f"{what}{why}"} if why else {"grammar": grammar}
+
+
+def problem_with(log: IO[bytes], grammar: str) -> str:
+    """Return what follows a refused grammar's name in the error message; "" for a good grammar."""
     special: list[str] = []
     while True:
         log.seek(0)
@@ -63,10 +79,11 @@ def answer(log: IO[bytes], grammar: str) -> dict[str, Any]:
             break
         special.append(unknown[1])
     if matcher.is_error():
-        return {"error": matcher.get_error(), "at": failing(grammar)}
+        kind = json.loads(grammar)["grammars"][0]["name"]
+        return worded(matcher.get_error(), kind, failing(grammar))
     log.seek(0)
     why = endless(log.read(MAX_RULES + 1).decode(errors="replace")) or stuck(matcher, len(vocabulary.tokens))
-    return {"refused": why} if why else {}
+    return f": {plain(why)}" if why else ""
 
 
 def failing(grammar: str) -> str:
