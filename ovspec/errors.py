@@ -1,5 +1,9 @@
-"""The one exception type whose message is meant for the user."""
+"""The exceptions whose messages are meant for the user."""
 
 
 class OvspecError(Exception):
     """A problem that the user can act on. The message is one sentence that says what to do."""
+
+
+class InferenceError(OvspecError):
+    """The model couldn't be computed, through no fault of the text."""

@@ -15,7 +15,7 @@ from typing import Literal, Protocol
 import numpy as np
 
 from ovspec.decoders.sequence import EMPTY, Sequence
-from ovspec.errors import OvspecError
+from ovspec.errors import InferenceError
 from ovspec.ir.compile import last_line
 
 # "exact": a token has the same bits however it was computed: alone, with others, or in one pass over its text.
@@ -189,9 +189,9 @@ class TokenArrays(dict[tuple[int, ...], tuple[np.ndarray, np.ndarray]]):
 
 
 def feed_error(error: BaseException, device: str) -> BaseException:
-    """Return what ``feed`` raises for ``error``: an OvspecError if the inference failed, else ``error`` itself."""
+    """Return what ``feed`` raises for ``error``: an InferenceError if the inference failed, else ``error`` itself."""
     if isinstance(error, MemoryError):
-        return OvspecError("The KV cache doesn't fit into memory; shorten the prompt or lower max_tokens.")
+        return InferenceError("The KV cache doesn't fit into memory; shorten the prompt or lower max_tokens.")
     if isinstance(error, RuntimeError):
-        return OvspecError(f"{device}: the inference failed ({last_line(error)}).")
+        return InferenceError(f"{device}: the inference failed ({last_line(error)}).")
     return error

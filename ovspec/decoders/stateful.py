@@ -70,6 +70,7 @@ class StatefulDecoder:
         self._request = Request(ir, INPUTS)
         self._token_arrays = TokenArrays()
         self._slots = Slots(1)
+        self.rows: list[Sequence] = []
         self.reset(1)
 
     @property
@@ -83,6 +84,9 @@ class StatefulDecoder:
     def reset(self, rows: int) -> None:
         if not rows and self._slots.used > KEPT_SLOTS:
             self._give_memory_back()
+        # AUTO and HETERO devices of OpenVINO 2026.4 compute wrong logits for another number of rows than before.
+        if rows not in (0, len(self.rows)) and self._ir.device != "CPU":
+            self._request.renew()
         self.rows = [Sequence() for _ in range(rows)]
         self._slots = Slots(rows)
         self._in_order = np.arange(rows, dtype=np.int32)
@@ -155,6 +159,11 @@ class StatefulDecoder:
         sizes = {s.name: s.width * (1 if s.sequence_axis is None else len(tokens)) for s in states}
         if {name: array.size for name, array in arrays.items()} != sizes:
             raise ValueError("the states are of another model")
+        for state in states:
+            array, axes = arrays[state.name], {state.batch_axis: 1}
+            axes |= {} if state.sequence_axis is None else {state.sequence_axis: len(tokens)}
+            if array.dtype.kind != "f" or any(array.shape[axis : axis + 1] != (n,) for axis, n in axes.items()):
+                raise ValueError("the states have another shape")
         write_states(self._request.raw, arrays)
         self.rows[0].commit(tokens)
         self._slots.extend([len(tokens)])

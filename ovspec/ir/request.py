@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import openvino as ov
 
+from ovspec.errors import InferenceError
 from ovspec.ir import large_pages
 from ovspec.ir.compile import CompiledIR
 
@@ -17,7 +18,7 @@ class Request:
 
     def __init__(self, ir: CompiledIR, inputs: Sequence[str]) -> None:
         self.seconds, self.inferences = 0.0, 0
-        self._compiled = ir.compiled
+        self._compiled, self._folder = ir.compiled, ir.folder
         self._picks_logits, self._large_pages = ir.picks_logits, ir.large_pages
         self._inputs = [ir.inputs.get(name) for name in inputs]
         self.renew()
@@ -55,6 +56,7 @@ class Request:
                 pages.start()
         self.inferences += 1
         logits = request.get_output_tensor(0).data
-        if self._picks_logits:
-            return logits[0]
-        return logits.reshape(-1, logits.shape[-1])[logits_idx]
+        logits = logits[0] if self._picks_logits else logits.reshape(-1, logits.shape[-1])[logits_idx]
+        if not np.isfinite(logits.max()):  # NaN if any of them is
+            raise InferenceError(f"{self._folder}: the model's logits are not numbers here; try --precision f32.")
+        return logits

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import PROMPTS
+from conftest import PROMPTS, ROOT
 
 import ovspec
 from ovspec.ir.device import DeviceOptions, available_devices, check_device, compile_properties
@@ -68,3 +68,14 @@ def test_virtual_devices_generate_the_same(
 def test_unknown_property_is_named(pair: Path, cache_dir: Path) -> None:
     with pytest.raises(ovspec.OvspecError, match="NO_SUCH_THING"):
         ovspec.load(pair, properties={"NO_SUCH_THING": "1"}, cache_dir=cache_dir)
+
+
+@pytest.mark.parametrize("device", ["AUTO:CPU", "HETERO:CPU"])
+def test_a_batch_after_a_single_text_on_a_device_of_several(device: str, cache_dir: Path) -> None:
+    """OpenVINO 2026.4 computed wrong logits when the number of rows changed."""
+    lm = ovspec.load(ROOT / "models" / "demo", "none", device=device, cache_dir=cache_dir)
+    expected = [lm.generate(prompt, max_tokens=8).text for prompt in "ab"]
+    for _ in range(2):
+        fresh = ovspec.load(ROOT / "models" / "demo", "none", device=device, cache_dir=cache_dir)
+        fresh.generate("x = ", max_tokens=8)
+        assert [result.text for result in fresh.generate(["a", "b"], max_tokens=8)] == expected
