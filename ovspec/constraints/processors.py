@@ -42,7 +42,7 @@ class Penalties(Constraint):
             logits[tokens] = np.where(held < 0, held * penalty, held / penalty)
         if (params.presence_penalty or params.frequency_penalty) and len(generated):
             ids, counts = np.unique(generated, return_counts=True)
-            logits[ids] -= (params.presence_penalty + params.frequency_penalty * counts).astype(np.float32)
+            logits[ids] -= (params.presence_penalty + float(params.frequency_penalty) * counts).astype(np.float32)
         return logits
 
 

@@ -11,14 +11,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+from filelock import FileLock, Timeout
+
 from ovspec.constraints.maker import grammar_of
-from ovspec.errors import OvspecError
+from ovspec.errors import InferenceError, OvspecError
 from ovspec.files import write_atomically
 from ovspec.integrations.openai_batch import BatchRequest, result_line
-from ovspec.ir.compile import MODEL_FILE
 from ovspec.loop.row import Row
 from ovspec.model import LanguageModel
 from ovspec.options import GRAMMARS, GenerateOptions, params_of
+from ovspec.setup.identity import cache_setting, model_identity, prompt_identity
+from ovspec.verify import option_as_json
+from ovspec.workspace import complete_options
 
 
 @dataclass
@@ -48,11 +52,16 @@ class Done:
 
     def __init__(self, output: Path, depends_on: str) -> None:
         self.file = output.with_name(output.name + ".partial")
+        self.file.parent.mkdir(parents=True, exist_ok=True)
+        self._lock = FileLock(output.with_name(f".{output.name}.lock"))
+        try:
+            self._lock.acquire(timeout=0)
+        except Timeout:
+            raise OvspecError(f"{output}: another batch is writing it; wait for it, or name another output.") from None
         self._depends_on = depends_on
         self._lines = dict(read_entries(self.file))
         if self._lines:  # drop a line that was cut off
             write_atomically(self.file, "".join(entry(key, line) for key, line in self._lines.items()))
-        self.file.parent.mkdir(parents=True, exist_ok=True)
         self._open = self.file.open("a", encoding="utf-8", newline="\n")
 
     def key(self, request: BatchRequest) -> str:
@@ -76,6 +85,9 @@ class Done:
 
     def close(self) -> None:
         self._open.close()
+        with contextlib.suppress(OSError):  # Windows can't delete an open file
+            Path(self._lock.lock_file).unlink()
+        self._lock.release()
 
 
 def read_entries(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -106,22 +118,25 @@ def run_file(
     todo = [request for request in requests if not done.has(request)]
     progress = BatchProgress(len(requests), len(requests) - len(todo))
     started: dict[int, tuple[BatchRequest, list[Row]]] = {}  # row number -> its request, and all rows of that
-    numbers = itertools.count()
 
-    def rows() -> Iterator[Row]:
-        for request in todo:
+    def failed(request: BatchRequest, error: OvspecError) -> None:
+        done.add(request, result_line(request, str(error)))
+        progress.done, progress.failed = progress.done + 1, progress.failed + 1
+
+    def rows(requests: Iterator[BatchRequest]) -> Iterator[Row]:
+        numbers = itertools.count()
+        for request in requests:
             try:
                 made = rows_of(lm, request, options)
             except OvspecError as error:
-                done.add(request, result_line(request, str(error)))
-                progress.done, progress.failed = progress.done + 1, progress.failed + 1
+                failed(request, error)
                 continue
             for row in made:
                 started[next(numbers)] = request, made
                 yield row
 
-    try:
-        for pieces in lm.workspace.run(rows(), options, sampled=bool(options.get("temperature"))):
+    def run(requests: Iterator[BatchRequest]) -> None:
+        for pieces in lm.workspace.run(rows(requests), options, sampled=bool(options.get("temperature"))):
             for number, piece in pieces:
                 progress.tokens += len(piece.token_ids)
                 if piece.finish_reason in (None, "cancelled"):
@@ -132,6 +147,26 @@ def run_file(
                     progress.done += 1
             if note:
                 note(progress)
+
+    try:
+        waiting = iter(todo)
+        while True:
+            try:
+                run(waiting)
+                break
+            except InferenceError:
+                raise
+            except OvspecError:  # of one of the texts that were being generated: alone, it fails again
+                begun = {request.id: request for request, _ in started.values()}
+                for request in begun.values():
+                    started.clear()
+                    try:
+                        run(iter([request]))
+                    except InferenceError:
+                        raise
+                    except OvspecError as error:
+                        failed(request, error)
+                started.clear()
         done.finish(output, requests)
     finally:
         done.close()
@@ -140,10 +175,13 @@ def run_file(
 
 def what_matters(lm: LanguageModel, options: GenerateOptions) -> str:
     """Return a text that identifies the model and all options that change results, not only their speed."""
-    weights = (lm.folder / MODEL_FILE).with_suffix(".bin").stat().st_size
-    faster = ("batch_size",) if options.get("accept") == "rejection" else ("batch_size", "lookahead")
-    texts = {name: options[name] for name in sorted(options) if name not in (*faster, *GRAMMARS)}
-    return f"{lm.folder.resolve()} {weights} {texts} {grammar_of(options)[0]}"
+    rejection = options.get("accept") == "rejection"  # there, sampled tokens depend on what was proposed
+    models = [lm.target, *([lm.draft] if rejection and lm.draft else [])]
+    identities = [(model_identity(model.ir.folder), cache_setting(model)) for model in models]
+    texts = {name: option_as_json(name, value) for name, value in complete_options(params_of(options), options).items()}
+    texts = {name: texts[name] for name in sorted(texts) if name not in GRAMMARS}
+    texts |= {"lookahead": options.get("lookahead")} if rejection else {}
+    return repr((identities, prompt_identity(lm.folder), texts, grammar_of(options)[0]))
 
 
 def rows_of(lm: LanguageModel, request: BatchRequest, options: GenerateOptions) -> list[Row]:

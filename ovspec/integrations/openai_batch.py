@@ -149,7 +149,7 @@ def options_of(body: dict[str, Any]) -> GenerateOptions:
         kind, option = GENERATE[ours]
         value = bias_of(value) if ours == "logit_bias" else value
         check(name, value, kind if option.request is True else option.request, replace(option, limits=None))
-        options[ours] = schema_of(value) if ours == "json_schema" and isinstance(value, str) else value
+        options[ours] = value
     return cast(GenerateOptions, options)
 
 
@@ -167,14 +167,6 @@ def format_of(value: Any) -> dict[str, Any]:
             '{"type": "json_schema", "json_schema": {"schema": …}}.'
         )
     return {"json_schema": schema["schema"]}
-
-
-def schema_of(text: str) -> Any:
-    """Parse a schema's text. It is never taken for a file name, because requests may come from other people."""
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        raise OvspecError(f"json_schema is not JSON: {error.msg} at column {error.colno}.") from None
 
 
 def bias_of(value: Any) -> dict[int, float]:

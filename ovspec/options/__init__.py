@@ -20,6 +20,7 @@ SampleFunction = Callable[..., Any]
 LogitsProcessor = Callable[[Any, Any], Any]
 
 AT_LEAST_1 = Limits(1, words="at least 1")
+TEXTS = Limits(1, 10_000, "at least 1 and at most 10,000")
 NOT_NEGATIVE = Limits(0, words="0 or more")
 PROBABILITY = Limits(0, 1, "above 0 and at most 1", above=True)
 LOOKAHEAD = Limits(0, words="0 or more, or auto")
@@ -149,7 +150,7 @@ class SamplingOptions(TypedDict, total=False):
     ]
     n: Annotated[
         int,
-        Option("Number of texts for each prompt; above 1 needs a temperature.", 1, AT_LEAST_1, flags=("--samples",)),
+        Option("Number of texts for each prompt; above 1 needs a temperature.", 1, TEXTS, flags=("--samples",)),
     ]
     logprobs: Annotated[
         int | None,

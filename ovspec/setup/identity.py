@@ -35,6 +35,15 @@ def model_identity(folder: Path) -> str:
     return found.hexdigest()
 
 
+def prompt_identity(folder: Path) -> str:
+    """Return a checksum of the files that decide how a prompt is written in tokens, and how a text ends."""
+    found = hashlib.sha256()
+    for name in ("chat_template.jinja", "tokenizer_config.json", "generation_config.json", "config.json"):
+        file = folder / name
+        found.update(name.encode() + (file.read_bytes() if file.is_file() else b""))
+    return found.hexdigest()
+
+
 def compiled_properties(loaded: CompiledModel) -> dict[str, str]:
     """Return those OpenVINO properties of a model that its numbers depend on."""
     compiled = loaded.ir.compiled

@@ -74,7 +74,9 @@ class GenerationConfig:
         if config.get("suppress_tokens"):
             given["logit_bias"] = dict.fromkeys(config["suppress_tokens"], -np.inf) | dict(params.logit_bias)
         for name, ids in (("logit_bias", params.logit_bias), ("stop_ids", params.stop_ids)):
-            unknown = self._tokenizer.known.first_unknown(np.array(list(ids), dtype=np.int64)) if len(ids) else None
+            unknown = next((token for token in ids if not -(2**63) <= token < 2**63), None)
+            if unknown is None and len(ids):
+                unknown = self._tokenizer.known.first_unknown(np.array(list(ids), dtype=np.int64))
             if unknown is not None:
-                raise OvspecError(f"{name}: token id {unknown} is not in the vocabulary.")
+                raise OvspecError(f"{name}: token id {str(unknown)[:20]} is not in the vocabulary.")
         return replace(params, **given) if given else params

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,8 +21,9 @@ import pytest
 from conftest import PROMPTS, ROOT
 
 import ovspec
-from ovspec.integrations.batch_run import Done, run_file
+from ovspec.integrations.batch_run import Done, run_file, what_matters
 from ovspec.integrations.openai_batch import BatchRequest, read_request, read_requests
+from ovspec.options import GENERATE
 
 DEMO = ROOT / "models" / "demo"
 
@@ -287,6 +290,75 @@ def test_each_line_has_its_own_grammar(lm: ovspec.LanguageModel, tmp_path: Path)
     with pytest.raises(ovspec.OvspecError, match="regex"):
         run(lm, tmp_path / "wrong", lines, regex="[0")
     errors = {line["id"]: line.get("error", "") for line in written[1:]}
-    assert "not JSON" in errors["file"]
+    assert "isn't JSON" in errors["file"]
     assert "#/type" in errors["wrong"]
     assert "response_format" in errors["format"]
+
+
+HOSTILE = [
+    "null", "true", "-1", "0", "1.5", "1e39", "-1e39", "1e300", "NaN", "-Infinity", "1" + "0" * 400,
+    "9223372036854775808", "1" + "0" * 5000, '""', '"x"', '"\\ud800"', '"true.json"', "[]", "[5]", '["a"]', "[null]",
+    "[[]]", "[1e39]", "[9223372036854775808]", "{}", '{"a": 1}', '{"5": 1e39}', '{"99999999999999999999": 1}',
+    "[" * 2000 + "]" * 2000, '"' + '[\\"' * 20_000 + '"',
+]  # fmt: skip
+
+
+def test_a_hostile_value_of_any_option_costs_only_its_line(lm: ovspec.LanguageModel, tmp_path: Path) -> None:
+    options = [*GENERATE, "response_format", "messages", "custom_id", "body", "url", "method", "model"]
+    lines = [
+        f'{{"prompt": "A", "max_tokens": 2, "{name}": {value}}}'
+        for name in options
+        for value in HOSTILE
+        if name != "max_tokens" or not value.isdigit()
+    ]
+    lines += [
+        json.dumps({"prompt": "A", "temperature": 1, "n": 10**9}),
+        json.dumps({"prompt": "A", "logit_bias": {str(i): -math.inf for i in range(lm.target.ir.logits_width)}}),
+    ]
+    good = json.dumps({"id": "good", "prompt": PROMPTS[0], "max_tokens": 6})
+    (tmp_path / "in.jsonl").write_text("\n".join([*lines, good]), encoding="utf-8")
+    found = run_file(
+        lm, read_requests(tmp_path / "in.jsonl"), tmp_path / "out.jsonl", {"max_tokens": 2, "batch_size": 3}
+    )
+    written = read_lines(tmp_path / "out.jsonl")
+    assert len(written) == found.total == len(lines) + 1
+    assert found.failed > len(lines) / 2
+    assert written[-1]["text"] == lm.generate(PROMPTS[0], max_tokens=6).text
+    assert "n is" in written[-3]["error"] and "token" in written[-2]["error"]
+    assert not any("Traceback" in str(line.get("error")) for line in written)
+
+
+def test_a_text_that_fails_while_it_is_generated_costs_only_its_line(lm: ovspec.LanguageModel, tmp_path: Path) -> None:
+    stuck = {"prompt": "A", "gbnf": 'root ::= "x" [\U0001f600]', "logit_bias": {}, "max_tokens": 9}
+    every = {str(i): -math.inf for i in range(lm.target.ir.logits_width)}
+    lines = [{"prompt": "A"}, {"prompt": "A", "logit_bias": every}, {"prompt": "B"}, stuck, {"prompt": "C"}]
+    written = run(lm, tmp_path, lines, max_tokens=5, batch_size=3)
+    assert [("error" in line) for line in written] == [False, True, False, "error" in written[3], False]
+    for line, prompt in ((0, "A"), (2, "B"), (4, "C")):
+        assert written[line]["text"] == lm.generate(prompt, max_tokens=5).text
+
+
+@pytest.mark.parametrize("name", ["generation_config.json", "openvino_model.bin", "chat_template.jinja"])
+def test_another_model_in_the_same_place_begins_anew(name: str, tmp_path: Path, cache_dir: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(DEMO, folder, ignore=shutil.ignore_patterns("draft", "ovspec.json"))
+
+    def depends_on() -> str:
+        return what_matters(ovspec.load(folder, "none", cache_dir=cache_dir), {"max_tokens": 9, "stop": ["x"]})
+
+    before = depends_on()
+    assert depends_on() == before
+    content = bytearray((folder / name).read_bytes())
+    at = len(content) - 3 if name.endswith(".bin") else len(content)
+    content[at : at + 1] = b" " if content[at : at + 1] != b" " else b"\n"
+    (folder / name).write_bytes(content)
+    assert depends_on() != before
+
+
+def test_two_batches_on_one_output(tmp_path: Path) -> None:
+    first = Done(tmp_path / "out.jsonl", "x")
+    with pytest.raises(ovspec.OvspecError, match="another batch is writing it"):
+        Done(tmp_path / "out.jsonl", "x")
+    first.close()
+    Done(tmp_path / "out.jsonl", "x").close()
+    assert [path.name for path in tmp_path.iterdir()] == ["out.jsonl.partial"]
