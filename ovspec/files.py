@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import glob
 import json
+import os
 import secrets
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from ovspec.errors import OvspecError
+
+PARTIAL = ".partial"  # ends the names of files that are being written
 
 
 def read_text(path: Path) -> str:
@@ -34,13 +41,35 @@ def write_atomically(path: Path, text: str) -> None:
 
 @contextlib.contextmanager
 def replaced(path: Path) -> Iterator[Path]:
-    """Yield a temporary path beside ``path``; on success its file replaces ``path``, else it is deleted."""
-    partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    """Yield a temporary path beside ``path``; on success its file replaces ``path``, else it is deleted.
+
+    The new file keeps the old one's permissions, and stays behind a symbolic link. It is on the disk before it takes
+    the old one's place, so that even a power failure leaves one of the two.
+    """
+    path = path.resolve()
+    for left in path.parent.glob(f".{glob.escape(path.name)}.*{PARTIAL}"):
+        if not psutil.pid_exists(int(left.name.split(".")[-3])):
+            left.unlink(missing_ok=True)  # of a process that was killed
+    partial = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}{PARTIAL}")
     try:
         yield partial
+        with contextlib.suppress(FileNotFoundError):
+            shutil.copymode(path, partial)
+        on_disk(partial)
         partial.replace(path)
+        on_disk(path.parent)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def on_disk(path: Path) -> None:
+    """Wait until a file or folder is on the disk, where the system can tell."""
+    with contextlib.suppress(OSError):
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -48,9 +77,12 @@ def read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+        found = json.loads(path.read_bytes().decode("utf-8-sig"))
+    except (ValueError, RecursionError) as error:
         raise OvspecError(f"{path}: not valid JSON ({error}); export the model again.") from None
+    if not isinstance(found, dict):
+        raise OvspecError(f"{path}: not a JSON object; export the model again.")
+    return found
 
 
 def remembered(path: Path | None) -> dict[str, Any]:

@@ -5,11 +5,13 @@ A session file is in NumPy's ``.npz`` format.
 
 from __future__ import annotations
 
+import errno
 import json
+import math
 import warnings
 import zipfile
 import zlib
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,11 @@ from ovspec.text.chat_template import Message
 from ovspec.workspace import Decoders, Workspace
 
 FORMAT = 1
+# What reading a damaged file may raise.
+DAMAGED = (
+    ValueError, KeyError, TypeError, AttributeError, IndexError, EOFError, OverflowError, NotImplementedError,
+    RecursionError, MemoryError, zipfile.BadZipFile, zlib.error,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -73,10 +80,21 @@ def save_session(path: Path, workspace: Workspace, decoders: Decoders, mark: Mar
     text = json.dumps({"format": FORMAT, "text": described, "caches": caches})
     arrays["about"] = np.frombuffer(text.encode(), dtype=np.uint8)
     try:
-        with replaced(path) as partial, partial.open("wb") as file:
-            np.savez(file, **arrays)
+        try:
+            write_arrays(path, arrays)
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
+            small = {name: values for name, values in arrays.items() if "/cache/" not in name}
+            write_arrays(path, small)
+            warnings.warn(f"{path}: the disk is full, so the text is saved without its KV caches", stacklevel=3)
     except OSError as error:
         raise OvspecError(f"{path}: the session can't be written ({error.strerror or error}).") from None
+
+
+def write_arrays(path: Path, arrays: dict[str, Any]) -> None:
+    with replaced(path) as partial, partial.open("wb") as file:
+        np.savez(file, **arrays)
 
 
 def load_session(path: Path, workspace: Workspace, decoders: Decoders) -> Mark:
@@ -85,39 +103,105 @@ def load_session(path: Path, workspace: Workspace, decoders: Decoders) -> Mark:
     Raises:
         OvspecError: the file doesn't exist, is damaged, or belongs to another model.
     """
+    saved = read_session(path)
+    if saved.caches["target"].model != model_identity(workspace.folder):
+        raise OvspecError(f"{path}: a session of another model than {workspace.folder}; load it with its own.")
+    mark = saved.mark
+    workspace.encode(mark.tokens, begins=False)  # refuses unknown ids
+    for name, loaded, decoder in parts(workspace, decoders):
+        cache = saved.caches.get(name, SavedCache())
+        decoder.reset(1)
+        if cache.arrays and {"model": cache.model, "setting": cache.setting} == described_cache(loaded):
+            try:
+                decoder.restore(cache.tokens, cache.arrays)
+                continue
+            except ValueError:
+                decoder.reset(1)
+        if name == "target" and len(cache.tokens):
+            why = f"with other settings ({cache.setting})" if cache.arrays else "without its KV cache"
+            text = f"{path}: saved {why}; the text is read again, and may continue differently at near-ties"
+            warnings.warn(text, stacklevel=3)
+    return mark
+
+
+@dataclass
+class SavedCache:
+    """A model's KV cache in a session file. ``model``, ``setting``: what it was computed with."""
+
+    model: str = ""
+    setting: str = ""
+    tokens: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
+    arrays: dict[str, np.ndarray] = field(default_factory=dict)
+
+
+@dataclass
+class SavedSession:
+    mark: Mark
+    caches: dict[str, SavedCache]  # by "target" and "draft"
+
+
+def read_session(path: Path) -> SavedSession:
+    """Return what a session file holds; raises OvspecError if it can't be read, is damaged or too new."""
     try:
-        with path.open("rb") as file, np.load(file, allow_pickle=False) as saved:
-            arrays = {name: saved[name] for name in saved.files}
+        arrays = read_arrays(path)
         about = json.loads(arrays["about"].tobytes())
-        known_format = about["format"] == FORMAT
-        mark = Mark(arrays["tokens"], **about["text"]) if known_format else None
-        caches = about.get("caches", {})
+        if about["format"] != FORMAT:
+            raise OvspecError(f"{path}: format {str(about['format'])[:20]} is not known; update ovspec.")
+        mark = read_mark(about["text"], ids_in(arrays["tokens"]))
+        caches = {}
+        for name, entry in about["caches"].items():
+            begin = f"{name}/cache/"
+            held = {key.removeprefix(begin): values for key, values in arrays.items() if key.startswith(begin)}
+            tokens = ids_in(arrays[f"{name}/tokens"])
+            expect(len(tokens) == entry["tokens"])
+            caches[name] = SavedCache(str(entry["model"]), str(entry["setting"]), tokens, held)
+        expect("target" in caches)
+        return SavedSession(mark, caches)
     except FileNotFoundError:
         raise OvspecError(f"{path}: no such file; name a file that a session was saved to.") from None
     except OSError as error:
         raise OvspecError(f"{path}: {(error.strerror or str(error)).lower()}.") from None
-    except (ValueError, KeyError, TypeError, AttributeError, EOFError, zipfile.BadZipFile, zlib.error):
+    except DAMAGED:
         raise OvspecError(f"{path}: not a session file of ovspec, or damaged.") from None
-    if not mark:
-        raise OvspecError(f"{path}: format {about['format']} is not known; update ovspec.")
-    if caches["target"]["model"] != model_identity(workspace.folder):
-        raise OvspecError(f"{path}: a session of another model than {workspace.folder}; load it with its own.")
-    workspace.encode(mark.tokens, begins=False)  # refuses unknown ids
-    for name, loaded, decoder in parts(workspace, decoders):
-        begin, saved_as = f"{name}/cache/", caches.get(name, {"tokens": 0})
-        cache = {key.removeprefix(begin): values for key, values in arrays.items() if key.startswith(begin)}
-        decoder.reset(1)
-        if cache and saved_as.items() >= described_cache(loaded).items():
-            try:
-                decoder.restore(arrays[f"{name}/tokens"], cache)
-                continue
-            except ValueError:
-                pass
-        if name == "target" and saved_as["tokens"]:
-            why = f"with other settings ({saved_as['setting']})" if cache else "without its KV cache"
-            text = f"{path}: saved {why}; the text is read again, and may continue differently at near-ties"
-            warnings.warn(text, stacklevel=3)
-    return mark
+
+
+def read_arrays(path: Path) -> dict[str, np.ndarray]:
+    """Return the arrays in a session file, whose members are as large in memory as they are in the file."""
+    with path.open("rb") as file, zipfile.ZipFile(file) as archive:
+        members = archive.infolist()
+        expect(sum(member.file_size for member in members) <= path.stat().st_size)
+        for member in members:
+            expect(member.compress_type == zipfile.ZIP_STORED)
+            with archive.open(member) as stream:
+                np.lib.format.read_magic(stream)
+                shape, _, dtype = np.lib.format.read_array_header_1_0(stream)
+                expect(not dtype.hasobject and math.prod(shape) * dtype.itemsize <= member.file_size)
+        file.seek(0)
+        with np.load(file, allow_pickle=False) as saved:
+            return {name: saved[name] for name in saved.files}
+
+
+def ids_in(array: np.ndarray) -> np.ndarray:
+    """Return ``array`` if it can be token ids, (n,) int64."""
+    expect(array.ndim == 1 and array.dtype == np.int64)
+    return array
+
+
+def read_mark(text: dict[str, Any], tokens: np.ndarray) -> Mark:
+    """Return the mark that ``save_session`` wrote as JSON."""
+    for name in ("open_from", "healable", "answer_from"):
+        expect(type(text[name]) is int and 0 <= text[name] <= len(tokens))
+    expect(isinstance(text["open_text"], str) and isinstance(text["heals"], bool))
+    expect(isinstance(text["messages"], list))
+    for message in text["messages"]:
+        expect(isinstance(message, dict) and isinstance(message.get("role"), str) and "content" in message)
+    return Mark(tokens, **{**text, "messages": tuple(text["messages"])})
+
+
+def expect(right: object) -> None:
+    """Raise ValueError unless ``right``."""
+    if not right:
+        raise ValueError
 
 
 def described_cache(loaded: CompiledModel) -> dict[str, str]:

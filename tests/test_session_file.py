@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -212,3 +213,93 @@ def test_a_newer_format_is_refused(load: Load, tmp_path: Path) -> None:
             np.savez(file, **arrays)
         with pytest.raises(ovspec.OvspecError, match="format 2 is not known"), warnings.catch_warnings():
             session.load(tmp_path / "newer")
+
+
+def test_a_saved_file_keeps_its_permissions_and_its_link(load: Load, tmp_path: Path) -> None:
+    real, link = tmp_path / "real.ov", tmp_path / "link.ov"
+    with load().session() as session:
+        session.append(PROMPTS[0])
+        session.save(real)
+        real.chmod(0o600)
+        link.symlink_to(real)
+        (tmp_path / ".real.ov.999999999.0000.partial").touch()  # of a process that was killed
+        session.append("more")
+        session.save(link)
+        assert link.is_symlink() and real.stat().st_mode & 0o777 == 0o600
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["link.ov", "real.ov"]
+        session.load(real)
+        assert session.text.endswith("more")
+
+
+def test_a_full_disk_keeps_the_text(load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(file: Any, **arrays: Any) -> None:
+        if any("/cache/" in name for name in arrays):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        savez(file, **arrays)
+
+    savez = np.savez
+    with load().session() as session:
+        session.append(PROMPTS[0])
+        made = session.generate(max_tokens=5, ignore_eos=True)
+        monkeypatch.setattr(np, "savez", full)
+        with pytest.warns(UserWarning, match="disk is full, so the text is saved without"):
+            session.save(tmp_path / "s.ov")
+        monkeypatch.undo()
+        with load().session() as other, pytest.warns(UserWarning, match="without its KV cache"):
+            other.load(tmp_path / "s.ov")
+            assert other.tokens == session.tokens
+            assert made.text
+
+
+def test_any_mutation_is_a_sentence_or_a_text(load: Load, tmp_path: Path) -> None:
+    """Every member and every field of a session file: gone, of another type, shape, sign, size or depth, or NaN."""
+    good, bad = tmp_path / "good.ov", tmp_path / "bad.ov"
+    tried = 0
+    with load().session() as session, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        session.append(PROMPTS[0])
+        session.generate(max_tokens=5, ignore_eos=True)
+        session.save(good)
+        with np.load(good) as saved:
+            arrays = dict(saved)
+        for broken in mutations(arrays):
+            tried += 1
+            np.savez(bad.open("wb"), **broken)
+            try:
+                session.load(bad)
+                session.generate(max_tokens=2, ignore_eos=True)
+            except ovspec.OvspecError as error:
+                assert len(str(error)) < 400
+        np.savez_compressed(bad.open("wb"), **{**arrays, "tokens": np.zeros(10**8, dtype=np.int64)})
+        with pytest.raises(ovspec.OvspecError, match="damaged"):
+            session.load(bad)
+        session.load(good)
+    assert tried > 100
+
+
+def mutations(arrays: dict[str, np.ndarray]) -> Iterator[dict[str, Any]]:
+    for name, values in arrays.items():
+        yield {key: each for key, each in arrays.items() if key != name}
+        others = [values[:0], values[:-1], values[None], values.astype(np.float32), values.astype("S4"), np.array(1)]
+        others += [np.full(values.shape, np.nan), np.full(values.shape, -1), np.full(values.shape, 2**62)]
+        for other in others:
+            yield {**arrays, name: other}
+        if name.count("/") > 1:
+            break  # one layer shows it
+    about = json.loads(arrays["about"].tobytes())
+    for place in places(about):
+        for value in (None, True, -1, 10**30, "x", "", [], [[]] * 9, {}, {"a": 1}, 1e300):
+            text = json.dumps(replaced_at(about, place, value))
+            yield {**arrays, "about": np.frombuffer(text.encode(), dtype=np.uint8)}
+    for text in ("[" * 5000 + "]" * 5000, "[]", "3", "{", "\xff"):
+        yield {**arrays, "about": np.frombuffer(text.encode("latin-1"), dtype=np.uint8)}
+
+
+def places(value: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    yield at
+    for key in value if isinstance(value, dict) else ():
+        yield from places(value[key], (*at, key))
+
+
+def replaced_at(value: Any, place: tuple[Any, ...], by: Any) -> Any:
+    return {**value, place[0]: replaced_at(value[place[0]], place[1:], by)} if place else by
