@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import signal
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -22,6 +21,7 @@ from ovspec.cli.options import (
     split_options,
     stats_option,
 )
+from ovspec.cli.signals import Ended, end_on_signals, undisturbed
 from ovspec.drafting.choice import EXPORTED, DraftChoice
 from ovspec.errors import OvspecError
 
@@ -80,12 +80,15 @@ def chat(
             load(talk, str(session))
         if system is not None:
             set_system(talk, system)
-        end_on_signals()
+        talk.ended = end_on_signals()
         try:
             whole = run(talk, reader())
         finally:
             if session:
-                opened.save(session)
+                with undisturbed():
+                    opened.save(session)
+    if talk.ended.code:
+        sys.exit(talk.ended.code)
     if not whole and not at_terminal():
         sys.exit(1)
 
@@ -95,7 +98,7 @@ class Chat:
     """A running chat, which may grow to ``context`` tokens.
 
     ``marks``: the text before each of the user's messages that can be taken back. The ``system`` message is sent with
-    the user's first message, because templates may refuse it alone.
+    the user's first message, because templates may refuse it alone. ``ended``: whether a signal has ended it.
     """
 
     session: Session
@@ -105,25 +108,20 @@ class Chat:
     system: str | None = None
     marks: list[Mark] = field(default_factory=list)
     last: Result | None = None
-
-
-def end_on_signals() -> None:
-    """Make SIGHUP (a closed terminal) and SIGTERM end the chat as Ctrl-D does, with the session saved."""
-    for name in ("SIGHUP", "SIGTERM"):
-        if number := getattr(signal, name, None):
-            signal.signal(number, lambda number, _: sys.exit(128 + number))
+    ended: Ended = field(default_factory=Ended)
 
 
 def run(talk: Chat, read: Callable[[], str]) -> bool:
     """Read and answer messages until the input ends; return whether all of them succeeded."""
     whole = True
-    while True:
+    while not talk.ended.code:
         try:
             text = read()
         except EOFError:
             return whole
         except KeyboardInterrupt:
-            note("Ctrl-D or /exit ends the chat.")
+            if not talk.ended.code:
+                note("Ctrl-D or /exit ends the chat.")
             continue
         name, _, argument = text.strip().partition(" ")
         try:
@@ -138,19 +136,30 @@ def run(talk: Chat, read: Callable[[], str]) -> bool:
         except OvspecError as error:
             whole = False
             click.secho(f"Error: {error}", fg="red", err=True)
+        except KeyboardInterrupt:  # while a message was read or a command ran
+            whole = False
+    return whole
 
 
 def answer(talk: Chat, text: str) -> None:
     """Send a message and stream the answer; take the message back if there is no answer."""
-    with unchanged_on_error(talk.session) as before:
+    before = talk.session.mark()
+    try:
         system = [] if talk.session.messages else with_system(talk.system, [])
         talk.session.append([*system, {"role": "user", "content": text}])
-        said = say(talk)
-    if said:
-        talk.marks.append(before)
-    else:
-        talk.session.rewind(before)
+        say(talk)
+    finally:
+        if answered(talk.session):
+            talk.marks.append(before)
+        else:
+            talk.session.rewind(before)
+    if not answered(talk.session):
         note("There is no answer yet; your message was taken back.")
+
+
+def answered(session: Session) -> bool:
+    """Return whether the session ends with an answer, or with a part of one."""
+    return bool(session.messages) and session.messages[-1]["role"] == "assistant"
 
 
 @contextlib.contextmanager
@@ -164,8 +173,8 @@ def unchanged_on_error(session: Session) -> Iterator[Mark]:
         raise
 
 
-def say(talk: Chat) -> bool:
-    """Stream the answer, or more of it; return whether any token was generated."""
+def say(talk: Chat) -> None:
+    """Stream the answer, or more of it."""
     from ovspec.cli import output
 
     options = dict(talk.options)
@@ -174,13 +183,18 @@ def say(talk: Chat) -> bool:
         if left < 1:
             raise OvspecError(f"The context of {talk.context} tokens is full; use /undo or /reset to make room.")
         options["max_tokens"] = min(options["max_tokens"], left)
-    talk.last, _ = output.run(talk.session.stream(**options), show=True)
-    click.echo()
+    stream = talk.session.stream(**options)
+    try:
+        talk.last, _ = output.run(stream, show=True)
+        click.echo()
+    except OSError:  # the terminal is gone
+        stream.cancel()
+        talk.last, talk.ended.code = stream.result(), talk.ended.code or 1
+        return
     if talk.last.finish_reason == "length":
         note(f"Cut off after {talk.last.stats.generated_tokens} tokens; send an empty line to continue.")
     if talk.stats:
         show_stats(talk, talk.stats)
-    return bool(talk.last.token_ids)
 
 
 # ---------------------------------------------------------------- commands

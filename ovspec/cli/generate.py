@@ -18,6 +18,7 @@ from ovspec.cli.options import (
     split_options,
     stats_option,
 )
+from ovspec.cli.signals import Ended, end_on_signals, undisturbed
 from ovspec.drafting.choice import EXPORTED, DraftChoice
 
 
@@ -114,9 +115,16 @@ def generate(
             if prompt is not None:
                 opened.append(prompt)
             options["heal"] = bool(options.get("heal"))  # in a session it would be on by default
-            interrupted = output.generate(opened.stream(**options), stats, as_json)
-            if session:
-                opened.save(session)
+            ended, before, whole = end_on_signals() if session else Ended(), len(opened), False
+            try:
+                interrupted = output.generate(opened.stream(**options), stats, as_json)
+                whole = True
+            finally:
+                if session and (whole or len(opened) > before):
+                    with undisturbed():
+                        opened.save(session)
+        if ended.code:
+            sys.exit(ended.code)
         if interrupted:
             raise KeyboardInterrupt
 

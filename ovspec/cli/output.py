@@ -50,19 +50,28 @@ def heading(text: str) -> None:
 
 def run(stream: TextStream, show: bool) -> tuple[Result, bool]:
     """Run a stream to its end and return (result, whether Ctrl-C ended it); print the text if ``show``."""
+    from ovspec.loop.scheduler import HeldInterrupts
+
     printed, interrupted = 0, False
+    interrupts = HeldInterrupts()  # so that it is known what was printed
     try:
-        for piece in stream:
-            if show and piece.text:
-                click.echo(piece.text, nl=False)
-                printed += len(piece.text)
-    except KeyboardInterrupt:
-        # It may come while a piece is printed, when the stream knows nothing of it.
-        interrupted = True
-        stream.cancel()
-    result = stream.result()
-    if show and printed < len(result.text):
-        click.echo(result.text[printed:], nl=False)
+        try:
+            for piece in stream:
+                if show and piece.text:
+                    interrupts.holding = True
+                    click.echo(piece.text, nl=False)
+                    printed += len(piece.text)
+                    interrupts.holding = False
+                    if interrupts.pressed:
+                        raise KeyboardInterrupt
+        except KeyboardInterrupt:
+            interrupts.holding = interrupted = True
+            stream.cancel()
+        result = stream.result()
+        if show and printed < len(result.text):
+            click.echo(result.text[printed:], nl=False)
+    finally:
+        interrupts.stop()
     return result, interrupted
 
 

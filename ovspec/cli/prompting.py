@@ -57,7 +57,7 @@ def terminal() -> Callable[[bool], str]:
     folder = Path(platformdirs.user_state_dir("ovspec", appauthor=False))
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "chat_history").touch()
+        (folder / "chat_history").touch(mode=0o600)
         history = FileHistory(str(folder / "chat_history"))
     except OSError:
         history = InMemoryHistory()
