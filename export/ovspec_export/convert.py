@@ -115,7 +115,7 @@ def run_job(job: str, model: Source, scratch: Path, **arguments: Any) -> None:
     scratch.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=scratch, ignore_cleanup_errors=True) as temporary:
         # Everything needed is already downloaded, with weights as safetensors only; nothing else may be fetched now.
-        environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONUTF8": "1"}
+        environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "PYTHONUTF8": "1"}
         environment |= {"TMPDIR": temporary, "TEMP": temporary, "TMP": temporary}
         # The worker ends when this pipe closes, even if this process is killed.
         with subprocess.Popen(

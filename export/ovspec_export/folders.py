@@ -33,19 +33,30 @@ def check_output(output: Path) -> None:
             f"{output}: holds files that ovspec did not export ({foreign}); choose another folder with -o, "
             "or move them away."
         )
-    if backup_of(output).exists() and not is_ours(backup_of(output)):
-        raise OvspecError(f"{backup_of(output)}: is in the way and was not made by ovspec; rename it.")
+    backup = backup_of(output)
+    if backup.exists() and (not is_ours(backup) or foreign_file(backup)):
+        raise OvspecError(f"{backup}: is in the way and holds what ovspec did not make; rename it.")
 
 
 def foreign_file(folder: Path) -> str | None:
     """Return a file in ``folder`` that its manifest doesn't list, or None."""
+    return next(foreign_files(folder), None)
+
+
+def foreign_files(folder: Path) -> Iterator[str]:
+    """Yield the files in ``folder`` that its manifest doesn't list; in an unfinished export all files are ours."""
     try:
-        listed = read_json(folder / MANIFEST_FILE).get("files", {})
+        manifest = read_json(folder / MANIFEST_FILE)
     except OvspecError:
-        listed = {}
-    known = {*listed, MANIFEST_FILE} if is_ours(folder) else set()
-    names = (path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
-    return next((name for name in names if name not in known and Path(name).name not in OF_THE_SYSTEM), None)
+        manifest = {}
+    if manifest.get("unfinished"):
+        return
+    listed = manifest.get("files")
+    known = {*listed, MANIFEST_FILE} if is_ours(folder) and isinstance(listed, dict) else set()
+    for path in folder.rglob("*"):
+        name = path.relative_to(folder).as_posix()
+        if (path.is_symlink() or not path.is_dir()) and name not in known and path.name not in OF_THE_SYSTEM:
+            yield name
 
 
 @contextlib.contextmanager
@@ -104,12 +115,20 @@ def replace_folder(new: Path, output: Path) -> None:
             if not isinstance(error, OSError) or not new.exists() or attempt == 4:
                 raise
             time.sleep(0.1)
+    if is_ours(backup):
+        for name in list(foreign_files(backup)):  # came while the export ran
+            if not (output / name).exists():
+                (output / name).parent.mkdir(parents=True, exist_ok=True)
+                (backup / name).rename(output / name)
     discard(backup)
 
 
 def discard(backup: Path) -> None:
-    """Delete a backup. It is renamed first, so that it isn't taken for an export when half deleted."""
-    if is_ours(backup):
+    """Delete a backup that holds nothing but an export.
+
+    It is renamed first, so that it isn't taken for an export when half deleted.
+    """
+    if is_ours(backup) and not foreign_file(backup):
         output = backup.with_name(backup.name.removeprefix(".").removesuffix(".old"))
         left = partial_of(output)
         backup.rename(left)

@@ -254,3 +254,32 @@ def test_killed_while_folders_are_renamed(tmp_path: Path) -> None:
         process.communicate()
         restore_backup(output)
         assert contents(output) == {"ovspec.json": MANIFEST.encode(), "text": b"whole"}
+
+
+def test_files_that_come_during_an_export_survive(tmp_path: Path) -> None:
+    """A user's file in the old folder, in a subfolder, and under a name that the new export has, too."""
+    output = marked(tmp_path / "out", "old")
+    with work_folder(output) as work:
+        (work / MANIFEST_FILE).write_text('{"files": {"text": {}, "more": {}}}', encoding="utf-8")
+        (work / "text").write_text("new", encoding="utf-8")
+        (work / "more").write_text("new", encoding="utf-8")
+        (output / "notes").mkdir()
+        for name in ("mine", "notes/mine", "more"):
+            (output / name).write_text("mine", encoding="utf-8")
+        replace_folder(work, output)
+    assert contents(output) | {MANIFEST_FILE: b""} == {
+        MANIFEST_FILE: b"", "text": b"new", "more": b"new", "mine": b"mine", "notes/mine": b"mine"
+    }  # fmt: skip
+    kept = backup_of(output)
+    assert contents(kept)["more"] == b"mine", "it stays where it doesn't get in the way"
+    with pytest.raises(ovspec.OvspecError, match="rename it"):
+        check_output(tmp_path / "out2" / ".." / "out")
+
+
+def test_what_lies_in_a_backup_is_not_deleted(tmp_path: Path) -> None:
+    output = marked(tmp_path / "out", "new")
+    backup = marked(tmp_path / ".out.old", "old")
+    (backup / "mine").write_text("mine", encoding="utf-8")
+    with pytest.raises(ovspec.OvspecError, match=r"\.out\.old: is in the way and holds what ovspec did not make"):
+        check_output(output)
+    assert (backup / "mine").read_text(encoding="utf-8") == "mine"
