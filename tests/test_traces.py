@@ -1,0 +1,90 @@
+"""No command opens a connection, writes outside its cache and its outputs, or leaves a process behind."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from conftest import CHECKPOINTS, ROOT
+
+from ovspec.cli import COMMANDS
+
+# Python runs this in every process; what it reports is a failure.
+SITE = """
+import os, socket
+
+def report(what):
+    with open(os.environ["REPORTS"], "a") as file:
+        file.write(what + "\\n")
+
+for name in ("connect", "connect_ex", "sendto"):
+    def forbidden(self, *arguments, _real=getattr(socket.socket, name), _name=name):
+        if self.family != socket.AF_UNIX:
+            report(f"{_name} {arguments}")
+            raise OSError("no network in this test")
+        return _real(self, *arguments)
+    setattr(socket.socket, name, forbidden)
+
+def resolved(*arguments, **_):
+    report(f"getaddrinfo {arguments}")
+    raise OSError("no network in this test")
+
+socket.getaddrinfo = resolved
+"""
+DEMO = str(ROOT / "models" / "demo")
+ARGUMENTS: dict[str, list[str]] = {
+    "batch": ["batch", DEMO, "in.txt", "-o", "out.jsonl", "-n", "3"],
+    "bench": ["bench", DEMO, "-n", "4", "--runs", "1"],
+    "chat": ["chat", DEMO, "-n", "3", "--draft"],
+    "devices": ["devices"],
+    "export": ["export", str(CHECKPOINTS / "draft"), "-o", "out", "--weight-format", "int8"],
+    "generate": ["generate", DEMO, "def f(", "-n", "3", "--draft", "--json"],
+    "inspect": ["inspect", DEMO],
+    "perplexity": ["perplexity", DEMO, "in.txt"],
+    "tune": ["tune", DEMO, "--threads", "1"],
+    "verify": ["verify", "result.json"],
+}
+
+
+@pytest.mark.parametrize(
+    "command", [pytest.param(name, marks=pytest.mark.slow) if name in ("tune", "bench") else name for name in COMMANDS]
+)
+def test_no_connection_no_file_and_no_process_is_left(command: str, tmp_path: Path) -> None:
+    home, work, site = (tmp_path / name for name in ("home", "work", "site"))
+    for folder in (home, work, site):
+        folder.mkdir()
+    (site / "sitecustomize.py").write_text(SITE, encoding="utf-8")
+    (work / "in.txt").write_text("A line of text with some words in it.\n" * 9, encoding="utf-8")
+    reports = tmp_path / "reports"
+    kept = {name: os.environ[name] for name in ("PATH", "LD_LIBRARY_PATH", "SYSTEMROOT") if name in os.environ}
+    environment = kept | {"HOME": str(home), "USERPROFILE": str(home), "TMPDIR": str(tmp_path), "REPORTS": str(reports)}
+    environment |= {"PYTHONPATH": os.pathsep.join([str(site), str(ROOT), str(ROOT / "export")]), "OVSPEC_TUNE": "0"}
+
+    def run(arguments: list[str]) -> subprocess.CompletedProcess[bytes]:
+        return subprocess.run(
+            [sys.executable, "-m", "ovspec", *arguments],
+            cwd=work, env=environment, input=b"Hello.\n", capture_output=True, timeout=280, check=False,
+        )  # fmt: skip
+
+    if command == "verify":
+        (work / "result.json").write_bytes(run(ARGUMENTS["generate"]).stdout)
+    done = run(ARGUMENTS[command])
+    assert done.returncode == 0, done.stderr.decode()
+    assert not reports.exists(), reports.read_text(encoding="utf-8")
+    written = {path.relative_to(home).as_posix() for path in home.rglob("*") if path.is_file()}
+    assert all("ovspec" in Path(name).parts for name in written), written
+    time.sleep(0.1)
+    left = [
+        each for each in psutil.process_iter(["environ"]) if (each.info["environ"] or {}).get("REPORTS") == str(reports)
+    ]
+    assert not left
+
+
+def test_importing_openvino_after_ovspec_reports_nothing() -> None:
+    code = "import ovspec, openvino, sys; assert sys.modules['openvino_telemetry'] is None; print('fine')"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout.strip() == b"fine"
