@@ -6,8 +6,10 @@ import contextlib
 import glob
 import json
 import os
+import platform
 import secrets
 import shutil
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ import psutil
 from ovspec.errors import OvspecError
 
 PARTIAL = ".partial"  # ends the names of files that are being written
+HOST = f"{zlib.crc32(platform.node().encode()):x}"  # in their names, because machines may share a folder
 
 
 def read_text(path: Path) -> str:
@@ -48,9 +51,10 @@ def replaced(path: Path) -> Iterator[Path]:
     """
     path = path.resolve()
     for left in path.parent.glob(f".{glob.escape(path.name)}.*{PARTIAL}"):
-        if not psutil.pid_exists(int(left.name.split(".")[-3])):
+        host, _, process = left.name.split(".")[-3].partition("-")
+        if host == HOST and process.isdecimal() and not psutil.pid_exists(int(process)):
             left.unlink(missing_ok=True)  # of a process that was killed
-    partial = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}{PARTIAL}")
+    partial = path.with_name(f".{path.name}.{HOST}-{os.getpid()}.{secrets.token_hex(4)}{PARTIAL}")
     try:
         yield partial
         with contextlib.suppress(FileNotFoundError):

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from conftest import PROMPTS, ROOT, TARGET
 import ovspec
 import ovspec.ir.memory
 from ovspec.cli import cli
+from ovspec.ir import compile as compile_module
 from ovspec.ir.compile import compile_ir
 from ovspec.ir.device import DeviceOptions
 from ovspec.ir.memory import check_memory, kv_bytes_per_token
@@ -290,3 +292,22 @@ def test_target_and_draft_on_different_devices(
     assert result.token_ids == expected.token_ids
     assert (result.stats.device, result.stats.draft_device) == devices
     assert result.stats.accepted > 0
+
+
+def test_a_pair_is_read_one_after_the_other(pair: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only compiling runs side by side: two threads that read their first models waited for each other for ever."""
+    inside, threads = list[int](), set[int]()
+    states = compile_module.model_states
+
+    def noted(model: Any) -> Any:
+        threads.add(threading.get_ident())
+        inside.append(1)
+        time.sleep(0.05)
+        assert len(inside) == 1
+        found = states(model)
+        inside.pop()
+        return found
+
+    monkeypatch.setattr(compile_module, "model_states", noted)
+    lm = ovspec.load(pair, True, precision="f32", cache_dir=cache_dir)
+    assert lm.draft and len(threads) == 2

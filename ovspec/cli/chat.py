@@ -21,7 +21,7 @@ from ovspec.cli.options import (
     split_options,
     stats_option,
 )
-from ovspec.cli.signals import Ended, end_on_signals, undisturbed
+from ovspec.cli.signals import Ended, end_on_signals, leave, undisturbed
 from ovspec.drafting.choice import EXPORTED, DraftChoice
 from ovspec.errors import OvspecError
 
@@ -87,8 +87,7 @@ def chat(
             if session:
                 with undisturbed():
                     opened.save(session)
-    if talk.ended.code:
-        sys.exit(talk.ended.code)
+    leave(talk.ended)
     if not whole and not at_terminal():
         sys.exit(1)
 

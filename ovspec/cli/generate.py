@@ -18,7 +18,7 @@ from ovspec.cli.options import (
     split_options,
     stats_option,
 )
-from ovspec.cli.signals import Ended, end_on_signals, undisturbed
+from ovspec.cli.signals import Ended, end_on_signals, leave, undisturbed
 from ovspec.drafting.choice import EXPORTED, DraftChoice
 
 
@@ -123,8 +123,7 @@ def generate(
                 if session and (whole or len(opened) > before):
                     with undisturbed():
                         opened.save(session)
-        if ended.code:
-            sys.exit(ended.code)
+        leave(ended)
         if interrupted:
             raise KeyboardInterrupt
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import signal
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -36,6 +37,14 @@ def end_on_signals() -> Ended:
     return ended
 
 
+def leave(ended: Ended) -> None:
+    """Exit if a signal has ended the command; no other one disturbs that any more."""
+    if ended.code:
+        for number in (*ENDING, signal.SIGINT):
+            signal.signal(number, signal.SIG_IGN)
+        sys.exit(ended.code)
+
+
 @contextlib.contextmanager
 def undisturbed() -> Iterator[None]:
     """Ignore the signals that could end the process, until what was shown is saved."""
@@ -44,4 +53,4 @@ def undisturbed() -> Iterator[None]:
         yield
     finally:
         for number, handler in before.items():
-            signal.signal(number, handler)
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)

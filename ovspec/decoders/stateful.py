@@ -84,8 +84,9 @@ class StatefulDecoder:
     def reset(self, rows: int) -> None:
         if not rows and self._slots.used > KEPT_SLOTS:
             self._give_memory_back()
-        # AUTO and HETERO devices of OpenVINO 2026.4 compute wrong logits for another number of rows than before.
-        if rows not in (0, len(self.rows)) and self._ir.device != "CPU":
+        # With a u8 cache, which AUTO and HETERO also use, OpenVINO 2026.4 computes wrong logits for another number of
+        # rows than before.
+        if rows not in (0, len(self.rows)) and not self._exact:
             self._request.renew()
         self.rows = [Sequence() for _ in range(rows)]
         self._slots = Slots(rows)

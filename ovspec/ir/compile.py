@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import re
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,8 @@ from ovspec.ir.large_pages import LargePages
 MODEL_FILE = "openvino_model.xml"
 # Operations that may follow the lm_head, because they don't mix positions (bias, scale, soft cap).
 ELEMENTWISE = {"Add", "Multiply", "Divide", "Subtract", "Tanh", "Convert", "Clamp"}
+# Two threads that read their first model at once may wait for each other for ever, inside OpenVINO's Python binding.
+READING = threading.Lock()
 KNOWN_INPUTS = {"input_ids", "attention_mask", "position_ids", "beam_idx"}
 
 
@@ -162,15 +165,11 @@ def pick_logits(model: ov.Model) -> bool:
     return True
 
 
-def compile_ir(folder: Path, options: DeviceOptions, rewrite: Callable[[ov.Model], None] | None = None) -> CompiledIR:
-    """Read the language model in ``folder``, apply ``rewrite`` if given, and compile it.
+def read_ir(folder: Path, rewrite: Callable[[ov.Model], None] | None) -> tuple[ov.Model, list[State], bool]:
+    """Read the language model in ``folder`` and apply ``rewrite``; return (model, its states, ``pick_logits``).
 
-    Raises OvspecError if the folder holds no IR or no stateful text model, if the device is not available, or if the
-    device can't compile the model or refuses a property.
+    Raises OvspecError if it can't be read or isn't a stateful text model.
     """
-    check_ir_folder(folder)
-    device = check_device(options.device)
-    check_weights(folder / MODEL_FILE)
     try:
         model = core().read_model(folder / MODEL_FILE)
     except RuntimeError as error:
@@ -189,6 +188,20 @@ def compile_ir(folder: Path, options: DeviceOptions, rewrite: Callable[[ov.Model
     picks = pick_logits(model)
     if rewrite:
         rewrite(model)
+    return model, states, picks
+
+
+def compile_ir(folder: Path, options: DeviceOptions, rewrite: Callable[[ov.Model], None] | None = None) -> CompiledIR:
+    """Read the language model in ``folder``, apply ``rewrite`` if given, and compile it.
+
+    Raises OvspecError if the folder holds no IR or no stateful text model, if the device is not available, or if the
+    device can't compile the model or refuses a property.
+    """
+    check_ir_folder(folder)
+    device = check_device(options.device)
+    check_weights(folder / MODEL_FILE)
+    with READING:
+        model, states, picks = read_ir(folder, rewrite)
     properties = compile_properties(options)
     large_pages = LargePages()
     try:
