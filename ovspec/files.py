@@ -11,14 +11,19 @@ import secrets
 import shutil
 import zlib
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import psutil
 
 from ovspec.errors import OvspecError
 
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
 PARTIAL = ".partial"  # ends the names of files that are being written
+T = TypeVar("T")
 HOST = f"{zlib.crc32(platform.node().encode()):x}"  # in their names, because machines may share a folder
 
 
@@ -29,7 +34,7 @@ def read_text(path: Path) -> str:
     except OSError as error:
         raise OvspecError(f"{path}: {(error.strerror or str(error)).lower()}; name a text file.") from None
     except UnicodeDecodeError:
-        raise OvspecError(f"{path}: not UTF-8 text; name a text file.") from None
+        raise OvspecError(f"{path}: not UTF-8 text; save it as UTF-8.") from None
     if not text.strip():
         raise OvspecError(f"{path}: contains no text.")
     return text
@@ -81,28 +86,46 @@ def read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        found = json.loads(path.read_bytes().decode("utf-8-sig"))
+        text = path.read_bytes().decode("utf-8-sig")
+        found = json.loads(text)
+        if "\\ud" in text.lower():  # perhaps half of a surrogate pair, which no text or file name may hold
+            json.dumps(found, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
-        raise OvspecError(f"{path}: not valid JSON ({error}); export the model again.") from None
+        raise OvspecError(f"{path}: not valid JSON ({str(error)[:200]}); export the model again.") from None
     if not isinstance(found, dict):
         raise OvspecError(f"{path}: not a JSON object; export the model again.")
     return found
 
 
-def remembered(path: Path | None) -> dict[str, Any]:
-    """Return what ``remember`` wrote to ``path``; {} if the file is missing or damaged."""
+def read_as(kind: type[T], path: Path) -> T:
+    """Return the object in a JSON file, or {} if there is no such file, as the dataclass ``kind``.
+
+    Entries that ``kind`` doesn't declare are ignored. Raises OvspecError like ``read_json``, or if a value is missing
+    or not what ``kind`` declares.
+    """
+    import msgspec  # deferred, because it takes 40 ms
+
     try:
-        return read_json(path) if path else {}
-    except OvspecError:
-        return {}
+        return msgspec.convert(read_json(path), kind, str_keys=True)
+    except (msgspec.ValidationError, RecursionError) as error:
+        problem = str(error).replace("`", "").replace(" - at $.", ": ")
+        raise OvspecError(f"{path}: not as expected ({problem[:200]}); export the model again.") from None
 
 
-def remember(path: Path | None, data: dict[str, Any]) -> bool:
-    """Write ``data`` to a cache file; return whether that succeeded. Failure is not an error."""
+def remembered(kind: type[T], path: Path | None) -> T | None:
+    """Return the dataclass that ``remember`` wrote to ``path``; None if the file is missing, damaged or of old."""
+    try:
+        return read_as(kind, path) if path and path.is_file() else None
+    except (OvspecError, OSError):
+        return None
+
+
+def remember(path: Path | None, data: DataclassInstance) -> bool:
+    """Write a dataclass to a cache file; return whether that succeeded. Failure is not an error."""
     if not path:
         return False
     try:
-        write_atomically(path, json.dumps(data, indent=1))
+        write_atomically(path, json.dumps(asdict(data), indent=1))
     except OSError:
         return False
     return True

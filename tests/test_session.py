@@ -24,6 +24,7 @@ from ovspec.decoders.paged import PagedDecoder
 from ovspec.decoders.sequence import Sequence, common_prefix
 from ovspec.model import LanguageModel
 from ovspec.setup.engine import EngineName
+from ovspec.text.generation_config import GenerationFile
 
 Load = Callable[..., LanguageModel]
 DRAFTS: list[Any] = [None, True, "lookup", "lookup,draft"]
@@ -162,7 +163,7 @@ def test_nothing_stays_behind_an_eos(load: Load, monkeypatch: pytest.MonkeyPatch
     lm = load(draft=True)
     whole = lm.generate(PROMPTS[2], max_tokens=30, ignore_eos=True).token_ids
     for token in set(whole):
-        monkeypatch.setattr(lm.generation_config, "values", {"eos_token_id": token})
+        monkeypatch.setattr(lm.generation_config, "values", GenerationFile(eos_token_id=token))
         with lm.session() as session:
             session.append(PROMPTS[2])
             start = len(session.sequence)

@@ -13,10 +13,11 @@ from ovspec.files import read_text
 from ovspec.ir.compile import compile_ir
 from ovspec.ir.device import DeviceOptions
 from ovspec.loop.perplexity import DEFAULT_CONTEXT
-from ovspec.setup.manifest import DRAFT_FOLDER, MANIFEST_FILE, ExportedModel, Manifest, sha256
+from ovspec.setup.manifest import DRAFT_FOLDER, MANIFEST_FILE, ExportedFile, ExportedModel, Manifest, sha256
 from ovspec.setup.probing import probe_rollback
 from ovspec.text.pairing import check_same_vocabulary
-from ovspec.text.vocabulary import TOKENIZER_FILE, differing_ids
+from ovspec.text.tokenizer_files import TOKENIZER_FILE
+from ovspec.text.vocabulary import differing_ids
 from ovspec_export.compression import INT8, Compression
 from ovspec_export.convert import check_ir, convert, first_layers, layers_of, needed_space, run_job
 from ovspec_export.folders import check_output, check_space, replace_folder, work_folder
@@ -111,10 +112,9 @@ def export_pair(
         with progress.step(f"{output.name}: computing checksums") as step:
             files = sorted(path for path in work.rglob("*") if path.is_file() and path != work / MANIFEST_FILE)
             manifest.files = {
-                path.relative_to(work).as_posix(): {"size": path.stat().st_size, "sha256": sha256(path)}
-                for path in files
+                path.relative_to(work).as_posix(): ExportedFile(path.stat().st_size, sha256(path)) for path in files
             }
-            size = sum(file["size"] for file in manifest.files.values())
+            size = sum(file.size for file in manifest.files.values())
             step.result = f"{size / 1e6:.1f} MB in {len(files)} files"
         manifest.write(work)
         replace_folder(work, output)

@@ -234,7 +234,7 @@ def grammar_tokenizer(tokenizer_json: dict[str, Any], size: int) -> tuple[int, L
     try:
         return own_end, LLTokenizer(json.dumps(renamed), n_vocab=size, eos_token=own_end)
     except ValueError as error:
-        raise OvspecError(f"This model's tokenizer can't be used with grammars: {error}.") from None
+        raise OvspecError(f"This model's tokenizer can't be used with grammars: {str(error)[:300]}.") from None
 
 
 def special_tokens(tokenizer_json: dict[str, Any]) -> list[dict[str, Any]]:

@@ -18,7 +18,7 @@ from ovspec.errors import OvspecError
 from ovspec.files import read_json
 from ovspec.options import GRAMMARS, GenerateOptions, SamplingParams
 from ovspec.text.tokenizer import Tokenizer
-from ovspec.text.vocabulary import TOKENIZER_FILE
+from ovspec.text.tokenizer_files import TOKENIZER_FILE
 
 if TYPE_CHECKING:
     from ovspec.constraints.grammar import Grammars

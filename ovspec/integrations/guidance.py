@@ -9,12 +9,12 @@ import numpy as np
 from llguidance import LLTokenizer
 
 from ovspec.errors import OvspecError
-from ovspec.files import read_json
+from ovspec.files import read_as, read_json
 from ovspec.integrations.branches import Branches, Served
 from ovspec.integrations.roles import Roles, roles_of
 from ovspec.model import LanguageModel
 from ovspec.text.chat_template import chat_template
-from ovspec.text.vocabulary import TOKENIZER_FILE
+from ovspec.text.tokenizer_files import TOKENIZER_CONFIG_FILE, TOKENIZER_FILE, TokenizerConfig, TokenizerFile
 
 try:
     from guidance._schema import SamplingParams  # type: ignore
@@ -82,9 +82,9 @@ class OpenVINOTokenizer(Tokenizer):
 
     def __init__(self, lm: LanguageModel, chat_template: str | type[ChatTemplate] | None = None) -> None:
         whole = read_json(lm.folder / TOKENIZER_FILE)
-        config = read_json(lm.folder / "tokenizer_config.json")
-        ids = {token["content"]: token["id"] for token in whole.get("added_tokens", [])}
-        bos, eos = named(config, ids, "bos_token"), named(config, ids, "eos_token")
+        ids = {token.content: token.id for token in read_as(TokenizerFile, lm.folder / TOKENIZER_FILE).added_tokens}
+        special = read_as(TokenizerConfig, lm.folder / TOKENIZER_CONFIG_FILE).special_tokens()
+        bos, eos = (ids.get(special.get(role, "")) for role in ("bos_token", "eos_token"))
         if eos is None:
             eos = min(lm.generation_config.eos_ids, default=None)
         if eos is None:
@@ -92,16 +92,10 @@ class OpenVINOTokenizer(Tokenizer):
         try:
             tokens = LLTokenizer(json.dumps({**whole, "padding": None, "truncation": None}), eos_token=eos)
         except ValueError as error:
-            raise OvspecError(f"{lm.folder}: its tokenizer can't be used with guidance: {error}.") from None
+            raise OvspecError(f"{lm.folder}: its tokenizer can't be used with guidance: {str(error)[:300]}.") from None
         self.size = tokens.vocab_size
         template = model_template(lm) if chat_template is None else chat_template
         super().__init__(tokens, template, bos)
-
-
-def named(config: dict[str, Any], ids: dict[str, int], name: str) -> int | None:
-    """Return the id of the token that ``tokenizer_config.json`` lists as ``name``, or None."""
-    token = config.get(name)
-    return ids.get(token["content"] if isinstance(token, dict) else token) if token else None
 
 
 def model_template(lm: LanguageModel) -> str | type[ChatTemplate] | None:

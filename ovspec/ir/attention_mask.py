@@ -19,7 +19,7 @@ UNBOUNDED = sys.maxsize
 
 def narrowest_window(ir: CompiledIR) -> int:
     """Return how many slots the narrowest layer sees, by the config and by the IR's own attention mask."""
-    return min(bound for bound in (ir.attention_window, mask_bound(ir), UNBOUNDED) if bound)
+    return min(bound for bound in (ir.config.attention_window, mask_bound(ir), UNBOUNDED) if bound)
 
 
 def mask_bound(ir: CompiledIR) -> int | None:

@@ -9,13 +9,12 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import openvino as ov
 from openvino import opset13 as ops
 
 from ovspec.errors import OvspecError
-from ovspec.files import read_json
+from ovspec.ir.config import ModelConfig, model_config
 from ovspec.ir.device import DeviceOptions, check_device, compile_properties, core
 from ovspec.ir.large_pages import LargePages
 
@@ -45,16 +44,11 @@ class CompiledIR:
     compiled: ov.CompiledModel
     device: str
     states: list[State]
-    config: dict[str, Any]
+    config: ModelConfig
     inputs: dict[str, int]  # name -> index, for the fast setters
     picks_logits: bool  # whether it has the input logits_idx
     properties: dict[str, str]  # that it was compiled with
     large_pages: LargePages  # moves its weights into large pages
-
-    @property
-    def text_config(self) -> dict[str, Any]:
-        """The part of the config that describes the language model."""
-        return self.config.get("text_config") or self.config
 
     @property
     def kv_states(self) -> list[State]:
@@ -74,17 +68,7 @@ class CompiledIR:
     @functools.cached_property
     def context_length(self) -> int | None:
         """Number of positions that the model was made for, from its config; None if the config doesn't say."""
-        names = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
-        config = self.text_config
-        return next((int(config[n]) for n in names if isinstance(config.get(n), int)), None)
-
-    @property
-    def attention_window(self) -> int | None:
-        """Number of slots that the narrowest attention layer sees, from the config; None for full attention."""
-        config = self.text_config
-        sliding = ("sliding_window",) if config.get("use_sliding_window") is not False else ()
-        windows = [config.get(name) for name in (*sliding, "window_size", "attention_chunk_size")]
-        return min((window for window in windows if isinstance(window, int)), default=None)
+        return self.config.context_length
 
 
 def check_ir_folder(folder: Path) -> None:
@@ -209,7 +193,7 @@ def compile_ir(folder: Path, options: DeviceOptions, rewrite: Callable[[ov.Model
     except RuntimeError as error:
         raise OvspecError(f"{folder}: {device} cannot compile this model ({last_line(error)}).") from None
     inputs = {port.get_any_name(): i for i, port in enumerate(compiled.inputs)}
-    config = read_json(folder / "config.json")
+    config = model_config(folder)
     return CompiledIR(folder, compiled, device, states, config, inputs, picks, properties, large_pages)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -124,12 +124,11 @@ def check_paged(folder: Path, options: DeviceOptions) -> PagedCheck:
     if (device := check_device(options.device)) != "CPU":
         return PagedCheck(False, f"the paged engine runs on the CPU only, and the device is {device}")
     file = memory_file("engines", folder, f"OpenVINO {ov.get_version()}", options.cache_folder)
-    try:
-        return PagedCheck(**remembered(file))
-    except TypeError:  # nothing cached, or by another version of ovspec
+    found = remembered(PagedCheck, file)
+    if not found:
         found = compare_engines(folder, options)
-        remember(file, asdict(found))
-        return found
+        remember(file, found)
+    return found
 
 
 def compare_engines(folder: Path, options: DeviceOptions) -> PagedCheck:

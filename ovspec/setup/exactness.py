@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -91,12 +91,11 @@ def find_exactness(
     properties = [f"{name}={ir.compiled.get_property(name)}" for name in ours if name in known]
     setting = " ".join([engine, setting_of(ir.device, ir.properties), *properties, *machine])
     file = memory_file("exactness", ir.folder, setting, cache_dir)
-    try:
-        return Exactness(**remembered(file))
-    except TypeError:  # nothing cached, or by another version of ovspec
+    found = remembered(Exactness, file)
+    if not found:
         found = probe_exactness(make(), ir.logits_width)
-        remember(file, asdict(found))
-        return found
+        remember(file, found)
+    return found
 
 
 class Prober:

@@ -11,7 +11,7 @@ import openvino as ov
 
 from ovspec.ir.compile import MODEL_FILE
 from ovspec.setup.engine import CompiledModel
-from ovspec.text.vocabulary import TOKENIZER_FILE
+from ovspec.text.tokenizer_files import TOKENIZER_FILE
 
 # To tell models apart, this many pieces of the weights are hashed, each of this many bytes.
 PIECES, PIECE_BYTES = 256, 4096

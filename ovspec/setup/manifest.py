@@ -10,13 +10,27 @@ from pathlib import Path
 from typing import Any
 
 from ovspec.errors import OvspecError
-from ovspec.files import read_json, write_atomically
+from ovspec.files import read_as, read_json, write_atomically
 from ovspec.setup.probing import Probe
 
 MANIFEST_FILE = "ovspec.json"
 DRAFT_FOLDER = "draft"
 FORMAT = 1
+# The files that decide which text a folder generates; its draft decides how fast.
+READ = (
+    "openvino_model.xml", "openvino_model.bin", "openvino_tokenizer.xml", "openvino_tokenizer.bin",
+    "openvino_detokenizer.xml", "openvino_detokenizer.bin", "config.json", "generation_config.json", "tokenizer.json",
+    "tokenizer_config.json", "chat_template.jinja",
+)  # fmt: skip
 UNFINISHED = '{"format": 1, "unfinished": true}\n'  # the manifest of a folder that is being written
+
+
+@dataclass(frozen=True)
+class ExportedFile:
+    """A file's size in bytes and its checksum in hex."""
+
+    size: int
+    sha256: str
 
 
 @dataclass
@@ -37,7 +51,7 @@ class Manifest:
     target: ExportedModel
     draft: ExportedModel | None
     versions: dict[str, str]
-    files: dict[str, dict[str, Any]]  # relative path -> {"size": bytes, "sha256": hex}
+    files: dict[str, ExportedFile]  # by path within the folder
     tokenizer_differs_on: list[str] = field(default_factory=list)
     format: int = FORMAT
 
@@ -69,10 +83,6 @@ def restore_backup(output: Path) -> None:
             backup.rename(output)
 
 
-def exported_model(data: dict[str, Any]) -> ExportedModel:
-    return ExportedModel(**{**data, "probe": Probe.from_json(data["probe"])})
-
-
 def read_manifest(folder: Path, verify: bool = False) -> Manifest | None:
     """Return the manifest in ``folder``, or None if ovspec did not export it.
 
@@ -80,23 +90,20 @@ def read_manifest(folder: Path, verify: bool = False) -> Manifest | None:
     another size. ``verify`` also reads all files and compares their checksums.
     """
     data = read_json(folder / MANIFEST_FILE)
-    if not data:
+    if not is_ours(folder):
         return None
     if data.get("unfinished"):
         raise OvspecError(f"{folder}: the export was not finished; export the model again.")
     if data.get("format") != FORMAT:
         raise OvspecError(f"{folder / MANIFEST_FILE}: format {data.get('format')} is not known; update ovspec.")
-    try:
-        draft = data["draft"] and exported_model(data["draft"])
-        manifest = Manifest(
-            exported_model(data["target"]), draft, data["versions"], data["files"], data["tokenizer_differs_on"]
-        )
-    except (KeyError, TypeError):
-        raise OvspecError(f"{folder / MANIFEST_FILE}: damaged; export the model again.") from None
+    manifest = read_as(Manifest, folder / MANIFEST_FILE)
     for name, file in manifest.files.items():
         path = folder / name
-        if not path.is_file() or path.stat().st_size != file["size"]:
+        if not path.is_file() or path.stat().st_size != file.size:
             raise OvspecError(f"{path}: missing, or not the size that was exported; export the model again.")
-        if verify and sha256(path) != file["sha256"]:
+        if verify and sha256(path) != file.sha256:
             raise OvspecError(f"{path}: changed since it was exported; export the model again.")
+    for name in (*READ, *(f"{DRAFT_FOLDER}/{name}" for name in READ)) if verify else ():
+        if name not in manifest.files and (folder / name).is_file():
+            raise OvspecError(f"{folder / name}: not a file of the export; move it away, or export the model again.")
     return manifest

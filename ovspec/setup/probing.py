@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import openvino as ov
@@ -27,11 +26,6 @@ class Probe:
     rollback: Rollback
     setting: str
     seconds: float
-
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Probe:
-        """Build a Probe from the output of ``asdict``; raises KeyError or TypeError for anything else."""
-        return cls(Rollback(**data["rollback"]), data["setting"], data["seconds"])
 
 
 def setting_of(device: str, properties: dict[str, str]) -> str:
@@ -88,9 +82,9 @@ def safe_bound(ir: CompiledIR) -> int | None:
     The limit comes from the attention window in the config and from the IR's own attention mask, run alone.
     """
     shown = mask_bound(ir)
-    if shown == 0 or (shown is None and not ir.config):
+    if shown == 0 or (shown is None and not ir.config.model_type):
         return 0
-    bound = min(ir.attention_window or UNBOUNDED, shown or UNBOUNDED)
+    bound = min(ir.config.attention_window or UNBOUNDED, shown or UNBOUNDED)
     return bound if bound < UNBOUNDED else None
 
 
@@ -100,12 +94,11 @@ def find_probe(ir: CompiledIR, cache_dir: Path | None, exported: Probe | None) -
     if exported and exported.setting == setting:
         return exported
     file = memory_file("probes", ir.folder, setting, cache_dir)
-    try:
-        return Probe.from_json(remembered(file))
-    except (KeyError, TypeError):  # nothing cached, or by another version of ovspec
+    probe = remembered(Probe, file)
+    if not probe:
         probe = probe_rollback(ir)
-        remember(file, asdict(probe))
-        return probe
+        remember(file, probe)
+    return probe
 
 
 def memory_file(kind: str, folder: Path, setting: str, cache_dir: Path | None) -> Path | None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 import re
 from collections import Counter
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import openvino as ov
 import psutil
@@ -75,12 +75,6 @@ class Measurement:
     # Share of probed positions whose logits are the same, to the bit, however the text was fed; None: not probed.
     invariance: float | None = None
 
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Measurement:
-        """Build a Measurement from the output of ``asdict``, read back from JSON."""
-        verify_ms = {int(width): ms for width, ms in data["verify_ms"].items()}
-        return cls(**{**data, "setting": Setting(**data["setting"]), "verify_ms": verify_ms})
-
     def cost(self, goal: Goal) -> float:
         """Return what ``goal`` minimises, in ms. With exact arithmetic no inference is narrower than two tokens.
 
@@ -104,14 +98,6 @@ class Profile:
     reference: Measurement  # OpenVINO's default, the standard for accuracy; in the short version measurements[0]
     measurements: list[Measurement]  # first the setting used without a profile; others must be clearly better
     exactness: dict[int, Exactness] = field(default_factory=dict)  # of the chosen setting, by number of threads
-
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Profile:
-        """Build a Profile from the output of ``asdict``, read back from JSON."""
-        measurements = [Measurement.from_json(found) for found in data["measurements"]]
-        reference = Measurement.from_json(data["reference"])
-        exactness = {int(threads): Exactness(**found) for threads, found in data["exactness"].items()}
-        return cls(**{**data, "reference": reference, "measurements": measurements, "exactness": exactness})
 
     def most_kl(self, goal: Goal) -> float:
         """Return the largest KL divergence, in nats, that a setting may have to be chosen."""
@@ -191,13 +177,10 @@ def largest_group(folder: Path) -> int | None:
 def known_profile(folder: Path, options: DeviceOptions) -> Profile | None:
     """Return the profile measured for models like the one in ``folder``, or None."""
     file = profile_file(folder, options) if check_device(options.device) == "CPU" else None
-    try:
-        return Profile.from_json(remembered(file))
-    except (KeyError, TypeError, ValueError, AttributeError):  # not measured yet, or damaged
-        return None
+    return remembered(Profile, file)
 
 
 def keep_profile(folder: Path, options: DeviceOptions, profile: Profile) -> Path | None:
     """Write ``profile`` beside the compiled models; returns its file, or None if the cache can't be written."""
     file = profile_file(folder, options)
-    return file if remember(file, asdict(profile)) else None
+    return file if remember(file, profile) else None

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from ovspec.errors import OvspecError
-from ovspec.files import read_json
+from ovspec.files import read_as, read_text
 from ovspec.sandbox import Stopped, Worker
+from ovspec.text.tokenizer_files import TOKENIZER_CONFIG_FILE, TokenizerConfig
 
 Message = dict[str, Any]  # {"role": ..., "content": ...}
 
@@ -51,14 +52,14 @@ RENDERER = Worker("ovspec.text.chat_template_worker", MAX_SECONDS, MAX_BYTES)
 
 def chat_template(folder: Path) -> ChatTemplate:
     """Return the chat template of an exported folder; raises OvspecError if it has none."""
-    config = read_json(folder / "tokenizer_config.json")
-    source = config.get("chat_template")
-    if isinstance(source, list):  # several named templates
-        source = {entry["name"]: entry["template"] for entry in source}.get("default")
-    if (folder / "chat_template.jinja").is_file():
-        source = (folder / "chat_template.jinja").read_text(encoding="utf-8")
+    config, file = read_as(TokenizerConfig, folder / TOKENIZER_CONFIG_FILE), folder / "chat_template.jinja"
+    source = config.chat_template
+    if isinstance(source, list):
+        source = {template.name: template.template for template in source}
+    if isinstance(source, dict):  # several with names
+        source = source.get("default")
+    if file.is_file():
+        source = read_text(file)
     if not source:
         raise OvspecError(f"{folder}: this model has no chat template; leave out --chat and give a raw prompt.")
-    special = {name: config.get(name) for name in ("bos_token", "eos_token", "pad_token", "unk_token")}
-    texts = {name: value["content"] if isinstance(value, dict) else value for name, value in special.items()}
-    return ChatTemplate(source, {name: value for name, value in texts.items() if value})
+    return ChatTemplate(source, config.special_tokens())

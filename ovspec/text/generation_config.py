@@ -4,32 +4,56 @@ from __future__ import annotations
 
 import math
 import warnings
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+from msgspec import Meta
 
 from ovspec.errors import OvspecError
-from ovspec.files import read_json
+from ovspec.files import read_as
+from ovspec.ir.config import ModelConfig
 from ovspec.options import SamplingParams
 from ovspec.text.tokenizer import Tokenizer
+from ovspec.text.tokenizer_files import TokenId
 
 DEFAULT_MAX_TOKENS = 256
 
-# Settings of a generation config that Hugging Face's greedy generate applies and ovspec does not; their neutral values.
-NOT_APPLIED = {"no_repeat_ngram_size": 0, "min_length": 0} | dict.fromkeys(
-    ("bad_words_ids", "begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id", "sequence_bias")
-)
+# Settings of a generation config that Hugging Face's greedy generate applies and ovspec does not.
+NOT_APPLIED = (
+    "no_repeat_ngram_size", "min_length", "bad_words_ids", "begin_suppress_tokens", "forced_bos_token_id",
+    "forced_eos_token_id", "sequence_bias",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class GenerationFile:
+    """What ovspec reads of a ``generation_config.json``, and ``NOT_APPLIED``."""
+
+    bos_token_id: TokenId | None = None
+    eos_token_id: int | list[int] | None = None
+    max_new_tokens: Annotated[int, Meta(ge=1, lt=2**31)] | None = None
+    min_new_tokens: Annotated[int, Meta(ge=0, lt=2**31)] | None = None
+    repetition_penalty: float | None = None
+    suppress_tokens: list[int] | None = None
+    no_repeat_ngram_size: Any = None
+    min_length: Any = None
+    bad_words_ids: Any = None
+    begin_suppress_tokens: Any = None
+    forced_bos_token_id: Any = None
+    forced_eos_token_id: Any = None
+    sequence_bias: Any = None
 
 
 class GenerationConfig:
     """The generation config in ``folder``; the EOS falls back to ``config``. Warns about settings it can't apply."""
 
-    def __init__(self, folder: Path, config: dict[str, Any], tokenizer: Tokenizer) -> None:
-        self.values = read_json(folder / "generation_config.json")
+    def __init__(self, folder: Path, config: ModelConfig, tokenizer: Tokenizer) -> None:
+        self._file = folder / "generation_config.json"
+        self.values = read_as(GenerationFile, self._file)
         self._config, self._tokenizer = config, tokenizer
-        asked = [name for name, neutral in NOT_APPLIED.items() if self.values.get(name) not in (None, neutral)]
+        asked = [name for name in NOT_APPLIED if getattr(self.values, name)]
         if asked:
             warning = f"{folder}: its generation config sets {', '.join(asked)}, which ovspec does not apply"
             warnings.warn(warning, stacklevel=4)
@@ -37,15 +61,20 @@ class GenerationConfig:
     @property
     def eos_ids(self) -> frozenset[int]:
         """The token ids that end a text."""
-        said = (config.get("eos_token_id") for config in (self.values, self._config))
+        files = (self.values, self._config, self._config.text_config)
+        said = (file.eos_token_id for file in files if file)
         eos = next((ids for ids in said if ids is not None), [])
         return frozenset(eos if isinstance(eos, list) else [eos])
 
     @property
     def bos(self) -> np.ndarray:
         """The tokenizer's BOS, else the generation config's, (n,) int64; empty if there is none."""
-        special, bos = self._tokenizer.encode(""), self.values.get("bos_token_id")
-        return special if len(special) or bos is None else np.array([bos], dtype=np.int64)
+        special, bos = self._tokenizer.encode(""), self.values.bos_token_id
+        if len(special) or bos is None:
+            return special
+        if bos not in self._tokenizer.known:
+            raise OvspecError(f"{self._file}: bos_token_id {bos} is not in the vocabulary; export the model again.")
+        return np.array([bos], dtype=np.int64)
 
     @property
     def beginning(self) -> np.ndarray:
@@ -62,17 +91,17 @@ class GenerationConfig:
         if left < (wanted or 1):
             sizes = f"{prompt} tokens and {wanted or 1} more are requested, but the context is {context}"
             raise OvspecError(f"The prompt has {sizes}; shorten the prompt or lower max_tokens.")
-        return wanted or int(min(self.values.get("max_new_tokens") or DEFAULT_MAX_TOKENS, left))
+        return wanted or int(min(self.values.max_new_tokens or DEFAULT_MAX_TOKENS, left))
 
     def complete(self, params: SamplingParams) -> SamplingParams:
         """Return ``params`` with the model's defaults filled in; raises OvspecError for ids outside the vocabulary."""
         config, given = self.values, {}
         if params.repetition_penalty is None:
-            given["repetition_penalty"] = config.get("repetition_penalty")
-        if params.min_tokens is None and config.get("min_new_tokens"):
-            given["min_tokens"] = min(config["min_new_tokens"], params.max_tokens or config["min_new_tokens"])
-        if config.get("suppress_tokens"):
-            given["logit_bias"] = dict.fromkeys(config["suppress_tokens"], -np.inf) | dict(params.logit_bias)
+            given["repetition_penalty"] = config.repetition_penalty
+        if params.min_tokens is None and config.min_new_tokens:
+            given["min_tokens"] = min(config.min_new_tokens, params.max_tokens or config.min_new_tokens)
+        if config.suppress_tokens:
+            given["logit_bias"] = dict.fromkeys(config.suppress_tokens, -np.inf) | dict(params.logit_bias)
         for name, ids in (("logit_bias", params.logit_bias), ("stop_ids", params.stop_ids)):
             unknown = next((token for token in ids if not -(2**63) <= token < 2**63), None)
             if unknown is None and len(ids):

@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from ovspec.errors import OvspecError
-from ovspec.files import read_json
+from ovspec.files import read_as
 from ovspec.text.tokenizer import Tokenizer
-from ovspec.text.vocabulary import TOKENIZER_FILE, differing_ids, tokens_by_id
+from ovspec.text.tokenizer_files import TOKENIZER_FILE, TokenizerFile
+from ovspec.text.vocabulary import differing_ids
 
 # Code, several scripts, emoji with joiners, odd whitespace, digits, text that looks like special tokens.
 TEXTS = (
@@ -36,7 +37,7 @@ def check_same_vocabulary(target: Path, draft: Path) -> None:
     Compares ``tokenizer.json`` id by id. If a folder has none, as with some published drafts, compares how ``TEXTS``
     are split.
     """
-    vocabularies = [tokens_by_id(read_json(folder / TOKENIZER_FILE)) for folder in (target, draft)]
+    vocabularies = [read_as(TokenizerFile, folder / TOKENIZER_FILE).tokens_by_id() for folder in (target, draft)]
     message = differing_ids(*vocabularies) if all(vocabularies) else differing_split(target, draft)
     if message:
         raise OvspecError(f"{draft} cannot draft for {target}: {message}; choose a draft with the same tokenizer.")

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import codecs
 import functools
+import re
 import threading
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import openvino as ov
 import openvino_tokenizers
 
 from ovspec.errors import OvspecError
-from ovspec.files import read_json
+from ovspec.files import read_as
 from ovspec.ir.compile import check_weights, last_line
 from ovspec.ir.device import core
-from ovspec.text.vocabulary import TOKENIZER_FILE, known_ids, tokens_by_id
+from ovspec.text.tokenizer_files import TOKENIZER_FILE, DecodingStep, TokenizerFile
+from ovspec.text.vocabulary import known_ids
 
 
 @functools.cache
@@ -44,15 +46,13 @@ def byte_level_alphabet() -> dict[str, int]:
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
 
 
-def byte_vocabulary(tokenizer_json: dict[str, Any]) -> list[bytes | None] | None:
-    """Return the bytes that each id adds to the text, from a ``tokenizer.json``; None for ids without a token.
+def byte_vocabulary(tokenizer: TokenizerFile) -> list[bytes | None] | None:
+    """Return the bytes that each id adds to the text; None for ids without a token.
 
     Special tokens add nothing. Returns None if the decoder does not map each token to bytes independently.
     """
-    model, decoder = tokenizer_json.get("model", {}), tokenizer_json.get("decoder") or {}
-    steps = decoder.get("decoders", [decoder])
-    kinds = {step.get("type") for step in steps}
-    pieces = model.get("vocab")
+    decoder, pieces = tokenizer.decoder or DecodingStep(), tokenizer.model.vocab
+    kinds = {step.type for step in decoder.decoders or [decoder]}
     if not isinstance(pieces, dict):
         return None
     if kinds == {"ByteLevel"}:
@@ -64,16 +64,16 @@ def byte_vocabulary(tokenizer_json: dict[str, Any]) -> list[bytes | None] | None
     elif kinds <= {"Replace", "ByteFallback", "Fuse", "Strip"} and "ByteFallback" in kinds:
 
         def to_bytes(piece: str) -> bytes:
-            if len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
+            if re.fullmatch("<0x[0-9A-Fa-f]{2}>", piece):
                 return bytes([int(piece[3:5], 16)])
             return piece.replace("\N{LOWER ONE EIGHTH BLOCK}", " ").encode()
 
     else:
         return None
     spelt = {index: to_bytes(piece) for piece, index in pieces.items()}
-    for token in tokenizer_json.get("added_tokens", []):
-        spelt[token["id"]] = b"" if token.get("special") else token["content"].encode()
-    return [spelt.get(index) for index in range(max(spelt) + 1)]
+    for token in tokenizer.added_tokens:
+        spelt[token.id] = b"" if token.special else token.content.encode()
+    return [spelt.get(index) for index in range(max(spelt, default=-1) + 1)]
 
 
 def bytes_of(vocabulary: list[bytes | None], token: int) -> bytes:
@@ -92,11 +92,10 @@ class Tokenizer:
         self.folder = folder
         self._encoder = _request(folder / "openvino_tokenizer.xml")
         self._lock = threading.Lock()  # one infer request serves all threads
-        tokenizer_json = read_json(folder / TOKENIZER_FILE)
-        added = tokenizer_json.get("added_tokens", [])
-        self._special = {token["id"]: token["content"].encode() for token in added if token.get("special")}
-        self.vocabulary = byte_vocabulary(tokenizer_json)
-        self.known = known_ids(tokens_by_id(tokenizer_json))
+        file = read_as(TokenizerFile, folder / TOKENIZER_FILE)
+        self._special = {token.id: token.content.encode() for token in file.special_tokens}
+        self.vocabulary = byte_vocabulary(file)
+        self.known = known_ids(file.tokens_by_id())
         empty, one = self._encode(""), self._encode("a")
         # Tokens that encoding puts around every text: BOS before it for some models, EOS after it for a few.
         self._prefix = next((i for i, (a, b) in enumerate(zip(empty, one, strict=False)) if a != b), len(empty))

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
-
-TOKENIZER_FILE = "tokenizer.json"
 
 
 @dataclass(frozen=True)
@@ -32,6 +29,9 @@ class KnownIds:
             logits[:, self.gaps[self.gaps < logits.shape[1]]] = -np.inf
         return logits
 
+    def __contains__(self, token: int) -> bool:
+        return self.first_unknown(np.array([token])) is None
+
     def first_unknown(self, ids: np.ndarray) -> int | None:
         """Return the first of ``ids`` (n,) that has no token, or None."""
         unknown = ids[(ids < 0) | np.isin(ids, self.gaps) | (ids >= (self.size or np.iinfo(np.int64).max))]
@@ -48,17 +48,6 @@ def known_ids(ids: Iterable[int]) -> KnownIds:
         return ALL_IDS
     size = int(present[-1]) + 1
     return KnownIds(size, np.setdiff1d(np.arange(size), present))
-
-
-def tokens_by_id(tokenizer_json: dict[str, Any]) -> dict[int, str]:
-    """Return id -> token for every token of a ``tokenizer.json``, spelt as in the file."""
-    vocab = tokenizer_json.get("model", {}).get("vocab", {})
-    if isinstance(vocab, dict):
-        tokens = {index: piece for piece, index in vocab.items()}
-    else:  # Unigram: [piece, score] by id
-        tokens = {index: entry[0] for index, entry in enumerate(vocab)}
-    added = {token["id"]: token["content"] for token in tokenizer_json.get("added_tokens", [])}
-    return tokens | added
 
 
 def differing_ids(ours: dict[int, str], theirs: dict[int, str]) -> str | None:

@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from conftest import CHECKPOINTS, PROMPTS, ROOT, Reference
@@ -20,9 +21,10 @@ from ovspec.constraints.grammar import Grammars, prefixed
 from ovspec.constraints.maker import GRAMMARS, grammar_of
 from ovspec.constraints.masks import holds, masked, pack
 from ovspec.text.tokenizer import byte_vocabulary
+from ovspec.text.tokenizer_files import TokenizerFile
 
 TOKENIZER = json.loads((CHECKPOINTS / "target" / "tokenizer.json").read_text(encoding="utf-8"))
-VOCABULARY = byte_vocabulary(TOKENIZER)
+VOCABULARY = byte_vocabulary(msgspec.convert(TOKENIZER, TokenizerFile))
 assert VOCABULARY
 SIZE = len(VOCABULARY)
 EOS = frozenset({0})
@@ -308,7 +310,7 @@ def test_sentencepiece_tokenizers() -> None:
     made.train_from_iterator(PROMPTS, trainers.BpeTrainer(vocab_size=600, special_tokens=special, show_progress=False))
     tokenizer = json.loads(made.to_str())
     tokenizer["added_tokens"] = [token for token in tokenizer["added_tokens"] if token["id"] < 3]
-    vocabulary = byte_vocabulary(tokenizer)
+    vocabulary = byte_vocabulary(msgspec.convert(tokenizer, TokenizerFile))
     assert vocabulary
     grammars = Grammars(tokenizer, vocabulary)
     for i, token in enumerate(vocabulary):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable
 from typing import Any
@@ -16,13 +15,15 @@ from hypothesis import strategies as st
 import ovspec
 from ovspec.constraints.healing import ByteTokens, Healing, healable
 from ovspec.decoders.sequence import Sequence
+from ovspec.files import read_as
 from ovspec.loop.results import Stats
 from ovspec.loop.row import Ending, Row
 from ovspec.options import SamplingParams
 from ovspec.sampling.samplers import GreedySampler
 from ovspec.text.tokenizer import ByteDetokenizer, byte_vocabulary
+from ovspec.text.tokenizer_files import TokenizerFile
 
-VOCABULARY = byte_vocabulary(json.loads((CHECKPOINTS / "target" / "tokenizer.json").read_text(encoding="utf-8")))
+VOCABULARY = byte_vocabulary(read_as(TokenizerFile, CHECKPOINTS / "target" / "tokenizer.json"))
 assert VOCABULARY
 DEMO = ByteTokens(VOCABULARY)
 # Prompts that end in a word, a colon, a space, an open call, a prefix of hundreds of tokens, half a keyword, an emoji.

@@ -21,6 +21,7 @@ from ovspec.drafting.choice import DraftChoice, parse_draft
 from ovspec.drafting.lookup import LEAST_MATCH, LONGEST_MATCH, Index, Lookup, corpus_of
 from ovspec.loading import resolve_draft
 from ovspec.setup.engine import EngineName
+from ovspec.text.generation_config import GenerationFile
 
 Load = Callable[..., ovspec.LanguageModel]
 TOKENS = 32
@@ -221,7 +222,7 @@ def test_generation_config_penalties_are_applied(load: Load, monkeypatch: pytest
     lm = load()
     expected = lm.generate(PROMPTS[0], max_tokens=16, repetition_penalty=1.5, logit_bias={34: -np.inf}).token_ids
     monkeypatch.setattr(
-        lm.generation_config, "values", {"repetition_penalty": 1.5, "suppress_tokens": [34], "eos_token_id": 0}
+        lm.generation_config, "values", GenerationFile(repetition_penalty=1.5, suppress_tokens=[34], eos_token_id=0)
     )
     assert lm.generate(PROMPTS[0], max_tokens=16).token_ids == expected
     assert lm.generate(PROMPTS[0], max_tokens=16, repetition_penalty=1.0).token_ids != expected

@@ -86,7 +86,7 @@ def test_weight_formats(
     """Each format loads, stays near the checkpoint, and is as small as it should be."""
     manifest = export_pair(TARGET, None, tmp_path / "out", compression)
     assert manifest.target.options == compression.options()
-    assert manifest.files["openvino_model.bin"]["size"] <= 9_441_408 * (bits + 1) / 8
+    assert manifest.files["openvino_model.bin"].size <= 9_441_408 * (bits + 1) / 8
     assert not [name for name in manifest.files if "/" in name], "something was left in the folder"
     lm = ovspec.load(tmp_path / "out", precision="f32", cache_dir=cache_dir)
     ids = lm.encode(PROMPTS[1])

@@ -19,6 +19,7 @@ import ovspec
 from ovspec.decoders.sequence import Sequence
 from ovspec.loop.row import StopStrings
 from ovspec.model import LanguageModel
+from ovspec.text.generation_config import GenerationFile
 
 Load = Callable[..., LanguageModel]
 
@@ -119,7 +120,7 @@ def test_every_id_of_an_eos_list_ends_the_text(load: Load, monkeypatch: pytest.M
     whole = lm.generate(PROMPTS[2], max_tokens=30, ignore_eos=True)
     for at in (0, 3, 11):
         ends = [4090, whole.token_ids[at]]
-        monkeypatch.setattr(lm.generation_config, "values", {"eos_token_id": ends})
+        monkeypatch.setattr(lm.generation_config, "values", GenerationFile(eos_token_id=ends))
         result = lm.generate(PROMPTS[2], max_tokens=30)
         first = min(whole.token_ids.index(token) for token in ends if token in whole.token_ids)
         assert result.finish_reason == "eos"
@@ -130,7 +131,7 @@ def test_every_id_of_an_eos_list_ends_the_text(load: Load, monkeypatch: pytest.M
 def test_defaults_come_from_the_generation_config(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
     lm = load()
     assert lm.generation_config.eos_ids == {0, 2}
-    monkeypatch.setattr(lm.generation_config, "values", {"eos_token_id": 0, "max_new_tokens": 5})
+    monkeypatch.setattr(lm.generation_config, "values", GenerationFile(eos_token_id=0, max_new_tokens=5))
     assert lm.generate(PROMPTS[0]).stats.generated_tokens <= 5
 
 
@@ -189,7 +190,7 @@ def test_an_empty_prompt_begins_with_bos(load: Load, monkeypatch: pytest.MonkeyP
     assert lm.generate("", max_tokens=4, ignore_eos=True).token_ids == (
         lm.generate([0], max_tokens=4, ignore_eos=True).token_ids
     )
-    monkeypatch.setattr(lm.generation_config, "values", {})
+    monkeypatch.setattr(lm.generation_config, "values", GenerationFile())
     with pytest.raises(ovspec.OvspecError, match="prompt is empty"):
         lm.generate("")
 

@@ -13,6 +13,7 @@ from scipy.special import log_softmax
 import ovspec
 from ovspec.loop.scoring import MOST_LOGITS, MOST_TEXTS, groups
 from ovspec.model import LanguageModel
+from ovspec.text.generation_config import GenerationFile
 
 Load = Callable[..., LanguageModel]
 OPTIONS = ["self", "None", "os.path.join(", "import", "x", "x1", "return not name"]
@@ -134,7 +135,7 @@ def test_an_empty_session_begins_with_the_models_own_token(
         assert score.token_ids == tokens
         np.testing.assert_allclose(score.logprobs, expected_logprobs(reference, [0, *tokens], 1), atol=1e-3)
         assert session.tokens == []
-        monkeypatch.setattr(lm.generation_config, "values", {})
+        monkeypatch.setattr(lm.generation_config, "values", GenerationFile())
         with pytest.raises(ovspec.OvspecError, match="no BOS token to start from"):
             session.score("import os")
 

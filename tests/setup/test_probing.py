@@ -19,6 +19,7 @@ from ovspec.decoders.slots import Slots
 from ovspec.decoders.stateful import StatefulDecoder
 from ovspec.ir.attention_mask import UNBOUNDED, mask_bound
 from ovspec.ir.compile import CompiledIR, compile_ir
+from ovspec.ir.config import ModelConfig
 from ovspec.ir.device import DeviceOptions
 from ovspec.setup.probing import probe_rollback
 
@@ -52,7 +53,7 @@ def test_trim_where_the_bound_is_in_doubt(target_ir: CompiledIR, monkeypatch: py
     """Trim if neither the config nor the attention mask shows the bound."""
     monkeypatch.setattr(ovspec.setup.probing, "mask_bound", lambda _: None)
     assert probe_rollback(target_ir).rollback == Rollback("mask"), "the config has no window"
-    monkeypatch.setattr(target_ir, "config", {})
+    monkeypatch.setattr(target_ir, "config", ModelConfig())
     assert probe_rollback(target_ir).rollback == Rollback("trim")
 
 
@@ -75,7 +76,7 @@ def test_a_window_is_found_in_the_mask_itself(tmp_path: Path, window: int, told:
     data = json.loads(config.read_text(encoding="utf-8"))
     config.write_text(json.dumps(data if told else data | {"sliding_window": None}), encoding="utf-8")
     ir = compile_ir(tmp_path / "ir", DeviceOptions(precision="f32"))
-    assert ir.attention_window == (window if told else None)
+    assert ir.config.attention_window == (window if told else None)
     assert mask_bound(ir) == window
     assert probe_rollback(ir).rollback == Rollback("mask", window)
 

@@ -6,6 +6,7 @@ import functools
 import json
 import random
 
+import msgspec
 import numpy as np
 from conftest import CHECKPOINTS
 from llguidance import LLMatcher, LLTokenizer
@@ -13,6 +14,7 @@ from llguidance import LLMatcher, LLTokenizer
 from ovspec.constraints.grammar import grammar_tokenizer
 from ovspec.grammars.limits import LIMITS
 from ovspec.text.tokenizer import byte_vocabulary
+from ovspec.text.tokenizer_files import TokenizerFile
 
 TOKENIZER = json.loads((CHECKPOINTS / "target" / "tokenizer.json").read_text(encoding="utf-8"))
 CLOSERS = (b'"', b"}", b"]", b'"}', b'"]', b"}}", b",", b":", b")", b";")
@@ -26,7 +28,7 @@ def demo_tokenizer() -> LLTokenizer:
 @functools.cache
 def tokens() -> list[bytes]:
     """Return the bytes that each id adds to a text."""
-    return [token or b"" for token in byte_vocabulary(TOKENIZER) or []]
+    return [token or b"" for token in byte_vocabulary(msgspec.convert(TOKENIZER, TokenizerFile)) or []]
 
 
 def matcher(grammar: str) -> LLMatcher:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from conftest import PROMPTS, Reference
 from hypothesis import given, settings
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from ovspec.errors import OvspecError
 from ovspec.text.pairing import TEXTS
 from ovspec.text.tokenizer import Tokenizer, WindowDetokenizer, _request, byte_vocabulary
+from ovspec.text.tokenizer_files import DecodingStep, TokenizerFile, Vocabulary
 
 
 @pytest.fixture(scope="module")
@@ -67,8 +69,8 @@ def test_sentencepiece_vocabulary_is_bytes() -> None:
             "decoders": [{"type": "Replace"}, {"type": "ByteFallback"}, {"type": "Fuse"}, {"type": "Strip"}],
         },
     }
-    assert byte_vocabulary(data) == [b"<unk>", b"", b"\xe2", b" the", "é".encode()]
-    assert byte_vocabulary({"decoder": {"type": "WordPiece"}, "model": {"vocab": {"a": 0}}}) is None
+    assert byte_vocabulary(msgspec.convert(data, TokenizerFile)) == [b"<unk>", b"", b"\xe2", b" the", "é".encode()]
+    assert byte_vocabulary(TokenizerFile(Vocabulary({"a": 0}), DecodingStep("WordPiece"))) is None
 
 
 def test_byte_vocabulary_covers_every_byte(tokenizer: Tokenizer) -> None:

@@ -1,0 +1,56 @@
+"""What ovspec reads of a model's ``config.json``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ovspec.files import read_as
+
+CONTEXTS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
+WINDOWS = ("sliding_window", "window_size", "attention_chunk_size")
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The entries of ``config.json`` that ovspec uses. Models differ in how they write lengths: only ints count."""
+
+    model_type: str | None = None
+    eos_token_id: int | list[int] | None = None
+    use_sliding_window: Any = None
+    sliding_window: Any = None
+    window_size: Any = None
+    attention_chunk_size: Any = None
+    max_position_embeddings: Any = None
+    n_positions: Any = None
+    max_seq_len: Any = None
+    seq_length: Any = None
+    n_ctx: Any = None
+    text_config: ModelConfig | None = None
+
+    @property
+    def text(self) -> ModelConfig:
+        """The part that describes the language model."""
+        return self.text_config or self
+
+    @property
+    def context_length(self) -> int | None:
+        """Number of positions that the model was made for; None if the config doesn't say."""
+        return next(self.text._lengths(CONTEXTS), None)
+
+    @property
+    def attention_window(self) -> int | None:
+        """Number of slots that the narrowest attention layer sees; None for full attention."""
+        names = WINDOWS if self.text.use_sliding_window is not False else WINDOWS[1:]
+        return min(self.text._lengths(names), default=None)
+
+    def _lengths(self, names: tuple[str, ...]) -> Iterator[int]:
+        found = (getattr(self, name) for name in names)
+        return (length for length in found if type(length) is int and 0 < length < 2**31)
+
+
+def model_config(folder: Path) -> ModelConfig:
+    """Return the config in ``folder``, empty if it has none; raises OvspecError if it is damaged."""
+    return read_as(ModelConfig, folder / "config.json")

@@ -1,0 +1,86 @@
+"""What ovspec reads of ``tokenizer.json`` and ``tokenizer_config.json``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated
+
+from msgspec import Meta
+
+TOKENIZER_FILE = "tokenizer.json"
+TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
+TokenId = Annotated[int, Meta(ge=0, lt=2**24)]  # many times the largest vocabulary
+
+
+@dataclass(frozen=True)
+class AddedToken:
+    """A token outside the model's own vocabulary; a ``special`` one adds nothing to the text."""
+
+    id: TokenId
+    content: str
+    special: bool = False
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """The tokens of a BPE or WordPiece model with their ids, or, by id, those of a Unigram model with their scores."""
+
+    vocab: dict[str, TokenId] | list[tuple[str, float]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class DecodingStep:
+    """How tokens become text: one step, or a sequence of them."""
+
+    type: str | None = None
+    decoders: list[DecodingStep] | None = None
+
+
+@dataclass(frozen=True)
+class TokenizerFile:
+    """A ``tokenizer.json`` of Hugging Face's tokenizers."""
+
+    model: Vocabulary = Vocabulary()
+    decoder: DecodingStep | None = None
+    added_tokens: list[AddedToken] = field(default_factory=list)
+
+    @property
+    def special_tokens(self) -> list[AddedToken]:
+        return [token for token in self.added_tokens if token.special]
+
+    def tokens_by_id(self) -> dict[int, str]:
+        """Return id -> token for every token, spelt as in the file."""
+        vocab = self.model.vocab
+        if isinstance(vocab, dict):
+            tokens = {index: piece for piece, index in vocab.items()}
+        else:
+            tokens = {index: piece for index, (piece, _) in enumerate(vocab)}
+        return tokens | {token.id: token.content for token in self.added_tokens}
+
+
+@dataclass(frozen=True)
+class TokenText:
+    content: str
+
+
+@dataclass(frozen=True)
+class NamedTemplate:
+    name: str
+    template: str
+
+
+@dataclass(frozen=True)
+class TokenizerConfig:
+    """A ``tokenizer_config.json``; it may hold one chat template or several with names."""
+
+    chat_template: str | list[NamedTemplate] | dict[str, str] | None = None
+    bos_token: str | TokenText | None = None
+    eos_token: str | TokenText | None = None
+    pad_token: str | TokenText | None = None
+    unk_token: str | TokenText | None = None
+
+    def special_tokens(self) -> dict[str, str]:
+        """Return the text of each special token that the file names, by its role."""
+        named = {role: getattr(self, role) for role in ("bos_token", "eos_token", "pad_token", "unk_token")}
+        texts = {role: token.content if isinstance(token, TokenText) else token for role, token in named.items()}
+        return {role: text for role, text in texts.items() if text}
