@@ -150,7 +150,7 @@ class LanguageModel:
             raise OvspecError(f"context is {context}; it must be at least 1{f' and at most {most}' if most else ''}.")
         if context:
             self.workspace.check_memory(context)
-        decoders = self.workspace.decoders()
+        decoders = self.workspace.pool.take()
         decoders.reset(1)
         return Session(self.workspace, decoders, context)
 
@@ -187,20 +187,20 @@ class LanguageModel:
         if context and most and context > most:
             raise OvspecError(f"A window of {context} tokens is longer than the model's context of {most}.")
         context = context or min(DEFAULT_CONTEXT, most or DEFAULT_CONTEXT)
-        decoders = self.workspace.decoders()
+        decoders = self.workspace.pool.take()
         try:
             return measure(decoders.target, self.tokenizer.encode(text), context)
         finally:
-            self.workspace.release(decoders)
+            self.workspace.pool.give_back(decoders)
 
     def next_logits(self, prompt: Prompt) -> np.ndarray:
         """Return the target's logits (vocab,) float32 for the token after ``prompt``; errors as for ``encode``."""
-        tokens, decoders = self.encode(prompt), self.workspace.decoders()
+        tokens, decoders = self.encode(prompt), self.workspace.pool.take()
         try:
             decoders.reset(1)
             return decoders.target.feed([tokens], [1])[0][0].copy()
         finally:
-            self.workspace.release(decoders)
+            self.workspace.pool.give_back(decoders)
 
     def use_large_pages(self) -> None:
         """Move the weights into large memory pages now (Linux), which takes about two seconds per gigabyte.

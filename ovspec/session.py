@@ -8,6 +8,7 @@ from typing import Unpack
 
 import numpy as np
 
+from ovspec.decoder_pool import Decoders
 from ovspec.decoders.sequence import Sequence, common_prefix
 from ovspec.errors import OvspecError
 from ovspec.loop.results import Piece, Result, TextStream
@@ -17,7 +18,7 @@ from ovspec.loop.scoring import Score, Selection, score_texts
 from ovspec.options import GenerateOptions
 from ovspec.session_file import EMPTY_TEXT, Mark, load_session, save_session
 from ovspec.text.chat_template import Message
-from ovspec.workspace import Decoders, Prompt, RowStart, Workspace, is_chat
+from ovspec.workspace import Prompt, RowStart, Workspace, is_chat
 
 
 class Session:
@@ -211,7 +212,7 @@ class Session:
         reads the text again.
         """
         mark = self.mark()
-        other = Session(self.workspace, self.workspace.fork(self._open()), self._context)
+        other = Session(self.workspace, self.workspace.pool.fork(self._open()), self._context)
         other._go_to(mark)
         self._shares = other._shares = True
         return other
@@ -243,7 +244,10 @@ class Session:
         self._cancel_stream()
         if self._decoders:
             decoders, self._decoders = self._decoders, None
-            self.workspace.release(decoders, again=not self._shares)
+            if self._shares:
+                decoders.reset(0)
+            else:
+                self.workspace.pool.give_back(decoders)
 
     # ------------------------------------------------------------ inside
 

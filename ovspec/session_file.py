@@ -17,13 +17,14 @@ from typing import Any
 
 import numpy as np
 
+from ovspec.decoder_pool import Decoders
 from ovspec.decoders.base import SessionDecoder
 from ovspec.errors import OvspecError
 from ovspec.files import replaced
 from ovspec.setup.engine import CompiledModel
 from ovspec.setup.identity import cache_setting, model_identity
 from ovspec.text.chat_template import Message
-from ovspec.workspace import Decoders, Workspace
+from ovspec.workspace import Workspace
 
 FORMAT = 1
 # What reading a damaged file may raise.

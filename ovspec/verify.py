@@ -83,12 +83,12 @@ def verify_result(workspace: Workspace, result: Result) -> Verification:
         workspace.encode(np.array(ids, dtype=np.int64), begins=False)  # refuses unknown ids
     workspace.check_room(len(record.prompt_ids) + len(tokens))
     row = workspace.row(Sequence(record.prompt_ids), options, start)
-    decoders = workspace.decoders()
+    decoders = workspace.pool.take()
     try:
         decoders.reset(1)
         difference = first_difference(decoders.target, row, tokens)
     finally:
-        workspace.release(decoders)
+        workspace.pool.give_back(decoders)
     count = len(result.token_ids)
     if difference:
         index = max(0, difference.index - len(record.healed_ids))

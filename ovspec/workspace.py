@@ -1,4 +1,4 @@
-"""What models and sessions are built on: decoders, encoding of prompts, rows and the choice of drafters."""
+"""What models and sessions are built on: the encoding of prompts, rows, and running them."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ import functools
 import math
 import secrets
 from collections.abc import Generator, Iterable
-from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +15,13 @@ import numpy as np
 
 from ovspec.constraints.base import Constraints
 from ovspec.constraints.maker import ConstraintMaker, PromptTokens, grammar_asked
-from ovspec.decoders.base import SessionDecoder
+from ovspec.decoder_pool import DecoderPool, Decoders
 from ovspec.decoders.sequence import Sequence
-from ovspec.drafting.chain import Chain
 from ovspec.drafting.choice import DraftChoice
 from ovspec.drafting.costs import Costs
-from ovspec.drafting.draft_model import DraftModel
 from ovspec.drafting.drafter import Drafter
 from ovspec.drafting.lookahead import Lookahead
-from ovspec.drafting.lookup import Lookup, corpus_of
+from ovspec.drafting.lookup import corpus_of
 from ovspec.errors import OvspecError
 from ovspec.files import read_text
 from ovspec.ir.compile import CompiledIR
@@ -52,21 +49,6 @@ from ovspec.text.tokenizer import Tokenizer
 # A text, token ids, or chat messages for the model's chat template.
 Prompt = str | list[int] | np.ndarray | list[Message] | Message
 PLAIN = Lookahead(0)  # proposes nothing, and keeps constraints from forcing tokens
-
-
-@dataclass
-class Decoders:
-    """The decoders of one session or batch. ``lookaheads``: those for greedy (False) and for sampled text (True)."""
-
-    target: SessionDecoder
-    drafter: Drafter | None
-    draft: SessionDecoder | None = None  # of the draft model; the drafter drives it
-    lookaheads: dict[bool, Lookahead] = field(default_factory=dict)
-
-    def reset(self, rows: int) -> None:
-        self.target.reset(rows)
-        if self.drafter:
-            self.drafter.reset(rows)
 
 
 @dataclass(frozen=True)
@@ -113,65 +95,27 @@ class Workspace:
         self._constraints = ConstraintMaker(self.tokenizer)
         self._unconstrained = functools.cache(lambda ends: Constraints((), ends))
         self._corpus = corpus_of(self.tokenizer.encode(read_text(file).rstrip("\0"), False) for file in corpus)
-        self._idle: list[Decoders] = []
+        self.pool = self._pool()
         self._token_bytes = sum(kv_bytes_per_token(ir) + recurrent_bytes(ir) for ir in self.irs())  # upper bound
 
     def with_drafters(self, choice: DraftChoice | None) -> Workspace:
         """Return a workspace of the same compiled models with other drafters; a draft model must be the loaded one."""
         other = copy.copy(self)
-        other.choice, other.draft, other._idle = choice, self.draft if choice and choice.model else None, []
+        other.choice, other.draft = choice, self.draft if choice and choice.model else None
+        other.pool = other._pool()
         return other
+
+    def _pool(self) -> DecoderPool:
+        return DecoderPool(self.target, self.draft, self.choice, self.tokenizer.known, self._corpus)
 
     @functools.cached_property
     def identity(self) -> dict[str, Any]:
         """The target's identity and settings, for records of texts."""
         return described(self.target)
 
-    # ------------------------------------------------------------ decoders
-
-    def decoders(self) -> Decoders:
-        """Return an idle or new set of decoders, without any rows; ``release`` takes it back."""
-        with suppress(IndexError):  # a single step, so that two threads never take the same set
-            return self._idle.pop()
-        known = self.tokenizer.known
-        draft = self.draft.decoder(known) if self.draft else None
-        decoders = Decoders(self.target.decoder(known), self._drafter(draft), draft)
-        decoders.reset(0)  # a user's drafter may create its state there
-        return decoders
-
-    def fork(self, decoders: Decoders) -> Decoders:
-        """Return other decoders that continue from what ``decoders`` hold."""
-        draft = decoders.draft.fork() if decoders.draft else None
-        return Decoders(decoders.target.fork(), self._drafter(draft), draft, copy.deepcopy(decoders.lookaheads))
-
-    def release(self, decoders: Decoders, again: bool = True) -> None:
-        """Empty decoders that are no longer needed, which frees memory, and keep them for reuse if ``again``."""
-        decoders.reset(0)
-        if again:
-            self._idle.append(decoders)
-
     def irs(self, drafts: bool = True) -> list[CompiledIR]:
         """Return the compiled IRs of the target and, with ``drafts``, of the draft model."""
         return [model.ir for model in (self.target, self.draft if drafts else None) if model]
-
-    def learned_costs(self, sampled: bool) -> tuple[Costs, Costs] | None:
-        """Return the costs of verifying and of a draft step that the auto lookahead has learned; None if it hasn't."""
-        for decoders in self._idle:
-            if decoders.lookaheads:
-                return decoders.lookaheads[sampled].target, decoders.lookaheads[sampled].draft
-        return None
-
-    def _drafter(self, draft: SessionDecoder | None) -> Drafter | None:
-        if not self.choice:
-            return None
-        drafters: list[Drafter] = [Lookup(self._corpus)] if self.choice.lookup else []
-        if self.choice.own:
-            drafters.append(self.choice.own())
-        if draft:
-            drafters.append(DraftModel(draft))
-        for drafter in drafters:
-            drafter.vocabulary = self.tokenizer.known
-        return Chain(*drafters) if len(drafters) > 1 else drafters[0]
 
     # ------------------------------------------------------------ text and tokens
 
@@ -317,7 +261,7 @@ class Workspace:
             sampled: whether most rows are sampled.
             count: number of rows, if known; a single row needs no room for others.
         """
-        decoders = self.decoders()
+        decoders = self.pool.take()
         try:
             drafter, lookahead = self.drafting(options, decoders, sampled)
             most = batch_size(options)
@@ -325,7 +269,7 @@ class Workspace:
             limits = BatchLimits(1 if count == 1 else most, tokens)
             yield from run_rows(Scheduler(decoders.target, drafter, lookahead, rows, limits))
         finally:
-            self.release(decoders)
+            self.pool.give_back(decoders)
 
     def check_grammar(self, options: GenerateOptions) -> None:
         """Raise OvspecError once if a grammar in ``options`` is wrong; ``row`` would raise it for each text."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from ovspec.decoder_pool import Decoders
 from ovspec.decoders.prefill import LONG
 from ovspec.decoders.sequence import Sequence, common_prefix
 from ovspec.drafting.drafter import RoundRow
@@ -22,7 +23,6 @@ from ovspec.loop.results import FinishReason, Piece, Proposals, Stats
 from ovspec.loop.scheduler import Scheduler
 from ovspec.model import LanguageModel
 from ovspec.sampling.samplers import Distributions, GreedySampler
-from ovspec.workspace import Decoders
 
 MOST_BRANCHES = 8
 # A branch is reused if this many tokens at its end or fewer are lost; otherwise the text gets a branch of its own.
@@ -138,7 +138,7 @@ class Branches:
     def __init__(self, model: LanguageModel, most: int = MOST_BRANCHES) -> None:
         self.served = Served()
         self._workspace, self._most = model.workspace, most
-        first = self._workspace.decoders()
+        first = self._workspace.pool.take()
         drafter, self._lookahead = self._workspace.drafting({}, first, sampled=False)
         self._drafts = drafter is not None
         first.reset(1)
@@ -193,10 +193,10 @@ class Branches:
         while len(self._branches) >= self._most:
             self._drop(self._branches[0])
         if shared * MOST_COPIED < len(source.held) or not shared:
-            branch = Branch(self._workspace.decoders())
+            branch = Branch(self._workspace.pool.take())
             branch.decoders.reset(1)
         else:
-            branch = Branch(self._workspace.fork(source.decoders), source.sequence.copy())
+            branch = Branch(self._workspace.pool.fork(source.decoders), source.sequence.copy())
             branch.known = {length: row for length, row in source.known.items() if length <= shared}
             self.served.forks += 1
         self._branches.append(branch)
@@ -214,7 +214,7 @@ class Branches:
 
     def _drop(self, branch: Branch) -> None:
         self._branches.remove(branch)
-        self._workspace.release(branch.decoders, again=False)
+        branch.decoders.reset(0)  # frees its memory; others may share its cache, so it is not given back
 
     # ------------------------------------------------------------ reading and guessing
 

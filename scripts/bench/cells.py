@@ -247,7 +247,7 @@ def with_context(lm: LanguageModel, prompt: str, context: int) -> list[int]:
 def learned_costs(variants: dict[Mode, LanguageModel], temperature: float) -> tuple[Costs, Costs] | None:
     """Return the costs of verifying and of drafting that an auto lookahead has learned."""
     order: tuple[Mode, ...] = ("auto", "chain", "draft", "lookup")
-    found = (variants[mode].workspace.learned_costs(temperature > 0) for mode in order if mode in variants)
+    found = (variants[mode].workspace.pool.learned_costs(temperature > 0) for mode in order if mode in variants)
     return next((costs for costs in found if costs), None)
 
 

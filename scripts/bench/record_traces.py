@@ -91,7 +91,7 @@ def record(
     folder: Path, temperature: float, options: dict[str, Any], prompts: list[str], tokens: int, most: int
 ) -> dict[str, Any]:
     lm = ovspec.load(folder, True, lookahead=0, **options)
-    decoders = lm.workspace.decoders()
+    decoders = lm.workspace.pool.take()
     model = decoders.drafter
     assert isinstance(model, DraftModel)
     params = SamplingParams(temperature=temperature)

@@ -77,10 +77,10 @@ def check(name: str, folder: Path, cache_dir: Path, expected: list[list[int]], r
         lm = ovspec.load(folder, folder, engine=engine, arithmetic=arithmetic, precision="f32", cache_dir=cache_dir)
         paged = lm.target.engine == "paged"
         cuts = not paged and lm.target.arithmetic == "exact"  # where the probe finds differences, it is "fast"
-        decoders = lm.workspace.decoders()
+        decoders = lm.workspace.pool.take()
         assert decoders.drafter
         decoders.drafter = Mistaken(decoders.drafter)
-        lm.workspace.release(decoders)
+        lm.workspace.pool.give_back(decoders)
         plain = [lm.generate(ids, max_tokens=TOKENS, ignore_eos=True, lookahead=0) for ids in prompts()]
         assert [result.token_ids for result in plain] == expected
         for lookahead in lookaheads:

@@ -52,7 +52,7 @@ def test_a_sentence_instead_of_a_token(
         request.raw = Broken(request.raw, after, value)  # type: ignore[assignment]
 
     monkeypatch.setattr(Request, "renew", broken)
-    monkeypatch.setattr(lm.workspace, "_idle", [])
+    monkeypatch.setattr(lm.workspace.pool, "_idle", [])
     lookahead: dict[str, Any] = {"lookahead": 2} if draft else {}
     with pytest.raises(InferenceError, match="the model's logits are not numbers here"):
         lm.generate(PROMPTS[:batch], max_tokens=20, temperature=temperature, seed=1, ignore_eos=True, **lookahead)

@@ -48,7 +48,7 @@ def test_rows_that_join_give_what_hugging_face_gives(
     del reference
     lm = load(draft=drafter, engine=engine)
     # Whether auto proposes anything must not depend on how busy this machine is.
-    monkeypatch.setattr(lm.workspace, "_idle", [])
+    monkeypatch.setattr(lm.workspace.pool, "_idle", [])
     monkeypatch.setattr(lm.target, "verify_ms", {1: 10.0, 16: 11.0})
     lengths = [30 + 7 * (i % 4) for i in range(len(MIXED))]  # they end at different times, so others join
     rows = [lm.workspace.row(Sequence(lm.encode(p)), {"max_tokens": n}) for p, n in zip(MIXED, lengths, strict=True)]

@@ -130,11 +130,11 @@ def test_snapshots_are_where_they_are_needed(tmp_path: Path, monkeypatch: pytest
 
     folder = hybrid.export(hybrid.Hybrid(4096, "mask"), tmp_path / "ir", DEMO)
     lm = ovspec.load(folder, folder, precision="f32", cache_dir=tmp_path / "cache")
-    engine = lm.workspace.decoders()
+    engine = lm.workspace.pool.take()
     engine.reset(1)
     draft = engine.drafter.decoder._decoders[0]  # type: ignore[union-attr]
     engine.drafter = Mistaken(engine.drafter)  # type: ignore[arg-type]
-    lm.workspace.release(engine)
+    lm.workspace.pool.give_back(engine)
     widths, snapshots, infer = [], [], draft._request.infer
 
     def recording(arrays: tuple[np.ndarray, ...], logits_idx: np.ndarray) -> np.ndarray:
