@@ -84,7 +84,7 @@ def first_layers(source: Source, layers: int, folder: Path, progress: Progress, 
     with progress.step(f"{source.name}: making a draft from its first {layers} layers"):
         options: dict[str, Any] = {"layers": layers, "folder": str(folder), "trust_remote_code": trust_remote_code}
         run_job("first_layers", source, folder.parent, source=str(source.folder), **options)
-    return Source(f"{source.name}, first {layers} layers", folder, is_ir=False)
+    return Source(f"{source.name}, first {layers} layers", folder, is_ir=False, revision=source.revision)
 
 
 def layers_of(source: Source, layers: int) -> float:

@@ -68,7 +68,8 @@ def export_pair(
     # Not in a progress step: a download shows its own progress.
     sources = [find_source(name, trust_remote_code) for name in (target, draft) if name is not None]
     for source in sources:
-        progress.note(f"{source.name}: {source.size / 1e6:.1f} MB{', an IR, used as it is' if source.is_ir else ''}")
+        what = f"{source.size / 1e6:.1f} MB{', an IR, used as it is' if source.is_ir else ''}"
+        progress.note(f"{source.name}: {what}, revision {source.revision[:12]}")
         where = source.folder.resolve()
         if output == where or where in output.parents or output in where.parents:
             raise OvspecError(
@@ -143,6 +144,7 @@ def describe(source: Source, folder: Path, compression: Compression) -> Exported
     ir = compile_ir(folder, DeviceOptions(precision="f32", properties={"CACHE_DIR": ""}))
     return ExportedModel(
         source=source.name,
+        revision=source.revision,
         weight_format="as it was" if source.is_ir else compression.weight_format,
         options={} if source.is_ir else compression.options(),
         probe=probe_rollback(ir),

@@ -5,27 +5,42 @@ from __future__ import annotations
 import json
 import math
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ovspec.errors import OvspecError
-from ovspec.files import read_json
+from ovspec.files import read_as, read_json
 from ovspec.ir.compile import MODEL_FILE
+from ovspec.setup.identity import files_revision
+from ovspec.text.tokenizer_files import TOKENIZER_CONFIG_FILE
 
 # Every file that an export reads. Pickled weights are not among them, because loading them could run code.
 PATTERNS = ["model*.safetensors", "*.json", "*.model", "*.txt", "*.jinja", "openvino_*"]
 CODE = ["*.py"]
+WEIGHTS = ("model.safetensors", "model.safetensors.index.json")  # what transformers loads first
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model")
 
 
 @dataclass(frozen=True)
+class WeightIndex:
+    """The part of ``model.safetensors.index.json`` that says which file holds a tensor."""
+
+    weight_map: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class Source:
-    """A model on the local disk. ``name`` is what the manifest calls it: the hub id or the folder's name."""
+    """A model on the local disk.
+
+    name: what the manifest calls it: the hub id or the folder's name.
+    revision: the hub's commit, or a checksum that changes with the files of a folder.
+    """
 
     name: str
     folder: Path
     is_ir: bool
+    revision: str
 
     @property
     def parameters(self) -> int:
@@ -46,6 +61,8 @@ class Source:
 def find_source(name: str, trust_remote_code: bool = False) -> Source:
     """Return the model that ``name`` refers to: a folder, or a hub id that is downloaded into the hub's cache.
 
+    A hub id may end in ``@`` and a commit, tag or branch.
+
     Raises:
         OvspecError: the model doesn't exist, can't be exported or can't be downloaded.
     """
@@ -53,7 +70,7 @@ def find_source(name: str, trust_remote_code: bool = False) -> Source:
         raise OvspecError("The name of the model to export is empty; give a folder or a hub id.")
     folder = Path(name).expanduser()
     if folder.is_dir():
-        source = Source(folder.resolve().name, folder, holds_only_ir(folder))
+        source = Source(folder.resolve().name, folder, holds_only_ir(folder), files_revision(folder))
     elif folder.is_file():
         raise OvspecError(f"{name}: is a file; name the folder that holds the checkpoint's config.json.")
     elif name.startswith((".", "/", "~")) or name.count("/") != 1 or "\\" in name:
@@ -72,26 +89,42 @@ def check_source(source: Source, name: str, trust_remote_code: bool) -> None:
     config = read_json(folder / "config.json")
     if source.is_ir:
         return
-    files = list(folder.glob("model*.safetensors"))
-    if not files:
+    if (folder / "adapter_config.json").is_file():
+        raise OvspecError(f"{name}: an adapter; merge it into its model (merge_and_unload) and export that.")
+    if not any((folder / weights).is_file() for weights in WEIGHTS):  # or transformers would look for pickled ones
         raise OvspecError(
-            f"{name}: no safetensors weights in it, and other formats are not loaded because they can run code; "
+            f"{name}: no {' and no '.join(WEIGHTS)} in it, and other formats are not loaded because they can run code; "
             "save the model with save_pretrained(..., safe_serialization=True) first."
         )
-    for file in files:
+    for file in folder.glob("model*.safetensors"):
         safetensors_header(file)
     if not any((folder / tokenizer).is_file() for tokenizer in TOKENIZERS) and not trust_remote_code:
         raise OvspecError(f"{name}: no tokenizer in it (none of {', '.join(TOKENIZERS[:4])} ...); add one of them.")
-    index = read_json(folder / "model.safetensors.index.json").get("weight_map", {})
-    missing = sorted({file for file in index.values() if not (folder / file).is_file()})
+    shards = set(read_as(WeightIndex, folder / WEIGHTS[1]).weight_map.values())
+    if pickled := next((shard for shard in shards if not shard.endswith(".safetensors")), None):
+        raise OvspecError(f"{name}: {WEIGHTS[1]} names {pickled}, which is not a safetensors file.")
+    missing = sorted(shard for shard in shards if not (folder / shard).is_file())
     if missing:
         raise OvspecError(f"{name}: {missing[0]} is missing ({len(missing)} missing in all); download the model again.")
-    if "auto_map" in config and not trust_remote_code:
-        raise OvspecError(
-            f"{name}: the model brings Python code of its own; read it, and add --trust-remote-code if you trust it."
-        )
+    check_code(source, name, trust_remote_code)
     if config.get("is_encoder_decoder"):
         raise OvspecError(f"{name}: an encoder-decoder model; only decoder-only language models can be exported.")
+
+
+def check_code(source: Source, name: str, trust_remote_code: bool) -> None:
+    """Raise OvspecError if the model needs Python code that isn't trusted, or that lies elsewhere."""
+    for file in ("config.json", TOKENIZER_CONFIG_FILE):
+        classes = str(read_json(source.folder / file).get("auto_map", ""))
+        if classes and not trust_remote_code:
+            raise OvspecError(
+                f"{name}: the model brings Python code of its own; read it (revision {source.revision}), and add "
+                "--trust-remote-code if you trust it."
+            )
+        if "--" in classes:
+            raise OvspecError(
+                f"{name}: {file} takes its code from another repository, which could change at any time; copy the code "
+                "into the model's folder, and name that."
+            )
 
 
 def safetensors_header(file: Path) -> dict[str, Any]:
@@ -116,18 +149,24 @@ def safetensors_header(file: Path) -> dict[str, Any]:
 
 
 def download(name: str, trust_remote_code: bool) -> Source:
-    """Download a hub model, or find it in the hub's cache."""
+    """Download a hub model, named ``org/model`` or ``org/model@revision``, or find it in the hub's cache."""
     from huggingface_hub import errors as hub
     from huggingface_hub import snapshot_download
 
+    model, at, revision = name.partition("@")
+    if at and not revision:
+        raise OvspecError(f"{name}: no revision after the @; write org/model@REVISION, or leave the @ out.")
+    patterns = PATTERNS + CODE * trust_remote_code
     try:
         folder = Path(
-            snapshot_download(name, allow_patterns=PATTERNS + CODE * trust_remote_code, ignore_patterns=["*/*"])
+            snapshot_download(model, revision=revision or None, allow_patterns=patterns, ignore_patterns=["*/*"])
         )
     except hub.GatedRepoError:
         raise OvspecError(
             f"{name}: the model is gated; accept the terms on its page and log in with 'hf auth login'."
         ) from None
+    except hub.RevisionNotFoundError:
+        raise OvspecError(f"{name}: the model has no revision {revision}; name a commit, a tag or a branch.") from None
     except hub.RepositoryNotFoundError:
         raise OvspecError(
             f"{name}: neither a folder here nor a model on the Hugging Face hub; check the spelling, "
@@ -141,7 +180,7 @@ def download(name: str, trust_remote_code: bool) -> Source:
         raise OvspecError(
             f"{name}: neither a folder here nor in the hub's cache, and the hub cannot be reached; check the network."
         ) from None
-    return Source(name, folder, holds_only_ir(folder))
+    return Source(name, folder, holds_only_ir(folder), folder.name)  # the snapshot's folder is named by its commit
 
 
 def holds_only_ir(folder: Path) -> bool:

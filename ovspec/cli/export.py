@@ -91,9 +91,9 @@ def export(
 ) -> None:
     """Export TARGET, a Hugging Face checkpoint, to OpenVINO IR.
 
-    TARGET is a folder, a hub id, or the short name of a known pair (--list), which includes a draft unless you
-    give --draft none. Target and draft must share a vocabulary. The output folder is replaced at the very end: an
-    interrupted export leaves it as it was.
+    TARGET is a folder, a hub id (org/model, or org/model@REVISION), or the short name of a known pair (--list),
+    which includes a draft unless you give --draft none. Target and draft must share a vocabulary. The output folder
+    is replaced at the very end: an interrupted export leaves it as it was.
 
     \b
     Examples:

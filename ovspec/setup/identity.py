@@ -35,6 +35,13 @@ def model_identity(folder: Path) -> str:
     return found.hexdigest()
 
 
+def files_revision(folder: Path) -> str:
+    """Return a checksum that changes when a file in ``folder`` is added, removed or written, without reading them."""
+    files = sorted((path.name, path.stat()) for path in folder.iterdir() if path.is_file())
+    found = repr([(name, status.st_size, status.st_mtime_ns) for name, status in files])
+    return hashlib.sha256(found.encode()).hexdigest()[:40]
+
+
 def prompt_identity(folder: Path) -> str:
     """Return a checksum of the files that decide how a prompt is written in tokens, and how a text ends."""
     found = hashlib.sha256()

@@ -42,6 +42,7 @@ class ExportedModel:
     options: dict[str, Any]
     probe: Probe
     states: list[dict[str, Any]]
+    revision: str | None = None  # of the source: the hub's commit, or a checksum that changes with a folder's files
 
 
 @dataclass

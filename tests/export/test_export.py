@@ -214,6 +214,15 @@ def edited(folder: Path, changes: dict[str, Any]) -> str:
 def test_wrong_sources_are_named(tmp_path: Path) -> None:
     pickled = Path(edited(tmp_path / "pickled", {}))
     (pickled / "model.safetensors").rename(pickled / "pytorch_model.bin")
+    decoy = Path(edited(tmp_path / "decoy", {}))  # transformers would load the pickled weights
+    (decoy / "model.safetensors").rename(decoy / "model-00001-of-00001.safetensors")
+    (decoy / "pytorch_model.bin").write_bytes(b"a pickle")
+    index = Path(edited(tmp_path / "index", {}))
+    (index / "model.safetensors").rename(index / "pytorch_model.bin")
+    (index / "model.safetensors.index.json").write_text('{"weight_map": {"lm_head.weight": "pytorch_model.bin"}}')
+    adapter = Path(edited(tmp_path / "adapter", {}))
+    (adapter / "adapter_config.json").write_text('{"base_model_name_or_path": "org/model"}')
+    elsewhere = Path(edited(tmp_path / "elsewhere", {"auto_map": {"AutoModelForCausalLM": "org/other--x.X"}}))
     cut_off = Path(edited(tmp_path / "cut_off", {}))
     weights = (cut_off / "model.safetensors").read_bytes()
     (cut_off / "model.safetensors").write_bytes(weights[: len(weights) // 2])
@@ -231,14 +240,18 @@ def test_wrong_sources_are_named(tmp_path: Path) -> None:
         ("no-such-org/no-such-model", "neither a folder here nor in the hub's cache, and the hub cannot be reached"),
         ("", "is empty"),
         (str(mute), "no tokenizer in it"),
-        (str(pickled), "no safetensors weights in it"),
+        (str(pickled), "no model.safetensors and no model.safetensors.index.json in it"),
+        (str(decoy), "no model.safetensors and no model.safetensors.index.json in it"),
+        (str(index), "names pytorch_model.bin, which is not a safetensors file"),
+        (str(adapter), "an adapter; merge it into its model"),
+        (str(elsewhere), "takes its code from another repository"),
         (str(cut_off), "model.safetensors: cut off"),
         (str(nonsense), "not a safetensors file"),
         (edited(tmp_path / "code", {"auto_map": {"AutoModelForCausalLM": "x.X"}}), "--trust-remote-code"),
         (edited(tmp_path / "t5", {"is_encoder_decoder": True}), "an encoder-decoder model"),
     ]:
         with pytest.raises(ovspec.OvspecError, match=message) as error:
-            export_pair(source, None, tmp_path / "out")
+            export_pair(source, None, tmp_path / "out", trust_remote_code=source == str(elsewhere))
         assert "\n" not in str(error.value)
     assert not (tmp_path / "out").exists()
 
@@ -313,9 +326,16 @@ def test_load_exports_a_checkpoint_once(tmp_path: Path, monkeypatch: pytest.Monk
     import ovspec.setup.exporting
 
     monkeypatch.setattr(ovspec.setup.exporting, "default_cache_dir", lambda: tmp_path)
-    lm = ovspec.load(DRAFT, export=True, precision="f32")
+    checkpoint = shutil.copytree(DRAFT, tmp_path / "checkpoint")
+    lm = ovspec.load(checkpoint, export=True, precision="f32")
     assert lm.generate("def f(", max_tokens=4, ignore_eos=True).stats.generated_tokens == 4
     [exported] = (tmp_path / "exports").iterdir()
     before = (exported / "ovspec.json").stat().st_mtime_ns
-    ovspec.load(DRAFT, export=True, precision="f32")
+    ovspec.load(checkpoint, export=True, precision="f32")
     assert (exported / "ovspec.json").stat().st_mtime_ns == before
+    config = json.loads((checkpoint / "config.json").read_text("utf-8"))
+    (checkpoint / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 100}))
+    assert ovspec.load(checkpoint, export=True, precision="f32").target.ir.context_length == 100, "it has changed"
+    assert list((tmp_path / "exports").iterdir()) == [exported]
+    (exported / "config.json").unlink()
+    assert ovspec.load(checkpoint, export=True, precision="f32").target.ir.context_length == 100, "it was damaged"

@@ -39,6 +39,8 @@ class Hub(BaseHTTPRequestHandler):
             return self.send(403, b"", {"X-Error-Code": "GatedRepo", "X-Error-Message": "no"}, body)
         if "model" not in parts:
             return self.send(401, b"", {"X-Error-Code": "RepoNotFound", "X-Error-Message": "no"}, body)
+        if "nowhen" in parts:
+            return self.send(404, b"", {"X-Error-Code": "RevisionNotFound", "X-Error-Message": "no"}, body)
         if parts[0] == "api":
             siblings = [{"rfilename": name} for name in files]
             info = {"id": "org/model", "modelId": "org/model", "sha": COMMIT, "siblings": siblings, "tags": []}
@@ -81,8 +83,15 @@ def test_export_from_the_hub(hub: str, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     manifest = json.loads((tmp_path / "out" / "ovspec.json").read_text(encoding="utf-8"))
     assert manifest["target"]["source"] == "org/model"
+    assert manifest["target"]["revision"] == COMMIT
+    assert COMMIT[:12] in done.stderr
     assert any(path.endswith("model.safetensors") for path in REQUESTED)
     assert not [path for path in REQUESTED if path.endswith((".bin", ".py"))], "a file that can run code was fetched"
+    assert any(path.endswith("/revision/main") for path in REQUESTED)
+    REQUESTED.clear()
+    done = export("org/model@v1.0", tmp_path / "tagged", hub, tmp_path / "home")
+    assert done.returncode == 0, done.stderr
+    assert any(path.endswith("/revision/v1.0") for path in REQUESTED)
     # Again without a network: the model is in the hub's cache.
     done = export("org/model", tmp_path / "again", "http://127.0.0.1:9", tmp_path / "home")
     assert done.returncode == 0, done.stderr
@@ -93,6 +102,8 @@ def test_export_from_the_hub(hub: str, tmp_path: Path) -> None:
     [
         ("org/nothing", "neither a folder here nor a model on the Hugging Face hub; check the spelling"),
         ("org/gated", "the model is gated"),
+        ("org/model@nowhen", "the model has no revision nowhen; name a commit, a tag or a branch"),
+        ("org/model@", "no revision after the @"),
     ],
 )
 def test_models_that_cannot_be_had(hub: str, tmp_path: Path, name: str, message: str) -> None:
