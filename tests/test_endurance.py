@@ -153,6 +153,7 @@ def calls_of(lm: ovspec.LanguageModel, session: ovspec.Session) -> list[Callable
 )
 def test_calls(lm: ovspec.LanguageModel, made: weakref.WeakSet[Any], count: int) -> None:
     """The second half of the calls needs no more than the first, whose beginning fills the caches."""
+    lm.use_large_pages()  # or they are moved at some moment in between
     held: list[Held] = []
     with lm.session() as session:
         calls = calls_of(lm, session)
@@ -160,6 +161,7 @@ def test_calls(lm: ovspec.LanguageModel, made: weakref.WeakSet[Any], count: int)
             calls[number % len(calls)](number // len(calls))
             if (number + 1) % (count // 10) == 0:
                 held.append(Held())
+    print("memory in MB:", [round(h.memory / 1e6) for h in held])
     first, second = held[2:5], held[5:]
     assert max(h.memory for h in second) < max(h.memory for h in first) + 8e6
     assert max(h.handles for h in second) <= max(h.handles for h in first)

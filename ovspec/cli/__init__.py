@@ -69,8 +69,19 @@ def main() -> None:
     except click.ClickException as error:
         error.show()
         sys.exit(error.exit_code)
-    except (OvspecError, OSError) as error:
-        click.echo(f"Error: {error}", err=True)
-        sys.exit(1)
     except (KeyboardInterrupt, click.Abort):
         sys.exit(130)
+    except Exception as error:
+        if comes_from_ctrl_c(error):
+            sys.exit(130)
+        if not isinstance(error, (OvspecError, OSError)):
+            raise
+        click.echo(f"Error: {error}", err=True)
+        sys.exit(1)
+
+
+def comes_from_ctrl_c(error: BaseException | None) -> bool:
+    """Return whether Ctrl-C caused ``error``: an import that it interrupts fails with an error of its own."""
+    while error and not isinstance(error, KeyboardInterrupt):
+        error = error.__cause__ or error.__context__
+    return error is not None

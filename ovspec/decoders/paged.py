@@ -24,13 +24,15 @@ from ovspec.decoders.block_tensors import FIRST_BLOCKS, BlockTensors
 from ovspec.decoders.blocks import Blocks
 from ovspec.decoders.sequence import EMPTY, Sequence
 from ovspec.ir.compile import CompiledIR
+from ovspec.ir.interrupts import check_interrupts
 from ovspec.ir.memory import WORTH_TRIMMING, trim_heap
 from ovspec.ir.paged_attention import CACHE, INPUTS
 from ovspec.ir.request import Request
 from ovspec.text.vocabulary import ALL_IDS, KnownIds
 
-# Prompt tokens fed in one inference. The limit bounds the memory of activations; smaller chunks cost time.
-PREFILL_CHUNK = 1024
+# Prompt tokens fed in one inference. The limit bounds the memory of activations and the time until Ctrl-C is heard;
+# chunks of 256 to 1024 take the same time per token (models of 4 M and 1 B weights, int8 and int4, Xeon without AMX).
+PREFILL_CHUNK = 256
 
 
 class PagedDecoder:
@@ -158,6 +160,7 @@ class PagedDecoder:
             with self._tensors.lock:
                 self._append(fed, [0] * len(fed))
             tokens = [new[cut:] for new, cut in zip(tokens, cuts, strict=True)]
+            check_interrupts()
 
     def _append(self, tokens: list[np.ndarray], wanted: list[int], width: int = 0) -> list[np.ndarray]:
         pieces = [self._piece(row, new) for row, new in enumerate(tokens)]

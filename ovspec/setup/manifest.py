@@ -96,7 +96,7 @@ def read_manifest(folder: Path, verify: bool = False) -> Manifest | None:
     if data.get("unfinished"):
         raise OvspecError(f"{folder}: the export was not finished; export the model again.")
     if data.get("format") != FORMAT:
-        raise OvspecError(f"{folder / MANIFEST_FILE}: format {data.get('format')} is not known; update ovspec.")
+        raise OvspecError(f"{folder / MANIFEST_FILE}: format {data.get('format')!r:.20} is not known; update ovspec.")
     manifest = read_as(Manifest, folder / MANIFEST_FILE)
     for name, file in manifest.files.items():
         path = folder / name

@@ -49,9 +49,7 @@ def start(*arguments: str, limit: int | None = None) -> subprocess.Popen[str]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit or 0, limit or 0))
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 
-    code = (
-        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\nfrom ovspec.cli import main; main()"
-    )
+    code = "from signal import *; signal(SIGINT, default_int_handler)\nfrom ovspec.__main__ import main; main()"
     return subprocess.Popen(
         [sys.executable, "-c", code, "export", *arguments],
         stderr=subprocess.PIPE,
@@ -193,22 +191,26 @@ def test_killed_at_random_moments(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert start(DRAFT, "-o", str(output), "--weight-format", "int8").wait(timeout=120) == 0
     whole = time.monotonic() - began
     moments, found = random.Random(0), Counter[str]()
+    ending = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
     for turn in range(TURNS):
-        number = (signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGINT)[turn % 4]
+        numbers = [signal.SIGKILL] if turn % 3 == 0 else moments.choices(ending, k=2)
         wanted = ("fp16", "int8")[turn % 2]
         before = manifest_format(output)
         process = start(DRAFT, "-o", str(output), "--weight-format", wanted)
         # Spread evenly over the export, but half of them near its end, when folders are renamed.
         moment = (turn + moments.random()) / TURNS
         time.sleep(whole * (0.8 + 0.25 * moment if turn % 2 else moment))
-        process.send_signal(number)
+        for number in numbers:
+            process.send_signal(number)
+            time.sleep(moments.choice((0, 0.001, 0.01, 0.1)))
         process.communicate(timeout=30)
         restore_backup(output)  # as the next load or export does
         assert read_manifest(output, verify=True), "neither the old export nor the new one is whole"
         after = manifest_format(output)
         assert after in (before, wanted)
         finished = process.returncode == 0 or (after == wanted and before != wanted)
-        found[f"{signal.Signals(number).name}: {'new' if finished else 'old'}"] += 1
+        told = "+".join(signal.Signals(number).name for number in numbers)
+        found[f"{told}: {'new' if finished else 'old'}"] += 1
     export_pair(DRAFT, None, output, Compression("fp16"))
     assert [path.name for path in tmp_path.iterdir()] == ["out"], "leftovers were not removed"
     with capsys.disabled():

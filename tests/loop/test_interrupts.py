@@ -2,10 +2,15 @@ from __future__ import annotations
 
 import signal
 import threading
+from collections.abc import Callable
+from typing import Any
 
 import pytest
+from conftest import PROMPTS
 
-from ovspec.loop.scheduler import HeldInterrupts
+import ovspec
+from ovspec.decoders.paged import PREFILL_CHUNK, PagedDecoder
+from ovspec.ir.interrupts import HELD, HeldInterrupts
 
 
 def test_ctrl_c_waits_while_held() -> None:
@@ -50,3 +55,35 @@ def test_other_threads_do_nothing() -> None:
     thread.start()
     thread.join()
     assert signal.getsignal(signal.SIGINT) is before
+
+
+@pytest.mark.parametrize("draft", [False, True])
+def test_a_long_prompt_is_read_no_further(
+    load: Callable[..., ovspec.LanguageModel], draft: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lm = load(draft=draft)
+    tokens = (lm.encode("".join(PROMPTS)).tolist() * 10)[: 5 * PREFILL_CHUNK]
+    expected = lm.generate(tokens, max_tokens=8).token_ids
+    append, calls = PagedDecoder._append, []
+
+    def pressing(decoder: PagedDecoder, *arguments: Any) -> Any:
+        calls.append(decoder)
+        if len(calls) == 2:
+            signal.raise_signal(signal.SIGINT)
+        return append(decoder, *arguments)
+
+    before = signal.getsignal(signal.SIGINT)
+    with lm.session() as session:
+        session.append(tokens)
+        with monkeypatch.context() as patched:
+            patched.setattr(PagedDecoder, "_append", pressing)
+            pieces = []
+            with pytest.raises(KeyboardInterrupt):
+                for piece in session.stream(max_tokens=8):
+                    pieces.append(piece)
+        assert len(calls) == 2, "the third chunk is not read"
+        assert [piece.finish_reason for piece in pieces] == ["cancelled"]
+        assert signal.getsignal(signal.SIGINT) is before
+        assert not HELD
+        assert session.tokens == tokens
+        assert session.generate(max_tokens=8).token_ids == expected

@@ -131,6 +131,7 @@ def tried(work: Path, case: Case) -> str:
 
 def main(source: Path, work: Path) -> None:
     warnings.simplefilter("ignore")
+    shutil.rmtree(work, ignore_errors=True)
     shutil.copytree(source, work)
     use(work)
     limit = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() + MEMORY
