@@ -20,6 +20,8 @@ from ovspec.drafting.proposal import NOTHING, Proposal
 LEAST_MATCH, LONGEST_MATCH = 2, 16
 # Maximum number of earlier occurrences that are compared, latest first.
 MOST_POSITIONS = 32
+# An index holds at most this many tokens that were rolled back, and no fewer than half of that once it is full.
+MOST_ROLLED_BACK = 32_768
 SEPARATOR = -1  # not a token: matches end there
 
 
@@ -45,6 +47,8 @@ class Index:
 
     def follow(self, sequence: Sequence) -> None:
         """Catch up with ``sequence``. Tokens that were rolled back stay in the index: they may be generated again."""
+        if len(self._text) - len(self._followed) > MOST_ROLLED_BACK:
+            self._forget()
         shared = common_prefix(self._followed, sequence)
         if shared < len(self._followed):
             self.separate()
@@ -53,6 +57,13 @@ class Index:
         new = sequence.tokens[shared:]
         self.add(new)
         self._followed.commit(new)
+
+    def _forget(self) -> None:
+        """Start again with the last tokens only."""
+        recent = self._text.tokens[-MOST_ROLLED_BACK // 2 :].copy()
+        self.__init__()
+        self.add(recent)
+        self.separate()
 
     def matches(self, tail: np.ndarray) -> tuple[int, list[int]]:
         """Return (length of the longest match with ``tail``'s end, positions after each such match, latest first)."""

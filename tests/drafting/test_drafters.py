@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 import ovspec
 from ovspec.decoders.sequence import Sequence
 from ovspec.drafting.choice import DraftChoice, parse_draft
-from ovspec.drafting.lookup import LEAST_MATCH, LONGEST_MATCH, Index, Lookup, corpus_of
+from ovspec.drafting.lookup import LEAST_MATCH, LONGEST_MATCH, MOST_ROLLED_BACK, Index, Lookup, corpus_of
 from ovspec.loading import resolve_draft
 from ovspec.setup.engine import EngineName
 from ovspec.text.generation_config import GenerationFile
@@ -405,6 +405,18 @@ def test_a_rewound_text_is_still_known(first: list[int], keep: int, more: list[i
         assert match >= naive([now])[0] if len(now) > LONGEST_MATCH else True
         text = index._text.tokens.tolist()
         assert all(text[place - match : place] == now[len(now) - match :] for place in places)
+
+
+def test_rewinding_again_and_again_takes_no_more_memory() -> None:
+    index, sequence = Index(), Sequence(range(100))
+    for turn in range(5000):
+        sequence.commit([10_000 + turn, 20_000 + turn, 30_000 + turn, *range(2000, 2020)])
+        index.follow(sequence)
+        assert len(index._text) <= 2 * MOST_ROLLED_BACK
+        earlier = np.array([10_000, 20_000, 30_000]) + turn - 300
+        assert turn < 300 or index.matches(earlier)[0] == 3, "what was rolled back lately is known"
+        assert index.matches(np.arange(50))[0] == LONGEST_MATCH, "so is the text itself"
+        sequence.rewind(100)
 
 
 def test_the_most_frequent_and_then_the_latest_goes_on() -> None:
