@@ -303,6 +303,7 @@ class Session:
         self._cancel_stream()
         decoders = self._open()
         before = self.sequence.tokens if len(self.sequence) else self.workspace.generation_config.beginning
+        self.workspace.check_room(len(before) + 1, self._context)
         candidates = [self._continued(text) for text in texts]
         begin = min(common_prefix(Sequence(before), Sequence(tokens)) for tokens in candidates)
         if not begin:  # every token of a short text would merge with what follows

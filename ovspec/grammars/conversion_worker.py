@@ -28,6 +28,7 @@ MAX_SPECIAL = 50  # special tokens named in a grammar
 MAX_NUMBER = 300_000  # empty tokens added for a grammar that refers to tokens by id
 MAX_RULES = 4_000_000  # characters of llguidance's log that are read
 LONGEST = 1_000_000  # lexemes allowed in the shortest text
+LONGEST_FORCED = 200_000  # bytes; llguidance finds them in one step that holds Python's lock, at 1.5 us each
 WALKS, WALK_BYTES, WALK_SECONDS = 4, 100, 0.3
 ARROW = " ⇦ "
 
@@ -81,6 +82,8 @@ def problem_with(log: IO[bytes], grammar: str) -> str:
     if matcher.is_error():
         kind = json.loads(grammar)["grammars"][0]["name"]
         return worded(matcher.get_error(), kind, failing(grammar))
+    if len(matcher.compute_ff_bytes()) > LONGEST_FORCED:
+        return f": every text begins with the same {LONGEST_FORCED} bytes or more; put them into the prompt."
     log.seek(0)
     why = endless(log.read(MAX_RULES + 1).decode(errors="replace")) or stuck(matcher, len(vocabulary.tokens))
     return f": {plain(why)}" if why else ""
