@@ -57,6 +57,7 @@ def ask(lm: ovspec.LanguageModel, number: int) -> list[int]:
 def lm(load: Load, monkeypatch: pytest.MonkeyPatch) -> ovspec.LanguageModel:
     lm = load(draft=True)
     monkeypatch.setattr(lm.workspace.pool, "_idle", [])
+    lm.use_large_pages()  # or a thread moves the weights at some moment
     return lm
 
 
@@ -153,7 +154,6 @@ def calls_of(lm: ovspec.LanguageModel, session: ovspec.Session) -> list[Callable
 )
 def test_calls(lm: ovspec.LanguageModel, made: weakref.WeakSet[Any], count: int) -> None:
     """The second half of the calls needs no more than the first, whose beginning fills the caches."""
-    lm.use_large_pages()  # or they are moved at some moment in between
     held: list[Held] = []
     with lm.session() as session:
         calls = calls_of(lm, session)
