@@ -80,7 +80,11 @@ def test_a_session_that_is_too_long_takes_no_more(
 ) -> None:
     with load().session() as session:
         session.append(MEGABYTES)
-        for call in (lambda: session.select([str(number) for number in range(3000)]), lambda: session.score("a"), lambda: session.generate()):
+        for call in (
+            lambda: session.select([str(number) for number in range(3000)]),
+            lambda: session.score("a"),
+            lambda: session.generate(),
+        ):
             with pytest.raises(ovspec.OvspecError, match="context"):
                 call()
     assert longest_wait() < 0.5

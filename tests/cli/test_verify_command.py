@@ -30,7 +30,9 @@ def verified(run: Run, data: object, *options: str) -> Outcome:
     return run("verify", "result.json", *options)
 
 
-@pytest.mark.parametrize("options", [(), ("--draft",), ("-t", "1", "--samples", "2", "--draft", "lookup")])
+@pytest.mark.parametrize(
+    "options", [(), ("--draft",), ("-t", "1", "--samples", "2", "--draft", "lookup", "--ignore-eos")]
+)
 def test_what_generate_prints(run: Run, options: tuple[str, ...]) -> None:
     found = verified(run, generated(run, *options))
     assert (found.code, found.err) == (0, "")
