@@ -71,13 +71,13 @@ def main() -> None:
         sys.exit(error.exit_code)
     except (KeyboardInterrupt, click.Abort):
         sys.exit(130)
+    except (OvspecError, OSError) as error:
+        click.echo(f"Error: {error}", err=True)
+        sys.exit(1)
     except Exception as error:
         if comes_from_ctrl_c(error):
             sys.exit(130)
-        if not isinstance(error, (OvspecError, OSError)):
-            raise
-        click.echo(f"Error: {error}", err=True)
-        sys.exit(1)
+        raise
 
 
 def comes_from_ctrl_c(error: BaseException | None) -> bool:

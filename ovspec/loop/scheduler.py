@@ -181,8 +181,8 @@ def run_rows(scheduler: Scheduler) -> Iterator[list[tuple[int, Piece]]]:
             interrupts.holding = True
             try:
                 pieces = scheduler.step()
-            except KeyboardInterrupt:
-                pieces = []
+            except KeyboardInterrupt:  # also one that another stream holds back, or that a user's function raises
+                pieces, interrupts.pressed = [], True
             interrupts.holding = False
             if pieces is None:
                 return

@@ -20,11 +20,10 @@ from ovspec.text.tokenizer_files import TokenId
 
 DEFAULT_MAX_TOKENS = 256
 
-# Settings of a generation config that Hugging Face's greedy generate applies and ovspec does not.
-NOT_APPLIED = (
-    "no_repeat_ngram_size", "min_length", "bad_words_ids", "begin_suppress_tokens", "forced_bos_token_id",
-    "forced_eos_token_id", "sequence_bias",
-)  # fmt: skip
+# Settings of a generation config that Hugging Face's greedy generate applies and ovspec does not; their neutral values.
+NOT_APPLIED = {"no_repeat_ngram_size": 0, "min_length": 0} | dict.fromkeys(
+    ("bad_words_ids", "begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id", "sequence_bias")
+)
 
 
 @dataclass(frozen=True)
@@ -53,7 +52,7 @@ class GenerationConfig:
         self._file = folder / "generation_config.json"
         self.values = read_as(GenerationFile, self._file)
         self._config, self._tokenizer = config, tokenizer
-        asked = [name for name in NOT_APPLIED if getattr(self.values, name)]
+        asked = [name for name, neutral in NOT_APPLIED.items() if getattr(self.values, name) not in (None, neutral)]
         if asked:
             warning = f"{folder}: its generation config sets {', '.join(asked)}, which ovspec does not apply"
             warnings.warn(warning, stacklevel=4)
