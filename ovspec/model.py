@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any, Unpack, overload
@@ -16,9 +16,12 @@ from ovspec.errors import OvspecError
 from ovspec.ir.memory import kv_bytes_per_token, recurrent_bytes
 from ovspec.loop.perplexity import DEFAULT_CONTEXT, Perplexity, measure
 from ovspec.loop.results import Piece, Result, TextStream
-from ovspec.options import GenerateOptions, params_of
+from ovspec.loop.row import Row
+from ovspec.options import GenerateOptions, params_of, refuse_retries
+from ovspec.options.option import takes
 from ovspec.session import Session
 from ovspec.setup.engine import CompiledModel
+from ovspec.setup.identity import compiled_properties
 from ovspec.text.generation_config import GenerationConfig
 from ovspec.text.tokenizer import Tokenizer
 from ovspec.verify import Verification, verify_result
@@ -34,6 +37,11 @@ class LanguageModel:
 
     def __init__(self, workspace: Workspace) -> None:
         self.workspace = workspace
+
+    def __repr__(self) -> str:
+        precision = compiled_properties(self.target).get("INFERENCE_PRECISION_HINT")
+        settings = f"precision={precision!r}, device={self.target.ir.device!r}, engine={self.target.engine!r}"
+        return f"LanguageModel({str(self.folder)!r}, {settings}, draft={str(self.workspace.choice or 'none')!r})"
 
     @property
     def folder(self) -> Path:
@@ -74,6 +82,7 @@ class LanguageModel:
     def generate(self, prompt: list[str] | list[list[int]], **options: Unpack[GenerateOptions]) -> list[Result]: ...
     @overload
     def generate(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Result: ...
+    @takes(GenerateOptions)
     def generate(self, prompt: Any, **options: Unpack[GenerateOptions]) -> Result | list[Result]:
         """Continue ``prompt``, or each of a list of prompts as one batch.
 
@@ -96,6 +105,7 @@ class LanguageModel:
     ) -> list[list[Result]]: ...
     @overload
     def samples(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> list[Result]: ...
+    @takes(GenerateOptions)
     def samples(self, prompt: Any, **options: Unpack[GenerateOptions]) -> list[Result] | list[list[Result]]:
         """Return ``n`` continuations of ``prompt``, or of each of a list of prompts. Each prompt is read once.
 
@@ -110,11 +120,13 @@ class LanguageModel:
         texts = self._generate(prompt if is_batch(prompt) else [prompt], options, n)
         return texts if is_batch(prompt) else texts[0]
 
+    @takes(GenerateOptions)
     def stream(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> TextStream:
         """Continue one prompt piece by piece: ``for piece in lm.stream("def "): print(piece.text)``.
 
         Arguments and errors are those of ``generate``.
         """
+        refuse_retries(options, "a stream, whose text is seen before it ends")
         [row] = rows = self.workspace.rows(prompt, options)
         run = self.workspace.run(rows, options, row.sampler.sampled, 1)
 
@@ -132,6 +144,7 @@ class LanguageModel:
             for _ in self.workspace.run(rows, options, rows[0].sampler.sampled, len(rows)):
                 pass
         results = [row.result() for row in rows]
+        retried(self.workspace, prompts, options, results)
         return [results[start : start + n] for start in range(0, len(rows), n)]
 
     # ------------------------------------------------------------ sessions
@@ -147,7 +160,7 @@ class LanguageModel:
         """
         most = self.target.ir.context_length
         if context is not None and (context < 1 or (most and context > most)):
-            raise OvspecError(f"context is {context}; it must be at least 1{f' and at most {most}' if most else ''}.")
+            raise OvspecError(f"`context` is {context}; it must be at least 1{f' and at most {most}' if most else ''}.")
         if context:
             self.workspace.check_memory(context)
         decoders = self.workspace.pool.take()
@@ -225,3 +238,22 @@ class LanguageModel:
 def is_batch(prompt: Any) -> bool:
     """Return whether ``prompt`` is a list of prompts."""
     return isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], (str, list, np.ndarray))
+
+
+def retried(workspace: Workspace, prompts: Sequence[Any], options: GenerateOptions, results: list[Result]) -> None:
+    """Generate results that break their schema again, with the next seeds, and replace them.
+
+    Args:
+        prompts: each has as many results as the others; those of the first come first.
+        options: those of the results; ``retries`` is how often at most.
+    """
+    for _ in range(options.get("retries") or 0):
+        broken, again = [i for i, result in enumerate(results) if result.schema_errors], list[Row]()
+        n = len(results) // len(prompts)
+        for i in broken:
+            seed = ((results[i].stats.seed or 0) + 1) % 2**63
+            again.append(workspace.rows(prompts[i // n], {**options, "seed": seed}, n)[i % n])
+        for _ in workspace.run(again, options, True, len(again)) if again else ():
+            pass
+        for i, row in zip(broken, again, strict=True):
+            results[i] = row.result()

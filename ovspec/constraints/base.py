@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
@@ -64,6 +64,7 @@ class Constraints:
         self.guesses = bool(self._guessing)  # whether any of them can propose tokens
         self.may_complete = bool(self._forcing)  # whether they may end the text
         self.forces = self.may_complete and not ask_always  # whether tokens may be committed without the model
+        self.judge: Callable[[str], list[str]] | None = None  # says what is wrong with the finished text
 
     def process(self, logits: np.ndarray, tokens: np.ndarray) -> np.ndarray:
         """Return ``logits``, (vocab,), changed by all constraints but not masked; the argument is left as it is."""

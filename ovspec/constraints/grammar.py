@@ -18,10 +18,11 @@ from llguidance import LLMatcher, LLTokenizer
 
 from ovspec.constraints.base import Constraint
 from ovspec.constraints.masks import holds, pack
+from ovspec.constraints.unique_items import Followed, Following, Tracks, UniqueItems
 from ovspec.decoders.sequence import Sequence
 from ovspec.errors import OvspecError
 from ovspec.grammars.limits import LIMITS
-from ovspec.grammars.sources import LARK
+from ovspec.grammars.sources import LARK, UNIQUE_ITEMS
 from ovspec.grammars.wording import plain
 
 CACHED_GRAMMARS = 32
@@ -36,6 +37,7 @@ class Position:
     matcher: LLMatcher | None = None
     mask: np.ndarray | None = None
     forced: list[int] | None = None
+    followed: Followed | None = None  # kept for all positions, if items must differ
 
 
 class Grammar(Constraint):
@@ -48,27 +50,40 @@ class Grammar(Constraint):
         matcher: a matcher in the state in which the generated text begins, after ``start`` tokens of prompt.
         ends: ids that end the text when the grammar is satisfied; the matcher's own end id is ``own_end``.
         size: size of the vocabulary.
+        unique_items: keeps items of arrays different, where they must be, beginning with ``followed``.
     """
 
-    def __init__(self, matcher: LLMatcher, start: int, ends: frozenset[int], own_end: int, size: int) -> None:
+    def __init__(
+        self,
+        matcher: LLMatcher,
+        start: int,
+        ends: frozenset[int],
+        own_end: int,
+        size: int,
+        unique: tuple[UniqueItems, Followed] | None = None,
+    ) -> None:
         self._start, self._ends, self._size = start, ends, size
+        self._unique = unique[0] if unique else None
         self._no_end = ~pack([own_end], size)
         self._end = pack([token for token in ends if token < size], size)
         self._path = Sequence()  # tokens that the grammar is known to allow
-        self._positions = [Position(matcher)]  # one more than there are tokens
+        first = Position(matcher, followed=unique[1] if unique else None)
+        self._positions = [first]  # one more than there are tokens
 
     def mask(self, tokens: np.ndarray) -> np.ndarray:
         at = self._seek(tokens)
         position = self._positions[at]
         if position.mask is None:
             forced = self._forced(at)
-            position.mask = pack(forced[:1], self._size) if forced else self._computed(self._matcher(at))
+            position.mask = pack(forced[:1], self._size) if forced else self._computed(self._matcher(at), position)
         return position.mask
 
     def allows(self, token: int, tokens: np.ndarray) -> bool:
         at = self._seek(tokens)
         if at < len(self._path) and token == self._path.tokens[at]:
             return True
+        if self._repeats(at, token):
+            return False
         if self._positions[at].mask is None:
             if forced := self._forced(at):
                 return token == forced[0]
@@ -90,17 +105,54 @@ class Grammar(Constraint):
         position = self._positions[at]
         if position.forced is None:
             position.forced = self._matcher(at).compute_ff_tokens()
+            if self._unique and position.forced:
+                position.forced = self._different(at, position.forced)
         return position.forced
 
-    def _computed(self, matcher: LLMatcher) -> np.ndarray:
+    def _repeats(self, at: int, token: int) -> bool:
+        """Return whether ``token`` leads to nothing but an item again that must differ."""
+        followed = self._positions[at].followed
+        if not (self._unique and followed) or not any(each.seen for each in followed.opened):
+            return False
+        return bool(self._unique.forbidden(followed, [token], self._following(self._matcher(at))))
+
+    def _following(self, matcher: LLMatcher) -> Following:
+        def following(token: int) -> tuple[list[int], Following]:
+            after = matcher.deep_copy()
+            if not after.consume_token(token):
+                return [], following
+            bits = np.unpackbits(self._allowed(after), bitorder="little")
+            return np.flatnonzero(bits).tolist(), self._following(after)
+
+        return following
+
+    def _different(self, at: int, tokens: list[int]) -> list[int]:
+        """Return ``tokens`` up to the first that would write an item again."""
+        assert self._unique
+        followed = self._positions[at].followed
+        for count, token in enumerate(tokens):
+            followed = self._unique.after(followed, token) if followed else None
+            if not followed:
+                return tokens[:count]
+        return tokens
+
+    def _computed(self, matcher: LLMatcher, position: Position) -> np.ndarray:
+        mask = self._allowed(matcher)
+        if self._unique and position.followed and (suspects := self._unique.suspects(position.followed)):
+            allowed = [token for token in suspects if holds(mask, token)]
+            forbidden = self._unique.forbidden(position.followed, allowed, self._following(matcher))
+            mask = mask & ~pack(forbidden, self._size)
+        if not mask.any() and not matcher.is_stopped():
+            raise OvspecError("No token of this model can continue the text within the grammar.")
+        return mask
+
+    def _allowed(self, matcher: LLMatcher) -> np.ndarray:
         words = np.empty(-(-self._size // 32), dtype=np.uint32)
         matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
         check_state(matcher)
         mask = words.view(np.uint8)[: len(self._end)] & self._no_end
         if matcher.is_accepting():
             mask |= self._end
-        if not mask.any() and not matcher.is_stopped():
-            raise OvspecError("No token of this model can continue the text within the grammar.")
         return mask
 
     def _seek(self, tokens: np.ndarray) -> int:
@@ -116,6 +168,12 @@ class Grammar(Constraint):
             del self._positions[shared + 1 :]
             self._positions += [Position() for _ in text[shared:]]
             self._matcher(len(text))  # raises if the grammar doesn't allow them
+            for at in range(shared, len(text) if self._unique else 0):
+                followed = self._positions[at].followed
+                after = self._unique.after(followed, int(text[at])) if self._unique and followed else None
+                if followed and not after:
+                    raise OvspecError("The text repeats an item of an array whose items must differ.")
+                self._positions[at + 1].followed = after
         return len(text)
 
     def _matcher(self, at: int) -> LLMatcher:
@@ -149,7 +207,9 @@ class Grammars:
         names = ((token["content"], token["id"]) for token in special_tokens(tokenizer_json))
         self._special = {f"<{name.removeprefix('<').removesuffix('>')}>": number for name, number in names}
         self._own_end, self._tokens = grammar_tokenizer(tokenizer_json, self._size)
-        self._compiled: dict[str, LLMatcher] = {}  # threads share it, so a matcher in it is copied before it moves
+        # Threads share them, so a matcher in it is copied before it moves.
+        self._compiled: dict[str, tuple[LLMatcher, UniqueItems | None]] = {}
+        self._vocabulary = vocabulary
         self._lock = threading.Lock()
 
     def constraint(
@@ -171,22 +231,30 @@ class Grammars:
                 given; otherwise the text begins with them, and the grammar's text follows.
             what: the grammar's name in errors.
         """
-        matcher = self._compile(grammar, what)
+        matcher, unique = self._compile(grammar, what)
+        followed: Followed | None = Followed()
         if inside:
             self._follow(matcher.deep_copy(), inside)  # all of it must fit
-            matcher = matcher.deep_copy()
-            self._follow(matcher, inside[: len(inside) - len(healed)])
+            matcher, before = matcher.deep_copy(), inside[: len(inside) - len(healed)]
+            self._follow(matcher, before)
+            followed = unique.follow(Followed(), before) if unique else None
         elif healed:
-            matcher = self._compile(prefixed(grammar, healed), what)
-        return Grammar(matcher.deep_copy(), start, ends, self._own_end, self._size)
+            matcher, _ = self._compile(prefixed(grammar, healed), what)
+            followed = Followed(skip=len(healed))
+        if unique and not followed:
+            raise OvspecError("The prompt repeats an item of an array whose items must differ.")
+        pair = (unique, followed) if unique and followed else None
+        return Grammar(matcher.deep_copy(), start, ends, self._own_end, self._size, pair)
 
-    def _compile(self, grammar: str, what: str) -> LLMatcher:
+    def _compile(self, grammar: str, what: str) -> tuple[LLMatcher, UniqueItems | None]:
         with self._lock:
             found = self._compiled.pop(grammar, None)
         if not found:
-            found = LLMatcher(self._tokens, with_numbers(grammar, self._special), log_level=0, limits=LIMITS)
-            if found.is_error():
-                raise OvspecError(f"{what}: {plain(found.get_error())}")
+            text, tracks = with_numbers(grammar, self._special)
+            matcher = LLMatcher(self._tokens, text, log_level=0, limits=LIMITS)
+            if matcher.is_error():
+                raise OvspecError(f"{what}: {plain(matcher.get_error())}")
+            found = matcher, UniqueItems(tracks, self._vocabulary) if tracks else None
         with self._lock:
             self._compiled[grammar] = found  # the one used last comes last
             while len(self._compiled) > CACHED_GRAMMARS:
@@ -241,14 +309,18 @@ def special_tokens(tokenizer_json: dict[str, Any]) -> list[dict[str, Any]]:
     return [token for token in tokenizer_json.get("added_tokens", []) if token.get("special")]
 
 
-def with_numbers(grammar: str, special: dict[str, int]) -> str:
-    """Return a grammar that refers to special tokens by id, because ``grammar_tokenizer`` has renamed them."""
+def with_numbers(grammar: str, special: dict[str, int]) -> tuple[str, Tracks | None]:
+    """Return a grammar that refers to special tokens by id, because ``grammar_tokenizer`` has renamed them.
+
+    What it says of different items comes apart from it.
+    """
 
     def numbered(found: re.Match[str]) -> str:
         return f"<[{special[found[0]]}]>" if found[0] in special else found[0]
 
     whole = json.loads(grammar)
+    tracks = whole.pop(UNIQUE_ITEMS, None)
     for part in whole["grammars"]:
         if part.get("lark_grammar"):
             part["lark_grammar"] = LARK.sub(numbered, part["lark_grammar"])
-    return json.dumps(whole)
+    return json.dumps(whole), tracks

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,10 +13,11 @@ import numpy as np
 
 from ovspec.constraints.base import Constraint, Constraints
 from ovspec.constraints.healing import ByteTokens, Healing, healable
+from ovspec.constraints.judging import schema_errors
 from ovspec.constraints.processors import PromptLength, processing
 from ovspec.errors import OvspecError
 from ovspec.files import read_json
-from ovspec.options import GRAMMARS, GenerateOptions, SamplingParams
+from ovspec.options import GENERATE, GRAMMARS, OF_SCHEMAS, GenerateOptions, SamplingParams
 from ovspec.text.tokenizer import Tokenizer
 from ovspec.text.tokenizer_files import TOKENIZER_FILE
 
@@ -63,11 +64,12 @@ class ConstraintMaker:
             OvspecError: options exclude each other, or the grammar doesn't allow the prompt.
         """
         grammar, name = grammar_of(options)
+        check_schema_options(options, params)
         where = options.get("constrain_from")
         if grammar is None and where is not None:
-            raise OvspecError("constrain_from sets where a grammar begins; give a grammar too.")
+            raise OvspecError("`constrain_from` sets where a grammar begins; give a grammar too.")
         if grammar is not None and params.ignore_eos:
-            raise OvspecError(f"{name} decides where the text ends, so ignore_eos can't be combined with it.")
+            raise OvspecError(f"`{name}` decides where the text ends, so `ignore_eos` can't be combined with it.")
         ends = prompt.eos | frozenset(params.stop_ids)
         tail = b"" if where is None else self._tail(prompt.tokens, where)
         masks: list[Constraint] = []
@@ -87,7 +89,12 @@ class ConstraintMaker:
         prompt_length: PromptLength = healing.prompt_length if healing else lambda _: start
         processors = processing(params, prompt_length, ends, options.get("logits_processors"))
         excludes = bool(options.get("logits_processors")) or -math.inf in params.logit_bias.values()
-        return Constraints([*processors, *masks], ends, params.logprobs is not None or excludes), healing
+        made = Constraints([*processors, *masks], ends, params.logprobs is not None or excludes)
+        if options.get("json_schema_mode") == "checked":
+            made.judge = functools.partial(
+                schema_errors, readable("json_schema", options.get("json_schema")), tail.decode()
+            )
+        return made, healing
 
     def check(self, options: Mapping[str, Any]) -> None:
         """Raise OvspecError if the grammar in ``options`` is invalid."""
@@ -100,15 +107,15 @@ class ConstraintMaker:
         spelt = self.tokens.spell(tokens)
         text = spelt.decode("utf-8", "replace")
         if not isinstance(where, (int, str)):
-            raise OvspecError(f"constrain_from is {where!r}; it must be a string, or a number of characters.")
+            raise OvspecError(f"`constrain_from` is {where!r}; it must be a string, or a number of characters.")
         if isinstance(where, str):
             at = text.rfind(where) if where else -1
             if at < 0:
-                raise OvspecError(f"constrain_from: {where!r} is not in the prompt.")
+                raise OvspecError(f"`constrain_from`: {where!r} is not in the prompt.")
         else:
             at = where if where >= 0 else len(text) + where
             if not 0 <= at <= len(text):
-                raise OvspecError(f"constrain_from is {where}, but the prompt has {len(text)} characters.")
+                raise OvspecError(f"`constrain_from` is {where}, but the prompt has {len(text)} characters.")
         return spelt[len(text[:at].encode()) :]
 
 
@@ -127,12 +134,37 @@ def grammar_of(options: Mapping[str, Any]) -> tuple[str | None, str]:
     if not given:
         return None, ""
     if len(given) > 1:
-        raise OvspecError(f"{' and '.join(given)} can't be combined; give one grammar that covers both.")
+        both = " and ".join(f"`{name}`" for name in given)
+        raise OvspecError(f"{both} can't be combined; give one grammar that covers both.")
     from ovspec.grammars.conversion import converted
 
     name, value = given[0], readable(given[0], options.get(given[0]))
-    what = f"{name} {value}" if isinstance(value, Path) else name
-    return converted(name, value, what), what
+    what = f"`{name}` {value}" if isinstance(value, Path) else f"`{name}`"
+    if name != "json_schema":
+        return converted(name, value, what), what
+    more = options.get("additional_properties")
+    if more is None and not isinstance(options.get(name), (dict, bool, str, Path)):
+        more = False  # a Python type has the fields it has
+    reading = {
+        "lenient": options.get("json_schema_mode") == "checked",
+        "close": None if more is None else not more,
+        "compact": bool(options.get("compact_json")),
+    }
+    return converted(name, value, what, **reading), what
+
+
+def check_schema_options(options: Mapping[str, Any], params: SamplingParams) -> None:
+    """Raise OvspecError if options for JSON schemas don't fit the others."""
+    given = [name for name in OF_SCHEMAS if options.get(name) not in (None, GENERATE[name][1].default)]
+    if given and options.get("json_schema") is None:
+        raise OvspecError(f"`{given[0]}` is for JSON schemas; give `json_schema` too.")
+    if options.get("retries"):
+        if options.get("json_schema_mode") != "checked":
+            raise OvspecError(
+                "`retries` needs `json_schema_mode` checked: in the mode strict no text breaks the schema."
+            )
+        if not params.temperature:
+            raise OvspecError("`retries` needs a `temperature` above 0: a greedy text would be the same again.")
 
 
 def readable(name: str, value: Any) -> Any:
@@ -143,20 +175,36 @@ def readable(name: str, value: Any) -> Any:
         if name in ("json_schema", "grammar", "gbnf"):
             return value
     if name == "json_schema":
-        if made := getattr(value, "model_json_schema", None):  # a pydantic model
-            return made()
+        if value is not None and not isinstance(value, (dict, bool, str)):
+            return schema_of_type(value)
         if isinstance(value, str) and not value.lstrip().startswith(("{", "[", '"', "true", "false")):
-            raise OvspecError(f"{name} {value[:80]!r} isn't JSON; give the schema's text, or a Path for a file.")
+            raise OvspecError(f"`{name}` {value[:80]!r} isn't JSON; give the schema's text, or a Path for a file.")
         return value
     if name == "choice":
-        texts = [] if isinstance(value, (str, Path)) else list(value)
+        listed: Any = value if isinstance(value, Iterable) and not isinstance(value, str) else ()
+        texts = list(listed)
         if not texts or not all(isinstance(text, str) for text in texts):
-            raise OvspecError("choice must be a list of texts with at least one entry.")
+            raise OvspecError("`choice` must be a list of texts with at least one entry.")
         return texts
     if name == "regex" and isinstance(value, Path):
         return str(value)
     if not isinstance(value, str):
-        raise OvspecError(f"{name} must be a string or a Path, not {type(value).__name__}.")
+        raise OvspecError(f"`{name}` must be a string or a Path, not {type(value).__name__}.")
     if name != "regex" and ":" not in value:
-        raise OvspecError(f"{name} {value[:80]!r} isn't a grammar; give its text, or a Path for a file.")
+        raise OvspecError(f"`{name}` {value[:80]!r} isn't a grammar; give its text, or a Path for a file.")
     return value
+
+
+def schema_of_type(value: Any) -> Any:
+    """Return the JSON schema of a pydantic model or of another type that pydantic knows, such as list[str]."""
+    if made := getattr(value, "model_json_schema", None):
+        return made()
+    try:
+        from pydantic import PydanticUserError, TypeAdapter
+    except ImportError:
+        raise OvspecError(f"`json_schema` is {value!r:.80}; give a dict, or install pydantic to use types.") from None
+    try:
+        return TypeAdapter(value).json_schema()
+    except PydanticUserError as error:
+        why = str(error).splitlines()[0].rstrip(".")
+        raise OvspecError(f"`json_schema` {value!r:.80} has no JSON schema: {why}.") from None

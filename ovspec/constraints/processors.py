@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import numpy as np
 
@@ -47,10 +49,11 @@ class Penalties(Constraint):
 
 
 class UserProcessor(Constraint):
-    """Applies a user's own function."""
+    """Applies a user's own function, or a logits processor of transformers."""
 
     def __init__(self, function: LogitsProcessor) -> None:
-        self._function = function
+        self._name = getattr(function, "__name__", type(function).__name__)
+        self._function = on_arrays(function) if is_of_transformers(function) else function
 
     def process(self, logits: np.ndarray, tokens: np.ndarray) -> np.ndarray:
         # Copies, because a user's function may keep or change its arguments.
@@ -59,14 +62,33 @@ class UserProcessor(Constraint):
             found = np.asarray(given)
         except (TypeError, ValueError):
             found = np.empty(0)
-        name = getattr(self._function, "__name__", type(self._function).__name__)
         if found.size != logits.size or found.dtype.kind not in "fiu":
             what, wanted = f"{type(given).__name__} of shape {found.shape}", f"logits of shape (1, {len(logits)})"
-            raise OvspecError(f"The logits processor {name} returned {what}; it must return {wanted}.")
+            raise OvspecError(f"The logits processor {self._name} returned {what}; it must return {wanted}.")
         found = found.reshape(-1).astype(np.float32)
         if np.isnan(found).any() or found.max() == np.inf:
-            raise OvspecError(f"The logits processor {name} returned nan or inf; use -inf to exclude a token.")
+            raise OvspecError(f"The logits processor {self._name} returned nan or inf; use -inf to exclude a token.")
         return found
+
+
+def is_of_transformers(function: LogitsProcessor) -> bool:
+    """Return whether ``function`` takes tensors, as the logits processors of transformers and lists of them do."""
+    bases = inspect.getmro(type(function))
+    return any(
+        base.__name__ in ("LogitsProcessor", "LogitsProcessorList")
+        for base in bases
+        if "transformers" in base.__module__
+    )
+
+
+def on_arrays(function: Callable[..., Any]) -> LogitsProcessor:
+    """Return a logits processor of transformers as a function of arrays."""
+    import torch
+
+    def process(tokens: np.ndarray, logits: np.ndarray) -> np.ndarray:
+        return function(torch.from_numpy(tokens)[None], torch.from_numpy(logits)).detach().cpu().float().numpy()
+
+    return process
 
 
 class MinTokens(Constraint):
@@ -91,8 +113,8 @@ def processing(
     functions: Iterable[LogitsProcessor] | None = None,
 ) -> list[Constraint]:
     """Return constraints that apply ``params`` and a user's functions to logits, in Hugging Face's order."""
-    if callable(functions):
-        raise OvspecError("logits_processors must be a list of functions; put the function into a list.")
+    if functions is not None and not isinstance(functions, Iterable):
+        raise OvspecError("`logits_processors` must be a list of functions; put the function into a list.")
     found: list[Constraint] = []
     if params.logit_bias:
         found.append(LogitBias(params.logit_bias))
@@ -102,6 +124,6 @@ def processing(
         found.append(MinTokens(params.min_tokens, prompt, ends))
     for function in functions or []:
         if not callable(function):
-            raise OvspecError(f"logits_processors has {function!r}, which isn't a function.")
+            raise OvspecError(f"`logits_processors` has {function!r}, which isn't a function.")
         found.append(UserProcessor(function))
     return found

@@ -47,8 +47,7 @@ class Bytes:
 
 
 # How each kind of grammar is read.
-READERS: dict[str, Callable[[Any, str], str]] = {
-    "json_schema": sources.json_schema,
+READERS: dict[str, Callable[..., str]] = {
     "regex": sources.regex,
     "choice": sources.choices,
     "grammar": sources.lark,
@@ -57,14 +56,19 @@ READERS: dict[str, Callable[[Any, str], str]] = {
 
 
 def answer(log: IO[bytes], request: dict[str, Any]) -> dict[str, str]:
-    """Return {"grammar": llguidance's notation} or {"error": a sentence} for {"kind", "given", "what"}."""
-    what = request["what"]
+    """Return {"grammar": llguidance's notation, "warning"} or {"error": a sentence} for a request of ``conversion``."""
+    kind, given, what = request["kind"], request["given"], request["what"]
     try:
-        grammar = READERS[request["kind"]](request["given"], what)
+        if kind == "json_schema":
+            source = sources.schema_source(given, what, **request["reading"])
+        else:
+            source = sources.Source(READERS[kind](given, what))
     except OvspecError as error:
         return {"error": str(error)}
-    why = problem_with(log, grammar)
-    return {"error": f"{what}{why}"} if why else {"grammar": grammar}
+    if why := problem_with(log, source.grammar):
+        placed = re.sub(r"the rule (v\d+)", lambda found: f"the schema {source.places.get(found[1], '')}", why)
+        return {"error": what + placed}
+    return {"grammar": source.grammar, "warning": source.warning}
 
 
 def problem_with(log: IO[bytes], grammar: str) -> str:
@@ -81,41 +85,12 @@ def problem_with(log: IO[bytes], grammar: str) -> str:
         special.append(unknown[1])
     if matcher.is_error():
         kind = json.loads(grammar)["grammars"][0]["name"]
-        return worded(matcher.get_error(), kind, failing(grammar))
+        return worded(matcher.get_error(), kind)
     if len(matcher.compute_ff_bytes()) > LONGEST_FORCED:
         return f": every text begins with the same {LONGEST_FORCED} bytes or more; put them into the prompt."
     log.seek(0)
     why = endless(log.read(MAX_RULES + 1).decode(errors="replace")) or stuck(matcher, len(vocabulary.tokens))
     return f": {plain(why)}" if why else ""
-
-
-def failing(grammar: str) -> str:
-    """Return the JSON pointer of the deepest part of a schema that fails on its own; "" if there is no schema."""
-    source = json.loads(grammar)["grammars"][0]
-    schema, at, deadline = source.get("json_schema"), "#", time.monotonic() + 1
-    if not isinstance(schema, dict):
-        return ""
-    around = {key: schema[key] for key in ("$defs", "definitions", "$id", "x-guidance") if key in schema}
-
-    def fails(part: Any) -> bool:
-        if not isinstance(part, dict) or time.monotonic() > deadline:
-            return False
-        text = json.dumps({"grammars": [{"json_schema": {**part, **around}}]})
-        return bool(LLMatcher.validate_grammar(text, None, limits=LIMITS))
-
-    while True:
-        parts: list[tuple[Any, str]] = []
-        for key in ("properties", "patternProperties", "$defs", "definitions"):
-            parts += [(each, f"/{key}/{name}") for name, each in (schema.get(key) or {}).items()]
-        for key in ("items", "additionalProperties", "additionalItems"):
-            parts.append((schema.get(key), f"/{key}"))
-        for key in ("anyOf", "oneOf", "allOf", "prefixItems", "items"):
-            if isinstance(schema.get(key), list):
-                parts += [(each, f"/{key}/{i}") for i, each in enumerate(schema[key])]
-        found = next(((part, step) for part, step in parts if fails(part)), None)
-        if not found:
-            return at
-        schema, at = found[0], at + found[1]
 
 
 def endless(log: str) -> str:
@@ -174,8 +149,6 @@ def shortest(options: dict[str, list[list[str]]], never: set[str]) -> dict[str, 
 
 def named(symbol: str) -> str:
     """Return what a message calls a rule: its author's name for it, or "a rule" if llguidance made it up."""
-    if symbol.startswith("json-schema:///"):
-        return f"the schema {symbol.removeprefix('json-schema:///')}"
     own = re.sub(r"^r\d+-|^r\d+$|#\d+$|_$", "", symbol)
     return f"the rule {own}" if own else "a rule"
 

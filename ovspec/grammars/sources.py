@@ -9,16 +9,18 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from ovspec.errors import OvspecError
-from ovspec.grammars.json_schema import cleaned
+from ovspec.grammars.json_schema import Reading, compiled
 from ovspec.grammars.lark import resolve
 from ovspec.grammars.lexemes import to_lark
 
-MAX_CHARACTERS = 1_000_000  # of a schema, a grammar, an expression or all choices together
+MAX_CHARACTERS = 2_000_000  # of a schema, a grammar, an expression or all choices together
 MAX_GBNF = 200_000  # lower, because GBNF is parsed in Python
 MAX_NESTING = 200
+UNIQUE_ITEMS = "unique_items"  # beside llguidance's own keys: the tracks of constraints.unique_items
 
 # First the tokens that may contain anything, then those that are searched for.
 LARK = re.compile(
@@ -34,13 +36,22 @@ LOOKAROUND = re.compile(r"\(\?(?:<?[=!])|\\[bB<>AzZG]")
 BACKREFERENCE = re.compile(r"\\[1-9]|\(\?P=|\\k")
 
 
-def json_schema(schema: dict[str, Any] | bool | str, what: str = "The JSON schema") -> str:
+@dataclass(frozen=True)
+class Source:
+    """A grammar in llguidance's own notation. ``warning``: what was ignored, or "". ``places``: rule -> its origin."""
+
+    grammar: str
+    warning: str = ""
+    places: dict[str, str] = field(default_factory=dict)
+
+
+def schema_source(schema: dict[str, Any] | bool | str, what: str = "The JSON schema", **reading: Any) -> Source:
     """Return the grammar of the JSON texts that a schema describes, with a bounded amount of white space.
 
     Args:
-        schema: the schema itself or its JSON text. ``x-guidance`` at its top sets llguidance's separators and white
-            space.
+        schema: the schema itself or its JSON text. ``x-guidance`` at its top sets separators and white space.
         what: the schema's name in messages.
+        reading: fields of ``json_schema.Reading``.
     """
     if isinstance(schema, str):
         schema = parsed(schema, what)
@@ -51,9 +62,18 @@ def json_schema(schema: dict[str, Any] | bool | str, what: str = "The JSON schem
     bounded(text, what)
     shallow(text, what)
     try:
-        return grammar("json", json_schema=cleaned(json.loads(text)))
+        found = compiled(json.loads(text), Reading(**reading))
     except OvspecError as error:
         raise OvspecError(f"{what}, at {error}") from None
+    text = grammar("json", lark_grammar=found.lark)
+    if found.tracks:
+        text = json.dumps({**json.loads(text), UNIQUE_ITEMS: found.tracks})
+    return Source(text, found.warning, found.places)
+
+
+def json_schema(schema: dict[str, Any] | bool | str, what: str = "The JSON schema") -> str:
+    """Return the grammar of ``schema_source``."""
+    return schema_source(schema, what).grammar
 
 
 def regex(pattern: str, what: str = "The regular expression") -> str:
@@ -87,7 +107,7 @@ def lark(text: str, what: str = "The Lark grammar") -> str:
     bounded(text, what)
     if re.search(r"^[\w-]+[^\S\n]*::=", text, re.MULTILINE):
         raise OvspecError(f"{what}: rules with ::= are GBNF; give it as gbnf.")
-    parts, at = [], 0
+    parts, at, schemas = [], 0, []
     while match := LARK.search(text, at):
         parts.append(text[at : match.end()])
         at = match.end()
@@ -98,9 +118,15 @@ def lark(text: str, what: str = "The Lark grammar") -> str:
             )
         if match["json"]:
             inline, end = inline_schema(text, at, what)
-            parts += [inline, "\n" * text.count("\n", at, end)]  # the lines after it keep their numbers
+            name = f"json_schema_{len(schemas)}"
+            schemas.append({"name": name, "lark_grammar": inline})
+            parts[-1] = parts[-1][: -len(match["json"])]
+            parts += [
+                f"@{name}",
+                "\n" * text.count("\n", match.start("json"), end),
+            ]  # the lines after it keep their numbers
             at = end
-    return grammar("lark", lark_grammar="".join(parts) + text[at:])
+    return grammar("lark", *schemas, lark_grammar="".join(parts) + text[at:])
 
 
 def gbnf(text: str, what: str = "The GBNF grammar") -> str:
@@ -114,17 +140,23 @@ def gbnf(text: str, what: str = "The GBNF grammar") -> str:
         raise OvspecError(f"{what}, {error}") from None
 
 
-def grammar(kind: str, **source: Any) -> str:
-    """Return a grammar in llguidance's own notation, named after its kind so that errors can be worded for it."""
-    return json.dumps({"grammars": [{"name": kind, **source}]})
+def grammar(kind: str, *others: dict[str, str], **source: Any) -> str:
+    """Return a grammar in llguidance's own notation, named after its kind so that errors can be worded for it.
+
+    ``others``: grammars that it refers to by name.
+    """
+    return json.dumps({"grammars": [{"name": kind, **source}, *others]})
 
 
 def inline_schema(text: str, start: int, what: str) -> tuple[str, int]:
-    """Return the schema after ``%json``, adapted to llguidance, and where it ends in ``text``."""
+    """Return the grammar of the schema after ``%json``, and where the schema ends in ``text``."""
     shallow(text, what, start)
     try:
         schema, end = json.JSONDecoder().raw_decode(text, start)
-        return f" {json.dumps(cleaned(schema), allow_nan=False)} ", end
+        found = compiled(schema)
+        if found.tracks:
+            raise OvspecError("#: uniqueItems can't be enforced within a grammar; leave it out.")
+        return found.lark, end
     except (ValueError, RecursionError):
         why = "this should be a JSON schema, but isn't JSON."
     except OvspecError as error:

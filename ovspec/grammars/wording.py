@@ -9,12 +9,7 @@ WORDS = (
     (r"regex(?:p)? parse error:.*error: (.*)", r"the regular expression is wrong: \1"),
     (r"^lookarounds not supported.*regex (/.*/)", r"anchors and \\b aren't supported inside the expression \1"),
     (r"Regex is empty", "no text has this pattern, format and length together"),
-    (r"^oneOf constraints", "the options of oneOf may overlap, which can't be enforced; use anyOf"),
-    (r"^circular references with sibling", "a $ref to an enclosing schema can't be combined with other keywords"),
-    (r"^Schema intersection stack", "merging these schemas never ends, because they refer to themselves"),
-    (r"^min/maxProperties only", "minProperties and maxProperties need all listed properties to be required"),
     (r"^Failed to generate regex for integer range.*", "the bounds of this integer are too large"),
-    (r"^patternProperty regexes (.*) are not disjoint", r"a key may match both \1, which can't be enforced"),
     (r"^Unsatisfiable schema: (.*)", r"no JSON text satisfies this: \1"),
     (r"(?i)too many (?:items|states|expressions)|row has \d+ items", "it becomes too complex; simplify it"),
     (r"(?i)grammar too large|grammar size|fuel|too big|too large", "it is too large; simplify it"),
@@ -26,14 +21,12 @@ WORDS = (
 )
 
 
-def worded(error: str, kind: str, pointer: str) -> str:
+def worded(error: str, kind: str) -> str:
     """Return llguidance's error as the rest of a sentence, beginning with the place if it is known."""
     first = re.match(r"(?:at )?(\d+)\((\d+)\): ", error)
     where = ""
     if kind == "lark" and first:
         where = f", line {first[1]}, column {first[2]}"
-    elif kind == "json" and pointer:
-        where = f", at {pointer}"
     elif kind == "regex" and (caret := re.search(r"parse error:\n    .*\n    ( *)\^", error)):
         where = f", column {len(caret[1]) + 1}"
     return f"{where}: {plain(error[first.end() :] if first else error)}"

@@ -16,10 +16,11 @@ from filelock import FileLock, Timeout
 from ovspec.constraints.maker import grammar_of
 from ovspec.errors import InferenceError, OvspecError
 from ovspec.files import write_atomically
-from ovspec.integrations.openai_batch import BatchRequest, result_line
+from ovspec.integrations.batch_answers import error_line, result_line
+from ovspec.integrations.openai_batch import BatchRequest
 from ovspec.loop.row import Row
-from ovspec.model import LanguageModel
-from ovspec.options import GRAMMARS, GenerateOptions, params_of
+from ovspec.model import LanguageModel, retried
+from ovspec.options import GRAMMARS, OF_SCHEMAS, GenerateOptions, params_of
 from ovspec.setup.identity import cache_setting, model_identity, prompt_identity
 from ovspec.verify import option_as_json
 from ovspec.workspace import complete_options
@@ -120,7 +121,7 @@ def run_file(
     started: dict[int, tuple[BatchRequest, list[Row]]] = {}  # row number -> its request, and all rows of that
 
     def failed(request: BatchRequest, error: OvspecError) -> None:
-        done.add(request, result_line(request, str(error)))
+        done.add(request, error_line(request, str(error)))
         progress.done, progress.failed = progress.done + 1, progress.failed + 1
 
     def rows(requests: Iterator[BatchRequest]) -> Iterator[Row]:
@@ -143,7 +144,9 @@ def run_file(
                     continue
                 request, siblings = started.pop(number)
                 if all(row.finish_reason for row in siblings) and not done.has(request):
-                    done.add(request, result_line(request, [row.result() for row in siblings]))
+                    results = [row.result() for row in siblings]
+                    retried(lm.workspace, request.prompts, merged(request, options), results)
+                    done.add(request, result_line(lm, request, results))
                     progress.done += 1
             if note:
                 note(progress)
@@ -188,7 +191,16 @@ def rows_of(lm: LanguageModel, request: BatchRequest, options: GenerateOptions) 
     """Return a row for each text that is requested; raises OvspecError if the request is invalid or can't be met."""
     if request.error:
         raise OvspecError(request.error)
+    whole = merged(request, options)
+    n = params_of(whole).n
+    return [row for prompt in request.prompts for row in lm.workspace.rows(prompt, whole, n)]
+
+
+def merged(request: BatchRequest, options: GenerateOptions) -> GenerateOptions:
+    """Return the options of a request: its own, and those of the whole file that fit them."""
     own = any(name in request.options for name in GRAMMARS)
-    ours = {name: value for name, value in options.items() if not (own and name in (*GRAMMARS, "constrain_from"))}
-    merged = cast(GenerateOptions, {**ours, **request.options})
-    return lm.workspace.rows(request.prompt, merged, params_of(merged).n)
+    unfit = {*GRAMMARS, "constrain_from"} if own else set[str]()
+    if {**options, **request.options}.get("json_schema") is None or (own and "json_schema" not in request.options):
+        unfit |= {*OF_SCHEMAS}
+    ours = {name: value for name, value in options.items() if name not in unfit}
+    return cast(GenerateOptions, {**ours, **request.options})

@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ovspec.decoder_pool import Decoders
 from ovspec.decoders.prefill import LONG
 from ovspec.decoders.sequence import Sequence, common_prefix
 from ovspec.drafting.drafter import RoundRow
@@ -23,6 +22,7 @@ from ovspec.loop.results import FinishReason, Piece, Proposals, Stats
 from ovspec.loop.scheduler import Scheduler
 from ovspec.model import LanguageModel
 from ovspec.sampling.samplers import Distributions, GreedySampler
+from ovspec.workspace import Decoders
 
 MOST_BRANCHES = 8
 # A branch is reused if this many tokens at its end or fewer are lost; otherwise the text gets a branch of its own.
@@ -196,7 +196,7 @@ class Branches:
             branch = Branch(self._workspace.pool.take())
             branch.decoders.reset(1)
         else:
-            branch = Branch(self._workspace.pool.fork(source.decoders), source.sequence.copy())
+            branch = Branch(self._workspace.fork(source.decoders), source.sequence.copy())
             branch.known = {length: row for length, row in source.known.items() if length <= shared}
             self.served.forks += 1
         self._branches.append(branch)

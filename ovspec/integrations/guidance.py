@@ -23,7 +23,7 @@ try:
     from guidance.models._engine import Engine, EngineInterpreter, LogitsOutput, Tokenizer  # type: ignore
 except ModuleNotFoundError:
     raise OvspecError(
-        "The guidance library is not installed; install it with: pip install 'ovspec[guidance]'"
+        "The guidance library is not installed; run pip install '.[guidance]' in a clone of ovspec."
     ) from None
 
 

@@ -1,4 +1,4 @@
-"""Reads requests from the lines of a batch file, and makes the lines of the results.
+"""Reads requests from the lines of a batch file.
 
 A line is a request of OpenAI's batch API (https://platform.openai.com/docs/guides/batch), a JSON object with a prompt
 or messages and options, or a JSON string.
@@ -7,18 +7,15 @@ or messages and options, or a JSON string.
 from __future__ import annotations
 
 import json
-import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, cast
 
 from ovspec.errors import OvspecError
 from ovspec.files import read_text
-from ovspec.loop.results import Result
-from ovspec.model import Prompt
-from ovspec.options import GENERATE, GRAMMARS, GenerateOptions
-from ovspec.options.option import check
-from ovspec.verify import record_as_json
+from ovspec.model import Prompt, is_batch
+from ovspec.options import GENERATE, GRAMMARS, GenerateOptions, check_option
+from ovspec.options.option import check, hint
 
 # The options that a request may set, by our names and OpenAI's, and our name for each.
 REQUESTED = {
@@ -26,40 +23,58 @@ REQUESTED = {
 }
 # Fields that are accepted and ignored, because they don't affect the text.
 WITHOUT_EFFECT = {"model", "user", "metadata", "store", "service_tier", "prompt_cache_key", "safety_identifier"}
+# Fields that have a function of their own below.
+READ_APART = {"prompt", "messages", "echo", "logprobs", "top_logprobs", "response_format"}
+ENVELOPE = {"custom_id", "id", "method", "url", "body"}
 URLS = {"/v1/completions": "completion", "/v1/chat/completions": "chat"}
 Kind = Literal["plain", "completion", "chat"]
 
 
 @dataclass(frozen=True)
 class BatchRequest:
-    """One line: a request, or the ``error`` found in it. ``options`` win over those of the whole file."""
+    """One line: a request, or the ``error`` found in it. ``options`` win over those of the whole file.
+
+    prompt: a prompt, or a list of prompts.
+    echo: whether the answer repeats the prompt.
+    """
 
     id: str
     source: str
     kind: Kind = "plain"
-    prompt: Prompt = ""
+    prompt: Any = ""
     options: GenerateOptions = field(default_factory=lambda: GenerateOptions())
     model: str | None = None
+    echo: bool = False
     error: str | None = None
+
+    @property
+    def prompts(self) -> list[Prompt]:
+        return self.prompt if is_batch(self.prompt) else [self.prompt]
 
 
 # ---------------------------------------------------------------- reading requests
 
 
 def read_requests(file: Path) -> list[BatchRequest]:
-    """Return all requests of ``file``; blank lines are skipped.
+    """Return all requests of ``file``. In a ``.txt`` file each line is a prompt, in any other each line is JSON."""
+    return requests_of(read_text(file), plain=file.suffix.lower() == ".txt")
 
-    In a ``.txt`` file each line is a prompt, in any other file each line is JSON.
+
+def requests_of(text: str, plain: bool = False) -> list[BatchRequest]:
+    """Return a request for each line that isn't blank; ``plain``: the lines are prompts.
+
+    A line without an id, or with one that was used before, is named by its number.
     """
     requests, seen = list[BatchRequest](), set[str]()
-    for number, line in enumerate(read_text(file).split("\n"), 1):
-        line = line.rstrip("\r")
+    for number, line in enumerate(text.split("\n"), 1):
+        line, name = line.rstrip("\r"), str(number)
         if not line.strip():
             continue
-        plain = file.suffix.lower() == ".txt"
-        request = BatchRequest(str(number), line, prompt=line) if plain else read_request(line, str(number))
+        request = BatchRequest(name, line, prompt=line) if plain else read_request(line, name)
         if request.id in seen:
-            request = BatchRequest(f"line {number}", line, request.kind, error=f"The id {request.id!r} is used twice.")
+            while name in seen:  # a line before has it as its own id
+                name = f"line {name}"
+            request = BatchRequest(name, line, request.kind, error=f"The id {request.id!r} is used twice.")
         seen.add(request.id)
         requests.append(request)
     return requests
@@ -83,7 +98,8 @@ def read_request(line: str, default_id: str) -> BatchRequest:
             kind, body = kind_of(entry), entry.get("body")
             if not isinstance(body, dict):
                 raise OvspecError("The request has no body.")
-        return BatchRequest(identity, line, kind, prompt_of(body, kind), options_of(body), body.get("model"))
+        prompt, options = prompt_of(body, kind), options_of(body)
+        return BatchRequest(identity, line, kind, prompt, options, body.get("model"), echo_of(body))
     except json.JSONDecodeError as error:
         wrong = f"Not JSON: {error.msg} at column {error.colno}."
     except UnicodeEncodeError:
@@ -96,16 +112,21 @@ def read_request(line: str, default_id: str) -> BatchRequest:
 
 
 def as_chat(request: BatchRequest, system: str | None) -> BatchRequest:
-    """Turn a plain prompt into a chat with one user message; return other requests as they are."""
-    if request.error or request.kind != "plain" or not isinstance(request.prompt, str):
+    """Turn plain prompts into chats with one user message; return other requests as they are."""
+    if request.error or request.kind != "plain" or not all(isinstance(prompt, str) for prompt in request.prompts):
         return request
-    messages = [{"role": "system", "content": system}] if system is not None else []
-    prompt: Prompt = [*messages, {"role": "user", "content": request.prompt}]
+    if request.echo:
+        return replace(request, error="echo can't be combined with --chat; leave it out.")
+    before = [{"role": "system", "content": system}] if system is not None else []
+    chats = [[*before, {"role": "user", "content": prompt}] for prompt in request.prompts]
+    prompt = chats if is_batch(request.prompt) else chats[0]
     return replace(request, prompt=prompt, source=f"{system!r} {request.source}")
 
 
 def kind_of(entry: dict[str, Any]) -> Kind:
-    """Return the kind of a request of OpenAI's batch API; raises OvspecError for an unknown url or method."""
+    """Return the kind of a request of OpenAI's batch API; raises OvspecError for an unknown url, method or field."""
+    for name in entry.keys() - ENVELOPE:
+        raise OvspecError(f"{name} must be inside of body; {hint(name, ENVELOPE) or 'move it there.'}")
     url = str(entry.get("url", "")).rstrip("/")
     if url not in URLS:
         raise OvspecError(f"The url is {entry.get('url')!r}; it must be one of {', '.join(URLS)}.")
@@ -114,7 +135,8 @@ def kind_of(entry: dict[str, Any]) -> Kind:
     return cast(Kind, URLS[url])
 
 
-def prompt_of(body: dict[str, Any], kind: Kind) -> Prompt:
+def prompt_of(body: dict[str, Any], kind: Kind) -> Any:
+    """Return the prompt or messages of a request, or its list of prompts."""
     messages, prompt = body.get("messages"), body.get("prompt")
     if (messages is None) == (prompt is None):
         raise OvspecError("A request must have either a prompt or messages.")
@@ -125,32 +147,60 @@ def prompt_of(body: dict[str, Any], kind: Kind) -> Prompt:
         if not isinstance(messages, list) or not messages or not all(isinstance(each, dict) for each in messages):
             raise OvspecError("messages must be a list of objects with role and content.")
         return messages
+    if not (is_text(prompt) or (isinstance(prompt, list) and all(map(is_text, prompt)))):
+        raise OvspecError("prompt must be one string or one list of token ids, or a list of these.")
+    return prompt
+
+
+def is_text(prompt: Any) -> bool:
+    """Return whether ``prompt`` is a string or a list of token ids."""
     ids = isinstance(prompt, list) and all(isinstance(each, int) and not isinstance(each, bool) for each in prompt)
-    if not isinstance(prompt, str) and not ids:
-        raise OvspecError("prompt must be one string or one list of token ids.")
-    return cast(Prompt, prompt)
+    return ids or isinstance(prompt, str)
+
+
+def echo_of(body: dict[str, Any]) -> bool:
+    echo = body.get("echo")
+    if echo is not None and not isinstance(echo, bool):
+        raise OvspecError("echo must be true or false.")
+    if echo and body.get("messages") is not None:
+        raise OvspecError("echo can't be combined with messages; leave it out.")
+    return bool(echo)
 
 
 def options_of(body: dict[str, Any]) -> GenerateOptions:
     """Return the options in a request; raises OvspecError for an unknown one or a value of the wrong type."""
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = logprobs_of(body)
     for name, value in body.items():
         if value is None and name in (*GRAMMARS, "response_format"):
             options["json_schema"] = None  # also lifts the grammar of the whole file
-        off = value is None or (value is False and name in ("stream", "logprobs", "echo"))
-        if off or name in WITHOUT_EFFECT or name in ("prompt", "messages"):
+        if value is None or name in WITHOUT_EFFECT or (value is False and name == "stream"):
             continue
         if name == "response_format":
             options |= format_of(value)
+        if name in READ_APART:
             continue
         if name not in REQUESTED:
-            raise OvspecError(f"{name} can't be set in a batch request; leave it out.")
+            meant = hint(name, {*REQUESTED, *READ_APART}) if name not in GENERATE else ""
+            raise OvspecError(f"{name} can't be set in a batch request; {meant or 'leave it out.'}")
         ours = REQUESTED[name]
         kind, option = GENERATE[ours]
         value = bias_of(value) if ours == "logit_bias" else value
         check(name, value, kind if option.request is True else option.request, replace(option, limits=None))
         options[ours] = value
     return cast(GenerateOptions, options)
+
+
+def logprobs_of(body: dict[str, Any]) -> dict[str, Any]:
+    """Return OpenAI's ``logprobs``, a number, or true or false with ``top_logprobs`` beside it, as options."""
+    wanted, top = body.get("logprobs"), body.get("top_logprobs")
+    if top is not None and wanted is not True:
+        raise OvspecError("top_logprobs needs logprobs to be true.")
+    if not isinstance(wanted, bool):
+        check_option("logprobs", wanted)
+        return {} if wanted is None else {"logprobs": wanted}
+    if top is not None:
+        check("top_logprobs", top, *GENERATE["logprobs"])
+    return {"logprobs": (top or 0) if wanted else None}
 
 
 def format_of(value: Any) -> dict[str, Any]:
@@ -166,7 +216,7 @@ def format_of(value: Any) -> dict[str, Any]:
             'response_format must be {"type": "text"}, {"type": "json_object"} or '
             '{"type": "json_schema", "json_schema": {"schema": …}}.'
         )
-    return {"json_schema": schema["schema"]}
+    return {"json_schema": {"name": str(schema.get("name")), "schema": schema["schema"]}}
 
 
 def bias_of(value: Any) -> dict[int, float]:
@@ -175,55 +225,3 @@ def bias_of(value: Any) -> dict[int, float]:
         return {int(token): float(bias) for token, bias in value.items()}
     except (AttributeError, TypeError, ValueError, OverflowError):
         raise OvspecError("logit_bias must map token ids to numbers.") from None
-
-
-# ---------------------------------------------------------------- writing results
-
-
-def result_line(request: BatchRequest, results: list[Result] | str) -> dict[str, Any]:
-    """Return the output line for a request, from its results or an error message."""
-    if isinstance(results, str):
-        if request.kind == "plain":
-            return {"id": request.id, "error": results}
-        error = {"code": "invalid_request", "message": results}
-        return {"id": f"batch_req_{request.id}", "custom_id": request.id, "response": None, "error": error}
-    if request.kind == "plain":
-        texts = [
-            {
-                "text": result.text,
-                "finish_reason": result.finish_reason,
-                "prompt_tokens": result.stats.prompt_tokens,
-                "generated_tokens": result.stats.generated_tokens,
-                "record": batch_record(result),
-            }
-            for result in results
-        ]
-        return {"id": request.id, **texts[0]} if len(texts) == 1 else {"id": request.id, "samples": texts}
-    response = {"status_code": 200, "request_id": request.id, "body": body_of(request, results)}
-    return {"id": f"batch_req_{request.id}", "custom_id": request.id, "response": response, "error": None}
-
-
-def batch_record(result: Result) -> dict[str, Any]:
-    """Return what ``ovspec verify`` needs to check a text of the batch."""
-    made = {"token_ids": result.token_ids, "finish_reason": result.finish_reason}
-    return (record_as_json(result) or {}) | made
-
-
-def body_of(request: BatchRequest, results: list[Result]) -> dict[str, Any]:
-    """Return the response body in the format of OpenAI's API."""
-    chat = request.kind == "chat"
-    choices = []
-    for index, result in enumerate(results):
-        text = {"message": {"role": "assistant", "content": result.text}} if chat else {"text": result.text}
-        reason = "length" if result.finish_reason == "length" else "stop"
-        text |= {"logprobs": None, "finish_reason": reason, "record": batch_record(result)}
-        choices.append({"index": index, **text})
-    prompt, generated = results[0].stats.prompt_tokens, sum(r.stats.generated_tokens for r in results)
-    return {
-        "id": f"{'chatcmpl' if chat else 'cmpl'}-{request.id}",
-        "object": "chat.completion" if chat else "text_completion",
-        "created": int(time.time()),
-        "model": request.model or "",
-        "choices": choices,
-        "usage": {"prompt_tokens": prompt, "completion_tokens": generated, "total_tokens": prompt + generated},
-    }

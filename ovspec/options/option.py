@@ -2,30 +2,37 @@
 
 import difflib
 import textwrap
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
+from inspect import Parameter, signature
 from numbers import Integral, Number, Real
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from ovspec.errors import OvspecError
 
+F = TypeVar("F", bound=Callable[..., Any])
 LARGEST = 3e38  # what a float32 can hold
 NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: "a string", Path: "a path"}
 
 
 @dataclass(frozen=True)
 class Limits:
-    """The range of a number, and how messages describe it. ``above``: ``least`` itself is out of range."""
+    """The range of a number, and how messages describe it.
+
+    above: ``least`` itself is out of range.
+    special: a number outside of the range that is allowed, too.
+    """
 
     least: float = -LARGEST
     most: float = LARGEST
     words: str = "a number from -3e38 to 3e38"
     above: bool = False
+    special: float | None = None
 
     def hold(self, value: Any) -> bool:
-        return self.least <= value <= self.most and not (self.above and value == self.least)
+        return value == self.special or (self.least <= value <= self.most and not (self.above and value == self.least))
 
 
 @dataclass(frozen=True)
@@ -73,6 +80,22 @@ def declared(table: Any) -> dict[str, tuple[Any, Option]]:
     return {name: get_args(hint)[:2] for name, hint in get_type_hints(table, include_extras=True).items()}  # type: ignore[misc]
 
 
+def takes(table: Any) -> Callable[[F], F]:
+    """Return a decorator that shows the options of ``table`` in the signature of a function that takes them."""
+    named = [
+        Parameter(name, Parameter.KEYWORD_ONLY, default=option.initial, annotation=kind)
+        for name, (kind, option) in declared(table).items()
+    ]
+
+    def decorate(function: F) -> F:
+        made = signature(function)
+        own = [each for each in made.parameters.values() if each.kind is not Parameter.VAR_KEYWORD]
+        function.__signature__ = made.replace(parameters=[*own, *named])  # type: ignore[attr-defined]
+        return function
+
+    return decorate
+
+
 def documentation(table: Any) -> str:
     """Return a docstring paragraph for each option of ``table``."""
     lines = []
@@ -89,10 +112,10 @@ def check(name: str, value: Any, kind: Any, option: Option) -> None:
     if not fits(value, kind):
         choices = choices_of(kind)
         if choices and not option.limits:
-            raise OvspecError(f"{name} is {shown}; it must be one of {', '.join(choices)}.")
-        raise OvspecError(f"{name} is {shown}, which has the wrong type; it must be {described(kind)}.")
+            raise OvspecError(f"`{name}` is {shown}; it must be one of {', '.join(choices)}.")
+        raise OvspecError(f"`{name}` is {shown}, which has the wrong type; it must be {described(kind)}.")
     if option.limits and isinstance(value, Number) and not option.limits.hold(value):
-        raise OvspecError(f"{name} is {shown}; it must be {option.limits.words}.")
+        raise OvspecError(f"`{name}` is {shown}; it must be {option.limits.words}.")
 
 
 def in_words(value: Any) -> str:
@@ -105,9 +128,14 @@ def in_words(value: Any) -> str:
 def check_names(given: Any, table: dict[str, tuple[Any, Option]]) -> None:
     """Raise TypeError if ``given`` names an unknown option."""
     for name in sorted(given.keys() - table.keys()):
-        close = difflib.get_close_matches(name, table, 1)
-        hint = f"did you mean {close[0]}?" if close else f"the options are {', '.join(table)}"
-        raise TypeError(f"unknown option {name!r}; {hint}")
+        meant = hint(name, table) or f"the options are {', '.join(table)}"
+        raise TypeError(f"unknown option {name!r}; {meant}")
+
+
+def hint(name: str, known: Iterable[str]) -> str:
+    """Return a question that names the one of ``known`` that ``name`` resembles, or an empty string."""
+    close = difflib.get_close_matches(name, sorted(known), 1, cutoff=0.75)
+    return f"did you mean {close[0]}?" if close else ""
 
 
 def alternatives(kind: Any) -> tuple[Any, ...]:
@@ -151,10 +179,12 @@ def described(kind: Any) -> str:
     words = []
     for each in alternatives(kind):
         origin = get_origin(each)
-        if origin is Literal:
+        if origin is Callable:
+            words.append("a function")
+        elif origin is Literal:
             words += [str(value) for value in get_args(each)]
         elif is_repeatable(each):
             words.append("an object" if issubclass(origin or each, Mapping) else "a list")
         else:
-            words.append(NAMES.get(each, str(each)))
+            words.append(NAMES.get(each, each.__name__))
     return " or ".join(words)

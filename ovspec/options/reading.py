@@ -10,6 +10,12 @@ def auto_or_number(text: str) -> int | str:
     return text if text == "auto" else int(text)
 
 
+def count_or_all(text: str) -> int:
+    if text == "-1" or (text.isdecimal() and int(text)):
+        return int(text)
+    raise ValueError(f"{text!r} is not a number of tokens: give at least 1, or -1 for as many as the context holds.")
+
+
 def token_bias(text: str) -> tuple[int, float]:
     token, _, bias = text.partition("=")
     try:

@@ -408,8 +408,24 @@ def test_stop_strings_within_a_grammar(load: Callable[..., ovspec.LanguageModel]
 
 # ---------------------------------------------------------------- wrong options
 
+
+def test_processors_of_transformers(load: Callable[..., ovspec.LanguageModel], reference: Reference) -> None:
+    """Alone, in their list, and beside a function of arrays; the texts are those of Hugging Face."""
+    from transformers import LogitsProcessorList, NoRepeatNGramLogitsProcessor, RepetitionPenaltyLogitsProcessor
+
+    theirs = LogitsProcessorList([NoRepeatNGramLogitsProcessor(2), RepetitionPenaltyLogitsProcessor(1.3)])
+    ids = reference.tokenizer(PROMPTS[1], return_tensors="pt")
+    options = {"max_new_tokens": 40, "do_sample": False, "pad_token_id": 0}
+    expected = reference.model.generate(**ids, **options, logits_processor=theirs)[0, ids["input_ids"].shape[1] :]
+    plain = load().generate(PROMPTS[1], max_tokens=40)
+    for processors in (theirs, [*theirs], [theirs, lambda _, logits: logits]):
+        options = {"max_tokens": 40, "lookahead": 4, "logits_processors": processors}
+        found = load(draft="lookup,draft").generate(PROMPTS[1], **options)
+        assert found.token_ids == expected.tolist() != plain.token_ids
+
+
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
-    "two grammars": ({"regex": "a", "choice": ["b"]}, "regex and choice can't be combined"),
+    "two grammars": ({"regex": "a", "choice": ["b"]}, "`regex` and `choice` can't be combined"),
     "ignore_eos": ({"regex": "a", "ignore_eos": True}, "ignore_eos"),
     "nothing to constrain": ({"constrain_from": 3}, "give a grammar"),
     "marker not there": ({"regex": "a", "constrain_from": "SELECT"}, "'SELECT' is not in the prompt"),
@@ -419,6 +435,8 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "choice of letters": ({"choice": "yes"}, "list of texts"),
     "a number": ({"regex": 3}, "must be a string"),
     "no function": ({"logits_processors": [3]}, "isn't a function"),
+    "a number of processors": ({"logits_processors": 3}, "list of functions"),
+    "a number of choices": ({"choice": 3}, "list of texts"),
     "one processor": ({"logits_processors": len}, "list of functions"),
     "a processor that returns nan": ({"logits_processors": [lambda _, logits: logits * np.nan]}, "nan or inf"),
     "a processor that returns inf": ({"regex": "a", "logits_processors": [lambda _, logits: logits + np.inf]}, "nan"),

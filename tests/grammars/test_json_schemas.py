@@ -145,5 +145,5 @@ def test_an_old_llguidance_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> Non
         assert cleaning.recent() == good
         if not good:
             with pytest.raises(OvspecError, match=f"llguidance {found} doesn't enforce schemas strictly enough"):
-                cleaning.cleaned({"type": "integer"})
+                cleaning.compiled({"type": "integer"})
     cleaning.recent.cache_clear()

@@ -1,0 +1,98 @@
+"""Regular expressions of JSON schemas: split, negated, and quoted."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+PARTS = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|.", re.DOTALL)  # of a regular expression
+ANCHOR = re.compile(r"\\[bBAzZ]")
+
+
+def split(pattern: str) -> tuple[list[str], list[str]]:
+    """Return the expressions that must be found in a text, and those that must not, where ``pattern`` is found.
+
+    They differ from ``pattern`` if it begins with look-aheads: ^(?!aws).+$ is ^.+$ without ^(?:aws).
+    """
+    present, absent, rest = [], [], pattern.removeprefix("^")
+    if not pattern.startswith("^") or len(options(pattern)) > 1:
+        return [pattern], []
+    while rest.startswith(("(?!", "(?=")):
+        end = group_end(rest)
+        if end is None or rest[end : end + 1] in tuple("*+?{"):
+            return [pattern], []
+        (absent if rest[2] == "!" else present).append(f"^(?:{rest[3 : end - 1]})")
+        rest = rest[end:]
+    return ([*present, f"^{rest}"] if rest or not absent else present), absent
+
+
+def group_end(expression: str) -> int | None:
+    """Return where the group ends with which an expression begins."""
+    depth = 0
+    for part in PARTS.finditer(expression):
+        depth += (part[0] == "(") - (part[0] == ")")
+        if not depth:
+            return part.end()
+    return None
+
+
+def options(pattern: str) -> list[str]:
+    """Return the options of an expression, which | separates."""
+    found, depth, start = [], 0, 0
+    for part in PARTS.finditer(pattern):
+        depth += (part[0] == "(") - (part[0] == ")")
+        if part[0] == "|" and not depth:
+            found.append(pattern[start : part.start()])
+            start = part.end()
+    return [*found, pattern[start:]]
+
+
+def sought(pattern: str) -> str | None:
+    """Return the expression of JSON strings without escapes in which ``pattern`` is found; None if that isn't easy.
+
+    It is escaped for use between slashes.
+    """
+    if re.fullmatch(r"\^\(\?:(.*)\)", pattern, re.DOTALL) and group_end(pattern[1:]) == len(pattern) - 1:
+        parts = [f"^{option.removeprefix('^')}" for option in options(pattern[4:-1])]  # anchors may be within
+    else:
+        parts = options(pattern)
+    texts = []
+    for option in parts:
+        begins, ends = option.startswith("^"), re.search(r"(?<!\\)(?:\\\\)*\$$", option) is not None
+        inner = option[begins : len(option) - ends]
+        if any(part[0] in ("^", "$", "(?") or ANCHOR.fullmatch(part[0]) for part in PARTS.finditer(inner)):
+            return None
+        if re.search(r"\(\?[=!<]", inner):
+            return None
+        before, after = ("" if anchored else '[^"]*' for anchored in (begins, ends))
+        texts.append(f"{before}({inner}){after}")
+    return slashed(f'"({"|".join(texts)})"')
+
+
+def none_of(words: Iterable[str]) -> str:
+    """Return the expression of all texts that are none of ``words``, for use as a JSON schema's pattern."""
+    return f"^({_differs(frozenset(words))})$"
+
+
+def _differs(words: frozenset[str]) -> str:
+    ends = "" in words
+    tails: dict[str, set[str]] = {}
+    for word in words:
+        if word:
+            tails.setdefault(word[0], set()).add(word[1:])
+    if not tails:
+        return r"[\s\S]+" if ends else r"[\s\S]*"
+    others = "".join(map(escaped, sorted(tails)))
+    found = [f"[^{others}][\\s\\S]*"]
+    found += [f"{escaped(first)}({_differs(frozenset(rest))})" for first, rest in sorted(tails.items())]
+    return "|".join(found if ends else [*found, ""])
+
+
+def escaped(character: str) -> str:
+    return re.escape(character) if character.isascii() else character
+
+
+def slashed(expression: str) -> str:
+    """Return a regular expression escaped for use between slashes."""
+    escapes = {"/": "\\/", "\n": "\\n", "\r": "\\r"}
+    return re.sub(r"\\.|[/\n\r]", lambda found: escapes.get(found[0], found[0]), expression, flags=re.DOTALL)

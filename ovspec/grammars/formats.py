@@ -1,0 +1,15 @@
+"""The formats of strings that are enforced; JSON Schema lets others be notes."""
+
+from __future__ import annotations
+
+# Notes of OpenAPI and pydantic on what a value means.
+NOTES = {
+    "int32", "int64", "uint", "uint8", "uint16", "uint32", "uint64", "float", "double", "decimal", "byte", "binary",
+    "base64url", "password", "path", "file-path", "directory-path", "json-string", "color", "html", "markdown",
+}  # fmt: skip
+FORMATS = ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
+# llguidance accepts the year 0, a 29th of February in any year, and a leap second in any minute.
+FOURTH = "(0[48]|[2468][048]|[13579][26])"  # two digits divisible by four, except 00
+YEAR = "([0-9]{3}[1-9]|[0-9]{2}[1-9][0-9]|[0-9][1-9][0-9]{2}|[1-9][0-9]{3})"
+DATE = f"({YEAR}-((0[13-9]|1[0-2])-[0-9]{{2}}|02-([01][0-9]|2[0-8]))|([0-9]{{2}}{FOURTH}|{FOURTH}00)-02-29)"
+STRICTER = {"date": f"^{DATE}", "date-time": f"^{DATE}.{{7}}[0-5]", "time": "^.{6}[0-5]"}

@@ -1,0 +1,346 @@
+"""Reads JSON schemas: what a value may look like that matches some of them and doesn't match others.
+
+Keywords are negated one by one, so ``not``, ``if`` and overlapping options of ``oneOf`` become alternatives.
+https://json-schema.org/draft/2020-12/json-schema-core and .../json-schema-validation define the keywords.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ovspec.errors import OvspecError
+from ovspec.grammars import keywords
+from ovspec.grammars.numbers import none_fits
+from ovspec.grammars.references import References
+from ovspec.grammars.schema_check import ANNOTATIONS
+from ovspec.grammars.shapes import (
+    ANYTHING,
+    KINDS,
+    NOTHING,
+    Alternative,
+    Arrays,
+    Node,
+    Numbers,
+    Objects,
+    Refused,
+    Shape,
+    Strings,
+    both,
+    but,
+    common,
+    meeting,
+    only,
+    union,
+)
+
+Schema = dict[str, Any]
+# Keywords that may be beside a $ref, or alone, without saying anything of a value.
+ANNOTATING = {*ANNOTATIONS, "$defs", "definitions"}
+REFERRING = {"$ref", *ANNOTATING}
+MOST_ALTERNATIVES = 400  # of one type
+
+
+class TooMany(Exception):
+    """Merging gave too many alternatives."""
+
+
+class Circular(Exception):
+    """A schema was needed to say what itself means."""
+
+
+@dataclass
+class Gathered:
+    """What a value must match at the same place: ``shape``, one option of each of ``unions``, and so on."""
+
+    shape: Shape = ANYTHING
+    unions: list[tuple[str, list[Shape | Node]]] = field(default_factory=list)
+    exclusive: list[tuple[str, list[Node]]] = field(default_factory=list)
+
+
+class Schemas:
+    """All schemas within one schema, by number.
+
+    Args:
+        root: the whole schema; it has been checked.
+        lenient: leave out what can't be enforced, instead of marking it as ``Refused``.
+        no_text: returns whether no string fits an alternative.
+    """
+
+    def __init__(self, root: Schema | bool, lenient: bool, no_text: Callable[[Strings], bool]) -> None:
+        self._references, self.lenient, self.no_text = References(root), lenient, no_text
+        dialect = str(root.get("$schema")) if isinstance(root, dict) else ""
+        self.old = re.search(r"draft-0[3-7]", dialect) is not None
+        self._numbers: dict[str, int] = {}
+        self._schemas: list[tuple[Schema | bool, str]] = []  # with JSON pointers
+        self._shapes: dict[Node, Shape] = {}
+        self._running: set[Node] = set()
+        self.node(False, "#")  # number 0, as in NOTHING
+        self.root = self.node(root, "#")
+
+    def node(self, schema: Schema | bool, at: str) -> Node:
+        """Return the node of the values that match ``schema``, which is at JSON pointer ``at``."""
+        passed = set[int]()
+        # Until draft 7, what is beside a $ref has no meaning.
+        while isinstance(schema, dict) and "$ref" in schema and (self.old or not schema.keys() - REFERRING):
+            if id(schema) in passed:
+                raise Circular(at)
+            passed.add(id(schema))
+            schema, at = self._references.resolved(schema["$ref"], f"{at}/$ref")
+        if schema is True or (isinstance(schema, dict) and not schema.keys() - ANNOTATING):
+            return frozenset()
+        key = json.dumps(schema)
+        if key not in self._numbers:
+            self._numbers[key] = len(self._schemas)
+            self._schemas.append((schema, at))
+        return frozenset({(self._numbers[key], True)})
+
+    def place(self, node: Node) -> str:
+        """Return the JSON pointer of one of the schemas of ``node``."""
+        return min((self._schemas[number][1] for number, _ in node if number), default="#")
+
+    def shape(self, node: Node) -> Shape:
+        """Return the alternatives of the values of ``node``, without those that no value fits."""
+        if node not in self._shapes:
+            if node in self._running:
+                raise Circular(self.place(node))
+            self._running.add(node)
+            try:
+                self._shapes[node] = self._evaluated(node)
+            finally:
+                self._running.remove(node)
+        return self._shapes[node]
+
+    def empty(self, node: Node) -> bool:
+        """Return whether no value fits ``node``, as far as that is easy to see."""
+        try:
+            return node == NOTHING or not self.shape(node)
+        except Circular:  # only through values within values
+            return False
+
+    def hopeless(self, node: Node) -> Refused | None:
+        """Return why no value of ``node`` can be generated, if all that there are are dispensable."""
+        try:
+            found = [each for some in self.shape(node).kinds.values() for each in some]
+        except Circular:
+            return None
+        return next((each for each in found if all(isinstance(x, Refused) and x.dispensable for x in found)), None)  # type: ignore[return-value]
+
+    def refused(self, at: str, why: str, *kinds: str) -> Shape:
+        """Return the shape for a keyword that can't be enforced, which concerns values of these types (all if none)."""
+        if self.lenient:
+            return ANYTHING
+        kinds = kinds or tuple(KINDS)
+        refused = Refused(at, why, "negated" in why)
+        return Shape({kind: (refused,) if kind in kinds else (make(),) for kind, make in KINDS.items()})
+
+    # ------------------------------------------------------------ nodes
+
+    def _evaluated(self, node: Node) -> Shape:
+        gathered = self._gathered(node)
+        shape = self._settled(gathered.shape)
+        for at, options in gathered.unions:
+            shapes = [option if isinstance(option, Shape) else self.shape(option) for option in options]
+            shape = self._limited(at, shape, lambda whole=shape, parts=shapes: self._meet(whole, union(*parts)))
+        for at, nodes in gathered.exclusive:
+            shape = self._limited(at, shape, lambda whole=shape, parts=nodes, at=at: self._one_of(whole, parts, at))
+        if len(node) == 1 and (alone := next(iter(node)))[1]:
+            shape = self._evaluating_all(shape, *self._schemas[alone[0]])
+        return shape
+
+    def _limited(self, at: str, before: Shape, made: Callable[[], Shape]) -> Shape:
+        try:
+            return made()
+        except TooMany:
+            if self.lenient:
+                return before
+            raise OvspecError(f"{at}: this gives more than {MOST_ALTERNATIVES} alternatives; simplify it.") from None
+
+    def _gathered(self, node: Node) -> Gathered:
+        found, seen = Gathered(), set[tuple[int, bool]]()
+        waiting: list[tuple[tuple[int, bool], tuple[int, ...]]] = [(each, ()) for each in sorted(node)]
+        while waiting:
+            (number, positive), above = waiting.pop(0)
+            schema, at = self._schemas[number]
+            if number in above:
+                raise Circular(at)
+            if (number, positive) in seen:
+                continue
+            seen.add((number, positive))
+            if not isinstance(schema, dict):
+                found.shape = Shape() if schema != positive else found.shape
+            elif positive and len(node) > 1 and keywords.has_unevaluated(schema):
+                found.unions.append((at, [frozenset({(number, True)})]))  # it sees nothing of what is beside it
+            elif positive:
+                found.shape = self._meet(found.shape, keywords.own(schema, at, self))
+                more = self._gather_positive(schema, at, found)
+                waiting += [(each, (*above, number)) for each in itertools.chain.from_iterable(more)]
+            else:
+                options = list(keywords.negated(schema, at, self))
+                if len(options) == 1 and not isinstance(options[0], Shape):
+                    waiting += [(each, (*above, number)) for each in options[0]]
+                else:
+                    found.unions.append((at, options))
+        return found
+
+    def _gather_positive(self, schema: Schema, at: str, found: Gathered) -> list[Node]:
+        """Add the unions of a schema to ``found``; return the nodes that must match in any case."""
+        more = keywords.listed_nodes(schema, "allOf", at, self)
+        more += [self.target(schema[key], f"{at}/{key}") for key in keywords.REFERENCES if key in schema]
+        if "not" in schema:
+            more.append(self.opposite(self.node(schema["not"], f"{at}/not")))
+        if "anyOf" in schema:
+            found.unions.append((f"{at}/anyOf", [*keywords.listed_nodes(schema, "anyOf", at, self)]))
+        if "oneOf" in schema:
+            found.exclusive.append((f"{at}/oneOf", keywords.listed_nodes(schema, "oneOf", at, self)))
+        if "if" in schema:
+            found.unions.append((f"{at}/if", [both(*case) for case in keywords.cases_of(schema, at, self)]))
+        for name, needed, below in keywords.dependencies(schema, at):
+            absent = but("object", Objects(((name, NOTHING),), open=True))
+            if isinstance(needed, list):
+                present: list[Shape | Node] = [only("object", Objects(required=frozenset((name, *needed))))]
+            else:
+                present = [both(self.node({"type": "object", "required": [name]}, below), self.node(needed, below))]
+            found.unions.append((below, [absent, *present]))
+        return more
+
+    def opposite(self, node: Node) -> Node:
+        """Return the node of the values that don't match a node made by ``node``."""
+        return frozenset((number, not positive) for number, positive in node) if node else NOTHING
+
+    def target(self, reference: str, at: str) -> Node:
+        """Return the node of what a reference at JSON pointer ``at`` refers to."""
+        return self.node(*self._references.resolved(reference, at))
+
+    def all_apart(self, nodes: list[Node]) -> bool:
+        """Return whether no value matches two of ``nodes``, as far as that can be told."""
+        shapes = [self.shape(node).kinds for node in nodes]
+        pairs = itertools.combinations(shapes, 2)
+        both_have = ((kind, one, two) for one, two in pairs for kind in one.keys() & two.keys())
+        return all(self._apart(a, b) for kind, one, two in both_have for a in one[kind] for b in two[kind])
+
+    # ------------------------------------------------------------ shapes
+
+    def _meet(self, one: Shape, other: Shape) -> Shape:
+        """Return what two shapes have in common, without alternatives that no value fits."""
+        shape = meeting(one, other, self._settle)
+        if any(len(some) > MOST_ALTERNATIVES for some in shape.kinds.values()):
+            raise TooMany
+        return shape
+
+    def _settled(self, shape: Shape) -> Shape:
+        settled = {k: tuple(each for a in some if (each := self._settle(a))) for k, some in shape.kinds.items()}
+        return Shape({kind: some for kind, some in settled.items() if some})
+
+    def _settle(self, each: Alternative | None) -> Alternative | None:
+        """Return an alternative with its required properties listed; None if no value fits it."""
+        match each:
+            case Strings() if each.values is None and self.no_text(each):
+                return None
+            case Numbers() if none_fits(each):
+                return None
+            case Arrays():
+                usable = next((i for i, node in enumerate(each.prefix) if self.empty(node)), None)
+                if usable is None and self.empty(each.items):
+                    usable = len(each.prefix)
+                most = usable if each.most is None else each.most if usable is None else min(each.most, usable)
+                if most is not None and each.least > most:
+                    return None
+                return replace(each, most=most)
+            case Objects():
+                return self._settled_object(each)
+        return each
+
+    def _settled_object(self, each: Objects) -> Alternative | None:
+        listed = dict(each.properties)
+        missing = {name: each.node(name) for name in sorted(each.required) if name not in listed}
+        if any(self.empty(node) for name, node in {**listed, **missing}.items() if name in each.required):
+            return None
+        namable = self._namable(each.names)
+        if (each.most is not None and len(each.required) > each.most) or not all(map(namable, each.required)):
+            return None
+        for name in each.required:
+            if why := self.hopeless(each.node(name)):
+                return why
+        each = replace(each, properties=(*each.properties, *missing.items()))
+        if each.least <= len(each.required):
+            return each
+        # All properties that aren't listed count as one, because they may have the same name.
+        possible = sum(namable(name) and not self.empty(node) for name, node in each.properties)
+        free = not all(self.empty(node) for node in (each.rest, *(node for _, node in each.patterns)))
+        if each.least <= possible + free:
+            return each
+        if self.lenient:
+            return replace(each, least=possible + free)
+        why = f"minProperties {each.least} can't be enforced for names that aren't listed"
+        return Refused("#", why) if free else None
+
+    def _namable(self, names: Node) -> Callable[[str], bool]:
+        """Return a function that tells whether a name may match ``names``."""
+        some = self.shape(names).kinds.get("string", ()) if names else (Strings(),)
+        return lambda name: any(not isinstance(each, Strings) or each.fits(name) for each in some)
+
+    def _one_of(self, shape: Shape, nodes: list[Node], at: str) -> Shape:
+        shapes = [self._meet(shape, self.shape(node)) for node in nodes]
+        kept: list[Shape] = []
+        for i, mine in enumerate(shapes):
+            for kind, alternatives in mine.kinds.items():
+                for each in alternatives:
+                    candidate = only(kind, each)
+                    for j, other in enumerate(shapes):
+                        if j != i and not all(self._apart(each, rival) for rival in other.kinds.get(kind, ())):
+                            candidate = self._meet(candidate, self._without(nodes[j], at))
+                    kept.append(candidate)
+        whole = union(*kept)
+        if any(len(each) > MOST_ALTERNATIVES for each in whole.kinds.values()):
+            raise TooMany
+        return whole
+
+    def _without(self, node: Node, at: str) -> Shape:
+        """Return the shape of values that don't match ``node``, an option of a oneOf."""
+        kinds = dict(self.shape(self.opposite(node)).kinds)
+        for kind, some in kinds.items():
+            usable = tuple(each for each in some if not isinstance(each, Refused))
+            kinds[kind] = usable or (Refused(at, "its options may overlap, which can't be enforced"),)
+        return Shape(kinds)
+
+    def _apart(self, one: Alternative, other: Alternative) -> bool:
+        if isinstance(one, Refused) or isinstance(other, Refused):
+            return False
+        return self._settle(common(one, other)) is None
+
+    def _evaluating_all(self, shape: Shape, schema: Schema | bool, at: str) -> Shape:
+        """Apply unevaluatedProperties and unevaluatedItems, which concern what nothing beside them mentions."""
+        if not isinstance(schema, dict) or not keywords.has_unevaluated(schema):
+            return shape
+        kinds = dict(shape.kinds)
+        for key, kind in (("unevaluatedProperties", "object"), ("unevaluatedItems", "array")):
+            if schema.get(key, True) is True or kind not in kinds:
+                continue
+            if not all(isinstance(each, Objects) for each in kinds[kind]) or self._conditional(schema):
+                return self._meet(shape, self.refused(f"{at}/{key}", f"{key} can't be enforced here", kind))
+            rest = self.node(schema[key], f"{at}/{key}")
+            kinds[kind] = tuple(
+                replace(each, rest=rest, open=False) if isinstance(each, Objects) and each.open else each
+                for each in kinds[kind]
+            )
+        return Shape(kinds)
+
+    def _conditional(self, schema: Schema) -> bool:
+        """Return whether keywords that are negated, and then mention nothing, apply to the same value as ``schema``."""
+        waiting, seen = [schema], set[int]()
+        while waiting:
+            each = waiting.pop()
+            if not isinstance(each, dict) or id(each) in seen:
+                continue
+            seen.add(id(each))
+            if each.keys() & {"if", "not", "oneOf", "dependentSchemas", "dependencies", "$dynamicRef", "$recursiveRef"}:
+                return True
+            waiting += [*each.get("allOf", ()), *each.get("anyOf", ())]
+            if "$ref" in each:
+                waiting.append(self._references.resolved(each["$ref"], "#")[0])
+        return False

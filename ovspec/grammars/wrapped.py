@@ -1,0 +1,23 @@
+"""OpenAI's response formats, which have a JSON schema within them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+WRAPPING = {"name", "description", "strict", "schema"}
+
+
+def is_wrapped(schema: Any) -> bool:
+    """Return whether ``schema`` is {"name", "schema", ...} or {"type": "json_schema", "json_schema": ...}."""
+    if not isinstance(schema, dict):
+        return False
+    if schema.get("type") == "json_schema":
+        return isinstance(schema.get("json_schema"), dict)
+    return isinstance(schema.get("schema"), dict) and "name" in schema and schema.keys() <= WRAPPING
+
+
+def unwrapped(schema: Any) -> Any:
+    """Return the schema within a response format; any other schema as it is."""
+    while is_wrapped(schema):
+        schema = schema["json_schema"] if schema.get("type") == "json_schema" else schema["schema"]
+    return schema

@@ -1,0 +1,138 @@
+"""Schemas that need negations, conditions, counts and different items: what they accept, beside jsonschema."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+from typing import Any
+
+import pytest
+from grammar_walks import demo_tokenizer, matcher
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from jsonschema import Draft202012Validator
+from jsonschema.validators import validator_for
+
+from ovspec.constraints.unique_items import Followed, UniqueItems
+from ovspec.errors import OvspecError
+from ovspec.grammars.json_schema import Reading, compiled
+from ovspec.grammars.sources import grammar
+
+Schema = dict[str, Any]
+OLD = "http://json-schema.org/draft-07/schema#"
+# Where all orders of properties are allowed that the schema lists in this order.
+SCHEMAS: list[Schema] = [
+    {"oneOf": [{"required": ["a"]}, {"required": ["b"]}], "properties": {"a": {}, "b": {}}, "type": "object"},
+    {"oneOf": [{"type": "integer", "minimum": 3}, {"type": "integer", "maximum": 5}]},
+    {"oneOf": [{"type": "string", "maxLength": 2}, {"type": "string", "minLength": 2}]},
+    {"oneOf": [{"properties": {"a": {"const": 1}}, "required": ["a"]}, {"properties": {"a": {"enum": [1, 2]}}}]},
+    {"anyOf": [{"type": "integer"}, {"const": "x"}], "not": {"enum": [1, 2]}},
+    {"type": ["string", "integer"], "not": {"anyOf": [{"minimum": 5}, {"pattern": "^a"}]}},
+    {"type": "object", "properties": {"a": {}, "b": {}}, "if": {"properties": {"a": {"const": 1}}},
+        "then": {"required": ["b"]}},
+    {"type": "object", "properties": {"a": {}, "b": {}}, "if": {"required": ["a"]},
+        "then": {"required": ["b"]}, "else": False},
+    {"if": {"type": "string"}, "then": {"maxLength": 1}, "else": {"type": "array", "maxItems": 1}},
+    {"type": "object", "properties": {"a": {}, "b": {}}, "dependentRequired": {"a": ["b"]}},
+    {"type": "object", "properties": {"a": {}, "b": {}},
+        "dependentSchemas": {"b": {"properties": {"a": {"type": "string"}}}}},
+    {"type": "object", "properties": {"a": {}, "b": {}}, "minProperties": 1, "maxProperties": 1},
+    {"type": "object", "propertyNames": {"enum": ["a", "c"]}},
+    {"type": "object", "propertyNames": {"maxLength": 1, "not": {"const": "b"}}},
+    {"type": "object", "patternProperties": {"^a": {"type": "integer"}}, "additionalProperties": {"type": "string"}},
+    {"type": "object", "patternProperties": {"^a": {"type": "integer"}, "a$": {"minimum": 2}}},
+    {"type": "object", "properties": {"a": {"type": "integer"}}, "not": {"required": ["b"]}},
+    {"allOf": [{"properties": {"a": {}}}, {"properties": {"b": {}}}], "unevaluatedProperties": False, "type": "object"},
+    {"const": {"a": 1, "b": 2}, "minProperties": 3},
+    {"enum": [{"a": 1}, {"a": 2, "b": 1}, [1], 1, "x", None], "minProperties": 2},
+    {"type": "array", "items": {"enum": [1, 2, "x"]}, "uniqueItems": True, "contains": {"const": "x"}},
+    {"type": "array", "items": {"enum": [1, 2]}, "contains": {"const": 1}, "maxContains": 1},
+    {"type": "array", "prefixItems": [{"const": 1}], "contains": {"type": "string"}, "maxItems": 2},
+    {"type": "array", "not": {"items": {"type": "string"}}},
+    {"type": "array", "uniqueItems": True, "maxItems": 2},
+    {"type": "integer", "multipleOf": 2, "minimum": 0, "maximum": 5},
+    {"type": "number", "exclusiveMinimum": 1, "maximum": 2},
+    {"type": "string", "pattern": "^(?!a)[a-z]*$"},
+    {"type": "string", "not": {"pattern": "x"}, "maxLength": 2},
+    {"$schema": OLD, "definitions": {"n": {"type": "string"}}, "not": {"$ref": "#/definitions/n", "maxLength": 1}},
+    {"$schema": OLD, "type": "array", "prefixItems": [{"const": "x"}], "items": {"type": "integer"}},
+    {"$defs": {"n": {"type": "object", "properties": {"a": {"$ref": "#/$defs/n"}}, "maxProperties": 1}},
+        "$ref": "#/$defs/n"},
+]  # fmt: skip
+LEAVES = (1, 2, 5, 1.5, "x", "ab", "a", "", None, True)
+VALUES: list[Any] = [
+    *LEAVES, 0, -1, 3, 4, "abc", "bx", [], {}, {"a": {"a": {}}}, {"aa": 1}, {"aba": 1}, {"aa": "x"}, {"c": "x"},
+    *([each] for each in LEAVES), *(list(pair) for pair in itertools.product(LEAVES[:6], repeat=2)), [1, 2,
+        "x"], [2, 1, "x"],
+    *({"a": each} for each in LEAVES), *({"b": each} for each in LEAVES[:4]), {"a": 1, "c": 2}, {"c": 1, "d": 2},
+    *({"a": one, "b": two} for one, two in itertools.product(LEAVES[:6], repeat=2)), {"a": 1, "b": 2, "c": 3},
+]  # fmt: skip
+
+
+class Acceptor:
+    def __init__(self, schema: Schema, lenient: bool = False) -> None:
+        found = compiled(json.loads(json.dumps(schema)), Reading(lenient=lenient))
+        self._matcher = matcher(grammar("json", lark_grammar=found.lark))
+        self._unique = UniqueItems(found.tracks, [None]) if found.tracks else None
+
+    def accepts(self, value: Any) -> bool:
+        text, each = json.dumps(value), self._matcher.deep_copy()
+        tokens = demo_tokenizer().tokenize_str(text)
+        accepted = each.try_consume_tokens(tokens) == len(tokens) and each.is_accepting()
+        return accepted and (self._unique is None or self._unique.follow(Followed(), text.encode()) is not None)
+
+
+@pytest.mark.parametrize("schema", SCHEMAS, ids=lambda schema: json.dumps(schema)[:50])
+def test_accepts_what_jsonschema_finds_valid(schema: Schema) -> None:
+    judge = validator_for(schema, Draft202012Validator)(schema)
+    valid = [value for value in VALUES if judge.is_valid(value)]
+    if not valid:
+        with pytest.raises(OvspecError, match="no JSON text"):
+            compiled(json.loads(json.dumps(schema)))
+        return
+    acceptor = Acceptor(schema)
+    assert valid != VALUES
+    wrong = [value for value in VALUES if acceptor.accepts(value) and not judge.is_valid(value)]
+    assert not wrong
+    assert [value for value in valid if not acceptor.accepts(value)] == []
+
+
+LEAF = st.sampled_from([
+    {"type": "integer"}, {"type": "string"}, {"const": 1}, {"enum": [1, "x"]}, {"minimum": 2},
+        {"maxLength": 1}, {"type": "null"},
+    {"required": ["a"]}, {"required": ["b"]}, {"maxItems": 1}, {"minProperties": 1}, {"maxProperties": 1}, True, False,
+])  # fmt: skip
+
+
+def combined(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Schema]:
+    some = st.lists(inner, min_size=1, max_size=3)
+    return st.one_of(
+        st.builds(lambda each: {"not": each}, inner),
+        st.builds(lambda key, each: {key: each}, st.sampled_from(["allOf", "anyOf", "oneOf"]), some),
+        st.builds(lambda a, b, c: {"if": a, "then": b, "else": c}, inner, inner, inner),
+        st.builds(lambda a, b, c: {"properties": {"a": a, "b": b}, "additionalProperties": c}, inner, inner, inner),
+        st.builds(lambda a, b: {"items": a, "contains": b}, inner, inner),
+        st.builds(lambda a, b: {"prefixItems": [a], "items": b, "type": ["array", "string"]}, inner, inner),
+        st.builds(lambda a: {"dependentSchemas": {"a": a}, "type": ["object", "integer"]}, inner),
+    )
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.recursive(LEAF, combined, max_leaves=5), st.booleans())
+def test_nothing_invalid_is_accepted(schema: Any, lenient: bool) -> None:
+    """In the mode strict, what is accepted is valid; in checked, what is valid is accepted."""
+    if not isinstance(schema, dict):
+        return
+    judge = Draft202012Validator(schema)
+    try:
+        acceptor = Acceptor(schema, lenient)
+    except (OvspecError, AssertionError) as error:
+        assert not lenient or "no JSON text" in str(error), error
+        return
+    for value in random.Random(0).sample(VALUES, 60):
+        valid, accepted = judge.is_valid(value), acceptor.accepts(value)
+        if lenient:  # several properties may be in another order
+            assert accepted or not valid or "," in json.dumps(value), value
+        else:
+            assert valid or not accepted, value
