@@ -1,4 +1,4 @@
-"""What models and sessions are built on: the encoding of prompts, rows, and running them."""
+"""What models and sessions are built on: decoders, the encoding of prompts, rows, and running them."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import copy
 import functools
 import math
 import secrets
-from collections.abc import Generator, Iterable
-from dataclasses import dataclass, replace
+import threading
+import time
+from collections.abc import Callable, Generator, Iterable
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +17,15 @@ import numpy as np
 
 from ovspec.constraints.base import Constraints
 from ovspec.constraints.maker import ConstraintMaker, PromptTokens, grammar_asked
-from ovspec.decoder_pool import DecoderPool, Decoders
+from ovspec.decoders.base import SessionDecoder
 from ovspec.decoders.sequence import Sequence
 from ovspec.drafting.choice import DraftChoice
 from ovspec.drafting.costs import Costs
 from ovspec.drafting.drafter import Drafter
 from ovspec.drafting.lookahead import Lookahead
 from ovspec.drafting.lookup import corpus_of
+from ovspec.drafting.making import make_drafter
 from ovspec.errors import OvspecError
-from ovspec.files import read_text
 from ovspec.ir.compile import CompiledIR
 from ovspec.ir.memory import WORTH_CHECKING, check_memory, kv_bytes_per_token, recurrent_bytes, token_room
 from ovspec.loop.results import Piece, Record, Stats
@@ -43,12 +45,64 @@ from ovspec.sampling.samplers import sampler_of
 from ovspec.setup.engine import CompiledModel
 from ovspec.setup.identity import described
 from ovspec.text.chat_template import Message, chat_template
-from ovspec.text.generation_config import GenerationConfig
+from ovspec.text.generation_config import DEFAULT_MAX_TOKENS, GenerationConfig
 from ovspec.text.tokenizer import Tokenizer
 
 # A text, token ids, or chat messages for the model's chat template.
 Prompt = str | list[int] | np.ndarray | list[Message] | Message
 PLAIN = Lookahead(0)  # proposes nothing, and keeps constraints from forcing tokens
+KEPT_IDLE = 60.0  # seconds after which decoders that nobody took are dropped, when others are given back
+
+
+@dataclass
+class Decoders:
+    """The decoders of one session or batch. ``lookaheads``: those for greedy (False) and for sampled text (True)."""
+
+    target: SessionDecoder
+    drafter: Drafter | None
+    draft: SessionDecoder | None = None  # of the draft model; the drafter drives it
+    lookaheads: dict[bool, Lookahead] = field(default_factory=dict)
+
+    def reset(self, rows: int) -> None:
+        self.target.reset(rows)
+        if self.drafter:
+            self.drafter.reset(rows)
+
+
+class DecoderPool:
+    """Lends sets of decoders, which ``make`` makes when none is idle. Threads may share it."""
+
+    def __init__(self, make: Callable[[], Decoders]) -> None:
+        self._make = make
+        self._idle: list[tuple[float, Decoders]] = []  # with the time since when; the longest idle first
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        """Return the number of idle sets."""
+        return len(self._idle)
+
+    def take(self) -> Decoders:
+        """Return a set without any rows, if possible the one given back last."""
+        with self._lock:
+            if self._idle:
+                return self._idle.pop()[1]
+        decoders = self._make()
+        decoders.reset(0)  # a user's drafter may create its state there
+        return decoders
+
+    def give_back(self, decoders: Decoders) -> None:
+        """Empty a set, which frees memory, and keep it for reuse."""
+        decoders.reset(0)
+        now = time.monotonic()
+        with self._lock:
+            self._idle = [(since, idle) for since, idle in self._idle if now - since < KEPT_IDLE]
+            self._idle.append((now, decoders))
+
+    def learned_costs(self, sampled: bool) -> tuple[Costs, Costs] | None:
+        """Return the costs of verifying and of a draft step that an idle set's auto lookahead has learned, if any."""
+        with self._lock:
+            learned = [decoders.lookaheads[sampled] for _, decoders in self._idle if decoders.lookaheads]
+        return (learned[0].target, learned[0].draft) if learned else None
 
 
 @dataclass(frozen=True)
@@ -77,7 +131,7 @@ class Workspace:
         folder: the exported folder of the target.
         choice: the drafters.
         lookahead: tokens proposed per round; None to choose automatically.
-        corpus: text files that lookup may propose from.
+        corpus: texts that lookup may propose from.
     """
 
     def __init__(
@@ -87,26 +141,35 @@ class Workspace:
         draft: CompiledModel | None = None,
         choice: DraftChoice | None = None,
         lookahead: int | None = None,
-        corpus: Iterable[Path] = (),
+        corpus: Iterable[str] = (),
     ) -> None:
         self.folder, self.target, self.draft, self.choice, self.lookahead = folder, target, draft, choice, lookahead
         self.tokenizer = Tokenizer(folder)
         self.generation_config = GenerationConfig(folder, target.ir.config, self.tokenizer)
         self._constraints = ConstraintMaker(self.tokenizer)
         self._unconstrained = functools.cache(lambda ends: Constraints((), ends))
-        self._corpus = corpus_of(self.tokenizer.encode(read_text(file).rstrip("\0"), False) for file in corpus)
-        self.pool = self._pool()
+        self._corpus = corpus_of(self.tokenizer.encode(text.rstrip("\0"), False) for text in corpus)
+        self.pool = DecoderPool(self._make_decoders)
         self._token_bytes = sum(kv_bytes_per_token(ir) + recurrent_bytes(ir) for ir in self.irs())  # upper bound
 
     def with_drafters(self, choice: DraftChoice | None) -> Workspace:
         """Return a workspace of the same compiled models with other drafters; a draft model must be the loaded one."""
         other = copy.copy(self)
         other.choice, other.draft = choice, self.draft if choice and choice.model else None
-        other.pool = other._pool()
+        other.pool = DecoderPool(other._make_decoders)
         return other
 
-    def _pool(self) -> DecoderPool:
-        return DecoderPool(self.target, self.draft, self.choice, self.tokenizer.known, self._corpus)
+    def fork(self, decoders: Decoders) -> Decoders:
+        """Return other decoders that continue from what ``decoders`` hold."""
+        draft = decoders.draft.fork() if decoders.draft else None
+        return Decoders(decoders.target.fork(), self._drafter(draft), draft, copy.deepcopy(decoders.lookaheads))
+
+    def _make_decoders(self) -> Decoders:
+        draft = self.draft.decoder(self.tokenizer.known) if self.draft else None
+        return Decoders(self.target.decoder(self.tokenizer.known), self._drafter(draft), draft)
+
+    def _drafter(self, draft: SessionDecoder | None) -> Drafter | None:
+        return make_drafter(self.choice, draft, self._corpus, self.tokenizer.known)
 
     @functools.cached_property
     def identity(self) -> dict[str, Any]:
@@ -121,8 +184,7 @@ class Workspace:
 
     def encode(self, prompt: Prompt, begins: bool = True) -> np.ndarray:
         """Return the ids, (n,) int64. ``begins``: the prompt starts a text and gets the model's BOS if it has one."""
-        if isinstance(prompt, dict):  # a single message
-            prompt = [prompt]
+        prompt = [prompt] if isinstance(prompt, dict) else prompt  # a single message
         if not isinstance(prompt, (str, list, tuple, np.ndarray)):
             raise OvspecError(f"A prompt must be a string, token ids or chat messages, not {prompt!r:.80}.")
         if begins and not len(prompt):
@@ -136,8 +198,7 @@ class Workspace:
         except (TypeError, ValueError, OverflowError):
             raise OvspecError(f"A prompt must be a string, token ids or chat messages, not {prompt!r:.80}.") from None
         known = self.tokenizer.known
-        unknown = known.first_unknown(ids)
-        if unknown is not None:
+        if (unknown := known.first_unknown(ids)) is not None:
             upto = f" (0 to {known.size - 1})" if known.size else ""
             raise OvspecError(f"Token id {unknown} is not in the vocabulary{upto}.")
         return ids
@@ -170,23 +231,24 @@ class Workspace:
         config, target = self.generation_config, self.target
         params = config.complete(params_of(options))
         if params.n != start.n:
-            raise OvspecError(f"n is {params.n}; call samples() for several texts of a prompt.")
+            raise OvspecError(f"`n` is {params.n}; call samples() for several texts of a prompt.")
         if start.n > 1 and not params.temperature and not options.get("sampler"):
-            raise OvspecError(f"n is {start.n}, but greedy texts are all the same; give a temperature.")
+            raise OvspecError(f"`n` is {start.n}, but greedy texts are all the same; give a `temperature`.")
         eos = frozenset() if params.ignore_eos else config.eos_ids
         prompt_tokens = len(sequence)
         context = start.context or target.ir.context_length
-        max_tokens = config.max_tokens(max(prompt_tokens, 1), params.max_tokens, context)
+        max_tokens = config.max_tokens(max(prompt_tokens, 1), params, context)
         if not prompt_tokens:
             sequence.commit(config.beginning)
         constraints, healing = self._unconstrained(eos | frozenset(params.stop_ids)), None
         if constrains(options, params):
             prompt = PromptTokens(sequence.tokens, eos, config.bos, start.healable)
             constraints, healing = self._constraints.make(prompt, params, options)
-        drafts = self.wanted_lookahead(options) != 0 and self.choice is not None
-        self.check_memory(len(sequence) + max_tokens - start.cached, drafts)
-        seed = params.seed if params.seed is not None else start.seed
-        seed = secrets.randbits(32) if seed is None else seed
+        draft = None if self.wanted_lookahead(options) == 0 else self.draft
+        # Memory need not hold a whole context that nobody asked for by a number.
+        sure = max_tokens if max_tokens == params.max_tokens else min(max_tokens, DEFAULT_MAX_TOKENS)
+        self.check_memory(len(sequence) + sure - start.cached, draft is not None)
+        seed = next(seed for seed in (params.seed, start.seed, secrets.randbits(32)) if seed is not None)
         drawn = {"seed": seed} if params.temperature else {}
         record = Record(
             sequence.tokens.copy(),
@@ -200,7 +262,6 @@ class Workspace:
         sampler = sampler_of(params, seed, start.sample, constraints, options)
         if healing:  # nothing can fail from here on
             healing.take_back(sequence)
-        draft = self.draft if drafts else None
         stats = Stats(
             prompt_tokens=prompt_tokens,
             seed=seed if params.temperature else None,
@@ -220,13 +281,12 @@ class Workspace:
 
     def wanted_lookahead(self, options: GenerateOptions) -> int | None:
         """Return the tokens to propose per round, None for auto; raises OvspecError if nothing can propose any."""
-        wanted = options.get("lookahead")
-        wanted = self.lookahead if wanted is None else wanted
+        wanted = self.lookahead if options.get("lookahead") is None else options.get("lookahead")
         check_option("lookahead", wanted)
         if wanted in (None, "auto"):
             return None
         if wanted and not self.choice and not grammar_asked(options):
-            raise OvspecError("lookahead needs something that proposes tokens; name a draft or lookup.")
+            raise OvspecError("`lookahead` needs something that proposes tokens; name a draft or lookup.")
         return int(wanted)
 
     def drafting(self, options: GenerateOptions, decoders: Decoders, sampled: bool) -> tuple[Drafter | None, Lookahead]:
@@ -280,7 +340,7 @@ def complete_options(params: SamplingParams, options: GenerateOptions) -> dict[s
     """Return all options that change a text and aren't at their defaults: ``params`` and the others in ``options``."""
     ours = {name: getattr(params, name) for name in SAMPLING}
     ours = {name: v for name, v in ours.items() if isinstance(v, np.ndarray) or v != SAMPLING[name][1].initial}
-    others = GENERATE.keys() - SAMPLING.keys() - {"sampling", "lookahead", "batch_size"}
+    others = GENERATE.keys() - SAMPLING.keys() - {"sampling", "lookahead", "batch_size", "retries"}
     return ours | {name: options[name] for name in others & options.keys() if options[name] is not None}
 
 

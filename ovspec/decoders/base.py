@@ -191,7 +191,7 @@ class TokenArrays(dict[tuple[int, ...], tuple[np.ndarray, np.ndarray]]):
 def feed_error(error: BaseException, device: str) -> BaseException:
     """Return what ``feed`` raises for ``error``: an InferenceError if the inference failed, else ``error`` itself."""
     if isinstance(error, MemoryError):
-        return InferenceError("The KV cache doesn't fit into memory; shorten the prompt or lower max_tokens.")
+        return InferenceError("The KV cache doesn't fit into memory; shorten the prompt or lower `max_tokens`.")
     if isinstance(error, RuntimeError):
         return InferenceError(f"{device}: the inference failed ({last_line(error)}).")
     return error

@@ -30,8 +30,7 @@ from ovspec.ir.paged_attention import CACHE, INPUTS
 from ovspec.ir.request import Request
 from ovspec.text.vocabulary import ALL_IDS, KnownIds
 
-# Prompt tokens fed in one inference. The limit bounds the memory of activations and the time until Ctrl-C is heard;
-# chunks of 256 to 1024 take the same time per token (models of 4 M and 1 B weights, int8 and int4, Xeon without AMX).
+# Prompt tokens fed in one inference. The limit bounds the memory of activations and the time until Ctrl-C is heard.
 PREFILL_CHUNK = 256
 
 

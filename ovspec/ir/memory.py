@@ -49,7 +49,7 @@ def check_memory(irs: list[CompiledIR], tokens: int) -> None:
     needed = sum(tokens * kv_bytes_per_token(ir) + recurrent_bytes(ir) for ir in irs if ir.device == "CPU")
     if needed > WORTH_CHECKING and needed > (free := psutil.virtual_memory().available):
         sizes = f"takes about {needed / 1e9:.1f} GB, but only {free / 1e9:.1f} GB of memory are free"
-        advice = "shorten the prompt, lower max_tokens, or choose a smaller --kv-precision"
+        advice = "shorten the prompt, lower `max_tokens`, or choose a smaller `kv_precision`"
         raise OvspecError(f"The KV cache of {tokens} tokens {sizes}; {advice}.")
 
 

@@ -58,5 +58,5 @@ class Request:
         logits = request.get_output_tensor(0).data
         logits = logits[0] if self._picks_logits else logits.reshape(-1, logits.shape[-1])[logits_idx]
         if not np.isfinite(logits.max()):  # NaN if any of them is
-            raise InferenceError(f"{self._folder}: the model's logits are not numbers here; try --precision f32.")
+            raise InferenceError(f"{self._folder}: the model's logits are not numbers here; try `precision='f32'`.")
         return logits

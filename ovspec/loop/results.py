@@ -18,7 +18,7 @@ class Piece:
     """What one round added to the text. ``finish_reason`` is None until the last piece.
 
     ``logprobs`` has one entry for each token if they were requested. ``sources`` names the origin of each token:
-    "target", the name of the drafter that proposed it ("draft", "lookup", "own" or its own name), or "forced" if
+    "target", the name of the drafter that proposed it ("draft", "lookup" or that of your own drafter), or "forced" if
     constraints left no other choice.
     """
 
@@ -134,6 +134,7 @@ class Result:
     "length" (``max_tokens`` or the context) or "cancelled". ``token_ids`` holds every generated token, including the
     EOS or stop id that ended the text; ``text`` leaves out what stopped it. ``logprobs`` has one entry for each of
     ``token_ids`` if they were requested. ``record`` tells how the text was made, for ``LanguageModel.verify``.
+    ``schema_errors``: how the text breaks its JSON schema, in the mode checked; [] if it doesn't.
     """
 
     text: str
@@ -142,6 +143,7 @@ class Result:
     stats: Stats = field(default_factory=Stats)
     logprobs: list[TokenLogprob] | None = None
     record: Record | None = field(default=None, repr=False, compare=False)
+    schema_errors: list[str] | None = None
 
 
 class Finishing(Protocol):

@@ -165,7 +165,9 @@ class Row:
     def result(self) -> Result:
         """Return the result of a text that has ended."""
         assert self.finish_reason
-        return Result(self.text, self.token_ids, self.finish_reason, self.stats, self.logprobs, self.record)
+        judge = self.sampler.constraints.judge
+        errors = judge(self.text) if judge else None
+        return Result(self.text, self.token_ids, self.finish_reason, self.stats, self.logprobs, self.record, errors)
 
     def _count(self, turn: RoundRow, used: int) -> None:
         """Update the statistics for a round whose first ``used`` tokens are in the text."""

@@ -48,7 +48,7 @@ def test_without_the_transformation_the_stateful_engine_runs(tmp_path: Path, mon
         "stateful",
         "this OpenVINO has no paged-attention transformation",
     )
-    with pytest.raises(ovspec.OvspecError, match="--engine paged is not possible: this OpenVINO has no"):
+    with pytest.raises(ovspec.OvspecError, match="`engine='paged'` is not possible: this OpenVINO has no"):
         ovspec.load(DEMO, engine="paged", cache_dir=tmp_path)
 
 
@@ -123,7 +123,7 @@ def test_other_devices_are_stateful(tmp_path: Path) -> None:
     loaded = load_ir(DEMO, DeviceOptions(device="AUTO:CPU", cache_dir=tmp_path))
     assert loaded.engine == "stateful"
     assert loaded.reason == "the paged engine runs on the CPU only, and the device is AUTO:CPU"
-    with pytest.raises(ovspec.OvspecError, match="--engine paged is not possible: the paged engine runs on the CPU"):
+    with pytest.raises(ovspec.OvspecError, match="`engine='paged'` is not possible: the paged engine runs on the CPU"):
         load_ir(DEMO, DeviceOptions(device="AUTO:CPU", cache_dir=tmp_path), "paged")
 
 
@@ -133,7 +133,7 @@ def test_a_cache_that_openvino_refuses_when_paged(tmp_path: Path) -> None:
     loaded = load_ir(DEMO, options)
     assert loaded.engine == "stateful"
     assert loaded.reason
-    with pytest.raises(ovspec.OvspecError, match="--engine paged is not possible"):
+    with pytest.raises(ovspec.OvspecError, match="`engine='paged'` is not possible"):
         load_ir(DEMO, options, "paged")
 
 

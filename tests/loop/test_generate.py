@@ -143,21 +143,39 @@ def test_the_context_limit(load: Load, draft: bool) -> None:
     assert result.finish_reason == "length"
     assert result.stats.generated_tokens == 8
     assert lm.generate(ids, max_tokens=8, ignore_eos=True).token_ids == result.token_ids
-    with pytest.raises(ovspec.OvspecError, match="context is 2048"):
-        lm.generate(ids, max_tokens=9)
+    for more in (9, 10**9, -1):
+        longer = lm.generate(ids, max_tokens=more, ignore_eos=True)
+        assert (longer.token_ids, longer.finish_reason) == (result.token_ids, "length")
+        assert lm.verify(longer).ok
     with pytest.raises(ovspec.OvspecError, match="context is 2048"):
         lm.generate(ids + ids)
+
+
+def test_a_text_without_a_limit_ends_by_itself_or_with_the_context(load: Load) -> None:
+    """``max_tokens=-1`` alone, in a batch, in a session with a context of its own, and with ``min_tokens``."""
+    lm = load(draft=True)
+    ids: list[int] = np.resize(lm.tokenizer.encode(PROMPTS[4]), 1990).tolist()
+    found = lm.generate([ids, ids[:1980]], max_tokens=-1, ignore_eos=True, min_tokens=3)
+    assert [(len(each.token_ids), each.finish_reason) for each in found] == [(58, "length"), (68, "length")]
+    eos = lm.generate(PROMPTS[0], max_tokens=-1, min_tokens=2, logit_bias={0: 100.0})
+    assert (len(eos.token_ids), eos.finish_reason) == (3, "eos")
+    with lm.session(context=60) as session:
+        session.append(ids[:40])
+        result = session.generate(max_tokens=-1, ignore_eos=True)
+        assert (len(result.token_ids), result.finish_reason) == (20, "length")
+        assert lm.verify(result).ok
 
 
 def test_prompts_that_cannot_be_used(load: Load) -> None:
     lm = load()
     with pytest.raises(ovspec.OvspecError, match="Token id 5000"):
         lm.generate([5, 5000])
-    with pytest.raises(ovspec.OvspecError, match="max_tokens is 0"):
-        lm.generate("a", max_tokens=0)
+    for wrong in (0, -2):
+        with pytest.raises(ovspec.OvspecError, match=f"`max_tokens` is {wrong}; it must be at least 1, or -1 for as"):
+            lm.generate("a", max_tokens=wrong)
     with pytest.raises(ovspec.OvspecError, match="stop string is empty"):
         lm.generate("a", stop="")
-    with pytest.raises(ovspec.OvspecError, match="lookahead is -1"):
+    with pytest.raises(ovspec.OvspecError, match="`lookahead` is -1"):
         lm.generate("a", lookahead=-1)
     with pytest.raises(TypeError, match="unknown option 'max_new_tokens'"):
         lm.generate("a", max_new_tokens=5)  # type: ignore[call-arg]
@@ -209,17 +227,21 @@ def test_ctrl_c_between_rounds_leaves_a_result(load: Load) -> None:
     assert result.stats.other_ms > 0
 
 
-def test_what_is_not_applied_is_said(load: Load, pair: Path, tmp_path: Path, cache_dir: Path) -> None:
+@pytest.mark.parametrize("setting", [{"no_repeat_ngram_size": 3}, {"forced_eos_token_id": 0}])
+def test_what_is_not_applied_is_said(
+    load: Load, pair: Path, tmp_path: Path, cache_dir: Path, setting: dict[str, int]
+) -> None:
+    import json
     import shutil
 
     folder = tmp_path / "penalised"
     shutil.copytree(pair, folder)
     (folder / "ovspec.json").unlink()
-    (folder / "generation_config.json").write_text('{"no_repeat_ngram_size": 3, "bos_token_id": 0}', "utf-8")
-    with pytest.warns(UserWarning, match="sets no_repeat_ngram_size, which ovspec does not apply"):
+    (folder / "generation_config.json").write_text(json.dumps({"bos_token_id": 0} | setting), "utf-8")
+    with pytest.warns(UserWarning, match=f"sets {next(iter(setting))}, which ovspec does not apply"):
         ovspec.load(folder, precision="f32", cache_dir=cache_dir)
     for call in (load().generate, load().stream):  # a stream fails too, before it is iterated over
-        with pytest.raises(ovspec.OvspecError, match="lookahead needs something that proposes"):
+        with pytest.raises(ovspec.OvspecError, match="`lookahead` needs something that proposes"):
             call("a", lookahead=3)
 
 

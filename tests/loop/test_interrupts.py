@@ -5,12 +5,14 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 from conftest import PROMPTS
 
 import ovspec
 from ovspec.decoders.paged import PREFILL_CHUNK, PagedDecoder
-from ovspec.ir.interrupts import HELD, HeldInterrupts
+from ovspec.ir.interrupts import HELD
+from ovspec.loop.scheduler import HeldInterrupts
 
 
 def test_ctrl_c_waits_while_held() -> None:
@@ -87,3 +89,21 @@ def test_a_long_prompt_is_read_no_further(
         assert not HELD
         assert session.tokens == tokens
         assert session.generate(max_tokens=8).token_ids == expected
+
+
+def test_ctrl_c_in_a_users_function_ends_the_text(load: Callable[..., ovspec.LanguageModel]) -> None:
+    calls: list[int] = []
+
+    def pressing(tokens: np.ndarray, logits: np.ndarray) -> np.ndarray:
+        calls.append(len(tokens))
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return logits
+
+    pieces = []
+    with pytest.raises(KeyboardInterrupt):
+        for piece in load().stream(PROMPTS[0], max_tokens=20, logits_processors=[pressing]):
+            pieces.append(piece)
+    assert len(calls) == 3
+    assert pieces[-1].finish_reason == "cancelled"
+    assert not HELD
