@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import sys
 import textwrap
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,11 +15,13 @@ from typing import TYPE_CHECKING, Any, Unpack
 from ovspec.decoders.base import Arithmetic
 from ovspec.drafting.choice import EXPORTED, SELF, DraftChoice, parse_draft
 from ovspec.errors import OvspecError
+from ovspec.files import read_text
 from ovspec.ir.compile import check_ir_folder
 from ovspec.ir.device import DeviceOptions
 from ovspec.model import LanguageModel
 from ovspec.options.loading import LoadOptions, load_options
-from ovspec.options.option import documentation
+from ovspec.options.option import documentation, takes
+from ovspec.progress import note
 from ovspec.setup.engine import CompiledModel
 from ovspec.setup.manifest import DRAFT_FOLDER, Manifest, read_manifest, restore_backup
 from ovspec.setup.probing import Probe
@@ -49,6 +50,7 @@ def model_folder(model: str | Path | None) -> Path:
     return folder
 
 
+@takes(LoadOptions)
 def load(
     model: str | Path | None = None,
     draft: Draft | Sequence[Draft] | None = None,
@@ -71,21 +73,23 @@ def load(
     folder = model_folder(model)
     manifest = read_manifest(folder, given.verify)
     if given.verify and not manifest:
-        raise OvspecError(f"{folder}: verify needs the manifest that 'ovspec export' writes, which is missing.")
+        raise OvspecError(f"{folder}: `verify` needs the manifest that 'ovspec export' writes, which is missing.")
     choice = resolve_draft(parse_draft(draft), folder, manifest)
     if given.draft_device and not (choice and choice.model):
-        raise OvspecError("draft_device needs a draft model.")
+        raise OvspecError("`draft_device` needs a draft model.")
     if given.lookup_corpus and draft is not None and not (choice and choice.lookup):
-        raise OvspecError("lookup_corpus needs lookup as a draft; load the model with draft='lookup'.")
+        raise OvspecError("`lookup_corpus` needs lookup as a draft; add `draft='lookup'`.")
     device = device_options(given)
+    corpus = [read_text(Path(file)) for file in given.lookup_corpus]
     probe, proposer = manifest.target.probe if manifest else None, None
-    load_target = _loader(folder, device, given, probe, given.arithmetic)
-    if choice and choice.model:
-        draft_folder = Path(choice.model)
+    draft_folder = Path(choice.model) if choice and choice.model else None
+    beside = manifest.draft if manifest and draft_folder == folder / DRAFT_FOLDER else None
+    if draft_folder:
         check_ir_folder(draft_folder)
-        beside = manifest.draft if manifest and draft_folder == folder / DRAFT_FOLDER else None
         if not beside:
             check_same_vocabulary(folder, draft_folder)
+    load_target = _loader(folder, device, given, probe, given.arithmetic)
+    if draft_folder:
         device = replace(device, device=given.draft_device or given.device)
         # Its proposals are verified, so they needn't be exact.
         load_draft = _loader(draft_folder, device, given, beside.probe if beside else None, "fast")
@@ -98,7 +102,7 @@ def load(
     if draft is None and (target.guess_is_free or given.lookup_corpus):
         choice = DraftChoice(lookup=True)
     number = None if given.lookahead == "auto" else given.lookahead
-    return LanguageModel(Workspace(folder, target, proposer, choice, number, [Path(f) for f in given.lookup_corpus]))
+    return LanguageModel(Workspace(folder, target, proposer, choice, number, corpus))
 
 
 load.__doc__ = f"""{load.__doc__}
@@ -113,9 +117,11 @@ load.__doc__ = f"""{load.__doc__}
 def exported(model: str | Path | None, draft: Any) -> tuple[Path, Any]:
     """Export ``model`` and ``draft`` to the cache unless they are there; return (that folder, the draft to load)."""
     if model is None:
-        raise OvspecError("export=True needs the model to export: a checkpoint folder or a hub id.")
+        raise OvspecError("`export=True` needs the model to export: a checkpoint folder or a hub id.")
     if draft and not isinstance(draft, (str, Path)):
-        raise OvspecError(f"export=True needs the draft's checkpoint by name{', not draft=True' * (draft is True)}.")
+        raise OvspecError(
+            f"`export=True` needs the draft's checkpoint by name{', not `draft=True`' * (draft is True)}."
+        )
     from ovspec.setup.exporting import export_to_cache
 
     named = draft if draft not in ("none", "lookup") else None
@@ -132,10 +138,12 @@ def resolve_draft(choice: DraftChoice | None, folder: Path, manifest: Manifest |
         return choice
     beside = folder / DRAFT_FOLDER
     if not beside.is_dir():
-        raise OvspecError(f"{folder}: it was exported without a draft; name one, or export with --draft.")
+        raise OvspecError(f"{folder}: it was exported without a draft; name one, or export it again with one.")
     source = manifest.draft.source if manifest and manifest.draft else ""
     if choice.model == SELF and not re.fullmatch(r".*, first \d+ layers", source):
-        raise OvspecError(f"{beside}: not made of the target's own layers; export with --draft-layers for 'self'.")
+        raise OvspecError(
+            f"{beside}: not made of the target's own layers; run 'ovspec export --draft-layers N' for 'self'."
+        )
     return replace(choice, model=beside)
 
 
@@ -151,5 +159,5 @@ def _loader(
 ) -> Callable[[], CompiledModel]:
     """Return what loads the model in ``folder``, once its profile is known: nothing may run beside measuring."""
     tune = os.environ.get("OVSPEC_TUNE") != "0" if given.tune is None else given.tune
-    profile = tune_if_new(folder, device, lambda text: print(text, file=sys.stderr, flush=True)) if tune else None
+    profile = tune_if_new(folder, device, note) if tune else None
     return partial(load_with, profile, folder, device, given.engine, probe, arithmetic)

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from click.testing import CliRunner
 from conftest import PROMPTS, ROOT, TARGET
@@ -219,8 +220,15 @@ def test_a_text_that_cannot_fit_into_memory_is_refused(
         check_memory([ir], 10**9)
     monkeypatch.setattr(ovspec.ir.memory, "kv_bytes_per_token", lambda _: 1e12)
     monkeypatch.setattr(load().workspace, "_token_bytes", 1e12)
-    with pytest.raises(ovspec.OvspecError, match="lower max_tokens"):
+    with pytest.raises(ovspec.OvspecError, match="lower `max_tokens`"):
         load().generate("def f(", max_tokens=5)
+    enough = psutil.virtual_memory().available / 1000  # for 1000 tokens, which is less than the context
+    monkeypatch.setattr(ovspec.ir.memory, "kv_bytes_per_token", lambda _: enough)
+    monkeypatch.setattr(load().workspace, "_token_bytes", enough)
+    with pytest.raises(ovspec.OvspecError, match=r"The KV cache of 1\d{3} tokens"):
+        load().generate("def f(", max_tokens=1500)
+    for unlimited in (-1, 10**6):  # no number of tokens that the text is sure to need
+        assert load().generate("def f(", max_tokens=unlimited, logit_bias={0: 100.0}).finish_reason == "eos"
 
 
 def test_perplexity_equals_torch(load: Callable[..., ovspec.LanguageModel], reference: Any) -> None:

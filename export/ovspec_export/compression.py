@@ -11,6 +11,7 @@ from ovspec.files import read_text
 
 # Approximate bits per weight, with its share of scales and zero points.
 WEIGHT_FORMATS = {"fp32": 32.0, "fp16": 16.0, "bf16": 16.0, "int8": 8.1, "int4": 5.0}
+DEFAULT_GROUP_SIZE = 128  # nncf's, where an option for int4 is given
 BACKUP_PRECISIONS = ("none", "int8_sym", "int8_asym")
 
 
@@ -42,27 +43,27 @@ class Compression:
         if self.weight_format not in WEIGHT_FORMATS:
             raise OvspecError(f"Weight format {self.weight_format!r} is not one of {', '.join(WEIGHT_FORMATS)}.")
         given = [
-            flag(name)
+            name
             for name, value in asdict(self).items()
             if name not in ("weight_format", "sym") and value is not None and value is not False
         ]
         if self.weight_format != "int4" and given:
-            raise OvspecError(f"{given[0]} works only with --weight-format int4.")
+            raise OvspecError(f"`{given[0]}` works only with `weight_format='int4'`.")
         if self.weight_format not in ("int4", "int8") and self.sym:
-            raise OvspecError("--sym works only with --weight-format int8 or int4.")
+            raise OvspecError("`sym` works only with `weight_format='int8'` or `weight_format='int4'`.")
         if self.ratio is not None and not 0 < self.ratio <= 1:
-            raise OvspecError(f"--ratio is {self.ratio}; it must be above 0 (0 would be int8) and at most 1.")
+            raise OvspecError(f"`ratio` is {self.ratio}; it must be above 0 (0 would be int8) and at most 1.")
         if self.group_size is not None and self.group_size != -1 and self.group_size < 1:
-            raise OvspecError(f"--group-size is {self.group_size}; it must be positive, or -1 for a scale per channel.")
+            raise OvspecError(f"`group_size` is {self.group_size}; it must be positive, or -1 for a scale per channel.")
         if self.backup_precision not in (None, *BACKUP_PRECISIONS):
-            raise OvspecError(f"--backup-precision is not one of {', '.join(BACKUP_PRECISIONS)}.")
+            raise OvspecError(f"`backup_precision` is not one of {', '.join(BACKUP_PRECISIONS)}.")
         if self.gptq and self.lora_correction:
-            raise OvspecError("--gptq and --lora-correction cannot be combined; choose one.")
-        wants_data = [flag(n) for n in ("scale_estimation", "gptq", "lora_correction", "samples") if getattr(self, n)]
+            raise OvspecError("`gptq` and `lora_correction` cannot be combined; choose one.")
+        wants_data = [n for n in ("scale_estimation", "gptq", "lora_correction", "samples") if getattr(self, n)]
         if wants_data and not self.calibration:
-            raise OvspecError(f"{wants_data[0]} needs a text to calibrate on; name one with --calibration FILE.")
+            raise OvspecError(f"`{wants_data[0]}` needs a text to calibrate on; name one with `calibration`.")
         if self.samples is not None and self.samples < 1:
-            raise OvspecError(f"--samples is {self.samples}; it must be at least 1.")
+            raise OvspecError(f"`samples` is {self.samples}; it must be at least 1.")
         if self.calibration:
             read_text(self.calibration)
 
@@ -101,8 +102,3 @@ class Compression:
 
 
 INT8 = Compression()
-
-
-def flag(name: str) -> str:
-    """Return an option as it is spelt on the command line."""
-    return "--" + name.replace("_", "-")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import shutil
@@ -15,10 +16,10 @@ from typing import Any
 from ovspec.errors import OvspecError
 from ovspec.files import read_json
 from ovspec.ir.compile import MODEL_FILE
+from ovspec.progress import in_bytes, step
 from ovspec.setup.manifest import MANIFEST_FILE
 from ovspec.text.tokenizer import TOKENIZER_FILE
-from ovspec_export.compression import WEIGHT_FORMATS, Compression
-from ovspec_export.progress import Progress
+from ovspec_export.compression import DEFAULT_GROUP_SIZE, WEIGHT_FORMATS, Compression
 from ovspec_export.sources import Source
 from ovspec_export.tokenizers import load_tokenizer
 
@@ -38,9 +39,7 @@ KNOWN_REASONS = {
 }
 
 
-def convert(
-    source: Source, folder: Path, compression: Compression, progress: Progress, trust_remote_code: bool = False
-) -> None:
+def convert(source: Source, folder: Path, compression: Compression, trust_remote_code: bool = False) -> None:
     """Write the IR and the tokenizer of ``source`` into ``folder``.
 
     Raises:
@@ -48,20 +47,20 @@ def convert(
     """
     folder.mkdir(parents=True, exist_ok=True)
     if source.is_ir:
-        with progress.step(f"{source.name}: copying the IR") as step:
+        with step(f"{source.name}: copying the IR of {in_bytes(source.size)}", keep=True):
             copy_ir(source, folder)
-            step.result = megabytes(folder)
         return
     arguments = ["export", "openvino", "--model", str(source.folder), "--task", "text-generation-with-past"]
     arguments += [*compression.arguments(), *["--trust-remote-code"] * trust_remote_code]
     first = arguments[arguments.index("--weight-format") + 1]
-    with progress.step(f"{source.name}: converting to {first}") as step:
+    with step(f"{source.name}: converting {in_bytes(source.size)} to {first}", keep=True) as converting:
         run_job("optimum_cli", source, folder, arguments=[*arguments, str(folder)])
         if not (folder / TOKENIZER_FILE).is_file():  # has the byte vocabulary; optimum-cli omits it for some
             load_tokenizer(source, trust_remote_code).save_pretrained(folder)
-        step.result = megabytes(folder)
+        converting.result = written(folder)
     if compression.calibration:
-        with progress.step(f"{source.name}: compressing to int4 with {compression.calibration.name}") as step:
+        what = f"compressing {written(folder)} to int4 with {compression.calibration.name}"
+        with step(f"{source.name}: {what}", keep=True) as compressing:
             run_job(
                 "calibrate",
                 source,
@@ -72,16 +71,16 @@ def convert(
                 config=compression.quantization_config(),
                 trust_remote_code=trust_remote_code,
             )
-            step.result = megabytes(folder)
+            compressing.result = written(folder)
     elif compression.weight_format == "bf16":
-        with progress.step(f"{source.name}: rounding to bf16") as step:
+        with step(f"{source.name}: rounding {written(folder)} to bf16", keep=True) as rounding:
             run_job("to_bf16", source, folder, folder=str(folder))
-            step.result = megabytes(folder)
+            rounding.result = written(folder)
 
 
-def first_layers(source: Source, layers: int, folder: Path, progress: Progress, trust_remote_code: bool) -> Source:
+def first_layers(source: Source, layers: int, folder: Path, trust_remote_code: bool) -> Source:
     """Save the first ``layers`` layers of ``source`` as a checkpoint in ``folder`` and return it as a source."""
-    with progress.step(f"{source.name}: making a draft from its first {layers} layers"):
+    with step(f"{source.name}: making a draft from its first {layers} layers", keep=True):
         options: dict[str, Any] = {"layers": layers, "folder": str(folder), "trust_remote_code": trust_remote_code}
         run_job("first_layers", source, folder.parent, source=str(source.folder), **options)
     return Source(f"{source.name}, first {layers} layers", folder, is_ir=False, revision=source.revision)
@@ -90,14 +89,14 @@ def first_layers(source: Source, layers: int, folder: Path, progress: Progress, 
 def layers_of(source: Source, layers: int) -> float:
     """Return ``layers`` as a share of all layers; raises OvspecError for an IR or a number out of range."""
     if source.is_ir:
-        raise OvspecError(f"{source.name}: --draft-layers needs a checkpoint, but this is already an IR.")
+        raise OvspecError(f"{source.name}: `draft_layers` needs a checkpoint, but this is already an IR.")
     config = read_json(source.folder / "config.json")
     names = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
     total = next((config[name] for name in names if isinstance(config.get(name), int)), None)
     if total is None:
         return 1.0  # not in the config by any of these names; transformers will know
     if not 0 < layers < total:
-        raise OvspecError(f"--draft-layers is {layers}; {source.name} has {total} layers, so take 1 to {total - 1}.")
+        raise OvspecError(f"`draft_layers` is {layers}; {source.name} has {total} layers, so take 1 to {total - 1}.")
     return layers / total
 
 
@@ -145,9 +144,9 @@ def reason(told: str, returncode: int) -> str:
     return " ".join(sentences[:2])[:300].rstrip(". ")
 
 
-def megabytes(folder: Path) -> str:
-    size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-    return f"{size / 1e6:.1f} MB"
+def written(folder: Path) -> str:
+    """Return the size of the files in ``folder``."""
+    return in_bytes(sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()))
 
 
 def needed_space(source: Source, compression: Compression) -> float:
@@ -157,6 +156,22 @@ def needed_space(source: Source, compression: Compression) -> float:
     final = source.parameters * WEIGHT_FORMATS[compression.weight_format] / 8
     through_fp32 = compression.calibration or compression.weight_format not in ("fp32", "fp16")
     return 1.05 * (final + source.parameters * 4 * bool(through_fp32)) + 20e6
+
+
+def check_group_size(source: Source, compression: Compression) -> None:
+    """Raise OvspecError if weights of a layer can't be cut into groups, which nncf would say after the conversion."""
+    if source.is_ir or compression.weight_format != "int4" or compression.ratio not in (None, 1.0):
+        return  # with a ratio, nncf chooses the layers that are cut
+    size = compression.group_size or (DEFAULT_GROUP_SIZE if compression.options() else -1)  # else optimum knows best
+    widths = source.widths()
+    wrong = next((name for name, width in widths.items() if size != -1 and width % size), None)
+    if wrong:
+        fits = math.gcd(*widths.values(), DEFAULT_GROUP_SIZE)
+        advice = f"{fits}, or -1" if fits >= 16 else "-1"
+        raise OvspecError(
+            f"{source.name}: `group_size` is {size}, but {wrong} has rows of {widths[wrong]} weights; take {advice} "
+            "for a scale per channel."
+        )
 
 
 def check_ir(source: Source, folder: Path) -> None:

@@ -13,15 +13,15 @@ from ovspec.files import read_text
 from ovspec.ir.compile import compile_ir
 from ovspec.ir.device import DeviceOptions
 from ovspec.loop.perplexity import DEFAULT_CONTEXT
+from ovspec.progress import in_bytes, note, step
 from ovspec.setup.manifest import DRAFT_FOLDER, MANIFEST_FILE, ExportedFile, ExportedModel, Manifest, sha256
 from ovspec.setup.probing import probe_rollback
 from ovspec.text.pairing import check_same_vocabulary
 from ovspec.text.tokenizer_files import TOKENIZER_FILE
 from ovspec.text.vocabulary import differing_ids
 from ovspec_export.compression import INT8, Compression
-from ovspec_export.convert import check_ir, convert, first_layers, layers_of, needed_space, run_job
+from ovspec_export.convert import check_group_size, check_ir, convert, first_layers, layers_of, needed_space, run_job
 from ovspec_export.folders import check_output, check_space, replace_folder, work_folder
-from ovspec_export.progress import SILENT, Progress
 from ovspec_export.sources import Source, find_source
 from ovspec_export.tokenizers import differing_texts, load_tokenizer
 
@@ -35,23 +35,23 @@ def export_pair(
     compression: Compression = INT8,
     draft_compression: Compression | None = None,
     *,
+    overwrite: bool = False,
     draft_layers: int | None = None,
     evaluate: Path | None = None,
     trust_remote_code: bool = False,
-    progress: Progress = SILENT,
 ) -> Manifest:
     """Export ``target`` and, if there is one, a draft into ``output``.
 
     Args:
         target: a folder with a checkpoint or an IR, or a hub id.
         draft: likewise, or None.
-        output: the folder to write. One that ovspec exported before is replaced at the very end.
+        output: the folder to write.
+        overwrite: replace, at the very end, a pair that ovspec exported there before.
         compression: how the target's weights are stored.
         draft_compression: how the draft's weights are stored; by default like the target's.
         draft_layers: make the draft from this many of the target's own first layers.
         evaluate: a text file on which the exported models are compared with the checkpoints.
         trust_remote_code: run the Python code that a checkpoint brings.
-        progress: receives the progress messages.
 
     Raises:
         OvspecError: an option is wrong, the vocabularies differ, a model can't be exported, a folder is in the
@@ -60,67 +60,69 @@ def export_pair(
     for wanted in filter(None, (compression, draft_compression)):
         wanted.check()
     if draft and draft_layers is not None:
-        raise OvspecError("--draft-layers makes the draft from the target; leave out either it or --draft.")
+        raise OvspecError("`draft_layers` makes the draft from the target; leave out either it or `draft`.")
     if evaluate:
         read_text(evaluate)
     output = output.expanduser().resolve()
-    check_output(output)
+    check_output(output, overwrite)
     # Not in a progress step: a download shows its own progress.
     sources = [find_source(name, trust_remote_code) for name in (target, draft) if name is not None]
     for source in sources:
-        what = f"{source.size / 1e6:.1f} MB{', an IR, used as it is' if source.is_ir else ''}"
-        progress.note(f"{source.name}: {what}, revision {source.revision[:12]}")
+        what = f"{in_bytes(source.size)}{', an IR, used as it is' if source.is_ir else ''}"
+        note(f"{source.name}: {what}, revision {source.revision[:12]}")
         where = source.folder.resolve()
         if output == where or where in output.parents or output in where.parents:
-            raise OvspecError(
-                f"{output}: is, contains or is inside the source {source.name}; choose another folder with -o."
-            )
+            raise OvspecError(f"{output}: is, contains or is inside the source {source.name}; name another `output`.")
     if evaluate and any(source.is_ir for source in sources):
-        raise OvspecError("--evaluate compares with a checkpoint, but an existing IR has none; leave out --evaluate.")
+        raise OvspecError("`evaluate` compares with a checkpoint, but an existing IR has none; leave it out.")
     for source, wanted in zip(sources, (compression, draft_compression), strict=False):
         if source.is_ir and wanted not in (None, INT8):
             raise OvspecError(f"{source.name}: an IR is used as it is; leave out the options for its weights.")
-    if len(sources) == 2:
-        check_pair(sources[0], sources[1], trust_remote_code)
     compressions = [compression, draft_compression or compression]
+    for source, wanted in zip(sources, compressions, strict=False):
+        check_group_size(source, wanted)
     needed = [needed_space(source, wanted) for source, wanted in zip(sources, compressions, strict=False)]
     if draft_layers is not None:
         needed.append(needed[0] * layers_of(sources[0], draft_layers))
     check_space(output, sum(needed))
+    if len(sources) == 2:
+        with step(f"{sources[1].name}: comparing its vocabulary with that of {sources[0].name}"):
+            check_pair(sources[0], sources[1], trust_remote_code)
 
-    with work_folder(output) as work:
+    with work_folder(output, overwrite) as work:
         if draft_layers is not None:
             layers = work / "first-layers"
-            sources.append(first_layers(sources[0], draft_layers, layers, progress, trust_remote_code))
+            sources.append(first_layers(sources[0], draft_layers, layers, trust_remote_code))
         folders = [work, work / DRAFT_FOLDER]
         models = []
         for source, folder, wanted in zip(sources, folders, compressions, strict=False):
-            convert(source, folder, wanted, progress, trust_remote_code)
+            convert(source, folder, wanted, trust_remote_code)
             check_ir(source, folder)
             if source.is_ir and folder != work:
                 check_same_vocabulary(work, folder)
-            with progress.step(f"{source.name}: probing") as step:
+            with step(f"{source.name}: probing", keep=True) as probing:
                 models.append(describe(source, folder, wanted))
-                step.result = f"rollback: {models[-1].probe.rollback}"
-        differing = [] if sources[0].is_ir else differing_texts(load_tokenizer(sources[0], trust_remote_code), work)
+                probing.result = f"rollback: {models[-1].probe.rollback}"
+        with step(f"{sources[0].name}: comparing the tokenizers"):
+            differing = [] if sources[0].is_ir else differing_texts(load_tokenizer(sources[0], trust_remote_code), work)
         for text in differing:
-            progress.note(f"warning: OpenVINO's tokenizer splits {text!r} differently from Hugging Face's")
-        quality = evaluated(sources, folders, evaluate, work, progress, trust_remote_code) if evaluate else []
+            note(f"warning: OpenVINO's tokenizer splits {text!r} differently from Hugging Face's")
+        quality = evaluated(sources, folders, evaluate, work, trust_remote_code) if evaluate else []
         if draft_layers is not None:
             remove_checkpoint(work / "first-layers")
         versions = {name: importlib.metadata.version(name) for name in VERSIONED} | {"ovspec": ovspec.__version__}
         manifest = Manifest(models[0], models[1] if len(models) > 1 else None, versions, {}, differing)
-        with progress.step(f"{output.name}: computing checksums") as step:
+        with step(f"{output.name}: computing checksums", keep=True) as computing:
             files = sorted(path for path in work.rglob("*") if path.is_file() and path != work / MANIFEST_FILE)
             manifest.files = {
                 path.relative_to(work).as_posix(): ExportedFile(path.stat().st_size, sha256(path)) for path in files
             }
             size = sum(file.size for file in manifest.files.values())
-            step.result = f"{size / 1e6:.1f} MB in {len(files)} files"
+            computing.result = f"{in_bytes(size)} in {len(files)} files"
         manifest.write(work)
         replace_folder(work, output)
     for line in quality_table(quality):
-        progress.note(line)
+        note(line)
     return manifest
 
 
@@ -153,19 +155,19 @@ def describe(source: Source, folder: Path, compression: Compression) -> Exported
 
 
 def evaluated(
-    sources: list[Source], folders: list[Path], text: Path, work: Path, progress: Progress, trust_remote_code: bool
+    sources: list[Source], folders: list[Path], text: Path, work: Path, trust_remote_code: bool
 ) -> list[tuple[str, dict[str, float]]]:
     """Compare each model with its checkpoint, by name; a draft of first layers is compared with those layers."""
     found = []
     for source, folder in zip(sources, folders, strict=False):
-        with progress.step(f"{source.name}: comparing with the checkpoint on {text.name}"):
+        with step(f"{source.name}: comparing with the checkpoint of {in_bytes(source.size)} on {text.name}", keep=True):
             result = work / "evaluation.json"
             where = {"source": str(source.folder), "folder": str(folder), "text": str(text.absolute())}
             options = {"context": DEFAULT_CONTEXT, "output": str(result), "trust_remote_code": trust_remote_code}
             try:
                 run_job("evaluate", source, work, **where, **options)
             except OvspecError as error:
-                progress.note(f"warning: {error}")  # no reason to discard a finished export
+                note(f"warning: {error}")  # no reason to discard a finished export
                 continue
             found.append((source.name, json.loads(result.read_text(encoding="utf-8"))))
             result.unlink()

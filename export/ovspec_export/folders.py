@@ -13,26 +13,29 @@ import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from filelock import FileLock, Timeout
 
 from ovspec.errors import OvspecError
 from ovspec.files import read_json
+from ovspec.progress import in_bytes
 from ovspec.setup.manifest import MANIFEST_FILE, UNFINISHED, backup_of, is_ours, restore_backup
 
 OF_THE_SYSTEM = (".DS_Store", "Thumbs.db", "desktop.ini")  # left by file managers in every folder
 
 
-def check_output(output: Path) -> None:
-    """Raise OvspecError if ``output`` holds something that ovspec did not make."""
+def check_output(output: Path, overwrite: bool) -> None:
+    """Raise OvspecError if ``output`` holds something that ovspec did not make or, without ``overwrite``, a pair."""
     if output.exists() and not output.is_dir():
-        raise OvspecError(f"{output}: is a file; choose another folder with -o.")
+        raise OvspecError(f"{output}: is a file; name another `output`.")
     restore_backup(output)
     if output.exists() and (foreign := foreign_file(output)):
         raise OvspecError(
-            f"{output}: holds files that ovspec did not export ({foreign}); choose another folder with -o, "
-            "or move them away."
+            f"{output}: holds files that ovspec did not export ({foreign}); name another `output`, or move them away."
         )
+    if not overwrite and is_ours(output) and not manifest_in(output).get("unfinished"):
+        raise OvspecError(f"{output} already exists; name another `output`, or add `overwrite=True`.")
     backup = backup_of(output)
     if backup.exists() and (not is_ours(backup) or foreign_file(backup)):
         raise OvspecError(f"{backup}: is in the way and holds what ovspec did not make; rename it.")
@@ -45,10 +48,7 @@ def foreign_file(folder: Path) -> str | None:
 
 def foreign_files(folder: Path) -> Iterator[str]:
     """Yield the files in ``folder`` that its manifest doesn't list; in an unfinished export all files are ours."""
-    try:
-        manifest = read_json(folder / MANIFEST_FILE)
-    except OvspecError:
-        manifest = {}
+    manifest = manifest_in(folder)
     if manifest.get("unfinished"):
         return
     listed = manifest.get("files")
@@ -59,12 +59,21 @@ def foreign_files(folder: Path) -> Iterator[str]:
             yield name
 
 
+def manifest_in(folder: Path) -> dict[str, Any]:
+    """Return the manifest in ``folder`` as JSON; {} if there is none, or none that can be read."""
+    try:
+        return read_json(folder / MANIFEST_FILE)
+    except OvspecError:
+        return {}
+
+
 @contextlib.contextmanager
-def work_folder(output: Path) -> Iterator[Path]:
+def work_folder(output: Path, overwrite: bool) -> Iterator[Path]:
     """Make a folder beside ``output`` that ``replace_folder`` can move into place; it is always gone afterwards.
 
     Raises:
-        OvspecError: another export is writing ``output``, or its parent folder can't be written.
+        OvspecError: like ``check_output``, or another export is writing ``output``, or its parent folder can't be
+            written.
     """
     # Beside the output, where every process that could write the output sees it.
     place = output.with_name(f".{output.name}.lock")
@@ -73,13 +82,11 @@ def work_folder(output: Path) -> Iterator[Path]:
         output.parent.mkdir(parents=True, exist_ok=True)
         lock.acquire(timeout=0)
     except Timeout:
-        raise OvspecError(f"{output}: another export is writing it; wait for it, or choose another folder.") from None
+        raise OvspecError(f"{output}: another export is writing it; wait for it, or name another `output`.") from None
     except OSError as error:
-        raise OvspecError(
-            f"{output.parent}: cannot be written ({error.strerror}); choose another place with -o."
-        ) from None
+        raise OvspecError(f"{output.parent}: cannot be written ({error.strerror}); name another `output`.") from None
     try:
-        check_output(output)
+        check_output(output, overwrite)
         for left in output.parent.glob(f".{glob_escape(output.name)}.partial-*"):
             remove(left)  # of an export that was killed, since we hold the lock
         work = partial_of(output)
@@ -159,7 +166,8 @@ def check_space(folder: Path, needed: float) -> None:
     free = shutil.disk_usage(place).free
     if free < needed:
         raise OvspecError(
-            f"{folder}: the export needs about {needed / 1e9:.1f} GB there, but only {free / 1e9:.1f} GB are free."
+            f"{folder}: the export needs about {in_bytes(needed)} there, but only {in_bytes(free)} are free; make "
+            "room, or name another `output`."
         )
 
 

@@ -42,15 +42,24 @@ class Source:
     is_ir: bool
     revision: str
 
-    @property
-    def parameters(self) -> int:
-        """The number of a checkpoint's parameters, from the headers of its safetensors files."""
-        return sum(
-            math.prod(tensor["shape"])
-            for file in self.folder.glob("model*.safetensors")
+    def shapes(self) -> dict[str, list[int]]:
+        """Return the shapes of a checkpoint's tensors, from the headers of its safetensors files."""
+        return {
+            name: tensor["shape"]
+            for file in sorted(self.folder.glob("model*.safetensors"))
             for name, tensor in safetensors_header(file).items()
             if name != "__metadata__"
-        )
+        }
+
+    @property
+    def parameters(self) -> int:
+        """The number of a checkpoint's parameters."""
+        return sum(map(math.prod, self.shapes().values()))
+
+    def widths(self) -> dict[str, int]:
+        """Return the number of weights that are multiplied with one vector, by layer, for layers of the usual names."""
+        shapes = self.shapes().items()
+        return {name: shape[-1] for name, shape in shapes if name.endswith("proj.weight") and len(shape) == 2}
 
     @property
     def size(self) -> int:
@@ -118,7 +127,7 @@ def check_code(source: Source, name: str, trust_remote_code: bool) -> None:
         if classes and not trust_remote_code:
             raise OvspecError(
                 f"{name}: the model brings Python code of its own; read it (revision {source.revision}), and add "
-                "--trust-remote-code if you trust it."
+                "`trust_remote_code=True` if you trust it."
             )
         if "--" in classes:
             raise OvspecError(

@@ -23,6 +23,7 @@ NO_DRAFT = "none"
     "--draft-layers", type=click.IntRange(min=1), metavar="N", help="Make the draft from the target's first N layers."
 )
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Folder to write.")
+@click.option("--overwrite", is_flag=True, help="Replace the output folder if it holds an exported pair.")
 @click.option("--list", "list_pairs", is_flag=True, help="List the short names of known pairs, and exit.")
 @click.option(
     "--weight-format",
@@ -82,6 +83,7 @@ def export(
     draft: str | None,
     draft_layers: int | None,
     output: Path | None,
+    overwrite: bool,
     list_pairs: bool,
     weight_format: str,
     draft_weight_format: str | None,
@@ -92,8 +94,8 @@ def export(
     """Export TARGET, a Hugging Face checkpoint, to OpenVINO IR.
 
     TARGET is a folder, a hub id (org/model, or org/model@REVISION), or the short name of a known pair (--list),
-    which includes a draft unless you give --draft none. Target and draft must share a vocabulary. The output folder
-    is replaced at the very end: an interrupted export leaves it as it was.
+    which includes a draft unless you give --draft none. Target and draft must share a vocabulary. With --overwrite,
+    the old folder is replaced at the very end: an interrupted export leaves it as it was.
 
     \b
     Examples:
@@ -119,7 +121,6 @@ def export(
     refuse(draft_weight_format and alone, "--draft-weight-format needs --draft or --draft-layers.")
     if sys.platform != "win32":
         signal.signal(signal.SIGTERM, end_tidily)
-    from ovspec.cli.progress import TerminalProgress
     from ovspec.setup.exporting import export_package
 
     package = export_package()
@@ -130,10 +131,10 @@ def export(
         draft,
         output,
         *compressions,
+        overwrite=overwrite,
         draft_layers=draft_layers,
         evaluate=evaluate,
         trust_remote_code=trust_remote_code,
-        progress=TerminalProgress(),
     )
 
 

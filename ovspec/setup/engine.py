@@ -108,7 +108,7 @@ def load_engine(folder: Path, options: DeviceOptions, wanted: EngineChoice, expo
         except OvspecError as error:
             reason = last_line(error)
     if wanted == "paged":
-        raise OvspecError(f"{folder}: --engine paged is not possible: {reason}.")
+        raise OvspecError(f"{folder}: `engine='paged'` is not possible: {reason}.")
     ir = compile_ir(folder, options)
     return CompiledModel(ir, "stateful", reason, find_probe(ir, options.cache_folder, exported).rollback)
 

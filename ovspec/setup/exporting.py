@@ -18,7 +18,7 @@ def export_package() -> ModuleType:
     try:
         import ovspec_export
     except ModuleNotFoundError as error:
-        why = f"the package {error.name}, which is not installed: pip install 'ovspec[export]'"
+        why = f"the package {error.name}, which is not installed; run pip install '.[export]' in a clone of ovspec"
         raise OvspecError(f"Exporting needs {why}.") from None
     return ovspec_export
 
@@ -40,5 +40,5 @@ def export_to_cache(target: str, draft: str | None) -> Path:
     revisions = [files_revision(Path(name)) if name and Path(name).is_dir() else None for name in (target, draft)]
     changed = [now for now, model in zip(revisions, models, strict=False) if now and model and now != model.revision]
     if not manifest or changed:
-        export_package().export_pair(target, draft, folder)
+        export_package().export_pair(target, draft, folder, overwrite=True)
     return folder

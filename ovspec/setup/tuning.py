@@ -79,7 +79,7 @@ def tune(
     Raises OvspecError if the device is not the CPU or too little memory is free.
     """
     if options.device.upper() != "CPU":
-        raise OvspecError(f"--device {options.device}: only the CPU can be tuned.")
+        raise OvspecError(f"`device={options.device!r}`: only the CPU can be tuned.")
     if not room_for(folder, 3):
         raise OvspecError(f"{folder}: not enough memory is free for tuning, which holds the model twice.")
     began = time.monotonic()
@@ -127,7 +127,7 @@ def tune_if_new(folder: Path, options: DeviceOptions, tell: Callable[[str], None
     if check_weights(folder / MODEL_FILE) > LARGEST_UNASKED:
         tell(f"{folder}: too large to tune automatically; run 'ovspec tune {folder}' to find the fastest settings.")
         return None
-    tell(f"{folder}: measuring the fastest settings, once; 'ovspec tune' measures more, --no-tune skips this.")
+    tell(f"{folder}: measuring the fastest settings, once; 'ovspec tune' measures more, OVSPEC_TUNE=0 skips this.")
     try:
         profile = tune(folder, options, effort=SHORT)
     except OvspecError as error:

@@ -41,7 +41,7 @@ def marked(folder: Path, text: str, manifest: str = MANIFEST) -> Path:
 
 
 def start(*arguments: str, limit: int | None = None) -> subprocess.Popen[str]:
-    """Start ``ovspec export`` as a shell does; ``limit``: maximum size of a file in bytes."""
+    """Start ``ovspec export --overwrite`` as a shell does; ``limit``: maximum size of a file in bytes."""
 
     def limited() -> None:
         import resource
@@ -51,7 +51,7 @@ def start(*arguments: str, limit: int | None = None) -> subprocess.Popen[str]:
 
     code = "from signal import *; signal(SIGINT, default_int_handler)\nfrom ovspec.__main__ import main; main()"
     return subprocess.Popen(
-        [sys.executable, "-c", code, "export", *arguments],
+        [sys.executable, "-c", code, "export", "--overwrite", *arguments],
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
@@ -72,14 +72,14 @@ def test_folders_of_others_are_left_alone(tmp_path: Path) -> None:
     assert contents(tmp_path) == {"thesis.txt": b"precious", ".out.old/mine": b"mine"}
     # Files that somebody has put into an export are left alone, too.
     ours = marked(tmp_path / "ours", "whole")
-    check_output(ours)
+    check_output(ours, overwrite=True)
     (ours / "notes.txt").write_text("mine", encoding="utf-8")
     with pytest.raises(ovspec.OvspecError, match=r"\(notes.txt\)"):
-        export_pair(DRAFT, None, ours)
+        export_pair(DRAFT, None, ours, overwrite=True)
     # So is a folder that looks like a leftover but has no manifest.
     (tmp_path / ".new.partial-1234").mkdir()
     (tmp_path / ".new.partial-1234" / "mine").write_text("mine", encoding="utf-8")
-    with work_folder(tmp_path / "new"):
+    with work_folder(tmp_path / "new", overwrite=False):
         pass
     assert (tmp_path / ".new.partial-1234" / "mine").is_file()
 
@@ -91,7 +91,7 @@ def test_a_replacement_killed_half_way_is_undone(tmp_path: Path) -> None:
     assert (output / "text").read_text(encoding="utf-8") == "old"
     output.rename(backup_of(output))
     new.rename(output)  # or here, before the backup was deleted
-    check_output(output)
+    check_output(output, overwrite=True)
     replace_folder(marked(tmp_path / "newer", "newer"), output)
     assert contents(tmp_path) == {"out/ovspec.json": MANIFEST.encode(), "out/text": b"newer"}
     with pytest.raises(FileNotFoundError):
@@ -118,6 +118,27 @@ def test_odd_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert ovspec.load(tmp_path / "real")
 
 
+def test_a_pair_is_replaced_only_on_request(tmp_path: Path) -> None:
+    """A damaged pair too, for its files may be wanted; what an export left unfinished holds nothing."""
+    whole, damaged = marked(tmp_path / "whole", "whole"), marked(tmp_path / "damaged", "damaged")
+    (damaged / "text").unlink()
+    for output in (whole, damaged):
+        before = contents(output)
+        with pytest.raises(ovspec.OvspecError, match=r"already exists; .* add `overwrite=True`\.$"):
+            export_pair(DRAFT, None, output)
+        with pytest.raises(ovspec.OvspecError, match="already exists"), work_folder(output, overwrite=False):
+            pass  # it came while another export held the lock
+        assert contents(output) == before
+        check_output(output, overwrite=True)
+    whole.rename(backup_of(whole))  # a replacement was killed half way: the old pair is still wanted
+    with pytest.raises(ovspec.OvspecError, match="already exists"):
+        check_output(whole, overwrite=False)
+    (tmp_path / "empty").mkdir()
+    marked(tmp_path / "part", "part", UNFINISHED)
+    for name in ("empty", "part", "new"):
+        check_output(tmp_path / name, overwrite=False)
+
+
 def test_an_unfinished_folder_is_not_loaded(tmp_path: Path) -> None:
     marked(tmp_path / "part", "part", UNFINISHED)
     with pytest.raises(ovspec.OvspecError, match="not finished"):
@@ -132,10 +153,11 @@ def test_loading_finds_a_replacement_that_was_killed_half_way(tmp_path: Path) ->
 
 
 def test_one_export_at_a_time(tmp_path: Path) -> None:
-    with work_folder(tmp_path / "out") as work:
-        with pytest.raises(ovspec.OvspecError, match="another export is writing it"), work_folder(tmp_path / "out"):
+    out = tmp_path / "out"
+    with work_folder(out, overwrite=True) as work:
+        with pytest.raises(ovspec.OvspecError, match="another export is writing it"), work_folder(out, True):
             pass
-        with work_folder(tmp_path / "other"):
+        with work_folder(tmp_path / "other", overwrite=False):
             pass
         assert work.is_dir()
     assert not list(tmp_path.iterdir())
@@ -144,7 +166,7 @@ def test_one_export_at_a_time(tmp_path: Path) -> None:
 def test_free_space_is_checked_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     check_space(tmp_path / "not" / "yet" / "there", 1000)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(100, 90, 10e6))  # type: ignore[attr-defined]
-    with pytest.raises(ovspec.OvspecError, match=r"needs about 0\.0 GB there, but only 0\.0 GB are free"):
+    with pytest.raises(ovspec.OvspecError, match=r"needs about \d+\.\d MB there, but only 10\.0 MB are free"):
         export_pair(DRAFT, None, tmp_path / "out")
     assert not list(tmp_path.iterdir())
 
@@ -211,7 +233,7 @@ def test_killed_at_random_moments(tmp_path: Path, capsys: pytest.CaptureFixture[
         finished = process.returncode == 0 or (after == wanted and before != wanted)
         told = "+".join(signal.Signals(number).name for number in numbers)
         found[f"{told}: {'new' if finished else 'old'}"] += 1
-    export_pair(DRAFT, None, output, Compression("fp16"))
+    export_pair(DRAFT, None, output, Compression("fp16"), overwrite=True)
     assert [path.name for path in tmp_path.iterdir()] == ["out"], "leftovers were not removed"
     with capsys.disabled():
         print(f"\nkilled at {TURNS} random moments: {dict(found)}")
@@ -261,7 +283,7 @@ def test_killed_while_folders_are_renamed(tmp_path: Path) -> None:
 def test_files_that_come_during_an_export_survive(tmp_path: Path) -> None:
     """A user's file in the old folder, in a subfolder, and under a name that the new export has, too."""
     output = marked(tmp_path / "out", "old")
-    with work_folder(output) as work:
+    with work_folder(output, overwrite=True) as work:
         (work / MANIFEST_FILE).write_text('{"files": {"text": {}, "more": {}}}', encoding="utf-8")
         (work / "text").write_text("new", encoding="utf-8")
         (work / "more").write_text("new", encoding="utf-8")
@@ -275,7 +297,7 @@ def test_files_that_come_during_an_export_survive(tmp_path: Path) -> None:
     kept = backup_of(output)
     assert contents(kept)["more"] == b"mine", "it stays where it doesn't get in the way"
     with pytest.raises(ovspec.OvspecError, match="rename it"):
-        check_output(tmp_path / "out2" / ".." / "out")
+        check_output(tmp_path / "out2" / ".." / "out", overwrite=True)
 
 
 def test_what_lies_in_a_backup_is_not_deleted(tmp_path: Path) -> None:
@@ -283,5 +305,5 @@ def test_what_lies_in_a_backup_is_not_deleted(tmp_path: Path) -> None:
     backup = marked(tmp_path / ".out.old", "old")
     (backup / "mine").write_text("mine", encoding="utf-8")
     with pytest.raises(ovspec.OvspecError, match=r"\.out\.old: is in the way and holds what ovspec did not make"):
-        check_output(output)
+        check_output(output, overwrite=True)
     assert (backup / "mine").read_text(encoding="utf-8") == "mine"

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
+import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from conftest import CHECKPOINTS, PROMPTS, Reference
+from conftest import CHECKPOINTS, PROMPTS, ROOT, Reference
 from ovspec_export import Compression, export_pair
-from ovspec_export.progress import Step
 
 import ovspec
 from ovspec.decoders.base import Rollback
@@ -129,15 +128,14 @@ def test_a_pair_of_irs_is_copied(pair: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_what_an_export_has_lost(tmp_path: Path, reference: Reference) -> None:
+def test_what_an_export_has_lost(tmp_path: Path, reference: Reference, capsys: pytest.CaptureFixture[str]) -> None:
     """The quality table agrees with the same figures computed by torch and transformers alone."""
     import torch
 
     text = tmp_path / "text.txt"
     text.write_text("".join(PROMPTS[:4]), encoding="utf-8")
-    told = Told()
-    export_pair(TARGET, DRAFT, tmp_path / "out", Compression("int8"), evaluate=text, progress=told)
-    [head, target, draft] = told.notes[-3:]
+    export_pair(TARGET, DRAFT, tmp_path / "out", Compression("int8"), evaluate=text)
+    [head, target, draft] = capsys.readouterr().err.splitlines()[-3:]
     assert head.split() == ["perplexity", "checkpoint", "KL,", "nats", "same", "top-1", "tokens"]
     perplexity, checkpoint, kl, top1 = (float(cell.strip("%")) for cell in target.split()[1:5])
     ids = torch.tensor([reference.tokenizer(text.read_text(encoding="utf-8"))["input_ids"]])
@@ -149,22 +147,6 @@ def test_what_an_export_has_lost(tmp_path: Path, reference: Reference) -> None:
     assert 0 < kl < 0.01
     assert 95 < top1 <= 100
     assert draft.split()[0] == "draft"
-
-
-class Told:
-    """A Progress that records its steps and notes."""
-
-    def __init__(self) -> None:
-        self.steps: list[str] = []
-        self.notes: list[str] = []
-
-    @contextlib.contextmanager
-    def step(self, text: str) -> Iterator[Step]:
-        self.steps.append(text)
-        yield Step()
-
-    def note(self, text: str) -> None:
-        self.notes.append(text)
 
 
 def test_a_folder_made_by_plain_optimum_cli_works(
@@ -247,7 +229,7 @@ def test_wrong_sources_are_named(tmp_path: Path) -> None:
         (str(elsewhere), "takes its code from another repository"),
         (str(cut_off), "model.safetensors: cut off"),
         (str(nonsense), "not a safetensors file"),
-        (edited(tmp_path / "code", {"auto_map": {"AutoModelForCausalLM": "x.X"}}), "--trust-remote-code"),
+        (edited(tmp_path / "code", {"auto_map": {"AutoModelForCausalLM": "x.X"}}), "`trust_remote_code=True`"),
         (edited(tmp_path / "t5", {"is_encoder_decoder": True}), "an encoder-decoder model"),
     ]:
         with pytest.raises(ovspec.OvspecError, match=message) as error:
@@ -260,8 +242,8 @@ def test_the_output_is_not_the_source(pair: Path, tmp_path: Path) -> None:
     shutil.copytree(pair, tmp_path / "pair")
     before = contents(tmp_path)
     for output in (tmp_path / "pair", tmp_path / "pair" / "sub", tmp_path):
-        with pytest.raises(ovspec.OvspecError, match="choose another folder"):
-            export_pair(str(tmp_path / "pair"), None, output)
+        with pytest.raises(ovspec.OvspecError, match="name another `output`"):
+            export_pair(str(tmp_path / "pair"), None, output, overwrite=True)
     assert contents(tmp_path) == before
 
 
@@ -281,14 +263,14 @@ def test_architectures_that_cannot_be_exported(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("compression", "message"),
     [
-        (Compression("int8", group_size=64), "--group-size works only with"),
-        (Compression("int8", awq=True), "--awq works only with"),
-        (Compression("fp16", calibration=CALIBRATION), "--calibration works only with"),
-        (Compression("fp16", sym=True), "--sym works only with"),
+        (Compression("int8", group_size=64), "`group_size` works only with"),
+        (Compression("int8", awq=True), "`awq` works only with"),
+        (Compression("fp16", calibration=CALIBRATION), "`calibration` works only with"),
+        (Compression("fp16", sym=True), "`sym` works only with"),
         (Compression("int4", ratio=1.5), "at most 1"),
         (Compression("int4", ratio=0.0), "above 0"),
         (Compression("int4", group_size=0), "must be positive"),
-        (Compression("int4", gptq=True), "--gptq needs a text"),
+        (Compression("int4", gptq=True), "`gptq` needs a text"),
         (Compression("int4", gptq=True, lora_correction=True, calibration=CALIBRATION), "cannot be combined"),
         (Compression("int4", scale_estimation=True, calibration=Path("nowhere")), "no such file"),
         (Compression("int3"), "not one of"),
@@ -300,10 +282,15 @@ def test_options_that_do_not_combine(tmp_path: Path, compression: Compression, m
         export_pair(TARGET, None, tmp_path / "out", compression)
 
 
-@pytest.mark.slow
-def test_a_group_size_that_does_not_fit_is_explained(tmp_path: Path) -> None:
-    with pytest.raises(ovspec.OvspecError, match="Failed to apply group-wise quantization with group size value 7"):
-        export_pair(DRAFT, None, tmp_path / "out", Compression("int4", group_size=7))
+@pytest.mark.parametrize(("target", "draft"), [(DRAFT, None), (DRAFT, str(ROOT / "models" / "small-hf"))])
+def test_a_group_size_that_does_not_fit_is_refused_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: str, draft: str | None
+) -> None:
+    monkeypatch.setattr("ovspec_export.export.convert", None)
+    message = r"`group_size` is 48, but \S+proj\.weight has rows of \d+ weights; take \d+, or -1 for"
+    with pytest.raises(ovspec.OvspecError, match=message):
+        export_pair(target, draft, tmp_path / "out", Compression("int4", group_size=48))
+    assert not list(tmp_path.iterdir())
 
 
 def test_damaged_exports_are_named(pair: Path, tmp_path: Path) -> None:
@@ -322,17 +309,21 @@ def test_damaged_exports_are_named(pair: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_load_exports_a_checkpoint_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_load_exports_a_checkpoint_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     import ovspec.setup.exporting
 
     monkeypatch.setattr(ovspec.setup.exporting, "default_cache_dir", lambda: tmp_path)
     checkpoint = shutil.copytree(DRAFT, tmp_path / "checkpoint")
     lm = ovspec.load(checkpoint, export=True, precision="f32")
+    assert re.search(r"checkpoint: converting \d\.\d MB to int8: \d+\.\d s, \d\.\d MB\n", capsys.readouterr().err)
     assert lm.generate("def f(", max_tokens=4, ignore_eos=True).stats.generated_tokens == 4
     [exported] = (tmp_path / "exports").iterdir()
     before = (exported / "ovspec.json").stat().st_mtime_ns
     ovspec.load(checkpoint, export=True, precision="f32")
     assert (exported / "ovspec.json").stat().st_mtime_ns == before
+    assert "converting" not in capsys.readouterr().err
     config = json.loads((checkpoint / "config.json").read_text("utf-8"))
     (checkpoint / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 100}))
     assert ovspec.load(checkpoint, export=True, precision="f32").target.ir.context_length == 100, "it has changed"

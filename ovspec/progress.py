@@ -1,0 +1,62 @@
+"""Say on stderr what takes long: in a line that is updated on a terminal, in lines of their own elsewhere."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+QUIET = 1.0  # seconds that a step may take before it is shown
+CLEAR = "\r\x1b[K"  # removes what a terminal shows in the line
+
+
+@dataclass
+class Step:
+    """A step in progress. ``result``, such as a size, is set before it ends, and shown after its time."""
+
+    result: str = ""
+
+
+def note(text: str) -> None:
+    """Print a line, such as a warning or a result."""
+    print(CLEAR * on_terminal() + text, file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def step(text: str, keep: bool = False) -> Iterator[Step]:
+    """Show ``text`` while the block runs, if that takes long. With ``keep``, leave a line with the time it took."""
+    made, began, ended, live = Step(), time.monotonic(), threading.Event(), on_terminal()
+
+    def show() -> None:
+        if ended.wait(QUIET):
+            return
+        if not live:
+            note(f"{text} …")
+            return
+        while not ended.wait(0.5):
+            line = f"{text} … {time.monotonic() - began:.0f} s "
+            print("\r" + line[: shutil.get_terminal_size().columns - 1], end="", file=sys.stderr, flush=True)
+        print(CLEAR, end="", file=sys.stderr, flush=True)
+
+    shown = threading.Thread(target=show, daemon=True)
+    shown.start()
+    try:
+        yield made
+    finally:
+        ended.set()
+        shown.join()
+    if keep:
+        note(f"{text}: {time.monotonic() - began:.1f} s" + (f", {made.result}" if made.result else ""))
+
+
+def on_terminal() -> bool:
+    return sys.stderr is not None and sys.stderr.isatty()
+
+
+def in_bytes(size: float) -> str:
+    """Return a size in bytes as MB or GB."""
+    return f"{size / 1e6:.1f} MB" if size < 1e9 else f"{size / 1e9:.2f} GB"
