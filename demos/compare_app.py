@@ -31,8 +31,8 @@ from ovspec.loading import embedded_pair
 from ovspec.setup.manifest import DRAFT_FOLDER
 
 PROMPT = "import json\n\ndef read_config(path):\n    with open(path) as file:\n"
-DRAFTERS = {"draft": "draft model", "lookup": "lookup", "lookup,draft": "lookup, then draft model"}
-SOURCES = {"target": "the target itself", "draft": "draft model", "lookup": "lookup", "forced": "forced by the regex"}
+DRAFTERS = {"none": "no draft", "draft": "draft model", "lookup": "lookup", "lookup,draft": "lookup, then draft model"}
+SOURCES = {"target": "the target itself", "draft": "draft model", "lookup": "lookup", "forced": "forced by the grammar"}
 REFRESH = 0.1  # seconds between two updates of the page
 SETTLE = 0.2  # seconds for the browser, on the same machine, to draw what it was sent
 CSS = Path(__file__).with_suffix(".css")
@@ -159,12 +159,14 @@ def capitalised(sentence: str) -> str:
 # ---------------------------------------------------------------- the page
 
 
-def options_of(max_tokens: int | None, temperature: float, seed: int | None, regex: str) -> dict[str, Any]:
+def options_of(
+    max_tokens: int | None, temperature: float, top_p: float, seed: int | None, regex: str, schema: str
+) -> dict[str, Any]:
     """Return keywords for ``stream``; both texts get the same seed."""
-    options: dict[str, Any] = {"max_tokens": max_tokens, "temperature": temperature}
+    options: dict[str, Any] = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p}
     if temperature:
         options["seed"] = secrets.randbits(32) if seed is None else seed
-    return options | ({"regex": regex} if regex else {})
+    return options | {name: text for name, text in (("regex", regex), ("json_schema", schema)) if text}
 
 
 def lookahead_of(value: Any) -> int | str:
@@ -201,12 +203,12 @@ def build(folder: Path, model: ModelOf) -> gr.Blocks:
         drafter: str,
         lookahead: Any,
         max_tokens: int | None,
-        temperature: float,
-        seed: int | None,
-        regex: str,
+        *sampling_and_grammar: Any,
     ) -> Iterator[str]:
         try:
-            options, ahead = options_of(max_tokens, temperature, seed, regex), lookahead_of(lookahead)
+            options, ahead = options_of(max_tokens, *sampling_and_grammar), lookahead_of(lookahead)
+            if drafter == "none" and not {"regex", "json_schema"} & options.keys():
+                ahead = 0  # nothing could propose a token
             yield '<p class="verdict">loading the model</p>'
             yield from compare(model(device, drafter), prompt, options, ahead)
         except ovspec.OvspecError as error:
@@ -232,13 +234,15 @@ def build(folder: Path, model: ModelOf) -> gr.Blocks:
                 device = gr.Dropdown(devices, value="CPU", label="Device", elem_id="device")
         with gr.Accordion("Sampling and grammar", open=False), gr.Row():
             temperature = gr.Slider(0, 2, 0, step=0.1, label="Temperature (0: greedy)", elem_id="temperature")
+            top_p = gr.Slider(0.01, 1, 1, step=0.01, label="Top-p (1: all tokens)", elem_id="top-p")
             seed = gr.Number(None, label="Seed (empty: by chance)", precision=0, elem_id="seed")
             regex = gr.Textbox("", label="Regex that the text must match", elem_id="regex")
+            schema = gr.Textbox("", label="JSON schema that the text must match", lines=2, elem_id="schema")
         button = gr.Button("Generate both", variant="primary", elem_id="generate")
         output = gr.HTML(elem_id="output")
         button.click(
             pressed,
-            [prompt, device, drafter, lookahead, most, temperature, seed, regex],
+            [prompt, device, drafter, lookahead, most, temperature, top_p, seed, regex, schema],
             output,
             show_progress="hidden",
             concurrency_limit=1,  # times of two runs at once would say nothing

@@ -7,7 +7,7 @@ import sys
 
 import ovspec
 
-lm = ovspec.load(sys.argv[1] if len(sys.argv) > 1 else "models/demo", draft="lookup,draft")
+lm = ovspec.load(sys.argv[1] if len(sys.argv) > 1 else None, draft="lookup,draft")
 for piece in lm.stream("import os\n\ndef main(", max_tokens=48):
     print(piece.text, end="", flush=True)
 with lm.session() as session:  # a text whose KV cache is kept

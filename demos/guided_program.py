@@ -67,7 +67,7 @@ def with_guidance(lm: ovspec.LanguageModel) -> Program:
 
 
 def main() -> None:
-    folder = sys.argv[1] if len(sys.argv) > 1 else "models/demo"
+    folder = sys.argv[1] if len(sys.argv) > 1 else None  # the demo pair
     for draft in (False, "lookup,draft"):
         lm = ovspec.load(folder, draft)
         for written in (with_sessions, with_guidance):

@@ -61,6 +61,10 @@ __all__ = [
 ]
 
 
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
+
 def __getattr__(name: str) -> Any:
     # Imported on first use, so that 'ovspec --help' doesn't wait for openvino.
     if name not in _HOMES:

@@ -8,17 +8,17 @@ from typing import Unpack
 
 import numpy as np
 
-from ovspec.decoder_pool import Decoders
 from ovspec.decoders.sequence import Sequence, common_prefix
 from ovspec.errors import OvspecError
 from ovspec.loop.results import Piece, Result, TextStream
 from ovspec.loop.row import Row
 from ovspec.loop.scheduler import Scheduler, run_rows
 from ovspec.loop.scoring import Score, Selection, score_texts
-from ovspec.options import GenerateOptions
+from ovspec.options import GenerateOptions, refuse_retries
+from ovspec.options.option import takes
 from ovspec.session_file import EMPTY_TEXT, Mark, load_session, save_session
 from ovspec.text.chat_template import Message
-from ovspec.workspace import Prompt, RowStart, Workspace, is_chat
+from ovspec.workspace import Decoders, Prompt, RowStart, Workspace, is_chat
 
 
 class Session:
@@ -124,8 +124,10 @@ class Session:
 
     # ------------------------------------------------------------ generating
 
+    @takes(GenerateOptions)
     def stream(self, **options: Unpack[GenerateOptions]) -> TextStream:
         """Continue this session's text like ``LanguageModel.stream``; ``heal`` is on by default for appended text."""
+        refuse_retries(options, "a session, which continues from its text")
         self._cancel_stream()
         decoders = self._open()
         if options.get("heal") is None:
@@ -158,6 +160,7 @@ class Session:
         self._stream = TextStream(pieces(), row, end)
         return self._stream
 
+    @takes(GenerateOptions)
     def generate(self, **options: Unpack[GenerateOptions]) -> Result:
         """Continue this session's text like ``LanguageModel.generate``; the text grows by what is generated."""
         return self.stream(**options).result()
@@ -212,7 +215,7 @@ class Session:
         reads the text again.
         """
         mark = self.mark()
-        other = Session(self.workspace, self.workspace.pool.fork(self._open()), self._context)
+        other = Session(self.workspace, self.workspace.fork(self._open()), self._context)
         other._go_to(mark)
         self._shares = other._shares = True
         return other

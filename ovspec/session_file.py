@@ -5,26 +5,27 @@ A session file is in NumPy's ``.npz`` format.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import math
 import warnings
 import zipfile
 import zlib
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from ovspec.decoder_pool import Decoders
 from ovspec.decoders.base import SessionDecoder
 from ovspec.errors import OvspecError
 from ovspec.files import replaced
 from ovspec.setup.engine import CompiledModel
 from ovspec.setup.identity import cache_setting, model_identity
 from ovspec.text.chat_template import Message
-from ovspec.workspace import Workspace
+from ovspec.workspace import Decoders, Workspace
 
 FORMAT = 1
 # What reading a damaged file may raise.
@@ -105,8 +106,7 @@ def load_session(path: Path, workspace: Workspace, decoders: Decoders) -> Mark:
         OvspecError: the file doesn't exist, is damaged, or belongs to another model.
     """
     saved = read_session(path)
-    if saved.caches["target"].model != model_identity(workspace.folder):
-        raise OvspecError(f"{path}: a session of another model than {workspace.folder}; load it with its own.")
+    check_model(path, saved.caches["target"].model, workspace.folder)
     mark = saved.mark
     workspace.encode(mark.tokens, begins=False)  # refuses unknown ids
     for name, loaded, decoder in parts(workspace, decoders):
@@ -123,6 +123,20 @@ def load_session(path: Path, workspace: Workspace, decoders: Decoders) -> Mark:
             text = f"{path}: saved {why}; the text is read again, and may continue differently at near-ties"
             warnings.warn(text, stacklevel=3)
     return mark
+
+
+def check_session(path: Path, folder: Path) -> None:
+    """Raise OvspecError if ``path`` holds no session of the model in ``folder``; its KV caches are not read."""
+    with readable(path):
+        about = json.loads(read_arrays(path, ["about"])["about"].tobytes())
+        model = about["caches"]["target"]["model"]
+    check_model(path, model, folder)
+
+
+def check_model(path: Path, model: str, folder: Path) -> None:
+    """Raise OvspecError if ``model``, in the session file ``path``, isn't the identity of the model in ``folder``."""
+    if model != model_identity(folder):
+        raise OvspecError(f"{path}: a session of another model than {folder}; load it with its own.")
 
 
 @dataclass
@@ -143,7 +157,7 @@ class SavedSession:
 
 def read_session(path: Path) -> SavedSession:
     """Return what a session file holds; raises OvspecError if it can't be read, is damaged or too new."""
-    try:
+    with readable(path):
         arrays = read_arrays(path)
         about = json.loads(arrays["about"].tobytes())
         if about["format"] != FORMAT:
@@ -158,6 +172,13 @@ def read_session(path: Path) -> SavedSession:
             caches[name] = SavedCache(str(entry["model"]), str(entry["setting"]), tokens, held)
         expect("target" in caches)
         return SavedSession(mark, caches)
+
+
+@contextlib.contextmanager
+def readable(path: Path) -> Iterator[None]:
+    """Raise OvspecError for what reading a missing or damaged file raises."""
+    try:
+        yield
     except FileNotFoundError:
         raise OvspecError(f"{path}: no such file; name a file that a session was saved to.") from None
     except OSError as error:
@@ -166,8 +187,8 @@ def read_session(path: Path) -> SavedSession:
         raise OvspecError(f"{path}: not a session file of ovspec, or damaged.") from None
 
 
-def read_arrays(path: Path) -> dict[str, np.ndarray]:
-    """Return the arrays in a session file, whose members are as large in memory as they are in the file."""
+def read_arrays(path: Path, names: Iterable[str] = ()) -> dict[str, np.ndarray]:
+    """Return the named arrays in a session file, or all; they are as large in memory as they are in the file."""
     with path.open("rb") as file, zipfile.ZipFile(file) as archive:
         members = archive.infolist()
         expect(sum(member.file_size for member in members) <= path.stat().st_size)
@@ -179,7 +200,7 @@ def read_arrays(path: Path) -> dict[str, np.ndarray]:
                 expect(not dtype.hasobject and math.prod(shape) * dtype.itemsize <= member.file_size)
         file.seek(0)
         with np.load(file, allow_pickle=False) as saved:
-            return {name: saved[name] for name in saved.files}
+            return {name: saved[name] for name in names or saved.files}
 
 
 def ids_in(array: np.ndarray) -> np.ndarray:

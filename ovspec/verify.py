@@ -147,10 +147,10 @@ def problem_of(row: Row, result: Result) -> str | None:
 def checkable(options: Mapping[str, Any]) -> GenerateOptions:
     """Return the options of a text that is checked; raises OvspecError if they can't be repeated."""
     if options.get("accept") == "rejection":
-        raise OvspecError("A text made with accept='rejection' can't be checked: it depends on what was proposed.")
+        raise OvspecError("A text made with `accept='rejection'` can't be checked: it depends on what was proposed.")
     for name in ("sampler", "logits_processors"):
         if options.get(name):
-            raise OvspecError(f"A text made with {name} can't be checked: your own functions aren't part of it.")
+            raise OvspecError(f"A text made with `{name}` can't be checked: your own functions aren't part of it.")
     return cast(GenerateOptions, {name: value for name, value in options.items() if name in GENERATE})
 
 
@@ -201,7 +201,7 @@ def result_from_json(data: Any) -> Result:
     """
     try:
         record = data["record"]
-        text = data["text"] if "text" in data else data["message"]["content"]
+        text = data["text"][record.get("echo", 0) :] if "text" in data else data["message"]["content"]
         options = dict(record["options"])
         if "logit_bias" in options:
             options["logit_bias"] = {int(token): float(bias) for token, bias in options["logit_bias"].items()}

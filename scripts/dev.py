@@ -58,7 +58,7 @@ def install(folder: Path = VENV, extra: str = "dev") -> None:
 
 def demo() -> None:
     pair = "models/demo-hf"
-    ovspec("export", f"{pair}/target", "--draft", f"{pair}/draft", "-o", DEMO, "--weight-format", "fp32")
+    ovspec("export", f"{pair}/target", "--draft", f"{pair}/draft", "-o", DEMO, "--overwrite", "--weight-format", "fp32")
     for prompt, drafter in DEMO_PROMPTS.items():
         print(f"\n{prompt}:\n{(ROOT / prompt).read_text(encoding='utf-8')}\n")
         ovspec("generate", DEMO, "-f", prompt, "--draft", drafter, "--compare", "--precision", "f32", "-n", "160")

@@ -77,7 +77,14 @@ def python_reference() -> str:
 
 def signature(name: str, what: Any) -> str:
     """Return the call of a function in a code block."""
-    text = str(inspect.signature(what)).replace("'", "").replace("self, ", "").replace("(self)", "()")
+    made = inspect.signature(what)
+    if "Unpack" in str(what.__annotations__.get("options")):  # which have a table of their own
+        own = [each for each in made.parameters.values() if each.kind is not each.KEYWORD_ONLY]
+        options = inspect.Parameter(
+            "options", inspect.Parameter.VAR_KEYWORD, annotation=what.__annotations__["options"]
+        )
+        made = made.replace(parameters=[*own, options])
+    text = str(made).replace("'", "").replace("self, ", "").replace("(self)", "()")
     text = re.sub(r"Unpack\[(\w+)\]", r"\1", text).removesuffix(" -> None")
     return f"```text\n{name}{text}\n```"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -170,6 +171,7 @@ def ovspec_command(command_environment: dict[str, str]) -> Callable[..., subproc
             command, input=stdin.encode(), capture_output=True, env=command_environment, timeout=120, check=False
         )
         out, err = done.stdout.decode().replace("\r\n", "\n"), done.stderr.decode().replace("\r\n", "\n")
+        err = re.sub(r"(?m)^.* …\n", "", err)  # what took long on a busy machine
         return subprocess.CompletedProcess(command, done.returncode, out, err)
 
     return run

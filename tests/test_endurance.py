@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 import ovspec
-from ovspec import decoder_pool
+from ovspec import workspace
 from ovspec.ir.memory import trim_heap
 
 Load = Callable[..., ovspec.LanguageModel]
@@ -116,7 +116,7 @@ def test_threads_with_grammars_and_refused_prompts(
     assert after.handles <= before.handles + 2 * workers
     assert after.threads <= before.threads
     assert after.memory < before.memory + 50e6
-    monkeypatch.setattr(decoder_pool, "KEPT_IDLE", 0.0)
+    monkeypatch.setattr(workspace, "KEPT_IDLE", 0.0)
     ask(lm, 0)
     gc.collect()
     assert len(lm.workspace.pool) == len(made) == 1, "idle decoders are dropped"

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
+import pydoc
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +40,7 @@ assert params.loudness == 0.7 and ovspec.SamplingParams().loudness == 0.5
 assert "loudness: How loud the text is." in ovspec.SamplingParams.__doc__
 assert ovspec.options.params_of({"loudness": 1}).loudness == 1
 for wrong in (2.0, "loud"):
-    with pytest.raises(ovspec.OvspecError, match="loudness is .*must be"):
+    with pytest.raises(ovspec.OvspecError, match="`loudness` is .*must be"):
         ovspec.options.params_of({"loudness": wrong})
 for command in ("generate", "chat", "batch"):
     assert "--loudness FLOAT" in CliRunner().invoke(cli, [command, "--help"]).output
@@ -53,7 +56,7 @@ for name in ("loudness", "volume"):
 def test_a_new_option_is_one_entry(tmp_path: Path) -> None:
     """Add an entry to the options table in a copy of the package, and change nothing else."""
     shutil.copytree(ROOT / "ovspec", tmp_path / "ovspec", ignore=shutil.ignore_patterns("__pycache__"))
-    file = tmp_path / "ovspec" / "options" / "__init__.py"
+    file = tmp_path / "ovspec" / "options" / "sampling.py"
     text = file.read_text(encoding="utf-8")
     place = '    """The options that decide which text a model generates for a prompt."""\n'
     assert place in text
@@ -71,14 +74,18 @@ def environment() -> dict[str, str]:
 
 def test_types_and_ranges_are_checked_by_the_declaration() -> None:
     for options, message in (
-        ({"max_tokens": 1.5}, "max_tokens is 1.5, which has the wrong type; it must be a whole number"),
+        ({"max_tokens": 1.5}, "`max_tokens` is 1.5, which has the wrong type; it must be a whole number"),
         ({"max_tokens": True}, "wrong type"),
         ({"stop": 5}, "it must be a string or a list"),
         ({"stop_ids": ["x"]}, "it must be a list"),
-        ({"accept": "maybe"}, "accept is 'maybe'; it must be one of compare, rejection"),
+        ({"accept": "maybe"}, "`accept` is 'maybe'; it must be one of compare, rejection"),
         ({"lookahead": "few"}, "it must be a whole number or auto"),
-        ({"batch_size": 0}, "batch_size is 0; it must be at least 1"),
-        ({"temperature": float("inf")}, "temperature is inf; it must be 0 \\(greedy\\) or more"),
+        ({"heal": 5}, "`heal` is 5, which has the wrong type; it must be true or false"),
+        ({"sampler": 5}, "`sampler` is 5, which has the wrong type; it must be a function"),
+        ({"sampler_options": 5}, "it must be an object"),
+        ({"sampling": 5}, "it must be SamplingParams"),
+        ({"batch_size": 0}, "`batch_size` is 0; it must be at least 1"),
+        ({"temperature": float("inf")}, "`temperature` is inf; it must be 0 \\(greedy\\) or more"),
     ):
         with pytest.raises(ovspec.OvspecError, match=message):
             params_of(options)  # type: ignore[arg-type]
@@ -90,8 +97,37 @@ def test_options_that_there_are_not() -> None:
         params_of({"temprature": 1})  # type: ignore[typeddict-unknown-key]
     with pytest.raises(TypeError, match="unknown option 'devise'; did you mean device"):
         ovspec.load(devise="CPU")  # type: ignore[call-arg]
-    with pytest.raises(ovspec.OvspecError, match="engine is 'fast'; it must be one of auto, stateful, paged"):
+    with pytest.raises(ovspec.OvspecError, match="`engine` is 'fast'; it must be one of auto, stateful, paged"):
         ovspec.load(engine="fast")  # type: ignore[arg-type]
+
+
+def test_python_shows_its_names_and_options() -> None:
+    assert dir(ovspec) == sorted(ovspec.__all__)
+    for function, table in (
+        (ovspec.LanguageModel.generate, GENERATE),
+        (ovspec.LanguageModel.samples, GENERATE),
+        (ovspec.LanguageModel.stream, GENERATE),
+        (ovspec.Session.generate, GENERATE),
+        (ovspec.Session.stream, GENERATE),
+        (ovspec.load, LOAD),
+    ):
+        shown = inspect.signature(function).parameters
+        for name, (kind, option) in table.items():
+            assert (shown[name].annotation, shown[name].default) == (kind, option.initial)
+        assert not any(each.kind is each.VAR_KEYWORD for each in shown.values())
+    assert "temperature: float = 0.0" in pydoc.render_doc(ovspec.LanguageModel.generate)
+
+
+def test_a_model_says_what_it_is(load: Callable[..., ovspec.LanguageModel], pair: Path) -> None:
+    class Mine(ovspec.Drafter):
+        pass
+
+    lm = load(draft="lookup,draft")
+    settings = f"{str(pair)!r}, precision='f32', device='CPU', engine='paged'"
+    both = f"lookup,{pair / 'draft'}"
+    assert repr(lm) == f"LanguageModel({settings}, draft={both!r})"
+    for draft, name in ((None, "none"), (Mine, "Mine"), (Mine(), "Mine"), (["lookup", Mine], "lookup,Mine")):
+        assert repr(lm.with_drafters(parse_draft(draft))) == f"LanguageModel({settings}, draft={name!r})"
 
 
 def test_every_option_is_documented() -> None:
@@ -105,7 +141,7 @@ def test_what_the_group_says_is_what_a_command_says() -> None:
     """``ovspec --help`` imports no command, so the sentences it prints are kept in a table."""
     context: Any = None
     assert set(COMMANDS) == {file.stem for file in (ROOT / "ovspec" / "cli").glob("*.py")} - {
-        *("__init__", "compare", "options", "output", "progress", "prompting", "signals")
+        *("__init__", "compare", "options", "loading", "output", "prompting", "signals", "wording")
     }
     for name, sentence in COMMANDS.items():
         command = cli.get_command(context, name)

@@ -55,7 +55,7 @@ def test_the_wheel_generates_without_torch(tmp_path: Path, pair: Path) -> None:
     assert result["stats"]["accepted"] > 0
     refused = run("export", str(pair), "-o", "out")
     assert refused.returncode == 1
-    assert "pip install 'ovspec[export]'" in refused.stderr
+    assert "pip install '.[export]'" in refused.stderr
     bare = run("generate", "hi")
     assert bare.returncode == 1
     assert "no embedded model" in bare.stderr

@@ -399,7 +399,7 @@ def test_misuse_is_refused(load: Load, session: ovspec.Session) -> None:
         session.append({"role": "user", "content": "hi"})
     assert session.text == "x = "
     for context in (0, 10**6):
-        with pytest.raises(ovspec.OvspecError, match=f"context is {context}"):
+        with pytest.raises(ovspec.OvspecError, match=f"`context` is {context}"):
             load().session(context=context)
     session.close()
     for call in (

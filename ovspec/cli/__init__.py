@@ -6,10 +6,12 @@ import importlib
 import io
 import sys
 import warnings
+from typing import Any
 
 import click
 
 from ovspec import __version__
+from ovspec.cli.wording import in_flags
 from ovspec.errors import OvspecError
 
 # Name -> its line in 'ovspec --help', which is the beginning of the command's own help.
@@ -38,6 +40,12 @@ class Commands(click.Group):
             return None
         return getattr(importlib.import_module(f"ovspec.cli.{cmd_name}"), cmd_name)
 
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except OvspecError as error:
+            raise OvspecError(in_flags(error, self.get_command(ctx, ctx.invoked_subcommand or ""))) from error
+
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002
         with formatter.section("Commands"):
             formatter.write_dl(list(COMMANDS.items()))
@@ -63,7 +71,7 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(encoding="utf-8", errors="replace")
-    warnings.formatwarning = lambda message, *_, **__: f"Warning: {message}\n"
+    warnings.formatwarning = lambda message, *_, **__: f"Warning: {in_flags(message)}\n"
     try:
         cli.main(standalone_mode=False)
     except click.ClickException as error:

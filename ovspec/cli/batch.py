@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ovspec.cli.loading import load
 from ovspec.cli.options import chat_options, check_chat, generate_options, refuse, split_options
 
 if TYPE_CHECKING:
@@ -30,10 +31,10 @@ def batch(
 ) -> None:
     """Generate a text for each line of FILE with the model in DIR (by default the embedded demo pair).
 
-    Each line is a request of OpenAI's batch API, a JSON object with a prompt or messages and options such as
-    max_tokens, temperature, stop or response_format, or a JSON string with a prompt. In a .txt file, each line is
-    a prompt as it is. Options of a line override those given here. --chat and --system apply only to plain prompts.
-    Lines without a seed of their own share the one given here.
+    FILE may be -, which is stdin. Each line is a request of OpenAI's batch API, a JSON object with a prompt or
+    messages and options such as max_tokens, temperature, stop or response_format, or a JSON string with a prompt. In
+    a .txt file, each line is a prompt as it is. Options of a line override those given here. --chat and --system
+    apply only to plain prompts. Lines without a seed of their own share the one given here.
 
     The output has one line for each, in the same order, with its id (by default the line number). If a line fails,
     its output has the error instead of a text, and the exit code is 1. After Ctrl-C or a kill, the same command
@@ -53,16 +54,14 @@ def batch(
         refuse(output.resolve() == file.resolve(), f"{output} is the input file; name another --output.")
         refuse(not overwrite, f"{output} already exists; name another --output, or add --overwrite.")
     loading, options = split_options(others)
-    refuse("logprobs" in options, "--logprobs is not available in a batch; use 'ovspec generate --json'.")
 
-    import ovspec
     from ovspec.integrations.batch_run import run_file
-    from ovspec.integrations.openai_batch import as_chat, read_requests
+    from ovspec.integrations.openai_batch import as_chat, read_requests, requests_of
 
-    requests = read_requests(file)
+    requests = requests_of(read_stdin()) if str(file) == "-" else read_requests(file)
     if chat:
         requests = [as_chat(request, system) for request in requests]
-    lm = ovspec.load(folder, **loading)
+    lm = load(folder, **loading)
     report = Report()
     try:
         found = run_file(lm, requests, output, options, report.note)  # type: ignore[typeddict-item]
@@ -75,6 +74,15 @@ def batch(
     if found.failed:
         click.echo(f"{output}: {found.failed} of {found.total} lines have an error instead of a text", err=True)
         sys.exit(1)
+
+
+def read_stdin() -> str:
+    try:
+        text = sys.stdin.buffer.read().decode("utf-8-sig")
+    except UnicodeDecodeError:
+        raise click.UsageError("stdin: not UTF-8 text.") from None
+    refuse(not text.strip(), "stdin: contains no text.")
+    return text
 
 
 class Report:

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ovspec.cli.loading import load
 from ovspec.cli.options import LookaheadType, refuse, runtime_options
-from ovspec.cli.progress import TerminalProgress
+from ovspec.progress import step
 
 if TYPE_CHECKING:
     from ovspec.loop.results import Result
@@ -77,7 +78,9 @@ class Measured:
 )
 @click.option(
     "-t",
+    "--temp",
     "--temperature",
+    "temperature",
     type=click.FloatRange(min=0),
     default=0.0,
     show_default="0",
@@ -129,7 +132,6 @@ def bench(
     refuse(draft and "lookup" in draft.split(","), "--draft names a draft model; lookup is timed in any case.")
     if plot:
         check_plot(plot)
-    import ovspec
     from ovspec.drafting.choice import DraftChoice
     from ovspec.files import read_text
     from ovspec.loading import embedded_pair
@@ -140,7 +142,7 @@ def bench(
         draft = "draft"
     refuse(runtime["draft_device"] and draft in (None, "none"), "--draft-device needs a draft.")
     texts = [*prompts, *map(read_text, files)] or json.loads(PROMPTS.read_text("utf-8"))
-    lm = ovspec.load(folder, ["lookup", draft or "none"], **runtime)
+    lm = load(folder, ["lookup", draft or "none"], **runtime)
     models = {"plain": lm.with_drafters(None), "lookup": lm.with_drafters(DraftChoice(lookup=True))}
     if lm.draft:
         model = lm.draft.ir.folder
@@ -162,10 +164,9 @@ def measure(
     from ovspec.comparison import rotated
 
     results: dict[str, list[Result]] = {mode: [] for mode in models}
-    progress = TerminalProgress()
     for turn in range(-1, repeats * len(prompts)):
         warm_up = {"max_tokens": min(options["max_tokens"], WARM_UP)} if turn < 0 else {}
-        with progress.step("warm-up" if turn < 0 else f"text {turn + 1} of {repeats * len(prompts)}"):
+        with step("warm-up" if turn < 0 else f"text {turn + 1} of {repeats * len(prompts)}", keep=True):
             for mode in rotated(list(models), max(turn, 0)):
                 given: dict[str, Any] = options | warm_up | ({"lookahead": 0} if mode == "plain" else {})
                 result = models[mode].generate(prompts[turn % len(prompts)], seed=turn + 1, **given)

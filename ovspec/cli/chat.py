@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ovspec.cli.loading import load as load_model
 from ovspec.cli.options import (
     CHAT_MAX_TOKENS,
     STATS,
@@ -22,6 +23,7 @@ from ovspec.cli.options import (
     stats_option,
 )
 from ovspec.cli.signals import Ended, end_on_signals, leave, undisturbed
+from ovspec.cli.wording import in_flags
 from ovspec.drafting.choice import EXPORTED, DraftChoice
 from ovspec.errors import OvspecError
 
@@ -66,13 +68,10 @@ def chat(
     refuse("logprobs" in options, "--logprobs can't be shown in a chat.")
     options.setdefault("max_tokens", CHAT_MAX_TOKENS)
 
-    import ovspec
     from ovspec.cli import output
     from ovspec.cli.prompting import at_terminal, reader
-    from ovspec.text.chat_template import chat_template
 
-    lm = ovspec.load(folder, **loading)
-    chat_template(lm.folder)  # a model without one is refused at once
+    lm = load_model(folder, session=session, chat=True, **loading)
     with lm.session(context) as opened:
         output.show_context(lm, context)
         talk = Chat(opened, options, stats, context or lm.target.ir.context_length)
@@ -134,7 +133,7 @@ def run(talk: Chat, read: Callable[[], str]) -> bool:
                 say(talk)
         except OvspecError as error:
             whole = False
-            click.secho(f"Error: {error}", fg="red", err=True)
+            click.secho(f"Error: {in_flags(error)}", fg="red", err=True)
         except KeyboardInterrupt:  # while a message was read or a command ran
             whole = False
     return whole
@@ -176,13 +175,9 @@ def say(talk: Chat) -> None:
     """Stream the answer, or more of it."""
     from ovspec.cli import output
 
-    options = dict(talk.options)
-    if talk.context:
-        left = talk.context - len(talk.session)
-        if left < 1:
-            raise OvspecError(f"The context of {talk.context} tokens is full; use /undo or /reset to make room.")
-        options["max_tokens"] = min(options["max_tokens"], left)
-    stream = talk.session.stream(**options)
+    if talk.context and len(talk.session) >= talk.context:
+        raise OvspecError(f"The context of {talk.context} tokens is full; use /undo or /reset to make room.")
+    stream = talk.session.stream(**talk.options)
     try:
         talk.last, _ = output.run(stream, show=True)
         click.echo()

@@ -9,9 +9,9 @@ from typing import Any
 import click
 
 from ovspec.cli import output
-from ovspec.cli.progress import TerminalProgress
 from ovspec.comparison import Comparison, Pair, compare_turns, rotated, turns_within
 from ovspec.model import LanguageModel
+from ovspec.progress import step
 
 
 def compare(lm: LanguageModel, prompt: Any, options: dict[str, Any], stats: str | None, as_json: bool) -> bool:
@@ -51,10 +51,10 @@ def show_texts(lm: LanguageModel, prompt: Any, ways: dict[str, dict[str, Any]], 
 
 def timed(lm: LanguageModel, prompt: Any, ways: dict[str, dict[str, Any]]) -> tuple[list[Pair], bool]:
     """Return (the results of each turn, whether Ctrl-C ended them)."""
-    pairs, progress = list[Pair](), TerminalProgress(lines=False)
+    pairs = list[Pair]()
     try:
         for turn in turns_within():
-            with progress.step(f"timing both in turns, turn {turn + 1}"):
+            with step(f"timing both in turns, turn {turn + 1}"):
                 results = {name: lm.generate(prompt, **ways[name]) for name in rotated(list(ways), turn)}
             pairs.append((results["plain"], results["speculative"]))
     except KeyboardInterrupt:
@@ -79,8 +79,8 @@ def print_object(lm: LanguageModel, found: Comparison, stats: str | None) -> Non
     """Print all of it as one JSON object."""
     speedup, where = found.speedup, found.parting
     report: dict[str, Any] = {
-        "plain": output.as_dict(found.shown[0]),
-        "speculative": output.as_dict(found.shown[1]),
+        "plain": output.as_dict(lm, found.shown[0]),
+        "speculative": output.as_dict(lm, found.shown[1]),
         "equal": where is None,
         "speedup": round(speedup.claimed, 3) if speedup.claimed else None,
         "speedups": [round(ratio, 3) for ratio in speedup.ratios],

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 from typing import Any
 
 import click
 
+from ovspec.cli.loading import load
 from ovspec.cli.options import (
     StatsCommand,
     chat_options,
@@ -25,7 +27,14 @@ from ovspec.drafting.choice import EXPORTED, DraftChoice
 @click.command(cls=StatsCommand)
 @click.argument("arguments", nargs=-1, metavar="[DIR] [PROMPT]")
 @click.option("-p", "--prompt", "prompt_option", metavar="TEXT", help="The prompt, if it could be taken for DIR.")
-@click.option("-f", "--file", "prompt_file", type=click.Path(), help="Read the prompt from a file; - is stdin.")
+@click.option(
+    "-f",
+    "--file",
+    "prompt_file",
+    type=click.Path(),
+    metavar="FILE",
+    help="Read the prompt from FILE, without the newline at its end; - is stdin, taken as it is.",
+)
 @click.option(
     "--token-ids", metavar="IDS", help="The prompt as token ids, separated by commas or spaces; no BOS is added."
 )
@@ -92,20 +101,24 @@ def generate(
         several = "--compare" if compare else "--samples"
         refuse(session, f"--session needs a single text; leave {several} out.")
         refuse(context, f"--context can't be combined with {several}.")
+    retries = bool(options.get("retries"))
+    lasting = session or context or compare
+    refuse(retries and lasting, "--retries can't be combined with --session, --context or --compare.")
+
+    from ovspec.cli import output
+    from ovspec.cli.compare import compare as compare_both
+    from ovspec.loading import model_folder
+
+    model_folder(folder)  # what isn't a model is refused before a prompt is read
     prompt = read_prompt(text, prompt_option, prompt_file, token_ids, needed=not goes_on)
     if chat and prompt is not None:
         messages = [{"role": "system", "content": system}] if system is not None else []
         prompt = [*messages, {"role": "user", "content": prompt}]
-
-    import ovspec
-    from ovspec.cli import output
-    from ovspec.cli.compare import compare as compare_both
-
-    lm = ovspec.load(folder, **loading)
+    lm = load(folder, session=session, chat=chat, **loading)
     if compare:
         if not compare_both(lm, prompt, options, stats, as_json):
             sys.exit(1)
-    elif samples:
+    elif samples or retries:
         output.samples(lm, prompt, options, stats, as_json)
     else:
         with lm.session(context) as opened:
@@ -117,7 +130,7 @@ def generate(
             options["heal"] = bool(options.get("heal"))  # in a session it would be on by default
             ended, before, whole = end_on_signals() if session else Ended(), len(opened), False
             try:
-                interrupted = output.generate(opened.stream(**options), stats, as_json)
+                interrupted = output.generate(lm, opened.stream(**options), stats, as_json)
                 whole = True
             finally:
                 if session and (whole or len(opened) > before):
@@ -158,12 +171,17 @@ def read_prompt(
         data = sys.stdin.buffer.read() if file in (None, "-") else Path(file).read_bytes()
     except OSError as error:
         raise click.UsageError(f"--file {file}: {error.strerror}.") from None
-    if file is None and not needed and not data:
-        return None
     try:
-        return data.decode("utf-8-sig")
+        prompt = data.decode("utf-8-sig")
     except UnicodeDecodeError:
         raise click.UsageError("The prompt is not UTF-8 text.") from None
+    if file is None and not needed and not prompt:
+        return None
+    where = "stdin"
+    if file not in (None, "-"):
+        where, prompt = f"--file {file}", re.sub(r"\r?\n\Z", "", prompt)  # editors add a newline
+    refuse(not prompt, f"{where}: it is empty; give a prompt, or --prompt '' to start from nothing.")
+    return prompt
 
 
 def looks_like_path(text: str) -> bool:

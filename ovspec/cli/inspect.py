@@ -11,6 +11,7 @@ import click
 
 from ovspec.cli.options import refuse, runtime_options
 from ovspec.errors import OvspecError
+from ovspec.progress import step
 
 
 @click.command()
@@ -42,7 +43,8 @@ def inspect(folder: Path | None, verify: bool, as_json: bool, **runtime: Any) ->
     if verify and not (folder / "ovspec.json").is_file():
         raise OvspecError(f"{folder}: --verify needs the manifest that 'ovspec export' writes, which is missing.")
     options, tuned = device_options(given), given.tune is not False
-    found = inspection.inspect(folder, options, given.engine, given.arithmetic, tuned, verify)
+    with step(f"{folder}: compiling and probing"):
+        found = inspection.inspect(folder, options, given.engine, given.arithmetic, tuned, verify)
     if as_json:
         click.echo(json.dumps({name: asdict(model) for name, model in found.items()}, ensure_ascii=False))
         return

@@ -25,7 +25,6 @@ DEFAULTS = {("chat", "max_tokens"): str(CHAT_MAX_TOKENS)}
 # (command, option) that is refused in a sentence, so the help leaves it out.
 REFUSED = {
     *(("chat", name) for name in ("n", "logprobs", "heal")),
-    ("batch", "logprobs"),
     *((command, "draft_device") for command in ("inspect", "perplexity", "verify")),
 }
 

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
 import click
 
-from ovspec.loop.results import Result
+from ovspec.loop.results import Piece, Result
 from ovspec.model import LanguageModel
+from ovspec.progress import step
 from ovspec.session import TextStream
 from ovspec.verify import record_as_json
 
 
-def generate(stream: TextStream, stats: str | None, as_json: bool) -> bool:
+def generate(lm: LanguageModel, stream: TextStream, stats: str | None, as_json: bool) -> bool:
     """Print a text as it comes, and its statistics; return whether Ctrl-C ended it."""
-    result, interrupted = run(stream, show=not as_json)
-    click.echo(json.dumps(as_dict(result), ensure_ascii=False) if as_json else "")
+    with step("generating") if as_json else contextlib.nullcontext():
+        result, interrupted = run(stream, show=not as_json)
+    click.echo(json.dumps(as_dict(lm, result), ensure_ascii=False) if as_json else "")
     show_stats(result, stats)
     return interrupted
 
@@ -29,16 +33,19 @@ def show_context(lm: LanguageModel, context: int | None) -> None:
 
 
 def samples(lm: LanguageModel, prompt: Any, options: dict[str, Any], stats: str | None, as_json: bool) -> None:
-    """Print several texts for one prompt, each under a heading."""
-    results = lm.samples(prompt, **options)
+    """Print whole texts for one prompt, if there are several each under a heading."""
+    with step("generating"):
+        results = lm.samples(prompt, **options)
     if as_json:
-        click.echo(json.dumps({"samples": [as_dict(result) for result in results]}, ensure_ascii=False))
+        found = [as_dict(lm, result) for result in results]
+        click.echo(json.dumps({"samples": found} if len(found) > 1 else found[0], ensure_ascii=False))
     else:
         for number, result in enumerate(results, 1):
-            heading(f"sample {number}")
+            if len(results) > 1:
+                heading(f"sample {number}")
             click.echo(result.text)
     for number, result in enumerate(results, 1):
-        if stats:
+        if stats and len(results) > 1:
             click.echo(f"sample {number}: ", nl=stats == "full", err=True)
         show_stats(result, stats)
 
@@ -50,13 +57,13 @@ def heading(text: str) -> None:
 
 def run(stream: TextStream, show: bool) -> tuple[Result, bool]:
     """Run a stream to its end and return (result, whether Ctrl-C ended it); print the text if ``show``."""
-    from ovspec.ir.interrupts import HeldInterrupts
+    from ovspec.loop.scheduler import HeldInterrupts
 
     printed, interrupted = 0, False
     interrupts = HeldInterrupts()  # so that it is known what was printed
     try:
         try:
-            for piece in stream:
+            for piece in waited_for(stream) if show else stream:
                 if show and piece.text:
                     interrupts.holding = True
                     click.echo(piece.text, nl=False)
@@ -75,13 +82,25 @@ def run(stream: TextStream, show: bool) -> tuple[Result, bool]:
     return result, interrupted
 
 
-def as_dict(result: Result) -> dict[str, Any]:
+def waited_for(stream: TextStream) -> Iterator[Piece]:
+    """Yield the pieces of a stream, and say so while the first one takes long."""
+    pieces = iter(stream)
+    with step("reading the prompt"):
+        first = next(pieces, None)
+    if first:
+        yield first
+    yield from pieces
+
+
+def as_dict(lm: LanguageModel, result: Result) -> dict[str, Any]:
     """Return what ``--json`` prints of a text."""
     rates = {name: getattr(result.stats, name) for name in ("acceptance_rate", "conditional_acceptance")}
     stats = {name: round(v, 4) if isinstance(v, float) else v for name, v in (asdict(result.stats) | rates).items()}
     found = {"text": result.text, "token_ids": result.token_ids, "finish_reason": result.finish_reason}
     if result.logprobs is not None:
-        found["logprobs"] = [asdict(logprob) for logprob in result.logprobs]
+        found["logprobs"] = [logprob.as_json(lm.tokenizer.token_text) for logprob in result.logprobs]
+    if result.schema_errors is not None:
+        found["schema_errors"] = result.schema_errors
     return found | {"stats": stats, "record": record_as_json(result)}
 
 
@@ -89,7 +108,9 @@ def as_dict(result: Result) -> dict[str, Any]:
 
 
 def show_stats(result: Result, level: str | None) -> None:
-    """Print a text's statistics, "short" or "full"; nothing for None."""
+    """Print how a text breaks its schema, and its statistics, "short" or "full"; None for no statistics."""
+    for error in result.schema_errors or ():
+        click.echo(f"The text breaks its schema at {error}", err=True)
     if level:
         click.echo(full(result) if level == "full" else short(result), err=True)
 
@@ -97,7 +118,8 @@ def show_stats(result: Result, level: str | None) -> None:
 def short(result: Result) -> str:
     """Return tokens, speed and acceptance in a line."""
     stats = result.stats
-    prompt = f"prompt {stats.prompt_tokens} tokens in {stats.ttft_ms / 1e3:.2f} s"
+    cached = f" ({stats.cached_tokens} cached)" if stats.cached_tokens else ""
+    prompt = f"prompt {stats.prompt_tokens} tokens{cached} in {stats.ttft_ms / 1e3:.2f} s"
     parts = [prompt, f"text {stats.generated_tokens} tokens{speed(result)}"]
     if stats.proposed or stats.draft_engine:
         parts.append(acceptance(result))
@@ -119,10 +141,10 @@ def acceptance(result: Result) -> str:
 def full(result: Result) -> str:
     """Return all statistics, a line for each kind."""
     stats = result.stats
-    read = stats.prompt_tokens - stats.cached_tokens
     ms = f", {stats.tpot_ms:.2f} ms each" if stats.tpot_ms else ""
+    prompt = f"{stats.prompt_tokens} tokens, {stats.cached_tokens} of them cached"
     lines = [
-        f"prompt: {stats.prompt_tokens} tokens, {read} of them read; first token after {stats.ttft_ms:.0f} ms",
+        f"prompt: {prompt}; first token after {stats.ttft_ms:.0f} ms",
         f"text: {stats.generated_tokens} tokens{speed(result)}{ms}; ended by {result.finish_reason}",
         f"rounds: {stats.rounds}, {stats.tokens_per_round:.2f} tokens per round",
     ]

@@ -9,7 +9,9 @@ from typing import Any
 
 import click
 
+from ovspec.cli.loading import load
 from ovspec.cli.options import refuse, runtime_options
+from ovspec.progress import step
 
 
 @click.command()
@@ -32,12 +34,13 @@ def perplexity(folder: Path, file: Path, context: int | None, as_json: bool, **r
     Example:
       ovspec perplexity my-pair notes.txt
     """
-    import ovspec
     from ovspec.files import read_text
 
     refuse(runtime["draft_device"], "--draft-device is not used here: only the target is measured.")
     text = read_text(file)
-    found = ovspec.load(folder, **runtime).perplexity(text, context)
+    lm = load(folder, **runtime)
+    with step(f"{file}: reading"):
+        found = lm.perplexity(text, context)
     if as_json:
         click.echo(json.dumps(asdict(found)))
         return

@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ovspec.cli.loading import load
 from ovspec.cli.options import refuse, runtime_options
+from ovspec.progress import step
 
 if TYPE_CHECKING:
     from ovspec.model import LanguageModel
@@ -41,7 +43,6 @@ def verify(file: Path, folder: Path | None, as_json: bool, **runtime: Any) -> No
       ovspec generate my-pair "import os" --draft --json > result.json
       ovspec verify result.json
     """
-    import ovspec
     from ovspec.errors import OvspecError
     from ovspec.files import read_text
     from ovspec.verify import result_from_json
@@ -59,8 +60,9 @@ def verify(file: Path, folder: Path | None, as_json: bool, **runtime: Any) -> No
             made = result.record.model()
             key = json.dumps(made, sort_keys=True, default=str)
             if key not in models:
-                models[key] = ovspec.load(folder or its_folder(made, label), "none", **recorded_options(made, runtime))
-            found = checked[label] = models[key].verify(result)
+                models[key] = load(folder or Path(its_folder(made, label)), "none", **recorded_options(made, runtime))
+            with step(f"{label}: checking"):
+                found = checked[label] = models[key].verify(result)
         except OvspecError as error:
             raise OvspecError(f"{label}: {error}".rstrip(".") + ".") from None
         if not found.ok:

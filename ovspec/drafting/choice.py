@@ -20,13 +20,18 @@ class DraftChoice:
     """Up to two drafters, asked in the order lookup, own, model. A choice without any is false.
 
     lookup: whether to use prompt lookup.
-    own: makes a user's drafter for each session or batch.
+    own: a user's drafter, or what makes one for each session or batch.
     model: the draft model's folder; ``EXPORTED`` or ``SELF`` until the target's folder is known.
     """
 
     lookup: bool = False
-    own: Callable[[], Drafter] | None = None
+    own: Drafter | Callable[[], Drafter] | None = None
     model: Path | str | None = None
+
+    def __str__(self) -> str:
+        own = getattr(self.own, "__name__", type(self.own).__name__)
+        parts = {"lookup": self.lookup, own: self.own is not None, str(self.model): self.model is not None}
+        return ",".join(name for name, there in parts.items() if there)
 
     def __bool__(self) -> bool:
         return self.lookup or self.own is not None or self.model is not None
@@ -58,12 +63,10 @@ def parse_draft(draft: Draft | Sequence[Draft] | None) -> DraftChoice | None:
             choice = replace(choice, model=EXPORTED)
         elif isinstance(part, (str, Path)) and str(part):
             choice = replace(choice, model=part if part in (EXPORTED, SELF) else Path(part))
-        elif hasattr(part, "propose") and not isinstance(part, type):
-            choice = replace(choice, own=lambda drafter=part: drafter)
-        elif callable(part):
+        elif hasattr(part, "propose") or callable(part):
             choice = replace(choice, own=part)
         else:
-            raise OvspecError(f"draft {part!r} is not a draft: give a folder, lookup, self or none, or a Drafter.")
+            raise OvspecError(f"`draft={part!r}` is not a draft: give a folder, lookup, self or none, or a Drafter.")
     if choice.lookup + (choice.own is not None) + (choice.model is not None) < len(parts) or len(parts) > 2:
         raise OvspecError("A chain has at most two drafters, which must differ, such as 'lookup,DRAFT'.")
     return choice or None

@@ -68,11 +68,11 @@ class RoundRow:
 class Drafter:
     """Proposes tokens for every row of a batch; reads only committed tokens and its own guesses.
 
-    A drafter of your own needs only ``guess``; its attribute ``name``, by default "own", is its name in statistics. The
-    other methods are for drafters that keep state for each row.
+    A drafter of your own needs only ``guess``; its attribute ``name``, by default its class's, is its name in
+    statistics. The other methods are for drafters that keep state for each row.
     """
 
-    name = "own"  # its name in statistics
+    name = ""  # its name in statistics; by default that of its class
     vocabulary: KnownIds = ALL_IDS  # set by the model: other ids are never proposed
     seconds = 0.0  # spent in inference so far
 

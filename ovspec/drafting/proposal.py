@@ -21,7 +21,7 @@ class Proposal:
     tokens: np.ndarray
     confidence: np.ndarray | None = None
     q: list[WarpedLogits] | None = None
-    source: str = "own"
+    source: str = ""
 
 
 NO_TOKENS = np.empty(0, dtype=np.int64)

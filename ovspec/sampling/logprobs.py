@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -16,6 +18,11 @@ class TokenLogprob:
     token_id: int
     logprob: float
     top: list[tuple[int, float]]
+
+    def as_json(self, text_of: Callable[[int], str]) -> dict[str, Any]:
+        """Return it as JSON values, with the text of each token."""
+        top = [[token, logprob, text_of(token)] for token, logprob in self.top]
+        return {"token_id": self.token_id, "text": text_of(self.token_id), "logprob": self.logprob, "top": top}
 
 
 def log_softmax(logits: np.ndarray) -> np.ndarray:

@@ -282,12 +282,16 @@ def sampler_of(
     check_option("accept", accept)
     if function:
         if params.temperature or params.truncates:
-            raise OvspecError("The sampler draws the tokens; leave out temperature, top_k, top_p, min_p and typical_p.")
+            raise OvspecError(
+                "The sampler draws the tokens; leave out `temperature`, `top_k`, `top_p`, `min_p` and `typical_p`."
+            )
         if accept == "rejection":
-            raise OvspecError('Leave out accept="rejection": it needs probabilities, which a sampler does not return.')
+            raise OvspecError(
+                "Leave out `accept='rejection'`: it needs probabilities, which a sampler does not return."
+            )
         return UserSampler(constraints, function, options.get("sampler_options") or {})
     if params.temperature:
         return (RejectionSampler if accept == "rejection" else SharedNoiseSampler)(constraints, params, seed, row)
     if params.truncates:
-        raise OvspecError("top_k, top_p, min_p and typical_p need a temperature above 0.")
+        raise OvspecError("`top_k`, `top_p`, `min_p` and `typical_p` need a `temperature` above 0.")
     return GreedySampler(constraints)

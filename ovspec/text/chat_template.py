@@ -40,7 +40,7 @@ class ChatTemplate:
         try:
             answer = RENDERER.ask(request)
         except Stopped as why:
-            raise OvspecError(f"The model's chat template {why}; give a raw prompt without --chat.") from None
+            raise OvspecError(f"The model's chat template {why}; give plain text, not chat messages.") from None
         if "error" in answer:
             raise OvspecError(f"The model's chat template cannot render these messages: {answer['error']}.")
         return answer["text"]
@@ -61,5 +61,5 @@ def chat_template(folder: Path) -> ChatTemplate:
     if file.is_file():
         source = read_text(file)
     if not source:
-        raise OvspecError(f"{folder}: this model has no chat template; leave out --chat and give a raw prompt.")
+        raise OvspecError(f"{folder}: this model has no chat template; give plain text, not chat messages.")
     return ChatTemplate(source, config.special_tokens())

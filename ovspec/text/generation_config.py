@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 import warnings
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -82,15 +82,13 @@ class GenerationConfig:
             return bos
         raise OvspecError("The prompt is empty, and this model has no BOS token to start from; give a prompt.")
 
-    def max_tokens(self, prompt: int, wanted: int | None, context: int | None) -> int:
+    def max_tokens(self, prompt: int, params: SamplingParams, context: int | None) -> int:
         """Return how many tokens to generate after ``prompt`` tokens; raises OvspecError if ``context`` has no room."""
-        if wanted is not None and wanted < 1:
-            raise OvspecError(f"max_tokens is {wanted}; it must be at least 1.")
-        left = context - prompt if context else math.inf
-        if left < (wanted or 1):
-            sizes = f"{prompt} tokens and {wanted or 1} more are requested, but the context is {context}"
-            raise OvspecError(f"The prompt has {sizes}; shorten the prompt or lower max_tokens.")
-        return wanted or int(min(self.values.max_new_tokens or DEFAULT_MAX_TOKENS, left))
+        left = context - prompt if context else sys.maxsize
+        if left < 1:
+            raise OvspecError(f"The prompt has {prompt} tokens, but the context is {context}; shorten the prompt.")
+        default = self.values.max_new_tokens or DEFAULT_MAX_TOKENS
+        return int(min(default if params.max_tokens is None else params.most_tokens, left))
 
     def complete(self, params: SamplingParams) -> SamplingParams:
         """Return ``params`` with the model's defaults filled in; raises OvspecError for ids outside the vocabulary."""
@@ -98,7 +96,7 @@ class GenerationConfig:
         if params.repetition_penalty is None:
             given["repetition_penalty"] = config.repetition_penalty
         if params.min_tokens is None and config.min_new_tokens:
-            given["min_tokens"] = min(config.min_new_tokens, params.max_tokens or config.min_new_tokens)
+            given["min_tokens"] = int(min(config.min_new_tokens, params.most_tokens))
         if config.suppress_tokens:
             given["logit_bias"] = dict.fromkeys(config.suppress_tokens, -np.inf) | dict(params.logit_bias)
         for name, ids in (("logit_bias", params.logit_bias), ("stop_ids", params.stop_ids)):

@@ -29,14 +29,18 @@ def _string_ops() -> ov.Core:
     return core()
 
 
-def _request(path: Path) -> ov.InferRequest:
+def _compiled(path: Path) -> ov.CompiledModel:
     if not path.is_file():
         raise OvspecError(f"{path.parent}: no {path.name} in it; export the model again with openvino-tokenizers.")
     check_weights(path)
     try:
-        return _string_ops().compile_model(path, "CPU").create_infer_request()
+        return _string_ops().compile_model(path, "CPU")
     except RuntimeError as error:
         raise OvspecError(f"{path}: cannot be compiled ({last_line(error)}); export it again.") from None
+
+
+def _request(path: Path) -> ov.InferRequest:
+    return _compiled(path).create_infer_request()
 
 
 def byte_level_alphabet() -> dict[str, int]:
@@ -135,18 +139,31 @@ class Tokenizer:
 
         Returns None without a byte vocabulary, or if the bytes are not valid UTF-8.
         """
-        vocabulary = self.vocabulary
-        if not vocabulary:
+        if not self.vocabulary:
             return None
         try:
-            return b"".join(self._special.get(t) or bytes_of(vocabulary, t) for t in tokens.tolist()).decode()
+            return b"".join(self.token_bytes(token) for token in tokens.tolist()).decode()
         except UnicodeDecodeError:
             return None
+
+    def token_bytes(self, token: int) -> bytes:
+        """Return the bytes of a token; those of a special token are its name."""
+        if not self.vocabulary:
+            return self._special.get(token) or self.decode([token]).encode()
+        return self._special.get(token) or bytes_of(self.vocabulary, token)
+
+    def token_text(self, token: int) -> str:
+        """Return the text of a token; a special token is written out, and part of a character as ``\\xe2``."""
+        return self.token_bytes(token).decode("utf-8", "backslashreplace")
 
     def detokenizer(self) -> Detokenizer:
         if self.vocabulary:
             return ByteDetokenizer(self.vocabulary)
-        return WindowDetokenizer(_request(self.folder / "openvino_detokenizer.xml"))
+        return WindowDetokenizer(self._window_model.create_infer_request())
+
+    @functools.cached_property
+    def _window_model(self) -> ov.CompiledModel:
+        return _compiled(self.folder / "openvino_detokenizer.xml")
 
     def _encode(self, text: str) -> np.ndarray:
         with self._lock:

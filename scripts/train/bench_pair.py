@@ -201,7 +201,8 @@ def main() -> None:
         text.write_text("".join(PROMPTS), encoding="utf-8")
         for weight_format in args.weight_format:
             command = [sys.executable, "-m", "ovspec", "export", checkpoints / "target", "-o", args.out / weight_format]
-            command += ["--draft", checkpoints / "draft", "--weight-format", weight_format, "--evaluate", text]
+            command += ["--overwrite", "--draft", checkpoints / "draft"]
+            command += ["--weight-format", weight_format, "--evaluate", text]
             subprocess.run([str(part) for part in command], check=True)
 
 

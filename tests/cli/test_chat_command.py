@@ -53,7 +53,7 @@ def test_a_chat_through_a_pipe(ovspec_command: Run, cache_dir: Path) -> None:
     assert done.stdout == "".join(f"{text}\n" for text in [*expected, expected[0]])
     assert "Taken back: And a class,\nplease." in done.stderr
     assert "Taken back: Write a loop." in done.stderr
-    assert re.search(r"prompt: \d+ tokens, \d+ of them read; first token after", done.stderr)
+    assert re.search(r"prompt: \d+ tokens, \d+ of them cached; first token after", done.stderr)
     assert "Cut off after 12 tokens" in done.stderr
 
 
@@ -109,7 +109,7 @@ def test_a_session_file_between_two_calls(ovspec_command: Run, tmp_path: Path) -
     assert re.search(r"context: 500 tokens, about \d+ MB", first.stderr)
     second = ovspec_command("chat", DEMO, *SHORT, "--session", file, "--stats", stdin="more\n/undo\n")
     assert "2 messages" in second.stderr
-    assert re.search(r"prompt \d+ tokens in .* tokens/s", second.stderr)
+    assert re.search(r"prompt \d+ tokens \([1-9]\d* cached\) in .* tokens/s", second.stderr)
     assert "Taken back: more" in second.stderr
     with ovspec.load(DEMO, engine="stateful").session() as session:
         session.load(file)

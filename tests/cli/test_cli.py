@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 from conftest import PROMPTS, ROOT, Reference
 
+from ovspec import OvspecError
+
 HEAVY = ("openvino", "torch", "transformers", "numpy")
 
 
@@ -52,23 +54,46 @@ print([name for name in {HEAVY!r} if name in sys.modules])
 def test_progress_is_a_line_a_step_and_moves_on_a_terminal(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from ovspec.cli.progress import TerminalProgress
+    from ovspec.progress import note, step
 
     for terminal in (False, True):
         monkeypatch.setattr(sys.stderr, "isatty", lambda terminal=terminal: terminal)
-        progress = TerminalProgress()
-        with progress.step("converting") as step:
-            time.sleep(0.7)
-            step.result = "9 MB"
-        with pytest.raises(KeyboardInterrupt), progress.step("never ends"):
+        with step("converting", keep=True) as converting:
+            time.sleep(1.7)
+            converting.result = "9 MB"
+        with step("loading"):
+            pass
+        with pytest.raises(KeyboardInterrupt), step("never ends", keep=True):
             raise KeyboardInterrupt
-        progress.note("done")
+        note("done")
         told = capsys.readouterr().err
-        assert "converting: 0.7 s, 9 MB\n" in told
+        assert "converting: 1.7 s, 9 MB\n" in told
         assert told.endswith("done\n")
-        assert "never ends:" not in told
-        assert ("\rconverting … " in told) is terminal
+        assert "never ends" not in told
+        assert "loading" not in told, "it took no time"
+        assert ("\rconverting … 1 s" in told or "\rconverting … 2 s" in told) is terminal
+        assert ("converting …\n" in told) is not terminal
         assert ("\r" in told) is terminal
+
+
+@pytest.mark.parametrize(("error", "code"), [(OvspecError, 1), (ValueError, 130)])
+def test_errors_that_follow_ctrl_c(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: type[Exception], code: int
+) -> None:
+    """A save that fails is said; an error that only the interruption caused isn't."""
+    from ovspec import cli
+
+    def work(**_: object) -> None:
+        try:
+            raise KeyboardInterrupt
+        except KeyboardInterrupt:
+            raise error("not saved") from None
+
+    monkeypatch.setattr(cli.cli, "main", work)
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == code
+    assert ("not saved" in capsys.readouterr().err) == (code == 1)
 
 
 def test_every_command_shows_an_example(ovspec) -> None:
@@ -79,12 +104,11 @@ def test_every_command_shows_an_example(ovspec) -> None:
 def test_the_help_leaves_out_what_is_refused(ovspec) -> None:
     """A refusal names the option all the same (test_every_option.py)."""
     shown = {command: ovspec(command, "--help").stdout for command in ("generate", "chat", "batch", "inspect")}
-    for command, options in {"chat": ("--samples", "--logprobs", "--heal"), "batch": ("--logprobs",)}.items():
-        for option in options:
-            assert option in shown["generate"]
-            assert option not in shown[command]
+    for option in ("--samples", "--logprobs", "--heal"):
+        assert option in shown["generate"]
+        assert option not in shown["chat"]
     assert "--draft-device" not in shown["inspect"]
-    assert "[default: 1024]" in shown["chat"]
+    assert "[default: 1024]" in " ".join(shown["chat"].split())
 
 
 def test_the_references_in_the_docs_are_current() -> None:
@@ -119,15 +143,17 @@ def test_stats_takes_no_prompt_for_its_value(ovspec, pair: Path) -> None:
     assert "tokens/s" not in after_dashes.stderr
 
 
-@pytest.mark.parametrize("way", ["argument", "option", "file", "stdin", "dash", "ids"])
+@pytest.mark.parametrize("way", ["argument", "option", "file", "windows", "stdin", "dash", "ids"])
 def test_ways_to_give_the_prompt(ovspec, pair: Path, tmp_path: Path, reference: Reference, way: str) -> None:
     file = tmp_path / "prompt.txt"
-    file.write_bytes(PROMPTS[1].encode())
+    newline = {"file": "\n", "windows": "\r\n"}.get(way, "")
+    file.write_bytes(f"{PROMPTS[1]}{newline}".encode())
     ids = " ".join(map(str, reference.tokenizer(PROMPTS[1])["input_ids"]))
     arguments, stdin = {
         "argument": ([PROMPTS[1]], ""),
         "option": (["-p", PROMPTS[1]], ""),
         "file": (["-f", file], ""),
+        "windows": (["-f", file], ""),
         "stdin": ([], PROMPTS[1]),
         "dash": (["-f", "-"], PROMPTS[1]),
         "ids": (["--token-ids", ids], ""),
@@ -137,6 +163,15 @@ def test_ways_to_give_the_prompt(ovspec, pair: Path, tmp_path: Path, reference: 
     assert result["token_ids"] == reference.generate(PROMPTS[1], 8)
     assert result["finish_reason"] in ("length", "eos")
     assert result["stats"]["prompt_tokens"] == len(ids.split())
+
+
+def test_logprobs_name_their_tokens(ovspec, pair: Path, reference: Reference) -> None:
+    done = json.loads(ovspec("generate", pair, "import os", "--json", "-n", 6, "--logprobs", 2, *F32).stdout)
+    assert "".join(entry["text"] for entry in done["logprobs"]) == done["text"]
+    for entry, token in zip(done["logprobs"], done["token_ids"], strict=True):
+        assert (entry["token_id"], entry["text"]) == (token, reference.tokenizer.decode([token]))
+        assert [text for _, _, text in entry["top"]] == [reference.tokenizer.decode([each[0]]) for each in entry["top"]]
+        assert entry["top"][0][:2] == [token, entry["logprob"]]
 
 
 def test_json_has_every_statistic(ovspec, pair: Path) -> None:
@@ -243,10 +278,12 @@ def test_a_bare_draft_option_may_stand_before_the_prompt(ovspec, pair: Path) -> 
         (["generate", "PAIR", "--token-ids", "1 x"], 2, "not a list of numbers"),
         (["generate", "PAIR", "--token-ids", "99999"], 1, "not in the vocabulary"),
         (["generate", "PAIR", "-f", "nowhere.txt"], 2, "No such file"),
+        (["generate", "PAIR"], 2, "stdin: it is empty; give a prompt, or --prompt '' to start from nothing."),
+        (["generate", "PAIR", "-f", "EMPTY"], 2, "empty.txt: it is empty; give a prompt"),
         (["generate", "PAIR", "hi", "--property", "x"], 2, "is not KEY=VALUE"),
         (["generate", "PAIR", "hi", "--device", "NPU9"], 1, "no such device"),
-        (["generate", "PAIR", "hi", "-n", "5000"], 1, "context is 2048"),
-        (["generate", "PAIR", "hi", "-n", "0"], 2, "not in the range"),
+        (["generate", "PAIR", "--token-ids", "5 " * 2048, "-n", "1"], 1, "context is 2048; shorten the prompt"),
+        (["generate", "PAIR", "hi", "-n", "0"], 2, "'0' is not a number of tokens: give at least 1, or -1"),
         (["generate", "my-pear", "-p", "hi"], 1, "no such folder"),
         (["export", "PAIR", "-o", "OUT", "--group-size", "64"], 1, "works only with --weight-format int4"),
         (["inspect", str(ROOT / "README.md")], 1, "is a file"),
@@ -254,13 +291,15 @@ def test_a_bare_draft_option_may_stand_before_the_prompt(ovspec, pair: Path) -> 
         (["tune", str(ROOT / "README.md")], 1, "is a file"),
         (["tune", "my-pear"], 1, "no such folder"),
         (["export", "nowhere/at/all", "-o", "OUT"], 1, "no such folder"),
+        (["export", "nowhere/at/all", "-o", "PAIR"], 1, "already exists; name another --output, or add --overwrite."),
         (["export", "PAIR", "-o", "OUT", "--draft-weight-format", "int8"], 2, "needs --draft"),
     ],
 )
 def test_misuses_get_one_sentence(
     ovspec, pair: Path, tmp_path: Path, arguments: list[str], code: int, message: str
 ) -> None:
-    places = {"PAIR": str(pair), "OUT": str(tmp_path / "out")}
+    (tmp_path / "empty.txt").write_bytes(b"\r\n")
+    places = {"PAIR": str(pair), "OUT": str(tmp_path / "out"), "EMPTY": str(tmp_path / "empty.txt")}
     done = ovspec(*[places.get(argument, argument) for argument in arguments])
     assert (done.returncode, done.stdout) == (code, "")
     assert message in done.stderr
@@ -296,7 +335,7 @@ def test_ctrl_c_prints_what_there_is(environment: dict[str, str], as_json: bool)
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=30)
         assert process.returncode == 130
-        if err.strip():
+        if "ended by" in err:
             break
     assert "ended by cancelled" in err
     assert "Traceback" not in err

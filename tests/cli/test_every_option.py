@@ -28,6 +28,9 @@ EOS = json.loads((DEMO / "generation_config.json").read_text(encoding="utf-8"))[
 ENDS = ("--logit-bias", f"{EOS}=1000")
 DRAWN = ("-t", "1.5", "--seed", "3")
 DRAFT = ("--draft", "--lookahead", "3")
+# Odd digits: no grammar tells them from even ones.
+ODD = ("--json-schema", '{"type": "integer", "minimum": 0, "maximum": 9, "not": {"multipleOf": 2}}')
+ONE_NULL = '{"type": "object", "properties": {"a": {"type": "null"}}, "required": ["a"]}'
 GENERATING = ("generate", "chat", "batch")
 # What can't be had on this machine is refused, or only handed on.
 NOT_HERE = {"--device GPU", "--draft-device GPU", "--trust-remote-code"}
@@ -107,6 +110,10 @@ def one_thread(found: Outcome, _: Outcome) -> bool:
     return found.property("INFERENCE_NUM_THREADS") == "1"
 
 
+def read_first(name: str) -> Any:
+    return json.loads(Path(name).read_text(encoding="utf-8").partition("\n")[0])
+
+
 SHARED: dict[str, Case] = {
     "draft": Case(("--draft",), lambda found, base: bool(found.lm.draft) and not base.lm.draft),
     "lookahead": Case(DRAFT, lambda f, b: f.stats.proposed > 0 == b.stats.proposed, ("--draft", "--lookahead", "0")),
@@ -116,12 +123,12 @@ SHARED: dict[str, Case] = {
         ("--draft", "lookup", "--lookahead", "4", "-n", "40"),
     ),
     "accept": Case((*DRAWN, *DRAFT, "-n", "30", "--accept", "rejection"), other_text, (*DRAWN, *DRAFT, "-n", "30")),
-    "max_tokens": Case(("--max-tokens", "3"), lambda found, base: len(found.tokens) == 3 < len(base.tokens)),
+    "max_tokens": Case(("-n", "-1", *ENDS, "--min-tokens", "15"), lambda f, b: len(f.tokens) == 16 > len(b.tokens)),
     "min_tokens": Case((*ENDS, "--min-tokens", "4"), lambda f, b: len(f.tokens) == 5 > len(b.tokens), ENDS),
     "ignore_eos": Case((*ENDS, "--ignore-eos"), lambda f, b: len(f.tokens) == 12 > len(b.tokens), ENDS),
     "stop": Case(("--stop", "TEXT"), lambda f, b: f.stopped and len(f.text) < len(b.text)),
     "stop_ids": Case(("--stop-id", "STOP"), lambda f, b: f.stopped and len(f.tokens) < len(b.tokens)),
-    "temperature": Case(DRAWN, other_text),
+    "temperature": Case(("--temp", *DRAWN[1:]), other_text),
     "top_k": Case((*DRAWN, "--top-k", "1"), lambda f, b: f.tokens == b.tokens),
     "top_p": Case((*DRAWN, "--top-p", "0.0001"), lambda f, b: f.tokens == b.tokens),
     "min_p": Case((*DRAWN, "--min-p", "1"), lambda f, b: f.tokens == b.tokens),
@@ -134,6 +141,16 @@ SHARED: dict[str, Case] = {
     "n": Case((*DRAWN, "--samples", "2"), lambda f, b: len(f.rows) == 2 * len(b.rows)),
     "logprobs": Case(("--logprobs", "2"), lambda f, _: len(json.loads(f.out)["logprobs"]) == 12),
     "json_schema": Case(("--json-schema", '{"enum": ["yes"]}'), text_is('"yes"')),
+    "json_schema_mode": Case((*ODD, "--json-schema-mode", "checked"), lambda f, _: int(f.text) in range(10)),
+    "retries": Case(
+        (*DRAWN, *ODD, "--json-schema-mode", "checked", "--retries", "20"), lambda f, _: int(f.text) in (1, 3, 5, 7, 9)
+    ),
+    "additional_properties": Case(
+        ("--json-schema", ONE_NULL, "--no-additional-properties"), lambda f, _: json.loads(f.text) == {"a": None}
+    ),
+    "compact_json": Case(
+        ("--json-schema", ONE_NULL[:-1] + ', "additionalProperties": false}', "--compact-json"), text_is('{"a":null}')
+    ),
     "regex": Case(("--regex", "yes|no"), text_is("yes", "no")),
     "grammar": Case(("--grammar", "grammar.lark"), text_is("yes", "no")),
     "gbnf": Case(("--gbnf", "grammar.gbnf"), text_is("yes", "no")),
@@ -156,9 +173,12 @@ SHARED: dict[str, Case] = {
     "verify": Case(("--verify",), refusal("changed since it was exported")),
 }
 OWN: dict[tuple[str, str], Case] = {
+    ("chat", "retries"): Case(
+        (*DRAWN, *ODD, "--json-schema-mode", "checked", "--retries", "2"), refusal("can't be combined with a session")
+    ),
     ("chat", "n"): Case((*DRAWN, "--samples", "2"), refusal("--samples can't be combined with a chat")),
     ("chat", "logprobs"): Case(("--logprobs", "2"), refusal("--logprobs can't be shown in a chat")),
-    ("batch", "logprobs"): Case(("--logprobs", "2"), refusal("--logprobs is not available in a batch")),
+    ("batch", "logprobs"): Case(("--logprobs", "2"), lambda *_: len(read_first("out.jsonl")["logprobs"]) == 12),
     ("chat", "heal"): Case(("--heal",), refusal("--heal can't be combined with a chat")),
     ("chat", "constrain_from"): Case(("--regex", "a", "--constrain-from", "("), refusal("'(' is not in the prompt")),
 }

@@ -107,6 +107,7 @@ TO_COMPRESSION = {
 TO_EXPORT = {
     "draft_layers": ("--draft-layers", "2", 2),
     "evaluate": ("--evaluate", "notes.txt", Path("notes.txt")),
+    "overwrite": ("--overwrite", None, True),
     "trust_remote_code": ("--trust-remote-code", None, True),
 }
 OTHERS_OF_EXPORT = {"draft", "output", "list_pairs", "weight_format", "draft_weight_format"}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import re
 import shutil
 import socket
@@ -135,15 +136,37 @@ def test_text_is_never_markup(page: Page) -> None:
     press(page, HOSTILE, "lookup, then draft model", tokens=100)
     assert texts(page) == [HOSTILE + HOSTILE.strip()] * 2
     assert page.locator(".results").locator("b, img").count() == 0
-    assert "forced by the regex" in page.inner_text(".legend")
+    assert "forced by the grammar" in page.inner_text(".legend")
     assert colour(page, "forced") != page.locator(".legend .target").evaluate(COLOUR)
 
 
 @needs_chromium
+def test_a_schema_top_p_and_no_draft(page: Page, load: Callable[..., ovspec.LanguageModel]) -> None:
+    """A schema forces tokens without any draft; a top-p of 0.01 draws what greedy decoding chooses."""
+    press(page, PROMPTS[3], "no draft")
+    expected = load().generate(PROMPTS[3], max_tokens=60)
+    assert texts(page) == [PROMPTS[3] + expected.text] * 2
+    assert "nothing was proposed" in page.inner_text(".verdict")
+    page.click("text=Sampling and grammar")
+    page.fill("#top-p input[type=number]", "0.01")
+    press(page, "import os", "no draft")
+    page.wait_for_selector(".error:has-text('need a temperature above 0')")
+    page.fill("#temperature input[type=number]", "1")
+    press(page, PROMPTS[3], tokens=20)
+    assert texts(page) == [PROMPTS[3] + load().generate(PROMPTS[3], max_tokens=20).text] * 2
+    page.fill("#schema textarea", '{"const": {"name": "Tom"}}')
+    press(page, "x = ", "no draft")
+    page.wait_for_selector(".speculative .token.forced")
+    plain, speculative = texts(page)
+    assert plain == speculative
+    assert json.loads(str(plain).removeprefix("x = ")) == {"name": "Tom"}
+
+
+@needs_chromium
 def test_what_cannot_be_done_is_said_in_a_sentence(page: Page) -> None:
-    press(page, "import os", tokens=5000)
+    press(page, "import os", tokens=0)
     page.wait_for_selector(".error")
-    assert "context is 2048; shorten the prompt or lower max_tokens." in page.inner_text(".error")
+    assert "`max_tokens` is 0; it must be at least 1, or -1" in page.inner_text(".error")
     press(page, "import os", lookahead="<i>few</i>")
     page.wait_for_selector(".error:has-text('lookahead')")
     assert page.inner_text(".error") == "The lookahead is <i>few</i>; it must be auto or a number of at least 1."
@@ -170,7 +193,7 @@ def test_it_fits_a_narrow_window(page: Page, update_docs: bool) -> None:
 def test_one_text_after_the_other(load: Callable[..., ovspec.LanguageModel], monkeypatch: pytest.MonkeyPatch) -> None:
     """What is shown grows, and nothing is speculated before the plain text is whole; both get the same seed."""
     monkeypatch.setattr(compare_app, "REFRESH", 0)
-    options: dict[str, Any] = compare_app.options_of(40, 1.0, None, "")
+    options: dict[str, Any] = compare_app.options_of(40, 1.0, 1.0, None, "", "")
     pages = list(compare_app.compare(load(draft="lookup,draft"), PROMPTS[0], options, 4))
     counts = [[side.count('class="token') for side in re.split('<section class="speculative">', p)] for p in pages]
     counts = [(plain - 3, speculative) for plain, speculative in counts]  # the legend has three

@@ -79,7 +79,7 @@ def test_every_drafter_gives_the_plain_text(
             assert {name for s in stats for name in s.drafters} <= {
                 "model": {"draft"},
                 "chain": {"draft", "lookup"},
-            }.get(draft, {"lookup" if draft == "lookup" else "own"})
+            }.get(draft, {"lookup" if draft == "lookup" else "Earlier"})
 
 
 @pytest.mark.parametrize("draft", DRAFTS)
@@ -92,6 +92,55 @@ def test_rejection_proposes_and_ends_the_same_way(load: Load, draft: str) -> Non
     assert sum(result.stats.accepted for result in twice[0]) > 0
     without = lm.generate(SOME[0], lookahead=0, **options)
     assert without.token_ids == lm.generate(SOME[0], **options | {"accept": "compare", "lookahead": 0}).token_ids
+
+
+class Failing(Earlier):
+    """Proposes until ``error`` is set, which ``where`` then raises."""
+
+    def __init__(self, error: BaseException, where: str) -> None:
+        self.error, self.where = error, where
+
+    def reset(self, rows: int) -> None:
+        if self.where == "reset" and rows:
+            raise self.error
+
+    def guess(self, tokens: np.ndarray, budget: int) -> Iterable[int]:
+        if self.where == "guess":
+            raise self.error
+        return super().guess(tokens, budget)
+
+
+@pytest.mark.parametrize("where", ["guess", "reset"])
+@pytest.mark.parametrize("chained", [False, True])
+def test_a_drafter_that_fails_is_named(load: Load, where: str, chained: bool) -> None:
+    lm, error = load(draft=True), ValueError("no idea.")
+
+    def drafting(drafter: Any) -> ovspec.LanguageModel:
+        return lm.with_drafters(parse_draft(["lookup", drafter] if chained else drafter))
+
+    said = "^The drafter Failing raised ValueError: no idea; correct it, or leave it out.$"
+    with pytest.raises(ovspec.OvspecError, match=said) as raised:
+        drafting(Failing(error, where)).generate("a b c", max_tokens=20, lookahead=3)
+    assert raised.value.__cause__ is error
+    with pytest.raises(KeyboardInterrupt):
+        drafting(Failing(KeyboardInterrupt(), where)).generate("a b c", max_tokens=20, lookahead=3)
+
+    def make() -> Any:
+        raise error
+
+    with pytest.raises(ovspec.OvspecError, match="The drafter make raised ValueError"):
+        drafting(make).generate("a", max_tokens=4)
+
+
+def test_a_drafter_is_counted_by_its_own_name(load: Load) -> None:
+    class Named(Earlier):
+        name = "mine"
+
+    for drafter, name in ((Earlier(), "Earlier"), (lambda: Earlier(), "Earlier"), (Named, "mine"), (Named(), "mine")):
+        lm = load(draft=True).with_drafters(parse_draft(drafter))
+        pieces = list(lm.stream(PROMPTS[0], max_tokens=TOKENS, lookahead=3))
+        assert {source for piece in pieces for source in piece.sources} == {"target", name}
+        assert set(lm.generate(PROMPTS[0], max_tokens=TOKENS, lookahead=3).stats.drafters) == {name}
 
 
 @pytest.mark.parametrize("draft", DRAFTS)
@@ -466,7 +515,7 @@ def test_lookup_corpus(load: Load, tmp_path: Path) -> None:
     assert load(draft="lookup").generate(PROMPTS[0], max_tokens=48, ignore_eos=True, lookahead=8).stats.rounds > 16
     with pytest.raises(ovspec.OvspecError, match="name a text file"):
         load(draft="lookup", lookup_corpus=(str(tmp_path / "none.txt"),))
-    with pytest.raises(ovspec.OvspecError, match="lookup_corpus needs lookup"):
+    with pytest.raises(ovspec.OvspecError, match="`lookup_corpus` needs lookup"):
         load(draft=True, lookup_corpus=(str(file),))
 
 

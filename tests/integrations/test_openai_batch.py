@@ -15,15 +15,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import openai.types
 import openai.types.chat
 import pytest
-from conftest import PROMPTS, ROOT
+import scipy.special
+from conftest import PROMPTS, ROOT, Reference
 
 import ovspec
 from ovspec.integrations.batch_run import Done, run_file, what_matters
 from ovspec.integrations.openai_batch import BatchRequest, read_request, read_requests
 from ovspec.options import GENERATE
+from ovspec.verify import result_from_json
 
 DEMO = ROOT / "models" / "demo"
 
@@ -94,6 +97,78 @@ def test_plain_prompts(lm: ovspec.LanguageModel, tmp_path: Path) -> None:
         assert line["generated_tokens"] == length
 
 
+def prompt_logprobs(reference: Reference, ids: list[int]) -> np.ndarray:
+    """Return log-probabilities (n - 1, vocab) that predict each of ``ids`` but the first, by Hugging Face."""
+    return scipy.special.log_softmax(reference.logits(ids).astype(np.float64), axis=-1)[:-1]
+
+
+def test_several_prompts_logprobs_and_echo(
+    load: Callable[..., ovspec.LanguageModel], reference: Reference, tmp_path: Path
+) -> None:
+    """Choices come prompt by prompt; log-probabilities are those of Hugging Face; ``ovspec verify`` reads the lines."""
+    lm = load("lookup,draft")
+    tokenizer = lm.tokenizer
+    prompts = ["import os\n\n", PROMPTS[1], "def f(\N{SNOWMAN}"]
+    several = {"prompt": prompts, "max_tokens": 6, "n": 2, "temperature": 1, "seed": 4, "logprobs": 2, "echo": True}
+    ids = {"prompt": [tokenizer.encode(prompt).tolist() for prompt in prompts], "max_tokens": 5, "echo": True}
+    messages = [{"role": "user", "content": "Write a loop."}]
+    chat = {"messages": messages, "max_tokens": 6, "logprobs": True, "top_logprobs": 3, "stop": ["\n"]}
+    written = run(
+        lm,
+        tmp_path / "run",
+        [
+            {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": several},
+            {"custom_id": "b", "method": "POST", "url": "/v1/completions", "body": ids},
+            {"custom_id": "c", "method": "POST", "url": "/v1/chat/completions", "body": chat},
+            {"prompt": prompts[:2], "max_tokens": 4, "logprobs": 1},
+            {"prompt": prompts[0], "max_tokens": 4, "logprobs": False},
+        ],
+        logprobs=0,
+    )
+    bodies = [line["response"]["body"] for line in written[:3]]
+    texts = openai.types.Completion.construct(**bodies[0])
+    expected = lm.samples(prompts, n=2, max_tokens=6, temperature=1, seed=4)
+    assert [choice.index for choice in texts.choices] == list(range(6))
+    assert texts.usage
+    assert texts.usage.prompt_tokens == sum(results[0].stats.prompt_tokens for results in expected)
+    for choice, (prompt, result) in zip(
+        texts.choices, [(prompts[at // 2], expected[at // 2][at % 2]) for at in range(6)], strict=True
+    ):
+        assert choice.text == prompt + result.text
+        found, before = choice.logprobs, tokenizer.encode(prompt).tolist()
+        assert found and found.tokens and found.text_offset and found.token_logprobs and found.top_logprobs
+        whole = before + result.token_ids
+        logprobs = prompt_logprobs(reference, whole)
+        assert found.tokens[: len(whole)] == [tokenizer.token_text(token) for token in whole[: len(found.tokens)]]
+        assert (found.token_logprobs[0], found.top_logprobs[0]) == (None, None)
+        wanted = [logprobs[at, token] for at, token in enumerate(whole[1 : len(found.tokens)])]
+        np.testing.assert_allclose(found.token_logprobs[1:], wanted, atol=2e-3)
+        for name, at in zip(found.tokens, found.text_offset, strict=True):
+            assert "\\x" in name or choice.text.startswith(name, at)
+        tops = zip(found.tokens, found.top_logprobs, strict=True)
+        assert all(len(top) in (2, 3) and name in top for name, top in tops if top)
+    echoed = openai.types.Completion.model_validate(
+        bodies[1] | {"choices": [{**each, "logprobs": None} for each in bodies[1]["choices"]]}, strict=True
+    )
+    alone = [lm.generate(prompt, max_tokens=5).text for prompt in prompts]
+    assert [choice.text for choice in echoed.choices] == [one + two for one, two in zip(prompts, alone, strict=True)]
+    assert bodies[1]["choices"][0]["logprobs"]["top_logprobs"] is None, "logprobs=0, which the whole file asks for"
+    answer = openai.types.chat.ChatCompletion.model_validate(bodies[2], strict=True)
+    content = answer.choices[0].logprobs and answer.choices[0].logprobs.content
+    assert content
+    spelt = b"".join(bytes(each.bytes or []) for each in content).decode("utf-8", "replace")
+    assert spelt.startswith(answer.choices[0].message.content or "")
+    assert all(len(each.top_logprobs) == 3 and each.top_logprobs[0].logprob >= each.logprob for each in content)
+    assert answer.usage and answer.usage.prompt_tokens_details
+    assert answer.usage.prompt_tokens_details.cached_tokens == 0
+    assert [text["text"] for text in written[3]["samples"]] == [lm.generate(p, max_tokens=4).text for p in prompts[:2]]
+    assert all(len(text["logprobs"]) == 4 and text["logprobs"][0]["text"] for text in written[3]["samples"])
+    assert "logprobs" not in written[4]
+    checked = [lm.verify(result_from_json(choice)) for body in bodies for choice in body["choices"]]
+    assert len(checked) == 10
+    assert all(found.ok for found in checked)
+
+
 def test_a_text_file_has_a_prompt_a_line(tmp_path: Path) -> None:
     file = tmp_path / "prompts.txt"
     file.write_bytes(b'def a(\r\n\r\n{"x": 1}\n')
@@ -108,13 +183,21 @@ def test_a_text_file_has_a_prompt_a_line(tmp_path: Path) -> None:
         ("{}", "either a prompt or messages"),
         ('{"prompt": "a", "messages": []}', "either a prompt or messages"),
         ('{"messages": []}', "list of objects"),
-        ('{"prompt": ["a", "b"]}', "one string"),
+        ('{"prompt": ["a", 5]}', "or a list of these"),
         ('{"prompt": true}', "one string"),
+        ('{"prompt": "a", "echo": 1}', "echo must be true or false"),
+        ('{"messages": [{"role": "user", "content": "a"}], "echo": true}', "echo can't be combined with messages"),
+        ('{"prompt": "a", "logprobs": -1}', "logprobs is -1; it must be 0 or more"),
+        ('{"prompt": "a", "top_logprobs": 2}', "needs logprobs to be true"),
+        ('{"prompt": "a", "logprobs": true, "top_logprobs": "x"}', "top_logprobs is 'x', which has the wrong type"),
+        ('{"prompt": "a", "temprature": 1}', "temprature can't be set in a batch request; did you mean temperature?"),
+        ('{"url": "/v1/completions", "body": {"prompt": "a"}, "max_tokens": 5}', "max_tokens must be inside of body"),
+        ('{"url": "/v1/completions", "body": {"prompt": "a"}, "customid": 5}', "did you mean custom_id?"),
         ('{"prompt": "a", "temperature": "hot"}', "wrong type"),
-        ('{"prompt": "a", "temperature": -1}', "temperature is -1"),
+        ('{"prompt": "a", "temperature": -1}', "`temperature` is -1"),
         ('{"prompt": "a", "max_tokens": 1.5}', "wrong type"),
         ('{"prompt": "a", "max_tokens": true}', "wrong type"),
-        ('{"prompt": "a", "max_tokens": 1000000}', "context"),
+        ('{"prompt": "a", "max_tokens": 0}', "at least 1, or -1"),
         (f'{{"prompt": "a", "max_tokens": 1{"0" * 400}}}', "at least 1"),
         (f'{{"prompt": "a", "presence_penalty": 1{"0" * 400}}}', "a number from -3e38 to 3e38"),
         (f'{{"prompt": "a", "logit_bias": {{"5": 1{"0" * 400}}}}}', "logit_bias must"),
@@ -147,9 +230,11 @@ def test_one_bad_line_does_not_stop_the_rest(lm: ovspec.LanguageModel, tmp_path:
 
 
 def test_ids_that_come_twice(lm: ovspec.LanguageModel, tmp_path: Path) -> None:
-    written = run(lm, tmp_path, [{"id": "a", "prompt": "x"}, {"id": "a", "prompt": "y"}, {"id": 3, "prompt": "z"}, "w"])
-    assert [line["id"] for line in written] == ["a", "line 2", "3", "4"]
-    assert "twice" in written[1]["error"]
+    written = run(lm, tmp_path, [{"id": "a", "prompt": "x"}, {"id": "a", "prompt": "y"}, {"id": 3, "prompt": "z"}, 5])
+    assert [line["id"] for line in written] == ["a", "2", "3", "4"], "what has no id of its own is named by its line"
+    assert "'a' is used twice" in written[1]["error"]
+    written = run(lm, tmp_path / "taken", [{"id": "2", "prompt": "x"}, "y", {"id": 2, "prompt": "z"}])
+    assert [line["id"] for line in written] == ["2", "line 2", "3"]
 
 
 def test_what_is_done_is_not_done_again(lm: ovspec.LanguageModel, tmp_path: Path) -> None:
@@ -251,12 +336,19 @@ def test_wrong_usage(tmp_path: Path, ovspec_command: Callable[..., subprocess.Co
         ((file, "-o", output, "--draft", "none", "--lookahead", "3"), 2, "--draft"),
         ((file, "-o", output, "--system", "x"), 2, "--chat"),
         ((file, "-o", "-"), 2, "name a file"),
+        (("-", "-o", output), 2, "stdin: contains no text"),
     ):
         done = ovspec_command("batch", *arguments)
         assert (done.returncode, message in done.stderr) == (code, True), done.stderr
         assert "Traceback" not in done.stderr
     assert read_lines(there) == ["precious"]
     assert not output.exists()
+
+
+def test_requests_on_stdin(tmp_path: Path, ovspec_command: Callable[..., subprocess.CompletedProcess[str]]) -> None:
+    done = ovspec_command("batch", DEMO, "-", "-o", tmp_path / "out", "-n", "3", stdin='"import os"\n{"prompt": "a"}\n')
+    assert done.returncode == 0, done.stderr
+    assert [(line["id"], line["generated_tokens"]) for line in read_lines(tmp_path / "out")] == [("1", 3), ("2", 3)]
 
 
 def test_each_line_has_its_own_grammar(lm: ovspec.LanguageModel, tmp_path: Path) -> None:
@@ -324,7 +416,7 @@ def test_a_hostile_value_of_any_option_costs_only_its_line(lm: ovspec.LanguageMo
     assert len(written) == found.total == len(lines) + 1
     assert found.failed > len(lines) / 2
     assert written[-1]["text"] == lm.generate(PROMPTS[0], max_tokens=6).text
-    assert "n is" in written[-3]["error"] and "token" in written[-2]["error"]
+    assert "`n` is" in written[-3]["error"] and "token" in written[-2]["error"]
     assert not any("Traceback" in str(line.get("error")) for line in written)
 
 

@@ -14,6 +14,7 @@ from click.testing import CliRunner
 import ovspec
 import ovspec.ir.compile
 import ovspec.loading
+from ovspec import progress
 from ovspec.cli import cli
 from ovspec.loop.row import Row
 
@@ -54,8 +55,14 @@ class Outcome:
 LOADED: dict[str, tuple[Any, bool]] = {}
 
 
-def runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cache_dir: Path) -> Iterator[Callable[..., Outcome]]:
-    """Yield a function that runs a command in this process. Models are loaded once for each set of options."""
+def runs(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cache_dir: Path, quiet: float = 600.0
+) -> Iterator[Callable[..., Outcome]]:
+    """Yield a function that runs a command in this process. Models are loaded once for each set of options.
+
+    ``quiet``: seconds after which a step of the command is shown.
+    """
+    monkeypatch.setattr(progress, "QUIET", quiet)
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache_dir))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("OVSPEC_TUNE", "1")

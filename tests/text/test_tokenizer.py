@@ -51,6 +51,19 @@ def test_streams_whole_characters_only(tokenizer: Tokenizer, text: str) -> None:
     assert "".join(pieces) + detokenizer.flush() == text
 
 
+def test_the_text_of_each_token(tokenizer: Tokenizer, reference: Reference, pair: Path) -> None:
+    """Special tokens are written out, and bytes of a part of a character are told apart."""
+    ids = tokenizer.encode("def f(\N{SNOWMAN}\N{GRINNING FACE}):").tolist()
+    whole = b"".join(map(tokenizer.token_bytes, ids)).decode()
+    assert whole == reference.tokenizer.decode(ids)
+    assert "\\x" in "".join(map(tokenizer.token_text, ids)), "no character is split into tokens here"
+    eos = reference.tokenizer.eos_token_id
+    assert tokenizer.token_text(eos) == reference.tokenizer.decode([eos]) != ""
+    window = Tokenizer(pair)
+    window.vocabulary = None
+    assert [window.token_text(token) for token in ids[:2]] == [tokenizer.token_text(token) for token in ids[:2]]
+
+
 def test_window_detokenizer_agrees(tokenizer: Tokenizer, pair: Path) -> None:
     """The window detokenizer is used if the bytes of a vocabulary's tokens aren't known."""
     for text in [*TEXTS[:11], *PROMPTS[:3]]:

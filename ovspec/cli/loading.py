@@ -1,0 +1,32 @@
+"""Load a model for a command."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ovspec.progress import step
+
+if TYPE_CHECKING:
+    from ovspec.model import LanguageModel
+
+
+def load(
+    folder: Path | None, *draft: Any, session: Path | None = None, chat: bool = False, **options: Any
+) -> LanguageModel:
+    """Return ``ovspec.load(folder, *draft, **options)``, and say so while it takes long.
+
+    Raises OvspecError at once if ``session`` is a file but no session of this model, or if a ``chat`` is wanted and
+    the model has no chat template.
+    """
+    with step(f"{folder or 'demo pair'}: loading"):
+        import ovspec
+        from ovspec.loading import model_folder
+        from ovspec.session_file import check_session
+        from ovspec.text.chat_template import chat_template
+
+        if session and session.exists():
+            check_session(session, model_folder(folder))
+        if chat:
+            chat_template(model_folder(folder))
+        return ovspec.load(folder, *draft, **options)
