@@ -67,6 +67,8 @@ def click_option(name: str, kind: Any, option: Option, hidden: bool) -> Decorato
     """Return the command-line option of a declaration."""
     flags = option.flags or (flag(name),)
     help = option.help + f"  [default: {option.initially}]" * bool(option.initially)
+    if "/" in flags[0]:  # --yes/--no
+        return click.option(*flags, name, default=None, help=help, hidden=hidden)
     if bool in alternatives(kind) and not option.parse:
         negated = flags[0].startswith("--no-")
         return click.option(*flags, name, is_flag=True, flag_value=not negated, default=None, help=help, hidden=hidden)

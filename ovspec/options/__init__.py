@@ -164,6 +164,7 @@ class GenerateOptions(SamplingOptions, total=False):
         Option(
             "Whether objects may have properties beside those that the schema lists, where it doesn't say.",
             usual="yes, but no for pydantic models and response formats",
+            flags=("--additional-properties/--no-additional-properties",),
         ),
     ]
     compact_json: Annotated[

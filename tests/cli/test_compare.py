@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -41,9 +42,9 @@ def parted(load: Callable[..., ovspec.LanguageModel], monkeypatch: pytest.Monkey
     return lm
 
 
-def test_texts_that_part_end_with_exit_code_1(parted: ovspec.LanguageModel) -> None:
+def test_texts_that_part_end_with_exit_code_1(parted: ovspec.LanguageModel, pair: Path) -> None:
     """One turn is enough, and the report names the place, both tokens and the distance of their logits."""
-    done = CliRunner().invoke(generate, ["pair", PROMPTS[0], "--compare", "-n", "12", "--lookahead", "2"])
+    done = CliRunner().invoke(generate, [str(pair), PROMPTS[0], "--compare", "-n", "12", "--lookahead", "2"])
     assert done.exit_code == 1
     plain = parted.generate(PROMPTS[0], max_tokens=12, lookahead=0).token_ids
     logits = parted.next_logits([*parted.encode(PROMPTS[0]).tolist(), *plain[:3]])
@@ -55,7 +56,7 @@ def test_texts_that_part_end_with_exit_code_1(parted: ovspec.LanguageModel) -> N
     )
     assert sentence in done.stderr
 
-    done = CliRunner().invoke(generate, ["pair", PROMPTS[0], "--compare", "-n", "12", "--lookahead", "2", "--json"])
+    done = CliRunner().invoke(generate, [str(pair), PROMPTS[0], "--compare", "-n", "12", "--lookahead", "2", "--json"])
     report = json.loads(done.stdout)
     assert (done.exit_code, report["equal"]) == (1, False)
     assert report["part"]["after"] == 3

@@ -175,7 +175,7 @@ def test_an_error_leaves_the_prompt_whole(lm: ovspec.LanguageModel) -> None:
         session.append("import os.pa")
         held = session.sequence.tokens.tolist()
         for wrong in (
-            {"max_tokens": 10**6},
+            {"max_tokens": -2},
             {"top_k": 3},
             {"regex": "("},
             {"regex": "a", "choice": ["b"]},
