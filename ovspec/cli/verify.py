@@ -117,6 +117,8 @@ def recorded_options(made: dict[str, Any], runtime: dict[str, Any]) -> dict[str,
         named.pop("engine", None)
     properties = made.get("properties")
     properties = dict(properties) if isinstance(properties, dict) else {}
+    if "precision" in given and properties.get("KV_CACHE_PRECISION") == properties.get("INFERENCE_PRECISION_HINT"):
+        properties.pop("KV_CACHE_PRECISION", None)  # it followed from the precision that is replaced
     for name, replaced in (("precision", "INFERENCE_PRECISION_HINT"), ("kv_precision", "KV_CACHE_PRECISION")):
         if name in given:
             properties.pop(replaced, None)

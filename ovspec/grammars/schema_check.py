@@ -168,7 +168,7 @@ class Checker:
             case "$schema":
                 known = isinstance(value, str) and re.match(r"https?://json-schema\.org/(draft[-/]|schema)", value)
                 if not known:
-                    self.ignored.setdefault(key, at)
+                    self.ignored.setdefault(f"$schema {value!s:.80}", at)
             case "x-guidance":
                 raise OvspecError(f"{at}: this is allowed only at the top of the schema.")
 

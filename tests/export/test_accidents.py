@@ -53,7 +53,7 @@ def start(*arguments: str, limit: int | None = None) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-c", code, "export", "--overwrite", *arguments],
         stderr=subprocess.PIPE,
-        text=True,
+        encoding="utf-8",
         start_new_session=True,
         preexec_fn=limited if limit else None,
     )
