@@ -1,4 +1,7 @@
-"""llguidance as a worker of ``grammars.py``, by ``grammar_protocol.py``, with masks applied by numpy."""
+"""llguidance as a worker of ``grammars.py``, by ``grammar_protocol.py``.
+
+Schemas are compiled and masks applied as ovspec does.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,7 @@ from protocol import Refusal
 
 from ovspec.constraints.grammar import grammar_tokenizer as ovspec_tokenizer
 from ovspec.constraints.masks import masked
+from ovspec.grammars.json_schema import compiled
 from ovspec.grammars.limits import LIMITS
 
 Apply = Callable[[np.ndarray, np.ndarray], np.ndarray]
@@ -67,7 +71,7 @@ class Matcher:
 
     def __init__(self, tokenizer: LLTokenizer, apply: Apply, kind: str, source: str) -> None:
         if kind == "json":
-            grammar = LLMatcher.grammar_from_json_schema(source)
+            grammar = LLMatcher.grammar_from_lark(compiled(json.loads(source)).lark)
         elif kind == "lark":
             grammar = LLMatcher.grammar_from_lark(source)
         else:
