@@ -138,9 +138,10 @@ class Grammar(Constraint):
 
     def _computed(self, matcher: LLMatcher, position: Position) -> np.ndarray:
         mask = self._allowed(matcher)
-        if self._unique and position.followed and (suspects := self._unique.suspects(position.followed)):
-            allowed = [token for token in suspects if holds(mask, token)]
-            forbidden = self._unique.forbidden(position.followed, allowed, self._following(matcher))
+        if self._unique and position.followed and any(each.seen for each in position.followed.opened):
+            allowed = np.flatnonzero(np.unpackbits(mask, bitorder="little"))
+            suspects = self._unique.suspects(position.followed, allowed)
+            forbidden = self._unique.forbidden(position.followed, suspects, self._following(matcher))
             mask = mask & ~pack(forbidden, self._size)
         if not mask.any() and not matcher.is_stopped():
             raise OvspecError("No token of this model can continue the text within the grammar.")

@@ -9,8 +9,10 @@ import bisect
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
+
+import numpy as np
 
 from ovspec.grammars.shapes import found
 
@@ -19,22 +21,85 @@ Tracks = list[list[dict[str, Any]]]
 # A token -> (the tokens that a grammar allows after it, the same function for that place).
 Following = Callable[[int], tuple[list[int], "Following"]]
 CLOSERS = re.compile(rb"[\]},\s]")
-MOST_STEPS = 100  # looked ahead for a mask
+MOST_STEPS = 400  # looked ahead for a mask
+FEW = 300  # tokens that are all tried
+TOKEN = re.compile(r"""\s+|"(?:[^"\\]|\\.)*"|-?[0-9][0-9.eE+-]*|[a-z]+|[\[\]{}:,]""", re.DOTALL)
+NUMBER = re.compile(r"-?[0-9][0-9.eE+-]*")
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """An item as far as it is written. ``whole``: its finished tokens, written as ``compact`` does; ``tail``: the rest.
+
+    ``number``: the tail is a number.
+    """
+
+    whole: str
+    tail: str
+    number: bool = False
+
+    @classmethod
+    def of(cls, item: bytes) -> Begun:
+        text, at, whole = item.decode("utf-8", "replace"), 0, list[str]()
+        while found := TOKEN.match(text, at):
+            if found.end() == len(text) and found[0].strip('[]{}:," \t\r\n') and not found[0].endswith('"'):
+                break  # a number or a word, which may go on
+            whole.append(compact(found[0]) if found[0].strip() else "")
+            at = found.end()
+        tail = text[at:]
+        if tail.startswith('"'):
+            return cls("".join(whole), open_text(tail))
+        number = tail[:1] == "-" or tail[:1].isdigit()
+        # All that follows a 0 with an exponent is 0.
+        zero = number and "e" in tail.lower() and not tail.lower().partition("e")[0].strip("-0.")
+        return cls("".join(whole), "0e" if zero else tail, number)
+
+    def begins(self, text: str) -> bool:
+        """Return whether ``text``, a whole item, is like this one so far."""
+        if not text.startswith(self.whole):
+            return False
+        rest = text[len(self.whole) :]
+        if rest.startswith(self.tail) or not self.number:
+            return rest.startswith(self.tail)
+        other, mine = NUMBER.match(rest), re.sub(r"\.?([eE][+-]?)?$", "", self.tail)
+        return other is not None and compact("0" if mine == "-" else mine) == other[0]
+
+
+def open_text(begun: str) -> str:
+    """Return a string that hasn't ended, as ``compact`` writes it."""
+    begun = re.sub(r"\\(u[0-9a-fA-F]{0,3})?$", "", begun) if not begun.endswith("\\\\") else begun
+    return compact(begun + '"')[:-1]
+
+
+def compact(token: str) -> str:
+    """Return a token of JSON in the one spelling of its value."""
+    try:
+        return json.dumps(plain(json.loads(token, strict=False)), ensure_ascii=False)
+    except ValueError:  # a bracket, a comma or a colon
+        return token
+
+
+@dataclass
+class Search:
+    """A search for a way on from some tokens. ``known``: whether a begun item leads nowhere."""
+
+    left: int = MOST_STEPS
+    known: dict[Begun, bool] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class Open:
     """An array or object that has begun.
 
-    ``seen``: the items so far, if they must differ; ``texts``: as they were written. ``start``: where the current item
-    begins in the text.
+    ``seen``: the items so far, if they must differ; ``texts``: as ``compact`` writes their tokens. ``start``: where the
+    current item begins in the text.
     ``numbers``: the tracks of the whole; ``inner``: those of the current item or property.
     """
 
     array: bool
     numbers: tuple[int, ...]
     seen: frozenset[str] | None = None
-    texts: tuple[bytes, ...] = ()
+    texts: tuple[str, ...] = ()
     index: int = 0
     start: int = -1
     inner: tuple[int, ...] = ()
@@ -65,6 +130,9 @@ class UniqueItems:
         known = [(text, i) for i, text in enumerate(vocabulary) if text]
         self._sorted = sorted(known)
         self._closing = [i for text, i in known if CLOSERS.search(text) or text.count(b'"') > 1]
+        self._quoting = [i for text, i in known if b'"' in text]
+        self._numeric = [i for text, i in known if not text.strip(b"0123456789.eE+-")]
+        self._zeros = [i for text, i in known if not text.strip(b"0.eE+-")]
 
     def after(self, followed: Followed, token: int) -> Followed | None:
         """Return ``followed`` with ``token`` behind it; None if that completes an item that is there already."""
@@ -81,21 +149,26 @@ class UniqueItems:
             tokens: ids that the grammar allows; only those that ``suspects`` returns can be forbidden.
             following: returns (what is allowed after a token, itself for that place), as the grammar says.
         """
-        left = [MOST_STEPS]
-        return [token for token in tokens if self._leads_nowhere(followed, token, following, left)]
+        search = Search()
+        return [token for token in tokens if self._leads_nowhere(followed, token, following, search)]
 
-    def suspects(self, followed: Followed) -> list[int]:
-        """Return the ids of tokens that might repeat an item, or begin one like an item that is there already."""
+    def suspects(self, followed: Followed, allowed: np.ndarray) -> list[int]:
+        """Return those of the ``allowed`` ids (n,) that might repeat an item, or begin one like an earlier item."""
         begun = [each for each in followed.opened if each.seen]
         if not begun:
             return []
-        found = set(self._closing)
+        if len(allowed) <= FEW:
+            return allowed.tolist()
+        found = set(self._quoting if followed.within == "string" else self._closing)
         for each in begun:
-            item = followed.text[each.start :] if each.start >= 0 else b""
+            item = Begun.of(followed.text[each.start :] if each.start >= 0 else b"")
+            if "e" in item.tail.lower() and item.number:
+                found.update(self._numeric)
+            found.update(self._zeros)
             for text in each.texts:
-                if text.startswith(item):
-                    found.update(self._near(text[len(item) :]))
-        return sorted(found)
+                if item.begins(text):
+                    found.update(self._near(text[len(item.whole) + len(item.tail) :].encode()))
+        return [token for token in allowed.tolist() if token in found]
 
     def _near(self, rest: bytes) -> Iterator[int]:
         """Yield the ids of tokens that ``rest`` begins with."""
@@ -107,26 +180,34 @@ class UniqueItems:
                 yield self._sorted[at][1]
                 at += 1
 
-    def _leads_nowhere(self, followed: Followed, token: int, following: Following, left: list[int]) -> bool:
+    def _leads_nowhere(self, followed: Followed, token: int, following: Following, search: Search) -> bool:
         after = self.after(followed, token)
         if after is None:
             return True
-        if not self._resembles(after) or left[0] <= 0:
+        state = self._resembling(after)
+        if state is None:
             return False
-        left[0] -= 1
-        tokens, further = following(token)
-        # White space can't lead where nothing else does.
-        tokens = [each for each in tokens if (self._vocabulary[each] or b"x").strip()]
-        return bool(tokens) and all(self._leads_nowhere(after, each, further, left) for each in tokens)
+        if state not in search.known:
+            if not search.left:
+                return False
+            search.left -= 1
+            search.known[state] = True  # what leads only back to itself leads nowhere
+            tokens, further = following(token)
+            # White space can't lead where nothing else does.
+            tokens = [each for each in tokens if (self._vocabulary[each] or b"x").strip()]
+            search.known[state] = bool(tokens) and all(
+                self._leads_nowhere(after, each, further, search) for each in tokens
+            )
+        return search.known[state]
 
-    def _resembles(self, followed: Followed) -> bool:
-        """Return whether a new item is like an earlier one so far."""
+    def _resembling(self, followed: Followed) -> Begun | None:
+        """Return the item that has begun, or must follow, if it is like an earlier one so far."""
         for each in followed.opened:
-            if each.seen:
-                item = followed.text[each.start :] if each.start >= 0 else b""
-                if any(text.startswith(item) for text in each.texts):
-                    return True
-        return False
+            if each.seen and (each.start >= 0 or followed.text.rstrip().endswith(b",")):
+                item = Begun.of(followed.text[each.start :] if each.start >= 0 else b"")
+                if any(item.begins(text) for text in each.texts):
+                    return item
+        return None
 
     def follow(self, followed: Followed, more: bytes) -> Followed | None:
         """Return ``followed`` with ``more`` behind it; None if that completes an item that is there already."""
@@ -212,19 +293,21 @@ class UniqueItems:
         item = canonical(json.loads(text[around.start :], strict=False))
         if item in around.seen:
             return False
-        texts = (*around.texts, text[around.start :].rstrip())
+        tokens = TOKEN.findall(text[around.start :].decode("utf-8", "replace"))
+        texts = (*around.texts, "".join(compact(token) for token in tokens if token.strip()))
         opened[-1] = replace(around, index=around.index + 1, start=-1, seen=around.seen | {item}, texts=texts)
         return True
 
 
 def canonical(value: Any) -> str:
     """Return a text that is the same for equal values, as JSON Schema compares them."""
-
-    def plain(each: Any) -> Any:
-        if isinstance(each, float) and each.is_integer():
-            return int(each)
-        if isinstance(each, list):
-            return [plain(one) for one in each]
-        return {name: plain(one) for name, one in each.items()} if isinstance(each, dict) else each
-
     return json.dumps(plain(value), sort_keys=True, ensure_ascii=False)
+
+
+def plain(value: Any) -> Any:
+    """Return a value of JSON with integers instead of equal fractions."""
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, list):
+        return [plain(each) for each in value]
+    return {name: plain(each) for name, each in value.items()} if isinstance(value, dict) else value

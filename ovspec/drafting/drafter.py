@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -95,7 +96,8 @@ class Drafter:
     def _proposal(self, row: RoundRow, budget: int) -> Proposal:
         if not budget:
             return NOTHING
-        tokens = np.array([int(guess) for guess in self.guess(row.sequence.tokens, budget)][:budget], dtype=np.int64)
+        guesses = itertools.islice(self.guess(row.sequence.tokens, budget), budget)
+        tokens = np.array([int(guess) for guess in guesses], dtype=np.int64)
         unknown = self.vocabulary.first_unknown(tokens)
         if unknown is not None:
             tokens = tokens[: int((tokens == unknown).argmax())]

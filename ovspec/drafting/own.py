@@ -18,6 +18,9 @@ class OwnDrafter(Drafter):
     Args:
         own: the drafter, or what makes it.
         known: the ids that it may propose.
+
+    Raises:
+        OvspecError: it isn't a drafter.
     """
 
     def __init__(self, own: Drafter | Callable[[], Drafter], known: KnownIds) -> None:
@@ -27,6 +30,8 @@ class OwnDrafter(Drafter):
             self._drafter = own  # type: ignore[assignment]
         else:
             self._drafter = self._call(own)  # type: ignore[arg-type]
+        if not isinstance(self._drafter, Drafter):
+            raise OvspecError(f"The drafter {self.name} isn't an `ovspec.Drafter`; make its class a subclass of it.")
         self._drafter.name = self.name = getattr(self._drafter, "name", "") or type(self._drafter).__name__
         self._drafter.vocabulary = known
 

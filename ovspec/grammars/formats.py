@@ -12,4 +12,12 @@ FORMATS = ("date-time", "time", "date", "duration", "email", "hostname", "ipv4",
 FOURTH = "(0[48]|[2468][048]|[13579][26])"  # two digits divisible by four, except 00
 YEAR = "([0-9]{3}[1-9]|[0-9]{2}[1-9][0-9]|[0-9][1-9][0-9]{2}|[1-9][0-9]{3})"
 DATE = f"({YEAR}-((0[13-9]|1[0-2])-[0-9]{{2}}|02-([01][0-9]|2[0-8]))|([0-9]{{2}}{FOURTH}|{FOURTH}00)-02-29)"
-STRICTER = {"date": f"^{DATE}", "date-time": f"^{DATE}.{{7}}[0-5]", "time": "^.{6}[0-5]"}
+# Neither does it bound digits, which a model may then write forever.
+SECONDS = r"[0-5][0-9](\.[0-9]{1,9})?[Zz+-].{0,5}$"
+STRICTER = {
+    "date": f"^{DATE}",
+    "date-time": f"^{DATE}.{{7}}{SECONDS}",
+    "time": f"^.{{6}}{SECONDS}",
+    "duration": "^P(T?[0-9]{1,6}[YMWDHS])+$",
+    "email": "^[^@]{1,64}@[^@]{1,63}$",
+}

@@ -22,6 +22,7 @@ from ovspec.grammars.shapes import (
     Node,
     Numbers,
     Objects,
+    Refused,
     Shape,
     Strings,
     both,
@@ -233,8 +234,8 @@ def refusal(at: str, kind: str, nodes: Nodes) -> Shape:
 def other_types(types: set[str], at: str, nodes: Nodes) -> Shape:
     kinds: dict[str, tuple[Alternative, ...]] = {kind: (make(),) for kind, make in KINDS.items() if kind not in types}
     if "integer" in types and "number" not in types:
-        kinds |= nodes.refused(at, "numbers that aren't integers can't be told apart", "number").kinds
-        kinds = {kind: some for kind, some in kinds.items() if kind not in types}
+        others = nodes.refused(at, "numbers that aren't integers can't be told apart", "number").kinds["number"]
+        kinds["number"] = tuple(replace(each, fractions=True) if isinstance(each, Refused) else each for each in others)
     return Shape(kinds)
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from dataclasses import replace
 
 from ovspec.errors import OvspecError
 from ovspec.grammars import numbers
 from ovspec.grammars.schema_rules import Rules, quoted
-from ovspec.grammars.shapes import Arrays, Booleans, Nulls, Numbers, Strings, both
+from ovspec.grammars.shapes import Arrays, Booleans, Node, Nulls, Numbers, Strings, both
 
 MOST_STATES = 20_000  # of one object or array
 MOST_ORDERED = 5  # values or properties that may come in any order
@@ -54,26 +55,36 @@ def containing(rules: Rules, each: Arrays, comma: str) -> str:
         rules.refuse(rules.schemas.place(wanted), "contains can't be enforced with others or with such large bounds")
         return array(rules, replace(each, contains=()))
 
+    @functools.cache
+    def options(count: int, matched: int) -> list[tuple[Node, int, int]]:
+        """Return (item, new count, new number of matches) for each item that may follow ``count`` items."""
+        item, after = each.item(count), min(count + 1, sizes)
+        # Where the number of matches is limited, the others must not match.
+        other = both(item, rules.schemas.opposite(wanted)) if most is not None else item
+        found = [(both(item, wanted), after, min(matched + 1, matches))] if most is None or matched < most else []
+        found += [(other, after, matched)]
+        return [one for one in found if not rules.schemas.empty(one[0])] if count != each.most else []
+
+    @functools.cache
+    def ends(count: int, matched: int) -> bool:
+        """Return whether the array can come to its end."""
+        further = (state[1:] for state in options(count, matched) if state[1:] != (count, matched))
+        return (count >= each.least and matched >= least) or any(ends(*state) for state in further)
+
     def state(count: int, matched: int) -> str:
         key = f"contains {each} {count} {matched}"
         if key in rules.names:
             return rules.names[key]
         name = rules.names[key] = f"r{len(rules.names)}"
-        found = ['""'] if count >= each.least and matched >= least else []
-        item = each.item(count)
-        # Where the number of matches is limited, the others must not match.
-        other = both(item, rules.schemas.opposite(wanted)) if most is not None else item
-        if each.most is None or count < each.most:
-            after = min(count + 1, sizes)
-            sep = f"{comma} " if count else ""
-            if (most is None or matched < most) and not rules.schemas.empty(both(item, wanted)):
-                following = state(after, min(matched + 1, matches))
-                found.append(f"{sep}{rules.value(both(item, wanted))} {following}")
-            if not rules.schemas.empty(other):
-                found.append(f"{sep}{rules.value(other)} {state(after, matched)}")
-        rules.write(name, " | ".join(found) or r"/[^\s\S]/")
+        sep = f"{comma} " if count else ""
+        following = [
+            f"{sep}{rules.value(item)} {state(*after)}" for item, *after in options(count, matched) if ends(*after)
+        ]
+        rules.write(name, " | ".join([*['""'] * (count >= each.least and matched >= least), *following]))
         return name
 
+    if not ends(0, 0):
+        raise OvspecError(f"{rules.schemas.place(wanted)}: no array can contain so many of these items.")
     return f'"[" {state(0, 0)} "]"'
 
 

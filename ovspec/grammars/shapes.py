@@ -19,12 +19,14 @@ NOTHING: Node = frozenset({(0, True)})
 class Refused:
     """Values that can't be told apart from forbidden ones while a text is generated.
 
-    ``dispensable``: leaving them out forbids only values that break a schema which needn't match.
+    ``dispensable``: leaving them out forbids only values that break a schema which needn't match. ``fractions``: they
+    are numbers, but no integers.
     """
 
     at: str  # JSON pointer of the keyword
     why: str
     dispensable: bool = False
+    fractions: bool = False
 
 
 @dataclass(frozen=True)
@@ -193,6 +195,8 @@ def common(one: Alternative, other: Alternative) -> Alternative | None:
     if one == other:
         return one
     match one, other:
+        case (Refused(fractions=True), Numbers(integer=True)) | (Numbers(integer=True), Refused(fractions=True)):
+            return None
         case Refused(), _:
             return one
         case _, Refused():

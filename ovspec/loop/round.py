@@ -113,7 +113,7 @@ def commit(row: RoundRow, logits: np.ndarray, target: Decoder, index: int) -> No
 
 def outcome(rows: list[RoundRow], width: int, drafted: float, verified: float) -> RoundOutcome:
     """Return what the lookahead learns from: proposals, how many of their tokens were accepted, width and seconds."""
-    forced = sum([len(row.forced) for row in rows])
+    forced = sum([len(row.forced) for row in rows if not row.ended])  # the last ones are never computed
     healed = any(row.healed for row in rows)
     return RoundOutcome(
         [(row.proposal, row.accepted) for row in rows],
