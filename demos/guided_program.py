@@ -12,6 +12,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import ovspec
 from ovspec import OvspecError
@@ -67,7 +68,7 @@ def with_guidance(lm: ovspec.LanguageModel) -> Program:
 
 
 def main() -> None:
-    folder = sys.argv[1] if len(sys.argv) > 1 else None  # the demo pair
+    folder = sys.argv[1] if len(sys.argv) > 1 else Path(__file__).resolve().parent.parent / "models" / "demo"
     for draft in (False, "lookup,draft"):
         lm = ovspec.load(folder, draft)
         for written in (with_sessions, with_guidance):

@@ -17,7 +17,7 @@ from ovspec.drafting.choice import EXPORTED, SELF, DraftChoice, parse_draft
 from ovspec.errors import OvspecError
 from ovspec.files import read_text
 from ovspec.ir.compile import check_ir_folder
-from ovspec.ir.device import DeviceOptions
+from ovspec.ir.device import DeviceOptions, check_device
 from ovspec.model import LanguageModel
 from ovspec.options.loading import LoadOptions, load_options
 from ovspec.options.option import documentation, takes
@@ -77,6 +77,8 @@ def load(
     choice = resolve_draft(parse_draft(draft), folder, manifest)
     if given.draft_device and not (choice and choice.model):
         raise OvspecError("`draft_device` needs a draft model.")
+    if given.draft_device:
+        check_device(given.draft_device, "draft_device")
     if given.lookup_corpus and draft is not None and not (choice and choice.lookup):
         raise OvspecError("`lookup_corpus` needs lookup as a draft; add `draft='lookup'`.")
     device = device_options(given)

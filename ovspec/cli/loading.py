@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
+from ovspec.options import GRAMMARS, OF_SCHEMAS, GenerateOptions, params_of
 from ovspec.progress import step
 
 if TYPE_CHECKING:
     from ovspec.model import LanguageModel
+
+
+def check_grammar(options: Mapping[str, Any]) -> None:
+    """Raise OvspecError for a grammar, or options for schemas, that no model could use."""
+    if any(options.get(name) is not None for name in (*GRAMMARS, *OF_SCHEMAS)):
+        from ovspec.constraints.maker import check_schema_options, grammar_of
+
+        check_schema_options(options, params_of(cast(GenerateOptions, options)))
+        grammar_of(options)
 
 
 def load(

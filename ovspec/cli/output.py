@@ -110,7 +110,7 @@ def as_dict(lm: LanguageModel, result: Result) -> dict[str, Any]:
 def show_stats(result: Result, level: str | None) -> None:
     """Print how a text breaks its schema, and its statistics, "short" or "full"; None for no statistics."""
     for error in result.schema_errors or ():
-        click.echo(f"The text breaks its schema at {error}", err=True)
+        click.echo(f"Warning: the text breaks its schema at {error}", err=True)
     if level:
         click.echo(full(result) if level == "full" else short(result), err=True)
 

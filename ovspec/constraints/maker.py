@@ -197,14 +197,13 @@ def readable(name: str, value: Any) -> Any:
 
 def schema_of_type(value: Any) -> Any:
     """Return the JSON schema of a pydantic model or of another type that pydantic knows, such as list[str]."""
-    if made := getattr(value, "model_json_schema", None):
-        return made()
     try:
         from pydantic import PydanticUserError, TypeAdapter
     except ImportError:
         raise OvspecError(f"`json_schema` is {value!r:.80}; give a dict, or install pydantic to use types.") from None
     try:
-        return TypeAdapter(value).json_schema()
+        made = getattr(value, "model_json_schema", None)
+        return made() if made else TypeAdapter(value).json_schema()
     except PydanticUserError as error:
         why = str(error).splitlines()[0].rstrip(".")
         raise OvspecError(f"`json_schema` {value!r:.80} has no JSON schema: {why}.") from None

@@ -5,7 +5,9 @@ from __future__ import annotations
 # Notes of OpenAPI and pydantic on what a value means.
 NOTES = {
     "int32", "int64", "uint", "uint8", "uint16", "uint32", "uint64", "float", "double", "decimal", "byte", "binary",
-    "base64url", "password", "path", "file-path", "directory-path", "json-string", "color", "html", "markdown",
+    "base64", "base64url", "name-email", "multi-host-uri", "ipvanyaddress", "ipvanynetwork", "ipvanyinterface",
+    "ipv4network", "ipv6network", "ipv4interface", "ipv6interface", "password", "path", "file-path",
+    "directory-path", "json-string", "color", "html", "markdown",
 }  # fmt: skip
 FORMATS = ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
 # llguidance accepts the year 0, a 29th of February in any year, and a leap second in any minute.

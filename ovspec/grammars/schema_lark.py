@@ -54,7 +54,7 @@ def options_of(rules: Rules, node: Node, close: bool) -> str:
         usable = [each for each in alternatives if not isinstance(each, Refused)]
         refused = [each for each in alternatives if isinstance(each, Refused) and not (usable and each.dispensable)]
         if refused:
-            raise OvspecError(f"{refused[0].at}: {refused[0].why}; rewrite it, or use the mode checked.")
+            raise OvspecError(f"{refused[0].at}: {refused[0].why}; rewrite it, or set `json_schema_mode='checked'`.")
         options.update((alternative(rules, each, close), None) for each in usable)
     return " | ".join(options)
 

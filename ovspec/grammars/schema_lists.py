@@ -84,7 +84,7 @@ def containing(rules: Rules, each: Arrays, comma: str) -> str:
         return name
 
     if not ends(0, 0):
-        raise OvspecError(f"{rules.schemas.place(wanted)}: no array can contain so many of these items.")
+        raise OvspecError(f"{rules.schemas.place(wanted)}: no JSON text has an array with so many of these items.")
     return f'"[" {state(0, 0)} "]"'
 
 

@@ -126,7 +126,7 @@ class Rules:
     def refuse(self, at: str, why: str) -> None:
         """Raise OvspecError, unless what can't be enforced is to be left out."""
         if not self.schemas.lenient:
-            raise OvspecError(f"{at}: {why}; rewrite it, or use the mode checked.")
+            raise OvspecError(f"{at}: {why}; rewrite it, or set `json_schema_mode='checked'`.")
 
 
 def multiple_schema(each: Numbers) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -138,8 +139,6 @@ class Schemas:
         refused = Refused(at, why, "negated" in why)
         return Shape({kind: (refused,) if kind in kinds else (make(),) for kind, make in KINDS.items()})
 
-    # ------------------------------------------------------------ nodes
-
     def _evaluated(self, node: Node) -> Shape:
         gathered = self._gathered(node)
         shape = self._settled(gathered.shape)
@@ -248,12 +247,17 @@ class Schemas:
                 if usable is None and self.empty(each.items):
                     usable = len(each.prefix)
                 most = usable if each.most is None else each.most if usable is None else min(each.most, usable)
-                if most is not None and each.least > most:
-                    return None
-                return replace(each, most=most)
+                lacking = any(least > self._places(each, node, most) for node, least, _ in each.contains)
+                return None if lacking or (most is not None and each.least > most) else replace(each, most=most)
             case Objects():
                 return self._settled_object(each)
         return each
+
+    def _places(self, each: Arrays, wanted: Node, most: int | None) -> float:
+        """Return how many items of an array may match ``wanted``."""
+        listed = sum(not self.empty(both(node, wanted)) for node in each.prefix[:most])
+        free = not self.empty(both(each.items, wanted))
+        return listed + free * (math.inf if most is None else max(most - len(each.prefix), 0))
 
     def _settled_object(self, each: Objects) -> Alternative | None:
         listed = dict(each.properties)

@@ -20,4 +20,4 @@ def unwrapped(schema: Any) -> Any:
     """Return the schema within a response format; any other schema as it is."""
     while is_wrapped(schema):
         schema = schema["json_schema"] if schema.get("type") == "json_schema" else schema["schema"]
-    return schema
+    return {"type": "object"} if schema == {"type": "json_object"} else schema

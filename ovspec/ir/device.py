@@ -61,13 +61,13 @@ def available_devices() -> list[tuple[str, str]]:
     return [(name, str(core().get_property(name, "FULL_DEVICE_NAME"))) for name in core().available_devices]
 
 
-def check_device(device: str) -> str:
-    """Return the device's OpenVINO name in capitals; raise an OvspecError that lists the devices if it is none."""
+def check_device(device: str, option: str = "device") -> str:
+    """Return the OpenVINO name of ``option`` in capitals; raise an OvspecError that lists the devices if it is none."""
     name = device.upper()
     base, _, listed = name.partition(":")
     wanted = [part.lstrip("-") for part in listed.split(",")] if listed else [base]
     if base not in ("AUTO", "HETERO") and listed:
-        raise OvspecError(f"`device={device!r}`: only AUTO and HETERO take a list of devices, as in AUTO:GPU,CPU.")
+        raise OvspecError(f"`{option}={device!r}`: only AUTO and HETERO take a list of devices, as in AUTO:GPU,CPU.")
     if wanted == ["AUTO"]:
         return name
     present = core().available_devices
@@ -80,7 +80,7 @@ def check_device(device: str) -> str:
         if part.startswith("GPU") and not any(p.startswith("GPU") for p in present):
             packages = "on Linux, install the package intel-opencl-icd; on Windows, Intel's graphics driver"
             reason = f"no GPU driver found ({packages})"
-        raise OvspecError(f"`device={device!r}`: {reason}; available here: {', '.join(present)}.")
+        raise OvspecError(f"`{option}={device!r}`: {reason}; available here: {', '.join(present)}.")
     return name
 
 

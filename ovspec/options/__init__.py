@@ -153,8 +153,8 @@ class GenerateOptions(SamplingOptions, total=False):
     retries: Annotated[
         int,
         Option(
-            "Generate a text again with the next seed, at most this many times, while it breaks its schema; for the "
-            "json-schema-mode checked and a temperature above 0.",
+            "Generate a text again with the next seed, at most this many times, while it breaks its schema; for "
+            "schemas in the mode checked and a temperature above 0.",
             0,
             NOT_NEGATIVE,
         ),

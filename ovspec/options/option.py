@@ -13,6 +13,8 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 from ovspec.errors import OvspecError
 
 F = TypeVar("F", bound=Callable[..., Any])
+# What other programs call an option.
+OTHERWISE = {"temp": "temperature", "response_format": "json_schema", "drafts": "draft", "max_new_tokens": "max_tokens"}
 LARGEST = 3e38  # what a float32 can hold
 NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: "a string", Path: "a path"}
 
@@ -134,7 +136,7 @@ def check_names(given: Any, table: dict[str, tuple[Any, Option]]) -> None:
 
 def hint(name: str, known: Iterable[str]) -> str:
     """Return a question that names the one of ``known`` that ``name`` resembles, or an empty string."""
-    close = difflib.get_close_matches(name, sorted(known), 1, cutoff=0.75)
+    close = difflib.get_close_matches(OTHERWISE.get(name, name), sorted(known), 1, cutoff=0.75)
     return f"did you mean {close[0]}?" if close else ""
 
 

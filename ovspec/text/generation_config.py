@@ -104,5 +104,5 @@ class GenerationConfig:
             if unknown is None and len(ids):
                 unknown = self._tokenizer.known.first_unknown(np.array(list(ids), dtype=np.int64))
             if unknown is not None:
-                raise OvspecError(f"{name}: token id {str(unknown)[:20]} is not in the vocabulary.")
+                raise OvspecError(f"`{name}`: token id {str(unknown)[:20]} is not in the vocabulary.")
         return replace(params, **given) if given else params

@@ -147,7 +147,8 @@ SHARED: dict[str, Case] = {
     "json_schema": Case(("--json-schema", '{"enum": ["yes"]}'), text_is('"yes"')),
     "json_schema_mode": Case((*ODD, "--json-schema-mode", "checked"), lambda f, _: int(f.text) in range(10)),
     "retries": Case(
-        (*DRAWN, *ODD, "--json-schema-mode", "checked", "--retries", "20"), lambda f, _: last_text(f) in ("1", "3", "5", "7", "9")
+        (*DRAWN, *ODD, "--json-schema-mode", "checked", "--retries", "20"),
+        lambda f, _: last_text(f) in ("1", "3", "5", "7", "9"),
     ),
     "additional_properties": Case(
         ("--json-schema", ONE_NULL, "--no-additional-properties"), lambda f, _: json.loads(f.text) == {"a": None}

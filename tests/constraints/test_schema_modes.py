@@ -123,6 +123,14 @@ def test_a_text_that_began_in_the_prompt_is_judged_whole(load: Load) -> None:
         assert result.schema_errors[0].startswith("#: ")
 
 
+def test_a_type_without_a_schema_is_refused(load: Load) -> None:
+    class Calling(BaseModel):
+        call: Callable[[int], int]
+
+    with pytest.raises(OvspecError, match="has no JSON schema"):
+        load().generate("x", json_schema=Calling)
+
+
 def test_errors_name_their_places() -> None:
     schema = {"properties": {"a/b": {"items": {"type": "string"}}}}
     assert schema_errors(schema, "", '{"a/b": ["x", 3]}') == ["#/a~1b/1: 3 is not of type 'string'"]
@@ -143,8 +151,9 @@ def test_errors_name_their_places() -> None:
         (dict[str, int], '{"any": 1, "name": 2}'),
         ({"name": "answer", "strict": True, "schema": OPEN}, '{"a": 1}'),
         ({"type": "json_schema", "json_schema": {"name": "answer", "schema": OPEN}}, '{"a": 1}'),
+        ({"type": "json_object"}, '{"any": 1}'),
     ],
-    ids=["model", "list", "set", "dataclass", "dict", "wrapped", "response_format"],
+    ids=["model", "list", "set", "dataclass", "dict", "wrapped", "response_format", "json_object"],
 )
 def test_types_and_response_formats(load: Load, schema: Any, text: str) -> None:
     lm = load()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import re
 import time
 from collections.abc import Callable, Iterable
@@ -130,6 +131,24 @@ def test_a_drafter_that_fails_is_named(load: Load, where: str, chained: bool) ->
 
     with pytest.raises(ovspec.OvspecError, match="The drafter make raised ValueError"):
         drafting(make).generate("a", max_tokens=4)
+
+    class Plain:
+        def guess(self, tokens: np.ndarray, budget: int) -> list[int]:  # noqa: ARG002
+            return []
+
+    with pytest.raises(ovspec.OvspecError, match=r"The drafter Plain isn't an `ovspec.Drafter`"):
+        drafting(Plain).generate("a", max_tokens=4)
+
+
+def test_guesses_without_end_are_cut(load: Load) -> None:
+    class Endless(ovspec.Drafter):
+        def guess(self, tokens: np.ndarray, budget: int) -> Iterable[int]:  # noqa: ARG002
+            return itertools.repeat(5)
+
+    lm = load(draft=True)
+    result = lm.with_drafters(parse_draft(Endless)).generate(SOME[0], max_tokens=20, lookahead=3)
+    assert result.stats.proposed > 0
+    assert result.token_ids == lm.generate(SOME[0], max_tokens=20, lookahead=0).token_ids
 
 
 def test_a_drafter_is_counted_by_its_own_name(load: Load) -> None:

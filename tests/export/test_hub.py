@@ -74,7 +74,7 @@ def export(name: str, output: Path, endpoint: str, home: Path) -> subprocess.Com
     environment = {**os.environ, "HF_ENDPOINT": endpoint, "HF_HUB_OFFLINE": "0", "HF_HOME": str(home)}
     environment |= {"NO_PROXY": "127.0.0.1", "HF_HUB_DISABLE_TELEMETRY": "1"}
     command = [sys.executable, "-m", "ovspec", "export", name, "-o", str(output)]
-    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
+    return subprocess.run(command, capture_output=True, encoding="utf-8", env=environment, timeout=120)
 
 
 @pytest.mark.slow

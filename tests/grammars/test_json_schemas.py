@@ -147,3 +147,21 @@ def test_an_old_llguidance_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> Non
             with pytest.raises(OvspecError, match=f"llguidance {found} doesn't enforce schemas strictly enough"):
                 cleaning.compiled({"type": "integer"})
     cleaning.recent.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("form", "kept", "refused"),
+    [
+        ("date-time", ["2024-02-29T12:34:56.123456+02:00", "2024-01-31t23:59:59z"], "2024-01-31T23:59:59.0123456789Z"),
+        ("time", ["12:34:56Z", "12:34:56.5-01:30"], "12:34:56.0123456789Z"),
+        ("duration", ["P1Y2M3DT4H5M6S", "PT5M", "P3W"], "P1234567D"),
+        ("email", ["a@b", "joe.x@example.com"], f"{'a' * 65}@b"),
+    ],
+)
+def test_formats_end(form: str, kept: list[str], refused: str) -> None:
+    """Digits without a bound would be written forever."""
+    for text in (*kept, refused):
+        walk = matcher(json_schema({"type": "string", "format": form}))
+        tokens = demo_tokenizer().tokenize_str(json.dumps(text))
+        whole = walk.try_consume_tokens(tokens) == len(tokens) and walk.is_accepting()
+        assert whole == (text in kept), text
