@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable
 
 PARTS = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|.", re.DOTALL)  # of a regular expression
+CLASSES = {r"\d": "0-9", r"\w": "A-Za-z0-9_"}
 ANCHOR = re.compile(r"\\[bBAzZ]")
 
 
@@ -24,6 +25,24 @@ def split(pattern: str) -> tuple[list[str], list[str]]:
         (absent if rest[2] == "!" else present).append(f"^(?:{rest[3 : end - 1]})")
         rest = rest[end:]
     return ([*present, f"^{rest}"] if rest or not absent else present), absent
+
+
+def in_ascii(pattern: str) -> str:
+    """Return ``pattern`` with \\d and \\w as in ECMAScript; Rust and Python disagree on other letters.
+
+    Negated classes stay as they are, with which they allow less.
+    """
+
+    def within(found: re.Match[str]) -> str:
+        return CLASSES[found[1]] + r"\-" * bool(found[2]) if found[1] in CLASSES else found[0]
+
+    def replaced(found: re.Match[str]) -> str:
+        part = found[0]
+        if part.startswith("[") and not part.startswith("[^"):
+            return re.sub(r"(\\.)(-(?!\]))?", within, part)
+        return f"[{CLASSES[part]}]" if part in CLASSES else part
+
+    return PARTS.sub(replaced, pattern)
 
 
 def group_end(expression: str) -> int | None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from ovspec.errors import OvspecError
 from ovspec.grammars import numbers
-from ovspec.grammars.expressions import none_of, slashed, sought
+from ovspec.grammars.expressions import in_ascii, none_of, slashed, sought
 from ovspec.grammars.formats import STRICTER
 from ovspec.grammars.schemas import Schemas
 from ovspec.grammars.shapes import Node, Numbers, Strings
@@ -99,7 +99,8 @@ class Rules:
 
     def _unescaped(self, each: Strings) -> str:
         """Return the texts without any escape that fit ``each``: only they can be compared with ``absent``."""
-        present, absent = ([sought(pattern) for pattern in sorted(some)] for some in (each.patterns, each.absent))
+        present = [sought(in_ascii(pattern)) for pattern in sorted(each.patterns)]
+        absent = [sought(pattern) for pattern in sorted(each.absent)]
         if each.formats or None in present or None in absent:
             self.refuse(f"the pattern {min(each.absent)!r}", "it can't be negated here")
             return self.string(replace(each, absent=frozenset()))
@@ -152,7 +153,8 @@ def string_schema(each: Strings) -> dict[str, Any]:
         schema["enum"] = list(each.values)
     if each.most is not None:
         schema["maxLength"] = each.most
-    patterns = [*sorted(each.patterns), *(STRICTER[form] for form in sorted(each.formats) if form in STRICTER)]
+    patterns = [in_ascii(pattern) for pattern in sorted(each.patterns)]
+    patterns += [STRICTER[form] for form in sorted(each.formats) if form in STRICTER]
     parts = [{"pattern": pattern} for pattern in patterns] + [{"format": form} for form in sorted(each.formats)]
     if each.excluded:
         parts.append({"pattern": none_of(each.excluded)})

@@ -48,6 +48,7 @@ SCHEMAS: list[Schema] = [
     {"enum": [{"a": 1}, {"a": 2, "b": 1}, [1], 1, "x", None], "minProperties": 2},
     {"type": "array", "items": {"enum": [1, 2, "x"]}, "uniqueItems": True, "contains": {"const": "x"}},
     {"type": "array", "items": {"enum": [1, 2]}, "contains": {"const": 1}, "maxContains": 1},
+    {"type": "string", "pattern": r"^(?!a)\w[\w-]\d*$"},
     {"type": "array", "prefixItems": [{"const": 1}], "contains": {"type": "string"}, "maxItems": 2},
     {"type": "array", "items": {"enum": [1, "x"]}, "contains": {"const": "x"}, "maxItems": 2},
     {"type": "array", "items": {"enum": [1, "x"]}, "contains": {"const": "x"}, "minContains": 2, "maxItems": 2},
@@ -140,3 +141,17 @@ def test_nothing_invalid_is_accepted(schema: Any, lenient: bool) -> None:
             assert accepted or not valid or "," in json.dumps(value), value
         else:
             assert valid or not accepted, value
+
+
+def test_words_and_digits_are_those_of_ecmascript() -> None:
+    """Python and Rust disagree on what else is a letter, such as the mark in the second text."""
+    for expression, right in (
+        (r"^\w+$", ["a_9"]),
+        (r"^(?!x)[\w-.]+$", ["a_9", "a-.9", "-"]),
+        (r"^[\.-9]\d$", ["/3"]),
+        (r"^[^\w]$", ["-"]),
+    ):
+        start = matcher(grammar("json", lark_grammar=compiled({"type": "string", "pattern": expression}).lark))
+        for text in ("a_9", "mۙ", "é", "a-.9", "/3", "-", "٣"):
+            each, tokens = start.deep_copy(), demo_tokenizer().tokenize_str(json.dumps(text, ensure_ascii=False))
+            assert (each.try_consume_tokens(tokens) == len(tokens) and each.is_accepting()) == (text in right), text
