@@ -28,7 +28,7 @@ def split(pattern: str) -> tuple[list[str], list[str]]:
 
 
 def in_ascii(pattern: str) -> str:
-    """Return ``pattern`` with \\d and \\w as in ECMAScript; Rust and Python disagree on other letters.
+    """Return ``pattern`` with \\d and \\w as llguidance reads them in JSON schemas: ECMAScript's, not Rust's.
 
     Negated classes stay as they are, with which they allow less.
     """

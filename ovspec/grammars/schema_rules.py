@@ -153,8 +153,7 @@ def string_schema(each: Strings) -> dict[str, Any]:
         schema["enum"] = list(each.values)
     if each.most is not None:
         schema["maxLength"] = each.most
-    patterns = [in_ascii(pattern) for pattern in sorted(each.patterns)]
-    patterns += [STRICTER[form] for form in sorted(each.formats) if form in STRICTER]
+    patterns = [*sorted(each.patterns), *(STRICTER[form] for form in sorted(each.formats) if form in STRICTER)]
     parts = [{"pattern": pattern} for pattern in patterns] + [{"format": form} for form in sorted(each.formats)]
     if each.excluded:
         parts.append({"pattern": none_of(each.excluded)})
