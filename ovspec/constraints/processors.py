@@ -83,7 +83,7 @@ def is_of_transformers(function: LogitsProcessor) -> bool:
 
 def on_arrays(function: Callable[..., Any]) -> LogitsProcessor:
     """Return a logits processor of transformers as a function of arrays."""
-    import torch
+    import torch  # which whoever has such a processor has installed
 
     def process(tokens: np.ndarray, logits: np.ndarray) -> np.ndarray:
         return function(torch.from_numpy(tokens)[None], torch.from_numpy(logits)).detach().cpu().float().numpy()

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from ovspec.grammars.expressions import split
 from ovspec.grammars.formats import FORMATS
+from ovspec.grammars.schema_check import REFERENCES, Schema
 from ovspec.grammars.shapes import (
     ANYTHING,
     KINDS,
@@ -33,9 +34,6 @@ from ovspec.grammars.shapes import (
     meeting,
     only,
 )
-
-Schema = dict[str, Any]
-REFERENCES = ("$ref", "$recursiveRef", "$dynamicRef")
 
 
 class Nodes(Protocol):

@@ -12,13 +12,12 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from ovspec.errors import OvspecError
 from ovspec.grammars import keywords
 from ovspec.grammars.numbers import none_fits
 from ovspec.grammars.references import References
-from ovspec.grammars.schema_check import ANNOTATIONS
+from ovspec.grammars.schema_check import ANNOTATIONS, REFERENCES, Schema
 from ovspec.grammars.shapes import (
     ANYTHING,
     KINDS,
@@ -39,7 +38,6 @@ from ovspec.grammars.shapes import (
     union,
 )
 
-Schema = dict[str, Any]
 # Keywords that may be beside a $ref, or alone, without saying anything of a value.
 ANNOTATING = {*ANNOTATIONS, "$defs", "definitions"}
 REFERRING = {"$ref", *ANNOTATING}
@@ -189,7 +187,7 @@ class Schemas:
     def _gather_positive(self, schema: Schema, at: str, found: Gathered) -> list[Node]:
         """Add the unions of a schema to ``found``; return the nodes that must match in any case."""
         more = keywords.listed_nodes(schema, "allOf", at, self)
-        more += [self.target(schema[key], f"{at}/{key}") for key in keywords.REFERENCES if key in schema]
+        more += [self.target(schema[key], f"{at}/{key}") for key in REFERENCES if key in schema]
         if "not" in schema:
             more.append(self.opposite(self.node(schema["not"], f"{at}/not")))
         if "anyOf" in schema:
