@@ -68,6 +68,9 @@ def load(
         second proposes if the first finds nothing good.
     """
     given = load_options(options)
+    for name in ("device", "draft_device"):  # before an export, which takes minutes
+        if asked := getattr(given, name):
+            check_device(asked, name)
     if given.export:
         model, draft = exported(model, draft)
     folder = model_folder(model)
@@ -77,8 +80,6 @@ def load(
     choice = resolve_draft(parse_draft(draft), folder, manifest)
     if given.draft_device and not (choice and choice.model):
         raise OvspecError("`draft_device` needs a draft model.")
-    if given.draft_device:
-        check_device(given.draft_device, "draft_device")
     if given.lookup_corpus and draft is not None and not (choice and choice.lookup):
         raise OvspecError("`lookup_corpus` needs lookup as a draft; add `draft='lookup'`.")
     device = device_options(given)

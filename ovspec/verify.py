@@ -70,6 +70,8 @@ def verify_result(workspace: Workspace, result: Result) -> Verification:
         OvspecError: the text was made by another model, or in a way that can't be checked (``accept="rejection"``,
             functions of one's own).
     """
+    if not isinstance(result, Result):
+        raise OvspecError(f"`result` is {result!r:.80}; give what `generate` returns, or `result_from_json` reads.")
     record = result.record
     if not record:
         raise OvspecError("This result has no record of how it was made, so it can't be checked.")

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -67,6 +67,8 @@ def test_the_text_and_its_end_are_checked(load: Load) -> None:
     next(iter(cut))
     cut.cancel()
     assert lm.verify(cut.result()).ok
+    with pytest.raises(ovspec.OvspecError, match="give what `generate` returns"):
+        lm.verify(cast(Any, result.text))
 
 
 def test_several_samples_sessions_and_chats(load: Load) -> None:

@@ -62,6 +62,7 @@ class Checker:
         self._waiting: list[tuple[Any, str]] = [(root, "#")]
         self._seen: set[int] = set()
         self._expressions: dict[str, str] = {}  # pattern -> what is wrong with it
+        self._used: set[str] = set()  # references
 
     def check(self) -> None:
         """Raise OvspecError if something is wrong; the message begins with the JSON pointer of the place."""
@@ -75,6 +76,9 @@ class Checker:
 
     def warning(self) -> str:
         """Return what an author may not expect, as the end of a sentence; "" if there is nothing."""
+        for name, at in list(self.ignored.items()):
+            if any(used.startswith(f"{at}/") for used in self._used):  # as OpenAPI's components are
+                del self.ignored[name]
         said = [self._ignored()] if self.ignored else []
         if "properties" in self._root and not self._root.keys() & {"type", "enum", "const", "$ref", *LISTS}:
             said.append('also allows numbers, texts and lists, because it has properties but no "type": "object"')
@@ -111,6 +115,7 @@ class Checker:
                 self._named(schema, key, name, each, f"{at}/{pointed(name)}")
         elif key in REFERENCES:
             self._waiting.append(self._references.resolved(value, at))
+            self._used.add(str(value))
         elif key in COUNTS:
             right = is_number(value) and value >= 0 and value == int(value)
             need(right, at, "a whole number of at least 0")

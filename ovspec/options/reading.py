@@ -38,7 +38,7 @@ def folder(text: str) -> Path:
 
 
 def schema_or_file(text: str) -> str | Path:
-    return text if not text.strip() or text.lstrip().startswith(("{", "true", "false")) else Path(text)
+    return text if not text.strip() or text.lstrip().startswith(("{", "[", '"', "true", "false")) else Path(text)
 
 
 def place_or_text(text: str) -> int | str:

@@ -7,6 +7,7 @@ import json
 import random
 import re
 import time
+import warnings
 from pathlib import Path
 
 import pytest
@@ -292,6 +293,11 @@ def test_a_schema_is_given_as_object_text_or_file(tmp_path: Path) -> None:
     file.write_text('{"requird": [], "note": 3, "x-note": 3, "format": "iri", "title": "A"}', encoding="utf-8")
     ignored = "'requird' at #/requird (did you mean required?), 'note' at #/note, 'format iri' at #/format"
     with pytest.warns(UserWarning, match=re.escape(f"{file} ignores what JSON Schema doesn't define: {ignored}")):
+        converted("json_schema", file, str(file))
+    used = '{"$ref": "#/components/schemas/A", "components": {"schemas": {"A": {"type": "integer"}}}}'
+    file.write_text(used, encoding="utf-8")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
         converted("json_schema", file, str(file))
     file.write_text('{"type": "intger"}', encoding="utf-8")
     with pytest.raises(OvspecError, match=re.escape("at #/type: 'intger' isn't a type; did you mean integer?")):

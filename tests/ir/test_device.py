@@ -16,6 +16,13 @@ def test_names_that_exist_everywhere(name: str) -> None:
     assert check_device(name) == name.upper()
 
 
+def test_a_device_is_checked_before_an_export(tmp_path: Path) -> None:
+    with pytest.raises(ovspec.OvspecError, match="`device='TPU'`: no such device"):
+        ovspec.load(tmp_path / "nothing", export=True, device="TPU")
+    with pytest.raises(ovspec.OvspecError, match="`draft_device='TPU'`: no such device"):
+        ovspec.load(tmp_path / "nothing", export=True, draft_device="TPU")
+
+
 def test_missing_devices_are_named() -> None:
     with pytest.raises(ovspec.OvspecError, match=r"no such device; available here: .*CPU"):
         check_device("TPU")
