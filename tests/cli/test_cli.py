@@ -282,6 +282,11 @@ def test_a_bare_draft_option_may_stand_before_the_prompt(ovspec, pair: Path) -> 
         (["generate", "PAIR", "-f", "EMPTY"], 2, "empty.txt: it is empty; give a prompt"),
         (["generate", "PAIR", "hi", "--property", "x"], 2, "is not KEY=VALUE"),
         (["generate", "PAIR", "hi", "--device", "NPU9"], 1, "no such device"),
+        (
+            ["generate", "PAIR", "hi", "--json-schema", "[]"],
+            1,
+            "at the top: a schema must be an object.",
+        ),
         (["generate", "PAIR", "--token-ids", "5 " * 2048, "-n", "1"], 1, "context is 2048; shorten the prompt"),
         (["generate", "PAIR", "hi", "-n", "0"], 2, "'0' is not a number of tokens: give at least 1, or -1"),
         (["generate", "my-pear", "-p", "hi"], 1, "no such folder"),
@@ -323,7 +328,7 @@ def test_ctrl_c_prints_what_there_is(environment: dict[str, str], as_json: bool)
     options = ["--ignore-eos", "-n", "1500", "--draft", "none", *F32]
     command = [sys.executable, "-m", "ovspec", "generate", demo, PROMPTS[4], *options]
     out = err = ""
-    for seconds in (2.0, 8.0):  # a busy machine is still loading after two
+    for seconds in (1.0, 1.4, 2.0, 2.8, 4.0, 5.6, 8.0):  # a busy machine still loads, a fast one is done
         process = subprocess.Popen(
             [*command, *["--json"] * as_json, "--stats", "full"],
             stdout=subprocess.PIPE,
@@ -334,8 +339,8 @@ def test_ctrl_c_prints_what_there_is(environment: dict[str, str], as_json: bool)
         time.sleep(seconds)
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=30)
-        assert process.returncode == 130
-        if "ended by" in err:
+        if "ended by cancelled" in err:
+            assert process.returncode == 130
             break
     assert "ended by cancelled" in err
     assert "Traceback" not in err
