@@ -245,6 +245,7 @@ def build(folder: Path, model: ModelOf) -> gr.Blocks:
             [prompt, device, drafter, lookahead, most, temperature, top_p, seed, regex, schema],
             output,
             show_progress="hidden",
+            trigger_mode="always_last",  # a press meanwhile is answered afterwards, not lost
             concurrency_limit=1,  # times of two runs at once would say nothing
             api_visibility="private",
         )

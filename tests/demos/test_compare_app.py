@@ -163,6 +163,22 @@ def test_a_schema_top_p_and_no_draft(page: Page, load: Callable[..., ovspec.Lang
 
 
 @needs_chromium
+def test_a_press_at_the_very_end_is_not_lost(page: Page) -> None:
+    """When the table appears, the run isn't over for gradio yet."""
+    page.evaluate("""() => {
+        window.tables = 0;
+        let there = false;
+        new MutationObserver(() => {
+            const before = there;
+            there = document.querySelector(".numbers") !== null;
+            if (there && !before && ++window.tables === 1) document.querySelector("#generate").click();
+        }).observe(document.body, {childList: true, subtree: true});
+    }""")
+    press(page, PROMPTS[3], "no draft", tokens=5)
+    page.wait_for_function("window.tables === 2")
+
+
+@needs_chromium
 def test_what_cannot_be_done_is_said_in_a_sentence(page: Page) -> None:
     press(page, "import os", tokens=0)
     page.wait_for_selector(".error")
