@@ -503,7 +503,7 @@ def test_turns_do_not_grow_beyond_their_text(load: Load) -> None:
             assert decoder._tensors.capacity == 8, "closing must free the memory"
 
 
-@pytest.mark.parametrize("engine", ["stateful", "paged"])
+@pytest.mark.parametrize("engine", [pytest.param("stateful", marks=pytest.mark.slow), "paged"])
 def test_closing_frees_the_memory(engine: EngineName, cache_dir: Path) -> None:
     """Measured on the demo model, whose cache is large compared with other allocations."""
     import gc

@@ -52,7 +52,8 @@ ARGUMENTS: dict[str, list[str]] = {
 
 
 @pytest.mark.parametrize(
-    "command", [pytest.param(name, marks=pytest.mark.slow) if name in ("tune", "bench") else name for name in COMMANDS]
+    "command",
+    [pytest.param(name, marks=pytest.mark.slow) if name in ("tune", "bench", "export") else name for name in COMMANDS],
 )
 def test_no_connection_no_file_and_no_process_is_left(command: str, tmp_path: Path) -> None:
     home, work, site = (tmp_path / name for name in ("home", "work", "site"))
