@@ -39,14 +39,14 @@ socket.getaddrinfo = resolved
 DEMO = str(ROOT / "models" / "demo")
 ARGUMENTS: dict[str, list[str]] = {
     "batch": ["batch", DEMO, "in.txt", "-o", "out.jsonl", "-n", "3"],
-    "bench": ["bench", DEMO, "-n", "4", "--runs", "1"],
+    "bench": ["bench", DEMO, "-n", "4", "--repeats", "1"],
     "chat": ["chat", DEMO, "-n", "3", "--draft"],
     "devices": ["devices"],
     "export": ["export", str(CHECKPOINTS / "draft"), "-o", "out", "--weight-format", "int8"],
     "generate": ["generate", DEMO, "def f(", "-n", "3", "--draft", "--json"],
     "inspect": ["inspect", DEMO],
     "perplexity": ["perplexity", DEMO, "in.txt"],
-    "tune": ["tune", DEMO, "--threads", "1"],
+    "tune": ["tune", DEMO, "--for", "decode"],
     "verify": ["verify", "result.json"],
 }
 

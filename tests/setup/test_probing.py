@@ -117,7 +117,7 @@ def test_logits_that_are_not_numbers_are_refused(tmp_path: Path) -> None:
     model = hybrid.Hybrid(4096, None)
     model.head.data[:] = float("nan")
     folder = hybrid.export(model, tmp_path / "ir", DEMO)
-    with pytest.raises(ovspec.OvspecError, match="its logits are not numbers"):
+    with pytest.raises(ovspec.OvspecError, match="the model's logits are not numbers"):
         ovspec.load(folder, cache_dir=tmp_path / "cache")
 
 
