@@ -1,4 +1,4 @@
-"""Whatever a caller passes, other threads go on: no call holds Python's lock for a second."""
+"""Whatever a caller passes, other threads go on: no call holds Python's lock for half a second."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 import ovspec
+from ovspec.grammars.conversion import ask
 
-LONGEST = 1.0  # seconds, on a busy machine
 LINE = "def f(x): return x\n"
 MEGABYTES = LINE * 100_000  # two
 PROMPTS: dict[str, Any] = {
@@ -65,15 +65,19 @@ def test_other_threads_go_on(
 ) -> None:
     lm = load()
     lm.generate("a", max_tokens=2, regex="[ab]+")
-    longest_wait()
-    try:
-        if given in PROMPTS:
-            lm.generate(PROMPTS[given], max_tokens=2)
-        else:
-            lm.generate("a", max_tokens=2, **OPTIONS[given])
-    except ovspec.OvspecError as error:
-        assert len(str(error)) < 1000
-    assert longest_wait() < LONGEST
+    waits = list[float]()
+    while not waits or (len(waits) < 3 and min(waits) >= 0.5):  # other processes may delay one
+        ask.cache_clear()
+        longest_wait()
+        try:
+            if given in PROMPTS:
+                lm.generate(PROMPTS[given], max_tokens=2)
+            else:
+                lm.generate("a", max_tokens=2, **OPTIONS[given])
+        except ovspec.OvspecError as error:
+            assert len(str(error)) < 1000
+        waits.append(longest_wait())
+    assert min(waits) < 0.5
 
 
 def test_a_session_that_is_too_long_takes_no_more(

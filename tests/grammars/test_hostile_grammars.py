@@ -19,7 +19,6 @@ from ovspec.grammars import sources
 from ovspec.grammars.conversion import CONVERTER, MAX_SECONDS, converted
 from ovspec.grammars.limits import LIMITS
 
-BUSY = 5  # seconds more that a check may take on a busy machine
 SOURCES = {"grammar": LARK, "gbnf": GBNF, "regex": REGEX, "choice": CHOICES, "json_schema": SCHEMAS}
 CASES = [
     pytest.param(kind, given, expected, id=f"{kind}-{i}-{re.sub('[^ -~]', '', str(given))[:40]}")
@@ -50,7 +49,7 @@ def test_refused_in_a_sentence_or_followed(kind: str, given: Any, expected: str)
     else:
         assert expected == EITHER, "it should have been refused"
         follow(grammar)
-    assert time.monotonic() - began < MAX_SECONDS + BUSY
+    assert time.monotonic() - began < MAX_SECONDS + 2
 
 
 def follow(grammar: str) -> None:
@@ -69,10 +68,13 @@ def follow(grammar: str) -> None:
 
 
 def test_a_stopped_check_leaves_the_next_one_unharmed() -> None:
-    began = time.monotonic()
-    with pytest.raises(OvspecError, match=r"^--schema x: the check ran longer than 5 seconds; simplify it\.$"):
-        converted("json_schema", {"type": "integer", "multipleOf": 9999991}, "--schema x")
-    assert time.monotonic() - began < MAX_SECONDS + BUSY
+    took = list[float]()
+    while not took or (len(took) < 3 and min(took) >= MAX_SECONDS + 1):  # other processes may delay one
+        began = time.monotonic()
+        with pytest.raises(OvspecError, match=r"^--schema x: the check ran longer than 5 seconds; simplify it\.$"):
+            converted("json_schema", {"type": "integer", "multipleOf": 9999991}, "--schema x")
+        took.append(time.monotonic() - began)
+    assert min(took) < MAX_SECONDS + 1
     converted("json_schema", {"type": "integer", "multipleOf": 7}, "--schema x")
     assert CONVERTER.idle
     for process in CONVERTER.idle:
@@ -114,14 +116,16 @@ def test_the_calling_process_goes_on_meanwhile(kind: str, given: Any) -> None:
     stop.set()
     heart.join()
     assert took < 0.5
-    assert max(waits) < 1
+    assert max(waits) < 0.5
 
 
 def test_one_that_takes_long_holds_up_no_other() -> None:
     slow = threading.Thread(target=refused, args=({"type": "integer", "multipleOf": 9999889},))
     slow.start()
     time.sleep(0.3)
-    converted("regex", "[a-f]{3}", "regex")  # another process starts
+    began = time.monotonic()
+    converted("regex", "[a-f]{3}", "regex")
+    assert time.monotonic() - began < 3  # another process starts
     assert slow.is_alive()
     slow.join()
 

@@ -271,7 +271,7 @@ NARROW = SamplingParams(temperature=1.5, top_k=4, top_p=0.85)
 @pytest.mark.parametrize("drafter", ["model", pytest.param("cyclic", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("accept", ["compare", pytest.param("rejection", marks=pytest.mark.slow)])
 def test_speculation_keeps_the_distribution(accept: AcceptRule, drafter: str, params: SamplingParams) -> None:
-    assert fits(texts(accept, drafter, params, DRAWS // 2), exact(params)) > UNLIKELY
+    assert fits(texts(accept, drafter, params, DRAWS), exact(params)) > UNLIKELY
 
 
 def constrained(params: SamplingParams, start: int, ends: frozenset[int] = frozenset()) -> Constraints:

@@ -101,7 +101,7 @@ def test_bounded_in_time_and_size(source: str) -> None:
     began = time.monotonic()
     with pytest.raises(OvspecError, match="chat template"):
         ChatTemplate(source, {}).render(MESSAGES)
-    assert time.monotonic() - began < 7  # the limit is 2, and the machine may be busy
+    assert time.monotonic() - began < 6
     assert ChatTemplate("{{ messages[0].role }}", {}).render(MESSAGES) == "system", "the next rendering still works"
 
 
