@@ -76,20 +76,19 @@ class Checker:
 
     def warning(self) -> str:
         """Return what an author may not expect, as the end of a sentence; "" if there is nothing."""
-        for name, at in list(self.ignored.items()):
-            if any(used.startswith(f"{at}/") for used in self._used):  # as OpenAPI's components are
-                del self.ignored[name]
-        said = [self._ignored()] if self.ignored else []
+        # What a reference leads through is used, as OpenAPI's components are.
+        ignored = [each for each in self.ignored.items() if not any(x.startswith(f"{each[1]}/") for x in self._used)]
+        said = [self._ignored(ignored)] if ignored else []
         if "properties" in self._root and not self._root.keys() & {"type", "enum", "const", "$ref", *LISTS}:
             said.append('also allows numbers, texts and lists, because it has properties but no "type": "object"')
         return ", and ".join(said)
 
-    def _ignored(self) -> str:
+    def _ignored(self, ignored: list[tuple[str, str]]) -> str:
         named = []
-        for name, at in list(self.ignored.items())[:MOST_NAMED]:
+        for name, at in ignored[:MOST_NAMED]:
             near = difflib.get_close_matches(name, KNOWN, 1, 0.86)
             named.append(f"{name!r} at {at}" + (f" (did you mean {near[0]}?)" if near else ""))
-        more = f", and {len(self.ignored) - MOST_NAMED} others" if len(self.ignored) > MOST_NAMED else ""
+        more = f", and {len(ignored) - MOST_NAMED} others" if len(ignored) > MOST_NAMED else ""
         return f"ignores what JSON Schema doesn't define: {', '.join(named)}{more}"
 
     def _visit(self, schema: Schema, at: str) -> None:
