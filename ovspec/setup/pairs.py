@@ -9,12 +9,23 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Pair:
-    """Hub ids of two models that share their vocabulary."""
+    """Hub ids of a target, and of a draft with the same vocabulary or an EAGLE-3 head that was trained for it.
+
+    source, date: the public text that names the ids, and when it did, as YYYY-MM-DD.
+    """
 
     name: str
     target: str
-    draft: str
+    source: str
+    date: str
+    draft: str | None = None
+    eagle3: str | None = None
     note: str = ""
+
+    def __str__(self) -> str:
+        head = f"EAGLE-3 head {self.eagle3}, not used yet" if self.eagle3 else ""
+        notes = "; ".join(filter(None, (self.note, head)))
+        return f"{self.name:20} {self.target}" + f"  +  {self.draft}" * bool(self.draft) + f"  ({notes})" * bool(notes)
 
 
 def known_pairs() -> dict[str, Pair]:
