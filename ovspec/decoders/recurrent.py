@@ -116,4 +116,4 @@ def decoder_of(
     def make() -> StatefulDecoder:
         return StatefulDecoder(ir, rollback, vocabulary, first_alone=exact)
 
-    return RowByRow(make) if exact or rollback.replay else make()
+    return RowByRow(make) if exact or ir.rows_alone else make()

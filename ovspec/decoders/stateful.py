@@ -31,7 +31,7 @@ REPLAY_AT = 8
 KEPT_SLOTS = 256
 # Tokens of plain decoding between two snapshots.
 SNAPSHOT_EVERY = 64
-INPUTS = ("input_ids", "attention_mask", "position_ids", "beam_idx", "logits_idx")
+INPUTS = ("input_ids", "attention_mask", "position_ids", "beam_idx", "logits_idx", "cache_position")
 
 
 class StatefulDecoder:
@@ -67,6 +67,8 @@ class StatefulDecoder:
         # Attention by slot index can't skip dead slots past the sliding window or the table of positions.
         bounds = [bound for bound in (rollback.mask_until, ir.context_length) if bound]
         self._mask_until = min(bounds, default=None) if rollback.kv == "mask" else 0
+        # optimum's Mamba takes a whole text or a single token, and tells them apart by the length of cache_position.
+        self._conv_kernel = ir.config.convolution_width if "cache_position" in ir.inputs else 0
         self._request = Request(ir, INPUTS)
         self._token_arrays = TokenArrays()
         self._slots = Slots(1)
@@ -228,6 +230,10 @@ class StatefulDecoder:
         return self._snapshot_length
 
     def _append(self, tokens: list[np.ndarray], counts: list[int], logits_idx: np.ndarray) -> np.ndarray:
+        if self._conv_kernel and len(self.rows[0]) and counts[0] > 1:
+            nothing = logit_positions((1,), (0,))
+            alone = [self._append([token], [1], nothing)[:1].copy() for token in np.split(tokens[0], counts[0])]
+            return np.concatenate(alone)[logits_idx]
         width, slots = max(counts), self._slots
         by_index = self._mask_until is not None and slots.used + width > self._mask_until
         if slots.dead >= self._compact_at or (by_index and not slots.contiguous):
@@ -240,6 +246,10 @@ class StatefulDecoder:
             positions[row, :n] = np.arange(start, start + n)
             held.commit(new)
         self._slots.extend(counts)
-        logits = self._request.infer((ids, self._slots.mask, positions, self._beam, logits_idx), logits_idx)
+        mask, cache_position = slots.mask, positions[0]
+        if self._conv_kernel:
+            mask, cache_position = np.ones_like(ids), positions[0] if positions[0, 0] else np.arange(self._conv_kernel)
+        inputs = (ids, mask, positions, self._beam, logits_idx, cache_position)
+        logits = self._request.infer(inputs, logits_idx)
         self._beam = self._in_order  # the inference has gathered the rows
         return self._vocabulary.restrict(logits)

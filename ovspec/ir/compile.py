@@ -23,7 +23,7 @@ MODEL_FILE = "openvino_model.xml"
 ELEMENTWISE = {"Add", "Multiply", "Divide", "Subtract", "Tanh", "Convert", "Clamp"}
 # Two threads that read their first model at once may wait for each other for ever, inside OpenVINO's Python binding.
 READING = threading.Lock()
-KNOWN_INPUTS = {"input_ids", "attention_mask", "position_ids", "beam_idx"}
+KNOWN_INPUTS = {"input_ids", "attention_mask", "position_ids", "beam_idx", "cache_position"}
 
 
 @dataclass(frozen=True)
@@ -59,6 +59,11 @@ class CompiledIR:
     def recurrent_states(self) -> list[State]:
         """The states that have no slots."""
         return [state for state in self.states if state.sequence_axis is None]
+
+    @property
+    def rows_alone(self) -> bool:
+        """Whether rows can't share an inference: padding would enter a convolution or an SSM, or shift a chunk."""
+        return bool(self.recurrent_states) or self.config.is_chunked
 
     @property
     def logits_width(self) -> int:
@@ -169,6 +174,9 @@ def read_ir(folder: Path, rewrite: Callable[[ov.Model], None] | None) -> tuple[o
         raise OvspecError(f"{folder}: the decoder of an encoder-decoder model, which is not supported.")
     if unknown := names - KNOWN_INPUTS:
         raise OvspecError(f"{folder}: not supported, because the model needs the input {min(unknown)}.")
+    for parameter in model.get_parameters():
+        if parameter.get_friendly_name() == "cache_position" and not parameter.output(0).get_target_inputs():
+            model.remove_parameter(parameter)
     picks = pick_logits(model)
     if rewrite:
         rewrite(model)

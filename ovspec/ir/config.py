@@ -28,6 +28,7 @@ class ModelConfig:
     max_seq_len: Any = None
     seq_length: Any = None
     n_ctx: Any = None
+    conv_kernel: Any = None
     text_config: ModelConfig | None = None
 
     @property
@@ -45,6 +46,16 @@ class ModelConfig:
         """Number of slots that the narrowest attention layer sees; None for full attention."""
         names = WINDOWS if self.text.use_sliding_window is not False else WINDOWS[1:]
         return min(self.text._lengths(names), default=None)
+
+    @property
+    def is_chunked(self) -> bool:
+        """Whether some layers see only their chunk of the text. The IR counts chunks in slots, from the first one."""
+        return any(True for _ in self.text._lengths(("attention_chunk_size",)))
+
+    @property
+    def convolution_width(self) -> int:
+        """Number of inputs that Mamba's convolution sees."""
+        return next(self.text._lengths(("conv_kernel",)), 4)
 
     def _lengths(self, names: tuple[str, ...]) -> Iterator[int]:
         found = (getattr(self, name) for name in names)
