@@ -14,22 +14,24 @@ from pathlib import Path
 from typing import Any
 
 from ovspec.errors import OvspecError
-from ovspec.files import read_json
 from ovspec.ir.compile import MODEL_FILE
 from ovspec.progress import in_bytes, step
 from ovspec.setup.manifest import MANIFEST_FILE
 from ovspec.text.tokenizer import TOKENIZER_FILE
 from ovspec_export.compression import DEFAULT_GROUP_SIZE, WEIGHT_FORMATS, Compression
+from ovspec_export.environments import search_path
 from ovspec_export.sources import Source
 from ovspec_export.tokenizers import load_tokenizer
 
 FAILED = {
     "optimum_cli": "optimum-cli could not export it",
+    "tokenizer": "its tokenizer could not be converted",
     "first_layers": "its first layers could not be saved as a checkpoint",
     "calibrate": "nncf could not compress it",
     "to_bf16": "it could not be rounded to bf16",
     "evaluate": "it could not be compared with the checkpoint",
 }
+OURS = ("tokenizer", "to_bf16")  # jobs that don't load the model, and run without an overlay
 # Text in the standard error of a failed step -> the reason that is reported instead.
 KNOWN_REASONS = {
     "No space left on device": "the disk is full",
@@ -50,11 +52,30 @@ def convert(source: Source, folder: Path, compression: Compression, trust_remote
         with step(f"{source.name}: copying the IR of {in_bytes(source.size)}", keep=True):
             copy_ir(source, folder)
         return
-    arguments = ["export", "openvino", "--model", str(source.folder), "--task", "text-generation-with-past"]
+    arguments = ["--model", str(source.folder), "--task", "text-generation-with-past"]
     arguments += [*compression.arguments(), *["--trust-remote-code"] * trust_remote_code]
     first = arguments[arguments.index("--weight-format") + 1]
     with step(f"{source.name}: converting {in_bytes(source.size)} to {first}", keep=True) as converting:
-        run_job("optimum_cli", source, folder, arguments=[*arguments, str(folder)])
+        run_job(
+            "optimum_cli",
+            source,
+            folder,
+            arguments=[*arguments, str(folder)],
+            source=str(source.folder),
+            model_type=source.model_type,
+            trust_remote_code=trust_remote_code,
+        )
+        if not (
+            folder / "openvino_tokenizer.xml"
+        ).is_file():  # an older transformers may not read what a newer one wrote
+            run_job(
+                "tokenizer",
+                source,
+                folder,
+                source=str(source.folder),
+                folder=str(folder),
+                trust_remote_code=trust_remote_code,
+            )
         if not (folder / TOKENIZER_FILE).is_file():  # has the byte vocabulary; optimum-cli omits it for some
             load_tokenizer(source, trust_remote_code).save_pretrained(folder)
         converting.result = written(folder)
@@ -90,7 +111,7 @@ def layers_of(source: Source, layers: int) -> float:
     """Return ``layers`` as a share of all layers; raises OvspecError for an IR or a number out of range."""
     if source.is_ir:
         raise OvspecError(f"{source.name}: `draft_layers` needs a checkpoint, but this is already an IR.")
-    config = read_json(source.folder / "config.json")
+    config = source.config["text_config"] if source.holds_text_model else source.config
     names = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
     total = next((config[name] for name in names if isinstance(config.get(name), int)), None)
     if total is None:
@@ -109,13 +130,18 @@ def copy_ir(source: Source, folder: Path) -> None:
 
 
 def run_job(job: str, model: Source, scratch: Path, **arguments: Any) -> None:
-    """Run a job of ``worker.py`` with temporary files in ``scratch``; raises OvspecError if it fails, saying why."""
+    """Run a job of ``worker.py`` in the environment of the model's family, with temporary files in ``scratch``.
+
+    Raises:
+        OvspecError: the job fails, with the reason, or its environment can't be prepared.
+    """
     command = [sys.executable, "-P", "-m", "ovspec_export.worker", job, json.dumps(arguments)]
     scratch.mkdir(parents=True, exist_ok=True)
+    overlay = {} if job in OURS else search_path(model.family.environment, model.model_type)
     with tempfile.TemporaryDirectory(dir=scratch, ignore_cleanup_errors=True) as temporary:
         # Everything needed is already downloaded, with weights as safetensors only; nothing else may be fetched now.
         environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "PYTHONUTF8": "1"}
-        environment |= {"TMPDIR": temporary, "TEMP": temporary, "TMP": temporary}
+        environment |= {"TMPDIR": temporary, "TEMP": temporary, "TMP": temporary} | overlay
         # The worker ends when this pipe closes, even if this process is killed.
         with subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=environment
@@ -155,7 +181,8 @@ def needed_space(source: Source, compression: Compression) -> float:
         return source.size
     final = source.parameters * WEIGHT_FORMATS[compression.weight_format] / 8
     through_fp32 = compression.calibration or compression.weight_format not in ("fp32", "fp16")
-    return 1.05 * (final + source.parameters * 4 * bool(through_fp32)) + 20e6
+    text_model = source.size if source.holds_text_model else 0  # copied first
+    return 1.05 * (final + source.parameters * 4 * bool(through_fp32)) + text_model + 20e6
 
 
 def check_group_size(source: Source, compression: Compression) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.metadata
 import json
+import shutil
 from pathlib import Path
 
 import ovspec
@@ -21,8 +22,10 @@ from ovspec.text.tokenizer_files import TOKENIZER_FILE
 from ovspec.text.vocabulary import differing_ids
 from ovspec_export.compression import INT8, Compression
 from ovspec_export.convert import check_group_size, check_ir, convert, first_layers, layers_of, needed_space, run_job
+from ovspec_export.environments import search_path
 from ovspec_export.folders import check_output, check_space, replace_folder, work_folder
 from ovspec_export.sources import Source, find_source
+from ovspec_export.text_part import text_part
 from ovspec_export.tokenizers import differing_texts, load_tokenizer
 
 VERSIONED = ("openvino", "openvino-tokenizers", "nncf", "optimum-intel", "transformers", "torch")
@@ -79,6 +82,9 @@ def export_pair(
         if source.is_ir and wanted not in (None, INT8):
             raise OvspecError(f"{source.name}: an IR is used as it is; leave out the options for its weights.")
     compressions = [compression, draft_compression or compression]
+    for source in sources:
+        if not source.is_ir:
+            search_path(source.family.environment, source.model_type)
     for source, wanted in zip(sources, compressions, strict=False):
         check_group_size(source, wanted)
     needed = [needed_space(source, wanted) for source, wanted in zip(sources, compressions, strict=False)]
@@ -90,6 +96,10 @@ def export_pair(
             check_pair(sources[0], sources[1], trust_remote_code)
 
     with work_folder(output, overwrite) as work:
+        sources = [
+            text_part(source, work / f"text-model-{i}") if source.holds_text_model else source
+            for i, source in enumerate(sources)
+        ]
         if draft_layers is not None:
             layers = work / "first-layers"
             sources.append(first_layers(sources[0], draft_layers, layers, trust_remote_code))
@@ -108,9 +118,10 @@ def export_pair(
         for text in differing:
             note(f"warning: OpenVINO's tokenizer splits {text!r} differently from Hugging Face's")
         quality = evaluated(sources, folders, evaluate, work, trust_remote_code) if evaluate else []
-        if draft_layers is not None:
-            remove_checkpoint(work / "first-layers")
+        for folder in (work / "first-layers", work / "text-model-0", work / "text-model-1"):
+            shutil.rmtree(folder, ignore_errors=True)
         versions = {name: importlib.metadata.version(name) for name in VERSIONED} | {"ovspec": ovspec.__version__}
+        versions |= overlaid_versions(sources[0])
         manifest = Manifest(models[0], models[1] if len(models) > 1 else None, versions, {}, differing)
         with step(f"{output.name}: computing checksums", keep=True) as computing:
             files = sorted(path for path in work.rglob("*") if path.is_file() and path != work / MANIFEST_FILE)
@@ -188,8 +199,7 @@ def quality_table(quality: list[tuple[str, dict[str, float]]]) -> list[str]:
     return lines
 
 
-def remove_checkpoint(folder: Path) -> None:
-    """Delete the checkpoint that ``--draft-layers`` made in the work folder."""
-    for file in folder.iterdir():
-        file.unlink()
-    folder.rmdir()
+def overlaid_versions(source: Source) -> dict[str, str]:
+    """Return the versions that the family's environment has in place of the installed ones."""
+    environment = None if source.is_ir else source.family.environment
+    return {name: version for name, version, _ in environment.wheels if name in VERSIONED} if environment else {}

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
+import re
 import struct
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,12 +16,18 @@ from ovspec.files import read_as, read_json
 from ovspec.ir.compile import MODEL_FILE
 from ovspec.setup.identity import files_revision
 from ovspec.text.tokenizer_files import TOKENIZER_CONFIG_FILE
+from ovspec_export.families import TEXT_MODELS, Family, family_of
 
 # Every file that an export reads. Pickled weights are not among them, because loading them could run code.
 PATTERNS = ["model*.safetensors", "*.json", "*.model", "*.txt", "*.jinja", "openvino_*"]
 CODE = ["*.py"]
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json")  # what transformers loads first
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model")
+
+# Beginnings of the names of what the text model doesn't need: images, sound, and heads that predict further tokens.
+LEFT_OUT = re.compile(
+    r"(model\.)?(vision_tower|vision_model|visual|multi_modal_projector|audio_tower|embed_vision|embed_audio)\.|mtp\."
+)
 
 
 @dataclass(frozen=True)
@@ -42,14 +50,42 @@ class Source:
     is_ir: bool
     revision: str
 
+    def headers(self) -> dict[str, dict[str, Any]]:
+        """Return what the safetensors files of a checkpoint say of each tensor."""
+        files = sorted(self.folder.glob("model*.safetensors"))
+        headers = {name: tensor for file in files for name, tensor in safetensors_header(file).items()}
+        return {name: tensor for name, tensor in headers.items() if name != "__metadata__"}
+
     def shapes(self) -> dict[str, list[int]]:
-        """Return the shapes of a checkpoint's tensors, from the headers of its safetensors files."""
-        return {
-            name: tensor["shape"]
-            for file in sorted(self.folder.glob("model*.safetensors"))
-            for name, tensor in safetensors_header(file).items()
-            if name != "__metadata__"
-        }
+        """Return the shapes of a checkpoint's tensors, without those of parts that are left out."""
+        return {name: tensor["shape"] for name, tensor in self.headers().items() if not LEFT_OUT.match(name)}
+
+    @functools.cached_property
+    def config(self) -> dict[str, Any]:
+        """Its config.json."""
+        return read_json(self.folder / "config.json")
+
+    @property
+    def holds_text_model(self) -> bool:
+        """Whether its text model is one among others, such as one for images."""
+        return not self.is_ir and isinstance(self.config.get("text_config"), dict)
+
+    @property
+    def model_type(self) -> str:
+        """The name of the text model's family."""
+        config = self.config["text_config"] if self.holds_text_model else self.config
+        return str(config.get("model_type"))
+
+    @property
+    def family(self) -> Family:
+        """How its family is exported; raises OvspecError if it can't be."""
+        outer = self.config.get("model_type")
+        if self.holds_text_model and self.model_type not in TEXT_MODELS.get(str(outer), ()):
+            raise OvspecError(
+                f"{self.name}: holds a text model among others, but ovspec cannot take it out of the family {outer}; "
+                f"that works with {', '.join(TEXT_MODELS)}."
+            )
+        return family_of(self.model_type, self.name)
 
     @property
     def parameters(self) -> int:

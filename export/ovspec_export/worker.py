@@ -16,15 +16,45 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from ovspec_export.patches import hide_torchvision
+
 MODEL = "openvino_model"
 
 
-def optimum_cli(arguments: list[str]) -> None:
-    """Run optimum-cli."""
-    from optimum.commands.optimum_cli import main
+def optimum_cli(arguments: list[str], source: str, model_type: str, trust_remote_code: bool) -> None:
+    """Run 'optimum-cli export openvino', changed as the family needs it, and compare the IR with ``source``.
 
-    sys.argv = ["optimum-cli", *arguments]
-    main()
+    The comparison comes before the weights are compressed, which changes what the IR computes.
+    """
+    import argparse
+
+    from ovspec_export.agreement import check_agreement
+    from ovspec_export.patches import adapt, check_tensors
+
+    loading = adapt(model_type)
+    check_tensors()
+    from optimum.commands.export.openvino import OVExportCommand, parse_args_openvino
+    from optimum.exporters.openvino import __main__ as exporter
+
+    export = exporter.main_export
+
+    def export_and_compare(*, output: Path, **options: Any) -> None:
+        export(output=output, model_loading_kwargs=loading, **options)
+        check_agreement(load_model(source, trust_remote_code, **loading), output)
+
+    exporter.main_export = export_and_compare
+    parser = argparse.ArgumentParser()
+    parse_args_openvino(parser)
+    # Not through its main function, which would also register the command of the optimum-intel beneath an overlay.
+    OVExportCommand.run(argparse.Namespace(args=parser.parse_args(arguments)))  # type: ignore[arg-type]
+
+
+def load_model(source: str, trust_remote_code: bool, **options: Any) -> Any:
+    """Return the checkpoint's model with weights in its own type; OvspecError if a tensor is missing."""
+    from transformers import AutoModelForCausalLM
+
+    options |= {"dtype": "auto", "use_safetensors": True, "trust_remote_code": trust_remote_code}
+    return AutoModelForCausalLM.from_pretrained(source, **options).eval()
 
 
 def first_layers(source: str, layers: int, folder: str, trust_remote_code: bool) -> None:
@@ -43,6 +73,14 @@ def first_layers(source: str, layers: int, folder: str, trust_remote_code: bool)
         wanted = file.suffix in (".json", ".model", ".txt", ".jinja", ".py") and not file.name.startswith("model")
         if file.is_file() and wanted and not (Path(folder) / file.name).exists():
             shutil.copy(file, folder)
+
+
+def tokenizer(source: str, folder: str, trust_remote_code: bool) -> None:
+    """Convert the tokenizer of ``source`` to OpenVINO's, into ``folder``."""
+    from optimum.exporters.openvino.convert import export_tokenizer
+    from transformers import AutoTokenizer
+
+    export_tokenizer(AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code), Path(folder))
 
 
 def calibrate(
@@ -115,7 +153,7 @@ def evaluate(source: str, folder: str, text: str, context: int, output: str, tru
 
 
 JOBS: dict[str, Callable[..., None]] = {
-    job.__name__: job for job in (optimum_cli, first_layers, calibrate, to_bf16, evaluate)
+    job.__name__: job for job in (optimum_cli, tokenizer, first_layers, calibrate, to_bf16, evaluate)
 }
 
 
@@ -127,4 +165,5 @@ def end_with_parent() -> None:
 
 if __name__ == "__main__":
     threading.Thread(target=end_with_parent, daemon=True).start()
+    hide_torchvision()
     JOBS[sys.argv[1]](**json.loads(sys.argv[2]))

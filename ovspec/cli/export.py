@@ -17,7 +17,7 @@ NO_DRAFT = "none"
 
 
 @click.command()
-@click.argument("target", required=False)
+@click.argument("target", nargs=-1, metavar="TARGET")
 @click.option("--draft", metavar="DRAFT", help="Draft model: a checkpoint or IR folder, a hub id, or none.")
 @click.option(
     "--draft-layers", type=click.IntRange(min=1), metavar="N", help="Make the draft from the target's first N layers."
@@ -25,6 +25,13 @@ NO_DRAFT = "none"
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Folder to write.")
 @click.option("--overwrite", is_flag=True, help="Replace the output folder if it holds an exported pair.")
 @click.option("--list", "list_pairs", is_flag=True, help="List the short names of known pairs, and exit.")
+@click.option("--list-families", is_flag=True, help="List the families of models that can be exported, and exit.")
+@click.option(
+    "--prepare",
+    is_flag=True,
+    help="Download what the families named in place of TARGET need beside the installed packages, and exit; 'all' for "
+    "every family.",
+)
 @click.option(
     "--weight-format",
     type=click.Choice(FORMATS),
@@ -79,12 +86,14 @@ NO_DRAFT = "none"
 )
 @click.option("--trust-remote-code", is_flag=True, help="Run the Python code that comes with a checkpoint.")
 def export(
-    target: str | None,
+    target: tuple[str, ...],
     draft: str | None,
     draft_layers: int | None,
     output: Path | None,
     overwrite: bool,
     list_pairs: bool,
+    list_families: bool,
+    prepare: bool,
     weight_format: str,
     draft_weight_format: str | None,
     evaluate: Path | None,
@@ -108,26 +117,37 @@ def export(
     pairs = known_pairs()
     if list_pairs:
         for pair in pairs.values():
-            click.echo(f"{pair.name:16} {pair.target}  +  {pair.draft}" + f"  ({pair.note})" * bool(pair.note))
+            click.echo(pair)
         click.echo("Not verified here: these models were not exported or run by this project's tests.", err=True)
         return
-    if target is None or output is None:
+    from ovspec.setup.exporting import export_package
+
+    if list_families:
+        click.echo("\n".join(export_package().family_list()))
+        return
+    if prepare:
+        if not target:
+            raise click.UsageError("Name the families to prepare for: ovspec export --prepare FAMILY...")
+        refuse(output or draft, "--prepare only downloads; leave out the options for an export.")
+        package = export_package()
+        package.prepare_all(package.environments_of(target))
+        return
+    if len(target) != 1 or output is None:
         raise click.UsageError("Name the model to export and the folder to write: ovspec export TARGET -o DIR.")
-    if target in pairs and not Path(target).exists():
-        draft = draft or (pairs[target].draft if draft_layers is None else None)
-        target = pairs[target].target
+    model = target[0]
+    if model in pairs and not Path(model).exists():
+        draft = draft or (pairs[model].draft if draft_layers is None else None)
+        model = pairs[model].target
     draft = None if draft == NO_DRAFT else draft
     alone = not draft and draft_layers is None
     refuse(draft_weight_format and alone, "--draft-weight-format needs --draft or --draft-layers.")
     if sys.platform != "win32":
         signal.signal(signal.SIGTERM, end_tidily)
-    from ovspec.setup.exporting import export_package
-
     package = export_package()
     formats = [weight_format] + ([draft_weight_format] if draft_weight_format else [])
     compressions = [package.Compression(name, **meant_for(name, formats, options)) for name in formats]
     package.export_pair(
-        target,
+        model,
         draft,
         output,
         *compressions,

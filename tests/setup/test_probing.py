@@ -67,7 +67,8 @@ def test_neither_helps(target_ir: CompiledIR, monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize("told", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_a_window_is_found_in_the_mask_itself(tmp_path: Path, window: int, told: bool) -> None:
     """The window is found even if no probe could reach it by running the model, or the config does not mention it."""
-    from families import GROUPED, Family, export
+    from families import GROUPED, Family
+    from family_models import export
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -124,7 +125,7 @@ def test_logits_that_are_not_numbers_are_refused(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_snapshots_are_where_they_are_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A draft with recurrent states never starts over, and plain decoding rarely takes a snapshot."""
-    from families import Mistaken
+    from family_models import Mistaken
 
     import ovspec.decoders.stateful
 

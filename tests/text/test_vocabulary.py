@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from families import GROUPED, VOCAB, Family, export
+from families import GROUPED, VOCAB, Family
+from family_models import export
 
 import ovspec
 from ovspec.text.vocabulary import ALL_IDS, known_ids

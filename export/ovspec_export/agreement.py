@@ -1,0 +1,113 @@
+"""Check that an IR computes what its checkpoint computes, before its weights are compressed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ovspec.decoders.base import Rollback
+from ovspec.decoders.recurrent import RowByRow
+from ovspec.decoders.stateful import StatefulDecoder
+from ovspec.errors import OvspecError
+from ovspec.ir.compile import CompiledIR, compile_ir
+from ovspec.ir.device import DeviceOptions
+
+SHORTEST, LONGEST = 48, 320  # tokens of the text; it is longer than a window, if that is possible
+STEPS = 8  # tokens at the end of the text that are fed one by one
+# Largest difference, as a share of the standard deviation of a position's logits. Weights in 16 bits, which some parts
+# of a model round again, differ by 0.001 to 0.02, and another computation by 0.3 and more.
+TOLERANCE = 0.1
+EXCEPT = 0.1  # share of the positions that may differ by more: where two experts tie, rounding chooses
+
+
+def check_agreement(model: Any, folder: Path) -> None:
+    """Raise OvspecError if the IR in ``folder`` computes other logits than ``model``, a transformers model.
+
+    Both compute in f32: a text alone, and its first two thirds beside it in a ragged batch. Its last tokens are fed
+    one by one, so that the cache is used.
+    """
+    ir = compile_ir(folder, DeviceOptions(precision="f32", properties={"CACHE_DIR": ""}))
+    text = sample_text(ir)
+    short = text[: 2 * len(text) // 3]
+    compute_in_f32(model)
+    expected = [reference_logits(model, tokens, ir.logits_width) for tokens in (text, short)]
+    alone = difference(ir_logits(ir, [text]), expected[:1])
+    if not alone <= TOLERANCE:
+        raise OvspecError(
+            f"the IR computes other logits than the checkpoint: they differ by {alone:.2g} of their spread"
+        )
+    batch = difference(ir_logits(ir, [text, short]), expected)
+    if not batch <= TOLERANCE:
+        raise OvspecError(f"the IR computes other logits in a batch: they differ by {batch:.2g} of their spread")
+
+
+def sample_text(ir: CompiledIR) -> np.ndarray:
+    """Return random ids, longer than the narrowest attention window if that is short, (n,) int64."""
+    window = ir.config.attention_window or 0
+    length = window + SHORTEST if window + SHORTEST <= LONGEST else SHORTEST
+    return np.random.default_rng(0).integers(0, ir.logits_width, min(length, ir.context_length or length))
+
+
+def ir_logits(ir: CompiledIR, rows: list[np.ndarray]) -> list[np.ndarray]:
+    """Return the logits of every position of each row, (n, vocab) float32, computed as a batch."""
+
+    def make() -> StatefulDecoder:
+        return StatefulDecoder(ir, Rollback("trim" if ir.kv_states else None, replay=bool(ir.recurrent_states)))
+
+    decoder = RowByRow(make) if ir.rows_alone else make()
+    decoder.reset(len(rows))
+    pieces = [[row[:-STEPS] for row in rows]] + [[row[n : n + 1 or None] for row in rows] for n in range(-STEPS, 0)]
+    fed = [[logits.copy() for logits in decoder.feed(new, [len(row) for row in new])] for new in pieces]
+    return [np.concatenate(of_row) for of_row in zip(*fed, strict=True)]
+
+
+def reference_logits(model: Any, tokens: np.ndarray, width: int) -> np.ndarray:
+    """Return the checkpoint's logits of every position, (n, vocab) float32."""
+    import torch
+
+    with torch.no_grad():
+        return model(input_ids=torch.from_numpy(tokens[None])).logits[0, :, :width].float().numpy()
+
+
+def difference(ours: list[np.ndarray], theirs: list[np.ndarray]) -> float:
+    """Return by how much positions differ: the root mean square over the logits, in standard deviations of them.
+
+    Of all but ``EXCEPT`` of the positions, it is the largest; infinity for logits that are not numbers.
+    """
+    found = [np.sqrt(np.square(a - b).mean(-1)) / (b.std(-1) + 1e-30) for a, b in zip(ours, theirs, strict=True)]
+    return max(float(np.quantile(np.nan_to_num(row, nan=np.inf), 1 - EXCEPT)) for row in found)
+
+
+def compute_in_f32(model: Any) -> None:
+    """Let a model with weights in 16 bits compute in f32: each layer's weights are converted while it is computed."""
+    import torch
+
+    layers = [layer for layers in outermost(model, torch.nn.ModuleList) for layer in layers]
+    inside = {id(weights) for layer in layers for weights in (*layer.parameters(), *layer.buffers())}
+    for weights in (*model.parameters(), *model.buffers()):
+        if id(weights) not in inside and weights.is_floating_point():
+            weights.data = weights.data.float()
+    for layer in layers:
+        stored = {weights: weights.data for weights in layer.parameters() if weights.dtype != torch.float32}
+
+        def widen(*_: Any, stored: dict[Any, Any] = stored) -> None:
+            for weights, data in stored.items():
+                weights.data = data.float()
+
+        def narrow(*_: Any, stored: dict[Any, Any] = stored) -> None:
+            for weights, data in stored.items():
+                weights.data = data
+
+        for buffer in layer.buffers():
+            buffer.data = buffer.data.float() if buffer.is_floating_point() else buffer.data
+        layer.register_forward_pre_hook(widen)
+        layer.register_forward_hook(narrow)
+
+
+def outermost(module: Any, kind: type) -> list[Any]:
+    """Return the modules of a kind that are not inside another of that kind."""
+    if isinstance(module, kind):
+        return [module]
+    return [found for child in module.children() for found in outermost(child, kind)]

@@ -1,0 +1,173 @@
+"""Environments for families that the installed transformers can't export: folders laid over it, in the user's cache.
+
+An overlay holds other versions of a few packages, made with ``pip install --no-deps --target`` from wheels whose
+checksums are fixed here. Only the process that exports sees it, at the front of its ``PYTHONPATH``. Nothing is
+installed into the user's own environment.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from ovspec.errors import OvspecError
+from ovspec.ir.device import default_cache_dir
+from ovspec.progress import in_bytes, note, step
+
+NEEDED = 130_000_000  # bytes of disk while an overlay is made, wheels included
+# Text in pip's or uv's output -> why the packages could not be had.
+REASONS = {
+    "No space left on device": "the disk is full",
+    "No matching distribution": "the package index cannot be reached or doesn't have them",
+    "NewConnectionError": "the package index cannot be reached",
+    "Failed to fetch": "the package index cannot be reached",
+    "DO NOT MATCH THE HASHES": "what the package index sent has another checksum",
+    "Hash mismatch": "what the package index sent has another checksum",
+}
+
+
+@dataclass(frozen=True)
+class Environment:
+    """An overlay: its name and its wheels, each as name, version and SHA-256."""
+
+    name: str
+    wheels: tuple[tuple[str, str, str], ...]
+
+    @property
+    def folder(self) -> Path:
+        """The folder that holds the overlay once it is made; its name changes with the versions."""
+        versions = "-".join(f"{name}-{version}" for name, version, _ in self.wheels)
+        return default_cache_dir() / "environments" / versions
+
+    @property
+    def is_prepared(self) -> bool:
+        """Whether the overlay is there; a folder of this name is always whole."""
+        return self.folder.is_dir()
+
+
+TRANSFORMERS_5_2 = Environment(
+    "transformers 5.2",
+    (("transformers", "5.2.0", "9ecaf243dc45bee11a7d93f8caf03746accc0cb069181bbf4ad8566c53e854b4"),),
+)
+TRANSFORMERS_4_57 = Environment(
+    "transformers 4.57",
+    (
+        ("transformers", "4.57.6", "4c9e9de11333ddfe5114bc872c9f370509198acf0b87a832a0ab9458e2bd0550"),
+        ("huggingface-hub", "0.36.2", "48f0c8eac16145dfce371e9d2d7772854a4f591bcb56c9cf548accf531d54270"),
+    ),
+)
+OPTIMUM_INTEL_2_2 = Environment(
+    "optimum-intel 2.2",
+    (
+        ("optimum-intel", "2.2.0", "ba3c1c5995912fa10717dd76c07a60eff636fec0293e0e64b331bb24bc4d6d65"),
+        ("optimum", "2.3.0", "3e9b217b4ab21fd4cf894a987002ee7d3626114e009592babf084c2f1a0f3b5f"),
+    ),
+)
+OVERLAYS = (TRANSFORMERS_5_2, TRANSFORMERS_4_57, OPTIMUM_INTEL_2_2)
+
+
+def prepare(environment: Environment, families: str) -> Path:
+    """Make the overlay unless it is there, and return its folder.
+
+    Args:
+        families: what is exported with it, for messages.
+
+    Raises:
+        OvspecError: the packages can't be downloaded or installed, or the disk is full.
+    """
+    folder = environment.folder
+    if environment.is_prepared:
+        return folder
+    lock = FileLock(folder.with_name(f".{folder.name}.lock"))
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(folder.parent).free
+        if free < NEEDED:
+            raise OvspecError(
+                f"{folder}: the environment for {families} needs {in_bytes(NEEDED)} there, but only {in_bytes(free)} "
+                "are free; make room."
+            )
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            note(f"{environment.name}: waiting for another export, which is preparing it")
+            lock.acquire()
+        try:
+            if not environment.is_prepared:
+                for left in folder.parent.glob(f".{folder.name}.partial-*"):  # of a process that was killed
+                    shutil.rmtree(left, ignore_errors=True)
+                with step(f"{environment.name}: preparing it for {families}", keep=True) as preparing:
+                    preparing.result = in_bytes(install(environment, families))
+        finally:
+            lock.release()
+    except OSError as error:
+        raise OvspecError(f"{folder}: the environment for {families} cannot be written ({error.strerror}).") from None
+    return folder
+
+
+def install(environment: Environment, families: str) -> int:
+    """Install the wheels beside the overlay's place and rename the whole; return its size in bytes."""
+    folder = environment.folder
+    with tempfile.TemporaryDirectory(
+        dir=folder.parent, prefix=f".{folder.name}.partial-", ignore_cleanup_errors=True
+    ) as temporary:
+        packages, wanted = Path(temporary) / "packages", Path(temporary) / "requirements.txt"
+        lines = [f"{name}=={version} --hash=sha256:{checksum}\n" for name, version, checksum in environment.wheels]
+        wanted.write_text("".join(lines), encoding="utf-8")
+        command = [*installer(), "--no-deps", "--target", str(packages), "--require-hashes", "-r", str(wanted)]
+        # pip unpacks in the temporary folder first, which may be too small a disk.
+        scratch = dict.fromkeys(("TMPDIR", "TEMP", "TMP"), temporary)
+        settings = {"PIP_USER": "0", "PIP_REQUIRE_VIRTUALENV": "0", "PIP_NO_INPUT": "1", "PYTHONUTF8": "1"}
+        done = subprocess.run(
+            command,
+            env={**os.environ, **settings, **scratch},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            encoding="utf-8",
+            errors="replace",
+        )
+        if done.returncode:
+            told = done.stdout + done.stderr
+            last = (told.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+            why = next((reason for sign, reason in REASONS.items() if sign in told), last.removeprefix("ERROR: "))
+            wheels = " and ".join(f"{name} {version}" for name, version, _ in environment.wheels)
+            raise OvspecError(
+                f"Exporting {families} needs {wheels}, which could not be installed into {folder.parent} ({why}). "
+                f"Without a network, run 'ovspec export --prepare {families}' on a machine that has one, and copy the "
+                f"folder {folder.name} from there."
+            )
+        size = sum(path.stat().st_size for path in packages.rglob("*") if path.is_file())
+        packages.rename(folder)
+    return size
+
+
+def installer() -> list[str]:
+    """Return the command that installs packages: this Python's pip, or uv."""
+    if importlib.util.find_spec("pip"):
+        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-compile"]
+        return [*pip, "--only-binary", ":all:"]
+    if uv := shutil.which("uv"):
+        return [uv, "pip", "install", "--quiet", "--python", sys.executable, "--only-binary", ":all:"]
+    raise OvspecError("Preparing an environment needs pip or uv; run 'python -m ensurepip' and try again.")
+
+
+def prepare_all(needed: dict[Environment, str]) -> None:
+    """Make these overlays, each for the families that are named with it."""
+    for environment, families in needed.items():
+        note(f"{environment.name}: {prepare(environment, families)}")
+
+
+def search_path(environment: Environment | None, families: str) -> dict[str, str]:
+    """Return the variables that a process needs to see an environment, which is prepared first; {} for our own."""
+    if environment is None:
+        return {}
+    paths = [str(prepare(environment, families)), os.environ.get("PYTHONPATH", "")]
+    return {"PYTHONPATH": os.pathsep.join(filter(None, paths))}

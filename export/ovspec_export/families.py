@@ -1,0 +1,138 @@
+"""What each model family needs to be exported: an environment, and changes to optimum, each with its reason.
+
+A family is the ``model_type`` of a checkpoint's config. Families without an entry are exported as optimum does it.
+``tests/export/test_family_patches.py`` fails when a change here is no longer needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ovspec.errors import OvspecError
+from ovspec_export.environments import OPTIMUM_INTEL_2_2, OVERLAYS, TRANSFORMERS_4_57, TRANSFORMERS_5_2, Environment
+
+
+@dataclass(frozen=True)
+class Family:
+    """How a family is exported.
+
+    environment: an overlay, if the installed transformers can't export it.
+    lifted: optimum's limit on the version of transformers is ignored; our tests show that it isn't needed.
+    alias_of: the family whose export config optimum uses for this one, which it doesn't know.
+    experts: how transformers computes the experts while it is traced; its default can't be converted.
+    patches: functions of ``patches.py`` that are called before the export.
+    remote_code: the checkpoint brings code that only runs with ``--trust-remote-code``. Not tested here.
+    """
+
+    environment: Environment | None = None
+    lifted: bool = False
+    alias_of: str | None = None
+    experts: str | None = None
+    patches: tuple[str, ...] = ()
+    remote_code: bool = False
+
+
+LIFTED = Family(lifted=True)
+OLD_CODE = Family(TRANSFORMERS_4_57, remote_code=True)
+
+UNCHANGED = (
+    "afmoe arcee biogpt bloom codegen cohere cohere2 falcon glm4 gpt2 gpt_bigcode gpt_neo gpt_neox gpt_neox_japanese "
+    "gpt_oss gptj granite granitemoe hunyuan_v1_dense llama mistral mixtral mpt olmo olmo2 opt persimmon phi phi3 "
+    "phimoe qwen2 qwen2_moe qwen3 qwen3_moe smollm3 stablelm starcoder2 xglm"
+)
+FAMILIES: dict[str, Family] = {
+    # Written for transformers 5.0 and older in optimum, but the same in 5.5.
+    **dict.fromkeys(("gemma", "gemma2", "gemma3_text", "gemma3n_text", "glm", "exaone4"), LIFTED),
+    # Inherits a limit of 5.0 beside its own of 5.5. Some have experts.
+    "gemma4_text": Family(lifted=True, experts="batched_mm", patches=("short_dummy_window",)),
+    # Unknown to optimum, but built like another family.
+    "ministral": Family(alias_of="mistral"),
+    "ministral3": Family(alias_of="mistral"),
+    "seed_oss": Family(alias_of="mistral"),
+    "ernie4_5": Family(alias_of="mistral"),
+    "apertus": Family(alias_of="mistral"),
+    "olmo3": Family(alias_of="olmo2"),
+    "glm4_moe": Family(alias_of="qwen3_moe", experts="batched_mm"),
+    # optimum's patches import cache classes that transformers 5.5 no longer has.
+    "qwen3_5_text": Family(TRANSFORMERS_5_2, patches=("pass_position_ids",)),
+    "qwen3_5_moe_text": Family(TRANSFORMERS_5_2, patches=("pass_position_ids",)),
+    "lfm2": Family(TRANSFORMERS_5_2),
+    "lfm2_moe": Family(TRANSFORMERS_5_2),
+    "qwen3_next": Family(TRANSFORMERS_4_57),
+    # optimum-intel 2.1 refuses it in transformers 5.5, and its scan pads every step to a whole chunk.
+    "granitemoehybrid": Family(OPTIMUM_INTEL_2_2),
+    # Tracing fails in transformers 5.5.
+    "llama4_text": Family(TRANSFORMERS_4_57),
+    # Tracing fails there, too; and optimum's scan takes a whole prompt or a single token, and fails in a long text.
+    "mamba": Family(TRANSFORMERS_4_57, patches=("scan_in_a_loop",)),
+    "falcon_mamba": Family(TRANSFORMERS_4_57, patches=("scan_in_a_loop",)),
+    # optimum refuses them with transformers 5.
+    **dict.fromkeys(("bitnet", "dbrx"), Family(TRANSFORMERS_4_57)),
+    # The code that their checkpoints bring was written for transformers 4.
+    **dict.fromkeys(
+        ("aquila", "baichuan", "deci", "exaone", "internlm", "internlm2", "jais", "orion", "xverse"), OLD_CODE
+    ),
+    # Exported as optimum does it.
+    **dict.fromkeys(UNCHANGED.split(), Family()),
+}
+# The family of a checkpoint -> the classes of its text model, by the family of its ``text_config``.
+TEXT_MODELS = {
+    "gemma3": {"gemma3_text": "Gemma3ForCausalLM"},
+    "gemma3n": {"gemma3n_text": "Gemma3nForCausalLM"},
+    "gemma4": {"gemma4_text": "Gemma4ForCausalLM"},
+    "qwen3_5": {"qwen3_5_text": "Qwen3_5ForCausalLM"},
+    "qwen3_5_moe": {"qwen3_5_moe_text": "Qwen3_5MoeForCausalLM"},
+    "mistral3": {"mistral": "MistralForCausalLM", "ministral3": "Ministral3ForCausalLM"},
+    "llama4": {"llama4_text": "Llama4ForCausalLM"},
+}
+# Families that optimum registers, but whose export fails.
+TOO_OLD = "optimum exports it only with transformers 4.55 and older"
+NOT_EXPORTED = {
+    "zamba2": "optimum cannot save its shared tensors",
+    **dict.fromkeys(
+        ("arctic", "chatglm", "deepseek", "deepseek_v2", "deepseek_v3", "minicpm", "minicpm3", "qwen"), TOO_OLD
+    ),
+}
+
+
+def family_of(model_type: str, name: str) -> Family:
+    """Return how checkpoints of this ``model_type`` are exported; raises OvspecError if they can't be."""
+    if model_type in FAMILIES:
+        return FAMILIES[model_type]
+    why = NOT_EXPORTED.get(model_type, "neither ovspec nor optimum-intel knows it")
+    raise OvspecError(
+        f"{name}: models of the family {model_type} cannot be exported ({why}); see 'ovspec export --list-families'."
+    )
+
+
+def environments_of(names: Sequence[str]) -> dict[Environment, str]:
+    """Return the overlays that the families ``names``, or "all", need, each with the names of its families.
+
+    Raises:
+        OvspecError: a family is unknown.
+    """
+    needed: dict[Environment, str] = {}
+    if "all" in names:
+        return dict.fromkeys(OVERLAYS, "all")
+    for name in names:
+        models = TEXT_MODELS.get(name, (name,))
+        for environment in filter(None, (family_of(model, name).environment for model in models)):
+            needed[environment] = " ".join(filter(None, (needed.get(environment), name)))
+    return needed
+
+
+def family_list() -> list[str]:
+    """Return a line for each family: its name, its environment, whether that is prepared, and what else it needs."""
+    inside = {text: outer for outer, texts in TEXT_MODELS.items() for text in texts}
+    lines = []
+    for name, family in sorted(FAMILIES.items()):
+        environment, notes = family.environment, []
+        if name in inside:
+            notes.append(f"also inside {inside[name]}")
+        if family.remote_code:
+            notes.append("needs --trust-remote-code, not tested")
+        where = environment.name if environment else "as installed"
+        state = ("prepared" if environment.is_prepared else "not prepared") if environment else ""
+        lines.append(f"{name:20} {where:18} {state:13} {'; '.join(notes)}".rstrip())
+    return lines

@@ -1,0 +1,96 @@
+"""Changes to optimum and transformers inside the process that exports, as ``families.py`` asks for them."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from typing import Any
+
+from ovspec.errors import OvspecError
+from ovspec_export.families import FAMILIES
+
+
+def hide_torchvision() -> None:
+    """Make transformers believe that torchvision isn't installed; beside another torch, importing it would fail."""
+    sys.modules["torchvision"] = None  # type: ignore[assignment]
+
+
+def adapt(model_type: str) -> dict[str, Any]:
+    """Change optimum as the family needs it; return further arguments for loading the checkpoint."""
+    from optimum.exporters.openvino import model_configs  # noqa: F401  (fills the registry)
+    from optimum.exporters.tasks import TasksManager
+
+    registry: dict[str, Any] = TasksManager._SUPPORTED_MODEL_TYPE
+    family = FAMILIES[model_type]
+    if family.alias_of:
+        registry.setdefault(model_type, registry[family.alias_of])
+    if family.lifted:
+        for constructor in registry[model_type]["openvino"].values():
+            constructor.func.MIN_TRANSFORMERS_VERSION = constructor.func.MAX_TRANSFORMERS_VERSION = None
+    for patch in family.patches:
+        globals()[patch]()
+    return {"experts_implementation": family.experts} if family.experts else {}
+
+
+def check_tensors() -> None:
+    """Make ``from_pretrained`` refuse a checkpoint that lacks a tensor, which transformers would fill at random."""
+    from transformers import PreTrainedModel
+
+    load = PreTrainedModel.from_pretrained.__func__  # type: ignore[attr-defined]
+
+    @functools.wraps(load)
+    def load_all(cls: type, *args: Any, output_loading_info: bool = False, **kwargs: Any) -> Any:
+        model, found = load(cls, *args, output_loading_info=True, **kwargs)
+        missing = sorted(found["missing_keys"]) + sorted(str(key[0]) for key in found["mismatched_keys"])
+        if missing:
+            raise OvspecError(
+                f"the checkpoint lacks the tensor {missing[0]}, or has another shape of it ({len(missing)} in all)"
+            )
+        return (model, found) if output_loading_info else model
+
+    PreTrainedModel.from_pretrained = classmethod(load_all)  # type: ignore[assignment]
+
+
+def short_dummy_window() -> None:
+    """Trace Gemma 4 with as many slots in its windows as elsewhere, not with full ones, whose mask is another."""
+    from optimum.exporters.openvino.input_generators import Gemma4DummyPastKeyValuesGenerator as Generator
+
+    generate = Generator.generate
+
+    @functools.wraps(generate)
+    def generate_short(self: Any, *args: Any, **kwargs: Any) -> Any:
+        self.sliding_window = self.sequence_length
+        return generate(self, *args, **kwargs)
+
+    Generator.generate = generate_short
+
+
+def pass_position_ids() -> None:
+    """Let Qwen3.5 use the input ``position_ids``, which optimum's forward function for text leaves out."""
+    from optimum.exporters.openvino.model_patcher import Qwen3_5ModelPatcher as Patcher
+
+    begin = Patcher.__init__
+
+    @functools.wraps(begin)
+    def begin_with_positions(self: Any, *args: Any, **kwargs: Any) -> None:
+        begin(self, *args, **kwargs)
+        outer, inner = self.patched_forward, self.model_orig_forward
+
+        @functools.wraps(outer)
+        def forward(*args: Any, position_ids: Any = None, **kwargs: Any) -> Any:
+            self.model_orig_forward = functools.partial(inner, position_ids=position_ids)
+            try:
+                return outer(*args, **kwargs)
+            finally:
+                self.model_orig_forward = inner
+
+        self.patched_forward = self.orig_forward = forward
+
+    Patcher.__init__ = begin_with_positions
+
+
+def scan_in_a_loop() -> None:
+    """Let Mamba read any number of tokens after any past."""
+    from ovspec_export import mamba
+
+    mamba.scan_in_a_loop()

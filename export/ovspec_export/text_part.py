@@ -1,0 +1,119 @@
+"""The text model inside a checkpoint that also sees or hears: its config and its tensors, as a checkpoint of its own.
+
+Only the names and the headers of the safetensors files change; the weights are copied as they are.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+import struct
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from ovspec.errors import OvspecError
+from ovspec.progress import in_bytes, step
+from ovspec_export.families import TEXT_MODELS
+from ovspec_export.sources import LEFT_OUT, Source, safetensors_header
+
+# Beginnings of the text model's tensor names, in the order in which they are tried, and what they become.
+RENAMED = {
+    "model.language_model.model.": "model.",  # transformers 5.5 writes Gemma 3 so
+    "model.language_model.": "model.",
+    "language_model.model.": "model.",
+    "language_model.lm_head.": "lm_head.",
+    "lm_head.": "lm_head.",
+}
+# What a text model's config takes from the outer one, if it has none itself.
+SHARED = ("dtype", "torch_dtype", "eos_token_id", "bos_token_id", "pad_token_id")
+CHUNK = 1 << 24  # bytes that are copied at a time
+
+
+def text_part(source: Source, folder: Path) -> Source:
+    """Write the text model of ``source`` into ``folder`` and return it as a source.
+
+    Raises:
+        OvspecError: a tensor belongs neither to it nor to a part that is left out.
+    """
+    with step(f"{source.name}: taking the text model out of it", keep=True) as taking:
+        folder.mkdir(parents=True)
+        names = text_names(source)
+        config = text_config(source, set(names.values()))
+        (folder / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
+        where, size = {}, 0
+        for file in sorted(source.folder.glob("model*.safetensors")):
+            kept = {name: names[name] for name in safetensors_header(file) if name in names}
+            if kept:
+                size += copy_tensors(file, kept, folder / file.name)
+                where |= dict.fromkeys(kept.values(), file.name)
+        if set(where.values()) != {"model.safetensors"}:
+            index = {"metadata": {"total_size": size}, "weight_map": where}
+            (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
+        for file in source.folder.iterdir():
+            wanted = file.suffix in (".json", ".jinja", ".model", ".txt") and not file.name.startswith("model")
+            if wanted and "processor" not in file.name and not (folder / file.name).exists():
+                shutil.copy(file, folder)
+        taking.result = in_bytes(size)
+    return dataclasses.replace(source, folder=folder)
+
+
+def text_config(source: Source, names: set[str]) -> dict[str, Any]:
+    """Return the config of the text model, which has tensors of these names."""
+    config = source.config
+    inner = config["text_config"]
+    known = TEXT_MODELS[config["model_type"]][source.model_type]
+    shared = {name: config[name] for name in SHARED if name in config}
+    text = shared | {name: value for name, value in inner.items() if value is not None} | {"architectures": [known]}
+    tied = [
+        value for value in (config.get("tie_word_embeddings"), inner.get("tie_word_embeddings")) if value is not None
+    ]
+    if tied:  # transformers 5 reads the outer config's, transformers 4 the inner one's
+        text["tie_word_embeddings"] = True in tied if "lm_head.weight" not in names else tied[0]
+    return text
+
+
+def text_names(source: Source) -> dict[str, str]:
+    """Return the text model's tensors by name, with the names that they have in a model of its own.
+
+    Raises:
+        OvspecError: some tensor is neither one of them nor belongs to a part that is left out.
+    """
+    names = {}
+    for name in source.headers():
+        prefix = next((prefix for prefix in RENAMED if name.startswith(prefix)), None)
+        if prefix:
+            names[name] = RENAMED[prefix] + name.removeprefix(prefix)
+        elif not LEFT_OUT.match(name):
+            raise OvspecError(f"{source.name}: cannot tell whether its tensor {name} belongs to the text model.")
+    if len(set(names.values())) < len(names) or not names:
+        raise OvspecError(f"{source.name}: its tensors cannot be told apart as those of a text model.")
+    return names
+
+
+def copy_tensors(file: Path, names: dict[str, str], output: Path) -> int:
+    """Copy the tensors ``names`` of a safetensors file to ``output``, under new names; return their size in bytes."""
+    header = safetensors_header(file)
+    ranges, end = [], 0
+    written: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    for name, new in sorted(names.items(), key=lambda pair: header[pair[0]]["data_offsets"]):
+        start, stop = header[name]["data_offsets"]
+        written[new] = header[name] | {"data_offsets": [end, end + stop - start]}
+        ranges.append((start, stop))
+        end += stop - start
+    text = json.dumps(written).encode()
+    text += b" " * (-len(text) % 8)
+    with file.open("rb") as original, output.open("wb") as copy:
+        (length,) = struct.unpack("<Q", original.read(8))
+        copy.write(struct.pack("<Q", len(text)) + text)
+        for start, stop in ranges:
+            original.seek(8 + length + start)
+            copy_bytes(original, copy, stop - start)
+    return end
+
+
+def copy_bytes(original: BinaryIO, copy: BinaryIO, count: int) -> None:
+    while count:
+        piece = original.read(min(count, CHUNK))
+        copy.write(piece)
+        count -= len(piece)

@@ -1,0 +1,155 @@
+"""The overlays in which some families are exported: made whole or not at all, once, and without touching anything else.
+
+The wheels here are made by the tests; nothing comes from a network.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+import subprocess
+import sys
+import time
+import zipfile
+from pathlib import Path
+
+import pytest
+from ovspec_export import environments, families
+from ovspec_export.environments import OVERLAYS, Environment, prepare, search_path
+
+from ovspec.errors import OvspecError
+
+PREPARE = (
+    "from ovspec_export.environments import Environment, prepare; import sys; "
+    "print(prepare(Environment('toy', (('ovspec-toy', '1.0', sys.argv[1]),)), 'toys'))"
+)
+
+
+@pytest.fixture
+def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Environment:
+    """An environment of one small wheel, which pip finds in a folder; ovspec's cache is another."""
+    (tmp_path / "wheels").mkdir()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "wheels"))
+    return Environment("toy", (("ovspec-toy", "1.0", wheel(tmp_path / "wheels")),))
+
+
+def wheel(folder: Path) -> str:
+    """Write a wheel with the module ``ovspec_toy`` into ``folder`` and return its SHA-256."""
+    file, info = folder / "ovspec_toy-1.0-py3-none-any.whl", "ovspec_toy-1.0.dist-info"
+    with zipfile.ZipFile(file, "w") as archive:
+        archive.writestr("ovspec_toy/__init__.py", "PLACE = __file__\n")
+        archive.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: ovspec-toy\nVersion: 1.0\n")
+        archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        archive.writestr(f"{info}/RECORD", "")
+    return hashlib.sha256(file.read_bytes()).hexdigest()
+
+
+def left_in(environment: Environment) -> list[str]:
+    """Return what the folder of all overlays holds, but for locks."""
+    parent = environment.folder.parent
+    return sorted(path.name for path in parent.iterdir() if path.suffix != ".lock") if parent.exists() else []
+
+
+def test_an_overlay_is_made_once_and_seen_by_a_child_only(toy: Environment, capsys: pytest.CaptureFixture[str]) -> None:
+    assert not toy.is_prepared
+    variables = {**os.environ, **search_path(toy, "toys")}
+    assert toy.is_prepared and left_in(toy) == [toy.folder.name] == ["ovspec-toy-1.0"]
+    assert len(capsys.readouterr().err.splitlines()) in (1, 2)  # one line, or two if it took more than a second
+    os.environ["PIP_FIND_LINKS"] = ""  # from now on, making it again would fail
+    assert prepare(toy, "toys") == toy.folder
+    assert not capsys.readouterr().err
+    code = "import ovspec_toy; print(ovspec_toy.PLACE)"
+    found = subprocess.run([sys.executable, "-c", code], env=variables, capture_output=True, text=True)
+    assert found.stdout.startswith(str(toy.folder))
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 1
+
+
+def test_without_a_network_a_sentence_says_what_to_do(toy: Environment, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PIP_FIND_LINKS", "")
+    with pytest.raises(OvspecError, match=r"needs ovspec-toy 1\.0.*cannot be reached.*'ovspec export --prepare toys'"):
+        prepare(toy, "toys")
+    assert left_in(toy) == []
+    monkeypatch.delenv("PIP_NO_INDEX")
+    monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")  # nothing listens there
+    monkeypatch.setenv("PIP_RETRIES", "0")
+    with pytest.raises(OvspecError, match="cannot be reached"):
+        prepare(toy, "toys")
+    assert left_in(toy) == []
+
+
+def test_a_wheel_with_another_checksum_is_refused(toy: Environment) -> None:
+    forged = Environment("toy", (("ovspec-toy", "1.0", "0" * 64),))
+    with pytest.raises(OvspecError, match="another checksum"):
+        prepare(forged, "toys")
+    assert left_in(toy) == []
+
+
+def test_a_full_disk_leaves_nothing(toy: Environment, monkeypatch: pytest.MonkeyPatch) -> None:
+    code = "import resource as r, runpy; r.setrlimit(r.RLIMIT_FSIZE, (50, 50)); runpy.run_module('pip', {}, '__main__')"
+    limited = [sys.executable, "-c", code, "install"]
+    with monkeypatch.context() as patched:
+        patched.setattr(environments, "installer", lambda: limited)
+        with pytest.raises(OvspecError, match=r"could not be installed into .* \(.*File too large"):
+            prepare(toy, "toys")
+    assert left_in(toy) == []
+    with monkeypatch.context() as patched:
+        patched.setattr(environments, "NEEDED", 10**18)
+        with pytest.raises(OvspecError, match="are free; make room"):
+            prepare(toy, "toys")
+    prepare(toy, "toys")
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="os.kill ends processes otherwise there")
+def test_a_killed_preparation_leaves_no_overlay_and_the_next_one_cleans_up(toy: Environment) -> None:
+    """Killed at ten moments, the folder is whole or not there."""
+    command = [sys.executable, "-c", PREPARE, toy.wheels[0][2]]
+    for i in range(10):
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        time.sleep(0.15 * i)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        if toy.is_prepared:
+            break
+    assert not toy.is_prepared or (toy.folder / "ovspec_toy" / "__init__.py").is_file()
+    parent = toy.folder.parent
+    parent.mkdir(parents=True, exist_ok=True)
+    (parent / f".{toy.folder.name}.partial-killed").mkdir()
+    if not toy.is_prepared:
+        prepare(toy, "toys")
+        assert left_in(toy) == [toy.folder.name]
+    assert (toy.folder / "ovspec_toy" / "__init__.py").is_file()
+
+
+def test_two_at_once_make_it_once(toy: Environment) -> None:
+    command = [sys.executable, "-c", PREPARE, toy.wheels[0][2]]
+    both = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(2)]
+    answers = [process.communicate() for process in both]
+    assert [process.returncode for process in both] == [0, 0], answers
+    assert {out.strip() for out, _ in answers} == {str(toy.folder)}
+    assert left_in(toy) == [toy.folder.name]
+
+
+def test_what_is_prepared_is_listed(toy: Environment, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(families.FAMILIES, "toy", families.Family(toy, remote_code=True))
+    line = next(line for line in families.family_list() if line.startswith("toy "))
+    assert "not prepared" in line and "needs --trust-remote-code" in line
+    prepare(toy, "toys")
+    line = next(line for line in families.family_list() if line.startswith("toy "))
+    assert "prepared" in line and "not prepared" not in line
+
+
+def test_families_are_prepared_by_name() -> None:
+    assert families.environments_of(["llama"]) == {}
+    needed = families.environments_of(["qwen3_5", "lfm2", "llama4"])
+    assert sorted(needed.values()) == ["llama4", "qwen3_5 lfm2"]
+    assert list(families.environments_of(["all"])) == list(OVERLAYS)
+    with pytest.raises(OvspecError, match=r"foo: .*neither ovspec nor optimum-intel knows it.*--list-families"):
+        families.environments_of(["foo"])
+
+
+def test_the_overlays_of_this_project_are_prepared() -> None:
+    """``dev.py`` prepares them when it installs, so that exports in other tests need no network."""
+    assert all(environment.is_prepared for environment in OVERLAYS)

@@ -1,0 +1,248 @@
+"""Checkpoints that also see or hear: their text model is exported, with all of its tensors and none of the others."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import hybrid
+import pytest
+import torch
+from conftest import PROMPTS, ROOT, TARGET
+from families import DEEPER, DELTA_NET, EXPERTS, HEADED, LLAMA_4, VOCAB, WINDOWS
+from family_models import run
+from ovspec_export import Compression, export_pair
+from ovspec_export.families import FAMILIES as REGISTRY
+from ovspec_export.families import TEXT_MODELS
+from ovspec_export.sources import find_source
+from ovspec_export.text_part import text_part
+from safetensors.torch import load_file, save_file
+
+import ovspec
+from ovspec.errors import OvspecError
+
+TOKENS = 24
+VISION = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+VISION |= {"image_size": 28, "patch_size": 14}
+QWEN_VISION = {"depth": 1, "hidden_size": 16, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64}
+QWEN_VISION |= {"num_position_embeddings": 16, "patch_size": 4}
+GEMMA_4 = {"global_head_dim": 32, "num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0}
+LLAMA_VISION = VISION | {"vision_output_dim": 64, "projector_input_dim": 16, "projector_output_dim": 64}
+
+# Family of the checkpoint -> the transformers class that makes it, its config's class and arguments, and the spreads of
+# its random weights and embeddings.
+CHECKPOINTS: dict[str, tuple[str, str, dict[str, Any], float, float]] = {
+    "gemma3": (
+        "Gemma3ForConditionalGeneration",
+        "Gemma3Config",
+        {"text_config": DEEPER | WINDOWS | {"query_pre_attn_scalar": 16}, "vision_config": VISION},
+        1.5,
+        0.03,
+    ),
+    "gemma4": (
+        "Gemma4ForConditionalGeneration",
+        "Gemma4Config",
+        {"text_config": DEEPER | WINDOWS | GEMMA_4, "vision_config": VISION, "audio_config": None},
+        0.5,
+        0.1,
+    ),
+    "mistral3": (
+        "Mistral3ForConditionalGeneration",
+        "Mistral3Config",
+        {
+            "text_config": HEADED | {"model_type": "ministral3", "tie_word_embeddings": False},
+            "vision_config": VISION | {"model_type": "pixtral"},
+        },
+        0.25,
+        1.0,
+    ),
+    "qwen3_5": (
+        "Qwen3_5ForConditionalGeneration",
+        "Qwen3_5Config",
+        {"text_config": DEEPER | DELTA_NET, "vision_config": QWEN_VISION},
+        0.25,
+        1.0,
+    ),
+    "qwen3_5_moe": (
+        "Qwen3_5MoeForConditionalGeneration",
+        "Qwen3_5MoeConfig",
+        {
+            "text_config": DEEPER | DELTA_NET | EXPERTS | {"shared_expert_intermediate_size": 32},
+            "vision_config": QWEN_VISION,
+        },
+        0.25,
+        1.0,
+    ),
+    "llama4": (
+        "Llama4ForConditionalGeneration",
+        "Llama4Config",
+        {"text_config": HEADED | LLAMA_4, "vision_config": LLAMA_VISION},
+        0.25,
+        1.0,
+    ),
+}
+
+
+def make(family: str, folder: Path) -> list[int]:
+    """Make a checkpoint of a family in ``folder``; return the prompt's and what its ``generate`` says after it."""
+    model_class, config, arguments, spread, embedding = CHECKPOINTS[family]
+    environment = next(REGISTRY[text].environment for text in TEXT_MODELS[family])
+    prompt = ovspec.load(ROOT / "models" / "demo").encode(PROMPTS[0]).tolist()[:12]
+    failure = run(
+        environment,
+        "make",
+        config=config,
+        arguments=arguments,
+        folder=str(folder),
+        prompts=[prompt],
+        tokens=TOKENS,
+        spread=spread,
+        embedding=embedding,
+        norms=0.0,
+        attention="sdpa",
+        inside=model_class,
+    )
+    assert not failure, failure
+    hybrid.copy_tokenizer(ROOT / "models" / "demo-hf" / "draft", folder)
+    return prompt + json.loads((folder / "expected.json").read_text(encoding="utf-8"))[0]
+
+
+@pytest.fixture(scope="module")
+def gemma(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[int]]:
+    """A checkpoint of Gemma 3 with a vision part, and what it says."""
+    folder = tmp_path_factory.mktemp("gemma") / "hf"
+    return folder, make("gemma3", folder)
+
+
+def says_the_same(folder: Path, told: list[int], output: Path, cache_dir: Path) -> None:
+    export_pair(str(folder), None, output, Compression("fp32"))
+    lm = ovspec.load(output, precision="f32", cache_dir=cache_dir)
+    assert len(set(told[-TOKENS:])) > 4
+    assert lm.generate(told[:-TOKENS], max_tokens=TOKENS, ignore_eos=True).token_ids == told[-TOKENS:]
+    assert [path.name for path in output.iterdir() if path.is_dir()] == []
+
+
+def test_the_text_model_of_gemma_says_what_the_whole_model_says(
+    gemma: tuple[Path, list[int]], tmp_path: Path, cache_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    says_the_same(*gemma, tmp_path / "pair", cache_dir)
+    assert "hf: taking the text model out of it" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", [family for family in CHECKPOINTS if family != "gemma3"])
+def test_the_text_model_says_what_the_whole_model_says(family: str, tmp_path: Path, cache_dir: Path) -> None:
+    says_the_same(tmp_path / "hf", make(family, tmp_path / "hf"), tmp_path / "pair", cache_dir)
+
+
+def changed(folder: Path, output: Path, change: Callable[[dict[str, Any], dict[str, torch.Tensor]], None]) -> Path:
+    """Copy a checkpoint to ``output`` with ``change`` applied to its config and its tensors."""
+    shutil.copytree(folder, output)
+    config, tensors = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
+    change(config, tensors)
+    (output / "config.json").write_text(json.dumps(config))
+    save_file(tensors, output / "model.safetensors", {"format": "pt"})
+    return output
+
+
+def text_of(folder: Path, output: Path) -> Path:
+    source = find_source(str(folder))
+    assert source.holds_text_model
+    return text_part(source, output).folder
+
+
+def test_the_older_names_of_tensors_give_the_same_text_model(gemma: tuple[Path, list[int]], tmp_path: Path) -> None:
+    """Before transformers 4.52 the language model came first, and the other parts stood beside it."""
+
+    def rename(_: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+        for name in list(tensors):
+            old = re.sub(r"^model\.language_model\.(model\.)?", "language_model.model.", name)
+            old = re.sub(r"^model\.(vision_tower|multi_modal_projector)", r"\1", old)
+            tensors[old.replace("lm_head", "language_model.lm_head")] = tensors.pop(name)
+
+    new = load_file(text_of(gemma[0], tmp_path / "new") / "model.safetensors")
+    older = changed(gemma[0], tmp_path / "older", rename)
+    assert not any(name.startswith("model.") for name in load_file(older / "model.safetensors"))
+    old = load_file(text_of(older, tmp_path / "old") / "model.safetensors")
+    assert new.keys() == old.keys() and all(torch.equal(new[name], old[name]) for name in new)
+    assert all(name.startswith(("model.layers.", "model.embed_tokens.", "model.norm.", "lm_head.")) for name in new)
+
+
+@pytest.mark.slow
+def test_several_files_stay_several(gemma: tuple[Path, list[int]], tmp_path: Path, cache_dir: Path) -> None:
+    """Files of the other parts alone are left out, and the index lists the new names."""
+    folder = tmp_path / "sharded"
+    shutil.copytree(gemma[0], folder)
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    names = sorted(tensors)
+    vision = [name for name in names if "language_model" not in name]
+    text = [name for name in names if "language_model" in name]
+    where = {}
+    for number, part in enumerate((vision, text[::2], text[1::2])):
+        file = f"model-{number}.safetensors"
+        save_file({name: tensors[name] for name in part}, folder / file, {"format": "pt"})
+        where |= dict.fromkeys(part, file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
+    says_the_same(folder, gemma[1], tmp_path / "pair", cache_dir)
+
+
+def test_a_tensor_of_no_known_part_is_refused(gemma: tuple[Path, list[int]], tmp_path: Path) -> None:
+    def add(_: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+        tensors["model.talker.weight"] = torch.zeros(3)
+
+    folder = changed(gemma[0], tmp_path / "more", add)
+    with pytest.raises(OvspecError, match=r"more: cannot tell whether its tensor model\.talker\.weight belongs"):
+        export_pair(str(folder), None, tmp_path / "pair")
+    assert not (tmp_path / "pair").exists()
+
+
+def test_an_unknown_family_with_a_text_model_is_refused(gemma: tuple[Path, list[int]], tmp_path: Path) -> None:
+    folder = changed(gemma[0], tmp_path / "other", lambda config, _: config.update(model_type="seer"))
+    with pytest.raises(OvspecError, match="cannot take it out of the family seer; that works with gemma3, gemma3n"):
+        export_pair(str(folder), None, tmp_path / "pair")
+
+
+def test_tied_and_untied_heads(gemma: tuple[Path, list[int]], tmp_path: Path) -> None:
+    """transformers 5 reads ``tie_word_embeddings`` of the outer config, transformers 4 that of the inner one."""
+
+    def config_with(outer: bool | None, inner: bool | None, head: bool) -> dict[str, Any]:
+        def change(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+            config["tie_word_embeddings"], config["text_config"]["tie_word_embeddings"] = outer, inner
+            tensors.pop("lm_head.weight", None)
+            if head:
+                tensors["lm_head.weight"] = torch.zeros(VOCAB, 64)
+
+        name = f"{outer}-{inner}-{head}"
+        folder = text_of(changed(gemma[0], tmp_path / name, change), tmp_path / f"text-{name}")
+        assert ("lm_head.weight" in load_file(folder / "model.safetensors")) == head
+        return json.loads((folder / "config.json").read_text())
+
+    assert config_with(False, True, head=True)["tie_word_embeddings"] is False
+    assert config_with(False, True, head=False)["tie_word_embeddings"] is True
+    assert config_with(True, None, head=False)["tie_word_embeddings"] is True
+    assert config_with(None, False, head=False)["tie_word_embeddings"] is False  # loading it will say what is missing
+    assert "tie_word_embeddings" not in config_with(None, None, head=False)  # as the class does
+
+
+@pytest.mark.parametrize("tensor", ["model.layers.1.mlp.up_proj.weight", "model.norm.weight"])
+def test_a_missing_tensor_is_named(tensor: str, tmp_path: Path) -> None:
+    """transformers would fill it at random; with a wrong prefix, whole layers were random and nobody was told."""
+
+    def remove(_: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+        del tensors[tensor]
+
+    folder = changed(TARGET, tmp_path / "less", remove)
+    with pytest.raises(OvspecError, match=f"less: .*lacks the tensor {re.escape(tensor)}"):
+        export_pair(str(folder), None, tmp_path / "pair")
+    assert not (tmp_path / "pair").exists()
+
+
+def test_a_family_that_nobody_knows_is_refused(tmp_path: Path) -> None:
+    folder = changed(TARGET, tmp_path / "new", lambda config, _: config.update(model_type="foo"))
+    with pytest.raises(OvspecError, match=r"new: .*family foo cannot be exported \(neither ovspec nor optimum-intel"):
+        export_pair(str(folder), None, tmp_path / "pair")

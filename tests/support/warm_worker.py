@@ -1,0 +1,95 @@
+"""Makes and exports random models in one environment: imports torch and the rest once, then forks for each job.
+
+    python warm_worker.py    reads a job in JSON per line, and writes a line for each: an empty one, or why it failed
+
+The jobs are ``make``, below, and those of ``ovspec_export.worker``, which ``ovspec export`` starts in a new process.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+from ovspec_export import patches, worker
+
+VOCAB = 4096
+
+
+def make(
+    config: str,
+    arguments: dict[str, Any],
+    folder: str,
+    prompts: list[list[int]],
+    tokens: int,
+    spread: float,
+    embedding: float,
+    norms: float,
+    attention: str,
+    inside: str | None = None,
+) -> None:
+    """Make a random model in ``folder``, with the tokens that its ``generate`` gives in ``expected.json``."""
+    import torch
+    import transformers
+
+    made = getattr(transformers, config)(**arguments)
+    torch.manual_seed(0)
+    kind = getattr(transformers, inside) if inside else transformers.AutoModelForCausalLM
+    model = (
+        kind._from_config(made, attn_implementation=attention)
+        if inside
+        else kind.from_config(made, attn_implementation=attention)
+    )
+    model.eval()
+    for weights in model.parameters():
+        if weights.ndim > 1:
+            torch.nn.init.normal_(weights, std=embedding if len(weights) >= VOCAB else spread)
+        elif norms:
+            weights.data += norms * torch.randn_like(weights)
+    model.save_pretrained(folder)
+    expected = []
+    for ids in prompts:
+        out = model.generate(
+            torch.tensor([ids]), max_new_tokens=tokens, do_sample=False, eos_token_id=None, pad_token_id=0
+        )
+        expected.append(out[0, len(ids) :].tolist())
+    (Path(folder) / "expected.json").write_text(json.dumps(expected), encoding="utf-8")
+
+
+def run(job: str, arguments: dict[str, Any]) -> str:
+    """Run a job in a process of its own; return why it failed."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if not child:
+        os.close(reading)
+        failure = ""
+        try:
+            ({"make": make} | worker.JOBS)[job](**arguments)
+        except BaseException:
+            failure = traceback.format_exc()
+        os.write(writing, failure.encode()[-4000:])
+        os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading, "rb") as pipe:
+        told = pipe.read().decode()
+    os.waitpid(child, 0)
+    return told
+
+
+def main() -> None:
+    patches.hide_torchvision()
+    import torch  # noqa: F401
+    import transformers
+
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what the libraries print
+    transformers.utils.logging.set_verbosity_error()
+    for line in sys.stdin:
+        print(json.dumps(run(*json.loads(line))), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    main()
