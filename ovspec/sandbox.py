@@ -22,7 +22,7 @@ STARTING = 60.0  # seconds that a process may take to start
 # A request may wait this many times its limit of computing time, because the machine may be busy.
 PATIENCE = 6
 # What Python and the system's loader need; a template or a grammar can't leak what isn't there.
-ENVIRONMENT = ("PATH", "PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH", "SYSTEMROOT", "TMPDIR", "TEMP", "TMP")
+ENVIRONMENT = ("PATH", "TZ", "PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH", "SYSTEMROOT", "TMPDIR", "TEMP", "TMP")
 
 
 class Stopped(Exception):

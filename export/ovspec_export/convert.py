@@ -17,6 +17,7 @@ from ovspec.errors import OvspecError
 from ovspec.ir.compile import MODEL_FILE
 from ovspec.progress import in_bytes, step
 from ovspec.setup.manifest import MANIFEST_FILE
+from ovspec.text.chat_template import MORE_TEMPLATES
 from ovspec.text.tokenizer import TOKENIZER_FILE
 from ovspec_export.compression import DEFAULT_GROUP_SIZE, WEIGHT_FORMATS, Compression
 from ovspec_export.environments import search_path
@@ -127,6 +128,9 @@ def copy_ir(source: Source, folder: Path) -> None:
         wanted = file.suffix in (".json", ".jinja", ".model", ".txt") or file.name.startswith("openvino_")
         if file.is_file() and wanted and file.name != MANIFEST_FILE:
             shutil.copyfile(file, folder / file.name)
+    for file in source.folder.glob(f"{MORE_TEMPLATES}/*.jinja"):
+        (folder / MORE_TEMPLATES).mkdir(exist_ok=True)
+        shutil.copyfile(file, folder / MORE_TEMPLATES / file.name)
 
 
 def run_job(job: str, model: Source, scratch: Path, **arguments: Any) -> None:

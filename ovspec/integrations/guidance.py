@@ -14,7 +14,7 @@ from ovspec.integrations.branches import Branches, Served
 from ovspec.integrations.roles import Roles, roles_of
 from ovspec.model import LanguageModel
 from ovspec.text.chat_template import chat_template
-from ovspec.text.tokenizer_files import TOKENIZER_CONFIG_FILE, TOKENIZER_FILE, TokenizerConfig, TokenizerFile
+from ovspec.text.tokenizer_files import TOKENIZER_FILE, TokenizerFile, special_tokens
 
 try:
     from guidance._schema import SamplingParams  # type: ignore
@@ -83,7 +83,7 @@ class OpenVINOTokenizer(Tokenizer):
     def __init__(self, lm: LanguageModel, chat_template: str | type[ChatTemplate] | None = None) -> None:
         whole = read_json(lm.folder / TOKENIZER_FILE)
         ids = {token.content: token.id for token in read_as(TokenizerFile, lm.folder / TOKENIZER_FILE).added_tokens}
-        special = read_as(TokenizerConfig, lm.folder / TOKENIZER_CONFIG_FILE).special_tokens()
+        special = special_tokens(lm.folder)
         bos, eos = (ids.get(special.get(role, "")) for role in ("bos_token", "eos_token"))
         if eos is None:
             eos = min(lm.generation_config.eos_ids, default=None)

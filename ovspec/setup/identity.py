@@ -11,7 +11,8 @@ import openvino as ov
 
 from ovspec.ir.compile import MODEL_FILE
 from ovspec.setup.engine import CompiledModel
-from ovspec.text.tokenizer_files import TOKENIZER_FILE
+from ovspec.text.chat_template import CHAT_TEMPLATE_FILE, MORE_TEMPLATES
+from ovspec.text.tokenizer_files import TOKENIZER_CONFIG_FILE, TOKENIZER_FILE
 
 # To tell models apart, this many pieces of the weights are hashed, each of this many bytes.
 PIECES, PIECE_BYTES = 256, 4096
@@ -45,7 +46,8 @@ def files_revision(folder: Path) -> str:
 def prompt_identity(folder: Path) -> str:
     """Return a checksum of the files that decide how a prompt is written in tokens, and how a text ends."""
     found = hashlib.sha256()
-    for name in ("chat_template.jinja", "tokenizer_config.json", "generation_config.json", "config.json"):
+    templates = sorted(f"{MORE_TEMPLATES}/{file.name}" for file in (folder / MORE_TEMPLATES).glob("*.jinja"))
+    for name in (CHAT_TEMPLATE_FILE, TOKENIZER_CONFIG_FILE, "generation_config.json", "config.json", *templates):
         file = folder / name
         found.update(name.encode() + (file.read_bytes() if file.is_file() else b""))
     return found.hexdigest()

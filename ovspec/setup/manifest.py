@@ -12,6 +12,7 @@ from typing import Any
 from ovspec.errors import OvspecError
 from ovspec.files import read_as, read_json, write_atomically
 from ovspec.setup.probing import Probe
+from ovspec.text.chat_template import MORE_TEMPLATES
 
 MANIFEST_FILE = "ovspec.json"
 DRAFT_FOLDER = "draft"
@@ -104,7 +105,8 @@ def read_manifest(folder: Path, verify: bool = False) -> Manifest | None:
             raise OvspecError(f"{path}: missing, or not the size that was exported; export the model again.")
         if verify and sha256(path) != file.sha256:
             raise OvspecError(f"{path}: changed since it was exported; export the model again.")
-    for name in (*READ, *(f"{DRAFT_FOLDER}/{name}" for name in READ)) if verify else ():
+    more = [f"{MORE_TEMPLATES}/{file.name}" for file in (folder / MORE_TEMPLATES).glob("*.jinja")]
+    for name in (*READ, *(f"{DRAFT_FOLDER}/{name}" for name in READ), *more) if verify else ():
         if name not in manifest.files and (folder / name).is_file():
             raise OvspecError(f"{folder / name}: not a file of the export; move it away, or export the model again.")
     return manifest

@@ -6,41 +6,80 @@ Nothing else in ovspec renders templates.
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ovspec.errors import OvspecError
 from ovspec.files import read_as, read_text
 from ovspec.sandbox import Stopped, Worker
-from ovspec.text.tokenizer_files import TOKENIZER_CONFIG_FILE, TokenizerConfig
+from ovspec.text.tokenizer_files import TOKENIZER_CONFIG_FILE, TokenizerConfig, special_tokens
 
 Message = dict[str, Any]  # {"role": ..., "content": ...}
 
 MAX_SECONDS = 2.0
 MAX_BYTES = 1_000_000_000  # memory that the rendering process may use
+CHAT_TEMPLATE_FILE = "chat_template.jinja"
+MORE_TEMPLATES = "additional_chat_templates"  # the folder of those that aren't the default
+# What Hugging Face's apply_chat_template takes as arguments of its own, so that no template reads it.
+NOT_VARIABLES = ("messages", "conversation", "add_generation_prompt", "continue_final_message", "chat_template")
 
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """A Jinja template, rendered with the variables and functions that Hugging Face provides."""
+    """A Jinja template, rendered with the variables and functions that Hugging Face provides.
+
+    tool_use: the template for chats with tools, if that is another one.
+    """
 
     source: str
     special_tokens: dict[str, str]
+    tool_use: str | None = None
 
-    def render(self, messages: list[Message], open: bool = True) -> str:
+    def render(
+        self,
+        messages: list[Message],
+        open: bool = True,
+        tools: Sequence[Any] | None = None,
+        documents: Sequence[Any] | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
         """Return the prompt for ``messages``; with ``open`` it ends where the assistant's answer begins.
 
-        Raises OvspecError if the template fails, rejects these messages, or takes too much time or memory.
+        Args:
+            tools: JSON schemas of functions, as in OpenAI's API.
+            documents: objects, mostly with "title" and "text", for models that answer from documents.
+            variables: what else the template reads, such as "enable_thinking"; may hold tools and documents, too.
+
+        Raises:
+            OvspecError: the template fails, rejects these messages, doesn't read what is given, or takes too much time
+                or memory.
         """
+        given = {"tools": tools, "documents": documents, **(variables or {})}
+        for name in given.keys() & NOT_VARIABLES:
+            raise OvspecError(f"`chat_template_kwargs` can't set {name}, which isn't a variable of templates.")
+        for name in ("tools", "documents"):
+            if not (given[name] is None or (is_list(given[name]) and all(isinstance(o, Mapping) for o in given[name]))):
+                raise OvspecError(f"{name} for a chat template must be a list of objects.")
+        with_tools = given["tools"] is not None and self.tool_use
+        asked = {
+            "source": self.tool_use if with_tools else self.source,
+            "variables": {**self.special_tokens, **given, "messages": messages, "add_generation_prompt": open},
+            # An empty list says that there are none.
+            "needed": [name for name in given if given[name] or name not in ("tools", "documents")],
+        }
         try:
-            request = json.dumps({**asdict(self), "messages": messages, "open": open})
+            request = json.dumps(asked)
         except (TypeError, ValueError) as error:
             raise OvspecError(f"The chat messages cannot be passed to the chat template as JSON: {error}.") from None
         try:
             answer = RENDERER.ask(request)
         except Stopped as why:
             raise OvspecError(f"The model's chat template {why}; give plain text, not chat messages.") from None
+        if "unread" in answer:
+            reads = f"it reads {', '.join(answer['reads'])}" if answer["reads"] else "it reads no variables"
+            raise OvspecError(f"The model's chat template doesn't read {answer['unread']}; leave it out ({reads}).")
         if "error" in answer:
             raise OvspecError(f"The model's chat template cannot render these messages: {answer['error']}.")
         return answer["text"]
@@ -50,16 +89,21 @@ class ChatTemplate:
 RENDERER = Worker("ovspec.text.chat_template_worker", MAX_SECONDS, MAX_BYTES)
 
 
+def is_list(value: Any) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, (str, bytes))
+
+
 def chat_template(folder: Path) -> ChatTemplate:
     """Return the chat template of an exported folder; raises OvspecError if it has none."""
-    config, file = read_as(TokenizerConfig, folder / TOKENIZER_CONFIG_FILE), folder / "chat_template.jinja"
-    source = config.chat_template
-    if isinstance(source, list):
-        source = {template.name: template.template for template in source}
-    if isinstance(source, dict):  # several with names
-        source = source.get("default")
-    if file.is_file():
-        source = read_text(file)
+    file = folder / CHAT_TEMPLATE_FILE
+    found = {"default": read_text(file)} if file.is_file() else {}
+    found |= {file.stem: read_text(file) for file in sorted((folder / MORE_TEMPLATES).glob("*.jinja"))}
+    if not found:
+        found = read_as(TokenizerConfig, folder / TOKENIZER_CONFIG_FILE).chat_templates
+    source = found.get("default")
+    if not source and found:
+        names = ", ".join(sorted(found))
+        raise OvspecError(f"{folder}: of its chat templates ({names}) none is the default; save one as {file.name}.")
     if not source:
         raise OvspecError(f"{folder}: this model has no chat template; give plain text, not chat messages.")
-    return ChatTemplate(source, config.special_tokens())
+    return ChatTemplate(source, special_tokens(folder), found.get("tool_use"))

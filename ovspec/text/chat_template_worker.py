@@ -8,7 +8,7 @@ from datetime import datetime
 from typing import Any
 
 import jinja2
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -27,39 +27,55 @@ class Generation(Extension):
         return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
 
 
+def tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    # Jinja's own filter escapes for HTML.
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def refuse(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+@functools.cache
+def environment() -> jinja2.Environment:
+    """Return an environment with the functions that Hugging Face provides."""
+    made = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, Generation])
+    made.globals["raise_exception"] = refuse
+    made.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    made.filters["tojson"] = tojson
+    return made
+
+
 @functools.lru_cache(maxsize=8)
 def compiled(source: str) -> jinja2.Template:
-    """Compile a template with the functions that Hugging Face provides."""
-
-    def refuse(message: str) -> None:
-        raise jinja2.TemplateError(message)
-
-    def tojson(
-        value: Any,
-        ensure_ascii: bool = False,
-        indent: int | None = None,
-        separators: tuple[str, str] | None = None,
-        sort_keys: bool = False,
-    ) -> str:
-        # Jinja's own filter escapes for HTML.
-        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, Generation]
-    )
-    environment.globals["raise_exception"] = refuse
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    environment.filters["tojson"] = tojson
-    return environment.from_string(source)
+    return environment().from_string(source)
 
 
-def answer(request: dict[str, Any]) -> dict[str, str]:
-    """Return {"text": ...} or {"error": one line} for a request {"source", "special_tokens", "messages", "open"}."""
-    variables = {"tools": None, "documents": None, "add_generation_prompt": request["open"]}
-    variables |= request["special_tokens"]
+@functools.lru_cache(maxsize=8)
+def variables_of(source: str) -> frozenset[str]:
+    """Return the variables that a template reads."""
+    return frozenset(meta.find_undeclared_variables(environment().parse(source)))
+
+
+def answer(request: dict[str, Any]) -> dict[str, Any]:
+    """Return {"text": ...} or {"error": one line} for a request {"source", "variables", "needed"}.
+
+    If the template doesn't read a variable that is "needed", return {"unread": its name, "reads": others}.
+    """
+    source, variables = request["source"], request["variables"]
     try:
+        for name in request["needed"]:
+            if name not in (reads := variables_of(source)):
+                own = {"messages", "add_generation_prompt", *(name for name in reads if name.endswith("_token"))}
+                return {"unread": name, "reads": sorted(reads - own)}
         parts, size = [], 0
-        for part in compiled(request["source"]).generate(messages=request["messages"], **variables):
+        for part in compiled(source).generate(**variables):
             size += len(part)
             if size > MAX_CHARACTERS:
                 return {"error": f"the output is longer than {MAX_CHARACTERS // 1_000_000} million characters"}

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated
 
 from msgspec import Meta
+
+from ovspec.files import read_as, read_json
 
 TOKENIZER_FILE = "tokenizer.json"
 TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
@@ -74,13 +77,40 @@ class TokenizerConfig:
     """A ``tokenizer_config.json``; it may hold one chat template or several with names."""
 
     chat_template: str | list[NamedTemplate] | dict[str, str] | None = None
+
+    @property
+    def chat_templates(self) -> dict[str, str]:
+        """The chat templates by name; an only one is called "default"."""
+        found = self.chat_template
+        if isinstance(found, list):
+            return {template.name: template.template for template in found}
+        return found if isinstance(found, dict) else {"default": found} if found else {}
+
+
+@dataclass(frozen=True)
+class StandardTokens:
+    """The special tokens that any ``tokenizer_config.json`` may name."""
+
     bos_token: str | TokenText | None = None
     eos_token: str | TokenText | None = None
-    pad_token: str | TokenText | None = None
     unk_token: str | TokenText | None = None
+    sep_token: str | TokenText | None = None
+    pad_token: str | TokenText | None = None
+    cls_token: str | TokenText | None = None
+    mask_token: str | TokenText | None = None
 
-    def special_tokens(self) -> dict[str, str]:
-        """Return the text of each special token that the file names, by its role."""
-        named = {role: getattr(self, role) for role in ("bos_token", "eos_token", "pad_token", "unk_token")}
-        texts = {role: token.content if isinstance(token, TokenText) else token for role, token in named.items()}
-        return {role: text for role, text in texts.items() if text}
+
+def special_tokens(folder: Path) -> dict[str, str]:
+    """Return the text of each special token that ``tokenizer_config.json`` names, by its role, as in "bos_token".
+
+    Models may have roles of their own, such as "image_token", beside the others or in an object.
+    """
+    file = folder / TOKENIZER_CONFIG_FILE
+    read_as(StandardTokens, file)  # refuses what can't be a token
+    entries = read_json(file)
+    named = {role: value for role, value in entries.items() if role.endswith("_token")}
+    for role in ("extra_special_tokens", "model_specific_special_tokens"):
+        more = entries.get(role)
+        named |= more if isinstance(more, dict) else {}
+    texts = {role: value.get("content") if isinstance(value, dict) else value for role, value in named.items()}
+    return {role: text for role, text in texts.items() if isinstance(text, str)}
