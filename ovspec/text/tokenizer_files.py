@@ -107,10 +107,10 @@ def special_tokens(folder: Path) -> dict[str, str]:
     """
     file = folder / TOKENIZER_CONFIG_FILE
     read_as(StandardTokens, file)  # refuses what can't be a token
-    entries = read_json(file)
+    entries, found = read_json(file), dict[str, str]()
     named = {role: value for role, value in entries.items() if role.endswith("_token")}
-    for role in ("extra_special_tokens", "model_specific_special_tokens"):
-        more = entries.get(role)
-        named |= more if isinstance(more, dict) else {}
-    texts = {role: value.get("content") if isinstance(value, dict) else value for role, value in named.items()}
-    return {role: text for role, text in texts.items() if isinstance(text, str)}
+    for group in (entries.get("model_specific_special_tokens"), named, entries.get("extra_special_tokens")):
+        for role, value in group.items() if isinstance(group, dict) else ():
+            text = value.get("content") if isinstance(value, dict) else value
+            found |= {role: text} if isinstance(text, str) else {}
+    return found

@@ -1,0 +1,182 @@
+"""Templates like those of current model families are rendered byte for byte as Hugging Face renders them."""
+
+from __future__ import annotations
+
+import copy
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from chat_templates import CHATS, DOCUMENTS, SPECIAL, TEMPLATES, TOOLS, WAYS
+
+from ovspec.errors import OvspecError
+from ovspec.text.chat_template import RENDERER, ChatTemplate, chat_template
+from ovspec.text.chat_template_worker import variables_of
+
+MESSAGES = CHATS["system"]
+Ways = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    """A tokenizer of Hugging Face, with special tokens of its own."""
+    from tokenizers import AddedToken, Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    tokens: dict[str, Any] = {**SPECIAL, "eos_token": AddedToken(SPECIAL["eos_token"], special=True)}
+    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()), **tokens)
+
+
+def hugging_face(tokenizer: Any, messages: list[Any], source: str | None, ways: Ways) -> str | None:
+    """Return what Hugging Face renders; None if it refuses."""
+    try:
+        return tokenizer.apply_chat_template(
+            messages,
+            tools=ways.get("tools"),
+            documents=ways.get("documents"),
+            chat_template=source,
+            add_generation_prompt=ways.get("open", True),
+            tokenize=False,
+            **ways.get("variables", {}),
+        )
+    except Exception:  # whatever a template or Python raises
+        return None
+
+
+def ours(template: ChatTemplate, messages: list[Any], ways: Ways) -> str | None:
+    try:
+        return template.render(messages, **ways)
+    except OvspecError as error:
+        assert "cannot render these messages" in str(error)
+        return None
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_families_are_rendered_like_hugging_face(tokenizer: Any, name: str) -> None:
+    source, rendered = TEMPLATES[name], set[str]()
+    template, reads = ChatTemplate(source, SPECIAL), variables_of(source)
+    assert {"messages", "add_generation_prompt"} & reads
+    for way, given in WAYS.items():
+        if any(value and key in ("tools", "documents") and key not in reads for key, value in given.items()):
+            continue
+        variables = {key: value for key, value in given.get("variables", {}).items() if key in reads}
+        ways = {**given, "variables": variables}
+        for chat, messages in CHATS.items():
+            found, expected = ours(template, messages, ways), hugging_face(tokenizer, messages, source, ways)
+            assert found == expected, (way, chat)
+            rendered |= {found} if found else set()
+    assert len(rendered) > 8, "most are rendered, not refused"
+
+
+def saved(tokenizer: Any, folder: Path, **changes: Any) -> Any:
+    """Save a tokenizer, change entries of its config, and return Hugging Face's reading of the folder."""
+    from transformers import AutoTokenizer
+
+    tokenizer.save_pretrained(folder)
+    file = folder / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text("utf-8")) | changes), "utf-8")
+    return AutoTokenizer.from_pretrained(folder)
+
+
+ROLES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask", "image", "boi", "eoi", "audio", "video", "eot", "other")
+ADDED = {"__type": "AddedToken", "content": "<own>", "special": True}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"bos_token": {**ADDED, "lstrip": False}, "eos_token": None, "pad_token": "", "mask_token": "<m>"},
+        {"extra_special_tokens": {"audio_token": "<audio>", "video_token": ADDED}},
+        {"extra_special_tokens": ["<a>", "<b>"], "eot_token": "<eot>", "add_bos_token": True},
+        {
+            "model_specific_special_tokens": {"boi_token": "<b>", "eoi_token": ADDED},
+            "image_token": None,
+            "boi_token": None,
+        },
+    ],
+)
+def test_special_tokens_are_those_of_hugging_face(tokenizer: Any, tmp_path: Path, changes: dict[str, Any]) -> None:
+    source = "".join(f"{{{{ {role}_token is defined }}}}{{{{ {role}_token }}}}," for role in ROLES)
+    theirs = saved(tokenizer, tmp_path, chat_template=source, **changes)
+    template = chat_template(tmp_path)
+    assert template.special_tokens == theirs.special_tokens_map
+    assert template.render(MESSAGES) == hugging_face(theirs, MESSAGES, None, {})
+    own = {"variables": {"bos_token": "<mine>"}}
+    assert ours(template, MESSAGES, own) == hugging_face(theirs, MESSAGES, None, own)
+
+
+NAMED = {"default": "default{{ tools | length if tools }}", "tool_use": "tools{{ tools | length }}", "rag": "rag"}
+
+
+@pytest.mark.parametrize("how", ["files", "list", "object", "only default", "only in the folder"])
+def test_the_template_of_several_is_that_of_hugging_face(tokenizer: Any, tmp_path: Path, how: str) -> None:
+    tokenizer = copy.copy(tokenizer)
+    entries: dict[str, Any] = {}
+    if how == "files":
+        tokenizer.chat_template, entries = NAMED, {"chat_template": "not this one"}
+    elif how == "list":
+        entries["chat_template"] = [{"name": name, "template": text} for name, text in NAMED.items()]
+    elif how == "object":
+        entries["chat_template"] = NAMED
+    elif how == "only default":
+        entries["chat_template"] = NAMED["default"]
+    else:
+        tokenizer.chat_template = {name: text for name, text in NAMED.items() if name != "default"}
+        entries["chat_template"] = NAMED["default"]
+    theirs = saved(tokenizer, tmp_path, **entries)
+    if how == "only in the folder":
+        with pytest.raises(OvspecError, match=r"of its chat templates \(rag, tool_use\) none is the default; save one"):
+            chat_template(tmp_path)
+        with pytest.raises(ValueError, match="no default"):
+            theirs.apply_chat_template(MESSAGES)
+        return
+    asked: list[Ways] = [{}, {"tools": TOOLS}, {"tools": []}]
+    for ways in asked:
+        expected = hugging_face(theirs, MESSAGES, None, ways)
+        assert expected in ("default", "default2", "tools2", "tools0")
+        assert ours(chat_template(tmp_path), MESSAGES, ways) == expected
+
+
+def test_nothing_that_is_given_is_left_out_silently() -> None:
+    qwen, gemma = ChatTemplate(TEMPLATES["qwen3"], SPECIAL), ChatTemplate(TEMPLATES["gemma3"], SPECIAL)
+    cases: list[tuple[ChatTemplate, Ways, str]] = [
+        (
+            qwen,
+            {"variables": {"enable_thnking": False}},
+            "read enable_thnking; leave it out .it reads enable_thinking, t",
+        ),
+        (gemma, {"variables": {"enable_thinking": False}}, "read enable_thinking; leave it out .it reads no variables"),
+        (gemma, {"tools": TOOLS}, "doesn't read tools; leave it out"),
+        (qwen, {"documents": DOCUMENTS}, "doesn't read documents; leave it out"),
+        (qwen, {"variables": {"documents": DOCUMENTS}}, "doesn't read documents"),
+        (qwen, {"tools": {"type": "function"}}, "tools for a chat template must be a list of objects"),
+        (qwen, {"tools": ["get_weather"]}, "tools for a chat template must be a list of objects"),
+        (qwen, {"documents": "text"}, "documents for a chat template must be a list of objects"),
+        (qwen, {"variables": {"messages": []}}, "can't set messages, which isn't a variable"),
+        (qwen, {"variables": {"add_generation_prompt": False}}, "can't set add_generation_prompt"),
+        (qwen, {"variables": {"enable_thinking": {1}}}, "JSON"),
+    ]
+    for template, ways, sentence in cases:
+        with pytest.raises(OvspecError, match=sentence):
+            template.render(MESSAGES, **ways)
+    assert gemma.render(MESSAGES, tools=[], documents=None) == gemma.render(MESSAGES)
+
+
+def test_tools_and_documents_may_be_variables() -> None:
+    template = ChatTemplate(TEMPLATES["granite4"], SPECIAL)
+    both: Ways = {"tools": TOOLS, "documents": DOCUMENTS}
+    assert template.render(MESSAGES, variables=both) == template.render(MESSAGES, **both)
+
+
+@pytest.mark.skipif(not hasattr(time, "tzset"), reason="has no time zones by environment")
+def test_the_date_is_that_of_the_users_time_zone(monkeypatch: pytest.MonkeyPatch) -> None:
+    dates = set()
+    for zone in ("AAA-14", "BBB+11"):
+        RENDERER.stop()
+        monkeypatch.setenv("TZ", zone)
+        dates.add(ChatTemplate("{{ strftime_now('%d') }}", {}).render(MESSAGES))
+    RENDERER.stop()
+    assert len(dates) == 2, "25 hours lie between them"
