@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any, Unpack, overload
@@ -149,11 +149,12 @@ class LanguageModel:
 
     # ------------------------------------------------------------ sessions
 
-    def session(self, context: int | None = None) -> Session:
+    def session(self, context: int | None = None, chat_template_kwargs: Mapping[str, Any] | None = None) -> Session:
         """Start a session: an empty text whose KV caches are kept between calls.
 
         Args:
             context: maximum length of the text in tokens; by default the model's context length.
+            chat_template_kwargs: variables for the chat template, such as ``{"enable_thinking": False}``.
 
         Raises:
             OvspecError: ``context`` is below 1 or longer than the model's, or its KV caches don't fit into memory.
@@ -165,7 +166,7 @@ class LanguageModel:
             self.workspace.check_memory(context)
         decoders = self.workspace.pool.take()
         decoders.reset(1)
-        return Session(self.workspace, decoders, context)
+        return Session(self.workspace, decoders, context, chat_template_kwargs)
 
     def cache_bytes(self, tokens: int) -> float:
         """Estimate the memory, in bytes, of the KV caches of a text of ``tokens`` tokens, target and draft together."""

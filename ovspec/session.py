@@ -13,12 +13,12 @@ from ovspec.errors import OvspecError
 from ovspec.loop.results import Piece, Result, TextStream
 from ovspec.loop.row import Row
 from ovspec.loop.scheduler import Scheduler, run_rows
-from ovspec.loop.scoring import Score, Selection, score_texts
-from ovspec.options import GenerateOptions, refuse_retries
+from ovspec.loop.scoring import Score, Selection, check_choices, score_texts
+from ovspec.options import GenerateOptions, refuse_in_session
 from ovspec.options.option import takes
 from ovspec.session_file import EMPTY_TEXT, Mark, load_session, save_session
-from ovspec.text.chat_template import Message
-from ovspec.workspace import Decoders, Prompt, RowStart, Workspace, is_chat
+from ovspec.text.chat_template import Message, is_chat, refuse_variables
+from ovspec.workspace import Decoders, Prompt, RowStart, Variables, Workspace
 
 
 class Session:
@@ -27,10 +27,15 @@ class Session:
     After any change to the text, only the tokens from the first difference on are read again. Made by
     ``LanguageModel.session()``; use it in a ``with`` statement or call ``close``. Using the session for something
     else cancels a stream that has not ended.
+
+    ``chat_template_kwargs``, variables for the chat template, may be set at any time. The whole chat is rendered with
+    them when the next message is appended.
     """
 
-    def __init__(self, workspace: Workspace, decoders: Decoders, context: int | None = None) -> None:
-        self.sequence = Sequence()
+    def __init__(
+        self, workspace: Workspace, decoders: Decoders, context: int | None = None, variables: Variables | None = None
+    ) -> None:
+        self.sequence, self.chat_template_kwargs = Sequence(), variables
         self.workspace, self._context = workspace, context
         self._decoders: Decoders | None = decoders
         self._shares = False  # whether it shares its cache with a fork
@@ -77,6 +82,8 @@ class Session:
         self._open()
         if isinstance(prompt, dict):
             prompt = [prompt]
+        if not is_chat(prompt) and not self._messages:
+            refuse_variables(self.chat_template_kwargs)
         if is_chat(prompt):
             self._append_messages(prompt)  # type: ignore[arg-type]
         elif isinstance(prompt, str):
@@ -91,15 +98,8 @@ class Session:
     def mark(self) -> Mark:
         """Return a mark of the text as it is now, for ``rewind``."""
         self._cancel_stream()
-        return Mark(
-            self.sequence.tokens.copy(),
-            self._open_from,
-            self._open_text,
-            self._healable,
-            self._heals,
-            tuple(self._messages),
-            self._answer_from,
-        )
+        chat = tuple(self._messages), self._answer_from, self.chat_template_kwargs
+        return Mark(self.sequence.tokens.copy(), self._open_from, self._open_text, self._healable, self._heals, *chat)
 
     def rewind(self, mark: Mark) -> None:
         """Restore the text of ``mark``, made by this session or another one of the same model.
@@ -127,7 +127,7 @@ class Session:
     @takes(GenerateOptions)
     def stream(self, **options: Unpack[GenerateOptions]) -> TextStream:
         """Continue this session's text like ``LanguageModel.stream``; ``heal`` is on by default for appended text."""
-        refuse_retries(options, "a session, which continues from its text")
+        refuse_in_session(options)
         self._cancel_stream()
         decoders = self._open()
         if options.get("heal") is None:
@@ -179,14 +179,7 @@ class Session:
             OvspecError: no options, equal ones, an empty one without a terminator, or an empty session of a model
                 without a BOS.
         """
-        if not isinstance(options, (list, tuple)) or not options or not all(isinstance(o, str) for o in options):
-            raise OvspecError("select needs a list of at least one string.")
-        if len(set(options)) < len(options):
-            raise OvspecError("select needs options that are all different.")
-        if terminator is not None and not isinstance(terminator, str):
-            raise OvspecError(f"terminator must be a string, not {type(terminator).__name__}.")
-        if "" in options and not terminator:
-            raise OvspecError("An empty option always wins; give a terminator, the text that follows it.")
+        check_choices(options, terminator)
         logprobs = [score.logprob for score in self._score([option + (terminator or "") for option in options])]
         best = max(range(len(options)), key=logprobs.__getitem__)
         self.append(options[best])
@@ -215,7 +208,7 @@ class Session:
         reads the text again.
         """
         mark = self.mark()
-        other = Session(self.workspace, self.workspace.fork(self._open()), self._context)
+        other = Session(self.workspace, self.workspace.fork(self._open()), self._context, self.chat_template_kwargs)
         other._go_to(mark)
         self._shares = other._shares = True
         return other
@@ -231,7 +224,9 @@ class Session:
         save_session(Path(path), self.workspace, self._open(), self.mark())
 
     def load(self, path: str | Path) -> None:
-        """Replace this session's text by one that ``save`` wrote; generation continues token for token.
+        """Replace this session's text, and its ``chat_template_kwargs``, by those that ``save`` wrote.
+
+        Generation continues token for token.
 
         If the caches were written with other settings or another version of OpenVINO, the text is read again and a
         warning says so. If the file can't be loaded, this session keeps its text.
@@ -240,7 +235,8 @@ class Session:
             OvspecError: the file doesn't exist, is damaged, or belongs to another model.
         """
         self._cancel_stream()
-        self._go_to(load_session(Path(path), self.workspace, self._open()))
+        self._go_to(mark := load_session(Path(path), self.workspace, self._open()))
+        self.chat_template_kwargs = mark.chat_template_kwargs
 
     def close(self) -> None:
         """Free the memory of the KV caches; the session can't generate any more."""
@@ -292,7 +288,8 @@ class Session:
         """
         tokens, ends = self.sequence.tokens, self.workspace.generation_config.eos_ids
         kept = tokens[:-1] if len(tokens) and int(tokens[-1]) in ends else tokens
-        text, spelt = self.workspace.render(chat), self.workspace.tokenizer.spell(kept)
+        text = self.workspace.render(chat, self.chat_template_kwargs)
+        spelt = self.workspace.tokenizer.spell(kept)
         if spelt and text.startswith(spelt):
             return np.concatenate((kept, self.workspace.tokenizer.encode_more(text[len(spelt) :])))
         return self.workspace.tokenizer.encode(text, special=False)  # the template spells out the special tokens itself

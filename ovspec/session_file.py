@@ -25,7 +25,7 @@ from ovspec.files import replaced
 from ovspec.setup.engine import CompiledModel
 from ovspec.setup.identity import cache_setting, model_identity
 from ovspec.text.chat_template import Message
-from ovspec.workspace import Decoders, Workspace
+from ovspec.workspace import Decoders, Variables, Workspace
 
 FORMAT = 1
 # What reading a damaged file may raise.
@@ -46,6 +46,7 @@ class Mark:
     heals: whether the end of the text is healed by default.
     messages: the messages of a chat, without the answer that follows them.
     answer_from: the position where that answer begins.
+    chat_template_kwargs: the variables of the session's chat template, for its file; ``rewind`` leaves them alone.
     """
 
     tokens: np.ndarray
@@ -55,6 +56,7 @@ class Mark:
     heals: bool = False
     messages: tuple[Message, ...] = ()
     answer_from: int = 0
+    chat_template_kwargs: Variables | None = None
 
 
 EMPTY_TEXT = Mark(np.empty(0, dtype=np.int64))
@@ -68,7 +70,7 @@ def save_session(path: Path, workspace: Workspace, decoders: Decoders, mark: Mar
     """
     if path.is_dir():
         raise OvspecError(f"{path} is a folder; name a file for the session.")
-    described = asdict(mark)
+    described = {name: value for name, value in asdict(mark).items() if value is not None}
     arrays = {"tokens": described.pop("tokens")}
     caches: dict[str, Any] = {}
     for name, loaded, decoder in parts(workspace, decoders):
@@ -216,7 +218,8 @@ def read_mark(text: dict[str, Any], tokens: np.ndarray) -> Mark:
     expect(isinstance(text["open_text"], str) and isinstance(text["heals"], bool))
     expect(isinstance(text["messages"], list))
     for message in text["messages"]:
-        expect(isinstance(message, dict) and isinstance(message.get("role"), str) and "content" in message)
+        expect(isinstance(message, dict) and isinstance(message.get("role"), str))
+    expect(isinstance(text.setdefault("chat_template_kwargs", None), dict | None))
     return Mark(tokens, **{**text, "messages": tuple(text["messages"])})
 
 

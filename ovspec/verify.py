@@ -190,6 +190,8 @@ def option_as_json(name: str, value: Any) -> Any:
         return repr(value)
     if isinstance(value, (np.ndarray, np.generic)):
         return value.tolist()
+    if isinstance(value, Mapping):
+        return dict(value)
     if isinstance(value, (str, int, float)) or not hasattr(value, "__iter__"):
         return value
     return [each.item() if isinstance(each, np.generic) else each for each in value]

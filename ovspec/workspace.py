@@ -8,7 +8,7 @@ import math
 import secrets
 import threading
 import time
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -44,12 +44,13 @@ from ovspec.options import (
 from ovspec.sampling.samplers import sampler_of
 from ovspec.setup.engine import CompiledModel
 from ovspec.setup.identity import described
-from ovspec.text.chat_template import Message, chat_template
+from ovspec.text.chat_template import Message, chat_template, is_chat, refuse_variables
 from ovspec.text.generation_config import DEFAULT_MAX_TOKENS, GenerationConfig
 from ovspec.text.tokenizer import Tokenizer
 
 # A text, token ids, or chat messages for the model's chat template.
 Prompt = str | list[int] | np.ndarray | list[Message] | Message
+Variables = Mapping[str, Any]  # of the chat template
 PLAIN = Lookahead(0)  # proposes nothing, and keeps constraints from forcing tokens
 KEPT_IDLE = 60.0  # seconds after which decoders that nobody took are dropped, when others are given back
 
@@ -182,17 +183,19 @@ class Workspace:
 
     # ------------------------------------------------------------ text and tokens
 
-    def encode(self, prompt: Prompt, begins: bool = True) -> np.ndarray:
+    def encode(self, prompt: Prompt, begins: bool = True, variables: Variables | None = None) -> np.ndarray:
         """Return the ids, (n,) int64. ``begins``: the prompt starts a text and gets the model's BOS if it has one."""
         prompt = [prompt] if isinstance(prompt, dict) else prompt  # a single message
         if not isinstance(prompt, (str, list, tuple, np.ndarray)):
             raise OvspecError(f"A prompt must be a string, token ids or chat messages, not {prompt!r:.80}.")
+        if is_chat(prompt):
+            text = self.render(list(prompt), variables)  # type: ignore[arg-type]
+            return self.tokenizer.encode(text, special=False)
+        refuse_variables(variables)
         if begins and not len(prompt):
             return self.generation_config.beginning
         if isinstance(prompt, str):
             return self.tokenizer.encode(prompt) if begins else self.tokenizer.encode_more(prompt)
-        if is_chat(prompt):
-            return self.tokenizer.encode(self.render(list(prompt)), special=False)  # type: ignore[arg-type]
         try:
             ids = np.asarray(prompt, dtype=np.int64)
         except (TypeError, ValueError, OverflowError):
@@ -203,9 +206,10 @@ class Workspace:
             raise OvspecError(f"Token id {unknown} is not in the vocabulary{upto}.")
         return ids
 
-    def render(self, messages: list[Message]) -> str:
+    def render(self, messages: list[Message], variables: Variables | None = None) -> str:
         """Return ``messages`` as the chat template writes them, special tokens spelt out, ready for an answer."""
-        return chat_template(self.folder).render(messages)
+        check_option("chat_template_kwargs", variables)
+        return chat_template(self.folder).render(messages, variables=variables)
 
     def check_memory(self, tokens: int, drafts: bool = True) -> None:
         """Raise OvspecError if the states for ``tokens`` more tokens can't fit into free memory."""
@@ -222,7 +226,8 @@ class Workspace:
 
     def rows(self, prompt: Prompt, options: GenerateOptions, n: int = 1) -> list[Row]:
         """Return rows for the ``n`` texts of a prompt; raises OvspecError if prompt or options are invalid."""
-        tokens, seed = self.encode(prompt), secrets.randbits(32)
+        tokens = self.encode(prompt, variables=options.get("chat_template_kwargs"))
+        seed = secrets.randbits(32)
         start = RowStart(healable=len(tokens) if is_chat(prompt) else 0, seed=seed, n=n)  # not a template's text
         return [self.row(Sequence(tokens), options, replace(start, sample=sample)) for sample in range(n)]
 
@@ -342,8 +347,3 @@ def complete_options(params: SamplingParams, options: GenerateOptions) -> dict[s
     ours = {name: v for name, v in ours.items() if isinstance(v, np.ndarray) or v != SAMPLING[name][1].initial}
     others = GENERATE.keys() - SAMPLING.keys() - {"sampling", "lookahead", "batch_size", "retries"}
     return ours | {name: options[name] for name in others & options.keys() if options[name] is not None}
-
-
-def is_chat(prompt: Any) -> bool:
-    """Return whether ``prompt`` is messages for the chat template."""
-    return isinstance(prompt, dict) or (isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], dict))

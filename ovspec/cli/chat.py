@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -74,9 +74,10 @@ def chat(
 
     check_grammar(options)
     lm = load_model(folder, session=session, chat=True, **loading)
-    with lm.session(context) as opened:
+    variables = options.pop("chat_template_kwargs", None)
+    with lm.session(context, variables) as opened:
         output.show_context(lm, context)
-        talk = Chat(opened, options, stats, context or lm.target.ir.context_length)
+        talk = Chat(opened, options, stats, context or lm.target.ir.context_length, variables)
         if session and session.exists():
             load(talk, str(session))
         if system is not None:
@@ -97,14 +98,16 @@ def chat(
 class Chat:
     """A running chat, which may grow to ``context`` tokens.
 
-    ``marks``: the text before each of the user's messages that can be taken back. The ``system`` message is sent with
-    the user's first message, because templates may refuse it alone. ``ended``: whether a signal has ended it.
+    ``variables``: those of the chat template that were given, not loaded with a chat. ``marks``: the text before each
+    of the user's messages that can be taken back. The ``system`` message is sent with the user's first message,
+    because templates may refuse it alone. ``ended``: whether a signal has ended it.
     """
 
     session: Session
     options: dict[str, Any]
     stats: str | None
     context: int | None
+    variables: Mapping[str, Any] | None = None
     system: str | None = None
     marks: list[Mark] = field(default_factory=list)
     last: Result | None = None
@@ -170,6 +173,7 @@ def unchanged_on_error(session: Session) -> Iterator[Mark]:
         yield before
     except BaseException:
         session.rewind(before)
+        session.chat_template_kwargs = before.chat_template_kwargs
         raise
 
 
@@ -248,6 +252,7 @@ def load(talk: Chat, name: str) -> None:
     path = path_of(name)
     with unchanged_on_error(talk.session):
         talk.session.load(path)
+        talk.session.chat_template_kwargs = talk.variables or talk.session.chat_template_kwargs
         messages = talk.session.messages
         if len(talk.session) and not messages:
             raise OvspecError(f"{path}: not a chat; continue this text with 'ovspec generate --session'.")

@@ -90,6 +90,7 @@ def generate(
     refuse(chat and token_ids is not None, "--chat needs a text, not --token-ids.")
     loading, options = split_options(others)
     refuse("logprobs" in options and not as_json, "--logprobs needs --json.")
+    refuse("chat_template_kwargs" in options and not chat, "--chat-template-kwargs needs --chat.")
     samples = options.get("n", 1) > 1
     if compare:
         refuse(not draft, "--compare needs a draft; leave --draft none out.")
@@ -112,6 +113,7 @@ def generate(
     model_folder(folder)  # what isn't a model is refused before a prompt is read
     check_grammar(options)
     prompt = read_prompt(text, prompt_option, prompt_file, token_ids, needed=not goes_on)
+    refuse("chat_template_kwargs" in options and prompt is None, "--chat-template-kwargs needs a prompt to render.")
     if chat and prompt is not None:
         messages = [{"role": "system", "content": system}] if system is not None else []
         prompt = [*messages, {"role": "user", "content": prompt}]
@@ -126,7 +128,9 @@ def generate(
             output.show_context(lm, context)
             if session and goes_on:
                 opened.load(session)
+            variables = options.pop("chat_template_kwargs", None)
             if prompt is not None:
+                opened.chat_template_kwargs = variables or opened.chat_template_kwargs
                 opened.append(prompt)
             options["heal"] = bool(options.get("heal"))  # in a session it would be on by default
             ended, before, whole = end_on_signals() if session else Ended(), len(opened), False

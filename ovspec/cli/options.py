@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_origin
@@ -74,10 +74,15 @@ def click_option(name: str, kind: Any, option: Option, hidden: bool) -> Decorato
         return click.option(*flags, name, is_flag=True, flag_value=not negated, default=None, help=help, hidden=hidden)
     more: dict[str, Any] = {"hidden": hidden}
     if is_repeatable(kind):
-        made = dict if any(get_origin(each) is Mapping for each in alternatives(kind)) else list
+        made = merged if any(get_origin(each) is Mapping for each in alternatives(kind)) else list
         more |= {"multiple": True, "callback": lambda ctx, param, values: made(values) or None}  # noqa: ARG005
         help += " May be repeated."
     return click.option(*flags, name, type=click_type(kind, option), metavar=option.metavar, help=help, **more)
+
+
+def merged(values: Sequence[Any]) -> dict[Any, Any]:
+    """Return one mapping of several or of pairs; later values win."""
+    return dict(pair for value in values for pair in (value.items() if isinstance(value, dict) else [value]))
 
 
 def options_of(table: dict[str, tuple[Any, Option]]) -> Decorator:
@@ -181,6 +186,7 @@ def refuse(wrong: Any, sentence: str) -> None:
 
 
 def check_chat(chat: bool, system: str | None, heal: bool | None) -> None:
+    """Raise click.UsageError for options that can't be combined with ``--chat`` or its lack."""
     refuse(system is not None and not chat, "--system needs --chat.")
     refuse(chat and heal, "--heal can't be combined with --chat: after a chat template there is nothing to heal.")
 

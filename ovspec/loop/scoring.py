@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from ovspec.decoders.base import Decoder
 from ovspec.decoders.prefill import LONG
 from ovspec.decoders.sequence import Sequence, catch_up
+from ovspec.errors import OvspecError
 from ovspec.sampling.logprobs import log_softmax
 
 # Maximum texts and logits per inference: a stateful cache is copied for each text; logits are as wide as a vocabulary.
@@ -33,6 +35,18 @@ class Selection:
     text: str
     index: int
     logprobs: list[float]
+
+
+def check_choices(options: Any, terminator: Any) -> None:
+    """Raise OvspecError for ``options`` among which a session can't select."""
+    if not isinstance(options, (list, tuple)) or not options or not all(isinstance(o, str) for o in options):
+        raise OvspecError("select needs a list of at least one string.")
+    if len(set(options)) < len(options):
+        raise OvspecError("select needs options that are all different.")
+    if terminator is not None and not isinstance(terminator, str):
+        raise OvspecError(f"terminator must be a string, not {type(terminator).__name__}.")
+    if "" in options and not terminator:
+        raise OvspecError("An empty option always wins; give a terminator, the text that follows it.")
 
 
 def score_texts(decoder: Decoder, texts: list[np.ndarray], begin: int) -> list[Score]:

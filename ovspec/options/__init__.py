@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Unpack
 
 from ovspec.errors import OvspecError
 from ovspec.options.option import LARGEST, Limits, Option, check, check_names, declared, documentation
-from ovspec.options.reading import auto_or_number, place_or_text, schema_or_file
+from ovspec.options.reading import auto_or_number, json_object, place_or_text, schema_or_file
 from ovspec.options.sampling import AT_LEAST_1, NOT_NEGATIVE, SamplingOptions
 
 AcceptRule = Literal["compare", "rejection"]
@@ -132,6 +132,16 @@ class GenerateOptions(SamplingOptions, total=False):
             request=False,
         ),
     ]
+    chat_template_kwargs: Annotated[
+        Mapping[str, Any] | None,
+        Option(
+            "Variables for the model's chat template, as in '{\"enable_thinking\": false}'; needs chat messages. Which "
+            "variables there are depends on the model.",
+            more="A session takes them before its messages: ``lm.session(chat_template_kwargs=...)``.",
+            metavar="JSON",
+            parse=json_object,
+        ),
+    ]
     json_schema: Annotated[
         Any,
         Option(
@@ -241,6 +251,14 @@ def refuse_retries(options: GenerateOptions, what: str) -> None:
     """Raise OvspecError if ``options`` ask for retries, which ``what`` can't have."""
     if options.get("retries"):
         raise OvspecError(f"`retries` can't be combined with {what}.")
+
+
+def refuse_in_session(options: GenerateOptions) -> None:
+    """Raise OvspecError if ``options`` have one that comes too late in a session."""
+    refuse_retries(options, "a session, which continues from its text")
+    if options.get("chat_template_kwargs"):
+        what = "the messages are in the text already; set `chat_template_kwargs` of the session before you append them"
+        raise OvspecError(f"`chat_template_kwargs` can't be given when a session generates: {what}.")
 
 
 def batch_size(options: GenerateOptions) -> int:

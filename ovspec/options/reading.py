@@ -1,7 +1,9 @@
 """Functions that parse option values from the command line; each raises ValueError with a sentence for the user."""
 
+import json
 import re
 from pathlib import Path
+from typing import Any
 
 
 def auto_or_number(text: str) -> int | str:
@@ -39,6 +41,16 @@ def folder(text: str) -> Path:
 
 def schema_or_file(text: str) -> str | Path:
     return text if not text.strip() or text.lstrip().startswith(("{", "[", '"', "true", "false")) else Path(text)
+
+
+def json_object(text: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise ValueError(f"{text!r} is not a JSON object, as '{{\"enable_thinking\": false}}' is.")
+    return found
 
 
 def place_or_text(text: str) -> int | str:

@@ -47,7 +47,7 @@ def generating(run: Callable[..., Outcome], command: str, *options: Any, prompt:
         options = ("-n", "12", *options)
     if "--engine" not in options:
         options = ("--engine", "stateful", *options)  # which loads sooner
-    folder = damaged() if "--verify" in options else DEMO
+    folder = damaged() if "--verify" in options else talkative() if "--chat-template-kwargs" in options else DEMO
     if command == "generate":
         return run(command, folder, *options, "--json", "-p", prompt)
     if command == "chat":
@@ -62,6 +62,16 @@ def damaged() -> Path:
     shutil.copytree(DEMO, folder)
     file = folder / "generation_config.json"
     file.write_bytes(file.read_bytes().replace(b"\n", b" ", 1))
+    return folder
+
+
+def talkative() -> Path:
+    """A copy of the demo pair whose chat template reads a variable."""
+    folder = Path("talkative")
+    if not folder.exists():
+        shutil.copytree(DEMO, folder)
+        (folder / "ovspec.json").unlink()
+        (folder / "chat_template.jinja").write_text("{{ messages[-1].content }}{{ word }}", encoding="utf-8")
     return folder
 
 
@@ -110,6 +120,10 @@ def other_cache(found: Outcome, base: Outcome) -> bool:
     return found.property("KV_CACHE_PRECISION") != base.property("KV_CACHE_PRECISION")
 
 
+def longer_prompt(found: Outcome, base: Outcome) -> bool:
+    return found.stats.prompt_tokens > base.stats.prompt_tokens
+
+
 def one_thread(found: Outcome, _: Outcome) -> bool:
     return found.property("INFERENCE_NUM_THREADS") == "1"
 
@@ -144,6 +158,11 @@ SHARED: dict[str, Case] = {
     "seed": Case(("-t", "1.5", "--seed", "4"), lambda f, b: f.tokens != b.tokens and f.stats.seed == 4, DRAWN),
     "n": Case((*DRAWN, "--samples", "2"), lambda f, b: len(f.rows) == 2 * len(b.rows)),
     "logprobs": Case(("--logprobs", "2"), lambda f, _: len(json.loads(f.out)["logprobs"]) == 12),
+    "chat_template_kwargs": Case(
+        ("--chat", "--chat-template-kwargs", '{"word": "a, b, c, d"}'),
+        longer_prompt,
+        ("--chat", "--chat-template-kwargs", '{"word": ""}'),
+    ),
     "json_schema": Case(("--json-schema", '{"enum": ["yes"]}'), text_is('"yes"')),
     "json_schema_mode": Case((*ODD, "--json-schema-mode", "checked"), lambda f, _: int(f.text) in range(10)),
     "retries": Case(
@@ -185,6 +204,9 @@ OWN: dict[tuple[str, str], Case] = {
     ("chat", "logprobs"): Case(("--logprobs", "2"), refusal("--logprobs can't be shown in a chat")),
     ("batch", "logprobs"): Case(("--logprobs", "2"), lambda *_: len(read_first("out.jsonl")["logprobs"]) == 12),
     ("chat", "heal"): Case(("--heal",), refusal("--heal can't be combined with a chat")),
+    ("chat", "chat_template_kwargs"): Case(
+        ("--chat-template-kwargs", '{"word": "a, b, c, d"}'), longer_prompt, ("--chat-template-kwargs", '{"word": ""}')
+    ),
     ("chat", "constrain_from"): Case(("--regex", "a", "--constrain-from", "("), refusal("'(' is not in the prompt")),
 }
 
