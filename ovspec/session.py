@@ -14,11 +14,11 @@ from ovspec.loop.results import Piece, Result, TextStream
 from ovspec.loop.row import Row
 from ovspec.loop.scheduler import Scheduler, run_rows
 from ovspec.loop.scoring import Score, Selection, check_choices, score_texts
-from ovspec.options import GenerateOptions, refuse_in_session
+from ovspec.options import GenerateOptions, refuse_in_session, refuse_variables
 from ovspec.options.option import takes
 from ovspec.session_file import EMPTY_TEXT, Mark, load_session, save_session
-from ovspec.text.chat_template import Message, is_chat, refuse_variables
-from ovspec.workspace import Decoders, Prompt, RowStart, Variables, Workspace
+from ovspec.text.chat_template import Message
+from ovspec.workspace import Decoders, Prompt, RowStart, Variables, Workspace, is_chat
 
 
 class Session:

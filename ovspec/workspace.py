@@ -40,11 +40,12 @@ from ovspec.options import (
     check_option,
     constrains,
     params_of,
+    refuse_variables,
 )
 from ovspec.sampling.samplers import sampler_of
 from ovspec.setup.engine import CompiledModel
 from ovspec.setup.identity import described
-from ovspec.text.chat_template import Message, chat_template, is_chat, refuse_variables
+from ovspec.text.chat_template import Message, chat_template
 from ovspec.text.generation_config import DEFAULT_MAX_TOKENS, GenerationConfig
 from ovspec.text.tokenizer import Tokenizer
 
@@ -255,15 +256,9 @@ class Workspace:
         self.check_memory(len(sequence) + sure - start.cached, draft is not None)
         seed = next(seed for seed in (params.seed, start.seed, secrets.randbits(32)) if seed is not None)
         drawn = {"seed": seed} if params.temperature else {}
-        record = Record(
-            sequence.tokens.copy(),
-            complete_options(params, options) | {"max_tokens": max_tokens} | drawn,
-            start.healable,
-            start.context,
-            start.sample,
-            start.n,
-            lambda: self.identity,
-        )
+        used = complete_options(params, options) | {"max_tokens": max_tokens} | drawn
+        origin = start.healable, start.context, start.sample, start.n
+        record = Record(sequence.tokens.copy(), used, *origin, lambda: self.identity)
         sampler = sampler_of(params, seed, start.sample, constraints, options)
         if healing:  # nothing can fail from here on
             healing.take_back(sequence)
@@ -347,3 +342,8 @@ def complete_options(params: SamplingParams, options: GenerateOptions) -> dict[s
     ours = {name: v for name, v in ours.items() if isinstance(v, np.ndarray) or v != SAMPLING[name][1].initial}
     others = GENERATE.keys() - SAMPLING.keys() - {"sampling", "lookahead", "batch_size", "retries"}
     return ours | {name: options[name] for name in others & options.keys() if options[name] is not None}
+
+
+def is_chat(prompt: Any) -> bool:
+    """Return whether ``prompt`` is messages for the chat template."""
+    return isinstance(prompt, dict) or (isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], dict))

@@ -253,6 +253,12 @@ def refuse_retries(options: GenerateOptions, what: str) -> None:
         raise OvspecError(f"`retries` can't be combined with {what}.")
 
 
+def refuse_variables(variables: Mapping[str, Any] | None) -> None:
+    """Raise OvspecError for variables of a chat template if there are any, because the prompt isn't a chat."""
+    if variables:
+        raise OvspecError("`chat_template_kwargs` needs chat messages, and the prompt is a text or ids; leave it out.")
+
+
 def refuse_in_session(options: GenerateOptions) -> None:
     """Raise OvspecError if ``options`` have one that comes too late in a session."""
     refuse_retries(options, "a session, which continues from its text")

@@ -89,17 +89,6 @@ class ChatTemplate:
 RENDERER = Worker("ovspec.text.chat_template_worker", MAX_SECONDS, MAX_BYTES)
 
 
-def is_chat(prompt: Any) -> bool:
-    """Return whether ``prompt`` is messages for the chat template."""
-    return isinstance(prompt, dict) or (isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], dict))
-
-
-def refuse_variables(variables: Mapping[str, Any] | None) -> None:
-    """Raise OvspecError for variables of a chat template that no template would get."""
-    if variables:
-        raise OvspecError("`chat_template_kwargs` needs chat messages, and the prompt is a text or ids; leave it out.")
-
-
 def is_list(value: Any) -> bool:
     return isinstance(value, Sequence) and not isinstance(value, (str, bytes))
 
