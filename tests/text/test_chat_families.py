@@ -11,8 +11,12 @@ from typing import Any
 import pytest
 from chat_templates import CHATS, DOCUMENTS, SPECIAL, TEMPLATES, TOOLS, WAYS
 
+from ovspec.decoders.base import Rollback
 from ovspec.errors import OvspecError
-from ovspec.text.chat_template import RENDERER, ChatTemplate, chat_template
+from ovspec.setup.identity import prompt_identity
+from ovspec.setup.manifest import ExportedModel, Manifest, read_manifest
+from ovspec.setup.probing import Probe
+from ovspec.text.chat_template import MORE_TEMPLATES, RENDERER, ChatTemplate, chat_template
 from ovspec.text.chat_template_worker import variables_of
 
 MESSAGES = CHATS["system"]
@@ -55,7 +59,7 @@ def ours(template: ChatTemplate, messages: list[Any], ways: Ways) -> str | None:
 
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_families_are_rendered_like_hugging_face(tokenizer: Any, name: str) -> None:
-    source, rendered = TEMPLATES[name], set[str]()
+    source, rendered, done = TEMPLATES[name], set[str](), list[Ways]()
     template, reads = ChatTemplate(source, SPECIAL), variables_of(source)
     assert {"messages", "add_generation_prompt"} & reads
     for way, given in WAYS.items():
@@ -63,6 +67,9 @@ def test_families_are_rendered_like_hugging_face(tokenizer: Any, name: str) -> N
             continue
         variables = {key: value for key, value in given.get("variables", {}).items() if key in reads}
         ways = {**given, "variables": variables}
+        if ways in done:  # its variables are others'
+            continue
+        done.append(ways)
         for chat, messages in CHATS.items():
             found, expected = ours(template, messages, ways), hugging_face(tokenizer, messages, source, ways)
             assert found == expected, (way, chat)
@@ -180,3 +187,21 @@ def test_the_date_is_that_of_the_users_time_zone(monkeypatch: pytest.MonkeyPatch
         dates.add(ChatTemplate("{{ strftime_now('%d') }}", {}).render(MESSAGES))
     RENDERER.stop()
     assert len(dates) == 2, "25 hours lie between them"
+
+
+def test_files_of_more_templates_belong_to_the_model(tmp_path: Path) -> None:
+    from ovspec_export.convert import copy_ir
+    from ovspec_export.sources import Source
+
+    source, folder = tmp_path / "source", tmp_path / "copied"
+    (source / MORE_TEMPLATES).mkdir(parents=True)
+    folder.mkdir()
+    (source / MORE_TEMPLATES / "tool_use.jinja").write_text("tools", "utf-8")
+    copy_ir(Source("a", source, True, "1"), folder)
+    assert prompt_identity(folder) == prompt_identity(source)
+    (folder / MORE_TEMPLATES / "tool_use.jinja").write_text("other tools", "utf-8")
+    assert prompt_identity(folder) != prompt_identity(source)
+    model = ExportedModel("a", "fp32", {}, Probe(Rollback("mask"), "CPU", 1.0), [])
+    Manifest(model, None, {}, {}).write(folder)
+    with pytest.raises(OvspecError, match=r"tool_use\.jinja: not a file of the export"):
+        read_manifest(folder, verify=True)
