@@ -37,13 +37,11 @@ def make(
 
     made = getattr(transformers, config)(**arguments)
     torch.manual_seed(0)
-    kind = getattr(transformers, inside) if inside else transformers.AutoModelForCausalLM
-    model = (
-        kind._from_config(made, attn_implementation=attention)
-        if inside
-        else kind.from_config(made, attn_implementation=attention)
+    # Classes with other parts than a language model have no automatic class.
+    create = getattr(
+        getattr(transformers, inside or "AutoModelForCausalLM"), "_from_config" if inside else "from_config"
     )
-    model.eval()
+    model = create(made, attn_implementation=attention).eval()
     for weights in model.parameters():
         if weights.ndim > 1:
             torch.nn.init.normal_(weights, std=embedding if len(weights) >= VOCAB else spread)
