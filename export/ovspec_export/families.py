@@ -22,7 +22,8 @@ class Family:
     alias_of: the family whose export config optimum uses for this one, which it doesn't know.
     experts: how transformers computes the experts while it is traced; its default can't be converted.
     patches: functions of ``patches.py`` that are called before the export.
-    remote_code: the checkpoint brings code that only runs with ``--trust-remote-code``. Not tested here.
+    remote_code: the checkpoint brings code that only runs with ``--trust-remote-code``.
+    untested: this project's tests export none of it.
     """
 
     environment: Environment | None = None
@@ -31,16 +32,17 @@ class Family:
     experts: str | None = None
     patches: tuple[str, ...] = ()
     remote_code: bool = False
+    untested: bool = False
 
 
 LIFTED = Family(lifted=True)
-OLD_CODE = Family(TRANSFORMERS_4_57, remote_code=True)
+OLD_CODE = Family(TRANSFORMERS_4_57, remote_code=True, untested=True)
 
 UNCHANGED = (
-    "afmoe arcee biogpt bloom codegen cohere cohere2 falcon glm4 gpt2 gpt_bigcode gpt_neo gpt_neox gpt_neox_japanese "
-    "gpt_oss gptj granite granitemoe hunyuan_v1_dense llama mistral mixtral mpt olmo olmo2 opt persimmon phi phi3 "
-    "phimoe qwen2 qwen2_moe qwen3 qwen3_moe smollm3 stablelm starcoder2 xglm"
+    "arcee bloom cohere2 falcon glm4 gpt2 gpt_bigcode gpt_neox gpt_oss granite granitemoe hunyuan_v1_dense llama "
+    "mistral mixtral mpt olmo2 opt phi3 qwen2 qwen2_moe qwen3 qwen3_moe smollm3 stablelm starcoder2"
 )
+UNTESTED = "afmoe biogpt codegen cohere gpt_neo gpt_neox_japanese gptj olmo persimmon phi phimoe xglm"
 FAMILIES: dict[str, Family] = {
     # Written for transformers 5.0 and older in optimum, but the same in 5.5.
     **dict.fromkeys(("gemma", "gemma2", "gemma3_text", "gemma3n_text", "glm", "exaone4"), LIFTED),
@@ -68,13 +70,14 @@ FAMILIES: dict[str, Family] = {
     "mamba": Family(TRANSFORMERS_4_57, patches=("scan_in_a_loop",)),
     "falcon_mamba": Family(TRANSFORMERS_4_57, patches=("scan_in_a_loop",)),
     # optimum refuses them with transformers 5.
-    **dict.fromkeys(("bitnet", "dbrx"), Family(TRANSFORMERS_4_57)),
+    **dict.fromkeys(("bitnet", "dbrx"), Family(TRANSFORMERS_4_57, untested=True)),
     # The code that their checkpoints bring was written for transformers 4.
     **dict.fromkeys(
         ("aquila", "baichuan", "deci", "exaone", "internlm", "internlm2", "jais", "orion", "xverse"), OLD_CODE
     ),
     # Exported as optimum does it.
     **dict.fromkeys(UNCHANGED.split(), Family()),
+    **dict.fromkeys(UNTESTED.split(), Family(untested=True)),
 }
 # The family of a checkpoint -> the classes of its text model, by the family of its ``text_config``.
 TEXT_MODELS = {
@@ -89,6 +92,8 @@ TEXT_MODELS = {
 # Families that optimum registers, but whose export fails.
 TOO_OLD = "optimum exports it only with transformers 4.55 and older"
 NOT_EXPORTED = {
+    "mamba2": "optimum does not know it",
+    "nemotron": "optimum does not know it",
     "zamba2": "optimum cannot save its shared tensors",
     **dict.fromkeys(
         ("arctic", "chatglm", "deepseek", "deepseek_v2", "deepseek_v3", "minicpm", "minicpm3", "qwen"), TOO_OLD
@@ -131,7 +136,9 @@ def family_list() -> list[str]:
         if name in inside:
             notes.append(f"also inside {inside[name]}")
         if family.remote_code:
-            notes.append("needs --trust-remote-code, not tested")
+            notes.append("needs --trust-remote-code")
+        if family.untested:
+            notes.append("not tested")
         where = environment.name if environment else "as installed"
         state = ("prepared" if environment.is_prepared else "not prepared") if environment else ""
         lines.append(f"{name:20} {where:18} {state:13} {'; '.join(notes)}".rstrip())

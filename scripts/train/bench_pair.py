@@ -1,6 +1,6 @@
 """Make a pair of real size that generates what the demo pair generates, to measure speed with.
 
-    python scripts/train/bench_pair.py OUT [--size 1b|3b] [--attention gqa|mha] [--vocab 32000] [--weight-format int8]
+    python scripts/train/bench_pair.py OUT [--size 1b|3b|moe] [--attention gqa|mha] [--vocab 32000] [--weight-format F]
 
 There are no weights of real size in the repository, so the demo pair is widened without changing its function:
 
@@ -13,7 +13,8 @@ There are no weights of real size in the repository, so the demo pair is widened
 
 OUT/hf/target and OUT/hf/draft are the checkpoints, OUT/FORMAT the exported pairs. The logits are compared with
 the demo pair's, and every export with its checkpoint. 1b takes 2.1 GB of disk for the checkpoints, 1.1 for int8 and
-0.6 for int4, and about 8 GB of memory. 3b has not been built yet.
+0.6 for int4, and about 8 GB of memory. 3b has not been built yet. In moe, the target is a mixture of experts (Mixtral):
+each expert computes what the MLP computed, so it doesn't matter which ones a random router chooses.
 """
 
 from __future__ import annotations
@@ -41,16 +42,21 @@ PROMPTS = [entry["text"] for entry in json.loads((ROOT / "models" / "prompts.jso
 
 @dataclass(frozen=True)
 class Shape:
-    """A widened model. ``repeat``: copies of each hidden unit and head, a power of two; ``mlp``: MLP units a layer."""
+    """A widened model. ``repeat``: copies of each hidden unit and head, a power of two; ``mlp``: MLP units a layer.
+
+    experts: number of MLPs in each layer, of which two are used for a token; 0 for a model without experts.
+    """
 
     repeat: int
     mlp: int
     layers: int
+    experts: int = 0
 
 
 SIZES = {
     "1b": {"target": Shape(4, 6144, 26), "draft": Shape(4, 2048, 16)},
     "3b": {"target": Shape(8, 8192, 28), "draft": Shape(8, 4096, 12)},
+    "moe": {"target": Shape(2, 2048, 12, experts=16), "draft": Shape(2, 1024, 5)},
 }
 
 
@@ -101,6 +107,23 @@ def widen(weights: dict[str, torch.Tensor], config: dict[str, Any], shape: Shape
     def random(out: int, inputs: int, scale: float) -> torch.Tensor:
         return (torch.randn(out, inputs, generator=generator) * scale).to(torch.bfloat16)
 
+    def mlp_of(layer: int) -> list[torch.Tensor]:
+        """Return the gate, up and down projections of a layer, or of one of its experts."""
+        if layer >= config["num_hidden_layers"]:
+            return [random(shape.mlp, wide, usual), random(shape.mlp, wide, usual), random(wide, shape.mlp, TINY)]
+        gate, up, down = (read(f"mlp.{part}_proj", layer) for part in ("gate", "up", "down"))
+        made = [torch.cat([rows(part), random(inert, wide, usual)]) for part in (gate, up)]
+        return [*made, torch.cat([rows(down), random(wide, inert, TINY)], dim=1)]
+
+    def feed_forward(layer: int) -> dict[str, torch.Tensor]:
+        if not shape.experts:
+            return dict(zip(("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"), mlp_of(layer), strict=True))
+        moe = {"block_sparse_moe.gate": random(shape.experts, wide, usual)}
+        for expert in range(shape.experts):
+            names = [f"block_sparse_moe.experts.{expert}.{part}" for part in ("w1", "w3", "w2")]
+            moe |= dict(zip(names, mlp_of(layer), strict=True))
+        return moe
+
     wide, inert = r * hidden, shape.mlp - r * mlp
     usual = 1 / math.sqrt(wide)
     embedding = weights["model.embed_tokens.weight"].to(torch.bfloat16)
@@ -115,22 +138,16 @@ def widen(weights: dict[str, torch.Tensor], config: dict[str, Any], shape: Shape
         name = f"model.layers.{layer}."
         if layer < config["num_hidden_layers"]:
             q, k, v, o = (read(f"self_attn.{part}_proj", layer) for part in "qkvo")
-            gate, up, down = (read(f"mlp.{part}_proj", layer) for part in ("gate", "up", "down"))
             norms = [read(norm, layer).repeat(r) for norm in ("input_layernorm", "post_attention_layernorm")]
             parts = [rows(q), rows(shared(k)), rows(shared(v)), rows(o)]
-            parts += [torch.cat([rows(gate), random(inert, wide, usual)])]
-            parts += [torch.cat([rows(up), random(inert, wide, usual)])]
-            parts += [torch.cat([rows(down), random(wide, inert, TINY)], dim=1)]
         else:
             q_width, kv_width = r * heads * head, r * kv_heads * groups * head
             norms = [torch.ones(wide, dtype=torch.bfloat16) for _ in range(2)]
             parts = [random(out, wide, usual) for out in (q_width, kv_width, kv_width)]
-            parts += [random(wide, q_width, TINY), *(random(shape.mlp, wide, usual) for _ in range(2))]
-            parts += [random(wide, shape.mlp, TINY)]
-        attention_names = [f"self_attn.{part}_proj" for part in "qkvo"]
-        names = [*attention_names, "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
-        names += ["input_layernorm", "post_attention_layernorm"]
+            parts += [random(wide, q_width, TINY)]
+        names = [f"self_attn.{part}_proj" for part in "qkvo"] + ["input_layernorm", "post_attention_layernorm"]
         made |= {f"{name}{part}.weight": tensor for part, tensor in zip(names, [*parts, *norms], strict=True)}
+        made |= {f"{name}{part}.weight": tensor for part, tensor in feed_forward(layer).items()}
     sizes = {
         "hidden_size": wide,
         "num_attention_heads": r * heads,
@@ -141,6 +158,9 @@ def widen(weights: dict[str, torch.Tensor], config: dict[str, Any], shape: Shape
         "max_position_embeddings": CONTEXT,
         "tie_word_embeddings": False,
     }
+    if shape.experts:
+        sizes |= {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "sliding_window": None}
+        sizes |= {"num_local_experts": shape.experts, "num_experts_per_tok": 2}
     return made, config | sizes
 
 

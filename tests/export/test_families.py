@@ -32,6 +32,8 @@ HYBRIDS = {
     "convolution + SSM": (None, "replay"),
 }
 
+# For quick runs: two windows, a gated delta net, convolutions, an SSM, one with attention, and chunks.
+QUICK = ("gemma3_text", "qwen3_5_text", "lfm2", "mamba", "granitemoehybrid", "llama4_text")
 Way = tuple[EngineChoice, Arithmetic, tuple[int, ...]]
 # For each shape: the engine, the arithmetic, and the lookaheads to try.
 WAYS: list[list[Way]] = [
@@ -104,6 +106,15 @@ def documented(name: str, row: str, update: bool) -> None:
     DOCS.write_text("\n".join([head, *table]) + "\n", encoding="utf-8")
 
 
+@pytest.mark.parametrize("name", QUICK)
+def test_one_family_of_each_kind_of_state_and_environment(name: str, tmp_path: Path, cache_dir: Path) -> None:
+    family = FAMILIES[name]
+    expected = make(name, family, 1, tmp_path / "hf", prompts(), TOKENS)
+    failure = export_as_the_worker_does(name, family, tmp_path / "hf", tmp_path / "ir")
+    assert not failure, failure
+    check(name, tmp_path / "ir", cache_dir, expected, family.expected_rollback(1), ways=WAYS[1])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
 def test_family(name: str, tmp_path: Path, cache_dir: Path, update_docs: bool) -> None:
@@ -112,7 +123,8 @@ def test_family(name: str, tmp_path: Path, cache_dir: Path, update_docs: bool) -
     for shape in range(2):
         folder = tmp_path / str(shape)
         expected = make(name, family, shape, folder, prompts(), TOKENS)
-        export_as_the_worker_does(name, family, folder, folder / "ir")
+        failure = export_as_the_worker_does(name, family, folder, folder / "ir")
+        assert not failure, failure
         rollback = family.expected_rollback(shape)
         rows.append(check(name, folder / "ir", cache_dir, expected, rollback, family.note, WAYS[shape]))
     documented(name, re.sub(" until [0-9]+", " until n", rows[0]), update_docs)

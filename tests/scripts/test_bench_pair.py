@@ -30,6 +30,14 @@ def test_logits_are_unchanged(tmp_path: Path, name: str, attention: str) -> None
     assert (keys == queries) == (attention == "mha") or wide == keys
 
 
+def test_logits_are_unchanged_by_experts(tmp_path: Path) -> None:
+    make_checkpoint(CHECKPOINTS / "draft", tmp_path, Shape(2, 1088, 3, experts=3), 5000, "gqa")
+    assert check(CHECKPOINTS / "draft", tmp_path) < 1e-4
+    made = load_file(tmp_path / "model.safetensors")
+    first, second = (made[f"model.layers.0.block_sparse_moe.experts.{i}.w1.weight"] for i in range(2))
+    assert not torch.equal(first, second)  # or OpenVINO would store them once
+
+
 def test_copies_add_up_exactly_and_differ() -> None:
     weights = torch.randn(64, 32, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
     made = spread(weights, 4, torch.Generator().manual_seed(1))

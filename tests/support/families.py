@@ -207,4 +207,11 @@ FAMILIES = {
         "replay",
         "SSM",
     ),
+    "falcon_mamba": Family(
+        "FalconMambaConfig",
+        {"vocab_size": VOCAB, "hidden_size": 64, "state_size": 8, "num_hidden_layers": 2}
+        | {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0},
+        "replay",
+        "SSM",
+    ),
 }

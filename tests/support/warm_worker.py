@@ -2,7 +2,8 @@
 
     python warm_worker.py    reads a job in JSON per line, and writes a line for each: an empty one, or why it failed
 
-The jobs are ``make``, below, and those of ``ovspec_export.worker``, which ``ovspec export`` starts in a new process.
+The jobs are ``make`` and ``without``, below, and those of ``ovspec_export.worker``, which ``ovspec export`` starts in a
+new process.
 """
 
 from __future__ import annotations
@@ -11,10 +12,11 @@ import json
 import os
 import sys
 import traceback
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ovspec_export import patches, worker
+from ovspec_export import families, patches, worker
 
 VOCAB = 4096
 
@@ -57,6 +59,13 @@ def make(
     (Path(folder) / "expected.json").write_text(json.dumps(expected), encoding="utf-8")
 
 
+def without(change: str, model_type: str, **arguments: Any) -> None:
+    """Export as ``ovspec export`` does it, but without one of the changes that ``families.py`` asks for."""
+    usual = families.FAMILIES[model_type]
+    families.FAMILIES[model_type] = replace(usual, **{change: getattr(families.Family(), change)})
+    worker.optimum_cli(model_type=model_type, **arguments)
+
+
 def run(job: str, arguments: dict[str, Any]) -> str:
     """Run a job in a process of its own; return why it failed."""
     reading, writing = os.pipe()
@@ -65,7 +74,7 @@ def run(job: str, arguments: dict[str, Any]) -> str:
         os.close(reading)
         failure = ""
         try:
-            ({"make": make} | worker.JOBS)[job](**arguments)
+            ({"make": make, "without": without} | worker.JOBS)[job](**arguments)
         except BaseException:
             failure = traceback.format_exc()
         os.write(writing, failure.encode()[-4000:])
