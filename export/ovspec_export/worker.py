@@ -28,19 +28,22 @@ def optimum_cli(arguments: list[str], source: str, model_type: str, trust_remote
     """
     import argparse
 
-    from ovspec_export.agreement import check_agreement
+    from ovspec_export.agreement import COMPRESSED, TOLERANCE, check_agreement
     from ovspec_export.patches import adapt, check_tensors
 
     loading = adapt(model_type)
     check_tensors()
     from optimum.commands.export.openvino import OVExportCommand, parse_args_openvino
     from optimum.exporters.openvino import __main__ as exporter
+    from optimum.intel.openvino.configuration import _GPTOSSQuantizationConfig
 
     export = exporter.main_export
 
-    def export_and_compare(*, output: Path, **options: Any) -> None:
-        export(output=output, model_loading_kwargs=loading, **options)
-        check_agreement(load_model(source, trust_remote_code, **loading), output)
+    def export_and_compare(*, output: Path, ov_config: Any, **options: Any) -> None:
+        export(output=output, ov_config=ov_config, model_loading_kwargs=loading, **options)
+        compressed = isinstance(ov_config.quantization_config, _GPTOSSQuantizationConfig)
+        tolerance = COMPRESSED if compressed else TOLERANCE
+        check_agreement(load_model(source, trust_remote_code, **loading), output, tolerance)
 
     exporter.main_export = export_and_compare
     parser = argparse.ArgumentParser()

@@ -12,6 +12,8 @@ import re
 from pathlib import Path
 
 import hybrid
+import numpy as np
+import openvino as ov
 import pytest
 from conftest import PROMPTS, ROOT
 from families import FAMILIES, VOCAB
@@ -26,6 +28,7 @@ DOCS = ROOT / "docs" / "reference" / "models.md"
 TOKENS = 60
 PROMPT_LENGTHS = (17, 7, 12)
 
+EXPERTS = {"num_experts", "num_local_experts", "n_routed_experts"}
 HYBRIDS = {
     "convolution + SSM + attention": ("mask", "mask + replay"),
     "convolution + SSM + ALiBi": ("alibi", "trim + replay"),
@@ -128,6 +131,28 @@ def test_family(name: str, tmp_path: Path, cache_dir: Path, update_docs: bool) -
         rollback = family.expected_rollback(shape)
         rows.append(check(name, folder / "ir", cache_dir, expected, rollback, family.note, WAYS[shape]))
     documented(name, re.sub(" until [0-9]+", " until n", rows[0]), update_docs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("weight_format", ["int8", "int4"])
+@pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if EXPERTS & family.arguments.keys()])
+def test_the_weights_of_experts_are_compressed(name: str, weight_format: str, tmp_path: Path) -> None:
+    make(name, FAMILIES[name], 0, tmp_path / "hf", prompts()[:1], 2)
+    failure = export_as_the_worker_does(
+        name, FAMILIES[name], tmp_path / "hf", tmp_path / "ir", weight_format=weight_format
+    )
+    assert not failure, failure
+    bits = {"u8": 8, "i8": 8, "u4": 4, "i4": 4, "f4e2m1": 4}
+    model = ov.Core().read_model(tmp_path / "ir" / "openvino_model.xml")
+    constants = [op.output(0) for op in model.get_ops() if op.get_type_name() == "Constant"]
+    sizes = [(port.get_element_type().get_type_name(), int(np.prod(port.get_shape()))) for port in constants]
+    sizes = [(kind, size) for kind, size in sizes if size >= 1024]  # norms and biases stay as they are
+    compressed = sum(size for kind, size in sizes if kind in bits)
+    assert compressed > 0.95 * sum(size for _, size in sizes), sizes
+    if weight_format == "int4":  # embeddings and lm_head stay in int8
+        assert sum(size for kind, size in sizes if bits.get(kind) == 4) > 0.7 * sum(
+            size for _, size in sizes if size < 64 * VOCAB
+        )
 
 
 @pytest.mark.slow

@@ -98,13 +98,15 @@ def make(name: str, family: Family, shape: int, folder: Path, prompts: list[list
     return json.loads((folder / "expected.json").read_text(encoding="utf-8"))
 
 
-def export_as_the_worker_does(name: str, family: Family, folder: Path, output: Path, without: str | None = None) -> str:
+def export_as_the_worker_does(
+    name: str, family: Family, folder: Path, output: Path, without: str | None = None, weight_format: str = "fp32"
+) -> str:
     """Export the checkpoint in ``folder`` with the job that ``ovspec export`` runs for it, in the same environment.
 
     Returns why it failed. ``without``: a change of ``ovspec_export/families.py`` that is left out.
     """
     model_type = family.model_type or name
-    arguments = ["--model", str(folder), "--task", "text-generation-with-past", "--weight-format", "fp32"]
+    arguments = ["--model", str(folder), "--task", "text-generation-with-past", "--weight-format", weight_format]
     arguments += ["--disable-convert-tokenizer", str(output)]
     options: dict[str, Any] = {"source": str(folder), "model_type": model_type, "trust_remote_code": False}
     job, more = ("without", {"change": without}) if without else ("optimum_cli", {})
