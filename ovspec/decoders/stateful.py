@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 
 import numpy as np
 
@@ -69,6 +70,7 @@ class StatefulDecoder:
         self._mask_until = min(bounds, default=None) if rollback.kv == "mask" else 0
         # optimum's Mamba takes a whole text or a single token, and tells them apart by the length of cache_position.
         self._conv_kernel = ir.config.convolution_width if "cache_position" in ir.inputs else 0
+        self._rope_switch = ir.config.rope_switch or sys.maxsize
         self._request = Request(ir, INPUTS)
         self._token_arrays = TokenArrays()
         self._slots = Slots(1)
@@ -101,6 +103,8 @@ class StatefulDecoder:
     def feed(self, tokens: list[np.ndarray], wanted: list[int], width: int = 0) -> list[np.ndarray]:  # noqa: ARG002
         counts = [len(new) for new in tokens]
         check_wanted(tuple(counts), tuple(wanted))
+        if len(self.rows[0]) <= self._rope_switch < len(self.rows[0]) + counts[0]:
+            return [self._feed_across_the_switch(tokens[0], wanted[0])]
         if self._first_alone and len(self.rows) == 1 and not len(self.rows[0]) and counts[0] > 1:
             begin = self.feed([tokens[0][:1]], [int(wanted[0] == counts[0])])[0].copy()
             rest = self.feed([tokens[0][1:]], [wanted[0] - len(begin)])[0]
@@ -117,6 +121,9 @@ class StatefulDecoder:
         return split_by_row(logits, wanted)
 
     def truncate(self, row: int, length: int) -> None:
+        if length <= self._rope_switch < len(self.rows[row]):
+            self.reset(1)  # its keys were rotated for a longer text
+            return
         if self.rollback.replay:
             length = self._restore_snapshot(length)
         self.rows[row].rewind(length)
@@ -197,6 +204,26 @@ class StatefulDecoder:
     def _exact(self) -> bool:
         """Whether copies of the states are known to be exact."""
         return not self._ir.kv_states or self._ir.properties.get("KV_CACHE_PRECISION") in EXACT_KV_PRECISIONS
+
+    def _feed_across_the_switch(self, tokens: np.ndarray, wanted: int) -> np.ndarray:
+        """Feed tokens at which the text becomes longer than ``_rope_switch``, so that it is computed anew.
+
+        As in transformers, what follows a text up to that length is computed with its frequencies, and what follows a
+        longer text with the others, for all of its tokens. The model chooses by the last position of an inference.
+        """
+        held, text = len(self.rows[0]), np.concatenate((self.rows[0].tokens, tokens))
+        parts, beyond = [], len(text) - self._rope_switch
+        if wanted > beyond:
+            parts += self.feed([tokens[: self._rope_switch - held]], [wanted - beyond])
+            parts = [parts[0].copy()]
+        self.reset(1)
+        begin = int(self._first_alone)  # position 0 is not rotated at all
+        if begin:
+            self._append([text[:1]], [1], logit_positions((1,), (0,)))
+        last = min(wanted, beyond)
+        where = logit_positions((len(text) - begin,), (last,))
+        parts.append(self._append([text[begin:]], [len(text) - begin], where)[:last])
+        return np.concatenate(parts) if len(parts) > 1 else parts[0]
 
     def _prepare_replay(self, tokens: np.ndarray, wanted: int) -> int:
         """Take a snapshot if the new tokens may be rolled back; return how many of them it has fed.

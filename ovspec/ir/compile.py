@@ -62,8 +62,11 @@ class CompiledIR:
 
     @property
     def rows_alone(self) -> bool:
-        """Whether rows can't share an inference: padding would enter a convolution or an SSM, or shift a chunk."""
-        return bool(self.recurrent_states) or self.config.is_chunked
+        """Whether rows can't share an inference.
+
+        Padding would enter a convolution or an SSM, or shift a chunk, and a long row changes the others' frequencies.
+        """
+        return bool(self.recurrent_states) or self.config.is_chunked or self.config.rope_switch is not None
 
     @property
     def logits_width(self) -> int:

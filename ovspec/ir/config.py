@@ -29,6 +29,9 @@ class ModelConfig:
     seq_length: Any = None
     n_ctx: Any = None
     conv_kernel: Any = None
+    rope_scaling: Any = None
+    rope_parameters: Any = None
+    original_max_position_embeddings: Any = None
     text_config: ModelConfig | None = None
 
     @property
@@ -51,6 +54,15 @@ class ModelConfig:
     def is_chunked(self) -> bool:
         """Whether some layers see only their chunk of the text. The IR counts chunks in slots, from the first one."""
         return any(True for _ in self.text._lengths(("attention_chunk_size",)))
+
+    @property
+    def rope_switch(self) -> int | None:
+        """Length of the text beyond which all its tokens get other rotary frequencies (LongRoPE); None for never."""
+        for rope in (self.text.rope_parameters, self.text.rope_scaling):
+            if isinstance(rope, dict) and "longrope" in (rope.get("rope_type"), rope.get("type")):
+                lengths = (rope.get("original_max_position_embeddings"), self.text.original_max_position_embeddings)
+                return next((length for length in lengths if type(length) is int and length > 0), None)
+        return None
 
     @property
     def convolution_width(self) -> int:

@@ -141,6 +141,8 @@ def compare_engines(folder: Path, options: DeviceOptions) -> PagedCheck:
     stateful = compile_ir(folder, setting)
     if stateful.recurrent_states or not stateful.kv_states:
         return PagedCheck(False, "it has states other than keys and values")
+    if stateful.config.rope_switch:
+        return PagedCheck(False, "its rotary frequencies change with the length of the text")
     window = narrowest_window(stateful)
     # Random ids, more than the window holds unless the window is longer than LONGEST_WINDOW.
     length = 45 + (window if window <= LONGEST_WINDOW else 0)

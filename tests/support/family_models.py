@@ -90,7 +90,9 @@ def run(environment: Environment | None, job: str, **arguments: Any) -> str:
 def make(name: str, family: Family, shape: int, folder: Path, prompts: list[list[int]], tokens: int) -> list[list[int]]:
     """Make a checkpoint in ``folder`` and return the tokens that transformers generates for each prompt."""
     environment = REGISTRY[family.model_type or name].environment
-    options = {name: getattr(family, name) for name in ("spread", "embedding", "norms", "attention")}
+    options: dict[str, Any] = {
+        name: getattr(family, name) for name in ("spread", "embedding", "norms", "attention", "use_cache")
+    }
     options |= {"prompts": prompts, "tokens": tokens, "folder": str(folder)}
     failure = run(environment, "make", config=family.config, arguments=family.shape(shape), **options)
     assert not failure, failure

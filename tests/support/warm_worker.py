@@ -31,6 +31,7 @@ def make(
     embedding: float,
     norms: float,
     attention: str,
+    use_cache: bool = True,
     inside: str | None = None,
 ) -> None:
     """Make a random model in ``folder``, with the tokens that its ``generate`` gives in ``expected.json``."""
@@ -52,9 +53,8 @@ def make(
     model.save_pretrained(folder)
     expected = []
     for ids in prompts:
-        out = model.generate(
-            torch.tensor([ids]), max_new_tokens=tokens, do_sample=False, eos_token_id=None, pad_token_id=0
-        )
+        options = {"max_new_tokens": tokens, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+        out = model.generate(torch.tensor([ids]), use_cache=use_cache, **options)
         expected.append(out[0, len(ids) :].tolist())
     (Path(folder) / "expected.json").write_text(json.dumps(expected), encoding="utf-8")
 
