@@ -66,17 +66,9 @@ def convert(source: Source, folder: Path, compression: Compression, trust_remote
             model_type=source.model_type,
             trust_remote_code=trust_remote_code,
         )
-        if not (
-            folder / "openvino_tokenizer.xml"
-        ).is_file():  # an older transformers may not read what a newer one wrote
-            run_job(
-                "tokenizer",
-                source,
-                folder,
-                source=str(source.folder),
-                folder=str(folder),
-                trust_remote_code=trust_remote_code,
-            )
+        if not (folder / "openvino_tokenizer.xml").is_file():  # the overlay can't read what a newer transformers wrote
+            where = {"source": str(source.folder), "folder": str(folder)}
+            run_job("tokenizer", source, folder, **where, trust_remote_code=trust_remote_code)
         if not (folder / TOKENIZER_FILE).is_file():  # has the byte vocabulary; optimum-cli omits it for some
             load_tokenizer(source, trust_remote_code).save_pretrained(folder)
         converting.result = written(folder)
