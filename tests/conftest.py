@@ -29,10 +29,11 @@ from ovspec.decoders.base import Rollback
 from ovspec.decoders.paged import PagedDecoder
 from ovspec.decoders.stateful import StatefulDecoder
 from ovspec.ir.compile import CompiledIR, compile_ir
-from ovspec.ir.device import DeviceOptions, native_precisions
+from ovspec.ir.device import DeviceOptions, default_cache_dir, native_precisions
 from ovspec.setup.engine import compile_paged
 
 ROOT = Path(__file__).resolve().parent.parent
+USERS_CACHE = default_cache_dir()  # holds the overlays for exports; most tests use another
 HAS_BF16 = "bf16" in native_precisions()  # elsewhere bf16 is emulated, and attention is computed in f32
 CHECKPOINTS = ROOT / "models" / "demo-hf"
 # The tests' pair: the demo pair's draft as the target (five times cheaper than the demo target) and a one-layer draft.

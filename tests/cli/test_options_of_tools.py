@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from command_runs import LOADED, Outcome, runs
-from conftest import ROOT
+from conftest import ROOT, USERS_CACHE
 
 import ovspec
 
@@ -110,7 +110,7 @@ TO_EXPORT = {
     "overwrite": ("--overwrite", None, True),
     "trust_remote_code": ("--trust-remote-code", None, True),
 }
-OTHERS_OF_EXPORT = {"draft", "output", "list_pairs", "weight_format", "draft_weight_format"}
+OTHERS_OF_EXPORT = {"draft", "output", "list_pairs", "weight_format", "draft_weight_format", "list_families", "prepare"}
 
 
 def test_options_of_export(run: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,3 +141,27 @@ def test_options_of_export(run: Callable[..., Outcome], monkeypatch: pytest.Monk
     listed = run("export", "--list")
     assert listed.out
     assert len(calls) == 1
+
+
+def test_families_are_listed_and_prepared(run: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the user's cache, every overlay is there already; ``tests/export/test_environments.py`` makes new ones."""
+    from ovspec_export import environments
+
+    monkeypatch.setattr(environments, "default_cache_dir", lambda: USERS_CACHE)
+    listed = run("export", "--list-families").out.splitlines()
+    assert [line.split()[0] for line in listed] == sorted(line.split()[0] for line in listed)
+    assert next(line for line in listed if line.startswith("qwen3_5_text ")).split()[1:4] == [
+        "transformers",
+        "5.2",
+        "prepared",
+    ]
+    found = run("export", "--prepare", "qwen3_5", "lfm2", "llama")
+    assert found.code == 0 and not found.out, found
+    assert found.err.startswith("transformers 5.2: ") and len(found.err.splitlines()) == 1
+    unknown = run("export", "--prepare", "foo")
+    assert unknown.code == 1 and "models of the family foo cannot be exported" in unknown.err
+    for wrong, told in ((("--prepare",), "Name the families"), (("--prepare", "lfm2", "-o", "out"), "only downloads")):
+        found = run("export", *wrong)
+        assert found.code == 2 and told in found.err
+    several = run("export", "one", "two", "-o", "out")
+    assert several.code == 2 and "Name the model to export" in several.err
