@@ -156,7 +156,7 @@ def installer() -> list[str]:
         return [*pip, "--only-binary", ":all:"]
     if uv := shutil.which("uv"):
         return [uv, "pip", "install", "--quiet", "--python", sys.executable, "--only-binary", ":all:"]
-    raise OvspecError("Preparing an environment needs pip or uv; run 'python -m ensurepip' and try again.")
+    raise OvspecError("Preparing an environment needs pip or uv, but neither is installed; install one of them.")
 
 
 def prepare_all(needed: dict[Environment, str]) -> None:
