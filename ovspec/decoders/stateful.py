@@ -275,7 +275,9 @@ class StatefulDecoder:
         self._slots.extend(counts)
         mask, cache_position = slots.mask, positions[0]
         if self._conv_kernel:
-            mask, cache_position = np.ones_like(ids), positions[0] if positions[0, 0] else np.arange(self._conv_kernel)
+            # A single token's input goes to the place of its position in the window, where the first ones stand wrong.
+            last = np.maximum(positions[0], self._conv_kernel - 1)
+            mask, cache_position = np.ones_like(ids), last if positions[0, 0] else np.arange(self._conv_kernel)
         inputs = (ids, mask, positions, self._beam, logits_idx, cache_position)
         logits = self._request.infer(inputs, logits_idx)
         self._beam = self._in_order  # the inference has gathered the rows

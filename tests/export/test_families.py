@@ -164,7 +164,7 @@ def test_the_weights_of_experts_are_compressed(name: str, weight_format: str, tm
     compressed = sum(size for kind, size in sizes if kind in bits)
     assert compressed > 0.95 * sum(size for _, size in sizes), sizes
     if weight_format == "int4":  # embeddings and lm_head stay in int8
-        assert sum(size for kind, size in sizes if bits.get(kind) == 4) > 0.7 * sum(
+        assert sum(size for kind, size in sizes if bits.get(kind) == 4) > 0.5 * sum(
             size for _, size in sizes if size < 64 * VOCAB
         )
 

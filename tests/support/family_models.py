@@ -109,7 +109,7 @@ def export_as_the_worker_does(
     """
     model_type = family.model_type or name
     arguments = ["--model", str(folder), "--task", "text-generation-with-past", "--weight-format", weight_format]
-    arguments += ["--disable-convert-tokenizer", str(output)]
+    arguments += ["--group-size", "-1"] * (weight_format == "int4") + ["--disable-convert-tokenizer", str(output)]
     options: dict[str, Any] = {"source": str(folder), "model_type": model_type, "trust_remote_code": False}
     job, more = ("without", {"change": without}) if without else ("optimum_cli", {})
     failure = run(REGISTRY[model_type].environment, job, arguments=arguments, **options, **more)
