@@ -109,7 +109,9 @@ def prepare(environment: Environment, families: str) -> Path:
         finally:
             lock.release()
     except OSError as error:
-        raise OvspecError(f"{folder}: the environment for {families} cannot be written ({error.strerror}).") from None
+        raise OvspecError(
+            f"{folder}: the environment for {families} cannot be written ({error.strerror or error})."
+        ) from None
     return folder
 
 
@@ -125,7 +127,14 @@ def install(environment: Environment, families: str) -> int:
         command = [*installer(), "--no-deps", "--target", str(packages), "--require-hashes", "-r", str(wanted)]
         # pip unpacks in the temporary folder first, which may be too small a disk.
         scratch = dict.fromkeys(("TMPDIR", "TEMP", "TMP"), temporary)
-        settings = {"PIP_USER": "0", "PIP_REQUIRE_VIRTUALENV": "0", "PIP_NO_INPUT": "1", "PYTHONUTF8": "1"}
+        settings = dict.fromkeys(("PIP_CONSTRAINT", "PIP_PREFIX", "PIP_ROOT", "UV_CONSTRAINT"), "")
+        settings |= {
+            "PIP_DRY_RUN": "0",
+            "PIP_USER": "0",
+            "PIP_REQUIRE_VIRTUALENV": "0",
+            "PIP_NO_INPUT": "1",
+            "PYTHONUTF8": "1",
+        }
         done = subprocess.run(
             command,
             env={**os.environ, **settings, **scratch},
@@ -160,7 +169,9 @@ def installer() -> list[str]:
 
 
 def prepare_all(needed: dict[Environment, str]) -> None:
-    """Make these overlays, each for the families that are named with it."""
+    """Make these overlays, each for the families that are named with it, and say where they are."""
+    if not needed:
+        note("nothing to prepare: these families need only what is installed")
     for environment, families in needed.items():
         note(f"{environment.name}: {prepare(environment, families)}")
 

@@ -118,13 +118,13 @@ def environments_of(names: Sequence[str]) -> dict[Environment, str]:
         OvspecError: a family is unknown.
     """
     needed: dict[Environment, str] = {}
-    if "all" in names:
-        return dict.fromkeys(OVERLAYS, "all")
     for name in names:
+        if name == "all":
+            continue
         models = TEXT_MODELS.get(name, (name,))
         for environment in filter(None, (family_of(model, name).environment for model in models)):
             needed[environment] = " ".join(filter(None, (needed.get(environment), name)))
-    return needed
+    return dict.fromkeys(OVERLAYS, "all") if "all" in names else needed
 
 
 def family_list() -> list[str]:

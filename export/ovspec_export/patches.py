@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import functools
+import re
 import sys
 from typing import Any
 
 from ovspec.errors import OvspecError
 from ovspec_export.families import FAMILIES
+
+# Names of tensors without which quantised weights mean nothing.
+QUANTISED = re.compile(r"scale|qweight|qzeros|zero_point|absmax")
 
 
 def hide_torchvision() -> None:
@@ -46,6 +50,9 @@ def check_tensors() -> None:
             raise OvspecError(
                 f"the checkpoint lacks the tensor {missing[0]}, or has another shape of it ({len(missing)} in all)"
             )
+        unread = sorted(key for key in found["unexpected_keys"] if QUANTISED.search(key))
+        if unread:
+            raise OvspecError(f"the checkpoint is quantised in a way that isn't understood ({unread[0]})")
         return (model, found) if output_loading_info else model
 
     PreTrainedModel.from_pretrained = classmethod(load_all)  # type: ignore[assignment]

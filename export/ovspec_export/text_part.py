@@ -34,8 +34,12 @@ def text_part(source: Source, folder: Path) -> Source:
     """Write the text model of ``source`` into ``folder`` and return it as a source.
 
     Raises:
-        OvspecError: a tensor belongs neither to it nor to a part that is left out.
+        OvspecError: its weights are quantised, or a tensor belongs neither to it nor to a part that is left out.
     """
+    if "quantization_config" in source.config:  # it may name layers of other parts, and is easily lost
+        raise OvspecError(
+            f"{source.name}: its weights are quantised; name the checkpoint that isn't, and compress that."
+        )
     with step(f"{source.name}: taking the text model out of it", keep=True) as taking:
         folder.mkdir(parents=True)
         names = text_names(source)
@@ -115,5 +119,7 @@ def copy_tensors(file: Path, names: dict[str, str], output: Path) -> int:
 def copy_bytes(original: BinaryIO, copy: BinaryIO, count: int) -> None:
     while count:
         piece = original.read(min(count, CHUNK))
+        if not piece:
+            raise OvspecError(f"{original.name}: became shorter while it was read; download the model again.")
         copy.write(piece)
         count -= len(piece)

@@ -103,14 +103,14 @@ class StatefulDecoder:
     def feed(self, tokens: list[np.ndarray], wanted: list[int], width: int = 0) -> list[np.ndarray]:  # noqa: ARG002
         counts = [len(new) for new in tokens]
         check_wanted(tuple(counts), tuple(wanted))
-        if len(self.rows[0]) <= self._rope_switch < len(self.rows[0]) + counts[0]:
-            return [self._feed_across_the_switch(tokens[0], wanted[0])]
         if self._first_alone and len(self.rows) == 1 and not len(self.rows[0]) and counts[0] > 1:
             begin = self.feed([tokens[0][:1]], [int(wanted[0] == counts[0])])[0].copy()
             rest = self.feed([tokens[0][1:]], [wanted[0] - len(begin)])[0]
             return [np.concatenate((begin, rest)) if len(begin) else rest]
         logits_idx = logit_positions(tuple(counts), tuple(wanted))
         try:
+            if len(self.rows[0]) <= self._rope_switch < len(self.rows[0]) + counts[0]:
+                return [self._feed_across_the_switch(tokens[0], wanted[0])]
             if self.rollback.replay and (fed := self._prepare_replay(tokens[0], wanted[0])):
                 tokens, counts = [tokens[0][fed:]], [counts[0] - fed]
                 logits_idx = logit_positions((counts[0],), (wanted[0],))

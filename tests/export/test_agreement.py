@@ -80,5 +80,9 @@ def test_all_but_a_tenth_of_the_positions_must_agree() -> None:
     assert difference([wrong], [right]) == 0
     wrong[:5] += np.arange(50)
     assert difference([wrong], [right]) > 1
+    later = np.tile(right, (6, 1))[:176]
+    wrong_at_the_end = later.copy()
+    wrong_at_the_end[-8:] += np.arange(50)  # the tokens that are read one by one
+    assert difference([wrong_at_the_end], [later]) > 1
     wrong[:20] = np.nan
     assert difference([wrong, right], [right, right]) == np.inf

@@ -32,6 +32,8 @@ def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Environment:
     (tmp_path / "wheels").mkdir()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_CONSTRAINT", str(tmp_path / "constraints.txt"))  # the user's, of no concern here
+    (tmp_path / "constraints.txt").write_text("ovspec-toy==2.0\n")
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "wheels"))
     return Environment("toy", (("ovspec-toy", "1.0", wheel(tmp_path / "wheels")),))
 
@@ -143,6 +145,8 @@ def test_what_is_prepared_is_listed(toy: Environment, monkeypatch: pytest.Monkey
 
 def test_families_are_prepared_by_name() -> None:
     assert families.environments_of(["llama"]) == {}
+    with pytest.raises(OvspecError, match="typo"):
+        families.environments_of(["all", "typo"])
     needed = families.environments_of(["qwen3_5", "lfm2", "llama4"])
     assert sorted(needed.values()) == ["llama4", "qwen3_5 lfm2"]
     assert list(families.environments_of(["all"])) == list(OVERLAYS)

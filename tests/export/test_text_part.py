@@ -242,6 +242,18 @@ def test_a_missing_tensor_is_named(tensor: str, tmp_path: Path) -> None:
     assert not (tmp_path / "pair").exists()
 
 
+def test_quantised_weights_are_not_taken_for_others(gemma: tuple[Path, list[int]], tmp_path: Path) -> None:
+    folder = changed(gemma[0], tmp_path / "fp8", lambda config, _: config.update(quantization_config={}))
+    with pytest.raises(OvspecError, match="fp8: its weights are quantised"):
+        export_pair(str(folder), None, tmp_path / "pair")
+
+    def add(_: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+        tensors["model.layers.0.mlp.up_proj.weight_scale_inv"] = torch.ones(1)
+
+    with pytest.raises(OvspecError, match=r"quantised in a way that isn't understood \(model\.layers\.0\.mlp"):
+        export_pair(str(changed(TARGET, tmp_path / "scaled", add)), None, tmp_path / "pair")
+
+
 def test_a_family_that_nobody_knows_is_refused(tmp_path: Path) -> None:
     folder = changed(TARGET, tmp_path / "new", lambda config, _: config.update(model_type="foo"))
     with pytest.raises(OvspecError, match=r"new: .*family foo cannot be exported \(neither ovspec nor optimum-intel"):
