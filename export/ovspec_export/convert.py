@@ -54,7 +54,8 @@ def convert(source: Source, folder: Path, compression: Compression, trust_remote
             copy_ir(source, folder)
         return
     arguments = ["--model", str(source.folder), "--task", "text-generation-with-past"]
-    arguments += [*compression.arguments(), *["--trust-remote-code"] * trust_remote_code]
+    runs_code = trust_remote_code and source.family.remote_code  # for others, transformers has code of its own
+    arguments += [*compression.arguments(), *["--trust-remote-code"] * runs_code]
     first = arguments[arguments.index("--weight-format") + 1]
     with step(f"{source.name}: converting {in_bytes(source.size)} to {first}", keep=True) as converting:
         run_job(
@@ -64,7 +65,7 @@ def convert(source: Source, folder: Path, compression: Compression, trust_remote
             arguments=[*arguments, str(folder)],
             source=str(source.folder),
             model_type=source.model_type,
-            trust_remote_code=trust_remote_code,
+            trust_remote_code=runs_code,
         )
         if not (folder / "openvino_tokenizer.xml").is_file():  # the overlay can't read what a newer transformers wrote
             where = {"source": str(source.folder), "folder": str(folder)}
@@ -83,7 +84,7 @@ def convert(source: Source, folder: Path, compression: Compression, trust_remote
                 calibration=str(compression.calibration.absolute()),
                 samples=compression.samples,
                 config=compression.quantization_config(),
-                trust_remote_code=trust_remote_code,
+                trust_remote_code=runs_code,
             )
             compressing.result = written(folder)
     elif compression.weight_format == "bf16":
@@ -95,7 +96,8 @@ def convert(source: Source, folder: Path, compression: Compression, trust_remote
 def first_layers(source: Source, layers: int, folder: Path, trust_remote_code: bool) -> Source:
     """Save the first ``layers`` layers of ``source`` as a checkpoint in ``folder`` and return it as a source."""
     with step(f"{source.name}: making a draft from its first {layers} layers", keep=True):
-        options: dict[str, Any] = {"layers": layers, "folder": str(folder), "trust_remote_code": trust_remote_code}
+        runs_code = trust_remote_code and source.family.remote_code
+        options: dict[str, Any] = {"layers": layers, "folder": str(folder), "trust_remote_code": runs_code}
         run_job("first_layers", source, folder.parent, source=str(source.folder), **options)
     return Source(f"{source.name}, first {layers} layers", folder, is_ir=False, revision=source.revision)
 

@@ -330,3 +330,17 @@ def test_load_exports_a_checkpoint_once(
     assert list((tmp_path / "exports").iterdir()) == [exported]
     (exported / "config.json").unlink()
     assert ovspec.load(checkpoint, export=True, precision="f32").target.ir.context_length == 100, "it was damaged"
+
+
+@pytest.mark.slow
+def test_code_that_transformers_has_itself_is_not_taken_from_the_checkpoint(tmp_path: Path) -> None:
+    """Older checkpoints of known families bring code that fails with today's transformers."""
+    source = tmp_path / "hf"
+    shutil.copytree(DRAFT, source)
+    config = json.loads((source / "config.json").read_text()) | {"auto_map": {"AutoModelForCausalLM": "code.Model"}}
+    (source / "config.json").write_text(json.dumps(config))
+    (source / "code.py").write_text("raise RuntimeError('the code was run')")
+    text = tmp_path / "text.txt"
+    text.write_text(PROMPTS[0])
+    export_pair(str(source), None, tmp_path / "pair", draft_layers=1, evaluate=text, trust_remote_code=True)
+    assert read_manifest(tmp_path / "pair")
