@@ -14,6 +14,7 @@ from typing import Any, BinaryIO
 
 from ovspec.errors import OvspecError
 from ovspec.progress import in_bytes, step
+from ovspec.text.chat_template import MORE_TEMPLATES
 from ovspec_export.families import TEXT_MODELS
 from ovspec_export.sources import LEFT_OUT, Source, safetensors_header
 
@@ -58,6 +59,8 @@ def text_part(source: Source, folder: Path) -> Source:
             wanted = file.suffix in (".json", ".jinja", ".model", ".txt") and not file.name.startswith("model")
             if wanted and "processor" not in file.name and not (folder / file.name).exists():
                 shutil.copy(file, folder)
+        if (source.folder / MORE_TEMPLATES).is_dir():
+            shutil.copytree(source.folder / MORE_TEMPLATES, folder / MORE_TEMPLATES)
         taking.result = in_bytes(size)
     return dataclasses.replace(source, folder=folder)
 
