@@ -54,7 +54,7 @@ def convert(source: Source, folder: Path, compression: Compression, trust_remote
             copy_ir(source, folder)
         return
     arguments = ["--model", str(source.folder), "--task", "text-generation-with-past"]
-    runs_code = trust_remote_code and source.family.remote_code  # for others, transformers has code of its own
+    runs_code = source.runs_code(trust_remote_code)
     arguments += [*compression.arguments(), *["--trust-remote-code"] * runs_code]
     first = arguments[arguments.index("--weight-format") + 1]
     with step(f"{source.name}: converting {in_bytes(source.size)} to {first}", keep=True) as converting:
@@ -96,8 +96,8 @@ def convert(source: Source, folder: Path, compression: Compression, trust_remote
 def first_layers(source: Source, layers: int, folder: Path, trust_remote_code: bool) -> Source:
     """Save the first ``layers`` layers of ``source`` as a checkpoint in ``folder`` and return it as a source."""
     with step(f"{source.name}: making a draft from its first {layers} layers", keep=True):
-        runs_code = trust_remote_code and source.family.remote_code
-        options: dict[str, Any] = {"layers": layers, "folder": str(folder), "trust_remote_code": runs_code}
+        options: dict[str, Any] = {"layers": layers, "folder": str(folder)}
+        options["trust_remote_code"] = source.runs_code(trust_remote_code)
         run_job("first_layers", source, folder.parent, source=str(source.folder), **options)
     return Source(f"{source.name}, first {layers} layers", folder, is_ir=False, revision=source.revision)
 

@@ -174,7 +174,7 @@ def evaluated(
         with step(f"{source.name}: comparing with the checkpoint of {in_bytes(source.size)} on {text.name}", keep=True):
             result = work / "evaluation.json"
             where = {"source": str(source.folder), "folder": str(folder), "text": str(text.absolute())}
-            runs_code = trust_remote_code and source.family.remote_code
+            runs_code = source.runs_code(trust_remote_code)
             options = {"context": DEFAULT_CONTEXT, "output": str(result), "trust_remote_code": runs_code}
             try:
                 run_job("evaluate", source, work, **where, **options)

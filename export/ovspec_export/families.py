@@ -1,6 +1,6 @@
 """What each model family needs to be exported: an environment, and changes to optimum, each with its reason.
 
-A family is the ``model_type`` of a checkpoint's config. Families without an entry are exported as optimum does it.
+A family is the ``model_type`` of a checkpoint's config. Families without an entry are refused.
 ``tests/export/test_family_patches.py`` fails when a change here is no longer needed.
 """
 

@@ -87,6 +87,10 @@ class Source:
             )
         return family_of(self.model_type, self.name)
 
+    def runs_code(self, trusted: bool) -> bool:
+        """Return whether its own Python code is run: if it is trusted, and transformers has none for the family."""
+        return trusted and self.family.remote_code
+
     @property
     def parameters(self) -> int:
         """The number of a checkpoint's parameters."""

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from ovspec.cli.options import refuse
 
@@ -122,13 +123,16 @@ def export(
         return
     from ovspec.setup.exporting import export_package
 
+    context = click.get_current_context()
+    given = {name for name in context.params if context.get_parameter_source(name) is ParameterSource.COMMANDLINE}
     if list_families:
+        refuse(given - {"list_families"}, "--list-families only lists; leave out everything else.")
         click.echo("\n".join(export_package().family_list()))
         return
     if prepare:
         if not target:
             raise click.UsageError("Name the families to prepare for: ovspec export --prepare FAMILY...")
-        refuse(output or draft, "--prepare only downloads; leave out the options for an export.")
+        refuse(given - {"prepare", "target"}, "--prepare only downloads; leave out the options for an export.")
         package = export_package()
         package.prepare_all(package.environments_of(target))
         return

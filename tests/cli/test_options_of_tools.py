@@ -163,5 +163,8 @@ def test_families_are_listed_and_prepared(run: Callable[..., Outcome], monkeypat
     for wrong, told in ((("--prepare",), "Name the families"), (("--prepare", "lfm2", "-o", "out"), "only downloads")):
         found = run("export", *wrong)
         assert found.code == 2 and told in found.err
+    for wrong in (("--prepare", "lfm2", "--overwrite"), ("--list-families", "lfm2"), ("--list-families", "--prepare")):
+        found = run("export", *wrong)
+        assert found.code == 2 and "leave out" in found.err
     several = run("export", "one", "two", "-o", "out")
     assert several.code == 2 and "Name the model to export" in several.err
