@@ -27,6 +27,8 @@ LONG_ROPE = {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0]
 LLAMA_4 = {"num_hidden_layers": 4, "intermediate_size_mlp": 128, "attention_chunk_size": 16, "num_local_experts": 4}
 LLAMA_4 |= {"num_experts_per_tok": 1, "interleave_moe_layer_step": 2, "no_rope_layers": [1, 0, 1, 0]}
 LLAMA_4 |= {"layer_types": ["chunked_attention", "full_attention"] * 2}
+MAMBA = {"vocab_size": VOCAB, "hidden_size": 64, "state_size": 8, "num_hidden_layers": 2}
+MAMBA |= {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
 
 # The second shape: other widths and numbers of heads, and what a family changes besides.
 SECOND = {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3, "intermediate_size": 160}
@@ -210,15 +212,13 @@ FAMILIES = {
     "llama4_text": Family("Llama4TextConfig", HEADED | LLAMA_4, "trim", "chunks"),
     "mamba": Family(
         "MambaConfig",
-        {"vocab_size": VOCAB, "hidden_size": 64, "state_size": 8, "num_hidden_layers": 2}
-        | {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0},
+        MAMBA,
         "replay",
         "SSM",
     ),
     "falcon_mamba": Family(
         "FalconMambaConfig",
-        {"vocab_size": VOCAB, "hidden_size": 64, "state_size": 8, "num_hidden_layers": 2}
-        | {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0},
+        MAMBA,
         "replay",
         "SSM",
         spread=0.5,
