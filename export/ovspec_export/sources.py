@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import math
@@ -21,6 +22,9 @@ from ovspec_export.families import TEXT_MODELS, Family, family_of
 # Every file that an export reads. Pickled weights are not among them, because loading them could run code.
 PATTERNS = ["model*.safetensors", "*.json", "*.model", "*.txt", "*.jinja", "openvino_*"]
 CODE = ["*.py"]
+ADAPTER = "adapter_config.json"
+# Small files that tell whether the rest is worth downloading. A graph without weights beside it belongs to an IR.
+TELLING = ["config.json", TOKENIZER_CONFIG_FILE, ADAPTER, MODEL_FILE]
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json")  # what transformers loads first
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model")
 
@@ -133,13 +137,9 @@ def find_source(name: str, trust_remote_code: bool = False) -> Source:
 def check_source(source: Source, name: str, trust_remote_code: bool) -> None:
     """Raise OvspecError if the folder holds no model that can be exported."""
     folder = source.folder
-    if not (folder / "config.json").is_file():
-        raise OvspecError(f"{name}: no config.json in it; name a folder with a Hugging Face checkpoint.")
-    config = read_json(folder / "config.json")
+    check_config(source, name)
     if source.is_ir:
         return
-    if (folder / "adapter_config.json").is_file():
-        raise OvspecError(f"{name}: an adapter; merge it into its model (merge_and_unload) and export that.")
     if not any((folder / weights).is_file() for weights in WEIGHTS):  # or transformers would look for pickled ones
         raise OvspecError(
             f"{name}: no {' and no '.join(WEIGHTS)} in it, and other formats are not loaded because they can run code; "
@@ -156,8 +156,19 @@ def check_source(source: Source, name: str, trust_remote_code: bool) -> None:
     if missing:
         raise OvspecError(f"{name}: {missing[0]} is missing ({len(missing)} missing in all); download the model again.")
     check_code(source, name, trust_remote_code)
-    if config.get("is_encoder_decoder"):
+
+
+def check_config(source: Source, name: str) -> None:
+    """Raise OvspecError if a model of this kind can't be exported; its weights need not be there yet."""
+    if not (source.folder / "config.json").is_file():
+        raise OvspecError(f"{name}: no config.json in it; name a folder with a Hugging Face checkpoint.")
+    if source.is_ir:
+        return
+    if (source.folder / ADAPTER).is_file():
+        raise OvspecError(f"{name}: an adapter; merge it into its model (merge_and_unload) and export that.")
+    if source.config.get("is_encoder_decoder"):
         raise OvspecError(f"{name}: an encoder-decoder model; only decoder-only language models can be exported.")
+    _ = source.family
 
 
 def check_code(source: Source, name: str, trust_remote_code: bool) -> None:
@@ -198,18 +209,30 @@ def safetensors_header(file: Path) -> dict[str, Any]:
 
 
 def download(name: str, trust_remote_code: bool) -> Source:
-    """Download a hub model, named ``org/model`` or ``org/model@revision``, or find it in the hub's cache."""
-    from huggingface_hub import errors as hub
-    from huggingface_hub import snapshot_download
+    """Download a hub model, named ``org/model`` or ``org/model@revision``, or find it in the hub's cache.
 
+    Raises:
+        OvspecError: it can't be had, or its config shows that it can't be exported; then no weights are downloaded.
+    """
     model, at, revision = name.partition("@")
     if at and not revision:
         raise OvspecError(f"{name}: no revision after the @; write org/model@REVISION, or leave the @ out.")
-    patterns = PATTERNS + CODE * trust_remote_code
+    folder = snapshot(name, model, revision or None, TELLING)
+    source = Source(name, folder, holds_only_ir(folder), folder.name)  # the snapshot's folder is named by its commit
+    check_config(source, name)
+    if not source.is_ir:
+        check_code(source, name, trust_remote_code)
+    snapshot(name, model, source.revision, PATTERNS + CODE * trust_remote_code)
+    return dataclasses.replace(source, is_ir=holds_only_ir(folder))
+
+
+def snapshot(name: str, model: str, revision: str | None, patterns: list[str]) -> Path:
+    """Download a hub model's files that match ``patterns``; return their folder. ``name`` is for messages."""
+    from huggingface_hub import errors as hub
+    from huggingface_hub import snapshot_download
+
     try:
-        folder = Path(
-            snapshot_download(model, revision=revision or None, allow_patterns=patterns, ignore_patterns=["*/*"])
-        )
+        return Path(snapshot_download(model, revision=revision, allow_patterns=patterns, ignore_patterns=["*/*"]))
     except hub.GatedRepoError:
         raise OvspecError(
             f"{name}: the model is gated; accept the terms on its page and log in with 'hf auth login'."
@@ -229,7 +252,6 @@ def download(name: str, trust_remote_code: bool) -> Source:
         raise OvspecError(
             f"{name}: neither a folder here nor in the hub's cache, and the hub cannot be reached; check the network."
         ) from None
-    return Source(name, folder, holds_only_ir(folder), folder.name)  # the snapshot's folder is named by its commit
 
 
 def holds_only_ir(folder: Path) -> bool:

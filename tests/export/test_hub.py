@@ -14,13 +14,32 @@ from pathlib import Path
 
 import pytest
 from conftest import CHECKPOINTS
+from ovspec_export.sources import Source
 
 COMMIT = hashlib.sha1(b"a commit").hexdigest()
 REQUESTED: list[str] = []
+UNKNOWN = b'{"model_type": "unknowable"}'
+SEQ2SEQ = b'{"model_type": "t5", "is_encoder_decoder": true}'
+IR = {"openvino_model.xml": b"<net/>", "openvino_model.bin": b"weights"}
+# By repository, the files that the checkpoint of the draft doesn't have.
+REPOSITORIES = {"model": {}, "unknown": {"config.json": UNKNOWN}, "seq2seq": {"config.json": SEQ2SEQ}, "unknown-ir": IR}
+
+
+def files_of(repository: str) -> dict[str, bytes]:
+    """Return a repository's files by path."""
+    if repository == "unknown-ir":
+        return IR | {"config.json": UNKNOWN}
+    files = {path.name: path.read_bytes() for path in (CHECKPOINTS / "draft").iterdir()}
+    files |= {"pytorch_model.bin": b"a pickle", "modeling_x.py": b"raise SystemExit"}
+    return files | REPOSITORIES[repository]
 
 
 class Hub(BaseHTTPRequestHandler):
-    """A hub with ``org/model``, which also has pickled weights, and ``org/gated``, which requires consent."""
+    """A hub with ``org/model``, which also has pickled weights, and ``org/gated``, which requires consent.
+
+    The others are of a family that can't be exported: ``org/unknown``, ``org/unknown-ir``, which is an IR, and
+    ``org/seq2seq``.
+    """
 
     protocol_version = "HTTP/1.1"
 
@@ -32,12 +51,11 @@ class Hub(BaseHTTPRequestHandler):
 
     def answer(self, body: bool) -> None:
         REQUESTED.append(self.path)
-        files = {path.name: path.read_bytes() for path in (CHECKPOINTS / "draft").iterdir()}
-        files |= {"pytorch_model.bin": b"a pickle", "modeling_x.py": b"raise SystemExit"}
         parts = self.path.strip("/").split("/")
+        files = files_of(next((part for part in parts if part in REPOSITORIES), "model"))
         if "gated" in parts:
             return self.send(403, b"", {"X-Error-Code": "GatedRepo", "X-Error-Message": "no"}, body)
-        if "model" not in parts:
+        if not {*REPOSITORIES} & {*parts}:
             return self.send(401, b"", {"X-Error-Code": "RepoNotFound", "X-Error-Message": "no"}, body)
         if "nowhen" in parts:
             return self.send(404, b"", {"X-Error-Code": "RevisionNotFound", "X-Error-Message": "no"}, body)
@@ -45,7 +63,7 @@ class Hub(BaseHTTPRequestHandler):
             siblings = [{"rfilename": name} for name in files]
             info = {"id": "org/model", "modelId": "org/model", "sha": COMMIT, "siblings": siblings, "tags": []}
             return self.send(200, json.dumps(info).encode(), {"Content-Type": "application/json"}, body)
-        content = files[parts[-1]]
+        content = files[self.path.partition(f"/resolve/{COMMIT}/")[2]]
         headers = {"ETag": f'"{hashlib.sha1(content).hexdigest()}"', "X-Repo-Commit": COMMIT}
         return self.send(200, content, headers, body)
 
@@ -70,11 +88,25 @@ def hub() -> Iterator[str]:
     server.server_close()
 
 
-def export(name: str, output: Path, endpoint: str, home: Path) -> subprocess.CompletedProcess[str]:
+def python(arguments: list[str], endpoint: str, home: Path) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "HF_ENDPOINT": endpoint, "HF_HUB_OFFLINE": "0", "HF_HOME": str(home)}
     environment |= {"NO_PROXY": "127.0.0.1", "HF_HUB_DISABLE_TELEMETRY": "1"}
-    command = [sys.executable, "-m", "ovspec", "export", name, "-o", str(output)]
+    command = [sys.executable, *arguments]
     return subprocess.run(command, capture_output=True, encoding="utf-8", env=environment, timeout=120)
+
+
+def export(name: str, output: Path, endpoint: str, home: Path) -> subprocess.CompletedProcess[str]:
+    return python(["-m", "ovspec", "export", name, "-o", str(output)], endpoint, home)
+
+
+def find(name: str, endpoint: str, home: Path) -> Source:
+    """Return what ``find_source`` finds in a process of its own."""
+    fields = "[found.name, str(found.folder), found.is_ir, found.revision]"
+    code = f"import json; from ovspec_export.sources import find_source; found = find_source({name!r}); "
+    done = python(["-c", f"{code}print(json.dumps({fields}))"], endpoint, home)
+    assert done.returncode == 0, done.stderr
+    name, folder, is_ir, revision = json.loads(done.stdout)
+    return Source(name, Path(folder), is_ir, revision)
 
 
 @pytest.mark.slow
@@ -114,6 +146,36 @@ def test_models_that_cannot_be_had(hub: str, tmp_path: Path, name: str, message:
     assert message in last
     assert "Traceback" not in done.stderr
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("name", "message"), [("unknown", "of the family unknowable"), ("seq2seq", "encoder-decoder")])
+def test_what_cannot_be_exported_is_refused_before_its_weights_come(
+    hub: str, tmp_path: Path, name: str, message: str
+) -> None:
+    done = export(f"org/{name}", tmp_path / "out", hub, tmp_path / "home")
+    assert done.returncode == 1
+    assert message in done.stderr.strip().splitlines()[-1]
+    assert any(path.endswith("/config.json") for path in REQUESTED)
+    assert not [path for path in REQUESTED if path.endswith((".safetensors", "/tokenizer.json"))]
+    # Again without a network: what was fetched suffices to refuse it.
+    done = export(f"org/{name}", tmp_path / "out", "http://127.0.0.1:9", tmp_path / "home")
+    assert message in done.stderr.strip().splitlines()[-1]
+
+
+def test_an_ir_needs_no_known_family(hub: str, tmp_path: Path) -> None:
+    source = find("org/unknown-ir", hub, tmp_path / "home")
+    assert source.is_ir and source.revision == COMMIT
+    assert (source.folder / "openvino_model.bin").is_file()
+    assert find("org/unknown-ir", "http://127.0.0.1:9", tmp_path / "home") == source
+
+
+def test_all_files_come_from_one_commit(hub: str, tmp_path: Path) -> None:
+    """What ``main`` named at the beginning is asked for by its commit from then on."""
+    source = find("org/model", hub, tmp_path / "home")
+    assert (source.is_ir, source.revision, source.folder.name) == (False, COMMIT, COMMIT)
+    asked = [path.rpartition("/")[2] for path in REQUESTED if "/revision/" in path]
+    assert asked == ["main", COMMIT]
+    assert find("org/model", "http://127.0.0.1:9", tmp_path / "home") == source
 
 
 def test_no_network(tmp_path: Path) -> None:
