@@ -7,6 +7,7 @@ installed into the user's own environment.
 
 from __future__ import annotations
 
+import csv
 import importlib.util
 import os
 import shutil
@@ -23,6 +24,8 @@ from ovspec.ir.device import default_cache_dir
 from ovspec.progress import in_bytes, note, step
 
 NEEDED = 130_000_000  # bytes of disk while an overlay is made, wheels included
+# Scripts are not used. Wheels may overwrite each other's, and pip lists them outside the folder.
+SCRIPTS = ("../", "/", "bin/", "Scripts/")
 # Text in pip's or uv's output -> why the packages could not be had.
 REASONS = {
     "No space left on device": "the disk is full",
@@ -49,8 +52,9 @@ class Environment:
 
     @property
     def is_prepared(self) -> bool:
-        """Whether the overlay is there; a folder of this name is always whole."""
-        return self.folder.is_dir()
+        """Whether the overlay is there and whole; one that was copied by hand may not be."""
+        names = (f"{name.replace('-', '_')}-{version}.dist-info" for name, version, _ in self.wheels)
+        return all(is_whole(self.folder / name) for name in names)
 
 
 TRANSFORMERS_5_2 = Environment(
@@ -72,6 +76,23 @@ OPTIMUM_INTEL_2_2 = Environment(
     ),
 )
 OVERLAYS = (TRANSFORMERS_5_2, TRANSFORMERS_4_57, OPTIMUM_INTEL_2_2)
+
+
+def is_whole(info: Path) -> bool:
+    """Return whether every file that the RECORD in a wheel's ``.dist-info`` lists is there, in the size it lists."""
+    folder, listed = str(info.parent), 0
+    try:
+        with (info / "RECORD").open(encoding="utf-8", newline="") as record:
+            for name, _, size in csv.reader(record):
+                if name.startswith(SCRIPTS):
+                    continue
+                listed += 1
+                actual = os.stat(f"{folder}/{name}").st_size  # noqa: PTH116, as pathlib takes twice as long
+                if size and actual != int(size):
+                    return False
+    except (OSError, ValueError, csv.Error):
+        return False
+    return listed > 0
 
 
 def prepare(environment: Environment, families: str) -> Path:
@@ -104,6 +125,8 @@ def prepare(environment: Environment, families: str) -> Path:
             if not environment.is_prepared:
                 for left in folder.parent.glob(f".{folder.name}.partial-*"):  # of a process that was killed
                     shutil.rmtree(left, ignore_errors=True)
+                if folder.exists():
+                    note(f"{folder}: incomplete, so it is made anew")
                 with step(f"{environment.name}: preparing it for {families}", keep=True) as preparing:
                     preparing.result = in_bytes(install(environment, families))
         finally:
@@ -116,7 +139,7 @@ def prepare(environment: Environment, families: str) -> Path:
 
 
 def install(environment: Environment, families: str) -> int:
-    """Install the wheels beside the overlay's place and rename the whole; return its size in bytes."""
+    """Install the wheels beside the overlay's place, and rename the whole in its stead; return its size in bytes."""
     folder = environment.folder
     with tempfile.TemporaryDirectory(
         dir=folder.parent, prefix=f".{folder.name}.partial-", ignore_cleanup_errors=True
@@ -148,12 +171,15 @@ def install(environment: Environment, families: str) -> int:
             last = (told.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
             why = next((reason for sign, reason in REASONS.items() if sign in told), last.removeprefix("ERROR: "))
             wheels = " and ".join(f"{name} {version}" for name, version, _ in environment.wheels)
+            incomplete = f"The folder {folder.name} there is incomplete. " if folder.exists() else ""
             raise OvspecError(
                 f"Exporting {families} needs {wheels}, which could not be installed into {folder.parent} ({why}). "
-                f"Without a network, run 'ovspec export --prepare {families}' on a machine that has one, and copy the "
-                f"folder {folder.name} from there."
+                f"{incomplete}Without a network, run 'ovspec export --prepare {families}' on a machine that has one, "
+                f"and copy the folder {folder.name} from there."
             )
         size = sum(path.stat().st_size for path in packages.rglob("*") if path.is_file())
+        if folder.exists():  # incomplete; it is deleted with the temporary folder
+            folder.rename(Path(temporary) / "incomplete")
         packages.rename(folder)
     return size
 

@@ -131,6 +131,8 @@ def family_list() -> list[str]:
     """Return a line for each family: its name, its environment, whether that is prepared, and what else it needs."""
     inside = {text: outer for outer, texts in TEXT_MODELS.items() for text in texts}
     lines = []
+    needed = {family.environment for family in FAMILIES.values()}
+    prepared = {environment for environment in needed if environment and environment.is_prepared}
     for name, family in sorted(FAMILIES.items()):
         environment, notes = family.environment, []
         if name in inside:
@@ -140,6 +142,6 @@ def family_list() -> list[str]:
         if family.untested:
             notes.append("not tested")
         where = environment.name if environment else "as installed"
-        state = ("prepared" if environment.is_prepared else "not prepared") if environment else ""
+        state = ("prepared" if environment in prepared else "not prepared") if environment else ""
         lines.append(f"{name:20} {where:18} {state:13} {'; '.join(notes)}".rstrip())
     return lines

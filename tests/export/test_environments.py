@@ -24,6 +24,7 @@ PREPARE = (
     "from ovspec_export.environments import Environment, prepare; import sys; "
     "print(prepare(Environment('toy', (('ovspec-toy', '1.0', sys.argv[1]),)), 'toys'))"
 )
+INFO = "ovspec_toy-1.0.dist-info"
 
 
 @pytest.fixture
@@ -40,12 +41,12 @@ def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Environment:
 
 def wheel(folder: Path) -> str:
     """Write a wheel with the module ``ovspec_toy`` into ``folder`` and return its SHA-256."""
-    file, info = folder / "ovspec_toy-1.0-py3-none-any.whl", "ovspec_toy-1.0.dist-info"
+    file, info = folder / "ovspec_toy-1.0-py3-none-any.whl", INFO
     with zipfile.ZipFile(file, "w") as archive:
         archive.writestr("ovspec_toy/__init__.py", "PLACE = __file__\n")
         archive.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: ovspec-toy\nVersion: 1.0\n")
         archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
-        archive.writestr(f"{info}/RECORD", "")
+        archive.writestr(f"{info}/RECORD", "ovspec_toy/__init__.py,,17\n../../bin/toy,,5\n")
     return hashlib.sha256(file.read_bytes()).hexdigest()
 
 
@@ -132,6 +133,39 @@ def test_two_at_once_make_it_once(toy: Environment) -> None:
     assert [process.returncode for process in both] == [0, 0], answers
     assert {out.strip() for out, _ in answers} == {str(toy.folder)}
     assert left_in(toy) == [toy.folder.name]
+
+
+@pytest.mark.parametrize("damage", ["missing", "cut off", "without a RECORD", "with an empty RECORD"])
+def test_an_incomplete_copy_is_made_anew(
+    toy: Environment, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], damage: str
+) -> None:
+    module, record = (prepare(toy, "toys") / name for name in ("ovspec_toy/__init__.py", f"{INFO}/RECORD"))
+    (toy.folder / "more").mkdir()  # no harm
+    assert toy.is_prepared
+    if damage == "cut off":
+        module.write_text("PLACE")
+    elif damage == "with an empty RECORD":
+        record.write_text("")
+    else:
+        (module if damage == "missing" else record).unlink()
+    assert not toy.is_prepared
+    with monkeypatch.context() as patched:
+        patched.setenv("PIP_FIND_LINKS", "")
+        with pytest.raises(OvspecError, match=r"The folder ovspec-toy-1\.0 there is incomplete\. Without a network"):
+            prepare(toy, "toys")
+    assert left_in(toy) == [toy.folder.name]  # it may still be completed by hand
+    capsys.readouterr()
+    prepare(toy, "toys")
+    assert f"{toy.folder}: incomplete" in capsys.readouterr().err
+    assert toy.is_prepared and left_in(toy) == [toy.folder.name]
+    assert module.read_text() == "PLACE = __file__\n" and not (toy.folder / "more").exists()
+
+
+def test_each_overlay_is_looked_at_once_for_the_list(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked_at: list[Path] = []
+    monkeypatch.setattr(environments, "is_whole", lambda info: not looked_at.append(info))
+    assert not [line for line in families.family_list() if "not prepared" in line]
+    assert len(looked_at) == len({*looked_at}) == sum(len(environment.wheels) for environment in OVERLAYS)
 
 
 def test_what_is_prepared_is_listed(toy: Environment, monkeypatch: pytest.MonkeyPatch) -> None:
