@@ -16,6 +16,7 @@ from ovspec.errors import OvspecError
 from ovspec.files import read_as, read_json
 from ovspec.ir.compile import MODEL_FILE
 from ovspec.setup.identity import files_revision
+from ovspec.text.chat_template import MORE_TEMPLATES
 from ovspec.text.tokenizer_files import TOKENIZER_CONFIG_FILE
 from ovspec_export.families import TEXT_MODELS, Family, family_of
 
@@ -25,6 +26,9 @@ CODE = ["*.py"]
 ADAPTER = "adapter_config.json"
 # Small files that tell whether the rest is worth downloading. A graph without weights beside it belongs to an IR.
 TELLING = ["config.json", TOKENIZER_CONFIG_FILE, ADAPTER, MODEL_FILE]
+TEMPLATES = [f"{MORE_TEMPLATES}/*.jinja"]
+# What is left out. The hub's ``*`` matches slashes, too, so that ``*.json`` alone would take other folders' files.
+FOLDERS, DEEPER_FOLDERS = "*/*", "*/*/*"
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json")  # what transformers loads first
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model")
 
@@ -217,22 +221,25 @@ def download(name: str, trust_remote_code: bool) -> Source:
     model, at, revision = name.partition("@")
     if at and not revision:
         raise OvspecError(f"{name}: no revision after the @; write org/model@REVISION, or leave the @ out.")
-    folder = snapshot(name, model, revision or None, TELLING)
+    folder = snapshot(name, model, revision or None, TELLING + TEMPLATES, DEEPER_FOLDERS)
     source = Source(name, folder, holds_only_ir(folder), folder.name)  # the snapshot's folder is named by its commit
     check_config(source, name)
     if not source.is_ir:
         check_code(source, name, trust_remote_code)
-    snapshot(name, model, source.revision, PATTERNS + CODE * trust_remote_code)
+    snapshot(name, model, source.revision, PATTERNS + CODE * trust_remote_code, FOLDERS)
     return dataclasses.replace(source, is_ir=holds_only_ir(folder))
 
 
-def snapshot(name: str, model: str, revision: str | None, patterns: list[str]) -> Path:
-    """Download a hub model's files that match ``patterns``; return their folder. ``name`` is for messages."""
+def snapshot(name: str, model: str, revision: str | None, patterns: list[str], but: str) -> Path:
+    """Download a hub model's files that match ``patterns`` but not ``but``; return their folder.
+
+    ``name`` is for messages.
+    """
     from huggingface_hub import errors as hub
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(model, revision=revision, allow_patterns=patterns, ignore_patterns=["*/*"]))
+        return Path(snapshot_download(model, revision=revision, allow_patterns=patterns, ignore_patterns=but))
     except hub.GatedRepoError:
         raise OvspecError(
             f"{name}: the model is gated; accept the terms on its page and log in with 'hf auth login'."

@@ -18,6 +18,7 @@ from ovspec_export.sources import Source
 
 COMMIT = hashlib.sha1(b"a commit").hexdigest()
 REQUESTED: list[str] = []
+TEMPLATE = "additional_chat_templates/tool_use.jinja"
 UNKNOWN = b'{"model_type": "unknowable"}'
 SEQ2SEQ = b'{"model_type": "t5", "is_encoder_decoder": true}'
 IR = {"openvino_model.xml": b"<net/>", "openvino_model.bin": b"weights"}
@@ -31,6 +32,7 @@ def files_of(repository: str) -> dict[str, bytes]:
         return IR | {"config.json": UNKNOWN}
     files = {path.name: path.read_bytes() for path in (CHECKPOINTS / "draft").iterdir()}
     files |= {"pytorch_model.bin": b"a pickle", "modeling_x.py": b"raise SystemExit"}
+    files |= {TEMPLATE: b"{{ tools }}", "additional_chat_templates/old/a.jinja": b"", "onnx/config.json": b"{}"}
     return files | REPOSITORIES[repository]
 
 
@@ -176,6 +178,13 @@ def test_all_files_come_from_one_commit(hub: str, tmp_path: Path) -> None:
     asked = [path.rpartition("/")[2] for path in REQUESTED if "/revision/" in path]
     assert asked == ["main", COMMIT]
     assert find("org/model", "http://127.0.0.1:9", tmp_path / "home") == source
+
+
+def test_of_folders_only_the_chat_templates_come(hub: str, tmp_path: Path) -> None:
+    source = find("org/model", hub, tmp_path / "home")
+    assert (source.folder / TEMPLATE).read_bytes() == b"{{ tools }}"
+    inside = [path.relative_to(source.folder).as_posix() for path in source.folder.rglob("*/*") if path.is_file()]
+    assert inside == [TEMPLATE]
 
 
 def test_no_network(tmp_path: Path) -> None:
