@@ -121,7 +121,6 @@ def export_pair(
         for folder in (work / "first-layers", work / "text-model-0", work / "text-model-1"):
             shutil.rmtree(folder, ignore_errors=True)
         versions = {name: importlib.metadata.version(name) for name in VERSIONED} | {"ovspec": ovspec.__version__}
-        versions |= overlaid_versions(sources[0])
         manifest = Manifest(models[0], models[1] if len(models) > 1 else None, versions, {}, differing)
         with step(f"{output.name}: computing checksums", keep=True) as computing:
             files = sorted(path for path in work.rglob("*") if path.is_file() and path != work / MANIFEST_FILE)
@@ -162,6 +161,7 @@ def describe(source: Source, folder: Path, compression: Compression) -> Exported
         options={} if source.is_ir else compression.options(),
         probe=probe_rollback(ir),
         states=[dataclasses.asdict(state) for state in ir.states],
+        versions=overlaid_versions(source),
     )
 
 

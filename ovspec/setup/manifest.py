@@ -36,7 +36,12 @@ class ExportedFile:
 
 @dataclass
 class ExportedModel:
-    """One model of the pair. ``states`` lists each state with its axes; ``probe`` records how the model rolls back."""
+    """One model of the pair.
+
+    states: each state with its axes.
+    probe: how the model rolls back.
+    versions: those of its export that differ from the manifest's, by package.
+    """
 
     source: str
     weight_format: str
@@ -44,11 +49,16 @@ class ExportedModel:
     probe: Probe
     states: list[dict[str, Any]]
     revision: str | None = None  # of the source: the hub's commit, or a checksum that changes with a folder's files
+    versions: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass
 class Manifest:
-    """What an export holds. ``tokenizer_differs_on``: texts that OpenVINO's tokenizer splits unlike Hugging Face's."""
+    """What an export holds.
+
+    versions: the installed packages that an export depends on; each model has those that were used in their place.
+    tokenizer_differs_on: texts that OpenVINO's tokenizer splits unlike Hugging Face's.
+    """
 
     target: ExportedModel
     draft: ExportedModel | None

@@ -6,6 +6,7 @@ The wheels here are made by the tests; nothing comes from a network.
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import signal
 import subprocess
@@ -15,10 +16,15 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from conftest import ROOT
 from ovspec_export import environments, families
+from ovspec_export.compression import INT8
 from ovspec_export.environments import OVERLAYS, Environment, prepare, search_path
+from ovspec_export.export import describe
+from ovspec_export.sources import Source
 
 from ovspec.errors import OvspecError
+from ovspec.setup.manifest import Manifest, read_manifest
 
 PREPARE = (
     "from ovspec_export.environments import Environment, prepare; import sys; "
@@ -186,6 +192,26 @@ def test_families_are_prepared_by_name() -> None:
     assert list(families.environments_of(["all"])) == list(OVERLAYS)
     with pytest.raises(OvspecError, match=r"foo: .*neither ovspec nor optimum-intel knows it.*--list-families"):
         families.environments_of(["foo"])
+
+
+def test_each_model_has_the_versions_of_its_own_environment(tmp_path: Path) -> None:
+    """A target and a draft may be exported in different environments; manifests of old exports don't tell."""
+    demo = ROOT / "models" / "demo"
+    models = []
+    for family in ("lfm2", "granitemoehybrid", "llama"):
+        (tmp_path / family).mkdir()
+        (tmp_path / family / "config.json").write_text(json.dumps({"model_type": family}), encoding="utf-8")
+        models.append(describe(Source(family, tmp_path / family, False, "1"), demo, INT8))
+    assert [model.versions for model in models] == [{"transformers": "5.2.0"}, {"optimum-intel": "2.2.0"}, {}]
+    assert not describe(Source("demo", demo, True, "1"), demo, INT8).versions
+    written = Manifest(models[0], models[1], {"transformers": "5.5.0"}, {})
+    written.write(tmp_path)
+    assert read_manifest(tmp_path) == written
+    old = json.loads((tmp_path / "ovspec.json").read_text(encoding="utf-8"))
+    del old["target"]["versions"], old["draft"]["versions"]
+    (tmp_path / "ovspec.json").write_text(json.dumps(old), encoding="utf-8")
+    read = read_manifest(tmp_path)
+    assert read and read.draft and (read.target.versions, read.draft.versions) == ({}, {})
 
 
 def test_the_overlays_of_this_project_are_prepared() -> None:
