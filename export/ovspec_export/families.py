@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from ovspec.errors import OvspecError
+from ovspec.setup.pairs import known_pairs
 from ovspec_export.environments import OPTIMUM_INTEL_2_2, OVERLAYS, TRANSFORMERS_4_57, TRANSFORMERS_5_2, Environment
 
 
@@ -115,12 +117,18 @@ def environments_of(names: Sequence[str]) -> dict[Environment, str]:
     """Return the overlays that the families ``names``, or "all", need, each with the names of its families.
 
     Raises:
-        OvspecError: a family is unknown.
+        OvspecError: a family is unknown, or a name is that of a model.
     """
+    families, pairs = {*FAMILIES, *TEXT_MODELS, *NOT_EXPORTED}, known_pairs()
     needed: dict[Environment, str] = {}
     for name in names:
         if name == "all":
             continue
+        if name not in families and (name in pairs or "/" in name or "\\" in name or Path(name).is_dir()):
+            raise OvspecError(
+                f"{name}: a model, but only families can be prepared for; name the model_type in its config.json, "
+                "and see 'ovspec export --list-families'."
+            )
         models = TEXT_MODELS.get(name, (name,))
         for environment in filter(None, (family_of(model, name).environment for model in models)):
             needed[environment] = " ".join(filter(None, (needed.get(environment), name)))

@@ -194,6 +194,18 @@ def test_families_are_prepared_by_name() -> None:
         families.environments_of(["foo"])
 
 
+def test_models_are_not_taken_for_families(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my-model").mkdir()
+    (tmp_path / "lfm2").mkdir()
+    for model in ("org/model", "org/model@main", str(tmp_path), r"C:\models\one", "my-model", "qwen3-8b"):
+        with pytest.raises(OvspecError) as error:
+            families.environments_of(["lfm2", model])
+        assert str(error.value).startswith(f"{model}: a model, but only families can be prepared for; name the model_t")
+        assert str(error.value).endswith("see 'ovspec export --list-families'.")
+    assert list(families.environments_of(["lfm2"]).values()) == ["lfm2"]
+
+
 def test_each_model_has_the_versions_of_its_own_environment(tmp_path: Path) -> None:
     """A target and a draft may be exported in different environments; manifests of old exports don't tell."""
     demo = ROOT / "models" / "demo"
