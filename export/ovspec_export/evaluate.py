@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -15,6 +14,7 @@ from ovspec.loop.perplexity import DEFAULT_CONTEXT, check_length, predictions, w
 from ovspec.sampling.logprobs import log_softmax
 from ovspec.setup.probing import find_probe
 from ovspec.text.tokenizer import Tokenizer
+from ovspec_export.quantised import load_model
 
 
 def compare(source: Path, folder: Path, text: str, context: int, trust_remote_code: bool) -> dict[str, float]:
@@ -23,7 +23,6 @@ def compare(source: Path, folder: Path, text: str, context: int, trust_remote_co
     Both compute in f32, so that only the weights differ. Raises OvspecError if the text has fewer than two tokens.
     """
     import torch
-    from transformers import AutoModelForCausalLM
 
     options = DeviceOptions(precision="f32", properties={"CACHE_DIR": ""})
     ir = compile_ir(folder, options)
@@ -32,9 +31,7 @@ def compare(source: Path, folder: Path, text: str, context: int, trust_remote_co
     tokens = tokenizer.encode(text)
     context = min(context, DEFAULT_CONTEXT, ir.context_length or DEFAULT_CONTEXT)
     check_length(tokens, context)
-    model: Any = AutoModelForCausalLM.from_pretrained(
-        source, dtype=torch.float32, use_safetensors=True, trust_remote_code=trust_remote_code
-    ).eval()
+    model = load_model(str(source), trust_remote_code, dtype=torch.float32)
     spans = windows(len(tokens), context)
     reference, start, end = np.empty((0, 0), np.float32), 0, 0
     ours = theirs = divergence = 0.0

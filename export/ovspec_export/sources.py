@@ -19,6 +19,7 @@ from ovspec.setup.identity import files_revision
 from ovspec.text.chat_template import MORE_TEMPLATES
 from ovspec.text.tokenizer_files import TOKENIZER_CONFIG_FILE
 from ovspec_export.families import TEXT_MODELS, Family, family_of
+from ovspec_export.quantised import check_quantisation
 
 # Every file that an export reads. Pickled weights are not among them, because loading them could run code.
 PATTERNS = ["model*.safetensors", "*.json", "*.model", "*.txt", "*.jinja", "openvino_*"]
@@ -101,8 +102,8 @@ class Source:
 
     @property
     def parameters(self) -> int:
-        """The number of a checkpoint's parameters."""
-        return sum(map(math.prod, self.shapes().values()))
+        """The number of a checkpoint's parameters; MXFP4 has two in each byte of its blocks."""
+        return sum(math.prod(shape) * (1 + name.endswith("_blocks")) for name, shape in self.shapes().items())
 
     def widths(self) -> dict[str, int]:
         """Return the number of weights that are multiplied with one vector, by layer, for layers of the usual names."""
@@ -170,6 +171,7 @@ def check_config(source: Source, name: str) -> None:
         return
     if (source.folder / ADAPTER).is_file():
         raise OvspecError(f"{name}: an adapter; merge it into its model (merge_and_unload) and export that.")
+    check_quantisation(source.config, name)
     if source.config.get("is_encoder_decoder"):
         raise OvspecError(f"{name}: an encoder-decoder model; only decoder-only language models can be exported.")
     _ = source.family

@@ -35,12 +35,8 @@ def text_part(source: Source, folder: Path) -> Source:
     """Write the text model of ``source`` into ``folder`` and return it as a source.
 
     Raises:
-        OvspecError: its weights are quantised, or a tensor belongs neither to it nor to a part that is left out.
+        OvspecError: a tensor belongs neither to it nor to a part that is left out.
     """
-    if "quantization_config" in source.config:  # it may name layers of other parts, and is easily lost
-        raise OvspecError(
-            f"{source.name}: its weights are quantised; name the checkpoint that isn't, and compress that."
-        )
     with step(f"{source.name}: taking the text model out of it", keep=True) as taking:
         folder.mkdir(parents=True)
         names = text_names(source)

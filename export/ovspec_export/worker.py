@@ -30,6 +30,7 @@ def optimum_cli(arguments: list[str], source: str, model_type: str, trust_remote
 
     from ovspec_export.agreement import COMPRESSED, TOLERANCE, check_agreement
     from ovspec_export.patches import adapt, check_tensors
+    from ovspec_export.quantised import load_model
 
     loading = adapt(model_type)
     check_tensors()
@@ -52,26 +53,20 @@ def optimum_cli(arguments: list[str], source: str, model_type: str, trust_remote
     OVExportCommand.run(argparse.Namespace(args=parser.parse_args(arguments)))  # type: ignore[arg-type]
 
 
-def load_model(source: str, trust_remote_code: bool, **options: Any) -> Any:
-    """Return the checkpoint's model with weights in its own type; OvspecError if a tensor is missing."""
-    from transformers import AutoModelForCausalLM
-
-    options |= {"dtype": "auto", "use_safetensors": True, "trust_remote_code": trust_remote_code}
-    return AutoModelForCausalLM.from_pretrained(source, **options).eval()
-
-
 def first_layers(source: str, layers: int, folder: str, trust_remote_code: bool) -> None:
     """Save the checkpoint ``source`` with only its first ``layers`` layers in ``folder``."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
+
+    from ovspec_export.quantised import load_model
 
     config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
     config.num_hidden_layers = layers
     if getattr(config, "layer_types", None):
         config.layer_types = config.layer_types[:layers]
-    model = AutoModelForCausalLM.from_pretrained(
-        source, config=config, dtype="auto", use_safetensors=True, trust_remote_code=trust_remote_code
-    )
-    model.save_pretrained(folder)
+    model = load_model(source, trust_remote_code, config=config)
+    # transformers can't quantise again what it has dequantised, and would leave it out.
+    dequantised = {"save_original_format": False} if "quantization_config" in config else {}
+    model.save_pretrained(folder, **dequantised)
     for file in Path(source).iterdir():
         wanted = file.suffix in (".json", ".model", ".txt", ".jinja", ".py") and not file.name.startswith("model")
         if file.is_file() and wanted and not (Path(folder) / file.name).exists():

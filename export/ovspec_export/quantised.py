@@ -1,0 +1,44 @@
+"""Checkpoints whose weights are quantised: which can be exported, and how they are loaded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ovspec.errors import OvspecError
+
+# transformers reads the other kinds only with packages that need a GPU, or that this project doesn't test (gptqmodel,
+# accelerate, triton, compressed-tensors).
+DEQUANTISED = {"mxfp4": "gpt_oss"}  # kind -> the family in which transformers knows it
+
+
+def check_quantisation(config: dict[str, Any], name: str) -> None:
+    """Raise OvspecError if a checkpoint with this config has quantised weights that can't be read.
+
+    The text model that is taken out of a checkpoint must not be quantised at all: the outer config may name layers of
+    other parts, and is easily lost.
+    """
+    inner = config.get("text_config")
+    configs = [config, inner] if isinstance(inner, dict) else [config]
+    keys = ("quantization_config", "compression_config")
+    found = [part[key] for part in configs for key in keys if part.get(key) is not None]
+    if not found:
+        return
+    kind = str(found[0].get("quant_method")) if isinstance(found[0], dict) else "unknown"
+    if len(configs) > 1 or DEQUANTISED.get(kind) != config.get("model_type"):
+        raise OvspecError(
+            f"{name}: its weights are quantised ({kind}), which can't be exported; name the checkpoint that isn't, "
+            "and compress that."
+        )
+
+
+def load_model(source: str, trust_remote_code: bool, **options: Any) -> Any:
+    """Return the checkpoint's model, by default with weights in its own type; MXFP4 becomes bf16, as in optimum."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
+    if getattr(config, "quantization_config", None):
+        from transformers.utils.quantization_config import Mxfp4Config
+
+        options["quantization_config"] = Mxfp4Config(dequantize=True)
+    options = {"dtype": "auto", "use_safetensors": True, "trust_remote_code": trust_remote_code} | options
+    return AutoModelForCausalLM.from_pretrained(source, **options).eval()
