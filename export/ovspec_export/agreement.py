@@ -19,7 +19,6 @@ STEPS = 8  # tokens at the end of the text that are fed one by one
 # Largest difference, as a share of the standard deviation of a position's logits. Weights in 16 bits, which some parts
 # of a model round again, differ by 0.001 to 0.02, and another computation by 0.3 and more.
 TOLERANCE = 0.1
-COMPRESSED = 0.5  # the tolerance where optimum has compressed the weights already
 EXCEPT = 0.1  # share of the positions that may differ by more: where two experts tie, rounding chooses
 
 

@@ -28,7 +28,7 @@ def optimum_cli(arguments: list[str], source: str, model_type: str, trust_remote
     """
     import argparse
 
-    from ovspec_export.agreement import COMPRESSED, TOLERANCE, check_agreement
+    from ovspec_export.agreement import check_agreement
     from ovspec_export.patches import adapt, check_tensors
     from ovspec_export.quantised import load_model
 
@@ -36,17 +36,19 @@ def optimum_cli(arguments: list[str], source: str, model_type: str, trust_remote
     check_tensors()
     from optimum.commands.export.openvino import OVExportCommand, parse_args_openvino
     from optimum.exporters.openvino import __main__ as exporter
-    from optimum.intel.openvino.configuration import _GPTOSSQuantizationConfig
 
-    export = exporter.main_export
+    export, compress = exporter.main_export, exporter._apply_model_size_based_quantization
+    put_off: list[tuple[Any, ...]] = []
 
-    def export_and_compare(*, output: Path, ov_config: Any, **options: Any) -> None:
-        export(output=output, ov_config=ov_config, model_loading_kwargs=loading, **options)
-        compressed = isinstance(ov_config.quantization_config, _GPTOSSQuantizationConfig)
-        tolerance = COMPRESSED if compressed else TOLERANCE
-        check_agreement(load_model(source, trust_remote_code, **loading), output, tolerance)
+    def export_and_compare(*, output: Path, **options: Any) -> None:
+        export(output=output, model_loading_kwargs=loading, **options)
+        check_agreement(load_model(source, trust_remote_code, **loading), output)
+        for call in put_off:
+            compress(*call)
 
     exporter.main_export = export_and_compare
+    # What main_export itself compresses (gpt-oss in int4) is put off until the comparison.
+    exporter._apply_model_size_based_quantization = lambda *call: put_off.append(call)
     parser = argparse.ArgumentParser()
     parse_args_openvino(parser)
     # Not through its main function, which would also register the command of the optimum-intel beneath an overlay.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,15 @@ from typing import Any
 import pytest
 import torch
 from conftest import TARGET
+from family_models import run
 from mxfp4 import make_gpt_oss
+from optimum.exporters.openvino import main_export
+from optimum.intel.openvino.configuration import OVConfig, get_default_quantization_config
 from ovspec_export import Compression, export_pair
 from ovspec_export import export as exporting
 from ovspec_export.quantised import check_quantisation, load_model
 from ovspec_export.sources import find_source
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import ovspec
@@ -95,3 +100,31 @@ def test_checkpoints_with_usual_weights_pass() -> None:
     check_quantisation({"model_type": "llama", "quantization_config": None}, "llama")
     check_quantisation({"model_type": "gemma3", "text_config": {"model_type": "gemma3_text"}}, "gemma3")
     check_quantisation({"model_type": "gpt_oss", "quantization_config": {"quant_method": "mxfp4"}}, "gpt_oss")
+
+
+def test_gpt_oss_is_compared_before_optimum_compresses_it(gpt_oss: tuple[Path, Path], tmp_path: Path) -> None:
+    """optimum compresses gpt-oss to int4 inside of its export, and other models after it."""
+    right, other = tmp_path / "gpt-oss-20b", tmp_path / "other"  # optimum knows the model by its folder's name
+    for folder in (right, other):
+        shutil.copytree(gpt_oss[0], folder)
+    tensors = load_file(other / "model.safetensors")
+    tensors["model.layers.3.self_attn.o_proj.weight"] *= 1.6
+    save_file(tensors, other / "model.safetensors", {"format": "pt"})
+    told = {}
+    for source in (right, other):
+        arguments = ["--model", str(right), "--task", "text-generation-with-past", "--weight-format", "int4"]
+        arguments += ["--disable-convert-tokenizer", str(tmp_path / "ir" / source.name)]
+        options = {"source": str(source), "model_type": "gpt_oss", "trust_remote_code": False}
+        told[source.name] = run(None, "optimum_cli", arguments=arguments, **options)
+    assert not told["gpt-oss-20b"]
+    found = re.search(r"computes other logits than the checkpoint: they differ by ([0-9.]+)", told["other"])
+    assert found, told["other"]
+    assert float(found[1]) < 0.5  # less than what int4 itself may cost
+    main_export(str(right), tmp_path / "ir" / "optimum", "text-generation-with-past", ov_config=four_bits())
+    ours, theirs = ((tmp_path / "ir" / name / "openvino_model.bin").read_bytes() for name in ("gpt-oss-20b", "optimum"))
+    assert ours == theirs
+
+
+def four_bits() -> OVConfig:
+    """Return what optimum-cli compresses gpt-oss with."""
+    return OVConfig(quantization_config=get_default_quantization_config("openai/gpt-oss-20b", "int4"))
