@@ -106,7 +106,7 @@ def layers_of(source: Source, layers: int) -> float:
     """Return ``layers`` as a share of all layers; raises OvspecError for an IR or a number out of range."""
     if source.is_ir:
         raise OvspecError(f"{source.name}: `draft_layers` needs a checkpoint, but this is already an IR.")
-    config = source.config["text_config"] if source.holds_text_model else source.config
+    config = source.text_config or source.config
     names = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
     total = next((config[name] for name in names if isinstance(config.get(name), int)), None)
     if total is None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ovspec.errors import OvspecError
 from ovspec.setup.pairs import known_pairs
@@ -90,6 +91,34 @@ TEXT_MODELS = {
     "qwen3_5_moe": {"qwen3_5_moe_text": "Qwen3_5MoeForCausalLM"},
     "mistral3": {"mistral": "MistralForCausalLM", "ministral3": "Ministral3ForCausalLM"},
     "llama4": {"llama4_text": "Llama4ForCausalLM"},
+    "qwen2_vl": {"qwen2": "Qwen2ForCausalLM"},
+    "qwen2_5_vl": {"qwen2": "Qwen2ForCausalLM"},
+    "qwen3_vl": {"qwen3": "Qwen3ForCausalLM"},
+}
+# Families of checkpoints whose config.json may have the text model's entries beside its own, without a ``text_config``.
+FLAT = ("qwen2_vl", "qwen2_5_vl")
+
+
+@dataclass(frozen=True)
+class TextOnly:
+    """A family that is the same as ``family`` for text alone.
+
+    A token of a text has the same position in time, height and width, so its three rotary embeddings are one.
+
+    defaults: of its config in transformers, where those of ``family`` differ.
+    """
+
+    family: str
+    defaults: dict[str, Any]
+
+
+QWEN2_VL: dict[str, Any] = {"vocab_size": 152064, "hidden_size": 8192, "intermediate_size": 29568}
+QWEN2_VL |= {"num_hidden_layers": 80, "num_attention_heads": 64, "num_key_value_heads": 8, "max_window_layers": 80}
+QWEN2_VL |= {"rms_norm_eps": 1e-5, "rope_theta": 1e6, "bos_token_id": 151643, "eos_token_id": 151645}
+TEXT_ONLY = {
+    "qwen2_vl_text": TextOnly("qwen2", QWEN2_VL),
+    "qwen2_5_vl_text": TextOnly("qwen2", QWEN2_VL),
+    "qwen3_vl_text": TextOnly("qwen3", {"rope_theta": 5e5, "max_position_embeddings": 128000}),
 }
 # Families that optimum registers, but whose export fails.
 TOO_OLD = "optimum exports it only with transformers 4.55 and older"
@@ -137,14 +166,14 @@ def environments_of(names: Sequence[str]) -> dict[Environment, str]:
 
 def family_list() -> list[str]:
     """Return a line for each family: its name, its environment, whether that is prepared, and what else it needs."""
-    inside = {text: outer for outer, texts in TEXT_MODELS.items() for text in texts}
+    inside = {text: [outer for outer, texts in TEXT_MODELS.items() if text in texts] for text in FAMILIES}
     lines = []
     needed = {family.environment for family in FAMILIES.values()}
     prepared = {environment for environment in needed if environment and environment.is_prepared}
     for name, family in sorted(FAMILIES.items()):
         environment, notes = family.environment, []
-        if name in inside:
-            notes.append(f"also inside {inside[name]}")
+        if inside[name]:
+            notes.append(f"also inside {', '.join(inside[name])}")
         if family.remote_code:
             notes.append("needs --trust-remote-code")
         if family.untested:

@@ -18,7 +18,7 @@ from ovspec.ir.compile import MODEL_FILE
 from ovspec.setup.identity import files_revision
 from ovspec.text.chat_template import MORE_TEMPLATES
 from ovspec.text.tokenizer_files import TOKENIZER_CONFIG_FILE
-from ovspec_export.families import TEXT_MODELS, Family, family_of
+from ovspec_export.families import FLAT, TEXT_MODELS, TEXT_ONLY, Family, TextOnly, family_of
 from ovspec_export.quantised import check_quantisation
 
 # Every file that an export reads. Pickled weights are not among them, because loading them could run code.
@@ -37,6 +37,8 @@ TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "s
 LEFT_OUT = re.compile(
     r"(model\.)?(vision_tower|vision_model|visual|multi_modal_projector|audio_tower|embed_vision|embed_audio)\.|mtp\."
 )
+# Entries of a config that has those of the text model beside them.
+OF_IMAGES = re.compile(r"(vision|image|video)_|(architectures|model_type|text_config|transformers_version)$")
 
 
 @dataclass(frozen=True)
@@ -74,16 +76,37 @@ class Source:
         """Its config.json."""
         return read_json(self.folder / "config.json")
 
+    @functools.cached_property
+    def text_config(self) -> dict[str, Any] | None:
+        """What its config says of a text model that is one among others, such as one for images; None if it is alone.
+
+        Older checkpoints of Qwen have one list for all.
+        """
+        config, outer = self.config, str(self.config.get("model_type"))
+        if self.is_ir:
+            return None
+        if outer in FLAT and not config.get("text_config"):
+            return {name: value for name, value in config.items() if not OF_IMAGES.match(name)} | {
+                "model_type": f"{outer}_text"
+            }
+        return config["text_config"] if isinstance(config.get("text_config"), dict) else None
+
     @property
     def holds_text_model(self) -> bool:
-        """Whether its text model is one among others, such as one for images."""
-        return not self.is_ir and isinstance(self.config.get("text_config"), dict)
+        """Whether its text model is one among others."""
+        return self.text_config is not None
+
+    @property
+    def text_only(self) -> TextOnly | None:
+        """The family that its text model equals, if it has another one's name."""
+        return TEXT_ONLY.get(str((self.text_config or {}).get("model_type")))
 
     @property
     def model_type(self) -> str:
         """The name of the text model's family."""
-        config = self.config["text_config"] if self.holds_text_model else self.config
-        return str(config.get("model_type"))
+        if self.text_only:
+            return self.text_only.family
+        return str((self.config if self.text_config is None else self.text_config).get("model_type"))
 
     @property
     def family(self) -> Family:

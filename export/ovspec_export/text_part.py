@@ -25,6 +25,8 @@ RENAMED = {
     "language_model.model.": "model.",
     "language_model.lm_head.": "lm_head.",
     "lm_head.": "lm_head.",
+    # Qwen 2 VL and 2.5 VL have no prefix.
+    **{f"model.{part}.": f"model.{part}." for part in ("embed_tokens", "layers", "norm")},
 }
 # What a text model's config takes from the outer one, if it has none itself.
 SHARED = ("dtype", "torch_dtype", "eos_token_id", "bos_token_id", "pad_token_id")
@@ -64,8 +66,11 @@ def text_part(source: Source, folder: Path) -> Source:
 def text_config(source: Source, names: set[str]) -> dict[str, Any]:
     """Return the config of the text model, which has tensors of these names."""
     config = source.config
-    inner = config["text_config"]
+    inner = source.text_config or {}
     known = TEXT_MODELS[config["model_type"]][source.model_type]
+    if source.text_only:
+        inner = source.text_only.defaults | {name: value for name, value in inner.items() if value is not None}
+        inner = rope_of_text(inner) | {"model_type": source.model_type}
     shared = {name: config[name] for name in SHARED if name in config}
     text = shared | {name: value for name, value in inner.items() if value is not None} | {"architectures": [known]}
     tied = [
@@ -73,6 +78,18 @@ def text_config(source: Source, names: set[str]) -> dict[str, Any]:
     ]
     if tied:  # transformers 5 reads the outer config's, transformers 4 the inner one's
         text["tie_word_embeddings"] = True in tied if "lm_head.weight" not in names else tied[0]
+    return text
+
+
+def rope_of_text(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the config of a text model with one rotary embedding instead of three, which are the same for text."""
+    given = [config.get(name) for name in ("rope_scaling", "rope_parameters")]  # the first one counts
+    found: dict[str, Any] = next((rope for rope in given if rope and isinstance(rope, dict)), {})
+    scaling = {name: value for name, value in found.items() if not name.startswith("mrope_")}
+    text = {name: value for name, value in config.items() if name not in ("rope_scaling", "rope_parameters")}
+    text["rope_theta"] = scaling.pop("rope_theta", config["rope_theta"])
+    if scaling.get("rope_type", scaling.get("type")) not in (None, "mrope", "default"):
+        text["rope_scaling"] = scaling
     return text
 
 

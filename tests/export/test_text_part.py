@@ -13,14 +13,15 @@ import hybrid
 import pytest
 import torch
 from conftest import PROMPTS, ROOT, TARGET
-from families import DEEPER, DELTA_NET, EXPERTS, HEADED, LLAMA_4, VOCAB, WINDOWS
+from families import DEEPER, DELTA_NET, EXPERTS, GROUPED, HEADED, LLAMA_4, VOCAB, WINDOWS
 from family_models import run
 from ovspec_export import Compression, export_pair
 from ovspec_export.families import FAMILIES as REGISTRY
-from ovspec_export.families import TEXT_MODELS
+from ovspec_export.families import TEXT_MODELS, TEXT_ONLY
 from ovspec_export.sources import find_source
 from ovspec_export.text_part import text_part
 from safetensors.torch import load_file, save_file
+from transformers import CONFIG_MAPPING
 
 import ovspec
 from ovspec.errors import OvspecError
@@ -31,6 +32,12 @@ VISION |= {"image_size": 28, "patch_size": 14}
 QWEN_VISION = {"depth": 1, "hidden_size": 16, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64}
 QWEN_VISION |= {"num_position_embeddings": 16, "patch_size": 4}
 GEMMA_4 = {"global_head_dim": 32, "num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0}
+QWEN_2_VISION = {"depth": 1, "num_heads": 2, "patch_size": 4, "hidden_size": 64, "embed_dim": 16}
+QWEN_25_VISION = QWEN_2_VISION | {"hidden_size": 16, "intermediate_size": 32, "out_hidden_size": 64, "window_size": 16}
+QWEN_3_VISION = QWEN_VISION | {"deepstack_visual_indexes": [0]}
+SHAPE = {"hidden_size": 96, "num_key_value_heads": 2, "num_hidden_layers": 3, "intermediate_size": 160}
+MROPE = {"type": "mrope", "mrope_section": [2, 3, 3]}
+YARN = {"type": "yarn", "mrope_section": [3, 4, 5], "factor": 4.0, "original_max_position_embeddings": 8}
 LLAMA_VISION = VISION | {"vision_output_dim": 64, "projector_input_dim": 16, "projector_output_dim": 64}
 
 # Family of the checkpoint -> the transformers class that makes it, its config's class and arguments, and the spreads of
@@ -84,13 +91,52 @@ CHECKPOINTS: dict[str, tuple[str, str, dict[str, Any], float, float]] = {
         0.25,
         1.0,
     ),
+    "qwen2_vl": (
+        "Qwen2VLForConditionalGeneration",
+        "Qwen2VLConfig",
+        {"text_config": GROUPED | {"rope_scaling": MROPE}, "vision_config": QWEN_2_VISION},
+        0.25,
+        1.0,
+    ),
+    "qwen2_5_vl": (
+        "Qwen2_5_VLForConditionalGeneration",
+        "Qwen2_5_VLConfig",
+        {"text_config": GROUPED | {"rope_scaling": MROPE, "rope_theta": 100.0}, "vision_config": QWEN_25_VISION},
+        0.25,
+        1.0,
+    ),
+    "qwen2_5_vl, other shape": (
+        "Qwen2_5_VLForConditionalGeneration",
+        "Qwen2_5_VLConfig",
+        {
+            "text_config": GROUPED | SHAPE | {"rope_scaling": YARN, "rope_theta": 500.0},
+            "vision_config": QWEN_25_VISION | {"out_hidden_size": 96},
+            "tie_word_embeddings": True,
+        },
+        0.7,
+        0.3,
+    ),
+    "qwen3_vl": (
+        "Qwen3VLForConditionalGeneration",
+        "Qwen3VLConfig",
+        {
+            "text_config": HEADED | {"rope_scaling": MROPE | {"type": "default", "mrope_interleaved": True}},
+            "vision_config": QWEN_3_VISION,
+        },
+        0.25,
+        1.0,
+    ),
 }
+
+
+# Compared in quick runs, each in a test of its own.
+QUICK = ("gemma3", "qwen2_5_vl, other shape")
 
 
 def make(family: str, folder: Path) -> list[int]:
     """Make a checkpoint of a family in ``folder``; return the prompt's and what its ``generate`` says after it."""
     model_class, config, arguments, spread, embedding = CHECKPOINTS[family]
-    environment = next(REGISTRY[text].environment for text in TEXT_MODELS[family])
+    environment = next(REGISTRY[text].environment for text in TEXT_MODELS[family.partition(",")[0]])
     prompt = ovspec.load(ROOT / "models" / "demo").encode(PROMPTS[0]).tolist()[:12]
     failure = run(
         environment,
@@ -134,7 +180,7 @@ def test_the_text_model_of_gemma_says_what_the_whole_model_says(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", [family for family in CHECKPOINTS if family != "gemma3"])
+@pytest.mark.parametrize("family", [family for family in CHECKPOINTS if family not in QUICK])
 def test_the_text_model_says_what_the_whole_model_says(family: str, tmp_path: Path, cache_dir: Path) -> None:
     says_the_same(tmp_path / "hf", make(family, tmp_path / "hf"), tmp_path / "pair", cache_dir)
 
@@ -147,6 +193,48 @@ def changed(folder: Path, output: Path, change: Callable[[dict[str, Any], dict[s
     (output / "config.json").write_text(json.dumps(config))
     save_file(tensors, output / "model.safetensors", {"format": "pt"})
     return output
+
+
+def flat(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+    """Give a checkpoint of Qwen2.5-VL the form in which it was published."""
+    text = config.pop("text_config")
+    rope = text.pop("rope_parameters")
+    config |= {name: value for name, value in text.items() if name not in ("model_type", "tie_word_embeddings")}
+    config |= {"rope_theta": rope.pop("rope_theta"), "rope_scaling": rope, "vision_token_id": 151654}
+    for name in list(tensors):
+        old = re.sub(r"^model\.(?=visual)|language_model\.", "", name)
+        tensors[old] = tensors.pop(name)
+
+
+def test_a_flat_config_gives_the_same_text_model(tmp_path: Path, cache_dir: Path) -> None:
+    told = make("qwen2_5_vl, other shape", tmp_path / "hf")
+    folder = changed(tmp_path / "hf", tmp_path / "flat", flat)
+    names = load_file(folder / "model.safetensors").keys()
+    assert all(name.startswith(("model.layers.", "model.embed_tokens.", "model.norm.", "visual.")) for name in names)
+    texts = [text_of(tmp_path / name, tmp_path / f"text-{name}") for name in ("hf", "flat")]
+    configs = [json.loads((text / "config.json").read_text()) for text in texts]
+    assert configs[1]["model_type"] == "qwen2" and configs[1]["tie_word_embeddings"]
+    ropes = [{name: config[name] for name in ("rope_theta", "rope_scaling")} for config in configs]
+    assert ropes[0] == ropes[1] and "mrope_section" not in ropes[0]["rope_scaling"]
+    assert not [name for name in configs[1] if "vision" in name or "image" in name]
+    new, old = (load_file(text / "model.safetensors") for text in texts)
+    assert new.keys() == old.keys() and all(torch.equal(new[name], old[name]) for name in new)
+    says_the_same(folder, told, tmp_path / "pair", cache_dir)
+
+
+@pytest.mark.parametrize("name", TEXT_ONLY)
+def test_what_a_config_leaves_out_is_what_the_whole_model_takes(name: str) -> None:
+    """The defaults in ``families.py`` are those in which the two config classes differ."""
+
+    def defaults(model_type: str) -> dict[str, Any]:
+        config = CONFIG_MAPPING[model_type]()
+        return config.to_dict() | {"rope_theta": config.rope_parameters["rope_theta"]}
+
+    whole, alone = defaults(name), defaults(TEXT_ONLY[name].family)
+    differ = {entry: value for entry, value in whole.items() if entry in alone and alone[entry] != value}
+    for entry in ("model_type", "rope_parameters", "layer_types"):
+        differ.pop(entry, None)
+    assert differ == TEXT_ONLY[name].defaults
 
 
 def text_of(folder: Path, output: Path) -> Path:
