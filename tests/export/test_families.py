@@ -21,8 +21,12 @@ from family_models import Mistaken, export_as_the_worker_does, make
 from ovspec_export.families import FAMILIES as REGISTRY
 
 import ovspec
-from ovspec.decoders.base import Arithmetic
+from ovspec.decoders.base import Arithmetic, Rollback
+from ovspec.decoders.stateful import StatefulDecoder
+from ovspec.ir.compile import compile_ir
+from ovspec.ir.device import DeviceOptions
 from ovspec.setup.engine import EngineChoice
+from ovspec.workspace import Decoders
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # from tracing
 DOCS = ROOT / "docs" / "reference" / "models.md"
@@ -44,6 +48,11 @@ WAYS: list[list[Way]] = [
     [("stateful", "fast", (1, 2, 4, 7)), ("stateful", "exact", (3,)), ("auto", "exact", (1, 2, 4, 7))],
     [("stateful", "fast", (3,)), ("auto", "exact", (5,))],
 ]
+
+# How far a u8 cache may move logits, as a share of their standard deviation: three times the most that was seen.
+U8_MOVES = 0.17
+U8_MOVES_MORE = {"gemma2": 0.9}  # its random attention is so sharp that rounding decides what it sees
+U8_IGNORED = ("gemma3n_text",)  # OpenVINO keeps its cache, which layers share, in f32
 
 
 @functools.cache
@@ -71,10 +80,7 @@ def check(
         lm = ovspec.load(folder, folder, engine=engine, arithmetic=arithmetic, precision="f32", cache_dir=cache_dir)
         paged = lm.target.engine == "paged"
         cuts = not paged and lm.target.arithmetic == "exact"  # where the probe finds differences, it is "fast"
-        decoders = lm.workspace.pool.take()
-        assert decoders.drafter
-        decoders.drafter = Mistaken(decoders.drafter)
-        lm.workspace.pool.give_back(decoders)
+        decoders = with_mistakes(lm)
         plain = [lm.generate(ids, max_tokens=TOKENS, ignore_eos=True, lookahead=0) for ids in prompts()]
         assert [result.token_ids for result in plain] == expected
         for lookahead in lookaheads:
@@ -98,6 +104,53 @@ def check(
     family = name + f" ({note})" * bool(note)
     made_in = environment_of(name)
     return f"| {' | '.join([family, made_in, rollback, has_positions, *['yes'] * 3, 'yes' if paged else 'no'])} |"
+
+
+def check_u8_cache(name: str, folder: Path, cache_dir: Path, expected: list[int]) -> None:
+    """Check that a u8 cache, OpenVINO's own choice on AUTO and HETERO, moves the logits little.
+
+    Rolling back changes such a cache, so texts may part where f32's logits are close.
+    """
+    prompt, count = np.array(prompts()[0]), len(prompts()[0])
+    text = np.concatenate((prompt, expected[:-1]))
+
+    def logits(kv_precision: str, begin: np.ndarray, steps: int) -> np.ndarray:
+        """Return the logits after ``begin``, fed at once, and after further tokens of ``text``, fed one by one."""
+        options = DeviceOptions(precision="f32", kv_precision=kv_precision, cache_dir=cache_dir)
+        decoder = StatefulDecoder(compile_ir(folder, options), Rollback(None))
+        return np.concatenate([decoder.feed([new], [1])[0].copy() for new in [begin, *text[count:][:steps, None]]])
+
+    exact, seen = logits("f32", prompt, TOKENS - 1), logits("u8", prompt, TOKENS - 1)
+    assert exact.argmax(-1).tolist() == expected
+
+    def moved(found: np.ndarray) -> float:
+        """Return how far half of the positions are from f32: in the others, a near-tie may choose other experts."""
+        return float(np.median(np.sqrt(((found - exact[: len(found)]) ** 2).mean(-1))) / exact.std())
+
+    most = U8_MOVES_MORE.get(name, U8_MOVES)
+    assert (moved(seen) > 0) == (name not in U8_IGNORED)
+    assert moved(seen) < most
+    # The keys and values of another text would move them further.
+    assert moved(logits("u8", np.concatenate((prompt[-2::-1], prompt[-1:])), 4)[1:]) > most
+    lm = ovspec.load(
+        folder, folder, engine="stateful", arithmetic="fast", precision="f32", kv_precision="u8", cache_dir=cache_dir
+    )
+    with_mistakes(lm)
+    result = lm.generate(prompts()[0], max_tokens=TOKENS, ignore_eos=True, lookahead=4)
+    assert 0 < result.stats.accepted < result.stats.proposed and len(result.token_ids) == TOKENS
+    parted = [at for at, token in enumerate(result.token_ids) if token != expected[at]][:1]
+    for at in parted:
+        gap = exact[at, expected[at]] - exact[at, result.token_ids[at]]
+        assert gap <= 2 * np.abs(seen - exact).max()
+
+
+def with_mistakes(lm: ovspec.LanguageModel) -> Decoders:
+    """Make the draft of ``lm`` err; return its decoders."""
+    decoders = lm.workspace.pool.take()
+    assert decoders.drafter
+    decoders.drafter = Mistaken(decoders.drafter)
+    lm.workspace.pool.give_back(decoders)
+    return decoders
 
 
 def environment_of(name: str) -> str:
@@ -144,6 +197,8 @@ def test_family(name: str, tmp_path: Path, cache_dir: Path, update_docs: bool) -
         assert not failure, failure
         rollback = family.expected_rollback(shape)
         rows.append(check(name, folder / "ir", cache_dir, expected, rollback, family.note, WAYS[shape]))
+        if not shape and family.rollback != "replay":  # which has no keys and values
+            check_u8_cache(name, folder / "ir", cache_dir, expected[0])
     documented(name, re.sub(" until [0-9]+", " until n", rows[0]), update_docs)
 
 
