@@ -273,7 +273,7 @@ class StatefulDecoder:
             positions[row, :n] = np.arange(start, start + n)
             held.commit(new)
         self._slots.extend(counts)
-        mask, cache_position = slots.mask, positions[0]
+        mask, cache_position = self._slots.mask, positions[0]  # compacting empty rows starts new slots
         if self._conv_kernel:
             # A single token's input goes to the place of its position in the window, where the first ones stand wrong.
             last = np.maximum(positions[0], self._conv_kernel - 1)

@@ -110,6 +110,21 @@ def test_catch_up_follows_an_edited_sequence(
     assert catch_up(decoder, 0, edited).tolist() == [98]
 
 
+def test_rows_that_are_compacted_when_they_are_empty(
+    make_decoder: Callable[..., StatefulDecoder], reference: Reference
+) -> None:
+    """A grammar may force tokens before the prompt has been read, and a batch then starts with slots that are dead."""
+    text = np.arange(20, 60)
+    batch = make_decoder("mask", compact_at=1)
+    batch.reset(2)
+    batch.feed([text[5:], text[9:]], [0, 0])
+    for row in range(2):
+        batch.truncate(row, 0)
+    found = batch.feed([text, text[:30]], [1, 1])
+    for logits, tokens in zip(found, (text, text[:30]), strict=True):
+        np.testing.assert_allclose(logits[0], reference.logits(tokens.tolist())[-1], atol=2e-3)
+
+
 def test_dropped_rows_and_joined_rows(make_decoder: Callable[..., StatefulDecoder], reference: Reference) -> None:
     decoder = make_decoder("mask")
     decoder.reset(2)
