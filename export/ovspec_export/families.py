@@ -42,7 +42,7 @@ LIFTED = Family(lifted=True)
 OLD_CODE = Family(TRANSFORMERS_4_57, remote_code=True, untested=True)
 
 UNCHANGED = (
-    "arcee bloom cohere2 falcon glm4 gpt2 gpt_bigcode gpt_neox gpt_oss granite granitemoe hunyuan_v1_dense llama "
+    "arcee bloom cohere2 falcon glm4 gpt2 gpt_bigcode gpt_neox granite granitemoe hunyuan_v1_dense llama "
     "mistral mixtral mpt olmo2 opt phi3 qwen2 qwen2_moe qwen3 qwen3_moe smollm3 stablelm starcoder2"
 )
 UNTESTED = "afmoe biogpt codegen cohere gpt_neo gpt_neox_japanese gptj olmo persimmon phi phimoe xglm"
@@ -51,6 +51,8 @@ FAMILIES: dict[str, Family] = {
     **dict.fromkeys(("gemma", "gemma2", "gemma3_text", "gemma3n_text", "glm", "exaone4"), LIFTED),
     # Inherits a limit of 5.0 beside its own of 5.5. Some have experts.
     "gemma4_text": Family(lifted=True, experts="batched_mm", patches=("short_dummy_window",)),
+    # optimum knows by the model's name how it is compressed to int4; a snapshot of the hub has none.
+    "gpt_oss": Family(patches=("compress_as_gpt_oss",)),
     # Unknown to optimum, but built like another family.
     "ministral": Family(alias_of="mistral"),
     "ministral3": Family(alias_of="mistral"),

@@ -101,3 +101,11 @@ def scan_in_a_loop() -> None:
     from ovspec_export import mamba
 
     mamba.scan_in_a_loop()
+
+
+def compress_as_gpt_oss() -> None:
+    """Let optimum find the defaults of gpt-oss for int4, whatever the checkpoint's folder is called."""
+    from optimum.intel.openvino import configuration
+
+    candidates = configuration._get_model_id_candidates
+    configuration._get_model_id_candidates = lambda name: [*candidates(name), "openai/gpt-oss-20b"]

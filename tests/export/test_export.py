@@ -248,7 +248,8 @@ def test_the_output_is_not_the_source(pair: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "why"), [("frobnicate", "neither ovspec nor optimum-intel knows it"), ("deepseek_v3", "transformers 4.55")]
+    ("family", "why"),
+    [("frobnicate", "neither ovspec nor optimum-intel knows it"), ("deepseek_v3", "transformers 4.55")],
 )
 def test_families_that_cannot_be_exported(tmp_path: Path, family: str, why: str) -> None:
     with pytest.raises(ovspec.OvspecError, match=f"of the family {family} cannot be exported .*{why}") as error:

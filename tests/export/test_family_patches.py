@@ -11,6 +11,7 @@ from families import FAMILIES, VOCAB
 from family_models import export_as_the_worker_does, make
 from optimum.exporters.openvino import model_configs  # noqa: F401  (fills the registry)
 from optimum.exporters.tasks import TasksManager
+from optimum.intel.openvino.configuration import get_default_quantization_config
 from ovspec_export.families import FAMILIES as REGISTRY
 from ovspec_export.families import NOT_EXPORTED, UNCHANGED, UNTESTED
 from packaging.version import Version
@@ -49,6 +50,11 @@ def test_a_family_with_an_overlay_is_still_refused_without(name: str) -> None:
 @pytest.mark.parametrize("name", [name for name, family in REGISTRY.items() if family.alias_of])
 def test_optimum_still_does_not_know_it(name: str) -> None:
     assert name not in OPTIMUM
+
+
+def test_optimum_still_knows_gpt_oss_by_its_name_only(tmp_path: Path) -> None:
+    assert get_default_quantization_config("openai/gpt-oss-20b", "int4")
+    assert not get_default_quantization_config(str(tmp_path), "int4")
 
 
 def test_every_family_of_optimum_is_listed() -> None:

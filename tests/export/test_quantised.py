@@ -104,7 +104,7 @@ def test_checkpoints_with_usual_weights_pass() -> None:
 
 def test_gpt_oss_is_compared_before_optimum_compresses_it(gpt_oss: tuple[Path, Path], tmp_path: Path) -> None:
     """optimum compresses gpt-oss to int4 inside of its export, and other models after it."""
-    right, other = tmp_path / "gpt-oss-20b", tmp_path / "other"  # optimum knows the model by its folder's name
+    right, other = tmp_path / "any-name", tmp_path / "other"
     for folder in (right, other):
         shutil.copytree(gpt_oss[0], folder)
     tensors = load_file(other / "model.safetensors")
@@ -116,12 +116,12 @@ def test_gpt_oss_is_compared_before_optimum_compresses_it(gpt_oss: tuple[Path, P
         arguments += ["--disable-convert-tokenizer", str(tmp_path / "ir" / source.name)]
         options = {"source": str(source), "model_type": "gpt_oss", "trust_remote_code": False}
         told[source.name] = run(None, "optimum_cli", arguments=arguments, **options)
-    assert not told["gpt-oss-20b"]
+    assert not told["any-name"]
     found = re.search(r"computes other logits than the checkpoint: they differ by ([0-9.]+)", told["other"])
     assert found, told["other"]
     assert float(found[1]) < 0.5  # less than what int4 itself may cost
     main_export(str(right), tmp_path / "ir" / "optimum", "text-generation-with-past", ov_config=four_bits())
-    ours, theirs = ((tmp_path / "ir" / name / "openvino_model.bin").read_bytes() for name in ("gpt-oss-20b", "optimum"))
+    ours, theirs = ((tmp_path / "ir" / name / "openvino_model.bin").read_bytes() for name in ("any-name", "optimum"))
     assert ours == theirs
 
 
