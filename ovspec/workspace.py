@@ -116,6 +116,7 @@ class RowStart:
     context: maximum length of the text in tokens, if less than the model's context.
     seed: used if the options give none.
     sample, n: this is text number ``sample`` (from 0) of the ``n`` texts for its prompt.
+    reserved: whether the caller sees to it that there is memory for the text.
     """
 
     cached: int = 0
@@ -124,6 +125,7 @@ class RowStart:
     seed: int | None = None
     sample: int = 0
     n: int = 1
+    reserved: bool = False
 
 
 class Workspace:
@@ -150,7 +152,7 @@ class Workspace:
         self.generation_config = GenerationConfig(folder, target.ir.config, self.tokenizer)
         self._constraints = ConstraintMaker(self.tokenizer)
         self._unconstrained = functools.cache(lambda ends: Constraints((), ends))
-        self._corpus = corpus_of(self.tokenizer.encode(text.rstrip("\0"), False) for text in corpus)
+        self.corpora = [corpus_of(self.tokenizer.encode(text.rstrip("\0"), False) for text in corpus)]
         self.pool = DecoderPool(self._make_decoders)
         self._token_bytes = sum(kv_bytes_per_token(ir) + recurrent_bytes(ir) for ir in self.irs())  # upper bound
 
@@ -171,7 +173,7 @@ class Workspace:
         return Decoders(self.target.decoder(self.tokenizer.known), self._drafter(draft), draft)
 
     def _drafter(self, draft: SessionDecoder | None) -> Drafter | None:
-        return make_drafter(self.choice, draft, self._corpus, self.tokenizer.known)
+        return make_drafter(self.choice, draft, self.corpora, self.tokenizer.known)
 
     @functools.cached_property
     def identity(self) -> dict[str, Any]:
@@ -225,11 +227,11 @@ class Workspace:
 
     # ------------------------------------------------------------ rows
 
-    def rows(self, prompt: Prompt, options: GenerateOptions, n: int = 1) -> list[Row]:
+    def rows(self, prompt: Prompt, options: GenerateOptions, n: int = 1, reserved: bool = False) -> list[Row]:
         """Return rows for the ``n`` texts of a prompt; raises OvspecError if prompt or options are invalid."""
         tokens = self.encode(prompt, variables=options.get("chat_template_kwargs"))
         seed = secrets.randbits(32)
-        start = RowStart(healable=len(tokens) if is_chat(prompt) else 0, seed=seed, n=n)  # not a template's text
+        start = RowStart(0, len(tokens) if is_chat(prompt) else 0, seed=seed, n=n, reserved=reserved)
         return [self.row(Sequence(tokens), options, replace(start, sample=sample)) for sample in range(n)]
 
     def row(self, sequence: Sequence, options: GenerateOptions, start: RowStart = RowStart()) -> Row:
@@ -253,7 +255,7 @@ class Workspace:
         draft = None if self.wanted_lookahead(options) == 0 else self.draft
         # Memory need not hold a whole context that nobody asked for by a number.
         sure = max_tokens if max_tokens == params.max_tokens else min(max_tokens, DEFAULT_MAX_TOKENS)
-        self.check_memory(len(sequence) + sure - start.cached, draft is not None)
+        self.check_memory(0 if start.reserved else len(sequence) + sure - start.cached, draft is not None)
         seed = next(seed for seed in (params.seed, start.seed, secrets.randbits(32)) if seed is not None)
         drawn = {"seed": seed} if params.temperature else {}
         used = complete_options(params, options) | {"max_tokens": max_tokens} | drawn
@@ -283,11 +285,9 @@ class Workspace:
         """Return the tokens to propose per round, None for auto; raises OvspecError if nothing can propose any."""
         wanted = self.lookahead if options.get("lookahead") is None else options.get("lookahead")
         check_option("lookahead", wanted)
-        if wanted in (None, "auto"):
-            return None
-        if wanted and not self.choice and not grammar_asked(options):
+        if wanted not in (None, "auto", 0) and not self.choice and not grammar_asked(options):
             raise OvspecError("`lookahead` needs something that proposes tokens; name a draft or lookup.")
-        return int(wanted)
+        return None if wanted in (None, "auto") else int(wanted)
 
     def drafting(self, options: GenerateOptions, decoders: Decoders, sampled: bool) -> tuple[Drafter | None, Lookahead]:
         """Return the drafter and the lookahead of a generating call.

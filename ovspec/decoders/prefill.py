@@ -41,13 +41,18 @@ def shares_prefix(sequence: Sequence, others: Iterable[Sequence]) -> bool:
     return any(common_prefix(sequence, other) > WORTH_SHARING for other in others)
 
 
-def prefill_chunks(decoder: Decoder, unseen: list[np.ndarray]) -> list[np.ndarray]:
-    """Return which of its ``unseen`` tokens each row reads in this round.
+def prefill_chunks(decoder: Decoder, unseen: list[np.ndarray], room: int | None = None) -> list[np.ndarray]:
+    """Return which of its ``unseen`` tokens each row reads in this round, so that rows that generate can continue.
 
-    If no row is generating, all of them. Otherwise prompts are read in chunks, so that the other rows can continue.
+    Args:
+        room: how many tokens of prompts are read, the first row's first. By default each row reads what the decoder
+            finds fit to join the others, and everything if no row is generating.
     """
     if all(len(new) <= LONG for new in unseen):
         return unseen
+    if room is not None:
+        ends = np.minimum(np.cumsum([0, *(len(new) if len(new) > LONG else 0 for new in unseen)]), room)
+        return [new if len(new) <= LONG else new[:most] for new, most in zip(unseen, np.diff(ends), strict=True)]
     generating = [len(new) for new, held in zip(unseen, decoder.rows, strict=True) if len(held) and len(new) <= LONG]
     if not generating:
         return unseen

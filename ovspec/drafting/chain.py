@@ -22,14 +22,17 @@ class Chain(Drafter):
         return self._first.seconds + self._second.seconds
 
     def propose(self, rows: list[RoundRow], lookahead: Lookahead) -> list[Proposal]:
+        second = self._second.name
         proposals = [
-            NOTHING if len(found.tokens) and lookahead.prefers(self._second.name, found, len(rows)) else found
-            for found in self._first.propose(rows, lookahead)
+            NOTHING
+            if len(found.tokens) and row.draftable(second) and lookahead.prefers(second, found, len(rows))
+            else found
+            for row, found in zip(rows, self._first.propose(rows, lookahead), strict=True)
         ]
         left = [
             replace(row, drafts=False) if len(found.tokens) else row for row, found in zip(rows, proposals, strict=True)
         ]
-        if not any(row.draftable for row in left):
+        if not any(row.draftable(second) for row in left):
             return proposals
         others = self._second.propose(left, lookahead)
         return [found if len(found.tokens) else other for found, other in zip(proposals, others, strict=True)]

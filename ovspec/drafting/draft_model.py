@@ -16,6 +16,9 @@ from ovspec.drafting.proposal import NO_TOKENS, NOTHING, Proposal
 from ovspec.sampling.samplers import Guess
 from ovspec.sampling.warp import certain
 
+# Tokens of a prompt that a row reads while others draft; it gets no proposal meanwhile.
+CATCHING_UP = 64
+
 
 class DraftModel(Drafter):
     """Proposes the draft model's tokens, chosen by the row's sampler: by default with the target's warping and noise.
@@ -42,7 +45,9 @@ class DraftModel(Drafter):
         texts = [(rows[index].sequence, self.decoder.rows[index]) for index in going]
         unseen = sum([max(1, len(text) - common_prefix(text, held)) for text, held in texts])
         if not lookahead.starts(
-            self.name, unseen, [row.draftable if budget else 0 for row, budget in zip(rows, budgets, strict=True)]
+            self.name,
+            unseen,
+            [row.draftable(self.name) if budget else 0 for row, budget in zip(rows, budgets, strict=True)],
         ):
             return [NOTHING] * len(rows)
         drafts = [Drafting(row, budget) for row, budget in zip(rows, budgets, strict=True)]
@@ -50,6 +55,11 @@ class DraftModel(Drafter):
         feed = [NO_TOKENS] * len(rows)
         for index in going:
             feed[index] = catch_up(self.decoder, index, rows[index].sequence)
+        late = [index for index in going if len(feed[index]) > CATCHING_UP]
+        if lookahead.fixed is None and len(late) < len(going):  # the others must not wait until a prompt is read
+            going = [index for index in going if index not in late]
+            for index in late:
+                feed[index] = feed[index][:CATCHING_UP]
         missed = unseen > WIDEST
         while going:
             began, width = time.perf_counter(), lookahead.draft.fill(needed_width(self.decoder, feed))
@@ -72,8 +82,8 @@ class DraftModel(Drafter):
     def _budget(self, row: RoundRow, lookahead: Lookahead) -> int:
         """Return the maximum number of tokens to guess; 0 if the draft's own context is full."""
         limit = self.decoder.context_length
-        room = row.draftable if limit is None else max(0, limit - len(row.sequence))
-        return min(row.draftable, lookahead.most, room)
+        room = row.budget if limit is None else max(0, limit - len(row.sequence))
+        return min(row.draftable(self.name), lookahead.most, room)
 
 
 class Drafting:

@@ -11,10 +11,26 @@ import numpy as np
 from ovspec.decoders.sequence import Sequence
 from ovspec.drafting.lookahead import Lookahead
 from ovspec.drafting.proposal import NO_TOKENS, NOTHING, Proposal, shorten
+from ovspec.errors import OvspecError
 from ovspec.sampling.samplers import Sampler
 from ovspec.text.vocabulary import ALL_IDS, KnownIds
 
 NO_LOGITS = np.empty((0, 0), dtype=np.float32)
+
+
+@dataclass(frozen=True)
+class DraftLimits:
+    """What a row allows to be proposed.
+
+    drafters: the names of the drafters that may propose tokens; None for all.
+    lookahead: maximum number of tokens proposed in a round; None for no limit. With 0, none are forced, either.
+    """
+
+    drafters: frozenset[str] | None = None
+    lookahead: int | None = None
+
+
+ANYTHING = DraftLimits()
 
 
 @dataclass(slots=True)
@@ -25,6 +41,7 @@ class RoundRow:
     sampler: chooses the row's tokens, and holds its constraints.
     budget: maximum number of tokens that may still be committed; it limits forced and proposed tokens.
     drafts: whether drafters are asked. They aren't before the first token, which must not wait for them.
+    limits: which drafters may propose how many tokens.
     forced: (n,) forced tokens, which are committed first.
     ended: whether the text has ended with forced tokens, so that the model isn't run for it.
     proposal: the tokens to be verified.
@@ -34,6 +51,7 @@ class RoundRow:
     positions: how many positions at the end of the text need logits; ``wanted`` adds those of the proposal.
     tokens: (n,) all tokens that the round committed: forced ones, accepted ones, and one of the target's own.
     accepted: how many proposed tokens were accepted.
+    error: why the row's text can't go on, if its constraints failed.
     logits: (n, vocab) the target's logits for each committed token that wasn't forced, or all wanted ones if the
         sampler chose no token; valid until the next round.
     """
@@ -42,6 +60,7 @@ class RoundRow:
     sampler: Sampler
     budget: int
     drafts: bool = True
+    limits: DraftLimits = ANYTHING
     forced: np.ndarray = field(default_factory=NO_TOKENS.copy)
     ended: bool = False
     proposal: Proposal = NOTHING
@@ -53,12 +72,19 @@ class RoundRow:
     wanted: int = 0
     tokens: np.ndarray = field(default_factory=NO_TOKENS.copy)
     accepted: int = 0
+    error: OvspecError | None = None
     logits: np.ndarray = field(default_factory=NO_LOGITS.copy)
 
-    @property
-    def draftable(self) -> int:
-        """The maximum number of tokens to propose, which leaves one of the budget for the target's own."""
-        return max(0, self.budget - 1) if self.drafts and not self.ended else 0
+    def draftable(self, source: str | None = None) -> int:
+        """Return how many tokens the drafter ``source`` may propose, or any if it is None.
+
+        One of the budget is left for the target's own.
+        """
+        limits = self.limits
+        if not self.drafts or self.ended or (source and limits.drafters is not None and source not in limits.drafters):
+            return 0
+        most = self.budget - 1 if limits.lookahead is None else min(self.budget - 1, limits.lookahead)
+        return max(0, most)
 
     def permitted(self, proposal: Proposal) -> Proposal:
         """Return ``proposal`` up to the first token that a constraint forbids, or up to the end of the text."""
@@ -83,9 +109,11 @@ class Drafter:
 
     def propose(self, rows: list[RoundRow], lookahead: Lookahead) -> list[Proposal]:
         """Return a proposal for every row, cut to the length that the lookahead finds worthwhile."""
-        if not lookahead.starts(self.name, 0, [row.draftable for row in rows]):
+        if not lookahead.starts(self.name, 0, [row.draftable(self.name) for row in rows]):
             return [NOTHING] * len(rows)
-        return [lookahead.cut(self._proposal(row, min(row.draftable, lookahead.most)), len(rows)) for row in rows]
+        return [
+            lookahead.cut(self._proposal(row, min(row.draftable(self.name), lookahead.most)), len(rows)) for row in rows
+        ]
 
     def reset(self, rows: int) -> None:
         """Forget everything and start over with ``rows`` rows."""

@@ -58,9 +58,16 @@ class Index:
         self.add(new)
         self._followed.commit(new)
 
-    def _forget(self) -> None:
-        """Start again with the last tokens only."""
-        recent = self._text.tokens[-MOST_ROLLED_BACK // 2 :].copy()
+    def remember(self, tokens: np.ndarray, most: int) -> None:
+        """Add a text, and forget the oldest ones if there are more than ``most`` tokens."""
+        self.separate()
+        self.add(tokens[-most:])
+        if len(self._text) > most:
+            self._forget(most // 2)
+
+    def _forget(self, left: int = MOST_ROLLED_BACK // 2) -> None:
+        """Start again with the last ``left`` tokens only."""
+        recent = self._text.tokens[-left:].copy()
         self.__init__()
         self.add(recent)
         self.separate()
@@ -103,13 +110,13 @@ class Lookup(Drafter):
     """Proposes tokens from the text so far, from what the session held earlier, and from a corpus.
 
     Args:
-        corpus: index of texts that may be quoted, shared by all rows.
+        corpora: indices of texts that may be quoted, shared by all rows.
     """
 
     name = "lookup"
 
-    def __init__(self, corpus: Index | None = None) -> None:
-        self._corpus = corpus
+    def __init__(self, corpora: list[Index] | None = None) -> None:
+        self._corpora = corpora or []
         self._rows = [Index()]
 
     def propose(self, rows: list[RoundRow], lookahead: Lookahead) -> list[Proposal]:
@@ -129,7 +136,7 @@ class Lookup(Drafter):
             kept.add(row)
 
     def _propose(self, row: RoundRow, index: Index, lookahead: Lookahead, rows: int) -> Proposal:
-        budget = min(row.draftable, lookahead.most)
+        budget = min(row.draftable(self.name), lookahead.most)
         if not budget:
             return NOTHING
         index.follow(row.sequence)
@@ -140,10 +147,11 @@ class Lookup(Drafter):
         if len(tail) < LEAST_MATCH:
             return NOTHING
         match, positions = index.matches(tail)
-        if self._corpus and match < len(tail):
-            elsewhere, other = self._corpus.matches(tail)
-            if elsewhere > match:
-                index, match, positions = self._corpus, elsewhere, other
+        for corpus in self._corpora:
+            if match < len(tail):
+                elsewhere, other = corpus.matches(tail)
+                if elsewhere > match:
+                    index, match, positions = corpus, elsewhere, other
         if match < LEAST_MATCH:
             return NOTHING
         # The more tokens match, the longer the text is likely to continue as it did before.

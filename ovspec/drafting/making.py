@@ -13,18 +13,18 @@ from ovspec.text.vocabulary import KnownIds
 
 
 def make_drafter(
-    choice: DraftChoice | None, draft: SessionDecoder | None, corpus: Index | None, known: KnownIds
+    choice: DraftChoice | None, draft: SessionDecoder | None, corpora: list[Index], known: KnownIds
 ) -> Drafter | None:
     """Return the drafter that ``choice`` names, a chain if there are two; None for plain decoding.
 
     Args:
         draft: a decoder of the draft model, if there is one.
-        corpus: the texts that lookup may propose from.
+        corpora: the texts that lookup may propose from.
         known: the ids that may be proposed.
     """
     if not choice:
         return None
-    drafters: list[Drafter] = [Lookup(corpus)] if choice.lookup else []
+    drafters: list[Drafter] = [Lookup(corpora)] if choice.lookup else []
     if choice.own is not None:
         drafters.append(OwnDrafter(choice.own, known))
     if draft:

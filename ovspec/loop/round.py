@@ -6,46 +6,64 @@ Plain decoding is a round in which nothing is proposed.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
 from ovspec.decoders.base import Decoder, needed_width
-from ovspec.decoders.prefill import prefill_chunks, share_prefixes
+from ovspec.decoders.prefill import LONG, prefill_chunks, share_prefixes
 from ovspec.decoders.sequence import catch_up
 from ovspec.drafting.drafter import NO_LOGITS, Drafter, RoundRow
 from ovspec.drafting.lookahead import Lookahead, RoundOutcome
 from ovspec.drafting.proposal import NO_TOKENS, NOTHING, Proposal
+from ovspec.errors import InferenceError, OvspecError
+from ovspec.loop.pace import Pace
 
 
 def run_round(
-    target: Decoder, drafter: Drafter | None, lookahead: Lookahead, rows: list[RoundRow]
+    target: Decoder, drafter: Drafter | None, lookahead: Lookahead, rows: list[RoundRow], pace: Pace | None = None
 ) -> RoundOutcome | None:
     """Commit at least one token to every row, and leave no trace of rejected tokens.
 
     A row that is still reading its prompt gets none, except forced tokens. Each row's results are stored in its
-    ``RoundRow``. Returns what the lookahead can learn from the round, or None without a drafter.
+    ``RoundRow``; if its constraints fail, only that row gets an ``error``. Returns what the lookahead can learn from
+    the round, or None without a drafter.
 
     Args:
         target: its row i follows ``rows[i]``, of which it may have read only a part.
         drafter: None for plain decoding.
         lookahead: decides how many tokens to propose. If it is fixed at 0, constraints don't force tokens, either.
+        pace: decides how much of the prompts is read, if rows that generate must not wait long.
     """
-    if lookahead.fixed != 0:
-        for row in rows:
-            if row.sampler.constraints.forces:
-                commit_forced(row)
+    for row in rows:
+        if row.sampler.constraints.forces and 0 not in (lookahead.fixed, row.limits.lookahead):
+            attempt(commit_forced, row)
     began = time.perf_counter()
     propose(rows, drafter, lookahead)
     proposed = time.perf_counter()
-    read(rows, target)
+    load = read(rows, target, pace)
+    before = target.seconds
     logits, fed = [NO_LOGITS] * len(rows), [row.fed for row in rows]
     width = lookahead.target.fill(needed_width(target, fed)) if drafter else 0
     if any(map(len, fed)):
         logits = target.feed(fed, [row.wanted for row in rows], width)
+    if pace:
+        pace.learn(*load, 1e3 * (target.seconds - before))
     for index, row in enumerate(rows):
         if row.wanted:
-            commit(row, logits[index], target, index)
+            attempt(commit, row, logits[index], target, index)
     return outcome(rows, width, proposed - began, time.perf_counter() - proposed) if drafter else None
+
+
+def attempt(step: Callable[..., None], row: RoundRow, *arguments: Any) -> None:
+    """Run a step of a row; if its constraints fail, the row has ended, and the others go on."""
+    try:
+        step(row, *arguments)
+    except InferenceError:
+        raise
+    except OvspecError as error:
+        row.error, row.ended, row.proposal, row.accepted = error, True, NOTHING, 0
 
 
 def commit_forced(row: RoundRow) -> None:
@@ -61,7 +79,7 @@ def commit_forced(row: RoundRow) -> None:
 
 def propose(rows: list[RoundRow], drafter: Drafter | None, lookahead: Lookahead) -> None:
     """Collect proposals from the drafter. A row without one tries the tokens that healing took back from its prompt."""
-    if drafter and any(row.draftable for row in rows):
+    if drafter and any(row.draftable() for row in rows):
         for row, proposal in zip(rows, drafter.propose(rows, lookahead), strict=True):
             row.proposal = proposal
     for row in rows:
@@ -72,15 +90,22 @@ def propose(rows: list[RoundRow], drafter: Drafter | None, lookahead: Lookahead)
                 row.proposal, row.healed = row.permitted(Proposal(likely)), True
 
 
-def read(rows: list[RoundRow], target: Decoder) -> None:
-    """Set what each row feeds: the tokens that the target has not read and the proposal, or a chunk of the prompt."""
+def read(rows: list[RoundRow], target: Decoder, pace: Pace | None) -> tuple[list[int], int]:
+    """Set what each row feeds: the tokens that the target has not read and the proposal, or a chunk of the prompt.
+
+    Returns (the tokens computed for each row that generates, those of prompts), if there is a pace to learn from them.
+    """
     if len(rows) > 1:
         share_prefixes(target, [row.sequence for row in rows])
     for index, row in enumerate(rows):
         row.unseen = NO_TOKENS if row.ended else catch_up(target, index, row.sequence)
-    chunks = [row.unseen for row in rows]
-    if len(rows) > 1:
-        chunks = prefill_chunks(target, chunks)
+    chunks, room, generating = [row.unseen for row in rows], None, list[int]()
+    if pace:
+        short = [row for row in rows if 0 < len(row.unseen) <= LONG]
+        generating = [max(target.narrowest, len(row.unseen) + len(row.proposal.tokens)) for row in short]
+        room = pace.room(generating)
+    if len(rows) > 1 or pace:
+        chunks = prefill_chunks(target, chunks, room)
     for row, row.fed in zip(rows, chunks, strict=True):
         row.read = len(row.fed)
         if row.read < len(row.unseen) or row.ended:
@@ -89,6 +114,7 @@ def read(rows: list[RoundRow], target: Decoder) -> None:
         row.wanted = min(row.positions, row.read) + len(row.proposal.tokens)
         if len(row.proposal.tokens):
             row.fed = np.concatenate((row.fed, row.proposal.tokens))
+    return generating, sum([row.read for row in rows if len(row.unseen) > LONG]) if pace else 0
 
 
 def commit(row: RoundRow, logits: np.ndarray, target: Decoder, index: int) -> None:

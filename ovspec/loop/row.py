@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from ovspec.constraints.healing import Healing
 from ovspec.decoders.sequence import Sequence
-from ovspec.drafting.drafter import RoundRow
+from ovspec.drafting.drafter import ANYTHING, RoundRow
+from ovspec.errors import OvspecError
 from ovspec.loop.results import FinishReason, Piece, Record, Result, Stats
 from ovspec.options import SamplingParams
 from ovspec.sampling.logprobs import TokenLogprob, token_logprob
@@ -80,6 +81,8 @@ class Row:
         healing: Healing | None = None,
     ) -> None:
         self.record: Record | None = None  # how the text is made; ``take`` adds to its ``healed_ids``
+        self.limits = ANYTHING  # of what is proposed
+        self.error: OvspecError | None = None  # why the text couldn't go on; its finish reason is then "cancelled"
         self.sequence, self.sampler, self.stats, self.healing = sequence, sampler, stats, healing
         params = ending.params
         self.text = ""
@@ -101,10 +104,15 @@ class Row:
 
     def round_row(self) -> RoundRow:
         """Return the row for the next round. Drafters aren't asked before the first token, which must not wait."""
-        return RoundRow(self.sequence, self.sampler, int(self._end) - len(self.sequence), self.stats.rounds > 0)
+        budget = int(self._end) - len(self.sequence)
+        return RoundRow(self.sequence, self.sampler, budget, self.stats.rounds > 0, self.limits)
 
     def take(self, turn: RoundRow) -> Piece:
         """Turn the tokens that a round committed into a piece of text; roll back those after the end of the text."""
+        if turn.error:
+            self.error = turn.error
+            self.sequence.rewind(len(self.sequence) - len(turn.tokens))
+            return self.cancel()
         tokens = turn.tokens.tolist()
         begin = len(self.sequence) - len(tokens)
         shown, used, stopped, counted = "", 0, False, list[int]()  # indices of the generated tokens

@@ -7,7 +7,7 @@ import math
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -17,6 +17,7 @@ from ovspec.decoders.sequence import EMPTY, Sequence
 from ovspec.drafting.drafter import Drafter, RoundRow
 from ovspec.drafting.lookahead import Lookahead, RoundOutcome
 from ovspec.ir.interrupts import HELD
+from ovspec.loop.pace import Pace
 from ovspec.loop.results import FinishReason, Piece, Stats
 from ovspec.loop.round import run_round
 
@@ -42,10 +43,18 @@ class Schedulable(Protocol):
 
 @dataclass(frozen=True)
 class BatchLimits:
-    """Limits of a batch: the number of its rows, and the number of tokens that they may grow to together."""
+    """Limits of a batch, and what its rows owe each other.
+
+    rows: maximum number of rows.
+    tokens: maximum number of tokens that they may grow to together.
+    pace: decides how much of the prompts a round reads, if rows that generate must not wait long.
+    fail_alone: whether a row whose constraints fail ends by itself, instead of failing the whole round.
+    """
 
     rows: int = 1
     tokens: float = math.inf
+    pace: Pace | None = None
+    fail_alone: bool = False
 
 
 @dataclass(slots=True)
@@ -62,11 +71,29 @@ class Active:
 
 
 class Queue:
-    """Rows that have not joined the batch yet."""
+    """Rows that have not joined the batch yet, numbered in the order in which they came."""
 
     def __init__(self, rows: Iterable[Schedulable], limits: BatchLimits) -> None:
-        self._rows, self._limits = enumerate(rows), limits
+        self._rows, self._limits = iter(rows), limits
+        self._numbers = itertools.count()
         self._waiting: list[tuple[int, Schedulable]] = []
+
+    def __len__(self) -> int:
+        """Return the number of rows that wait, without those that have not been asked for."""
+        return len(self._waiting)
+
+    def add(self, row: Schedulable) -> int:
+        """Let ``row`` wait behind the others, and return its number."""
+        self._waiting.append((next(self._numbers), row))
+        return self._waiting[-1][0]
+
+    def remove(self, number: int) -> Schedulable | None:
+        """Return the waiting row with this number, which doesn't wait any longer; None if there is none."""
+        for index, (each, row) in enumerate(self._waiting):
+            if each == number:
+                del self._waiting[index]
+                return row
+        return None
 
     def take(self, batch: list[Schedulable]) -> list[tuple[int, Schedulable]]:
         """Return (number, row) of the rows for which ``batch`` has room; if it is empty, at least one.
@@ -76,7 +103,8 @@ class Queue:
         room = self._limits.tokens - sum([row.most for row in batch])
         reading = [row.sequence for row in batch if not row.stats.rounds]
         taken: list[tuple[int, Schedulable]] = []
-        self._waiting += itertools.islice(self._rows, self._limits.rows - len(self._waiting))
+        for row in itertools.islice(self._rows, max(0, self._limits.rows - len(self._waiting))):
+            self.add(row)
         for number, row in self._waiting:
             if len(batch) + len(taken) == self._limits.rows or (row.most > room and (batch or taken)):
                 break
@@ -108,14 +136,15 @@ class Scheduler:
     ) -> None:
         self._target, self._drafter, self._lookahead = target, drafter, lookahead
         self._learn = learn or lookahead.learn
-        self._queue, self._most_rows = Queue(rows, limits), limits.rows
+        self.queue, self._limits = Queue(rows, limits), limits
+        self.outcome: RoundOutcome | None = None  # of the last round
         self._batch: list[Active] = []
         self._stay = list(range(len(target.rows)))  # decoder rows whose text continues
 
     def step(self) -> list[tuple[int, Piece]] | None:
         """Run one round; return (number of the row, piece) for each row, or None if no row is left."""
-        if len(self._batch) < self._most_rows:
-            joining = self._queue.take([active.row for active in self._batch])
+        if len(self._batch) < self._limits.rows:
+            joining = self.queue.take([active.row for active in self._batch])
             self._batch += [Active(number, row, self._clocks()) for number, row in joining]
         if not self._batch:
             return None
@@ -123,13 +152,15 @@ class Scheduler:
             self._reorder()
         turns = [active.row.round_row() for active in self._batch]
         try:
-            outcome = run_round(self._target, self._drafter, self._lookahead, turns)
+            self.outcome = run_round(self._target, self._drafter, self._lookahead, turns, self._limits.pace)
+            if not self._limits.fail_alone and (error := next((turn.error for turn in turns if turn.error), None)):
+                raise error
         except BaseException:
             for turn in turns:  # undo what the failed round committed
                 turn.sequence.rewind(len(turn.sequence) - len(turn.tokens))
             raise
-        if outcome:
-            self._learn(outcome)
+        if self.outcome:
+            self._learn(self.outcome)
         pieces = [(active.number, active.row.take(turn)) for active, turn in zip(self._batch, turns, strict=True)]
         for active in self._batch:
             if active.row.finish_reason or not active.row.stats.ttft_ms:
@@ -147,6 +178,23 @@ class Scheduler:
                 follower.reset(len(order))
             elif follower:
                 follower.reorder(order)
+
+    @property
+    def running(self) -> list[int]:
+        """The numbers of the batch's rows."""
+        return [active.number for active in self._batch]
+
+    def remove(self, numbers: Collection[int]) -> None:
+        """Take rows out, those that wait and those of the batch. Their texts end where they are."""
+        for number in numbers:
+            if row := self.queue.remove(number):
+                row.cancel()
+        left = [index for index, active in enumerate(self._batch) if active.number not in numbers]
+        for active in self._batch:
+            if active.number in numbers:
+                active.row.cancel()
+                self._note_times(active)
+        self._stay, self._batch = [self._stay[index] for index in left], [self._batch[index] for index in left]
 
     def cancel(self) -> list[tuple[int, Piece]]:
         """End all rows of the batch where they are."""

@@ -1,0 +1,48 @@
+"""The pace: how many tokens of prompts a round reads while other rows generate."""
+
+from __future__ import annotations
+
+from ovspec.drafting.costs import Costs
+
+# A round that reads prompts may take this many times as long as a plain round of the rows that generate. The aim is 2;
+# the rest is for what an inference takes longer than expected.
+LIMIT = 1.8
+FEWEST, MOST = 8, 256  # tokens of prompts in a round; the most also bound how long a row waits before it joins
+RECENT = 0.2  # weight of the newest measurement
+
+
+class Pace:
+    """Learns what a prompt's token costs beside rows that generate, and how many of them a round has time for.
+
+    Args:
+        costs: milliseconds of an inference by its width.
+        narrowest: the fewest tokens of a row that an inference computes, see ``Decoder``.
+        learns: whether ``costs`` learns from ``learn``, because no lookahead lets it learn.
+    """
+
+    def __init__(self, costs: Costs, narrowest: int, learns: bool) -> None:
+        self._costs, self._narrowest, self._learns = costs, narrowest, learns
+        self._ms: float | None = None  # of a prompt's token
+
+    def room(self, generating: list[int]) -> int:
+        """Return how many tokens of prompts the next round reads.
+
+        Args:
+            generating: the number of tokens that the round computes for each row that generates.
+        """
+        if not generating:
+            return MOST
+        if not self._costs.known:
+            return FEWEST
+        ms = self._ms or self._costs(MOST) / MOST
+        left = LIMIT * self._costs(self._narrowest * len(generating)) - self._costs(sum(generating))
+        return min(max(FEWEST, int(left / ms)), MOST)
+
+    def learn(self, generating: list[int], read: int, ms: float) -> None:
+        """Learn from an inference that took ``ms`` and also read ``read`` tokens of prompts."""
+        width = sum(generating)
+        if read > FEWEST // 2:
+            found = max((ms - self._costs(width)) / read if self._costs.known or not width else 0.0, 1e-3)
+            self._ms = found if self._ms is None else self._ms + RECENT * (found - self._ms)
+        elif self._learns and width and not read:
+            self._costs.learn(width, ms)
