@@ -1,4 +1,4 @@
-"""Write docs/reference/cli.md and python.md from the code; with --check, fail if they are out of date."""
+"""Write docs/reference/cli.md, python.md and endpoints.md from the code; with --check, fail if they are out of date."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import re
 import sys
 from collections.abc import Collection, Iterator
 from pathlib import Path
-from types import NoneType, UnionType
+from types import NoneType, SimpleNamespace, UnionType
 from typing import Any, Union, get_args, get_origin
 
 import click
@@ -22,6 +22,7 @@ from ovspec.options import GENERATE
 from ovspec.options.loading import LOAD
 from ovspec.options.option import Option
 from ovspec.sampling.logprobs import TokenLogprob
+from ovspec.serving.app import ERRORS, make_app
 
 FOLDER = Path(__file__).resolve().parent.parent / "docs" / "reference"
 MADE = "Made by `scripts/reference.py` from the code; do not edit.\n"
@@ -73,6 +74,54 @@ def python_reference() -> str:
     parts.append(f"## ovspec.compat\n\n{signature('ovspec.compat.gpt_fast', gpt_fast)}\n\n{prose(gpt_fast)}\n")
     parts.append("## ovspec.guidance\n\nSee [the guidance library](../how-to/guidance.md).\n")
     return "\n".join(parts)
+
+
+def endpoints_reference() -> str:
+    """Return the endpoints of 'ovspec serve' with the fields of their requests."""
+    document = make_app(SimpleNamespace(lm=None)).openapi()  # type: ignore[arg-type]
+    schemas = document["components"]["schemas"]
+    parts = [
+        f"# Endpoints\n\n{MADE}\nWhat `ovspec serve` answers ([how to use it](../how-to/serve.md)). The OpenAPI "
+        "document is at `/openapi.json`. Every field may be left out or null unless it is required; a field that isn't "
+        "listed is refused.\n"
+    ]
+    for path, operations in document["paths"].items():
+        for method, operation in operations.items():
+            parts.append(f"## {method.upper()} {path}\n\n{operation['summary']}\n")
+            if "requestBody" in operation:
+                name = operation["requestBody"]["content"]["application/json"]["schema"]["$ref"].rsplit("/", 1)[1]
+                parts.append(field_table(schemas[name]))
+    parts.append('## Errors\n\nThe body is `{"error": {"message", "type", "param", "code"}}`.\n')
+    parts.append("\n".join(["| status | meaning |", "|---|---|", *(f"| {n} | {told} |" for n, told in ERRORS.items())]))
+    return "\n".join(parts) + "\n"
+
+
+def field_table(schema: dict[str, Any]) -> str:
+    """Return the fields of a request as a table; those without effect in a line."""
+    lines, idle = ["| field | type | meaning |", "|---|---|---|"], list[str]()
+    for name, field in schema["properties"].items():
+        if field["description"] == "Has no effect.":
+            idle.append(f"`{name}`")
+            continue
+        required = " Required." * (name in schema.get("required", ()))
+        told = field["description"].replace("|", "\\|")
+        lines.append(f"| `{name}` | {json_type(field)} | {told}{required} |")
+    without = f"\nTaken, but without effect: {', '.join(idle)}.\n" if idle else ""
+    return "\n".join(lines) + "\n" + without
+
+
+def json_type(field: dict[str, Any]) -> str:
+    """Return the type of a field of a JSON schema in words."""
+    if "anyOf" in field:
+        found = [json_type(each) for each in field["anyOf"] if each.get("type") != "null"]
+        return " or ".join(dict.fromkeys(found))
+    if "enum" in field or "const" in field:
+        return " or ".join(f"`{value}`" for value in field.get("enum", [field.get("const")]))
+    if "$ref" in field or field.get("type") == "object":
+        return "object"
+    if field.get("type") == "array":
+        return f"list of {json_type(field['items'])}s"
+    return field.get("type", "any")
 
 
 def signature(name: str, what: Any) -> str:
@@ -143,7 +192,8 @@ def markdown(text: str) -> str:
 
 
 def main() -> None:
-    for name, text in (("cli.md", cli_reference()), ("python.md", python_reference())):
+    pages = {"cli.md": cli_reference(), "python.md": python_reference(), "endpoints.md": endpoints_reference()}
+    for name, text in pages.items():
         file = FOLDER / name
         if "--check" not in sys.argv:
             file.write_text(text, encoding="utf-8")

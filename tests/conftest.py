@@ -32,6 +32,7 @@ from ovspec.ir.compile import CompiledIR, compile_ir
 from ovspec.ir.device import DeviceOptions, default_cache_dir, native_precisions
 from ovspec.setup.engine import compile_paged
 
+pytest_plugins = ["servers"]  # the fixtures of tests/serving
 ROOT = Path(__file__).resolve().parent.parent
 USERS_CACHE = default_cache_dir()  # holds the overlays for exports; most tests use another
 HAS_BF16 = "bf16" in native_precisions()  # elsewhere bf16 is emulated, and attention is computed in f32

@@ -8,9 +8,11 @@ import sys
 import time
 from pathlib import Path
 
+import httpx
 import psutil
 import pytest
 from conftest import CHECKPOINTS, ROOT
+from servers import READY
 
 from ovspec.cli import COMMANDS
 
@@ -46,6 +48,7 @@ ARGUMENTS: dict[str, list[str]] = {
     "generate": ["generate", DEMO, "def f(", "-n", "3", "--draft", "--json"],
     "inspect": ["inspect", DEMO],
     "perplexity": ["perplexity", DEMO, "in.txt"],
+    "serve": ["serve", DEMO, "--port", "0", "--draft"],
     "tune": ["tune", DEMO, "--for", "decode"],
     "verify": ["verify", "result.json"],
 }
@@ -74,7 +77,7 @@ def test_no_connection_no_file_and_no_process_is_left(command: str, tmp_path: Pa
 
     if command == "verify":
         (work / "result.json").write_bytes(run(ARGUMENTS["generate"]).stdout)
-    done = run(ARGUMENTS[command])
+    done = served(ARGUMENTS[command], work, environment) if command == "serve" else run(ARGUMENTS[command])
     assert done.returncode == 0, done.stderr.decode()
     assert not reports.exists(), reports.read_text(encoding="utf-8")
     written = {path.relative_to(home).as_posix() for path in home.rglob("*") if path.is_file()}
@@ -84,6 +87,24 @@ def test_no_connection_no_file_and_no_process_is_left(command: str, tmp_path: Pa
         each for each in psutil.process_iter(["environ"]) if (each.info["environ"] or {}).get("REPORTS") == str(reports)
     ]
     assert not left
+
+
+def served(arguments: list[str], work: Path, environment: dict[str, str]) -> subprocess.CompletedProcess[bytes]:
+    """Ask a server for a text, and end it."""
+    log = work.parent / "stderr"
+    with log.open("wb") as stderr:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "ovspec", *arguments], cwd=work, env=environment, stderr=stderr, stdout=stderr
+        )
+    ends = time.monotonic() + 120
+    while not (found := READY.search(log.read_text(encoding="utf-8"))) and time.monotonic() < ends:
+        assert process.poll() is None, log.read_text(encoding="utf-8")
+        time.sleep(0.05)
+    assert found
+    answer = httpx.post(f"{found[1]}/v1/completions", json={"prompt": "a", "max_tokens": 3}, timeout=60)
+    assert answer.status_code == 200
+    process.terminate()
+    return subprocess.CompletedProcess(arguments, process.wait(30) if os.name != "nt" else 0, b"", log.read_bytes())
 
 
 def test_importing_openvino_after_ovspec_reports_nothing() -> None:

@@ -24,6 +24,7 @@ COMMANDS = {
     "generate": "Continue PROMPT with the model in DIR.",
     "inspect": "Describe the models in DIR: weights, context, engine, rollback, memory.",
     "perplexity": "Measure how well the model in DIR predicts the text in FILE.",
+    "serve": "Serve the model in DIR over OpenAI's API.",
     "tune": "Measure which settings are fastest for the model in DIR, and use them.",
     "verify": "Check that every token in RESULT is the one that the model chooses there.",
 }

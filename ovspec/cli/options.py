@@ -109,7 +109,12 @@ def draft_or_text(text: str) -> DraftChoice | str:
 
 def generate_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add the options of a generating command: the draft, the text, and how the model runs."""
-    draft = click.option(
+    return draft_option(options_of(GENERATE)(options_of(LOAD)(command)))
+
+
+def draft_option(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add ``--draft``."""
+    return click.option(
         "--draft",
         type=Parsed(draft_or_text, "draft"),
         is_flag=False,
@@ -119,8 +124,7 @@ def generate_options(command: Callable[..., Any]) -> Callable[..., Any]:
         "--draft-layers made); lookup (what followed the last tokens earlier in the text); lookup,draft or "
         "lookup,FOLDER (the model where lookup finds nothing good); or none.  [default: lookup where a guess costs "
         "nothing, which is with exact arithmetic on the paged engine; otherwise none]",
-    )
-    return draft(options_of(GENERATE)(options_of(LOAD)(command)))
+    )(command)
 
 
 def session_options(command: Callable[..., Any]) -> Callable[..., Any]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Generator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from ovspec.integrations.openai_batch import BatchRequest
 from ovspec.loop.perplexity import predictions
@@ -14,6 +15,7 @@ from ovspec.sampling.logprobs import TokenLogprob, token_logprob
 from ovspec.text.tokenizer import Tokenizer
 from ovspec.verify import record_as_json
 
+T = TypeVar("T")
 LEAST = -9999.0  # what OpenAI's API writes for a log-probability of -inf, which JSON can't hold
 
 
@@ -48,7 +50,10 @@ def result_line(lm: LanguageModel, request: BatchRequest, results: list[Result])
         elif request.kind == "chat":
             choices += [chat_choice(lm.tokenizer, result) for result in texts]
         else:
-            places = echoed(lm, ids, before, texts[0]) if ids else []
+            places = list[Place]()
+            if ids and texts[0].logprobs is not None:
+                logprobs = at_once(prompt_logprobs(lm, ids, count_of(texts[0])))
+                places = echoed(lm.tokenizer, ids, before, logprobs)
             choices += [completion_choice(lm.tokenizer, result, before, places) for result in texts]
     if request.kind == "plain":
         return {"id": request.id, **choices[0]} if len(choices) == 1 else {"id": request.id, "samples": choices}
@@ -80,6 +85,13 @@ def plain_choice(lm: LanguageModel, result: Result, before: str) -> dict[str, An
 
 def chat_choice(tokenizer: Tokenizer, result: Result) -> dict[str, Any]:
     """Return a choice of OpenAI's chat API."""
+    logprobs = None if result.logprobs is None else chat_logprobs(tokenizer, generated(tokenizer, result))
+    message = {"role": "assistant", "content": result.text}
+    return {"message": message, "logprobs": logprobs} | ending(result, "")
+
+
+def chat_logprobs(tokenizer: Tokenizer, places: list[Place]) -> dict[str, Any]:
+    """Return the log-probabilities of a chat's tokens."""
 
     def shown(token: int, logprob: float) -> dict[str, Any]:
         known = {"token": tokenizer.token_text(token), "bytes": list(tokenizer.token_bytes(token))}
@@ -87,12 +99,10 @@ def chat_choice(tokenizer: Tokenizer, result: Result) -> dict[str, Any]:
 
     content = [
         shown(each.token_id, each.logprob) | {"top_logprobs": [shown(*top) for top in each.top]}
-        for each in (place.logprob for place in generated(tokenizer, result))
+        for each in (place.logprob for place in places)
         if each
     ]
-    logprobs = None if result.logprobs is None else {"content": content, "refusal": None}
-    message = {"role": "assistant", "content": result.text}
-    return {"message": message, "logprobs": logprobs} | ending(result, "")
+    return {"content": content, "refusal": None}
 
 
 def completion_choice(tokenizer: Tokenizer, result: Result, before: str, places: list[Place]) -> dict[str, Any]:
@@ -100,18 +110,23 @@ def completion_choice(tokenizer: Tokenizer, result: Result, before: str, places:
     logprobs = None
     if result.logprobs is not None:
         places = [*places, *generated(tokenizer, result, len(before))]
-        found = [place.logprob for place in places]
-        tops = [
-            each and {tokenizer.token_text(t): max(v, LEAST) for t, v in [*each.top, (each.token_id, each.logprob)]}
-            for each in found
-        ]
-        logprobs = {
-            "tokens": [tokenizer.token_text(place.token) for place in places],
-            "token_logprobs": [each and max(each.logprob, LEAST) for each in found],
-            "top_logprobs": tops if count_of(result) else None,
-            "text_offset": [place.offset for place in places],
-        }
+        logprobs = completion_logprobs(tokenizer, places, bool(count_of(result)))
     return {"text": before + result.text, "logprobs": logprobs} | ending(result, before)
+
+
+def completion_logprobs(tokenizer: Tokenizer, places: list[Place], tops: bool) -> dict[str, Any]:
+    """Return the log-probabilities of a completion's tokens; ``tops``: also of the most likely ones at each place."""
+    found = [place.logprob for place in places]
+    likely = [
+        each and {tokenizer.token_text(t): max(v, LEAST) for t, v in [*each.top, (each.token_id, each.logprob)]}
+        for each in found
+    ]
+    return {
+        "tokens": [tokenizer.token_text(place.token) for place in places],
+        "token_logprobs": [each and max(each.logprob, LEAST) for each in found],
+        "top_logprobs": likely if tops else None,
+        "text_offset": [place.offset for place in places],
+    }
 
 
 def ending(result: Result, before: str) -> dict[str, Any]:
@@ -149,21 +164,34 @@ def generated(tokenizer: Tokenizer, result: Result, begin: int = 0) -> list[Plac
     ]
 
 
-def echoed(lm: LanguageModel, ids: list[int], before: str, result: Result) -> list[Place]:
-    """Return the tokens of a prompt that spell ``before``, with log-probabilities if ``result`` has them."""
-    if result.logprobs is None:
-        return []
+def echoed(tokenizer: Tokenizer, ids: list[int], before: str, logprobs: list[TokenLogprob | None]) -> list[Place]:
+    """Return the tokens of a prompt that spell ``before``, with their log-probabilities."""
+    added = len(tokenizer.decode(ids)) - len(before)  # a space that some tokenizers put in front
+    offsets = [max(0, offset - added) for offset in offsets_of(tokenizer, ids)]
+    return [Place(*each) for each in zip(ids, offsets, logprobs, strict=True)]
+
+
+def prompt_logprobs(lm: LanguageModel, ids: list[int], tops: int) -> Generator[None, None, list[TokenLogprob | None]]:
+    """Compute the log-probabilities of a prompt's tokens, an inference at a time; return them at the end."""
     logprobs: list[TokenLogprob | None] = [None]
     decoders, tokens = lm.workspace.pool.take(), lm.encode(ids)
     try:
         for position, logits in predictions(decoders.target, tokens, len(ids)):
             pairs = zip(logits, ids[position : position + len(logits)], strict=True)
-            logprobs += [token_logprob(row, token, count_of(result)) for row, token in pairs]
+            logprobs += [token_logprob(row, token, tops) for row, token in pairs]
+            yield
     finally:
         lm.workspace.pool.give_back(decoders)
-    added = len(lm.tokenizer.decode(ids)) - len(before)  # a space that some tokenizers put in front
-    offsets = [max(0, offset - added) for offset in offsets_of(lm.tokenizer, ids)]
-    return [Place(*each) for each in zip(ids, offsets, logprobs, strict=True)]
+    return logprobs
+
+
+def at_once(steps: Generator[None, None, T]) -> T:
+    """Run a generator to its end, and return what it returns."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as ended:
+            return ended.value
 
 
 def count_of(result: Result) -> int:

@@ -7,6 +7,7 @@ or messages and options, or a JSON string.
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -167,8 +168,13 @@ def echo_of(body: dict[str, Any]) -> bool:
     return bool(echo)
 
 
-def options_of(body: dict[str, Any]) -> GenerateOptions:
-    """Return the options in a request; raises OvspecError for an unknown one or a value of the wrong type."""
+def options_of(body: dict[str, Any], where: str = "a batch request", more: Collection[str] = ()) -> GenerateOptions:
+    """Return the options in a request; raises OvspecError for an unknown one or a value of the wrong type.
+
+    Args:
+        where: what the request is called in messages.
+        more: options that it may set, besides those of a batch file.
+    """
     options: dict[str, Any] = logprobs_of(body)
     for name, value in body.items():
         if value is None and name in (*GRAMMARS, "response_format"):
@@ -179,13 +185,13 @@ def options_of(body: dict[str, Any]) -> GenerateOptions:
             options |= format_of(value)
         if name in READ_APART:
             continue
-        if name not in REQUESTED:
+        if name not in REQUESTED and name not in more:
             meant = hint(name, {*REQUESTED, *READ_APART}) if name not in GENERATE else ""
-            raise OvspecError(f"{name} can't be set in a batch request; {meant or 'leave it out.'}")
-        ours = REQUESTED[name]
+            raise OvspecError(f"{name} can't be set in {where}; {meant or 'leave it out.'}")
+        ours = REQUESTED.get(name, name)
         kind, option = GENERATE[ours]
         value = bias_of(value) if ours == "logit_bias" else value
-        check(name, value, kind if option.request is True else option.request, replace(option, limits=None))
+        check(name, value, kind if option.request in (True, False) else option.request, replace(option, limits=None))
         options[ours] = value
     return cast(GenerateOptions, options)
 

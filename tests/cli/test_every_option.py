@@ -17,6 +17,7 @@ import click
 import pytest
 from command_runs import Outcome, runs
 from conftest import ROOT
+from serving_options import LOADING, SERVING
 from test_options_of_tools import OTHERS_OF_EXPORT, TO_COMPRESSION, TO_EXPORT
 
 from ovspec.cli import COMMANDS, cli
@@ -309,6 +310,7 @@ TESTED: dict[str, set[str]] = {
     "tune": {"goal", "as_json", "cache_dir"},
     "export": {*TO_COMPRESSION, *TO_EXPORT, *OTHERS_OF_EXPORT},
     "devices": set(),
+    "serve": {*SERVING, *LOADING},  # tests/serving/test_serve_options.py
     # tests/cli/test_bench.py runs these.
     "bench": {
         *("draft", "prompts", "files", "lookahead", "max_tokens", "temperature", "repeats", "as_json", "plot"),

@@ -1,0 +1,49 @@
+"""ovspec serve"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import click
+
+from ovspec.cli.loading import load
+from ovspec.cli.options import draft_option, options_of, split_options
+from ovspec.errors import OvspecError
+from ovspec.options.loading import LOAD
+from ovspec.options.serving import SERVE
+
+
+@click.command()
+@click.argument("folder", required=False, type=click.Path(path_type=Path), metavar="[DIR]")
+@options_of(SERVE)
+@draft_option
+@options_of(LOAD)
+def serve(folder: Path | None, **others: Any) -> None:
+    """Serve the model in DIR over OpenAI's API (by default the embedded demo pair).
+
+    Requests join a batch that is generated round by round, with drafts, grammars and samplers. With exact arithmetic
+    a request's text is the one that 'ovspec generate' gives alone, whatever else is asked for at the same time.
+
+    Only programs on this machine are served, unless there is a key: put keys into a file, one a line, for
+    --api-key-file, or one into OVSPEC_API_KEY. SIGTERM or Ctrl-C lets running requests end; a second one ends them.
+
+    \b
+    Examples:
+      ovspec serve my-pair
+      ovspec serve my-pair --draft lookup,draft --api-key-file keys.txt --host 0.0.0.0
+    """
+    given = {name: value for name, value in others.items() if name in SERVE and value is not None}
+    options = SimpleNamespace(**{name: given.get(name, option.initial) for name, (_, option) in SERVE.items()})
+    loading, _ = split_options({name: value for name, value in others.items() if name not in SERVE})
+    try:
+        from ovspec.serving.server import check_options, keys_of, open_socket
+        from ovspec.serving.server import serve as serve_model
+    except ImportError as error:
+        raise OvspecError(f"The server needs {error.name}; install it with: pip install 'ovspec[serve]'") from None
+    keys = keys_of(options.api_key_file)
+    check_options(options, keys)
+    opened = open_socket(options.host, options.port)  # before the model is loaded, which takes long
+    lm = load(folder, loading.pop("draft", None), **loading)
+    serve_model(lm, options.model_name or lm.folder.resolve().name, keys, opened, options)

@@ -1,0 +1,72 @@
+"""The options of ``ovspec serve``."""
+
+from pathlib import Path
+from typing import Annotated, TypedDict
+
+from ovspec.options import AT_LEAST_1, NOT_NEGATIVE
+from ovspec.options.option import Limits, Option, declared
+from ovspec.options.reading import count_or_all
+from ovspec.options.sampling import POSITIVE, TOKENS
+
+
+class ServeOptions(TypedDict, total=False):
+    """The options that decide who is served, and how much at a time."""
+
+    host: Annotated[
+        str, Option("Address to listen on. Another one than this machine's own needs a key or --insecure.", "127.0.0.1")
+    ]
+    port: Annotated[int, Option("Port to listen on; 0 for any free one.", 8000, Limits(0, 65535, "from 0 to 65535"))]
+    model_name: Annotated[
+        str | None, Option("The model's name in requests and answers.", usual="the folder's name", metavar="NAME")
+    ]
+    api_key_file: Annotated[
+        Path | None,
+        Option(
+            "File with the keys that clients may use, one a line.",
+            usual="the key in OVSPEC_API_KEY, if it is set",
+            metavar="FILE",
+            parse=Path,
+        ),
+    ]
+    insecure: Annotated[bool, Option("Serve everybody who can reach the address, without a key.", False)]
+    deterministic: Annotated[
+        bool, Option("Don't start unless texts are proven to be independent of the load on this machine.", False)
+    ]
+    batch_size: Annotated[int, Option("Maximum number of texts generated at a time; the others wait.", 16, AT_LEAST_1)]
+    queue_size: Annotated[
+        int, Option("Maximum number of requests that wait; further ones are refused.", 256, NOT_NEGATIVE)
+    ]
+    queue_timeout: Annotated[float, Option("Seconds that a request may wait before its text begins.", 300.0, POSITIVE)]
+    request_timeout: Annotated[float, Option("Seconds that a request may take in all.", 3600.0, POSITIVE)]
+    cache_size: Annotated[
+        float | None,
+        Option(
+            "Gigabytes that the KV caches of all texts may take together.",
+            limits=POSITIVE,
+            usual="80 % of the memory that is free after loading",
+            metavar="GB",
+        ),
+    ]
+    lookup_memory: Annotated[
+        int,
+        Option(
+            "Number of tokens of earlier requests that lookup may also propose from; 0 for none. Its speed would tell "
+            "one client what others wrote, so it is refused with several keys.",
+            0,
+            NOT_NEGATIVE,
+        ),
+    ]
+    max_tokens: Annotated[
+        int | None,
+        Option(
+            "Maximum number of tokens of a request that sets none; -1 for as many as the context holds.",
+            limits=TOKENS,
+            usual="from the model's generation config, or 256",
+            flags=("-n", "--max-tokens"),
+            metavar="N",
+            parse=count_or_all,
+        ),
+    ]
+
+
+SERVE = declared(ServeOptions)

@@ -1,0 +1,182 @@
+"""The API: OpenAI's endpoints, and those of llama.cpp and vLLM that tell how the server is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, PlainTextResponse
+from fastapi.routing import APIRoute
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from ovspec import __version__
+from ovspec.options.option import hint
+from ovspec.serving.errors import ApiError, error_body
+from ovspec.serving.models import ChatRequest, CompletionRequest, DetokenizeRequest, ErrorAnswer, TokenizeRequest
+from ovspec.serving.requests import plain_message, read_json
+from ovspec.serving.service import Service
+from ovspec.text.chat_template import chat_template
+
+ERRORS: dict[int | str, str] = {
+    400: "A field or the body is wrong.",
+    401: "The key is missing or wrong.",
+    404: "There is no such model.",
+    422: "The text can't be continued within its grammar.",
+    429: "Too many requests are waiting.",
+    503: "The server is shutting down, or the request has waited for too long.",
+}
+
+
+class JsonRoute(APIRoute):
+    """A route whose bodies are read by ``read_json``."""
+
+    def get_route_handler(self) -> Callable[[Request], Any]:
+        handler = super().get_route_handler()
+
+        class JsonRequest(Request):
+            async def json(self) -> Any:
+                return read_json(await self.body())
+
+        async def handle(request: Request) -> Response:
+            return await handler(JsonRequest(request.scope, request.receive))
+
+        return handle
+
+
+def make_app(service: Service) -> FastAPI:
+    """Return the application."""
+
+    app = FastAPI(
+        title="ovspec",
+        version=__version__,
+        summary="OpenAI's API on OpenVINO; a request's text doesn't depend on who else is asking.",
+        docs_url=None,  # their pages load scripts from elsewhere
+        redoc_url=None,
+        responses={status: {"model": ErrorAnswer, "description": told} for status, told in ERRORS.items()},
+    )
+    app.router.route_class = JsonRoute
+    app.openapi = lambda: described(app)  # type: ignore[method-assign]
+    add_endpoints(app, service)
+    add_errors(app)
+    return app
+
+
+def described(app: FastAPI) -> dict[str, Any]:
+    """Return the OpenAPI document, in which errors are those of this API, not FastAPI's."""
+    if not app.openapi_schema:
+        made = FastAPI.openapi(app)
+        for path in made["paths"].values():
+            for operation in path.values():
+                if "requestBody" in operation:
+                    operation["responses"]["422"] = operation["responses"]["400"] | {"description": ERRORS[422]}
+        for name in ("HTTPValidationError", "ValidationError"):
+            made["components"]["schemas"].pop(name, None)
+    return app.openapi_schema or {}
+
+
+def add_endpoints(app: FastAPI, service: Service) -> None:
+    lm = service.lm
+
+    @app.post("/v1/chat/completions", tags=["texts"], summary="Answer a chat.", response_model=None)
+    async def chat(body: ChatRequest, http: Request) -> Response:  # type: ignore[valid-type]
+        return await service.answer("chat", body, http)
+
+    @app.post("/v1/completions", tags=["texts"], summary="Continue texts.", response_model=None)
+    async def completions(body: CompletionRequest, http: Request) -> Response:  # type: ignore[valid-type]
+        return await service.answer("completion", body, http)
+
+    @app.get("/v1/models", tags=["model"], summary="List the one model that is served.")
+    async def models() -> dict[str, Any]:
+        context = lm.target.ir.context_length
+        entry = {"id": service.name, "object": "model", "created": service.began, "owned_by": "ovspec"}
+        return {"object": "list", "data": [entry | {"max_model_len": context}]}
+
+    @app.get("/v1/models/{name:path}", tags=["model"], summary="Describe the model.")
+    async def model(name: str) -> dict[str, Any]:
+        service.check_model(name)
+        return (await models())["data"][0]
+
+    @app.get("/health", tags=["server"], summary="Tell whether the server lives.")
+    async def health() -> dict[str, Any]:
+        return {"status": "ok"}
+
+    @app.get("/ready", tags=["server"], summary="Tell whether a request would be taken, and what is promised.")
+    async def ready() -> Response:
+        try:
+            service.check_open()
+            status, reason = 200, "ready"
+        except ApiError as error:
+            status, reason = 503, error.detail
+        body = {"status": reason, "arithmetic": lm.target.promise, "deterministic": lm.target.promise == "exact"}
+        return JSONResponse(body, status)
+
+    @app.get("/metrics", tags=["server"], summary="Report metrics in Prometheus' format.")
+    async def metrics() -> PlainTextResponse:
+        return PlainTextResponse(service.metrics.text(), media_type=CONTENT_TYPE_LATEST)
+
+    @app.post("/tokenize", tags=["tokens"], summary="Return the tokens of a text or a chat.")
+    async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
+        service.check_model(body.model)
+        given = [each for each in (body.prompt, body.content, body.messages) if each is not None]
+        if len(given) != 1:
+            raise ApiError(400, "Give one of prompt, content and messages.")
+
+        def encode() -> list[int]:
+            if body.messages is not None:
+                chat_template(lm.folder)
+                messages = [plain_message(message) for message in body.messages]
+                return lm.workspace.encode(messages, variables=body.chat_template_kwargs).tolist()
+            return lm.tokenizer.encode(str(given[0]), body.add_special_tokens is not False).tolist()
+
+        tokens = await service.apart(encode)
+        return {"count": len(tokens), "max_model_len": lm.target.ir.context_length, "tokens": tokens}
+
+    @app.post("/detokenize", tags=["tokens"], summary="Return the text of tokens.")
+    async def detokenize(body: DetokenizeRequest) -> dict[str, Any]:
+        service.check_model(body.model)
+
+        def decode() -> str:
+            ids = lm.workspace.encode(np.array(body.tokens, dtype=np.int64), begins=False)
+            return lm.tokenizer.spell(ids) or lm.tokenizer.decode(ids)
+
+        try:
+            text = await service.apart(decode)
+        except OverflowError:
+            raise ApiError(400, "tokens holds a number that is no token id.", "tokens") from None
+        return {"prompt": text, "content": text}
+
+
+def add_errors(app: FastAPI) -> None:
+    """Answer every error in OpenAI's shape."""
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(_: Request, error: RequestValidationError) -> JSONResponse:
+        return JSONResponse(error_body(400, *in_words(error.errors()[0])), 400)
+
+    @app.exception_handler(HTTPException)
+    async def refused(_: Request, error: HTTPException) -> JSONResponse:
+        param, code = getattr(error, "param", None), getattr(error, "code", None)
+        return JSONResponse(error_body(error.status_code, error.detail, param, code), error.status_code, error.headers)
+
+    @app.exception_handler(Exception)
+    async def failed(_: Request, error: Exception) -> JSONResponse:
+        return JSONResponse(error_body(500, f"The server failed ({type(error).__name__})."), 500)
+
+
+def in_words(error: Any) -> tuple[str, str | None]:
+    """Return what is wrong with a field, and its name, from pydantic's finding."""
+    path = [str(each) for each in error["loc"][1:] if not str(each).startswith(("list[", "dict[", "constrained"))]
+    name = path[0] if path else None
+    if error["type"] == "extra_forbidden" and name:
+        fields = {*ChatRequest.model_fields, *CompletionRequest.model_fields}
+        return f"{'.'.join(path)} is not a field of this request; {hint(name, fields) or 'leave it out.'}", name
+    if error["type"] == "missing" and name:
+        return f"{name} is missing.", name
+    if not name:
+        return "The body must be a JSON object.", None
+    return f"{'.'.join(path)}: {error['msg'][:1].lower()}{error['msg'][1:]}.", name

@@ -1,0 +1,253 @@
+"""The engine: one thread that owns the decoders and generates the texts of all requests, round by round."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import psutil
+
+from ovspec.drafting.costs import Costs
+from ovspec.drafting.lookup import Index
+from ovspec.errors import OvspecError
+from ovspec.ir.memory import kv_bytes_per_token, recurrent_bytes
+from ovspec.loop.pace import Pace
+from ovspec.loop.results import Piece
+from ovspec.loop.row import Row
+from ovspec.loop.scheduler import BatchLimits, Scheduler
+from ovspec.model import LanguageModel
+from ovspec.workspace import Sequence
+
+FREE_SHARE = 0.8  # of the free memory that KV caches may take
+OVER = object()
+WARM_UP = "The quick brown fox jumps over the lazy dog. " * 8
+
+
+class Ended(OvspecError):
+    """The server ends before a request does."""
+
+
+@dataclass(eq=False)
+class Job:
+    """The texts of a request, from when the engine gets them until all have ended.
+
+    deliver: called in the engine's thread after each round with (index of the row, piece) of those that grew, or with
+        the error that ended the request.
+    started: time at which its first row joined the batch; 0.0 before.
+    """
+
+    rows: list[Row]
+    deliver: Callable[[list[tuple[int, Piece]] | OvspecError], None]
+    started: float = 0.0
+    numbers: dict[int, int] = field(default_factory=dict)  # the scheduler's number -> index of the row
+
+
+@dataclass
+class Counts:
+    """What the engine has done since it started, for metrics; tokens by drafter."""
+
+    rounds: int = 0
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    proposed: dict[str, int] = field(default_factory=dict)
+    accepted: dict[str, int] = field(default_factory=dict)
+    lookahead: float = 0.0  # tokens proposed per row in the last round
+
+
+class Engine:
+    """Generates the texts of jobs as one batch that they join and leave between rounds.
+
+    Only the engine's own thread touches decoders and running rows. The other methods may be called from any thread.
+
+    Args:
+        rows: maximum number of rows in the batch.
+        cache_bytes: memory that the KV caches of all rows may take; a share of the free memory by default.
+        lookup_tokens: tokens of earlier texts that lookup may propose from.
+    """
+
+    def __init__(self, lm: LanguageModel, rows: int, cache_bytes: float | None = None, lookup_tokens: int = 0) -> None:
+        self.lm, self.counts = lm, Counts()
+        self._orders: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._jobs: dict[int, Job] = {}  # by the scheduler's number of each row that hasn't ended
+        self._errands: list[Iterator[None]] = []
+        self._ending = False
+        workspace = lm.workspace
+        self._lookup_tokens, self._earlier = lookup_tokens, Index()
+        if lookup_tokens:
+            workspace.corpora.append(self._earlier)
+        self._decoders = workspace.pool.take()
+        self._drafter, self._lookahead = workspace.drafting({}, self._decoders, sampled=False)
+        self._rows, self._cache_bytes = rows, cache_bytes
+        costs = self._lookahead.target if self._drafter else Costs()
+        self._pace = Pace(costs, self._decoders.target.narrowest, learns=not self._drafter)
+        self.most_tokens = 0
+        self._scheduler = self._new_scheduler(float("inf"))
+        self._thread = threading.Thread(target=self._run, name="ovspec engine", daemon=True)
+
+    def start(self) -> None:
+        """Warm up, find out how many tokens fit into memory, and start the thread."""
+        row = self.lm.workspace.row(Sequence(self.lm.encode(WARM_UP)), {"max_tokens": 8, "ignore_eos": True})
+        self._scheduler.queue.add(row)
+        while self._scheduler.step():
+            pass
+        self._decoders.reset(0)
+        irs = [ir for ir in self.lm.workspace.irs(self._drafter is not None) if ir.device == "CPU"]
+        per_token = sum(map(kv_bytes_per_token, irs))
+        room = self._cache_bytes or FREE_SHARE * psutil.virtual_memory().available
+        room -= self._rows * sum(map(recurrent_bytes, irs))
+        self.most_tokens = int(room / per_token) if per_token else 2**62
+        self._scheduler = self._new_scheduler(self.most_tokens)
+        self._thread.start()
+
+    # ------------------------------------------------------------ called from any thread
+
+    def submit(self, job: Job) -> None:
+        """Let a job wait for its turn; raises OvspecError if one of its texts could never fit."""
+        longest = max(row.most for row in job.rows)
+        if longest > self.most_tokens:
+            raise OvspecError(
+                f"The prompt and `max_tokens` need room for {longest} tokens, but this server has {self.most_tokens}; "
+                "shorten the prompt or lower `max_tokens`."
+            )
+        self._orders.put(lambda: self._add(job))
+
+    def cancel(self, job: Job) -> None:
+        """End a job's texts where they are, before the next round."""
+        self._orders.put(lambda: self._remove(job))
+
+    def do(self, errand: Iterator[None]) -> None:
+        """Advance ``errand`` by one step between two rounds until it ends, so that it holds up nobody."""
+        self._orders.put(lambda: self._errands.append(errand))
+
+    def give_up(self) -> None:
+        """End all requests, those that wait, too."""
+
+        def giving_up() -> None:
+            for job in {*self._jobs.values()}:
+                self._remove(job)
+                job.deliver(Ended("The server was stopped before the text was finished."))
+
+        self._orders.put(giving_up)
+
+    def end(self, wait: float = 10.0) -> None:
+        """End the thread; texts that run are given up."""
+
+        def ending() -> None:
+            self._ending = True
+
+        self._orders.put(ending)
+        self._thread.join(wait)
+
+    @property
+    def alive(self) -> bool:
+        return self._thread.is_alive()
+
+    @property
+    def running(self) -> int:
+        """Number of rows in the batch."""
+        return len(self._scheduler.running)
+
+    @property
+    def waiting(self) -> int:
+        """Number of rows that wait for the batch."""
+        return len(self._scheduler.queue)
+
+    def cache_use(self) -> tuple[int, int]:
+        """Return (blocks of the target's KV cache in use, blocks that are free); of one token where there are none."""
+        target: Any = self._decoders.target
+        size = getattr(target, "block_size", 1)
+        used = getattr(target, "blocks_used", None)
+        used = sum(map(len, target.rows)) if used is None else used
+        return used, max(0, self.most_tokens // size - used)
+
+    # ------------------------------------------------------------ in the engine's thread
+
+    def _new_scheduler(self, tokens: float) -> Scheduler:
+        limits = BatchLimits(self._rows, tokens, self._pace, fail_alone=True)
+        return Scheduler(self._decoders.target, self._drafter, self._lookahead, (), limits)
+
+    def _run(self) -> None:
+        while not self._ending:
+            self._obey(wait=not self._jobs and not self._errands)
+            self._errands = [errand for errand in self._errands if next(errand, OVER) is not OVER]
+            if self._jobs:
+                self._round()
+
+    def _obey(self, wait: bool) -> None:
+        """Carry out the orders of other threads; wait for the first one if there is nothing else to do."""
+        try:
+            self._orders.get(block=wait)()
+            while True:
+                self._orders.get(block=False)()
+        except queue.Empty:
+            pass
+
+    def _round(self) -> None:
+        try:
+            pieces = self._scheduler.step() or []
+        except Exception as error:  # whatever it is, the server lives
+            self._give_up(error)
+            return
+        self._note(pieces)
+        found: dict[Job, list[tuple[int, Piece]]] = {}
+        failed: dict[Job, OvspecError] = {}
+        now = time.monotonic()
+        for number, piece in pieces:
+            if not (job := self._jobs.get(number)):
+                continue
+            job.started = job.started or now
+            row = job.rows[job.numbers[number]]
+            if row.error:
+                failed[job] = row.error
+            if row.finish_reason:
+                del self._jobs[number]
+                if self._lookup_tokens and not row.error:
+                    self._earlier.remember(row.sequence.tokens, self._lookup_tokens)
+            if piece.token_ids or piece.text or piece.finish_reason:
+                found.setdefault(job, []).append((job.numbers[number], piece))
+        for job, error in failed.items():
+            found.pop(job, None)
+            self._remove(job)
+            job.deliver(error)
+        for job, grown in found.items():
+            job.deliver(grown)
+        if not self._jobs:
+            self._decoders.reset(0)  # which frees memory
+
+    def _add(self, job: Job) -> None:
+        for index, row in enumerate(job.rows):
+            number = self._scheduler.queue.add(row)
+            job.numbers[number], self._jobs[number] = index, job
+
+    def _remove(self, job: Job) -> None:
+        numbers = [number for number in job.numbers if self._jobs.pop(number, None)]
+        self._scheduler.remove(numbers)
+        if not self._jobs:
+            self._decoders.reset(0)
+
+    def _give_up(self, error: Exception) -> None:
+        """Fail the jobs whose rows are in the batch, and go on with the others."""
+        if not isinstance(error, OvspecError):
+            error = OvspecError(f"The inference failed ({type(error).__name__}: {error}).")
+        lost = {job for number in self._scheduler.running if (job := self._jobs.get(number))}
+        for job in lost:
+            self._remove(job)
+        self._decoders.reset(0)
+        for job in lost:
+            job.deliver(error)
+
+    def _note(self, pieces: list[tuple[int, Piece]]) -> None:
+        counts, outcome = self.counts, self._scheduler.outcome
+        counts.rounds += 1
+        counts.generated_tokens += sum([len(piece.token_ids) for _, piece in pieces])
+        counts.lookahead = 0.0
+        if outcome:
+            for proposal, accepted in outcome.judged:
+                if proposal.source:
+                    counts.proposed[proposal.source] = counts.proposed.get(proposal.source, 0) + len(proposal.tokens)
+                    counts.accepted[proposal.source] = counts.accepted.get(proposal.source, 0) + accepted
+            counts.lookahead = sum([len(each.tokens) for each, _ in outcome.judged]) / len(outcome.judged)

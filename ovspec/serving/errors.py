@@ -1,0 +1,35 @@
+"""Errors of the API, in OpenAI's shape."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from starlette.exceptions import HTTPException
+
+KINDS = {400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
+
+
+class ApiError(HTTPException):
+    """A request that is answered with an error.
+
+    param: the field that is wrong.
+    code: a word for programs, such as "model_not_found".
+    retry_after: seconds after which the client may try again.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after: int | None = None,
+    ) -> None:
+        super().__init__(status, message, None if retry_after is None else {"Retry-After": str(retry_after)})
+        self.param, self.code = param, code
+
+
+def error_body(status: int, message: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
+    """Return the body of an error's answer."""
+    kind = KINDS.get(status, "invalid_request_error" if status < 500 else "server_error")
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}

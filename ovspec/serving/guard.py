@@ -1,0 +1,154 @@
+"""Everything that a request passes before the API sees it: who sends it, how large it is, and its line in the log."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import ipaddress
+import logging
+import re
+import time
+from collections.abc import Awaitable, Callable, MutableMapping
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.responses import JSONResponse
+
+from ovspec.serving.errors import error_body
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Any, Receive, Send], Awaitable[None]]
+
+LARGEST_BODY = 32_000_000  # bytes
+BODY_SECONDS = 60.0  # until a body has arrived
+WRITE_SECONDS = 30.0  # that a client may take before it reads on
+OPEN = ("/health", "/ready")  # without a key
+LOG = logging.getLogger("ovspec.access")
+
+
+def is_here(host: str) -> bool:
+    """Return whether ``host`` names this machine alone."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+class SlowClient(Exception):
+    """The client has stopped reading."""
+
+
+@dataclass(frozen=True)
+class Keys:
+    """The keys that clients may use, as digests; none if there is no need for one."""
+
+    digests: tuple[bytes, ...] = ()
+
+    @staticmethod
+    def of(keys: list[str]) -> Keys:
+        return Keys(tuple(hashlib.sha256(key.encode()).digest() for key in keys))
+
+    def fit(self, header: str) -> bool:
+        """Return whether an Authorization header holds one of the keys; takes as long for a wrong one."""
+        scheme, _, key = header.partition(" ")
+        given = hashlib.sha256(key.strip().encode("utf-8", "replace")).digest()
+        found = [hmac.compare_digest(given, digest) for digest in self.digests]
+        return scheme.lower() == "bearer" and any(found)
+
+
+class Guard:
+    """Refuses requests without a key, with a foreign host, or that are too large or too slow; logs each request.
+
+    Args:
+        keys: the keys that clients may use.
+        local: whether only programs on this machine are served, without a key. Then a request must name this machine
+            as its host, so that a web page whose name points here reaches nothing.
+        note: called with the path and the status of each request.
+    """
+
+    def __init__(self, app: App, keys: Keys, local: bool, note: Callable[[str, int], None]) -> None:
+        self._app, self._keys, self._local, self._note = app, keys, local, note
+
+    async def __call__(self, scope: Any, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        began, status = time.monotonic(), 0
+
+        async def noted(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            try:
+                async with asyncio.timeout(WRITE_SECONDS):
+                    await send(message)
+            except TimeoutError:
+                if abort := scope.get("state", {}).get("abort"):
+                    abort()
+                raise SlowClient from None
+
+        try:
+            await self._guarded(scope, receive, noted)
+        except SlowClient:
+            status = 499
+        finally:
+            ms = 1e3 * (time.monotonic() - began)
+            client = (scope.get("client") or ("-",))[0]
+            LOG.info("%s %s %s %s %.0f ms", client, scope["method"], shown_path(scope["path"]), status or 499, ms)
+            self._note(scope["path"], status or 499)
+        return None
+
+    async def _guarded(self, scope: Any, receive: Receive, send: Send) -> None:
+        headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
+
+        async def refuse(status: int, message: str) -> None:
+            more = {"WWW-Authenticate": "Bearer"} if status == 401 else {}
+            more |= {"Connection": "close"} if status in (408, 413) else {}
+            await JSONResponse(error_body(status, message), status, more)(scope, receive, send)
+
+        host = re.sub(r":[0-9]*$", "", headers.get("host", "").lower())
+        if self._local and not is_here(host):
+            return await refuse(
+                403, "This server answers to localhost and 127.0.0.1 only; start it with a key to use another name."
+            )
+        if self._keys.digests and scope["path"] not in OPEN and not self._keys.fit(headers.get("authorization", "")):
+            return await refuse(401, "The API key is missing or wrong; send it as 'Authorization: Bearer KEY'.")
+        if scope["method"] != "POST":
+            return await self._app(scope, receive, send)
+        if headers.get("content-type", "").split(";")[0].strip().lower() != "application/json":
+            return await refuse(415, "The body must be JSON; send it with 'Content-Type: application/json'.")
+        try:
+            async with asyncio.timeout(BODY_SECONDS):
+                body = await read_body(receive)
+        except TimeoutError:
+            return await refuse(408, f"The body did not arrive within {BODY_SECONDS:g} seconds.")
+        if body is None:
+            return await refuse(413, f"The body is larger than {LARGEST_BODY // 1_000_000} MB.")
+        messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+        async def replay() -> Message:
+            return messages.pop() if messages else await receive()
+
+        return await self._app(scope, replay, send)
+
+
+async def read_body(receive: Receive) -> bytes | None:
+    """Return the whole body; None if it is too large."""
+    parts, size = list[bytes](), 0
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            return b""
+        parts.append(message.get("body", b""))
+        size += len(parts[-1])
+        if size > LARGEST_BODY:
+            return None
+        if not message.get("more_body"):
+            return b"".join(parts)
+
+
+def shown_path(path: str) -> str:
+    """Return a path for the log, without what could deceive its reader."""
+    return "".join(each if each.isascii() and each.isprintable() and each != " " else "?" for each in path[:80])

@@ -1,0 +1,89 @@
+"""Metrics in Prometheus' format."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from ovspec.serving.engine import Engine
+
+SECONDS = (0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.2, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0)
+
+
+class Metrics:
+    """What the server counts, and what it reads from the engine when it is asked."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.registry = CollectorRegistry()
+        self.requests = Counter(
+            "ovspec_requests", "Requests, by endpoint and status.", ["endpoint", "status"], registry=self.registry
+        )
+        self._first = Histogram(
+            "ovspec_time_to_first_token_seconds",
+            "Seconds from a request to the first token of each of its texts.",
+            buckets=SECONDS,
+            registry=self.registry,
+        )
+        self._between = Histogram(
+            "ovspec_time_between_tokens_seconds",
+            "Seconds between two pieces of a text; a piece has the tokens of one round.",
+            buckets=SECONDS,
+            registry=self.registry,
+        )
+        self._whole = Histogram(
+            "ovspec_request_duration_seconds",
+            "Seconds from a request to its last token.",
+            buckets=SECONDS,
+            registry=self.registry,
+        )
+        self._prompts = Counter("ovspec_prompt_tokens", "Tokens of prompts.", registry=self.registry)
+        self.registry.register(OfEngine(engine))
+
+    def note_piece(self, now: float, began: float, last: float | None) -> None:
+        """Note that a piece of a text came; ``last``: the time of the one before it."""
+        if last is None:
+            self._first.observe(now - began)
+        else:
+            self._between.observe(now - last)
+
+    def note_texts(self, prompt_tokens: int, seconds: float) -> None:
+        """Note that all texts of a request have ended."""
+        self._prompts.inc(prompt_tokens)
+        self._whole.observe(seconds)
+
+    def text(self) -> bytes:
+        """Return all metrics as text."""
+        return generate_latest(self.registry)
+
+
+class OfEngine(Collector):
+    """The metrics of the engine."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def describe(self) -> list[Metric]:
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        engine, counts = self._engine, self._engine.counts
+        used, free = engine.cache_use()
+        gauges = {
+            "ovspec_texts_running": ("Texts that are being generated.", engine.running),
+            "ovspec_texts_waiting": ("Texts that wait for their turn.", engine.waiting),
+            "ovspec_cache_blocks_used": ("Blocks of the KV cache that hold texts.", used),
+            "ovspec_cache_blocks_free": ("Blocks of the KV cache that are free.", free),
+            "ovspec_lookahead": ("Tokens proposed for each text in the last round.", counts.lookahead),
+        }
+        for name, (help, value) in gauges.items():
+            yield GaugeMetricFamily(name, help, value=value)
+        yield CounterMetricFamily("ovspec_rounds", "Rounds.", value=counts.rounds)
+        yield CounterMetricFamily("ovspec_generated_tokens", "Tokens generated.", value=counts.generated_tokens)
+        for what, found in (("proposed", counts.proposed), ("accepted", counts.accepted)):
+            family = CounterMetricFamily(f"ovspec_{what}_tokens", f"Tokens {what}, by drafter.", labels=["drafter"])
+            for drafter, tokens in dict(found).items():
+                family.add_metric([drafter], tokens)
+            yield family

@@ -1,0 +1,193 @@
+"""Runs the application: the socket, uvicorn, the log, and what signals do."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from ovspec.errors import OvspecError
+from ovspec.files import read_text
+from ovspec.model import LanguageModel
+from ovspec.serving.app import make_app
+from ovspec.serving.engine import Engine
+from ovspec.serving.guard import Guard, Keys, is_here
+from ovspec.serving.service import Service
+
+HEAD_SECONDS = 20.0  # until a request's head has arrived
+LARGEST_HEAD = 65_536  # bytes
+MOST_CONNECTIONS = 2_000
+# The engine's thread must not wait for the 5 ms that Python grants other threads.
+SWITCH_SECONDS = 0.0005
+KEY = "OVSPEC_API_KEY"
+ROUTES = ("/v1/chat/completions", "/v1/completions", "/v1/models", "/tokenize", "/detokenize", "/health", "/ready")
+
+
+class Connection(H11Protocol):
+    """A connection that is closed if the head of a request doesn't arrive in time, and that can be aborted."""
+
+    _late: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self.app_state = {**self.app_state, "abort": transport.abort}
+        self._wait()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._stop_waiting()
+        elif not self._late:
+            self._wait()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_waiting()
+        super().connection_lost(exc)
+
+    def _wait(self) -> None:
+        self._late = self.loop.call_later(HEAD_SECONDS, self.transport.abort)
+
+    def _stop_waiting(self) -> None:
+        if self._late:
+            self._late.cancel()
+            self._late = None
+
+
+def keys_of(file: Path | None) -> list[str]:
+    """Return the keys that clients may use: those in ``file``, or that in OVSPEC_API_KEY."""
+    if file is None:
+        return [key] if (key := os.environ.get(KEY, "").strip()) else []
+    keys = [line.strip() for line in read_text(file).splitlines() if line.strip()]
+    if not keys:
+        raise OvspecError(f"{file}: no key in it; write one a line.")
+    return keys
+
+
+def check_options(options: Any, keys: list[str]) -> None:
+    """Raise OvspecError for options that can't be combined, before a model is loaded."""
+    if not is_here(options.host) and not keys and not options.insecure:
+        raise OvspecError(
+            f"`host` is {options.host}, so others could use the server without a key; give an `api_key_file`, or "
+            "set `insecure` to serve everybody."
+        )
+    if options.lookup_memory and len(keys) > 1:
+        raise OvspecError(
+            "`lookup_memory` can't be combined with several keys: its speed would tell what others wrote."
+        )
+
+
+def open_socket(host: str, port: int) -> socket.socket:
+    """Return a socket bound to an address; raises OvspecError if that isn't possible."""
+    try:
+        opened = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+        if os.name != "nt":
+            opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        opened.bind((host, port))
+    except OSError as error:
+        raise OvspecError(f"{host}:{port} cannot be listened on ({error.strerror or error}); choose another.") from None
+    return opened
+
+
+class Draining(uvicorn.Server):
+    """uvicorn's server. The first signal lets running requests end, the second ends them, the third doesn't wait."""
+
+    def __init__(self, config: uvicorn.Config, service: Service, started: Any) -> None:
+        super().__init__(config)
+        self._service, self._tell, self._told, self._signals = service, started, False, 0
+
+    def handle_exit(self, sig: int, frame: Any) -> None:  # noqa: ARG002
+        self._signals += 1
+        self._service.draining = True
+        count = self._service.requests
+        if self._signals == 1 and count:
+            print(f"waiting for {count} request{'s' * (count > 1)} to end; another signal ends them", file=sys.stderr)
+        elif self._signals == 2:
+            self._service.engine.give_up()
+        elif self._signals > 2:
+            logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
+            self.should_exit = self.force_exit = True
+
+    async def on_tick(self, counter: int) -> bool:
+        if not self._told:
+            self._told = True
+            self._tell()
+        if self._service.draining and not self._service.requests:
+            self.should_exit = True
+        return await super().on_tick(counter)
+
+
+def serve(lm: LanguageModel, name: str, keys: list[str], opened: socket.socket, options: Any) -> None:
+    """Serve ``lm`` until a signal ends it.
+
+    Args:
+        name: the model's name.
+        keys: those that clients may use.
+        opened: the socket to listen on.
+        options: those of ``ovspec serve``.
+
+    Raises:
+        OvspecError: texts depend on the load on this machine, and ``deterministic`` is asked for.
+    """
+    promise = lm.target.promise
+    if options.deterministic and promise != "exact":
+        raise OvspecError(f"`deterministic`: on this machine the arithmetic is {promise}; leave it out.")
+    sys.setswitchinterval(SWITCH_SECONDS)
+    size = None if options.cache_size is None else 1e9 * options.cache_size
+    engine = Engine(lm, options.batch_size, size, options.lookup_memory)
+    engine.start()
+    service = Service(lm, engine, name, options)
+    app: Any = Guard(make_app(service), Keys.of(keys), not keys and not options.insecure, counted_by(service))
+    host, port = opened.getsockname()[:2]
+    where = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
+
+    def started() -> None:
+        draft = str(lm.workspace.choice or "none")
+        print(f"{name} on {where} ({lm.target.engine} engine, {promise} arithmetic, draft: {draft})", file=sys.stderr)
+        sys.stderr.flush()
+
+    log_to_stderr()
+    config = uvicorn.Config(
+        app,
+        http=Connection,
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        limit_concurrency=MOST_CONNECTIONS,
+        h11_max_incomplete_event_size=LARGEST_HEAD,
+        timeout_graceful_shutdown=5,
+    )
+    draining = Draining(config, service, started)
+    try:
+        asyncio.run(draining.serve(sockets=[opened]))
+    finally:
+        engine.end(wait=2.0)
+
+
+def counted_by(service: Service) -> Any:
+    """Return the function that counts a request in the metrics."""
+
+    def note(path: str, status: int) -> None:
+        known = path if path in ROUTES or path == "/metrics" else "other"
+        service.metrics.requests.labels(known, str(status)).inc()
+
+    return note
+
+
+def log_to_stderr() -> None:
+    """Write the access log, and what goes wrong inside, to stderr."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%Y-%m-%d %H:%M:%S"))
+    for logger, level in (("ovspec.access", logging.INFO), ("uvicorn.error", logging.ERROR)):
+        logging.getLogger(logger).setLevel(level)
+        logging.getLogger(logger).handlers = [handler]
+        logging.getLogger(logger).propagate = False

@@ -1,0 +1,73 @@
+"""A request's texts as the event loop sees them while the engine generates them."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+
+from ovspec.errors import InferenceError, OvspecError
+from ovspec.loop.results import Piece
+from ovspec.serving.engine import Ended, Engine, Job
+from ovspec.serving.errors import ApiError
+from ovspec.serving.metrics import Metrics
+from ovspec.serving.requests import TextRequest
+
+
+class Texts:
+    """Generates the rows of a request; iterate over it once for lists of (index of the row, piece), or None.
+
+    None comes every ``every`` seconds without a piece, so that a stream can show that it lives.
+
+    Args:
+        queue_timeout, request_timeout: seconds until the first piece, and until the last.
+    """
+
+    def __init__(self, engine: Engine, request: TextRequest, metrics: Metrics, timeouts: tuple[float, float]) -> None:
+        self._engine, self._request, self._metrics = engine, request, metrics
+        self._queue_timeout, self._request_timeout = timeouts
+        self._events: asyncio.Queue[list[tuple[int, Piece]] | OvspecError] = asyncio.Queue()
+        self._loop = asyncio.get_running_loop()
+        self._job = Job(request.rows, self._deliver)
+
+    def _deliver(self, found: list[tuple[int, Piece]] | OvspecError) -> None:
+        self._loop.call_soon_threadsafe(self._events.put_nowait, found)
+
+    async def pieces(self, every: float) -> AsyncIterator[list[tuple[int, Piece]] | None]:
+        began = time.monotonic()
+        left, last = len(self._request.rows), dict[int, float]()
+        try:
+            self._engine.submit(self._job)
+        except OvspecError as error:
+            raise ApiError(400, str(error), "max_tokens") from None
+        try:
+            while left:
+                now = time.monotonic()
+                limit = began + (self._request_timeout if self._job.started else self._queue_timeout)
+                if now > limit:
+                    raise self._late()
+                try:
+                    found = await asyncio.wait_for(self._events.get(), min(every, limit - now + 0.01))
+                except TimeoutError:
+                    if not self._engine.alive:
+                        raise ApiError(500, "The server's engine has stopped; start the server again.") from None
+                    yield None
+                    continue
+                if isinstance(found, OvspecError):
+                    status = 503 if isinstance(found, Ended) else 500 if isinstance(found, InferenceError) else 422
+                    raise ApiError(status, str(found))
+                now = time.monotonic()
+                for index, piece in found:
+                    self._metrics.note_piece(now, began, last.get(index))
+                    last[index] = now
+                    left -= piece.finish_reason is not None
+                yield found
+        finally:
+            if left:
+                self._engine.cancel(self._job)
+
+    def _late(self) -> ApiError:
+        if self._job.started:
+            return ApiError(504, f"The request took longer than {self._request_timeout:g} seconds.", code="timeout")
+        waited = f"The request has waited for {self._queue_timeout:g} seconds"
+        return ApiError(503, f"{waited}, and its turn has not come; try again later.", code="timeout", retry_after=5)

@@ -1,0 +1,87 @@
+"""The curl lines of the docs, and the OpenAPI document, against a real server."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import schemathesis
+from conftest import ROOT
+from hypothesis import HealthCheck, given, settings
+from servers import DEMO, Running, Start
+
+PAGE = ROOT / "docs" / "how-to" / "serve.md"
+CURLS = [line.replace("\\\n", "") for line in re.findall(r"(?m)^curl (?:.*\\\n)*.*$", PAGE.read_text(encoding="utf-8"))]
+KEY = "the-key"
+UNCHECKED = (
+    HealthCheck.too_slow,
+    HealthCheck.filter_too_much,
+    HealthCheck.data_too_large,
+    HealthCheck.large_base_example,
+)
+
+
+@pytest.fixture(scope="module")
+def guarded(start: Start) -> Running:
+    return start(DEMO, "--draft", "lookup", "--request-timeout", "60", OVSPEC_API_KEY=KEY)
+
+
+@pytest.mark.skipif(not shutil.which("curl"), reason="curl isn't installed")
+@pytest.mark.parametrize("line", CURLS)
+def test_lines_of_the_docs(server: Running, guarded: Running, line: str, tmp_path: Path) -> None:
+    command, _, file = line.partition(" > ")
+    where = guarded if "KEY" in line else server
+    words = [word.replace("http://127.0.0.1:8000", where.url).replace("KEY", KEY) for word in shlex.split(command)]
+    done = subprocess.run([*words, "--silent", "--fail"], capture_output=True, cwd=tmp_path, timeout=60, check=True)
+    found = json.loads(done.stdout)
+    assert found.get("choices") or found["data"]
+    if "choice" in command:
+        assert found["choices"][0]["text"] in ("yes", "no")
+    if file:
+        assert found["choices"][0]["record"]
+
+
+def test_python_of_the_docs(server: Running) -> None:
+    [code] = re.findall(r"(?s)```python\n(.*?)```", PAGE.read_text(encoding="utf-8"))
+    names: dict[str, Any] = {}
+    exec(code.replace("http://127.0.0.1:8000", server.url).replace('"my-pair"', '"demo"'), names)
+    assert names["answer"].choices[0].message.content
+
+
+def test_there_are_lines() -> None:
+    assert len(CURLS) == 4
+
+
+@pytest.fixture(scope="module")
+def api(guarded: Running) -> Any:
+    headers = {"Authorization": f"Bearer {KEY}"}
+    return schemathesis.openapi.from_url(f"{guarded.url}/openapi.json", headers=headers)
+
+
+def test_no_request_is_a_server_error(api: Any) -> None:
+    tried = set()
+    for found in api.get_all_operations():
+        operation = found.ok()
+        tried.add(operation.path)
+
+        @given(case=operation.as_strategy())
+        @settings(max_examples=25, deadline=None, database=None, suppress_health_check=UNCHECKED)
+        def check(case: Any) -> None:
+            if isinstance(case.body, dict):  # short texts, so that the test doesn't take hours
+                for name in ("max_tokens", "max_completion_tokens"):
+                    if isinstance(case.body.get(name), int) and not isinstance(case.body[name], bool):
+                        case.body[name] = min(case.body[name], 4)
+                case.body.setdefault("max_tokens", 2)
+            answer = case.call(headers={"Authorization": f"Bearer {KEY}"}, timeout=60)
+            assert answer.status_code < 500, answer.text
+            if answer.status_code >= 400:
+                assert answer.json()["error"]["message"]
+
+        check()
+    assert {"/v1/chat/completions", "/v1/completions", "/tokenize", "/ready"} <= tried

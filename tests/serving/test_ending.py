@@ -1,0 +1,75 @@
+"""How a server ends: a signal lets running requests end, a second one doesn't wait, and a kill loses nothing else."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from typing import Any
+
+import httpx
+import pytest
+from servers import DEMO, Running, Start
+
+LONG = {"prompt": "def f(", "max_tokens": 600, "ignore_eos": True}
+pytestmark = pytest.mark.skipif(os.name == "nt", reason="Windows has no SIGTERM to handle")
+
+
+def asked(server: Running, found: list[Any]) -> threading.Thread:
+    def ask() -> None:
+        try:
+            found.append(server.post("/v1/completions", LONG))
+        except httpx.HTTPError as error:
+            found.append(error)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    ends = time.monotonic() + 20
+    while server.metric("ovspec_texts_running") == 0:
+        assert time.monotonic() < ends
+        time.sleep(0.01)
+    return thread
+
+
+def test_a_signal_lets_requests_end(start: Start) -> None:
+    server, found = start(DEMO, "--draft", "none", "--precision", "f32"), list[Any]()
+    thread = asked(server, found)
+    server.process.send_signal(signal.SIGTERM)
+    time.sleep(0.3)
+    assert server.get("/ready").status_code == 503 and server.get("/health").status_code == 200
+    refused = server.post("/v1/completions", LONG)
+    assert refused.status_code == 503 and refused.headers["Retry-After"]
+    assert server.process.poll() is None
+    thread.join(60)
+    assert found[0].status_code == 200 and found[0].json()["usage"]["completion_tokens"] == 600
+    assert server.process.wait(10) == 0
+    assert "Traceback" not in server.log.read_text(encoding="utf-8")
+
+
+def test_a_second_signal_ends_them(start: Start) -> None:
+    server, found = start(DEMO, "--draft", "none", "--precision", "f32"), list[Any]()
+    thread = asked(server, found)
+    began = time.monotonic()
+    for _ in range(2):
+        server.process.send_signal(signal.SIGINT)
+        time.sleep(0.3)
+    server.process.wait(10)
+    thread.join(10)
+    assert time.monotonic() - began < 8
+    assert found[0].status_code == 503 and "stopped" in found[0].json()["error"]["message"]
+    assert "Traceback" not in server.log.read_text(encoding="utf-8")
+
+
+def test_without_requests_it_ends_at_once(start: Start) -> None:
+    server = start(DEMO, "--draft", "none")
+    assert server.end() == 0
+
+
+def test_a_killed_server_starts_again(start: Start) -> None:
+    server, found = start(DEMO, "--draft", "none", "--precision", "f32"), list[Any]()
+    thread = asked(server, found)
+    server.process.kill()
+    thread.join(10)
+    assert isinstance(found[0], Exception)
+    assert start(DEMO, "--draft", "none", "--precision", "f32").get("/ready").status_code == 200

@@ -1,0 +1,174 @@
+"""The engine by itself: what fails, fails alone, and reading prompts doesn't hold up those who generate."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import PROMPTS
+
+import ovspec
+from ovspec.constraints.base import Constraint
+from ovspec.drafting.costs import Costs
+from ovspec.errors import InferenceError, OvspecError
+from ovspec.loop.pace import FEWEST, LIMIT, MOST, Pace
+from ovspec.serving.engine import Engine, Job
+
+OPTIONS: Any = {"max_tokens": 30, "ignore_eos": True}
+
+
+@pytest.fixture
+def engine(load: Callable[..., ovspec.LanguageModel]) -> Iterator[Engine]:
+    made = Engine(load(draft="lookup,draft"), rows=4)
+    made.start()
+    yield made
+    made.end()
+    assert not made.alive
+
+
+class Asked:
+    """A job whose pieces are kept."""
+
+    def __init__(self, engine: Engine, prompt: str, **options: Any) -> None:
+        self._told: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        whole: Any = {**OPTIONS, **options}
+        self.rows = engine.lm.workspace.rows(prompt, whole, options.get("n", 1), reserved=True)
+        self.times: list[float] = []
+        self.job = Job(self.rows, self._deliver)
+        engine.submit(self.job)
+
+    def _deliver(self, found: Any) -> None:
+        self.times.append(time.perf_counter())
+        self._told.put(found)
+
+    def result(self, seconds: float = 60.0) -> Any:
+        """Return the tokens of the texts, or the error that ended them."""
+        while not all(row.finish_reason for row in self.rows):
+            found = self._told.get(timeout=seconds)
+            if isinstance(found, OvspecError):
+                return found
+        while not self._told.empty():
+            if isinstance(found := self._told.get(), OvspecError):
+                return found
+        return [row.token_ids for row in self.rows]
+
+
+def test_texts_are_those_of_generate(engine: Engine) -> None:
+    asked = [Asked(engine, prompt) for prompt in PROMPTS[:9]]
+    alone = [engine.lm.generate(prompt, **OPTIONS).token_ids for prompt in PROMPTS[:9]]
+    assert [each.result()[0] for each in asked] == alone
+    assert engine.counts.accepted["draft"] > 0
+
+
+def test_a_failed_inference_fails_those_in_it_only(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, feed = engine._decoders.target, engine._decoders.target.feed
+    fails = threading.Event()
+
+    def feed_or_fail(*arguments: Any, **options: Any) -> Any:
+        if fails.is_set():
+            fails.clear()
+            raise InferenceError("CPU: the inference failed (a test).")
+        return feed(*arguments, **options)
+
+    monkeypatch.setattr(target, "feed", feed_or_fail)
+    running = [Asked(engine, prompt, max_tokens=200) for prompt in PROMPTS[:4]]
+    waiting = Asked(engine, PROMPTS[5])
+    while not all(each.job.started for each in running):
+        time.sleep(0.005)
+    fails.set()
+    assert all(isinstance(each.result(), InferenceError) for each in running)
+    assert waiting.result() == [engine.lm.generate(PROMPTS[5], **OPTIONS).token_ids]
+    assert Asked(engine, PROMPTS[0]).result() == [engine.lm.generate(PROMPTS[0], **OPTIONS).token_ids]
+    assert engine.cache_use()[0] == 0
+
+
+class Breaks(Constraint):
+    """Fails at a text's tenth token."""
+
+    def __init__(self, at: int, error: Exception) -> None:
+        self._at, self._error = at, error
+
+    def process(self, logits: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+        if len(tokens) >= self._at:
+            raise self._error
+        return logits
+
+
+def test_a_text_that_cannot_go_on_fails_alone(engine: Engine) -> None:
+    others = [Asked(engine, prompt) for prompt in PROMPTS[:2]]
+    start = len(engine.lm.encode(PROMPTS[3]))
+    broken = Breaks(start + 9, OvspecError("No token may follow."))
+    failing = Asked(engine, PROMPTS[3], logits_processors=[lambda tokens, logits: broken.process(logits, tokens)])
+    assert "No token may follow" in str(failing.result())
+    for other, prompt in zip(others, PROMPTS[:2], strict=True):
+        assert other.result() == [engine.lm.generate(prompt, **OPTIONS).token_ids]
+
+
+def test_any_other_error_leaves_the_server_alive(engine: Engine) -> None:
+    broken = Breaks(0, RuntimeError("a defect"))
+    failing = Asked(engine, PROMPTS[3], logits_processors=[lambda tokens, logits: broken.process(logits, tokens)])
+    assert "RuntimeError: a defect" in str(failing.result())
+    assert Asked(engine, PROMPTS[0]).result() == [engine.lm.generate(PROMPTS[0], **OPTIONS).token_ids]
+
+
+def test_cancelled_rows_leave(engine: Engine) -> None:
+    jobs = [Asked(engine, prompt, max_tokens=400) for prompt in PROMPTS[:6]]
+    while not jobs[0].job.started:
+        time.sleep(0.005)
+    for each in jobs[:5]:
+        engine.cancel(each.job)
+    assert jobs[5].result() == [engine.lm.generate(PROMPTS[5], max_tokens=400, ignore_eos=True).token_ids]
+    assert all(row.finish_reason == "cancelled" for each in jobs[:5] for row in each.rows)
+    assert engine.running == engine.waiting == 0
+
+
+def test_earlier_texts_are_proposed_from(load: Callable[..., ovspec.LanguageModel]) -> None:
+    """With a lookup memory; the texts stay the same."""
+    found = []
+    for memory in (0, 5000):
+        lm = load(draft="lookup")
+        lm.workspace.corpora.clear()
+        engine = Engine(lm, rows=2, lookup_tokens=memory)
+        engine.start()
+        texts = [Asked(engine, PROMPTS[1], temperature=1.0, seed=3).result() for _ in range(2)]
+        assert texts[0] == texts[1]
+        found.append((texts[0], engine.counts.accepted.get("lookup", 0)))
+        engine.end()
+        lm.workspace.corpora.clear()
+    assert found[0][0] == found[1][0]
+    assert found[1][1] > found[0][1] + 10
+
+
+def test_the_pace_keeps_rounds_short() -> None:
+    """A round that reads a prompt may take ``LIMIT`` times as long as a plain one, whatever a token costs."""
+    for per_token in (0.05, 0.5, 2.0):
+        costs = Costs({2: 20.0, 32: 20.0 + 30 * per_token}, 0.0)
+        pace = Pace(costs, 2, learns=False)
+        assert pace.room([]) == MOST
+        for rows in (1, 4, 8):
+            plain, read = costs(2 * rows), 0
+            for _ in range(60):
+                read = pace.room([2] * rows)
+                pace.learn([2] * rows, read, plain + read * per_token)
+            assert read in (FEWEST, MOST) or abs(plain + read * per_token - LIMIT * plain) < 2 * per_token + 1
+            assert read == FEWEST or plain + read * per_token <= LIMIT * plain + 1
+
+
+def test_generating_goes_on_while_prompts_are_read(engine: Engine) -> None:
+    first = Asked(engine, PROMPTS[0], max_tokens=300)
+    while len(first.times) < 20:
+        time.sleep(0.005)
+    before = len(first.times)
+    long = "\n".join(PROMPTS * 2)[:6000]
+    other = Asked(engine, long, max_tokens=3)
+    other.result()
+    read = other.rows[0].stats.prompt_tokens
+    assert read > 500
+    assert len(first.times) - before > 4, "the first text must grow while the other's prompt is read"
+    first.result()
+    assert other.rows[0].token_ids == engine.lm.generate(long, max_tokens=3, ignore_eos=True).token_ids

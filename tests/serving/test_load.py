@@ -1,0 +1,70 @@
+"""Many clients at once: each is answered or refused properly, and afterwards everything is back where it was."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections import Counter
+
+import httpx
+import psutil
+import pytest
+from conftest import PROMPTS
+from servers import DEMO, Running, Start
+
+CLIENTS = 200
+
+
+async def client(number: int, server: Running, ends: float, breaks_off: float, found: Counter[str]) -> None:
+    """Send requests one after the other until ``ends``; break off a share of the streams."""
+    chance = random.Random(number)
+    async with httpx.AsyncClient(base_url=server.url, timeout=120) as connection:
+        while time.monotonic() < ends:
+            body = {"prompt": chance.choice(PROMPTS), "max_tokens": chance.randint(1, 24), "stream": number % 2 == 0}
+            if chance.random() < 0.3:
+                body |= {"temperature": 1.0, "seed": chance.randrange(100), "regex": "[a-z ]{1,20}"}
+            try:
+                async with connection.stream("POST", "/v1/completions", json=body) as answer:
+                    if breaks_off and chance.random() < breaks_off:
+                        async for _ in answer.aiter_bytes():
+                            break
+                        found["broken off"] += 1
+                        continue
+                    text = (await answer.aread()).decode()
+                    whole = answer.status_code != 200 or not body["stream"] or text.endswith("data: [DONE]\n\n")
+                    found[str(answer.status_code) if whole and "error" not in text[:10] else text[:80]] += 1
+            except httpx.HTTPError as error:
+                found[repr(error)] += 1
+
+
+def resources(server: Running) -> tuple[float, int, int]:
+    """Return a server's memory in MB, its open files, and its threads."""
+    process = psutil.Process(server.process.pid)
+    return process.memory_info().rss / 1e6, process.num_fds(), process.num_threads()
+
+
+@pytest.mark.skipif(psutil.WINDOWS, reason="Windows counts handles otherwise")
+@pytest.mark.parametrize(("seconds", "breaks_off"), [(60, 0.0), pytest.param(1200, 0.05, marks=pytest.mark.soak)])
+def test_load(start: Start, seconds: float, breaks_off: float) -> None:
+    server = start(DEMO, "--draft", "lookup,draft", "--precision", "f32")
+
+    async def load(seconds: float) -> Counter[str]:
+        found: Counter[str] = Counter()
+        ends = time.monotonic() + seconds
+        await asyncio.gather(*[client(number, server, ends, breaks_off, found) for number in range(CLIENTS)])
+        return found
+
+    asyncio.run(load(8))  # what is made once: kernels, threads, grammars
+    time.sleep(1)
+    before = resources(server)
+    found = asyncio.run(load(seconds))
+    time.sleep(1)
+    after = resources(server)
+    assert found.keys() <= {"200", "429", "broken off"}, found
+    assert found["200"] > 5 * seconds, found
+    assert server.metric("ovspec_texts_running") == server.metric("ovspec_texts_waiting") == 0
+    assert server.metric("ovspec_cache_blocks_used") == 0
+    if breaks_off:
+        assert after[0] < before[0] + 60, (before, after)
+    assert after[1] <= before[1] + 5 and after[2] <= before[2] + 5, (before, after)

@@ -1,0 +1,216 @@
+"""What a server refuses, each in a sentence of OpenAI's shape: fields, keys, hosts, bodies, and more than it can do."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import json
+import re
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from servers import DEMO, Running, Start
+
+CHAT = {"messages": [{"role": "user", "content": "Hi"}]}
+TEXT = {"prompt": "a"}
+# path, body, what the message says, and the field that it names
+WRONG: list[tuple[str, Any, str, str | None]] = [
+    ("/v1/completions", {}, "prompt is missing", "prompt"),
+    ("/v1/completions", [], "must be a JSON object", None),
+    ("/v1/completions", {**TEXT, "temprature": 1}, "did you mean temperature", "temprature"),
+    ("/v1/completions", {**TEXT, "tools": []}, "tools is not a field", "tools"),
+    ("/v1/completions", {**TEXT, "max_tokens": "5"}, "max_tokens", "max_tokens"),
+    ("/v1/completions", {**TEXT, "max_tokens": 0}, "max_tokens.*at least 1", "max_tokens"),
+    ("/v1/completions", {**TEXT, "temperature": -1}, "temperature", "temperature"),
+    ("/v1/completions", {**TEXT, "top_p": 0.5}, "top_p", None),
+    ("/v1/completions", {**TEXT, "n": 3}, "greedy", "n"),
+    ("/v1/completions", {**TEXT, "n": 200, "temperature": 1.0}, "asks for 200 texts", "n"),
+    ("/v1/completions", {**TEXT, "logprobs": -1}, "logprobs", "logprobs"),
+    ("/v1/completions", {**TEXT, "regex": "("}, "regex", "regex"),
+    ("/v1/completions", {**TEXT, "regex": "a", "choice": ["b"]}, "can't be combined", None),
+    ("/v1/completions", {**TEXT, "json_schema": "/etc/passwd"}, "isn't JSON", "json_schema"),
+    ("/v1/completions", {**TEXT, "grammar": "/etc/passwd"}, "isn't a grammar", "grammar"),
+    ("/v1/completions", {**TEXT, "draft": "medusa"}, "this server has lookup and draft", "draft"),
+    ("/v1/completions", {**TEXT, "model": "gpt-9"}, "There is no model", "model"),
+    ("/v1/completions", {**TEXT, "stream_options": {"include_usage": True}}, "needs stream", "stream_options"),
+    ("/v1/completions", {**TEXT, "stream": True, "stream_options": {"x": 1}}, "x is not a field", "stream_options"),
+    ("/v1/completions", {**TEXT, "logit_bias": {"a": 1}}, "logit_bias", None),
+    ("/v1/completions", {"prompt": [-1]}, "not in the vocabulary", None),
+    ("/v1/completions", {"prompt": "a " * 5000}, "context", None),
+    ("/v1/chat/completions", {"messages": []}, "messages", "messages"),
+    ("/v1/chat/completions", {**CHAT, "prompt": "a"}, "prompt is not a field", "prompt"),
+    ("/v1/chat/completions", {**CHAT, "top_logprobs": 2}, "needs logprobs", None),
+    ("/v1/chat/completions", {**CHAT, "response_format": {"type": "xml"}}, "response_format", None),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "image_url", None),
+    ("/v1/chat/completions", {"messages": [{"content": "Hi"}]}, "role", "messages"),
+    ("/tokenize", {}, "one of prompt", None),
+    ("/detokenize", {"tokens": [10**30]}, "token", None),
+    ("/detokenize", {"tokens": [999999]}, "not in the vocabulary", None),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "message", "field"), WRONG)
+def test_wrong_fields_are_named(server: Running, path: str, body: Any, message: str, field: str | None) -> None:
+    answer = server.post(path, body)
+    assert answer.status_code == (404 if "no model" in message else 400), answer.text
+    error = answer.json()["error"]
+    assert re.search(message, error["message"]) and len(error["message"]) < 400, error
+    assert error.keys() == {"message", "type", "param", "code"}
+    if field:
+        assert error["param"] == field
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (b"{", "not JSON"),
+        (b"", "JSON"),
+        (b"[" * 5000, "deep"),
+        (b'{"prompt": ' + b"[" * 300 + b"]" * 300 + b"}", "deep"),
+        (b'{"prompt": "\\ud800"}', "Unicode"),
+        (b'{"prompt": "\xff"}', "Unicode"),
+        (b'{"prompt": "a", "temperature": NaN}', "NaN"),
+        (b'{"prompt": "a", "seed": ' + b"9" * 5000 + b"}", "digits"),
+        (b'{"prompt": "a", "temperature": 1e999}', "temperature"),
+    ],
+)
+def test_wrong_bodies(server: Running, body: bytes, message: str) -> None:
+    headers = {"Content-Type": "application/json"}
+    answer = httpx.post(f"{server.url}/v1/completions", content=body, headers=headers, timeout=60)
+    assert answer.status_code == 400 and message in answer.json()["error"]["message"], answer.text
+
+
+def test_other_types_methods_and_paths(server: Running) -> None:
+    answer = httpx.post(f"{server.url}/v1/completions", data={"prompt": "a"})
+    assert answer.status_code == 415 and "Content-Type" in answer.json()["error"]["message"]
+    for path, status in (("/v1/completions", 405), ("/v1/models/none", 404), ("/docs", 404), ("/../etc/passwd", 404)):
+        answer = server.get(path)
+        assert answer.status_code == status and answer.json()["error"]["message"]
+    assert not any("access-control" in name.lower() for name in server.get("/health").headers)
+
+
+def test_only_this_machines_names_are_answered_without_a_key(server: Running) -> None:
+    """A web page whose own name points here could otherwise use the server."""
+    answer = server.get("/v1/models", headers={"Host": "example.com"})
+    assert answer.status_code == 403 and "localhost" in answer.json()["error"]["message"]
+    assert server.get("/v1/models", headers={"Host": "localhost:8000"}).status_code == 200
+
+
+def test_large_bodies_and_heads_are_cut_off(server: Running) -> None:
+    with httpx.Client() as client:
+        answer = client.post(f"{server.url}/v1/completions", json={"prompt": "a" * 33_000_000}, timeout=60)
+        assert answer.status_code == 413
+    with contextlib.suppress(httpx.HTTPError):  # it is closed before the head is whole
+        assert server.get("/health", headers={"X": "a" * 200_000}).status_code in (400, 431)
+    assert server.get("/health").status_code == 200
+
+
+@pytest.fixture(scope="module")
+def guarded(start: Start, tmp_path_factory: pytest.TempPathFactory) -> Running:
+    """A server with two keys and little room, which others could reach."""
+    keys = tmp_path_factory.mktemp("keys") / "keys.txt"
+    keys.write_text("first-key\n\nsecond-key\n", encoding="utf-8")
+    room = ("--batch-size", "1", "--queue-size", "1", "--queue-timeout", "2", "--cache-size", "0.005")
+    return start(DEMO, "--api-key-file", keys, "--host", "0.0.0.0", "--draft", "none", *room)
+
+
+def address(server: Running) -> str:
+    return server.url.replace("0.0.0.0", "127.0.0.1")
+
+
+def ask(server: Running, key: str | None = "first-key", **body: Any) -> httpx.Response:
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    return httpx.post(f"{address(server)}/v1/completions", json={**TEXT, **body}, headers=headers, timeout=60)
+
+
+def test_keys(guarded: Running) -> None:
+    assert ask(guarded, max_tokens=1).status_code == ask(guarded, "second-key", max_tokens=1).status_code == 200
+    for key in (None, "", "wrong", "first-keysecond-key"):
+        answer = ask(guarded, key, max_tokens=1)
+        assert answer.status_code == 401 and answer.json()["error"]["type"] == "authentication_error"
+    for path, status in (("/health", 200), ("/ready", 200), ("/metrics", 401), ("/v1/models", 401)):
+        assert httpx.get(address(guarded) + path).status_code == status
+    assert not re.search("first-key|second-key", guarded.log.read_text(encoding="utf-8"))
+
+
+def test_what_can_never_fit_is_refused(guarded: Running) -> None:
+    answer = ask(guarded, max_tokens=2000)
+    assert answer.status_code == 400 and "this server has" in answer.json()["error"]["message"], answer.text
+
+
+def test_a_full_queue_and_one_that_waits_too_long(guarded: Running) -> None:
+    """One runs, one waits, and the third is refused; the second gives up after its time."""
+
+    def run(tokens: int) -> httpx.Response:
+        return ask(guarded, max_tokens=tokens, ignore_eos=True)
+
+    with concurrent.futures.ThreadPoolExecutor(6) as threads:
+        answers = [each.result() for each in [threads.submit(run, 300) for _ in range(6)]]
+    refused = [answer for answer in answers if answer.status_code == 429]
+    assert {answer.status_code for answer in answers} <= {200, 429, 503}
+    assert refused and all(int(answer.headers["Retry-After"]) > 0 for answer in refused)
+    assert any(answer.status_code == 200 for answer in answers)
+
+
+def test_the_log_has_no_prompts(server: Running) -> None:
+    server.post("/v1/completions", {"prompt": "A very secret prompt", "max_tokens": 1})
+    server.get("/v1/models?api_key=A-very-secret-key")
+    time.sleep(0.2)
+    log = server.log.read_text(encoding="utf-8")
+    assert "/v1/completions 200" in log and "secret" not in log
+
+
+def test_clients_that_go_away_or_do_not_read(start: Start) -> None:
+    """Their rows leave the batch, and others don't notice."""
+    server = start(DEMO, "--draft", "none", "--precision", "f32")
+    body = {"prompt": "def f(", "max_tokens": 2000, "ignore_eos": True}
+    host, port = server.url.removeprefix("http://").split(":")
+    data = json.dumps({**body, "stream": True}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
+    for streams in (True, False):
+        data = json.dumps({**body, "stream": streams}).encode()
+        connection = socket.create_connection((host, int(port)))
+        connection.sendall(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
+        wait_until(lambda: server.metric("ovspec_texts_running") == 1)
+        connection.close()
+        wait_until(lambda: server.metric("ovspec_texts_running") == 0, 3.0)
+    assert server.metric("ovspec_cache_blocks_used") == 0
+    assert server.post("/v1/completions", {**TEXT, "max_tokens": 3}).status_code == 200
+
+
+def wait_until(holds: Any, seconds: float = 30.0) -> None:
+    ends = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < ends
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--host", "0.0.0.0"), "--insecure"),
+        (("--api-key-file", "none.txt"), "none.txt"),
+        (("--host", "999.1.1.1", "--insecure"), "cannot be listened on"),
+        (("--port", "70000"), "65535"),
+        (("--arithmetic", "fast", "--deterministic", "--port", "0"), "--deterministic"),
+        (("nowhere", "--port", "0"), "nowhere"),
+    ],
+)
+def test_options_that_cannot_be_met(ovspec_command: Any, arguments: Any, message: str) -> None:
+    done = ovspec_command("serve", *arguments)
+    assert done.returncode and message in done.stderr, done.stderr
+
+
+def test_a_port_that_is_taken(server: Running, ovspec_command: Any) -> None:
+    done = ovspec_command("serve", DEMO, "--port", server.url.rsplit(":", 1)[1])
+    assert done.returncode == 1 and "cannot be listened on" in done.stderr
+
+
+def test_several_keys_and_a_shared_index(ovspec_command: Any, tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text("a\nb\n", encoding="utf-8")
+    done = ovspec_command("serve", DEMO, "--api-key-file", tmp_path / "keys", "--lookup-memory", "1000")
+    assert done.returncode == 1 and "--lookup-memory" in done.stderr
