@@ -151,7 +151,7 @@ class Workspace:
         self.tokenizer = Tokenizer(folder)
         self.generation_config = GenerationConfig(folder, target.ir.config, self.tokenizer)
         self._constraints = ConstraintMaker(self.tokenizer)
-        self._unconstrained = functools.cache(lambda ends: Constraints((), ends))
+        self._unconstrained = functools.lru_cache(64)(lambda ends: Constraints((), ends))
         self.corpora = [corpus_of(self.tokenizer.encode(text.rstrip("\0"), False) for text in corpus)]
         self.pool = DecoderPool(self._make_decoders)
         self._token_bytes = sum(kv_bytes_per_token(ir) + recurrent_bytes(ir) for ir in self.irs())  # upper bound

@@ -51,7 +51,6 @@ class Counts:
     """What the engine has done since it started, for metrics; tokens by drafter."""
 
     rounds: int = 0
-    prompt_tokens: int = 0
     generated_tokens: int = 0
     proposed: dict[str, int] = field(default_factory=dict)
     accepted: dict[str, int] = field(default_factory=dict)
@@ -90,7 +89,8 @@ class Engine:
 
     def start(self) -> None:
         """Warm up, find out how many tokens fit into memory, and start the thread."""
-        row = self.lm.workspace.row(Sequence(self.lm.encode(WARM_UP)), {"max_tokens": 8, "ignore_eos": True})
+        ids = self.lm.encode(WARM_UP)[: (self.lm.target.ir.context_length or len(WARM_UP)) // 2]
+        row = self.lm.workspace.row(Sequence(ids), {"max_tokens": 8, "ignore_eos": True})
         self._scheduler.queue.add(row)
         while self._scheduler.step():
             pass

@@ -6,6 +6,9 @@ from typing import Any
 
 from starlette.exceptions import HTTPException
 
+from ovspec.errors import OvspecError
+from ovspec.model import LanguageModel
+
 KINDS = {400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
 
 
@@ -27,6 +30,11 @@ class ApiError(HTTPException):
     ) -> None:
         super().__init__(status, message, None if retry_after is None else {"Retry-After": str(retry_after)})
         self.param, self.code = param, code
+
+
+def for_clients(error: OvspecError, lm: LanguageModel) -> str:
+    """Return an error's message without the folder of the model, which is none of a client's business."""
+    return str(error).replace(str(lm.folder), "the model's folder")
 
 
 def error_body(status: int, message: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:

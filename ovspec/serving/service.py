@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
 from functools import partial
 from typing import Any
 
@@ -20,7 +21,7 @@ from ovspec.options import GenerateOptions
 from ovspec.serving.answers import DONE, Head, Told, counted, event, whole
 from ovspec.serving.echo import Echo, echoes_of
 from ovspec.serving.engine import Engine
-from ovspec.serving.errors import ApiError
+from ovspec.serving.errors import ApiError, for_clients
 from ovspec.serving.metrics import Metrics
 from ovspec.serving.requests import Kind, TextRequest, make_rows, read_request
 from ovspec.serving.streams import Stream, unless_gone
@@ -75,7 +76,8 @@ class Service:
         try:
             return await asyncio.get_running_loop().run_in_executor(threads, partial(work, *arguments))
         except OvspecError as error:
-            raise ApiError(400, str(error), field_in(str(error))) from None
+            message = for_clients(error, self.lm)
+            raise ApiError(400, message, field_in(message)) from None
 
     async def answer(self, kind: Kind, body: Any, http: Request) -> Response:
         """Generate what a request asks for, and return the answer or the stream."""
@@ -109,8 +111,7 @@ class Service:
 
     async def _generate(self, request: TextRequest, began: float) -> None:
         """Generate all texts of a request; again with other seeds, where ``retries`` asks for it."""
-        async for _ in self._texts(request).pieces(EVERY):
-            pass
+        await self._finish(request)
         for _ in range(request.options.get("retries") or 0):
             broken = [index for index, row in enumerate(request.rows) if row.result().schema_errors]
             if not broken:
@@ -118,31 +119,37 @@ class Service:
             seeds = {"seed": ((request.rows[broken[0]].stats.seed or 0) + 1) % 2**63}
             rows = await self.apart(make_rows, self.lm, request, seeds, grammar=True)
             again = TextRequest(request.kind, request.prompts, request.options, rows=[rows[i] for i in broken])
-            async for _ in self._texts(again).pieces(EVERY):
-                pass
+            await self._finish(again)
             for index, row in zip(broken, again.rows, strict=True):
                 request.rows[index] = row
         self._note(request, began)
+
+    async def _finish(self, request: TextRequest) -> None:
+        """Generate the texts of a request, whose pieces nobody waits for."""
+        async with aclosing(self._texts(request).pieces(EVERY)) as pieces:
+            async for _ in pieces:
+                pass
 
     async def _stream(self, head: Head, request: TextRequest, echoes: list[Echo], began: float) -> AsyncIterator[bytes]:
         tokenizer, part = self.lm.tokenizer, head.body(part=True)
         with_usage: dict[str, Any] = {"usage": None} if request.include_usage else {}
         told = [Told(tokenizer, request, i, echoes[i // request.n][0]) for i in range(len(request.rows))]
         begun = False
-        async for found in self._texts(request).pieces(EVERY):
-            if found is None:
-                yield LIVES
-                continue
-            choices = []
-            if not begun:
-                begun = True
-                choices = [c for i, text in enumerate(told) for c in text.first(*echoes[i // request.n])]
-            choices += [choice for index, piece in found for choice in told[index].more(piece)]
-            for choice in choices:
-                last = {}
-                if choice["finish_reason"] and all(row.finish_reason for row in request.rows):
-                    last = {"timings": counted(request)["timings"]}
-                yield event(part | {"choices": [choice]} | with_usage | last)
+        async with aclosing(self._texts(request).pieces(EVERY)) as pieces:
+            async for found in pieces:
+                if found is None:
+                    yield LIVES
+                    continue
+                choices = []
+                if not begun:
+                    begun = True
+                    choices = [c for i, text in enumerate(told) for c in text.first(*echoes[i // request.n])]
+                choices += [choice for index, piece in found for choice in told[index].more(piece)]
+                for choice in choices:
+                    last = {}
+                    if choice["finish_reason"] and all(row.finish_reason for row in request.rows):
+                        last = {"timings": counted(request)["timings"]}
+                    yield event(part | {"choices": [choice]} | with_usage | last)
         if request.include_usage:
             yield event(part | {"choices": []} | counted(request))
         yield DONE

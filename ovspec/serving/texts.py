@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 
 from ovspec.errors import InferenceError, OvspecError
 from ovspec.loop.results import Piece
 from ovspec.serving.engine import Ended, Engine, Job
-from ovspec.serving.errors import ApiError
+from ovspec.serving.errors import ApiError, for_clients
 from ovspec.serving.metrics import Metrics
 from ovspec.serving.requests import TextRequest
 
@@ -33,7 +33,7 @@ class Texts:
     def _deliver(self, found: list[tuple[int, Piece]] | OvspecError) -> None:
         self._loop.call_soon_threadsafe(self._events.put_nowait, found)
 
-    async def pieces(self, every: float) -> AsyncIterator[list[tuple[int, Piece]] | None]:
+    async def pieces(self, every: float) -> AsyncGenerator[list[tuple[int, Piece]] | None]:
         began = time.monotonic()
         left, last = len(self._request.rows), dict[int, float]()
         try:
@@ -55,7 +55,7 @@ class Texts:
                     continue
                 if isinstance(found, OvspecError):
                     status = 503 if isinstance(found, Ended) else 500 if isinstance(found, InferenceError) else 422
-                    raise ApiError(status, str(found))
+                    raise ApiError(status, for_clients(found, self._engine.lm))
                 now = time.monotonic()
                 for index, piece in found:
                     self._metrics.note_piece(now, began, last.get(index))

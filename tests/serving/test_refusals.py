@@ -6,6 +6,7 @@ import concurrent.futures
 import contextlib
 import json
 import re
+import shutil
 import socket
 import time
 from pathlib import Path
@@ -214,3 +215,11 @@ def test_several_keys_and_a_shared_index(ovspec_command: Any, tmp_path: Path) ->
     (tmp_path / "keys").write_text("a\nb\n", encoding="utf-8")
     done = ovspec_command("serve", DEMO, "--api-key-file", tmp_path / "keys", "--lookup-memory", "1000")
     assert done.returncode == 1 and "--lookup-memory" in done.stderr
+
+
+def test_messages_do_not_tell_the_models_folder(start: Start, tmp_path: Path) -> None:
+    shutil.copytree(DEMO, tmp_path / "its-folder")
+    (tmp_path / "its-folder" / "chat_template.jinja").unlink()
+    server = start(tmp_path / "its-folder", "--draft", "none", "--engine", "stateful", "--model-name", "public")
+    answer = server.post("/v1/chat/completions", CHAT)
+    assert answer.status_code == 400 and "no chat template" in answer.text and "its-folder" not in answer.text
