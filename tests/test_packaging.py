@@ -33,7 +33,7 @@ def test_the_wheel_generates_without_torch(tmp_path: Path, pair: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     tops = {name.split("/")[0] for name in names if ".dist-info/" not in name}
     assert tops == {"ovspec", "ovspec_export"}
-    assert {Path(name).suffix for name in names if ".dist-info/" not in name} <= {".py", ".toml", ".typed"}
+    assert not [name for name in names if name.endswith((".bin", ".xml", ".safetensors", "tokenizer.json"))]
 
     venv.create(tmp_path / "venv", with_pip=True)
     python = tmp_path / "venv" / ("Scripts/python.exe" if os.name == "nt" else "bin/python")

@@ -105,7 +105,8 @@ def test_no_request_changes_another(name: str, start: Start, tmp_path: Path) -> 
     assert sum(answer is None for answer in answers) > 5
     metrics = server.get("/metrics").text
     for what in ("proposed", "accepted"):
-        for drafter in ("lookup", "draft"):
+        # On the demo pair the draft doesn't pay in a batch, so it isn't asked.
+        for drafter in ("lookup", "draft") if name in PAIRS else ("lookup",):
             found = re.search(rf'ovspec_{what}_tokens_total{{drafter="{drafter}"}} (\S+)', metrics)
             assert found and float(found[1]) > 0, metrics
     assert server.metric("ovspec_texts_running") == server.metric("ovspec_cache_blocks_used") == 0

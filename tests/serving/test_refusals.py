@@ -219,7 +219,8 @@ def test_several_keys_and_a_shared_index(ovspec_command: Any, tmp_path: Path) ->
 
 def test_messages_do_not_tell_the_models_folder(start: Start, tmp_path: Path) -> None:
     shutil.copytree(DEMO, tmp_path / "its-folder")
-    (tmp_path / "its-folder" / "chat_template.jinja").unlink()
+    for name in ("chat_template.jinja", "ovspec.json"):
+        (tmp_path / "its-folder" / name).unlink()
     server = start(tmp_path / "its-folder", "--draft", "none", "--engine", "stateful", "--model-name", "public")
     answer = server.post("/v1/chat/completions", CHAT)
     assert answer.status_code == 400 and "no chat template" in answer.text and "its-folder" not in answer.text
