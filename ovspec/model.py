@@ -249,12 +249,24 @@ def retried(workspace: Workspace, prompts: Sequence[Any], options: GenerateOptio
         options: those of the results; ``retries`` is how often at most.
     """
     for _ in range(options.get("retries") or 0):
-        broken, again = [i for i, result in enumerate(results) if result.schema_errors], list[Row]()
-        n = len(results) // len(prompts)
-        for i in broken:
-            seed = ((results[i].stats.seed or 0) + 1) % 2**63
-            again.append(workspace.rows(prompts[i // n], {**options, "seed": seed}, n)[i % n])
-        for _ in workspace.run(again, options, True, len(again)) if again else ():
+        again = rows_again(workspace, prompts, options, results)
+        for _ in workspace.run(again.values(), options, True, len(again)) if again else ():
             pass
-        for i, row in zip(broken, again, strict=True):
+        for i, row in again.items():
             results[i] = row.result()
+
+
+def rows_again(
+    workspace: Workspace,
+    prompts: Sequence[Any],
+    options: GenerateOptions,
+    results: list[Result],
+    reserved: bool = False,
+) -> dict[int, Row]:
+    """Return rows with the next seeds for the results that break their schema, by their index; see ``retried``."""
+    again, n = dict[int, Row](), len(results) // len(prompts)
+    for i, result in enumerate(results):
+        if result.schema_errors:
+            seed = ((result.stats.seed or 0) + 1) % 2**63
+            again[i] = workspace.rows(prompts[i // n], {**options, "seed": seed}, n, reserved)[i % n]
+    return again

@@ -86,6 +86,11 @@ class PagedDecoder:
         """Number of blocks in use, including those of decoders that share the tensors; a shared block counts once."""
         return self._tensors.pool.used
 
+    @property
+    def block_size(self) -> int:
+        """Number of tokens in a block."""
+        return self._tensors.block_size
+
     def reset(self, rows: int) -> None:
         self.rows = [Sequence() for _ in range(rows)]
         self._listed: tuple[list[int], int] | None = None  # rows and block version of the current lists

@@ -7,10 +7,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 import psutil
 
+from ovspec.decoders.paged import PagedDecoder
 from ovspec.drafting.costs import Costs
 from ovspec.drafting.lookup import Index
 from ovspec.errors import OvspecError
@@ -158,11 +158,12 @@ class Engine:
 
     def cache_use(self) -> tuple[int, int]:
         """Return (blocks of the target's KV cache in use, blocks that are free); of one token where there are none."""
-        target: Any = self._decoders.target
-        size = getattr(target, "block_size", 1)
-        used = getattr(target, "blocks_used", None)
-        used = sum(map(len, target.rows)) if used is None else used
-        return used, max(0, self.most_tokens // size - used)
+        target = self._decoders.target
+        if isinstance(target, PagedDecoder):
+            used, most = target.blocks_used, self.most_tokens // target.block_size
+        else:
+            used, most = sum(map(len, target.rows)), self.most_tokens
+        return used, max(0, most - used)
 
     # ------------------------------------------------------------ in the engine's thread
 

@@ -12,6 +12,7 @@ from ovspec.loop.row import Row
 from ovspec.model import LanguageModel, Prompt, is_batch
 from ovspec.options import GenerateOptions, params_of, refuse_retries
 from ovspec.serving.errors import ApiError
+from ovspec.serving.models import OF_SERVER
 from ovspec.text.chat_template import Message
 
 Kind = Literal["completion", "chat"]
@@ -75,7 +76,7 @@ def read_request(lm: LanguageModel, kind: Kind, body: dict[str, Any], defaults: 
     if kind == "chat" and "messages" in asked:
         asked["messages"] = [plain_message(message) for message in asked["messages"]]
     prompt = prompt_of(asked, kind)
-    options = cast(GenerateOptions, {**defaults, **options_of(asked, "a request", ("accept", "lookahead"))})
+    options = cast(GenerateOptions, {**defaults, **options_of(asked, "a request", OF_SERVER)})
     prompts = prompt if is_batch(prompt) else [prompt]
     texts = params_of(options).n * len(prompts)
     if texts > MOST_TEXTS:
@@ -133,18 +134,14 @@ def limits_of(lm: LanguageModel, body: dict[str, Any], options: GenerateOptions)
     return DraftLimits(wanted, lookahead)
 
 
-def make_rows(lm: LanguageModel, request: TextRequest, changed: dict[str, Any] | None = None) -> list[Row]:
+def make_rows(lm: LanguageModel, request: TextRequest) -> list[Row]:
     """Return rows for all texts of a request, which may take long: grammars are compiled.
-
-    Args:
-        changed: options that take precedence.
 
     Raises:
         OvspecError: a prompt or an option can't be met.
     """
-    options = cast(GenerateOptions, {**request.options, **(changed or {})})
-    n = params_of(options).n
-    rows = [row for prompt in request.prompts for row in lm.workspace.rows(prompt, options, n, reserved=True)]
+    n = params_of(request.options).n
+    rows = [row for prompt in request.prompts for row in lm.workspace.rows(prompt, request.options, n, reserved=True)]
     for row in rows:
         row.limits = request.limits
     return rows

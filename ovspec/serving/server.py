@@ -27,7 +27,6 @@ MOST_CONNECTIONS = 2_000
 # The engine's thread must not wait for the 5 ms that Python grants other threads.
 SWITCH_SECONDS = 0.0005
 KEY = "OVSPEC_API_KEY"
-ROUTES = ("/v1/chat/completions", "/v1/completions", "/v1/models", "/tokenize", "/detokenize", "/health", "/ready")
 
 
 class Connection(H11Protocol):
@@ -143,7 +142,10 @@ def serve(lm: LanguageModel, name: str, keys: list[str], opened: socket.socket, 
     engine = Engine(lm, options.batch_size, size, options.lookup_memory)
     engine.start()
     service = Service(lm, engine, name, options)
-    app: Any = Guard(make_app(service), Keys.of(keys), not keys and not options.insecure, counted_by(service))
+    api = make_app(service)
+    app: Any = Guard(
+        api, Keys.of(keys), not keys and not options.insecure, counted_by(service, [*api.openapi()["paths"]])
+    )
     host, port = opened.getsockname()[:2]
     where = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
 
@@ -173,12 +175,11 @@ def serve(lm: LanguageModel, name: str, keys: list[str], opened: socket.socket, 
         engine.end(wait=2.0)
 
 
-def counted_by(service: Service) -> Any:
-    """Return the function that counts a request in the metrics."""
+def counted_by(service: Service, paths: list[str]) -> Any:
+    """Return the function that counts a request in the metrics, under one of ``paths`` or "other"."""
 
     def note(path: str, status: int) -> None:
-        known = path if path in ROUTES or path == "/metrics" else "other"
-        service.metrics.requests.labels(known, str(status)).inc()
+        service.metrics.requests.labels(path if path in paths else "other", str(status)).inc()
 
     return note
 

@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,7 +17,8 @@ from starlette.responses import Response
 
 from ovspec.constraints.maker import grammar_asked
 from ovspec.errors import OvspecError
-from ovspec.model import LanguageModel
+from ovspec.loop.row import Row
+from ovspec.model import LanguageModel, rows_again
 from ovspec.options import GenerateOptions
 from ovspec.serving.answers import DONE, Head, Told, counted, event, whole
 from ovspec.serving.echo import Echo, echoes_of
@@ -113,15 +115,14 @@ class Service:
         """Generate all texts of a request; again with other seeds, where ``retries`` asks for it."""
         await self._finish(request)
         for _ in range(request.options.get("retries") or 0):
-            broken = [index for index, row in enumerate(request.rows) if row.result().schema_errors]
-            if not broken:
+            results = [row.result() for row in request.rows]
+            asked = self.lm.workspace, request.prompts, request.options, results, True
+            again: dict[int, Row] = await self.apart(rows_again, *asked, grammar=True)
+            if not again:
                 break
-            seeds = {"seed": ((request.rows[broken[0]].stats.seed or 0) + 1) % 2**63}
-            rows = await self.apart(make_rows, self.lm, request, seeds, grammar=True)
-            again = TextRequest(request.kind, request.prompts, request.options, rows=[rows[i] for i in broken])
-            await self._finish(again)
-            for index, row in zip(broken, again.rows, strict=True):
-                request.rows[index] = row
+            for index, row in again.items():
+                request.rows[index], row.limits = row, request.limits
+            await self._finish(replace(request, rows=[*again.values()]))
         self._note(request, began)
 
     async def _finish(self, request: TextRequest) -> None:

@@ -137,6 +137,12 @@ def test_answers_are_parsed_as_pydantic_models(client: Any) -> None:
     )
 
 
+def test_what_a_request_allows_to_be_proposed(server: Running) -> None:
+    for more, proposed in (({}, True), ({"draft": "none"}, False), ({"lookahead": 0}, False)):
+        found = server.post("/v1/completions", {"prompt": PROMPTS[0], "max_tokens": 40, **more}).json()
+        assert (found["timings"]["draft_n"] > 0) == proposed, more
+
+
 def test_grammars_under_our_names(client: Any) -> None:
     for body, expected in [
         ({"choice": ["yes", "no"]}, {"yes", "no"}),

@@ -157,6 +157,21 @@ def test_a_full_queue_and_one_that_waits_too_long(guarded: Running) -> None:
     assert any(answer.status_code == 200 for answer in answers)
 
 
+def test_time_limits(start: Start) -> None:
+    """One text runs too long, and another waits too long behind it; a default for ``max_tokens`` is used."""
+    limits = ("--request-timeout", "0.4", "--queue-timeout", "0.2", "--batch-size", "1", "-n", "5")
+    server = start(DEMO, "--draft", "none", *limits)
+    assert server.post("/v1/completions", TEXT).json()["usage"]["completion_tokens"] == 5
+    body = {**TEXT, "max_tokens": 1900, "ignore_eos": True}
+    with concurrent.futures.ThreadPoolExecutor(3) as threads:
+        answers = [each.result() for each in [threads.submit(server.post, "/v1/completions", body) for _ in range(3)]]
+    assert sorted({answer.status_code for answer in answers}) == [503, 504], [answer.text for answer in answers]
+    assert all(answer.json()["error"]["code"] == "timeout" for answer in answers)
+    stream = server.post("/v1/completions", {**body, "stream": True})
+    assert stream.status_code == 200 and "longer than 0.4 seconds" in stream.text and "[DONE]" not in stream.text
+    wait_until(lambda: server.metric("ovspec_texts_running") == 0)
+
+
 def test_the_log_has_no_prompts(server: Running) -> None:
     server.post("/v1/completions", {"prompt": "A very secret prompt", "max_tokens": 1})
     server.get("/v1/models?api_key=A-very-secret-key")
