@@ -45,5 +45,6 @@ def serve(folder: Path | None, **others: Any) -> None:
     keys = keys_of(options.api_key_file)
     check_options(options, keys)
     opened = open_socket(options.host, options.port)  # before the model is loaded, which takes long
-    lm = load(folder, loading.pop("draft", None), **loading)
+    lookahead = "auto" if options.lookahead is None else options.lookahead
+    lm = load(folder, loading.pop("draft", None), lookahead=lookahead, **loading)
     serve_model(lm, options.model_name or lm.folder.resolve().name, keys, opened, options)

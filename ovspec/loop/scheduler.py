@@ -139,7 +139,8 @@ class Scheduler:
         self.queue, self._limits = Queue(rows, limits), limits
         self.outcome: RoundOutcome | None = None  # of the last round
         self._batch: list[Active] = []
-        self._stay = list(range(len(target.rows)))  # decoder rows whose text continues
+        # The decoders' row of each row of the batch; EMPTY if it has none yet.
+        self._stay = list(range(len(target.rows)))
 
     def step(self) -> list[tuple[int, Piece]] | None:
         """Run one round; return (number of the row, piece) for each row, or None if no row is left."""
@@ -148,7 +149,8 @@ class Scheduler:
             self._batch += [Active(number, row, self._clocks()) for number, row in joining]
         if not self._batch:
             return None
-        if self._stay != list(range(len(self._target.rows))) or len(self._stay) < len(self._batch):
+        self._stay += [EMPTY] * (len(self._batch) - len(self._stay))
+        if self._stay != list(range(len(self._target.rows))):
             self._reorder()
         turns = [active.row.round_row() for active in self._batch]
         try:
@@ -171,13 +173,13 @@ class Scheduler:
 
     def _reorder(self) -> None:
         """Keep the decoders' rows of texts that continue, and add empty ones for rows that have joined."""
-        order = [*self._stay, *[EMPTY] * (len(self._batch) - len(self._stay))]
         begins = not self._target.rows
         for follower in (self._target, self._drafter):
             if follower and begins:
-                follower.reset(len(order))
+                follower.reset(len(self._stay))
             elif follower:
-                follower.reorder(order)
+                follower.reorder(self._stay)
+        self._stay = list(range(len(self._stay)))
 
     @property
     def running(self) -> list[int]:

@@ -1,11 +1,11 @@
 """The options of ``ovspec serve``."""
 
 from pathlib import Path
-from typing import Annotated, TypedDict
+from typing import Annotated, Literal, TypedDict
 
-from ovspec.options import AT_LEAST_1, NOT_NEGATIVE
+from ovspec.options import AT_LEAST_1, LOOKAHEAD, NOT_NEGATIVE
 from ovspec.options.option import Limits, Option, declared
-from ovspec.options.reading import count_or_all
+from ovspec.options.reading import auto_or_number, count_or_all
 from ovspec.options.sampling import POSITIVE, TOKENS
 
 
@@ -45,6 +45,17 @@ class ServeOptions(TypedDict, total=False):
             limits=POSITIVE,
             usual="80 % of the memory that is free after loading",
             metavar="GB",
+        ),
+    ]
+    lookahead: Annotated[
+        int | Literal["auto"] | None,
+        Option(
+            "Maximum number of tokens to propose per round and text; a request can lower it. auto: as many as pay "
+            "under the load.",
+            limits=LOOKAHEAD,
+            usual="auto",
+            metavar="auto|K",
+            parse=auto_or_number,
         ),
     ]
     lookup_memory: Annotated[

@@ -14,6 +14,8 @@ from ovspec.decoders.paged import PagedDecoder
 from ovspec.drafting.costs import Costs
 from ovspec.drafting.lookup import Index
 from ovspec.errors import OvspecError
+from ovspec.ir.compile import CompiledIR
+from ovspec.ir.large_pages import LONGEST
 from ovspec.ir.memory import kv_bytes_per_token, recurrent_bytes
 from ovspec.loop.pace import Pace
 from ovspec.loop.results import Piece
@@ -89,13 +91,17 @@ class Engine:
 
     def start(self) -> None:
         """Warm up, find out how many tokens fit into memory, and start the thread."""
+        workspace = self.lm.workspace
         ids = self.lm.encode(WARM_UP)[: (self.lm.target.ir.context_length or len(WARM_UP)) // 2]
-        row = self.lm.workspace.row(Sequence(ids), {"max_tokens": 8, "ignore_eos": True})
-        self._scheduler.queue.add(row)
-        while self._scheduler.step():
-            pass
-        self._decoders.reset(0)
-        irs = [ir for ir in self.lm.workspace.irs(self._drafter is not None) if ir.device == "CPU"]
+        for lookahead in (workspace.drafting({"lookahead": 2}, self._decoders, False)[1], self._lookahead):
+            row = workspace.row(Sequence(ids), {"max_tokens": 8, "ignore_eos": True})
+            scheduler = Scheduler(self._decoders.target, self._drafter, lookahead, [row])
+            while scheduler.step():
+                pass
+            self._decoders.reset(0)
+        used = workspace.irs(self._drafter is not None)
+        self.do(moving(used))
+        irs = [ir for ir in used if ir.device == "CPU"]
         per_token = sum(map(kv_bytes_per_token, irs))
         room = self._cache_bytes or FREE_SHARE * psutil.virtual_memory().available
         room -= self._rows * sum(map(recurrent_bytes, irs))
@@ -252,3 +258,11 @@ class Engine:
                     counts.proposed[proposal.source] = counts.proposed.get(proposal.source, 0) + len(proposal.tokens)
                     counts.accepted[proposal.source] = counts.accepted.get(proposal.source, 0) + accepted
             counts.lookahead = sum([len(each.tokens) for each, _ in outcome.judged]) / len(outcome.judged)
+
+
+def moving(irs: list[CompiledIR]) -> Iterator[None]:
+    """Move weights into large pages, a part at each step: a busy server is never idle long enough to do it."""
+    for ir in irs:
+        while not ir.large_pages.done:
+            ir.large_pages.move(LONGEST)
+            yield

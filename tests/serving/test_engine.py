@@ -24,7 +24,7 @@ OPTIONS: Any = {"max_tokens": 30, "ignore_eos": True}
 
 @pytest.fixture
 def engine(load: Callable[..., ovspec.LanguageModel]) -> Iterator[Engine]:
-    made = Engine(load(draft="lookup,draft"), rows=4)
+    made = Engine(load(draft="lookup,draft", lookahead=3), rows=4)
     made.start()
     yield made
     made.end()
@@ -39,11 +39,13 @@ class Asked:
         whole: Any = {**OPTIONS, **options}
         self.rows = engine.lm.workspace.rows(prompt, whole, options.get("n", 1), reserved=True)
         self.times: list[float] = []
+        self.blocks, self._engine = 0, engine  # the most that all texts took while this one grew
         self.job = Job(self.rows, self._deliver)
         engine.submit(self.job)
 
     def _deliver(self, found: Any) -> None:
         self.times.append(time.perf_counter())
+        self.blocks = max(self.blocks, self._engine.cache_use()[0])
         self._told.put(found)
 
     def result(self, seconds: float = 60.0) -> Any:
@@ -67,24 +69,45 @@ def test_texts_are_those_of_generate(engine: Engine) -> None:
 
 def test_a_failed_inference_fails_those_in_it_only(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     target, feed = engine._decoders.target, engine._decoders.target.feed
-    fails = threading.Event()
+    all_asked, failures = threading.Event(), [InferenceError("CPU: the inference failed (a test).")]
 
     def feed_or_fail(*arguments: Any, **options: Any) -> Any:
-        if fails.is_set():
-            fails.clear()
-            raise InferenceError("CPU: the inference failed (a test).")
+        all_asked.wait(30)
+        if engine.running == 4 and failures:
+            raise failures.pop()
         return feed(*arguments, **options)
 
     monkeypatch.setattr(target, "feed", feed_or_fail)
     running = [Asked(engine, prompt, max_tokens=200) for prompt in PROMPTS[:4]]
     waiting = Asked(engine, PROMPTS[5])
-    while not all(each.job.started for each in running):
-        time.sleep(0.005)
-    fails.set()
+    all_asked.set()
     assert all(isinstance(each.result(), InferenceError) for each in running)
     assert waiting.result() == [engine.lm.generate(PROMPTS[5], **OPTIONS).token_ids]
     assert Asked(engine, PROMPTS[0]).result() == [engine.lm.generate(PROMPTS[0], **OPTIONS).token_ids]
     assert engine.cache_use()[0] == 0
+
+
+def test_blocks_of_the_cache_are_counted(engine: Engine) -> None:
+    used, free = engine.cache_use()
+    assert used == 0 and free > 100
+    size = engine._decoders.target.block_size  # type: ignore[attr-defined]
+    asked = [Asked(engine, prompt, max_tokens=150) for prompt in PROMPTS[:3]]
+    for each in asked:
+        each.result()
+    most, fewest = max(each.blocks for each in asked), min(each.blocks for each in asked)
+    tokens = [len(row.sequence) for each in asked for row in each.rows]
+    assert 0 < fewest and max(tokens) // size <= most <= sum(tokens) // size + 2 * len(tokens)
+    assert engine.cache_use() == (0, free)
+
+
+def test_weights_are_moved_into_large_pages_between_rounds(engine: Engine) -> None:
+    first = Asked(engine, PROMPTS[0], max_tokens=200)
+    first.result()
+    irs = engine.lm.workspace.irs()
+    ends = time.monotonic() + 30
+    while not all(ir.large_pages.done for ir in irs):
+        assert time.monotonic() < ends
+        time.sleep(0.01)
 
 
 class Breaks(Constraint):

@@ -213,3 +213,16 @@ def test_answers_are_verified(server: Running, tmp_path: Path, ovspec_command: A
     assert chunks[-2] == "data: [DONE]"
     last = json.loads(chunks[-3].removeprefix("data: "))["choices"][0]
     assert len(last["record"]["token_ids"]) == 20
+
+
+def test_broken_texts_are_generated_again(server: Running, lm: ovspec.LanguageModel) -> None:
+    """With the seeds that ``samples`` would take."""
+    schema = {"type": "integer", "minimum": 0, "maximum": 9, "not": {"multipleOf": 2}}
+    options: Any = {"json_schema": schema, "json_schema_mode": "checked", "temperature": 2.0, "seed": 4, "n": 4}
+    first = lm.samples("= ", **options)
+    assert any(each.schema_errors for each in first)
+    expected = lm.samples("= ", retries=20, **options)
+    answer = server.post("/v1/completions", {"prompt": "= ", "retries": 20, **options})
+    choices = answer.json()["choices"]
+    assert [choice["text"] for choice in choices] == [each.text for each in expected] != [each.text for each in first]
+    assert all(int(choice["text"]) % 2 for choice in choices)

@@ -27,7 +27,7 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., dict[s
     seen: dict[str, Any] = {}
 
     def load(folder: Any, draft: Any, **options: Any) -> Any:
-        seen.update(options, draft=draft)
+        seen.update({"loaded": options}, **options, draft=draft)
         return SimpleNamespace(folder=Path(folder))
 
     def serve(lm: Any, name: str, keys: list[str], opened: socket.socket, options: Any) -> None:
@@ -60,6 +60,7 @@ def test_option(run: Callable[..., dict[str, Any]], name: str) -> None:
 def test_defaults(run: Callable[..., dict[str, Any]]) -> None:
     seen = run()
     assert seen["name"] == "my-pair" and seen["keys"] == [] and seen["draft"] is None
+    assert seen["loaded"]["lookahead"] == "auto" and run("--lookahead", "0")["loaded"]["lookahead"] == 0
     assert (seen["host"], seen["batch_size"], seen["queue_size"]) == ("127.0.0.1", 16, 256)
 
 

@@ -20,7 +20,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent.parent
 ANSWER_SECONDS = 600.0
 # Worker: the peer whose interpreter runs it. All other workers run in the driver's interpreter.
-INTERPRETERS = {"genai": "genai", "optimum": "optimum", "llamacpp": "llamacpp"}
+INTERPRETERS = {"genai": "genai", "genai_serving": "genai", "optimum": "optimum", "llamacpp": "llamacpp"}
 
 
 @dataclass

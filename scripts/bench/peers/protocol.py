@@ -101,11 +101,21 @@ def serve(load: Callable[[Setup], Generate], packages: list[str]) -> None:
         load: returns the function that generates texts, or raises.
         packages: names of packages whose versions are reported.
     """
+
+    def loaded(setup: Setup) -> Callable[[dict[str, Any]], dict[str, Any]]:
+        generate = load(setup)
+        return lambda asked: timed(generate, Request(**asked))
+
+    answer_lines(loaded, packages)
+
+
+def answer_lines(load: Callable[[Setup], Callable[[dict[str, Any]], dict[str, Any]]], packages: list[str]) -> None:
+    """Answer each line of the driver with what the function that ``load`` returns makes of it."""
     replies = own_stdout()
     try:
         began = time.perf_counter()
         setup = Setup(**json.loads(sys.stdin.readline()))
-        generate = load(setup)
+        work = load(setup)
         loaded = time.perf_counter() - began
         versions = {package: version(package) for package in packages}
         reply(replies, {"ready": True, "versions": versions, "load_s": round(loaded, 3)})
@@ -114,7 +124,7 @@ def serve(load: Callable[[Setup], Generate], packages: list[str]) -> None:
         return
     while line := sys.stdin.readline().strip():
         try:
-            answer = timed(generate, Request(**json.loads(line)))
+            answer = work(json.loads(line))
         except Exception as error:
             answer = {"error": sentence(error)}
         reply(replies, answer)

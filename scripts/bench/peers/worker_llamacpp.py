@@ -10,20 +10,16 @@ from __future__ import annotations
 import atexit
 import json
 import os
-import socket
 import subprocess
-import time
-import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import http_server
 import protocol
+from http_server import HTTP
 
-# Connects to this machine directly, whatever proxy the environment names.
-HTTP = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-START_SECONDS = 120
 LOOKUP_TOKENS = 10  # llama-cpp-python's own default
 
 
@@ -121,24 +117,14 @@ def start(setup: protocol.Setup, threads: int, context: int, k: int | None) -> S
     program = setup.options.get("server")
     if not program:
         raise protocol.Refusal("llama-server is not installed")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [program, "-m", setup.target, "-c", str(context), "-t", str(threads), "-np", "1", "--port", str(port)]
+    command = [program, "-m", setup.target, "-c", str(context), "-t", str(threads), "-np", "1"]
     if setup.mode == "server-draft":
         command += ["-md", setup.draft_folder, "--spec-type", "draft-simple", "-td", str(threads)]
         command += ["--spec-draft-n-max", str(k)] if k is not None else []
-    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=2)
-    server = Server(process, port, k)
-    until = time.monotonic() + START_SECONDS
-    while time.monotonic() < until and process.poll() is None:
-        try:
-            with HTTP.open(f"http://127.0.0.1:{port}/health"):
-                return server
-        except (urllib.error.URLError, ConnectionError):
-            time.sleep(0.1)
-    server.stop()
-    raise protocol.Refusal(f"llama-server doesn't start, exit code {process.returncode}")
+    try:
+        return Server(*http_server.start(command), k)
+    except RuntimeError as error:
+        raise protocol.Refusal(str(error)) from None
 
 
 def events(port: int, asked: dict[str, Any]) -> Iterator[dict[str, Any]]:

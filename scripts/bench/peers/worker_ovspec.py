@@ -13,12 +13,17 @@ import protocol
 import ovspec
 
 
-def load(setup: protocol.Setup) -> protocol.Generate:
+def load_model(setup: protocol.Setup) -> ovspec.LanguageModel:
+    """Return the model with the drafters of its mode, ready to be timed."""
     parts = [] if setup.mode == "plain" else setup.mode.split(",")
     draft: Any = ",".join(setup.draft_folder if part == "draft" else part for part in parts) or "none"
     lm = ovspec.load(setup.target, draft, properties=setup.properties or None, **setup.options)
-
     settle(lm)
+    return lm
+
+
+def load(setup: protocol.Setup) -> protocol.Generate:
+    lm = load_model(setup)
 
     def generate(request: protocol.Request, watch: protocol.Watch) -> protocol.Texts:
         lookahead: Any = "auto" if request.k is None else request.k

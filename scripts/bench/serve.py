@@ -1,0 +1,278 @@
+"""Time ``ovspec serve`` under load, beside ``lm.stream``, openvino-genai and llama.cpp's server, in turns.
+
+    python scripts/bench/peers/install.py genai llamacpp
+    .cache/peers/llamacpp/bin/python scripts/bench/peers/gguf_writer.py .cache/bench/1b-gqa/target OUT.gguf
+    python scripts/bench/serve.py .cache/bench/1b-gqa/int8 [--gguf OUT.gguf] [--clients 1,4,8,16] [--turns 3]
+        [--loops closed,open] [--prompts completion,chat] [--systems NAME,...] [--json FILE]
+
+All servers are loaded at once and take turns with the same requests; a first turn, in which kernels are made, is left
+out. "completion": the beginning of a program, 64 tokens are asked for. "chat": a conversation of 64 to 256 tokens, 24
+to 72 tokens are asked for. In a closed loop each client sends its next request when the last one is answered; in an
+open loop each sends one every ten seconds on average, at random times. Texts are greedy. genai runs in its own process
+without HTTP, with its own defaults, or with ovspec's properties ("genai, exact"). TTFT is the time to the first piece,
+a gap that between two pieces of a text; a piece has the tokens of one round. Ratios are of tokens/s, turn by turn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE / "peers"))
+
+import http_server  # noqa: E402
+from arrivals import Load, Timeline  # noqa: E402
+from install import server_of_llamacpp  # noqa: E402
+from peer import Worker  # noqa: E402
+
+import ovspec  # noqa: E402
+from ovspec.comparison import rotated  # noqa: E402
+from ovspec.text.tokenizer import Tokenizer  # noqa: E402
+
+ROOT = HERE.parent.parent
+EVERY = 10.0  # seconds between two requests of a client in an open loop
+PERCENTILES = (50, 95, 99)
+STREAM, GENAI = "lm.stream", "genai"
+SYSTEMS = {
+    STREAM: ("stream", "plain"),
+    "lm.stream, lookup,draft": ("stream", "lookup,draft"),
+    "serve": ("serve", "none"),
+    "serve, lookup,draft": ("serve", "lookup,draft"),
+    GENAI: ("genai_serving", "plain"),
+    "genai, exact": ("genai_serving", "plain"),
+    "genai, draft": ("genai_serving", "draft"),
+    "llama.cpp": ("llamacpp", "plain"),
+}
+Run = Callable[[Load], list[Timeline]]
+
+
+@dataclass(frozen=True)
+class Cell:
+    loop: str
+    prompts: str
+    clients: int
+
+
+@dataclass
+class Figures:
+    """What a system did in the turns of a cell: its tokens/s in each, and milliseconds of all texts together."""
+
+    speeds: list[float] = field(default_factory=list)
+    ttft: list[float] = field(default_factory=list)
+    gaps: list[float] = field(default_factory=list)
+
+    def add(self, load: Load, lines: list[Timeline]) -> None:
+        begun, ended = min(line.sent for line in lines), max(line.pieces[-1] for line in lines)
+        self.speeds.append(sum(load.tokens) / (ended - begun))
+        self.ttft += [1e3 * (line.pieces[0] - line.sent) for line in lines]
+        self.gaps += [1e3 * gap for line in lines for gap in np.diff(line.pieces)]
+
+
+# ---------------------------------------------------------------- requests
+
+
+def load_of(cell: Cell, turn: int, tokenizer: Tokenizer) -> Load:
+    """Return the requests of a cell's turn: the same for every system, others in every turn."""
+    chance = random.Random(f"{cell} {turn}")
+    code = [entry["text"] for entry in json.loads((ROOT / "models" / "prompts.json").read_text("utf-8"))["prompts"]]
+    prose = json.loads((HERE / "workloads.json").read_text("utf-8"))["prose"]
+    count = 4 + 2 * cell.clients
+    prompts, tokens = list[list[int]](), list[int]()
+    for number in range(count):
+        if cell.prompts == "completion":
+            text, asked = f"# File {chance.randrange(10**6)}\n" + code[(number + 7 * turn) % len(code)], 64
+        else:
+            asked, wanted = chance.randint(24, 72), chance.randint(64, 256)
+            text = f"User {chance.randrange(10**6)}:"
+            while len(tokenizer.encode(text)) < wanted:
+                text += f" {chance.choice(prose)}\nAssistant: {chance.choice(code)}\nUser:"
+        prompts.append(tokenizer.encode(text)[: wanted if cell.prompts == "chat" else None].tolist())
+        tokens.append(asked)
+    if cell.loop == "closed":
+        return Load(prompts, tokens, cell.clients)
+    starts = np.cumsum([chance.expovariate(cell.clients / EVERY) for _ in prompts])
+    return Load(prompts, tokens, starts=[float(start - starts[0]) for start in starts])
+
+
+# ---------------------------------------------------------------- systems
+
+
+def over_http(port: int, path: str, body_of: Callable[[list[int], int], dict[str, Any]]) -> Run:
+    """Return the function that sends a load's requests to a server and reads the streams."""
+
+    async def ask(load: Load, number: int, line: Timeline) -> None:
+        body = json.dumps(body_of(load.prompts[number], load.tokens[number])).encode()
+        head = f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\nConnection: close\r\n"
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        status = await reader.readline()
+        if b" 200 " not in status:
+            raise RuntimeError(f"{status!r} {await reader.read(2000)!r}")
+        async for part in reader:
+            if part.startswith(b"data: {"):
+                line.pieces.append(load.now)
+        writer.close()
+
+    async def run(load: Load) -> list[Timeline]:
+        lines, waiting = list[Timeline](), set[asyncio.Task[None]]()
+        load.restart()
+        while waiting or not load.sent_all:
+            for number in load.due():
+                lines.append(load.sent(number))
+                waiting.add(asyncio.create_task(ask(load, number, lines[-1])))
+            if not waiting:
+                await asyncio.sleep(load.wait() or 0.0)
+                continue
+            done, waiting = await asyncio.wait(waiting, timeout=load.wait(), return_when=asyncio.FIRST_COMPLETED)
+            for each in done:
+                each.result()
+                load.answered()
+        return lines
+
+    return lambda load: asyncio.run(run(load))
+
+
+def in_worker(worker: Worker) -> Run:
+    def run(load: Load) -> list[Timeline]:
+        answer = worker.ask(load.as_json())
+        if "error" in answer:
+            raise RuntimeError(f"{worker.name}: {answer['error']}")
+        return [Timeline(**line) for line in answer["timelines"]]
+
+    return run
+
+
+def of_ovspec(prompt: list[int], tokens: int) -> dict[str, Any]:
+    return {"prompt": prompt, "max_tokens": tokens, "ignore_eos": True, "stream": True}
+
+
+def of_llamacpp(prompt: list[int], tokens: int) -> dict[str, Any]:
+    more = {"temperature": 0.0, "cache_prompt": False, "ignore_eos": True, "stream": True}
+    return {"prompt": prompt, "n_predict": tokens, **more}
+
+
+class Systems:
+    """The systems that take turns, loaded; a context manager that ends them."""
+
+    def __init__(self, folder: Path, names: list[str], gguf: Path | None, most: int, properties: dict[str, str]) -> None:
+        self.runs: dict[str, Run] = {}
+        self._workers: list[Worker] = []
+        self._servers: list[subprocess.Popen[bytes]] = []
+        for name in names:
+            kind, mode = SYSTEMS[name]
+            if kind == "serve":
+                command = [sys.executable, "-m", "ovspec", "serve", str(folder), "--draft", mode]
+                self.runs[name] = over_http(self._serve(command), "/v1/completions", of_ovspec)
+            elif kind == "llamacpp":
+                size = ["-c", str(most * 1024), "-np", str(most), "-t", str(os.cpu_count()), "-m", str(gguf)]
+                command = [str(server_of_llamacpp()), *size]
+                self.runs[name] = over_http(self._serve(command), "/completion", of_llamacpp)
+            else:
+                setup: dict[str, Any] = {"target": str(folder), "draft": str(folder / "draft"), "mode": mode}
+                setup["properties"] = setup["draft_properties"] = properties if "exact" in name else {}
+                worker = Worker(kind, setup)
+                if "error" in worker.ready:
+                    raise SystemExit(f"{name}: {worker.ready['error']}")
+                self._workers.append(worker)
+                self.runs[name] = in_worker(worker)
+            print(f"{name}: loaded", file=sys.stderr)
+
+    def _serve(self, command: list[str]) -> int:
+        with open(os.devnull, "w") as log:
+            process, port = http_server.start(command, log.fileno())
+        self._servers.append(process)
+        return port
+
+    def __enter__(self) -> Systems:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for worker in self._workers:
+            worker.stop()
+        for process in self._servers:
+            process.terminate()
+            process.wait()
+
+
+# ---------------------------------------------------------------- the benchmark
+
+
+def can_take(name: str, cell: Cell) -> bool:
+    return not name.startswith(STREAM) or (cell.loop == "closed" and cell.clients == 1)
+
+
+def row_of(cell: Cell, name: str, found: dict[str, Figures]) -> list[str]:
+    """Return a line of the table: ratios are to lm.stream with the same drafters, and to genai's defaults."""
+    mine = found[name]
+
+    def ratio(other: str) -> str:
+        if other not in found or other == name:
+            return ""
+        ratios = [a / b for a, b in zip(mine.speeds, found[other].speeds, strict=True)]
+        return f"{statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})"
+
+    stream = name.replace("serve", STREAM) if name.startswith("serve") else STREAM
+    times = [
+        " / ".join(f"{np.percentile(values, p):.0f}" for p in PERCENTILES) if values else ""
+        for values in (mine.ttft, mine.gaps)
+    ]
+    begin = [cell.loop, cell.prompts, str(cell.clients), name, f"{statistics.median(mine.speeds):.1f}"]
+    return [*begin, ratio(stream), ratio(GENAI), *times]
+
+
+HEADS = ("loop", "prompts", "clients", "system", "tokens/s", "to lm.stream", "to genai", "TTFT, ms", "gap, ms")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--gguf", type=Path, help="the target for llama.cpp")
+    parser.add_argument("--clients", default="1,4,8,16")
+    parser.add_argument("--loops", default="closed,open")
+    parser.add_argument("--prompts", default="completion,chat")
+    parser.add_argument("--systems", help=f"names separated by semicolons, of: {'; '.join(SYSTEMS)}")
+    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--json", type=Path, help="also write the figures of every turn to this file")
+    args = parser.parse_args()
+    names = args.systems.split(";") if args.systems else [*SYSTEMS]
+    names = [name for name in map(str.strip, names) if args.gguf or name != "llama.cpp"]
+    if unknown := [name for name in names if name not in SYSTEMS]:
+        parser.error(f"there is no system {unknown[0]!r}")
+    clients = [int(count) for count in args.clients.split(",")]
+    cells = [Cell(l, p, c) for l in args.loops.split(",") for p in args.prompts.split(",") for c in clients]  # noqa: E741
+    lm = ovspec.load(args.folder)
+    tokenizer, properties = lm.tokenizer, {k: str(v) for k, v in lm.target.ir.properties.items()}
+    del lm
+    print("| " + " | ".join(HEADS) + " |" + "\n" + "|---" * len(HEADS) + "|", flush=True)
+    kept: list[dict[str, Any]] = []
+    with Systems(args.folder, names, args.gguf, max(clients), properties) as systems:
+        for cell in cells:
+            found = {name: Figures() for name in names if can_take(name, cell)}
+            for turn in range(-1 if cell == cells[0] else 0, args.turns):
+                for name in rotated([*found], turn):
+                    load = load_of(cell, turn, tokenizer)
+                    lines = systems.runs[name](load)
+                    if turn >= 0:
+                        found[name].add(load, lines)
+            for name in found:
+                print("| " + " | ".join(row_of(cell, name, found)) + " |", flush=True)
+                kept.append({**vars(cell), "system": name, **vars(found[name])})
+    if args.json:
+        args.json.write_text(json.dumps(kept), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
