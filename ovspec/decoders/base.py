@@ -58,7 +58,7 @@ class Decoder(Protocol):
 
     rollback: Rollback
     context_length: int | None
-    narrowest: int  # the fewest tokens of a row that an inference computes; a narrower row is filled up
+    narrowest: int  # the fewest tokens that an inference computes; a narrower one is filled up
     fills: bool  # whether an inference can be filled up to a width, see ``feed``
 
     @property
@@ -161,7 +161,8 @@ def logit_positions(counts: tuple[int, ...], wanted: tuple[int, ...], packed: bo
 
 def needed_width(decoder: Decoder, tokens: list[np.ndarray]) -> int:
     """Return how many tokens ``decoder`` computes at least if it is fed ``tokens``."""
-    return sum([max(decoder.narrowest, len(new)) for new in tokens if len(new)])
+    count = sum(map(len, tokens))
+    return count and max(decoder.narrowest, count)
 
 
 def split_by_row(logits: np.ndarray, wanted: list[int]) -> list[np.ndarray]:

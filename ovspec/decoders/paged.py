@@ -7,6 +7,8 @@ than in the stateful decoder (docs/benchmarks.md).
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 
 from ovspec.decoders.base import (
@@ -26,7 +28,7 @@ from ovspec.decoders.sequence import EMPTY, Sequence
 from ovspec.ir.compile import CompiledIR
 from ovspec.ir.interrupts import check_interrupts
 from ovspec.ir.memory import WORTH_TRIMMING, trim_heap
-from ovspec.ir.paged_attention import CACHE, INPUTS
+from ovspec.ir.paged_attention import CACHE, INPUTS, PAIRS
 from ovspec.ir.request import Request
 from ovspec.text.vocabulary import ALL_IDS, KnownIds
 
@@ -38,11 +40,12 @@ class PagedDecoder:
     """A ``SessionDecoder`` whose forked rows share blocks until one of them is fed.
 
     OpenVINO has one attention kernel for a single new token and another for several, and they round differently. With
-    exact arithmetic no row is computed alone: a row's only new token is fed with the token before it once more, which
-    writes the same keys and values again. Then a token has the same bits however its text was cut into pieces.
+    exact arithmetic attention never gets a row's only new token alone: its query, key and value come twice, and what
+    the second writes into the cache is overwritten by the next token. All else is computed once for each token, and
+    for two tokens at least. Then a token has the same bits however its text was cut into pieces.
 
     Args:
-        ir: the model, compiled with the rewrite ``to_paged``.
+        ir: the model, compiled with the rewrites ``to_paged`` and, for exact arithmetic, ``pair_queries``.
         vocabulary: the ids that may be chosen.
         arithmetic: whether a token may be computed alone ("fast").
         prefill_chunk: maximum tokens fed in one inference, not counting those whose logits are wanted.
@@ -64,7 +67,7 @@ class PagedDecoder:
         self.narrowest = 2 if arithmetic == "exact" else 1
         self._arithmetic: Arithmetic = arithmetic
         self._ir, self._vocabulary, self._prefill_chunk = ir, vocabulary, prefill_chunk
-        self._request, self._restricts = Request(ir, INPUTS), vocabulary.restricts(ir.logits_width)
+        self._request, self._restricts = Request(ir, (*INPUTS, *PAIRS)), vocabulary.restricts(ir.logits_width)
         self._tensors = tensors or BlockTensors(ir, [name for name in ir.inputs if CACHE.fullmatch(name)])
         self._bound = -1  # version of the tensors that the request is bound to
         self._blocks = Blocks(0, self._tensors.block_size, self._tensors.pool)
@@ -150,7 +153,7 @@ class PagedDecoder:
         self.rows[0].commit(tokens)
 
     def joining_chunk(self, counts: list[int]) -> int:
-        return max(JOINING_CHUNK, sum([max(self.narrowest, count) for count in counts]))
+        return max(JOINING_CHUNK, sum(counts))
 
     def _feed_in_chunks(self, tokens: list[np.ndarray], wanted: list[int]) -> list[np.ndarray]:
         """Feed tokens whose logits are not wanted, row after row, until at most a chunk is left; return the rest."""
@@ -167,21 +170,24 @@ class PagedDecoder:
             check_interrupts()
 
     def _append(self, tokens: list[np.ndarray], wanted: list[int], width: int = 0) -> list[np.ndarray]:
-        pieces = [self._piece(row, new) for row, new in enumerate(tokens)]
+        pieces = [(len(held), new) for held, new in zip(self.rows, tokens, strict=True)]
+        if sum(map(len, tokens)) < self.narrowest:
+            pieces = [self._doubled(row, new) for row, new in enumerate(tokens)]
         self._fill_up(pieces, width)
         fed = [row for row, (_, new) in enumerate(pieces) if len(new)]
+        queries = tuple([max(self.narrowest, len(pieces[row][1])) for row in fed])
         ids, positions = self._token_arrays[(sum([len(new) for _, new in pieces]),)]
         past, begins = self._length_arrays(len(fed))
         copies: list[tuple[int, int]] = []
         start = longest = 0
         for i, row in enumerate(fed):
             held, new = pieces[row]
-            end, length = start + len(new), held + len(new)
-            copies += self._blocks.extend(row, held, len(new))
+            end = start + len(new)
+            copies += self._blocks.extend(row, held, queries[i])
             ids[start:end] = new
-            positions[start:end] = np.arange(held, length)
-            past[i], begins[i + 1] = held, end
-            start, longest = end, max(longest, length)
+            positions[start:end] = np.arange(held, held + len(new))
+            past[i], begins[i + 1] = held, begins[i] + queries[i]
+            start, longest = end, max(longest, held + queries[i])
             self.rows[row].commit(tokens[row])
         self._longest[...] = longest
         if self._tensors.pool.needed > self._tensors.capacity:
@@ -194,17 +200,20 @@ class PagedDecoder:
         counts = [want + after for want, after in zip(wanted, filled, strict=True)]
         logits_idx = logit_positions(tuple([len(new) for _, new in pieces]), tuple(counts), packed=True)
         indices, index_begins = self._block_lists(fed)
-        arrays = (ids, positions, past, begins, indices, index_begins, self._longest, logits_idx)
+        paired = pairs(tuple([len(pieces[row][1]) for row in fed]), queries)
+        arrays = (ids, positions, past, begins, indices, index_begins, self._longest, logits_idx, *paired)
         logits = self._request.infer(arrays, logits_idx)
+        for row in fed:  # a block that only a second query has begun
+            self._blocks.truncate(row, len(self.rows[row]))
         logits = self._vocabulary.restrict(logits) if self._restricts else logits
         if len(wanted) == 1:
             return [logits[: wanted[0]]]
         return [found[:want] for found, want in zip(split_by_row(logits, counts), wanted, strict=True)]
 
-    def _piece(self, row: int, new: np.ndarray) -> tuple[int, np.ndarray]:
-        """Return (position of the first token, tokens) that the inference computes for ``row``."""
+    def _doubled(self, row: int, new: np.ndarray) -> tuple[int, np.ndarray]:
+        """Return (position of the first token, tokens) to compute for ``row``, whose token would be the only one."""
         held = len(self.rows[row])
-        if len(new) != 1 or self.narrowest == 1:
+        if not len(new):
             return held, new
         if held:
             return held - 1, np.concatenate((self.rows[row].tokens[-1:], new))
@@ -242,3 +251,14 @@ class PagedDecoder:
             for name in self._tensors.arrays:
                 self._request.raw.set_tensor(self._tensors.ports[name], self._tensors.tensor(name))
             self._bound = self._tensors.version
+
+
+@functools.lru_cache(maxsize=256)
+def pairs(counts: tuple[int, ...], queries: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+    """Return the inputs of ``pair_queries``, int32, for rows of ``counts`` tokens of which attention gets ``queries``.
+
+    A row has as many queries as tokens, or two for its only token.
+    """
+    repeats = np.concatenate([np.full(count, each // count) for count, each in zip(counts, queries, strict=True)])
+    tokens = np.arange(len(repeats), dtype=np.int32)
+    return np.repeat(tokens, repeats), (np.cumsum(repeats) - repeats).astype(np.int32)

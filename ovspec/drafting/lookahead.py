@@ -50,8 +50,8 @@ class Lookahead:
         fixed: number of tokens to propose in every round; None for as many as pay.
         target: the cost of verifying.
         draft: the cost of a step of the draft model.
-        narrowest: the fewest tokens of a row that the target computes, see ``Decoder``. With 2, one proposed token
-            costs nothing.
+        narrowest: the fewest tokens that the target computes, see ``Decoder``. With 2, one token proposed for a single
+            row costs nothing.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class Lookahead:
         steps, wider = step * np.arange(1, most + 1), slice(width + 1, width + most + 1)
         costs, now = self.target.next(ROUND_SHARE), self.target.next()
         cost = steps + costs[wider] - costs[width]
-        lost = (self._steps_ms or 0.0) + steps * len(rows) + now[wider] - now[self._narrowest * len(guesses)]
+        lost = (self._steps_ms or 0.0) + steps * len(rows) + now[wider] - now[self._width([0] * len(guesses))]
         cost[lost > self._allowance(source, len(guesses))] = math.inf
         going = []
         for row in rows:
@@ -214,11 +214,11 @@ class Lookahead:
 
     def _width(self, proposed: list[int]) -> int:
         """Return the tokens that the target computes for rows with this many proposed tokens each."""
-        return sum([max(self._narrowest, 1 + count) for count in proposed])
+        return max(self._narrowest, len(proposed) + sum(proposed))
 
     def _plain(self, rows: int) -> float:
         """Return the milliseconds per token of plain decoding."""
-        return self.target(self._narrowest * rows) / rows
+        return self.target(max(self._narrowest, rows)) / rows
 
     def _draft_ms(self, width: int) -> float:
         """Return the milliseconds of a step of the draft, 0.0 if they aren't known."""
@@ -232,7 +232,7 @@ class Lookahead:
     def _extra(self, width: int, rows: int) -> float:
         """Return the milliseconds by which ``width`` tokens cost more now than a plain round."""
         costs = self.target.next()
-        return float(costs[width] - costs[self._narrowest * rows]) if width <= WIDEST else math.inf
+        return float(costs[width] - costs[max(self._narrowest, rows)]) if width <= WIDEST else math.inf
 
     def _expected(self, acceptance: float, rows: int) -> float:
         """Return ``gain`` if the conditional acceptance is ``acceptance`` and the best number of tokens is drafted."""
@@ -241,7 +241,7 @@ class Lookahead:
         for steps in range(1, min(MOST, WIDEST // rows - 1) + 1):
             chance *= acceptance
             won += rows * chance
-            least = min(least, (self.target(rows * max(self._narrowest, steps + 1)) + steps * step) / won)
+            least = min(least, (self.target(rows * (steps + 1)) + steps * step) / won)
         return plain - least
 
     def _price(self, rows: int) -> float:
@@ -254,13 +254,13 @@ class Lookahead:
         if not self.target.known:
             return len(proposal.tokens), 0.0
         rates, plain = self._record(proposal.source).acceptance.rates(proposal), self._plain(rows)
-        others = self._narrowest * (rows - 1)
+        others = rows - 1
         most = min(len(rates), WIDEST - others - 1)
         if most < 1:
             return 0, plain
-        widths = others + np.maximum(self._narrowest, np.arange(2, most + 2))
+        widths = others + np.arange(2, most + 2)
         costs, now = self.target.next(ROUND_SHARE), self.target.next()
-        cost, lost = (found[widths] - found[self._narrowest * rows] for found in (costs, now))
+        cost, lost = (found[widths] - found[max(self._narrowest, rows)] for found in (costs, now))
         won = np.cumprod(rates[:most]).cumsum()
         saved = won * self._price(rows) - cost
         saved[lost > max(0.0, self._allowance(proposal.source, rows))] = -math.inf  # what is free is always allowed

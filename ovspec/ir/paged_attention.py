@@ -15,6 +15,7 @@ INPUTS = (
     "input_ids", "position_ids", "past_lens", "subsequence_begins",
     "block_indices", "block_indices_begins", "max_context_len", "logits_idx",
 )  # fmt: skip
+PAIRS = ("query_tokens", "token_queries")  # what ``pair_queries`` adds
 CACHE = re.compile(r"(key|value)_cache\.\d+")  # names of the inputs that hold the blocks
 SLIDING_WINDOW = 10  # index of this input of the attention operation
 
@@ -42,14 +43,42 @@ def to_paged(model: ov.Model) -> None:
         raise NotPaged(f"OpenVINO's transformation gives wrong inputs ({', '.join(unknown) or 'some are missing'})")
 
 
+def pair_queries(model: ov.Model) -> None:
+    """Let attention take several queries for a token that everything else computes once; rewrites in place.
+
+    Adds the inputs ``query_tokens`` [queries] i32, the index of each query's token, and ``token_queries`` [tokens] i32,
+    the index of the query whose result each token gets.
+    """
+    indices = [ops.parameter([-1], ov.Type.i32, name=name) for name in PAIRS]
+    for parameter, name in zip(indices, PAIRS, strict=True):
+        parameter.output(0).get_tensor().set_names({name})
+    query_tokens, token_queries = indices
+    axis = ops.constant(0, dtype=ov.Type.i64)
+    for layer in attention_layers(model):
+        readers = list(layer.output(0).get_target_inputs())
+        for place in range(3):  # queries, keys and values
+            picked = ops.gather(layer.input_value(place), query_tokens, axis)
+            layer.input(place).replace_source_output(picked.output(0))
+        found = ops.gather(layer.output(0), token_queries, axis)
+        for reader in readers:
+            reader.replace_source_output(found.output(0))
+    model.add_parameters(indices)
+    model.validate_nodes_and_infer_types()
+
+
+def attention_layers(model: ov.Model) -> list[ov.Node]:
+    """Return the attention operations of a rewritten model."""
+    return [op for op in model.get_ops() if op.get_type_name() == "PagedAttentionExtension"]
+
+
 def attention_windows(model: ov.Model) -> set[int | None]:
     """Return the sliding windows of a rewritten model's layers, in slots; None for a layer that sees everything.
 
     Raises NotPaged if they are not constants.
     """
-    layers = [op for op in model.get_ops() if op.get_type_name() == "PagedAttentionExtension"]
     try:
-        computed = ov.Model([ops.result(op.input_value(SLIDING_WINDOW)) for op in layers], [])  # type: ignore[misc]
+        windows_of = [ops.result(layer.input_value(SLIDING_WINDOW)) for layer in attention_layers(model)]
+        computed = ov.Model(windows_of, [])  # type: ignore[misc]
         windows = core().compile_model(computed, "CPU")([])
     except (RuntimeError, LookupError) as error:
         raise NotPaged(f"its attention windows cannot be determined ({last_line(error)})") from None

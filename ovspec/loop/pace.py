@@ -16,7 +16,7 @@ class Pace:
 
     Args:
         costs: milliseconds of an inference by its width.
-        narrowest: the fewest tokens of a row that an inference computes, see ``Decoder``.
+        narrowest: the fewest tokens that an inference computes, see ``Decoder``.
         learns: whether ``costs`` learns from ``learn``, because no lookahead lets it learn.
     """
 
@@ -35,7 +35,7 @@ class Pace:
         if not self._costs.known:
             return FEWEST
         ms = self._ms or self._costs(MOST) / MOST
-        left = LIMIT * self._costs(self._narrowest * len(generating)) - self._costs(sum(generating))
+        left = LIMIT * self._costs(max(self._narrowest, len(generating))) - self._costs(sum(generating))
         return min(max(FEWEST, int(left / ms)), MOST)
 
     def learn(self, generating: list[int], read: int, ms: float) -> None:

@@ -102,7 +102,7 @@ def read(rows: list[RoundRow], target: Decoder, pace: Pace | None) -> tuple[list
     chunks, room, generating = [row.unseen for row in rows], None, list[int]()
     if pace:
         short = [row for row in rows if 0 < len(row.unseen) <= LONG]
-        generating = [max(target.narrowest, len(row.unseen) + len(row.proposal.tokens)) for row in short]
+        generating = [len(row.unseen) + len(row.proposal.tokens) for row in short]
         room = pace.room(generating)
     if len(rows) > 1 or pace:
         chunks = prefill_chunks(target, chunks, room)

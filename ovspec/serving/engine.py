@@ -93,7 +93,10 @@ class Engine:
         """Warm up, find out how many tokens fit into memory, and start the thread."""
         workspace = self.lm.workspace
         ids = self.lm.encode(WARM_UP)[: (self.lm.target.ir.context_length or len(WARM_UP)) // 2]
-        for lookahead in (workspace.drafting({"lookahead": 2}, self._decoders, False)[1], self._lookahead):
+        lookaheads = [self._lookahead]
+        if self._drafter:  # so that the draft is used, too
+            lookaheads.append(workspace.drafting({"lookahead": 2}, self._decoders, sampled=False)[1])
+        for lookahead in lookaheads:
             row = workspace.row(Sequence(ids), {"max_tokens": 8, "ignore_eos": True})
             scheduler = Scheduler(self._decoders.target, self._drafter, lookahead, [row])
             while scheduler.step():

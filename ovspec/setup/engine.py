@@ -19,7 +19,7 @@ from ovspec.ir.attention_mask import UNBOUNDED, narrowest_window
 from ovspec.ir.compile import CompiledIR, compile_ir, last_line
 from ovspec.ir.device import DeviceOptions, check_device
 from ovspec.ir.memory import room_for
-from ovspec.ir.paged_attention import NotPaged, attention_windows, to_paged
+from ovspec.ir.paged_attention import NotPaged, attention_windows, pair_queries, to_paged
 from ovspec.setup.exactness import find_exactness
 from ovspec.setup.probing import Probe, find_probe, memory_file
 from ovspec.text.vocabulary import ALL_IDS, KnownIds
@@ -80,7 +80,7 @@ def load_ir(
 
     Raises OvspecError like ``compile_ir``, or if the wanted engine can't run this model.
     """
-    loaded = load_engine(folder, options, wanted, exported)
+    loaded = load_engine(folder, options, wanted, exported, arithmetic)
     if arithmetic == "fast":
         return loaded
     loaded.arithmetic = loaded.promise = "exact"
@@ -94,16 +94,18 @@ def load_ir(
     return loaded
 
 
-def load_engine(folder: Path, options: DeviceOptions, wanted: EngineChoice, exported: Probe | None) -> CompiledModel:
+def load_engine(
+    folder: Path, options: DeviceOptions, wanted: EngineChoice, exported: Probe | None, arithmetic: Arithmetic
+) -> CompiledModel:
     """Compile the model for the engine that runs it, see ``load_ir``."""
     paged = PagedCheck(False, "as requested") if wanted == "stateful" else check_paged(folder, options)
     reason = paged.reason
     if paged.usable:
         try:
-            ir = compile_paged(folder, options)
+            ir = compile_paged(folder, options, arithmetic)
             if "KV_CACHE_PRECISION" in options.fixed:
                 # Not every cache type works with every precision.
-                PagedDecoder(ir).feed([np.zeros(1, dtype=np.int64)], [1])
+                PagedDecoder(ir, arithmetic=arithmetic).feed([np.zeros(1, dtype=np.int64)], [1])
             return CompiledModel(ir, "paged", "as requested" if wanted == "paged" else reason, PagedDecoder.rollback)
         except OvspecError as error:
             reason = last_line(error)
@@ -113,10 +115,16 @@ def load_engine(folder: Path, options: DeviceOptions, wanted: EngineChoice, expo
     return CompiledModel(ir, "stateful", reason, find_probe(ir, options.cache_folder, exported).rollback)
 
 
-def compile_paged(folder: Path, options: DeviceOptions) -> CompiledIR:
+def compile_paged(folder: Path, options: DeviceOptions, arithmetic: Arithmetic = "exact") -> CompiledIR:
     """Compile like ``compile_ir``, rewritten for the paged decoder; raises NotPaged if that is impossible."""
+
+    def rewrite(model: ov.Model) -> None:
+        to_paged(model)
+        if arithmetic == "exact":
+            pair_queries(model)
+
     # Not cached: OpenVINO 2026.4 can't read a paged model back, because the head sizes are lost.
-    return compile_ir(folder, replace(options, properties=options.properties | {"CACHE_DIR": ""}), to_paged)
+    return compile_ir(folder, replace(options, properties=options.properties | {"CACHE_DIR": ""}), rewrite)
 
 
 def check_paged(folder: Path, options: DeviceOptions) -> PagedCheck:
@@ -159,6 +167,7 @@ def compare_engines(folder: Path, options: DeviceOptions) -> PagedCheck:
     def rewrite(model: ov.Model) -> None:
         to_paged(model)
         windows.update(attention_windows(model))
+        pair_queries(model)
 
     try:
         paged = PagedDecoder(compile_ir(folder, setting, rewrite))

@@ -21,9 +21,9 @@ import json
 import os
 import random
 import statistics
-import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -164,47 +164,42 @@ def of_llamacpp(prompt: list[int], tokens: int) -> dict[str, Any]:
     return {"prompt": prompt, "n_predict": tokens, **more}
 
 
-class Systems:
-    """The systems that take turns, loaded; a context manager that ends them."""
+@dataclass(frozen=True)
+class Setup:
+    """What the systems load. ``most``: the number of texts at a time; ``properties``: ovspec's, for "exact"."""
 
-    def __init__(self, folder: Path, names: list[str], gguf: Path | None, most: int, properties: dict[str, str]) -> None:
-        self.runs: dict[str, Run] = {}
-        self._workers: list[Worker] = []
-        self._servers: list[subprocess.Popen[bytes]] = []
-        for name in names:
-            kind, mode = SYSTEMS[name]
-            if kind == "serve":
-                command = [sys.executable, "-m", "ovspec", "serve", str(folder), "--draft", mode]
-                self.runs[name] = over_http(self._serve(command), "/v1/completions", of_ovspec)
-            elif kind == "llamacpp":
-                size = ["-c", str(most * 1024), "-np", str(most), "-t", str(os.cpu_count()), "-m", str(gguf)]
-                command = [str(server_of_llamacpp()), *size]
-                self.runs[name] = over_http(self._serve(command), "/completion", of_llamacpp)
-            else:
-                setup: dict[str, Any] = {"target": str(folder), "draft": str(folder / "draft"), "mode": mode}
-                setup["properties"] = setup["draft_properties"] = properties if "exact" in name else {}
-                worker = Worker(kind, setup)
-                if "error" in worker.ready:
-                    raise SystemExit(f"{name}: {worker.ready['error']}")
-                self._workers.append(worker)
-                self.runs[name] = in_worker(worker)
-            print(f"{name}: loaded", file=sys.stderr)
+    folder: Path
+    gguf: Path | None
+    most: int
+    properties: dict[str, str]
 
-    def _serve(self, command: list[str]) -> int:
-        with open(os.devnull, "w") as log:
-            process, port = http_server.start(command, log.fileno())
-        self._servers.append(process)
-        return port
 
-    def __enter__(self) -> Systems:
-        return self
+def started(name: str, setup: Setup, ends: ExitStack) -> Run:
+    """Start a system, which ``ends`` will end, and return the function that runs loads on it."""
+    kind, mode = SYSTEMS[name]
+    folder = str(setup.folder)
+    if kind == "serve":
+        command = [sys.executable, "-m", "ovspec", "serve", folder, "--draft", mode]
+        return over_http(served(command, ends), "/v1/completions", of_ovspec)
+    if kind == "llamacpp":
+        size = ["-c", str(setup.most * 1024), "-np", str(setup.most), "-t", str(os.cpu_count())]
+        command = [str(server_of_llamacpp()), "-m", str(setup.gguf), *size]
+        return over_http(served(command, ends), "/completion", of_llamacpp)
+    properties = setup.properties if "exact" in name else {}
+    given: dict[str, Any] = {"target": folder, "draft": f"{folder}/draft", "mode": mode, "properties": properties}
+    worker = ends.enter_context(Worker(kind, given))
+    if "error" in worker.ready:
+        raise SystemExit(f"{name}: {worker.ready['error']}")
+    return in_worker(worker)
 
-    def __exit__(self, *exc: object) -> None:
-        for worker in self._workers:
-            worker.stop()
-        for process in self._servers:
-            process.terminate()
-            process.wait()
+
+def served(command: list[str], ends: ExitStack) -> int:
+    """Start an HTTP server and return its port."""
+    with open(os.devnull, "w") as log:
+        process, port = http_server.start(command, log.fileno())
+    ends.callback(process.wait)
+    ends.callback(process.terminate)
+    return port
 
 
 # ---------------------------------------------------------------- the benchmark
@@ -258,13 +253,15 @@ def main() -> None:
     del lm
     print("| " + " | ".join(HEADS) + " |" + "\n" + "|---" * len(HEADS) + "|", flush=True)
     kept: list[dict[str, Any]] = []
-    with Systems(args.folder, names, args.gguf, max(clients), properties) as systems:
+    setup = Setup(args.folder, args.gguf, max(clients), properties)
+    with ExitStack() as ends:
+        runs = {name: started(name, setup, ends) for name in names}
         for cell in cells:
             found = {name: Figures() for name in names if can_take(name, cell)}
             for turn in range(-1 if cell == cells[0] else 0, args.turns):
                 for name in rotated([*found], turn):
                     load = load_of(cell, turn, tokenizer)
-                    lines = systems.runs[name](load)
+                    lines = runs[name](load)
                     if turn >= 0:
                         found[name].add(load, lines)
             for name in found:

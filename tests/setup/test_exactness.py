@@ -14,7 +14,7 @@ import ovspec
 import ovspec.setup.engine
 import ovspec.setup.exactness
 from ovspec.decoders.base import Rollback
-from ovspec.decoders.paged import PagedDecoder
+from ovspec.decoders.paged import PagedDecoder, pairs
 from ovspec.decoders.recurrent import decoder_of
 from ovspec.decoders.stateful import StatefulDecoder
 from ovspec.ir.compile import compile_ir
@@ -60,22 +60,47 @@ def test_no_row_is_probed_beyond_the_context(
     assert longest <= context
 
 
-def alone(self: PagedDecoder, row: int, new: np.ndarray) -> tuple[int, np.ndarray]:
-    return len(self.rows[row]), new
+def alone(decoder: PagedDecoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder.narrowest = 1
+    del monkeypatch
 
 
-def stale(self: PagedDecoder, row: int, new: np.ndarray) -> tuple[int, np.ndarray]:
-    """Feed a wrong token in front of a single one, which spoils the cache."""
-    held = len(self.rows[row])
-    return (held - 1, np.concatenate((new, new))) if held and len(new) == 1 else (held, new)
+def stale(decoder: PagedDecoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Feed a wrong token in front of one that is alone in an inference, which spoils the cache."""
+
+    def doubled(row: int, new: np.ndarray) -> tuple[int, np.ndarray]:
+        held = len(decoder.rows[row])
+        return (held - 1, np.concatenate((new, new))) if held and len(new) else (held, new)
+
+    monkeypatch.setattr(decoder, "_doubled", doubled)
 
 
-@pytest.mark.parametrize(("name", "planted"), [("_piece", alone), ("_piece", stale)], ids=["alone", "stale"])
+def second(decoder: PagedDecoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take the result of a token's second query, which also sees itself."""
+    del decoder
+
+    def wrong(counts: tuple[int, ...], queries: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+        query_tokens, token_queries = pairs(counts, queries)
+        return query_tokens, np.append(token_queries[1:], len(query_tokens)).astype(np.int32) - 1
+
+    monkeypatch.setattr("ovspec.decoders.paged.pairs", wrong)
+
+
+@pytest.mark.parametrize("plant", [alone, stale, second])
 def test_planted_differences_are_found(
-    make: Callable[..., PagedDecoder], monkeypatch: pytest.MonkeyPatch, name: str, planted: Any
+    make: Callable[..., PagedDecoder], monkeypatch: pytest.MonkeyPatch, plant: Callable[..., None]
 ) -> None:
-    monkeypatch.setattr(PagedDecoder, name, planted)
-    assert not probe_exactness(make(), 4096).exact
+    decoder = make()
+    plant(decoder, monkeypatch)
+    fork = decoder.fork
+
+    def planted_fork() -> PagedDecoder:
+        made = fork()
+        plant(made, monkeypatch)
+        return made
+
+    monkeypatch.setattr(decoder, "fork", planted_fork)
+    assert not probe_exactness(decoder, 4096).exact
 
 
 @pytest.mark.parametrize(
