@@ -7,7 +7,7 @@ import time
 import numpy as np
 
 from ovspec.decoders.base import Decoder, needed_width
-from ovspec.decoders.prefill import share_prefixes
+from ovspec.decoders.prefill import LONG, share_prefixes
 from ovspec.decoders.sequence import catch_up, common_prefix
 from ovspec.drafting.costs import WIDEST
 from ovspec.drafting.drafter import Drafter, RoundRow
@@ -16,7 +16,7 @@ from ovspec.drafting.proposal import NO_TOKENS, NOTHING, Proposal
 from ovspec.sampling.samplers import Guess
 from ovspec.sampling.warp import certain
 
-# Tokens of a prompt that a row reads while others draft; it gets no proposal meanwhile.
+# Tokens of prompts that a step reads while other rows draft; the rows that read them get no proposal meanwhile.
 CATCHING_UP = 64
 
 
@@ -55,13 +55,17 @@ class DraftModel(Drafter):
         feed = [NO_TOKENS] * len(rows)
         for index in going:
             feed[index] = catch_up(self.decoder, index, rows[index].sequence)
-        late = [index for index in going if len(feed[index]) > CATCHING_UP]
-        if lookahead.fixed is None and len(late) < len(going):  # the others must not wait until a prompt is read
-            going = [index for index in going if index not in late]
+        late = [index for index in going if len(feed[index]) > LONG]
+        # The others must not wait until a prompt is read; with a pace, not even if they read one, too.
+        if lookahead.fixed is None and len(going) > 1 and (lookahead.paced or len(late) < len(going)):
+            room = CATCHING_UP
             for index in late:
-                feed[index] = feed[index][:CATCHING_UP]
+                if len(feed[index]) > room:
+                    going.remove(index)
+                    feed[index] = feed[index][:room]
+                room -= len(feed[index])
         missed = unseen > WIDEST
-        while going:
+        while any(map(len, feed)):
             began, width = time.perf_counter(), lookahead.draft.fill(needed_width(self.decoder, feed))
             logits = self.decoder.feed(feed, [int(index in going) for index in range(len(rows))], width)
             feed = [NO_TOKENS] * len(rows)

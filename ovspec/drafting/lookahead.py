@@ -64,6 +64,8 @@ class Lookahead:
         self.fixed, self._narrowest = fixed, narrowest
         self.most = MOST if fixed is None else fixed
         self.target, self.draft = target or Costs(), draft or Costs()
+        self.most_ms = math.inf  # that proposals may add to the next round, whatever they are worth
+        self.paced = False  # whether no row may wait long while others read
         self._records: dict[str, Record] = {}
         self._balance = Balance()  # of all drafters together
         self._tokens = self._ms = 0.0  # sums over recent rounds
@@ -227,7 +229,7 @@ class Lookahead:
     def _allowance(self, source: str, rows: int) -> float:
         """Return how many milliseconds a round with a proposal of ``source`` may lose."""
         allowance = min(self._record(source).balance.allowance, self._balance.allowance)
-        return allowance * rows * self._plain(rows)
+        return min(allowance * rows * self._plain(rows), self.most_ms)
 
     def _extra(self, width: int, rows: int) -> float:
         """Return the milliseconds by which ``width`` tokens cost more now than a plain round."""

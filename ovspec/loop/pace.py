@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from ovspec.drafting.costs import Costs
 
 # A round that reads prompts may take this many times as long as a plain round of the rows that generate. The aim is 2;
@@ -24,18 +26,28 @@ class Pace:
         self._costs, self._narrowest, self._learns = costs, narrowest, learns
         self._ms: float | None = None  # of a prompt's token
 
-    def room(self, generating: list[int]) -> int:
+    def most_ms(self, generating: int, reading: int) -> float:
+        """Return how many milliseconds proposals may add to a round of rows that generate and rows that read prompts.
+
+        What a round may take longer than a plain one is shared by rows: else proposals would keep new rows waiting.
+        """
+        if not reading or not self._costs.known:
+            return math.inf if not reading else 0.0
+        return (LIMIT - 1) * self._plain(generating) * generating / (generating + reading)
+
+    def room(self, generating: list[int], drafted: float = 0.0) -> int:
         """Return how many tokens of prompts the next round reads.
 
         Args:
             generating: the number of tokens that the round computes for each row that generates.
+            drafted: milliseconds that proposing them took.
         """
         if not generating:
             return MOST
         if not self._costs.known:
             return FEWEST
         ms = self._ms or self._costs(MOST) / MOST
-        left = LIMIT * self._costs(max(self._narrowest, len(generating))) - self._costs(sum(generating))
+        left = LIMIT * self._plain(len(generating)) - self._costs(sum(generating)) - drafted
         return min(max(FEWEST, int(left / ms)), MOST)
 
     def learn(self, generating: list[int], read: int, ms: float) -> None:
@@ -46,3 +58,7 @@ class Pace:
             self._ms = found if self._ms is None else self._ms + RECENT * (found - self._ms)
         elif self._learns and width and not read:
             self._costs.learn(width, ms)
+
+    def _plain(self, rows: int) -> float:
+        """Return the milliseconds of a round in which ``rows`` generate a token each."""
+        return self._costs(max(self._narrowest, rows))

@@ -39,10 +39,14 @@ def run_round(
     for row in rows:
         if row.sampler.constraints.forces and 0 not in (lookahead.fixed, row.limits.lookahead):
             attempt(commit_forced, row)
+    if pace:
+        behind = [len(row.sequence) - len(held) for row, held in zip(rows, target.rows, strict=True)]
+        reading = sum([count > LONG for count in behind])
+        lookahead.paced, lookahead.most_ms = True, pace.most_ms(len(rows) - reading, reading)
     began = time.perf_counter()
     propose(rows, drafter, lookahead)
     proposed = time.perf_counter()
-    load = read(rows, target, pace)
+    load = read(rows, target, pace, 1e3 * (proposed - began))
     before = target.seconds
     logits, fed = [NO_LOGITS] * len(rows), [row.fed for row in rows]
     width = lookahead.target.fill(needed_width(target, fed)) if drafter else 0
@@ -90,10 +94,11 @@ def propose(rows: list[RoundRow], drafter: Drafter | None, lookahead: Lookahead)
                 row.proposal, row.healed = row.permitted(Proposal(likely)), True
 
 
-def read(rows: list[RoundRow], target: Decoder, pace: Pace | None) -> tuple[list[int], int]:
+def read(rows: list[RoundRow], target: Decoder, pace: Pace | None, drafted: float = 0.0) -> tuple[list[int], int]:
     """Set what each row feeds: the tokens that the target has not read and the proposal, or a chunk of the prompt.
 
-    Returns (the tokens computed for each row that generates, those of prompts), if there is a pace to learn from them.
+    ``drafted``: milliseconds that proposing took. Returns (the tokens computed for each row that generates, those of
+    prompts), if there is a pace to learn from them.
     """
     if len(rows) > 1:
         share_prefixes(target, [row.sequence for row in rows])
@@ -103,7 +108,7 @@ def read(rows: list[RoundRow], target: Decoder, pace: Pace | None) -> tuple[list
     if pace:
         short = [row for row in rows if 0 < len(row.unseen) <= LONG]
         generating = [len(row.unseen) + len(row.proposal.tokens) for row in short]
-        room = pace.room(generating)
+        room = pace.room(generating, drafted)
     if len(rows) > 1 or pace:
         chunks = prefill_chunks(target, chunks, room)
     for row, row.fed in zip(rows, chunks, strict=True):

@@ -174,10 +174,10 @@ def test_the_pace_keeps_rounds_short() -> None:
         pace = Pace(costs, 2, learns=False)
         assert pace.room([]) == MOST
         for rows in (1, 4, 8):
-            plain, read = costs(2 * rows), 0
+            plain, read = costs(max(2, rows)), 0
             for _ in range(60):
-                read = pace.room([2] * rows)
-                pace.learn([2] * rows, read, plain + read * per_token)
+                read = pace.room([1] * rows)
+                pace.learn([1] * rows, read, plain + read * per_token)
             assert read in (FEWEST, MOST) or abs(plain + read * per_token - LIMIT * plain) < 2 * per_token + 1
             assert read == FEWEST or plain + read * per_token <= LIMIT * plain + 1
 
