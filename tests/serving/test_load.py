@@ -44,27 +44,30 @@ def resources(server: Running) -> tuple[float, int, int]:
     return process.memory_info().rss / 1e6, process.num_fds(), process.num_threads()
 
 
+async def load(server: Running, seconds: float, breaks_off: float = 0.0) -> Counter[str]:
+    found: Counter[str] = Counter()
+    ends = time.monotonic() + seconds
+    await asyncio.gather(*[client(number, server, ends, breaks_off, found) for number in range(CLIENTS)])
+    return found
+
+
 @pytest.mark.skipif(psutil.WINDOWS, reason="Windows counts handles otherwise")
 @pytest.mark.parametrize(("seconds", "breaks_off"), [(60, 0.0), pytest.param(1200, 0.05, marks=pytest.mark.soak)])
 def test_load(start: Start, seconds: float, breaks_off: float) -> None:
     server = start(DEMO, "--draft", "lookup,draft", "--precision", "f32")
-
-    async def load(seconds: float) -> Counter[str]:
-        found: Counter[str] = Counter()
-        ends = time.monotonic() + seconds
-        await asyncio.gather(*[client(number, server, ends, breaks_off, found) for number in range(CLIENTS)])
-        return found
-
-    asyncio.run(load(8))  # what is made once: kernels, threads, grammars
+    asyncio.run(load(server, 8))  # what is made once: threads, grammars
     time.sleep(1)
-    before = resources(server)
-    found = asyncio.run(load(seconds))
-    time.sleep(1)
+    before, found, megabytes = resources(server), Counter[str](), list[float]()
+    for _ in range(4):
+        found += asyncio.run(load(server, seconds / 4, breaks_off))
+        time.sleep(1)
+        megabytes.append(resources(server)[0])
     after = resources(server)
     assert found.keys() <= {"200", "429", "broken off"}, found
     assert found["200"] > 5 * seconds, found
     assert server.metric("ovspec_texts_running") == server.metric("ovspec_texts_waiting") == 0
     assert server.metric("ovspec_cache_blocks_used") == 0
-    if breaks_off:
-        assert after[0] < before[0] + 60, (before, after)
     assert after[1] <= before[1] + 5 and after[2] <= before[2] + 5, (before, after)
+    if breaks_off:  # OpenVINO keeps kernels for each new width, so memory grows until all of them have been seen
+        assert found["broken off"] > 100 and megabytes[3] < megabytes[1] + 30, megabytes
+    print(found, before, megabytes)
