@@ -50,6 +50,9 @@ class PagedDecoder:
         arithmetic: whether a token may be computed alone ("fast").
         prefill_chunk: maximum tokens fed in one inference, not counting those whose logits are wanted.
         tensors: the tensors of another decoder of the same model, to share blocks with it; new ones by default.
+
+    Raises:
+        ValueError: exact arithmetic, and the model lacks the second rewrite.
     """
 
     rollback = Rollback("blocks")
@@ -63,6 +66,8 @@ class PagedDecoder:
         prefill_chunk: int = PREFILL_CHUNK,
         tensors: BlockTensors | None = None,
     ) -> None:
+        if arithmetic == "exact" and PAIRS[0] not in ir.inputs:
+            raise ValueError("exact arithmetic needs a model rewritten by pair_queries")
         self.context_length = ir.context_length
         self.narrowest = 2 if arithmetic == "exact" else 1
         self._arithmetic: Arithmetic = arithmetic

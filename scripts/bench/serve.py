@@ -3,14 +3,15 @@
     python scripts/bench/peers/install.py genai llamacpp
     .cache/peers/llamacpp/bin/python scripts/bench/peers/gguf_writer.py .cache/bench/1b-gqa/target OUT.gguf
     python scripts/bench/serve.py .cache/bench/1b-gqa/int8 [--gguf OUT.gguf] [--clients 1,4,8,16] [--turns 3]
-        [--loops closed,open] [--prompts completion,chat] [--systems NAME,...] [--json FILE]
+        [--loops closed,open] [--every 10] [--prompts completion,chat] [--systems "NAME; ..."] [--json FILE]
 
 All servers are loaded at once and take turns with the same requests; a first turn, in which kernels are made, is left
 out. "completion": the beginning of a program, 64 tokens are asked for. "chat": a conversation of 64 to 256 tokens, 24
 to 72 tokens are asked for. In a closed loop each client sends its next request when the last one is answered; in an
-open loop each sends one every ten seconds on average, at random times. Texts are greedy. genai runs in its own process
-without HTTP, with its own defaults, or with ovspec's properties ("genai, exact"). TTFT is the time to the first piece,
-a gap that between two pieces of a text; a piece has the tokens of one round. Ratios are of tokens/s, turn by turn.
+open loop each sends one every ten seconds on average (--every), at random times. Texts are greedy. genai runs in its
+own process without HTTP, with its own defaults, or with ovspec's properties ("genai, exact"). TTFT is the time to the
+first piece, a gap that between two pieces of a text; a piece has the tokens of one round. Ratios are of tokens/s, turn
+by turn.
 """
 
 from __future__ import annotations
@@ -43,7 +44,6 @@ from ovspec.comparison import rotated  # noqa: E402
 from ovspec.text.tokenizer import Tokenizer  # noqa: E402
 
 ROOT = HERE.parent.parent
-EVERY = 10.0  # seconds between two requests of a client in an open loop
 PERCENTILES = (50, 95, 99)
 STREAM, GENAI = "lm.stream", "genai"
 SYSTEMS = {
@@ -84,26 +84,29 @@ class Figures:
 # ---------------------------------------------------------------- requests
 
 
-def load_of(cell: Cell, turn: int, tokenizer: Tokenizer) -> Load:
-    """Return the requests of a cell's turn: the same for every system, others in every turn."""
+def load_of(cell: Cell, turn: int, tokenizer: Tokenizer, every: float) -> Load:
+    """Return the requests of a cell's turn: the same for every system, others in every turn.
+
+    ``every``: seconds between two requests of a client in an open loop, on average.
+    """
     chance = random.Random(f"{cell} {turn}")
     code = [entry["text"] for entry in json.loads((ROOT / "models" / "prompts.json").read_text("utf-8"))["prompts"]]
     prose = json.loads((HERE / "workloads.json").read_text("utf-8"))["prose"]
-    count = 4 + 2 * cell.clients
     prompts, tokens = list[list[int]](), list[int]()
-    for number in range(count):
+    for number in range(4 + 2 * cell.clients):
         if cell.prompts == "completion":
-            text, asked = f"# File {chance.randrange(10**6)}\n" + code[(number + 7 * turn) % len(code)], 64
+            text = f"# File {chance.randrange(10**6)}\n{code[(number + 7 * turn) % len(code)]}"
+            prompts.append(tokenizer.encode(text).tolist())
+            tokens.append(64)
         else:
-            asked, wanted = chance.randint(24, 72), chance.randint(64, 256)
-            text = f"User {chance.randrange(10**6)}:"
+            wanted, text = chance.randint(64, 256), f"User {chance.randrange(10**6)}:"
             while len(tokenizer.encode(text)) < wanted:
                 text += f" {chance.choice(prose)}\nAssistant: {chance.choice(code)}\nUser:"
-        prompts.append(tokenizer.encode(text)[: wanted if cell.prompts == "chat" else None].tolist())
-        tokens.append(asked)
+            prompts.append(tokenizer.encode(text)[:wanted].tolist())
+            tokens.append(chance.randint(24, 72))
     if cell.loop == "closed":
         return Load(prompts, tokens, cell.clients)
-    starts = np.cumsum([chance.expovariate(cell.clients / EVERY) for _ in prompts])
+    starts = np.cumsum([chance.expovariate(cell.clients / every) for _ in prompts])
     return Load(prompts, tokens, starts=[float(start - starts[0]) for start in starts])
 
 
@@ -195,7 +198,7 @@ def started(name: str, setup: Setup, ends: ExitStack) -> Run:
 
 def served(command: list[str], ends: ExitStack) -> int:
     """Start an HTTP server and return its port."""
-    with open(os.devnull, "w") as log:
+    with Path(os.devnull).open("w") as log:
         process, port = http_server.start(command, log.fileno())
     ends.callback(process.wait)
     ends.callback(process.terminate)
@@ -240,6 +243,7 @@ def main() -> None:
     parser.add_argument("--prompts", default="completion,chat")
     parser.add_argument("--systems", help=f"names separated by semicolons, of: {'; '.join(SYSTEMS)}")
     parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--every", type=float, default=10.0, help="seconds between requests of a client, open loop")
     parser.add_argument("--json", type=Path, help="also write the figures of every turn to this file")
     args = parser.parse_args()
     names = args.systems.split(";") if args.systems else [*SYSTEMS]
@@ -260,7 +264,7 @@ def main() -> None:
             found = {name: Figures() for name in names if can_take(name, cell)}
             for turn in range(-1 if cell == cells[0] else 0, args.turns):
                 for name in rotated([*found], turn):
-                    load = load_of(cell, turn, tokenizer)
+                    load = load_of(cell, turn, tokenizer, args.every)
                     lines = runs[name](load)
                     if turn >= 0:
                         found[name].add(load, lines)

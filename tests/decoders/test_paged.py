@@ -38,6 +38,33 @@ def test_the_private_transformation_is_where_it_was() -> None:
     assert names >= {"input_ids", "position_ids", "past_lens", "subsequence_begins", "block_indices", "key_cache.0"}
 
 
+def test_a_batch_computes_each_token_once(make_paged: MakePaged, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only attention gets a row's only token twice, with the bits of one pass; no block is kept for the second."""
+    decoder = make_paged()
+    text = np.random.default_rng(1).integers(5, 1000, 80)
+    expected = decoder.feed([text], [80])[0].copy()
+    seen: list[tuple[int, int]] = []
+    infer = decoder._request.infer
+
+    def noting(arrays: Any, logits_idx: np.ndarray) -> np.ndarray:
+        seen.append((len(arrays[0]), len(arrays[-2])))
+        return infer(arrays, logits_idx)
+
+    monkeypatch.setattr(decoder._request, "infer", noting)
+    decoder.reset(3)
+    starts = (0, 31, 40)
+    decoder.feed([text[:start] for start in starts], [0, 0, 0])
+    for step in range(40):
+        logits = decoder.feed([text[start + step : start + step + 1] for start in starts], [1, 1, 1])
+        assert all((logits[row][0] == expected[start + step]).all() for row, start in enumerate(starts))
+        blocks = [-(-(start + step + 1) // decoder.block_size) for start in starts]
+        assert decoder.blocks_used == sum(blocks)
+    assert seen[1:] == [(3, 6)] * 40
+    fork = decoder.fork()
+    assert fork.feed([text[40:42], text[:0], text[:0]], [2, 0, 0])[0].tolist() == expected[40:42].tolist()
+    assert decoder.feed([text[40:41]] * 3, [1, 0, 0])[0].tolist() == expected[40:41].tolist()
+
+
 def test_without_the_transformation_the_stateful_engine_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import openvino._offline_transformations as transformations
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,7 @@ sys.path.insert(0, str(PEERS))
 
 import report  # noqa: E402
 import run  # noqa: E402
+from arrivals import Load  # noqa: E402
 from install import cmake_flags  # noqa: E402
 from peer import Worker  # noqa: E402
 
@@ -113,3 +115,38 @@ def test_flags_of_the_processor(tmp_path: Path) -> None:
     (tmp_path / "cpuinfo").write_text("model name: x\nflags\t: fpu avx2 fma avx512f\n")
     wanted = [f"-DGGML_{name}=ON" for name in ("AVX2", "FMA", "AVX512")]
     assert cmake_flags(tmp_path / "cpuinfo") == ["-DGGML_NATIVE=OFF", *wanted]
+
+
+def test_loads_arrive_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a closed loop a client waits for its answer; in an open loop requests come when they are due."""
+    now = 100.0
+    monkeypatch.setattr("arrivals.time.perf_counter", lambda: now)
+    load = Load([[1], [2], [3]], [4, 5, 6], clients=2)
+    assert (load.due(), load.due(), load.wait()) == ([0, 1], [], None)
+    load.answered()
+    assert load.due() == [2] and load.sent_all
+    load = Load(**Load([[1], [2], [3]], [4, 5, 6], starts=[0.0, 2.0, 3.0]).as_json())
+    assert load.due() == [0] and load.wait() == 2.0 and not load.sent_all
+    now = 103.5
+    assert load.due() == [1, 2] and [load.sent(number).sent for number in (1, 2)] == [2.0, 3.0]
+
+
+def test_the_bench_of_servers_runs(command_environment: dict[str, str], tmp_path: Path) -> None:
+    """On the demo pair; each system generates every token it was asked for."""
+    file = tmp_path / "figures.json"
+    command = [sys.executable, ROOT / "scripts" / "bench" / "serve.py", DEMO, "--systems", "lm.stream;serve"]
+    more = ["--clients", "1,2", "--turns", "1", "--every", "0.2", "--prompts", "chat", "--json", file]
+    done = subprocess.run([*command, *more], env=command_environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(file.read_text(encoding="utf-8"))
+    assert [(each["loop"], each["clients"], each["system"]) for each in found] == [
+        ("closed", 1, "lm.stream"),
+        ("closed", 1, "serve"),
+        ("closed", 2, "serve"),
+        ("open", 1, "serve"),
+        ("open", 2, "serve"),
+    ]
+    for each in found:
+        texts = 4 + 2 * each["clients"]
+        assert len(each["ttft"]) == texts and min(each["ttft"]) > 0 and len(each["gaps"]) > 10 * texts
+        assert each["speeds"][0] > 0

@@ -96,7 +96,7 @@ def test_blocks_of_the_cache_are_counted(engine: Engine) -> None:
         each.result()
     most, fewest = max(each.blocks for each in asked), min(each.blocks for each in asked)
     tokens = [len(row.sequence) for each in asked for row in each.rows]
-    assert 0 < fewest and max(tokens) // size <= most <= sum(tokens) // size + 2 * len(tokens)
+    assert fewest > 0 and max(tokens) // size <= most <= sum(tokens) // size + 2 * len(tokens)
     assert engine.cache_use() == (0, free)
 
 

@@ -73,8 +73,7 @@ def test_the_distance_is_the_kl_divergence(tmp_path: Path, pair: Path, reference
 def test_invariance_is_measured_on_the_exact_decoder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     timer = SettingTimer(DEMO, tmp_path, np.arange(3, 43), Effort(40, (1, 2, 4), 1, True))
     assert timer.probe(Setting("paged", "f32", "f32", 32)).share == 1
-    one = property(lambda self: 1, lambda self, value: None)
-    monkeypatch.setattr(PagedDecoder, "narrowest", one, raising=False)
+    monkeypatch.setattr(PagedDecoder, "narrowest", property(lambda _: 1, lambda *_: None), raising=False)
     assert timer.probe(Setting("paged", "f32", "f32", 32)).share < 1, "a token alone is found"
 
 
