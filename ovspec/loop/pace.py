@@ -29,11 +29,13 @@ class Pace:
     def most_ms(self, generating: int, reading: int) -> float:
         """Return how many milliseconds proposals may add to a round of rows that generate and rows that read prompts.
 
-        What a round may take longer than a plain one is shared by rows: else proposals would keep new rows waiting.
+        Proposals must not keep new rows waiting, because a fuller batch gains more: the more rows read, the less of
+        what the round may take longer is left for proposals, and nothing if as many read as generate.
         """
         if not reading or not self._costs.known:
             return math.inf if not reading else 0.0
-        return (LIMIT - 1) * self._plain(generating) * generating / (generating + reading)
+        share = max(0, generating - reading) / (generating + reading)
+        return (LIMIT - 1) * self._plain(generating) * share
 
     def room(self, generating: list[int], drafted: float = 0.0) -> int:
         """Return how many tokens of prompts the next round reads.
