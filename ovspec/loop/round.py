@@ -39,7 +39,7 @@ def run_round(
     for row in rows:
         if row.sampler.constraints.forces and 0 not in (lookahead.fixed, row.limits.lookahead):
             attempt(commit_forced, row)
-    if pace:
+    if pace and drafter:
         behind = [len(row.sequence) - len(held) for row, held in zip(rows, target.rows, strict=True)]
         reading = sum([count > LONG for count in behind])
         lookahead.paced, lookahead.most_ms = True, pace.most_ms(len(rows) - reading, reading)

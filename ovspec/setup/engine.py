@@ -51,7 +51,7 @@ class CompiledModel:
 
     @property
     def guess_is_free(self) -> bool:
-        """Whether one proposed token costs nothing to verify, because two are computed anyway, and changes no bit."""
+        """Whether one token proposed for a single text costs nothing, because two are computed, and changes no bit."""
         return self.engine == "paged" and self.promise == "exact"
 
     def decoder(self, vocabulary: KnownIds = ALL_IDS) -> SessionDecoder:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import queue
 import threading
 import time
@@ -14,7 +15,10 @@ from conftest import PROMPTS
 
 import ovspec
 from ovspec.constraints.base import Constraint
+from ovspec.decoders.prefill import LONG
 from ovspec.drafting.costs import Costs
+from ovspec.drafting.draft_model import CATCHING_UP
+from ovspec.drafting.lookahead import Lookahead
 from ovspec.errors import InferenceError, OvspecError
 from ovspec.loop.pace import FEWEST, LIMIT, MOST, Pace
 from ovspec.serving.engine import Engine, Job
@@ -50,13 +54,12 @@ class Asked:
 
     def result(self, seconds: float = 60.0) -> Any:
         """Return the tokens of the texts, or the error that ended them."""
-        while not all(row.finish_reason for row in self.rows):
+        left = len(self.rows)
+        while left:
             found = self._told.get(timeout=seconds)
             if isinstance(found, OvspecError):
                 return found
-        while not self._told.empty():
-            if isinstance(found := self._told.get(), OvspecError):
-                return found
+            left -= sum(piece.finish_reason is not None for _, piece in found)
         return [row.token_ids for row in self.rows]
 
 
@@ -180,6 +183,44 @@ def test_the_pace_keeps_rounds_short() -> None:
                 pace.learn([1] * rows, read, plain + read * per_token)
             assert read in (FEWEST, MOST) or abs(plain + read * per_token - LIMIT * plain) < 2 * per_token + 1
             assert read == FEWEST or plain + read * per_token <= LIMIT * plain + 1
+
+
+def test_proposals_give_way_to_prompts() -> None:
+    pace = Pace(Costs({2: 20.0, 32: 26.0}, 0.0), 2, learns=False)
+    assert pace.most_ms(4, 0) == math.inf
+    left = [pace.most_ms(4, reading) for reading in range(1, 6)]
+    assert left[0] > left[1] > left[2] > left[3] == left[4] == 0
+    assert pace.room([4, 4], drafted=5.0) < pace.room([1, 1])
+    assert Pace(Costs(), 2, learns=True).most_ms(4, 1) == 0, "costs aren't known yet"
+
+
+def test_a_draft_reads_prompts_in_parts(
+    load: Callable[..., ovspec.LanguageModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However often the draft is asked; the texts stay those of ``generate``."""
+    prompts = [f"# {number}\n{' '.join(PROMPTS)[: 1500 + 300 * number]}" for number in range(4)]
+    lm = load(draft="draft")
+    alone = [lm.generate(prompt, max_tokens=200, ignore_eos=True).token_ids for prompt in prompts]
+    monkeypatch.setattr(Lookahead, "affords", lambda *_: True)
+    monkeypatch.setattr(Lookahead, "starts", lambda *_: True)
+    engine = Engine(lm, rows=4)
+    engine.start()
+    draft = engine._decoders.draft
+    assert draft
+    fed, feed = list[list[int]](), draft.feed
+
+    def noting(tokens: list[np.ndarray], *rest: Any) -> Any:
+        fed.append([len(new) for new in tokens])
+        return feed(tokens, *rest)
+
+    monkeypatch.setattr(draft, "feed", noting)
+    asked = [Asked(engine, prompt, max_tokens=200) for prompt in prompts]
+    assert [each.result()[0] for each in asked] == alone
+    assert engine.counts.proposed["draft"] > 0
+    engine.end()
+    together = [counts for counts in fed if sum(count > 0 for count in counts) > 1]
+    read = [sum(count for count in counts if count > LONG) for counts in together]
+    assert 0 < max(read) <= CATCHING_UP and sum(read) > 500
 
 
 def test_generating_goes_on_while_prompts_are_read(engine: Engine) -> None:
