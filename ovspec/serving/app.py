@@ -16,20 +16,30 @@ from starlette.responses import Response
 
 from ovspec import __version__
 from ovspec.options.option import hint
+from ovspec.serving import schemas
 from ovspec.serving.errors import ApiError, error_body
 from ovspec.serving.models import ChatRequest, CompletionRequest, DetokenizeRequest, ErrorAnswer, TokenizeRequest
 from ovspec.serving.requests import plain_message, read_json
+from ovspec.serving.schemas import answered
 from ovspec.serving.service import Service
 from ovspec.text.chat_template import chat_template
 
 ERRORS: dict[int | str, str] = {
     400: "A field or the body is wrong.",
     401: "The key is missing or wrong.",
+    403: "The host isn't this machine, and the server has no key.",
     404: "There is no such model.",
+    408: "The body did not arrive in time.",
+    413: "The body is too large.",
+    415: "The body isn't JSON.",
     422: "The text can't be continued within its grammar.",
     429: "Too many requests are waiting.",
+    500: "An inference failed.",
     503: "The server is shutting down, or the request has waited for too long.",
+    504: "The request took too long.",
 }
+CHATS, COMPLETIONS = answered(schemas.ChatCompletion, streams=True), answered(schemas.Completion, streams=True)
+READY: dict[int | str, Any] = {status: {"model": schemas.Ready, "description": "Its state."} for status in (200, 503)}
 
 
 class JsonRoute(APIRoute):
@@ -82,21 +92,23 @@ def described(app: FastAPI) -> dict[str, Any]:
 def add_endpoints(app: FastAPI, service: Service) -> None:
     lm = service.lm
 
-    @app.post("/v1/chat/completions", tags=["texts"], summary="Answer a chat.", response_model=None)
+    @app.post("/v1/chat/completions", tags=["texts"], summary="Answer a chat.", response_model=None, responses=CHATS)
     async def chat(body: ChatRequest, http: Request) -> Response:  # type: ignore[valid-type]
         return await service.answer("chat", body, http)
 
-    @app.post("/v1/completions", tags=["texts"], summary="Continue texts.", response_model=None)
+    @app.post("/v1/completions", tags=["texts"], summary="Continue texts.", response_model=None, responses=COMPLETIONS)
     async def completions(body: CompletionRequest, http: Request) -> Response:  # type: ignore[valid-type]
         return await service.answer("completion", body, http)
 
-    @app.get("/v1/models", tags=["model"], summary="List the one model that is served.")
+    @app.get(
+        "/v1/models", tags=["model"], summary="List the one model that is served.", responses=answered(schemas.Models)
+    )
     async def models() -> dict[str, Any]:
         context = lm.target.ir.context_length
         entry = {"id": service.name, "object": "model", "created": service.began, "owned_by": "ovspec"}
         return {"object": "list", "data": [entry | {"max_model_len": context}]}
 
-    @app.get("/v1/models/{name:path}", tags=["model"], summary="Describe the model.")
+    @app.get("/v1/models/{name:path}", tags=["model"], summary="Describe the model.", responses=answered(schemas.Model))
     async def model(name: str) -> dict[str, Any]:
         service.check_model(name)
         return (await models())["data"][0]
@@ -105,7 +117,12 @@ def add_endpoints(app: FastAPI, service: Service) -> None:
     async def health() -> dict[str, Any]:
         return {"status": "ok"}
 
-    @app.get("/ready", tags=["server"], summary="Tell whether a request would be taken, and what is promised.")
+    @app.get(
+        "/ready",
+        tags=["server"],
+        summary="Tell whether a request would be taken, and what is promised.",
+        responses=READY,
+    )
     async def ready() -> Response:
         try:
             service.check_open()
@@ -119,7 +136,12 @@ def add_endpoints(app: FastAPI, service: Service) -> None:
     async def metrics() -> PlainTextResponse:
         return PlainTextResponse(service.metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
-    @app.post("/tokenize", tags=["tokens"], summary="Return the tokens of a text or a chat.")
+    @app.post(
+        "/tokenize",
+        tags=["tokens"],
+        summary="Return the tokens of a text or a chat.",
+        responses=answered(schemas.Tokens),
+    )
     async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
         service.check_model(body.model)
         given = [each for each in (body.prompt, body.content, body.messages) if each is not None]
@@ -136,7 +158,7 @@ def add_endpoints(app: FastAPI, service: Service) -> None:
         tokens = await service.apart(encode)
         return {"count": len(tokens), "max_model_len": lm.target.ir.context_length, "tokens": tokens}
 
-    @app.post("/detokenize", tags=["tokens"], summary="Return the text of tokens.")
+    @app.post("/detokenize", tags=["tokens"], summary="Return the text of tokens.", responses=answered(schemas.Text))
     async def detokenize(body: DetokenizeRequest) -> dict[str, Any]:
         service.check_model(body.model)
 

@@ -14,11 +14,17 @@ import pytest
 import schemathesis
 from conftest import ROOT
 from hypothesis import HealthCheck, given, settings
+from schemathesis.specs.openapi.checks import response_schema_conformance, status_code_conformance
 from servers import DEMO, Running, Start
+
+from ovspec.serving.schemas import ChatCompletion, Completion
 
 PAGE = ROOT / "docs" / "how-to" / "serve.md"
 CURLS = [line.replace("\\\n", "") for line in re.findall(r"(?m)^curl (?:.*\\\n)*.*$", PAGE.read_text(encoding="utf-8"))]
 KEY = "the-key"
+CHAT = [{"role": "user", "content": "Hello"}]
+CHECKED = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "integer", "maximum": 99}}}
+LOOSE = {"json_schema_mode": "checked", "return_record": True}
 UNCHECKED = (
     HealthCheck.too_slow,
     HealthCheck.filter_too_much,
@@ -82,6 +88,23 @@ def test_no_request_is_a_server_error(api: Any) -> None:
             assert answer.status_code < 500, answer.text
             if answer.status_code >= 400:
                 assert answer.json()["error"]["message"]
+            case.validate_response(answer, checks=[response_schema_conformance, status_code_conformance])
 
         check()
     assert {"/v1/chat/completions", "/v1/completions", "/tokenize", "/ready"} <= tried
+
+
+@pytest.mark.parametrize(
+    ("model", "path", "body"),
+    [
+        (Completion, "/v1/completions", {"prompt": ["def f(", "x"], "logprobs": 2, "echo": True, "n": 1}),
+        (Completion, "/v1/completions", {"prompt": "def f(", "logprobs": 0, "return_record": True}),
+        (ChatCompletion, "/v1/chat/completions", {"messages": CHAT, "logprobs": True, "top_logprobs": 2}),
+        (ChatCompletion, "/v1/chat/completions", {"messages": CHAT, "response_format": CHECKED, **LOOSE}),
+    ],
+)
+def test_answers_have_the_shape_of_the_document(server: Running, model: Any, path: str, body: Any) -> None:
+    answer = server.post(path, {**body, "max_tokens": 4})
+    assert answer.status_code == 200, answer.text
+    found = model.model_validate_json(answer.text, strict=True)
+    assert found.model_dump(exclude_unset=True) == answer.json()
