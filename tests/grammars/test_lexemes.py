@@ -74,9 +74,9 @@ HARD = {
 def test_no_grammar_takes_long(name: str) -> None:
     text = HARD[name]
     assert len(text) <= MAX_GBNF
-    began = time.perf_counter()
+    began = time.thread_time()  # other processes don't count
     gbnf(text)
-    assert time.perf_counter() - began < SECONDS
+    assert time.thread_time() - began < SECONDS
 
 
 def test_single_characters_are_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
