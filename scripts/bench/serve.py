@@ -1,7 +1,7 @@
 """Time ``ovspec serve`` under load, beside ``lm.stream``, openvino-genai and llama.cpp's server, in turns.
 
     python scripts/bench/peers/install.py genai llamacpp
-    .cache/peers/llamacpp/bin/python scripts/bench/peers/gguf_writer.py .cache/bench/1b-gqa/target OUT.gguf
+    .cache/peers/llamacpp/bin/python scripts/bench/peers/gguf_writer.py .cache/bench/1b-gqa/hf/target OUT.gguf
     python scripts/bench/serve.py .cache/bench/1b-gqa/int8 [--gguf OUT.gguf] [--clients 1,4,8,16] [--turns 3]
         [--loops closed,open] [--every 10] [--prompts completion,chat] [--systems "NAME; ..."] [--json FILE]
 
@@ -21,6 +21,7 @@ import asyncio
 import json
 import os
 import random
+import signal
 import statistics
 import sys
 from collections.abc import Callable
@@ -258,6 +259,7 @@ def main() -> None:
     print("| " + " | ".join(HEADS) + " |" + "\n" + "|---" * len(HEADS) + "|", flush=True)
     kept: list[dict[str, Any]] = []
     setup = Setup(args.folder, args.gguf, max(clients), properties)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the servers end, too
     with ExitStack() as ends:
         runs = {name: started(name, setup, ends) for name in names}
         for cell in cells:
