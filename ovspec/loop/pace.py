@@ -1,4 +1,4 @@
-"""The pace: how many tokens of prompts a round reads while other rows generate."""
+"""The pace: how many tokens of prompts a round reads while other rows generate, as time allows or as many as told."""
 
 from __future__ import annotations
 
@@ -20,10 +20,12 @@ class Pace:
         costs: milliseconds of an inference by its width.
         narrowest: the fewest tokens that an inference computes, see ``Decoder``.
         learns: whether ``costs`` learns from ``learn``, because no lookahead lets it learn.
+        chunk: how many tokens of prompts every round reads, however long that takes; None for as many as it has time
+            for.
     """
 
-    def __init__(self, costs: Costs, narrowest: int, learns: bool) -> None:
-        self._costs, self._narrowest, self._learns = costs, narrowest, learns
+    def __init__(self, costs: Costs, narrowest: int, learns: bool, chunk: int | None = None) -> None:
+        self._costs, self._narrowest, self._learns, self._chunk = costs, narrowest, learns, chunk
         self._ms: float | None = None  # of a prompt's token
 
     def most_ms(self, generating: int, reading: int) -> float:
@@ -32,8 +34,10 @@ class Pace:
         Proposals must not keep new rows waiting, because a fuller batch gains more: the more rows read, the less of
         what the round may take longer is left for proposals, and nothing if as many read as generate.
         """
-        if not reading or not self._costs.known:
-            return math.inf if not reading else 0.0
+        if not reading or self._chunk:
+            return math.inf
+        if not self._costs.known:
+            return 0.0
         share = max(0, generating - reading) / (generating + reading)
         return (LIMIT - 1) * self._plain(generating) * share
 
@@ -44,8 +48,8 @@ class Pace:
             generating: the number of tokens that the round computes for each row that generates.
             drafted: milliseconds that proposing them took.
         """
-        if not generating:
-            return MOST
+        if self._chunk or not generating:
+            return self._chunk or MOST
         if not self._costs.known:
             return FEWEST
         ms = self._ms or self._costs(MOST) / MOST

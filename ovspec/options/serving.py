@@ -47,6 +47,16 @@ class ServeOptions(TypedDict, total=False):
             metavar="GB",
         ),
     ]
+    prefill_chunk: Annotated[
+        int | None,
+        Option(
+            "Number of prompt tokens that a round reads. With many, as 256, the server generates more in all, but "
+            "texts pause while it reads prompts.",
+            limits=AT_LEAST_1,
+            usual="so few that other texts hardly wait",
+            metavar="N",
+        ),
+    ]
     lookahead: Annotated[
         int | Literal["auto"] | None,
         Option(

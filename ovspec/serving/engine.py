@@ -68,9 +68,17 @@ class Engine:
         rows: maximum number of rows in the batch.
         cache_bytes: memory that the KV caches of all rows may take; a share of the free memory by default.
         lookup_tokens: tokens of earlier texts that lookup may propose from.
+        chunk: tokens of prompts that a round reads; by default so few that other texts hardly wait.
     """
 
-    def __init__(self, lm: LanguageModel, rows: int, cache_bytes: float | None = None, lookup_tokens: int = 0) -> None:
+    def __init__(
+        self,
+        lm: LanguageModel,
+        rows: int,
+        cache_bytes: float | None = None,
+        lookup_tokens: int = 0,
+        chunk: int | None = None,
+    ) -> None:
         self.lm, self.counts = lm, Counts()
         self._orders: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._jobs: dict[int, Job] = {}  # by the scheduler's number of each row that hasn't ended
@@ -84,7 +92,7 @@ class Engine:
         self._drafter, self._lookahead = workspace.drafting({}, self._decoders, sampled=False)
         self._rows, self._cache_bytes = rows, cache_bytes
         costs = self._lookahead.target if self._drafter else Costs()
-        self._pace = Pace(costs, self._decoders.target.narrowest, learns=not self._drafter)
+        self._pace = Pace(costs, self._decoders.target.narrowest, not self._drafter, chunk)
         self.most_tokens = 0
         self._scheduler = self._new_scheduler(float("inf"))
         self._thread = threading.Thread(target=self._run, name="ovspec engine", daemon=True)
@@ -129,7 +137,10 @@ class Engine:
         self._orders.put(lambda: self._remove(job))
 
     def do(self, errand: Iterator[None]) -> None:
-        """Advance ``errand`` by one step between two rounds until it ends, so that it holds up nobody."""
+        """Advance ``errand`` by one step between two rounds until it ends, so that it holds up nobody.
+
+        Errands run one after the other, because each may need the memory of a whole prompt's KV cache.
+        """
         self._orders.put(lambda: self._errands.append(errand))
 
     def give_up(self) -> None:
@@ -183,7 +194,8 @@ class Engine:
     def _run(self) -> None:
         while not self._ending:
             self._obey(wait=not self._jobs and not self._errands)
-            self._errands = [errand for errand in self._errands if next(errand, OVER) is not OVER]
+            if self._errands and next(self._errands[0], OVER) is OVER:
+                del self._errands[0]
             if self._jobs:
                 self._round()
 

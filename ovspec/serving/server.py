@@ -139,7 +139,7 @@ def serve(lm: LanguageModel, name: str, keys: list[str], opened: socket.socket, 
         raise OvspecError(f"`deterministic`: on this machine the arithmetic is {promise}; leave it out.")
     sys.setswitchinterval(SWITCH_SECONDS)
     size = None if options.cache_size is None else 1e9 * options.cache_size
-    engine = Engine(lm, options.batch_size, size, options.lookup_memory)
+    engine = Engine(lm, options.batch_size, size, options.lookup_memory, options.prefill_chunk)
     engine.start()
     service = Service(lm, engine, name, options)
     api = make_app(service)

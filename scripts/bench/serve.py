@@ -9,7 +9,8 @@ All servers are loaded at once and take turns with the same requests; a first tu
 out. "completion": the beginning of a program, 64 tokens are asked for. "chat": a conversation of 64 to 256 tokens, 24
 to 72 tokens are asked for. In a closed loop each client sends its next request when the last one is answered; in an
 open loop each sends one every ten seconds on average (--every), at random times. Texts are greedy. genai runs in its
-own process without HTTP, with its own defaults, or with ovspec's properties ("genai, exact"). TTFT is the time to the
+own process without HTTP, with its own defaults, or with ovspec's properties ("genai, exact"). "256 at a time": with
+--prefill-chunk 256, as genai reads prompts. TTFT is the time to the
 first piece, a gap that between two pieces of a text; a piece has the tokens of one round. Ratios are of tokens/s, turn
 by turn.
 """
@@ -52,6 +53,8 @@ SYSTEMS = {
     "lm.stream, lookup,draft": ("stream", "lookup,draft"),
     "serve": ("serve", "none"),
     "serve, lookup,draft": ("serve", "lookup,draft"),
+    "serve, 256 at a time": ("serve", "none"),
+    "serve, lookup,draft, 256 at a time": ("serve", "lookup,draft"),
     GENAI: ("genai_serving", "plain"),
     "genai, exact": ("genai_serving", "plain"),
     "genai, draft": ("genai_serving", "draft"),
@@ -183,7 +186,8 @@ def started(name: str, setup: Setup, ends: ExitStack) -> Run:
     kind, mode = SYSTEMS[name]
     folder = str(setup.folder)
     if kind == "serve":
-        command = [sys.executable, "-m", "ovspec", "serve", folder, "--draft", mode]
+        chunk = ["--prefill-chunk", "256"] if "256" in name else []
+        command = [sys.executable, "-m", "ovspec", "serve", folder, "--draft", mode, *chunk]
         return over_http(served(command, ends), "/v1/completions", of_ovspec)
     if kind == "llamacpp":
         size = ["-c", str(setup.most * 1024), "-np", str(setup.most), "-t", str(os.cpu_count())]
@@ -223,7 +227,7 @@ def row_of(cell: Cell, name: str, found: dict[str, Figures]) -> list[str]:
         ratios = [a / b for a, b in zip(mine.speeds, found[other].speeds, strict=True)]
         return f"{statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})"
 
-    stream = name.replace("serve", STREAM) if name.startswith("serve") else STREAM
+    stream = f"{STREAM}, lookup,draft" if "lookup" in name else STREAM
     times = [
         " / ".join(f"{np.percentile(values, p):.0f}" for p in PERCENTILES) if values else ""
         for values in (mine.ttft, mine.gaps)

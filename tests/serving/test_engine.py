@@ -125,6 +125,24 @@ class Breaks(Constraint):
         return logits
 
 
+def test_errands_run_one_after_the_other(engine: Engine) -> None:
+    steps, ended = list[str](), threading.Event()
+
+    def errand(name: str) -> Iterator[None]:
+        for _ in range(3):
+            steps.append(name)
+            yield
+
+    def last() -> Iterator[None]:
+        ended.set()
+        yield
+
+    for each in (errand("a"), errand("b"), last()):
+        engine.do(each)
+    assert ended.wait(60)
+    assert steps == [*"aaabbb"]
+
+
 def test_a_text_that_cannot_go_on_fails_alone(engine: Engine) -> None:
     others = [Asked(engine, prompt) for prompt in PROMPTS[:2]]
     start = len(engine.lm.encode(PROMPTS[3]))
@@ -192,6 +210,34 @@ def test_proposals_give_way_to_prompts() -> None:
     assert left[0] > left[1] > left[2] > left[3] == left[4] == 0
     assert pace.room([4, 4], drafted=5.0) < pace.room([1, 1])
     assert Pace(Costs(), 2, learns=True).most_ms(4, 1) == 0, "costs aren't known yet"
+
+
+@pytest.mark.parametrize("chunk", [1, 37, 400])
+def test_a_chosen_chunk_is_what_rounds_read(
+    load: Callable[..., ovspec.LanguageModel], monkeypatch: pytest.MonkeyPatch, chunk: int
+) -> None:
+    """Whatever that takes; the texts stay those of ``generate``."""
+    lm = load(draft="lookup,draft")
+    prompts = [f"# {number}\n{' '.join(PROMPTS)[: 200 + 900 * number]}" for number in range(3)]
+    alone = [lm.generate(prompt, max_tokens=30, ignore_eos=True).token_ids for prompt in prompts]
+    engine = Engine(lm, rows=3, chunk=chunk)
+    engine.start()
+    target, fed = engine._decoders.target, list[list[int]]()
+    feed = target.feed
+
+    def noting(tokens: list[np.ndarray], *rest: Any) -> Any:
+        fed.append([len(new) for new in tokens])
+        return feed(tokens, *rest)
+
+    monkeypatch.setattr(target, "feed", noting)
+    asked = [Asked(engine, prompt) for prompt in prompts]
+    assert [each.result()[0] for each in asked] == alone
+    engine.end()
+    most = max(row.stats.prompt_tokens for each in asked for row in each.rows)
+    read = [sum(count for count in counts if count > LONG) for counts in fed]
+    assert most > 400
+    assert max(read) == (chunk if chunk > LONG else 0)
+    assert len(fed) > (most - LONG) // chunk
 
 
 def test_a_draft_reads_prompts_in_parts(

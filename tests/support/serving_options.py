@@ -19,6 +19,7 @@ SERVING: dict[str, tuple[list[str], Any]] = {
     "queue_timeout": (["--queue-timeout", "1.5"], 1.5),
     "request_timeout": (["--request-timeout", "2"], 2.0),
     "cache_size": (["--cache-size", "0.5"], 0.5),
+    "prefill_chunk": (["--prefill-chunk", "256"], 256),
     "lookahead": (["--lookahead", "3"], 3),
     "lookup_memory": (["--lookup-memory", "100"], 100),
     "max_tokens": (["-n", "-1"], -1),
