@@ -56,6 +56,7 @@ def test_mxfp4_is_read_as_its_specification_says(gpt_oss: tuple[Path, Path]) -> 
     assert counted[1] <= counted[0] < 1.05 * counted[1]  # the first counts its scales, too
 
 
+@pytest.mark.slow
 def test_gpt_oss_in_mxfp4_is_exported(gpt_oss: tuple[Path, Path], tmp_path: Path, cache_dir: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("def add(a, b):\n    return a + b\n" * 5, encoding="utf-8")
@@ -102,6 +103,7 @@ def test_checkpoints_with_usual_weights_pass() -> None:
     check_quantisation({"model_type": "gpt_oss", "quantization_config": {"quant_method": "mxfp4"}}, "gpt_oss")
 
 
+@pytest.mark.slow
 def test_gpt_oss_is_compared_before_optimum_compresses_it(gpt_oss: tuple[Path, Path], tmp_path: Path) -> None:
     """optimum compresses gpt-oss to int4 inside of its export, and other models after it."""
     right, other = tmp_path / "any-name", tmp_path / "other"

@@ -206,6 +206,7 @@ def flat(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
         tensors[old] = tensors.pop(name)
 
 
+@pytest.mark.slow
 def test_a_flat_config_gives_the_same_text_model(tmp_path: Path, cache_dir: Path) -> None:
     told = make("qwen2_5_vl, other shape", tmp_path / "hf")
     folder = changed(tmp_path / "hf", tmp_path / "flat", flat)
@@ -317,7 +318,9 @@ def test_tied_and_untied_heads(gemma: tuple[Path, list[int]], tmp_path: Path) ->
     assert "tie_word_embeddings" not in config_with(None, None, head=False)  # as the class does
 
 
-@pytest.mark.parametrize("tensor", ["model.layers.1.mlp.up_proj.weight", "model.norm.weight"])
+@pytest.mark.parametrize(
+    "tensor", [pytest.param("model.layers.1.mlp.up_proj.weight", marks=pytest.mark.slow), "model.norm.weight"]
+)
 def test_a_missing_tensor_is_named(tensor: str, tmp_path: Path) -> None:
     """transformers would fill it at random; with a wrong prefix, whole layers were random and nobody was told."""
 
