@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -47,6 +48,15 @@ class Parsed(click.ParamType):
 LookaheadType = functools.partial(Parsed, auto_or_number, "auto|K")
 
 
+class Real(click.FloatRange):
+    """A number in a range, which nan is not."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if math.isnan(found := super().convert(value, param, ctx)):
+            self.fail(f"{value!r} is not a number.", param, ctx)
+        return found
+
+
 def click_type(kind: Any, option: Option) -> click.ParamType:
     """Return the click type of one value."""
     if option.parse:
@@ -58,7 +68,7 @@ def click_type(kind: Any, option: Option) -> click.ParamType:
     if (limits := option.limits) and limits.least > -LARGEST:
         most = limits.most if limits.most < LARGEST else None
         if float in inner:
-            return click.FloatRange(limits.least, most, min_open=limits.above)
+            return Real(limits.least, most, min_open=limits.above)
         return click.IntRange(int(limits.least), None if most is None else int(most))
     return click.INT if int in inner else click.FLOAT if float in inner else click.STRING
 

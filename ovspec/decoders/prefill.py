@@ -28,7 +28,10 @@ def share_prefixes(decoder: Decoder, sequences: list[Sequence]) -> None:
     sources = list(range(len(held)))
     for row, sequence in enumerate(sequences):
         if unseen[row] >= WORTH_SHARING:
-            shared = [common_prefix(other, sequence) for other in held]
+            shared = [
+                common_prefix(other, sequence) if owned.owner == sequence.owner else 0
+                for other, owned in zip(held, sequences, strict=True)
+            ]
             best = int(np.argmax(shared))
             if shared[best] - shared[row] >= WORTH_SHARING:
                 sources[row] = best
@@ -36,9 +39,14 @@ def share_prefixes(decoder: Decoder, sequences: list[Sequence]) -> None:
         decoder.reorder(sources)
 
 
-def shares_prefix(sequence: Sequence, others: Iterable[Sequence]) -> bool:
-    """Return whether waiting until one of ``others`` has been read saves work."""
-    return any(common_prefix(sequence, other) > WORTH_SHARING for other in others)
+def shares_prefix(sequence: Sequence, reading: Iterable[Sequence], read: Iterable[Sequence]) -> bool:
+    """Return whether waiting until one of ``reading`` has been read saves work that none of ``read`` saves at once."""
+
+    def longest(others: Iterable[Sequence]) -> int:
+        return max([common_prefix(sequence, other) for other in others if other.owner == sequence.owner], default=0)
+
+    found = longest(reading)
+    return found > WORTH_SHARING and found > longest(read) + WORTH_SHARING
 
 
 def prefill_chunks(decoder: Decoder, unseen: list[np.ndarray], room: int | None = None) -> list[np.ndarray]:

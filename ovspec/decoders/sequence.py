@@ -15,11 +15,14 @@ class Sequence:
 
     Anything that keeps state for a row (a decoder's KV cache, a drafter's index) holds a Sequence of the tokens it has
     processed. When next used, it catches up from the ``common_prefix`` of that Sequence and the row.
+
+    owner: whose text it is. Rows of different owners share no prefix, because that would tell one what another wrote.
     """
 
-    __slots__ = ("_buffer", "_length")
+    __slots__ = ("_buffer", "_length", "owner")
 
     def __init__(self, tokens: Iterable[int] = ()) -> None:
+        self.owner: int | None = None
         start = np.fromiter(tokens, dtype=np.int64)
         self._length = len(start)
         self._buffer = np.empty(max(64, 2 * len(start)), dtype=np.int64)

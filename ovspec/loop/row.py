@@ -90,7 +90,7 @@ class Row:
         self.logprobs: list[TokenLogprob] | None = None if params.logprobs is None else []
         self.finish_reason: FinishReason | None = None
         self.start = len(sequence)
-        stats.cached_tokens, self._read = self.start, 0  # corrected as the prompt is read
+        self._read = 0
         self._end, self._context = min(self.start + ending.max_tokens, ending.context), ending.context
         self._min_tokens, self._count_logprobs = params.min_tokens or 0, params.logprobs or 0
         self._eos, self._stop_ids = ending.eos, frozenset(params.stop_ids)
@@ -182,7 +182,8 @@ class Row:
         stats, forced = self.stats, len(turn.forced)
         if not stats.rounds:  # a grammar may force tokens before the prompt has been read
             self._read += turn.read - forced
-            stats.cached_tokens = min(self.start, self.start - self._read)
+            if len(turn.tokens) > forced:  # else the text may have ended unread
+                stats.cached_tokens = min(self.start, self.start - self._read)
         stats.forced += min(forced, used)
         stats.rounds += len(turn.tokens) > forced
         accepted = max(0, min(turn.accepted, used - forced))

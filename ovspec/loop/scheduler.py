@@ -101,14 +101,14 @@ class Queue:
         A row waits while another prompt with the same beginning is being read, because it can continue from there.
         """
         room = self._limits.tokens - sum([row.most for row in batch])
-        reading = [row.sequence for row in batch if not row.stats.rounds]
+        reading, read = ([row.sequence for row in batch if bool(row.stats.rounds) == had] for had in (False, True))
         taken: list[tuple[int, Schedulable]] = []
         for row in itertools.islice(self._rows, max(0, self._limits.rows - len(self._waiting))):
             self.add(row)
         for number, row in self._waiting:
             if len(batch) + len(taken) == self._limits.rows or (row.most > room and (batch or taken)):
                 break
-            if not reading or not shares_prefix(row.sequence, reading):
+            if not shares_prefix(row.sequence, reading, read):
                 taken.append((number, row))
                 reading.append(row.sequence)
                 room -= row.most

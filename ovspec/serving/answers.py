@@ -110,6 +110,7 @@ class Told:
         self._begin, self._length = len(before), 0  # characters, of the repeated prompt and of the text told
         self._waiting: list[Place] = []  # their offsets count from the first token, which may be healed
         self._healed: int | None = None  # characters of the prompt that the first token spells again
+        self._ids, self._text = list[int](), ""  # all so far, until that is known
         self._detokenizer: Detokenizer | None = tokenizer.detokenizer() if self._row.logprobs is not None else None
         self._offset = 0
 
@@ -143,8 +144,10 @@ class Told:
         for token, logprob in zip(piece.token_ids, piece.logprobs or [], strict=True):
             self._waiting.append(Place(token, self._offset, logprob))
             self._offset += len(self._detokenizer.push(token))
-        if self._healed is None and self._length:
-            self._healed = max(0, self._tokenizer.decode(self._row.token_ids).find(self._row.text))
+        if self._healed is None:
+            self._ids, self._text = self._ids + piece.token_ids, self._text + piece.text
+            if self._text:
+                self._healed = max(0, self._tokenizer.decode(self._ids).find(self._text))
         healed = self._healed or 0
         told = [place for place in self._waiting if place.offset - healed < self._length]
         self._waiting = self._waiting[len(told) :]

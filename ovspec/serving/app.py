@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from typing import Any
 
@@ -38,19 +39,21 @@ ERRORS: dict[int | str, str] = {
     503: "The server is shutting down, or the request has waited for too long.",
     504: "The request took too long.",
 }
+LARGE = 100_000  # bytes of a body
 CHATS, COMPLETIONS = answered(schemas.ChatCompletion, streams=True), answered(schemas.Completion, streams=True)
 READY: dict[int | str, Any] = {status: {"model": schemas.Ready, "description": "Its state."} for status in (200, 503)}
 
 
 class JsonRoute(APIRoute):
-    """A route whose bodies are read by ``read_json``."""
+    """A route whose bodies are read by ``read_json``; large ones in a thread, so that other requests go on."""
 
     def get_route_handler(self) -> Callable[[Request], Any]:
         handler = super().get_route_handler()
 
         class JsonRequest(Request):
             async def json(self) -> Any:
-                return read_json(await self.body())
+                body = await self.body()
+                return await asyncio.to_thread(read_json, body) if len(body) > LARGE else read_json(body)
 
         async def handle(request: Request) -> Response:
             return await handler(JsonRequest(request.scope, request.receive))

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Generator
-from typing import Any
 
 from ovspec.errors import OvspecError
 from ovspec.integrations.batch_answers import Place, echoed, prompt_logprobs
-from ovspec.model import LanguageModel
-from ovspec.serving.engine import Engine
-from ovspec.serving.errors import ApiError
+from ovspec.loop.results import TokenLogprob
+from ovspec.serving.engine import Engine, Errand
 from ovspec.serving.requests import TextRequest
+from ovspec.serving.texts import as_api_error
 
 Echo = tuple[str, list[Place]]  # a prompt's text, and its tokens if log-probabilities are wanted
 SILENT: Echo = ("", [])
@@ -27,31 +26,37 @@ async def echoes_of(engine: Engine, request: TextRequest) -> list[Echo]:
         before = prompt if isinstance(prompt, str) else lm.tokenizer.decode(ids)
         places = list[Place]()
         if row.logprobs is not None:
-            computed: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-            engine.do(errand(lm, ids, request.options.get("logprobs") or 0, computed))
-            places = echoed(lm.tokenizer, ids, before, await computed)
+            places = echoed(lm.tokenizer, ids, before, await logprobs_of(engine, ids, request))
         echoes.append((before, places))
     return echoes
 
 
-def errand(lm: LanguageModel, ids: list[int], tops: int, computed: asyncio.Future[Any]) -> Generator[None]:
-    """Compute a prompt's log-probabilities in the engine's thread, unless nobody waits for them any more."""
+async def logprobs_of(engine: Engine, ids: list[int], request: TextRequest) -> list[TokenLogprob | None]:
+    """Return the log-probabilities of a prompt's tokens, computed in the engine's thread."""
+    loop = asyncio.get_running_loop()
+    computed: asyncio.Future[list[TokenLogprob | None]] = loop.create_future()
 
-    def tell(result: Any) -> None:
+    def tell(result: list[TokenLogprob | None] | OvspecError) -> None:
         if computed.cancelled():
             return
-        if isinstance(result, Exception):
-            computed.set_exception(result)
+        if isinstance(result, OvspecError):
+            computed.set_exception(as_api_error(result, engine.lm))
         else:
             computed.set_result(result)
 
-    steps = prompt_logprobs(lm, ids, tops)
-    try:
-        while not computed.cancelled():
-            next(steps)
+    def steps() -> Generator[None]:
+        computing = prompt_logprobs(engine.lm, ids, request.options.get("logprobs") or 0)
+        while not computed.cancelled():  # else nobody waits any more
+            try:
+                next(computing)
+            except StopIteration as ended:
+                loop.call_soon_threadsafe(tell, ended.value)
+                return
             yield
-        steps.close()
-    except StopIteration as ended:
-        computed.get_loop().call_soon_threadsafe(tell, ended.value)
-    except OvspecError as error:
-        computed.get_loop().call_soon_threadsafe(tell, ApiError(500, str(error)))
+        computing.close()
+
+    def fail(error: OvspecError) -> None:
+        loop.call_soon_threadsafe(tell, error)
+
+    engine.do(Errand(steps(), fail))
+    return await computed

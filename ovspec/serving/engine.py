@@ -13,7 +13,7 @@ import psutil
 from ovspec.decoders.paged import PagedDecoder
 from ovspec.drafting.costs import Costs
 from ovspec.drafting.lookup import Index
-from ovspec.errors import OvspecError
+from ovspec.errors import InferenceError, OvspecError
 from ovspec.ir.compile import CompiledIR
 from ovspec.ir.large_pages import LONGEST
 from ovspec.ir.memory import kv_bytes_per_token, recurrent_bytes
@@ -24,7 +24,9 @@ from ovspec.loop.scheduler import BatchLimits, Scheduler
 from ovspec.model import LanguageModel
 from ovspec.workspace import Sequence
 
+FEWEST_TOKENS = 32  # that must fit into memory
 FREE_SHARE = 0.8  # of the free memory that KV caches may take
+ENDED = "The server was stopped before the text was finished."
 OVER = object()
 WARM_UP = "The quick brown fox jumps over the lazy dog. " * 8
 
@@ -46,6 +48,18 @@ class Job:
     deliver: Callable[[list[tuple[int, Piece]] | OvspecError], None]
     started: float = 0.0
     numbers: dict[int, int] = field(default_factory=dict)  # the scheduler's number -> index of the row
+
+
+@dataclass(eq=False)
+class Errand:
+    """Work that the engine's thread does between rounds, so that it holds up nobody.
+
+    steps: each takes a few milliseconds.
+    fail: called with the error if a step fails, or if the errand is given up.
+    """
+
+    steps: Iterator[None]
+    fail: Callable[[OvspecError], None] = lambda _: None
 
 
 @dataclass
@@ -82,8 +96,8 @@ class Engine:
         self.lm, self.counts = lm, Counts()
         self._orders: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._jobs: dict[int, Job] = {}  # by the scheduler's number of each row that hasn't ended
-        self._errands: list[Iterator[None]] = []
-        self._ending = False
+        self._errands: list[Errand] = []
+        self._ending = self._given_up = False
         workspace = lm.workspace
         self._lookup_tokens, self._earlier = lookup_tokens, Index()
         if lookup_tokens:
@@ -111,45 +125,53 @@ class Engine:
                 pass
             self._decoders.reset(0)
         used = workspace.irs(self._drafter is not None)
-        self.do(moving(used))
+        self.do(Errand(moving(used)))
         irs = [ir for ir in used if ir.device == "CPU"]
         per_token = sum(map(kv_bytes_per_token, irs))
         room = self._cache_bytes or FREE_SHARE * psutil.virtual_memory().available
         room -= self._rows * sum(map(recurrent_bytes, irs))
         self.most_tokens = int(room / per_token) if per_token else 2**62
+        if self.most_tokens < FEWEST_TOKENS:
+            raise OvspecError(
+                f"The memory for KV caches holds {max(0, self.most_tokens)} tokens; free some, or raise `cache_size`."
+            )
         self._scheduler = self._new_scheduler(self.most_tokens)
         self._thread.start()
 
     # ------------------------------------------------------------ called from any thread
 
-    def submit(self, job: Job) -> None:
-        """Let a job wait for its turn; raises OvspecError if one of its texts could never fit."""
-        longest = max(row.most for row in job.rows)
+    def check_room(self, rows: list[Row]) -> None:
+        """Raise OvspecError if one of the texts could never fit."""
+        longest = max(row.most for row in rows)
         if longest > self.most_tokens:
             raise OvspecError(
                 f"The prompt and `max_tokens` need room for {longest} tokens, but this server has {self.most_tokens}; "
                 "shorten the prompt or lower `max_tokens`."
             )
+
+    def submit(self, job: Job) -> None:
+        """Let a job wait for its turn; see ``check_room``."""
         self._orders.put(lambda: self._add(job))
 
     def cancel(self, job: Job) -> None:
         """End a job's texts where they are, before the next round."""
         self._orders.put(lambda: self._remove(job))
 
-    def do(self, errand: Iterator[None]) -> None:
-        """Advance ``errand`` by one step between two rounds until it ends, so that it holds up nobody.
-
-        Errands run one after the other, because each may need the memory of a whole prompt's KV cache.
-        """
-        self._orders.put(lambda: self._errands.append(errand))
+    def do(self, errand: Errand) -> None:
+        """Do an errand after those that wait: one at a time, because each may need a whole prompt's KV cache."""
+        self._orders.put(lambda: errand.fail(Ended(ENDED)) if self._given_up else self._errands.append(errand))
 
     def give_up(self) -> None:
-        """End all requests, those that wait, too."""
+        """End all requests: those that wait and those that have yet to come, too."""
 
         def giving_up() -> None:
+            self._given_up = True
             for job in {*self._jobs.values()}:
                 self._remove(job)
-                job.deliver(Ended("The server was stopped before the text was finished."))
+                job.deliver(Ended(ENDED))
+            for errand in self._errands:
+                errand.fail(Ended(ENDED))
+            self._errands.clear()
 
         self._orders.put(giving_up)
 
@@ -194,8 +216,8 @@ class Engine:
     def _run(self) -> None:
         while not self._ending:
             self._obey(wait=not self._jobs and not self._errands)
-            if self._errands and next(self._errands[0], OVER) is OVER:
-                del self._errands[0]
+            if self._errands:
+                self._advance(self._errands[0])
             if self._jobs:
                 self._round()
 
@@ -207,6 +229,14 @@ class Engine:
                 self._orders.get(block=False)()
         except queue.Empty:
             pass
+
+    def _advance(self, errand: Errand) -> None:
+        try:
+            if next(errand.steps, OVER) is not OVER:
+                return
+        except Exception as error:  # whatever it is, the server lives
+            errand.fail(failure(error))
+        self._errands.remove(errand)
 
     def _round(self) -> None:
         try:
@@ -241,6 +271,9 @@ class Engine:
             self._decoders.reset(0)  # which frees memory
 
     def _add(self, job: Job) -> None:
+        if self._given_up:
+            job.deliver(Ended(ENDED))
+            return
         for index, row in enumerate(job.rows):
             number = self._scheduler.queue.add(row)
             job.numbers[number], self._jobs[number] = index, job
@@ -253,14 +286,12 @@ class Engine:
 
     def _give_up(self, error: Exception) -> None:
         """Fail the jobs whose rows are in the batch, and go on with the others."""
-        if not isinstance(error, OvspecError):
-            error = OvspecError(f"The inference failed ({type(error).__name__}: {error}).")
         lost = {job for number in self._scheduler.running if (job := self._jobs.get(number))}
         for job in lost:
             self._remove(job)
         self._decoders.reset(0)
         for job in lost:
-            job.deliver(error)
+            job.deliver(failure(error))
 
     def _note(self, pieces: list[tuple[int, Piece]]) -> None:
         counts, outcome = self.counts, self._scheduler.outcome
@@ -273,6 +304,13 @@ class Engine:
                     counts.proposed[proposal.source] = counts.proposed.get(proposal.source, 0) + len(proposal.tokens)
                     counts.accepted[proposal.source] = counts.accepted.get(proposal.source, 0) + accepted
             counts.lookahead = sum([len(each.tokens) for each, _ in outcome.judged]) / len(outcome.judged)
+
+
+def failure(error: Exception) -> InferenceError:
+    """Return what clients are told of an error that isn't theirs."""
+    if isinstance(error, OvspecError):
+        return error if isinstance(error, InferenceError) else InferenceError(str(error))
+    return InferenceError(f"The inference failed ({type(error).__name__}: {error}).")
 
 
 def moving(irs: list[CompiledIR]) -> Iterator[None]:

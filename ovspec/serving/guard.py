@@ -26,6 +26,7 @@ LARGEST_BODY = 32_000_000  # bytes
 BODY_SECONDS = 60.0  # until a body has arrived
 WRITE_SECONDS = 30.0  # that a client may take before it reads on
 OPEN = ("/health", "/ready")  # without a key
+OWNER = "owner"  # in a request's state: the number of its key
 LOG = logging.getLogger("ovspec.access")
 
 
@@ -51,12 +52,12 @@ class Keys:
     def of(keys: list[str]) -> Keys:
         return Keys(tuple(hashlib.sha256(key.encode()).digest() for key in keys))
 
-    def fit(self, header: str) -> bool:
-        """Return whether an Authorization header holds one of the keys; takes as long for a wrong one."""
+    def owner_of(self, header: str) -> int | None:
+        """Return the number of the key that an Authorization header holds, or None; takes as long for a wrong one."""
         scheme, _, key = header.partition(" ")
         given = hashlib.sha256(key.strip().encode("utf-8", "replace")).digest()
         found = [hmac.compare_digest(given, digest) for digest in self.digests]
-        return scheme.lower() == "bearer" and any(found)
+        return found.index(True) if scheme.lower() == "bearer" and any(found) else None
 
 
 class Guard:
@@ -113,7 +114,9 @@ class Guard:
             return await refuse(
                 403, "This server answers to localhost and 127.0.0.1 only; start it with a key to use another name."
             )
-        if self._keys.digests and scope["path"] not in OPEN and not self._keys.fit(headers.get("authorization", "")):
+        owner = self._keys.owner_of(headers.get("authorization", ""))
+        scope.setdefault("state", {})[OWNER] = owner
+        if self._keys.digests and scope["path"] not in OPEN and owner is None:
             return await refuse(401, "The API key is missing or wrong; send it as 'Authorization: Bearer KEY'.")
         if scope["method"] != "POST":
             return await self._app(scope, receive, send)

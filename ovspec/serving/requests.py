@@ -24,7 +24,11 @@ APART = ("model", "stream", "stream_options", "draft", "return_record")
 
 @dataclass
 class TextRequest:
-    """A request for texts. ``rows``: those of the first prompt first, ``n`` for each prompt."""
+    """A request for texts.
+
+    rows: those of the first prompt first, ``n`` for each prompt.
+    owner: the number of the client's key, if there are keys.
+    """
 
     kind: Kind
     prompts: list[Prompt]
@@ -35,6 +39,7 @@ class TextRequest:
     include_usage: bool = False
     return_record: bool = False
     rows: list[Row] = field(default_factory=list)
+    owner: int | None = None
 
     @property
     def n(self) -> int:

@@ -66,6 +66,8 @@ def keys_of(file: Path | None) -> list[str]:
     keys = [line.strip() for line in read_text(file).splitlines() if line.strip()]
     if not keys:
         raise OvspecError(f"{file}: no key in it; write one a line.")
+    if not all(key.isascii() for key in keys):
+        raise OvspecError(f"{file}: a key has characters other than ASCII, which clients can't send; choose another.")
     return keys
 
 
@@ -89,6 +91,7 @@ def open_socket(host: str, port: int) -> socket.socket:
         if os.name != "nt":
             opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         opened.bind((host, port))
+        opened.listen()  # so that a second server finds the port taken
     except OSError as error:
         raise OvspecError(f"{host}:{port} cannot be listened on ({error.strerror or error}); choose another.") from None
     return opened

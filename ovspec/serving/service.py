@@ -24,10 +24,11 @@ from ovspec.serving.answers import DONE, Head, Told, counted, event, whole
 from ovspec.serving.echo import Echo, echoes_of
 from ovspec.serving.engine import Engine
 from ovspec.serving.errors import ApiError, for_clients
+from ovspec.serving.guard import OWNER
 from ovspec.serving.metrics import Metrics
 from ovspec.serving.requests import Kind, TextRequest, make_rows, read_request
 from ovspec.serving.streams import Stream, unless_gone
-from ovspec.serving.texts import Texts
+from ovspec.serving.texts import Texts, too_long
 
 LIVES = b": waiting\n\n"  # a comment in a stream, for proxies that close silent connections
 EVERY = 15.0  # seconds between two of them
@@ -90,44 +91,58 @@ class Service:
         began = time.monotonic()
         handed_over = False
         try:
-            grammar = grammar_asked(fields) or fields.get("response_format") is not None
-            request = await self.apart(read_request, self.lm, kind, fields, self.defaults, grammar=grammar)
-            request.rows = await self.apart(make_rows, self.lm, request, grammar=grammar)
+            try:
+                async with asyncio.timeout(self.options.request_timeout):
+                    request, echoes = await unless_gone(http, self._prepared(kind, fields, http))
+            except TimeoutError:
+                raise too_long(self.options.request_timeout) from None
             head = Head(self.name, kind == "chat")
-            echoes = await echoes_of(self.engine, request)
             if request.stream:
                 handed_over = True
                 return Stream(self._stream(head, request, echoes, began), self._leave)
             await unless_gone(http, self._generate(request, began))
-            return JSONResponse(whole(self.lm.tokenizer, head, request, echoes))
+            made = self.apart(whole, self.lm.tokenizer, head, request, echoes, grammar=judges(request))
+            return JSONResponse(await made)
         finally:
             if not handed_over:
                 self._leave()
 
+    async def _prepared(self, kind: Kind, fields: dict[str, Any], http: Request) -> tuple[TextRequest, list[Echo]]:
+        """Return what is asked for, with its rows, and what is repeated of each prompt."""
+        grammar = grammar_asked(fields) or fields.get("response_format") is not None
+        request = await self.apart(read_request, self.lm, kind, fields, self.defaults, grammar=grammar)
+        request.rows = await self.apart(make_rows, self.lm, request, grammar=grammar)
+        try:
+            self.engine.check_room(request.rows)
+        except OvspecError as error:
+            raise ApiError(400, str(error), "max_tokens") from None
+        request.owner = getattr(http.state, OWNER, None)
+        for row in request.rows:
+            row.sequence.owner = request.owner
+        return request, await echoes_of(self.engine, request)
+
     def _leave(self) -> None:
         self.requests -= 1
 
-    def _texts(self, request: TextRequest) -> Texts:
+    def _texts(self, request: TextRequest, began: float) -> Texts:
         timeouts = self.options.queue_timeout, self.options.request_timeout
-        return Texts(self.engine, request, self.metrics, timeouts)
+        return Texts(self.engine, request, self.metrics, timeouts, began)
 
     async def _generate(self, request: TextRequest, began: float) -> None:
         """Generate all texts of a request; again with other seeds, where ``retries`` asks for it."""
-        await self._finish(request)
+        await self._finish(request, began)
         for _ in range(request.options.get("retries") or 0):
-            results = [row.result() for row in request.rows]
-            asked = self.lm.workspace, request.prompts, request.options, results, True
-            again: dict[int, Row] = await self.apart(rows_again, *asked, grammar=True)
+            again: dict[int, Row] = await self.apart(made_again, self.lm, request, grammar=True)
             if not again:
                 break
             for index, row in again.items():
-                request.rows[index], row.limits = row, request.limits
-            await self._finish(replace(request, rows=[*again.values()]))
+                request.rows[index], row.limits, row.sequence.owner = row, request.limits, request.owner
+            await self._finish(replace(request, rows=[*again.values()]), began)
         self._note(request, began)
 
-    async def _finish(self, request: TextRequest) -> None:
+    async def _finish(self, request: TextRequest, began: float) -> None:
         """Generate the texts of a request, whose pieces nobody waits for."""
-        async with aclosing(self._texts(request).pieces(EVERY)) as pieces:
+        async with aclosing(self._texts(request, began).pieces(EVERY)) as pieces:
             async for _ in pieces:
                 pass
 
@@ -135,8 +150,8 @@ class Service:
         tokenizer, part = self.lm.tokenizer, head.body(part=True)
         with_usage: dict[str, Any] = {"usage": None} if request.include_usage else {}
         told = [Told(tokenizer, request, i, echoes[i // request.n][0]) for i in range(len(request.rows))]
-        begun = False
-        async with aclosing(self._texts(request).pieces(EVERY)) as pieces:
+        begun, left = False, len(told)
+        async with aclosing(self._texts(request, began).pieces(EVERY)) as pieces:
             async for found in pieces:
                 if found is None:
                     yield LIVES
@@ -145,11 +160,14 @@ class Service:
                 if not begun:
                     begun = True
                     choices = [c for i, text in enumerate(told) for c in text.first(*echoes[i // request.n])]
-                choices += [choice for index, piece in found for choice in told[index].more(piece)]
+                for index, piece in found:
+                    if piece.finish_reason and judges(request):
+                        choices += await self.apart(told[index].more, piece, grammar=True)
+                    else:
+                        choices += told[index].more(piece)
                 for choice in choices:
-                    last = {}
-                    if choice["finish_reason"] and all(row.finish_reason for row in request.rows):
-                        last = {"timings": counted(request)["timings"]}
+                    left -= choice["finish_reason"] is not None
+                    last = {} if left else {"timings": counted(request)["timings"]}
                     yield event(part | {"choices": [choice]} | with_usage | last)
         if request.include_usage:
             yield event(part | {"choices": []} | counted(request))
@@ -159,6 +177,17 @@ class Service:
     def _note(self, request: TextRequest, began: float) -> None:
         prompts = sum(row.stats.prompt_tokens for row in request.rows[:: request.n])
         self.metrics.note_texts(prompts, time.monotonic() - began)
+
+
+def judges(request: TextRequest) -> bool:
+    """Return whether finished texts are judged by their schema, which may take long."""
+    return any(row.sampler.constraints.judge for row in request.rows)
+
+
+def made_again(lm: LanguageModel, request: TextRequest) -> dict[int, Row]:
+    """Return new rows for those whose texts break their schema, by index."""
+    results = [row.result() for row in request.rows]
+    return rows_again(lm.workspace, request.prompts, request.options, results, True)
 
 
 def field_in(message: str) -> str | None:

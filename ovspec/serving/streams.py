@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Any, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from ovspec.serving.answers import event
 from ovspec.serving.errors import ApiError, error_body
+
+T = TypeVar("T")
 
 
 class Stream(Response):
@@ -61,14 +63,14 @@ async def disconnected(receive: Any) -> None:
         pass
 
 
-async def unless_gone(http: Request, work: Any) -> None:
-    """Wait for ``work``; cancel it, and raise ApiError, if the client goes away first."""
+async def unless_gone(http: Request, work: Coroutine[Any, Any, T]) -> T:
+    """Return what ``work`` returns; cancel it, and raise ApiError, if the client goes away first."""
     working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(disconnected(http.receive))
     try:
         await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
             raise ApiError(499, "The client has closed the connection.")
-        working.result()
+        return working.result()
     finally:
         for task in (working, leaving):
             task.cancel()

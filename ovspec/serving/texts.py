@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator
 
 from ovspec.errors import InferenceError, OvspecError
 from ovspec.loop.results import Piece
+from ovspec.model import LanguageModel
 from ovspec.serving.engine import Ended, Engine, Job
 from ovspec.serving.errors import ApiError, for_clients
 from ovspec.serving.metrics import Metrics
@@ -20,12 +21,16 @@ class Texts:
     None comes every ``every`` seconds without a piece, so that a stream can show that it lives.
 
     Args:
-        queue_timeout, request_timeout: seconds until the first piece, and until the last.
+        timeouts: seconds until the first piece, and from when the request came until the last.
+        began: time at which the request came.
     """
 
-    def __init__(self, engine: Engine, request: TextRequest, metrics: Metrics, timeouts: tuple[float, float]) -> None:
+    def __init__(
+        self, engine: Engine, request: TextRequest, metrics: Metrics, timeouts: tuple[float, float], began: float
+    ) -> None:
         self._engine, self._request, self._metrics = engine, request, metrics
         self._queue_timeout, self._request_timeout = timeouts
+        self._ends = began + self._request_timeout
         self._events: asyncio.Queue[list[tuple[int, Piece]] | OvspecError] = asyncio.Queue()
         self._loop = asyncio.get_running_loop()
         self._job = Job(request.rows, self._deliver)
@@ -36,14 +41,11 @@ class Texts:
     async def pieces(self, every: float) -> AsyncGenerator[list[tuple[int, Piece]] | None]:
         began = time.monotonic()
         left, last = len(self._request.rows), dict[int, float]()
-        try:
-            self._engine.submit(self._job)
-        except OvspecError as error:
-            raise ApiError(400, str(error), "max_tokens") from None
+        self._engine.submit(self._job)
         try:
             while left:
                 now = time.monotonic()
-                limit = began + (self._request_timeout if self._job.started else self._queue_timeout)
+                limit = self._ends if self._job.started else min(began + self._queue_timeout, self._ends)
                 if now > limit:
                     raise self._late()
                 try:
@@ -54,8 +56,7 @@ class Texts:
                     yield None
                     continue
                 if isinstance(found, OvspecError):
-                    status = 503 if isinstance(found, Ended) else 500 if isinstance(found, InferenceError) else 422
-                    raise ApiError(status, for_clients(found, self._engine.lm))
+                    raise as_api_error(found, self._engine.lm)
                 now = time.monotonic()
                 for index, piece in found:
                     self._metrics.note_piece(now, began, last.get(index))
@@ -67,7 +68,17 @@ class Texts:
                 self._engine.cancel(self._job)
 
     def _late(self) -> ApiError:
-        if self._job.started:
-            return ApiError(504, f"The request took longer than {self._request_timeout:g} seconds.", code="timeout")
+        if time.monotonic() > self._ends:
+            return too_long(self._request_timeout)
         waited = f"The request has waited for {self._queue_timeout:g} seconds"
         return ApiError(503, f"{waited}, and its turn has not come; try again later.", code="timeout", retry_after=5)
+
+
+def too_long(seconds: float) -> ApiError:
+    return ApiError(504, f"The request took longer than {seconds:g} seconds.", code="timeout")
+
+
+def as_api_error(error: OvspecError, lm: LanguageModel) -> ApiError:
+    """Return the answer to a request whose text has failed."""
+    status = 503 if isinstance(error, Ended) else 500 if isinstance(error, InferenceError) else 422
+    return ApiError(status, for_clients(error, lm))

@@ -130,7 +130,11 @@ def over_http(port: int, path: str, body_of: Callable[[list[int], int], dict[str
             raise RuntimeError(f"{status!r} {await reader.read(2000)!r}")
         async for part in reader:
             if part.startswith(b"data: {"):
-                line.pieces.append(load.now)
+                now, piece = load.now, json.loads(part[6:])
+                if "error" in piece:
+                    raise RuntimeError(part)
+                if piece["content"] if "content" in piece else piece["choices"][0]["text"]:
+                    line.pieces.append(now)
         writer.close()
 
     async def run(load: Load) -> list[Timeline]:
@@ -187,7 +191,8 @@ def started(name: str, setup: Setup, ends: ExitStack) -> Run:
     folder = str(setup.folder)
     if kind == "serve":
         chunk = ["--prefill-chunk", "256"] if "256" in name else []
-        command = [sys.executable, "-m", "ovspec", "serve", folder, "--draft", mode, *chunk]
+        size = ["--batch-size", str(max(16, setup.most))]
+        command = [sys.executable, "-m", "ovspec", "serve", folder, "--draft", mode, *size, *chunk]
         return over_http(served(command, ends), "/v1/completions", of_ovspec)
     if kind == "llamacpp":
         size = ["-c", str(setup.most * 1024), "-np", str(setup.most), "-t", str(os.cpu_count())]

@@ -383,6 +383,7 @@ def test_a_text_of_one_possibility_needs_no_inference(load: Callable[..., ovspec
         assert session._decoders.target.inferences == before
         assert result.stats.rounds == 0
         assert result.stats.forced == len(result.token_ids)
+        assert result.stats.cached_tokens == 0, "nothing was read, from a cache neither"
         assert session.text == "Say it: self.assertEqual(first, second)"
         more = session.generate(max_tokens=5)
     ids: Any = [*lm.tokenizer.encode("Say it: ").tolist(), *result.token_ids]

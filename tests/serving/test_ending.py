@@ -61,6 +61,21 @@ def test_a_second_signal_ends_them(start: Start) -> None:
     assert "Traceback" not in server.log.read_text(encoding="utf-8")
 
 
+def test_a_second_signal_ends_what_is_read_first(start: Start) -> None:
+    """Prompts whose log-probabilities are repeated, and the texts that would have followed."""
+    server, found = start(DEMO, "--draft", "none"), list[httpx.Response]()
+    body = {"prompt": [[100 + number] * 1500 for number in range(60)], "max_tokens": 50, "echo": True, "logprobs": 1}
+    thread = threading.Thread(target=lambda: found.append(server.post("/v1/completions", body)))
+    thread.start()
+    time.sleep(0.7)
+    for _ in range(2):
+        server.process.send_signal(signal.SIGINT)
+        time.sleep(0.3)
+    assert server.process.wait(5) == 0
+    thread.join(10)
+    assert found[0].status_code == 503 and "stopped" in found[0].json()["error"]["message"]
+
+
 def test_without_requests_it_ends_at_once(start: Start) -> None:
     server = start(DEMO, "--draft", "none")
     assert server.end() == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import queue
 import threading
@@ -15,13 +16,14 @@ from conftest import PROMPTS
 
 import ovspec
 from ovspec.constraints.base import Constraint
-from ovspec.decoders.prefill import LONG
+from ovspec.decoders.prefill import LONG, shares_prefix
+from ovspec.decoders.sequence import Sequence
 from ovspec.drafting.costs import Costs
 from ovspec.drafting.draft_model import CATCHING_UP
 from ovspec.drafting.lookahead import Lookahead
 from ovspec.errors import InferenceError, OvspecError
 from ovspec.loop.pace import FEWEST, LIMIT, MOST, Pace
-from ovspec.serving.engine import Engine, Job
+from ovspec.serving.engine import Ended, Engine, Errand, Job
 
 OPTIONS: Any = {"max_tokens": 30, "ignore_eos": True}
 
@@ -138,9 +140,45 @@ def test_errands_run_one_after_the_other(engine: Engine) -> None:
         yield
 
     for each in (errand("a"), errand("b"), last()):
-        engine.do(each)
+        engine.do(Errand(each))
     assert ended.wait(60)
     assert steps == [*"aaabbb"]
+
+
+def test_an_errand_that_fails_leaves_the_server_alive(engine: Engine) -> None:
+    told: queue.SimpleQueue[OvspecError] = queue.SimpleQueue()
+
+    def errand() -> Iterator[None]:
+        yield
+        raise ValueError("planted")
+
+    engine.do(Errand(errand(), told.put))
+    assert "planted" in str(told.get(timeout=60))
+    assert Asked(engine, PROMPTS[0], max_tokens=1).result() == [[engine.lm.generate(PROMPTS[0]).token_ids[0]]]
+
+
+def test_giving_up_ends_what_is_yet_to_come(engine: Engine) -> None:
+    told: queue.SimpleQueue[OvspecError] = queue.SimpleQueue()
+    running = Asked(engine, PROMPTS[0], max_tokens=1000)
+    engine.do(Errand(itertools.repeat(None), told.put))
+    engine.give_up()
+    later = Asked(engine, PROMPTS[1])
+    engine.do(Errand(itertools.repeat(None), told.put))
+    assert all(isinstance(each, Ended) for each in (running.result(), later.result(), told.get(timeout=60)))
+    assert isinstance(told.get(timeout=60), Ended)
+
+
+def test_a_row_waits_only_for_what_nobody_has_read() -> None:
+    text, other = [*range(200)], [*range(100), *range(500, 600)]
+
+    def waits(reading: list[list[int]], read: list[list[int]], owner: int | None = None) -> bool:
+        new = Sequence(text)
+        new.owner = owner
+        return shares_prefix(new, map(Sequence, reading), map(Sequence, read))
+
+    assert waits([text], []) and waits([text], [other]) and waits([other], [])
+    assert not waits([], []) and not waits([text], [text]) and not waits([other], [other])
+    assert not waits([[*range(20), 7]], []) and not waits([text], [], owner=1)
 
 
 def test_a_text_that_cannot_go_on_fails_alone(engine: Engine) -> None:
@@ -156,7 +194,8 @@ def test_a_text_that_cannot_go_on_fails_alone(engine: Engine) -> None:
 def test_any_other_error_leaves_the_server_alive(engine: Engine) -> None:
     broken = Breaks(0, RuntimeError("a defect"))
     failing = Asked(engine, PROMPTS[3], logits_processors=[lambda tokens, logits: broken.process(logits, tokens)])
-    assert "RuntimeError: a defect" in str(failing.result())
+    found = failing.result()
+    assert isinstance(found, InferenceError) and "RuntimeError: a defect" in str(found)
     assert Asked(engine, PROMPTS[0]).result() == [engine.lm.generate(PROMPTS[0], **OPTIONS).token_ids]
 
 

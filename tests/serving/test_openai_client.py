@@ -193,6 +193,14 @@ def test_the_model_and_the_state_are_told(server: Running, client: Any) -> None:
     assert server.metric("ovspec_requests_total") > 0
 
 
+def test_timings_come_once_at_the_end_of_a_stream(server: Running) -> None:
+    body = {"prompt": "def f(", "n": 3, "temperature": 1.0, "seed": 1, "max_tokens": 1, "stream": True}
+    lines = server.post("/v1/completions", body).text.split("\n\n")
+    chunks = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+    assert ["timings" in chunk for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
+    assert chunks[-1]["choices"][0]["finish_reason"] and chunks[-1]["timings"]["predicted_n"] == 3
+
+
 def test_timings_and_usage_are_llama_cpps_and_openais(server: Running) -> None:
     found = server.post("/v1/completions", {"prompt": PROMPTS[0], "max_tokens": 20}).json()
     assert found["timings"]["predicted_n"] == found["usage"]["completion_tokens"]

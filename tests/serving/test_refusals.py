@@ -16,6 +16,9 @@ import httpx
 import pytest
 from servers import DEMO, Running, Start
 
+from ovspec.errors import OvspecError
+from ovspec.serving.server import keys_of, open_socket
+
 CHAT = {"messages": [{"role": "user", "content": "Hi"}]}
 TEXT = {"prompt": "a"}
 # path, body, what the message says, and the field that it names
@@ -172,6 +175,39 @@ def test_time_limits(start: Start) -> None:
     wait_until(lambda: server.metric("ovspec_texts_running") == 0)
 
 
+def test_the_time_limit_counts_all_of_a_request(start: Start) -> None:
+    """Reading prompts whose log-probabilities are repeated, and trying again, too; both would take long."""
+    server = start(DEMO, "--draft", "none", "--request-timeout", "0.4")
+    echo = {"prompt": [[100 + number] * 1500 for number in range(40)], "max_tokens": 1, "echo": True, "logprobs": 1}
+    never = {**TEXT, "json_schema": {"type": "array"}, "json_schema_mode": "checked", "retries": 100_000}
+    for body in (echo, {**echo, "stream": True}, never):
+        began = time.monotonic()
+        answer = server.post("/v1/completions", body)
+        assert answer.status_code == 504 and answer.json()["error"]["code"] == "timeout", answer.text
+        assert time.monotonic() - began < 5
+    assert server.post("/v1/completions", {**TEXT, "max_tokens": 1}).status_code == 200
+
+
+def test_a_key_learns_nothing_of_what_another_wrote(start: Start, tmp_path: Path) -> None:
+    """Prefixes are shared between texts of one key only, because a shared one is read sooner."""
+    (tmp_path / "keys").write_text("first-key\nsecond-key\n", encoding="utf-8")
+    server = start(DEMO, "--api-key-file", tmp_path / "keys", "--draft", "none", "--precision", "f32")
+    prompt = [100 + number % 50 for number in range(200)]
+
+    def cached(key: str) -> int:
+        answer = ask(server, key, prompt=prompt, max_tokens=1)
+        return answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+    body = {"prompt": prompt, "max_tokens": 1800, "ignore_eos": True, "stream": True}
+    headers = {"Authorization": "Bearer first-key"}
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, headers=headers, timeout=60) as stream:
+        lines = stream.iter_lines()
+        assert next(lines)
+        assert cached("second-key") == 0
+        assert cached("first-key") > 150
+        assert any(line.startswith("data: {") for line in lines), "the text must still grow"
+
+
 def test_the_log_has_no_prompts(server: Running) -> None:
     server.post("/v1/completions", {"prompt": "A very secret prompt", "max_tokens": 1})
     server.get("/v1/models?api_key=A-very-secret-key")
@@ -214,6 +250,8 @@ def wait_until(holds: Any, seconds: float = 30.0) -> None:
         (("--port", "70000"), "65535"),
         (("--arithmetic", "fast", "--deterministic", "--port", "0"), "--deterministic"),
         (("nowhere", "--port", "0"), "nowhere"),
+        ((DEMO, "--cache-size", "0.0000001", "--port", "0"), "--cache-size"),
+        (("--request-timeout", "nan", "--port", "0"), "'nan' is not a number"),
     ],
 )
 def test_options_that_cannot_be_met(ovspec_command: Any, arguments: Any, message: str) -> None:
@@ -224,6 +262,17 @@ def test_options_that_cannot_be_met(ovspec_command: Any, arguments: Any, message
 def test_a_port_that_is_taken(server: Running, ovspec_command: Any) -> None:
     done = ovspec_command("serve", DEMO, "--port", server.url.rsplit(":", 1)[1])
     assert done.returncode == 1 and "cannot be listened on" in done.stderr
+
+
+def test_two_servers_that_start_at_the_same_time() -> None:
+    with open_socket("127.0.0.1", 0) as first, pytest.raises(OvspecError, match="cannot be listened on"):
+        open_socket("127.0.0.1", first.getsockname()[1])
+
+
+def test_a_key_that_no_client_could_send(tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text("plain\nschlüssel\n", encoding="utf-8")
+    with pytest.raises(OvspecError, match=r"keys: .*ASCII"):
+        keys_of(tmp_path / "keys")
 
 
 def test_several_keys_and_a_shared_index(ovspec_command: Any, tmp_path: Path) -> None:
