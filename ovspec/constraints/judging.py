@@ -1,43 +1,65 @@
-"""Judges finished texts by their JSON schema, with the library jsonschema."""
+"""Judges finished texts by their JSON schemas, in a process of its own if that may take long."""
 
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 from ovspec.errors import OvspecError
 from ovspec.files import read_text
 from ovspec.grammars.wrapped import unwrapped
+from ovspec.sandbox import Stopped, Worker
 
-MOST_ERRORS = 20
+MAX_SECONDS = 5.0
+MAX_BYTES = 1_000_000_000
+# What takes more time than the sizes of the schema and the text account for: regular expressions, whose search can't be
+# interrupted, references, and keywords that compare items with each other or judge parts again.
+SLOW = re.compile(r'"(?:pattern|\$|uniqueItems|unevaluated)')
+QUICK = 10_000_000  # characters of the schema times those of the text that are judged in this process
+
+JUDGE = Worker("ovspec.constraints.judging_worker", MAX_SECONDS, MAX_BYTES)
 
 
 def schema_errors(schema: Any, before: str, text: str) -> list[str]:
     """Return how ``before + text`` breaks a schema: JSON pointers with messages; [] if it doesn't.
 
+    If judging takes too much time or memory, the only entry says so.
+
     Args:
         schema: the schema, its JSON text, or the Path of a file.
         before: the part of the JSON text that is in the prompt.
+
+    Raises:
+        OvspecError: the schema can't be used to judge a text.
     """
-    from jsonschema import Draft202012Validator
-    from jsonschema.exceptions import SchemaError
-    from jsonschema.validators import validator_for
-    from referencing.exceptions import Unresolvable
-
-    try:
-        value = json.loads(before + text)
-    except ValueError as error:
-        return [f"#: it isn't JSON: {error}"]
     schema = read_text(schema) if isinstance(schema, Path) else schema
-    schema = unwrapped(json.loads(schema) if isinstance(schema, str) else schema)
-    judge = validator_for(schema, Draft202012Validator)
     try:
-        errors = sorted(judge(schema).iter_errors(value), key=lambda error: error.json_path)
-    except (SchemaError, Unresolvable, RecursionError, TypeError, ValueError) as error:
-        raise OvspecError(f"`json_schema` can't be used to judge a text: {str(error).splitlines()[0]:.200}.") from None
-    return [f"{pointer(error.absolute_path)}: {error.message:.300}" for error in errors[:MOST_ERRORS]]
+        schema = unwrapped(json.loads(schema) if isinstance(schema, str) else schema)
+        written = json.dumps(schema)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise unusable(f"{error}") from None
+    request = {"schema": schema, "text": before + text}
+    try:
+        found = judged(request, written)
+    except Stopped as why:
+        return [f"#: the check {why}, so whether the text is valid is unknown"]
+    except (OSError, ValueError):
+        return ["#: the process that checks it ended without an answer, so whether the text is valid is unknown"]
+    if "unusable" in found:
+        raise unusable(found["unusable"])
+    return found["errors"]
 
 
-def pointer(path: Any) -> str:
-    return "/".join(("#", *(str(part).replace("~", "~0").replace("/", "~1") for part in path)))
+def judged(request: dict[str, Any], written: str) -> dict[str, Any]:
+    """Return the answer of ``judging_worker`` to a request whose schema is ``written`` as JSON."""
+    if SLOW.search(written) or len(written) * len(request["text"]) > QUICK:
+        return JUDGE.ask(json.dumps(request))
+    from ovspec.constraints.judging_worker import answer  # deferred, because jsonschema takes 0.2 s
+
+    return answer(request)
+
+
+def unusable(why: str) -> OvspecError:
+    return OvspecError(f"`json_schema` can't be used to judge a text: {why}.")

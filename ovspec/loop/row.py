@@ -89,6 +89,7 @@ class Row:
         self.token_ids: list[int] = []
         self.logprobs: list[TokenLogprob] | None = None if params.logprobs is None else []
         self.finish_reason: FinishReason | None = None
+        self._schema_errors: list[str] | None = None
         self.start = len(sequence)
         self._read = 0
         self._end, self._context = min(self.start + ending.max_tokens, ending.context), ending.context
@@ -171,10 +172,12 @@ class Row:
         return Piece(rest, [], "cancelled")
 
     def result(self) -> Result:
-        """Return the result of a text that has ended."""
+        """Return the result of a text that has ended; its first call judges the text, which may take seconds."""
         assert self.finish_reason
         judge = self.sampler.constraints.judge
-        errors = judge(self.text) if judge else None
+        if judge and self._schema_errors is None:
+            self._schema_errors = judge(self.text)
+        errors = self._schema_errors
         return Result(self.text, self.token_ids, self.finish_reason, self.stats, self.logprobs, self.record, errors)
 
     def _count(self, turn: RoundRow, used: int) -> None:

@@ -101,8 +101,7 @@ class Service:
                 handed_over = True
                 return Stream(self._stream(head, request, echoes, began), self._leave)
             await unless_gone(http, self._generate(request, began))
-            made = self.apart(whole, self.lm.tokenizer, head, request, echoes, grammar=judges(request))
-            return JSONResponse(await made)
+            return JSONResponse(await self.apart(whole, self.lm.tokenizer, head, request, echoes))
         finally:
             if not handed_over:
                 self._leave()
@@ -132,7 +131,9 @@ class Service:
         """Generate all texts of a request; again with other seeds, where ``retries`` asks for it."""
         await self._finish(request, began)
         for _ in range(request.options.get("retries") or 0):
-            again: dict[int, Row] = await self.apart(made_again, self.lm, request, grammar=True)
+            results = [row.result() for row in request.rows]
+            asked = self.lm.workspace, request.prompts, request.options, results, True
+            again: dict[int, Row] = await self.apart(rows_again, *asked, grammar=True)
             if not again:
                 break
             for index, row in again.items():
@@ -145,6 +146,13 @@ class Service:
         async with aclosing(self._texts(request, began).pieces(EVERY)) as pieces:
             async for _ in pieces:
                 pass
+        for row in request.rows:
+            await self._judge(row)
+
+    async def _judge(self, row: Row) -> None:
+        """Judge a text that has ended in a thread, so that other requests go on; its result is then at hand."""
+        if row.sampler.constraints.judge:
+            await self.apart(row.result, grammar=True)
 
     async def _stream(self, head: Head, request: TextRequest, echoes: list[Echo], began: float) -> AsyncIterator[bytes]:
         tokenizer, part = self.lm.tokenizer, head.body(part=True)
@@ -161,10 +169,9 @@ class Service:
                     begun = True
                     choices = [c for i, text in enumerate(told) for c in text.first(*echoes[i // request.n])]
                 for index, piece in found:
-                    if piece.finish_reason and judges(request):
-                        choices += await self.apart(told[index].more, piece, grammar=True)
-                    else:
-                        choices += told[index].more(piece)
+                    if piece.finish_reason:
+                        await self._judge(request.rows[index])
+                    choices += told[index].more(piece)
                 for choice in choices:
                     left -= choice["finish_reason"] is not None
                     last = {} if left else {"timings": counted(request)["timings"]}
@@ -177,17 +184,6 @@ class Service:
     def _note(self, request: TextRequest, began: float) -> None:
         prompts = sum(row.stats.prompt_tokens for row in request.rows[:: request.n])
         self.metrics.note_texts(prompts, time.monotonic() - began)
-
-
-def judges(request: TextRequest) -> bool:
-    """Return whether finished texts are judged by their schema, which may take long."""
-    return any(row.sampler.constraints.judge for row in request.rows)
-
-
-def made_again(lm: LanguageModel, request: TextRequest) -> dict[int, Row]:
-    """Return new rows for those whose texts break their schema, by index."""
-    results = [row.result() for row in request.rows]
-    return rows_again(lm.workspace, request.prompts, request.options, results, True)
 
 
 def field_in(message: str) -> str | None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
@@ -15,7 +17,7 @@ from grammar_walks import demo_tokenizer, matcher
 from pydantic import BaseModel, Field, SecretStr
 
 import ovspec
-from ovspec.constraints.judging import schema_errors
+from ovspec.constraints.judging import JUDGE, schema_errors
 from ovspec.decoders.sequence import Sequence
 from ovspec.errors import OvspecError
 from ovspec.grammars.conversion import converted
@@ -214,3 +216,72 @@ def test_batches_judge_and_retry(load: Load, tmp_path: Path) -> None:
     assert found[2]["text"] in ("yes", "no")
     assert "schema_errors" not in found[2]
     assert set(json.loads(found[3]["text"])) == {"a"}
+
+
+HOSTILE = {
+    "type": "object",
+    "properties": {"x": {"type": "string", "pattern": "^(a|a)+(b)\\2$"}},
+    "required": ["x"],
+    "additionalProperties": False,
+}
+DOUBLING = {"$defs": {f"d{i}": {"allOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 2} for i in range(60)} | {"d60": True}}
+ENDLESS = [
+    (HOSTILE, json.dumps({"x": "a" * 40 + "!"})),
+    ({**DOUBLING, "$ref": "#/$defs/d0"}, "1"),
+]
+
+
+@pytest.mark.parametrize(("schema", "text"), ENDLESS, ids=["pattern", "references"])
+def test_judging_is_given_up_and_holds_up_nobody(schema: Any, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(JUDGE, "seconds", 1.0)
+    found, waits = list[str](), list[float]()
+    judging = threading.Thread(target=lambda: found.extend(schema_errors(schema, "", text)))
+    judging.start()
+    while judging.is_alive() and len(waits) < 6000:
+        began = time.monotonic()
+        time.sleep(0.01)
+        waits.append(time.monotonic() - began)
+    assert found == ["#: the check ran longer than 1 seconds, so whether the text is valid is unknown"]
+    assert max(waits) < 1
+    assert schema_errors(HOSTILE, "", '{"x": "abb"}') == []
+    assert schema_errors(HOSTILE, '{"x": ', '"ab"}') == ["#/x: 'ab' does not match '^(a|a)+(b)\\\\2$'"]
+
+
+def test_judging_takes_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(JUDGE, "size", 10_000_000)  # less than Python itself
+    (found,) = schema_errors(HOSTILE, "", json.dumps({"x": "a" * 40 + "!"}))
+    assert found == "#: the check took more than 10 MB of memory, so whether the text is valid is unknown"
+
+
+def test_only_what_may_take_long_is_judged_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = list[str]()
+    monkeypatch.setattr(JUDGE, "ask", lambda request: asked.append(request) or {"errors": []})
+    assert schema_errors(OPEN, "", "{}") == ["#: 'a' is a required property"]
+    assert not asked
+    many = {"enum": [f"choice {i}" for i in range(10_000)]}
+    slow: list[tuple[Any, str]] = [
+        (HOSTILE, "{}"), ({"patternProperties": {"a": {}}}, "{}"), ({"items": {"uniqueItems": True}}, "[]"),
+        ({"allOf": [{"$ref": "#/$defs/a"}]}, "1"), ({"unevaluatedItems": False}, "[]"), (many, "[" + "1," * 99 + "1]"),
+    ]  # fmt: skip
+    for schema, text in slow:
+        schema_errors(schema, "", text)
+    assert len(asked) == len(slow)
+
+
+@pytest.mark.parametrize(
+    ("schema", "why"),
+    [
+        ({"pattern": "\\p{L}"}, "bad escape"),
+        ({"$ref": "#/$defs/none"}, "PointerToNowhere|Unresolvable"),
+        ({"$ref": "file:///etc/hostname"}, "Unresolvable"),
+        ({"minLength": "3"}, "'<' not supported"),
+        ({"$ref": "#"}, "recursion"),
+    ],
+)
+def test_schemas_that_judge_nothing(schema: Any, why: str) -> None:
+    with pytest.raises(OvspecError, match=rf"^`json_schema` can't be used to judge a text: .*({why}).*\.$"):
+        schema_errors(schema, "", '"a text"')
+
+
+def test_a_text_nested_too_deeply_is_no_json() -> None:
+    assert schema_errors({}, "", "[" * 100_000)[0].startswith("#: it isn't JSON")
