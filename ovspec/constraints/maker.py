@@ -69,7 +69,7 @@ class ConstraintMaker:
         if grammar is None and where is not None:
             raise OvspecError("`constrain_from` sets where a grammar begins; give a grammar too.")
         if grammar is not None and params.ignore_eos:
-            raise OvspecError(f"`{name}` decides where the text ends, so `ignore_eos` can't be combined with it.")
+            raise OvspecError(f"{name} decides where the text ends, so `ignore_eos` can't be combined with it.")
         ends = prompt.eos | frozenset(params.stop_ids)
         tail = b"" if where is None else self._tail(prompt.tokens, where)
         masks: list[Constraint] = []

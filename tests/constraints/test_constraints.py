@@ -427,7 +427,7 @@ def test_processors_of_transformers(load: Callable[..., ovspec.LanguageModel], r
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "two grammars": ({"regex": "a", "choice": ["b"]}, "`regex` and `choice` can't be combined"),
-    "ignore_eos": ({"regex": "a", "ignore_eos": True}, "ignore_eos"),
+    "ignore_eos": ({"regex": "a", "ignore_eos": True}, "`regex` decides where the text ends"),
     "nothing to constrain": ({"constrain_from": 3}, "give a grammar"),
     "marker not there": ({"regex": "a", "constrain_from": "SELECT"}, "'SELECT' is not in the prompt"),
     "beyond the prompt": ({"regex": "a", "constrain_from": 10**6}, "characters"),
