@@ -24,7 +24,9 @@ from ovspec.errors import OvspecError
 from ovspec.grammars.limits import LIMITS
 from ovspec.grammars.sources import LARK, UNIQUE_ITEMS
 from ovspec.grammars.wording import plain
+from ovspec.text.tokenizer_files import TOKENIZER_FILE
 
+UNUSABLE = "This model's tokenizer can't be used with grammars"
 CACHED_GRAMMARS = 32
 # The number of last positions whose matchers are cached; a proposal is rarely longer.
 CACHED_POSITIONS = 32
@@ -292,18 +294,24 @@ def grammar_tokenizer(tokenizer_json: dict[str, Any], size: int) -> tuple[int, L
     names = {token["content"]: f"\0{mark} {token['id']}\0" for token in special}
     if not names:
         raise OvspecError("This model's tokenizer has no special token that could end a text, which a grammar needs.")
-    model = tokenizer_json["model"]
+    model: Any = tokenizer_json.get("model")
+    vocab = model.get("vocab") if isinstance(model, dict) else None
+    if not isinstance(vocab, dict):
+        raise OvspecError(f"{UNUSABLE}: its {TOKENIZER_FILE} doesn't map tokens to ids; export the model again.")
     renamed = {
         **tokenizer_json,
         "added_tokens": [{**token, "content": names.get(token["content"], token["content"])} for token in added],
-        "model": {**model, "vocab": {names.get(piece, piece): index for piece, index in model["vocab"].items()}},
+        "model": {**model, "vocab": {names.get(piece, piece): index for piece, index in vocab.items()}},
         "post_processor": None,
     }
     own_end = special[0]["id"]
     try:
         return own_end, LLTokenizer(json.dumps(renamed), n_vocab=size, eos_token=own_end)
-    except ValueError as error:
-        raise OvspecError(f"This model's tokenizer can't be used with grammars: {str(error)[:300]}.") from None
+    except BaseException as error:
+        # A panic in Rust isn't an Exception, and its type can't be imported.
+        if isinstance(error, ValueError) or type(error).__name__ == "PanicException":
+            raise OvspecError(f"{UNUSABLE}: {str(error)[:300]}.") from None
+        raise
 
 
 def special_tokens(tokenizer_json: dict[str, Any]) -> list[dict[str, Any]]:

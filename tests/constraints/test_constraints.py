@@ -452,6 +452,32 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
+def without(table: dict[str, Any], key: str) -> dict[str, Any]:
+    return {name: value for name, value in table.items() if name != key}
+
+
+DAMAGED: dict[str, tuple[dict[str, Any], str]] = {
+    "no model": (without(TOKENIZER, "model"), "doesn't map tokens to ids"),
+    "an empty model": ({**TOKENIZER, "model": {}}, "doesn't map tokens to ids"),
+    "a model that is text": ({**TOKENIZER, "model": "x"}, "doesn't map tokens to ids"),
+    "pieces with scores": ({**TOKENIZER, "model": {"vocab": [["a", 0.0]]}}, "doesn't map tokens to ids"),
+    "no tokens": ({**TOKENIZER, "model": {**TOKENIZER["model"], "vocab": {}}}, "out of vocabulary"),
+    "no merges": ({**TOKENIZER, "model": without(TOKENIZER["model"], "merges")}, "error loading tokenizer"),
+    "no special tokens": (without(TOKENIZER, "added_tokens"), "no special token"),
+    "a prefix within a character": (
+        {**TOKENIZER, "model": {**TOKENIZER["model"], "continuing_subword_prefix": "x"}},
+        "not a char boundary",
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGED)
+def test_damaged_tokenizers_are_refused_in_a_sentence(damage: str) -> None:
+    tokenizer, message = DAMAGED[damage]
+    with pytest.raises(ovspec.OvspecError, match=rf"^This model's tokenizer .*{message}.*\.$"):
+        Grammars(tokenizer, VOCABULARY or [])
+
+
 @pytest.mark.parametrize("wrong", WRONG)
 def test_options_that_are_wrong(load: Callable[..., ovspec.LanguageModel], wrong: str) -> None:
     options, message = WRONG[wrong]
