@@ -31,6 +31,7 @@ LONGEST = 1_000_000  # lexemes allowed in the shortest text
 LONGEST_FORCED = 200_000  # bytes; llguidance finds them in one step that holds Python's lock, at 1.5 us each
 WALKS, WALK_BYTES, WALK_SECONDS = 4, 100, 0.3
 ARROW = " ⇦ "
+DEAD_END = "NoExtension"  # begins llguidance's error where no byte may follow
 
 
 class Bytes:
@@ -167,7 +168,7 @@ def stuck(matcher: LLMatcher, size: int) -> str:
         each = matcher.deep_copy()
         for step in range(WALK_BYTES):
             tokens = allowed(each, size)
-            if each.is_error():
+            if each.is_error() and DEAD_END not in each.get_error():
                 return f"{each.get_error().splitlines()[0]} (after {step} bytes)"
             if not tokens:
                 if not each.is_accepting():

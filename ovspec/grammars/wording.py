@@ -8,6 +8,8 @@ import re
 WORDS = (
     (r"regex(?:p)? parse error:.*error: (.*)", r"the regular expression is wrong: \1"),
     (r"^lookarounds not supported.*regex (/.*/)", r"anchors and \\b aren't supported inside the expression \1"),
+    (r"NoExtension", "no token may follow here"),
+    (r"(?:Lexer|Parser)TooComplex", "it becomes too complex; simplify it"),
     (r"Regex is empty", "no text has this pattern, format and length together"),
     (r"^Failed to generate regex for integer range.*", "the bounds of this integer are too large"),
     (r"^Unsatisfiable schema: (.*)", r"no JSON text satisfies this: \1"),

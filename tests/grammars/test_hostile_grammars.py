@@ -18,6 +18,7 @@ from ovspec.errors import OvspecError
 from ovspec.grammars import sources
 from ovspec.grammars.conversion import CONVERTER, MAX_SECONDS, converted
 from ovspec.grammars.limits import LIMITS
+from ovspec.grammars.wording import plain
 
 SOURCES = {"grammar": LARK, "gbnf": GBNF, "regex": REGEX, "choice": CHOICES, "json_schema": SCHEMAS}
 CASES = [
@@ -26,7 +27,7 @@ CASES = [
     for i, (given, expected) in enumerate(cases)
 ]
 NOISE = re.compile(
-    r"ExprRef|Some\(|None\)|Result|<non-verbose|<state>|<grammar>|panicked|\.rs:|\n|\[0m|Regex\(|0x[0-9a-f]{6}"
+    r"ExprRef|Some\(|None\)|Result|<non-verbose|<state>|<grammar>|panicked|\.rs:|\n|\[0m|Regex\(|0x[0-9a-f]{6}|NoExtension|TooComplex"
 )
 
 
@@ -196,3 +197,17 @@ def test_a_step_never_takes_long(text: str) -> None:
         if not each.consume_token(numbers.choice([i for i in allowed(each) if i != demo_tokenizer().eos_token])):
             assert each.is_error()
             break
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        ("NoExtensionBias", "no token may follow here."),
+        ("NoExtension\n<state>", "no token may follow here."),
+        ("LexerTooComplex", "it becomes too complex; simplify it."),
+        ("ParserTooComplex", "it becomes too complex; simplify it."),
+        ("unknown name: x", "unknown name: x."),
+    ],
+)
+def test_messages_name_no_internals(error: str, said: str) -> None:
+    assert plain(error) == said
