@@ -14,6 +14,7 @@ from typing import Any, Literal, cast
 
 from ovspec.errors import OvspecError
 from ovspec.files import read_text
+from ovspec.grammars.wrapped import WRAPPING
 from ovspec.model import Prompt, is_batch
 from ovspec.options import GENERATE, GRAMMARS, GenerateOptions, check_option
 from ovspec.options.option import check, hint
@@ -26,6 +27,8 @@ REQUESTED = {
 WITHOUT_EFFECT = {"model", "user", "metadata", "store", "service_tier", "prompt_cache_key", "safety_identifier"}
 # Fields that have a function of their own below.
 READ_APART = {"prompt", "messages", "echo", "logprobs", "top_logprobs", "response_format"}
+# What each response format has besides its type; the schema of a json_object is llama.cpp's way to give one.
+FORMATS = {"text": set[str](), "json_object": {"schema"}, "json_schema": {"json_schema"}}
 ENVELOPE = {"custom_id", "id", "method", "url", "body"}
 URLS = {"/v1/completions": "completion", "/v1/chat/completions": "chat"}
 Kind = Literal["plain", "completion", "chat"]
@@ -175,10 +178,11 @@ def options_of(body: dict[str, Any], where: str = "a batch request", more: Colle
         where: what the request is called in messages.
         more: options that it may set, besides those of a batch file.
     """
+    refuse_contradictions(body)
     options: dict[str, Any] = logprobs_of(body)
+    if any(name in body and body[name] is None for name in (*GRAMMARS, "response_format")):
+        options["json_schema"] = None  # lifts the grammar of the whole file; one in this request replaces it
     for name, value in body.items():
-        if value is None and name in (*GRAMMARS, "response_format"):
-            options["json_schema"] = None  # also lifts the grammar of the whole file
         if value is None or name in WITHOUT_EFFECT or (value is False and name == "stream"):
             continue
         if name == "response_format":
@@ -196,11 +200,22 @@ def options_of(body: dict[str, Any], where: str = "a batch request", more: Colle
     return cast(GenerateOptions, options)
 
 
+def refuse_contradictions(body: dict[str, Any]) -> None:
+    """Raise OvspecError for a grammar beside a response format, and for two values of one option under its names."""
+    given = {name: value for name, value in body.items() if value is not None}
+    for name, value in given.items():
+        if name in GRAMMARS and "response_format" in given:
+            raise OvspecError(f"`response_format` and `{name}` can't be combined; leave one of them out.")
+        ours = REQUESTED.get(name, name)
+        if given.get(ours, value) != value:
+            raise OvspecError(f"`{ours}` and `{name}` are names of the same option, but their values differ; give one.")
+
+
 def logprobs_of(body: dict[str, Any]) -> dict[str, Any]:
     """Return OpenAI's ``logprobs``, a number, or true or false with ``top_logprobs`` beside it, as options."""
     wanted, top = body.get("logprobs"), body.get("top_logprobs")
     if top is not None and wanted is not True:
-        raise OvspecError("top_logprobs needs logprobs to be true.")
+        raise OvspecError("`top_logprobs` needs `logprobs` to be true.")
     if not isinstance(wanted, bool):
         check_option("logprobs", wanted)
         return {} if wanted is None else {"logprobs": wanted}
@@ -211,18 +226,29 @@ def logprobs_of(body: dict[str, Any]) -> dict[str, Any]:
 
 def format_of(value: Any) -> dict[str, Any]:
     """Return OpenAI's ``response_format`` as options."""
-    kind = value.get("type") if isinstance(value, dict) else None
+    given = {name: each for name, each in value.items() if each is not None} if isinstance(value, dict) else {}
+    kind = str(given.get("type"))
+    refuse_unknown(given, {"type", *FORMATS[kind]} if kind in FORMATS else given, "")
     if kind == "text":
         return {"json_schema": None}
-    if kind == "json_object":
+    if kind == "json_object" and given.get("schema", {}) == {}:
         return {"json_schema": {"type": "object"}}
-    schema = value.get("json_schema") if kind == "json_schema" else None
-    if not isinstance(schema, dict) or not isinstance(schema.get("schema"), dict):
+    inner = {"json_object": given, "json_schema": given.get("json_schema")}.get(kind)
+    if not isinstance(inner, dict) or not isinstance(inner.get("schema"), dict):
         raise OvspecError(
-            'response_format must be {"type": "text"}, {"type": "json_object"} or '
+            '`response_format` must be {"type": "text"}, {"type": "json_object"} or '
             '{"type": "json_schema", "json_schema": {"schema": …}}.'
         )
-    return {"json_schema": {"name": str(schema.get("name")), "schema": schema["schema"]}}
+    if kind == "json_schema":
+        refuse_unknown(inner, WRAPPING, "json_schema.")
+    return {"json_schema": {"name": str(inner.get("name")), "schema": inner["schema"]}}
+
+
+def refuse_unknown(given: Collection[str], known: Collection[str], where: str) -> None:
+    """Raise OvspecError for a field of a response format that isn't known; ``where``: the path to it, with a dot."""
+    for name in given:
+        if name not in known:
+            raise OvspecError(f"`response_format` has no {where}{name:.80}; {hint(name, known) or 'leave it out.'}")
 
 
 def bias_of(value: Any) -> dict[int, float]:
@@ -230,4 +256,4 @@ def bias_of(value: Any) -> dict[int, float]:
     try:
         return {int(token): float(bias) for token, bias in value.items()}
     except (AttributeError, TypeError, ValueError, OverflowError):
-        raise OvspecError("logit_bias must map token ids to numbers.") from None
+        raise OvspecError("`logit_bias` must map token ids to numbers.") from None

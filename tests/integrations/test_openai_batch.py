@@ -188,7 +188,7 @@ def test_a_text_file_has_a_prompt_a_line(tmp_path: Path) -> None:
         ('{"prompt": "a", "echo": 1}', "echo must be true or false"),
         ('{"messages": [{"role": "user", "content": "a"}], "echo": true}', "echo can't be combined with messages"),
         ('{"prompt": "a", "logprobs": -1}', "`logprobs` is -1; it must be 0 or more"),
-        ('{"prompt": "a", "top_logprobs": 2}', "needs logprobs to be true"),
+        ('{"prompt": "a", "top_logprobs": 2}', "needs `logprobs` to be true"),
         ('{"prompt": "a", "logprobs": true, "top_logprobs": "x"}', "`top_logprobs` is 'x', which has the wrong type"),
         ('{"prompt": "a", "temprature": 1}', "temprature can't be set in a batch request; did you mean temperature?"),
         ('{"url": "/v1/completions", "body": {"prompt": "a"}, "max_tokens": 5}', "max_tokens must be inside of body"),
@@ -200,7 +200,7 @@ def test_a_text_file_has_a_prompt_a_line(tmp_path: Path) -> None:
         ('{"prompt": "a", "max_tokens": 0}', "at least 1, or -1"),
         (f'{{"prompt": "a", "max_tokens": 1{"0" * 400}}}', "at least 1"),
         (f'{{"prompt": "a", "presence_penalty": 1{"0" * 400}}}', "a number from -3e38 to 3e38"),
-        (f'{{"prompt": "a", "logit_bias": {{"5": 1{"0" * 400}}}}}', "logit_bias must"),
+        (f'{{"prompt": "a", "logit_bias": {{"5": 1{"0" * 400}}}}}', "`logit_bias` must"),
         (f'{{"prompt": "a", "seed": 1{"0" * 5000}}}', "too many digits"),
         (f'{{"prompt": {"[" * 100_000}', "nested too deep"),
         ('{"prompt": "a", "stop": 5}', "wrong type"),
@@ -208,8 +208,17 @@ def test_a_text_file_has_a_prompt_a_line(tmp_path: Path) -> None:
         ('{"prompt": "a", "n": 2}', "greedy texts are all the same"),
         ('{"prompt": "a", "tools": []}', "tools can't"),
         ('{"prompt": "a", "stream": true}', "stream can't"),
-        ('{"prompt": "a", "response_format": "json"}', "response_format must"),
-        ('{"prompt": "a", "logit_bias": {"x": 1}}', "logit_bias must"),
+        ('{"prompt": "a", "response_format": "json"}', "`response_format` must"),
+        ('{"prompt": "a", "response_format": {"type": []}}', "`response_format` must"),
+        ('{"prompt": "a", "response_format": {"type": "text", "schema": {}}}', "has no schema"),
+        ('{"prompt": "a", "response_format": {"type": "json_object", "json_schema": {}}}', "has no json_schema"),
+        (
+            '{"prompt": "a", "response_format": {"type": "json_schema", "json_schema": {"schema": {}, "strct": true}}}',
+            "has no json_schema.strct; did you mean strict?",
+        ),
+        ('{"prompt": "a", "regex": "a", "response_format": {"type": "text"}}', "`response_format` and `regex` can't"),
+        ('{"prompt": "a", "max_tokens": 1, "max_completion_tokens": 2}', "`max_tokens` and `max_completion_tokens`"),
+        ('{"prompt": "a", "logit_bias": {"x": 1}}', "`logit_bias` must"),
         ('{"prompt": "a", "logit_bias": {"99999": 1}}', "not in the vocabulary"),
         ('{"prompt": [99999]}', "not in the vocabulary"),
         (r'{"prompt": "\ud800"}', "surrogate"),
@@ -366,6 +375,9 @@ def test_each_line_has_its_own_grammar(lm: ovspec.LanguageModel, tmp_path: Path)
         {"id": "text", "prompt": "A", "json_schema": json.dumps(schema), "max_tokens": 30},
         {"id": "object", "prompt": "A", "response_format": {"type": "json_object"}, "max_tokens": 3},
         {"id": "free", "prompt": "A", "response_format": {"type": "text"}, "max_tokens": 3},
+        {"id": "nulls", "prompt": "A", "choice": ["blue"], "json_schema": None, "response_format": None},
+        {"id": "schema", "prompt": "A", "json_schema": {"const": "5"}, "regex": None},
+        {"id": "llama.cpp", "prompt": "A", "response_format": {"type": "json_object", "schema": {"const": "6"}}},
         {"id": "file", "prompt": "A", "json_schema": str(secret)},
         {"id": "wrong", "prompt": "A", "json_schema": {"type": "objct"}},
         {"id": "format", "prompt": "A", "response_format": {"type": "json_schema"}},
@@ -379,6 +391,7 @@ def test_each_line_has_its_own_grammar(lm: ovspec.LanguageModel, tmp_path: Path)
     assert set(json.loads(texts["text"])) == {"ok"}
     assert texts["object"].startswith("{")
     assert texts["free"] == lm.generate("A", max_tokens=3).text, "a response_format of text removes the default"
+    assert [texts[name] for name in ("nulls", "schema", "llama.cpp")] == ["blue", '"5"', '"6"']
     with pytest.raises(ovspec.OvspecError, match="regex"):
         run(lm, tmp_path / "wrong", lines, regex="[0")
     errors = {line["id"]: line.get("error", "") for line in written[1:]}
