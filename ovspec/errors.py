@@ -8,5 +8,13 @@ class OvspecError(Exception):
     """
 
 
+class PromptError(OvspecError):
+    """A prompt can't be used. ``too_long``: it has more tokens than the context."""
+
+    def __init__(self, message: str, too_long: bool = False) -> None:
+        super().__init__(message)
+        self.too_long = too_long
+
+
 class InferenceError(OvspecError):
     """The model couldn't be computed, through no fault of the text."""

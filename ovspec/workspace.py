@@ -25,7 +25,7 @@ from ovspec.drafting.drafter import Drafter
 from ovspec.drafting.lookahead import Lookahead
 from ovspec.drafting.lookup import corpus_of
 from ovspec.drafting.making import make_drafter
-from ovspec.errors import OvspecError
+from ovspec.errors import OvspecError, PromptError
 from ovspec.ir.compile import CompiledIR
 from ovspec.ir.memory import WORTH_CHECKING, check_memory, kv_bytes_per_token, recurrent_bytes, token_room
 from ovspec.loop.results import Piece, Record, Stats
@@ -190,7 +190,7 @@ class Workspace:
         """Return the ids, (n,) int64. ``begins``: the prompt starts a text and gets the model's BOS if it has one."""
         prompt = [prompt] if isinstance(prompt, dict) else prompt  # a single message
         if not isinstance(prompt, (str, list, tuple, np.ndarray)):
-            raise OvspecError(f"A prompt must be a string, token ids or chat messages, not {prompt!r:.80}.")
+            raise PromptError(f"A prompt must be a string, token ids or chat messages, not {prompt!r:.80}.")
         if is_chat(prompt):
             text = self.render(list(prompt), variables)  # type: ignore[arg-type]
             return self.tokenizer.encode(text, special=False)
@@ -201,12 +201,14 @@ class Workspace:
             return self.tokenizer.encode(prompt) if begins else self.tokenizer.encode_more(prompt)
         try:
             ids = np.asarray(prompt, dtype=np.int64)
-        except (TypeError, ValueError, OverflowError):
-            raise OvspecError(f"A prompt must be a string, token ids or chat messages, not {prompt!r:.80}.") from None
+        except OverflowError:
+            raise PromptError("A token id is too large to be in the vocabulary.") from None
+        except (TypeError, ValueError):
+            raise PromptError(f"A prompt must be a string, token ids or chat messages, not {prompt!r:.80}.") from None
         known = self.tokenizer.known
         if (unknown := known.first_unknown(ids)) is not None:
             upto = f" (0 to {known.size - 1})" if known.size else ""
-            raise OvspecError(f"Token id {unknown} is not in the vocabulary{upto}.")
+            raise PromptError(f"Token id {unknown} is not in the vocabulary{upto}.")
         return ids
 
     def render(self, messages: list[Message], variables: Variables | None = None) -> str:
@@ -230,8 +232,7 @@ class Workspace:
     def rows(self, prompt: Prompt, options: GenerateOptions, n: int = 1, reserved: bool = False) -> list[Row]:
         """Return rows for the ``n`` texts of a prompt; raises OvspecError if prompt or options are invalid."""
         tokens = self.encode(prompt, variables=options.get("chat_template_kwargs"))
-        seed = secrets.randbits(32)
-        start = RowStart(0, len(tokens) if is_chat(prompt) else 0, seed=seed, n=n, reserved=reserved)
+        start = RowStart(0, len(tokens) if is_chat(prompt) else 0, seed=secrets.randbits(32), n=n, reserved=reserved)
         return [self.row(Sequence(tokens), options, replace(start, sample=sample)) for sample in range(n)]
 
     def row(self, sequence: Sequence, options: GenerateOptions, start: RowStart = RowStart()) -> Row:

@@ -15,7 +15,7 @@ import numpy as np
 from ovspec.constraints.base import UNCONSTRAINED, Constraints
 from ovspec.decoders.sequence import Sequence
 from ovspec.errors import OvspecError
-from ovspec.options import GenerateOptions, SampleFunction, SamplingParams, check_option
+from ovspec.options import SAMPLING, GenerateOptions, SampleFunction, SamplingParams, check_option
 from ovspec.sampling.noise import ACCEPT, CHOICE, DRAFT, RESIDUAL, draw, draw_from, noise, residual, uniform
 from ovspec.sampling.warp import NOTHING_LEFT, WarpedLogits, certain, warp
 
@@ -293,5 +293,8 @@ def sampler_of(
     if params.temperature:
         return (RejectionSampler if accept == "rejection" else SharedNoiseSampler)(constraints, params, seed, row)
     if params.truncates:
-        raise OvspecError("`top_k`, `top_p`, `min_p` and `typical_p` need a `temperature` above 0.")
+        names = ("top_k", "top_p", "min_p", "typical_p")
+        given = [name for name in names if getattr(params, name) != SAMPLING[name][1].default]
+        needs = "needs" if len(given) == 1 else "need"
+        raise OvspecError(f"{' and '.join(f'`{name}`' for name in given)} {needs} a `temperature` above 0.")
     return GreedySampler(constraints)

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import numpy as np
 from msgspec import Meta
 
-from ovspec.errors import OvspecError
+from ovspec.errors import OvspecError, PromptError
 from ovspec.files import read_as
 from ovspec.ir.config import ModelConfig
 from ovspec.options import SamplingParams
@@ -80,13 +80,14 @@ class GenerationConfig:
         """The tokens used for an empty prompt, (n,) int64; raises OvspecError if the model has no BOS."""
         if len(bos := self.bos):
             return bos
-        raise OvspecError("The prompt is empty, and this model has no BOS token to start from; give a prompt.")
+        raise PromptError("The prompt is empty, and this model has no BOS token to start from; give a prompt.")
 
     def max_tokens(self, prompt: int, params: SamplingParams, context: int | None) -> int:
         """Return how many tokens to generate after ``prompt`` tokens; raises OvspecError if ``context`` has no room."""
         left = context - prompt if context else sys.maxsize
         if left < 1:
-            raise OvspecError(f"The prompt has {prompt} tokens, but the context is {context}; shorten the prompt.")
+            message = f"The prompt has {prompt} tokens, but the context is {context}; shorten the prompt."
+            raise PromptError(message, too_long=True)
         default = self.values.max_new_tokens or DEFAULT_MAX_TOKENS
         return int(min(default if params.max_tokens is None else params.most_tokens, left))
 

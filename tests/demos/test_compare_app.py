@@ -150,7 +150,7 @@ def test_a_schema_top_p_and_no_draft(page: Page, load: Callable[..., ovspec.Lang
     page.click("text=Sampling and grammar")
     page.fill("#top-p input[type=number]", "0.01")
     press(page, "import os", "no draft")
-    page.wait_for_selector(".error:has-text('need a `temperature` above 0')")
+    page.wait_for_selector(".error:has-text('needs a `temperature` above 0')")
     page.fill("#temperature input[type=number]", "1")
     press(page, PROMPTS[3], tokens=20)
     assert texts(page) == [PROMPTS[3] + load().generate(PROMPTS[3], max_tokens=20).text] * 2
