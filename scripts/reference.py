@@ -83,7 +83,7 @@ def endpoints_reference() -> str:
     parts = [
         f"# Endpoints\n\n{MADE}\nWhat `ovspec serve` answers ([how to use it](../how-to/serve.md)). The OpenAPI "
         "document is at `/openapi.json`. Every field may be left out or null unless it is required; a field that isn't "
-        "listed is refused.\n"
+        "listed is refused, unless it is null.\n"
     ]
     for path, operations in document["paths"].items():
         for method, operation in operations.items():
@@ -120,8 +120,12 @@ def json_type(field: dict[str, Any]) -> str:
     if "$ref" in field or field.get("type") == "object":
         return "object"
     if field.get("type") == "array":
-        return f"list of {json_type(field['items'])}s"
+        return f"list of {plural(json_type(field['items']))}"
     return field.get("type", "any")
+
+
+def plural(kind: str) -> str:
+    return kind.replace("list of", "lists of", 1) if kind.startswith("list of") else f"{kind}s"
 
 
 def signature(name: str, what: Any) -> str:

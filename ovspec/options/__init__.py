@@ -61,7 +61,7 @@ class SamplingParams(_SamplingFields):
         if not all(bias == -math.inf or abs(bias) <= LARGEST for bias in self.logit_bias.values()):
             raise OvspecError(f"`logit_bias` must be numbers up to {LARGEST}, or -inf to ban a token.")
         if not all(self.stop_strings):
-            raise OvspecError("A stop string is empty; leave it out.")
+            raise OvspecError("`stop` has an empty string; leave it out.")
         if self.min_tokens and self.min_tokens > self.most_tokens:
             raise OvspecError(f"`min_tokens` is {self.min_tokens}, which is more than `max_tokens`, {self.max_tokens}.")
 
@@ -192,9 +192,9 @@ class GenerateOptions(SamplingOptions, total=False):
         int | str | None,
         Option(
             "Let the grammar begin inside the prompt, which must match it from there: at the last occurrence of TEXT, "
-            "or at character N (@0 is the prompt's start, @-5 five characters before its end).",
+            "or at character N (0 is the prompt's start, -5 is five characters before its end).",
             usual="after the prompt",
-            more="In Python, give the character as an int, without the @.",
+            more="A string is a text, an int a character.",
             metavar="TEXT|@N",
             parse=place_or_text,
         ),

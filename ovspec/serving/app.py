@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse
@@ -16,20 +15,20 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from ovspec import __version__
-from ovspec.options.option import hint
 from ovspec.serving import schemas
 from ovspec.serving.errors import ApiError, error_body
 from ovspec.serving.models import ChatRequest, CompletionRequest, DetokenizeRequest, ErrorAnswer, TokenizeRequest
-from ovspec.serving.requests import plain_message, read_json
+from ovspec.serving.requests import decode, encode, read_json
 from ovspec.serving.schemas import answered
 from ovspec.serving.service import Service
-from ovspec.text.chat_template import chat_template
+from ovspec.serving.wording import TEXTS, in_words
 
 ERRORS: dict[int | str, str] = {
     400: "A field or the body is wrong.",
     401: "The key is missing or wrong.",
     403: "The host isn't this machine, and the server has no key.",
-    404: "There is no such model.",
+    404: "There is no such model or path.",
+    405: "The path doesn't take this method.",
     408: "The body did not arrive in time.",
     413: "The body is too large.",
     415: "The body isn't JSON.",
@@ -41,6 +40,7 @@ ERRORS: dict[int | str, str] = {
 }
 LARGE = 100_000  # bytes of a body
 CHATS, COMPLETIONS = answered(schemas.ChatCompletion, streams=True), answered(schemas.Completion, streams=True)
+REQUESTS = {**TEXTS, "/tokenize": TokenizeRequest, "/detokenize": DetokenizeRequest}
 READY: dict[int | str, Any] = {status: {"model": schemas.Ready, "description": "Its state."} for status in (200, 503)}
 
 
@@ -70,6 +70,7 @@ def make_app(service: Service) -> FastAPI:
         summary="OpenAI's API on OpenVINO; a request's text doesn't depend on who else is asking.",
         docs_url=None,  # their pages load scripts from elsewhere
         redoc_url=None,
+        redirect_slashes=False,  # clients of APIs don't follow it with a body
         responses={status: {"model": ErrorAnswer, "description": told} for status, told in ERRORS.items()},
     )
     app.router.route_class = JsonRoute
@@ -116,6 +117,7 @@ def add_endpoints(app: FastAPI, service: Service) -> None:
         service.check_model(name)
         return (await models())["data"][0]
 
+    @app.head("/health", include_in_schema=False)
     @app.get("/health", tags=["server"], summary="Tell whether the server lives.")
     async def health() -> dict[str, Any]:
         return {"status": "ok"}
@@ -147,32 +149,13 @@ def add_endpoints(app: FastAPI, service: Service) -> None:
     )
     async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
         service.check_model(body.model)
-        given = [each for each in (body.prompt, body.content, body.messages) if each is not None]
-        if len(given) != 1:
-            raise ApiError(400, "Give one of prompt, content and messages.")
-
-        def encode() -> list[int]:
-            if body.messages is not None:
-                chat_template(lm.folder)
-                messages = [plain_message(message) for message in body.messages]
-                return lm.workspace.encode(messages, variables=body.chat_template_kwargs).tolist()
-            return lm.tokenizer.encode(str(given[0]), body.add_special_tokens is not False).tolist()
-
-        tokens = await service.apart(encode)
+        tokens = await service.apart(encode, lm, body)
         return {"count": len(tokens), "max_model_len": lm.target.ir.context_length, "tokens": tokens}
 
     @app.post("/detokenize", tags=["tokens"], summary="Return the text of tokens.", responses=answered(schemas.Text))
     async def detokenize(body: DetokenizeRequest) -> dict[str, Any]:
         service.check_model(body.model)
-
-        def decode() -> str:
-            ids = lm.workspace.encode(np.array(body.tokens, dtype=np.int64), begins=False)
-            return lm.tokenizer.spell(ids) or lm.tokenizer.decode(ids)
-
-        try:
-            text = await service.apart(decode)
-        except OverflowError:
-            raise ApiError(400, "tokens holds a number that is no token id.", "tokens") from None
+        text = await service.apart(decode, lm, body.tokens)
         return {"prompt": text, "content": text}
 
 
@@ -180,8 +163,8 @@ def add_errors(app: FastAPI) -> None:
     """Answer every error in OpenAI's shape."""
 
     @app.exception_handler(RequestValidationError)
-    async def invalid(_: Request, error: RequestValidationError) -> JSONResponse:
-        return JSONResponse(error_body(400, *in_words(error.errors()[0])), 400)
+    async def invalid(request: Request, error: RequestValidationError) -> JSONResponse:
+        return JSONResponse(error_body(400, *in_words(error.errors()[0], REQUESTS.get(request.url.path))), 400)
 
     @app.exception_handler(HTTPException)
     async def refused(_: Request, error: HTTPException) -> JSONResponse:
@@ -191,17 +174,3 @@ def add_errors(app: FastAPI) -> None:
     @app.exception_handler(Exception)
     async def failed(_: Request, error: Exception) -> JSONResponse:
         return JSONResponse(error_body(500, f"The server failed ({type(error).__name__})."), 500)
-
-
-def in_words(error: Any) -> tuple[str, str | None]:
-    """Return what is wrong with a field, and its name, from pydantic's finding."""
-    path = [str(each) for each in error["loc"][1:] if not str(each).startswith(("list[", "dict[", "constrained"))]
-    name = path[0] if path else None
-    if error["type"] == "extra_forbidden" and name:
-        fields = {*ChatRequest.model_fields, *CompletionRequest.model_fields}
-        return f"{'.'.join(path)} is not a field of this request; {hint(name, fields) or 'leave it out.'}", name
-    if error["type"] == "missing" and name:
-        return f"{name} is missing.", name
-    if not name:
-        return "The body must be a JSON object.", None
-    return f"{'.'.join(path)}: {error['msg'][:1].lower()}{error['msg'][1:]}.", name

@@ -6,10 +6,11 @@ from typing import Any
 
 from starlette.exceptions import HTTPException
 
-from ovspec.errors import OvspecError
+from ovspec.errors import OvspecError, PromptError
 from ovspec.model import LanguageModel
 
 KINDS = {400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
+FOR_PYTHON = ", or a Path for a file"  # in a message on a grammar
 
 
 class ApiError(HTTPException):
@@ -33,8 +34,14 @@ class ApiError(HTTPException):
 
 
 def for_clients(error: OvspecError, lm: LanguageModel) -> str:
-    """Return an error's message without the folder of the model, which is none of a client's business."""
-    return str(error).replace(str(lm.folder), "the model's folder")
+    """Return an error's message without the folder of the model, and without what only Python can be given."""
+    return str(error).replace(str(lm.folder), "the model's folder").replace(FOR_PYTHON, "")
+
+
+def about_prompt(error: PromptError, lm: LanguageModel, field: str) -> ApiError:
+    """Return the answer to a prompt that can't be used; ``field``: where it was given."""
+    code = "context_length_exceeded" if error.too_long else None  # OpenAI's
+    return ApiError(400, for_clients(error, lm), field, code)
 
 
 def error_body(status: int, message: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:

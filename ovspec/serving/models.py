@@ -46,9 +46,15 @@ class TokenizeRequest(BaseModel):
     model: str | None = Field(None, description="The model's name.")
     prompt: str | None = Field(None, description="The text to encode.")
     content: str | None = Field(None, description="The text to encode, under llama.cpp's name.")
-    messages: list[dict[str, Any]] | None = Field(None, description="A chat, which the chat template renders.")
-    chat_template_kwargs: dict[str, Any] | None = Field(None, description="Variables for the chat template.")
-    add_special_tokens: bool | None = Field(None, description="Whether the text begins with the model's BOS.")
+    messages: list[dict[str, Any]] | None = Field(
+        None, min_length=1, description="A chat, which the chat template renders."
+    )
+    chat_template_kwargs: dict[str, Any] | None = Field(
+        None, description="Variables for the chat template; only with messages."
+    )
+    add_special_tokens: bool | None = Field(
+        None, description="Whether the text begins with the model's BOS; not with messages. Default: true."
+    )
 
 
 class DetokenizeRequest(BaseModel):
@@ -106,7 +112,11 @@ COMMON: dict[str, Any] = {
     "stream_options": (StreamOptions | None, Field(None, description="What a stream tells besides the text.")),
     "response_format": (
         dict[str, Any] | None,
-        Field(None, description='OpenAI\'s response format: {"type": "text"}, "json_object" or "json_schema".'),
+        Field(
+            None,
+            description='OpenAI\'s response format: {"type": "text"}, "json_object" or "json_schema". '
+            'Beside "json_object" a "schema" may be given, as in llama.cpp. Not with a grammar option.',
+        ),
     ),
     "draft": (
         str | None,
@@ -114,7 +124,9 @@ COMMON: dict[str, Any] = {
     ),
     "return_record": (
         bool | None,
-        Field(None, description="Add to each choice the record that 'ovspec verify' checks."),
+        Field(
+            None, description="Add to each choice the record that 'ovspec verify' checks; it names the model's folder."
+        ),
     ),
     **{name: (Any, Field(None, description="Has no effect.")) for name in sorted(WITHOUT_EFFECT - {"model"})},
 }

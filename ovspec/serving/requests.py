@@ -7,19 +7,21 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
 from ovspec.drafting.drafter import ANYTHING, DraftLimits
+from ovspec.errors import PromptError
 from ovspec.integrations.openai_batch import echo_of, options_of, prompt_of
 from ovspec.loop.row import Row
 from ovspec.model import LanguageModel, Prompt, is_batch
-from ovspec.options import GenerateOptions, params_of, refuse_retries
-from ovspec.serving.errors import ApiError
-from ovspec.serving.models import OF_SERVER
-from ovspec.text.chat_template import Message
+from ovspec.options import GenerateOptions, params_of, refuse_retries, refuse_variables
+from ovspec.serving.errors import ApiError, about_prompt
+from ovspec.serving.models import OF_SERVER, TokenizeRequest
+from ovspec.text.chat_template import Message, chat_template
 
 Kind = Literal["completion", "chat"]
 MOST_TEXTS = 128  # of a request
 DEEPEST = 100  # levels of JSON
 # Fields that aren't options of a text.
 APART = ("model", "stream", "stream_options", "draft", "return_record")
+CALLS = ("tool_calls", "function_call")  # of a message
 
 
 @dataclass
@@ -47,7 +49,10 @@ class TextRequest:
 
 
 def read_json(raw: bytes) -> Any:
-    """Return the JSON value in ``raw``; raises ApiError for what isn't JSON, is too deep or isn't Unicode."""
+    """Return the JSON value in ``raw``, without the fields that are null, which clients send for those not set.
+
+    Raises ApiError for what isn't JSON, is too deep or isn't Unicode.
+    """
 
     def refuse(name: str) -> None:
         raise ApiError(400, f"{name} is not JSON; leave it out.")
@@ -63,7 +68,7 @@ def read_json(raw: bytes) -> Any:
         raise ApiError(400, "The body is nested too deeply, or a number in it has too many digits.") from None
     if depth(found) > DEEPEST:
         raise ApiError(400, f"The body is nested more than {DEEPEST} levels deep.")
-    return found
+    return {name: each for name, each in found.items() if each is not None} if isinstance(found, dict) else found
 
 
 def depth(value: Any) -> int:
@@ -109,20 +114,31 @@ def plain_message(message: Message) -> Message:
     Raises ApiError for content that isn't text.
     """
     made = dict(message)
-    if made.get("role") == "developer":  # OpenAI's newer name
-        made["role"] = "system"
-    content = made.get("content")
-    if isinstance(content, list):
-        for part in content:
-            kind = part.get("type") if isinstance(part, dict) else None
-            if kind != "text" or not isinstance(part.get("text"), str):
-                raise ApiError(400, f"messages: content of the type {kind} can't be read; only text can.", "messages")
-        made["content"] = "\n".join(part["text"] for part in content)
-    elif content is not None and not isinstance(content, str):
-        raise ApiError(400, "messages: content must be a string, or a list of parts of the type text.", "messages")
+    for name in CALLS:
+        if made.pop(name, None):
+            raise ApiError(400, f"messages: {name} can't be read, as there are no tools yet; leave it out.", "messages")
     if not isinstance(made.get("role"), str):
         raise ApiError(400, "messages: each needs a role, such as user.", "messages")
+    if made["role"] == "developer":  # OpenAI's newer name
+        made["role"] = "system"
+    made["content"] = text_of(made.get("content"))
     return made
+
+
+def text_of(content: Any) -> str:
+    """Return the content of a message as one string; raises ApiError for what isn't text."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
+        message = "messages: each needs content, which is a string or a list of parts of the type text."
+        raise ApiError(400, message, "messages")
+    for part in content:
+        if (kind := part.get("type")) != "text":
+            message = f"messages: content of the type {kind!s:.40} can't be read; only text can."
+            raise ApiError(400, message, "messages")
+        if not isinstance(part.get("text"), str):
+            raise ApiError(400, "messages: a part of the type text needs a text, which is a string.", "messages")
+    return "\n".join(part["text"] for part in content)
 
 
 def limits_of(lm: LanguageModel, body: dict[str, Any], options: GenerateOptions) -> DraftLimits:
@@ -135,7 +151,7 @@ def limits_of(lm: LanguageModel, body: dict[str, Any], options: GenerateOptions)
     wanted = frozenset() if draft == "none" else frozenset(str(draft).split(","))
     if not wanted <= {*loaded}:
         has = " and ".join(loaded) or "no drafters"
-        raise ApiError(400, f"draft is {draft!r:.80}; this server has {has}, and takes none.", "draft")
+        raise ApiError(400, f'draft is {draft!r:.80}; this server has {has}, and "none" proposes nothing.', "draft")
     return DraftLimits(wanted, lookahead)
 
 
@@ -146,7 +162,35 @@ def make_rows(lm: LanguageModel, request: TextRequest) -> list[Row]:
         OvspecError: a prompt or an option can't be met.
     """
     n = params_of(request.options).n
-    rows = [row for prompt in request.prompts for row in lm.workspace.rows(prompt, request.options, n, reserved=True)]
+    try:
+        found = [lm.workspace.rows(prompt, request.options, n, reserved=True) for prompt in request.prompts]
+    except PromptError as error:
+        raise about_prompt(error, lm, "messages" if request.kind == "chat" else "prompt") from None
+    rows = [row for each in found for row in each]
     for row in rows:
         row.limits = request.limits
     return rows
+
+
+def encode(lm: LanguageModel, body: TokenizeRequest) -> list[int]:
+    """Return the tokens of the text or chat in ``body``; raises OvspecError for fields that can't be met together."""
+    texts = [text for text in (body.prompt, body.content) if text is not None]
+    if len(texts) + (body.messages is not None) != 1:
+        raise ApiError(400, "Give one of prompt, content and messages.")
+    if body.messages is None:
+        refuse_variables(body.chat_template_kwargs)
+        return lm.tokenizer.encode(texts[0], body.add_special_tokens is not False).tolist()
+    if body.add_special_tokens is not None:
+        raise ApiError(400, "add_special_tokens can't be combined with messages; leave it out.", "add_special_tokens")
+    chat_template(lm.folder)
+    messages = [plain_message(message) for message in body.messages]
+    return lm.workspace.encode(messages, variables=body.chat_template_kwargs).tolist()
+
+
+def decode(lm: LanguageModel, tokens: list[int]) -> str:
+    """Return the text of tokens; raises ApiError for ids that aren't in the vocabulary."""
+    try:
+        ids = lm.workspace.encode(tokens, begins=False)
+    except PromptError as error:
+        raise about_prompt(error, lm, "tokens") from None
+    return lm.tokenizer.spell(ids) or lm.tokenizer.decode(ids)

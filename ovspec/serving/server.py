@@ -179,10 +179,15 @@ def serve(lm: LanguageModel, name: str, keys: list[str], opened: socket.socket, 
 
 
 def counted_by(service: Service, paths: list[str]) -> Any:
-    """Return the function that counts a request in the metrics, under one of ``paths`` or "other"."""
+    """Return the function that counts a request in the metrics, under one of ``paths`` or "other".
+
+    A path that ends in a name, such as /v1/models/{name}, counts all paths that begin like it.
+    """
+    beginnings = {path[: path.index("{")]: path for path in paths if "{" in path}
 
     def note(path: str, status: int) -> None:
-        service.metrics.requests.labels(path if path in paths else "other", str(status)).inc()
+        like = next((each for begins, each in beginnings.items() if path.startswith(begins)), "other")
+        service.metrics.requests.labels(path if path in paths else like, str(status)).inc()
 
     return note
 

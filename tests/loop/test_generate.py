@@ -173,7 +173,7 @@ def test_prompts_that_cannot_be_used(load: Load) -> None:
     for wrong in (0, -2):
         with pytest.raises(ovspec.OvspecError, match=f"`max_tokens` is {wrong}; it must be at least 1, or -1 for as"):
             lm.generate("a", max_tokens=wrong)
-    with pytest.raises(ovspec.OvspecError, match="stop string is empty"):
+    with pytest.raises(ovspec.OvspecError, match="`stop` has an empty string"):
         lm.generate("a", stop="")
     with pytest.raises(ovspec.OvspecError, match="`lookahead` is -1"):
         lm.generate("a", lookahead=-1)

@@ -27,33 +27,57 @@ WRONG: list[tuple[str, Any, str, str | None]] = [
     ("/v1/completions", [], "must be a JSON object", None),
     ("/v1/completions", {**TEXT, "temprature": 1}, "did you mean temperature", "temprature"),
     ("/v1/completions", {**TEXT, "tools": []}, "tools is not a field", "tools"),
+    ("/v1/completions", {"prompt": None}, "prompt is missing", "prompt"),
+    ("/v1/completions", {"prompt": 5}, "prompt must be a string, a list of strings.* or a list of lists of", "prompt"),
+    ("/v1/completions", {"prompt": ["a", 5]}, "prompt must be a string", "prompt"),
+    ("/v1/completions", {**TEXT, "stop": 5}, "stop must be a string or a list of strings", "stop"),
+    ("/v1/completions", {**TEXT, "stop": ""}, "empty string", "stop"),
+    ("/v1/completions", {**TEXT, "lookahead": "x"}, 'lookahead must be a whole number or "auto"', "lookahead"),
+    ("/v1/completions", {**TEXT, "messages": []}, "messages is not .* but of /v1/chat/completions", "messages"),
+    ("/v1/completions", {**TEXT, "max_tokens": 1, "max_completion_tokens": 2}, "max_completion_tokens", "max_tokens"),
+    ("/v1/completions", {**TEXT, "stop_ids": [1], "stop_token_ids": [2]}, "`stop_token_ids`", "stop_ids"),
     ("/v1/completions", {**TEXT, "max_tokens": "5"}, "max_tokens", "max_tokens"),
     ("/v1/completions", {**TEXT, "max_tokens": 0}, "max_tokens.*at least 1", "max_tokens"),
     ("/v1/completions", {**TEXT, "temperature": -1}, "temperature", "temperature"),
-    ("/v1/completions", {**TEXT, "top_p": 0.5}, "top_p", None),
+    ("/v1/completions", {**TEXT, "top_p": 0.5}, "`top_p` needs a `temperature`", "top_p"),
     ("/v1/completions", {**TEXT, "n": 3}, "greedy", "n"),
     ("/v1/completions", {**TEXT, "n": 200, "temperature": 1.0}, "asks for 200 texts", "n"),
     ("/v1/completions", {**TEXT, "logprobs": -1}, "logprobs", "logprobs"),
     ("/v1/completions", {**TEXT, "regex": "("}, "regex", "regex"),
     ("/v1/completions", {**TEXT, "regex": "a", "choice": ["b"]}, "can't be combined", None),
-    ("/v1/completions", {**TEXT, "json_schema": "/etc/passwd"}, "isn't JSON", "json_schema"),
-    ("/v1/completions", {**TEXT, "grammar": "/etc/passwd"}, "isn't a grammar", "grammar"),
+    ("/v1/completions", {**TEXT, "json_schema": "/etc/passwd"}, "isn't JSON; give the schema's text.$", "json_schema"),
+    ("/v1/completions", {**TEXT, "grammar": "/etc/passwd"}, "isn't a grammar; give its text.$", "grammar"),
     ("/v1/completions", {**TEXT, "draft": "medusa"}, "this server has lookup and draft", "draft"),
+    ("/v1/completions", {**TEXT, "draft": ""}, 'this server has lookup and draft, and "none"', "draft"),
     ("/v1/completions", {**TEXT, "model": "gpt-9"}, "There is no model", "model"),
     ("/v1/completions", {**TEXT, "stream_options": {"include_usage": True}}, "needs stream", "stream_options"),
-    ("/v1/completions", {**TEXT, "stream": True, "stream_options": {"x": 1}}, "x is not a field", "stream_options"),
-    ("/v1/completions", {**TEXT, "logit_bias": {"a": 1}}, "logit_bias", None),
-    ("/v1/completions", {"prompt": [-1]}, "not in the vocabulary", None),
-    ("/v1/completions", {"prompt": "a " * 5000}, "context", None),
+    (
+        "/v1/completions",
+        {**TEXT, "stream": True, "stream_options": {"x": 1}},
+        "x is not a field.*; leave it out",
+        "stream_options",
+    ),
+    (
+        "/v1/completions",
+        {**TEXT, "stream_options": {"include_usage": 1}},
+        "include_usage must be true",
+        "stream_options",
+    ),
+    ("/v1/completions", {**TEXT, "logit_bias": {"a": 1}}, "logit_bias", "logit_bias"),
+    ("/v1/completions", {"prompt": [-1]}, "not in the vocabulary", "prompt"),
+    ("/v1/completions", {"prompt": "a " * 5000}, "the context is", "prompt"),
     ("/v1/chat/completions", {"messages": []}, "messages", "messages"),
-    ("/v1/chat/completions", {**CHAT, "prompt": "a"}, "prompt is not a field", "prompt"),
-    ("/v1/chat/completions", {**CHAT, "top_logprobs": 2}, "needs logprobs", None),
-    ("/v1/chat/completions", {**CHAT, "response_format": {"type": "xml"}}, "response_format", None),
-    ("/v1/chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "image_url", None),
-    ("/v1/chat/completions", {"messages": [{"content": "Hi"}]}, "role", "messages"),
+    ("/v1/chat/completions", {"messages": ["Hi"]}, "messages must be a list of objects", "messages"),
+    ("/v1/chat/completions", {**CHAT, "prompt": "a"}, "prompt is not .* but of /v1/completions", "prompt"),
+    ("/v1/chat/completions", {**CHAT, "echo": True}, "echo is not a field", "echo"),
+    ("/v1/chat/completions", {**CHAT, "top_logprobs": 2}, "needs `logprobs`", "top_logprobs"),
+    ("/v1/chat/completions", {**CHAT, "response_format": {"type": "xml"}}, "must be", "response_format"),
+    ("/tokenize", {"messages": []}, "must not be empty", "messages"),
+    ("/tokenize", {"messages": CHAT["messages"], "add_special_tokens": True}, "messages", "add_special_tokens"),
+    ("/tokenize", {"prompt": "a", "chat_template_kwargs": {"x": 1}}, "needs chat messages", "chat_template_kwargs"),
     ("/tokenize", {}, "one of prompt", None),
-    ("/detokenize", {"tokens": [10**30]}, "token", None),
-    ("/detokenize", {"tokens": [999999]}, "not in the vocabulary", None),
+    ("/detokenize", {"tokens": [10**30]}, "too large", "tokens"),
+    ("/detokenize", {"tokens": [999999]}, "not in the vocabulary", "tokens"),
 ]
 
 
@@ -64,8 +88,65 @@ def test_wrong_fields_are_named(server: Running, path: str, body: Any, message: 
     error = answer.json()["error"]
     assert re.search(message, error["message"]) and len(error["message"]) < 400, error
     assert error.keys() == {"message", "type", "param", "code"}
-    if field:
-        assert error["param"] == field
+    assert error["param"] == field or (field is None and "can't be combined" in message)
+    assert (error["code"] == "context_length_exceeded") == (message == "the context is")
+
+
+@pytest.mark.parametrize(
+    ("message", "told"),
+    [
+        ({"content": "Hi"}, "role"),
+        ({"role": "user"}, "each needs content"),
+        ({"role": "user", "content": None}, "each needs content"),
+        ({"role": "user", "content": ["Hi"]}, "each needs content"),
+        ({"role": "user", "content": [{"type": "image_url"}]}, "image_url"),
+        ({"role": "user", "content": [{"type": "text"}]}, "needs a text"),
+        ({"role": "assistant", "content": "", "tool_calls": [{"id": "1"}]}, "tool_calls can't be read"),
+        ({"role": "assistant", "content": "", "function_call": {"name": "f"}}, "function_call can't be read"),
+    ],
+)
+def test_messages_that_cannot_be_read(server: Running, message: Any, told: str) -> None:
+    for path in ("/v1/chat/completions", "/tokenize"):
+        answer = server.post(path, {"messages": [message]})
+        error = answer.json()["error"]
+        assert answer.status_code == 400 and told in error["message"] and error["param"] == "messages", error
+
+
+FORMAT: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"const": "yes"}}}
+
+
+@pytest.mark.parametrize(
+    ("wanted", "more", "told"),
+    [
+        ({"type": "text"}, {"regex": "a"}, "`response_format` and `regex` can't be combined"),
+        (FORMAT, {"json_schema": {}}, "`response_format` and `json_schema` can't be combined"),
+        ({"type": "json_object", "strict": True}, {}, "has no strict"),
+        ({**FORMAT, "schema": {}}, {}, "has no schema"),
+        ({**FORMAT, "json_schema": {**FORMAT["json_schema"], "strct": True}}, {}, "json_schema.strct; did you mean"),
+    ],
+)
+def test_response_formats_that_cannot_be_met(server: Running, wanted: Any, more: Any, told: str) -> None:
+    error = server.post("/v1/completions", {**TEXT, "response_format": wanted, **more}).json()["error"]
+    assert told in error["message"] and error["param"] == "response_format", error
+
+
+@pytest.mark.parametrize("null", ["regex", "json_schema", "response_format", "tools", "unknown"])
+def test_a_null_field_counts_as_absent(server: Running, null: str) -> None:
+    body = {**TEXT, "max_tokens": 9, null: None}
+    own = {"choice": ["yes"]} if null == "json_schema" else {"json_schema": {"const": "yes"}}
+    expected = "yes" if null == "json_schema" else '"yes"'
+    for each in ({**own, **body}, {**body, **own}):
+        assert server.post("/v1/completions", each).json()["choices"][0]["text"] == expected
+
+
+def test_other_spellings_that_are_met(server: Running) -> None:
+    for wanted in (FORMAT, {"type": "json_object", "schema": {"const": "yes"}}):
+        body = {**TEXT, "response_format": wanted, "max_tokens": 9, "max_completion_tokens": 9}
+        assert server.post("/v1/completions", body).json()["choices"][0]["text"] == '"yes"'
+    message = {"role": "assistant", "content": "Hi", "tool_calls": [], "function_call": None}
+    same = [{"role": "assistant", "content": "Hi"}]
+    tokens = [server.post("/tokenize", {"messages": each}).json()["tokens"] for each in ([message], same)]
+    assert tokens[0] == tokens[1]
 
 
 @pytest.mark.parametrize(
@@ -91,9 +172,19 @@ def test_wrong_bodies(server: Running, body: bytes, message: str) -> None:
 def test_other_types_methods_and_paths(server: Running) -> None:
     answer = httpx.post(f"{server.url}/v1/completions", data={"prompt": "a"})
     assert answer.status_code == 415 and "Content-Type" in answer.json()["error"]["message"]
-    for path, status in (("/v1/completions", 405), ("/v1/models/none", 404), ("/docs", 404), ("/../etc/passwd", 404)):
+    for path, status in (
+        ("/v1/completions", 405),
+        ("/v1/models/none", 404),
+        ("/docs", 404),
+        ("/health/", 404),
+        ("/../etc/passwd", 404),
+    ):
         answer = server.get(path)
         assert answer.status_code == status and answer.json()["error"]["message"]
+    assert server.post("/v1/completions/", TEXT).json()["error"]["type"] == "not_found_error"
+    head = httpx.head(f"{server.url}/health")
+    assert head.status_code == 200 and not head.content
+    assert 'endpoint="/v1/models/{name}",status="404"' in server.get("/metrics").text
     assert not any("access-control" in name.lower() for name in server.get("/health").headers)
 
 

@@ -1,0 +1,75 @@
+"""Says in words what is wrong with a request's fields, from what pydantic has found."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Literal, get_args, get_origin
+
+from pydantic import BaseModel
+
+from ovspec.options.option import NAMES, alternatives, hint
+from ovspec.serving.models import ChatRequest, CompletionRequest
+
+TEXTS: dict[str, type[BaseModel]] = {"/v1/completions": CompletionRequest, "/v1/chat/completions": ChatRequest}
+SEVERAL = {str: "strings", int: "whole numbers", float: "numbers"}
+
+
+def in_words(error: Any, request: type[BaseModel] | None) -> tuple[str, str | None]:
+    """Return what is wrong with a field of ``request``, and its name, from one of pydantic's errors."""
+    path = [str(each) for each in error["loc"][1:]]
+    if not path or not request:
+        return "The body must be a JSON object.", None
+    name, shown = path[0], path[0]
+    inside, kind = request, kind_of(request, name)
+    if (nested := model_in(kind)) and len(path) > 1:
+        inside, kind, shown = nested, kind_of(nested, path[1]), f"{name}.{path[1]}"
+    if error["type"] == "extra_forbidden":
+        return f"{shown} is not a field of this request{elsewhere(shown, inside)}", name
+    if error["type"] == "missing":
+        return f"{name} is missing.", name
+    if error["type"] == "too_short":
+        return f"{shown} must not be empty.", name
+    if error["type"].startswith(("greater_than", "less_than")):
+        return f"{shown}: {error['msg'][:1].lower()}{error['msg'][1:]}.", name
+    return f"{shown} must be {described(kind)}.", name
+
+
+def elsewhere(name: str, request: type[BaseModel]) -> str:
+    """Return what to do about a field that ``request`` doesn't have, as the end of a sentence."""
+    if request in TEXTS.values():
+        for path, other in TEXTS.items():
+            if name in other.model_fields:
+                return f", but of {path}; leave it out."
+    return f"; {hint(name.split('.')[-1], request.model_fields) or 'leave it out.'}"
+
+
+def kind_of(request: type[BaseModel], name: str) -> Any:
+    """Return the type of a field; Any if there is no such field."""
+    return request.model_fields[name].annotation if name in request.model_fields else Any
+
+
+def model_in(kind: Any) -> type[BaseModel] | None:
+    """Return the model that a field of this type holds, if it holds one."""
+    models = (each for each in alternatives(kind) if isinstance(each, type) and issubclass(each, BaseModel))
+    return next(models, None)
+
+
+def described(kind: Any) -> str:
+    """Return the values of a type in words."""
+    words = list[str]()
+    for each in alternatives(kind):
+        origin = get_origin(each)
+        if origin is Literal:
+            words += [json.dumps(value) for value in get_args(each)]
+        elif origin is list:
+            words.append(f"a list of {several(get_args(each)[0])}")
+        else:
+            words.append(NAMES.get(each, "an object"))
+    return " or ".join(filter(None, (", ".join(words[:-1]), words[-1])))
+
+
+def several(kind: Any) -> str:
+    """Return several values of a type in words."""
+    if get_origin(kind) is list:
+        return f"lists of {several(get_args(kind)[0])}"
+    return SEVERAL.get(kind, "objects")
