@@ -39,6 +39,7 @@ ERRORS: dict[int | str, str] = {
     504: "The request took too long.",
 }
 LARGE = 100_000  # bytes of a body
+NOWHERE = {404: "There is no such path; /openapi.json lists them.", 405: ERRORS[405]}
 CHATS, COMPLETIONS = answered(schemas.ChatCompletion, streams=True), answered(schemas.Completion, streams=True)
 REQUESTS = {**TEXTS, "/tokenize": TokenizeRequest, "/detokenize": DetokenizeRequest}
 READY: dict[int | str, Any] = {status: {"model": schemas.Ready, "description": "Its state."} for status in (200, 503)}
@@ -169,7 +170,8 @@ def add_errors(app: FastAPI) -> None:
     @app.exception_handler(HTTPException)
     async def refused(_: Request, error: HTTPException) -> JSONResponse:
         param, code = getattr(error, "param", None), getattr(error, "code", None)
-        return JSONResponse(error_body(error.status_code, error.detail, param, code), error.status_code, error.headers)
+        told = error.detail if isinstance(error, ApiError) else NOWHERE.get(error.status_code, error.detail)
+        return JSONResponse(error_body(error.status_code, told, param, code), error.status_code, error.headers)
 
     @app.exception_handler(Exception)
     async def failed(_: Request, error: Exception) -> JSONResponse:

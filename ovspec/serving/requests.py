@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
 from ovspec.drafting.drafter import ANYTHING, DraftLimits
-from ovspec.errors import PromptError
-from ovspec.integrations.openai_batch import echo_of, options_of, prompt_of
+from ovspec.errors import OvspecError, PromptError
+from ovspec.integrations.openai_batch import REQUESTED, echo_of, options_of, prompt_of
 from ovspec.loop.row import Row
 from ovspec.model import LanguageModel, Prompt, is_batch
 from ovspec.options import GenerateOptions, params_of, refuse_retries, refuse_variables
@@ -28,8 +30,9 @@ CALLS = ("tool_calls", "function_call")  # of a message
 class TextRequest:
     """A request for texts.
 
+    fields: the names of its fields.
     rows: those of the first prompt first, ``n`` for each prompt.
-    owner: the number of the client's key, if there are keys.
+    owner: the number of the client\'s key, if there are keys.
     """
 
     kind: Kind
@@ -40,6 +43,7 @@ class TextRequest:
     stream: bool = False
     include_usage: bool = False
     return_record: bool = False
+    fields: Collection[str] = ()
     rows: list[Row] = field(default_factory=list)
     owner: int | None = None
 
@@ -86,9 +90,11 @@ def read_request(lm: LanguageModel, kind: Kind, body: dict[str, Any], defaults: 
     if kind == "chat" and "messages" in asked:
         asked["messages"] = [plain_message(message) for message in asked["messages"]]
     prompt = prompt_of(asked, kind)
-    options = cast(GenerateOptions, {**defaults, **options_of(asked, "a request", OF_SERVER)})
+    with client_names(asked):
+        options = cast(GenerateOptions, {**defaults, **options_of(asked, "a request", OF_SERVER)})
+        n = params_of(options).n
     prompts = prompt if is_batch(prompt) else [prompt]
-    texts = params_of(options).n * len(prompts)
+    texts = n * len(prompts)
     if texts > MOST_TEXTS:
         raise ApiError(400, f"The request asks for {texts} texts; at most {MOST_TEXTS} are allowed.", "n")
     if body.get("stream"):
@@ -105,7 +111,24 @@ def read_request(lm: LanguageModel, kind: Kind, body: dict[str, Any], defaults: 
         bool(body.get("stream")),
         bool(wanted.get("include_usage")),
         bool(body.get("return_record")),
+        asked.keys(),
     )
+
+
+@contextmanager
+def client_names(fields: Collection[str]) -> Iterator[None]:
+    """Let errors name options as the client does, whose ``fields`` these are."""
+    try:
+        yield
+    except PromptError:
+        raise
+    except OvspecError as error:
+        message = str(error)
+        for name in fields:
+            ours = "json_schema" if name == "response_format" else REQUESTED.get(name, name)
+            if ours not in fields:
+                message = message.replace(f"`{ours}`", f"`{name}`")
+        raise OvspecError(message) from None
 
 
 def plain_message(message: Message) -> Message:
@@ -163,7 +186,8 @@ def make_rows(lm: LanguageModel, request: TextRequest) -> list[Row]:
     """
     n = params_of(request.options).n
     try:
-        found = [lm.workspace.rows(prompt, request.options, n, reserved=True) for prompt in request.prompts]
+        with client_names(request.fields):
+            found = [lm.workspace.rows(prompt, request.options, n, reserved=True) for prompt in request.prompts]
     except PromptError as error:
         raise about_prompt(error, lm, "messages" if request.kind == "chat" else "prompt") from None
     rows = [row for each in found for row in each]

@@ -61,6 +61,8 @@ def described(kind: Any) -> str:
         origin = get_origin(each)
         if origin is Literal:
             words += [json.dumps(value) for value in get_args(each)]
+        elif origin is dict and get_args(each)[1] in SEVERAL:
+            words.append(f"an object whose values are {several(get_args(each)[1])}")
         elif origin is list:
             words.append(f"a list of {several(get_args(each)[0])}")
         else:

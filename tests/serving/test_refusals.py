@@ -38,6 +38,9 @@ WRONG: list[tuple[str, Any, str, str | None]] = [
     ("/v1/completions", {**TEXT, "stop_ids": [1], "stop_token_ids": [2]}, "`stop_token_ids`", "stop_ids"),
     ("/v1/completions", {**TEXT, "max_tokens": "5"}, "max_tokens", "max_tokens"),
     ("/v1/completions", {**TEXT, "max_tokens": 0}, "max_tokens.*at least 1", "max_tokens"),
+    ("/v1/completions", {**TEXT, "max_completion_tokens": 0}, "`max_completion_tokens` is 0", "max_completion_tokens"),
+    ("/v1/completions", {**TEXT, "stop_token_ids": [-1]}, "`stop_token_ids`: token id -1", "stop_token_ids"),
+    ("/v1/completions", {**TEXT, "logit_bias": {"5": "x"}}, "an object whose values are numbers", "logit_bias"),
     ("/v1/completions", {**TEXT, "temperature": -1}, "temperature", "temperature"),
     ("/v1/completions", {**TEXT, "top_p": 0.5}, "`top_p` needs a `temperature`", "top_p"),
     ("/v1/completions", {**TEXT, "n": 3}, "greedy", "n"),
@@ -121,6 +124,7 @@ FORMAT: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"c
         ({"type": "text"}, {"regex": "a"}, "`response_format` and `regex` can't be combined"),
         (FORMAT, {"json_schema": {}}, "`response_format` and `json_schema` can't be combined"),
         ({"type": "json_object", "strict": True}, {}, "has no strict"),
+        ({"type": "json_object", "schema": {"type": "objct"}}, {}, "`response_format`, at #/type"),
         ({**FORMAT, "schema": {}}, {}, "has no schema"),
         ({**FORMAT, "json_schema": {**FORMAT["json_schema"], "strct": True}}, {}, "json_schema.strct; did you mean"),
     ],
@@ -181,7 +185,7 @@ def test_other_types_methods_and_paths(server: Running) -> None:
     ):
         answer = server.get(path)
         assert answer.status_code == status and answer.json()["error"]["message"]
-    assert server.post("/v1/completions/", TEXT).json()["error"]["type"] == "not_found_error"
+    assert "no such path" in server.post("/v1/completions/", TEXT).json()["error"]["message"]
     head = httpx.head(f"{server.url}/health")
     assert head.status_code == 200 and not head.content
     assert 'endpoint="/v1/models/{name}",status="404"' in server.get("/metrics").text
