@@ -32,7 +32,7 @@ class TextRequest:
 
     fields: the names of its fields.
     rows: those of the first prompt first, ``n`` for each prompt.
-    owner: the number of the client\'s key, if there are keys.
+    owner: the number of the client's key, if there are keys.
     """
 
     kind: Kind
