@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from conftest import ROOT
 from hypothesis import HealthCheck, given, settings
-from schema_strategy import Schema, schemas
+from schema_strategy import Schema, is_linked_list, schemas
 from test_json_schemas import SCHEMAS, prove
 
 import ovspec
@@ -49,18 +49,23 @@ def test_written_schemas_often(load: Callable[..., ovspec.LanguageModel]) -> Non
 
 @pytest.mark.slow
 def test_schemas_of_hypothesis(cache_dir: Path) -> None:
-    """Uses the demo pair, because the tests' own pair rarely ends a text."""
+    """Uses the demo pair, because the tests' own pair rarely ends a text.
+
+    Whether a linked list ends is up to the model, which may go on with it to the limit of tokens, so the share of
+    finished texts is that of the other schemas.
+    """
     lm = ovspec.load(ROOT / "models" / "demo", "lookup,draft", precision="f32", cache_dir=cache_dir)
-    counts = list[tuple[int, int]]()
+    counts, lists = list[tuple[int, int]](), list[tuple[int, int]]()
 
     @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow], database=None)
     @given(schemas())
     def each(schema: Schema) -> None:
         try:
-            counts.append(write(lm, schema, 8))
+            (lists if is_linked_list(schema) else counts).append(write(lm, schema, 8))
         except ovspec.OvspecError as error:
             assert re.search("no JSON text satisfies|no text has|may overlap|can't be enforced", str(error)), error
 
     each()
     check_share(counts)
-    assert len(counts) > 30
+    assert len(counts) > 15
+    assert len(counts) + len(lists) > 30

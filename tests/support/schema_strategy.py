@@ -115,3 +115,8 @@ def recursive(schema: Schema) -> Schema:
     """Return the schema of a linked list whose items follow ``schema``."""
     link = {"type": "object", "properties": {"of": schema, "next": {"$ref": "#/$defs/link"}}, "required": ["of"]}
     return {"$defs": {"link": {**link, "additionalProperties": False}}, "$ref": "#/$defs/link"}
+
+
+def is_linked_list(schema: Schema) -> bool:
+    """Return whether ``recursive`` made the schema."""
+    return schema.get("$ref") == "#/$defs/link"
