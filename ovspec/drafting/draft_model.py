@@ -13,6 +13,7 @@ from ovspec.drafting.costs import WIDEST
 from ovspec.drafting.drafter import Drafter, RoundRow
 from ovspec.drafting.lookahead import Lookahead
 from ovspec.drafting.proposal import NO_TOKENS, NOTHING, Proposal
+from ovspec.errors import OvspecError
 from ovspec.sampling.samplers import Guess
 from ovspec.sampling.warp import certain
 
@@ -107,18 +108,21 @@ class Drafting:
     def extend(self, logits: np.ndarray) -> bool:
         """Add the guess from ``logits`` (vocab,) and the tokens forced after it, which cost no step.
 
-        Returns whether to continue.
+        Returns whether to continue; not if a constraint fails, which the target will find out for this row alone.
         """
         self._fed = self._end
-        guess = self._sampler.guess(logits, self._text[: self._end])
-        if not guess:
+        try:
+            guess = self._sampler.guess(logits, self._text[: self._end])
+            if not guess:
+                return False
+            self._add(guess)
+            so_far, constraints = self._text[: self._end], self._sampler.constraints
+            if constraints.ended(so_far):
+                return False
+            for token in constraints.forced(so_far)[: self._budget - len(self.guesses)]:
+                self._add(Guess(token, 1.0, certain(token)))
+        except OvspecError:
             return False
-        self._add(guess)
-        so_far, constraints = self._text[: self._end], self._sampler.constraints
-        if constraints.ended(so_far):
-            return False
-        for token in constraints.forced(so_far)[: self._budget - len(self.guesses)]:
-            self._add(Guess(token, 1.0, certain(token)))
         return len(self.guesses) < self._budget
 
     def proposal(self, source: str) -> Proposal:

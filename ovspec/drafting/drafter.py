@@ -87,9 +87,14 @@ class RoundRow:
         return max(0, most)
 
     def permitted(self, proposal: Proposal) -> Proposal:
-        """Return ``proposal`` up to the first token that a constraint forbids, or up to the end of the text."""
-        constraints = self.sampler.constraints
-        return shorten(proposal, constraints.permitted(self.sequence.tokens, proposal.tokens))
+        """Return ``proposal`` up to the first token that a constraint forbids, or up to the end of the text.
+
+        Nothing is left of it if a constraint fails, which the target will find out for this row alone.
+        """
+        try:
+            return shorten(proposal, self.sampler.constraints.permitted(self.sequence.tokens, proposal.tokens))
+        except OvspecError:
+            return NOTHING
 
 
 class Drafter:

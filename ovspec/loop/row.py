@@ -91,7 +91,7 @@ class Row:
         self.finish_reason: FinishReason | None = None
         self._schema_errors: list[str] | None = None
         self.start = len(sequence)
-        self._read = 0
+        stats.cached_tokens, self._read = self.start, 0  # corrected as the prompt is read
         self._end, self._context = min(self.start + ending.max_tokens, ending.context), ending.context
         self._min_tokens, self._count_logprobs = params.min_tokens or 0, params.logprobs or 0
         self._eos, self._stop_ids = ending.eos, frozenset(params.stop_ids)
@@ -185,10 +185,11 @@ class Row:
         stats, forced = self.stats, len(turn.forced)
         if not stats.rounds:  # a grammar may force tokens before the prompt has been read
             self._read += turn.read - forced
-            if len(turn.tokens) > forced:  # else the text may have ended unread
-                stats.cached_tokens = min(self.start, self.start - self._read)
+            stats.cached_tokens = min(self.start, self.start - self._read)
         stats.forced += min(forced, used)
         stats.rounds += len(turn.tokens) > forced
+        if self.finish_reason and not stats.rounds:
+            stats.cached_tokens = 0  # the prompt was never needed
         accepted = max(0, min(turn.accepted, used - forced))
         proposed = accepted if used < len(turn.tokens) else len(turn.proposal.tokens)
         if proposed:

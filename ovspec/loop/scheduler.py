@@ -108,7 +108,7 @@ class Queue:
         for number, row in self._waiting:
             if len(batch) + len(taken) == self._limits.rows or (row.most > room and (batch or taken)):
                 break
-            if not shares_prefix(row.sequence, reading, read):
+            if not reading or not shares_prefix(row.sequence, reading, read):
                 taken.append((number, row))
                 reading.append(row.sequence)
                 room -= row.most

@@ -274,7 +274,8 @@ def test_the_time_limit_counts_all_of_a_request(start: Start) -> None:
     """Reading prompts whose log-probabilities are repeated, and trying again, too; both would take long."""
     server = start(DEMO, "--draft", "none", "--request-timeout", "0.4")
     echo = {"prompt": [[100 + number] * 1500 for number in range(40)], "max_tokens": 1, "echo": True, "logprobs": 1}
-    never = {**TEXT, "json_schema": {"type": "array"}, "json_schema_mode": "checked", "temperature": 1, "retries": 9999}
+    never = {**TEXT, "json_schema": {"type": "array", "minItems": 100}, "json_schema_mode": "checked", "max_tokens": 9}
+    never |= {"temperature": 1.0, "retries": 10_000}
     for body in (echo, {**echo, "stream": True}, never):
         began = time.monotonic()
         answer = server.post("/v1/completions", body)
