@@ -17,9 +17,6 @@ from ovspec.errors import OvspecError
 from ovspec.sampling.samplers import Guess
 from ovspec.sampling.warp import certain
 
-# Tokens of prompts that a step reads while other rows draft; the rows that read them get no proposal meanwhile.
-CATCHING_UP = 64
-
 
 class DraftModel(Drafter):
     """Proposes the draft model's tokens, chosen by the row's sampler: by default with the target's warping and noise.
@@ -59,7 +56,7 @@ class DraftModel(Drafter):
         late = [index for index in going if len(feed[index]) > LONG]
         # The others must not wait until a prompt is read; with a pace, not even if they read one, too.
         if lookahead.fixed is None and len(going) > 1 and (lookahead.paced or len(late) < len(going)):
-            room = CATCHING_UP
+            room = lookahead.prompt_room()
             for index in late:
                 if len(feed[index]) > room:
                     going.remove(index)

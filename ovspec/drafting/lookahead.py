@@ -21,6 +21,8 @@ from ovspec.sampling.samplers import Guess
 
 # Maximum number of tokens proposed for a row in a round, unless the lookahead is fixed.
 MOST = 16
+# Tokens of prompts that a step of the draft reads while other rows draft; the rows that read them get no proposal.
+CATCHING_UP = 64
 POOR = 0.3  # with a fixed lookahead, a lookup with a lower acceptance is passed over
 
 
@@ -64,13 +66,22 @@ class Lookahead:
         self.fixed, self._narrowest = fixed, narrowest
         self.most = MOST if fixed is None else fixed
         self.target, self.draft = target or Costs(), draft or Costs()
-        self.most_ms = math.inf  # that proposals may add to the next round, whatever they are worth
-        self.paced = False  # whether no row may wait long while others read
+        self.begin()
         self._records: dict[str, Record] = {}
         self._balance = Balance()  # of all drafters together
         self._tokens = self._ms = 0.0  # sums over recent rounds
         self._steps_ms: float | None = None  # usual time of the draft's steps in this round
         self._asked: set[str] = set()  # drafters asked in this round: that takes time even if they propose nothing
+
+    def begin(self, most_ms: float = math.inf, paced: bool = False) -> None:
+        """Begin a round.
+
+        Args:
+            most_ms: milliseconds that all proposals together may add to it, whatever they are worth.
+            paced: whether no row may wait long while others read.
+        """
+        self.most_ms, self.paced = most_ms, paced
+        self._cut = self._cut_rows = 0  # tokens and rows of this round that ``cut`` has decided on
 
     # ------------------------------------------------------------ asked by drafters
 
@@ -115,7 +126,7 @@ class Lookahead:
         if not self.draft.known:
             return []
         acceptance = self._record(source).acceptance
-        width = self._width([len(each) for each in guesses])
+        width = self._width([len(each) for each in guesses]) + self._cut
         price, mean = self._price(len(guesses)), acceptance.mean
         step = self._draft_ms(len(rows)) / len(rows)
         most = min(WIDEST - width, 4)
@@ -136,12 +147,17 @@ class Lookahead:
         return going
 
     def cut(self, proposal: Proposal, rows: int) -> Proposal:
-        """Return as much of ``proposal``, which cost nothing, as is worth verifying."""
+        """Return as much of ``proposal``, which cost nothing, as is worth verifying.
+
+        Asked once for each of ``rows``, the number of all rows, which share what the round may lose.
+        """
+        self._cut_rows += 1
         if not len(proposal.tokens):
             return NOTHING
         if self.fixed is not None:
             return shorten(proposal, self.fixed)
         length, _ = self._best_cut(proposal, rows)
+        self._cut += length
         if not length:
             self._record(proposal.source).acceptance.fade(proposal)
             return NOTHING
@@ -157,7 +173,10 @@ class Lookahead:
             return poor
         if not self.affords(source, rows):
             return False
-        return self._plain(rows) - self.gain(source, rows) < self._best_cut(proposal, rows)[1]
+        self._cut -= len(proposal.tokens)  # which ``cut`` has counted
+        better = self._plain(rows) - self.gain(source, rows) < self._best_cut(proposal, rows)[1]
+        self._cut += 0 if better else len(proposal.tokens)
+        return better
 
     def gain(self, source: str, rows: int) -> float:
         """Return the milliseconds per token that drafting with ``source`` saves; negative if it loses."""
@@ -166,14 +185,22 @@ class Lookahead:
             return self._plain(rows) - record.ms / record.tokens
         return self._expected(record.acceptance.mean, rows)
 
+    def prompt_room(self) -> int:
+        """Return how many tokens of prompts the draft may read in a step while other rows draft."""
+        if math.isinf(self.most_ms) or not self.draft.known:
+            return CATCHING_UP
+        token_ms = (self.draft(CATCHING_UP) - self.draft(1)) / (CATCHING_UP - 1)
+        return min(max(1, int(self.most_ms / 2 / max(token_ms, 1e-3))), CATCHING_UP)
+
     # ------------------------------------------------------------ learning from rounds
 
     def note_draft(self, width: int, seconds: float, missed: bool = False) -> None:
         """Learn from a step of the draft model with ``width`` tokens.
 
-        ``missed``: the step also read a prompt, which happens once, so that its time doesn't count.
+        ``missed``: the step also read a prompt, which happens once, so that its time counts for this round only.
         """
         usual = self.draft.learn(width, seconds * 1e3)
+        self.most_ms -= usual if missed else 0.0
         self._steps_ms = (self._steps_ms or 0.0) + (0.0 if missed else usual)
 
     def learn(self, outcome: RoundOutcome) -> None:
@@ -256,15 +283,18 @@ class Lookahead:
         if not self.target.known:
             return len(proposal.tokens), 0.0
         rates, plain = self._record(proposal.source).acceptance.rates(proposal), self._plain(rows)
-        others = rows - 1
+        others = rows - 1 + self._cut
         most = min(len(rates), WIDEST - others - 1)
         if most < 1:
             return 0, plain
         widths = others + np.arange(2, most + 2)
         costs, now = self.target.next(ROUND_SHARE), self.target.next()
-        cost, lost = (found[widths] - found[max(self._narrowest, rows)] for found in (costs, now))
+        cost = costs[widths] - costs[max(self._narrowest, others + 1)]
+        lost = now[widths] - now[max(self._narrowest, rows)]
+        spent = float(now[max(self._narrowest, others + 1)] - now[max(self._narrowest, rows)])
+        allowed = spent + (self._allowance(proposal.source, rows) - spent) / max(1, rows - self._cut_rows + 1)
         won = np.cumprod(rates[:most]).cumsum()
         saved = won * self._price(rows) - cost
-        saved[lost > max(0.0, self._allowance(proposal.source, rows))] = -math.inf  # what is free is always allowed
+        saved[lost > max(spent, allowed, 0.0)] = -math.inf  # what is free is always allowed
         best = int(saved.argmax())
         return (best + 1, float((plain + cost[best]) / (1 + won[best]))) if saved[best] > 0 else (0, plain)

@@ -3,18 +3,46 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 from ovspec.drafting.costs import Costs
 
-# A round that reads prompts may take this many times as long as a plain round of the rows that generate. The aim is 2;
-# the rest is for what an inference takes longer than expected.
+# A round that reads prompts may take this many times as long as a plain round of all rows. The aim is 2; the rest is for
+# what an inference takes longer than expected.
 LIMIT = 1.8
 FEWEST, MOST = 8, 256  # tokens of prompts in a round; the most also bound how long a row waits before it joins
-RECENT = 0.2  # weight of the newest measurement
+LEAST = 2  # the same, in a round in which other rows read the rest of theirs
+STEADY = 4  # tokens by which a round may stay narrower than it could be: a change of width takes time, too
+RECENT = 0.1  # weight of the newest measurement
+
+
+@dataclass(frozen=True)
+class Load:
+    """What a round does besides reading prompts.
+
+    generating, reading: number of rows that get a token, and of those that read a prompt.
+    rest: tokens that the former have yet to read, such as the ends of prompts, besides one for each row.
+    proposed: tokens proposed.
+    """
+
+    generating: int
+    reading: int = 0
+    rest: int = 0
+    proposed: int = 0
+
+    @property
+    def rows(self) -> int:
+        return self.generating + self.reading
+
+    @property
+    def width(self) -> int:
+        return self.generating + self.rest + self.proposed
 
 
 class Pace:
-    """Learns what a prompt's token costs beside rows that generate, and how many of them a round has time for.
+    """Learns what rows and tokens cost, and decides how much of a round's time is for prompts and for proposals.
+
+    A row costs more than a token of a prompt or a proposal, because it has a context of its own.
 
     Args:
         costs: milliseconds of an inference by its width.
@@ -26,45 +54,62 @@ class Pace:
 
     def __init__(self, costs: Costs, narrowest: int, learns: bool, chunk: int | None = None) -> None:
         self._costs, self._narrowest, self._learns, self._chunk = costs, narrowest, learns, chunk
-        self._ms: float | None = None  # of a prompt's token
+        self._rounds: dict[int, float] = {}  # milliseconds of a plain round by its number of rows
+        self._token: float | None = None  # milliseconds of a further token
+        self._width = 0  # tokens that the last round that read prompts had time for
 
-    def most_ms(self, generating: int, reading: int) -> float:
-        """Return how many milliseconds proposals may add to a round of rows that generate and rows that read prompts.
+    def most_ms(self, load: Load, unread: int) -> float:
+        """Return how many milliseconds proposals may add to the next round.
 
-        Proposals must not keep new rows waiting, because a fuller batch gains more: the more rows read, the less of
-        what the round may take longer is left for proposals, and nothing if as many read as generate.
+        Prompts, of which ``unread`` tokens are left, come first: reading them takes its time in any case, and a row
+        that is read earlier generates earlier. If there are none, the round takes as long as proposals pay.
         """
-        if not reading or self._chunk:
+        if self._chunk or not unread:
             return math.inf
-        if not self._costs.known:
-            return 0.0
-        share = max(0, generating - reading) / (generating + reading)
-        return (LIMIT - 1) * self._plain(generating) * share
+        return max(0.0, self._left(load) - unread * self._token_ms) if self._costs.known else 0.0
 
-    def room(self, generating: list[int], drafted: float = 0.0) -> int:
-        """Return how many tokens of prompts the next round reads.
-
-        Args:
-            generating: the number of tokens that the round computes for each row that generates.
-            drafted: milliseconds that proposing them took.
-        """
-        if self._chunk or not generating:
+    def room(self, load: Load, drafted: float = 0.0) -> int:
+        """Return how many tokens of prompts the next round reads, if proposing took ``drafted`` milliseconds."""
+        if self._chunk or not load.generating:
             return self._chunk or MOST
+        least = max(FEWEST - load.rest, LEAST)
         if not self._costs.known:
-            return FEWEST
-        ms = self._ms or self._costs(MOST) / MOST
-        left = LIMIT * self._plain(len(generating)) - self._costs(sum(generating)) - drafted
-        return min(max(FEWEST, int(left / ms)), MOST)
+            return least
+        most = load.width + min(max(least, int((self._left(load) - drafted) / self._token_ms)), MOST)
+        if not most - STEADY < self._width <= most:
+            self._width = most
+        return max(least, self._width - load.width)
 
-    def learn(self, generating: list[int], read: int, ms: float) -> None:
+    def learn(self, load: Load, read: int, ms: float) -> None:
         """Learn from an inference that took ``ms`` and also read ``read`` tokens of prompts."""
-        width = sum(generating)
-        if read > FEWEST // 2:
-            found = max((ms - self._costs(width)) / read if self._costs.known or not width else 0.0, 1e-3)
-            self._ms = found if self._ms is None else self._ms + RECENT * (found - self._ms)
-        elif self._learns and width and not read:
-            self._costs.learn(width, ms)
+        if not load.generating:
+            return
+        if read + load.rest >= FEWEST and self._costs.known:
+            known = self._plain(load.generating) + load.proposed * self._token_ms
+            found = max((ms - known) / (read + load.rest), 1e-3)
+            self._token = found if self._token is None else self._token + RECENT * (found - self._token)
+        elif load.width == load.generating and not read:
+            known = self._rounds.setdefault(load.generating, ms)
+            # An inference may take longer for many reasons, but hardly ever less time than it needs.
+            self._rounds[load.generating] += (0.5 if ms < known else RECENT) * (ms - known)
+            if self._learns:
+                self._costs.learn(max(self._narrowest, load.generating), ms)
+
+    @property
+    def _token_ms(self) -> float:
+        return self._token or self._costs(MOST) / MOST
+
+    def _left(self, load: Load) -> float:
+        """Return the milliseconds that are left of a round for more."""
+        busy = self._plain(load.generating) + (load.rest + load.proposed) * self._token_ms
+        return LIMIT * self._plain(load.rows) - busy
 
     def _plain(self, rows: int) -> float:
         """Return the milliseconds of a round in which ``rows`` generate a token each."""
-        return self._costs(max(self._narrowest, rows))
+        if not rows:
+            return 0.0
+        expected = self._costs(max(self._narrowest, rows))
+        if not self._rounds:
+            return expected
+        like = min(self._rounds, key=lambda seen: abs(seen - rows))
+        return max(self._rounds[like] + expected - self._costs(max(self._narrowest, like)), 1e-3)

@@ -18,7 +18,7 @@ from ovspec.drafting.drafter import NO_LOGITS, Drafter, RoundRow
 from ovspec.drafting.lookahead import Lookahead, RoundOutcome
 from ovspec.drafting.proposal import NO_TOKENS, NOTHING, Proposal
 from ovspec.errors import InferenceError, OvspecError
-from ovspec.loop.pace import Pace
+from ovspec.loop.pace import Load, Pace
 
 
 def run_round(
@@ -39,21 +39,23 @@ def run_round(
     for row in rows:
         if row.sampler.constraints.forces and 0 not in (lookahead.fixed, row.limits.lookahead):
             attempt(commit_forced, row)
-    if pace and drafter:
+    if pace:
         behind = [len(row.sequence) - len(held) for row, held in zip(rows, target.rows, strict=True)]
-        reading = sum([count > LONG for count in behind])
-        lookahead.paced, lookahead.most_ms = True, pace.most_ms(len(rows) - reading, reading)
+        unread = [count for count in behind if count > LONG]
+        lookahead.begin(pace.most_ms(Load(len(rows) - len(unread), len(unread)), sum(unread)), paced=True)
+    else:
+        lookahead.begin()
     began = time.perf_counter()
     propose(rows, drafter, lookahead)
     proposed = time.perf_counter()
-    load = read(rows, target, pace, 1e3 * (proposed - began))
+    load, prompts = read(rows, target, pace, 1e3 * (proposed - began))
     before = target.seconds
     logits, fed = [NO_LOGITS] * len(rows), [row.fed for row in rows]
     width = lookahead.target.fill(needed_width(target, fed)) if drafter else 0
     if any(map(len, fed)):
         logits = target.feed(fed, [row.wanted for row in rows], width)
-    if pace:
-        pace.learn(*load, 1e3 * (target.seconds - before))
+        if pace:
+            pace.learn(load, prompts, 1e3 * (target.seconds - before))
     for index, row in enumerate(rows):
         if row.wanted:
             attempt(commit, row, logits[index], target, index)
@@ -94,21 +96,22 @@ def propose(rows: list[RoundRow], drafter: Drafter | None, lookahead: Lookahead)
                 row.proposal, row.healed = row.permitted(Proposal(likely)), True
 
 
-def read(rows: list[RoundRow], target: Decoder, pace: Pace | None, drafted: float = 0.0) -> tuple[list[int], int]:
+def read(rows: list[RoundRow], target: Decoder, pace: Pace | None, drafted: float = 0.0) -> tuple[Load, int]:
     """Set what each row feeds: the tokens that the target has not read and the proposal, or a chunk of the prompt.
 
-    ``drafted``: milliseconds that proposing took. Returns (the tokens computed for each row that generates, those of
-    prompts), if there is a pace to learn from them.
+    ``drafted``: milliseconds that proposing took. Returns what the round does, and how many tokens of prompts it reads.
     """
     if len(rows) > 1:
         share_prefixes(target, [row.sequence for row in rows])
     for index, row in enumerate(rows):
         row.unseen = NO_TOKENS if row.ended else catch_up(target, index, row.sequence)
-    chunks, room, generating = [row.unseen for row in rows], None, list[int]()
+    chunks, room = [row.unseen for row in rows], None
+    counts = [len(row.unseen) for row in rows]
+    short = [count for count in counts if 0 < count <= LONG]
+    proposed = sum([len(row.proposal.tokens) for row, count in zip(rows, counts, strict=True) if count <= LONG])
+    load = Load(len(short), sum([count > LONG for count in counts]), sum(short) - len(short), proposed)
     if pace:
-        short = [row for row in rows if 0 < len(row.unseen) <= LONG]
-        generating = [len(row.unseen) + len(row.proposal.tokens) for row in short]
-        room = pace.room(generating, drafted)
+        room = pace.room(load, drafted)
     if len(rows) > 1 or pace:
         chunks = prefill_chunks(target, chunks, room)
     for row, row.fed in zip(rows, chunks, strict=True):
@@ -119,7 +122,7 @@ def read(rows: list[RoundRow], target: Decoder, pace: Pace | None, drafted: floa
         row.wanted = min(row.positions, row.read) + len(row.proposal.tokens)
         if len(row.proposal.tokens):
             row.fed = np.concatenate((row.fed, row.proposal.tokens))
-    return generating, sum([row.read for row in rows if len(row.unseen) > LONG]) if pace else 0
+    return load, sum([row.read for row in rows if len(row.unseen) > LONG])
 
 
 def commit(row: RoundRow, logits: np.ndarray, target: Decoder, index: int) -> None:

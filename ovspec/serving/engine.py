@@ -12,6 +12,8 @@ import psutil
 
 from ovspec.decoders.paged import PagedDecoder
 from ovspec.drafting.costs import Costs
+from ovspec.drafting.drafter import Drafter
+from ovspec.drafting.lookahead import Lookahead
 from ovspec.drafting.lookup import Index
 from ovspec.errors import InferenceError, OvspecError
 from ovspec.ir.compile import CompiledIR
@@ -22,7 +24,7 @@ from ovspec.loop.results import Piece
 from ovspec.loop.row import Row
 from ovspec.loop.scheduler import BatchLimits, Scheduler
 from ovspec.model import LanguageModel
-from ovspec.workspace import Sequence
+from ovspec.workspace import PLAIN, Sequence
 
 FEWEST_TOKENS = 32  # that must fit into memory
 FREE_SHARE = 0.8  # of the free memory that KV caches may take
@@ -114,16 +116,7 @@ class Engine:
     def start(self) -> None:
         """Warm up, find out how many tokens fit into memory, and start the thread."""
         workspace = self.lm.workspace
-        ids = self.lm.encode(WARM_UP)[: (self.lm.target.ir.context_length or len(WARM_UP)) // 2]
-        lookaheads = [self._lookahead]
-        if self._drafter:  # so that the draft is used, too
-            lookaheads.append(workspace.drafting({"lookahead": 2}, self._decoders, sampled=False)[1])
-        for lookahead in lookaheads:
-            row = workspace.row(Sequence(ids), {"max_tokens": 8, "ignore_eos": True})
-            scheduler = Scheduler(self._decoders.target, self._drafter, lookahead, [row])
-            while scheduler.step():
-                pass
-            self._decoders.reset(0)
+        self._warm_up()
         used = workspace.irs(self._drafter is not None)
         self.do(Errand(moving(used)))
         irs = [ir for ir in used if ir.device == "CPU"]
@@ -137,6 +130,21 @@ class Engine:
             )
         self._scheduler = self._new_scheduler(self.most_tokens)
         self._thread.start()
+
+    def _warm_up(self) -> None:
+        """Generate some short texts, so that kernels are made, and times known, before the first request comes."""
+        workspace, target = self.lm.workspace, self._decoders.target
+        ids = self.lm.encode(WARM_UP)[: (self.lm.target.ir.context_length or len(WARM_UP)) // 2]
+        ways: list[tuple[int, Drafter | None, Lookahead]] = [(1, self._drafter, self._lookahead)]
+        if self._drafter:  # so that the draft is used, too
+            ways.append((1, self._drafter, workspace.drafting({"lookahead": 2}, self._decoders, sampled=False)[1]))
+        ways += [(count, None, PLAIN) for count in (2, 8) if count <= self._rows]
+        for count, drafter, lookahead in ways:
+            rows = [workspace.row(Sequence(ids), {"max_tokens": 8, "ignore_eos": True}) for _ in range(count)]
+            scheduler = Scheduler(target, drafter, lookahead, rows, BatchLimits(count, pace=self._pace))
+            while scheduler.step():
+                pass
+            self._decoders.reset(0)
 
     # ------------------------------------------------------------ called from any thread
 

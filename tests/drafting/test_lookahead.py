@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from ovspec.decoders.sequence import Sequence
 from ovspec.drafting.costs import WIDEST, Costs
 from ovspec.drafting.draft_model import DraftModel
 from ovspec.drafting.drafter import RoundRow
-from ovspec.drafting.lookahead import Lookahead, RoundOutcome
+from ovspec.drafting.lookahead import CATCHING_UP, Lookahead, RoundOutcome
 from ovspec.drafting.proposal import NOTHING, Proposal
 from ovspec.sampling.samplers import GreedySampler, Guess
 
@@ -81,6 +82,7 @@ def replay(lookahead: Lookahead, mode: str, text: dict[str, Any], machine: Machi
     while place < end:
         remaining = end - place - 1
         proposal, drafting_ms, noted_ms, right = NOTHING, 0.0, 0.0, 0
+        lookahead.begin()
         if mode != "draft" and remaining > 0:
             confidence, right = text["lookup"][place]
             confidence = confidence[: min(remaining, lookahead.most)]
@@ -269,7 +271,34 @@ def test_nothing_is_cut_off_that_is_sure() -> None:
     sure = Proposal(np.arange(12), np.full(12, 0.999), source="lookup")
     assert len(lookahead.cut(sure, 1).tokens) == 12
     unsure = Proposal(np.arange(12), np.full(12, 0.01), source="lookup")
+    lookahead.begin()
     assert len(lookahead.cut(unsure, 1).tokens) == 0
+
+
+def test_rows_share_what_proposals_may_add_to_a_round() -> None:
+    """Each gets its part, and what one leaves goes to the others."""
+    costs = Costs({1: 10.0, 8: 17.0, 64: 73.0}, 0.0)
+    sure = Proposal(np.arange(12), np.full(12, 0.999), source="lookup")
+    shares = {math.inf: [12] * 4, 16.0: [4] * 4, 0.0: [0] * 4}
+    for most_ms, expected in shares.items():
+        lookahead = Lookahead(None, costs)
+        lookahead._balance.add(1e3)
+        lookahead._record("lookup").balance.add(1e3)
+        lookahead.begin(most_ms, paced=True)
+        assert [len(lookahead.cut(sure, 4).tokens) for _ in range(4)] == expected
+    lookahead.begin(16.0, paced=True)
+    assert [len(lookahead.cut(each, 4).tokens) for each in (NOTHING, NOTHING, sure, sure)] == [0, 0, 8, 8]
+
+
+def test_a_draft_reads_as_much_of_prompts_as_a_round_has_time_for() -> None:
+    lookahead = Lookahead(None, Costs({1: 40.0, 64: 100.0}, 0.0), Costs({1: 4.0, 64: 67.0}, 0.0))
+    assert lookahead.prompt_room() == CATCHING_UP
+    lookahead.begin(40.0, paced=True)
+    assert lookahead.prompt_room() == 20
+    lookahead.note_draft(20, 0.023, missed=True)
+    assert lookahead.prompt_room() < 10, "reading counts in its round"
+    lookahead.begin(0.0, paced=True)
+    assert lookahead.prompt_room() == 1 and not lookahead.affords("draft", 2)
 
 
 def test_reading_a_long_prompt_does_not_count_against_the_draft() -> None:

@@ -8,6 +8,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -19,10 +20,9 @@ from ovspec.constraints.base import Constraint
 from ovspec.decoders.prefill import LONG, shares_prefix
 from ovspec.decoders.sequence import Sequence
 from ovspec.drafting.costs import Costs
-from ovspec.drafting.draft_model import CATCHING_UP
-from ovspec.drafting.lookahead import Lookahead
+from ovspec.drafting.lookahead import CATCHING_UP, Lookahead
 from ovspec.errors import InferenceError, OvspecError
-from ovspec.loop.pace import FEWEST, LIMIT, MOST, Pace
+from ovspec.loop.pace import FEWEST, LEAST, LIMIT, MOST, STEADY, Load, Pace
 from ovspec.serving.engine import Ended, Engine, Errand, Job
 
 OPTIONS: Any = {"max_tokens": 30, "ignore_eos": True}
@@ -230,28 +230,55 @@ def test_earlier_texts_are_proposed_from(load: Callable[..., ovspec.LanguageMode
     assert found[1][1] > found[0][1] + 10
 
 
-def test_the_pace_keeps_rounds_short() -> None:
-    """A round that reads a prompt may take ``LIMIT`` times as long as a plain one, whatever a token costs."""
-    for per_token in (0.05, 0.5, 2.0):
-        costs = Costs({2: 20.0, 32: 20.0 + 30 * per_token}, 0.0)
-        pace = Pace(costs, 2, learns=False)
-        assert pace.room([]) == MOST
-        for rows in (1, 4, 8):
-            plain, read = costs(max(2, rows)), 0
-            for _ in range(60):
-                read = pace.room([1] * rows)
-                pace.learn([1] * rows, read, plain + read * per_token)
-            assert read in (FEWEST, MOST) or abs(plain + read * per_token - LIMIT * plain) < 2 * per_token + 1
-            assert read == FEWEST or plain + read * per_token <= LIMIT * plain + 1
+@pytest.mark.parametrize("per_token", [0.05, 0.5, 2.0])
+def test_the_pace_keeps_rounds_short(per_token: float) -> None:
+    """A round that reads a prompt may take ``LIMIT`` times as long as a plain one of all rows.
+
+    Whatever a token or a row costs, and whatever the costs of widths say.
+    """
+
+    def ms(load: Load, read: int) -> float:
+        return 20 + 3 * load.generating + per_token * (load.rest + load.proposed + read)
+
+    pace = Pace(Costs({2: 20.0, 32: 50.0}, 0.0), 2, learns=False)
+    assert pace.room(Load(0, 8)) == MOST
+    for rows in range(1, 9):
+        for _ in range(20):
+            pace.learn(Load(rows), 0, ms(Load(rows), 0))
+    for generating in range(1, 9):
+        load, most = Load(generating, 8 - generating), LIMIT * ms(Load(8), 0)
+        for _ in range(80):
+            read = pace.room(load)
+            pace.learn(load, read, ms(load, read))
+        assert read in (FEWEST, MOST) or ms(load, read) > most - (STEADY + 1) * per_token - 1
+        assert read == FEWEST or ms(load, read) <= most + 1
+        busy = replace(load, proposed=8)
+        assert pace.room(busy, drafted=5.0) < read or read in (FEWEST, MOST)
+
+
+def test_the_width_of_rounds_stays_while_it_nearly_fits() -> None:
+    pace = Pace(Costs({2: 20.0, 32: 50.0}, 0.0), 2, learns=False)
+    widths = set()
+    for number in range(40):
+        load = Load(4 + number % 2, 4 - number % 2)
+        read = pace.room(load, drafted=0.1 * (number % 3))
+        pace.learn(load, read, 20 + load.generating + read + 0.1 * (number % 5))
+        widths.add(load.width + read)
+    assert len(widths) < 5
+
+
+def test_the_ends_of_prompts_count_as_reading() -> None:
+    pace = Pace(Costs({2: 20.0, 32: 110.0}, 0.0), 2, learns=False)
+    assert pace.room(Load(2, 1)) == FEWEST > pace.room(Load(2, 1, rest=FEWEST - 3)) == 3
+    assert pace.room(Load(2, 1, rest=30)) == LEAST
 
 
 def test_proposals_give_way_to_prompts() -> None:
     pace = Pace(Costs({2: 20.0, 32: 26.0}, 0.0), 2, learns=False)
-    assert pace.most_ms(4, 0) == math.inf
-    left = [pace.most_ms(4, reading) for reading in range(1, 6)]
-    assert left[0] > left[1] > left[2] > left[3] == left[4] == 0
-    assert pace.room([4, 4], drafted=5.0) < pace.room([1, 1])
-    assert Pace(Costs(), 2, learns=True).most_ms(4, 1) == 0, "costs aren't known yet"
+    left = [pace.most_ms(Load(4, 1), unread) for unread in (0, 20, 40, 400)]
+    assert left[0] == math.inf and left[1] > left[2] > left[3] == 0
+    assert Pace(Costs({2: 20.0}), 2, learns=False, chunk=256).most_ms(Load(4, 4), 900) == math.inf
+    assert Pace(Costs(), 2, learns=True).most_ms(Load(4), 1) == 0, "costs aren't known yet"
 
 
 @pytest.mark.parametrize("chunk", [1, 37, 400])
