@@ -93,7 +93,7 @@ class Drafting:
 
     def __init__(self, row: RoundRow, budget: int) -> None:
         self.guesses: list[Guess] = []
-        self._sampler, self._budget = row.sampler, budget
+        self._row, self._sampler, self._budget = row, row.sampler, budget
         self._text = np.concatenate((row.sequence.tokens, np.empty(budget, dtype=np.int64)))
         self._end = self._fed = len(row.sequence)
 
@@ -103,6 +103,14 @@ class Drafting:
         return self._text[self._fed : self._end]
 
     def extend(self, logits: np.ndarray) -> bool:
+        """Extend the guesses by what follows them, see ``_extend``, and count the time that this takes."""
+        began = time.thread_time()
+        try:
+            return self._extend(logits)
+        finally:
+            self._row.constraint_seconds += time.thread_time() - began
+
+    def _extend(self, logits: np.ndarray) -> bool:
         """Add the guess from ``logits`` (vocab,) and the tokens forced after it, which cost no step.
 
         Returns whether to continue; not if a constraint fails, which the target will find out for this row alone.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -52,6 +53,7 @@ class RoundRow:
     tokens: (n,) all tokens that the round committed: forced ones, accepted ones, and one of the target's own.
     accepted: how many proposed tokens were accepted.
     error: why the row's text can't go on, if its constraints failed.
+    constraint_seconds: processor time spent on guessing, forcing and choosing tokens, where constraints are slow.
     logits: (n, vocab) the target's logits for each committed token that wasn't forced, or all wanted ones if the
         sampler chose no token; valid until the next round.
     """
@@ -73,6 +75,7 @@ class RoundRow:
     tokens: np.ndarray = field(default_factory=NO_TOKENS.copy)
     accepted: int = 0
     error: OvspecError | None = None
+    constraint_seconds: float = 0.0
     logits: np.ndarray = field(default_factory=NO_LOGITS.copy)
 
     def draftable(self, source: str | None = None) -> int:
@@ -91,10 +94,13 @@ class RoundRow:
 
         Nothing is left of it if a constraint fails, which the target will find out for this row alone.
         """
+        began = time.thread_time()
         try:
             return shorten(proposal, self.sampler.constraints.permitted(self.sequence.tokens, proposal.tokens))
         except OvspecError:
             return NOTHING
+        finally:
+            self.constraint_seconds += time.thread_time() - began
 
 
 class Drafter:

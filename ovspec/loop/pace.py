@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from ovspec.drafting.costs import Costs
 
-# A round that reads prompts may take this many times as long as a plain round of all rows. The aim is 2; the rest is for
-# what an inference takes longer than expected.
+# A round that reads prompts may take this many times as long as a plain round of all rows. The aim is 2; the rest is
+# for what an inference takes longer than expected.
 LIMIT = 1.8
 FEWEST, MOST = 8, 256  # tokens of prompts in a round; the most also bound how long a row waits before it joins
 LEAST = 2  # the same, in a round in which other rows read the rest of theirs

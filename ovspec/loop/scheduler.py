@@ -16,10 +16,13 @@ from ovspec.decoders.prefill import shares_prefix
 from ovspec.decoders.sequence import EMPTY, Sequence
 from ovspec.drafting.drafter import Drafter, RoundRow
 from ovspec.drafting.lookahead import Lookahead, RoundOutcome
+from ovspec.errors import InferenceError, OvspecError
 from ovspec.ir.interrupts import HELD
 from ovspec.loop.pace import Pace
 from ovspec.loop.results import FinishReason, Piece, Stats
 from ovspec.loop.round import run_round
+
+SLOW_STEP = 0.05  # seconds that a row's constraints take for a token, from which they count as slow
 
 
 class Schedulable(Protocol):
@@ -49,12 +52,14 @@ class BatchLimits:
     tokens: maximum number of tokens that they may grow to together.
     pace: decides how much of the prompts a round reads, if rows that generate must not wait long.
     fail_alone: whether a row whose constraints fail ends by itself, instead of failing the whole round.
+    constraint_seconds: that steps of more than ``SLOW_STEP`` may take for a row's constraints together; then they fail.
     """
 
     rows: int = 1
     tokens: float = math.inf
     pace: Pace | None = None
     fail_alone: bool = False
+    constraint_seconds: float = math.inf
 
 
 @dataclass(slots=True)
@@ -63,11 +68,13 @@ class Active:
 
     number: its number among all rows.
     joined: seconds on the wall clock, of target inference and of drafting when it joined.
+    slow: seconds that slow steps of its constraints have taken.
     """
 
     number: int
     row: Schedulable
     joined: tuple[float, float, float]
+    slow: float = 0.0
 
 
 class Queue:
@@ -77,6 +84,7 @@ class Queue:
         self._rows, self._limits = iter(rows), limits
         self._numbers = itertools.count()
         self._waiting: list[tuple[int, Schedulable]] = []
+        self.reserved = 0  # tokens that are kept free for something else
 
     def __len__(self) -> int:
         """Return the number of rows that wait, without those that have not been asked for."""
@@ -95,18 +103,22 @@ class Queue:
                 return row
         return None
 
+    def room(self, batch: list[Schedulable]) -> float:
+        """Return how many tokens there is memory for beside ``batch``; negative if more are reserved than there is."""
+        return self._limits.tokens - self.reserved - sum([row.most for row in batch])
+
     def take(self, batch: list[Schedulable]) -> list[tuple[int, Schedulable]]:
         """Return (number, row) of the rows for which ``batch`` has room; if it is empty, at least one.
 
         A row waits while another prompt with the same beginning is being read, because it can continue from there.
         """
-        room = self._limits.tokens - sum([row.most for row in batch])
+        room = self.room(batch)
         reading, read = ([row.sequence for row in batch if bool(row.stats.rounds) == had] for had in (False, True))
         taken: list[tuple[int, Schedulable]] = []
         for row in itertools.islice(self._rows, max(0, self._limits.rows - len(self._waiting))):
             self.add(row)
         for number, row in self._waiting:
-            if len(batch) + len(taken) == self._limits.rows or (row.most > room and (batch or taken)):
+            if len(batch) + len(taken) == self._limits.rows or (row.most > room and (batch or taken or self.reserved)):
                 break
             if not reading or not shares_prefix(row.sequence, reading, read):
                 taken.append((number, row))
@@ -163,13 +175,29 @@ class Scheduler:
             raise
         if self.outcome:
             self._learn(self.outcome)
-        pieces = [(active.number, active.row.take(turn)) for active, turn in zip(self._batch, turns, strict=True)]
+        pieces = [(active.number, self._taken(active, turn)) for active, turn in zip(self._batch, turns, strict=True)]
         for active in self._batch:
             if active.row.finish_reason or not active.row.stats.ttft_ms:
                 self._note_times(active)
         self._stay = [index for index, active in enumerate(self._batch) if not active.row.finish_reason]
         self._batch = [self._batch[index] for index in self._stay]
         return pieces
+
+    def _taken(self, active: Active, turn: RoundRow) -> Piece:
+        """Let a row take what the round did for it; its piece is empty if its constraints fail, or take too long."""
+        if turn.constraint_seconds > SLOW_STEP * (1 + len(turn.proposal.tokens)):
+            active.slow += turn.constraint_seconds
+            if active.slow > self._limits.constraint_seconds and not turn.error:
+                turn.error = OvspecError("The grammar takes too long to follow; simplify it.")
+        try:
+            return active.row.take(turn)
+        except InferenceError:
+            raise
+        except OvspecError as error:
+            if not self._limits.fail_alone:
+                raise
+            turn.error = error
+            return active.row.take(turn)
 
     def _reorder(self) -> None:
         """Keep the decoders' rows of texts that continue, and add empty ones for rows that have joined."""
@@ -180,6 +208,11 @@ class Scheduler:
             elif follower:
                 follower.reorder(self._stay)
         self._stay = list(range(len(self._stay)))
+
+    @property
+    def room(self) -> float:
+        """The number of tokens that there is memory for beside the batch; negative if more are reserved than that."""
+        return self.queue.room([active.row for active in self._batch])
 
     @property
     def running(self) -> list[int]:

@@ -28,6 +28,7 @@ from ovspec.workspace import PLAIN, Sequence
 
 FEWEST_TOKENS = 32  # that must fit into memory
 FREE_SHARE = 0.8  # of the free memory that KV caches may take
+CONSTRAINT_SECONDS = 2.0  # that slow steps of a text's grammar may take together, because all others wait for them
 ENDED = "The server was stopped before the text was finished."
 OVER = object()
 WARM_UP = "The quick brown fox jumps over the lazy dog. " * 8
@@ -58,10 +59,12 @@ class Errand:
 
     steps: each takes a few milliseconds.
     fail: called with the error if a step fails, or if the errand is given up.
+    tokens: number of tokens whose KV cache it needs. It waits until there is room for them, and rows wait for it.
     """
 
     steps: Iterator[None]
     fail: Callable[[OvspecError], None] = lambda _: None
+    tokens: int = 0
 
 
 @dataclass
@@ -180,6 +183,7 @@ class Engine:
             for errand in self._errands:
                 errand.fail(Ended(ENDED))
             self._errands.clear()
+            self._scheduler.queue.reserved = 0
 
         self._orders.put(giving_up)
 
@@ -218,16 +222,19 @@ class Engine:
     # ------------------------------------------------------------ in the engine's thread
 
     def _new_scheduler(self, tokens: float) -> Scheduler:
-        limits = BatchLimits(self._rows, tokens, self._pace, fail_alone=True)
+        limits = BatchLimits(self._rows, tokens, self._pace, fail_alone=True, constraint_seconds=CONSTRAINT_SECONDS)
         return Scheduler(self._decoders.target, self._drafter, self._lookahead, (), limits)
 
     def _run(self) -> None:
         while not self._ending:
-            self._obey(wait=not self._jobs and not self._errands)
-            if self._errands:
-                self._advance(self._errands[0])
-            if self._jobs:
-                self._round()
+            try:
+                self._obey(wait=not self._jobs and not self._errands)
+                if self._errands:
+                    self._advance(self._errands[0])
+                if self._jobs:
+                    self._round()
+            except BaseException as error:  # whatever it is, the server lives; a panic in Rust is no Exception
+                self._give_up(error)
 
     def _obey(self, wait: bool) -> None:
         """Carry out the orders of other threads; wait for the first one if there is nothing else to do."""
@@ -239,19 +246,19 @@ class Engine:
             pass
 
     def _advance(self, errand: Errand) -> None:
+        self._scheduler.queue.reserved = min(errand.tokens, self.most_tokens)
+        if self._scheduler.room < 0:
+            return  # until texts have ended
         try:
             if next(errand.steps, OVER) is not OVER:
                 return
-        except Exception as error:  # whatever it is, the server lives
+        except BaseException as error:
             errand.fail(failure(error))
         self._errands.remove(errand)
+        self._scheduler.queue.reserved = 0
 
     def _round(self) -> None:
-        try:
-            pieces = self._scheduler.step() or []
-        except Exception as error:  # whatever it is, the server lives
-            self._give_up(error)
-            return
+        pieces = self._scheduler.step() or []
         self._note(pieces)
         found: dict[Job, list[tuple[int, Piece]]] = {}
         failed: dict[Job, OvspecError] = {}
@@ -292,7 +299,7 @@ class Engine:
         if not self._jobs:
             self._decoders.reset(0)
 
-    def _give_up(self, error: Exception) -> None:
+    def _give_up(self, error: BaseException) -> None:
         """Fail the jobs whose rows are in the batch, and go on with the others."""
         lost = {job for number in self._scheduler.running if (job := self._jobs.get(number))}
         for job in lost:
@@ -314,7 +321,7 @@ class Engine:
             counts.lookahead = sum([len(each.tokens) for each, _ in outcome.judged]) / len(outcome.judged)
 
 
-def failure(error: Exception) -> InferenceError:
+def failure(error: BaseException) -> InferenceError:
     """Return what clients are told of an error that isn't theirs."""
     if isinstance(error, OvspecError):
         return error if isinstance(error, InferenceError) else InferenceError(str(error))

@@ -20,9 +20,14 @@ from ovspec.constraints.base import Constraint
 from ovspec.decoders.prefill import LONG, shares_prefix
 from ovspec.decoders.sequence import Sequence
 from ovspec.drafting.costs import Costs
+from ovspec.drafting.drafter import RoundRow
 from ovspec.drafting.lookahead import CATCHING_UP, Lookahead
 from ovspec.errors import InferenceError, OvspecError
+from ovspec.ir.memory import kv_bytes_per_token
 from ovspec.loop.pace import FEWEST, LEAST, LIMIT, MOST, STEADY, Load, Pace
+from ovspec.loop.results import Piece
+from ovspec.loop.row import Row
+from ovspec.loop.scheduler import SLOW_STEP
 from ovspec.serving.engine import Ended, Engine, Errand, Job
 
 OPTIONS: Any = {"max_tokens": 30, "ignore_eos": True}
@@ -200,6 +205,87 @@ def test_any_other_error_leaves_the_server_alive(engine: Engine) -> None:
     found = failing.result()
     assert isinstance(found, InferenceError) and "RuntimeError: a defect" in str(found)
     assert Asked(engine, PROMPTS[0]).result() == [engine.lm.generate(PROMPTS[0], **OPTIONS).token_ids]
+
+
+class Panic(BaseException):
+    """What code in Rust raises when it panics is no Exception."""
+
+
+def test_a_panic_leaves_the_server_alive(engine: Engine) -> None:
+    broken = Breaks(0, Panic("a defect"))  # type: ignore[arg-type]
+    failing = Asked(engine, PROMPTS[3], logits_processors=[lambda tokens, logits: broken.process(logits, tokens)])
+    assert "Panic: a defect" in str(failing.result())
+    assert Asked(engine, PROMPTS[0]).result() == [engine.lm.generate(PROMPTS[0], **OPTIONS).token_ids]
+
+
+def test_a_text_whose_end_cannot_be_judged_fails_alone(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A grammar may fail when it is asked whether it is complete, after the round."""
+    take = Row.take
+
+    def taking(row: Row, turn: RoundRow) -> Piece:
+        if row.start == marked and len(row.token_ids) > 5 and not turn.error:
+            raise OvspecError("The grammar fails.")
+        return take(row, turn)
+
+    marked = len(engine.lm.encode(PROMPTS[3]))
+    assert marked not in [len(engine.lm.encode(prompt)) for prompt in PROMPTS[:2]]
+    monkeypatch.setattr(Row, "take", taking)
+    others, failing = [Asked(engine, prompt) for prompt in PROMPTS[:2]], Asked(engine, PROMPTS[3])
+    assert "The grammar fails" in str(failing.result())
+    assert len(failing.rows[0].token_ids) > 5
+    monkeypatch.undo()
+    for other, prompt in zip(others, PROMPTS[:2], strict=True):
+        assert other.result() == [engine.lm.generate(prompt, **OPTIONS).token_ids]
+
+
+def test_a_slow_grammar_ends_before_others_have_waited_long(
+    load: Callable[..., ovspec.LanguageModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps below ``SLOW_STEP`` don't count, however many there are."""
+    monkeypatch.setattr("ovspec.serving.engine.CONSTRAINT_SECONDS", 0.3)
+
+    def burning(seconds: float) -> Any:
+        def burn(_: Any, logits: np.ndarray) -> np.ndarray:
+            ends = time.thread_time() + seconds
+            while time.thread_time() < ends:
+                pass
+            return logits
+
+        return burn
+
+    engine = Engine(load(draft="lookup,draft"), rows=4)
+    engine.start()
+    slow = Asked(engine, PROMPTS[3], logits_processors=[burning(1.1 * SLOW_STEP)])
+    steady = Asked(engine, PROMPTS[1], logits_processors=[burning(0.02)], max_tokens=40)
+    assert "takes too long" in str(slow.result())
+    assert 0 < len(slow.rows[0].token_ids) < 8
+    assert steady.result() == [engine.lm.generate(PROMPTS[1], max_tokens=40, ignore_eos=True).token_ids]
+    engine.end()
+
+
+def test_an_errand_waits_for_memory_and_rows_wait_for_it(load: Callable[..., ovspec.LanguageModel]) -> None:
+    lm = load(draft="none")
+    engine = Engine(lm, rows=4, cache_bytes=700 * kv_bytes_per_token(lm.target.ir))
+    engine.start()
+    assert 600 <= engine.most_tokens <= 700
+    order = list[str]()
+
+    def errand() -> Iterator[None]:
+        assert engine.running == 0
+        order.append("errand")
+        yield
+        assert engine.running == 0
+        order.append("errand")
+
+    first = Asked(engine, PROMPTS[0], max_tokens=300)
+    while not first.job.started:
+        time.sleep(0.005)
+    engine.do(Errand(errand(), lambda error: order.append(str(error)), tokens=600))
+    second = Asked(engine, PROMPTS[1], max_tokens=200)
+    first.result(), second.result()
+    assert order == ["errand", "errand"] and second.times[0] > first.times[-1]
+    assert second.rows[0].token_ids == lm.generate(PROMPTS[1], max_tokens=200, ignore_eos=True).token_ids
+    engine.end()
 
 
 def test_cancelled_rows_leave(engine: Engine) -> None:

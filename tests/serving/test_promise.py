@@ -79,7 +79,10 @@ async def send_all(server: Running, bodies: list[dict[str, Any]], chance: random
         return answers, most
 
 
-@pytest.mark.parametrize("name", ["qwen2-int8", pytest.param("demo-int8", marks=pytest.mark.slow)])
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("gpt2-int4", "demo-int8")]
+
+
+@pytest.mark.parametrize("name", ["qwen2-int8", *SLOW])
 def test_no_request_changes_another(name: str, start: Start, tmp_path: Path) -> None:
     folder = make_pair(PAIRS[name], tmp_path / "pair") if name in PAIRS else ROOT / "models" / "demo"
     server = start(folder, "--draft", "lookup,draft", "--batch-size", "6", "--deterministic")
