@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -16,12 +17,13 @@ from starlette.responses import Response
 
 from ovspec import __version__
 from ovspec.serving import schemas
+from ovspec.serving.bodies import read_fields
 from ovspec.serving.errors import ApiError, error_body
 from ovspec.serving.models import ChatRequest, CompletionRequest, DetokenizeRequest, ErrorAnswer, TokenizeRequest
-from ovspec.serving.requests import decode, encode, read_json
+from ovspec.serving.requests import decode, encode
 from ovspec.serving.schemas import answered
 from ovspec.serving.service import Service
-from ovspec.serving.wording import TEXTS, in_words
+from ovspec.serving.wording import NO_OBJECT, TEXTS
 
 ERRORS: dict[int | str, str] = {
     400: "A field or the body is wrong.",
@@ -39,6 +41,8 @@ ERRORS: dict[int | str, str] = {
     504: "The request took too long.",
 }
 LARGE = 100_000  # bytes of a body
+# Reads large bodies, one at a time, so that they don't take much memory at once.
+READER = ThreadPoolExecutor(1, "ovspec bodies")
 NOWHERE = {404: "There is no such path; /openapi.json lists them.", 405: ERRORS[405]}
 CHATS, COMPLETIONS = answered(schemas.ChatCompletion, streams=True), answered(schemas.Completion, streams=True)
 REQUESTS = {**TEXTS, "/tokenize": TokenizeRequest, "/detokenize": DetokenizeRequest}
@@ -46,15 +50,17 @@ READY: dict[int | str, Any] = {status: {"model": schemas.Ready, "description": "
 
 
 class JsonRoute(APIRoute):
-    """A route whose bodies are read by ``read_json``; large ones in a thread, so that other requests go on."""
+    """A route whose bodies are read by ``read_fields``; large ones in a thread, so that other requests go on."""
 
     def get_route_handler(self) -> Callable[[Request], Any]:
         handler = super().get_route_handler()
 
         class JsonRequest(Request):
             async def json(self) -> Any:
-                body = await self.body()
-                return await asyncio.to_thread(read_json, body) if len(body) > LARGE else read_json(body)
+                body, request = await self.body(), REQUESTS[self.url.path]
+                if len(body) <= LARGE:
+                    return read_fields(body, request)
+                return await asyncio.get_running_loop().run_in_executor(READER, read_fields, body, request)
 
         async def handle(request: Request) -> Response:
             return await handler(JsonRequest(request.scope, request.receive))
@@ -163,9 +169,9 @@ def add_endpoints(app: FastAPI, service: Service) -> None:
 def add_errors(app: FastAPI) -> None:
     """Answer every error in OpenAI's shape."""
 
-    @app.exception_handler(RequestValidationError)
-    async def invalid(request: Request, error: RequestValidationError) -> JSONResponse:
-        return JSONResponse(error_body(400, *in_words(error.errors()[0], REQUESTS.get(request.url.path))), 400)
+    @app.exception_handler(RequestValidationError)  # what remains of them: there is no body
+    async def empty(_: Request, __: RequestValidationError) -> JSONResponse:
+        return JSONResponse(error_body(400, NO_OBJECT), 400)
 
     @app.exception_handler(HTTPException)
     async def refused(_: Request, error: HTTPException) -> JSONResponse:

@@ -22,7 +22,7 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Any, Receive, Send], Awaitable[None]]
 
-LARGEST_BODY = 32_000_000  # bytes
+LARGEST_BODY = 8_000_000  # bytes; the longest contexts have a few million characters
 BODY_SECONDS = 60.0  # until a body has arrived
 WRITE_SECONDS = 30.0  # that a client may take before it reads on
 OPEN = ("/health", "/ready")  # without a key

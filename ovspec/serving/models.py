@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import types
 from collections.abc import Collection, Mapping
-from typing import Any, Union, get_args, get_origin
+from itertools import islice
+from typing import Annotated, Any, Union, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, Field, create_model
+from pydantic import BaseModel, ConfigDict, Field, WrapValidator, create_model, model_validator
 
 from ovspec.integrations.openai_batch import WITHOUT_EFFECT
 from ovspec.options import GENERATE
@@ -14,13 +15,47 @@ from ovspec.options.option import LARGEST, Option
 
 # Options that a batch file sets for all of its lines, and a request to the server for itself.
 OF_SERVER = ("accept", "lookahead")
-CONFIG = ConfigDict(extra="forbid", strict=True)
+PART = 100
 
 
-class StreamOptions(BaseModel):
+def in_parts(value: Any, check: Any) -> Any:
+    """Check a list or object part by part, up to the first wrong one: pydantic keeps an error for each wrong item."""
+    if not isinstance(value, (list, dict)) or len(value) <= PART:
+        return check(value)
+    items = iter(value.items() if isinstance(value, dict) else value)
+    while part := type(value)(islice(items, PART)):
+        check(part)
+    return value
+
+
+LONG = WrapValidator(in_parts)
+CHAT = Annotated[list[dict[str, Any]], Field(min_length=1), LONG]
+IDS = Annotated[list[int], LONG]
+
+
+class Fields(BaseModel):
+    """The fields of a request."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_unknown(cls, given: Any) -> Any:
+        """Leave one field that is unknown: pydantic would keep an error for each."""
+        unknown = [name for name in given if name not in cls.model_fields] if isinstance(given, dict) else []
+        if len(unknown) < 2:
+            return given
+        return {name: value for name, value in given.items() if name in cls.model_fields or name == unknown[0]}
+
+    def given(self) -> dict[str, Any]:
+        """Return the fields that the client has set."""
+        values = {name: getattr(self, name) for name in type(self).model_fields if name in self.model_fields_set}
+        return {name: each.given() if isinstance(each, Fields) else each for name, each in values.items()}
+
+
+class StreamOptions(Fields):
     """What a stream tells besides the text."""
 
-    model_config = CONFIG
     include_usage: bool | None = Field(None, description="Send the usage in a last chunk.")
 
 
@@ -39,16 +74,13 @@ class ErrorAnswer(BaseModel):
     error: ErrorText
 
 
-class TokenizeRequest(BaseModel):
+class TokenizeRequest(Fields):
     """A text or chat to be encoded."""
 
-    model_config = CONFIG
     model: str | None = Field(None, description="The model's name.")
     prompt: str | None = Field(None, description="The text to encode.")
     content: str | None = Field(None, description="The text to encode, under llama.cpp's name.")
-    messages: list[dict[str, Any]] | None = Field(
-        None, min_length=1, description="A chat, which the chat template renders."
-    )
+    messages: CHAT | None = Field(None, description="A chat, which the chat template renders.")
     chat_template_kwargs: dict[str, Any] | None = Field(
         None, description="Variables for the chat template; only with messages."
     )
@@ -57,12 +89,11 @@ class TokenizeRequest(BaseModel):
     )
 
 
-class DetokenizeRequest(BaseModel):
+class DetokenizeRequest(Fields):
     """Tokens to be decoded."""
 
-    model_config = CONFIG
     model: str | None = Field(None, description="The model's name.")
-    tokens: list[int] = Field(description="Token ids.")
+    tokens: IDS = Field(description="Token ids.")
 
 
 def in_json(kind: Any) -> Any:
@@ -75,9 +106,9 @@ def in_json(kind: Any) -> Any:
             made = made | in_json(each)
         return made
     if isinstance(origin, type) and issubclass(origin, Mapping):
-        return dict[str, inner[1]] if inner[0] is int else dict[inner]  # type: ignore[misc, valid-type]
+        return Annotated[dict[str, inner[1]] if inner[0] is int else dict[inner], LONG]  # type: ignore[misc, valid-type]
     if isinstance(origin, type) and issubclass(origin, Collection):
-        return list[inner[0]]  # type: ignore[valid-type]
+        return Annotated[list[inner[0]], LONG]  # type: ignore[valid-type]
     return kind
 
 
@@ -132,20 +163,20 @@ COMMON: dict[str, Any] = {
 }
 ChatRequest = create_model(
     "ChatRequest",
-    __config__=CONFIG,
+    __base__=Fields,
     __doc__="A chat to be continued.",
     **COMMON,
-    messages=(list[dict[str, Any]], Field(description="The chat so far: objects with role and content.", min_length=1)),
+    messages=(CHAT, Field(description="The chat so far: objects with role and content.")),
     logprobs=(bool | None, Field(None, description="Report each token's log-probability.")),
     top_logprobs=(int | None, Field(None, ge=0, le=100, description="And those of this many of the most likely ones.")),
 )
 CompletionRequest = create_model(
     "CompletionRequest",
-    __config__=CONFIG,
+    __base__=Fields,
     __doc__="Texts to be continued.",
     **COMMON,
     prompt=(
-        str | list[str] | list[int] | list[list[int]],
+        str | Annotated[list[str], LONG] | IDS | Annotated[list[IDS], LONG],
         Field(description="A text or token ids, or a list of these."),
     ),
     echo=(bool | None, Field(None, description="Repeat the prompt in front of each text.")),

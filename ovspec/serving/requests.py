@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -20,7 +19,6 @@ from ovspec.text.chat_template import Message, chat_template
 
 Kind = Literal["completion", "chat"]
 MOST_TEXTS = 128  # of a request
-DEEPEST = 100  # levels of JSON
 # Fields that aren't options of a text.
 APART = ("model", "stream", "stream_options", "draft", "return_record")
 CALLS = ("tool_calls", "function_call")  # of a message
@@ -50,38 +48,6 @@ class TextRequest:
     @property
     def n(self) -> int:
         return len(self.rows) // len(self.prompts)
-
-
-def read_json(raw: bytes) -> Any:
-    """Return the JSON value in ``raw``, without the fields that are null, which clients send for those not set.
-
-    Raises ApiError for what isn't JSON, is too deep or isn't Unicode.
-    """
-
-    def refuse(name: str) -> None:
-        raise ApiError(400, f"{name} is not JSON; leave it out.")
-
-    try:
-        found = json.loads(raw, parse_constant=refuse)
-        json.dumps(found, ensure_ascii=False).encode("utf-8")
-    except json.JSONDecodeError as error:
-        raise ApiError(400, f"The body is not JSON: {error.msg} at character {error.pos}.") from None
-    except UnicodeError:
-        raise ApiError(400, "The body is not valid Unicode.") from None
-    except (ValueError, RecursionError):
-        raise ApiError(400, "The body is nested too deeply, or a number in it has too many digits.") from None
-    if depth(found) > DEEPEST:
-        raise ApiError(400, f"The body is nested more than {DEEPEST} levels deep.")
-    return {name: each for name, each in found.items() if each is not None} if isinstance(found, dict) else found
-
-
-def depth(value: Any) -> int:
-    """Return how many levels of lists and objects ``value`` has."""
-    levels, inside = 0, [value]
-    while inside := [each for each in inside if isinstance(each, (dict, list))]:
-        levels += 1
-        inside = [child for each in inside for child in (each.values() if isinstance(each, dict) else each)]
-    return levels
 
 
 def read_request(lm: LanguageModel, kind: Kind, body: dict[str, Any], defaults: GenerateOptions) -> TextRequest:

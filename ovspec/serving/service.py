@@ -67,7 +67,7 @@ class Service:
         if not self.engine.alive:
             raise ApiError(503, "The server's engine has stopped; start the server again.")
         if self.requests >= self.most_requests:
-            raise ApiError(429, "Too many requests are waiting; try again later.", code="busy", retry_after=AGAIN)
+            raise ApiError(429, "Too many requests are waiting; try again later.", retry_after=AGAIN)
 
     def check_model(self, name: str | None) -> None:
         if name not in (None, "", self.name):
@@ -85,7 +85,7 @@ class Service:
     async def answer(self, kind: Kind, body: Any, http: Request) -> Response:
         """Generate what a request asks for, and return the answer or the stream."""
         self.check_open()
-        fields = body.model_dump(exclude_unset=True)
+        fields = body.given()
         self.check_model(fields.get("model"))
         self.requests += 1
         began = time.monotonic()

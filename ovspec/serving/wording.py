@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel
 
@@ -11,14 +11,16 @@ from ovspec.options.option import NAMES, alternatives, hint
 from ovspec.serving.models import ChatRequest, CompletionRequest
 
 TEXTS: dict[str, type[BaseModel]] = {"/v1/completions": CompletionRequest, "/v1/chat/completions": ChatRequest}
+NO_OBJECT = "The body must be a JSON object."
+LONGEST = 80  # characters of a client's name for a field
 SEVERAL = {str: "strings", int: "whole numbers", float: "numbers"}
 
 
-def in_words(error: Any, request: type[BaseModel] | None) -> tuple[str, str | None]:
+def in_words(error: Any, request: type[BaseModel]) -> tuple[str, str | None]:
     """Return what is wrong with a field of ``request``, and its name, from one of pydantic's errors."""
-    path = [str(each) for each in error["loc"][1:]]
-    if not path or not request:
-        return "The body must be a JSON object.", None
+    path = [str(each)[:LONGEST] for each in error["loc"]]
+    if not path:
+        return NO_OBJECT, None
     name, shown = path[0], path[0]
     inside, kind = request, kind_of(request, name)
     if (nested := model_in(kind)) and len(path) > 1:
@@ -57,7 +59,7 @@ def model_in(kind: Any) -> type[BaseModel] | None:
 def described(kind: Any) -> str:
     """Return the values of a type in words."""
     words = list[str]()
-    for each in alternatives(kind):
+    for each in map(bare, alternatives(kind)):
         origin = get_origin(each)
         if origin is Literal:
             words += [json.dumps(value) for value in get_args(each)]
@@ -70,8 +72,14 @@ def described(kind: Any) -> str:
     return " or ".join(filter(None, (", ".join(words[:-1]), words[-1])))
 
 
+def bare(kind: Any) -> Any:
+    """Return a type without what is annotated to it."""
+    return get_args(kind)[0] if get_origin(kind) is Annotated else kind
+
+
 def several(kind: Any) -> str:
     """Return several values of a type in words."""
+    kind = bare(kind)
     if get_origin(kind) is list:
         return f"lists of {several(get_args(kind)[0])}"
     return SEVERAL.get(kind, "objects")

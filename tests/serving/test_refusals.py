@@ -17,6 +17,7 @@ import pytest
 from servers import DEMO, Running, Start
 
 from ovspec.errors import OvspecError
+from ovspec.serving.guard import LARGEST_BODY
 from ovspec.serving.server import keys_of, open_socket
 
 CHAT = {"messages": [{"role": "user", "content": "Hi"}]}
@@ -27,6 +28,7 @@ WRONG: list[tuple[str, Any, str, str | None]] = [
     ("/v1/completions", [], "must be a JSON object", None),
     ("/v1/completions", {**TEXT, "temprature": 1}, "did you mean temperature", "temprature"),
     ("/v1/completions", {**TEXT, "tools": []}, "tools is not a field", "tools"),
+    ("/v1/completions", {**TEXT, "x" * 1000: 1}, "^x{80} is not a field of this request; leave it out.$", "x" * 80),
     ("/v1/completions", {"prompt": None}, "prompt is missing", "prompt"),
     ("/v1/completions", {"prompt": 5}, "prompt must be a string, a list of strings.* or a list of lists of", "prompt"),
     ("/v1/completions", {"prompt": ["a", 5]}, "prompt must be a string", "prompt"),
@@ -162,6 +164,7 @@ def test_other_spellings_that_are_met(server: Running) -> None:
         (b'{"prompt": ' + b"[" * 300 + b"]" * 300 + b"}", "deep"),
         (b'{"prompt": "\\ud800"}', "Unicode"),
         (b'{"prompt": "\xff"}', "Unicode"),
+        (b'{"prompt": "\xed\xa0\x80"}', "Unicode"),
         (b'{"prompt": "a", "temperature": NaN}', "NaN"),
         (b'{"prompt": "a", "seed": ' + b"9" * 5000 + b"}", "digits"),
         (b'{"prompt": "a", "temperature": 1e999}', "temperature"),
@@ -201,7 +204,7 @@ def test_only_this_machines_names_are_answered_without_a_key(server: Running) ->
 
 def test_large_bodies_and_heads_are_cut_off(server: Running) -> None:
     with httpx.Client() as client:
-        answer = client.post(f"{server.url}/v1/completions", json={"prompt": "a" * 33_000_000}, timeout=60)
+        answer = client.post(f"{server.url}/v1/completions", json={"prompt": "a" * LARGEST_BODY}, timeout=60)
         assert answer.status_code == 413
     with contextlib.suppress(httpx.HTTPError):  # it is closed before the head is whole
         assert server.get("/health", headers={"X": "a" * 200_000}).status_code in (400, 431)
