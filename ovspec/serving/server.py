@@ -62,12 +62,15 @@ class Connection(H11Protocol):
 def keys_of(file: Path | None) -> list[str]:
     """Return the keys that clients may use: those in ``file``, or that in OVSPEC_API_KEY."""
     if file is None:
-        return [key] if (key := os.environ.get(KEY, "").strip()) else []
-    keys = [line.strip() for line in read_text(file).splitlines() if line.strip()]
-    if not keys:
-        raise OvspecError(f"{file}: no key in it; write one a line.")
+        keys = [key] if (key := os.environ.get(KEY, "").strip()) else []
+    else:
+        keys = [line.strip() for line in read_text(file).splitlines() if line.strip()]
+        if not keys:
+            raise OvspecError(f"{file}: no key in it; write one a line.")
     if not all(key.isascii() for key in keys):
-        raise OvspecError(f"{file}: a key has characters other than ASCII, which clients can't send; choose another.")
+        raise OvspecError(
+            f"{file or KEY}: a key has characters other than ASCII, which clients can't send; choose another."
+        )
     return keys
 
 

@@ -368,10 +368,13 @@ def test_two_servers_that_start_at_the_same_time() -> None:
         open_socket("127.0.0.1", first.getsockname()[1])
 
 
-def test_a_key_that_no_client_could_send(tmp_path: Path) -> None:
+def test_a_key_that_no_client_could_send(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "keys").write_text("plain\nschlüssel\n", encoding="utf-8")
     with pytest.raises(OvspecError, match=r"keys: .*ASCII"):
         keys_of(tmp_path / "keys")
+    monkeypatch.setenv("OVSPEC_API_KEY", "schlüssel")
+    with pytest.raises(OvspecError, match=r"OVSPEC_API_KEY: .*ASCII"):
+        keys_of(None)
 
 
 def test_several_keys_and_a_shared_index(ovspec_command: Any, tmp_path: Path) -> None:
