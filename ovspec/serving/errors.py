@@ -9,7 +9,8 @@ from starlette.exceptions import HTTPException
 from ovspec.errors import OvspecError, PromptError
 from ovspec.model import LanguageModel
 
-KINDS = {400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
+KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
+CODES = {401: "invalid_api_key", 429: "rate_limit_exceeded"}  # OpenAI's
 FOR_PYTHON = ", or a Path for a file"  # in a message on a grammar
 
 
@@ -29,7 +30,9 @@ class ApiError(HTTPException):
         code: str | None = None,
         retry_after: int | None = None,
     ) -> None:
-        super().__init__(status, message, None if retry_after is None else {"Retry-After": str(retry_after)})
+        headers = {} if retry_after is None else {"Retry-After": str(retry_after)}
+        headers |= {"X-Should-Retry": "false"} if status == 504 else {}  # OpenAI's client would do the same work again
+        super().__init__(status, message, headers)
         self.param, self.code = param, code
 
 
@@ -47,4 +50,4 @@ def about_prompt(error: PromptError, lm: LanguageModel, field: str) -> ApiError:
 def error_body(status: int, message: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
     """Return the body of an error's answer."""
     kind = KINDS.get(status, "invalid_request_error" if status < 500 else "server_error")
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+    return {"error": {"message": message, "type": kind, "param": param, "code": code or CODES.get(status)}}

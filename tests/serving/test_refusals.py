@@ -233,7 +233,8 @@ def test_keys(guarded: Running) -> None:
     assert ask(guarded, max_tokens=1).status_code == ask(guarded, "second-key", max_tokens=1).status_code == 200
     for key in (None, "", "wrong", "first-keysecond-key"):
         answer = ask(guarded, key, max_tokens=1)
-        assert answer.status_code == 401 and answer.json()["error"]["type"] == "authentication_error"
+        error = answer.json()["error"]
+        assert (answer.status_code, error["type"], error["code"]) == (401, "authentication_error", "invalid_api_key")
     for path, status in (("/health", 200), ("/ready", 200), ("/metrics", 401), ("/v1/models", 401)):
         assert httpx.get(address(guarded) + path).status_code == status
     assert not re.search("first-key|second-key", guarded.log.read_text(encoding="utf-8"))
@@ -255,6 +256,8 @@ def test_a_full_queue_and_one_that_waits_too_long(guarded: Running) -> None:
     refused = [answer for answer in answers if answer.status_code == 429]
     assert {answer.status_code for answer in answers} <= {200, 429, 503}
     assert refused and all(int(answer.headers["Retry-After"]) > 0 for answer in refused)
+    assert {answer.json()["error"]["type"] for answer in refused} == {"rate_limit_error"}
+    assert {answer.json()["error"]["code"] for answer in refused} == {"rate_limit_exceeded"}
     assert any(answer.status_code == 200 for answer in answers)
 
 
@@ -268,6 +271,8 @@ def test_time_limits(start: Start) -> None:
         answers = [each.result() for each in [threads.submit(server.post, "/v1/completions", body) for _ in range(3)]]
     assert sorted({answer.status_code for answer in answers}) == [503, 504], [answer.text for answer in answers]
     assert all(answer.json()["error"]["code"] == "timeout" for answer in answers)
+    for answer in answers:  # OpenAI's client would send again what has taken too long
+        assert (answer.headers.get("X-Should-Retry") == "false") == (answer.status_code == 504)
     stream = server.post("/v1/completions", {**body, "stream": True})
     assert stream.status_code == 200 and "longer than 0.4 seconds" in stream.text and "[DONE]" not in stream.text
     wait_until(lambda: server.metric("ovspec_texts_running") == 0)
