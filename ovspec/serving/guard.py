@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
+from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse
 
 from ovspec.serving.errors import error_body
@@ -24,9 +25,9 @@ App = Callable[[Any, Receive, Send], Awaitable[None]]
 
 LARGEST_BODY = 8_000_000  # bytes; the longest contexts have a few million characters
 BODY_SECONDS = 60.0  # until a body has arrived
-WRITE_SECONDS = 30.0  # that a client may take before it reads on
 OPEN = ("/health", "/ready")  # without a key
-OWNER = "owner"  # in a request's state: the number of its key
+# What a request's state holds: the number of its key, how its stream has ended, and whether there are too many others.
+OWNER, OUTCOME, CROWDED = "owner", "outcome", "crowded"
 LOG = logging.getLogger("ovspec.access")
 
 
@@ -36,10 +37,6 @@ def is_here(host: str) -> bool:
         return host == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
         return False
-
-
-class SlowClient(Exception):
-    """The client has stopped reading."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +58,7 @@ class Keys:
 
 
 class Guard:
-    """Refuses requests without a key, with a foreign host, or that are too large or too slow; logs each request.
+    """Refuses requests without a key, with a foreign host, or that are too many, too large or too slow; logs each.
 
     Args:
         keys: the keys that clients may use.
@@ -76,29 +73,25 @@ class Guard:
     async def __call__(self, scope: Any, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
-        began, status = time.monotonic(), 0
+        began, status, state = time.monotonic(), 0, scope.setdefault("state", {})
 
         async def noted(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-            try:
-                async with asyncio.timeout(WRITE_SECONDS):
-                    await send(message)
-            except TimeoutError:
-                if abort := scope.get("state", {}).get("abort"):
-                    abort()
-                raise SlowClient from None
+            await send(message)
 
         try:
             await self._guarded(scope, receive, noted)
-        except SlowClient:
-            status = 499
+        except Exception:
+            status = 500  # whatever a stream has begun with
+            raise
         finally:
+            status = state.get(OUTCOME) or status or 499
             ms = 1e3 * (time.monotonic() - began)
             client = (scope.get("client") or ("-",))[0]
-            LOG.info("%s %s %s %s %.0f ms", client, scope["method"], shown_path(scope["path"]), status or 499, ms)
-            self._note(scope["path"], status or 499)
+            LOG.info("%s %s %s %s %.0f ms", client, scope["method"], shown_path(scope["path"]), status, ms)
+            self._note(scope["path"], status)
         return None
 
     async def _guarded(self, scope: Any, receive: Receive, send: Send) -> None:
@@ -106,16 +99,18 @@ class Guard:
 
         async def refuse(status: int, message: str) -> None:
             more = {"WWW-Authenticate": "Bearer"} if status == 401 else {}
-            more |= {"Connection": "close"} if status in (408, 413) else {}
+            more |= {"Connection": "close"} if status in (408, 413, 503) else {}
             await JSONResponse(error_body(status, message), status, more)(scope, receive, send)
 
+        if scope["state"].get(CROWDED):
+            return await refuse(503, "Too many connections are open; try again later.")
         host = re.sub(r":[0-9]*$", "", headers.get("host", "").lower())
         if self._local and not is_here(host):
             return await refuse(
                 403, "This server answers to localhost and 127.0.0.1 only; start it with a key to use another name."
             )
         owner = self._keys.owner_of(headers.get("authorization", ""))
-        scope.setdefault("state", {})[OWNER] = owner
+        scope["state"][OWNER] = owner
         if self._keys.digests and scope["path"] not in OPEN and owner is None:
             return await refuse(401, "The API key is missing or wrong; send it as 'Authorization: Bearer KEY'.")
         if scope["method"] != "POST":
@@ -125,6 +120,8 @@ class Guard:
         try:
             async with asyncio.timeout(BODY_SECONDS):
                 body = await read_body(receive)
+        except ClientDisconnect:
+            return None
         except TimeoutError:
             return await refuse(408, f"The body did not arrive within {BODY_SECONDS:g} seconds.")
         if body is None:
@@ -138,12 +135,12 @@ class Guard:
 
 
 async def read_body(receive: Receive) -> bytes | None:
-    """Return the whole body; None if it is too large."""
+    """Return the whole body; None if it is too large. Raises ClientDisconnect if the client leaves first."""
     parts, size = list[bytes](), 0
     while True:
         message = await receive()
         if message["type"] == "http.disconnect":
-            return b""
+            raise ClientDisconnect
         parts.append(message.get("body", b""))
         size += len(parts[-1])
         if size > LARGEST_BODY:

@@ -11,52 +11,19 @@ from pathlib import Path
 from typing import Any
 
 import uvicorn
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from ovspec.errors import OvspecError
 from ovspec.files import read_text
 from ovspec.model import LanguageModel
 from ovspec.serving.app import make_app
+from ovspec.serving.connections import allow_files, config_of
 from ovspec.serving.engine import Engine
 from ovspec.serving.guard import Guard, Keys, is_here
 from ovspec.serving.service import Service
 
-HEAD_SECONDS = 20.0  # until a request's head has arrived
-LARGEST_HEAD = 65_536  # bytes
-MOST_CONNECTIONS = 2_000
 # The engine's thread must not wait for the 5 ms that Python grants other threads.
 SWITCH_SECONDS = 0.0005
 KEY = "OVSPEC_API_KEY"
-
-
-class Connection(H11Protocol):
-    """A connection that is closed if the head of a request doesn't arrive in time, and that can be aborted."""
-
-    _late: asyncio.TimerHandle | None = None
-
-    def connection_made(self, transport: Any) -> None:
-        super().connection_made(transport)
-        self.app_state = {**self.app_state, "abort": transport.abort}
-        self._wait()
-
-    def data_received(self, data: bytes) -> None:
-        super().data_received(data)
-        if self.cycle is not None and not self.cycle.response_complete:
-            self._stop_waiting()
-        elif not self._late:
-            self._wait()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._stop_waiting()
-        super().connection_lost(exc)
-
-    def _wait(self) -> None:
-        self._late = self.loop.call_later(HEAD_SECONDS, self.transport.abort)
-
-    def _stop_waiting(self) -> None:
-        if self._late:
-            self._late.cancel()
-            self._late = None
 
 
 def keys_of(file: Path | None) -> list[str]:
@@ -161,20 +128,8 @@ def serve(lm: LanguageModel, name: str, keys: list[str], opened: socket.socket, 
         sys.stderr.flush()
 
     log_to_stderr()
-    config = uvicorn.Config(
-        app,
-        http=Connection,
-        ws="none",
-        lifespan="off",
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        proxy_headers=False,
-        limit_concurrency=MOST_CONNECTIONS,
-        h11_max_incomplete_event_size=LARGEST_HEAD,
-        timeout_graceful_shutdown=5,
-    )
-    draining = Draining(config, service, started)
+    allow_files()
+    draining = Draining(config_of(app), service, started)
     try:
         asyncio.run(draining.serve(sockets=[opened]))
     finally:

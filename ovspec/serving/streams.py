@@ -11,6 +11,7 @@ from starlette.responses import JSONResponse, Response
 
 from ovspec.serving.answers import event
 from ovspec.serving.errors import ApiError, error_body
+from ovspec.serving.guard import OUTCOME
 
 T = TypeVar("T")
 
@@ -32,6 +33,8 @@ class Stream(Response):
             await asyncio.wait((writing, leaving), return_when=asyncio.FIRST_COMPLETED)
             if writing.done():
                 writing.result()
+            else:
+                scope["state"][OUTCOME] = 499
         finally:
             for task in (writing, leaving):
                 task.cancel()
@@ -52,6 +55,7 @@ class Stream(Response):
             body = error_body(error.status_code, error.detail, error.param, error.code)
             if not begun:
                 return await JSONResponse(body, error.status_code, error.headers)(scope, receive, send)
+            scope["state"][OUTCOME] = error.status_code
             await send({"type": "http.response.body", "body": event(body), "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
         return None

@@ -81,6 +81,15 @@ def test_without_requests_it_ends_at_once(start: Start) -> None:
     assert server.end() == 0
 
 
+def test_idle_connections_do_not_hold_it_up(start: Start) -> None:
+    server = start(DEMO, "--draft", "none")
+    with httpx.Client() as client, httpx.Client() as other:
+        for each in (client, other):
+            assert each.get(f"{server.url}/health").status_code == 200
+        assert server.end() == 0
+    assert "timeout" not in server.log.read_text(encoding="utf-8")
+
+
 def test_a_killed_server_starts_again(start: Start) -> None:
     server, found = start(DEMO, "--draft", "none", "--precision", "f32"), list[Any]()
     thread = asked(server, found)

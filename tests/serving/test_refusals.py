@@ -273,8 +273,11 @@ def test_time_limits(start: Start) -> None:
     assert all(answer.json()["error"]["code"] == "timeout" for answer in answers)
     for answer in answers:  # OpenAI's client would send again what has taken too long
         assert (answer.headers.get("X-Should-Retry") == "false") == (answer.status_code == 504)
+    late = 'ovspec_requests_total{endpoint="/v1/completions",status="504"}'
+    before = float(server.get("/metrics").text.split(late)[1].split()[0])
     stream = server.post("/v1/completions", {**body, "stream": True})
     assert stream.status_code == 200 and "longer than 0.4 seconds" in stream.text and "[DONE]" not in stream.text
+    assert float(server.get("/metrics").text.split(late)[1].split()[0]) == before + 1
     wait_until(lambda: server.metric("ovspec_texts_running") == 0)
 
 
