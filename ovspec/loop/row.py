@@ -10,41 +10,11 @@ from ovspec.decoders.sequence import Sequence
 from ovspec.drafting.drafter import ANYTHING, RoundRow
 from ovspec.errors import OvspecError
 from ovspec.loop.results import FinishReason, Piece, Record, Result, Stats
+from ovspec.loop.stops import StopStrings
 from ovspec.options import SamplingParams
 from ovspec.sampling.logprobs import TokenLogprob, token_logprob
 from ovspec.sampling.samplers import Sampler
 from ovspec.text.tokenizer import Detokenizer
-
-
-class StopStrings:
-    """Holds back text that may be the beginning of a stop string."""
-
-    def __init__(self, stops: list[str]) -> None:
-        self._stops = stops
-        self._held = ""
-
-    def push(self, text: str) -> tuple[str, bool]:
-        """Add ``text``; return (text that may be shown, whether a stop string follows it)."""
-        if not self._stops:
-            return text, False
-        self._held += text
-        found = [at for stop in self._stops if (at := self._held.find(stop)) >= 0]
-        if found:
-            shown, self._held = self._held[: min(found)], ""
-            return shown, True
-        keep = max((self._overlap(stop) for stop in self._stops), default=0)
-        end = len(self._held) - keep
-        shown, self._held = self._held[:end], self._held[end:]
-        return shown, False
-
-    def flush(self) -> str:
-        shown, self._held = self._held, ""
-        return shown
-
-    def _overlap(self, stop: str) -> int:
-        """Return the length of the longest suffix of the held text that ``stop`` begins with."""
-        most = min(len(stop) - 1, len(self._held))
-        return next((n for n in range(most, 0, -1) if stop.startswith(self._held[-n:])), 0)
 
 
 @dataclass(frozen=True)
