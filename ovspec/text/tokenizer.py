@@ -5,7 +5,6 @@ from __future__ import annotations
 import codecs
 import functools
 import re
-import threading
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Protocol
@@ -20,6 +19,10 @@ from ovspec.ir.compile import check_weights, last_line
 from ovspec.ir.device import core
 from ovspec.text.tokenizer_files import TOKENIZER_FILE, DecodingStep, TokenizerFile
 from ovspec.text.vocabulary import known_ids
+
+LONG = 100_000  # characters of a text that takes more than some milliseconds to encode
+# Texts may have this many times the characters that the longest tokens spell: a normaliser may shorten them.
+SPARE = 4
 
 
 @functools.cache
@@ -94,18 +97,24 @@ class Tokenizer:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._encoder = _request(folder / "openvino_tokenizer.xml")
-        self._lock = threading.Lock()  # one infer request serves all threads
+        self._encoder = _compiled(folder / "openvino_tokenizer.xml")
+        self._idle: list[ov.InferRequest] = []  # one for each thread that encodes at the same time
         file = read_as(TokenizerFile, folder / TOKENIZER_FILE)
         self._special = {token.id: token.content.encode() for token in file.special_tokens}
         self.vocabulary = byte_vocabulary(file)
-        self.known = known_ids(file.tokens_by_id())
+        tokens = file.tokens_by_id()
+        self.known = known_ids(tokens)
+        self._longest = max(map(len, tokens.values()), default=1)
         empty, one = self._encode(""), self._encode("a")
         # Tokens that encoding puts around every text: BOS before it for some models, EOS after it for a few.
         self._prefix = next((i for i, (a, b) in enumerate(zip(empty, one, strict=False)) if a != b), len(empty))
         self._suffix = len(empty) - self._prefix
         # SentencePiece models put a space in front of every text they encode.
         self._adds_space = self.decode(self.encode("a", special=False)) == " a"
+
+    def most_characters(self, tokens: int) -> int:
+        """Return a number of characters that ``tokens`` tokens can't spell, with much to spare."""
+        return SPARE * self._longest * tokens
 
     def encode(self, text: str, special: bool = True) -> np.ndarray:
         """Return the token ids of ``text``, (n,) int64; ``special`` keeps the BOS and EOS that the tokenizer adds.
@@ -166,10 +175,16 @@ class Tokenizer:
         return _compiled(self.folder / "openvino_detokenizer.xml")
 
     def _encode(self, text: str) -> np.ndarray:
-        with self._lock:
-            self._encoder.set_input_tensor(0, ov.Tensor([text]))
-            self._encoder.infer()
-            return self._encoder.get_tensor("input_ids").data[0].astype(np.int64)
+        try:
+            request = self._idle.pop()
+        except IndexError:
+            request = self._encoder.create_infer_request()
+        request.set_input_tensor(0, ov.Tensor([text]))
+        request.infer()
+        ids = request.get_tensor("input_ids").data[0].astype(np.int64)
+        if len(text) <= LONG:  # else it would keep the text's memory
+            self._idle.append(request)
+        return ids
 
 
 class Detokenizer(Protocol):

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 from conftest import PROMPTS, Reference
 from hypothesis import given, settings
@@ -90,6 +93,34 @@ def test_byte_vocabulary_covers_every_byte(tokenizer: Tokenizer) -> None:
     assert tokenizer.vocabulary
     singles = {token for token in tokenizer.vocabulary if token is not None and len(token) == 1}
     assert singles == {bytes([b]) for b in range(256)}
+
+
+def test_no_text_is_longer_than_its_tokens_can_spell(tokenizer: Tokenizer) -> None:
+    assert tokenizer.vocabulary
+    longest = max(filter(None, tokenizer.vocabulary), key=len).decode()
+    for text in [*TEXTS, *PROMPTS, 100 * longest]:
+        assert len(text) <= tokenizer.most_characters(len(tokenizer.encode(text)))
+
+
+def test_a_text_that_takes_long_holds_up_no_other(pair: Path) -> None:
+    tokenizer, encoding, may_end = Tokenizer(pair), threading.Event(), threading.Event()
+
+    class Slow:
+        def set_input_tensor(self, *_: Any) -> None: ...
+
+        def infer(self) -> None:
+            encoding.set()
+            may_end.wait(60)
+
+        def get_tensor(self, _: str) -> Any:
+            return SimpleNamespace(data=np.zeros((1, 1)))
+
+    tokenizer._idle = [Slow()]  # type: ignore[list-item]
+    thread = threading.Thread(target=tokenizer.encode, args=("a",))
+    thread.start()
+    assert encoding.wait(60) and len(tokenizer.encode("b"))
+    may_end.set()
+    thread.join()
 
 
 def test_half_a_surrogate_pair_is_refused(tokenizer: Tokenizer) -> None:
