@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from ovspec.integrations.openai_batch import BatchRequest
-from ovspec.loop.perplexity import predictions
+from ovspec.loop.perplexity import CHUNK, predictions
 from ovspec.loop.results import Result
 from ovspec.model import LanguageModel
 from ovspec.sampling.logprobs import TokenLogprob, token_logprob
@@ -171,12 +171,17 @@ def echoed(tokenizer: Tokenizer, ids: list[int], before: str, logprobs: list[Tok
     return [Place(*each) for each in zip(ids, offsets, logprobs, strict=True)]
 
 
-def prompt_logprobs(lm: LanguageModel, ids: list[int], tops: int) -> Generator[None, None, list[TokenLogprob | None]]:
-    """Compute the log-probabilities of a prompt's tokens, an inference at a time; return them at the end."""
+def prompt_logprobs(
+    lm: LanguageModel, ids: list[int], tops: int, chunk: Callable[[], int] = lambda: CHUNK
+) -> Generator[None, None, list[TokenLogprob | None]]:
+    """Compute the log-probabilities of a prompt's tokens, an inference at a time; return them at the end.
+
+    ``chunk`` is asked before each inference for the most tokens that it may read.
+    """
     logprobs: list[TokenLogprob | None] = [None]
     decoders, tokens = lm.workspace.pool.take(), lm.encode(ids)
     try:
-        for position, logits in predictions(decoders.target, tokens, len(ids)):
+        for position, logits in predictions(decoders.target, tokens, len(ids), chunk):
             pairs = zip(logits, ids[position : position + len(logits)], strict=True)
             logprobs += [token_logprob(row, token, tops) for row, token in pairs]
             yield

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -43,15 +43,21 @@ def windows(length: int, context: int) -> Iterator[tuple[int, int, int]]:
         yield start, end, scored
 
 
-def predictions(decoder: Decoder, tokens: np.ndarray, context: int) -> Iterator[tuple[int, np.ndarray]]:
-    """Yield (position of a token, logits (n, vocab) that predict it and the n - 1 tokens after it), in order."""
+def predictions(
+    decoder: Decoder, tokens: np.ndarray, context: int, chunk: Callable[[], int] = lambda: CHUNK
+) -> Iterator[tuple[int, np.ndarray]]:
+    """Yield (position of a token, logits (n, vocab) that predict it and the n - 1 tokens after it), in order.
+
+    ``chunk`` is asked before each inference for the most of them.
+    """
     for start, end, scored in windows(len(tokens), context):
         decoder.reset(1)
         if scored - 1 > start:
             decoder.feed([tokens[start : scored - 1]], [0])
-        for position in range(scored, end, CHUNK):
-            fed = tokens[position - 1 : min(position - 1 + CHUNK, end - 1)]
-            yield position, decoder.feed([fed], [len(fed)])[0]
+        while scored < end:
+            fed = tokens[scored - 1 : min(scored - 1 + chunk(), end - 1)]
+            yield scored, decoder.feed([fed], [len(fed)])[0]
+            scored += len(fed)
 
 
 def check_length(tokens: np.ndarray, context: int) -> None:

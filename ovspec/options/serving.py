@@ -34,7 +34,7 @@ class ServeOptions(TypedDict, total=False):
     ]
     batch_size: Annotated[int, Option("Maximum number of texts generated at a time; the others wait.", 16, AT_LEAST_1)]
     queue_size: Annotated[
-        int, Option("Maximum number of requests that wait; further ones are refused.", 256, NOT_NEGATIVE)
+        int, Option("Maximum number of texts that wait; requests for further ones are refused.", 256, NOT_NEGATIVE)
     ]
     queue_timeout: Annotated[float, Option("Seconds that a request may wait before its text begins.", 300.0, POSITIVE)]
     request_timeout: Annotated[float, Option("Seconds that a request may take in all.", 3600.0, POSITIVE)]

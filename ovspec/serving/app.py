@@ -154,15 +154,15 @@ def add_endpoints(app: FastAPI, service: Service) -> None:
         summary="Return the tokens of a text or a chat.",
         responses=answered(schemas.Tokens),
     )
-    async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
+    async def tokenize(body: TokenizeRequest, http: Request) -> dict[str, Any]:
         service.check_model(body.model)
-        tokens = await service.apart(encode, lm, body)
+        tokens = await service.translate(http, encode, lm, body)
         return {"count": len(tokens), "max_model_len": lm.target.ir.context_length, "tokens": tokens}
 
     @app.post("/detokenize", tags=["tokens"], summary="Return the text of tokens.", responses=answered(schemas.Text))
-    async def detokenize(body: DetokenizeRequest) -> dict[str, Any]:
+    async def detokenize(body: DetokenizeRequest, http: Request) -> dict[str, Any]:
         service.check_model(body.model)
-        text = await service.apart(decode, lm, body.tokens)
+        text = await service.translate(http, decode, lm, body.tokens)
         return {"prompt": text, "content": text}
 
 

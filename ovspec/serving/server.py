@@ -81,10 +81,9 @@ class Draining(uvicorn.Server):
         if self._signals == 1 and count:
             print(f"waiting for {count} request{'s' * (count > 1)} to end; another signal ends them", file=sys.stderr)
         elif self._signals == 2:
-            self._service.engine.give_up()
+            self._service.give_up()
         elif self._signals > 2:
-            logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
-            self.should_exit = self.force_exit = True
+            end_process(1)
 
     async def on_tick(self, counter: int) -> bool:
         if not self._told:
@@ -134,6 +133,15 @@ def serve(lm: LanguageModel, name: str, keys: list[str], opened: socket.socket, 
         asyncio.run(draining.serve(sockets=[opened]))
     finally:
         engine.end(wait=2.0)
+        if service.given_up:
+            end_process(0)
+
+
+def end_process(status: int) -> None:
+    """End the process without waiting for its threads, which may check a grammar for a minute."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 def counted_by(service: Service, paths: list[str]) -> Any:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing
+from contextlib import ExitStack, aclosing, asynccontextmanager, contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal, get_args
 
 from fastapi import Request
 from fastapi.responses import JSONResponse
@@ -22,21 +22,24 @@ from ovspec.model import LanguageModel, rows_again
 from ovspec.options import GenerateOptions
 from ovspec.serving.answers import DONE, Head, Told, counted, event, whole
 from ovspec.serving.echo import Echo, echoes_of
-from ovspec.serving.engine import Engine
+from ovspec.serving.engine import ENDED, Ended, Engine
 from ovspec.serving.errors import ApiError, for_clients
 from ovspec.serving.guard import OWNER
 from ovspec.serving.metrics import Metrics
-from ovspec.serving.requests import Kind, TextRequest, make_rows, read_request
+from ovspec.serving.requests import Kind, TextRequest, check_logprobs, make_rows, read_request, texts_asked
 from ovspec.serving.streams import Stream, unless_gone
-from ovspec.serving.texts import Texts, too_long
+from ovspec.serving.texts import Texts, as_api_error, too_long
+from ovspec.text.tokenizer import LONG
 
+# What threads do. Checking a grammar, or a long text, holds up no request without one.
+Work = Literal["texts", "long", "grammars"]
 LIVES = b": waiting\n\n"  # a comment in a stream, for proxies that close silent connections
 EVERY = 15.0  # seconds between two of them
 AGAIN = 2  # seconds after which a client that was refused may try again
 
 
 class Service:
-    """What the endpoints share: the model, the engine, and how many requests there are.
+    """What the endpoints share: the model, the engine, and how many requests there are, and texts in them.
 
     Args:
         name: the model's name in requests and answers.
@@ -46,71 +49,103 @@ class Service:
     def __init__(self, lm: LanguageModel, engine: Engine, name: str, options: Any) -> None:
         self.lm, self.engine, self.name, self.options = lm, engine, name, options
         self.metrics = Metrics(engine)
-        self.requests = 0  # that are being answered
-        self.draining = False
+        self.requests = self._texts = 0  # that are being answered
+        self.draining = self.given_up = False
+        self._preparations = set[asyncio.Task[Any]]()  # those whose requests the engine doesn't have yet
         self.began = int(time.time())
-        # Grammars have threads of their own, so that checking one holds up no request without any.
-        self._threads = {kind: ThreadPoolExecutor(4, f"ovspec {kind}") for kind in ("texts", "grammars")}
+        self._threads = {work: ThreadPoolExecutor(4, f"ovspec {work}") for work in get_args(Work)}
 
     @property
     def defaults(self) -> GenerateOptions:
         return {} if self.options.max_tokens is None else {"max_tokens": self.options.max_tokens}
 
-    @property
-    def most_requests(self) -> int:
-        return self.options.batch_size + self.options.queue_size
-
-    def check_open(self) -> None:
-        """Raise ApiError if no further request can be taken."""
+    def check_open(self, texts: int = 1) -> None:
+        """Raise ApiError if no further request for this many texts can be taken."""
         if self.draining:
             raise ApiError(503, "The server is shutting down.", code="shutting_down", retry_after=10)
         if not self.engine.alive:
             raise ApiError(503, "The server's engine has stopped; start the server again.")
-        if self.requests >= self.most_requests:
-            raise ApiError(429, "Too many requests are waiting; try again later.", retry_after=AGAIN)
+        most = self.options.batch_size + self.options.queue_size
+        if self._texts + min(texts, most) > most:  # a request for more than that is taken if there is no other
+            raise ApiError(429, "Too many texts are waiting; try again later.", retry_after=AGAIN)
+
+    @contextmanager
+    def counted(self, texts: int = 1) -> Generator[None]:
+        """Count a request for this many texts while it is answered; raises ApiError if it can't be taken."""
+        self.check_open(texts)
+        self.requests, self._texts = self.requests + 1, self._texts + texts
+        try:
+            yield
+        finally:
+            self.requests, self._texts = self.requests - 1, self._texts - texts
+
+    def give_up(self) -> None:
+        """End all requests, those that are being prepared, too."""
+        self.given_up = True
+        for task in [*self._preparations]:
+            task.cancel()
+        self.engine.give_up()
 
     def check_model(self, name: str | None) -> None:
         if name not in (None, "", self.name):
             raise ApiError(404, f"There is no model {name!r:.80} here, only {self.name}.", "model", "model_not_found")
 
-    async def apart(self, work: Callable[..., Any], *arguments: Any, grammar: bool = False) -> Any:
-        """Return what ``work`` returns, run in a thread, so that other requests go on; its OvspecErrors become 400s."""
-        threads = self._threads["grammars" if grammar else "texts"]
+    async def apart(self, function: Callable[..., Any], *arguments: Any, work: Work = "texts") -> Any:
+        """Return what a function returns, run in a thread, so that other requests go on; OvspecErrors become 400s."""
         try:
-            return await asyncio.get_running_loop().run_in_executor(threads, partial(work, *arguments))
+            return await asyncio.get_running_loop().run_in_executor(self._threads[work], partial(function, *arguments))
         except OvspecError as error:
             message = for_clients(error, self.lm)
             raise ApiError(400, message, field_in(message)) from None
 
+    async def translate(self, http: Request, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Return what a function makes of a text or of tokens."""
+        with self.counted():
+            return await self.apart(function, *arguments, work="long" if len(await http.body()) > LONG else "texts")
+
     async def answer(self, kind: Kind, body: Any, http: Request) -> Response:
         """Generate what a request asks for, and return the answer or the stream."""
-        self.check_open()
-        fields = body.given()
-        self.check_model(fields.get("model"))
-        self.requests += 1
         began = time.monotonic()
-        handed_over = False
-        try:
-            try:
-                async with asyncio.timeout(self.options.request_timeout):
-                    request, echoes = await unless_gone(http, self._prepared(kind, fields, http))
-            except TimeoutError:
-                raise too_long(self.options.request_timeout) from None
+        fields = body.given()
+        with ExitStack() as leaving:
+            leaving.enter_context(self.counted(texts_asked(fields)))
+            self.check_model(fields.get("model"))
+            async with self._preparing(began):
+                request, echoes = await unless_gone(http, self._prepare(kind, fields, http))
             head = Head(self.name, kind == "chat")
             if request.stream:
-                handed_over = True
-                return Stream(self._stream(head, request, echoes, began), self._leave)
+                return Stream(self._stream(head, request, echoes, began), leaving.pop_all().close)
             await unless_gone(http, self._generate(request, began))
-            return JSONResponse(await self.apart(whole, self.lm.tokenizer, head, request, echoes))
-        finally:
-            if not handed_over:
-                self._leave()
+            large: Work = "texts" if request.options.get("logprobs") is None else "long"
+            return await self.apart(lambda: JSONResponse(whole(self.lm.tokenizer, head, request, echoes)), work=large)
 
-    async def _prepared(self, kind: Kind, fields: dict[str, Any], http: Request) -> tuple[TextRequest, list[Echo]]:
+    @asynccontextmanager
+    async def _preparing(self, began: float) -> AsyncGenerator[None]:
+        """Raise ApiError if what is done inside takes too long, or when ``give_up`` is called."""
+        task, left = asyncio.current_task(), began + self.options.request_timeout - time.monotonic()
+        assert task
+        self._preparations.add(task)
+        try:
+            async with asyncio.timeout(left):
+                yield
+        except TimeoutError:
+            raise too_long(self.options.request_timeout) from None
+        except asyncio.CancelledError:
+            if not self.given_up:
+                raise
+            task.uncancel()
+            raise as_api_error(Ended(ENDED), self.lm) from None
+        finally:
+            self._preparations.discard(task)
+
+    async def _prepare(self, kind: Kind, fields: dict[str, Any], http: Request) -> tuple[TextRequest, list[Echo]]:
         """Return what is asked for, with its rows, and what is repeated of each prompt."""
-        grammar = grammar_asked(fields) or fields.get("response_format") is not None
-        request = await self.apart(read_request, self.lm, kind, fields, self.defaults, grammar=grammar)
-        request.rows = await self.apart(make_rows, self.lm, request, grammar=grammar)
+        work: Work = "long" if len(await http.body()) > LONG else "texts"
+        if grammar_asked(fields) or fields.get("response_format") is not None:
+            work = "grammars"
+        request = await self.apart(read_request, self.lm, kind, fields, self.defaults, work=work)
+        request.rows = await self.apart(make_rows, self.lm, request, work=work)
+        check_logprobs(request)
         try:
             self.engine.check_room(request.rows)
         except OvspecError as error:
@@ -118,12 +153,9 @@ class Service:
         request.owner = getattr(http.state, OWNER, None)
         for row in request.rows:
             row.sequence.owner = request.owner
-        return request, await echoes_of(self.engine, request)
+        return request, await echoes_of(self.engine, request, partial(self.apart, work="long"))
 
-    def _leave(self) -> None:
-        self.requests -= 1
-
-    def _texts(self, request: TextRequest, began: float) -> Texts:
+    def _texts_of(self, request: TextRequest, began: float) -> Texts:
         timeouts = self.options.queue_timeout, self.options.request_timeout
         return Texts(self.engine, request, self.metrics, timeouts, began)
 
@@ -133,7 +165,8 @@ class Service:
         for _ in range(request.options.get("retries") or 0):
             results = [row.result() for row in request.rows]
             asked = self.lm.workspace, request.prompts, request.options, results, True
-            again: dict[int, Row] = await self.apart(rows_again, *asked, grammar=True)
+            async with self._preparing(began):
+                again: dict[int, Row] = await self.apart(rows_again, *asked, work="grammars")
             if not again:
                 break
             for index, row in again.items():
@@ -143,7 +176,7 @@ class Service:
 
     async def _finish(self, request: TextRequest, began: float) -> None:
         """Generate the texts of a request, whose pieces nobody waits for."""
-        async with aclosing(self._texts(request, began).pieces(EVERY)) as pieces:
+        async with aclosing(self._texts_of(request, began).pieces(EVERY)) as pieces:
             async for _ in pieces:
                 pass
         for row in request.rows:
@@ -152,14 +185,14 @@ class Service:
     async def _judge(self, row: Row) -> None:
         """Judge a text that has ended in a thread, so that other requests go on; its result is then at hand."""
         if row.sampler.constraints.judge:
-            await self.apart(row.result, grammar=True)
+            await self.apart(row.result, work="grammars")
 
     async def _stream(self, head: Head, request: TextRequest, echoes: list[Echo], began: float) -> AsyncIterator[bytes]:
         tokenizer, part = self.lm.tokenizer, head.body(part=True)
         with_usage: dict[str, Any] = {"usage": None} if request.include_usage else {}
         told = [Told(tokenizer, request, i, echoes[i // request.n][0]) for i in range(len(request.rows))]
         begun, left = False, len(told)
-        async with aclosing(self._texts(request, began).pieces(EVERY)) as pieces:
+        async with aclosing(self._texts_of(request, began).pieces(EVERY)) as pieces:
             async for found in pieces:
                 if found is None:
                     yield LIVES

@@ -30,26 +30,32 @@ class Texts:
     ) -> None:
         self._engine, self._request, self._metrics = engine, request, metrics
         self._queue_timeout, self._request_timeout = timeouts
-        self._ends = began + self._request_timeout
-        self._events: asyncio.Queue[list[tuple[int, Piece]] | OvspecError] = asyncio.Queue()
+        self._began, self._ends = began, began + self._request_timeout
+        self._events: asyncio.Queue[tuple[float, list[tuple[int, Piece]] | OvspecError]] = asyncio.Queue()
         self._loop = asyncio.get_running_loop()
         self._job = Job(request.rows, self._deliver)
 
     def _deliver(self, found: list[tuple[int, Piece]] | OvspecError) -> None:
-        self._loop.call_soon_threadsafe(self._events.put_nowait, found)
+        # The time is that of the engine: a client that reads slowly makes no token late.
+        self._loop.call_soon_threadsafe(self._events.put_nowait, (time.monotonic(), found))
 
     async def pieces(self, every: float) -> AsyncGenerator[list[tuple[int, Piece]] | None]:
-        began = time.monotonic()
-        left, last = len(self._request.rows), dict[int, float]()
+        rows, last, asked = self._request.rows, dict[int, float](), time.monotonic()
+        if self._request.only_prompts:
+            for row in rows:
+                row.finish_reason, row.stats.cached_tokens = "length", 0
+            yield [(index, Piece("", [], "length")) for index in range(len(rows))]
+            return
+        left = len(rows)
         self._engine.submit(self._job)
         try:
             while left:
                 now = time.monotonic()
-                limit = self._ends if self._job.started else min(began + self._queue_timeout, self._ends)
+                limit = self._ends if self._job.started else min(asked + self._queue_timeout, self._ends)
                 if now > limit:
                     raise self._late()
                 try:
-                    found = await asyncio.wait_for(self._events.get(), min(every, limit - now + 0.01))
+                    at, found = await asyncio.wait_for(self._events.get(), min(every, limit - now + 0.01))
                 except TimeoutError:
                     if not self._engine.alive:
                         raise ApiError(500, "The server's engine has stopped; start the server again.") from None
@@ -57,10 +63,9 @@ class Texts:
                     continue
                 if isinstance(found, OvspecError):
                     raise as_api_error(found, self._engine.lm)
-                now = time.monotonic()
                 for index, piece in found:
-                    self._metrics.note_piece(now, began, last.get(index))
-                    last[index] = now
+                    self._metrics.note_piece(at, self._began, last.get(index))
+                    last[index] = at
                     left -= piece.finish_reason is not None
                 yield found
         finally:

@@ -76,6 +76,30 @@ def test_a_second_signal_ends_what_is_read_first(start: Start) -> None:
     assert found[0].status_code == 503 and "stopped" in found[0].json()["error"]["message"]
 
 
+@pytest.mark.parametrize("signals", [2, 3])
+def test_a_second_signal_ends_what_is_prepared(start: Start, signals: int) -> None:
+    """A grammar whose check would take seconds; the process doesn't wait for it, either."""
+    server, found = start(DEMO, "--draft", "none"), list[Any]()
+    body = {"prompt": "a", "json_schema": {"type": "integer", "multipleOf": 9999889}}
+
+    def ask() -> None:
+        try:
+            found.append(server.post("/v1/completions", body))
+        except httpx.HTTPError as error:
+            found.append(error)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    time.sleep(1)
+    for _ in range(signals):
+        server.process.send_signal(signal.SIGINT)
+        time.sleep(0.02)
+    assert server.process.wait(3) == (0 if signals == 2 else 1)
+    thread.join(10)
+    if signals == 2:
+        assert found[0].status_code == 503 and "stopped" in found[0].json()["error"]["message"]
+
+
 def test_without_requests_it_ends_at_once(start: Start) -> None:
     server = start(DEMO, "--draft", "none")
     assert server.end() == 0

@@ -106,6 +106,12 @@ def test_wrong_fields_are_named(server: Running, path: str, body: Any, message: 
         ({"role": "user", "content": ["Hi"]}, "each needs content"),
         ({"role": "user", "content": [{"type": "image_url"}]}, "image_url"),
         ({"role": "user", "content": [{"type": "text"}]}, "needs a text"),
+        ({"role": "user", "content": "Hi", "nmae": "Eve"}, "nmae is not a field of a message; did you mean name"),
+        ({"role": "assistant", "content": "Hi", "prefix": True}, "prefix is not a field of a message; leave it out"),
+        (
+            {"role": "user", "content": [{"type": "text", "text": "Hi", "cache_control": {"type": "ephemeral"}}]},
+            "cache_control is not a field of a part",
+        ),
         ({"role": "assistant", "content": "", "tool_calls": [{"id": "1"}]}, "tool_calls can't be read"),
         ({"role": "assistant", "content": "", "function_call": {"name": "f"}}, "function_call can't be read"),
     ],
@@ -150,6 +156,7 @@ def test_other_spellings_that_are_met(server: Running) -> None:
         body = {**TEXT, "response_format": wanted, "max_tokens": 9, "max_completion_tokens": 9}
         assert server.post("/v1/completions", body).json()["choices"][0]["text"] == '"yes"'
     message = {"role": "assistant", "content": "Hi", "tool_calls": [], "function_call": None}
+    message |= {"refusal": None, "annotations": [], "audio": None, "name": "Eve"}
     same = [{"role": "assistant", "content": "Hi"}]
     tokens = [server.post("/tokenize", {"messages": each}).json()["tokens"] for each in ([message], same)]
     assert tokens[0] == tokens[1]
