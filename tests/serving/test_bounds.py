@@ -19,6 +19,7 @@ from ovspec.decoders.paged import PagedDecoder
 from ovspec.integrations.batch_answers import at_once, prompt_logprobs
 from ovspec.ir.memory import kv_bytes_per_token
 from ovspec.loop.results import Piece
+from ovspec.loop.scheduler import BatchLimits
 from ovspec.serving.echo import BESIDE, logprobs_of
 from ovspec.serving.engine import Engine, Job
 from ovspec.serving.requests import TextRequest
@@ -200,11 +201,8 @@ def test_repeated_prompts_are_read_in_small_steps(engine: Engine, read: list[tup
     assert ended.wait(60)
 
 
-def test_a_repeated_prompt_waits_for_room(
-    engine: Engine, read: list[tuple[int, bool]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    used = engine.cache_use()
-    monkeypatch.setattr(engine, "cache_use", lambda: (sum(used), 0) if engine.running else used)
+def test_a_repeated_prompt_waits_for_room(engine: Engine, read: list[tuple[int, bool]]) -> None:
+    engine._scheduler.queue._limits = BatchLimits(2, 420)  # for the text, but not for the prompt beside it
     ended = generating(engine)
     assert len(echo(engine, [100] * 40)) == 40
     assert ended.is_set() and not any(beside for _, beside in read)
