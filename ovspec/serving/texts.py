@@ -55,7 +55,9 @@ class Texts:
                 if now > limit:
                     raise self._late()
                 try:
-                    at, found = await asyncio.wait_for(self._events.get(), min(every, limit - now + 0.01))
+                    # Python 3.11's wait_for goes on in a task that is cancelled just when a piece comes.
+                    async with asyncio.timeout(min(every, limit - now + 0.01)):
+                        at, found = await self._events.get()
                 except TimeoutError:
                     if not self._engine.alive:
                         raise ApiError(500, "The server's engine has stopped; start the server again.") from None
