@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 import ovspec
 from ovspec.decoders.sequence import Sequence
-from ovspec.loop.stops import StopStrings
+from ovspec.loop.row import StopStrings
 from ovspec.model import LanguageModel
 from ovspec.text.generation_config import GenerationFile
 
