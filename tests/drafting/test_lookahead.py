@@ -286,8 +286,9 @@ def test_rows_share_what_proposals_may_add_to_a_round() -> None:
         lookahead._record("lookup").balance.add(1e3)
         lookahead.begin(most_ms, paced=True)
         assert [len(lookahead.cut(sure, 4).tokens) for _ in range(4)] == expected
-    lookahead.begin(16.0, paced=True)
-    assert [len(lookahead.cut(each, 4).tokens) for each in (NOTHING, NOTHING, sure, sure)] == [0, 0, 8, 8]
+        if most_ms == 16.0:
+            lookahead.begin(16.0, paced=True)
+            assert [len(lookahead.cut(each, 4).tokens) for each in (NOTHING, NOTHING, sure, sure)] == [0, 0, 8, 8]
 
 
 def test_a_draft_reads_as_much_of_prompts_as_a_round_has_time_for() -> None:

@@ -282,7 +282,8 @@ def test_an_errand_waits_for_memory_and_rows_wait_for_it(load: Callable[..., ovs
         time.sleep(0.005)
     engine.do(Errand(errand(), lambda error: order.append(str(error)), tokens=600))
     second = Asked(engine, PROMPTS[1], max_tokens=200)
-    first.result(), second.result()
+    first.result()
+    second.result()
     assert order == ["errand", "errand"] and second.times[0] > first.times[-1]
     assert second.rows[0].token_ids == lm.generate(PROMPTS[1], max_tokens=200, ignore_eos=True).token_ids
     engine.end()
@@ -332,7 +333,7 @@ def test_the_pace_keeps_rounds_short(per_token: float) -> None:
         for _ in range(20):
             pace.learn(Load(rows), 0, ms(Load(rows), 0))
     for generating in range(1, 9):
-        load, most = Load(generating, 8 - generating), LIMIT * ms(Load(8), 0)
+        load, most, read = Load(generating, 8 - generating), LIMIT * ms(Load(8), 0), 0
         for _ in range(80):
             read = pace.room(load)
             pace.learn(load, read, ms(load, read))
