@@ -190,7 +190,7 @@ class Lookahead:
         if math.isinf(self.most_ms) or not self.draft.known:
             return CATCHING_UP
         token_ms = (self.draft(CATCHING_UP) - self.draft(1)) / (CATCHING_UP - 1)
-        return min(max(1, int(self.most_ms / 2 / max(token_ms, 1e-3))), CATCHING_UP)
+        return min(max(CATCHING_UP // 4, int(self.most_ms / 2 / max(token_ms, 1e-3))), CATCHING_UP)
 
     # ------------------------------------------------------------ learning from rounds
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from ovspec.drafting.costs import Costs
 
-# A round that reads prompts may take this many times as long as a plain round of all rows. The aim is 2; the rest is
-# for what an inference takes longer than expected.
+# A round may take this many times as long as a plain round of all rows. The aim is 2; the rest is for what an inference
+# takes longer than expected.
 LIMIT = 1.8
 FEWEST, MOST = 8, 256  # tokens of prompts in a round; the most also bound how long a row waits before it joins
 LEAST = 2  # the same, in a round in which other rows read the rest of theirs
@@ -62,9 +62,9 @@ class Pace:
         """Return how many milliseconds proposals may add to the next round.
 
         Prompts, of which ``unread`` tokens are left, come first: reading them takes its time in any case, and a row
-        that is read earlier generates earlier. If there are none, the round takes as long as proposals pay.
+        that is read earlier generates earlier. A row that is alone keeps nobody waiting.
         """
-        if self._chunk or not unread:
+        if self._chunk or load.rows < 2:
             return math.inf
         return max(0.0, self._left(load) - unread * self._token_ms) if self._costs.known else 0.0
 

@@ -39,11 +39,11 @@ def run_round(
     for row in rows:
         if row.sampler.constraints.forces and 0 not in (lookahead.fixed, row.limits.lookahead):
             attempt(commit_forced, row)
-    if pace:
+    if drafter and pace:
         behind = [len(row.sequence) - len(held) for row, held in zip(rows, target.rows, strict=True)]
         unread = [count for count in behind if count > LONG]
         lookahead.begin(pace.most_ms(Load(len(rows) - len(unread), len(unread)), sum(unread)), paced=True)
-    else:
+    elif drafter:
         lookahead.begin()
     began = time.perf_counter()
     propose(rows, drafter, lookahead)
