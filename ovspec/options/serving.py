@@ -50,8 +50,8 @@ class ServeOptions(TypedDict, total=False):
     prefill_chunk: Annotated[
         int | None,
         Option(
-            "Number of prompt tokens that a round reads. With many, as 256, the server generates more in all, but "
-            "texts pause while it reads prompts.",
+            "Number of prompt tokens that a round reads. With many, as 256, drafters may bring more, but texts pause "
+            "while the server reads prompts.",
             limits=AT_LEAST_1,
             usual="so few that other texts hardly wait",
             metavar="N",
