@@ -187,6 +187,7 @@ def test_tokens(server: Running, lm: ovspec.LanguageModel) -> None:
 def test_the_model_and_the_state_are_told(server: Running, client: Any) -> None:
     assert [model.id for model in client.models.list()] == ["demo"]
     assert client.models.retrieve("demo").id == "demo"
+    client.completions.create(model="demo", prompt="def f(", max_tokens=3)
     assert server.get("/health").json() == {"status": "ok"}
     assert server.get("/ready").json() == {"status": "ready", "arithmetic": "exact", "deterministic": True}
     assert server.metric("ovspec_generated_tokens_total") > 0
