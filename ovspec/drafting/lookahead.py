@@ -156,7 +156,7 @@ class Lookahead:
             return NOTHING
         if self.fixed is not None:
             return shorten(proposal, self.fixed)
-        length, _ = self._best_cut(proposal, rows)
+        length, _ = self._best_cut(proposal, rows, self._cut)
         self._cut += length
         if not length:
             self._record(proposal.source).acceptance.fade(proposal)
@@ -173,9 +173,9 @@ class Lookahead:
             return poor
         if not self.affords(source, rows):
             return False
-        self._cut -= len(proposal.tokens)  # which ``cut`` has counted
-        better = self._plain(rows) - self.gain(source, rows) < self._best_cut(proposal, rows)[1]
-        self._cut += 0 if better else len(proposal.tokens)
+        others = self._cut - len(proposal.tokens)
+        better = self._plain(rows) - self.gain(source, rows) < self._best_cut(proposal, rows, others)[1]
+        self._cut = others if better else self._cut
         return better
 
     def gain(self, source: str, rows: int) -> float:
@@ -278,12 +278,15 @@ class Lookahead:
         plain = self._plain(rows)
         return min(plain, self._ms / self._tokens) if self._tokens > 4 else plain
 
-    def _best_cut(self, proposal: Proposal, rows: int) -> tuple[int, float]:
-        """Return (number of tokens worth verifying, milliseconds that a token then costs)."""
+    def _best_cut(self, proposal: Proposal, rows: int, proposed: int) -> tuple[int, float]:
+        """Return (number of tokens worth verifying, milliseconds that a token then costs).
+
+        ``proposed``: number of tokens that are proposed for other rows.
+        """
         if not self.target.known:
             return len(proposal.tokens), 0.0
         rates, plain = self._record(proposal.source).acceptance.rates(proposal), self._plain(rows)
-        others = rows - 1 + self._cut
+        others = rows - 1 + proposed
         most = min(len(rates), WIDEST - others - 1)
         if most < 1:
             return 0, plain

@@ -16,15 +16,23 @@ LONG = {"prompt": "def f(", "max_tokens": 600, "ignore_eos": True}
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="Windows has no SIGTERM to handle")
 
 
-def asked(server: Running, found: list[Any]) -> threading.Thread:
+def sent(server: Running, body: dict[str, Any], found: list[Any]) -> threading.Thread:
+    """Send a request in a thread, which adds the answer to ``found``."""
+
     def ask() -> None:
         try:
-            found.append(server.post("/v1/completions", LONG))
+            found.append(server.post("/v1/completions", body))
         except httpx.HTTPError as error:
             found.append(error)
 
     thread = threading.Thread(target=ask)
     thread.start()
+    return thread
+
+
+def asked(server: Running, found: list[Any]) -> threading.Thread:
+    """Send a request for a long text in a thread, and return when it is being generated."""
+    thread = sent(server, LONG, found)
     ends = time.monotonic() + 20
     while server.metric("ovspec_texts_running") == 0:
         assert time.monotonic() < ends
@@ -80,16 +88,7 @@ def test_a_second_signal_ends_what_is_read_first(start: Start) -> None:
 def test_a_second_signal_ends_what_is_prepared(start: Start, signals: int) -> None:
     """A grammar whose check would take seconds; the process doesn't wait for it, either."""
     server, found = start(DEMO, "--draft", "none"), list[Any]()
-    body = {"prompt": "a", "json_schema": {"type": "integer", "multipleOf": 9999889}}
-
-    def ask() -> None:
-        try:
-            found.append(server.post("/v1/completions", body))
-        except httpx.HTTPError as error:
-            found.append(error)
-
-    thread = threading.Thread(target=ask)
-    thread.start()
+    thread = sent(server, {"prompt": "a", "json_schema": {"type": "integer", "multipleOf": 9999889}}, found)
     time.sleep(1)
     for _ in range(signals):
         server.process.send_signal(signal.SIGINT)
