@@ -2,6 +2,7 @@
 
     python3 scripts/dev.py demo            export the demo pair in f32, generate without and with speculation
     python3 scripts/dev.py test [--slow]   the tests, in two workers (-n 0 for none); further arguments go to pytest
+        [--isa AVX2]                       as on a processor with this instruction set and no better one
     python3 scripts/dev.py soak            long series of kills and of draws
     python3 scripts/dev.py test-guidance   the tests of the guidance library, in an environment of their own
     python3 scripts/dev.py lint            ruff, pyright, import-linter; references, lengths and links of the docs
@@ -77,9 +78,23 @@ def test(arguments: list[str], which: str = "not slow and not soak") -> None:
     if "--slow" in arguments:
         which = "not soak"
     rest = [argument for argument in arguments if argument != "--slow"]
+    if "--isa" in rest:
+        at = rest.index("--isa")
+        cap_instruction_set(*rest[at + 1 : at + 2])
+        del rest[at : at + 2]
     # Two workers, each with its half of the cores (tests/conftest.py): small models gain nothing from more.
     workers = ("-n", "2", "--dist", "worksteal") if "--update-docs" not in rest else ()
     run(python(), "-m", "pytest", *workers, "-m", which, *rest)
+
+
+def cap_instruction_set(name: str = "") -> None:
+    """Let OpenVINO use no better instruction set than ``name``; exit if this processor lacks it."""
+    check = "import sys; from ovspec.ir.instruction_set import check_cap; check_cap(sys.argv[1])"
+    done = subprocess.run([python(), "-c", check, name], cwd=ROOT, capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(f"--isa: {done.stderr.strip().splitlines()[-1].partition(': ')[2]}")
+    # The first is for OpenVINO's matrix products, the second for its own kernels; without both it contradicts itself.
+    os.environ["ONEDNN_MAX_CPU_ISA"] = os.environ["OV_CPU_MAX_ISA"] = name
 
 
 def test_guidance(arguments: list[str]) -> None:

@@ -8,8 +8,10 @@ from pathlib import Path
 
 import openvino as ov
 import platformdirs
+import psutil
 
 from ovspec.errors import OvspecError
+from ovspec.ir.instruction_set import check_instruction_set, instruction_set
 
 # KV caches of these types survive trimming, compacting, forking and copying unchanged, in any arithmetic (measured in
 # tests/decoders); u8 caches don't.
@@ -56,6 +58,18 @@ def default_cache_dir() -> Path:
     return Path(platformdirs.user_cache_dir("ovspec", appauthor=False))
 
 
+def machine_key() -> tuple[str, ...]:
+    """Return what tells machines apart for everything that is found out or compiled on one and kept.
+
+    That is the processor's name, the instruction set in use, the number of cores that this process may use, and
+    OpenVINO's version.
+    """
+    process = psutil.Process()
+    cores = len(process.cpu_affinity()) if hasattr(process, "cpu_affinity") else psutil.cpu_count()
+    name = str(core().get_property("CPU", "FULL_DEVICE_NAME"))
+    return name, instruction_set(), f"{cores} cores", f"OpenVINO {ov.get_version()}"
+
+
 def available_devices() -> list[tuple[str, str]]:
     """Return (name, description) of every available device."""
     return [(name, str(core().get_property(name, "FULL_DEVICE_NAME"))) for name in core().available_devices]
@@ -70,6 +84,8 @@ def check_device(device: str, option: str = "device") -> str:
         raise OvspecError(f"`{option}={device!r}`: only AUTO and HETERO take a list of devices, as in AUTO:GPU,CPU.")
     if wanted == ["AUTO"]:
         return name
+    if "CPU" in wanted:
+        check_instruction_set()
     present = core().available_devices
     for part in wanted:
         if part in present or (part == "GPU" and any(p.startswith("GPU.") for p in present)):
@@ -86,7 +102,9 @@ def check_device(device: str, option: str = "device") -> str:
 
 def compile_properties(options: DeviceOptions) -> dict[str, str]:
     """Return the properties for ``Core.compile_model``."""
-    properties = {"PERFORMANCE_HINT": "LATENCY", "CACHE_DIR": str(options.cache_folder or "")}
+    # OpenVINO would load a model that was compiled for another instruction set.
+    kept = options.cache_folder and options.cache_folder / f"{ov.get_version()[:20]} {instruction_set()}"
+    properties = {"PERFORMANCE_HINT": "LATENCY", "CACHE_DIR": str(kept or "")}
     if options.device.upper().startswith("AUTO"):
         # The KV cache lives in the request, which must not start on the CPU and then move to another device.
         properties["ENABLE_STARTUP_FALLBACK"] = "NO"

@@ -10,6 +10,7 @@ import numpy as np
 import openvino as ov
 
 from ovspec.ir.compile import MODEL_FILE
+from ovspec.ir.instruction_set import instruction_set
 from ovspec.setup.engine import CompiledModel
 from ovspec.text.chat_template import CHAT_TEMPLATE_FILE, MORE_TEMPLATES
 from ovspec.text.tokenizer_files import TOKENIZER_CONFIG_FILE, TOKENIZER_FILE
@@ -70,7 +71,8 @@ def threads_of(loaded: CompiledModel) -> int | None:
 def cache_setting(loaded: CompiledModel) -> str:
     """Return the engine, device and settings that the values in a model's cache depend on."""
     values = [f"{name}={value}" for name, value in compiled_properties(loaded).items()]
-    return " ".join([loaded.engine, loaded.arithmetic, loaded.ir.device, *values, f"OpenVINO {ov.get_version()}"])
+    used = f"{instruction_set()} OpenVINO {ov.get_version()}"
+    return " ".join([loaded.engine, loaded.arithmetic, loaded.ir.device, *values, used])
 
 
 def described(loaded: CompiledModel) -> dict[str, Any]:
@@ -84,5 +86,6 @@ def described(loaded: CompiledModel) -> dict[str, Any]:
         "properties": compiled_properties(loaded),
         "threads": threads_of(loaded),
         "profile": loaded.profile,
+        "instruction_set": instruction_set(),
         "openvino": ov.get_version(),
     }

@@ -17,6 +17,7 @@ from ovspec.errors import OvspecError
 from ovspec.files import remember, remembered
 from ovspec.ir.attention_mask import UNBOUNDED, mask_bound
 from ovspec.ir.compile import MODEL_FILE, CompiledIR
+from ovspec.ir.device import machine_key
 
 
 @dataclass(frozen=True)
@@ -102,10 +103,10 @@ def find_probe(ir: CompiledIR, cache_dir: Path | None, exported: Probe | None) -
 
 
 def memory_file(kind: str, folder: Path, setting: str, cache_dir: Path | None) -> Path | None:
-    """Return the cache file for findings about the model in ``folder`` in one ``setting``; None without a cache."""
+    """Return the file for findings about the model in ``folder`` in one ``setting`` on this machine; None: no cache."""
     if not cache_dir:
         return None
     files = [folder / MODEL_FILE, (folder / MODEL_FILE).with_suffix(".bin"), folder / "config.json"]
     identity = [(str(f.resolve()), f.stat().st_size, f.stat().st_mtime_ns) for f in files if f.is_file()]
-    key = repr((identity, setting, __version__))
+    key = repr((identity, setting, machine_key(), __version__))
     return cache_dir / kind / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"
