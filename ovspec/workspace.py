@@ -276,6 +276,7 @@ class Workspace:
             draft_engine=draft.engine if draft else None,
             profile=target.profile,
             arithmetic=target.promise,
+            rule=target.rule.label if target.promise == "exact" else "",
         )
         ending = Ending(max_tokens, eos, params, context or math.inf)
         row = Row(sequence, sampler, self.tokenizer.detokenizer(), ending, stats, healing)
@@ -300,14 +301,13 @@ class Workspace:
             return None, PLAIN
         target, draft = decoders.target, decoders.draft
         if not decoders.lookaheads:
-            measured = {width: ms for width, ms in (self.target.verify_ms or {}).items() if width >= target.narrowest}
-            costs = Costs(measured, self.target.change_ms, target.fills), Costs()
-            if self.draft and draft:
-                costs = costs[0], Costs(self.draft.verify_ms, self.draft.change_ms, draft.fills)
-            decoders.lookaheads = {kind: Lookahead(None, *costs, target.narrowest) for kind in (False, True)}
+            measured = {width: ms for width, ms in (self.target.verify_ms or {}).items() if width >= target.rule.fewest}
+            costs = Costs(measured, self.target.change_ms, target.fills, target.rule.most)
+            steps = Costs(self.draft.verify_ms, self.draft.change_ms, draft.fills) if self.draft and draft else Costs()
+            decoders.lookaheads = {kind: Lookahead(None, costs, steps, target.rule.fewest) for kind in (False, True)}
         lookahead = decoders.lookaheads[sampled]
         if wanted is not None:
-            lookahead = Lookahead(wanted, lookahead.target, lookahead.draft, target.narrowest)
+            lookahead = Lookahead(wanted, lookahead.target, lookahead.draft, target.rule.fewest)
         return decoders.drafter, lookahead
 
     def run(

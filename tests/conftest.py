@@ -9,7 +9,9 @@ import re
 import signal
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,17 +27,21 @@ if "PYTEST_XDIST_WORKER" in os.environ and hasattr(os, "sched_setaffinity"):
     os.sched_setaffinity(0, cores[number::workers] or cores)
 
 import ovspec
-from ovspec.decoders.base import Rollback
+from ovspec.decoders.base import FeedRule, Rollback
 from ovspec.decoders.paged import PagedDecoder
 from ovspec.decoders.stateful import StatefulDecoder
 from ovspec.ir.compile import CompiledIR, compile_ir
 from ovspec.ir.device import DeviceOptions, default_cache_dir, native_precisions
+from ovspec.ir.instruction_set import instruction_set
 from ovspec.setup.engine import compile_paged
 
 pytest_plugins = ["servers"]  # the fixtures of tests/serving
 ROOT = Path(__file__).resolve().parent.parent
 USERS_CACHE = default_cache_dir()  # holds the overlays for exports; most tests use another
 HAS_BF16 = "bf16" in native_precisions()  # elsewhere bf16 is emulated, and attention is computed in f32
+# The strictest rule that the paged engine was found to need, on any processor. What a test plants must break this one.
+STRICT_UNBOUND = FeedRule(queries=2, fewest=2)
+STRICT = replace(STRICT_UNBOUND, most=64)
 CHECKPOINTS = ROOT / "models" / "demo-hf"
 # The tests' pair: the demo pair's draft as the target (five times cheaper than the demo target) and a one-layer draft.
 TARGET, DRAFT = CHECKPOINTS / "draft", ROOT / "models" / "small-hf"
@@ -52,6 +58,22 @@ def pytest_configure() -> None:
     """Restore Ctrl-C, which some tests send: a shell that runs pytest in the background makes it ignore the signal."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_report_header() -> str:
+    return f"instruction set: {instruction_set()}"
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Print the ten files whose tests take most time."""
+    seconds: Counter[str] = Counter()
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if hasattr(report, "duration"):
+                seconds[report.location[0]] += report.duration
+    terminalreporter.write_sep("=", f"slowest files of {sum(seconds.values()):.0f} s")
+    for file, spent in seconds.most_common(10):
+        terminalreporter.write_line(f"{spent:7.1f} s  {file}")
 
 
 @pytest.fixture(scope="session")
@@ -121,8 +143,8 @@ def make_decoder(target_ir: CompiledIR) -> Callable[..., StatefulDecoder]:
 def make_paged(pair: Path, cache_dir: Path) -> Callable[..., PagedDecoder]:
     ir = compile_paged(pair, DeviceOptions(precision="f32", cache_dir=cache_dir))
 
-    def make_paged(**options: Any) -> PagedDecoder:
-        return PagedDecoder(ir, **options)
+    def make_paged(rule: FeedRule = STRICT_UNBOUND, **options: Any) -> PagedDecoder:
+        return PagedDecoder(ir, rule=rule, **options)
 
     return make_paged
 

@@ -162,6 +162,6 @@ def full(result: Result) -> str:
     lines += [
         f"time: target {stats.target_ms:.0f} ms, draft {stats.draft_ms:.0f} ms, other {stats.other_ms:.0f} ms",
         f"device: {stats.device}; engine {stats.engine} ({stats.engine_reason}); rollback: {stats.rollback}",
-        f"arithmetic: {stats.arithmetic}; profile: {stats.profile or 'none'}",
+        f"arithmetic: {stats.arithmetic}{f' ({stats.rule})' if stats.rule else ''}; profile: {stats.profile or 'none'}",
     ]
     return "\n".join(lines)

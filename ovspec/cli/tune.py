@@ -120,12 +120,14 @@ def report(name: str, folder: Path, profile: Profile) -> list[str]:
     lines.append(line(" ", "OpenVINO's own default", profile.reference))
     lines += [line("*" if m is best else " ", str(m.setting), m) for m in profile.measurements]
     if best:
-        token = best.verify_ms[2] / profile.reference.verify_ms[1]
+        token = best.token_ms / profile.reference.verify_ms[1]
         prompt = best.prefill_ms / profile.reference.prefill_ms
         shares = f"a token takes {token:.2f}x and a prompt {prompt:.2f}x the default's time"
         lines.append(f"chosen for {profile.goal}: {best.setting}; {shares}")
     for threads, found in profile.exactness.items():
         with_threads = f"{threads} thread{'s' * (threads != 1)}"
         differ = f"{found.differing} of {found.positions} probed positions differ from one pass over their text"
-        lines.append(f"exact arithmetic, {with_threads}: {differ}")
+        lines.append(f"exact arithmetic, {with_threads}: {found.rule or 'not had'}; {differ}")
+    if profile.price:
+        lines.append(f"price of exact arithmetic: a token takes {profile.price:.2f}x the time of fast arithmetic")
     return lines

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -21,6 +22,68 @@ from ovspec.ir.compile import last_line
 # "exact": a token has the same bits however it was computed: alone, with others, or in one pass over its text.
 # "fast": whatever is fastest for plain decoding, without that promise.
 Arithmetic = Literal["exact", "fast"]
+
+
+@dataclass(frozen=True)
+class FeedRule:
+    """How tokens are fed, so that each has the same bits however its text is cut; found by ``setup/exactness.py``.
+
+    OpenVINO has several kernels for one operation, which round differently, and chooses among them by the number of
+    tokens. The rule keeps to those that agree. A rule without demands is that of fast arithmetic.
+
+    queries: the fewest tokens of a row that attention gets; paged engine only.
+    fewest: the fewest tokens that an inference computes.
+    most: the most tokens that an inference computes, and so the most logits; None for any number.
+    apart: stateful engine: a text's first token has an inference of its own, rejected tokens are cut off, and rows
+        share no inference.
+    """
+
+    queries: int = 1
+    fewest: int = 1
+    most: int | None = None
+    apart: bool = False
+
+    def room_beside(self, width: int, wanted: int) -> int:
+        """Return how many of ``wanted`` tokens to feed beside ``width`` others.
+
+        That is fewer where the last ones would begin another inference, which takes time for any number of tokens.
+        """
+        if not self.most:
+            return wanted
+        left = self.most - width % self.most
+        return min(wanted, left if left >= min(self.most // 4, wanted) else left + self.most)
+
+    @functools.cached_property
+    def label(self) -> str:
+        """The rule in words, for statistics and messages."""
+        demands = [
+            f"at least {self.fewest} tokens an inference" if self.fewest > 1 else "",
+            f"at most {self.most} tokens an inference" if self.most else "",
+            f"attention gets at least {self.queries} tokens of a row" if self.queries > 1 else "",
+            "first tokens apart, rejected tokens cut off, each row by itself" if self.apart else "",
+        ]
+        return ", ".join(filter(None, demands)) or "tokens as they come"
+
+    def __str__(self) -> str:
+        return self.label
+
+
+FAST = FeedRule()
+
+
+def inferences(counts: list[int], most: int) -> Iterator[list[tuple[int, int]]]:
+    """Yield inferences of at most ``most`` tokens that feed ``counts`` tokens to the rows, the first row's first.
+
+    Each is a list with the first and the last but one index of the tokens that every row gets.
+    """
+    begins = [0, *itertools.accumulate(counts)]
+    for first in range(0, begins[-1], most):
+        yield [
+            (min(max(first - begin, 0), count), min(max(first + most - begin, 0), count))
+            for begin, count in zip(begins, counts, strict=False)
+        ]
+
+
 # Tokens that a joining row reads per inference if that doesn't widen the other rows: enough to make good use of the
 # weights, which the inference reads in any case.
 JOINING_CHUNK = 64
@@ -58,7 +121,7 @@ class Decoder(Protocol):
 
     rollback: Rollback
     context_length: int | None
-    narrowest: int  # the fewest tokens that an inference computes; a narrower one is filled up
+    rule: FeedRule
     fills: bool  # whether an inference can be filled up to a width, see ``feed``
 
     @property
@@ -79,7 +142,7 @@ class Decoder(Protocol):
         ...
 
     def feed(self, tokens: list[np.ndarray], wanted: list[int], width: int = 0) -> list[np.ndarray]:
-        """Run one inference that appends ``tokens[row]`` (n,) int64 to each row.
+        """Append ``tokens[row]`` (n,) int64 to each row, in one inference or in as many as the rule demands.
 
         Returns, for each row, the logits after its last ``wanted[row]`` new tokens: (wanted[row], vocab) float32,
         valid until the next call. A row may get no tokens.
@@ -162,7 +225,7 @@ def logit_positions(counts: tuple[int, ...], wanted: tuple[int, ...], packed: bo
 def needed_width(decoder: Decoder, tokens: list[np.ndarray]) -> int:
     """Return how many tokens ``decoder`` computes at least if it is fed ``tokens``."""
     count = sum(map(len, tokens))
-    return count and max(decoder.narrowest, count)
+    return count and max(decoder.rule.fewest, count)
 
 
 def split_by_row(logits: np.ndarray, wanted: list[int]) -> list[np.ndarray]:

@@ -12,12 +12,14 @@ import functools
 import numpy as np
 
 from ovspec.decoders.base import (
+    FAST,
     JOINING_CHUNK,
-    Arithmetic,
+    FeedRule,
     Rollback,
     TokenArrays,
     check_wanted,
     feed_error,
+    inferences,
     logit_positions,
     reordered,
     split_by_row,
@@ -32,27 +34,28 @@ from ovspec.ir.paged_attention import CACHE, INPUTS, PAIRS
 from ovspec.ir.request import Request
 from ovspec.text.vocabulary import ALL_IDS, KnownIds
 
-# Prompt tokens fed in one inference. The limit bounds the memory of activations and the time until Ctrl-C is heard.
+# The most tokens fed in one inference. The limit bounds the memory of activations and the time until Ctrl-C is heard.
 PREFILL_CHUNK = 256
 
 
 class PagedDecoder:
     """A ``SessionDecoder`` whose forked rows share blocks until one of them is fed.
 
-    OpenVINO has one attention kernel for a single new token and another for several, and they round differently. With
-    exact arithmetic attention never gets a row's only new token alone: its query, key and value come twice, and what
-    the second writes into the cache is overwritten by the next token. All else is computed once for each token, and
-    for two tokens at least. Then a token has the same bits however its text was cut into pieces.
+    OpenVINO has one attention kernel for a single new token and another for several, and they round differently. Where
+    the rule demands two queries, attention never gets a row's only new token alone: its query, key and value come
+    twice, and what the second writes into the cache is overwritten by the next token. Where it demands two tokens, one
+    that would be computed alone is computed together with the token before it. Where it has a bound, more tokens are
+    fed in several inferences.
 
     Args:
-        ir: the model, compiled with the rewrites ``to_paged`` and, for exact arithmetic, ``pair_queries``.
+        ir: the model, compiled with the rewrites ``to_paged`` and, for a rule with two queries, ``pair_queries``.
         vocabulary: the ids that may be chosen.
-        arithmetic: whether a token may be computed alone ("fast").
-        prefill_chunk: maximum tokens fed in one inference, not counting those whose logits are wanted.
+        rule: how tokens are fed.
+        prefill_chunk: maximum tokens fed in one inference.
         tensors: the tensors of another decoder of the same model, to share blocks with it; new ones by default.
 
     Raises:
-        ValueError: exact arithmetic, and the model lacks the second rewrite.
+        ValueError: a rule with two queries, and the model lacks the second rewrite.
     """
 
     rollback = Rollback("blocks")
@@ -62,15 +65,13 @@ class PagedDecoder:
         self,
         ir: CompiledIR,
         vocabulary: KnownIds = ALL_IDS,
-        arithmetic: Arithmetic = "exact",
+        rule: FeedRule = FAST,
         prefill_chunk: int = PREFILL_CHUNK,
         tensors: BlockTensors | None = None,
     ) -> None:
-        if arithmetic == "exact" and PAIRS[0] not in ir.inputs:
-            raise ValueError("exact arithmetic needs a model rewritten by pair_queries")
-        self.context_length = ir.context_length
-        self.narrowest = 2 if arithmetic == "exact" else 1
-        self._arithmetic: Arithmetic = arithmetic
+        if rule.queries > 1 and PAIRS[0] not in ir.inputs:
+            raise ValueError("two queries for a token need a model rewritten by pair_queries")
+        self.context_length, self.rule = ir.context_length, rule
         self._ir, self._vocabulary, self._prefill_chunk = ir, vocabulary, prefill_chunk
         self._request, self._restricts = Request(ir, (*INPUTS, *PAIRS)), vocabulary.restricts(ir.logits_width)
         self._tensors = tensors or BlockTensors(ir, [name for name in ir.inputs if CACHE.fullmatch(name)])
@@ -113,10 +114,10 @@ class PagedDecoder:
         counts = [len(new) for new in tokens]
         check_wanted(tuple(counts), tuple(wanted))
         try:
-            if sum(counts) - sum(wanted) > self._prefill_chunk:
-                tokens = self._feed_in_chunks(tokens, wanted)
+            if sum(counts) > self._most:
+                return self._feed_in_parts(tokens, wanted)
             with self._tensors.lock:
-                return self._append(tokens, wanted, width)
+                return self._append(tokens, wanted, min(width, self._most))
         except BaseException as error:
             self.reset(len(self.rows))  # the cache's contents are unknown now; an empty cache fits any text
             raise feed_error(error, self._ir.device) from None
@@ -133,7 +134,7 @@ class PagedDecoder:
 
     def fork(self) -> PagedDecoder:
         with self._tensors.lock:
-            arguments = (self._vocabulary, self._arithmetic, self._prefill_chunk, self._tensors)
+            arguments = (self._vocabulary, self.rule, self._prefill_chunk, self._tensors)
             other = PagedDecoder(self._ir, *arguments)
             other.rows, other._blocks = [row.copy() for row in self.rows], self._blocks.fork()
         return other
@@ -158,29 +159,36 @@ class PagedDecoder:
         self.rows[0].commit(tokens)
 
     def joining_chunk(self, counts: list[int]) -> int:
-        return max(JOINING_CHUNK, sum(counts))
+        return self.rule.room_beside(sum(counts), max(JOINING_CHUNK, sum(counts)))
 
-    def _feed_in_chunks(self, tokens: list[np.ndarray], wanted: list[int]) -> list[np.ndarray]:
-        """Feed tokens whose logits are not wanted, row after row, until at most a chunk is left; return the rest."""
-        while True:
-            loose = [max(0, len(new) - max(want, 1)) for new, want in zip(tokens, wanted, strict=True)]
-            if sum(loose) <= self._prefill_chunk:
-                return tokens
-            ends = np.minimum(np.cumsum([0, *loose]), self._prefill_chunk)
-            cuts = np.diff(ends).tolist()
-            fed = [new[:cut] for new, cut in zip(tokens, cuts, strict=True)]
-            with self._tensors.lock:
-                self._append(fed, [0] * len(fed))
-            tokens = [new[cut:] for new, cut in zip(tokens, cuts, strict=True)]
+    @property
+    def _most(self) -> int:
+        """The most tokens of an inference."""
+        return min(self._prefill_chunk, self.rule.most or self._prefill_chunk)
+
+    def _feed_in_parts(self, tokens: list[np.ndarray], wanted: list[int]) -> list[np.ndarray]:
+        """Feed more tokens than an inference may have, row after row."""
+        logits: list[list[np.ndarray]] = [[] for _ in tokens]
+        firsts = [len(new) - want for new, want in zip(tokens, wanted, strict=True)]
+        for parts in inferences([len(new) for new in tokens], self._most):
             check_interrupts()
+            fed = [new[begin:end] for new, (begin, end) in zip(tokens, parts, strict=True)]
+            wants = [max(0, end - max(begin, first)) for first, (begin, end) in zip(firsts, parts, strict=True)]
+            with self._tensors.lock:
+                found = self._append(fed, wants)
+            for row, want in enumerate(wants):
+                if want:
+                    logits[row].append(found[row].copy())
+        nothing = np.empty((0, self._ir.logits_width), dtype=np.float32)
+        return [np.concatenate(each) if each else nothing for each in logits]
 
     def _append(self, tokens: list[np.ndarray], wanted: list[int], width: int = 0) -> list[np.ndarray]:
         pieces = [(len(held), new) for held, new in zip(self.rows, tokens, strict=True)]
-        if sum(map(len, tokens)) < self.narrowest:
+        if sum(map(len, tokens)) < self.rule.fewest:
             pieces = [self._doubled(row, new) for row, new in enumerate(tokens)]
         self._fill_up(pieces, width)
         fed = [row for row, (_, new) in enumerate(pieces) if len(new)]
-        queries = tuple([max(self.narrowest, len(pieces[row][1])) for row in fed])
+        queries = tuple([max(self.rule.queries, len(pieces[row][1])) for row in fed])
         ids, positions = self._token_arrays[(sum([len(new) for _, new in pieces]),)]
         past, begins = self._length_arrays(len(fed))
         copies: list[tuple[int, int]] = []

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from ovspec.decoders.base import JOINING_CHUNK, Arithmetic, Rollback, SessionDecoder, check_wanted
+from ovspec.decoders.base import FAST, JOINING_CHUNK, FeedRule, Rollback, SessionDecoder, check_wanted
 from ovspec.decoders.sequence import EMPTY, Sequence
 from ovspec.decoders.stateful import StatefulDecoder
 from ovspec.ir.compile import CompiledIR
@@ -21,14 +21,14 @@ class RowByRow:
     convolution or an SSM would process it.
     """
 
-    narrowest = 1
     fills = False
 
     def __init__(self, make: Callable[[], StatefulDecoder]) -> None:
         self._make = make
         self._decoders = [make()]
         self._spare: list[StatefulDecoder] = []
-        self.rollback, self.context_length = self._decoders[0].rollback, self._decoders[0].context_length
+        first = self._decoders[0]
+        self.rule, self.rollback, self.context_length = first.rule, first.rollback, first.context_length
 
     @property
     def rows(self) -> list[Sequence]:
@@ -103,17 +103,16 @@ def trimming(rollback: Rollback) -> Rollback:
 
 
 def decoder_of(
-    ir: CompiledIR, rollback: Rollback, vocabulary: KnownIds = ALL_IDS, arithmetic: Arithmetic = "exact"
+    ir: CompiledIR, rollback: Rollback, vocabulary: KnownIds = ALL_IDS, rule: FeedRule = FAST
 ) -> SessionDecoder:
-    """Return the stateful decoder that fits the model's states and the arithmetic.
+    """Return the stateful decoder that fits the model's states and the rule.
 
-    With exact arithmetic each row has a request of its own, because padding changes bits, and rejected tokens are cut
-    off, because masked slots do. The other arguments are those of ``StatefulDecoder``.
+    Where the rule keeps rows apart, each has a request of its own, because padding changes bits, and rejected tokens
+    are cut off, because masked slots do. The other arguments are those of ``StatefulDecoder``.
     """
-    exact = arithmetic == "exact"
-    rollback = trimming(rollback) if exact else rollback
+    rollback = trimming(rollback) if rule.apart else rollback
 
     def make() -> StatefulDecoder:
-        return StatefulDecoder(ir, rollback, vocabulary, first_alone=exact)
+        return StatefulDecoder(ir, rollback, vocabulary, rule=rule)
 
-    return RowByRow(make) if exact or ir.rows_alone else make()
+    return RowByRow(make) if rule.apart or ir.rows_alone else make()

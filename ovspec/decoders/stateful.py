@@ -8,6 +8,8 @@ import sys
 import numpy as np
 
 from ovspec.decoders.base import (
+    FAST,
+    FeedRule,
     Rollback,
     TokenArrays,
     check_wanted,
@@ -45,11 +47,10 @@ class StatefulDecoder:
         rollback: how its states can be rolled back, from ``probing.find_probe``.
         vocabulary: the ids that may be chosen.
         compact_at: number of dead slots at which the cache is compacted.
-        first_alone: whether a text's first token gets an inference of its own. OpenVINO computes a prompt without a
-            past in another attention kernel, which rounds differently.
+        rule: how tokens are fed. With ``apart``, a text's first token gets an inference of its own, because OpenVINO
+            computes a prompt without a past in another attention kernel, which rounds differently.
     """
 
-    narrowest = 1
     fills = False
 
     def __init__(
@@ -58,10 +59,9 @@ class StatefulDecoder:
         rollback: Rollback,
         vocabulary: KnownIds = ALL_IDS,
         compact_at: int = COMPACT_AT,
-        first_alone: bool = False,
+        rule: FeedRule = FAST,
     ) -> None:
-        self.rollback = rollback
-        self._first_alone = first_alone
+        self.rollback, self.rule = rollback, rule
         self.context_length = ir.context_length
         self.compactions = 0
         self._ir, self._vocabulary, self._compact_at = ir, vocabulary, compact_at
@@ -103,10 +103,8 @@ class StatefulDecoder:
     def feed(self, tokens: list[np.ndarray], wanted: list[int], width: int = 0) -> list[np.ndarray]:  # noqa: ARG002
         counts = [len(new) for new in tokens]
         check_wanted(tuple(counts), tuple(wanted))
-        if self._first_alone and len(self.rows) == 1 and not len(self.rows[0]) and counts[0] > 1:
-            begin = self.feed([tokens[0][:1]], [int(wanted[0] == counts[0])])[0].copy()
-            rest = self.feed([tokens[0][1:]], [wanted[0] - len(begin)])[0]
-            return [np.concatenate((begin, rest)) if len(begin) else rest]
+        if len(self.rows) == 1 and counts[0] > self._first_part(counts[0]):
+            return [self._feed_in_parts(tokens[0], wanted[0])]
         logits_idx = logit_positions(tuple(counts), tuple(wanted))
         try:
             if len(self.rows[0]) <= self._rope_switch < len(self.rows[0]) + counts[0]:
@@ -151,7 +149,7 @@ class StatefulDecoder:
         self.compactions += 1
 
     def fork(self) -> StatefulDecoder:
-        other = StatefulDecoder(self._ir, self.rollback, self._vocabulary, self._compact_at, self._first_alone)
+        other = StatefulDecoder(self._ir, self.rollback, self._vocabulary, self._compact_at, self.rule)
         if self._exact:
             self.copy_to(other)
         return other
@@ -205,6 +203,22 @@ class StatefulDecoder:
         """Whether copies of the states are known to be exact."""
         return not self._ir.kv_states or self._ir.properties.get("KV_CACHE_PRECISION") in EXACT_KV_PRECISIONS
 
+    def _first_part(self, count: int) -> int:
+        """Return how many of ``count`` tokens the next inference may have."""
+        alone = self.rule.apart and not len(self.rows[0])
+        return 1 if alone else min(count, self.rule.most or count)
+
+    def _feed_in_parts(self, tokens: np.ndarray, wanted: int) -> np.ndarray:
+        """Feed a single row in several inferences; return the logits after the last ``wanted`` tokens."""
+        logits = [np.empty((0, self._ir.logits_width), dtype=np.float32)]
+        while len(tokens):
+            cut = self._first_part(len(tokens))
+            left = len(tokens) - cut
+            want = max(0, wanted - left)
+            logits.append(self.feed([tokens[:cut]], [want])[0].copy())
+            tokens, wanted = tokens[cut:], min(wanted, left)
+        return np.concatenate(logits)
+
     def _feed_across_the_switch(self, tokens: np.ndarray, wanted: int) -> np.ndarray:
         """Feed tokens at which the text becomes longer than ``_rope_switch``, so that it is computed anew.
 
@@ -217,7 +231,7 @@ class StatefulDecoder:
             parts += self.feed([tokens[: self._rope_switch - held]], [wanted - beyond])
             parts = [parts[0].copy()]
         self.reset(1)
-        begin = int(self._first_alone)  # position 0 is not rotated at all
+        begin = int(self.rule.apart)  # position 0 is not rotated at all
         if begin:
             self._append([text[:1]], [1], logit_positions((1,), (0,)))
         last = min(wanted, beyond)

@@ -41,10 +41,15 @@ class Costs:
         measured: the costs of some widths, from a profile; without a profile, the first inferences set the scale.
         change: what a change of width adds, if it was measured.
         fills: whether the decoder can fill up an inference.
+        most: the most tokens that an inference may have; wider ones are several, see ``FeedRule``.
     """
 
     def __init__(
-        self, measured: Mapping[int, float] | None = None, change: float | None = None, fills: bool = False
+        self,
+        measured: Mapping[int, float] | None = None,
+        change: float | None = None,
+        fills: bool = False,
+        most: int | None = None,
     ) -> None:
         widths = np.arange(WIDEST + 1)
         if measured and len(measured) > 1:
@@ -54,6 +59,9 @@ class Costs:
             costs = np.interp(widths, known, times) + slope * np.maximum(0, widths - known[-1])
         else:
             costs = 1 + 0.05 * np.maximum(0, widths - 1.0)
+        if most and most < WIDEST:
+            split = costs[most] * (widths // most) + np.where(widths % most, costs[widths % most], 0.0)
+            costs = np.where(widths <= most, costs, split)
         self.known = bool(measured)
         self.ms = costs
         self.change = FIRST_CHANGE * float(costs[1]) if change is None else change  # added by a change of width

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from ovspec.decoders.base import FeedRule
 from ovspec.drafting.costs import Costs
 
 # A round may take this many times as long as a plain round of all rows. The aim is 2; the rest is for what an inference
@@ -46,14 +47,14 @@ class Pace:
 
     Args:
         costs: milliseconds of an inference by its width.
-        narrowest: the fewest tokens that an inference computes, see ``Decoder``.
+        rule: how the target is fed.
         learns: whether ``costs`` learns from ``learn``, because no lookahead lets it learn.
         chunk: how many tokens of prompts every round reads, however long that takes; None for as many as it has time
             for.
     """
 
-    def __init__(self, costs: Costs, narrowest: int, learns: bool, chunk: int | None = None) -> None:
-        self._costs, self._narrowest, self._learns, self._chunk = costs, narrowest, learns, chunk
+    def __init__(self, costs: Costs, rule: FeedRule, learns: bool, chunk: int | None = None) -> None:
+        self._costs, self._rule, self._learns, self._chunk = costs, rule, learns, chunk
         self._rounds: dict[int, float] = {}  # milliseconds of a plain round by its number of rows
         self._token: float | None = None  # milliseconds of a further token
         self._width = 0  # tokens that the last round that read prompts had time for
@@ -78,7 +79,7 @@ class Pace:
         most = load.width + min(max(least, int((self._left(load) - drafted) / self._token_ms)), MOST)
         if not most - STEADY < self._width <= most:
             self._width = most
-        return max(least, self._width - load.width)
+        return self._rule.room_beside(load.width, max(least, self._width - load.width))
 
     def learn(self, load: Load, read: int, ms: float) -> None:
         """Learn from an inference that took ``ms`` and also read ``read`` tokens of prompts."""
@@ -93,7 +94,7 @@ class Pace:
             # An inference may take longer for many reasons, but hardly ever less time than it needs.
             self._rounds[load.generating] += (0.5 if ms < known else RECENT) * (ms - known)
             if self._learns:
-                self._costs.learn(max(self._narrowest, load.generating), ms)
+                self._costs.learn(max(self._rule.fewest, load.generating), ms)
 
     @property
     def _token_ms(self) -> float:
@@ -108,8 +109,8 @@ class Pace:
         """Return the milliseconds of a round in which ``rows`` generate a token each."""
         if not rows:
             return 0.0
-        expected = self._costs(max(self._narrowest, rows))
+        expected = self._costs(max(self._rule.fewest, rows))
         if not self._rounds:
             return expected
         like = min(self._rounds, key=lambda seen: abs(seen - rows))
-        return max(self._rounds[like] + expected - self._costs(max(self._narrowest, like)), 1e-3)
+        return max(self._rounds[like] + expected - self._costs(max(self._rule.fewest, like)), 1e-3)

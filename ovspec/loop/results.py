@@ -97,7 +97,8 @@ class Stats(Proposals):
     engine_reason: str = ""
     draft_engine: str | None = None
     profile: str | None = None  # the settings chosen for this machine
-    arithmetic: str = ""  # "exact" or "fast", and what was probed if that isn't exact
+    arithmetic: str = ""  # "exact" or "fast", and what was probed if no rule makes it exact
+    rule: str = ""  # how exact arithmetic feeds tokens here
 
     @property
     def tokens_per_round(self) -> float:

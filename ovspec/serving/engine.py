@@ -110,8 +110,9 @@ class Engine:
         self._decoders = workspace.pool.take()
         self._drafter, self._lookahead = workspace.drafting({}, self._decoders, sampled=False)
         self._rows, self._cache_bytes = rows, cache_bytes
-        costs = self._lookahead.target if self._drafter else Costs()
-        self._pace = Pace(costs, self._decoders.target.narrowest, not self._drafter, chunk)
+        rule = self._decoders.target.rule
+        costs = self._lookahead.target if self._drafter else Costs(most=rule.most)
+        self._pace = Pace(costs, rule, not self._drafter, chunk)
         self.most_tokens = 0
         self._scheduler = self._new_scheduler(float("inf"))
         self._thread = threading.Thread(target=self._run, name="ovspec engine", daemon=True)

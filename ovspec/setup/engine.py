@@ -9,7 +9,7 @@ from typing import Literal
 import numpy as np
 import openvino as ov
 
-from ovspec.decoders.base import Arithmetic, Rollback, SessionDecoder
+from ovspec.decoders.base import FAST, Arithmetic, FeedRule, Rollback, SessionDecoder
 from ovspec.decoders.paged import PagedDecoder
 from ovspec.decoders.recurrent import decoder_of, trimming
 from ovspec.decoders.stateful import StatefulDecoder
@@ -20,7 +20,8 @@ from ovspec.ir.compile import CompiledIR, compile_ir, last_line
 from ovspec.ir.device import DeviceOptions, check_device
 from ovspec.ir.memory import room_for
 from ovspec.ir.paged_attention import NotPaged, attention_windows, pair_queries, to_paged
-from ovspec.setup.exactness import find_exactness
+from ovspec.progress import step
+from ovspec.setup.exactness import Exactness, find_exactness, keep_exactness, known_exactness
 from ovspec.setup.probing import Probe, find_probe, memory_file
 from ovspec.text.vocabulary import ALL_IDS, KnownIds
 
@@ -28,6 +29,8 @@ EngineName = Literal["stateful", "paged"]
 EngineChoice = Literal["auto", "stateful", "paged"]
 # If a model's attention window has at most this many slots, the text that compares the engines is longer than it.
 LONGEST_WINDOW = 256
+# An inference of two tokens that takes at most this many times as long as the narrowest one counts as equally fast.
+FREE = 1.05
 # The properties that round least. Models compiled with them are needed only briefly, so they are not cached.
 EXACT = {
     "INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32",
@@ -37,28 +40,38 @@ EXACT = {
 
 @dataclass
 class CompiledModel:
-    """A ``CompiledIR`` and the engine that was chosen to run it."""
+    """A ``CompiledIR`` and the engine that was chosen to run it.
+
+    reason: why this engine was chosen.
+    rule: how tokens are fed; ``FAST`` for fast arithmetic.
+    promise: "exact", "fast", or that no rule was found for exact arithmetic, in words.
+    guess_is_free: whether verifying one token proposed for a single text costs no time and changes no bit.
+    profile: the setting that a profile chose.
+    verify_ms: measured milliseconds per inference, by width in tokens; the widest is a prompt.
+    change_ms: measured milliseconds, added to an inference of another width than the one before.
+    """
 
     ir: CompiledIR
     engine: EngineName
-    reason: str  # why this engine was chosen
+    reason: str
     rollback: Rollback
-    arithmetic: Arithmetic = "fast"
-    promise: str = "fast"  # "exact" only if the probe found no difference; otherwise what it found, in words
-    profile: str | None = None  # the setting that a profile chose
-    verify_ms: dict[int, float] | None = None  # measured per inference, by width in tokens; the widest is a prompt
-    change_ms: float | None = None  # measured, added to an inference of another width than the one before
+    rule: FeedRule = FAST
+    promise: str = "fast"
+    guess_is_free: bool = False
+    profile: str | None = None
+    verify_ms: dict[int, float] | None = None
+    change_ms: float | None = None
 
     @property
-    def guess_is_free(self) -> bool:
-        """Whether one token proposed for a single text costs nothing, because two are computed, and changes no bit."""
-        return self.engine == "paged" and self.promise == "exact"
+    def arithmetic(self) -> Arithmetic:
+        return "exact" if self.promise == "exact" else "fast"
 
-    def decoder(self, vocabulary: KnownIds = ALL_IDS) -> SessionDecoder:
-        """Return a decoder with its own infer request and KV cache."""
+    def decoder(self, vocabulary: KnownIds = ALL_IDS, rule: FeedRule | None = None) -> SessionDecoder:
+        """Return a decoder with its own infer request and KV cache; ``rule`` replaces the model's."""
+        rule = rule or self.rule
         if self.engine == "paged":
-            return PagedDecoder(self.ir, vocabulary, self.arithmetic)
-        return decoder_of(self.ir, self.rollback, vocabulary, self.arithmetic)
+            return PagedDecoder(self.ir, vocabulary, rule)
+        return decoder_of(self.ir, self.rollback, vocabulary, rule)
 
 
 @dataclass(frozen=True)
@@ -78,49 +91,97 @@ def load_ir(
 ) -> CompiledModel:
     """Compile the model in ``folder`` for the ``wanted`` engine; "auto" takes paged if it agrees with stateful.
 
-    Raises OvspecError like ``compile_ir``, or if the wanted engine can't run this model.
+    With exact arithmetic, the rule that gives every token the same bits is found by probing, at the first load. If
+    there is none, the model is loaded as with fast arithmetic. Raises OvspecError like ``compile_ir``, or if the wanted
+    engine can't run this model.
     """
-    loaded = load_engine(folder, options, wanted, exported, arithmetic)
-    if arithmetic == "fast":
-        return loaded
-    loaded.arithmetic = loaded.promise = "exact"
-    found = find_exactness(loaded.ir, loaded.decoder, loaded.engine, options.cache_folder)
-    if not found.exact:
-        loaded.promise = f"inexact ({found.differing} of {found.positions} probed positions differ)"
-        if loaded.engine == "stateful":
-            loaded.arithmetic = "fast"  # cutting, and a request for each row, would cost time and gain nothing
-    elif loaded.engine == "stateful":
-        loaded.rollback = trimming(loaded.rollback)
+    engine, reason = choose_engine(folder, options, wanted)
+    if engine == "paged":
+        try:
+            return load_paged(folder, options, reason, arithmetic)
+        except OvspecError as error:  # not every cache type works with every precision
+            reason = last_line(error)
+            if wanted == "paged":
+                raise OvspecError(f"{folder}: `engine='paged'` is not possible: {reason}.") from None
+    ir = compile_ir(folder, options)
+    loaded = CompiledModel(ir, "stateful", reason, find_probe(ir, options.cache_folder, exported).rollback)
+    if arithmetic == "exact":
+        known = known_exactness(folder, options, "stateful")
+        keep_rule(loaded, known or probed(loaded, folder, options))
     return loaded
 
 
-def load_engine(
-    folder: Path, options: DeviceOptions, wanted: EngineChoice, exported: Probe | None, arithmetic: Arithmetic
-) -> CompiledModel:
-    """Compile the model for the engine that runs it, see ``load_ir``."""
-    paged = PagedCheck(False, "as requested") if wanted == "stateful" else check_paged(folder, options)
-    reason = paged.reason
-    if paged.usable:
-        try:
-            ir = compile_paged(folder, options, arithmetic)
-            if "KV_CACHE_PRECISION" in options.fixed:
-                # Not every cache type works with every precision.
-                PagedDecoder(ir, arithmetic=arithmetic).feed([np.zeros(1, dtype=np.int64)], [1])
-            return CompiledModel(ir, "paged", "as requested" if wanted == "paged" else reason, PagedDecoder.rollback)
-        except OvspecError as error:
-            reason = last_line(error)
-    if wanted == "paged":
-        raise OvspecError(f"{folder}: `engine='paged'` is not possible: {reason}.")
-    ir = compile_ir(folder, options)
-    return CompiledModel(ir, "stateful", reason, find_probe(ir, options.cache_folder, exported).rollback)
+def choose_engine(folder: Path, options: DeviceOptions, wanted: EngineChoice) -> tuple[EngineName, str]:
+    """Return the engine to try first, and why; raises OvspecError if the wanted one is not possible."""
+    if wanted == "stateful":
+        return "stateful", "as requested"
+    paged = check_paged(folder, options)
+    if wanted == "paged" and not paged.usable:
+        raise OvspecError(f"{folder}: `engine='paged'` is not possible: {paged.reason}.")
+    reason = "as requested" if wanted == "paged" else paged.reason
+    return ("paged" if paged.usable else "stateful"), reason
 
 
-def compile_paged(folder: Path, options: DeviceOptions, arithmetic: Arithmetic = "exact") -> CompiledIR:
-    """Compile like ``compile_ir``, rewritten for the paged decoder; raises NotPaged if that is impossible."""
+def load_paged(folder: Path, options: DeviceOptions, reason: str, arithmetic: Arithmetic) -> CompiledModel:
+    """Compile for the paged engine, with a second query for each token only where that is what makes it exact."""
+
+    def compiled(paired: bool) -> CompiledModel:
+        ir = compile_paged(folder, options, paired)
+        return CompiledModel(ir, "paged", reason, PagedDecoder.rollback)
+
+    known = known_exactness(folder, options, "paged") if arithmetic == "exact" else None
+    paired = arithmetic == "exact" and (not known or needs_pairs(known))
+    loaded = compiled(paired)
+    if "KV_CACHE_PRECISION" in options.fixed:
+        loaded.decoder().feed([np.zeros(1, dtype=np.int64)], [1])
+    if arithmetic == "exact":
+        found = known or probed(loaded, folder, options)
+        if paired and not needs_pairs(found):
+            del loaded  # memory may hold the model only once
+            loaded = compiled(False)
+        keep_rule(loaded, found)
+    return loaded
+
+
+def needs_pairs(found: Exactness) -> bool:
+    return found.rule is not None and found.rule.queries > 1
+
+
+def probed(loaded: CompiledModel, folder: Path, options: DeviceOptions) -> Exactness:
+    """Find the rule of exact arithmetic, and remember it."""
+
+    def make(rule: FeedRule) -> SessionDecoder:
+        return loaded.decoder(rule=rule)
+
+    with step(f"{folder}: finding out how each token gets the same bits, once"):
+        found = find_exactness(make, loaded.engine, loaded.ir.logits_width)
+    if loaded.ir.config.rope_switch and found.rule and found.rule.most:
+        # A text is computed anew where its frequencies change, in a single inference.
+        found = replace(found, rule=None, differing=found.positions)
+    keep_exactness(folder, options, loaded.engine, found)
+    return found
+
+
+def keep_rule(loaded: CompiledModel, found: Exactness) -> None:
+    """Let ``loaded`` keep to the rule that was found, or compute as fast arithmetic does if there is none."""
+    if not found.rule:
+        loaded.promise = f"fast, not exact here ({found.differing} of {found.positions} probed positions differ)"
+        return
+    loaded.rule, loaded.promise = found.rule, "exact"
+    loaded.guess_is_free = loaded.engine == "paged" and found.guess <= FREE
+    if found.rule.apart:
+        loaded.rollback = trimming(loaded.rollback)
+
+
+def compile_paged(folder: Path, options: DeviceOptions, paired: bool = True) -> CompiledIR:
+    """Compile like ``compile_ir``, rewritten for the paged decoder; raises NotPaged if that is impossible.
+
+    ``paired``: whether attention can take two queries for a token, see ``pair_queries``.
+    """
 
     def rewrite(model: ov.Model) -> None:
         to_paged(model)
-        if arithmetic == "exact":
+        if paired:
             pair_queries(model)
 
     # Not cached: OpenVINO 2026.4 can't read a paged model back, because the head sizes are lost.

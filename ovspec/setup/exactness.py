@@ -1,32 +1,48 @@
-"""Find out by trial whether a token has the same bits however it is computed; no machine or device is trusted."""
+"""Find out by trial how tokens must be fed so that each has the same bits; no machine or device is trusted."""
 
 from __future__ import annotations
 
+import hashlib
+import itertools
+import math
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
-from ovspec.decoders.base import SessionDecoder
+from ovspec.decoders.base import FAST, FeedRule, SessionDecoder
 from ovspec.files import remember, remembered
-from ovspec.ir.compile import CompiledIR
-from ovspec.ir.device import core, native_precisions
-from ovspec.setup.probing import memory_file, setting_of
+from ovspec.ir.device import DeviceOptions, compile_properties
+from ovspec.setup.probing import memory_file
 
 
 @dataclass(frozen=True)
 class Exactness:
-    """The probed positions, how many of them had other bits than in one pass over their text, and seconds spent."""
+    """What probing found.
 
+    rule: how tokens must be fed; None if no rule gives every token the same bits.
+    positions, differing: the positions probed by the rule, or by the strictest one that was tried, and how many of
+        them had other bits.
+    seconds: how long probing took.
+    guess: how many times as long as a token's inference one takes in which another token is proposed.
+    """
+
+    rule: FeedRule | None
     positions: int
     differing: int
     seconds: float
+    guess: float = 1.0
 
     @property
     def exact(self) -> bool:
-        return not self.differing
+        return self.rule is not None
+
+    @property
+    def fewest(self) -> int:
+        """The fewest tokens that an inference computes, by the rule or without one."""
+        return self.rule.fewest if self.rule else 1
 
     @property
     def share(self) -> float:
@@ -43,18 +59,141 @@ class Trial:
     batches: tuple[int, ...] = (3,)
 
 
+Make = Callable[[FeedRule], SessionDecoder]
 # Beyond one block of a paged cache. A first load has no time for more.
-SHORT = Trial((70,), (1, 2, 1, 1, 3, 8, 1))
+SHORT = Trial((40,), (1, 2, 1, 1, 3, 8, 1))
 # Also shorter than one block, and, if possible, more blocks than there are threads to share them.
 FULL = Trial((20, 70, 600), tuple(range(1, 18)), (2, 9))
-CHUNKS = (32, 1, 2, 17, 64, 3)
-WAY = "2"  # of feeding tokens; another one makes what was found before worthless
+WAY = "4"  # of probing; another one makes what was found before worthless
+UNIT = 16  # tokens of the inferences that wider ones are compared with
+# Widths tried until one differs. If none does, there is no bound; a first load has no time for wider ones.
+RISING = (64, 96, 256)
+FALLING = (48, 32)  # tried if the first of these differs; smaller bounds would read prompts too slowly
+# Rules without a bound, from the one that costs least.
+PAGED = (FAST, FeedRule(queries=2), FeedRule(queries=2, fewest=2))
+STATEFUL = (FeedRule(apart=True),)
+TIMED = 5  # inferences of each width
 
 
-def probe_exactness(decoder: SessionDecoder, vocabulary: int, trial: Trial = SHORT) -> Exactness:
+def find_exactness(make: Make, engine: str, vocabulary: int, trial: Trial = SHORT) -> Exactness:
+    """Find the rule that costs least and gives every token the same bits.
+
+    Args:
+        make: makes a decoder that keeps to a rule.
+        vocabulary: the ids to draw from are 0 to ``vocabulary - 1``.
+        trial: what the rule is then probed with.
+    """
+    began = time.perf_counter()
+    rules = PAGED if engine == "paged" else STATEFUL
+    text = random_text(make(rules[-1]), vocabulary)
+    most = most_together(make(rules[-1]), text)
+    found = probe_rule(make(rules[-1]), vocabulary, trial) if most == 0 else None
+    strictest = make(replace(rules[-1], most=most))
+    for rule in rules if most != 0 else ():
+        decoder = make(replace(rule, most=most))
+        if rule is not rules[-1] and not alone_is_the_same(decoder, strictest, text):
+            continue
+        found = probe_rule(decoder, vocabulary, trial)
+        if found.exact:
+            guess = guess_cost(decoder, text) if rule.fewest < 2 else 1.0  # two are computed in any case
+            return replace(found, seconds=time.perf_counter() - began, guess=guess)
+    assert found  # the strictest rule was probed
+    return replace(found, rule=None, seconds=time.perf_counter() - began)
+
+
+def known_exactness(folder: Path, options: DeviceOptions, engine: str) -> Exactness | None:
+    """Return what an earlier run found for this model, engine, setting and machine, if any."""
+    return remembered(Exactness, exactness_file(folder, options, engine))
+
+
+def keep_exactness(folder: Path, options: DeviceOptions, engine: str, found: Exactness) -> None:
+    remember(exactness_file(folder, options, engine), found)
+
+
+def exactness_file(folder: Path, options: DeviceOptions, engine: str) -> Path | None:
+    setting = sorted((name, value) for name, value in compile_properties(options).items() if name != "CACHE_DIR")
+    return memory_file("exactness", folder, repr((engine, WAY, options.device, setting)), options.cache_folder)
+
+
+# ---------------------------------------------------------------- finding the rule
+
+
+def random_text(decoder: SessionDecoder, vocabulary: int) -> np.ndarray:
+    """Return random ids, as many as the widest inference that is tried has, or as the context holds."""
+    most = min(RISING[-1], decoder.context_length or RISING[-1])
+    return np.random.default_rng(0).integers(0, vocabulary, most)
+
+
+def most_together(decoder: SessionDecoder, text: np.ndarray) -> int | None:
+    """Return how many tokens of ``text`` an inference may have at most; None for all of them, 0 for too few.
+
+    Wider inferences are compared with those of ``UNIT`` tokens, logits of all tokens included.
+    """
+    narrow = decoder.fork()
+    expected: list[bytes] = []
+
+    def agrees(width: int) -> bool:
+        decoder.reset(1)
+        found = bits(decoder.feed([text[:width]], [width])[0])
+        if found[: len(expected)] != expected[:width]:
+            return False
+        while len(expected) < width:
+            piece = text[len(expected) : min(len(expected) + UNIT, width)]
+            expected.extend(bits(narrow.feed([piece], [len(piece)])[0]))
+        return found == expected[:width]
+
+    last = 0
+    for width in [width for width in RISING if width < len(text)] + [len(text)]:
+        if not agrees(width):
+            break
+        last = width
+    else:
+        return None
+    narrow.reset(1)
+    expected.clear()
+    return last or next((width for width in FALLING if width < len(text) and agrees(width)), 0)
+
+
+def alone_is_the_same(decoder: SessionDecoder, other: SessionDecoder, text: np.ndarray) -> bool:
+    """Return whether a token that ``decoder`` is fed alone has the bits that it has in ``other``."""
+    found = []
+    for each in (decoder, other):
+        each.reset(1)
+        each.feed([text[:UNIT]], [0])
+        found.append(bits(each.feed([text[UNIT : UNIT + 1]], [1])[0]))
+    return found[0] == found[1]
+
+
+def guess_cost(decoder: SessionDecoder, text: np.ndarray) -> float:
+    """Return how many times as long as an inference that is fed one token one takes that is fed two."""
+    least = {1: math.inf, 2: math.inf}  # an inference may take longer for many reasons
+    decoder.reset(1)
+    decoder.feed([text[:-2]], [0])
+    for _ in range(TIMED):
+        for width in least:
+            for _ in range(2):  # the first inference after one of another width takes longer
+                decoder.truncate(0, len(text) - 2)
+                if len(missing := text[len(decoder.rows[0]) : len(text) - 2]):
+                    decoder.feed([missing], [0])
+                began = time.perf_counter()
+                decoder.feed([text[-2 : len(text) - 2 + width]], [1])
+                least[width] = min(least[width], time.perf_counter() - began)
+    return least[2] / least[1]
+
+
+def bits(logits: np.ndarray) -> list[bytes]:
+    """Return a checksum of each row of ``logits``."""
+    return [hashlib.blake2b(row, digest_size=8).digest() for row in np.ascontiguousarray(logits)]
+
+
+# ---------------------------------------------------------------- probing a rule
+
+
+def probe_rule(decoder: SessionDecoder, vocabulary: int, trial: Trial = SHORT) -> Exactness:
     """Feed random texts in many ways and compare the logits with those of one pass over each text, bit by bit.
 
     Args:
+        decoder: keeps to the rule that is probed, which cuts the pass, too.
         vocabulary: the ids to draw from are 0 to ``vocabulary - 1``.
     """
     began = time.perf_counter()
@@ -64,90 +203,77 @@ def probe_exactness(decoder: SessionDecoder, vocabulary: int, trial: Trial = SHO
     contexts = [context for context in trial.contexts if not most or context + tail <= most]
     for context in contexts or [max(2, (most or 0) - tail)]:
         text = random.integers(0, vocabulary, min(context + tail, most or context + tail))
-        tail = min(tail, len(text) - 1)
+        begin = max(1, len(text) - tail)
         decoder.reset(1)
-        expected = decoder.feed([text], [tail])[0].copy()
-        prober = Prober(decoder, text, tail, random)
+        expected = bits(decoder.feed([text], [len(text)])[0])
+        prober = Prober(decoder, text, begin, random)
         ways = [prober.in_pieces(trial.widths), prober.after_rollbacks(trial.widths)]
         ways += [prober.beside_others(rows) for rows in trial.batches]
         for way in ways:
             for first, logits in way:
-                same = (logits == expected[first : first + len(logits)]).all(1)
-                positions, differing = positions + len(same), differing + int((~same).sum())
+                found = bits(logits)
+                positions += len(found)
+                differing += sum(a != b for a, b in zip(found, expected[first:], strict=False))
         decoder.reset(1)
-    return Exactness(positions, differing, time.perf_counter() - began)
-
-
-def find_exactness(
-    ir: CompiledIR, make: Callable[[], SessionDecoder], engine: str, cache_dir: Path | None
-) -> Exactness:
-    """Return what an earlier run found for this model, engine and setting on this machine, else probe it.
-
-    Args:
-        make: makes a decoder of the model with exact arithmetic.
-    """
-    machine = [core().get_property("CPU", "FULL_DEVICE_NAME"), *native_precisions()]
-    ours = ("DYNAMIC_QUANTIZATION_GROUP_SIZE", "INFERENCE_NUM_THREADS")
-    known = set(ir.compiled.get_property("SUPPORTED_PROPERTIES"))
-    properties = [f"{name}={ir.compiled.get_property(name)}" for name in ours if name in known]
-    setting = " ".join([engine, WAY, setting_of(ir.device, ir.properties), *properties, *machine])
-    file = memory_file("exactness", ir.folder, setting, cache_dir)
-    found = remembered(Exactness, file)
-    if not found:
-        found = probe_exactness(make(), ir.logits_width)
-        remember(file, found)
-    return found
+    return Exactness(None if differing else decoder.rule, positions, differing, time.perf_counter() - began)
 
 
 class Prober:
-    """Feeds ``text`` (n,) to ``decoder`` in several ways, and yields the logits of its last ``tail`` positions.
+    """Feeds ``text`` (n,) to ``decoder`` in several ways, with pieces of given widths from position ``begin`` on.
 
-    Each way yields (index of the first position within the tail, logits (positions, vocab)).
+    Each way yields (position of the first token, logits (positions, vocab)).
     """
 
-    def __init__(self, decoder: SessionDecoder, text: np.ndarray, tail: int, random: np.random.Generator) -> None:
-        self.decoder, self.text, self.begin, self.random = decoder, text, len(text) - tail, random
+    def __init__(self, decoder: SessionDecoder, text: np.ndarray, begin: int, random: np.random.Generator) -> None:
+        self.decoder, self.text, self.begin, self.random = decoder, text, begin, random
 
     def in_pieces(self, widths: tuple[int, ...]) -> Iterator[tuple[int, np.ndarray]]:
-        """Read the context in chunks and the tail in pieces of ``widths`` tokens."""
-        self.read()
+        """Read the context in random pieces, of which a random number of logits is wanted, then go on."""
+        self.decoder.reset(1)
+        position = 0
+        while position < self.begin:
+            width = int(self.random.integers(1, self.random.choice((2, 4, *RISING)) + 1))
+            piece = self.text[position : min(self.begin, position + width)]
+            wanted = int(self.random.integers(0, len(piece) + 1))
+            position += len(piece)
+            logits = self.decoder.feed([piece], [wanted])[0]
+            if wanted:
+                yield position - wanted, logits
         yield from self.feed(widths)
 
     def after_rollbacks(self, widths: tuple[int, ...]) -> Iterator[tuple[int, np.ndarray]]:
         """The same with rejected tokens before each piece, in a fork that rewinds into the context first."""
         self.read()
         fork = self.decoder.fork()
-        fork.truncate(0, min(max(1, self.begin - 40), len(fork.rows[0])))  # a fork may be empty
+        fork.truncate(0, min(max(1, self.begin - 8), len(fork.rows[0])))  # a fork may be empty
         unread = self.text[len(fork.rows[0]) : self.begin]
         if len(unread):
             fork.feed([unread], [0])
-        prober = Prober(fork, self.text, len(self.text) - self.begin, self.random)
+        prober = Prober(fork, self.text, self.begin, self.random)
         yield from prober.feed(tuple(reversed(widths)), rejected=True)
         fork.reset(0)
 
     def beside_others(self, rows: int) -> Iterator[tuple[int, np.ndarray]]:
-        """Read the text in random pieces as the first of ``rows`` rows, which hold other texts of other lengths."""
+        """Read the text in pieces as the first of ``rows`` rows, which hold other texts of other lengths."""
         self.read()
         self.decoder.reorder([0] * rows)
         for row in range(1, rows):
             self.decoder.truncate(row, int(self.random.integers(0, self.begin)))
-        position = len(self.decoder.rows[0])
+        position, widths = len(self.decoder.rows[0]), itertools.cycle((1, 3, 1, 1, 2, 5))
         while position < len(self.text):
             room = [len(self.text) - len(row) for row in self.decoder.rows]  # the text may fill the context
             pieces = [self.junk(min(left, int(self.random.integers(0, 6)))) for left in room]
-            pieces[0] = self.text[position : position + int(self.random.integers(1, 6))]
+            pieces[0] = self.text[position : position + next(widths)]
             logits = self.decoder.feed(pieces, [len(piece) for piece in pieces])[0]
-            yield position - self.begin, logits
+            yield position, logits
             position += len(pieces[0])
+        self.decoder.reorder([0])
 
     def read(self) -> None:
-        """Read the context, cut into ``CHUNKS``."""
-        self.decoder.reset(1)
-        chunk = position = 0
-        while position < self.begin:
-            end = min(self.begin, position + CHUNKS[chunk % len(CHUNKS)])
-            self.decoder.feed([self.text[position:end]], [0])
-            chunk, position = chunk + 1, end
+        """Let the decoder hold the context: what it has read of it stays."""
+        self.decoder.truncate(0, min(self.begin, len(self.decoder.rows[0])))
+        if len(unread := self.text[len(self.decoder.rows[0]) : self.begin]):
+            self.decoder.feed([unread], [0])
 
     def feed(self, widths: tuple[int, ...], rejected: bool = False) -> Iterator[tuple[int, np.ndarray]]:
         position = self.begin
@@ -162,7 +288,7 @@ class Prober:
                 if len(missing):  # recurrent states are restored from an earlier snapshot
                     self.decoder.feed([missing], [0])
             piece = self.text[position : position + width]
-            yield position - self.begin, self.decoder.feed([piece], [len(piece)])[0]
+            yield position, self.decoder.feed([piece], [len(piece)])[0]
             position += width
 
     def junk(self, count: int) -> np.ndarray:

@@ -40,6 +40,7 @@ class Inspection:
     engine: str
     engine_reason: str
     arithmetic: str
+    rule: str
     profile: str | None
     rollback: str
     probed: Probe
@@ -96,6 +97,7 @@ def inspection_of(loaded: CompiledModel, options: DeviceOptions, exported: Expor
         engine=loaded.engine,
         engine_reason=loaded.reason,
         arithmetic=loaded.promise,
+        rule=str(loaded.rule),
         profile=loaded.profile,
         rollback=str(probe.rollback),
         probed=probe,
@@ -131,7 +133,7 @@ def summary(name: str, found: Inspection) -> list[str]:
         "logits": f"{found.logits} wide",
         "states": states,
         "engine": f"{found.engine} ({found.engine_reason})",
-        "arithmetic": found.arithmetic,
+        "arithmetic": found.arithmetic + (f": {found.rule}" if found.arithmetic == "exact" else ""),
         "profile": found.profile or "none; a first load or 'ovspec tune' measures one",
         "rollback": f"{found.rollback} on the stateful engine (probed on {probed.setting} in {probed.seconds:.2f} s)",
         "memory": f"{found.kv_bytes_per_1000_tokens / 1e6:,.1f} MB per 1000 tokens (KV cache: {found.kv_precision}), "

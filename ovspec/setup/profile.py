@@ -9,20 +9,17 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, get_args
 
-import openvino as ov
-import psutil
-
 from ovspec.decoders.base import Arithmetic
 from ovspec.files import remember, remembered
 from ovspec.ir.compile import MODEL_FILE
-from ovspec.ir.device import EXACT_KV_PRECISIONS, DeviceOptions, check_device, core, native_precisions
+from ovspec.ir.device import EXACT_KV_PRECISIONS, DeviceOptions, check_device, machine_key
 from ovspec.setup.engine import CompiledModel, EngineChoice, EngineName, load_ir
 from ovspec.setup.exactness import Exactness
 from ovspec.setup.probing import Probe
 
 Goal = Literal["decode", "prefill", "balanced", "accuracy"]
 GOALS = get_args(Goal)
-FORMAT = 5
+FORMAT = 6
 # A setting may be chosen if its KL divergence is at most this many times that of OpenVINO's own default ...
 KL_FACTOR = 1.25
 # ... or at most this many nats, which is too little to matter. The goal "accuracy" allows no more than this.
@@ -74,14 +71,20 @@ class Measurement:
     change_ms: float = 0.0  # added to an inference of another width than the one before
     # Share of probed positions whose logits are the same, to the bit, however the text was fed; None: not probed.
     invariance: float | None = None
+    fewest: int = 2  # tokens that an inference computes at least, as far as that was probed
+
+    @property
+    def token_ms(self) -> float:
+        """Milliseconds of an inference that is fed a single token, in exact arithmetic if that is had."""
+        return self.verify_ms[self.fewest]
 
     def cost(self, goal: Goal) -> float:
-        """Return what ``goal`` minimises, in ms. With exact arithmetic no inference is narrower than two tokens.
+        """Return what ``goal`` minimises, in ms.
 
         For balanced and accuracy: a prompt of 256 tokens and 128 inferences, which verify 2, 4 and 8 tokens alike.
         """
         if goal == "decode":
-            return self.verify_ms[2]
+            return self.token_ms
         if goal == "prefill":
             return self.prefill_ms
         return 256 * self.prefill_ms + 128 / 3 * sum(self.verify_ms[width] for width in (2, 4, 8))
@@ -98,6 +101,7 @@ class Profile:
     reference: Measurement  # OpenVINO's default, the standard for accuracy; in the short version measurements[0]
     measurements: list[Measurement]  # first the setting used without a profile; others must be clearly better
     exactness: dict[int, Exactness] = field(default_factory=dict)  # of the chosen setting, by number of threads
+    price: float | None = None  # of a token in exact arithmetic, in the time that it takes in fast arithmetic
 
     def most_kl(self, goal: Goal) -> float:
         """Return the largest KL divergence, in nats, that a setting may have to be chosen."""
@@ -155,9 +159,7 @@ def profile_file(folder: Path, options: DeviceOptions) -> Path | None:
     """Return the profile's file for this machine and models with weights like those in ``folder``; None: no cache."""
     if not options.cache_folder:
         return None
-    cores = (psutil.cpu_count(logical=False), psutil.cpu_count())
-    machine = (core().get_property("CPU", "FULL_DEVICE_NAME"), native_precisions(), cores, ov.get_version())
-    key = repr((FORMAT, machine, sorted(weight_shapes(folder).items())))
+    key = repr((FORMAT, machine_key(), sorted(weight_shapes(folder).items())))
     return options.cache_folder / "profiles" / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"
 
 

@@ -17,7 +17,7 @@ import openvino as ov
 import psutil
 from openvino import opset13 as ops
 
-from ovspec.decoders.base import Decoder, Rollback
+from ovspec.decoders.base import FAST, Decoder, FeedRule, Rollback, SessionDecoder
 from ovspec.decoders.paged import PagedDecoder
 from ovspec.decoders.stateful import StatefulDecoder
 from ovspec.errors import OvspecError
@@ -28,7 +28,7 @@ from ovspec.ir.memory import room_for
 from ovspec.sampling.logprobs import log_softmax
 from ovspec.setup.engine import EXACT, CompiledModel, EngineName, check_paged, compile_paged
 from ovspec.setup.exactness import FULL as FULL_TRIAL
-from ovspec.setup.exactness import Exactness, probe_exactness
+from ovspec.setup.exactness import Exactness, find_exactness
 from ovspec.setup.probing import find_probe
 from ovspec.setup.profile import (
     Goal,
@@ -97,7 +97,7 @@ def tune(
     # The two differ in engine and KV cache, which changes the output little: the short version skips the second.
     reference = timer.measure(default) if effort.full else timer.incumbent
     usual = timer.probe(own)
-    measured = [replace(timer.incumbent, invariance=usual.share)]
+    measured = [replace(timer.incumbent, invariance=usual.share, fewest=usual.fewest)]
     found = Profile(goal, effort.full, len(text), 0.0, reference, measured)
 
     def try_all(settings: Iterable[Setting]) -> None:
@@ -112,10 +112,13 @@ def tune(
     # A probe takes longer than measuring: only settings that may be chosen are probed.
     while (best := found.choose(DeviceOptions(), "auto")) and best.invariance is None:
         tell(f"{best.setting}: bits of every way of feeding", 1.0)
-        measured[measured.index(best)] = replace(best, invariance=timer.probe(best.setting).share)
+        probed = timer.probe(best.setting)
+        measured[measured.index(best)] = replace(best, invariance=probed.share, fewest=probed.fewest)
     if effort.full and best:
         tell(f"{best.setting}: bits of long contexts, and of one thread", 1.0)
         found = replace(found, exactness=timer.exactness(best.setting))
+        tell(f"{best.setting}: the price of exact arithmetic", 1.0)
+        found = replace(found, price=timer.price(best.setting, found.exactness))
     return replace(found, seconds=time.monotonic() - began)
 
 
@@ -223,35 +226,52 @@ class SettingTimer:
         return Measurement(setting, verify, prefill, memory, kl, top1, change)
 
     def probe(self, setting: Setting) -> Exactness:
-        """Probe exact arithmetic with ``setting``."""
-        model = self._compile(setting)
-        return probe_exactness(model.decoder(), model.ir.logits_width)
+        """Find the rule of exact arithmetic with ``setting``."""
+        return find_exactness(*self._to_probe(self._compile(setting)))
 
     def exactness(self, setting: Setting) -> dict[int, Exactness]:
-        """Probe exact arithmetic thoroughly, with the setting's number of threads and with one."""
+        """The same, thoroughly, with the setting's number of threads and with one."""
         found: dict[int, Exactness] = {}
         for one in (setting, replace(setting, threads=1)):
             model = self._compile(one)
             threads = int(model.ir.compiled.get_property("INFERENCE_NUM_THREADS"))
             if threads not in found:
-                found[threads] = probe_exactness(model.decoder(), model.ir.logits_width, FULL_TRIAL)
+                found[threads] = find_exactness(*self._to_probe(model), FULL_TRIAL)
         return found
 
-    def _compile(self, setting: Setting) -> CompiledModel:
+    def price(self, setting: Setting, found: dict[int, Exactness]) -> float | None:
+        """Return how many times as long as in fast arithmetic a token takes in exact arithmetic, after the text.
+
+        None if no rule was found for it, with the first number of threads in ``found``.
+        """
+        rule = next(iter(found.values())).rule
+        if not rule:
+            return None
+        decoders = self._compile(setting).decoder(rule=rule), self._compile(setting, paired=False).decoder()
+        for decoder in decoders:
+            decoder.feed([self.text], [1])
+        times = [[self._time(decoder, 1)[1] for decoder in decoders] for _ in range(2 * self.effort.repeats)]
+        return statistics.median(exact / fast for exact, fast in times)
+
+    def _to_probe(self, model: CompiledModel) -> tuple[Callable[[FeedRule], SessionDecoder], str, int]:
+        return (lambda rule: model.decoder(rule=rule)), model.engine, model.ir.logits_width
+
+    def _compile(self, setting: Setting, paired: bool = True) -> CompiledModel:
         # Not cached: what is compiled only to be measured is not worth keeping.
         options = DeviceOptions(properties=setting.properties | {"CACHE_DIR": ""})
         if setting.engine == "paged":
-            return CompiledModel(compile_paged(self._folder, options), "paged", "", PagedDecoder.rollback, "exact")
+            return CompiledModel(compile_paged(self._folder, options, paired), "paged", "", PagedDecoder.rollback)
         ir = compile_ir(self._folder, options)
         self._rollback = self._rollback or find_probe(ir, self._cache, None).rollback
-        return CompiledModel(ir, "stateful", "", self._rollback, "exact")
+        return CompiledModel(ir, "stateful", "", self._rollback)
 
     def _load(self, setting: Setting) -> tuple[Decoder, int]:
         """Return a decoder and the bytes by which the process has grown after its first inference."""
         process = psutil.Process()
         before = process.memory_info().rss
-        # Fast arithmetic computes as many tokens as it is fed; from two on, the times are those of exact arithmetic.
-        decoder = replace(self._compile(setting), arithmetic="fast").decoder()
+        # A second query for each token, as exact arithmetic has it, and as many tokens as are fed.
+        rule = FeedRule(queries=2) if setting.engine == "paged" else FAST
+        decoder = self._compile(setting).decoder(rule=rule)
         decoder.feed([self.text[:8]], [1])
         return decoder, max(0, process.memory_info().rss - before)
 

@@ -44,7 +44,7 @@ def decoder_for(folder: Path, setting: Setting) -> Decoder:
     if setting == DEFAULT:  # with its u8 cache, which ovspec would not choose
         options.properties["KV_CACHE_PRECISION"] = "u8"
     if setting.engine == "paged":
-        return PagedDecoder(compile_paged(folder, options, "fast"), arithmetic="fast")  # the widths as they are
+        return PagedDecoder(compile_paged(folder, options, paired=False))  # the widths as they are
     return StatefulDecoder(compile_ir(folder, options), Rollback("mask"), compact_at=10**9)
 
 
@@ -100,7 +100,7 @@ def where_time_goes(folder: Path, setting: Setting, text: np.ndarray) -> list[tu
     options = DeviceOptions(properties=setting.properties | {"CACHE_DIR": "", "PERF_COUNT": "YES"})
     paged = setting.engine == "paged"
     decoder: Decoder = (
-        PagedDecoder(compile_paged(folder, options, "fast"), arithmetic="fast")
+        PagedDecoder(compile_paged(folder, options, paired=False))
         if paged
         else StatefulDecoder(compile_ir(folder, options), Rollback("mask"))
     )

@@ -24,7 +24,7 @@ PROMPT = "import os\nimport sys\n\n\ndef find_executable(name, path=None):\n    
 
 def bare_loop(loaded: CompiledModel, ids: np.ndarray, tokens: int) -> tuple[float, list[int]]:
     """Return the median milliseconds per token after the second, and the generated tokens."""
-    decoder = PagedDecoder(loaded.ir, arithmetic="fast")
+    decoder = PagedDecoder(loaded.ir)
     said = [int(decoder.feed([ids], [1])[0][0].argmax())]
     decoder._blocks.extend(0, len(ids), tokens)  # get all blocks now, so that nothing is bound again
     said.append(int(decoder.feed([np.array(said)], [1])[0][0].argmax()))

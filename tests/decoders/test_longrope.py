@@ -10,7 +10,7 @@ import dataclasses
 import functools
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,7 +21,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import ovspec
-from ovspec.decoders.base import Arithmetic, Rollback
+from ovspec.decoders.base import FeedRule, Rollback
 from ovspec.decoders.recurrent import RowByRow, decoder_of
 from ovspec.decoders.sequence import EMPTY, Sequence, catch_up
 from ovspec.ir.compile import CompiledIR, compile_ir
@@ -73,7 +73,7 @@ def make(request: pytest.FixtureRequest, longrope: LongRope) -> Callable[[], Row
     """Return what makes an empty decoder, in either arithmetic."""
 
     def make_decoder() -> RowByRow:
-        decoder = decoder_of(longrope.ir, Rollback("mask"), arithmetic=cast(Arithmetic, request.param))
+        decoder = decoder_of(longrope.ir, Rollback("mask"), rule=FeedRule(apart=request.param == "exact"))
         assert isinstance(decoder, RowByRow)  # a long row would change the frequencies of the others
         return decoder
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import openvino as ov
 import pytest
-from conftest import HAS_BF16, ROOT, Reference
+from conftest import HAS_BF16, ROOT, STRICT, Reference
 
 import ovspec
 import ovspec.decoders.paged
@@ -21,7 +21,7 @@ from ovspec.ir.device import EXACT_KV_PRECISIONS, DeviceOptions
 from ovspec.ir.paged_attention import to_paged
 from ovspec.ir.request import Request
 from ovspec.setup.engine import PagedCheck, check_paged, compare_engines, compile_paged, load_ir
-from ovspec.setup.exactness import Trial, probe_exactness
+from ovspec.setup.exactness import Trial, probe_rule
 
 DEMO = ROOT / "models" / "demo"
 AGREES = PagedCheck(True, "it agrees with the stateful decoder")
@@ -228,7 +228,7 @@ def test_which_block_caches_are_exact_after_a_rollback(precision: str, cache_dir
     kinds = ("f32", "f16", "u8") if precision == "f32" else ("bf16" if HAS_BF16 else "f32", "u8")
     for kv_precision in kinds:
         options = DeviceOptions(precision=precision, kv_precision=kv_precision, cache_dir=cache_dir)
-        decoder = PagedDecoder(compile_paged(DEMO, options))
+        decoder = PagedDecoder(compile_paged(DEMO, options), rule=STRICT)
         decoder.feed([text[:190]], [1])
         clean = decoder.feed([text[190:]], [10])[0].copy()
         decoder.truncate(0, 190)
@@ -243,9 +243,9 @@ def test_a_token_has_the_same_bits_however_its_text_was_fed(precision: str, cach
     """With quantised activations, where a token alone rounds differently. A filling is never seen by later tokens."""
     ir = compile_paged(DEMO, DeviceOptions(precision=precision, cache_dir=cache_dir))
     trial = Trial((1, 30, 64, 200), (1, 1, 2, 3, 1, 5, 1, 8, 16, 1), (2, 9))
-    found = probe_exactness(PagedDecoder(ir), ir.logits_width, trial)
-    assert found.positions == 4 * 4 * 39 and found.exact, found
-    assert not probe_exactness(PagedDecoder(ir, arithmetic="fast"), ir.logits_width, trial).exact, "the probe is blind"
+    found = probe_rule(PagedDecoder(ir, rule=STRICT), ir.logits_width, trial)
+    assert found.positions > 4 * 4 * 39 and found.exact, found
+    assert not probe_rule(PagedDecoder(ir), ir.logits_width, trial).exact, "the probe is blind"
 
 
 def test_a_failed_inference_empties_the_cache(make_paged: MakePaged, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ovspec.decoders.base import Rollback
+from ovspec.decoders.base import FAST, Rollback
 from ovspec.decoders.sequence import Sequence
 from ovspec.drafting.drafter import Drafter, RoundRow
 from ovspec.drafting.lookahead import Lookahead
@@ -23,7 +23,7 @@ class Counting:
 
     rollback = Rollback("mask")
     context_length: int | None = None
-    narrowest = 1
+    rule = FAST
     fills = False
 
     def __init__(self) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import PROMPTS
+from conftest import PROMPTS, STRICT_UNBOUND
 
 import ovspec
 from ovspec.constraints.base import Constraint
@@ -327,7 +327,7 @@ def test_the_pace_keeps_rounds_short(per_token: float) -> None:
     def ms(load: Load, read: int) -> float:
         return 20 + 3 * load.generating + per_token * (load.rest + load.proposed + read)
 
-    pace = Pace(Costs({2: 20.0, 32: 50.0}, 0.0), 2, learns=False)
+    pace = Pace(Costs({2: 20.0, 32: 50.0}, 0.0), STRICT_UNBOUND, learns=False)
     assert pace.room(Load(0, 8)) == MOST
     for rows in range(1, 9):
         for _ in range(20):
@@ -344,7 +344,7 @@ def test_the_pace_keeps_rounds_short(per_token: float) -> None:
 
 
 def test_the_width_of_rounds_stays_while_it_nearly_fits() -> None:
-    pace = Pace(Costs({2: 20.0, 32: 50.0}, 0.0), 2, learns=False)
+    pace = Pace(Costs({2: 20.0, 32: 50.0}, 0.0), STRICT_UNBOUND, learns=False)
     widths = set()
     for number in range(40):
         load = Load(4 + number % 2, 4 - number % 2)
@@ -355,19 +355,19 @@ def test_the_width_of_rounds_stays_while_it_nearly_fits() -> None:
 
 
 def test_the_ends_of_prompts_count_as_reading() -> None:
-    pace = Pace(Costs({2: 20.0, 32: 110.0}, 0.0), 2, learns=False)
+    pace = Pace(Costs({2: 20.0, 32: 110.0}, 0.0), STRICT_UNBOUND, learns=False)
     assert pace.room(Load(2, 1)) == FEWEST > pace.room(Load(2, 1, rest=FEWEST - 3)) == 3
     assert pace.room(Load(2, 1, rest=30)) == LEAST
 
 
 def test_proposals_give_way_to_prompts() -> None:
-    pace = Pace(Costs({2: 20.0, 32: 26.0}, 0.0), 2, learns=False)
+    pace = Pace(Costs({2: 20.0, 32: 26.0}, 0.0), STRICT_UNBOUND, learns=False)
     assert pace.most_ms(Load(1), 0) == math.inf, "a row that is alone keeps nobody waiting"
     left = [pace.most_ms(Load(4, 1), unread) for unread in (0, 20, 40, 400)]
     assert left[0] > left[1] > left[2] > left[3] == 0
     assert pace.most_ms(Load(5), 0) < (LIMIT - 1) * 21 + 1
-    assert Pace(Costs({2: 20.0}), 2, learns=False, chunk=256).most_ms(Load(4, 4), 900) == math.inf
-    assert Pace(Costs(), 2, learns=True).most_ms(Load(4), 1) == 0, "costs aren't known yet"
+    assert Pace(Costs({2: 20.0}), STRICT_UNBOUND, learns=False, chunk=256).most_ms(Load(4, 4), 900) == math.inf
+    assert Pace(Costs(), STRICT_UNBOUND, learns=True).most_ms(Load(4), 1) == 0, "costs aren't known yet"
 
 
 @pytest.mark.parametrize("chunk", [1, 37, 400])

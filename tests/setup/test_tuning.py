@@ -15,8 +15,7 @@ import ovspec
 import ovspec.model
 import ovspec.setup.tuning
 from ovspec.cli import cli
-from ovspec.decoders.base import Decoder
-from ovspec.decoders.paged import PagedDecoder
+from ovspec.decoders.base import FAST, Decoder
 from ovspec.ir.device import DeviceOptions
 from ovspec.setup.profile import Setting, known_profile
 from ovspec.setup.tuning import SHORT, Effort, SettingTimer, tune
@@ -73,7 +72,7 @@ def test_the_distance_is_the_kl_divergence(tmp_path: Path, pair: Path, reference
 def test_invariance_is_measured_on_the_exact_decoder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     timer = SettingTimer(DEMO, tmp_path, np.arange(3, 43), Effort(40, (1, 2, 4), 1, True))
     assert timer.probe(Setting("paged", "f32", "f32", 32)).share == 1
-    monkeypatch.setattr(PagedDecoder, "narrowest", property(lambda _: 1, lambda *_: None), raising=False)
+    monkeypatch.setattr("ovspec.setup.exactness.PAGED", (FAST,))
     assert timer.probe(Setting("paged", "f32", "f32", 32)).share < 1, "a token alone is found"
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ovspec.decoders.base import Rollback
+from ovspec.decoders.base import FAST, Rollback
 from ovspec.decoders.sequence import Sequence
 
 
@@ -13,7 +13,7 @@ class Bigrams:
 
     rollback = Rollback("mask")
     context_length: int | None = None
-    narrowest = 1
+    rule = FAST
     fills = False
     seconds, inferences = 0.0, 0
 

@@ -86,5 +86,6 @@ def start(tmp_path_factory: pytest.TempPathFactory, command_environment: dict[st
 
 @pytest.fixture(scope="module")
 def server(start: Start) -> Running:
-    """A server of the demo pair, in f32, with two drafters."""
-    return start(DEMO, "--draft", "lookup,draft", "--precision", "f32", "--model-name", "demo")
+    """A server of the demo pair, in f32, with two drafters, which propose whether that pays here or not."""
+    options = ("--draft", "lookup,draft", "--lookahead", "2", "--precision", "f32", "--model-name", "demo")
+    return start(DEMO, *options)
