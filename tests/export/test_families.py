@@ -8,7 +8,11 @@ docs/reference/models.md.
 from __future__ import annotations
 
 import functools
+import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import hybrid
@@ -18,6 +22,7 @@ import pytest
 from conftest import PROMPTS, ROOT
 from families import FAMILIES, VOCAB
 from family_models import Mistaken, export_as_the_worker_does, make
+from ovspec_export.environments import OVERLAYS, Environment, search_path
 from ovspec_export.families import FAMILIES as REGISTRY
 
 import ovspec
@@ -42,8 +47,8 @@ HYBRIDS = {
     "convolution + SSM": (None, "replay"),
 }
 
-# For quick runs, one for each environment: two windows, a gated delta net, an SSM, and one with attention.
-QUICK = ("gemma3_text", "qwen3_5_text", "mamba", "granitemoehybrid")
+# For quick runs: a gated delta net, exported in an overlay. test_text_part.py exports two windows without one.
+QUICK, QUICK_TOKENS = "qwen3_5_text", 24
 Way = tuple[EngineChoice, Arithmetic, tuple[int, ...]]
 # For each shape: the engine, the arithmetic, and the lookaheads to try.
 WAYS: list[list[Way]] = [
@@ -71,23 +76,24 @@ def check(
     rollback: str,
     note: str = "",
     ways: list[Way] = WAYS[0],
+    tokens: int = TOKENS,
 ) -> str:
     """Check that plain, speculative and batched decoding of the IR in ``folder`` give ``expected``.
 
     Returns the family's row of the table in the docs.
     """
-    assert all(len(set(tokens)) > 8 for tokens in expected), "a text that repeats itself proves nothing"
+    assert all(len(set(text)) > 8 for text in expected), "a text that repeats itself proves nothing"
     lm = paged = None
     for engine, arithmetic, lookaheads in ways:
         lm = ovspec.load(folder, folder, engine=engine, arithmetic=arithmetic, precision="f32", cache_dir=cache_dir)
         paged = lm.target.engine == "paged"
         cuts = not paged and lm.target.arithmetic == "exact"  # where the probe finds differences, it is "fast"
         decoders = with_mistakes(lm)
-        plain = [lm.generate(ids, max_tokens=TOKENS, ignore_eos=True, lookahead=0) for ids in prompts()]
+        plain = [lm.generate(ids, max_tokens=tokens, ignore_eos=True, lookahead=0) for ids in prompts()]
         assert [result.token_ids for result in plain] == expected
         for lookahead in lookaheads:
             before = decoders.target.inferences
-            result = lm.generate(prompts()[0], max_tokens=TOKENS, ignore_eos=True, lookahead=lookahead)
+            result = lm.generate(prompts()[0], max_tokens=tokens, ignore_eos=True, lookahead=lookahead)
             assert result.token_ids == expected[0]
             usual = re.sub("mask( until [0-9]+)?", "trim", rollback) if cuts else rollback
             assert result.stats.rollback == ("blocks" if paged else usual)
@@ -98,8 +104,8 @@ def check(
                 assert needed <= decoders.target.inferences - before <= needed + 5
             else:
                 assert decoders.target.inferences - before == needed
-            assert result.stats.rounds < TOKENS
-            together = lm.generate(prompts(), max_tokens=TOKENS, ignore_eos=True, lookahead=lookahead)
+            assert result.stats.rounds < tokens
+            together = lm.generate(prompts(), max_tokens=tokens, ignore_eos=True, lookahead=lookahead)
             assert [row.token_ids for row in together] == expected
     assert lm
     has_positions = "yes" if "position_ids" in lm.target.ir.inputs else "no"
@@ -178,13 +184,31 @@ def documented(name: str, row: str, update: bool) -> None:
     DOCS.write_text("\n".join([head, *table]) + "\n", encoding="utf-8")
 
 
-@pytest.mark.parametrize("name", QUICK)
-def test_one_family_of_each_environment(name: str, tmp_path: Path, cache_dir: Path) -> None:
-    family = FAMILIES[name]
-    expected = make(name, family, 1, tmp_path / "hf", prompts(), TOKENS)
-    failure = export_as_the_worker_does(name, family, tmp_path / "hf", tmp_path / "ir")
+def test_a_family_with_an_environment_of_its_own(tmp_path: Path, cache_dir: Path) -> None:
+    family = FAMILIES[QUICK]
+    expected = make(QUICK, family, 1, tmp_path / "hf", prompts(), QUICK_TOKENS)
+    failure = export_as_the_worker_does(QUICK, family, tmp_path / "hf", tmp_path / "ir")
     assert not failure, failure
-    check(name, tmp_path / "ir", cache_dir, expected, family.expected_rollback(1), ways=WAYS[1])
+    rollback = family.expected_rollback(1)
+    check(QUICK, tmp_path / "ir", cache_dir, expected, rollback, ways=WAYS[1], tokens=QUICK_TOKENS)
+
+
+@pytest.mark.parametrize("environment", OVERLAYS, ids=lambda environment: environment.name)
+def test_each_environment_has_its_versions_and_the_classes_of_its_families(environment: Environment) -> None:
+    """What an export starts there finds them; the slow tests then export each family."""
+    versions = {name: version for name, version, _ in environment.wheels}
+    families = {name: family for name, family in FAMILIES.items() if environment_of(name) == environment.name}
+    assert families
+    code = (
+        "import json, sys; from importlib.metadata import version; versions, configs = sys.argv[1:]; "
+        "sys.modules['torch'] = None; import transformers; "  # which torch would slow down
+        "found = {name: version(name) for name in json.loads(versions)}; "
+        "print(json.dumps([found, sorted({*json.loads(configs)} - {*dir(transformers)})]))"
+    )
+    wanted = json.dumps(versions), json.dumps([family.config for family in families.values()])
+    variables = {**os.environ, **search_path(environment, "tests")}
+    done = subprocess.run([sys.executable, "-P", "-c", code, *wanted], env=variables, capture_output=True, check=True)
+    assert json.loads(done.stdout) == [versions, []]
 
 
 @pytest.mark.slow

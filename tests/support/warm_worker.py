@@ -90,6 +90,8 @@ def main() -> None:
     patches.hide_torchvision()
     import torch  # noqa: F401
     import transformers
+    from optimum.commands.export import openvino  # noqa: F401
+    from optimum.exporters.openvino import __main__, model_configs  # noqa: F401
 
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what the libraries print
