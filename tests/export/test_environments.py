@@ -8,11 +8,13 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -112,12 +114,15 @@ def test_a_full_disk_leaves_nothing(toy: Environment, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="os.kill ends processes otherwise there")
-def test_a_killed_preparation_leaves_no_overlay_and_the_next_one_cleans_up(toy: Environment) -> None:
-    """Killed at ten moments, the folder is whole or not there."""
+@pytest.mark.parametrize("moments", [(0.2, 0.7), pytest.param([0.15 * i for i in range(10)], marks=pytest.mark.slow)])
+def test_a_killed_preparation_leaves_no_overlay_and_the_next_one_cleans_up(
+    toy: Environment, moments: Sequence[float]
+) -> None:
+    """Killed at any moment, the folder is whole or not there."""
     command = [sys.executable, "-c", PREPARE, toy.wheels[0][2]]
-    for i in range(10):
+    for seconds in moments:
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        time.sleep(0.15 * i)
+        time.sleep(seconds)
         process.send_signal(signal.SIGKILL)
         process.wait()
         if toy.is_prepared:
@@ -141,20 +146,37 @@ def test_two_at_once_make_it_once(toy: Environment) -> None:
     assert left_in(toy) == [toy.folder.name]
 
 
-@pytest.mark.parametrize("damage", ["missing", "cut off", "without a RECORD", "with an empty RECORD"])
-def test_an_incomplete_copy_is_made_anew(
-    toy: Environment, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], damage: str
-) -> None:
-    module, record = (prepare(toy, "toys") / name for name in ("ovspec_toy/__init__.py", f"{INFO}/RECORD"))
-    (toy.folder / "more").mkdir()  # no harm
-    assert toy.is_prepared
-    if damage == "cut off":
+def damage(toy: Environment, how: str) -> None:
+    module, record = (toy.folder / name for name in ("ovspec_toy/__init__.py", f"{INFO}/RECORD"))
+    if how == "cut off":
         module.write_text("PLACE")
-    elif damage == "with an empty RECORD":
+    elif how == "with an empty RECORD":
         record.write_text("")
     else:
-        (module if damage == "missing" else record).unlink()
-    assert not toy.is_prepared
+        (module if how == "missing" else record).unlink()
+
+
+DAMAGES = ("missing", "cut off", "without a RECORD", "with an empty RECORD")
+
+
+def test_an_incomplete_copy_is_noticed(toy: Environment, tmp_path: Path) -> None:
+    shutil.copytree(prepare(toy, "toys"), tmp_path / "whole")
+    for how in DAMAGES:
+        (toy.folder / "more").mkdir()  # no harm
+        assert toy.is_prepared
+        damage(toy, how)
+        assert not toy.is_prepared, how
+        shutil.rmtree(toy.folder)
+        shutil.copytree(tmp_path / "whole", toy.folder)
+
+
+@pytest.mark.parametrize("how", [DAMAGES[0], *[pytest.param(how, marks=pytest.mark.slow) for how in DAMAGES[1:]]])
+def test_an_incomplete_copy_is_made_anew(
+    toy: Environment, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], how: str
+) -> None:
+    module = prepare(toy, "toys") / "ovspec_toy" / "__init__.py"
+    (toy.folder / "more").mkdir()
+    damage(toy, how)
     with monkeypatch.context() as patched:
         patched.setenv("PIP_FIND_LINKS", "")
         with pytest.raises(OvspecError, match=r"The folder ovspec-toy-1\.0 there is incomplete\. Without a network"):

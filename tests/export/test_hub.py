@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -83,7 +83,7 @@ class Hub(BaseHTTPRequestHandler):
 @pytest.fixture
 def hub() -> Iterator[str]:
     server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
     REQUESTED.clear()
     yield f"http://127.0.0.1:{server.server_port}"
     server.shutdown()
@@ -99,6 +99,33 @@ def python(arguments: list[str], endpoint: str, home: Path) -> subprocess.Comple
 
 def export(name: str, output: Path, endpoint: str, home: Path) -> subprocess.CompletedProcess[str]:
     return python(["-m", "ovspec", "export", name, "-o", str(output)], endpoint, home)
+
+
+EXPORTS = """
+import contextlib, io, json, sys
+from ovspec.cli import main
+
+names, output, found = json.loads(sys.argv[1]), sys.argv[2], {}
+for name in names:
+    sys.argv[1:] = ["export", name, "-o", output]
+    with contextlib.redirect_stderr(io.StringIO()) as told:
+        try:
+            main()
+        except SystemExit as ended:
+            found[name] = ended.code, told.getvalue().strip()
+print(json.dumps(found))
+"""
+
+
+def refusals(names: Sequence[str], output: Path, endpoint: str, home: Path) -> dict[str, str]:
+    """Export several models in one process and return the last line that each prints; all must fail."""
+    done = python(["-c", EXPORTS, json.dumps(names), str(output)], endpoint, home)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, tuple[int, str]] = json.loads(done.stdout)
+    assert {code for code, _ in found.values()} == {1}, found
+    assert not [told for _, told in found.values() if "Traceback" in told]
+    assert not output.exists()
+    return {name: told.splitlines()[-1] for name, (_, told) in found.items()}
 
 
 def find(name: str, endpoint: str, home: Path) -> Source:
@@ -131,37 +158,31 @@ def test_export_from_the_hub(hub: str, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("org/nothing", "neither a folder here nor a model on the Hugging Face hub; check the spelling"),
-        ("org/gated", "the model is gated"),
-        ("org/model@nowhen", "the model has no revision nowhen; name a commit, a tag or a branch"),
-        ("org/model@", "no revision after the @"),
-    ],
-)
-def test_models_that_cannot_be_had(hub: str, tmp_path: Path, name: str, message: str) -> None:
-    done = export(name, tmp_path / "out", hub, tmp_path / "home")
-    assert done.returncode == 1
-    last = done.stderr.strip().splitlines()[-1]
-    assert last.startswith(f"Error: {name}: ")
-    assert message in last
-    assert "Traceback" not in done.stderr
-    assert not (tmp_path / "out").exists()
+CANNOT_BE_HAD = {
+    "org/nothing": "neither a folder here nor a model on the Hugging Face hub; check the spelling",
+    "org/gated": "the model is gated",
+    "org/model@nowhen": "the model has no revision nowhen; name a commit, a tag or a branch",
+    "org/model@": "no revision after the @",
+}
 
 
-@pytest.mark.parametrize(("name", "message"), [("unknown", "of the family unknowable"), ("seq2seq", "encoder-decoder")])
-def test_what_cannot_be_exported_is_refused_before_its_weights_come(
-    hub: str, tmp_path: Path, name: str, message: str
-) -> None:
-    done = export(f"org/{name}", tmp_path / "out", hub, tmp_path / "home")
-    assert done.returncode == 1
-    assert message in done.stderr.strip().splitlines()[-1]
-    assert any(path.endswith("/config.json") for path in REQUESTED)
-    assert not [path for path in REQUESTED if path.endswith((".safetensors", "/tokenizer.json"))]
-    # Again without a network: what was fetched suffices to refuse it.
-    done = export(f"org/{name}", tmp_path / "out", "http://127.0.0.1:9", tmp_path / "home")
-    assert message in done.stderr.strip().splitlines()[-1]
+def test_models_that_cannot_be_had(hub: str, tmp_path: Path) -> None:
+    found = refusals([*CANNOT_BE_HAD], tmp_path / "out", hub, tmp_path / "home")
+    for name, message in CANNOT_BE_HAD.items():
+        assert found[name].startswith(f"Error: {name}: ")
+        assert message in found[name]
+
+
+def test_what_cannot_be_exported_is_refused_before_its_weights_come(hub: str, tmp_path: Path) -> None:
+    expected = {"org/unknown": "of the family unknowable", "org/seq2seq": "encoder-decoder"}
+    # The second time without a network: what was fetched suffices to refuse it.
+    for endpoint in (hub, "http://127.0.0.1:9"):
+        found = refusals([*expected], tmp_path / "out", endpoint, tmp_path / "home")
+        assert all(message in found[name] for name, message in expected.items()), found
+    for name in expected:
+        asked = [path for path in REQUESTED if f"/{name}/" in path]
+        assert any(path.endswith("/config.json") for path in asked)
+        assert not [path for path in asked if path.endswith((".safetensors", "/tokenizer.json"))]
 
 
 def test_an_ir_needs_no_known_family(hub: str, tmp_path: Path) -> None:
@@ -172,19 +193,15 @@ def test_an_ir_needs_no_known_family(hub: str, tmp_path: Path) -> None:
 
 
 def test_all_files_come_from_one_commit(hub: str, tmp_path: Path) -> None:
-    """What ``main`` named at the beginning is asked for by its commit from then on."""
+    """What ``main`` named at the beginning is asked for by its commit; of folders only the chat templates come."""
     source = find("org/model", hub, tmp_path / "home")
     assert (source.is_ir, source.revision, source.folder.name) == (False, COMMIT, COMMIT)
     asked = [path.rpartition("/")[2] for path in REQUESTED if "/revision/" in path]
     assert asked == ["main", COMMIT]
-    assert find("org/model", "http://127.0.0.1:9", tmp_path / "home") == source
-
-
-def test_of_folders_only_the_chat_templates_come(hub: str, tmp_path: Path) -> None:
-    source = find("org/model", hub, tmp_path / "home")
     assert (source.folder / TEMPLATE).read_bytes() == b"{{ tools }}"
     inside = [path.relative_to(source.folder).as_posix() for path in source.folder.rglob("*/*") if path.is_file()]
     assert inside == [TEMPLATE]
+    assert find("org/model", "http://127.0.0.1:9", tmp_path / "home") == source
 
 
 def test_no_network(tmp_path: Path) -> None:
