@@ -6,12 +6,14 @@ import json
 import re
 import shutil
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from commands_here import Command, commands_here
 from conftest import PROMPTS, ROOT
 
 import ovspec
@@ -26,6 +28,11 @@ MODES = ["plain", "lookup", "draft", "lookup,draft"]
 def rows_of(done: Any) -> list[dict[str, Any]]:
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+@pytest.fixture(scope="module")
+def command(cache_dir: Path) -> Iterator[Command]:
+    yield from commands_here(cache_dir)
 
 
 @pytest.fixture(scope="module")
@@ -57,40 +64,38 @@ def test_a_row_for_each_mode(rows: list[dict[str, Any]]) -> None:
     assert rows[2]["accepted"] > rows[1]["accepted"], "the draft always has something to propose"
 
 
-def test_prompts_of_your_own(ovspec_command: Any, tmp_path: Path) -> None:
+def test_prompts_of_your_own(command: Command, tmp_path: Path) -> None:
     """The same prompt as a text and from a file gives the same counts, and each repeat counts."""
     (tmp_path / "prompt.txt").write_text(PROMPTS[0], encoding="utf-8")
-    common = ["bench", DEMO, "--lookahead", "1", "-n", "16", "--json"]
-    given = rows_of(ovspec_command(*common, "--prompt", PROMPTS[0]))
-    read = rows_of(ovspec_command(*common, "--prompt-file", tmp_path / "prompt.txt"))
-    both = rows_of(
-        ovspec_command(*common, "--prompt", PROMPTS[1], "--prompt-file", tmp_path / "prompt.txt", "--repeats", "2")
-    )
+    common = ["bench", DEMO, "--lookahead", "1", "-n", "8", "--json"]
+    given = rows_of(command(*common, "--prompt", PROMPTS[0]))
+    read = rows_of(command(*common, "--prompt-file", tmp_path / "prompt.txt"))
+    both = rows_of(command(*common, "--prompt", PROMPTS[1], "--prompt-file", tmp_path / "prompt.txt", "--repeats", "2"))
     counts = [[(row["proposed"], row["accepted"]) for row in found] for found in (given, read)]
     assert counts[0] == counts[1]
     assert {row["texts"] for row in given} == {1}
     assert {row["texts"] for row in both} == {4}
-    missing = ovspec_command("bench", DEMO, "--prompt-file", tmp_path / "none.txt")
+    missing = command("bench", DEMO, "--prompt-file", tmp_path / "none.txt")
     assert missing.returncode == 1
     assert "none.txt" in missing.stderr
 
 
-def test_temperature_and_length(ovspec_command: Any, rows: list[dict[str, Any]]) -> None:
+def test_temperature_and_length(command: Command, rows: list[dict[str, Any]]) -> None:
     common = ["bench", DEMO, "--lookahead", "2", "--json"]
-    sampled = rows_of(ovspec_command(*common, "-n", "48", "-t", "1"))
+    sampled = rows_of(command(*common, "-n", "48", "-t", "1"))
     assert all(row["equal"] == 3 for row in sampled), "plain decoding has the same seeds"
     rate = [row[2]["accepted"] / row[2]["proposed"] for row in (rows, sampled)]
     assert rate[0] > rate[1], "the demo pair's greedy guesses are better"
-    short = rows_of(ovspec_command(*common, "-n", "12"))
+    short = rows_of(command(*common, "-n", "12"))
     assert short[2]["proposed"] < rows[2]["proposed"] / 2
 
 
-def test_the_table_without_a_draft(ovspec_command: Any, tmp_path: Path) -> None:
+def test_the_table_without_a_draft(command: Command, tmp_path: Path) -> None:
     """A text of two tokens leaves no room for a proposal, so no speed-up is shown."""
     shutil.copytree(DEMO, tmp_path / "alone", ignore=shutil.ignore_patterns("draft", "ovspec.json"))
     why = "lookup: no speed-up: drafting doesn't pay for this model here (nothing was proposed)"
     for given in ([tmp_path / "alone"], [DEMO, "--draft", "none"]):
-        done = ovspec_command("bench", *given, "--prompt", "def f():", "-n", "2")
+        done = command("bench", *given, "--prompt", "def f():", "-n", "2")
         lines = [re.split(r" {2,}", line) for line in done.stdout.splitlines()]
         assert lines[0] == list(HEADS)
         assert [line[0] for line in lines[1:3]] == ["plain", "lookup"]
@@ -100,13 +105,13 @@ def test_the_table_without_a_draft(ovspec_command: Any, tmp_path: Path) -> None:
         assert done.stdout.splitlines()[3].startswith(why)
 
 
-def test_a_draft_that_is_named(ovspec_command: Any, tmp_path: Path) -> None:
+def test_a_draft_that_is_named(command: Command, tmp_path: Path) -> None:
     shutil.copytree(DEMO, tmp_path / "alone", ignore=shutil.ignore_patterns("draft", "ovspec.json"))
     common = ["bench", tmp_path / "alone", "--lookahead", "2", "-n", "16", "--prompt", PROMPTS[0], "--json"]
-    found = rows_of(ovspec_command(*common, "--draft", DEMO / "draft"))
+    found = rows_of(command(*common, "--draft", DEMO / "draft"))
     assert [row["mode"] for row in found] == MODES
     assert found[2]["accepted"] > 0
-    refused = ovspec_command(*common, "--draft", "draft")
+    refused = command(*common, "--draft", "draft")
     assert refused.returncode == 1
     assert "exported without a draft" in refused.stderr
 
@@ -122,8 +127,8 @@ def test_a_draft_that_is_named(ovspec_command: Any, tmp_path: Path) -> None:
         (["-n", "1"], "is not in the range"),
     ],
 )
-def test_wrong_options(ovspec_command: Any, options: list[str], message: str) -> None:
-    done = ovspec_command("bench", *options)
+def test_wrong_options(command: Command, options: list[str], message: str) -> None:
+    done = command("bench", *options)
     assert done.returncode == 2
     assert message in done.stderr
 
