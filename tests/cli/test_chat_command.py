@@ -1,24 +1,33 @@
-"""``ovspec chat`` as a user runs it: through a pipe and in a terminal."""
+"""``ovspec chat`` as a user runs it: through a pipe and in a terminal; its details in this process."""
 
 from __future__ import annotations
 
 import json
 import re
 import signal
-import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from commands_here import Command, commands_here
 from conftest import ROOT
 
 import ovspec
 from ovspec.cli.prompting import message
 
-Run = Callable[..., "subprocess.CompletedProcess[str]"]
 DEMO = ROOT / "models" / "demo"
 SHORT = ("--max-tokens", "12", "--engine", "stateful")  # the stateful engine loads faster
+
+
+@pytest.fixture
+def command(cache_dir: Path) -> Iterator[Command]:
+    yield from commands_here(cache_dir)
+
+
+@pytest.fixture(scope="module")
+def lm(cache_dir: Path) -> ovspec.LanguageModel:
+    return ovspec.load(DEMO, engine="stateful", cache_dir=cache_dir)
 
 
 def lines_of(*lines: str) -> Callable[[bool], str]:
@@ -39,12 +48,11 @@ def test_messages_of_several_lines() -> None:
         message(line)
 
 
-def test_a_chat_through_a_pipe(ovspec_command: Run, cache_dir: Path) -> None:
+def test_a_chat_through_a_pipe(ovspec_command: Command, lm: ovspec.LanguageModel) -> None:
     """Answers go to stdout, everything else to stderr. Each answer is what a session generates for the chat so far."""
     said = ["Write a loop.", "/stats full", "And a class,\\", "please.", "/undo", "/undo", "Write a loop.", "/exit"]
     done = ovspec_command("chat", DEMO, "--draft", *SHORT, stdin="\n".join(said))
     assert done.returncode == 0, done.stderr
-    lm = ovspec.load(DEMO, engine="stateful", cache_dir=cache_dir)
     with lm.session() as session:
         expected = []
         for turn in ("Write a loop.", "And a class,\nplease."):
@@ -57,7 +65,7 @@ def test_a_chat_through_a_pipe(ovspec_command: Run, cache_dir: Path) -> None:
     assert "Cut off after 12 tokens" in done.stderr
 
 
-def test_commands_and_mistakes(ovspec_command: Run, tmp_path: Path) -> None:
+def test_commands_and_mistakes(command: Command, lm: ovspec.LanguageModel, tmp_path: Path) -> None:
     file = tmp_path / "a chat"
     said = [
         "/system",
@@ -78,7 +86,7 @@ def test_commands_and_mistakes(ovspec_command: Run, tmp_path: Path) -> None:
         "x " * 3000,
         "still here",
     ]
-    done = ovspec_command("chat", DEMO, *SHORT, stdin="\n".join(said))
+    done = command("chat", DEMO, *SHORT, stdin="\n".join(said))
     assert done.returncode == 1, "some commands failed, and nobody may have noticed"
     for text in (
         "There is no system message.",
@@ -97,70 +105,70 @@ def test_commands_and_mistakes(ovspec_command: Run, tmp_path: Path) -> None:
     ):
         assert text in done.stderr, text
     assert len(done.stdout.splitlines()) >= 3
-    with ovspec.load(DEMO, engine="stateful").session() as session:
+    with lm.session() as session:
         session.load(file)
         assert [each["role"] for each in session.messages] == ["system", "user", "assistant"]
 
 
-def test_a_session_file_between_two_calls(ovspec_command: Run, tmp_path: Path) -> None:
+def test_a_session_file_between_two_calls(command: Command, lm: ovspec.LanguageModel, tmp_path: Path) -> None:
     file = tmp_path / "chat.ov"
-    first = ovspec_command("chat", DEMO, *SHORT, "--session", file, "--context", "500", stdin="hi\n")
+    first = command("chat", DEMO, *SHORT, "--session", file, "--context", "500", stdin="hi\n")
     assert first.returncode == 0, first.stderr
     assert re.search(r"context: 500 tokens, about \d+ MB", first.stderr)
-    second = ovspec_command("chat", DEMO, *SHORT, "--session", file, "--stats", stdin="more\n/undo\n")
+    second = command("chat", DEMO, *SHORT, "--session", file, "--stats", stdin="more\n/undo\n")
     assert "2 messages" in second.stderr
     assert re.search(r"prompt \d+ tokens \([1-9]\d* cached\) in .* tokens/s", second.stderr)
     assert "Taken back: more" in second.stderr
-    with ovspec.load(DEMO, engine="stateful").session() as session:
+    with lm.session() as session:
         session.load(file)
         assert [each["content"] for each in session.messages][:1] == ["hi"]
         assert len(session.messages) == 2
-    text = ovspec_command("generate", DEMO, "import os", *SHORT, "--session", tmp_path / "text.ov")
+    text = command("generate", DEMO, "import os", *SHORT, "--session", tmp_path / "text.ov")
     assert text.returncode == 0
-    wrong = ovspec_command("chat", DEMO, *SHORT, "--session", tmp_path / "text.ov", stdin="hi\n")
+    wrong = command("chat", DEMO, *SHORT, "--session", tmp_path / "text.ov", stdin="hi\n")
     assert wrong.returncode == 1
     assert "not a chat" in wrong.stderr
 
 
-def test_generate_goes_on(ovspec_command: Run, tmp_path: Path) -> None:
+def test_generate_goes_on(command: Command, lm: ovspec.LanguageModel, tmp_path: Path) -> None:
     """Calls with a prompt, another prompt, no prompt and token ids give the same tokens as one session."""
     file = tmp_path / "text.ov"
     calls = [["import os\n"], ["\n\ndef f("], [], ["--token-ids", "1 2 3"]]
     found = []
     for arguments in calls:
-        done = ovspec_command("generate", DEMO, *arguments, *SHORT, "--json", "--session", file)
+        done = command("generate", DEMO, *arguments, *SHORT, "--json", "--session", file)
         assert done.returncode == 0, done.stderr
         found.append(json.loads(done.stdout))
-    with ovspec.load(DEMO, engine="stateful").session() as session:
+    with lm.session() as session:
         for prompt, result in zip(["import os\n", "\n\ndef f(", None, [1, 2, 3]], found, strict=True):
             if prompt is not None:
                 session.append(prompt)
             assert session.generate(max_tokens=12, heal=False).token_ids == result["token_ids"]
     assert [result["stats"]["cached_tokens"] > 0 for result in found] == [False, True, True, True]
     for arguments in (["--compare"], ["--samples", "2", "-t", "1"], ["--chat", "--system", "x"]):
-        done = ovspec_command("generate", DEMO, "x", *arguments, "--session", file)
+        done = command("generate", DEMO, "x", *arguments, "--session", file)
         assert done.returncode == 2, done.stderr
-    done = ovspec_command("generate", DEMO, "x", "--session", tmp_path / "nowhere" / "file")
+    done = command("generate", DEMO, "x", "--session", tmp_path / "nowhere" / "file")
     assert done.returncode == 2
     assert "there is no folder" in done.stderr
 
 
-def test_an_answer_is_as_long_as_the_context_allows(ovspec_command: Run) -> None:
+def test_an_answer_is_as_long_as_the_context_allows(command: Command) -> None:
     options = ("--context", "60", "--max-tokens", "30", "--ignore-eos", "--engine", "stateful")
-    done = ovspec_command("chat", DEMO, *options, stdin="hi\nmore\n/stats\n/undo\nmore\nand more\n")
+    done = command("chat", DEMO, *options, stdin="hi\nmore\n/stats\n/undo\nmore\nand more\n")
     assert "The chat has 60 tokens of 60." in done.stderr
     assert done.stderr.count("The context of 60 tokens is full; use /undo") == 1
     assert done.returncode == 1
 
 
-def test_misuse_is_refused(ovspec_command: Run, tmp_path: Path) -> None:
+def test_misuse_is_refused(command: Command, tmp_path: Path) -> None:
     for arguments in (["--samples", "2"], ["--heal"], ["--logprobs", "1"], ["--draft", "nothing"], ["--context", "0"]):
-        done = ovspec_command("chat", DEMO, *arguments)
+        done = command("chat", DEMO, *arguments)
         assert done.returncode == 2, (arguments, done.stderr)
-    done = ovspec_command("chat", DEMO, "--context", "10000000")
+    done = command("chat", DEMO, *SHORT, "--context", "10000000")
     assert done.returncode == 1
     assert "context is 10000000" in done.stderr
-    done = ovspec_command("chat", tmp_path / "nowhere")
+    done = command("chat", tmp_path / "nowhere")
     assert done.returncode == 1
     assert "no such folder" in done.stderr
 
