@@ -70,14 +70,15 @@ def api(guarded: Running) -> Any:
     return schemathesis.openapi.from_url(f"{guarded.url}/openapi.json", headers=headers)
 
 
-def test_no_request_is_a_server_error(api: Any) -> None:
+@pytest.mark.parametrize("examples", [8, pytest.param(50, marks=pytest.mark.slow)])
+def test_no_request_is_a_server_error(api: Any, examples: int) -> None:
     tried = set()
     for found in api.get_all_operations():
         operation = found.ok()
         tried.add(operation.path)
 
         @given(case=operation.as_strategy())
-        @settings(max_examples=25, deadline=None, database=None, suppress_health_check=UNCHECKED)
+        @settings(max_examples=examples, deadline=None, database=None, suppress_health_check=UNCHECKED)
         def check(case: Any) -> None:
             if isinstance(case.body, dict):  # short texts, so that the test doesn't take hours
                 for name in ("max_tokens", "max_completion_tokens"):
