@@ -26,6 +26,7 @@ from ovspec.sampling.samplers import Guess, sampler_of
 from ovspec.sampling.warp import softmax, warp
 
 UNLIKELY = 1e-4
+DRAWS = 2000  # which find each planted bug, below
 END = 5
 # Five tokens, one of them with two letters, and one that ends the text. The logits depend only on the last token.
 VOCABULARY: list[bytes | None] = [b"a", b"b", b"ab", b"c", b"d", b""]
@@ -140,9 +141,10 @@ def check(accept: AcceptRule, drafter: str, params: SamplingParams, draws: int) 
     assert fits(counts, params) > UNLIKELY
 
 
+@pytest.mark.parametrize("draws", [DRAWS, pytest.param(3 * DRAWS, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("accept", ["compare", "rejection"])
-def test_constrained_speculation_keeps_the_distribution(accept: AcceptRule) -> None:
-    check(accept, "model", PLAIN, 6000)
+def test_constrained_speculation_keeps_the_distribution(accept: AcceptRule, draws: int) -> None:
+    check(accept, "model", PLAIN, draws)
 
 
 @pytest.mark.soak
@@ -179,5 +181,5 @@ def test_planted_bugs_are_found(bug: str, monkeypatch: pytest.MonkeyPatch) -> No
             return found and found._replace(q=warp(logits, self._params))
 
         monkeypatch.setattr(sampler_module.RejectionSampler, "guess", guess)
-    counts, _ = draw_texts(accept, "model", PLAIN, 6000)
+    counts, _ = draw_texts(accept, "model", PLAIN, DRAWS)
     assert fits(counts, PLAIN) < UNLIKELY
