@@ -151,7 +151,7 @@ def calls_of(lm: ovspec.LanguageModel, session: ovspec.Session) -> list[Callable
 
 
 @pytest.mark.parametrize(
-    "count", [300, pytest.param(3000, marks=pytest.mark.slow), pytest.param(20_000, marks=pytest.mark.soak)]
+    "count", [150, pytest.param(3000, marks=pytest.mark.slow), pytest.param(20_000, marks=pytest.mark.soak)]
 )
 def test_calls(lm: ovspec.LanguageModel, made: weakref.WeakSet[Any], count: int) -> None:
     """The second half of the calls needs no more than the first, whose beginning fills the caches."""
