@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from conftest import Reference
 
 from ovspec.errors import OvspecError
-from ovspec.text.chat_template import RENDERER, ChatTemplate, chat_template
+from ovspec.text.chat_template import MAX_BYTES, MAX_SECONDS, RENDERER, ChatTemplate, chat_template
 
 MESSAGES = [
     {"role": "system", "content": "You write Python."},
@@ -62,47 +63,78 @@ def test_refused_in_a_sentence(source: str) -> None:
         ChatTemplate(source, {}).render(MESSAGES)
 
 
-@pytest.mark.parametrize(
-    "source",
-    [
-        "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
-        "{% macro again(n) %}{{ again(n + 1) }}{{ again(n + 1) }}{% endmacro %}{{ again(0) }}",
-        "{% for i in range(99999) %}{{ messages }}{{ 'x' * 1000 }}{% endfor %}",
-        "{{ 'a' * 10 ** 10 }}",
-        "{{ [0] * 999999999 }}",
-        "{{ 9 ** (9 ** 9) }}",
-        "{{ (3 ** 99999999) % (3 ** 9999999) }}",
-        "{% if false %}" + "{{ " + " ~ ".join(["('a' | center(99999999))"] * 40) + " }}{% endif %}",
-        "{% set ns = namespace(t={}) %}{% for i in range(60) %}"
-        "{% set ns.t = {'a': ns.t.values(), 'b': ns.t.values()} %}{% endfor %}{{ ns.t }}",
-        "{{ ('{1:{0}}' * 9999).format(9999999, 1) }}",
-        "{{ strftime_now('%200d' * 99999999) }}",
-        "{% for i in range(99999) %}{% for j in range(99999) %}{% set x = [1, 2] | map('upper') | first %}{% endfor %}"
-        "{% endfor %}",
-        "{{ 'a' | center(9999999999) }}",
-        "{{ 'a'.ljust(9999999999) }}",
-        "{{ '%9999999999d' % 1 }}",
-        "{{ '%*d' % (9999999999, 1) }}",
-        "{{ '%9999999999d' | format(1) }}",
-        "{{ '{:9999999999}'.format(1) }}",
-        "{{ lipsum(n=99999999) }}",
-        "{% set ns = namespace(t='ab') %}{% for i in range(60) %}{% set ns.t = ns.t + ns.t %}{% endfor %}",
-        "{% set ns = namespace(t='ab') %}{% for i in range(60) %}{% set ns.t = ns.t ~ ns.t %}{% endfor %}",
-        "{% set ns = namespace(t='ab') %}{% for i in range(60) %}{% set ns.t = [ns.t, ns.t] | join %}{% endfor %}",
-        "{% set ns = namespace(t=['ab']) %}{% for i in range(60) %}{% set ns.t = [ns.t, ns.t] %}{% endfor %}{{ ns.t }}",
-        "{% set ns = namespace(t=['ab']) %}{% for i in range(60) %}{% set ns.t = [ns.t, ns.t] %}{% endfor %}"
-        "{{ ns.t | tojson }}",
-        "{{ 'ab' | replace('', 'x' * 49999999) }}",
-        "{{ messages | tojson(indent=999999999) }}",
-        "{{ range(99999) | map('center', 99999) | join }}",
-    ],
-)
-def test_bounded_in_time_and_size(source: str) -> None:
+# These run until they are stopped; the others are refused, or become too large, before.
+ENDLESS = [
+    "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+    "{{ 9 ** (9 ** 9) }}",
+    "{{ (3 ** 99999999) % (3 ** 9999999) }}",
+    "{% set ns = namespace(t={}) %}{% for i in range(60) %}"
+    "{% set ns.t = {'a': ns.t.values(), 'b': ns.t.values()} %}{% endfor %}{{ ns.t }}",
+    "{% for i in range(99999) %}{% for j in range(99999) %}{% set x = [1, 2] | map('upper') | first %}{% endfor %}"
+    "{% endfor %}",
+    "{{ lipsum(n=99999999) }}",
+    "{% set ns = namespace(t=['ab']) %}{% for i in range(60) %}{% set ns.t = [ns.t, ns.t] %}{% endfor %}{{ ns.t }}",
+    "{% set ns = namespace(t=['ab']) %}{% for i in range(60) %}{% set ns.t = [ns.t, ns.t] %}{% endfor %}"
+    "{{ ns.t | tojson }}",
+]
+LARGE = [
+    "{% macro again(n) %}{{ again(n + 1) }}{{ again(n + 1) }}{% endmacro %}{{ again(0) }}",
+    "{% for i in range(99999) %}{{ messages }}{{ 'x' * 1000 }}{% endfor %}",
+    "{{ 'a' * 10 ** 10 }}",
+    "{{ [0] * 999999999 }}",
+    "{% if false %}" + "{{ " + " ~ ".join(["('a' | center(99999999))"] * 40) + " }}{% endif %}",
+    "{{ ('{1:{0}}' * 9999).format(9999999, 1) }}",
+    "{{ strftime_now('%200d' * 99999999) }}",
+    "{{ 'a' | center(9999999999) }}",
+    "{{ 'a'.ljust(9999999999) }}",
+    "{{ '%9999999999d' % 1 }}",
+    "{{ '%*d' % (9999999999, 1) }}",
+    "{{ '%9999999999d' | format(1) }}",
+    "{{ '{:9999999999}'.format(1) }}",
+    "{% set ns = namespace(t='ab') %}{% for i in range(60) %}{% set ns.t = ns.t + ns.t %}{% endfor %}",
+    "{% set ns = namespace(t='ab') %}{% for i in range(60) %}{% set ns.t = ns.t ~ ns.t %}{% endfor %}",
+    "{% set ns = namespace(t='ab') %}{% for i in range(60) %}{% set ns.t = [ns.t, ns.t] | join %}{% endfor %}",
+    "{{ 'ab' | replace('', 'x' * 49999999) }}",
+    "{{ messages | tojson(indent=999999999) }}",
+    "{{ range(99999) | map('center', 99999) | join }}",
+]
+
+
+def refused(source: str, seconds: float) -> None:
     began = time.monotonic()
     with pytest.raises(OvspecError, match="chat template"):
         ChatTemplate(source, {}).render(MESSAGES)
-    assert time.monotonic() - began < 6
+    assert time.monotonic() - began < seconds
     assert ChatTemplate("{{ messages[0].role }}", {}).render(MESSAGES) == "system", "the next rendering still works"
+
+
+@pytest.fixture
+def hurried(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Allow a rendering less than usual, so that the tests of the limits end sooner."""
+    assert (RENDERER.seconds, RENDERER.size) == (MAX_SECONDS, MAX_BYTES) == (2, 1e9)
+    RENDERER.stop()
+    monkeypatch.setattr(RENDERER, "seconds", 0.3)
+    monkeypatch.setattr(RENDERER, "size", 250_000_000)
+    yield
+    RENDERER.stop()  # these processes allow only this much themselves
+
+
+@pytest.mark.usefixtures("hurried")
+@pytest.mark.parametrize("source", ENDLESS)
+def test_bounded_in_time(source: str) -> None:
+    refused(source, 4)
+
+
+@pytest.mark.usefixtures("hurried")
+@pytest.mark.parametrize("source", LARGE)
+def test_bounded_in_size(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RENDERER, "seconds", MAX_SECONDS)
+    refused(source, 6)
+
+
+@pytest.mark.parametrize("source", [ENDLESS[0], "{{ 'ab' | replace('', 'x' * 49999999) }}"])
+def test_bounded_by_the_usual_limits(source: str) -> None:
+    refused(source, 6)
 
 
 def test_rendering_is_quick(pair: Path) -> None:
