@@ -237,7 +237,7 @@ def test_samples_of_one_prompt(load: Load, draft: Any, engine: EngineName) -> No
         assert stats.target_ms + stats.draft_ms + stats.other_ms <= elapsed
 
 
-@pytest.mark.parametrize("draft", [False, True, "lookup,draft"])
+@pytest.mark.parametrize("draft", [False, True, pytest.param("lookup,draft", marks=SLOW)])
 @pytest.mark.parametrize("engine", ["stateful", "paged"])
 def test_the_loop_takes_less_time_than_the_target(draft: Any, engine: EngineName, cache_dir: Path) -> None:
     lm = ovspec.load(ROOT / "models" / "demo", draft, engine=engine, precision="f32", cache_dir=cache_dir)

@@ -127,15 +127,19 @@ def test_there_are_fifty_schemas() -> None:
     assert len(SCHEMAS) >= 50
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(schemas())
-def test_texts_of_any_schema_are_valid(schema: Schema) -> None:
-    try:
-        grammar = converted("json_schema", schema, "schema")
-    except OvspecError as error:
-        assert re.search("no JSON text satisfies|no text has|may overlap|can't be enforced", str(error)), error
-        return
-    prove(schema, texts(grammar, 4))
+@pytest.mark.parametrize("examples", [50, pytest.param(150, marks=pytest.mark.slow)])
+def test_texts_of_any_schema_are_valid(examples: int) -> None:
+    @settings(max_examples=examples, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    @given(schemas())
+    def each(schema: Schema) -> None:
+        try:
+            grammar = converted("json_schema", schema, "schema")
+        except OvspecError as error:
+            assert re.search("no JSON text satisfies|no text has|may overlap|can't be enforced", str(error)), error
+            return
+        prove(schema, texts(grammar, 4))
+
+    each()
 
 
 def test_an_old_llguidance_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
