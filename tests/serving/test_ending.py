@@ -13,6 +13,7 @@ import pytest
 from servers import DEMO, Running, Start
 
 LONG = {"prompt": "def f(", "max_tokens": 600, "ignore_eos": True}
+SLOW_GRAMMAR = {"prompt": "a", "json_schema": {"type": "integer", "multipleOf": 9999889}}  # its check takes seconds
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="Windows has no SIGTERM to handle")
 
 
@@ -56,67 +57,60 @@ def test_a_signal_lets_requests_end(start: Start) -> None:
 
 
 def test_a_second_signal_ends_them(start: Start) -> None:
+    """A text that grows; prompts that are read for their log-probabilities; a grammar whose check takes seconds."""
     server, found = start(DEMO, "--draft", "none", "--precision", "f32"), list[Any]()
-    thread = asked(server, found)
+    threads = [asked(server, found)]
+    prompts = [[100 + number] * 1500 for number in range(60)]
+    threads.append(sent(server, {"prompt": prompts, "max_tokens": 50, "echo": True, "logprobs": 1}, found))
+    threads.append(sent(server, SLOW_GRAMMAR, found))
+    time.sleep(0.7)
+    assert not found
     began = time.monotonic()
     for _ in range(2):
         server.process.send_signal(signal.SIGINT)
-        time.sleep(0.3)
-    server.process.wait(10)
-    thread.join(10)
+        time.sleep(0.1)
+    assert server.process.wait(5) == 0
+    for thread in threads:
+        thread.join(10)
     assert time.monotonic() - began < 8
-    assert found[0].status_code == 503 and "stopped" in found[0].json()["error"]["message"]
+    for answer in found:
+        assert answer.status_code == 503 and "stopped" in answer.json()["error"]["message"]
+    assert len(found) == 3
     assert "Traceback" not in server.log.read_text(encoding="utf-8")
 
 
-def test_a_second_signal_ends_what_is_read_first(start: Start) -> None:
-    """Prompts whose log-probabilities are repeated, and the texts that would have followed."""
-    server, found = start(DEMO, "--draft", "none"), list[httpx.Response]()
-    body = {"prompt": [[100 + number] * 1500 for number in range(60)], "max_tokens": 50, "echo": True, "logprobs": 1}
-    thread = threading.Thread(target=lambda: found.append(server.post("/v1/completions", body)))
-    thread.start()
-    time.sleep(0.7)
-    for _ in range(2):
-        server.process.send_signal(signal.SIGINT)
-        time.sleep(0.3)
-    assert server.process.wait(5) == 0
-    thread.join(10)
-    assert found[0].status_code == 503 and "stopped" in found[0].json()["error"]["message"]
-
-
-@pytest.mark.parametrize("signals", [2, 3])
-def test_a_second_signal_ends_what_is_prepared(start: Start, signals: int) -> None:
-    """A grammar whose check would take seconds; the process doesn't wait for it, either."""
-    server, found = start(DEMO, "--draft", "none"), list[Any]()
-    thread = sent(server, {"prompt": "a", "json_schema": {"type": "integer", "multipleOf": 9999889}}, found)
+def test_a_third_signal_ends_it_without_answers(start: Start) -> None:
+    server, found = start(DEMO, "--draft", "none", "--precision", "f32"), list[Any]()
+    thread = sent(server, SLOW_GRAMMAR, found)
     time.sleep(1)
-    for _ in range(signals):
+    for _ in range(3):
         server.process.send_signal(signal.SIGINT)
         time.sleep(0.02)
-    assert server.process.wait(3) == (0 if signals == 2 else 1)
+    assert server.process.wait(3) == 1
     thread.join(10)
-    if signals == 2:
-        assert found[0].status_code == 503 and "stopped" in found[0].json()["error"]["message"]
 
 
-def test_without_requests_it_ends_at_once(start: Start) -> None:
-    server = start(DEMO, "--draft", "none")
-    assert server.end() == 0
-
-
-def test_idle_connections_do_not_hold_it_up(start: Start) -> None:
-    server = start(DEMO, "--draft", "none")
-    with httpx.Client() as client, httpx.Client() as other:
-        for each in (client, other):
-            assert each.get(f"{server.url}/health").status_code == 200
-        assert server.end() == 0
-    assert "timeout" not in server.log.read_text(encoding="utf-8")
-
-
-def test_a_killed_server_starts_again(start: Start) -> None:
+@pytest.fixture(scope="module")
+def restarted(start: Start) -> Running:
+    """A server that is started after one was killed."""
     server, found = start(DEMO, "--draft", "none", "--precision", "f32"), list[Any]()
     thread = asked(server, found)
     server.process.kill()
     thread.join(10)
     assert isinstance(found[0], Exception)
-    assert start(DEMO, "--draft", "none", "--precision", "f32").get("/ready").status_code == 200
+    return start(DEMO, "--draft", "none", "--precision", "f32")
+
+
+def test_a_killed_server_starts_again(restarted: Running) -> None:
+    assert restarted.get("/ready").status_code == 200
+
+
+def test_without_requests_it_ends_at_once(restarted: Running) -> None:
+    """Idle connections do not hold it up."""
+    with httpx.Client() as client, httpx.Client() as other:
+        for each in (client, other):
+            assert each.get(f"{restarted.url}/health").status_code == 200
+        began = time.monotonic()
+        assert restarted.end() == 0
+        assert time.monotonic() - began < 8
+    assert "timeout" not in restarted.log.read_text(encoding="utf-8")
