@@ -11,7 +11,7 @@ from conftest import ROOT
 
 from ovspec.cli import cli
 
-DEMO = str(ROOT / "models" / "demo")
+DEMO = str(ROOT / "models" / "demo" / "draft")  # which loads sooner than the target
 GRAMMARS = {"--grammar": 'start: "yes" | "no"\n', "--gbnf": 'root ::= "yes" | "no"\n'}
 
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 
 @pytest.mark.parametrize("attention", ["gqa", "mha"])
-@pytest.mark.parametrize("name", ["target", "draft"])
+@pytest.mark.parametrize("name", [pytest.param("target", marks=pytest.mark.slow), "draft"])
 def test_logits_are_unchanged(tmp_path: Path, name: str, attention: str) -> None:
     mlp = {"target": 2048, "draft": 1024}[name]
     count = make_checkpoint(CHECKPOINTS / name, tmp_path, Shape(2, mlp + 64, 6), 5000, attention)

@@ -132,9 +132,9 @@ def test_loads_arrive_alike(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_bench_of_servers_runs(command_environment: dict[str, str], tmp_path: Path) -> None:
-    """On the demo pair; each system generates every token it was asked for."""
+    """On the demo draft; each system generates every token it was asked for."""
     file = tmp_path / "figures.json"
-    command = [sys.executable, ROOT / "scripts" / "bench" / "serve.py", DEMO, "--systems", "lm.stream;serve"]
+    command = [sys.executable, ROOT / "scripts" / "bench" / "serve.py", DEMO / "draft", "--systems", "lm.stream;serve"]
     more = ["--clients", "1,2", "--turns", "1", "--every", "0.2", "--prompts", "chat", "--json", file]
     done = subprocess.run([*command, *more], env=command_environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
