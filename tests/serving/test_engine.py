@@ -71,8 +71,8 @@ class Asked:
 
 
 def test_texts_are_those_of_generate(engine: Engine) -> None:
-    asked = [Asked(engine, prompt) for prompt in PROMPTS[:9]]
-    alone = [engine.lm.generate(prompt, **OPTIONS).token_ids for prompt in PROMPTS[:9]]
+    asked = [Asked(engine, prompt) for prompt in PROMPTS[:6]]
+    alone = [engine.lm.generate(prompt, **OPTIONS).token_ids for prompt in PROMPTS[:6]]
     assert [each.result()[0] for each in asked] == alone
     assert engine.counts.accepted["draft"] > 0
 
@@ -281,21 +281,21 @@ def test_an_errand_waits_for_memory_and_rows_wait_for_it(load: Callable[..., ovs
     while not first.job.started:
         time.sleep(0.005)
     engine.do(Errand(errand(), lambda error: order.append(str(error)), tokens=600))
-    second = Asked(engine, PROMPTS[1], max_tokens=200)
+    second = Asked(engine, PROMPTS[1], max_tokens=60)
     first.result()
     second.result()
     assert order == ["errand", "errand"] and second.times[0] > first.times[-1]
-    assert second.rows[0].token_ids == lm.generate(PROMPTS[1], max_tokens=200, ignore_eos=True).token_ids
+    assert second.rows[0].token_ids == lm.generate(PROMPTS[1], max_tokens=60, ignore_eos=True).token_ids
     engine.end()
 
 
 def test_cancelled_rows_leave(engine: Engine) -> None:
-    jobs = [Asked(engine, prompt, max_tokens=400) for prompt in PROMPTS[:6]]
+    jobs = [Asked(engine, prompt, max_tokens=150) for prompt in PROMPTS[:6]]
     while not jobs[0].job.started:
         time.sleep(0.005)
     for each in jobs[:5]:
         engine.cancel(each.job)
-    assert jobs[5].result() == [engine.lm.generate(PROMPTS[5], max_tokens=400, ignore_eos=True).token_ids]
+    assert jobs[5].result() == [engine.lm.generate(PROMPTS[5], max_tokens=150, ignore_eos=True).token_ids]
     assert all(row.finish_reason == "cancelled" for each in jobs[:5] for row in each.rows)
     assert engine.running == engine.waiting == 0
 
@@ -376,8 +376,8 @@ def test_a_chosen_chunk_is_what_rounds_read(
 ) -> None:
     """Whatever that takes; the texts stay those of ``generate``."""
     lm = load(draft="lookup,draft")
-    prompts = [f"# {number}\n{' '.join(PROMPTS)[: 200 + 900 * number]}" for number in range(3)]
-    alone = [lm.generate(prompt, max_tokens=30, ignore_eos=True).token_ids for prompt in prompts]
+    prompts = [f"# {number}\n{' '.join(PROMPTS)[: 200 + 700 * number]}" for number in range(3)]
+    alone = [lm.generate(prompt, max_tokens=12, ignore_eos=True).token_ids for prompt in prompts]
     engine = Engine(lm, rows=3, chunk=chunk)
     engine.start()
     target, fed = engine._decoders.target, list[list[int]]()
@@ -388,7 +388,7 @@ def test_a_chosen_chunk_is_what_rounds_read(
         return feed(tokens, *rest)
 
     monkeypatch.setattr(target, "feed", noting)
-    asked = [Asked(engine, prompt) for prompt in prompts]
+    asked = [Asked(engine, prompt, max_tokens=12) for prompt in prompts]
     assert [each.result()[0] for each in asked] == alone
     engine.end()
     most = max(row.stats.prompt_tokens for each in asked for row in each.rows)
