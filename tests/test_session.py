@@ -523,8 +523,8 @@ def test_closing_frees_the_memory(engine: EngineName, cache_dir: Path) -> None:
         gc.collect()
         return (most - psutil.Process().memory_info().rss) / lm.cache_bytes(1900)
 
-    held(4)  # warm-up: other memory that inferences need stays allocated
-    assert held(4) > 3
+    held(2)  # warm-up: other memory that inferences need stays allocated
+    assert held(2) > 1.5
 
 
 # ---------------------------------------------------------------- chats

@@ -22,24 +22,25 @@ from ovspec.model import LanguageModel
 
 Load = Callable[..., LanguageModel]
 DEMO = ROOT / "models" / "demo"
-# Loads a session in a new process and continues it. Arguments: folder, file, options of ovspec.load as JSON.
+# Loads sessions in a new process and continues them. Arguments: folder; files and options of ovspec.load as JSON.
 GO_ON = """
 import json, sys
 import ovspec
-folder, file, options = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
-with ovspec.load(folder, **options).session() as session:
-    session.load(file)
-    lookahead = 3 if options["draft"] else None
-    result = session.generate(max_tokens=40, ignore_eos=True, lookahead=lookahead)
-    print(json.dumps([result.token_ids, result.stats.cached_tokens, result.stats.prompt_tokens]))
+found = []
+for file, options in json.loads(sys.argv[2]):
+    with ovspec.load(sys.argv[1], **options).session() as session:
+        session.load(file)
+        lookahead = 3 if options["draft"] else None
+        result = session.generate(max_tokens=40, ignore_eos=True, lookahead=lookahead)
+        found.append([result.token_ids, result.stats.cached_tokens, result.stats.prompt_tokens])
+print(json.dumps(found))
 """
-
-
-def go_on(environment: dict[str, str], *arguments: Any) -> tuple[list[int], int, int]:
-    command = [sys.executable, "-c", GO_ON, *map(str, arguments[:-1]), json.dumps(arguments[-1])]
-    done = subprocess.run(command, capture_output=True, env=environment, timeout=120, check=True)
-    assert not done.stderr, done.stderr.decode()
-    return json.loads(done.stdout)
+SETTINGS: dict[str, dict[str, Any]] = {
+    "paged-bf16": {"engine": "paged", "precision": "bf16"},
+    "paged-f32-u8": {"engine": "paged", "precision": "f32", "kv_precision": "u8"},
+    "stateful-bf16": {"engine": "stateful", "precision": "bf16"},
+    "stateful-f32": {"engine": "stateful", "precision": "f32"},
+}
 
 
 def begin(session: ovspec.Session) -> None:
@@ -52,33 +53,35 @@ def begin(session: ovspec.Session) -> None:
     session.generate(max_tokens=21, ignore_eos=True)
 
 
-@pytest.mark.parametrize("draft", [None, True])
-@pytest.mark.parametrize(
-    "setting",
-    [
-        {"engine": "paged", "precision": "bf16"},
-        {"engine": "paged", "precision": "f32", "kv_precision": "u8"},
-        {"engine": "stateful", "precision": "bf16"},
-        {"engine": "stateful", "precision": "f32"},
-    ],
-    ids=lambda setting: "-".join(setting.values()),
-)
-def test_a_session_goes_on_in_another_process(
-    setting: dict[str, Any], draft: Any, tmp_path: Path, cache_dir: Path, command_environment: dict[str, str]
+CASES = [(name, draft) for name in SETTINGS for draft in (None, True)]
+QUICK = [("paged-bf16", True), ("paged-f32-u8", None), ("stateful-bf16", None), ("stateful-f32", True)]
+
+
+@pytest.mark.parametrize("cases", [QUICK, pytest.param(CASES, marks=pytest.mark.slow)], ids=["some", "all"])
+def test_sessions_go_on_in_another_process(
+    cases: list[tuple[str, Any]], tmp_path: Path, cache_dir: Path, command_environment: dict[str, str]
 ) -> None:
     """The cache is restored to the bit, so the text continues identically, even quantised or in bf16, where reading the
     text again might round differently."""
-    options = {**setting, "draft": draft, "cache_dir": str(cache_dir)}
-    file = tmp_path / "session.ovspec"
-    with ovspec.load(DEMO, **options).session() as session:
-        begin(session)
-        session.save(file)
-        # With a quantised cache, the text depends on which tokens are verified together, and auto decides by timing.
-        lookahead = 3 if draft else None
-        expected = session.generate(max_tokens=40, ignore_eos=True, lookahead=lookahead).token_ids
-    tokens, cached, prompt = go_on(command_environment, DEMO, file, options)
-    assert tokens == expected
-    assert cached == prompt - 1, "nothing is read again"
+    expected, saved = list[list[int]](), list[tuple[str, dict[str, Any]]]()
+    for name, draft in cases:
+        options = {**SETTINGS[name], "draft": draft, "cache_dir": str(cache_dir)}
+        file = tmp_path / f"{name}-{draft}"
+        with ovspec.load(DEMO, **options).session() as session:
+            begin(session)
+            session.save(file)
+            # With a quantised cache, the text depends on which tokens are verified together, and auto decides by timing.
+            lookahead = 3 if draft else None
+            expected.append(session.generate(max_tokens=40, ignore_eos=True, lookahead=lookahead).token_ids)
+        saved.append((str(file), options))
+    command = [sys.executable, "-c", GO_ON, str(DEMO), json.dumps(saved)]
+    done = subprocess.run(command, capture_output=True, env=command_environment, timeout=120, check=True)
+    assert not done.stderr, done.stderr.decode()
+    found = json.loads(done.stdout)
+    assert len(found) == len(cases)
+    for case, tokens, (continued, cached, prompt) in zip(cases, expected, found, strict=True):
+        assert continued == tokens, case
+        assert cached == prompt - 1, (case, "nothing is read again")
 
 
 def test_what_belongs_to_the_text_is_kept(load: Load, tmp_path: Path) -> None:
@@ -271,7 +274,7 @@ def test_any_mutation_is_a_sentence_or_a_text(load: Load, tmp_path: Path) -> Non
                 session.generate(max_tokens=2, ignore_eos=True)
             except ovspec.OvspecError as error:
                 assert len(str(error)) < 400
-        np.savez_compressed(bad.open("wb"), **{**arrays, "tokens": np.zeros(10**8, dtype=np.int64)})
+        np.savez_compressed(bad.open("wb"), **{**arrays, "tokens": np.zeros(10**7, dtype=np.int64)})
         with pytest.raises(ovspec.OvspecError, match="damaged"):
             session.load(bad)
         session.load(good)
