@@ -78,15 +78,15 @@ def greedy(reference: Reference) -> dict[str, list[int]]:
 def test_sampled_rows_are_what_they_are_alone(
     load: Callable[..., ovspec.LanguageModel], engine: str, accept: Any
 ) -> None:
-    lm = load(draft=True, engine=engine)
+    lm, prompts = load(draft=True, engine=engine), MIXED[:7]
     options: Any = {"temperature": 1.0, "seed": 5, "max_tokens": 30, "lookahead": 2, "accept": accept}
-    alone = [lm.generate(prompt, **options).token_ids for prompt in MIXED]
-    together = lm.generate(MIXED, batch_size=4, **options)
+    alone = [lm.generate(prompt, **options).token_ids for prompt in prompts]
+    together = lm.generate(prompts, batch_size=4, **options)
     assert texts(together) == alone
     assert sum(result.stats.accepted for result in together) > 0
     if accept == "compare":
         options["lookahead"] = 0
-        assert texts(lm.generate(MIXED, batch_size=5, **options)) == alone
+        assert texts(lm.generate(prompts, batch_size=5, **options)) == alone
 
 
 def last_but(logits: np.ndarray, tokens: np.ndarray) -> int:
