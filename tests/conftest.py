@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 import numpy as np
 import pytest
+from filelock import FileLock
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ["OVSPEC_TUNE"] = "0"  # what is tested must not depend on which settings are fastest here
@@ -88,11 +89,15 @@ def cache_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the folder of the small pair, exported in f32."""
-    from ovspec_export import Compression, export_pair
+    """Return the folder of the small pair, exported in f32 once for all workers."""
+    base = tmp_path_factory.getbasetemp()
+    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    folder = shared / "small-pair"
+    with FileLock(shared / "small-pair.lock"):
+        if not folder.exists():
+            from ovspec_export import Compression, export_pair
 
-    folder = tmp_path_factory.mktemp("export") / "pair"
-    export_pair(str(TARGET), str(DRAFT), folder, Compression("fp32"))
+            export_pair(str(TARGET), str(DRAFT), folder, Compression("fp32"))
     return folder
 
 

@@ -133,7 +133,7 @@ def draft_option(command: Callable[..., Any]) -> Callable[..., Any]:
         help="Speculate with the draft in DIR, or with DRAFT: the folder of a draft model; self (a draft in DIR that "
         "--draft-layers made); lookup (what followed the last tokens earlier in the text); lookup,draft or "
         "lookup,FOLDER (the model where lookup finds nothing good); or none.  [default: lookup where a guess costs "
-        "nothing, which is with exact arithmetic on the paged engine; otherwise none]",
+        "nothing, which the first load measures (exact arithmetic, paged engine); otherwise none]",
     )(command)
 
 
