@@ -16,11 +16,11 @@ from ovspec.decoders.stateful import StatefulDecoder
 from ovspec.errors import OvspecError
 from ovspec.files import remember, remembered
 from ovspec.ir.attention_mask import UNBOUNDED, narrowest_window
-from ovspec.ir.compile import CompiledIR, compile_ir, last_line
+from ovspec.ir.compile import MODEL_FILE, CompiledIR, check_weights, compile_ir, last_line
 from ovspec.ir.device import DeviceOptions, check_device
 from ovspec.ir.memory import room_for
 from ovspec.ir.paged_attention import NotPaged, attention_windows, pair_queries, to_paged
-from ovspec.progress import step
+from ovspec.progress import note
 from ovspec.setup.exactness import Exactness, find_exactness, keep_exactness, known_exactness
 from ovspec.setup.probing import Probe, find_probe, memory_file
 from ovspec.text.vocabulary import ALL_IDS, KnownIds
@@ -31,6 +31,7 @@ EngineChoice = Literal["auto", "stateful", "paged"]
 LONGEST_WINDOW = 256
 # An inference of two tokens that takes at most this many times as long as the narrowest one counts as equally fast.
 FREE = 1.05
+LONG_PROBE = 1e8  # bytes of weights from which probing takes so long that it is told
 # The properties that round least. Models compiled with them are needed only briefly, so they are not cached.
 EXACT = {
     "INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32",
@@ -153,8 +154,9 @@ def probed(loaded: CompiledModel, folder: Path, options: DeviceOptions) -> Exact
     def make(rule: FeedRule) -> SessionDecoder:
         return loaded.decoder(rule=rule)
 
-    with step(f"{folder}: finding out how each token gets the same bits, once"):
-        found = find_exactness(make, loaded.engine, loaded.ir.logits_width)
+    if check_weights(folder / MODEL_FILE) > LONG_PROBE:
+        note(f"{folder}: finding out how each token gets the same bits, once; `arithmetic='fast'` skips it.")
+    found = find_exactness(make, loaded.engine, loaded.ir.logits_width)
     if loaded.ir.config.rope_switch and found.rule and found.rule.most:
         # A text is computed anew where its frequencies change, in a single inference.
         found = replace(found, rule=None, differing=found.positions)

@@ -264,3 +264,13 @@ def test_stateful_batches_and_drafts_are_exact_where_the_probe_says_so(pair: Pat
     for found in (drafted, batch):
         assert [result.token_ids for result in found] == [result.token_ids for result in plain]
         assert all(result.stats.rollback == "trim" and lm.verify(result).ok for result in found)
+
+
+def test_a_long_probe_is_told_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(ovspec.setup.engine, "LONG_PROBE", 1e6)
+    told = f"{DEMO}: finding out how each token gets the same bits, once; `arithmetic='fast'` skips it.\n"
+    for expected in (told, ""):
+        ovspec.load(DEMO, cache_dir=tmp_path)
+        assert capsys.readouterr().err == expected
