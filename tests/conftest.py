@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+import warnings
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -87,18 +88,45 @@ def cache_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("cache")
 
 
+def made_once(tmp_path_factory: pytest.TempPathFactory, name: str, make: Callable[[Path], Any]) -> Path:
+    """Return a folder of this name that all workers share; the first that asks for it makes it."""
+    base = tmp_path_factory.getbasetemp()
+    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    folder = shared / name
+    with FileLock(shared / f"{name}.lock"):
+        if not folder.exists():
+            make(shared / f"{name}.part")
+            (shared / f"{name}.part").rename(folder)
+    return folder
+
+
+def export_small_pair(folder: Path) -> None:
+    """Export the small pair in f32: the target as users do, the draft in this process, which needs torch anyway."""
+    from optimum.exporters.openvino import __main__ as exporter
+    from ovspec_export import Compression, convert, export_pair, worker
+    from transformers import PreTrainedModel
+
+    run_job = convert.run_job
+    changed = [(exporter, "main_export"), (exporter, "_apply_model_size_based_quantization")]
+    changed.append((PreTrainedModel, "from_pretrained"))
+
+    def run(job: str, model: Any, scratch: Path, **arguments: Any) -> None:
+        if Path(model.folder) != DRAFT:
+            return run_job(job, model, scratch, **arguments)
+        with pytest.MonkeyPatch.context() as undone, warnings.catch_warnings(action="ignore"):
+            for where, name in changed:
+                undone.setattr(where, name, getattr(where, name))
+            return worker.JOBS[job](**arguments)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(convert, "run_job", run)
+        export_pair(str(TARGET), str(DRAFT), folder, Compression("fp32"))
+
+
 @pytest.fixture(scope="session")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder of the small pair, exported in f32 once for all workers."""
-    base = tmp_path_factory.getbasetemp()
-    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
-    folder = shared / "small-pair"
-    with FileLock(shared / "small-pair.lock"):
-        if not folder.exists():
-            from ovspec_export import Compression, export_pair
-
-            export_pair(str(TARGET), str(DRAFT), folder, Compression("fp32"))
-    return folder
+    return made_once(tmp_path_factory, "small-pair", export_small_pair)
 
 
 @pytest.fixture(scope="session")

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import PROMPTS, ROOT
-from random_pairs import PAIRS, make_pair
+from random_pairs import PAIRS, shared_pair
 
 import ovspec
 from ovspec.drafting.choice import parse_draft
@@ -30,7 +30,7 @@ def load(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     """Return a function that loads one of the pairs as users do, in the default arithmetic."""
     folder = ROOT / "models" / "demo"
     if request.param in PAIRS:
-        folder = make_pair(PAIRS[request.param], tmp_path_factory.mktemp(request.param))
+        folder = shared_pair(request.param, tmp_path_factory)
     loaded: dict[str, ovspec.LanguageModel] = {}
 
     def load(draft: Any = None, arithmetic: Any = "exact", **options: Any) -> ovspec.LanguageModel:

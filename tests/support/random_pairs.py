@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import hybrid
-from conftest import ROOT
+import pytest
+from conftest import ROOT, made_once
 
 VOCAB = 4096
 SPECIAL = {"vocab_size": VOCAB, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
@@ -48,6 +49,11 @@ PAIRS = {
         0.3,
     ),
 }
+
+
+def shared_pair(name: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a pair of ``PAIRS``, which is made once for all workers."""
+    return made_once(tmp_path_factory, f"random-{name}", lambda folder: make_pair(PAIRS[name], folder))
 
 
 def make_pair(pair: RandomPair, folder: Path) -> Path:
