@@ -185,16 +185,16 @@ def test_remembered_by_setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     usual, small = dict[str, Any](), dict[str, Any](kv_precision="u8")
     coarse: dict[str, Any] = {"properties": {"DYNAMIC_QUANTIZATION_GROUP_SIZE": "64"}}
     for options, count in ((usual, 1), (usual, 1), (coarse, 2), (small, 3), (coarse, 3), (small, 3)):
-        ovspec.load(DEMO, cache_dir=tmp_path, **options)
+        ovspec.load(DEMO / "draft", cache_dir=tmp_path, **options)
         assert len(probed) == count, options
-    ovspec.load(DEMO, arithmetic="fast", cache_dir=tmp_path, precision="f32")
+    ovspec.load(DEMO / "draft", arithmetic="fast", cache_dir=tmp_path, precision="f32")
     assert len(probed) == 3
     for file in (tmp_path / "exactness").iterdir():
         file.write_text("[]", encoding="utf-8")
-    ovspec.load(DEMO, cache_dir=tmp_path, **usual)
+    ovspec.load(DEMO / "draft", cache_dir=tmp_path, **usual)
     assert len(probed) == 4, "what is damaged is probed again"
     monkeypatch.setattr("ovspec.ir.device.instruction_set", lambda: "another")
-    ovspec.load(DEMO, cache_dir=tmp_path, **usual)
+    ovspec.load(DEMO / "draft", cache_dir=tmp_path, **usual)
     assert len(probed) == 5, "another instruction set may compute in another way"
 
 

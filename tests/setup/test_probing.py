@@ -84,8 +84,7 @@ def test_a_window_is_found_in_the_mask_itself(tmp_path: Path, window: int, told:
 
 def test_remembered_by_model_and_setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, cache = tmp_path / "model", tmp_path / "cache"
-    shutil.copytree(DEMO, folder)
-    (folder / "ovspec.json").unlink()
+    shutil.copytree(DEMO / "draft", folder)
     probed = []
 
     def counting(ir: CompiledIR) -> ovspec.setup.probing.Probe:
@@ -105,8 +104,8 @@ def test_remembered_by_model_and_setting(tmp_path: Path, monkeypatch: pytest.Mon
     ovspec.load(folder, precision="f32", engine="stateful", cache_dir=cache)
     assert len(probed) == 4
     # Other weights make another model; what the export has probed is not probed again.
-    shutil.copy(DEMO / "draft" / "openvino_model.xml", folder)
-    shutil.copy(DEMO / "draft" / "openvino_model.bin", folder)
+    shutil.copy(DEMO / "openvino_model.xml", folder)
+    shutil.copy(DEMO / "openvino_model.bin", folder)
     ovspec.load(folder, precision="f32", engine="stateful", cache_dir=cache)
     assert len(probed) == 5
     ovspec.load(DEMO, precision="f32", engine="stateful", cache_dir=cache)

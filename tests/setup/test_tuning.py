@@ -21,6 +21,7 @@ from ovspec.setup.profile import Setting, known_profile
 from ovspec.setup.tuning import SHORT, Effort, SettingTimer, tune
 
 DEMO = ROOT / "models" / "demo"
+SMALL = DEMO / "draft"  # what is told of all settings is told of a small model too
 EXACT = Setting("stateful", "f32", "f32", 0)
 
 
@@ -31,7 +32,7 @@ def tuned_by_default(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def test_accuracy_is_measured_against_the_right_logits(tmp_path: Path) -> None:
-    profile = tune(DEMO, DeviceOptions(cache_dir=tmp_path), effort=Effort(64, (1, 2, 4, 8), 1, True))
+    profile = tune(SMALL, DeviceOptions(cache_dir=tmp_path), effort=Effort(64, (1, 2, 4, 8), 1, True))
     by_setting = {m.setting: m for m in profile.measurements}
     exact = next(m for setting, m in by_setting.items() if (setting.precision, setting.group) == ("f32", 0))
     assert exact.kl < 1e-7
@@ -90,7 +91,7 @@ def test_what_slows_the_machine_down_for_a_while_changes_no_ratio(
 
     monkeypatch.setattr(SettingTimer, "_time", slowed)
     monkeypatch.setattr(SettingTimer, "_prefill", lambda self, d: (1.0, d.feed([self.text], [len(self.text)])[0]))
-    profile = tune(DEMO, DeviceOptions(cache_dir=tmp_path), effort=SHORT)
+    profile = tune(SMALL, DeviceOptions(cache_dir=tmp_path), effort=SHORT)
     assert len(profile.measurements) > 1
     assert all(m.verify_ms == {1: 1.0, 2: 2.0, 4: 4.0, 8: 8.0} for m in profile.measurements)
     best = profile.choose(DeviceOptions(), "auto")
@@ -101,11 +102,11 @@ def test_a_first_load_measures_once_and_keeps_it(
     tmp_path: Path, tuned_by_default: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert tuned_by_default is None
-    lm = ovspec.load(DEMO, cache_dir=tmp_path)
+    lm = ovspec.load(SMALL, cache_dir=tmp_path)
     said = capsys.readouterr()
     assert "measuring the fastest settings, once" in said.err
     assert not said.out
-    profile = known_profile(DEMO, DeviceOptions(cache_dir=tmp_path))
+    profile = known_profile(SMALL, DeviceOptions(cache_dir=tmp_path))
     assert profile
     assert not profile.full
     best = profile.choose(DeviceOptions(), "auto")
@@ -114,14 +115,14 @@ def test_a_first_load_measures_once_and_keeps_it(
     assert stats.profile == str(best.setting)
     assert stats.engine == best.setting.engine
     monkeypatch.setattr(ovspec.setup.tuning, "tune", lambda *_, **__: pytest.fail("it was already measured"))
-    assert ovspec.load(DEMO, cache_dir=tmp_path).generate("def f(", max_tokens=3).stats.profile == stats.profile
+    assert ovspec.load(SMALL, cache_dir=tmp_path).generate("def f(", max_tokens=3).stats.profile == stats.profile
     assert not capsys.readouterr().err
     # Options that the user names override the profile.
-    lm = ovspec.load(DEMO, cache_dir=tmp_path, precision="f32", threads=1, engine="stateful")
+    lm = ovspec.load(SMALL, cache_dir=tmp_path, precision="f32", threads=1, engine="stateful")
     properties = lm.target.ir.properties
     assert (properties["INFERENCE_PRECISION_HINT"], properties["INFERENCE_NUM_THREADS"]) == ("f32", "1")
     assert lm.target.engine == "stateful"
-    plain = ovspec.load(DEMO, cache_dir=tmp_path, tune=False)
+    plain = ovspec.load(SMALL, cache_dir=tmp_path, tune=False)
     assert plain.target.profile is None
     assert "DYNAMIC_QUANTIZATION_GROUP_SIZE" not in plain.target.ir.properties
 
