@@ -61,7 +61,7 @@ def test_more_values_than_any_prompt_has() -> None:
     assert found.value.status_code == 413
 
 
-@pytest.mark.parametrize("many", [100_000, pytest.param(300_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("many", [60_000, pytest.param(300_000, marks=pytest.mark.slow)])
 def test_others_are_answered_meanwhile(server: Running, many: int) -> None:
     """A body of 300,000 items would hold the server up for half a minute, if each wrong item were an error."""
     paths = {request: path for path, request in TEXTS.items()} | {DetokenizeRequest: "/detokenize"}
@@ -71,7 +71,7 @@ def test_others_are_answered_meanwhile(server: Running, many: int) -> None:
     thread = threading.Thread(target=lambda: answers.extend(server.post(*each) for each in sent))
     thread.start()
     asked = 0
-    with httpx.Client(base_url=server.url, timeout=many / 25_000) as client:
+    with httpx.Client(base_url=server.url, timeout=max(4, many / 25_000)) as client:
         while thread.is_alive() or not asked:
             answer = client.post("/v1/completions", json={**TEXT, "max_tokens": 1})
             assert answer.status_code == 200, answer.text

@@ -44,6 +44,15 @@ def resources(server: Running) -> tuple[float, int, int]:
     return process.memory_info().rss / 1e6, process.num_fds(), process.num_threads()
 
 
+def settle(server: Running) -> None:
+    """Wait until the server has noticed that everybody has gone."""
+    ends = time.monotonic() + 10
+    while server.metric("ovspec_texts_running") + server.metric("ovspec_texts_waiting"):
+        assert time.monotonic() < ends
+        time.sleep(0.05)
+    time.sleep(0.3)
+
+
 async def load(server: Running, clients: int, seconds: float, breaks_off: float = 0.0) -> Counter[str]:
     found: Counter[str] = Counter()
     ends = time.monotonic() + seconds
@@ -55,7 +64,7 @@ async def load(server: Running, clients: int, seconds: float, breaks_off: float 
 @pytest.mark.parametrize(
     ("clients", "queue", "seconds", "breaks_off"),
     [
-        (32, 4, 3, 0.0),
+        (32, 4, 1.5, 0.0),
         pytest.param(200, 200, 60, 0.0, marks=pytest.mark.slow),
         pytest.param(200, 200, 1200, 0.05, marks=pytest.mark.soak),
     ],
@@ -63,12 +72,12 @@ async def load(server: Running, clients: int, seconds: float, breaks_off: float 
 def test_load(start: Start, clients: int, queue: int, seconds: float, breaks_off: float) -> None:
     server = start(DEMO, "--draft", "lookup,draft", "--precision", "f32", "--queue-size", str(queue))
     asyncio.run(load(server, clients, min(seconds / 2, 8)))  # what is made once: threads, grammars
-    time.sleep(1)
+    settle(server)
     before, found, megabytes = resources(server), Counter[str](), list[float]()
     parts = 4 if breaks_off else 1
     for _ in range(parts):
         found += asyncio.run(load(server, clients, seconds / parts, breaks_off))
-        time.sleep(1)
+        settle(server)
         megabytes.append(resources(server)[0])
     after = resources(server)
     assert found.keys() <= {"200", "429", "broken off"}, found
