@@ -9,7 +9,6 @@ import re
 import signal
 import subprocess
 import sys
-import warnings
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -101,26 +100,9 @@ def made_once(tmp_path_factory: pytest.TempPathFactory, name: str, make: Callabl
 
 
 def export_small_pair(folder: Path) -> None:
-    """Export the small pair in f32: the target as users do, the draft in this process, which needs torch anyway."""
-    from optimum.exporters.openvino import __main__ as exporter
-    from ovspec_export import Compression, convert, export_pair, worker
-    from transformers import PreTrainedModel
+    from ovspec_export import Compression, export_pair
 
-    run_job = convert.run_job
-    changed = [(exporter, "main_export"), (exporter, "_apply_model_size_based_quantization")]
-    changed.append((PreTrainedModel, "from_pretrained"))
-
-    def run(job: str, model: Any, scratch: Path, **arguments: Any) -> None:
-        if Path(model.folder) != DRAFT:
-            return run_job(job, model, scratch, **arguments)
-        with pytest.MonkeyPatch.context() as undone, warnings.catch_warnings(action="ignore"):
-            for where, name in changed:
-                undone.setattr(where, name, getattr(where, name))
-            return worker.JOBS[job](**arguments)
-
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(convert, "run_job", run)
-        export_pair(str(TARGET), str(DRAFT), folder, Compression("fp32"))
+    export_pair(str(TARGET), str(DRAFT), folder, Compression("fp32"))
 
 
 @pytest.fixture(scope="session")
