@@ -95,7 +95,8 @@ def find_exactness(make: Make, engine: str, vocabulary: int, trial: Trial = SHOR
             continue
         found = probe_rule(decoder, vocabulary, trial)
         if found.exact:
-            guess = guess_cost(decoder, text) if rule.fewest < 2 else 1.0  # two are computed in any case
+            # Two are computed in any case where the rule says so; on the stateful engine nothing is proposed unasked.
+            guess = guess_cost(decoder, text) if engine == "paged" and rule.fewest < 2 else 1.0
             return replace(found, seconds=time.perf_counter() - began, guess=guess)
     assert found  # the strictest rule was probed
     return replace(found, rule=None, seconds=time.perf_counter() - began)
@@ -165,18 +166,20 @@ def alone_is_the_same(decoder: SessionDecoder, other: SessionDecoder, text: np.n
 
 
 def guess_cost(decoder: SessionDecoder, text: np.ndarray) -> float:
-    """Return how many times as long as an inference that is fed one token one takes that is fed two."""
+    """Return how many times as long an inference takes that is fed two tokens as one that is fed a single token.
+
+    ``decoder`` is one whose cache can be cut anywhere.
+    """
     least = {1: math.inf, 2: math.inf}  # an inference may take longer for many reasons
+    context = min(RISING[0], len(text) - 2)
     decoder.reset(1)
-    decoder.feed([text[:-2]], [0])
+    decoder.feed([text[:context]], [0])
     for _ in range(TIMED):
         for width in least:
             for _ in range(2):  # the first inference after one of another width takes longer
-                decoder.truncate(0, len(text) - 2)
-                if len(missing := text[len(decoder.rows[0]) : len(text) - 2]):
-                    decoder.feed([missing], [0])
+                decoder.truncate(0, context)
                 began = time.perf_counter()
-                decoder.feed([text[-2 : len(text) - 2 + width]], [1])
+                decoder.feed([text[context : context + width]], [1])
                 least[width] = min(least[width], time.perf_counter() - began)
     return least[2] / least[1]
 
