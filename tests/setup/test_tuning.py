@@ -39,7 +39,7 @@ def test_accuracy_is_measured_against_the_right_logits(tmp_path: Path) -> None:
     assert exact.top1 == 1
     others = [m.kl for m in by_setting.values() if m is not exact]
     # OpenVINO's default quantises activations, but only on processors with VNNI.
-    assert 1e-6 < profile.reference.kl < 1e-2 or max(others) < 1e-7
+    assert 1e-6 < profile.reference.kl < 1e-2 or max(others) < 1e-6
     assert exact.kl <= min(others)
     assert all(m.prefill_ms > 0 and all(ms > 0 for ms in m.verify_ms.values()) for m in by_setting.values())
     assert profile.measurements[0].setting == Setting("paged", None, "bf16") or profile.measurements[0].setting == (
