@@ -127,7 +127,7 @@ def report(name: str, folder: Path, profile: Profile) -> list[str]:
     for threads, found in profile.exactness.items():
         with_threads = f"{threads} thread{'s' * (threads != 1)}"
         differ = f"{found.differing} of {found.positions} probed positions differ from one pass over their text"
-        lines.append(f"exact arithmetic, {with_threads}: {found.rule or 'not had'}; {differ}")
+        lines.append(f"exact arithmetic, {with_threads}: {found.rule or 'no rule found'}; {differ}")
     if profile.price:
         lines.append(f"price of exact arithmetic: a token takes {profile.price:.2f}x the time of fast arithmetic")
     return lines

@@ -74,7 +74,7 @@ FAST = FeedRule()
 def inferences(counts: list[int], most: int) -> Iterator[list[tuple[int, int]]]:
     """Yield inferences of at most ``most`` tokens that feed ``counts`` tokens to the rows, the first row's first.
 
-    Each is a list with the first and the last but one index of the tokens that every row gets.
+    Each is a list with, for every row, the index of its first token in the inference and the index after its last.
     """
     begins = [0, *itertools.accumulate(counts)]
     for first in range(0, begins[-1], most):
