@@ -81,6 +81,7 @@ async def send_all(server: Running, bodies: list[dict[str, Any]], chance: random
 
 NAMES = ("qwen2-int8", "gpt2-int4", "demo-int8")
 SLOW = [pytest.param(name, "auto", marks=pytest.mark.slow) for name in NAMES]
+SLOW.append(pytest.param("gpt2-int4", "2", marks=pytest.mark.slow))
 
 
 @pytest.mark.parametrize(("name", "lookahead"), [("qwen2-int8", "2"), *SLOW])
