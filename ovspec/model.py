@@ -6,6 +6,7 @@ import copy
 import math
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Unpack, overload
 
@@ -17,7 +18,7 @@ from ovspec.ir.memory import kv_bytes_per_token, recurrent_bytes
 from ovspec.loop.perplexity import DEFAULT_CONTEXT, Perplexity, measure
 from ovspec.loop.results import Piece, Result, TextStream
 from ovspec.loop.row import Row
-from ovspec.options import GenerateOptions, params_of, refuse_retries
+from ovspec.options import GenerateOptions, Params, check_samples, refuse_retries
 from ovspec.options.option import takes
 from ovspec.session import Session
 from ovspec.setup.engine import CompiledModel
@@ -25,7 +26,7 @@ from ovspec.setup.identity import compiled_properties
 from ovspec.text.generation_config import GenerationConfig
 from ovspec.text.tokenizer import Tokenizer
 from ovspec.verify import Verification, verify_result
-from ovspec.workspace import Prompt, Workspace
+from ovspec.workspace import Prompt, Workspace, is_batch
 
 
 class LanguageModel:
@@ -95,9 +96,10 @@ class LanguageModel:
                 option that is out of range.
             TypeError: an unknown option.
         """
+        params = self._single(options)
         if is_batch(prompt):
-            return [texts[0] for texts in self._generate(prompt, options, 1)]
-        return self._generate([prompt], options, 1)[0][0]
+            return [texts[0] for texts in self._generate(prompt, params)]
+        return self._generate([prompt], params)[0][0]
 
     @overload
     def samples(
@@ -116,8 +118,9 @@ class LanguageModel:
             OvspecError: as ``generate``; or ``n`` is above 1 with neither a temperature nor a sampler.
             TypeError: an unknown option.
         """
-        n = params_of(options).n
-        texts = self._generate(prompt if is_batch(prompt) else [prompt], options, n)
+        params = self.workspace.params(options)
+        check_samples(params)
+        texts = self._generate(prompt if is_batch(prompt) else [prompt], params)
         return texts if is_batch(prompt) else texts[0]
 
     @takes(GenerateOptions)
@@ -126,9 +129,10 @@ class LanguageModel:
 
         Arguments and errors are those of ``generate``.
         """
-        refuse_retries(options, "a stream, whose text is seen before it ends")
-        [row] = rows = self.workspace.rows(prompt, options)
-        run = self.workspace.run(rows, options, row.sampler.sampled, 1)
+        params = self._single(options)
+        refuse_retries(params, "a stream, whose text is seen before it ends")
+        [row] = rows = self.workspace.rows(prompt, params)
+        run = self.workspace.run(rows, params, 1)
 
         def pieces() -> Generator[Piece]:
             with closing(run):
@@ -138,14 +142,20 @@ class LanguageModel:
 
         return TextStream(pieces(), row)
 
-    def _generate(self, prompts: list[Any], options: GenerateOptions, n: int) -> list[list[Result]]:
-        rows = [row for prompt in prompts for row in self.workspace.rows(prompt, options, n)]
+    def _single(self, options: GenerateOptions) -> Params:
+        params = self.workspace.params(options)
+        if params.n != 1:
+            raise OvspecError(f"`n` is {params.n}; call samples() for several texts of a prompt.")
+        return params
+
+    def _generate(self, prompts: list[Any], params: Params) -> list[list[Result]]:
+        rows = [row for prompt in prompts for row in self.workspace.rows(prompt, params)]
         if rows:
-            for _ in self.workspace.run(rows, options, rows[0].sampler.sampled, len(rows)):
+            for _ in self.workspace.run(rows, params, len(rows)):
                 pass
         results = [row.result() for row in rows]
-        retried(self.workspace, prompts, options, results)
-        return [results[start : start + n] for start in range(0, len(rows), n)]
+        retried(self.workspace, prompts, params, results)
+        return [results[start : start + params.n] for start in range(0, len(rows), params.n)]
 
     # ------------------------------------------------------------ sessions
 
@@ -236,37 +246,29 @@ class LanguageModel:
         return other
 
 
-def is_batch(prompt: Any) -> bool:
-    """Return whether ``prompt`` is a list of prompts."""
-    return isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], (str, list, np.ndarray))
-
-
-def retried(workspace: Workspace, prompts: Sequence[Any], options: GenerateOptions, results: list[Result]) -> None:
+def retried(workspace: Workspace, prompts: Sequence[Any], params: Params, results: list[Result]) -> None:
     """Generate results that break their schema again, with the next seeds, and replace them.
 
     Args:
-        prompts: each has as many results as the others; those of the first come first.
-        options: those of the results; ``retries`` is how often at most.
+        prompts: each has ``n`` results; those of the first come first.
+        params: those of the results; ``retries`` is how often at most.
     """
-    for _ in range(options.get("retries") or 0):
-        again = rows_again(workspace, prompts, options, results)
-        for _ in workspace.run(again.values(), options, True, len(again)) if again else ():
+    for _ in range(params.retries):
+        again = rows_again(workspace, prompts, params, results)
+        for _ in workspace.run(again.values(), params, len(again)) if again else ():
             pass
         for i, row in again.items():
             results[i] = row.result()
 
 
 def rows_again(
-    workspace: Workspace,
-    prompts: Sequence[Any],
-    options: GenerateOptions,
-    results: list[Result],
-    reserved: bool = False,
+    workspace: Workspace, prompts: Sequence[Any], params: Params, results: list[Result], reserved: bool = False
 ) -> dict[int, Row]:
     """Return rows with the next seeds for the results that break their schema, by their index; see ``retried``."""
-    again, n = dict[int, Row](), len(results) // len(prompts)
+    again = dict[int, Row]()
     for i, result in enumerate(results):
         if result.schema_errors:
+            prompt, sample = divmod(i, params.n)
             seed = ((result.stats.seed or 0) + 1) % 2**63
-            again[i] = workspace.rows(prompts[i // n], {**options, "seed": seed}, n, reserved)[i % n]
+            again[i] = workspace.rows(prompts[prompt], replace(params, seed=seed), reserved)[sample]
     return again

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import abc
+from dataclasses import replace
 from pathlib import Path
 from typing import Unpack
 
@@ -10,7 +11,7 @@ import numpy as np
 
 from ovspec.decoders.sequence import Sequence, common_prefix
 from ovspec.errors import OvspecError
-from ovspec.loop.results import Piece, Result, TextStream
+from ovspec.loop.results import Origin, Piece, Result, TextStream
 from ovspec.loop.row import Row
 from ovspec.loop.scheduler import Scheduler, run_rows
 from ovspec.loop.scoring import Score, Selection, check_choices, score_texts
@@ -18,7 +19,7 @@ from ovspec.options import GenerateOptions, refuse_in_session, refuse_variables
 from ovspec.options.option import takes
 from ovspec.session_file import EMPTY_TEXT, Mark, load_session, save_session
 from ovspec.text.chat_template import Message
-from ovspec.workspace import Decoders, Prompt, RowStart, Variables, Workspace, is_chat
+from ovspec.workspace import Decoders, Prompt, Variables, Workspace, is_chat, with_seed
 
 
 class Session:
@@ -127,15 +128,17 @@ class Session:
     @takes(GenerateOptions)
     def stream(self, **options: Unpack[GenerateOptions]) -> TextStream:
         """Continue this session's text like ``LanguageModel.stream``; ``heal`` is on by default for appended text."""
-        refuse_in_session(options)
+        params = with_seed(self.workspace.params(options))
+        refuse_in_session(params)
+        if params.heal is None:
+            params = replace(params, heal=self._heals)
         self._cancel_stream()
         decoders = self._open()
-        if options.get("heal") is None:
-            options["heal"] = self._heals
         before, held = self.mark(), len(decoders.target.rows[0])
         try:
-            row = self.workspace.row(self.sequence, options, RowStart(held, self._healable, self._context))
-            drafter, lookahead = self.workspace.drafting(options, decoders, row.sampler.sampled)
+            row = self.workspace.row(self.sequence, params, Origin(self._healable, self._context))
+            self.workspace.reserve(row, params, held)
+            drafter, lookahead = self.workspace.drafting(params, decoders)
         except BaseException:
             self._go_to(before)
             raise

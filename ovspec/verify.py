@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,12 +20,13 @@ from ovspec.drafting.drafter import RoundRow
 from ovspec.errors import OvspecError
 from ovspec.files import read_json, read_text
 from ovspec.grammars.lark import read_lark
-from ovspec.loop.results import Record, Result
+from ovspec.loop.results import Origin, Record, Result
 from ovspec.loop.row import Row
-from ovspec.options import GENERATE, GenerateOptions
-from ovspec.workspace import RowStart, Workspace
+from ovspec.options import GENERATE, GenerateOptions, Params, make_params
+from ovspec.workspace import Workspace
 
 CHUNK = 128  # positions whose logits are held at a time
+FUNCTIONS = ("sampler", "logits_processors")  # options that no record can repeat
 
 
 @dataclass(frozen=True)
@@ -78,13 +79,12 @@ def verify_result(workspace: Workspace, result: Result) -> Verification:
     identity = record.model().get("identity")
     if identity != workspace.identity["identity"]:
         raise OvspecError(f"The text was made by another model than {workspace.folder}; load that one.")
-    options = checkable(record.options)
-    start = RowStart(healable=record.healable, context=record.context, sample=record.sample, n=record.n)
+    params = workspace.complete(checkable(record.params))
     tokens = np.array([*record.healed_ids, *result.token_ids], dtype=np.int64)
     for ids in (record.prompt_ids, tokens):
         workspace.encode(np.array(ids, dtype=np.int64), begins=False)  # refuses unknown ids
     workspace.check_room(len(record.prompt_ids) + len(tokens))
-    row = workspace.row(Sequence(record.prompt_ids), options, start)
+    row = workspace.row(Sequence(record.prompt_ids), params, record.origin)
     decoders = workspace.pool.take()
     try:
         decoders.reset(1)
@@ -146,14 +146,14 @@ def problem_of(row: Row, result: Result) -> str | None:
     return None if row.text == result.text else "the text isn't what its tokens spell"
 
 
-def checkable(options: Mapping[str, Any]) -> GenerateOptions:
-    """Return the options of a text that is checked; raises OvspecError if they can't be repeated."""
-    if options.get("accept") == "rejection":
+def checkable(params: Params) -> Params:
+    """Return the params of a text that is checked; raises OvspecError if they can't be repeated."""
+    if params.accept == "rejection":
         raise OvspecError("A text made with `accept='rejection'` can't be checked: it depends on what was proposed.")
-    for name in ("sampler", "logits_processors"):
-        if options.get(name):
+    for name in FUNCTIONS:
+        if getattr(params, name):
             raise OvspecError(f"A text made with `{name}` can't be checked: your own functions aren't part of it.")
-    return cast(GenerateOptions, {name: value for name, value in options.items() if name in GENERATE})
+    return params
 
 
 # ---------------------------------------------------------------- as JSON
@@ -167,11 +167,11 @@ def record_as_json(result: Result) -> dict[str, Any] | None:
     return {
         "prompt_token_ids": [int(token) for token in record.prompt_ids],
         "healed_token_ids": list(record.healed_ids),
-        "options": {name: option_as_json(name, value) for name, value in record.options.items()},
-        "healable": record.healable,
-        "context": record.context,
-        "sample": record.sample,
-        "n": record.n,
+        "options": {name: option_as_json(name, value) for name, value in record.params.recorded().items()},
+        "healable": record.origin.healable,
+        "context": record.origin.context,
+        "sample": record.origin.sample,
+        "n": record.params.n,
         "model": record.model(),
     }
 
@@ -186,7 +186,7 @@ def option_as_json(name: str, value: Any) -> Any:
         return read_lark(value) if name == "grammar" else read_text(value)
     if name == "logit_bias":
         return {str(token): "-inf" if bias == -math.inf else float(bias) for token, bias in value.items()}
-    if name in ("sampler", "logits_processors"):
+    if name in FUNCTIONS:
         return repr(value)
     if isinstance(value, (np.ndarray, np.generic)):
         return value.tolist()
@@ -195,6 +195,15 @@ def option_as_json(name: str, value: Any) -> Any:
     if isinstance(value, (str, int, float)) or not hasattr(value, "__iter__"):
         return value
     return [each.item() if isinstance(each, np.generic) else each for each in value]
+
+
+def params_from_json(options: dict[str, Any]) -> Params:
+    """Return the params in a record's ``options``; those of later versions are left out."""
+    functions = {name: options[name] for name in FUNCTIONS if options.get(name)}  # their names, which nobody calls
+    known = {name: value for name, value in options.items() if name in GENERATE and name not in FUNCTIONS}
+    if "logit_bias" in known:
+        known["logit_bias"] = {int(token): float(bias) for token, bias in known["logit_bias"].items()}
+    return replace(make_params(cast(GenerateOptions, known)), **functions)
 
 
 def result_from_json(data: Any) -> Result:
@@ -206,23 +215,19 @@ def result_from_json(data: Any) -> Result:
     try:
         record = data["record"]
         text = data["text"][record.get("echo", 0) :] if "text" in data else data["message"]["content"]
-        options = dict(record["options"])
-        if "logit_bias" in options:
-            options["logit_bias"] = {int(token): float(bias) for token, bias in options["logit_bias"].items()}
         model = dict(record["model"])
         made = Record(
             prompt_ids=np.array([int(token) for token in record["prompt_token_ids"]], dtype=np.int64),
-            options=options,
-            healable=int(record["healable"]),
-            context=None if record["context"] is None else int(record["context"]),
-            sample=int(record["sample"]),
-            n=int(record["n"]),
+            params=params_from_json(dict(record["options"])),
+            origin=Origin(int(record["healable"]), record["context"] and int(record["context"]), int(record["sample"])),
             model=lambda: model,
             healed_ids=[int(token) for token in record["healed_token_ids"]],
         )
         ids = [int(token) for token in record.get("token_ids", data.get("token_ids"))]
         reason = record.get("finish_reason", data.get("finish_reason"))
         np.array([*made.healed_ids, *ids], dtype=np.int64)  # refuses numbers that no id can be
+        if int(record["n"]) != made.params.n:
+            raise ValueError
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
         raise OvspecError("not a result with a record, as 'ovspec generate --json' writes it.") from None
     return Result(text, ids, reason, record=made)

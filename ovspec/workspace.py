@@ -6,6 +6,7 @@ import copy
 import functools
 import math
 import secrets
+import sys
 import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping
@@ -16,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from ovspec.constraints.base import Constraints
-from ovspec.constraints.maker import ConstraintMaker, PromptTokens, grammar_asked
+from ovspec.constraints.maker import ConstraintMaker
 from ovspec.decoders.base import SessionDecoder
 from ovspec.decoders.sequence import Sequence
 from ovspec.drafting.choice import DraftChoice
@@ -28,24 +29,14 @@ from ovspec.drafting.making import make_drafter
 from ovspec.errors import OvspecError, PromptError
 from ovspec.ir.compile import CompiledIR
 from ovspec.ir.memory import WORTH_CHECKING, check_memory, kv_bytes_per_token, recurrent_bytes, token_room
-from ovspec.loop.results import Piece, Record, Stats
-from ovspec.loop.row import Ending, Row
+from ovspec.loop.results import Origin, Piece, Record, Stats
+from ovspec.loop.row import Row
 from ovspec.loop.scheduler import BatchLimits, Scheduler, run_rows
-from ovspec.options import (
-    GENERATE,
-    SAMPLING,
-    GenerateOptions,
-    SamplingParams,
-    batch_size,
-    check_option,
-    constrains,
-    params_of,
-    refuse_variables,
-)
+from ovspec.options import GenerateOptions, Params, check_option, make_params, refuse_variables
 from ovspec.sampling.samplers import sampler_of
 from ovspec.setup.engine import CompiledModel
 from ovspec.setup.identity import described
-from ovspec.text.chat_template import Message, chat_template
+from ovspec.text.chat_template import ChatTemplate, Message, chat_template
 from ovspec.text.generation_config import DEFAULT_MAX_TOKENS, GenerationConfig
 from ovspec.text.tokenizer import Tokenizer
 
@@ -53,6 +44,7 @@ from ovspec.text.tokenizer import Tokenizer
 Prompt = str | list[int] | np.ndarray | list[Message] | Message
 Variables = Mapping[str, Any]  # of the chat template
 PLAIN = Lookahead(0)  # proposes nothing, and keeps constraints from forcing tokens
+UNPLACED = Origin()
 KEPT_IDLE = 60.0  # seconds after which decoders that nobody took are dropped, when others are given back
 
 
@@ -107,27 +99,6 @@ class DecoderPool:
         return (learned[0].target, learned[0].draft) if learned else None
 
 
-@dataclass(frozen=True)
-class RowStart:
-    """What a row starts with, besides its prompt and the options.
-
-    cached: number of prompt tokens that are already in the KV cache.
-    healable: position of the first token that healing may take back.
-    context: maximum length of the text in tokens, if less than the model's context.
-    seed: used if the options give none.
-    sample, n: this is text number ``sample`` (from 0) of the ``n`` texts for its prompt.
-    reserved: whether the caller sees to it that there is memory for the text.
-    """
-
-    cached: int = 0
-    healable: int = 0
-    context: int | None = None
-    seed: int | None = None
-    sample: int = 0
-    n: int = 1
-    reserved: bool = False
-
-
 class Workspace:
     """The compiled models and everything that is made from them. Threads may share it.
 
@@ -180,6 +151,11 @@ class Workspace:
         """The target's identity and settings, for records of texts."""
         return described(self.target)
 
+    @functools.cached_property
+    def chat_template(self) -> ChatTemplate:
+        """The model's chat template; raises OvspecError if it has none."""
+        return chat_template(self.folder)
+
     def irs(self, drafts: bool = True) -> list[CompiledIR]:
         """Return the compiled IRs of the target and, with ``drafts``, of the draft model."""
         return [model.ir for model in (self.target, self.draft if drafts else None) if model]
@@ -214,7 +190,7 @@ class Workspace:
     def render(self, messages: list[Message], variables: Variables | None = None) -> str:
         """Return ``messages`` as the chat template writes them, special tokens spelt out, ready for an answer."""
         check_option("chat_template_kwargs", variables)
-        return chat_template(self.folder).render(messages, variables=variables)
+        return self.chat_template.render(messages, variables=variables)
 
     def check_memory(self, tokens: int, drafts: bool = True) -> None:
         """Raise OvspecError if the states for ``tokens`` more tokens can't fit into free memory."""
@@ -227,47 +203,106 @@ class Workspace:
         if context and tokens > context:
             raise OvspecError(f"The text would have {tokens} tokens, but the context is {context}; shorten it.")
 
+    # ------------------------------------------------------------ params
+
+    def params(self, options: GenerateOptions) -> Params:
+        """Return the params of a call from Python's keywords, complete; see ``complete``."""
+        return self.complete(make_params(options))
+
+    def complete(self, params: Params) -> Params:
+        """Return ``params`` with the defaults of this model, its generation config and its lookahead.
+
+        Raises:
+            OvspecError: token ids are unknown, or a lookahead is given and nothing can propose tokens.
+        """
+        lookahead = self.lookahead if params.lookahead is None else params.lookahead
+        if lookahead not in (None, "auto", 0) and not self.choice and not params.grammar_option:
+            raise OvspecError("`lookahead` needs something that proposes tokens; name a draft or lookup.")
+        for name, ids in (("logit_bias", params.logit_bias), ("stop_ids", params.stop_ids)):
+            unknown = next((token for token in ids if not -(2**63) <= token < 2**63), None)
+            if unknown is None and len(ids):
+                unknown = self.tokenizer.known.first_unknown(np.array(list(ids), dtype=np.int64))
+            if unknown is not None:
+                raise OvspecError(f"`{name}`: token id {str(unknown)[:20]} is not in the vocabulary.")
+        config, found = self.generation_config.values, {"lookahead": None if lookahead == "auto" else lookahead}
+        if params.repetition_penalty is None:
+            found["repetition_penalty"] = config.repetition_penalty
+        if params.min_tokens is None and config.min_new_tokens:
+            found["min_tokens"] = int(min(config.min_new_tokens, params.most_tokens))
+        if config.suppress_tokens:
+            found["logit_bias"] = dict.fromkeys(config.suppress_tokens, -np.inf) | dict(params.logit_bias)
+        return replace(params, **found)
+
+    def check_grammar(self, params: Params) -> None:
+        """Raise OvspecError once if the grammar in ``params`` is wrong; ``row`` would raise it for each text."""
+        self._constraints.check(params)
+
     # ------------------------------------------------------------ rows
 
-    def rows(self, prompt: Prompt, options: GenerateOptions, n: int = 1, reserved: bool = False) -> list[Row]:
-        """Return rows for the ``n`` texts of a prompt; raises OvspecError if prompt or options are invalid."""
-        tokens = self.encode(prompt, variables=options.get("chat_template_kwargs"))
-        start = RowStart(0, len(tokens) if is_chat(prompt) else 0, seed=secrets.randbits(32), n=n, reserved=reserved)
-        return [self.row(Sequence(tokens), options, replace(start, sample=sample)) for sample in range(n)]
+    def rows(self, prompt: Prompt, params: Params, reserved: bool = False) -> list[Row]:
+        """Return a row for each of the ``n`` texts of a prompt.
 
-    def row(self, sequence: Sequence, options: GenerateOptions, start: RowStart = RowStart()) -> Row:
-        """Return a row that continues ``sequence`` with ``options``; raises OvspecError if they can't be met."""
-        config, target = self.generation_config, self.target
-        params = config.complete(params_of(options))
-        if params.n != start.n:
-            raise OvspecError(f"`n` is {params.n}; call samples() for several texts of a prompt.")
-        if start.n > 1 and not params.temperature and not options.get("sampler"):
-            raise OvspecError(f"`n` is {start.n}, but greedy texts are all the same; give a `temperature`.")
+        ``params`` are complete, but may lack a seed. ``reserved``: the caller has reserved the memory.
+
+        Raises:
+            OvspecError: the prompt can't be encoded or doesn't fit, or the grammar is wrong.
+        """
+        tokens = self.encode(prompt, variables=params.chat_template_kwargs)
+        params, healable = with_seed(params), len(tokens) if is_chat(prompt) else 0
+        rows = [self.row(Sequence(tokens), params, Origin(healable, None, sample)) for sample in range(params.n)]
+        for row in rows if not reserved else ():
+            self.reserve(row, params)
+        return rows
+
+    def row(self, sequence: Sequence, params: Params, origin: Origin = UNPLACED) -> Row:
+        """Return a row that continues ``sequence``; ``params`` are complete.
+
+        Raises:
+            OvspecError: the text doesn't fit the context, or the grammar doesn't allow it.
+        """
+        config, prompt_tokens = self.generation_config, len(sequence)
+        context = origin.context or self.target.ir.context_length or math.inf
+        if (left := context - max(prompt_tokens, 1)) < 1:
+            told = f"The prompt has {prompt_tokens} tokens, but the context is {context}; shorten the prompt."
+            raise PromptError(told, too_long=True)
+        most = params.most_tokens if params.max_tokens else config.values.max_new_tokens or DEFAULT_MAX_TOKENS
+        params = replace(params, max_tokens=int(min(most, left, sys.maxsize)))
         eos = frozenset() if params.ignore_eos else config.eos_ids
-        prompt_tokens = len(sequence)
-        context = start.context or target.ir.context_length
-        max_tokens = config.max_tokens(max(prompt_tokens, 1), params, context)
         if not prompt_tokens:
             sequence.commit(config.beginning)
         constraints, healing = self._unconstrained(eos | frozenset(params.stop_ids)), None
-        if constrains(options, params):
-            prompt = PromptTokens(sequence.tokens, eos, config.bos, start.healable)
-            constraints, healing = self._constraints.make(prompt, params, options)
-        draft = None if self.wanted_lookahead(options) == 0 else self.draft
-        # Memory need not hold a whole context that nobody asked for by a number.
-        sure = max_tokens if max_tokens == params.max_tokens else min(max_tokens, DEFAULT_MAX_TOKENS)
-        self.check_memory(0 if start.reserved else len(sequence) + sure - start.cached, draft is not None)
-        seed = next(seed for seed in (params.seed, start.seed, secrets.randbits(32)) if seed is not None)
-        drawn = {"seed": seed} if params.temperature else {}
-        used = complete_options(params, options) | {"max_tokens": max_tokens} | drawn
-        origin = start.healable, start.context, start.sample, start.n
-        record = Record(sequence.tokens.copy(), used, *origin, lambda: self.identity)
-        sampler = sampler_of(params, seed, start.sample, constraints, options)
+        if params.constrains:
+            constraints, healing = self._constraints.make(sequence.tokens, params, eos, config.bos, origin.healable)
+        record = Record(sequence.tokens.copy(), params, origin, lambda: self.identity)
+        sampler = sampler_of(params, origin.sample, constraints)
         if healing:  # nothing can fail from here on
             healing.take_back(sequence)
-        stats = Stats(
+        return Row(
+            sequence,
+            params,
+            sampler,
+            self.tokenizer.detokenizer(),
+            self._stats(params, prompt_tokens),
+            eos=eos,
+            context=context,
+            record=record,
+            healing=healing,
+        )
+
+    def reserve(self, row: Row, params: Params, cached: int = 0) -> None:
+        """Raise OvspecError if there is no memory for a row.
+
+        A whole context that nobody has asked for by a number in ``params`` needn't fit. ``cached``: number of its
+        tokens that are in the KV cache.
+        """
+        most = row.most if params.max_tokens == row.params.max_tokens else min(row.most, row.start + DEFAULT_MAX_TOKENS)
+        self.check_memory(most - cached, drafts=params.lookahead != 0)
+
+    def _stats(self, params: Params, prompt_tokens: int) -> Stats:
+        target, draft = self.target, None if params.lookahead == 0 else self.draft
+        return Stats(
             prompt_tokens=prompt_tokens,
-            seed=seed if params.temperature else None,
+            seed=params.seed if params.temperature else None,
             rollback=target.rollback.label,
             device=target.ir.device,
             draft_device=draft.ir.device if draft else None,
@@ -278,26 +313,12 @@ class Workspace:
             arithmetic=target.promise,
             rule=target.rule.label if target.promise == "exact" else "",
         )
-        ending = Ending(max_tokens, eos, params, context or math.inf)
-        row = Row(sequence, sampler, self.tokenizer.detokenizer(), ending, stats, healing)
-        row.record = record
-        return row
 
-    def wanted_lookahead(self, options: GenerateOptions) -> int | None:
-        """Return the tokens to propose per round, None for auto; raises OvspecError if nothing can propose any."""
-        wanted = self.lookahead if options.get("lookahead") is None else options.get("lookahead")
-        check_option("lookahead", wanted)
-        if wanted not in (None, "auto", 0) and not self.choice and not grammar_asked(options):
-            raise OvspecError("`lookahead` needs something that proposes tokens; name a draft or lookup.")
-        return None if wanted in (None, "auto") else int(wanted)
+    # ------------------------------------------------------------ running them
 
-    def drafting(self, options: GenerateOptions, decoders: Decoders, sampled: bool) -> tuple[Drafter | None, Lookahead]:
-        """Return the drafter and the lookahead of a generating call.
-
-        ``sampled``: the text is sampled, so what was learned from greedy text doesn't count.
-        """
-        wanted = self.wanted_lookahead(options)
-        if wanted == 0:
+    def drafting(self, params: Params, decoders: Decoders) -> tuple[Drafter | None, Lookahead]:
+        """Return the drafter and the lookahead of a call; what was learned from greedy text serves no sampled one."""
+        if params.lookahead == 0:
             return None, PLAIN
         target, draft = decoders.target, decoders.draft
         if not decoders.lookaheads:
@@ -305,46 +326,41 @@ class Workspace:
             costs = Costs(measured, self.target.change_ms, target.fills, target.rule.most)
             steps = Costs(self.draft.verify_ms, self.draft.change_ms, draft.fills) if self.draft and draft else Costs()
             decoders.lookaheads = {kind: Lookahead(None, costs, steps, target.rule.fewest) for kind in (False, True)}
-        lookahead = decoders.lookaheads[sampled]
-        if wanted is not None:
-            lookahead = Lookahead(wanted, lookahead.target, lookahead.draft, target.rule.fewest)
+        lookahead = decoders.lookaheads[params.sampled]
+        if params.lookahead is not None:
+            lookahead = Lookahead(params.lookahead, lookahead.target, lookahead.draft, target.rule.fewest)
         return decoders.drafter, lookahead
 
-    def run(
-        self, rows: Iterable[Row], options: GenerateOptions, sampled: bool = False, count: int | None = None
-    ) -> Generator[list[tuple[int, Piece]]]:
+    def run(self, rows: Iterable[Row], params: Params, count: int | None = None) -> Generator[list[tuple[int, Piece]]]:
         """Generate ``rows`` as a batch; a row joins when there is room, and leaves when its text ends.
 
         Yields a list of (row number, piece) for each round.
 
         Args:
-            options: only those that concern all rows are used: ``batch_size`` and ``lookahead``.
-            sampled: whether most rows are sampled.
+            params: those of most rows; ``batch_size`` and ``lookahead`` are for all.
             count: number of rows, if known; a single row needs no room for others.
         """
         decoders = self.pool.take()
         try:
-            drafter, lookahead = self.drafting(options, decoders, sampled)
-            most = batch_size(options)
+            drafter, lookahead = self.drafting(params, decoders)
+            most = params.batch_size
             tokens = math.inf if count == 1 else token_room(self.irs(drafter is not None), most)
             limits = BatchLimits(1 if count == 1 else most, tokens)
             yield from run_rows(Scheduler(decoders.target, drafter, lookahead, rows, limits))
         finally:
             self.pool.give_back(decoders)
 
-    def check_grammar(self, options: GenerateOptions) -> None:
-        """Raise OvspecError once if a grammar in ``options`` is wrong; ``row`` would raise it for each text."""
-        self._constraints.check(options)
 
-
-def complete_options(params: SamplingParams, options: GenerateOptions) -> dict[str, Any]:
-    """Return all options that change a text and aren't at their defaults: ``params`` and the others in ``options``."""
-    ours = {name: getattr(params, name) for name in SAMPLING}
-    ours = {name: v for name, v in ours.items() if isinstance(v, np.ndarray) or v != SAMPLING[name][1].initial}
-    others = GENERATE.keys() - SAMPLING.keys() - {"sampling", "lookahead", "batch_size", "retries"}
-    return ours | {name: options[name] for name in others & options.keys() if options[name] is not None}
+def with_seed(params: Params) -> Params:
+    """Return ``params`` with a random seed if they draw tokens and have none."""
+    return params if params.seed is not None or not params.temperature else replace(params, seed=secrets.randbits(32))
 
 
 def is_chat(prompt: Any) -> bool:
     """Return whether ``prompt`` is messages for the chat template."""
     return isinstance(prompt, dict) or (isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], dict))
+
+
+def is_batch(prompt: Any) -> bool:
+    """Return whether ``prompt`` is a list of prompts."""
+    return isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], (str, list, np.ndarray))

@@ -1,4 +1,4 @@
-"""Options are declared once: one entry adds an option to Python, to the command line and to batch files."""
+"""Options are declared once: one entry adds an option to Python, the command line, batch files and the server."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from conftest import ROOT
 import ovspec
 from ovspec.cli import COMMANDS, cli
 from ovspec.drafting.choice import DraftChoice, parse_draft
-from ovspec.options import GENERATE, SAMPLING, GenerateOptions, SamplingParams, params_of
+from ovspec.options import GENERATE, SAMPLING, GenerateOptions, Params, SamplingParams, make_params
 from ovspec.options.loading import LOAD
 
 ENTRY = """
@@ -32,24 +32,33 @@ import ovspec, ovspec.options
 from ovspec.cli import cli
 from ovspec.cli.generate import generate
 from ovspec.cli.options import split_options
-from ovspec.integrations.openai_batch import read_request
+from ovspec.integrations.batch_file import read_request
+from ovspec.openai.bodies import CompletionBody
+from ovspec.openai.requests import read_texts
+from ovspec.openai.wording import read_body
 
 assert "TMP" in ovspec.__file__
 params = ovspec.SamplingParams(loudness=0.7)
 assert params.loudness == 0.7 and ovspec.SamplingParams().loudness == 0.5
 assert "loudness: How loud the text is." in ovspec.SamplingParams.__doc__
-assert ovspec.options.params_of({"loudness": 1}).loudness == 1
+assert ovspec.options.make_params({"loudness": 1}).loudness == 1
 for wrong in (2.0, "loud"):
     with pytest.raises(ovspec.OvspecError, match="`loudness` is .*must be"):
-        ovspec.options.params_of({"loudness": wrong})
+        ovspec.options.make_params({"loudness": wrong})
 for command in ("generate", "chat", "batch"):
     assert "--loudness FLOAT" in CliRunner().invoke(cli, [command, "--help"]).output
 context = generate.make_context("generate", ["--loudness", "0.7", "x"])
 assert split_options({"loudness": context.params["loudness"]})[1] == {"loudness": 0.7}
 assert CliRunner().invoke(cli, ["generate", "x", "--loudness", "2"]).exit_code == 2
 for name in ("loudness", "volume"):
-    assert read_request(json.dumps({"prompt": "a", name: 0.7}), "1").options == {"loudness": 0.7}
-    assert "wrong type" in read_request(json.dumps({"prompt": "a", name: "loud"}), "1").error
+    line = read_request(json.dumps({"prompt": "a", name: 0.7}), "1")
+    assert line.asked.params(ovspec.options.Params()).recorded() == {"loudness": 0.7}
+    for wrong, told in (("loud", "loudness must be a number"), (2, "loudness is 2.0; it must be from 0 to 1")):
+        error = read_request(json.dumps({"prompt": "a", name: wrong}), "1").error
+        assert told.replace("loudness", name) in error
+    body = read_body({"prompt": "a", name: 0.7}, CompletionBody)  # the server's
+    assert read_texts(body, "completion").params(ovspec.options.Params()).loudness == 0.7
+    assert CompletionBody.model_json_schema()["properties"][name]["maximum"] == 1
 """
 
 
@@ -88,13 +97,13 @@ def test_types_and_ranges_are_checked_by_the_declaration() -> None:
         ({"temperature": float("inf")}, "`temperature` is inf; it must be 0 \\(greedy\\) or more"),
     ):
         with pytest.raises(ovspec.OvspecError, match=message):
-            params_of(options)  # type: ignore[arg-type]
-    assert params_of({"temperature": 1, "sampling": SamplingParams(n=2)}) == SamplingParams(temperature=1, n=2)
+            make_params(options)  # type: ignore[arg-type]
+    assert make_params({"temperature": 1, "sampling": SamplingParams(n=2)}) == Params(temperature=1, n=2)
 
 
 def test_options_that_there_are_not() -> None:
     with pytest.raises(TypeError, match="unknown option 'temprature'; did you mean temperature"):
-        params_of({"temprature": 1})  # type: ignore[typeddict-unknown-key]
+        make_params({"temprature": 1})  # type: ignore[typeddict-unknown-key]
     with pytest.raises(TypeError, match="unknown option 'devise'; did you mean device"):
         ovspec.load(devise="CPU")  # type: ignore[call-arg]
     with pytest.raises(ovspec.OvspecError, match="`engine` is 'fast'; it must be one of auto, stateful, paged"):

@@ -55,8 +55,8 @@ def batch(
         refuse(not overwrite, f"{output} already exists; name another --output, or add --overwrite.")
     loading, options = split_options(others)
 
+    from ovspec.integrations.batch_file import as_chat, read_requests, requests_of
     from ovspec.integrations.batch_run import run_file
-    from ovspec.integrations.openai_batch import as_chat, read_requests, requests_of
 
     requests = requests_of(read_stdin()) if str(file) == "-" else read_requests(file)
     if chat:

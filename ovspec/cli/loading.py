@@ -6,20 +6,20 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from ovspec.options import GRAMMARS, OF_SCHEMAS, GenerateOptions, params_of
+from ovspec.options import GenerateOptions, make_params
 from ovspec.progress import step
 
 if TYPE_CHECKING:
     from ovspec.model import LanguageModel
 
 
-def check_grammar(options: Mapping[str, Any]) -> None:
-    """Raise OvspecError for a grammar, or options for schemas, that no model could use."""
-    if any(options.get(name) is not None for name in (*GRAMMARS, *OF_SCHEMAS)):
-        from ovspec.constraints.maker import check_schema_options, grammar_of
+def check_options(options: Mapping[str, Any]) -> None:
+    """Raise OvspecError for options, or a grammar, that no model could use."""
+    params = make_params(cast(GenerateOptions, options))
+    if params.grammar_option:
+        from ovspec.constraints.maker import grammar_of
 
-        check_schema_options(options, params_of(cast(GenerateOptions, options)))
-        grammar_of(options)
+        grammar_of(params)
 
 
 def load(

@@ -1,11 +1,10 @@
-"""Makes the constraints of a row from the options of a generating call."""
+"""Makes the constraints of a row from the params of its call."""
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,22 +16,12 @@ from ovspec.constraints.judging import schema_errors
 from ovspec.constraints.processors import PromptLength, processing
 from ovspec.errors import OvspecError
 from ovspec.files import read_json
-from ovspec.options import GENERATE, GRAMMARS, OF_SCHEMAS, GenerateOptions, SamplingParams
+from ovspec.options import Params
 from ovspec.text.tokenizer import Tokenizer
 from ovspec.text.tokenizer_files import TOKENIZER_FILE
 
 if TYPE_CHECKING:
     from ovspec.constraints.grammar import Grammars
-
-
-@dataclass(frozen=True)
-class PromptTokens:
-    """What constraints need to know about a row's prompt."""
-
-    tokens: np.ndarray  # (n,) int64
-    eos: frozenset[int]  # ids that end the text, besides those given in options
-    bos: np.ndarray  # (n,) int64, replaces a prompt that is taken back entirely; empty: that isn't possible
-    healable: int = 0  # the first token that healing may take back
 
 
 class ConstraintMaker:
@@ -56,49 +45,47 @@ class ConstraintMaker:
         return Grammars(read_json(self._tokenizer.folder / TOKENIZER_FILE), list(self.tokens.vocabulary))
 
     def make(
-        self, prompt: PromptTokens, params: SamplingParams, options: GenerateOptions
+        self, tokens: np.ndarray, params: Params, eos: frozenset[int], bos: np.ndarray, healable_from: int = 0
     ) -> tuple[Constraints, Healing | None]:
-        """Return the constraints of the text after ``prompt``, and the healing of its end, if there is any.
+        """Return the constraints of the text after a prompt, and the healing of the prompt's end, if there is any.
+
+        Args:
+            tokens: (n,) int64, the prompt's.
+            eos: ids that end the text, besides ``params.stop_ids``.
+            bos: (n,) int64, replaces a prompt that is taken back entirely; empty if that isn't possible.
+            healable_from: position of the first token that healing may take back.
 
         Raises:
-            OvspecError: options exclude each other, or the grammar doesn't allow the prompt.
+            OvspecError: the grammar is wrong, or doesn't allow the prompt.
         """
-        grammar, name = grammar_of(options)
-        check_schema_options(options, params)
-        where = options.get("constrain_from")
-        if grammar is None and where is not None:
-            raise OvspecError("`constrain_from` sets where a grammar begins; give a grammar too.")
-        if grammar is not None and params.ignore_eos:
-            raise OvspecError(f"{name} decides where the text ends, so `ignore_eos` can't be combined with it.")
-        ends = prompt.eos | frozenset(params.stop_ids)
-        tail = b"" if where is None else self._tail(prompt.tokens, where)
+        grammar, name = grammar_of(params)
+        ends = eos | frozenset(params.stop_ids)
+        tail = b"" if params.constrain_from is None else self._tail(tokens, params.constrain_from)
         masks: list[Constraint] = []
-        healing, healed, start = None, b"", len(prompt.tokens)
-        if options.get("heal"):
-            first = max(prompt.healable, 0 if len(prompt.bos) else 1)
+        healing, healed, start = None, b"", len(tokens)
+        if params.heal:
+            first = max(healable_from, 0 if len(bos) else 1)
             whole = grammar is not None and not tail  # a grammar begins with a whole character
-            if count := healable(prompt.tokens, first, self.tokens, len(tail) or math.inf, whole):
-                healing = Healing(prompt.tokens, count, self.tokens, prompt.bos)
+            if count := healable(tokens, first, self.tokens, len(tail) or math.inf, whole):
+                healing = Healing(tokens, count, self.tokens, bos)
                 masks.append(healing)
                 healed, start = healing.text, healing.start
         if grammar is not None:
             # A stop id that spells text is an ordinary token to the grammar, and doesn't end it.
             spelt = self.tokens.vocabulary
             stops = {token for token in params.stop_ids if not (token < len(spelt) and spelt[token])}
-            masks.append(self.grammars.constraint(grammar, start, prompt.eos | stops, tail, healed, name))
+            masks.append(self.grammars.constraint(grammar, start, eos | stops, tail, healed, name))
         prompt_length: PromptLength = healing.prompt_length if healing else lambda _: start
-        processors = processing(params, prompt_length, ends, options.get("logits_processors"))
-        excludes = bool(options.get("logits_processors")) or -math.inf in params.logit_bias.values()
+        processors = processing(params, prompt_length, ends, params.logits_processors)
+        excludes = bool(params.logits_processors) or -math.inf in params.logit_bias.values()
         made = Constraints([*processors, *masks], ends, params.logprobs is not None or excludes)
-        if options.get("json_schema_mode") == "checked":
-            made.judge = functools.partial(
-                schema_errors, readable("json_schema", options.get("json_schema")), tail.decode()
-            )
+        if params.json_schema_mode == "checked":
+            made.judge = functools.partial(schema_errors, readable("json_schema", params.json_schema), tail.decode())
         return made, healing
 
-    def check(self, options: Mapping[str, Any]) -> None:
-        """Raise OvspecError if the grammar in ``options`` is invalid."""
-        grammar, name = grammar_of(options)
+    def check(self, params: Params) -> None:
+        """Raise OvspecError if the grammar in ``params`` is invalid."""
+        grammar, name = grammar_of(params)
         if grammar is not None:
             self.grammars.constraint(grammar, 0, frozenset(), what=name)
 
@@ -119,52 +106,30 @@ class ConstraintMaker:
         return spelt[len(text[:at].encode()) :]
 
 
-def grammar_asked(options: Mapping[str, Any]) -> bool:
-    """Return whether one of the options is a grammar."""
-    return any(options.get(name) is not None for name in GRAMMARS)
-
-
-def grammar_of(options: Mapping[str, Any]) -> tuple[str | None, str]:
+def grammar_of(params: Params) -> tuple[str | None, str]:
     """Return (the requested grammar in llguidance's notation, its name in messages), or (None, "").
 
     Raises:
-        OvspecError: there are two, or it is wrong.
+        OvspecError: it is wrong.
     """
-    given = [name for name in GRAMMARS if options.get(name) is not None]
-    if not given:
+    if not (name := params.grammar_option):
         return None, ""
-    if len(given) > 1:
-        both = " and ".join(f"`{name}`" for name in given)
-        raise OvspecError(f"{both} can't be combined; give one grammar that covers both.")
     from ovspec.grammars.conversion import converted
 
-    name, value = given[0], readable(given[0], options.get(given[0]))
+    given = getattr(params, name)
+    value = readable(name, given)
     what = f"`{name}` {value}" if isinstance(value, Path) else f"`{name}`"
     if name != "json_schema":
         return converted(name, value, what), what
-    more = options.get("additional_properties")
-    if more is None and not isinstance(options.get(name), (dict, bool, str, Path)):
+    more = params.additional_properties
+    if more is None and not isinstance(given, (dict, bool, str, Path)):
         more = False  # a Python type has the fields it has
     reading = {
-        "lenient": options.get("json_schema_mode") == "checked",
+        "lenient": params.json_schema_mode == "checked",
         "close": None if more is None else not more,
-        "compact": bool(options.get("compact_json")),
+        "compact": bool(params.compact_json),
     }
     return converted(name, value, what, **reading), what
-
-
-def check_schema_options(options: Mapping[str, Any], params: SamplingParams) -> None:
-    """Raise OvspecError if options for JSON schemas don't fit the others."""
-    given = [name for name in OF_SCHEMAS if options.get(name) not in (None, GENERATE[name][1].default)]
-    if given and options.get("json_schema") is None:
-        raise OvspecError(f"`{given[0]}` is for JSON schemas; give `json_schema` too.")
-    if options.get("retries"):
-        if options.get("json_schema_mode") != "checked":
-            raise OvspecError(
-                "`retries` needs `json_schema_mode` checked: in the mode strict no text breaks the schema."
-            )
-        if not params.temperature:
-            raise OvspecError("`retries` needs a `temperature` above 0: a greedy text would be the same again.")
 
 
 def readable(name: str, value: Any) -> Any:
@@ -197,10 +162,8 @@ def readable(name: str, value: Any) -> Any:
 
 def schema_of_type(value: Any) -> Any:
     """Return the JSON schema of a pydantic model or of another type that pydantic knows, such as list[str]."""
-    try:
-        from pydantic import PydanticUserError, TypeAdapter
-    except ImportError:
-        raise OvspecError(f"`json_schema` is {value!r:.80}; give a dict, or install pydantic to use types.") from None
+    from pydantic import PydanticUserError, TypeAdapter  # deferred, because few need it
+
     try:
         made = getattr(value, "model_json_schema", None)
         return made() if made else TypeAdapter(value).json_schema()

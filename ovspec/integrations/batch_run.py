@@ -9,21 +9,25 @@ import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from filelock import FileLock, Timeout
 
 from ovspec.constraints.maker import grammar_of
 from ovspec.errors import InferenceError, OvspecError
 from ovspec.files import write_atomically
-from ovspec.integrations.batch_answers import error_line, result_line
-from ovspec.integrations.openai_batch import BatchRequest
+from ovspec.integrations.batch_file import BatchRequest
+from ovspec.loop.results import Result
 from ovspec.loop.row import Row
 from ovspec.model import LanguageModel, retried
-from ovspec.options import GRAMMARS, OF_SCHEMAS, GenerateOptions, params_of
+from ovspec.openai.answers import head_of, record_of, tops_of, whole
+from ovspec.openai.logprobs import SILENT, Echo, at_once, echo_of, prompt_logprobs
+from ovspec.options import GRAMMARS, GenerateOptions, Params, check_samples
 from ovspec.setup.identity import cache_setting, model_identity, prompt_identity
 from ovspec.verify import option_as_json
-from ovspec.workspace import complete_options
+
+# Of an answer, because they depend on more than the request.
+NOT_KEPT: Any = {"timings": True, "usage": {"completion_tokens_details"}}
 
 
 @dataclass
@@ -114,8 +118,9 @@ def run_file(
     ``options`` apply to all requests that don't set their own; ``note`` is called after each round. If the inference
     fails, the results so far are kept, and the same call continues from them.
     """
-    lm.workspace.check_grammar(options)
-    done = Done(output, what_matters(lm, options))
+    defaults = lm.workspace.params(options)
+    lm.workspace.check_grammar(defaults)
+    done = Done(output, what_matters(lm, defaults))
     todo = [request for request in requests if not done.has(request)]
     progress = BatchProgress(len(requests), len(requests) - len(todo))
     started: dict[int, tuple[BatchRequest, list[Row]]] = {}  # row number -> its request, and all rows of that
@@ -128,7 +133,7 @@ def run_file(
         numbers = itertools.count()
         for request in requests:
             try:
-                made = rows_of(lm, request, options)
+                made = rows_of(lm, request, defaults)
             except OvspecError as error:
                 failed(request, error)
                 continue
@@ -137,7 +142,7 @@ def run_file(
                 yield row
 
     def run(requests: Iterator[BatchRequest]) -> None:
-        for pieces in lm.workspace.run(rows(requests), options, sampled=bool(options.get("temperature"))):
+        for pieces in lm.workspace.run(rows(requests), defaults):
             for number, piece in pieces:
                 progress.tokens += len(piece.token_ids)
                 if piece.finish_reason in (None, "cancelled"):
@@ -145,7 +150,7 @@ def run_file(
                 request, siblings = started.pop(number)
                 if all(row.finish_reason for row in siblings) and not done.has(request):
                     results = [row.result() for row in siblings]
-                    retried(lm.workspace, request.prompts, merged(request, options), results)
+                    retried(lm.workspace, request.asked.prompts, params_of(lm, request, defaults), results)
                     done.add(request, result_line(lm, request, results))
                     progress.done += 1
             if note:
@@ -176,31 +181,70 @@ def run_file(
     return progress
 
 
-def what_matters(lm: LanguageModel, options: GenerateOptions) -> str:
+def what_matters(lm: LanguageModel, params: Params) -> str:
     """Return a text that identifies the model and all options that change results, not only their speed."""
-    rejection = options.get("accept") == "rejection"  # there, sampled tokens depend on what was proposed
+    rejection = params.accept == "rejection"  # there, sampled tokens depend on what was proposed
     models = [lm.target, *([lm.draft] if rejection and lm.draft else [])]
     identities = [(model_identity(model.ir.folder), cache_setting(model)) for model in models]
-    texts = {name: option_as_json(name, value) for name, value in complete_options(params_of(options), options).items()}
-    texts = {name: texts[name] for name in sorted(texts) if name not in GRAMMARS}
-    texts |= {"lookahead": options.get("lookahead")} if rejection else {}
-    return repr((identities, prompt_identity(lm.folder), texts, grammar_of(options)[0]))
+    recorded = params.recorded()
+    texts = {name: option_as_json(name, recorded[name]) for name in sorted(recorded) if name not in GRAMMARS}
+    texts |= {"lookahead": params.lookahead} if rejection else {}
+    return repr((identities, prompt_identity(lm.folder), texts, grammar_of(params)[0]))
 
 
-def rows_of(lm: LanguageModel, request: BatchRequest, options: GenerateOptions) -> list[Row]:
+def rows_of(lm: LanguageModel, request: BatchRequest, defaults: Params) -> list[Row]:
     """Return a row for each text that is requested; raises OvspecError if the request is invalid or can't be met."""
     if request.error:
         raise OvspecError(request.error)
-    whole = merged(request, options)
-    n = params_of(whole).n
-    return [row for prompt in request.prompts for row in lm.workspace.rows(prompt, whole, n)]
+    params = params_of(lm, request, defaults)
+    check_samples(params)
+    return [row for prompt in request.asked.prompts for row in lm.workspace.rows(prompt, params)]
 
 
-def merged(request: BatchRequest, options: GenerateOptions) -> GenerateOptions:
-    """Return the options of a request: its own, and those of the whole file that fit them."""
-    own = any(name in request.options for name in GRAMMARS)
-    unfit = {*GRAMMARS, "constrain_from"} if own else set[str]()
-    if {**options, **request.options}.get("json_schema") is None or (own and "json_schema" not in request.options):
-        unfit |= {*OF_SCHEMAS}
-    ours = {name: value for name, value in options.items() if name not in unfit}
-    return cast(GenerateOptions, {**ours, **request.options})
+def params_of(lm: LanguageModel, request: BatchRequest, defaults: Params) -> Params:
+    """Return the params of a request, complete."""
+    return lm.workspace.complete(request.asked.params(defaults))
+
+
+# ---------------------------------------------------------------- lines of the output
+
+
+def error_line(request: BatchRequest, message: str) -> dict[str, Any]:
+    """Return the output line for a request that failed."""
+    if request.asked.kind == "plain":
+        return {"id": request.id, "error": message}
+    error = {"code": "invalid_request", "message": message}
+    return {"id": f"batch_req_{request.id}", "custom_id": request.id, "response": None, "error": error}
+
+
+def result_line(lm: LanguageModel, request: BatchRequest, results: list[Result]) -> dict[str, Any]:
+    """Return the output line for a request from its results, those of the first prompt first."""
+    asked, n = request.asked, len(results) // len(request.asked.prompts)
+    if asked.kind == "plain":
+        choices = [plain_choice(lm, result, asked.prompts[i // n], asked.echo) for i, result in enumerate(results)]
+        return {"id": request.id, **choices[0]} if len(choices) == 1 else {"id": request.id, "samples": choices}
+    echoes = [echo_in(lm, prompt, results[i * n]) if asked.echo else SILENT for i, prompt in enumerate(asked.prompts)]
+    head = head_of(asked.kind == "chat", asked.model or "", request.id)
+    answer = whole(lm.tokenizer, head, asked, results, echoes)
+    body = answer.model_dump(exclude_unset=True, exclude=NOT_KEPT)
+    response = {"status_code": 200, "request_id": request.id, "body": body}
+    return {"id": f"batch_req_{request.id}", "custom_id": request.id, "response": response, "error": None}
+
+
+def echo_in(lm: LanguageModel, prompt: Any, result: Result, logprobs: bool = True) -> Echo:
+    """Return what is repeated of the prompt of ``result``."""
+    ids = result.record.prompt_ids.tolist() if result.record else []
+    wanted = logprobs and result.logprobs is not None and ids
+    return echo_of(lm.tokenizer, prompt, ids, at_once(prompt_logprobs(lm, ids, tops_of(result))) if wanted else None)
+
+
+def plain_choice(lm: LanguageModel, result: Result, prompt: Any, echo: bool) -> dict[str, Any]:
+    """Return a text of a request that isn't OpenAI's."""
+    before = echo_in(lm, prompt, result, logprobs=False).text if echo else ""
+    found: dict[str, Any] = {"text": before + result.text, "finish_reason": result.finish_reason}
+    if result.logprobs is not None:
+        found["logprobs"] = [each.as_json(lm.tokenizer.token_text) for each in result.logprobs]
+    if result.schema_errors is not None:
+        found["schema_errors"] = result.schema_errors
+    counts = {"prompt_tokens": result.stats.prompt_tokens, "generated_tokens": result.stats.generated_tokens}
+    return found | counts | {"record": record_of(result, before)}

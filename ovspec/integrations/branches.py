@@ -139,7 +139,7 @@ class Branches:
         self.served = Served()
         self._workspace, self._most = model.workspace, most
         first = self._workspace.pool.take()
-        drafter, self._lookahead = self._workspace.drafting({}, first, sampled=False)
+        drafter, self._lookahead = self._workspace.drafting(self._workspace.params({}), first)
         self._drafts = drafter is not None
         first.reset(1)
         self._branches = [Branch(first)]  # the least recently used one first

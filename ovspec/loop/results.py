@@ -8,6 +8,7 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
+from ovspec.options import Params
 from ovspec.sampling.logprobs import TokenLogprob
 
 FinishReason = Literal["stop", "length", "eos", "cancelled"]
@@ -107,22 +108,32 @@ class Stats(Proposals):
 
 
 @dataclass(frozen=True)
+class Origin:
+    """Where a text begins, besides its tokens.
+
+    healable: position of the first token that healing may take back.
+    context: maximum length of the text in tokens, if less than the model's context.
+    sample: number of the text among those of its prompt, from 0.
+    """
+
+    healable: int = 0
+    context: int | None = None
+    sample: int = 0
+
+
+@dataclass(frozen=True)
 class Record:
     """How a text was made, so that ``verify`` can check each of its tokens.
 
     prompt_ids: (n,) int64, before healing took tokens back.
-    options: all options that change the text, complete: with the model's defaults, the seed and the token limit.
-    healable, context, sample, n: see ``workspace.RowStart``.
+    params: complete, with the model's defaults, the seed and the token limit.
     model: returns the model's identity and the settings it was computed with.
     healed_ids: generated tokens that spell only text of the prompt; they aren't among the result's ``token_ids``.
     """
 
     prompt_ids: np.ndarray
-    options: dict[str, Any]
-    healable: int
-    context: int | None
-    sample: int
-    n: int
+    params: Params
+    origin: Origin
     model: Callable[[], dict[str, Any]]
     healed_ids: list[int] = field(default_factory=list)
 

@@ -11,7 +11,7 @@ from ovspec.decoders.sequence import Sequence
 from ovspec.drafting.drafter import ANYTHING, RoundRow
 from ovspec.errors import OvspecError
 from ovspec.loop.results import FinishReason, Piece, Record, Result, Stats
-from ovspec.options import SamplingParams
+from ovspec.options import Params
 from ovspec.sampling.logprobs import TokenLogprob, token_logprob
 from ovspec.sampling.samplers import Sampler
 from ovspec.text.tokenizer import Detokenizer
@@ -89,44 +89,35 @@ class StopStrings:
         return shown
 
 
-@dataclass(frozen=True)
-class Ending:
-    """Everything that ends a text, except its grammar.
-
-    max_tokens: maximum number of tokens to generate.
-    eos: ids that end the text, in addition to ``params.stop_ids``.
-    params: only ``min_tokens``, ``stop``, ``stop_ids`` and ``logprobs`` are used.
-    context: maximum number of tokens, prompt included.
-    """
-
-    max_tokens: int
-    eos: frozenset[int]
-    params: SamplingParams
-    context: float = math.inf
-
-
 class Row:
     """One text that is being generated: its tokens, the text they spell so far, and when it ends.
 
     Args:
         sequence: the prompt without the tokens that healing took back; rounds commit the generated tokens to it.
+        params: those of its call, with a number as ``max_tokens``.
+        eos: ids that end the text, besides ``params.stop_ids``.
+        context: maximum number of tokens, prompt included.
+        record: how the text is made; ``take`` adds to its ``healed_ids``.
         healing: holds the tokens that were taken back, if any; the text must begin with their bytes.
     """
 
     def __init__(
         self,
         sequence: Sequence,
+        params: Params,
         sampler: Sampler,
         detokenizer: Detokenizer,
-        ending: Ending,
         stats: Stats,
+        *,
+        eos: frozenset[int] = frozenset(),
+        context: float = math.inf,
+        record: Record | None = None,
         healing: Healing | None = None,
     ) -> None:
-        self.record: Record | None = None  # how the text is made; ``take`` adds to its ``healed_ids``
+        self.params, self.record = params, record
         self.limits = ANYTHING  # of what is proposed
         self.error: OvspecError | None = None  # why the text couldn't go on; its finish reason is then "cancelled"
         self.sequence, self.sampler, self.stats, self.healing = sequence, sampler, stats, healing
-        params = ending.params
         self.text = ""
         self.token_ids: list[int] = []
         self.logprobs: list[TokenLogprob] | None = None if params.logprobs is None else []
@@ -134,9 +125,9 @@ class Row:
         self._schema_errors: list[str] | None = None
         self.start = len(sequence)
         stats.cached_tokens, self._read = self.start, 0  # corrected as the prompt is read
-        self._end, self._context = min(self.start + ending.max_tokens, ending.context), ending.context
-        self._min_tokens, self._count_logprobs = params.min_tokens or 0, params.logprobs or 0
-        self._eos, self._stop_ids = ending.eos, frozenset(params.stop_ids)
+        self._end, self._context = min(self.start + params.most_tokens, context), context
+        self._min_tokens = params.min_tokens or 0
+        self._eos, self._stop_ids = eos, frozenset(params.stop_ids)
         self._detokenizer, self._stops = detokenizer, StopStrings(params.stop_strings)
         self._may_complete = sampler.constraints.may_complete
 
@@ -196,7 +187,8 @@ class Row:
         self.text += shown
         ids, logprobs = [tokens[index] for index in counted], None
         if self.logprobs is not None:
-            logprobs = [token_logprob(turn.logits[index], tokens[index], self._count_logprobs) for index in counted]
+            tops = self.params.logprobs
+            logprobs = [token_logprob(turn.logits[index], tokens[index], tops) for index in counted]
             self.logprobs += logprobs
         self.token_ids += ids
         self.stats.generated_tokens = len(self.token_ids)

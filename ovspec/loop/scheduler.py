@@ -209,6 +209,13 @@ class Scheduler:
                 follower.reorder(self._stay)
         self._stay = list(range(len(self._stay)))
 
+    def reset(self) -> None:
+        """Empty the decoders of a batch without rows, which frees memory."""
+        for follower in (self._target, self._drafter):
+            if follower:
+                follower.reset(0)
+        self._stay = []
+
     @property
     def room(self) -> float:
         """The number of tokens that there is memory for beside the batch; negative if more are reserved than that."""

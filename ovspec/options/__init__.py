@@ -1,16 +1,32 @@
 """Declares each option once. Python's keywords, the command line and the batch file are made from these tables.
 
-To add an option, add one entry here or in ``sampling.py``; an entry there also becomes a field of ``SamplingParams``.
+To add an option, add one entry here or in ``sampling.py``; it becomes a field of ``Params``, and one in ``sampling.py``
+also a field of ``SamplingParams``.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, make_dataclass, replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, make_dataclass
+from numbers import Integral, Number, Real
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Unpack
+from types import UnionType
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, Unpack, get_args, get_origin
+
+import numpy as np
 
 from ovspec.errors import OvspecError
-from ovspec.options.option import LARGEST, Limits, Option, check, check_names, declared, documentation
+from ovspec.options.option import (
+    LARGEST,
+    NAMES,
+    Limits,
+    Option,
+    alternatives,
+    choices_of,
+    declared,
+    documentation,
+    hint,
+    is_repeatable,
+)
 from ovspec.options.reading import auto_or_number, json_object, place_or_text, schema_or_file
 from ovspec.options.sampling import AT_LEAST_1, NOT_NEGATIVE, SamplingOptions
 
@@ -32,17 +48,21 @@ def file_or_text(help: str) -> Option:
     return Option(help, more="A string, or the ``Path`` of a file.", metavar="FILE", parse=Path, request=str)
 
 
-def _fields(table: Any) -> Any:
-    """Return a frozen dataclass with a field for each entry of ``table``."""
+SAMPLING = declared(SamplingOptions)
+TRUNCATING = ("top_k", "top_p", "min_p", "typical_p")  # they need a temperature
+
+
+def _fields(table: Mapping[str, tuple[Any, Option]]) -> Any:
+    """Return a frozen dataclass with a field for each option."""
     entries = []
-    for name, (kind, option) in declared(table).items():
+    for name, (kind, option) in table.items():
         made = callable(option.default)
         default = field(default_factory=option.default) if made else field(default=option.default)
         entries.append((name, kind, default))
     return make_dataclass("Fields", entries, frozen=True)
 
 
-_SamplingFields: Any = _fields(SamplingOptions)
+_SamplingFields = _fields(SAMPLING)
 
 
 @dataclass(frozen=True)
@@ -58,12 +78,7 @@ class SamplingParams(_SamplingFields):
         for name, (kind, option) in SAMPLING.items():
             if (value := getattr(self, name)) is not option.default:
                 check(name, value, kind, option)
-        if not all(bias == -math.inf or abs(bias) <= LARGEST for bias in self.logit_bias.values()):
-            raise OvspecError(f"`logit_bias` must be numbers up to {LARGEST}, or -inf to ban a token.")
-        if not all(self.stop_strings):
-            raise OvspecError("`stop` has an empty string; leave it out.")
-        if self.min_tokens and self.min_tokens > self.most_tokens:
-            raise OvspecError(f"`min_tokens` is {self.min_tokens}, which is more than `max_tokens`, {self.max_tokens}.")
+        check_sampling(self)
 
     @property
     def most_tokens(self) -> float:
@@ -75,14 +90,14 @@ class SamplingParams(_SamplingFields):
         return [self.stop] if isinstance(self.stop, str) else list(self.stop)
 
     @property
+    def truncates(self) -> bool:
+        return any(getattr(self, name) != SAMPLING[name][1].default for name in TRUNCATING)
+
+    @property
     def penalizes(self) -> bool:
         """Whether a penalty makes the logits depend on the tokens before them."""
         repeats = self.repetition_penalty not in (None, 1.0)
         return repeats or self.presence_penalty != 0 or self.frequency_penalty != 0
-
-    @property
-    def truncates(self) -> bool:
-        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0 or self.typical_p < 1
 
 
 class GenerateOptions(SamplingOptions, total=False):
@@ -122,12 +137,12 @@ class GenerateOptions(SamplingOptions, total=False):
         ),
     ]
     batch_size: Annotated[
-        int | None,
+        int,
         Option(
             "Maximum number of texts generated at a time; the others wait.",
-            None,
+            # Up to about this many a step mostly reads weights; beyond, arithmetic dominates and more gain little.
+            32,
             AT_LEAST_1,
-            "32",
             commands=("batch",),
             request=False,
         ),
@@ -218,27 +233,119 @@ class GenerateOptions(SamplingOptions, total=False):
 
 # ---------------------------------------------------------------- what is made from them
 
-SAMPLING, GENERATE = declared(SamplingOptions), declared(GenerateOptions)
+GENERATE = declared(GenerateOptions)
 # The options that set a grammar; only one of them may be given.
 GRAMMARS = ("json_schema", "regex", "grammar", "gbnf", "choice")
 OF_SCHEMAS = ("json_schema_mode", "retries", "additional_properties", "compact_json")  # they need a schema
+ONLY_SPEED = ("lookahead", "batch_size", "retries")  # they don't change the text that a seed gives
 CHECKED_WHERE_USED = {*GRAMMARS, "constrain_from", "logits_processors"}
-# Up to about this many rows a step mostly reads weights; beyond, arithmetic dominates and more rows gain little.
-BATCH_SIZE = 32
+
+
+_OtherFields = _fields({name: entry for name, entry in GENERATE.items() if name not in {*SAMPLING, "sampling"}})
+
+
+@dataclass(frozen=True)
+class Params(SamplingParams, _OtherFields):
+    """All options of one generating call. The front doors check what they make it from, so it isn't checked again."""
+
+    if TYPE_CHECKING:
+
+        def __init__(self, **fields: Unpack[GenerateOptions]) -> None: ...
+
+    def __post_init__(self) -> None: ...
+
+    @property
+    def sampled(self) -> bool:
+        """Whether texts are drawn, so that several for one prompt differ."""
+        return bool(self.temperature or self.sampler)
+
+    @property
+    def grammar_option(self) -> str | None:
+        """The name of the option that sets the grammar, if one does."""
+        return next((name for name in GRAMMARS if getattr(self, name) is not None), None)
+
+    @property
+    def constrains(self) -> bool:
+        """Whether an option changes the logits or limits the tokens that may come next."""
+        changes = self.logit_bias or self.min_tokens or self.penalizes or self.logits_processors
+        return bool(self.grammar_option or self.heal or changes)
+
+    def recorded(self) -> dict[str, Any]:
+        """Return what decides the text: the options that change it and aren't at their defaults."""
+        values = {name: getattr(self, name) for name in GENERATE if name not in ("sampling", *ONLY_SPEED)}
+        return {name: v for name, v in values.items() if isinstance(v, np.ndarray) or v != GENERATE[name][1].initial}
+
+
 for _made, _table in ((SamplingParams, SamplingOptions), (GenerateOptions, GenerateOptions)):
     _made.__doc__ = f"{_made.__doc__}\n\n{documentation(_table)}"
 
 
-def params_of(options: GenerateOptions) -> SamplingParams:
-    """Return ``sampling`` with the fields that are given one by one.
+def make_params(options: GenerateOptions) -> Params:
+    """Return the params of a call from Python's keywords or the command line's.
 
     Raises TypeError for an unknown option and OvspecError for an invalid value.
     """
     check_names(options, GENERATE)
-    for name in options.keys() - SAMPLING.keys() - CHECKED_WHERE_USED:
-        check_option(name, options.get(name))
-    given = {name: value for name, value in options.items() if name in SAMPLING}
-    return replace(options.get("sampling") or SamplingParams(), **given)
+    found: dict[str, Any] = {}
+    for name, value in options.items():
+        if value is None and name not in SAMPLING:
+            continue  # stands for the default
+        if name not in CHECKED_WHERE_USED:
+            check(name, value, *GENERATE[name])
+        found[name] = value
+    if sampling := found.pop("sampling", None):
+        found = {name: getattr(sampling, name) for name in SAMPLING} | found
+    return checked(Params(**found))
+
+
+def checked(params: Params) -> Params:
+    """Return ``params``, whose values are valid one by one; raises OvspecError for those that exclude each other."""
+    check_sampling(params)
+    check_grammar(params)
+    truncating = [name for name in TRUNCATING if getattr(params, name) != SAMPLING[name][1].default]
+    if params.sampler:
+        if params.temperature or truncating:
+            raise OvspecError(
+                "The sampler draws the tokens; leave out `temperature`, `top_k`, `top_p`, `min_p` and `typical_p`."
+            )
+        if params.accept == "rejection":
+            raise OvspecError(
+                "Leave out `accept='rejection'`: it needs probabilities, which a sampler does not return."
+            )
+    elif truncating and not params.temperature:
+        needs = "needs" if len(truncating) == 1 else "need"
+        raise OvspecError(f"{' and '.join(f'`{name}`' for name in truncating)} {needs} a `temperature` above 0.")
+    return params
+
+
+def check_sampling(params: SamplingParams) -> None:
+    """Raise OvspecError for values of ``SamplingParams`` that no declaration can refuse."""
+    if not all(bias == -math.inf or abs(bias) <= LARGEST for bias in params.logit_bias.values()):
+        raise OvspecError(f"`logit_bias` must be numbers up to {LARGEST}, or -inf to ban a token.")
+    if not all(params.stop_strings):
+        raise OvspecError("`stop` has an empty string; leave it out.")
+    if params.min_tokens and params.min_tokens > params.most_tokens:
+        told = f"`min_tokens` is {params.min_tokens}, which is more than `max_tokens`, {params.max_tokens}."
+        raise OvspecError(told)
+
+
+def check_grammar(params: Params) -> None:
+    """Raise OvspecError for options of grammars that exclude or need each other."""
+    given = [name for name in GRAMMARS if getattr(params, name) is not None]
+    if len(given) > 1:
+        both = " and ".join(f"`{name}`" for name in given)
+        raise OvspecError(f"{both} can't be combined; give one grammar that covers both.")
+    if given and params.ignore_eos:
+        raise OvspecError(f"`{given[0]}` decides where the text ends, so `ignore_eos` can't be combined with it.")
+    if not given and params.constrain_from is not None:
+        raise OvspecError("`constrain_from` sets where a grammar begins; give a grammar too.")
+    more = [name for name in OF_SCHEMAS if getattr(params, name) != GENERATE[name][1].default]
+    if more and params.json_schema is None:
+        raise OvspecError(f"`{more[0]}` is for JSON schemas; give `json_schema` too.")
+    if params.retries and params.json_schema_mode != "checked":
+        raise OvspecError("`retries` needs `json_schema_mode` checked: in the mode strict no text breaks the schema.")
+    if params.retries and not params.temperature:
+        raise OvspecError("`retries` needs a `temperature` above 0: a greedy text would be the same again.")
 
 
 def check_option(name: str, value: Any) -> None:
@@ -247,9 +354,15 @@ def check_option(name: str, value: Any) -> None:
         check(name, value, *GENERATE[name])
 
 
-def refuse_retries(options: GenerateOptions, what: str) -> None:
-    """Raise OvspecError if ``options`` ask for retries, which ``what`` can't have."""
-    if options.get("retries"):
+def check_samples(params: Params) -> None:
+    """Raise OvspecError for several texts that would all be the same."""
+    if params.n > 1 and not params.sampled:
+        raise OvspecError(f"`n` is {params.n}, but greedy texts are all the same; give a `temperature`.")
+
+
+def refuse_retries(params: Params, what: str) -> None:
+    """Raise OvspecError if ``params`` ask for retries, which ``what`` can't have."""
+    if params.retries:
         raise OvspecError(f"`retries` can't be combined with {what}.")
 
 
@@ -259,24 +372,79 @@ def refuse_variables(variables: Mapping[str, Any] | None) -> None:
         raise OvspecError("`chat_template_kwargs` needs chat messages, and the prompt is a text or ids; leave it out.")
 
 
-def refuse_in_session(options: GenerateOptions) -> None:
-    """Raise OvspecError if ``options`` have one that comes too late in a session."""
-    refuse_retries(options, "a session, which continues from its text")
-    if options.get("chat_template_kwargs"):
+def refuse_in_session(params: Params) -> None:
+    """Raise OvspecError if ``params`` have an option that comes too late in a session."""
+    refuse_retries(params, "a session, which continues from its text")
+    if params.chat_template_kwargs:
         what = "the messages are in the text already; set `chat_template_kwargs` of the session before you append them"
         raise OvspecError(f"`chat_template_kwargs` can't be given when a session generates: {what}.")
 
 
-def batch_size(options: GenerateOptions) -> int:
-    """Return the batch size or its default; raises OvspecError for an invalid one."""
-    size = options.get("batch_size")
-    check_option("batch_size", size)
-    return BATCH_SIZE if size is None else size
+# ---------------------------------------------------------------- checking values
 
 
-def constrains(options: GenerateOptions, params: SamplingParams) -> bool:
-    """Return whether an option changes the logits or limits the tokens that may come next."""
-    given = any(
-        options.get(name) is not None for name in (*GRAMMARS, *OF_SCHEMAS, "constrain_from", "logits_processors")
-    )
-    return bool(given or options.get("heal") or params.logit_bias or params.min_tokens or params.penalizes)
+def check_names(given: Any, table: dict[str, tuple[Any, Option]]) -> None:
+    """Raise TypeError if ``given`` names an unknown option."""
+    for name in sorted(given.keys() - table.keys()):
+        meant = hint(name, table) or f"the options are {', '.join(table)}"
+        raise TypeError(f"unknown option {name!r}; {meant}")
+
+
+def check(name: str, value: Any, kind: Any, option: Option) -> None:
+    """Raise OvspecError if ``value`` is not of type ``kind`` or is out of range."""
+    shown = in_words(value)
+    if not fits(value, kind):
+        choices = choices_of(kind)
+        if choices and not option.limits:
+            raise OvspecError(f"`{name}` is {shown}; it must be one of {', '.join(choices)}.")
+        raise OvspecError(f"`{name}` is {shown}, which has the wrong type; it must be {type_in_words(kind)}.")
+    if option.limits and isinstance(value, Number) and not within(option.limits, value):
+        raise OvspecError(f"`{name}` is {shown}; it must be {option.limits.words}.")
+
+
+def within(limits: Limits, number: Any) -> bool:
+    """Return whether a number is in range."""
+    inside = limits.least <= number <= limits.most and not (limits.above and number == limits.least)
+    return inside or number == limits.special
+
+
+def fits(value: Any, kind: Any) -> bool:
+    """Return whether ``value`` is of the type ``kind``, written as in annotations."""
+    origin, inner = get_origin(kind), get_args(kind)
+    if kind is Any:
+        return True
+    if origin in (Union, UnionType):
+        return any(fits(value, each) for each in inner)
+    if origin is Literal:
+        return any(value is each or (type(value) is type(each) and value == each) for each in inner)
+    if kind in (int, float):
+        return isinstance(value, Integral if kind is int else Real) and not isinstance(value, bool)
+    if origin and issubclass(origin, Mapping):
+        return isinstance(value, Mapping) and all(fits(k, inner[0]) and fits(v, inner[1]) for k, v in value.items())
+    if origin and issubclass(origin, Collection):
+        listed = isinstance(value, Collection) and not isinstance(value, (str, bytes, Mapping))
+        return listed and all(fits(each, inner[0]) for each in value)
+    return isinstance(value, origin or kind)
+
+
+def in_words(value: Any) -> str:
+    """Return ``value`` as error messages show it."""
+    if isinstance(value, (int, float)) and LARGEST < abs(value) < float("inf"):
+        return f"beyond {LARGEST}, the limit of any option"  # Python may refuse to print so many digits
+    return str(value) if isinstance(value, Number) else repr(value)[:80]
+
+
+def type_in_words(kind: Any) -> str:
+    """Return the type in words, for error messages."""
+    words = []
+    for each in alternatives(kind):
+        origin = get_origin(each)
+        if origin is Callable:
+            words.append("a function")
+        elif origin is Literal:
+            words += [str(value) for value in get_args(each)]
+        elif is_repeatable(each):
+            words.append("an object" if issubclass(origin or each, Mapping) else "a list")
+        else:
+            words.append(NAMES.get(each, each.__name__))
+    return " or ".join(words)

@@ -5,8 +5,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated, Any, Literal, TypedDict
 
-from ovspec.options import AT_LEAST_1, LOOKAHEAD
-from ovspec.options.option import Option, check, check_names, declared
+from ovspec.options import AT_LEAST_1, LOOKAHEAD, check, check_names
+from ovspec.options.option import Option, declared
 from ovspec.options.reading import folder, key_value
 
 

@@ -1,16 +1,13 @@
-"""How an option is declared, and how values are checked against the declaration."""
+"""How an option is declared."""
 
 import difflib
 import textwrap
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from inspect import Parameter, signature
-from numbers import Integral, Number, Real
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
-
-from ovspec.errors import OvspecError
 
 F = TypeVar("F", bound=Callable[..., Any])
 # What other programs call an option.
@@ -32,9 +29,6 @@ class Limits:
     words: str = "a number from -3e38 to 3e38"
     above: bool = False
     special: float | None = None
-
-    def hold(self, value: Any) -> bool:
-        return value == self.special or (self.least <= value <= self.most and not (self.above and value == self.least))
 
 
 @dataclass(frozen=True)
@@ -108,32 +102,6 @@ def documentation(table: Any) -> str:
     return "\n".join(lines)
 
 
-def check(name: str, value: Any, kind: Any, option: Option) -> None:
-    """Raise OvspecError if ``value`` is not of type ``kind`` or is out of range."""
-    shown = in_words(value)
-    if not fits(value, kind):
-        choices = choices_of(kind)
-        if choices and not option.limits:
-            raise OvspecError(f"`{name}` is {shown}; it must be one of {', '.join(choices)}.")
-        raise OvspecError(f"`{name}` is {shown}, which has the wrong type; it must be {described(kind)}.")
-    if option.limits and isinstance(value, Number) and not option.limits.hold(value):
-        raise OvspecError(f"`{name}` is {shown}; it must be {option.limits.words}.")
-
-
-def in_words(value: Any) -> str:
-    """Return ``value`` as error messages show it."""
-    if isinstance(value, (int, float)) and LARGEST < abs(value) < float("inf"):
-        return f"beyond {LARGEST}, the limit of any option"  # Python may refuse to print so many digits
-    return str(value) if isinstance(value, Number) else repr(value)[:80]
-
-
-def check_names(given: Any, table: dict[str, tuple[Any, Option]]) -> None:
-    """Raise TypeError if ``given`` names an unknown option."""
-    for name in sorted(given.keys() - table.keys()):
-        meant = hint(name, table) or f"the options are {', '.join(table)}"
-        raise TypeError(f"unknown option {name!r}; {meant}")
-
-
 def hint(name: str, known: Iterable[str]) -> str:
     """Return a question that names the one of ``known`` that ``name`` resembles, or an empty string."""
     close = difflib.get_close_matches(OTHERWISE.get(name, name), sorted(known), 1, cutoff=0.75)
@@ -151,42 +119,7 @@ def choices_of(kind: Any) -> tuple[Any, ...]:
     return tuple(value for one in alternatives(kind) if get_origin(one) is Literal for value in get_args(one))
 
 
-def fits(value: Any, kind: Any) -> bool:
-    """Return whether ``value`` is of the type ``kind``, written as in annotations."""
-    origin, inner = get_origin(kind), get_args(kind)
-    if kind is Any:
-        return True
-    if origin in (Union, UnionType):
-        return any(fits(value, each) for each in inner)
-    if origin is Literal:
-        return any(value is each or (type(value) is type(each) and value == each) for each in inner)
-    if kind in (int, float):
-        return isinstance(value, Integral if kind is int else Real) and not isinstance(value, bool)
-    if origin and issubclass(origin, Mapping):
-        return isinstance(value, Mapping) and all(fits(k, inner[0]) and fits(v, inner[1]) for k, v in value.items())
-    if origin and issubclass(origin, Collection):
-        listed = isinstance(value, Collection) and not isinstance(value, (str, bytes, Mapping))
-        return listed and all(fits(each, inner[0]) for each in value)
-    return isinstance(value, origin or kind)
-
-
 def is_repeatable(kind: Any) -> bool:
     """Return whether the type is a collection, so that an option of it may be repeated."""
     origins: list[Any] = [get_origin(each) for each in alternatives(kind)]
     return any(isinstance(origin, type) and issubclass(origin, Collection) for origin in origins)
-
-
-def described(kind: Any) -> str:
-    """Return the type in words, for error messages."""
-    words = []
-    for each in alternatives(kind):
-        origin = get_origin(each)
-        if origin is Callable:
-            words.append("a function")
-        elif origin is Literal:
-            words += [str(value) for value in get_args(each)]
-        elif is_repeatable(each):
-            words.append("an object" if issubclass(origin or each, Mapping) else "a list")
-        else:
-            words.append(NAMES.get(each, each.__name__))
-    return " or ".join(words)

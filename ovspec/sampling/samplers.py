@@ -15,7 +15,7 @@ import numpy as np
 from ovspec.constraints.base import UNCONSTRAINED, Constraints
 from ovspec.decoders.sequence import Sequence
 from ovspec.errors import OvspecError
-from ovspec.options import SAMPLING, GenerateOptions, SampleFunction, SamplingParams, check_option
+from ovspec.options import Params, SampleFunction, SamplingParams
 from ovspec.sampling.noise import ACCEPT, CHOICE, DRAFT, RESIDUAL, draw, draw_from, noise, residual, uniform
 from ovspec.sampling.warp import NOTHING_LEFT, WarpedLogits, certain, warp
 
@@ -265,36 +265,16 @@ class UserSampler:
         return token
 
 
-def sampler_of(
-    params: SamplingParams, seed: int, row: int, constraints: Constraints, options: GenerateOptions | None = None
-) -> Sampler:
+def sampler_of(params: Params, sample: int, constraints: Constraints) -> Sampler:
     """Return the sampler for one row.
 
     Args:
-        seed, row: noise depends on them and the position; ``row`` is the text's number among those of the same prompt.
-        options: only ``accept``, ``sampler`` and ``sampler_options`` are used.
-
-    Raises:
-        OvspecError: some options exclude each other.
+        params: sampled text needs its ``seed``; noise depends on that, on ``sample`` and on the position.
+        sample: the text's number among those of the same prompt.
     """
-    options = options or GenerateOptions()
-    accept, function = options.get("accept", "compare"), options.get("sampler")
-    check_option("accept", accept)
-    if function:
-        if params.temperature or params.truncates:
-            raise OvspecError(
-                "The sampler draws the tokens; leave out `temperature`, `top_k`, `top_p`, `min_p` and `typical_p`."
-            )
-        if accept == "rejection":
-            raise OvspecError(
-                "Leave out `accept='rejection'`: it needs probabilities, which a sampler does not return."
-            )
-        return UserSampler(constraints, function, options.get("sampler_options") or {})
-    if params.temperature:
-        return (RejectionSampler if accept == "rejection" else SharedNoiseSampler)(constraints, params, seed, row)
-    if params.truncates:
-        names = ("top_k", "top_p", "min_p", "typical_p")
-        given = [name for name in names if getattr(params, name) != SAMPLING[name][1].default]
-        needs = "needs" if len(given) == 1 else "need"
-        raise OvspecError(f"{' and '.join(f'`{name}`' for name in given)} {needs} a `temperature` above 0.")
-    return GreedySampler(constraints)
+    if params.sampler:
+        return UserSampler(constraints, params.sampler, params.sampler_options or {})
+    if not params.temperature:
+        return GreedySampler(constraints)
+    drawn = RejectionSampler if params.accept == "rejection" else SharedNoiseSampler
+    return drawn(constraints, params, params.seed, sample)

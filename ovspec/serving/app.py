@@ -2,28 +2,31 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, Literal
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, PlainTextResponse
-from fastapi.routing import APIRoute
+from fastapi.responses import PlainTextResponse
 from prometheus_client import CONTENT_TYPE_LATEST
+from pydantic import Field
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from ovspec import __version__
-from ovspec.serving import schemas
-from ovspec.serving.bodies import read_fields
-from ovspec.serving.errors import ApiError, error_body
-from ovspec.serving.models import ChatRequest, CompletionRequest, DetokenizeRequest, ErrorAnswer, TokenizeRequest
-from ovspec.serving.requests import decode, encode
-from ovspec.serving.schemas import answered
+from ovspec.errors import PromptError
+from ovspec.model import LanguageModel
+from ovspec.openai.answers import Answer, ChatCompletion, Completion
+from ovspec.openai.bodies import DetokenizeRequest, TokenizeRequest
+from ovspec.openai.errors import RequestError
+from ovspec.openai.requests import plain_message
+from ovspec.openai.wording import NO_OBJECT
+from ovspec.options import refuse_variables
+from ovspec.serving.bodies import BoundedRoute
+from ovspec.serving.errors import ApiError, ErrorAnswer, about_prompt, error_answer
 from ovspec.serving.service import Service
-from ovspec.serving.wording import NO_OBJECT, TEXTS
+from ovspec.serving.texts import TextEndpoints
+from ovspec.text.tokenizer import LONG
 
 ERRORS: dict[int | str, str] = {
     400: "A field or the body is wrong.",
@@ -40,32 +43,41 @@ ERRORS: dict[int | str, str] = {
     503: "The server is shutting down, or the request has waited for too long.",
     504: "The request took too long.",
 }
-LARGE = 100_000  # bytes of a body
-# Reads large bodies, one at a time, so that they don't take much memory at once.
-READER = ThreadPoolExecutor(1, "ovspec bodies")
 NOWHERE = {404: "There is no such path; /openapi.json lists them.", 405: ERRORS[405]}
-CHATS, COMPLETIONS = answered(schemas.ChatCompletion, streams=True), answered(schemas.Completion, streams=True)
-REQUESTS = {**TEXTS, "/tokenize": TokenizeRequest, "/detokenize": DetokenizeRequest}
-READY: dict[int | str, Any] = {status: {"model": schemas.Ready, "description": "Its state."} for status in (200, 503)}
+STREAM = {"text/event-stream": {"schema": {"type": "string", "description": "With stream: chunks, as OpenAI's."}}}
 
 
-class JsonRoute(APIRoute):
-    """A route whose bodies are read by ``read_fields``; large ones in a thread, so that other requests go on."""
+class Model(Answer):
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str = "ovspec"
+    max_model_len: int | None = Field(description="Tokens that a prompt and its text may have; null if unknown.")
 
-    def get_route_handler(self) -> Callable[[Request], Any]:
-        handler = super().get_route_handler()
 
-        class JsonRequest(Request):
-            async def json(self) -> Any:
-                body, request = await self.body(), REQUESTS[self.url.path]
-                if len(body) <= LARGE:
-                    return read_fields(body, request)
-                return await asyncio.get_running_loop().run_in_executor(READER, read_fields, body, request)
+class Models(Answer):
+    object: Literal["list"] = "list"
+    data: list[Model]
 
-        async def handle(request: Request) -> Response:
-            return await handler(JsonRequest(request.scope, request.receive))
 
-        return handle
+class Tokens(Answer):
+    count: int
+    max_model_len: int | None
+    tokens: list[int]
+
+
+class Text(Answer):
+    prompt: str
+    content: str
+
+
+class Ready(Answer):
+    status: str
+    arithmetic: str = Field(description="exact, or what the probe found.")
+    deterministic: bool = Field(description="Whether texts are independent of the load.")
+
+
+READY: dict[int | str, Any] = {status: {"model": Ready, "description": "Its state."} for status in (200, 503)}
 
 
 def make_app(service: Service) -> FastAPI:
@@ -80,7 +92,7 @@ def make_app(service: Service) -> FastAPI:
         redirect_slashes=False,  # clients of APIs don't follow it with a body
         responses={status: {"model": ErrorAnswer, "description": told} for status, told in ERRORS.items()},
     )
-    app.router.route_class = JsonRoute
+    app.router.route_class = BoundedRoute
     app.openapi = lambda: described(app)  # type: ignore[method-assign]
     add_endpoints(app, service)
     add_errors(app)
@@ -101,84 +113,99 @@ def described(app: FastAPI) -> dict[str, Any]:
 
 
 def add_endpoints(app: FastAPI, service: Service) -> None:
-    lm = service.lm
+    lm, texts = service.lm, TextEndpoints(service)
 
-    @app.post("/v1/chat/completions", tags=["texts"], summary="Answer a chat.", response_model=None, responses=CHATS)
-    async def chat(body: ChatRequest, http: Request) -> Response:  # type: ignore[valid-type]
-        return await service.answer("chat", body, http)
+    def answers(model: type[Answer]) -> Any:
+        """Return what FastAPI's ``responses`` say of an endpoint that answers with ``model`` or a stream."""
+        return {200: {"model": model, "description": "The answer.", "content": STREAM}}
 
-    @app.post("/v1/completions", tags=["texts"], summary="Continue texts.", response_model=None, responses=COMPLETIONS)
-    async def completions(body: CompletionRequest, http: Request) -> Response:  # type: ignore[valid-type]
-        return await service.answer("completion", body, http)
+    for path, endpoint, summary, answer in (
+        ("/v1/chat/completions", texts.chat, "Answer a chat.", ChatCompletion),
+        ("/v1/completions", texts.complete, "Continue texts.", Completion),
+    ):
+        app.post(path, tags=["texts"], summary=summary, response_model=None, responses=answers(answer))(endpoint)
 
-    @app.get(
-        "/v1/models", tags=["model"], summary="List the one model that is served.", responses=answered(schemas.Models)
-    )
-    async def models() -> dict[str, Any]:
-        context = lm.target.ir.context_length
-        entry = {"id": service.name, "object": "model", "created": service.began, "owned_by": "ovspec"}
-        return {"object": "list", "data": [entry | {"max_model_len": context}]}
+    @app.get("/v1/models", tags=["model"], summary="List the one model that is served.")
+    async def models() -> Models:
+        return Models(data=[Model(id=service.name, created=service.began, max_model_len=lm.target.ir.context_length)])
 
-    @app.get("/v1/models/{name:path}", tags=["model"], summary="Describe the model.", responses=answered(schemas.Model))
-    async def model(name: str) -> dict[str, Any]:
+    @app.get("/v1/models/{name:path}", tags=["model"], summary="Describe the model.")
+    async def model(name: str) -> Model:
         service.check_model(name)
-        return (await models())["data"][0]
+        return (await models()).data[0]
 
     @app.head("/health", include_in_schema=False)
-    @app.get("/health", tags=["server"], summary="Tell whether the server lives.")
-    async def health() -> dict[str, Any]:
+    @app.get("/health", tags=["server"], summary="Liveness check.")
+    async def health() -> dict[str, str]:
         return {"status": "ok"}
 
-    @app.get(
-        "/ready",
-        tags=["server"],
-        summary="Tell whether a request would be taken, and what is promised.",
-        responses=READY,
-    )
-    async def ready() -> Response:
+    @app.get("/ready", tags=["server"], summary="Readiness check, and what is promised.", responses=READY)
+    async def ready(response: Response) -> Ready:
+        promise, reason = lm.target.promise, "ready"
         try:
             service.check_open()
-            status, reason = 200, "ready"
         except ApiError as error:
-            status, reason = 503, error.detail
-        body = {"status": reason, "arithmetic": lm.target.promise, "deterministic": lm.target.promise == "exact"}
-        return JSONResponse(body, status)
+            response.status_code, reason = 503, error.detail
+        return Ready(status=reason, arithmetic=promise, deterministic=promise == "exact")
 
     @app.get("/metrics", tags=["server"], summary="Report metrics in Prometheus' format.")
     async def metrics() -> PlainTextResponse:
         return PlainTextResponse(service.metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
-    @app.post(
-        "/tokenize",
-        tags=["tokens"],
-        summary="Return the tokens of a text or a chat.",
-        responses=answered(schemas.Tokens),
-    )
-    async def tokenize(body: TokenizeRequest, http: Request) -> dict[str, Any]:
-        service.check_model(body.model)
-        tokens = await service.translate(http, encode, lm, body)
-        return {"count": len(tokens), "max_model_len": lm.target.ir.context_length, "tokens": tokens}
+    @app.post("/tokenize", tags=["tokens"], summary="Return the tokens of a text or a chat.")
+    async def tokenize(body: TokenizeRequest, http: Request) -> Tokens:
+        tokens = await translated(service, http, body.model, encode, lm, body)
+        return Tokens(count=len(tokens), max_model_len=lm.target.ir.context_length, tokens=tokens)
 
-    @app.post("/detokenize", tags=["tokens"], summary="Return the text of tokens.", responses=answered(schemas.Text))
-    async def detokenize(body: DetokenizeRequest, http: Request) -> dict[str, Any]:
-        service.check_model(body.model)
-        text = await service.translate(http, decode, lm, body.tokens)
-        return {"prompt": text, "content": text}
+    @app.post("/detokenize", tags=["tokens"], summary="Return the text of tokens.")
+    async def detokenize(body: DetokenizeRequest, http: Request) -> Text:
+        text = await translated(service, http, body.model, decode, lm, body.tokens)
+        return Text(prompt=text, content=text)
+
+
+async def translated(
+    service: Service, http: Request, model: str | None, function: Callable[..., Any], *arguments: Any
+) -> Any:
+    """Return what a function makes of a text or of tokens, in a thread."""
+    service.check_model(model)
+    with service.counted():
+        return await service.apart(function, *arguments, work="long" if len(await http.body()) > LONG else "texts")
+
+
+def encode(lm: LanguageModel, body: TokenizeRequest) -> list[int]:
+    """Return the tokens of the text or chat in ``body``; raises OvspecError for fields that can't be met together."""
+    texts = [text for text in (body.prompt, body.content) if text is not None]
+    if len(texts) + (body.messages is not None) != 1:
+        raise RequestError("Give one of prompt, content and messages.")
+    if body.messages is None:
+        refuse_variables(body.chat_template_kwargs)
+        return lm.tokenizer.encode(texts[0], body.add_special_tokens is not False).tolist()
+    if body.add_special_tokens is not None:
+        raise RequestError("add_special_tokens can't be combined with messages; leave it out.", "add_special_tokens")
+    messages = [plain_message(message) for message in body.messages]
+    return lm.workspace.encode(messages, variables=body.chat_template_kwargs).tolist()
+
+
+def decode(lm: LanguageModel, tokens: list[int]) -> str:
+    """Return the text of tokens; raises ApiError for ids that aren't in the vocabulary."""
+    try:
+        ids = lm.workspace.encode(tokens, begins=False)
+    except PromptError as error:
+        raise about_prompt(error, lm, "tokens") from None
+    return lm.tokenizer.spell(ids) or lm.tokenizer.decode(ids)
 
 
 def add_errors(app: FastAPI) -> None:
     """Answer every error in OpenAI's shape."""
 
     @app.exception_handler(RequestValidationError)  # what remains of them: there is no body
-    async def empty(_: Request, __: RequestValidationError) -> JSONResponse:
-        return JSONResponse(error_body(400, NO_OBJECT), 400)
+    async def empty(_: Request, __: RequestValidationError) -> Response:
+        return error_answer(ApiError(400, NO_OBJECT))
 
     @app.exception_handler(HTTPException)
-    async def refused(_: Request, error: HTTPException) -> JSONResponse:
-        param, code = getattr(error, "param", None), getattr(error, "code", None)
-        told = error.detail if isinstance(error, ApiError) else NOWHERE.get(error.status_code, error.detail)
-        return JSONResponse(error_body(error.status_code, told, param, code), error.status_code, error.headers)
+    async def refused(_: Request, error: HTTPException) -> Response:
+        return error_answer(error, None if isinstance(error, ApiError) else NOWHERE.get(error.status_code))
 
     @app.exception_handler(Exception)
-    async def failed(_: Request, error: Exception) -> JSONResponse:
-        return JSONResponse(error_body(500, f"The server failed ({type(error).__name__})."), 500)
+    async def failed(_: Request, error: Exception) -> Response:
+        return error_answer(ApiError(500, f"The server failed ({type(error).__name__})."))

@@ -1,9 +1,11 @@
-"""The connections of clients: how many, how long they may be idle or slow, and how uvicorn serves them."""
+"""The connections of clients: how many, how long they may be slow, and how uvicorn serves them.
+
+uvicorn has no limit on the time that a head takes, nor on a client that doesn't read, and refuses in plain text.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import json
 import sys
 from typing import Any
 
@@ -11,7 +13,7 @@ import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from ovspec.serving.errors import error_body
+from ovspec.serving.errors import ApiError, error_body
 from ovspec.serving.guard import CROWDED, LOG
 
 HEAD_SECONDS = 20.0  # until a request's head has arrived
@@ -58,10 +60,11 @@ class Connection(H11Protocol):
         LOG.info("%s - - 400", (self.client or ("-",))[0])
         if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):  # an answer has begun
             return self.transport.abort()
-        body = json.dumps(error_body(400, f"This is not HTTP/1.1, or its head has more than {LARGEST_HEAD} bytes."))
+        told = f"This is not HTTP/1.1, or its head has more than {LARGEST_HEAD} bytes."
+        body = error_body(ApiError(400, told))
         headers = [("Content-Type", "application/json"), ("Content-Length", str(len(body))), ("Connection", "close")]
         response = h11.Response(status_code=400, headers=headers, reason=b"Bad Request")
-        for event in (response, h11.Data(data=body.encode()), h11.EndOfMessage()):
+        for event in (response, h11.Data(data=body), h11.EndOfMessage()):
             self.transport.write(self.conn.send(event) or b"")
         return self.transport.close()
 

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import psutil
 
@@ -108,7 +109,7 @@ class Engine:
         if lookup_tokens:
             workspace.corpora.append(self._earlier)
         self._decoders = workspace.pool.take()
-        self._drafter, self._lookahead = workspace.drafting({}, self._decoders, sampled=False)
+        self._drafter, self._lookahead = workspace.drafting(workspace.params({}), self._decoders)
         self._rows, self._cache_bytes = rows, cache_bytes
         rule = self._decoders.target.rule
         costs = self._lookahead.target if self._drafter else Costs(most=rule.most)
@@ -141,14 +142,15 @@ class Engine:
         ids = self.lm.encode(WARM_UP)[: (self.lm.target.ir.context_length or len(WARM_UP)) // 2]
         ways: list[tuple[int, Drafter | None, Lookahead]] = [(1, self._drafter, self._lookahead)]
         if self._drafter:  # so that the draft is used, too
-            ways.append((1, self._drafter, workspace.drafting({"lookahead": 2}, self._decoders, sampled=False)[1]))
+            ways.append((1, self._drafter, workspace.drafting(workspace.params({"lookahead": 2}), self._decoders)[1]))
         ways += [(count, None, PLAIN) for count in (2, 8) if count <= self._rows]
+        params = workspace.params({"max_tokens": 8, "ignore_eos": True})
         for count, drafter, lookahead in ways:
-            rows = [workspace.row(Sequence(ids), {"max_tokens": 8, "ignore_eos": True}) for _ in range(count)]
+            rows = [workspace.row(Sequence(ids), params) for _ in range(count)]
             scheduler = Scheduler(target, drafter, lookahead, rows, BatchLimits(count, pace=self._pace))
             while scheduler.step():
                 pass
-            self._decoders.reset(0)
+            scheduler.reset()
 
     # ------------------------------------------------------------ called from any thread
 
@@ -261,8 +263,8 @@ class Engine:
     def _round(self) -> None:
         pieces = self._scheduler.step() or []
         self._note(pieces)
-        found: dict[Job, list[tuple[int, Piece]]] = {}
-        failed: dict[Job, OvspecError] = {}
+        found: dict[Job, Any] = {}  # what each is told: (index of the row, piece) of those that grew
+        failed: dict[Job, Any] = {}
         now = time.monotonic()
         for number, piece in pieces:
             if not (job := self._jobs.get(number)):
@@ -277,14 +279,13 @@ class Engine:
                     self._earlier.remember(row.sequence.tokens, self._lookup_tokens)
             if piece.token_ids or piece.text or piece.finish_reason:
                 found.setdefault(job, []).append((job.numbers[number], piece))
-        for job, error in failed.items():
+        for job in failed:
             found.pop(job, None)
             self._remove(job)
-            job.deliver(error)
-        for job, grown in found.items():
-            job.deliver(grown)
         if not self._jobs:
-            self._decoders.reset(0)  # which frees memory
+            self._scheduler.reset()  # which frees memory
+        for job, told in (failed | found).items():
+            job.deliver(told)
 
     def _add(self, job: Job) -> None:
         if self._given_up:
@@ -298,14 +299,14 @@ class Engine:
         numbers = [number for number in job.numbers if self._jobs.pop(number, None)]
         self._scheduler.remove(numbers)
         if not self._jobs:
-            self._decoders.reset(0)
+            self._scheduler.reset()
 
     def _give_up(self, error: BaseException) -> None:
         """Fail the jobs whose rows are in the batch, and go on with the others."""
         lost = {job for number in self._scheduler.running if (job := self._jobs.get(number))}
         for job in lost:
             self._remove(job)
-        self._decoders.reset(0)
+        self._scheduler.reset()
         for job in lost:
             job.deliver(failure(error))
 

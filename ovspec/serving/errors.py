@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
+from pydantic import BaseModel, Field
 from starlette.exceptions import HTTPException
+from starlette.responses import Response
 
-from ovspec.errors import OvspecError, PromptError
+from ovspec.errors import InferenceError, OvspecError, PromptError
 from ovspec.model import LanguageModel
+from ovspec.serving.engine import Ended
 
 KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 CODES = {401: "invalid_api_key", 429: "rate_limit_exceeded"}  # OpenAI's
@@ -20,6 +21,7 @@ class ApiError(HTTPException):
     param: the field that is wrong.
     code: a word for programs, such as "model_not_found".
     retry_after: seconds after which the client may try again.
+    close: whether the connection is closed, because too many are open or the rest of the body isn't read.
     """
 
     def __init__(
@@ -29,9 +31,12 @@ class ApiError(HTTPException):
         param: str | None = None,
         code: str | None = None,
         retry_after: int | None = None,
+        close: bool = False,
     ) -> None:
         headers = {} if retry_after is None else {"Retry-After": str(retry_after)}
         headers |= {"X-Should-Retry": "false"} if status == 504 else {}  # OpenAI's client would do the same work again
+        headers |= {"WWW-Authenticate": "Bearer"} if status == 401 else {}
+        headers |= {"Connection": "close"} if close else {}
         super().__init__(status, message, headers)
         self.param, self.code = param, code
 
@@ -47,7 +52,45 @@ def about_prompt(error: PromptError, lm: LanguageModel, field: str) -> ApiError:
     return ApiError(400, for_clients(error, lm), field, code)
 
 
-def error_body(status: int, message: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
-    """Return the body of an error's answer."""
+def as_api_error(error: OvspecError, lm: LanguageModel) -> ApiError:
+    """Return the answer to a request whose text has failed."""
+    status = 503 if isinstance(error, Ended) else 500 if isinstance(error, InferenceError) else 422
+    return ApiError(status, for_clients(error, lm))
+
+
+def too_long(seconds: float) -> ApiError:
+    return ApiError(504, f"The request took longer than {seconds:g} seconds.", code="timeout")
+
+
+def field_in(message: str) -> str | None:
+    """Return the field that an error message names first in backticks."""
+    parts = message.split("`")
+    return parts[1] if len(parts) > 2 and parts[1].isidentifier() else None
+
+
+class ErrorText(BaseModel):
+    """What went wrong."""
+
+    message: str = Field(description="A sentence that says what to do.")
+    type: str = Field(description='The kind of error, such as "invalid_request_error".')
+    param: str | None = Field(description="The field that is wrong.")
+    code: str | None = Field(description='A word for programs, such as "model_not_found".')
+
+
+class ErrorAnswer(BaseModel):
+    """The body of every answer that is an error."""
+
+    error: ErrorText
+
+
+def error_body(error: HTTPException, told: str | None = None) -> bytes:
+    """Return the body of an error's answer; ``told``: its message, if not its own."""
+    status, param, code = error.status_code, getattr(error, "param", None), getattr(error, "code", None)
     kind = KINDS.get(status, "invalid_request_error" if status < 500 else "server_error")
-    return {"error": {"message": message, "type": kind, "param": param, "code": code or CODES.get(status)}}
+    text = ErrorText(message=told or error.detail, type=kind, param=param, code=code or CODES.get(status))
+    return ErrorAnswer(error=text).model_dump_json().encode()
+
+
+def error_answer(error: HTTPException, told: str | None = None) -> Response:
+    """Return the answer that is an error."""
+    return Response(error_body(error, told), error.status_code, error.headers, "application/json")

@@ -1,8 +1,7 @@
-"""Everything that a request passes before the API sees it: who sends it, how large it is, and its line in the log."""
+"""What a request passes before the API sees it: who sends it, and its line in the log."""
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import hmac
 import ipaddress
@@ -13,18 +12,15 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
-from starlette.requests import ClientDisconnect
-from starlette.responses import JSONResponse
+from starlette.datastructures import Headers
 
-from ovspec.serving.errors import error_body
+from ovspec.serving.errors import ApiError, error_answer
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Any, Receive, Send], Awaitable[None]]
 
-LARGEST_BODY = 8_000_000  # bytes; the longest contexts have a few million characters
-BODY_SECONDS = 60.0  # until a body has arrived
 OPEN = ("/health", "/ready")  # without a key
 # What a request's state holds: the number of its key, how its stream has ended, and whether there are too many others.
 OWNER, OUTCOME, CROWDED = "owner", "outcome", "crowded"
@@ -58,7 +54,9 @@ class Keys:
 
 
 class Guard:
-    """Refuses requests without a key, with a foreign host, or that are too many, too large or too slow; logs each.
+    """Refuses requests without a key or with a foreign host, before their bodies are read, and logs each.
+
+    FastAPI reads a body before it asks for a key, and Starlette answers a foreign host in plain text.
 
     Args:
         keys: the keys that clients may use.
@@ -82,7 +80,8 @@ class Guard:
             await send(message)
 
         try:
-            await self._guarded(scope, receive, noted)
+            refused = self._refusal(scope)
+            await (error_answer(refused) if refused else self._app)(scope, receive, noted)
         except Exception:
             status = 500  # whatever a stream has begun with
             raise
@@ -94,59 +93,19 @@ class Guard:
             self._note(scope["path"], status)
         return None
 
-    async def _guarded(self, scope: Any, receive: Receive, send: Send) -> None:
-        headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
-
-        async def refuse(status: int, message: str) -> None:
-            more = {"WWW-Authenticate": "Bearer"} if status == 401 else {}
-            more |= {"Connection": "close"} if status in (408, 413, 503) else {}
-            await JSONResponse(error_body(status, message), status, more)(scope, receive, send)
-
+    def _refusal(self, scope: Any) -> ApiError | None:
+        """Return the error that a request is answered with, if it may not pass."""
+        headers = Headers(scope=scope)
         if scope["state"].get(CROWDED):
-            return await refuse(503, "Too many connections are open; try again later.")
-        host = re.sub(r":[0-9]*$", "", headers.get("host", "").lower())
-        if self._local and not is_here(host):
-            return await refuse(
-                403, "This server answers to localhost and 127.0.0.1 only; start it with a key to use another name."
-            )
+            return ApiError(503, "Too many connections are open; try again later.", close=True)
+        if self._local and not is_here(re.sub(r":[0-9]*$", "", headers.get("host", "").lower())):
+            told = "This server answers to localhost and 127.0.0.1 only; start it with a key to use another name."
+            return ApiError(403, told)
         owner = self._keys.owner_of(headers.get("authorization", ""))
         scope["state"][OWNER] = owner
         if self._keys.digests and scope["path"] not in OPEN and owner is None:
-            return await refuse(401, "The API key is missing or wrong; send it as 'Authorization: Bearer KEY'.")
-        if scope["method"] != "POST":
-            return await self._app(scope, receive, send)
-        if headers.get("content-type", "").split(";")[0].strip().lower() != "application/json":
-            return await refuse(415, "The body must be JSON; send it with 'Content-Type: application/json'.")
-        try:
-            async with asyncio.timeout(BODY_SECONDS):
-                body = await read_body(receive)
-        except ClientDisconnect:
-            return None
-        except TimeoutError:
-            return await refuse(408, f"The body did not arrive within {BODY_SECONDS:g} seconds.")
-        if body is None:
-            return await refuse(413, f"The body is larger than {LARGEST_BODY // 1_000_000} MB.")
-        messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
-
-        async def replay() -> Message:
-            return messages.pop() if messages else await receive()
-
-        return await self._app(scope, replay, send)
-
-
-async def read_body(receive: Receive) -> bytes | None:
-    """Return the whole body; None if it is too large. Raises ClientDisconnect if the client leaves first."""
-    parts, size = list[bytes](), 0
-    while True:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise ClientDisconnect
-        parts.append(message.get("body", b""))
-        size += len(parts[-1])
-        if size > LARGEST_BODY:
-            return None
-        if not message.get("more_body"):
-            return b"".join(parts)
+            return ApiError(401, "The API key is missing or wrong; send it as 'Authorization: Bearer KEY'.")
+        return None
 
 
 def shown_path(path: str) -> str:

@@ -21,38 +21,26 @@ class Metrics:
         self.requests = Counter(
             "ovspec_requests", "Requests, by endpoint and status.", ["endpoint", "status"], registry=self.registry
         )
-        self._first = Histogram(
+        self.first = Histogram(
             "ovspec_time_to_first_token_seconds",
             "Seconds from a request to the first token of each of its texts.",
             buckets=SECONDS,
             registry=self.registry,
         )
-        self._between = Histogram(
+        self.between = Histogram(
             "ovspec_time_between_tokens_seconds",
             "Seconds between two pieces of a text; a piece has the tokens of one round.",
             buckets=SECONDS,
             registry=self.registry,
         )
-        self._whole = Histogram(
+        self.whole = Histogram(
             "ovspec_request_duration_seconds",
             "Seconds from a request to its last token.",
             buckets=SECONDS,
             registry=self.registry,
         )
-        self._prompts = Counter("ovspec_prompt_tokens", "Tokens of prompts.", registry=self.registry)
+        self.prompt_tokens = Counter("ovspec_prompt_tokens", "Tokens of prompts.", registry=self.registry)
         self.registry.register(OfEngine(engine))
-
-    def note_piece(self, now: float, began: float, last: float | None) -> None:
-        """Note that a piece of a text came; ``last``: the time of the one before it."""
-        if last is None:
-            self._first.observe(now - began)
-        else:
-            self._between.observe(now - last)
-
-    def note_texts(self, prompt_tokens: int, seconds: float) -> None:
-        """Note that all texts of a request have ended."""
-        self._prompts.inc(prompt_tokens)
-        self._whole.observe(seconds)
 
     def text(self) -> bytes:
         """Return all metrics as text."""

@@ -1,41 +1,37 @@
-"""What the endpoints share: who is let in, and how a request for texts is answered."""
+"""What the endpoints share: who is let in, how much a request may take, and the threads that prepare it."""
 
 from __future__ import annotations
 
 import asyncio
+import math
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, aclosing, asynccontextmanager, contextmanager
-from dataclasses import replace
+from contextlib import asynccontextmanager, contextmanager
 from functools import partial
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 from fastapi import Request
-from fastapi.responses import JSONResponse
-from starlette.responses import Response
 
-from ovspec.constraints.maker import grammar_asked
-from ovspec.errors import OvspecError
+from ovspec.drafting.drafter import DraftLimits
+from ovspec.errors import OvspecError, PromptError
 from ovspec.loop.row import Row
-from ovspec.model import LanguageModel, rows_again
-from ovspec.options import GenerateOptions
-from ovspec.serving.answers import DONE, Head, Told, counted, event, whole
-from ovspec.serving.echo import Echo, echoes_of
+from ovspec.model import LanguageModel
+from ovspec.openai.errors import RequestError
+from ovspec.openai.requests import TextRequest
+from ovspec.options import Params, make_params
 from ovspec.serving.engine import ENDED, Ended, Engine
-from ovspec.serving.errors import ApiError, for_clients
-from ovspec.serving.guard import OWNER
+from ovspec.serving.errors import ApiError, about_prompt, as_api_error, field_in, for_clients, too_long
 from ovspec.serving.metrics import Metrics
-from ovspec.serving.requests import Kind, TextRequest, check_logprobs, make_rows, read_request, texts_asked
-from ovspec.serving.streams import Stream, unless_gone
-from ovspec.serving.texts import Texts, as_api_error, too_long
-from ovspec.text.tokenizer import LONG
 
 # What threads do. Checking a grammar, or a long text, holds up no request without one.
 Work = Literal["texts", "long", "grammars"]
-LIVES = b": waiting\n\n"  # a comment in a stream, for proxies that close silent connections
-EVERY = 15.0  # seconds between two of them
 AGAIN = 2  # seconds after which a client that was refused may try again
+T = TypeVar("T")
+
+MOST_TEXTS = 128  # of a request
+MOST_STOPS, MOST_STOP_CHARACTERS = 64, 4_000  # of a request, the characters of all of them together
+MOST_LOGPROBS = 300_000  # of a request: tokens, and most likely tokens beside each
 
 
 class Service:
@@ -48,6 +44,7 @@ class Service:
 
     def __init__(self, lm: LanguageModel, engine: Engine, name: str, options: Any) -> None:
         self.lm, self.engine, self.name, self.options = lm, engine, name, options
+        self.defaults: Params = make_params({"max_tokens": options.max_tokens})
         self.metrics = Metrics(engine)
         self.requests = self._texts = 0  # that are being answered
         self.draining = self.given_up = False
@@ -55,9 +52,7 @@ class Service:
         self.began = int(time.time())
         self._threads = {work: ThreadPoolExecutor(4, f"ovspec {work}") for work in get_args(Work)}
 
-    @property
-    def defaults(self) -> GenerateOptions:
-        return {} if self.options.max_tokens is None else {"max_tokens": self.options.max_tokens}
+    # ------------------------------------------------------------ who is let in
 
     def check_open(self, texts: int = 1) -> None:
         """Raise ApiError if no further request for this many texts can be taken."""
@@ -72,6 +67,7 @@ class Service:
     @contextmanager
     def counted(self, texts: int = 1) -> Generator[None]:
         """Count a request for this many texts while it is answered; raises ApiError if it can't be taken."""
+        texts = min(texts, MOST_TEXTS)
         self.check_open(texts)
         self.requests, self._texts = self.requests + 1, self._texts + texts
         try:
@@ -90,37 +86,20 @@ class Service:
         if name not in (None, "", self.name):
             raise ApiError(404, f"There is no model {name!r:.80} here, only {self.name}.", "model", "model_not_found")
 
+    # ------------------------------------------------------------ work in threads
+
     async def apart(self, function: Callable[..., Any], *arguments: Any, work: Work = "texts") -> Any:
         """Return what a function returns, run in a thread, so that other requests go on; OvspecErrors become 400s."""
         try:
             return await asyncio.get_running_loop().run_in_executor(self._threads[work], partial(function, *arguments))
+        except RequestError as error:
+            raise ApiError(400, str(error), error.param, error.code) from None
         except OvspecError as error:
             message = for_clients(error, self.lm)
             raise ApiError(400, message, field_in(message)) from None
 
-    async def translate(self, http: Request, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Return what a function makes of a text or of tokens."""
-        with self.counted():
-            return await self.apart(function, *arguments, work="long" if len(await http.body()) > LONG else "texts")
-
-    async def answer(self, kind: Kind, body: Any, http: Request) -> Response:
-        """Generate what a request asks for, and return the answer or the stream."""
-        began = time.monotonic()
-        fields = body.given()
-        with ExitStack() as leaving:
-            leaving.enter_context(self.counted(texts_asked(fields)))
-            self.check_model(fields.get("model"))
-            async with self._preparing(began):
-                request, echoes = await unless_gone(http, self._prepare(kind, fields, http))
-            head = Head(self.name, kind == "chat")
-            if request.stream:
-                return Stream(self._stream(head, request, echoes, began), leaving.pop_all().close)
-            await unless_gone(http, self._generate(request, began))
-            large: Work = "texts" if request.options.get("logprobs") is None else "long"
-            return await self.apart(lambda: JSONResponse(whole(self.lm.tokenizer, head, request, echoes)), work=large)
-
     @asynccontextmanager
-    async def _preparing(self, began: float) -> AsyncGenerator[None]:
+    async def preparing(self, began: float) -> AsyncGenerator[None]:
         """Raise ApiError if what is done inside takes too long, or when ``give_up`` is called."""
         task, left = asyncio.current_task(), began + self.options.request_timeout - time.monotonic()
         assert task
@@ -138,88 +117,77 @@ class Service:
         finally:
             self._preparations.discard(task)
 
-    async def _prepare(self, kind: Kind, fields: dict[str, Any], http: Request) -> tuple[TextRequest, list[Echo]]:
-        """Return what is asked for, with its rows, and what is repeated of each prompt."""
-        work: Work = "long" if len(await http.body()) > LONG else "texts"
-        if grammar_asked(fields) or fields.get("response_format") is not None:
-            work = "grammars"
-        request = await self.apart(read_request, self.lm, kind, fields, self.defaults, work=work)
-        request.rows = await self.apart(make_rows, self.lm, request, work=work)
-        check_logprobs(request)
+    # ------------------------------------------------------------ what a request may take
+
+    def params(self, request: TextRequest) -> Params:
+        """Return the params of a request, complete; raises OvspecError for what can't be met or is too much."""
+        with request.client_names():
+            params = self.lm.workspace.complete(request.params(self.defaults))
+        characters = sum(map(len, params.stop_strings))
+        if len(params.stop_strings) > MOST_STOPS or characters > MOST_STOP_CHARACTERS:
+            told = f"stop has {len(params.stop_strings)} strings with {characters} characters in all"
+            limit = f"at most {MOST_STOPS} with {MOST_STOP_CHARACTERS:,} are allowed"
+            raise RequestError(f"{told}; {limit}.", "stop")
+        if (texts := params.n * len(request.prompts)) > MOST_TEXTS:
+            raise RequestError(f"The request asks for {texts} texts; at most {MOST_TEXTS} are allowed.", "n")
+        self._check_lengths(request)
+        return params
+
+    def _check_lengths(self, request: TextRequest) -> None:
+        """Raise ApiError for a text that the context can't hold, before it is encoded, which would take long."""
+        context = self.lm.workspace.target.ir.context_length
+        most = self.lm.workspace.tokenizer.most_characters(context) if context else math.inf
+        for prompt in request.prompts:
+            texts = [prompt] if isinstance(prompt, str) else [m["content"] for m in prompt if isinstance(m, dict)]
+            if (size := sum(map(len, texts))) > most:
+                told = f"The prompt has {size} characters, but the context is {context} tokens; shorten the prompt."
+                raise about_prompt(PromptError(told, too_long=True), self.lm, request.prompt_field)
+
+    def limits(self, request: TextRequest, params: Params) -> DraftLimits:
+        """Return what may be proposed for a request; raises RequestError for drafters that the server doesn't have."""
+        if (draft := request.draft) is None:
+            return DraftLimits(None, params.lookahead)
+        choice = self.lm.workspace.choice
+        loaded = ("lookup",) * bool(choice and choice.lookup) + ("draft",) * bool(choice and choice.model)
+        wanted = frozenset() if draft == "none" else frozenset(draft.split(","))
+        if not wanted <= {*loaded}:
+            has = " and ".join(loaded) or "no drafters"
+            told = f'draft is {draft!r:.80}; this server has {has}, and "none" proposes nothing.'
+            raise RequestError(told, "draft")
+        return DraftLimits(wanted, params.lookahead)
+
+    def check_room(self, request: TextRequest, rows: list[Row]) -> None:
+        """Raise ApiError for texts that never fit into memory, or log-probabilities that no answer can hold."""
         try:
-            self.engine.check_room(request.rows)
+            self.engine.check_room(rows)
         except OvspecError as error:
             raise ApiError(400, str(error), "max_tokens") from None
-        request.owner = getattr(http.state, OWNER, None)
-        for row in request.rows:
-            row.sequence.owner = request.owner
-        return request, await echoes_of(self.engine, request, partial(self.apart, work="long"))
-
-    def _texts_of(self, request: TextRequest, began: float) -> Texts:
-        timeouts = self.options.queue_timeout, self.options.request_timeout
-        return Texts(self.engine, request, self.metrics, timeouts, began)
-
-    async def _generate(self, request: TextRequest, began: float) -> None:
-        """Generate all texts of a request; again with other seeds, where ``retries`` asks for it."""
-        await self._finish(request, began)
-        for _ in range(request.options.get("retries") or 0):
-            results = [row.result() for row in request.rows]
-            asked = self.lm.workspace, request.prompts, request.options, results, True
-            async with self._preparing(began):
-                again: dict[int, Row] = await self.apart(rows_again, *asked, work="grammars")
-            if not again:
-                break
-            for index, row in again.items():
-                request.rows[index], row.limits, row.sequence.owner = row, request.limits, request.owner
-            await self._finish(replace(request, rows=[*again.values()]), began)
-        self._note(request, began)
-
-    async def _finish(self, request: TextRequest, began: float) -> None:
-        """Generate the texts of a request, whose pieces nobody waits for."""
-        async with aclosing(self._texts_of(request, began).pieces(EVERY)) as pieces:
-            async for _ in pieces:
-                pass
-        for row in request.rows:
-            await self._judge(row)
-
-    async def _judge(self, row: Row) -> None:
-        """Judge a text that has ended in a thread, so that other requests go on; its result is then at hand."""
-        if row.sampler.constraints.judge:
-            await self.apart(row.result, work="grammars")
-
-    async def _stream(self, head: Head, request: TextRequest, echoes: list[Echo], began: float) -> AsyncIterator[bytes]:
-        tokenizer, part = self.lm.tokenizer, head.body(part=True)
-        with_usage: dict[str, Any] = {"usage": None} if request.include_usage else {}
-        told = [Told(tokenizer, request, i, echoes[i // request.n][0]) for i in range(len(request.rows))]
-        begun, left = False, len(told)
-        async with aclosing(self._texts_of(request, began).pieces(EVERY)) as pieces:
-            async for found in pieces:
-                if found is None:
-                    yield LIVES
-                    continue
-                choices = []
-                if not begun:
-                    begun = True
-                    choices = [c for i, text in enumerate(told) for c in text.first(*echoes[i // request.n])]
-                for index, piece in found:
-                    if piece.finish_reason:
-                        await self._judge(request.rows[index])
-                    choices += told[index].more(piece)
-                for choice in choices:
-                    left -= choice["finish_reason"] is not None
-                    last = {} if left else {"timings": counted(request)["timings"]}
-                    yield event(part | {"choices": [choice]} | with_usage | last)
-        if request.include_usage:
-            yield event(part | {"choices": []} | counted(request))
-        yield DONE
-        self._note(request, began)
-
-    def _note(self, request: TextRequest, began: float) -> None:
-        prompts = sum(row.stats.prompt_tokens for row in request.rows[:: request.n])
-        self.metrics.note_texts(prompts, time.monotonic() - began)
+        if (tops := rows[0].params.logprobs) is None:
+            return
+        tokens = sum(row.most - row.start for row in rows)
+        if request.echo:
+            tokens += sum(row.start for row in rows)
+        if (count := tokens * (1 + tops)) > MOST_LOGPROBS:
+            told = f"The answer could have {count:,} log-probabilities; at most {MOST_LOGPROBS:,} are allowed"
+            name = "top_logprobs" if request.kind == "chat" else "logprobs"
+            raise ApiError(400, f"{told}: lower max_tokens, n or {name}.", name)
 
 
-def field_in(message: str) -> str | None:
-    """Return the field that an error message names first in backticks, or begins with."""
-    parts = message.split("`")
-    return parts[1] if len(parts) > 2 and parts[1].isidentifier() else None
+async def unless_gone(http: Request, work: Awaitable[T]) -> T:
+    """Return what ``work`` returns; cancel it, and raise ApiError, if the client goes away, for FastAPI goes on."""
+    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(disconnected(http))
+    try:
+        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ApiError(499, "The client has closed the connection.")
+        return working.result()
+    finally:
+        for task in (working, leaving):
+            task.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)
+
+
+async def disconnected(http: Request) -> None:
+    """Return when the client has gone."""
+    while (await http.receive())["type"] != "http.disconnect":
+        pass

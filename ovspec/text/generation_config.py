@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import sys
+import functools
 import warnings
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,7 +14,6 @@ from msgspec import Meta
 from ovspec.errors import OvspecError, PromptError
 from ovspec.files import read_as
 from ovspec.ir.config import ModelConfig
-from ovspec.options import SamplingParams
 from ovspec.text.tokenizer import Tokenizer
 from ovspec.text.tokenizer_files import TokenId
 
@@ -57,7 +56,7 @@ class GenerationConfig:
             warning = f"{folder}: its generation config sets {', '.join(asked)}, which ovspec does not apply"
             warnings.warn(warning, stacklevel=4)
 
-    @property
+    @functools.cached_property
     def eos_ids(self) -> frozenset[int]:
         """The token ids that end a text."""
         files = (self.values, self._config, self._config.text_config)
@@ -81,29 +80,3 @@ class GenerationConfig:
         if len(bos := self.bos):
             return bos
         raise PromptError("The prompt is empty, and this model has no BOS token to start from; give a prompt.")
-
-    def max_tokens(self, prompt: int, params: SamplingParams, context: int | None) -> int:
-        """Return how many tokens to generate after ``prompt`` tokens; raises OvspecError if ``context`` has no room."""
-        left = context - prompt if context else sys.maxsize
-        if left < 1:
-            message = f"The prompt has {prompt} tokens, but the context is {context}; shorten the prompt."
-            raise PromptError(message, too_long=True)
-        default = self.values.max_new_tokens or DEFAULT_MAX_TOKENS
-        return int(min(default if params.max_tokens is None else params.most_tokens, left))
-
-    def complete(self, params: SamplingParams) -> SamplingParams:
-        """Return ``params`` with the model's defaults filled in; raises OvspecError for ids outside the vocabulary."""
-        config, given = self.values, {}
-        if params.repetition_penalty is None:
-            given["repetition_penalty"] = config.repetition_penalty
-        if params.min_tokens is None and config.min_new_tokens:
-            given["min_tokens"] = int(min(config.min_new_tokens, params.most_tokens))
-        if config.suppress_tokens:
-            given["logit_bias"] = dict.fromkeys(config.suppress_tokens, -np.inf) | dict(params.logit_bias)
-        for name, ids in (("logit_bias", params.logit_bias), ("stop_ids", params.stop_ids)):
-            unknown = next((token for token in ids if not -(2**63) <= token < 2**63), None)
-            if unknown is None and len(ids):
-                unknown = self._tokenizer.known.first_unknown(np.array(list(ids), dtype=np.int64))
-            if unknown is not None:
-                raise OvspecError(f"`{name}`: token id {str(unknown)[:20]} is not in the vocabulary.")
-        return replace(params, **given) if given else params

@@ -198,15 +198,18 @@ def run(lm: LanguageModel, cell: Cell, tasks: list[Task], number: int, tokens: i
     picked = [tasks[(number + place) % len(tasks)] for place in range(cell.batch)]
     sequences = [Sequence(with_context(lm, task.prompt, cell.context)) for task in picked]
     rows = [
-        lm.workspace.row(sequence, run_options(lm, cell, task, len(sequence), number + place, tokens, dictate))
+        lm.workspace.row(
+            sequence, lm.workspace.params(run_options(lm, cell, task, len(sequence), number + place, tokens, dictate))
+        )
         for place, (task, sequence) in enumerate(zip(picked, sequences, strict=True))
     ]
     together: GenerateOptions = {
         "lookahead": "auto" if cell.lookahead is None else cell.lookahead,
         "batch_size": cell.batch,
+        "temperature": cell.temperature,
     }
     gaps, last = list[float](), None
-    for pieces in lm.workspace.run(rows, together, sampled=cell.temperature > 0):
+    for pieces in lm.workspace.run(rows, lm.workspace.params(together)):
         now = time.perf_counter()
         if last is not None and pieces:
             gaps.append((now - last) * 1e3)

@@ -15,6 +15,7 @@ import argparse
 import json
 import statistics
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from ovspec.drafting.draft_model import DraftModel
 from ovspec.drafting.drafter import Drafter, RoundRow
 from ovspec.drafting.lookahead import Lookahead
 from ovspec.drafting.lookup import Lookup
-from ovspec.options import SamplingParams
+from ovspec.options import Params
 from ovspec.sampling.samplers import sampler_of
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -71,11 +72,11 @@ def times_by_width(decoder: Decoder, text: np.ndarray) -> tuple[dict[int, float]
 
 
 def trace(
-    drafter: Drafter, text: list[int], start: int, params: SamplingParams, seed: int, most: int
+    drafter: Drafter, text: list[int], start: int, params: Params, seed: int, most: int
 ) -> list[tuple[list[float], int]]:
     """Return (confidence of each proposed token, how many match ``text``) for each position from ``start`` on."""
     drafter.reset(1)
-    sampler = sampler_of(params, seed, 0, Constraints(processing(params, lambda _: start, frozenset())))
+    sampler = sampler_of(replace(params, seed=seed), 0, Constraints(processing(params, lambda _: start, frozenset())))
     found = []
     for place in range(start, len(text)):
         proposal = drafter.propose([RoundRow(Sequence(text[:place]), sampler, most + 1)], Lookahead(most))[0]
@@ -94,7 +95,7 @@ def record(
     decoders = lm.workspace.pool.take()
     model = decoders.drafter
     assert isinstance(model, DraftModel)
-    params = SamplingParams(temperature=temperature)
+    params = Params(temperature=temperature)
     texts, whole = [], list[int]()
     for seed, prompt in enumerate(prompts):
         ids = lm.encode(prompt).tolist()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from ovspec.drafting.drafter import Drafter, RoundRow
 from ovspec.drafting.lookahead import Lookahead
 from ovspec.grammars.sources import regex
 from ovspec.loop.round import run_round
-from ovspec.options import AcceptRule, SamplingParams
+from ovspec.options import AcceptRule, Params
 from ovspec.sampling.samplers import Guess, sampler_of
 from ovspec.sampling.warp import softmax, warp
 
@@ -66,7 +67,7 @@ class Cyclic(Drafter):
         return [(int(tokens[-1]) + 1 + i) % 6 for i in range(budget)]
 
 
-def exact(params: SamplingParams) -> dict[tuple[int, ...], float]:
+def exact(params: Params) -> dict[tuple[int, ...], float]:
     """Return the probability of each text, using masks from matchers that read it from the start."""
     found: dict[tuple[int, ...], float] = {}
 
@@ -91,9 +92,7 @@ def exact(params: SamplingParams) -> dict[tuple[int, ...], float]:
     return found
 
 
-def draw_texts(
-    accept: AcceptRule, drafter: str, params: SamplingParams, draws: int
-) -> tuple[Counter[Any], Counter[str]]:
+def draw_texts(accept: AcceptRule, drafter: str, params: Params, draws: int) -> tuple[Counter[Any], Counter[str]]:
     """Return how often each text was drawn, and how many tokens were forced, proposed and accepted."""
     target = Bigrams(TARGET)
     drafters: dict[str, Any] = {"model": DraftModel(Bigrams(DRAFT)), "cyclic": Cyclic(), "none": None}
@@ -105,7 +104,7 @@ def draw_texts(
         if drafters[drafter]:
             drafters[drafter].reset(1)
         constraints = Constraints([GRAMMARS.constraint(GRAMMAR, 1, ends)], ends)
-        sampler = sampler_of(params, seed, 0, constraints, {"accept": accept})
+        sampler = sampler_of(replace(params, seed=seed, accept=accept), 0, constraints)
         while len(sequence) == 1 or not constraints.ended(sequence.tokens):
             row = RoundRow(sequence, sampler, 9)
             run_round(target, drafters[drafter], Lookahead(3), [row])
@@ -116,7 +115,7 @@ def draw_texts(
     return counts, done
 
 
-def fits(counts: Counter[Any], params: SamplingParams) -> float:
+def fits(counts: Counter[Any], params: Params) -> float:
     """Return the p-value of a chi-square test that counts rare texts together."""
     expected, draws = exact(params), sum(counts.values())
     assert abs(sum(expected.values()) - 1) < 1e-6
@@ -129,10 +128,10 @@ def fits(counts: Counter[Any], params: SamplingParams) -> float:
     return float(stats.chisquare(seen, np.array(wanted) * sum(seen) / sum(wanted)).pvalue)
 
 
-PLAIN, WARPED = SamplingParams(temperature=1.0), SamplingParams(temperature=0.8, top_k=2, min_p=0.05)
+PLAIN, WARPED = Params(temperature=1.0), Params(temperature=0.8, top_k=2, min_p=0.05)
 
 
-def check(accept: AcceptRule, drafter: str, params: SamplingParams, draws: int) -> None:
+def check(accept: AcceptRule, drafter: str, params: Params, draws: int) -> None:
     counts, done = draw_texts(accept, drafter, params, draws)
     if drafter == "none" or params is PLAIN:  # the draft model also proposes the forced tokens after its guesses
         assert done["forced"] > draws / 50
@@ -153,7 +152,7 @@ def test_constrained_speculation_keeps_the_distribution(accept: AcceptRule, draw
     ("accept", "drafter"),
     [("compare", "model"), ("compare", "none"), ("rejection", "model"), ("rejection", "cyclic")],
 )
-def test_with_many_draws(accept: AcceptRule, drafter: str, params: SamplingParams) -> None:
+def test_with_many_draws(accept: AcceptRule, drafter: str, params: Params) -> None:
     check(accept, drafter, params, 50_000)
 
 

@@ -18,8 +18,9 @@ from llguidance import LLMatcher
 import ovspec
 from ovspec.constraints.base import Constraint, Constraints
 from ovspec.constraints.grammar import Grammars, prefixed
-from ovspec.constraints.maker import GRAMMARS, grammar_of
+from ovspec.constraints.maker import grammar_of
 from ovspec.constraints.masks import holds, masked, pack
+from ovspec.options import GRAMMARS, make_params
 from ovspec.text.tokenizer import byte_vocabulary
 from ovspec.text.tokenizer_files import TokenizerFile
 
@@ -199,7 +200,7 @@ def test_hugging_face_with_the_same_masks(
     import torch
 
     grammars = Grammars(TOKENIZER, list(VOCABULARY or []))
-    source, _ = grammar_of(CASES[case])
+    source, _ = grammar_of(make_params(CASES[case]))  # type: ignore[arg-type]
     assert source
     tokens = reference.tokenizer(prompt_of(case), return_tensors="pt")
     start = tokens["input_ids"].shape[1]
@@ -235,7 +236,7 @@ def grammars() -> Grammars:
 @settings(deadline=None, max_examples=25)
 def test_answers_depend_on_the_text_alone(grammars: Grammars, case: str, data: st.DataObject) -> None:
     """Whatever was asked before, the answers are those of a matcher that reads the text from the start."""
-    source, _ = grammar_of(CASES[case])
+    source, _ = grammar_of(make_params(CASES[case]))  # type: ignore[arg-type]
     assert source
     constraint = grammars.constraint(source, 2, EOS)
     random = np.random.default_rng(data.draw(st.integers(0, 2**32)))
@@ -317,13 +318,13 @@ def test_sentencepiece_tokenizers() -> None:
         if token and token != b"\xff":  # a byte that no text has
             assert grammars._tokens.decode_bytes([i]) == token
     start = np.array([], dtype=np.int64)
-    source, _ = grammar_of({"regex": " self[0-9] \u00e9"})
+    source, _ = grammar_of(make_params({"regex": " self[0-9] \u00e9"}))
     assert source
     constraint = grammars.constraint(source, 0, frozenset({2}))
     forced = constraint.forced(start)
     assert b" self".startswith(b"".join(vocabulary[token] or b"" for token in forced))
     assert forced
-    source, _ = grammar_of({"regex": "(\u00e9|ab)+"})
+    source, _ = grammar_of(make_params({"regex": "(\u00e9|ab)+"}))
     assert source
     found = np.flatnonzero(np.unpackbits(grammars.constraint(source, 0, frozenset()).mask(start), bitorder="little"))
     assert {vocabulary[token] for token in found} >= {b"a", b"\xc3"}
@@ -332,7 +333,7 @@ def test_sentencepiece_tokenizers() -> None:
 def test_prefixes_of_grammars(grammars: Grammars) -> None:
     """``prefixed`` puts a text before a grammar of any kind, and the grammar's own masks stay the same."""
     for case, options in CASES.items():
-        source, _ = grammar_of(options)
+        source, _ = grammar_of(make_params(options))  # type: ignore[arg-type]
         assert source
         for said in (b" ", b"x = ", "\u00e9".encode(), b'"\\\n'):
             plain = grammars.constraint(source, 0, EOS)

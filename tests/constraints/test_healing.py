@@ -17,8 +17,8 @@ from ovspec.constraints.healing import ByteTokens, Healing, healable
 from ovspec.decoders.sequence import Sequence
 from ovspec.files import read_as
 from ovspec.loop.results import Stats
-from ovspec.loop.row import Ending, Row
-from ovspec.options import SamplingParams
+from ovspec.loop.row import Row
+from ovspec.options import Params
 from ovspec.sampling.samplers import GreedySampler
 from ovspec.text.tokenizer import ByteDetokenizer, byte_vocabulary
 from ovspec.text.tokenizer_files import TokenizerFile
@@ -228,9 +228,9 @@ def test_a_context_that_is_full_while_the_prompt_is_said_again() -> None:
     taken = next(i for i, t in enumerate(VOCABULARY or []) if t == b"path")
     healing = Healing(np.array([5, 6, taken]), 1, DEMO, np.array([]))
     sequence = Sequence([5, 6])
-    ending = Ending(1, frozenset(), SamplingParams(max_tokens=1), context=4)
     detokenizer = ByteDetokenizer(list(VOCABULARY or []))
-    row = Row(sequence, GreedySampler(), detokenizer, ending, Stats(prompt_tokens=3), healing)
+    stats = Stats(prompt_tokens=3)
+    row = Row(sequence, Params(max_tokens=1), GreedySampler(), detokenizer, stats, context=4, healing=healing)
     for letter in letters:
         assert row.finish_reason is None
         sequence.commit([letter])

@@ -18,12 +18,10 @@ from pydantic import BaseModel, Field, SecretStr
 
 import ovspec
 from ovspec.constraints.judging import JUDGE, schema_errors
-from ovspec.decoders.sequence import Sequence
 from ovspec.errors import OvspecError
 from ovspec.grammars.conversion import converted
+from ovspec.integrations.batch_file import read_request
 from ovspec.integrations.batch_run import run_file
-from ovspec.integrations.openai_batch import read_request
-from ovspec.options import GenerateOptions
 
 Load = Callable[..., ovspec.LanguageModel]
 
@@ -159,7 +157,7 @@ def test_errors_name_their_places() -> None:
 )
 def test_types_and_response_formats(load: Load, schema: Any, text: str) -> None:
     lm = load()
-    row = lm.workspace.row(Sequence(lm.encode("x = ")), GenerateOptions(json_schema=schema, max_tokens=400))
+    [row] = lm.workspace.rows("x = ", lm.workspace.params({"json_schema": schema, "max_tokens": 400}))
     tokens = [*row.sequence.tokens, *lm.tokenizer.encode_more(text)]
     made = row.sampler.constraints
     for count in range(len(row.sequence.tokens), len(tokens)):

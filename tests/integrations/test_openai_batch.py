@@ -23,9 +23,9 @@ import scipy.special
 from conftest import PROMPTS, ROOT, Reference
 
 import ovspec
+from ovspec.integrations.batch_file import plain_request, read_request, read_requests
 from ovspec.integrations.batch_run import Done, run_file, what_matters
-from ovspec.integrations.openai_batch import BatchRequest, read_request, read_requests
-from ovspec.options import GENERATE
+from ovspec.options import GENERATE, make_params
 from ovspec.verify import result_from_json
 
 DEMO = ROOT / "models" / "demo"
@@ -172,7 +172,7 @@ def test_several_prompts_logprobs_and_echo(
 def test_a_text_file_has_a_prompt_a_line(tmp_path: Path) -> None:
     file = tmp_path / "prompts.txt"
     file.write_bytes(b'def a(\r\n\r\n{"x": 1}\n')
-    assert [(request.id, request.prompt) for request in read_requests(file)] == [("1", "def a("), ("3", '{"x": 1}')]
+    assert [(each.id, each.asked.prompts) for each in read_requests(file)] == [("1", ["def a("]), ("3", ['{"x": 1}'])]
 
 
 @pytest.mark.parametrize(
@@ -181,34 +181,34 @@ def test_a_text_file_has_a_prompt_a_line(tmp_path: Path) -> None:
         ("{broken", "Not JSON"),
         ("42", "JSON object or string"),
         ("{}", "either a prompt or messages"),
-        ('{"prompt": "a", "messages": []}', "either a prompt or messages"),
-        ('{"messages": []}', "list of objects"),
-        ('{"prompt": ["a", 5]}', "or a list of these"),
-        ('{"prompt": true}', "one string"),
+        ('{"prompt": "a", "messages": [{}]}', "either a prompt or messages"),
+        ('{"messages": []}', "messages must not be empty"),
+        ('{"prompt": ["a", 5]}', "prompt must be a string"),
+        ('{"prompt": true}', "prompt must be a string"),
         ('{"prompt": "a", "echo": 1}', "echo must be true or false"),
         ('{"messages": [{"role": "user", "content": "a"}], "echo": true}', "echo can't be combined with messages"),
-        ('{"prompt": "a", "logprobs": -1}', "`logprobs` is -1; it must be 0 or more"),
+        ('{"prompt": "a", "logprobs": -1}', "logprobs is -1; it must be 0 or more"),
         ('{"prompt": "a", "top_logprobs": 2}', "needs `logprobs` to be true"),
-        ('{"prompt": "a", "logprobs": true, "top_logprobs": "x"}', "`top_logprobs` is 'x', which has the wrong type"),
-        ('{"prompt": "a", "temprature": 1}', "temprature can't be set in a batch request; did you mean temperature?"),
+        ('{"prompt": "a", "logprobs": true, "top_logprobs": "x"}', "top_logprobs must be a whole number"),
+        ('{"prompt": "a", "temprature": 1}', "temprature is not a field of this request; did you mean temperature?"),
         ('{"url": "/v1/completions", "body": {"prompt": "a"}, "max_tokens": 5}', "max_tokens must be inside of body"),
         ('{"url": "/v1/completions", "body": {"prompt": "a"}, "customid": 5}', "did you mean custom_id?"),
-        ('{"prompt": "a", "temperature": "hot"}', "wrong type"),
-        ('{"prompt": "a", "temperature": -1}', "`temperature` is -1"),
-        ('{"prompt": "a", "max_tokens": 1.5}', "wrong type"),
-        ('{"prompt": "a", "max_tokens": true}', "wrong type"),
+        ('{"prompt": "a", "temperature": "hot"}', "temperature must be a number"),
+        ('{"prompt": "a", "temperature": -1}', "temperature is -1"),
+        ('{"prompt": "a", "max_tokens": 1.5}', "max_tokens must be a whole number"),
+        ('{"prompt": "a", "max_tokens": true}', "max_tokens must be a whole number"),
         ('{"prompt": "a", "max_tokens": 0}', "at least 1, or -1"),
         (f'{{"prompt": "a", "max_tokens": 1{"0" * 400}}}', "at least 1"),
         (f'{{"prompt": "a", "presence_penalty": 1{"0" * 400}}}', "a number from -3e38 to 3e38"),
-        (f'{{"prompt": "a", "logit_bias": {{"5": 1{"0" * 400}}}}}', "`logit_bias` must"),
+        (f'{{"prompt": "a", "logit_bias": {{"5": 1{"0" * 400}}}}}', "logit_bias must"),
         (f'{{"prompt": "a", "seed": 1{"0" * 5000}}}', "too many digits"),
         (f'{{"prompt": {"[" * 100_000}', "nested too deep"),
-        ('{"prompt": "a", "stop": 5}', "wrong type"),
+        ('{"prompt": "a", "stop": 5}', "stop must be a string or a list of strings"),
         ('{"prompt": "a", "n": 0}', "at least 1"),
         ('{"prompt": "a", "n": 2}', "greedy texts are all the same"),
-        ('{"prompt": "a", "tools": []}', "tools can't"),
+        ('{"prompt": "a", "tools": []}', "tools is not a field"),
         ('{"prompt": "a", "stream": true}', "stream can't"),
-        ('{"prompt": "a", "response_format": "json"}', "`response_format` must"),
+        ('{"prompt": "a", "response_format": "json"}', "response_format must"),
         ('{"prompt": "a", "response_format": {"type": []}}', "`response_format` must"),
         ('{"prompt": "a", "response_format": {"type": "text", "schema": {}}}', "has no schema"),
         ('{"prompt": "a", "response_format": {"type": "json_object", "json_schema": {}}}', "has no json_schema"),
@@ -218,18 +218,18 @@ def test_a_text_file_has_a_prompt_a_line(tmp_path: Path) -> None:
         ),
         ('{"prompt": "a", "regex": "a", "response_format": {"type": "text"}}', "`response_format` and `regex` can't"),
         ('{"prompt": "a", "max_tokens": 1, "max_completion_tokens": 2}', "`max_tokens` and `max_completion_tokens`"),
-        ('{"prompt": "a", "logit_bias": {"x": 1}}', "`logit_bias` must"),
+        ('{"prompt": "a", "logit_bias": {"x": 1}}', "logit_bias must map token ids to numbers"),
         ('{"prompt": "a", "logit_bias": {"99999": 1}}', "not in the vocabulary"),
         ('{"prompt": [99999]}', "not in the vocabulary"),
         (r'{"prompt": "\ud800"}', "surrogate"),
         (r'{"id": "\ud800", "prompt": "a"}', "surrogate"),
         ('{"url": "/v1/completions", "method": "GET", "body": {"prompt": "a"}}', "POST"),
         ('{"url": "/v1/completions"}', "no body"),
-        ('{"url": "/v1/chat/completions", "body": {"prompt": "a"}}', "must have messages"),
+        ('{"url": "/v1/chat/completions", "body": {"prompt": "a"}}', "messages is missing"),
     ],
 )
 def test_one_bad_line_does_not_stop_the_rest(lm: ovspec.LanguageModel, tmp_path: Path, line: str, message: str) -> None:
-    good = BatchRequest("good", "good", prompt=PROMPTS[0])
+    good = plain_request("good", "good", PROMPTS[0])
     found = run_file(lm, [read_request(line, "bad"), good], tmp_path / "out", {"max_tokens": 5})
     assert (found.done, found.failed) == (2, 1)
     bad, rest = read_lines(tmp_path / "out")
@@ -247,7 +247,7 @@ def test_ids_that_come_twice(lm: ovspec.LanguageModel, tmp_path: Path) -> None:
 
 
 def test_what_is_done_is_not_done_again(lm: ovspec.LanguageModel, tmp_path: Path) -> None:
-    requests = [BatchRequest(str(i), prompt, prompt=prompt) for i, prompt in enumerate(PROMPTS[:8])]
+    requests = [plain_request(str(i), prompt, prompt) for i, prompt in enumerate(PROMPTS[:8])]
     run_file(lm, requests, tmp_path / "whole", {"max_tokens": 20})
     output = tmp_path / "out"
 
@@ -272,15 +272,15 @@ def test_what_is_done_is_not_done_again(lm: ovspec.LanguageModel, tmp_path: Path
 
 
 def test_what_has_changed_is_done_again(tmp_path: Path) -> None:
-    request, output = BatchRequest("1", "a", prompt="a"), tmp_path / "out"
+    request, output = plain_request("1", "a", "a"), tmp_path / "out"
     done = Done(output, "model and options")
     done.add(request, {"id": "1"})
     done.close()
     for depends_on, changed, known in (
         ("model and options", request, True),
         ("other options", request, False),
-        ("model and options", BatchRequest("1", "b", prompt="b"), False),
-        ("model and options", BatchRequest("2", "a", prompt="a"), False),
+        ("model and options", plain_request("1", "b", "b"), False),
+        ("model and options", plain_request("2", "a", "a"), False),
     ):
         again = Done(output, depends_on)
         assert again.has(changed) == known
@@ -429,7 +429,7 @@ def test_a_hostile_value_of_any_option_costs_only_its_line(lm: ovspec.LanguageMo
     assert len(written) == found.total == len(lines) + 1
     assert found.failed > len(lines) / 2
     assert written[-1]["text"] == lm.generate(PROMPTS[0], max_tokens=6).text
-    assert "`n` is" in written[-3]["error"] and "token" in written[-2]["error"]
+    assert "n is" in written[-3]["error"] and "token" in written[-2]["error"]
     assert not any("Traceback" in str(line.get("error")) for line in written)
 
 
@@ -448,7 +448,8 @@ def test_another_model_in_the_same_place_begins_anew(tmp_path: Path, cache_dir: 
     shutil.copytree(DEMO / "draft", folder)
 
     def depends_on() -> str:
-        return what_matters(ovspec.load(folder, "none", cache_dir=cache_dir), {"max_tokens": 9, "stop": ["x"]})
+        params = make_params({"max_tokens": 9, "stop": ["x"]})
+        return what_matters(ovspec.load(folder, "none", cache_dir=cache_dir), params)
 
     seen = [depends_on()]
     assert depends_on() == seen[0]

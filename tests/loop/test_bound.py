@@ -20,9 +20,9 @@ from ovspec.decoders.base import FAST, FeedRule, Rollback, inferences
 from ovspec.decoders.paged import PREFILL_CHUNK, PagedDecoder
 from ovspec.decoders.stateful import StatefulDecoder
 from ovspec.drafting.costs import WIDEST, Costs
-from ovspec.integrations.batch_answers import at_once, prompt_logprobs
 from ovspec.ir.compile import CompiledIR
 from ovspec.ir.request import Request
+from ovspec.openai.logprobs import at_once, prompt_logprobs
 from ovspec.serving.engine import Engine, Job
 
 MOST = 24
@@ -109,7 +109,7 @@ def a_server(lm: ovspec.LanguageModel) -> Any:
     engine.start()
     told: queue.SimpleQueue[Any] = queue.SimpleQueue()
     texts = [*PROMPTS[:6], LONG_TEXT, LONG_TEXT[5:]]
-    rows = [lm.workspace.rows(text, OPTIONS, reserved=True)[0] for text in texts]
+    rows = [lm.workspace.rows(text, lm.workspace.params(OPTIONS), reserved=True)[0] for text in texts]
     for row in rows:
         engine.submit(Job([row], told.put))
     left = len(rows)

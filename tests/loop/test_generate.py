@@ -16,7 +16,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import ovspec
-from ovspec.decoders.sequence import Sequence
 from ovspec.loop.row import StopStrings
 from ovspec.model import LanguageModel
 from ovspec.text.generation_config import GenerationFile
@@ -103,7 +102,7 @@ def test_where_tokens_came_from_is_in_order(load: Load) -> None:
     pieces = list(lm.stream(PROMPTS[3], max_tokens=61, lookahead=4, ignore_eos=True))
     assert pieces[0].sources == ["target"]
     assert {tuple(piece.sources) for piece in pieces[:-1]} <= {("draft",) * n + ("target",) for n in range(5)}
-    assert lm.workspace.row(Sequence(lm.encode("a")), {}).cancel().sources == []
+    assert lm.workspace.rows("a", lm.workspace.params({}))[0].cancel().sources == []
 
 
 @pytest.mark.parametrize("draft", [False, True])

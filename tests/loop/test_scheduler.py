@@ -12,9 +12,8 @@ from conftest import PROMPTS, Reference
 import ovspec
 from ovspec import workspace
 from ovspec.decoders import stateful as decoder
-from ovspec.decoders.sequence import Sequence
+from ovspec.loop.row import Row
 from ovspec.loop.scheduler import BatchLimits, Queue
-from ovspec.workspace import RowStart
 
 ENGINES = ("stateful", "paged")
 # Short and long prompts; the long ones are read in chunks when they join.
@@ -26,6 +25,10 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shrink the prefill chunk of joining rows, so that reading a prompt takes several rounds."""
     monkeypatch.setattr("ovspec.decoders.recurrent.JOINING_CHUNK", 24)
     monkeypatch.setattr("ovspec.decoders.paged.JOINING_CHUNK", 24)
+
+
+def row_of(lm: ovspec.LanguageModel, prompt: str, options: Any) -> Row:
+    return lm.workspace.rows(prompt, lm.workspace.params(options))[0]
 
 
 def texts(results: list[ovspec.Result]) -> list[list[int]]:
@@ -51,9 +54,9 @@ def test_rows_that_join_give_what_hugging_face_gives(
     monkeypatch.setattr(lm.workspace.pool, "_idle", [])
     monkeypatch.setattr(lm.target, "verify_ms", {1: 10.0, 16: 11.0})
     lengths = [30 + 7 * (i % 4) for i in range(len(MIXED))]  # they end at different times, so others join
-    rows = [lm.workspace.row(Sequence(lm.encode(p)), {"max_tokens": n}) for p, n in zip(MIXED, lengths, strict=True)]
+    rows = [row_of(lm, p, {"max_tokens": n}) for p, n in zip(MIXED, lengths, strict=True)]
     most, reading_beside = 0, 0
-    for pieces in lm.workspace.run(rows, {"batch_size": 3, "lookahead": lookahead}):
+    for pieces in lm.workspace.run(rows, lm.workspace.params({"batch_size": 3, "lookahead": lookahead})):
         begun = [row for row in rows if row.stats.cached_tokens < row.stats.prompt_tokens and not row.finish_reason]
         most = max(most, len(begun))
         reading_beside += bool(pieces) and any(not row.stats.rounds for row in begun)
@@ -127,9 +130,9 @@ def test_samples_read_their_prompt_once(
     lm = load(draft=drafted, engine=engine)
     prompt = MIXED[0]
     options: Any = {"n": 4, "temperature": 1.0, "seed": 3, "max_tokens": 12}
-    alone = [lm.workspace.row(Sequence(lm.encode(prompt)), options, RowStart(sample=i, n=4)) for i in range(4)]
+    alone = lm.workspace.rows(prompt, lm.workspace.params(options))
     for row in alone:
-        for _ in lm.workspace.run([row], {}):
+        for _ in lm.workspace.run([row], lm.workspace.params({})):
             pass
     fed: dict[int, int] = {}
     for kind in (decoder.StatefulDecoder, ovspec.decoders.paged.PagedDecoder):
@@ -166,8 +169,8 @@ def test_a_common_beginning_is_read_once(load: Callable[..., ovspec.LanguageMode
 def test_a_new_batch_reads_all_prompts_at_once(load: Callable[..., ovspec.LanguageModel], engine: str) -> None:
     """All rows begin in the same round, even if a short prompt could begin sooner."""
     lm = load(engine=engine)
-    rows = [lm.workspace.row(Sequence(lm.encode(prompt)), {"max_tokens": 3}) for prompt in ("def", MIXED[0], MIXED[3])]
-    assert sorted(number for number, _ in next(lm.workspace.run(rows, {}))) == [0, 1, 2]
+    rows = [row_of(lm, prompt, {"max_tokens": 3}) for prompt in ("def", MIXED[0], MIXED[3])]
+    assert sorted(number for number, _ in next(lm.workspace.run(rows, lm.workspace.params({})))) == [0, 1, 2]
 
 
 def test_a_batch_waits_for_memory(load: Callable[..., ovspec.LanguageModel], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,8 +179,8 @@ def test_a_batch_waits_for_memory(load: Callable[..., ovspec.LanguageModel], mon
     longest = max(len(lm.encode(prompt)) for prompt in PROMPTS[:5]) + 20
     for room in (1, longest, 2 * longest):  # a row that doesn't fit runs alone
         monkeypatch.setattr(workspace, "token_room", lambda irs, rows, room=room: room)  # noqa: ARG005
-        rows = [lm.workspace.row(Sequence(lm.encode(prompt)), {"max_tokens": 20}) for prompt in PROMPTS[:5]]
-        for _ in lm.workspace.run(rows, {}):
+        rows = [row_of(lm, prompt, {"max_tokens": 20}) for prompt in PROMPTS[:5]]
+        for _ in lm.workspace.run(rows, lm.workspace.params({})):
             held = sum(row.most for row in rows if row.stats.rounds and not row.finish_reason)
             assert held <= max(room, longest)
         assert [row.token_ids for row in rows] == expected
@@ -189,9 +192,9 @@ def test_rows_are_taken_when_there_is_room(load: Callable[..., ovspec.LanguageMo
     def rows() -> Any:
         for number, prompt in enumerate(PROMPTS):
             taken.append(number)
-            yield lm.workspace.row(Sequence(lm.encode(prompt)), {"max_tokens": 8})
+            yield row_of(lm, prompt, {"max_tokens": 8})
 
-    run = lm.workspace.run(rows(), {"batch_size": 2})
+    run = lm.workspace.run(rows(), lm.workspace.params({"batch_size": 2}))
     next(run)
     assert len(taken) == 2
     run.close()  # type: ignore[attr-defined]
@@ -201,9 +204,7 @@ def test_rows_are_taken_when_there_is_room(load: Callable[..., ovspec.LanguageMo
 def test_a_row_that_cannot_wait_overtakes_one_that_does(load: Callable[..., ovspec.LanguageModel]) -> None:
     lm = load(engine="paged")
     prompts = [MIXED[0], MIXED[0] + "#", MIXED[3]]
-    waiting = Queue(
-        [lm.workspace.row(Sequence(lm.encode(prompt)), {"max_tokens": 4}) for prompt in prompts], BatchLimits(3)
-    )
+    waiting = Queue([row_of(lm, prompt, {"max_tokens": 4}) for prompt in prompts], BatchLimits(3))
     first = waiting.take([])
     assert [number for number, _ in first] == [0, 2]
     assert waiting.take([row for _, row in first]) == [], "the shared prefix has not been read yet"

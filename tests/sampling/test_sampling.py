@@ -27,7 +27,7 @@ from ovspec.drafting.drafter import Drafter, RoundRow
 from ovspec.drafting.lookahead import Lookahead
 from ovspec.drafting.proposal import NO_TOKENS
 from ovspec.loop.round import run_round
-from ovspec.options import AcceptRule, SamplingParams
+from ovspec.options import AcceptRule, Params, SamplingParams, make_params
 from ovspec.sampling import samplers as sampler_module
 from ovspec.sampling.noise import draw, noise
 from ovspec.sampling.samplers import Sampler, sampler_of
@@ -173,10 +173,12 @@ def test_temperatures_as_small_and_large_as_there_are() -> None:
 
 def test_a_draft_with_a_smaller_vocabulary() -> None:
     """A published draft may have fewer logits than its target, or more."""
-    params = SamplingParams(temperature=1.0, min_tokens=3, logit_bias={8: 2.0, 1: 1.0}, max_tokens=9)
+    params = Params(temperature=1.0, min_tokens=3, logit_bias={8: 2.0, 1: 1.0}, max_tokens=9)
     for accept in ("compare", "rejection"):
         for width in (6, 12):
-            choose = sampler_of(params, 1, 0, constrained(params, 1, frozenset({9})), {"accept": accept})
+            choose = sampler_of(
+                dataclasses.replace(params, seed=1, accept=accept), 0, constrained(params, 1, frozenset({9}))
+            )
             guess = choose.guess(np.zeros(width, dtype=np.float32), np.array([0]))
             assert guess
             proposed, q = np.array([guess.token]), [guess.q] if guess.q else None
@@ -241,7 +243,7 @@ class Cyclic(Drafter):
         return [(int(tokens[-1]) + 1 + i) % 5 for i in range(budget)]
 
 
-def texts(accept: AcceptRule, drafter: str, params: SamplingParams, draws: int, k: int = 2) -> np.ndarray:
+def texts(accept: AcceptRule, drafter: str, params: Params, draws: int, k: int = 2) -> np.ndarray:
     """Return how often each text of three tokens was generated, (125,)."""
     counts = np.zeros(5**LENGTH, dtype=int)
     target = Bigrams(TARGET)
@@ -251,7 +253,7 @@ def texts(accept: AcceptRule, drafter: str, params: SamplingParams, draws: int, 
         target.reset(1)
         if drafters[drafter]:
             drafters[drafter].reset(1)
-        choose: Sampler = sampler_of(params, seed, 0, constrained(params, 1), {"accept": accept})
+        choose: Sampler = sampler_of(dataclasses.replace(params, seed=seed, accept=accept), 0, constrained(params, 1))
         while len(sequence) < LENGTH + 1:
             run_round(target, drafters[drafter], Lookahead(k), [RoundRow(sequence, choose, k + 1)])
         a, b, c = sequence.tokens[1 : LENGTH + 1].tolist()
@@ -264,21 +266,19 @@ def exact(params: SamplingParams) -> np.ndarray:
     return np.array([rows[0][a] * rows[a][b] * rows[b][c] for a, b, c in itertools.product(range(5), repeat=3)])
 
 
-PLAIN = SamplingParams(temperature=1.0)
-NARROW = SamplingParams(temperature=1.5, top_k=4, top_p=0.85)
+PLAIN = Params(temperature=1.0)
+NARROW = Params(temperature=1.5, top_k=4, top_p=0.85)
 
 
 @pytest.mark.parametrize("draws", [DRAWS, pytest.param(5 * DRAWS, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("params", [PLAIN, pytest.param(NARROW, marks=pytest.mark.slow)], ids=["T=1", "narrow"])
 @pytest.mark.parametrize("drafter", ["model", pytest.param("cyclic", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("accept", ["compare", pytest.param("rejection", marks=pytest.mark.slow)])
-def test_speculation_keeps_the_distribution(
-    accept: AcceptRule, drafter: str, params: SamplingParams, draws: int
-) -> None:
+def test_speculation_keeps_the_distribution(accept: AcceptRule, drafter: str, params: Params, draws: int) -> None:
     assert fits(texts(accept, drafter, params, draws), exact(params)) > UNLIKELY
 
 
-def constrained(params: SamplingParams, start: int, ends: frozenset[int] = frozenset()) -> Constraints:
+def constrained(params: Params, start: int, ends: frozenset[int] = frozenset()) -> Constraints:
     """Return the constraints that ``params`` put on logits after a prompt of ``start`` tokens."""
     return Constraints(processing(params, lambda _: start, ends), ends)
 
@@ -304,7 +304,7 @@ def noise_of_one_place(seed: int, row: int, position: int, vocab: int, purpose: 
     return noise(seed, row, 1, vocab, purpose)
 
 
-PLANTED: dict[str, tuple[str, Any, AcceptRule, SamplingParams]] = {
+PLANTED: dict[str, tuple[str, Any, AcceptRule, Params]] = {
     "the residual left out": ("residual", no_residual, "rejection", PLAIN),
     "warps in another order": ("warp", warps_in_another_order, "compare", NARROW),
     "the draft not warped": ("warp", None, "rejection", NARROW),
@@ -342,7 +342,7 @@ def test_acceptance_of_both_rules() -> None:
     for accept in ("compare", "rejection"):
         accepted = 0
         for seed in range(5000):
-            choose = sampler_of(PLAIN, seed, 0, UNCONSTRAINED, {"accept": accept})
+            choose = sampler_of(dataclasses.replace(PLAIN, seed=seed, accept=accept), 0, UNCONSTRAINED)
             guess = choose.guess(DRAFT[last], np.array([last]))
             assert guess
             proposed, q = np.array([guess.token]), [guess.q] if guess.q else None
@@ -367,13 +367,13 @@ def test_time_of_a_choice(options: dict[str, Any], most: float) -> None:
     ranks = np.random.default_rng(0).permutation(vocab) + 1
     logits = (-1.3 * np.log(ranks)).astype(np.float32)[None]
     np.ones(4_000_000)  # once a large array is freed, the allocator keeps smaller ones, as it does beside a model
-    sequence, params = Sequence([1, 2, 3]), SamplingParams(**options)
+    sequence, params = Sequence([1, 2, 3]), Params(**options)
     sorts, times = list[float](), list[float]()
     for seed in range(200):
         began = time.perf_counter()
         np.sort(logits)
         sorts.append(time.perf_counter() - began)
-        choose: Sampler = sampler_of(params, seed, 0, constrained(params, 3))
+        choose: Sampler = sampler_of(dataclasses.replace(params, seed=seed), 0, constrained(params, 3))
         began = time.perf_counter()
         choose.verify(logits, sequence, NO_TOKENS)
         times.append(time.perf_counter() - began)
@@ -392,7 +392,7 @@ def test_a_user_sampler_is_called_as_in_plain_decoding() -> None:
             return np.array([[(int(tokens.sum()) * power + int(logits.argmax())) % 5]])
 
         sequence, target = Sequence([0]), Bigrams(TARGET)
-        choose = sampler_of(SamplingParams(), 0, 0, UNCONSTRAINED, {"sampler": sample, "sampler_options": {"power": 3}})
+        choose = sampler_of(make_params({"sampler": sample, "sampler_options": {"power": 3}}), 0, UNCONSTRAINED)
         while len(sequence) < 30:
             run_round(target, drafter, Lookahead(4), [RoundRow(sequence, choose, 30 - len(sequence))])
         return seen[:29], sequence.tokens[:30].tolist()
@@ -403,13 +403,13 @@ def test_a_user_sampler_is_called_as_in_plain_decoding() -> None:
 
 @pytest.mark.parametrize("returned", [None, "x", 7, -1, [1, 2]])
 def test_a_user_sampler_that_returns_no_token(returned: Any) -> None:
-    choose = sampler_of(SamplingParams(), 0, 0, UNCONSTRAINED, {"sampler": lambda *_: returned})
+    choose = sampler_of(make_params({"sampler": lambda *_: returned}), 0, UNCONSTRAINED)
     with pytest.raises(ovspec.OvspecError, match="The sampler returned"):
         choose.verify(TARGET[:1], Sequence([0]), NO_TOKENS)
 
 
 def test_what_cannot_be_combined_with_a_user_sampler() -> None:
     with pytest.raises(ovspec.OvspecError, match="draws the tokens"):
-        sampler_of(SamplingParams(temperature=1.0), 0, 0, UNCONSTRAINED, {"sampler": max})
+        make_params({"temperature": 1.0, "sampler": max})
     with pytest.raises(ovspec.OvspecError, match="does not return"):
-        sampler_of(SamplingParams(), 0, 0, UNCONSTRAINED, {"accept": "rejection", "sampler": max})
+        make_params({"accept": "rejection", "sampler": max})

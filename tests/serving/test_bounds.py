@@ -7,6 +7,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -16,14 +17,13 @@ from servers import DEMO, Running, Start
 
 import ovspec
 from ovspec.decoders.paged import PagedDecoder
-from ovspec.integrations.batch_answers import at_once, prompt_logprobs
 from ovspec.ir.memory import kv_bytes_per_token
 from ovspec.loop.results import Piece
 from ovspec.loop.scheduler import BatchLimits
+from ovspec.openai.logprobs import at_once, prompt_logprobs
 from ovspec.serving.echo import BESIDE, logprobs_of
 from ovspec.serving.engine import Engine, Job
-from ovspec.serving.requests import TextRequest
-from ovspec.serving.texts import Texts
+from ovspec.serving.texts import pieces_of
 
 ENDLESS: dict[str, Any] = {"prompt": "def f(", "max_tokens": 1900, "ignore_eos": True, "stream": True}
 SAMPLED: dict[str, Any] = {"temperature": 1.0, "seed": 1}
@@ -129,15 +129,12 @@ def test_times_are_those_of_the_request_and_of_the_engine() -> None:
     """Not of when its rows were ready, nor of when a slow client has read."""
     firsts, betweens = list[float](), list[float]()
 
-    class Noting:
-        def note_piece(self, now: float, began: float, last: float | None) -> None:
-            (firsts if last is None else betweens).append(now - (began if last is None else last))
-
     async def read() -> None:
-        request: Any = TextRequest("completion", ["a"], {}, rows=[None])  # type: ignore[list-item]
-        engine: Any = AtOnce()
-        metrics: Any = Noting()
-        async for _ in Texts(engine, request, metrics, (60.0, 3600.0), time.monotonic() - 100).pieces(10.0):
+        times = [SimpleNamespace(observe=noted.append) for noted in (firsts, betweens)]
+        metrics = SimpleNamespace(first=times[0], between=times[1])
+        options = SimpleNamespace(queue_timeout=60.0, request_timeout=3600.0)
+        service = SimpleNamespace(engine=AtOnce(), metrics=metrics, options=options)
+        async for _ in pieces_of(service, [None], time.monotonic() - 100):  # type: ignore[list-item]
             time.sleep(0.5)
 
     asyncio.run(read())
@@ -156,12 +153,13 @@ def engine(load: Callable[..., ovspec.LanguageModel]) -> Iterator[Engine]:
 
 
 def echo(engine: Engine, ids: list[int]) -> Any:
-    return asyncio.run(logprobs_of(engine, ids, TextRequest("completion", [ids], {"logprobs": 2})))
+    return asyncio.run(logprobs_of(engine, ids, 2))
 
 
 def generating(engine: Engine) -> threading.Event:
     """Let the engine generate a text; return an event that is set when it has ended."""
-    rows = engine.lm.workspace.rows(PROMPTS[0], {"max_tokens": 400, "ignore_eos": True}, reserved=True)
+    params = engine.lm.workspace.params({"max_tokens": 400, "ignore_eos": True})
+    rows = engine.lm.workspace.rows(PROMPTS[0], params, reserved=True)
     started, ended = threading.Event(), threading.Event()
 
     def deliver(pieces: Any) -> None:

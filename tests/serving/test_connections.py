@@ -8,18 +8,19 @@ import os
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from typing import Any
 
 import pytest
 import uvicorn
 from starlette.responses import Response
 
-from ovspec.serving import connections, guard
+from ovspec.serving import bodies, connections
+from ovspec.serving.bodies import BoundedRequest
 from ovspec.serving.connections import allow_files, config_of
-from ovspec.serving.errors import ApiError
+from ovspec.serving.errors import ApiError, error_answer
 from ovspec.serving.guard import Guard, Keys
-from ovspec.serving.streams import Stream
+from ovspec.serving.texts import EventStream
 
 HEAD = b"GET / HTTP/1.1\r\nHost: localhost\r\n"
 POST = b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 10\r\n\r\n"
@@ -33,9 +34,14 @@ class Streaming:
         self._parts, self._part, self._pause, self._error = parts, b"x" * size, pause, error
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        await Stream(self._events(), self._note)(scope, receive, send)
+        if scope["method"] == "POST":
+            try:
+                await BoundedRequest(scope, receive).body()
+            except ApiError as error:
+                return await error_answer(error)(scope, receive, send)
+        return await EventStream(b"", self._events(), self._note)(scope, receive, send)
 
-    async def _events(self) -> AsyncIterator[bytes]:
+    async def _events(self) -> AsyncGenerator[bytes]:
         for _ in range(self._parts):
             await asyncio.sleep(self._pause)
             yield self._part
@@ -166,7 +172,7 @@ def test_a_client_that_leaves(serve: Serve) -> None:
 
 
 def test_a_body_that_does_not_arrive(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(guard, "BODY_SECONDS", 0.3)
+    monkeypatch.setattr(bodies, "BODY_SECONDS", 0.3)
     served = serve(Streaming(1, 10))
     with served.connect(POST + b"{") as client:
         assert error_of(read_all(client)) == (408, "The body did not arrive within 0.3 seconds.")

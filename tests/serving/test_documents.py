@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from schemathesis.specs.openapi.checks import response_schema_conformance, status_code_conformance
 from servers import DEMO, Running, Start
 
-from ovspec.serving.schemas import ChatCompletion, Completion
+from ovspec.openai.answers import ChatCompletion, Completion
 
 PAGE = ROOT / "docs" / "how-to" / "serve.md"
 CURLS = [line.replace("\\\n", "") for line in re.findall(r"(?m)^curl (?:.*\\\n)*.*$", PAGE.read_text(encoding="utf-8"))]

@@ -48,7 +48,7 @@ class Asked:
     def __init__(self, engine: Engine, prompt: str, **options: Any) -> None:
         self._told: queue.SimpleQueue[Any] = queue.SimpleQueue()
         whole: Any = {**OPTIONS, **options}
-        self.rows = engine.lm.workspace.rows(prompt, whole, options.get("n", 1), reserved=True)
+        self.rows = engine.lm.workspace.rows(prompt, engine.lm.workspace.params(whole), reserved=True)
         self.times: list[float] = []
         self.blocks, self._engine = 0, engine  # the most that all texts took while this one grew
         self.job = Job(self.rows, self._deliver)

@@ -11,10 +11,9 @@ import pytest
 from pydantic import ValidationError
 from servers import Running
 
-from ovspec.serving.bodies import MOST_COMMAS, read_fields
+from ovspec.openai.bodies import ChatBody, CompletionBody, DetokenizeRequest, Fields
+from ovspec.serving.bodies import BODIES, MOST_COMMAS, parse
 from ovspec.serving.errors import ApiError
-from ovspec.serving.models import ChatRequest, CompletionRequest, DetokenizeRequest, Fields
-from ovspec.serving.wording import TEXTS
 
 TEXT = {"prompt": "a"}
 
@@ -23,14 +22,14 @@ def hostile(many: int) -> list[tuple[type[Fields], Any, str]]:
     """Return requests, bodies with ``many`` wrong items, and what is told of them."""
     numbered = {str(number): "" for number in range(many)}
     return [
-        (ChatRequest, {"messages": [0] * many}, "messages must be a list of objects"),
-        (CompletionRequest, {"prompt": [None] * many}, "prompt must be a string"),
-        (CompletionRequest, {"prompt": ["a"] * many + [0]}, "prompt must be a string"),
-        (CompletionRequest, {"prompt": [[5], ["a"] * many]}, "prompt must be a string"),
-        (CompletionRequest, {**TEXT, "stop": [0] * many}, "stop must be a string or a list of strings"),
-        (CompletionRequest, {**TEXT, "logit_bias": numbered}, "an object whose values are numbers"),
-        (CompletionRequest, {**TEXT, **numbered}, "0 is not a field"),
-        (CompletionRequest, {**TEXT, "stream_options": numbered}, "stream_options.0 is not a field"),
+        (ChatBody, {"messages": [0] * many}, "messages must be a list of objects"),
+        (CompletionBody, {"prompt": [None] * many}, "prompt must be a string"),
+        (CompletionBody, {"prompt": ["a"] * many + [0]}, "prompt must be a string"),
+        (CompletionBody, {"prompt": [[5], ["a"] * many]}, "prompt must be a string"),
+        (CompletionBody, {**TEXT, "stop": [0] * many}, "stop must be a string or a list of strings"),
+        (CompletionBody, {**TEXT, "logit_bias": numbered}, "logit_bias must map token ids to numbers"),
+        (CompletionBody, {**TEXT, **numbered}, "0 is not a field"),
+        (CompletionBody, {**TEXT, "stream_options": numbered}, "stream_options.0 is not a field"),
         (DetokenizeRequest, {"tokens": ["a"] * many}, "tokens must be a list of whole numbers"),
     ]
 
@@ -42,29 +41,29 @@ def test_few_errors_are_kept(request_type: type[Fields], body: Any, message: str
         request_type.model_validate(body)
     assert found.value.error_count() < 1000
     with pytest.raises(ApiError, match=message):
-        read_fields(json.dumps(body).encode(), request_type)
+        parse(json.dumps(body).encode(), request_type)
 
 
 def test_long_values_are_read_whole() -> None:
     """Long ones are checked in parts."""
     for prompt in ([5] * 250, ["a"] * 250, [[5] * 250] * 3, [[5]] * 250):
-        assert read_fields(json.dumps({"prompt": prompt}).encode(), CompletionRequest).given() == {"prompt": prompt}
+        read: Any = parse(json.dumps({"prompt": prompt}).encode(), CompletionBody)
+        assert read.prompt == prompt
     bias = {str(number): 1.0 for number in range(250)}
-    assert (
-        read_fields(json.dumps({**TEXT, "logit_bias": bias}).encode(), CompletionRequest).given()["logit_bias"] == bias
-    )
+    read: Any = parse(json.dumps({**TEXT, "logit_bias": bias}).encode(), CompletionBody)
+    assert read.logit_bias == dict.fromkeys(range(250), 1.0)
 
 
 def test_more_values_than_any_prompt_has() -> None:
     with pytest.raises(ApiError, match="more than 1000000 commas") as found:
-        read_fields(b'{"prompt":[5' + b",5" * (MOST_COMMAS + 1) + b"]}", CompletionRequest)
+        parse(b'{"prompt":[5' + b",5" * (MOST_COMMAS + 1) + b"]}", CompletionBody)
     assert found.value.status_code == 413
 
 
 @pytest.mark.parametrize("many", [60_000, pytest.param(300_000, marks=pytest.mark.slow)])
 def test_others_are_answered_meanwhile(server: Running, many: int) -> None:
     """A body of 300,000 items would hold the server up for half a minute, if each wrong item were an error."""
-    paths = {request: path for path, request in TEXTS.items()} | {DetokenizeRequest: "/detokenize"}
+    paths = {body: path for path, body in BODIES.items()}
     sent = [(paths[request], body) for request, body, _ in hostile(many)]
     sent += [("/v1/completions", {"prompt": [[]] * many}), ("/v1/completions", {"prompt": [5] * many})]
     answers = list[httpx.Response]()

@@ -20,7 +20,7 @@ from servers import DEMO, Running, Start
 
 from ovspec.cli import cli
 from ovspec.errors import OvspecError
-from ovspec.serving.guard import LARGEST_BODY
+from ovspec.serving.bodies import LARGEST_BODY
 from ovspec.serving.server import keys_of, open_socket
 
 CHAT = {"messages": [{"role": "user", "content": "Hi"}]}
@@ -45,7 +45,7 @@ WRONG: list[tuple[str, Any, str, str | None]] = [
     ("/v1/completions", {**TEXT, "max_tokens": 0}, "max_tokens.*at least 1", "max_tokens"),
     ("/v1/completions", {**TEXT, "max_completion_tokens": 0}, "`max_completion_tokens` is 0", "max_completion_tokens"),
     ("/v1/completions", {**TEXT, "stop_token_ids": [-1]}, "`stop_token_ids`: token id -1", "stop_token_ids"),
-    ("/v1/completions", {**TEXT, "logit_bias": {"5": "x"}}, "an object whose values are numbers", "logit_bias"),
+    ("/v1/completions", {**TEXT, "logit_bias": {"5": "x"}}, "must map token ids to numbers", "logit_bias"),
     ("/v1/completions", {**TEXT, "temperature": -1}, "temperature", "temperature"),
     ("/v1/completions", {**TEXT, "top_p": 0.5}, "`top_p` needs a `temperature`", "top_p"),
     ("/v1/completions", {**TEXT, "n": 3}, "greedy", "n"),

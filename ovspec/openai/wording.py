@@ -1,19 +1,30 @@
-"""Says in words what is wrong with a request's fields, from what pydantic has found."""
+"""Says in words what is wrong with a request's fields, because pydantic's sentences are for programmers."""
 
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 
+from ovspec.openai.bodies import ChatBody, CompletionBody
+from ovspec.openai.errors import RequestError
 from ovspec.options.option import NAMES, alternatives, hint
-from ovspec.serving.models import ChatRequest, CompletionRequest
 
-TEXTS: dict[str, type[BaseModel]] = {"/v1/completions": CompletionRequest, "/v1/chat/completions": ChatRequest}
+BODIES: dict[str, type[BaseModel]] = {"/v1/completions": CompletionBody, "/v1/chat/completions": ChatBody}
 NO_OBJECT = "The body must be a JSON object."
+B = TypeVar("B", bound=BaseModel)
 LONGEST = 80  # characters of a client's name for a field
 SEVERAL = {str: "strings", int: "whole numbers", float: "numbers"}
+
+
+def read_body(value: Any, body: type[B]) -> B:
+    """Return ``value``, made from JSON, as a ``body``; raises RequestError for the first field that is wrong."""
+    try:
+        return body.model_validate(value)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        raise RequestError(*in_words(first, body)) from None
 
 
 def in_words(error: Any, request: type[BaseModel]) -> tuple[str, str | None]:
@@ -31,15 +42,15 @@ def in_words(error: Any, request: type[BaseModel]) -> tuple[str, str | None]:
         return f"{name} is missing.", name
     if error["type"] == "too_short":
         return f"{shown} must not be empty.", name
-    if error["type"].startswith(("greater_than", "less_than")):
-        return f"{shown}: {error['msg'][:1].lower()}{error['msg'][1:]}.", name
+    if error["type"] in ("limits", "bias"):
+        return f"{shown} {error['msg']}.", name
     return f"{shown} must be {described(kind)}.", name
 
 
 def elsewhere(name: str, request: type[BaseModel]) -> str:
     """Return what to do about a field that ``request`` doesn't have, as the end of a sentence."""
-    if request in TEXTS.values():
-        for path, other in TEXTS.items():
+    if request in BODIES.values():
+        for path, other in BODIES.items():
             if name in other.model_fields:
                 return f", but of {path}; leave it out."
     return f"; {hint(name.split('.')[-1], request.model_fields) or 'leave it out.'}"
@@ -63,8 +74,6 @@ def described(kind: Any) -> str:
         origin = get_origin(each)
         if origin is Literal:
             words += [json.dumps(value) for value in get_args(each)]
-        elif origin is dict and get_args(each)[1] in SEVERAL:
-            words.append(f"an object whose values are {several(get_args(each)[1])}")
         elif origin is list:
             words.append(f"a list of {several(get_args(each)[0])}")
         else:

@@ -1,0 +1,350 @@
+"""Answers of OpenAI's API: their parts, whole answers, and the chunks of a stream."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from ovspec.loop.results import Piece, Result, Stats
+from ovspec.loop.row import Row
+from ovspec.openai.logprobs import Echo, Place, PlaceStream, generated
+from ovspec.openai.requests import TextRequest
+from ovspec.text.tokenizer import Tokenizer
+from ovspec.verify import record_as_json
+
+LEAST = -9999.0  # what OpenAI's API writes for a log-probability of -inf, which JSON can't hold
+
+
+class Answer(BaseModel):
+    """A part of an answer; only fields that were set are sent."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+class PromptDetails(Answer):
+    cached_tokens: int = Field(description="Tokens of the prompt that were in the KV cache already.")
+
+
+class CompletionDetails(Answer):
+    accepted_prediction_tokens: int = Field(description="Proposed tokens that were accepted.")
+    rejected_prediction_tokens: int = Field(description="Proposed tokens that were rejected.")
+
+
+class Usage(Answer):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptDetails
+    completion_tokens_details: CompletionDetails
+
+
+class Timings(Answer):
+    """Times in milliseconds from when the request's first text joined the batch, as llama.cpp tells them."""
+
+    cache_n: int
+    prompt_n: int
+    prompt_ms: float
+    prompt_per_token_ms: float
+    prompt_per_second: float
+    predicted_n: int
+    predicted_ms: float
+    predicted_per_token_ms: float
+    predicted_per_second: float
+    draft_n: int
+    draft_n_accepted: int
+
+
+class LikelyToken(Answer):
+    token: str
+    bytes: list[int]
+    logprob: float
+
+
+class ChatToken(LikelyToken):
+    top_logprobs: list[LikelyToken]
+
+
+class ChatLogprobs(Answer):
+    content: list[ChatToken]
+    refusal: None
+
+
+class CompletionLogprobs(Answer):
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None] | None
+    text_offset: list[int]
+
+
+class Ending(Answer):
+    """How a choice ends; in a stream all but the last of its chunks have a reason of null."""
+
+    finish_reason: Literal["stop", "length"] | None
+    record: dict[str, Any] = Field(default={}, description="With return_record: what 'ovspec verify' checks.")
+    schema_errors: list[str] = Field(default=[], description="In the mode checked: how the text breaks its schema.")
+
+
+class Choice(Ending):
+    index: int
+    finish_reason: Literal["stop", "length"]  # type: ignore[reportIncompatibleVariableOverride]
+
+
+class ChatMessage(Answer):
+    role: Literal["assistant"]
+    content: str
+
+
+class ChatChoice(Choice):
+    message: ChatMessage
+    logprobs: ChatLogprobs | None
+
+
+class CompletionChoice(Choice):
+    text: str
+    logprobs: CompletionLogprobs | None
+
+
+class Delta(Answer):
+    role: Literal["assistant"] = "assistant"
+    content: str = ""
+
+
+class ChatPart(Ending):
+    index: int
+    delta: Delta
+    logprobs: ChatLogprobs | None
+
+
+class CompletionPart(Ending):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+
+
+class Texts(Answer):
+    id: str
+    created: int
+    model: str
+    usage: Usage
+    timings: Timings | None = Field(default=None, description="Not in a batch file.")
+
+
+class ChatCompletion(Texts):
+    object: Literal["chat.completion"]
+    choices: list[ChatChoice]
+
+
+class Completion(Texts):
+    object: Literal["text_completion"]
+    choices: list[CompletionChoice]
+
+
+class Chunk(Answer):
+    """A chunk of a stream. ``usage`` is null in all but the last one, if it was asked for."""
+
+    id: str
+    object: Literal["chat.completion.chunk", "text_completion"]
+    created: int
+    model: str
+    choices: list[ChatPart | CompletionPart]
+    usage: Usage | None = None
+    timings: Timings | None = None
+
+
+def head_of(chat: bool, model: str, name: str | None = None) -> dict[str, Any]:
+    """Return the fields that an answer, or each chunk of it, begins with; ``name``: its own part of the id."""
+    id = f"{'chatcmpl' if chat else 'cmpl'}-{name or secrets.token_hex(12)}"
+    return {"id": id, "created": int(time.time()), "model": model}
+
+
+def whole(
+    tokenizer: Tokenizer, head: dict[str, Any], request: TextRequest, results: list[Result], echoes: list[Echo]
+) -> ChatCompletion | Completion:
+    """Return the answer to a request; ``echoes``: what is repeated of each prompt."""
+    n = len(results) // len(request.prompts)
+    stats = [result.stats for result in results]
+    choices: Any = [
+        choice_of(tokenizer, request, index, result, echoes[index // n]) for index, result in enumerate(results)
+    ]
+    counts: Any = {"usage": usage_of(stats, n), "timings": timings_of(stats, n)}
+    if request.kind == "chat":
+        return ChatCompletion(**head, object="chat.completion", choices=choices, **counts)
+    return Completion(**head, object="text_completion", choices=choices, **counts)
+
+
+def choice_of(
+    tokenizer: Tokenizer, request: TextRequest, index: int, result: Result, echo: Echo
+) -> ChatChoice | CompletionChoice:
+    """Return a text as a choice of an answer."""
+    ends = ending(request, result, echo.text)
+    if request.kind == "chat":
+        logprobs = None if result.logprobs is None else chat_logprobs(tokenizer, generated(tokenizer, result))
+        message = ChatMessage(role="assistant", content=result.text)
+        return ChatChoice(index=index, message=message, logprobs=logprobs, **ends)
+    logprobs = None
+    if result.logprobs is not None:
+        places = [*(echo.places or []), *generated(tokenizer, result, len(echo.text))]
+        logprobs = completion_logprobs(tokenizer, places, bool(tops_of(result)))
+    return CompletionChoice(index=index, text=echo.text + result.text, logprobs=logprobs, **ends)
+
+
+def ending(request: TextRequest, result: Result, before: str) -> dict[str, Any]:
+    """Return how a text ends, as fields of a choice; ``before``: the prompt, if that is repeated."""
+    found: dict[str, Any] = {"finish_reason": "length" if result.finish_reason == "length" else "stop"}
+    if request.return_record:
+        found["record"] = record_of(result, before)
+    if result.schema_errors is not None:
+        found["schema_errors"] = result.schema_errors
+    return found
+
+
+def record_of(result: Result, before: str) -> dict[str, Any]:
+    """Return what ``ovspec verify`` needs to check a text. ``echo``: its first characters, the prompt."""
+    made: dict[str, Any] = {"token_ids": result.token_ids, "finish_reason": result.finish_reason}
+    return (record_as_json(result) or {}) | made | ({"echo": len(before)} if before else {})
+
+
+def tops_of(result: Result) -> int:
+    """Return how many of the most likely tokens were requested beside each one."""
+    return (result.record.params.logprobs or 0) if result.record else 0
+
+
+def chat_logprobs(tokenizer: Tokenizer, places: list[Place]) -> ChatLogprobs:
+    """Return the log-probabilities of a chat's tokens."""
+
+    def shown(token: int, logprob: float) -> dict[str, Any]:
+        known = {"token": tokenizer.token_text(token), "bytes": list(tokenizer.token_bytes(token))}
+        return known | {"logprob": max(logprob, LEAST)}
+
+    content = [
+        ChatToken(**shown(each.token_id, each.logprob), top_logprobs=[LikelyToken(**shown(*top)) for top in each.top])
+        for each in (place.logprob for place in places)
+        if each
+    ]
+    return ChatLogprobs(content=content, refusal=None)
+
+
+def completion_logprobs(tokenizer: Tokenizer, places: list[Place], tops: bool) -> CompletionLogprobs:
+    """Return the log-probabilities of a completion's tokens; ``tops``: also of the most likely ones at each place."""
+    found = [place.logprob for place in places]
+    likely = [
+        each and {tokenizer.token_text(t): max(v, LEAST) for t, v in [*each.top, (each.token_id, each.logprob)]}
+        for each in found
+    ]
+    return CompletionLogprobs(
+        tokens=[tokenizer.token_text(place.token) for place in places],
+        token_logprobs=[each and max(each.logprob, LEAST) for each in found],
+        top_logprobs=likely if tops else None,
+        text_offset=[place.offset for place in places],
+    )
+
+
+def usage_of(stats: list[Stats], n: int) -> Usage:
+    """Return the usage of a request with ``n`` texts for each prompt."""
+    prompt, generated = sum(s.prompt_tokens for s in stats[::n]), sum(s.generated_tokens for s in stats)
+    accepted, rejected = sum(s.accepted for s in stats), sum(s.proposed - s.accepted for s in stats)
+    return Usage(
+        prompt_tokens=prompt,
+        completion_tokens=generated,
+        total_tokens=prompt + generated,
+        prompt_tokens_details=PromptDetails(cached_tokens=sum(s.cached_tokens for s in stats[::n])),
+        completion_tokens_details=CompletionDetails(
+            accepted_prediction_tokens=accepted, rejected_prediction_tokens=rejected
+        ),
+    )
+
+
+def timings_of(stats: list[Stats], n: int) -> Timings:
+    """Return the times of a request as llama.cpp tells them."""
+    cached = sum(s.cached_tokens for s in stats[::n])
+    read, generated = sum(s.prompt_tokens for s in stats[::n]) - cached, sum(s.generated_tokens for s in stats)
+    prompt_ms = max(s.ttft_ms for s in stats)
+    later = max(s.tpot_ms * max(s.generated_tokens - 1, 0) for s in stats)
+    return Timings(
+        cache_n=cached,
+        prompt_n=read,
+        prompt_ms=prompt_ms,
+        prompt_per_token_ms=prompt_ms / max(read, 1),
+        prompt_per_second=1e3 * read / prompt_ms if prompt_ms else 0.0,
+        predicted_n=generated,
+        predicted_ms=later,
+        predicted_per_token_ms=later / max(generated, 1),
+        predicted_per_second=1e3 * generated / later if later else 0.0,
+        draft_n=sum(s.proposed for s in stats),
+        draft_n_accepted=sum(s.accepted for s in stats),
+    )
+
+
+# ---------------------------------------------------------------- streams
+
+
+class ChunkWriter:
+    """Makes the chunks of a stream from the pieces of a request's texts."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, head: dict[str, Any], request: TextRequest, rows: list[Row], echoes: list[Echo]
+    ) -> None:
+        chat, n = request.kind == "chat", len(rows) // len(request.prompts)
+        self._tokenizer, self._request, self._rows, self._n = tokenizer, request, rows, n
+        self._head = head | {"object": "chat.completion.chunk" if chat else "text_completion"}
+        if request.include_usage:
+            self._head["usage"] = None
+        self._echoes = [echoes[index // n] for index in range(len(rows))]
+        self._places = [
+            None if row.logprobs is None else PlaceStream(tokenizer, len(echo.text))
+            for row, echo in zip(rows, self._echoes, strict=True)
+        ]
+        self._left = len(rows)
+
+    def first(self) -> list[Chunk]:
+        """Return the chunks that come before the texts: their roles, or the prompts that are repeated."""
+        chunks = []
+        for index, echo in enumerate(self._echoes):
+            if self._request.kind == "chat":
+                chunks.append(self._chunk(index, Delta(role="assistant", content="")))
+            elif echo.text:
+                chunks.append(self._chunk(index, echo.text, echo.places))
+        return chunks
+
+    def more(self, index: int, piece: Piece) -> list[Chunk]:
+        """Return the chunks for a piece of a text; there are none if it has nothing to tell yet."""
+        stream, chat, chunks = self._places[index], self._request.kind == "chat", list[Chunk]()
+        places = stream.push(piece) if stream else None
+        if piece.text or places:
+            chunks.append(self._chunk(index, Delta(content=piece.text) if chat else piece.text, places))
+        if piece.finish_reason:
+            self._left -= 1
+            last = {} if self._left else {"timings": timings_of([row.stats for row in self._rows], self._n)}
+            ends = ending(self._request, self._rows[index].result(), "")
+            chunks.append(self._chunk(index, Delta() if chat else "", None, ends, last))
+        return chunks
+
+    def usage(self) -> Chunk:
+        """Return the last chunk, if the usage was asked for."""
+        stats = [row.stats for row in self._rows]
+        more: Any = {"usage": usage_of(stats, self._n), "timings": timings_of(stats, self._n)}
+        return Chunk(**(self._head | more), choices=[])
+
+    def _chunk(
+        self,
+        index: int,
+        text: Delta | str,
+        places: list[Place] | None = None,
+        ends: Mapping[str, Any] = MappingProxyType({"finish_reason": None}),
+        more: Mapping[str, Any] = MappingProxyType({}),
+    ) -> Chunk:
+        tokenizer, logprobs = self._tokenizer, None
+        part: ChatPart | CompletionPart
+        if isinstance(text, Delta):
+            logprobs = chat_logprobs(tokenizer, places) if places and self._places[index] else None
+            part = ChatPart(index=index, delta=text, logprobs=logprobs, **ends)
+        else:
+            tops = bool(self._rows[index].params.logprobs)
+            logprobs = completion_logprobs(tokenizer, places, tops) if places and self._places[index] else None
+            part = CompletionPart(index=index, text=text, logprobs=logprobs, **ends)
+        return Chunk(**self._head, choices=[part], **more)

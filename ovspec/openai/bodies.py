@@ -1,0 +1,210 @@
+"""The bodies of requests, as pydantic models made from the declarations of the options."""
+
+from __future__ import annotations
+
+import math
+import types
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from functools import partial
+from numbers import Number
+from typing import Annotated, Any, Union, get_args, get_origin
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    create_model,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
+
+from ovspec.options import GENERATE, in_words, within
+from ovspec.options.option import LARGEST, Limits, Option
+from ovspec.options.sampling import NOT_NEGATIVE, TOKENS
+
+FIRST = Field(fail_fast=True)  # pydantic would keep an error for each wrong item
+IDS = Annotated[list[int], FIRST]
+CHAT = Annotated[list[dict[str, Any]], Field(min_length=1), FIRST]
+# Fields that are accepted and ignored, because they don't affect the text.
+WITHOUT_EFFECT = ("metadata", "prompt_cache_key", "safety_identifier", "service_tier", "store", "user")
+# Options that the command sets for all lines of a batch file, and a request to the server for itself.
+OF_SERVER = ("accept", "lookahead")
+# Our names and OpenAI's for the options that a request may set, and our name for each.
+REQUESTED = {
+    spelling: name
+    for name, (_, option) in GENERATE.items()
+    if option.request or name in OF_SERVER
+    for spelling in (name, *option.aliases)
+}
+
+
+class Fields(BaseModel):
+    """The fields of a request."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _given(cls, body: Any) -> Any:
+        """Leave out fields that are null, which clients send for those not set, and all unknown ones but the first."""
+        if not isinstance(body, dict):
+            return body
+        given = {name: value for name, value in body.items() if value is not None}
+        unknown = next((name for name in given if name not in cls.model_fields), None)
+        return {name: value for name, value in given.items() if name in cls.model_fields or name == unknown}
+
+
+class StreamOptions(Fields):
+    """What a stream tells besides the text."""
+
+    include_usage: bool | None = Field(None, description="Send the usage in a last chunk.")
+
+
+class TokenizeRequest(Fields):
+    """A text or chat to be encoded."""
+
+    model: str | None = Field(None, description="The model's name.")
+    prompt: str | None = Field(None, description="The text to encode.")
+    content: str | None = Field(None, description="The text to encode, under llama.cpp's name.")
+    messages: CHAT | None = Field(None, description="A chat, which the chat template renders.")
+    chat_template_kwargs: dict[str, Any] | None = Field(
+        None, description="Variables for the chat template; only with messages."
+    )
+    add_special_tokens: bool | None = Field(
+        None, description="Whether the text begins with the model's BOS; not with messages. Default: true."
+    )
+
+
+class DetokenizeRequest(Fields):
+    """Tokens to be decoded."""
+
+    model: str | None = Field(None, description="The model's name.")
+    tokens: IDS = Field(description="Token ids.")
+
+
+def bias_of(value: Any) -> dict[int, float]:
+    """Return ``logit_bias`` with token ids as keys, which JSON can only write as strings."""
+    try:
+        return {int(token): number(bias) for token, bias in value.items()}
+    except (AttributeError, TypeError, ValueError, OverflowError):
+        raise PydanticCustomError("bias", "must map token ids to numbers") from None
+
+
+def number(value: Any) -> float:
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and not math.isnan(value):
+        return float(value)
+    raise TypeError
+
+
+def limited(limits: Limits, value: Any) -> Any:
+    """Return ``value`` if it is no number or in range; raises PydanticCustomError otherwise."""
+    if isinstance(value, Number) and not within(limits, value):
+        told = {"value": in_words(value), "words": limits.words}
+        raise PydanticCustomError("limits", "is {value}; it must be {words}", told)
+    return value
+
+
+def in_json(kind: Any) -> Any:
+    """Return the type that a value of an option has in JSON."""
+    origin: Any = get_origin(kind)
+    inner = get_args(kind)
+    if origin in (Union, types.UnionType):
+        made = in_json(inner[0])
+        for each in inner[1:]:
+            made = made | in_json(each)
+        return made
+    if isinstance(origin, type) and issubclass(origin, Mapping):
+        if inner[0] is int:
+            return Annotated[dict[int, inner[1]], PlainValidator(bias_of, json_schema_input_type=dict[str, inner[1]])]  # type: ignore[valid-type]
+        return dict[inner]  # type: ignore[misc, valid-type]
+    if isinstance(origin, type) and issubclass(origin, Collection):
+        return Annotated[list[inner[0]], FIRST]  # type: ignore[valid-type]
+    return kind
+
+
+def field_of(kind: Any, option: Option) -> tuple[Any, Any]:
+    """Return the type and the field of an option; every field may be left out or null."""
+    wanted = in_json(kind if option.request in (True, False) else option.request) | None
+    bounds: dict[str, Any] = {}
+    if limits := option.limits:
+        wanted = Annotated[wanted, AfterValidator(partial(limited, limits))]
+        if limits.special is None and limits.least > -LARGEST:
+            bounds["exclusiveMinimum" if limits.above else "minimum"] = limits.least
+        if limits.most < LARGEST:
+            bounds["maximum"] = limits.most
+    shown = option.help + f" Default: {option.initially}." * bool(option.initially)
+    return wanted, Field(None, description=shown, json_schema_extra=bounds)
+
+
+TOPS = Annotated[int | None, AfterValidator(partial(limited, Limits(0, 100, "from 0 to 100")))]
+TOPS_BOUNDS: Any = {"minimum": 0, "maximum": 100}
+
+
+def optional(kind: Any, description: str) -> tuple[Any, Any]:
+    return kind | None, Field(None, description=description)
+
+
+OPTIONS: dict[str, Any] = {spelling: field_of(*GENERATE[name]) for spelling, name in REQUESTED.items()}
+for _spelling, _name in REQUESTED.items():
+    if _name == "max_tokens":  # 0 is for a prompt's log-probabilities
+        _kind, _option = GENERATE[_name]
+        OPTIONS[_spelling] = field_of(_kind, replace(_option, limits=replace(TOKENS, least=0)))
+COMMON: dict[str, Any] = {
+    **OPTIONS,
+    "model": optional(str, "The model's name, as GET /v1/models tells it."),
+    "response_format": optional(
+        dict[str, Any],
+        'OpenAI\'s response format: {"type": "text"}, "json_object" or "json_schema". '
+        'Beside "json_object" a "schema" may be given, as in llama.cpp. Not with a grammar option.',
+    ),
+    "stream": optional(bool, "Send the text as server-sent events while it is generated."),
+    "stream_options": optional(StreamOptions, "What a stream tells besides the text."),
+    "draft": optional(str, 'What may propose tokens: "none", or some of what the server was started with.'),
+    "return_record": optional(
+        bool, "Add to each choice the record that 'ovspec verify' checks; it names the model's folder."
+    ),
+    **{name: (Any, Field(None, description="Has no effect.")) for name in WITHOUT_EFFECT},
+}
+MESSAGES: Any = Field(description="The chat so far: objects with role and content.")
+PROMPT = str | Annotated[list[str], FIRST] | IDS | Annotated[list[IDS], FIRST]
+ECHO = optional(bool, "Repeat the prompt in front of each text.")
+TOP_LOGPROBS = Field(None, description="And those of this many of the most likely ones.", json_schema_extra=TOPS_BOUNDS)
+ChatBody = create_model(
+    "ChatRequest",
+    __base__=Fields,
+    __doc__="A chat to be continued.",
+    **COMMON,
+    messages=(CHAT, MESSAGES),
+    logprobs=optional(bool, "Report each token's log-probability."),
+    top_logprobs=(TOPS, TOP_LOGPROBS),
+)
+CompletionBody = create_model(
+    "CompletionRequest",
+    __base__=Fields,
+    __doc__="Texts to be continued.",
+    **COMMON,
+    prompt=(PROMPT, Field(description="A text or token ids, or a list of these.")),
+    echo=ECHO,
+    logprobs=(
+        TOPS,
+        Field(
+            None,
+            description="Report each token's log-probability, and those of this many others.",
+            json_schema_extra=TOPS_BOUNDS,
+        ),
+    ),
+)
+# A line of a batch file that isn't a request of OpenAI's API.
+PlainBody = create_model(
+    "PlainRequest",
+    __base__=Fields,
+    **COMMON,
+    messages=(CHAT | None, None),
+    prompt=(PROMPT | None, None),
+    echo=ECHO,
+    logprobs=(Annotated[bool | int | None, AfterValidator(partial(limited, NOT_NEGATIVE))], None),
+    top_logprobs=(TOPS, None),
+)

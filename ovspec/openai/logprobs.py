@@ -1,0 +1,129 @@
+"""The tokens of an answer, with their places in its text and their log-probabilities."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+from ovspec.loop.perplexity import CHUNK, predictions
+from ovspec.loop.results import Piece, Result
+from ovspec.model import LanguageModel
+from ovspec.sampling.logprobs import TokenLogprob, token_logprob
+from ovspec.text.tokenizer import Tokenizer
+from ovspec.workspace import Prompt
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Place:
+    """A token in an answer: its position in the text, and its log-probability, which a prompt's first token lacks."""
+
+    token: int
+    offset: int
+    logprob: TokenLogprob | None
+
+
+@dataclass(frozen=True)
+class Echo:
+    """A prompt that is repeated: its text, and its tokens if log-probabilities are wanted."""
+
+    text: str = ""
+    places: list[Place] | None = None
+
+
+SILENT = Echo()
+
+
+def generated(tokenizer: Tokenizer, result: Result, begin: int = 0) -> list[Place]:
+    """Return the generated tokens of a text that begins at ``begin``, except those after its end: EOS or stop strings.
+
+    The first token may begin in the prompt, if that was healed.
+    """
+    offsets = offsets_of(tokenizer, result.token_ids)
+    healed = max(0, tokenizer.decode(result.token_ids).find(result.text))
+    return [
+        Place(each.token_id, begin + max(0, offset - healed), each)
+        for each, offset in zip(result.logprobs or [], offsets, strict=True)
+        if offset - healed < len(result.text)
+    ]
+
+
+class PlaceStream:
+    """The generated tokens of a text, each told with the piece of text that it has added to.
+
+    So those of a stop string never are.
+
+    Args:
+        begin: characters before the text.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, begin: int) -> None:
+        self._tokenizer, self._begin, self._length = tokenizer, begin, 0
+        self._waiting: list[Place] = []  # their offsets count from the first token, which may be healed
+        self._healed: int | None = None  # characters of the prompt that the first token spells again
+        self._ids, self._text = list[int](), ""  # all so far, until that is known
+        self._detokenizer, self._offset = tokenizer.detokenizer(), 0
+
+    def push(self, piece: Piece) -> list[Place]:
+        """Return the tokens whose text has now been told, with their log-probabilities."""
+        self._length += len(piece.text)
+        for token, logprob in zip(piece.token_ids, piece.logprobs or [], strict=True):
+            self._waiting.append(Place(token, self._offset, logprob))
+            self._offset += len(self._detokenizer.push(token))
+        if self._healed is None:
+            self._ids, self._text = self._ids + piece.token_ids, self._text + piece.text
+            if self._text:
+                self._healed = max(0, self._tokenizer.decode(self._ids).find(self._text))
+        healed = self._healed or 0
+        told = [place for place in self._waiting if place.offset - healed < self._length]
+        self._waiting = self._waiting[len(told) :]
+        return [replace(place, offset=self._begin + max(0, place.offset - healed)) for place in told]
+
+
+def echo_of(tokenizer: Tokenizer, prompt: Prompt, ids: list[int], logprobs: list[TokenLogprob | None] | None) -> Echo:
+    """Return what is repeated of a prompt with these ``ids``."""
+    text = prompt if isinstance(prompt, str) else tokenizer.decode(ids)
+    if logprobs is None:
+        return Echo(text)
+    added = len(tokenizer.decode(ids)) - len(text)  # a space that some tokenizers put in front
+    offsets = [max(0, offset - added) for offset in offsets_of(tokenizer, ids)]
+    return Echo(text, [Place(*each) for each in zip(ids, offsets, logprobs, strict=True)])
+
+
+def prompt_logprobs(
+    lm: LanguageModel, ids: list[int], tops: int, chunk: Callable[[], int] = lambda: CHUNK
+) -> Generator[None, None, list[TokenLogprob | None]]:
+    """Compute the log-probabilities of a prompt's tokens, an inference at a time; return them at the end.
+
+    ``chunk`` is asked before each inference for the most tokens that it may read.
+    """
+    logprobs: list[TokenLogprob | None] = [None]
+    decoders, tokens = lm.workspace.pool.take(), lm.encode(ids)
+    try:
+        for position, logits in predictions(decoders.target, tokens, len(ids), chunk):
+            pairs = zip(logits, ids[position : position + len(logits)], strict=True)
+            logprobs += [token_logprob(row, token, tops) for row, token in pairs]
+            yield
+    finally:
+        lm.workspace.pool.give_back(decoders)
+    return logprobs
+
+
+def at_once(steps: Generator[None, None, T]) -> T:
+    """Run a generator to its end, and return what it returns."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as ended:
+            return ended.value
+
+
+def offsets_of(tokenizer: Tokenizer, ids: list[int]) -> list[int]:
+    """Return the number of characters before each token."""
+    detokenizer, offsets, length = tokenizer.detokenizer(), list[int](), 0
+    for token in ids:
+        offsets.append(length)
+        length += len(detokenizer.push(token))
+    return offsets

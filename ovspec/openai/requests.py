@@ -1,0 +1,238 @@
+"""Reads requests for texts: from a body to prompts and params."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from ovspec.errors import OvspecError, PromptError
+from ovspec.grammars.wrapped import WRAPPING
+from ovspec.openai.bodies import REQUESTED, Fields, StreamOptions
+from ovspec.openai.errors import RequestError
+from ovspec.options import GRAMMARS, OF_SCHEMAS, Params, checked
+from ovspec.options.option import hint
+from ovspec.text.chat_template import Message
+from ovspec.workspace import Prompt, is_batch
+
+Kind = Literal["plain", "completion", "chat"]
+NO_OPTIONS = Params()
+CALLS = ("tool_calls", "function_call")  # of a message
+# Fields of a message: OpenAI's, and what chat templates read.
+OF_MESSAGES = ("role", "content", "name", "tool_call_id", "reasoning_content", "thinking")
+# What each response format has besides its type; the schema of a json_object is llama.cpp's way to give one.
+FORMATS = {"text": set[str](), "json_object": {"schema"}, "json_schema": {"json_schema"}}
+
+
+@dataclass(frozen=True)
+class TextRequest:
+    """A request for texts.
+
+    own: the options that it sets, by our names.
+    names: the client's name for each of these.
+    only_prompts: whether no token is generated, because the prompts' log-probabilities are all that is wanted.
+    """
+
+    kind: Kind
+    prompts: list[Prompt]
+    own: dict[str, Any] = field(default_factory=dict)
+    names: dict[str, str] = field(default_factory=dict)
+    model: str | None = None
+    echo: bool = False
+    only_prompts: bool = False
+    stream: bool = False
+    include_usage: bool = False
+    return_record: bool = False
+    draft: str | None = None
+
+    @property
+    def prompt_field(self) -> str:
+        """The field that has the prompts."""
+        return "messages" if self.kind == "chat" else "prompt"
+
+    @property
+    def size(self) -> int:
+        """The number of characters, and of ids, in all prompts together."""
+        if self.kind == "chat":
+            return sum(len(message["content"]) for chat in self.prompts for message in chat)  # type: ignore[index]
+        return sum(map(len, self.prompts))
+
+    @property
+    def grammar(self) -> bool:
+        """Whether the request sets a grammar."""
+        return any(self.own.get(name) is not None for name in GRAMMARS)
+
+    def params(self, defaults: Params) -> Params:
+        """Return the params of the request; options that it doesn't set are those of ``defaults`` that fit its own.
+
+        Raises:
+            OvspecError: options exclude each other.
+        """
+        own = any(name in self.own for name in GRAMMARS)
+        unfit = [*GRAMMARS, "constrain_from"] if own else []
+        if (self.own.get("json_schema") if own else defaults.json_schema) is None:
+            unfit += OF_SCHEMAS
+        lifted = {name: getattr(NO_OPTIONS, name) for name in unfit}
+        with self.client_names():
+            return checked(replace(defaults, **(lifted | self.own)))
+
+    @contextmanager
+    def client_names(self) -> Iterator[None]:
+        """Let errors name options as the client does."""
+        try:
+            yield
+        except PromptError:
+            raise
+        except OvspecError as error:
+            message = str(error)
+            for ours, name in self.names.items():
+                message = message.replace(f"`{ours}`", f"`{name}`")
+            raise OvspecError(message) from None
+
+
+def texts_asked(body: Any) -> int:
+    """Return how many texts a body asks for."""
+    prompt: Any = getattr(body, "prompt", None)
+    return (body.n or 1) * (len(prompt) if is_batch(prompt) else 1)
+
+
+def read_texts(body: Any, kind: Kind) -> TextRequest:
+    """Return the request in a body; raises RequestError for fields that can't be met together."""
+    messages, prompt = getattr(body, "messages", None), getattr(body, "prompt", None)
+    if (messages is None) == (prompt is None):
+        raise RequestError("A request must have either a prompt or messages.")
+    echo = bool(getattr(body, "echo", None))
+    if messages is not None:
+        if echo:
+            raise RequestError("echo can't be combined with messages; leave it out.", "echo")
+        prompt = messages if kind == "plain" else [plain_message(message) for message in messages]
+    own, names = options_of(body)
+    only_prompts = echo and own.get("max_tokens") == 0
+    if only_prompts:  # a row needs room for a token, although none is generated
+        own["max_tokens"] = 1
+    elif own.get("max_tokens") == 0:
+        name = names["max_tokens"]
+        raise RequestError(f"`{name}` is 0, which needs echo; it must be at least 1, or -1.", name)
+    wanted: StreamOptions | None = body.stream_options
+    if wanted and not body.stream:
+        raise RequestError("stream_options needs stream to be true.", "stream_options")
+    return TextRequest(
+        kind,
+        prompt if is_batch(prompt) else [prompt],  # type: ignore[arg-type]
+        own,
+        names,
+        body.model,
+        echo,
+        only_prompts,
+        bool(body.stream),
+        bool(wanted and wanted.include_usage),
+        bool(body.return_record),
+        body.draft,
+    )
+
+
+def options_of(body: Fields) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the options that a body sets by our names, and the client's name for each."""
+    options, names = dict[str, Any](), dict[str, str]()
+    for name in body.model_fields_set & REQUESTED.keys():
+        ours, value = REQUESTED[name], getattr(body, name)
+        if ours in options and options[ours] != value:
+            other = names[ours] if name == ours else name
+            told = f"`{ours}` and `{other}` are names of the same option, but their values differ; give one."
+            raise RequestError(told, ours)
+        options[ours], names[ours] = value, name
+    if (format := getattr(body, "response_format", None)) is not None:
+        for name in GRAMMARS:
+            if name in options:
+                both = f"`response_format` and `{name}` can't be combined; leave one of them out."
+                raise RequestError(both, "response_format")
+        options["json_schema"], names["json_schema"] = schema_of(format), "response_format"
+    return options | logprobs_of(body), names
+
+
+def logprobs_of(body: Any) -> dict[str, Any]:
+    """Return OpenAI's ``logprobs``, a number, or true or false with ``top_logprobs`` beside it, as an option."""
+    wanted, top = body.logprobs, getattr(body, "top_logprobs", None)
+    if top is not None and wanted is not True:
+        raise RequestError("`top_logprobs` needs `logprobs` to be true.", "top_logprobs")
+    if wanted is None:
+        return {}
+    return {"logprobs": (top or 0 if wanted else None) if isinstance(wanted, bool) else wanted}
+
+
+def schema_of(format: dict[str, Any]) -> Any:
+    """Return the schema that OpenAI's ``response_format`` asks for, or None for any text."""
+    given = {name: each for name, each in format.items() if each is not None}
+    kind = str(given.get("type"))
+    refuse_unknown(given, {"type", *FORMATS[kind]} if kind in FORMATS else given, "")
+    if kind == "text":
+        return None
+    if kind == "json_object" and given.get("schema", {}) == {}:
+        return {"type": "object"}
+    inner = {"json_object": given, "json_schema": given.get("json_schema")}.get(kind)
+    if not isinstance(inner, dict) or not isinstance(inner.get("schema"), dict):
+        raise RequestError(
+            '`response_format` must be {"type": "text"}, {"type": "json_object"} or '
+            '{"type": "json_schema", "json_schema": {"schema": …}}.',
+            "response_format",
+        )
+    if kind == "json_schema":
+        refuse_unknown(inner, WRAPPING, "json_schema.")
+    return {"name": str(inner.get("name")), "schema": inner["schema"]}
+
+
+def refuse_unknown(given: Collection[str], known: Collection[str], where: str) -> None:
+    """Raise RequestError for a field of a response format that isn't known; ``where``: the path to it, with a dot."""
+    for name in given:
+        if name not in known:
+            told = f"`response_format` has no {where}{name:.80}; {hint(name, known) or 'leave it out.'}"
+            raise RequestError(told, "response_format")
+
+
+# ---------------------------------------------------------------- messages
+
+
+def plain_message(message: Message) -> Message:
+    """Return ``message`` as chat templates take it: its content a string, and its role one that they know.
+
+    Raises RequestError for content that isn't text, and for fields that aren't known.
+    """
+    # What is null or empty says nothing; OpenAI's clients send it back with the assistant's answers.
+    made = {name: value for name, value in message.items() if value not in (None, [])}
+    for name in CALLS:
+        if name in made:
+            raise wrong(f"{name} can't be read, as there are no tools yet; leave it out.")
+    refuse_others(made, OF_MESSAGES, "a message")
+    if not isinstance(made.get("role"), str):
+        raise wrong("each needs a role, such as user.")
+    if made["role"] == "developer":  # OpenAI's newer name
+        made["role"] = "system"
+    made["content"] = text_of(made.get("content"))
+    return made
+
+
+def text_of(content: Any) -> str:
+    """Return the content of a message as one string; raises RequestError for what isn't text."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
+        raise wrong("each needs content, which is a string or a list of parts of the type text.")
+    for part in content:
+        if (kind := part.get("type")) != "text":
+            raise wrong(f"content of the type {kind!s:.40} can't be read; only text can.")
+        if not isinstance(part.get("text"), str):
+            raise wrong("a part of the type text needs a text, which is a string.")
+        refuse_others([name for name in part if part[name] is not None], ("type", "text"), "a part of the type text")
+    return "\n".join(part["text"] for part in content)
+
+
+def refuse_others(given: Collection[str], known: Collection[str], where: str) -> None:
+    """Raise RequestError for a field that isn't known."""
+    for name in given:
+        if name not in known:
+            raise wrong(f"{name:.80} is not a field of {where}; {hint(name, known) or 'leave it out.'}")
+
+
+def wrong(message: str) -> RequestError:
+    return RequestError(f"messages: {message}", "messages")
