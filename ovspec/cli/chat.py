@@ -23,10 +23,10 @@ from ovspec.cli.options import (
     split_options,
     stats_option,
 )
-from ovspec.cli.signals import Ended, end_on_signals, leave, undisturbed
 from ovspec.cli.wording import in_flags
 from ovspec.drafting.choice import EXPORTED, DraftChoice
 from ovspec.errors import OvspecError
+from ovspec.interrupts import Ended, end_on_signals, leave, undisturbed
 
 if TYPE_CHECKING:
     from ovspec.loop.results import Result

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import signal
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +9,7 @@ import click
 from click.core import ParameterSource
 
 from ovspec.cli.options import refuse
+from ovspec.interrupts import end_with
 
 FORMATS = ("fp32", "fp16", "bf16", "int8", "int4")
 BACKUPS = ("none", "int8_sym", "int8_asym")
@@ -145,8 +144,7 @@ def export(
     draft = None if draft == NO_DRAFT else draft
     alone = not draft and draft_layers is None
     refuse(draft_weight_format and alone, "--draft-weight-format needs --draft or --draft-layers.")
-    if sys.platform != "win32":
-        signal.signal(signal.SIGTERM, end_tidily)
+    end_with("Error: the export was ended by SIGTERM; nothing was changed.")
     package = export_package()
     formats = [weight_format] + ([draft_weight_format] if draft_weight_format else [])
     compressions = [package.Compression(name, **meant_for(name, formats, options)) for name in formats]
@@ -167,8 +165,3 @@ def meant_for(name: str, formats: list[str], options: dict[str, Any]) -> dict[st
     if name == "int4" or "int4" not in formats:
         return options
     return {"sym": options["sym"] and name == "int8"}
-
-
-def end_tidily(*_: object) -> None:
-    """End the export on SIGTERM, and clean up as after Ctrl-C; no library catches this exception."""
-    raise SystemExit("Error: the export was ended by SIGTERM; nothing was changed.")

@@ -20,8 +20,8 @@ from ovspec.cli.options import (
     split_options,
     stats_option,
 )
-from ovspec.cli.signals import Ended, end_on_signals, leave, undisturbed
 from ovspec.drafting.choice import EXPORTED, DraftChoice
+from ovspec.interrupts import Ended, end_on_signals, leave, undisturbed
 
 
 @click.command(cls=StatsCommand)

@@ -11,8 +11,10 @@ from typing import Any, get_origin
 
 import click
 
+from ovspec.cli.wording import in_flags
 from ovspec.drafting.choice import EXPORTED, DraftChoice, names_drafters, parse_draft
-from ovspec.options import GENERATE, GRAMMARS
+from ovspec.errors import OvspecError
+from ovspec.options import GENERATE, GRAMMARS, check_samples, make_params
 from ovspec.options.loading import LOAD, RUNTIME
 from ovspec.options.option import LARGEST, Option, alternatives, choices_of, is_repeatable
 from ovspec.options.reading import auto_or_number
@@ -215,31 +217,22 @@ def split_options(values: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any
         raise click.UsageError(f"--draft {draft}: no such folder; name the folder of a draft, lookup, self or none.")
     options = {name: value for name, value in given.items() if name in GENERATE}
     loading = {name: value for name, value in given.items() if name not in GENERATE}
-    proposes = check_grammars(options) or draft or (draft is None and given.get("arithmetic") != "fast")
-    alone = "lookahead" in options and not proposes
+    for name in GRAMMARS:
+        empty = name in options and (options[name] == Path() or not str(options[name]).strip())
+        refuse(empty, f"{flag(name)} is empty.")
+    try:
+        params = make_params(options)  # type: ignore[arg-type]
+        check_samples(params)
+    except OvspecError as error:
+        raise click.UsageError(in_flags(error)) from None
+    refuse(params.accept == "rejection" and not params.temperature, "--accept rejection needs a --temperature above 0.")
+    proposes = params.grammar_option or draft or (draft is None and given.get("arithmetic") != "fast")
+    alone = params.lookahead is not None and not proposes
     refuse(alone, "--lookahead needs --draft, or a grammar, whose forced tokens are proposed.")
     refuse("draft_device" in loading and not draft, "--draft-device needs --draft.")
     lookup = draft is None or draft.lookup
     refuse("lookup_corpus" in loading and not lookup, "--lookup-corpus needs --draft lookup or --draft lookup,DRAFT.")
-    if not options.get("temperature"):
-        for name in ("top_k", "top_p", "min_p", "typical_p"):
-            refuse(name in options, f"{flag(name)} needs a --temperature above 0.")
-        refuse(options.get("n", 1) > 1, "--samples needs a --temperature above 0: greedy texts are all the same.")
-        refuse(options.get("accept") == "rejection", "--accept rejection needs a --temperature above 0.")
     return loading, options
-
-
-def check_grammars(options: dict[str, Any]) -> bool:
-    """Return whether a grammar is given; raises click.UsageError for options that can't be combined with it."""
-    given = [name for name in GRAMMARS if name in options]
-    both = " and ".join(map(flag, given[:2]))
-    refuse(len(given) > 1, f"{both} can't be combined; give one grammar that covers both.")
-    for name in given:
-        refuse(options[name] == Path() or not str(options[name]).strip(), f"{flag(name)} is empty.")
-    endless, begins = given and "ignore_eos" in options, not given and "constrain_from" in options
-    refuse(endless, "--ignore-eos can't be combined with a grammar, which decides where the text ends.")
-    refuse(begins, "--constrain-from needs --json-schema, --regex, --grammar, --gbnf or --choice.")
-    return bool(given)
 
 
 def flag(name: str) -> str:

@@ -57,7 +57,7 @@ def heading(text: str) -> None:
 
 def run(stream: TextStream, show: bool) -> tuple[Result, bool]:
     """Run a stream to its end and return (result, whether Ctrl-C ended it); print the text if ``show``."""
-    from ovspec.loop.scheduler import HeldInterrupts
+    from ovspec.interrupts import HeldInterrupts
 
     printed, interrupted = 0, False
     interrupts = HeldInterrupts()  # so that it is known what was printed

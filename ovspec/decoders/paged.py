@@ -27,8 +27,8 @@ from ovspec.decoders.base import (
 from ovspec.decoders.block_tensors import FIRST_BLOCKS, BlockTensors
 from ovspec.decoders.blocks import Blocks
 from ovspec.decoders.sequence import EMPTY, Sequence
+from ovspec.interrupts import check_interrupts
 from ovspec.ir.compile import CompiledIR
-from ovspec.ir.interrupts import check_interrupts
 from ovspec.ir.memory import WORTH_TRIMMING, trim_heap
 from ovspec.ir.paged_attention import CACHE, INPUTS, PAIRS
 from ovspec.ir.request import Request

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import itertools
 import math
-import signal
-import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from ovspec.decoders.base import Decoder
 from ovspec.decoders.prefill import shares_prefix
@@ -17,7 +15,7 @@ from ovspec.decoders.sequence import EMPTY, Sequence
 from ovspec.drafting.drafter import Drafter, RoundRow
 from ovspec.drafting.lookahead import Lookahead, RoundOutcome
 from ovspec.errors import InferenceError, OvspecError
-from ovspec.ir.interrupts import HELD
+from ovspec.interrupts import HeldInterrupts
 from ovspec.loop.pace import Pace
 from ovspec.loop.results import FinishReason, Piece, Stats
 from ovspec.loop.round import run_round
@@ -259,45 +257,6 @@ class Scheduler:
         if stats.generated_tokens > 1:
             stats.tpot_ms = (elapsed - stats.ttft_ms) / (stats.generated_tokens - 1)
         stats.target_ms, stats.draft_ms, stats.other_ms = on_target, on_draft, elapsed - on_target - on_draft
-
-
-class HeldInterrupts:
-    """Delays Ctrl-C until the end of a round, so that KV cache and text stay consistent.
-
-    While ``holding`` is set, Ctrl-C only sets ``pressed``, and a prompt is read no further; otherwise it goes to the
-    previous handler at once.
-
-    The handler is installed once for a whole generation: installing it every round would cost half as much as
-    the rest of the loop. Outside the main thread, where Python handles no signals, the class does nothing.
-    """
-
-    def __init__(self) -> None:
-        self.holding = self.pressed = self._stopped = False
-        self._previous: Any = None
-        handler = signal.getsignal(signal.SIGINT)
-        # A process that ignores Ctrl-C, as one in the background does, continues to ignore it.
-        if threading.current_thread() is threading.main_thread() and callable(handler):
-            self._previous = handler
-            signal.signal(signal.SIGINT, self._note)
-            HELD.append(self)
-
-    def stop(self) -> None:
-        """Restore the previous handler, skipping those that have stopped: streams may end in any order."""
-        self._stopped = True
-        if self in HELD:
-            HELD.remove(self)
-        if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGINT) != self._note:
-            return
-        previous = self._previous
-        while isinstance(owner := getattr(previous, "__self__", None), HeldInterrupts) and owner._stopped:
-            previous = owner._previous
-        signal.signal(signal.SIGINT, previous)
-
-    def _note(self, *arguments: Any) -> None:
-        if self.holding:
-            self.pressed = True
-        else:
-            self._previous(*arguments)
 
 
 def run_rows(scheduler: Scheduler) -> Iterator[list[tuple[int, Piece]]]:

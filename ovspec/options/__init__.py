@@ -12,8 +12,6 @@ from pathlib import Path
 from types import UnionType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, Unpack, get_args, get_origin
 
-import numpy as np
-
 from ovspec.errors import OvspecError
 from ovspec.options.option import (
     LARGEST,
@@ -273,7 +271,7 @@ class Params(SamplingParams, _OtherFields):
     def recorded(self) -> dict[str, Any]:
         """Return what decides the text: the options that change it and aren't at their defaults."""
         values = {name: getattr(self, name) for name in GENERATE if name not in ("sampling", *ONLY_SPEED)}
-        return {name: v for name, v in values.items() if isinstance(v, np.ndarray) or v != GENERATE[name][1].initial}
+        return {name: v for name, v in values.items() if hasattr(v, "dtype") or v != GENERATE[name][1].initial}
 
 
 for _made, _table in ((SamplingParams, SamplingOptions), (GenerateOptions, GenerateOptions)):

@@ -11,8 +11,7 @@ from conftest import PROMPTS
 
 import ovspec
 from ovspec.decoders.paged import PREFILL_CHUNK, PagedDecoder
-from ovspec.ir.interrupts import HELD
-from ovspec.loop.scheduler import HeldInterrupts
+from ovspec.interrupts import HELD, HeldInterrupts
 
 
 def test_ctrl_c_waits_while_held() -> None:

@@ -1,0 +1,124 @@
+"""Ctrl-C and other signals: what holds them back, and how they end a command.
+
+The first Ctrl-C of a generation waits for the end of a round. Signals that end a command that keeps a session act as
+Ctrl-C does, and none disturbs a save. Only the server's, which drain it, are with uvicorn, which gets them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+ENDING = [getattr(signal, name) for name in ("SIGHUP", "SIGTERM") if hasattr(signal, name)]
+
+
+class HeldInterrupts:
+    """Delays Ctrl-C until the end of a round, so that KV cache and text stay consistent.
+
+    While ``holding`` is set, Ctrl-C only sets ``pressed``, and a prompt is read no further; otherwise it goes to the
+    previous handler at once.
+
+    The handler is installed once for a whole generation: installing it every round would cost half as much as
+    the rest of the loop. Outside the main thread, where Python handles no signals, the class does nothing.
+    """
+
+    def __init__(self) -> None:
+        self.holding = self.pressed = self._stopped = False
+        self._previous: Any = None
+        handler = signal.getsignal(signal.SIGINT)
+        # A process that ignores Ctrl-C, as one in the background does, continues to ignore it.
+        if threading.current_thread() is threading.main_thread() and callable(handler):
+            self._previous = handler
+            signal.signal(signal.SIGINT, self._note)
+            HELD.append(self)
+
+    def stop(self) -> None:
+        """Restore the previous handler, skipping those that have stopped: streams may end in any order."""
+        self._stopped = True
+        if self in HELD:
+            HELD.remove(self)
+        if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGINT) != self._note:
+            return
+        previous = self._previous
+        while isinstance(owner := getattr(previous, "__self__", None), HeldInterrupts) and owner._stopped:
+            previous = owner._previous
+        signal.signal(signal.SIGINT, previous)
+
+    def _note(self, *arguments: Any) -> None:
+        if self.holding:
+            self.pressed = True
+        else:
+            self._previous(*arguments)
+
+
+HELD: list[HeldInterrupts] = []  # of the main thread, the only one that Python tells of Ctrl-C
+
+
+def check_interrupts() -> None:
+    """Raise KeyboardInterrupt if Ctrl-C is held back until the calling thread has computed a round.
+
+    Called between inferences. Ending one early would be unsafe: after ``InferRequest.cancel``, OpenVINO 2026.4 may
+    compute with shapes of the cancelled inference.
+    """
+    if threading.current_thread() is threading.main_thread() and any(held.pressed for held in HELD):
+        raise KeyboardInterrupt
+
+
+@dataclass
+class Ended:
+    """Whether a signal has ended the command: ``code`` is then the exit code, else 0."""
+
+    code: int = 0
+
+
+def end_on_signals() -> Ended:
+    """Make SIGHUP (a closed terminal) and SIGTERM do what Ctrl-C does, and note the exit code.
+
+    What nohup has told the process to ignore stays ignored.
+    """
+    ended = Ended()
+
+    def end(number: int, _: object) -> None:
+        ended.code = ended.code or 128 + number
+        if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+            raise KeyboardInterrupt
+        signal.raise_signal(signal.SIGINT)
+
+    for number in ENDING:
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, end)
+    return ended
+
+
+def leave(ended: Ended) -> None:
+    """Exit if a signal has ended the command; no other one disturbs that any more."""
+    if ended.code:
+        for number in (*ENDING, signal.SIGINT):
+            signal.signal(number, signal.SIG_IGN)
+        sys.exit(ended.code)
+
+
+@contextlib.contextmanager
+def undisturbed() -> Iterator[None]:
+    """Ignore the signals that could end the process, until what was shown is saved."""
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in (*ENDING, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+
+def end_with(message: str) -> None:
+    """Make SIGTERM end the process with a message, after it has cleaned up; no library catches SystemExit."""
+
+    def end(*_: object) -> None:
+        raise SystemExit(message)
+
+    if sys.platform != "win32":
+        signal.signal(signal.SIGTERM, end)
