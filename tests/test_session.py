@@ -310,7 +310,7 @@ class Program:
 
 @pytest.mark.parametrize("draft", [None, True, "lookup,draft"])
 def test_whatever_is_done_to_a_session(load: Load, draft: Any) -> None:
-    for seed in range(3):
+    for seed in range(2):
         Program(load(draft=draft), load(), seed).run(40)
 
 
@@ -523,8 +523,8 @@ def test_closing_frees_the_memory(engine: EngineName, cache_dir: Path) -> None:
         gc.collect()
         return (most - psutil.Process().memory_info().rss) / lm.cache_bytes(1900)
 
-    held(2)  # warm-up: other memory that inferences need stays allocated
-    assert held(2) > 1.5
+    held(1)  # warm-up: other memory that inferences need stays allocated
+    assert held(1) > 0.75
 
 
 # ---------------------------------------------------------------- chats

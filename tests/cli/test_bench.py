@@ -92,7 +92,7 @@ def test_temperature_and_length(command: Command, rows: list[dict[str, Any]]) ->
 
 def test_the_table_without_a_draft(command: Command, tmp_path: Path) -> None:
     """A text of two tokens leaves no room for a proposal, so no speed-up is shown."""
-    shutil.copytree(DEMO, tmp_path / "alone", ignore=shutil.ignore_patterns("draft", "ovspec.json"))
+    shutil.copytree(DEMO / "draft", tmp_path / "alone", ignore=shutil.ignore_patterns("ovspec.json"))
     why = "lookup: no speed-up: drafting doesn't pay for this model here (nothing was proposed)"
     for given in ([tmp_path / "alone"], [DEMO, "--draft", "none"]):
         done = command("bench", *given, "--prompt", "def f():", "-n", "2")
@@ -106,7 +106,7 @@ def test_the_table_without_a_draft(command: Command, tmp_path: Path) -> None:
 
 
 def test_a_draft_that_is_named(command: Command, tmp_path: Path) -> None:
-    shutil.copytree(DEMO, tmp_path / "alone", ignore=shutil.ignore_patterns("draft", "ovspec.json"))
+    shutil.copytree(DEMO / "draft", tmp_path / "alone", ignore=shutil.ignore_patterns("ovspec.json"))
     common = ["bench", tmp_path / "alone", "--lookahead", "2", "-n", "16", "--prompt", PROMPTS[0], "--json"]
     found = rows_of(command(*common, "--draft", DEMO / "draft"))
     assert [row["mode"] for row in found] == MODES

@@ -24,6 +24,7 @@ from ovspec.setup.engine import PagedCheck, check_paged, compare_engines, compil
 from ovspec.setup.exactness import Trial, probe_rule
 
 DEMO = ROOT / "models" / "demo"
+SMALL = DEMO / "draft"  # which is compiled sooner
 AGREES = PagedCheck(True, "it agrees with the stateful decoder")
 MakePaged = Callable[..., PagedDecoder]
 
@@ -69,27 +70,27 @@ def test_without_the_transformation_the_stateful_engine_runs(tmp_path: Path, mon
     import openvino._offline_transformations as transformations
 
     monkeypatch.delattr(transformations, "paged_attention_transformation")
-    lm = ovspec.load(DEMO, cache_dir=tmp_path)
+    lm = ovspec.load(SMALL, cache_dir=tmp_path)
     stats = lm.generate("def f(", max_tokens=4).stats
     assert (stats.engine, stats.engine_reason) == (
         "stateful",
         "this OpenVINO has no paged-attention transformation",
     )
     with pytest.raises(ovspec.OvspecError, match="`engine='paged'` is not possible: this OpenVINO has no"):
-        ovspec.load(DEMO, engine="paged", cache_dir=tmp_path)
+        ovspec.load(SMALL, engine="paged", cache_dir=tmp_path)
 
 
 def test_the_comparison_is_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     compared = []
     monkeypatch.setattr(ovspec.setup.engine, "compare_engines", lambda *a: compared.append(a) or compare_engines(*a))
     for precision in ("f32", "f32", "bf16"):
-        loaded = load_ir(DEMO, DeviceOptions(precision=precision, cache_dir=tmp_path))
+        loaded = load_ir(SMALL, DeviceOptions(precision=precision, cache_dir=tmp_path))
         assert (loaded.engine, loaded.reason) == ("paged", AGREES.reason)
     assert len(compared) == 1
-    assert load_ir(DEMO, DeviceOptions(cache_dir=tmp_path), "stateful").engine == "stateful"
+    assert load_ir(SMALL, DeviceOptions(cache_dir=tmp_path), "stateful").engine == "stateful"
     for file in (tmp_path / "engines").iterdir():
         file.write_text("{", encoding="utf-8")
-    assert check_paged(DEMO, DeviceOptions(cache_dir=tmp_path)) == AGREES
+    assert check_paged(SMALL, DeviceOptions(cache_dir=tmp_path)) == AGREES
     assert len(compared) == 2
 
 
@@ -108,7 +109,7 @@ def test_a_paged_decoder_that_differs_is_not_used(mistake: str, monkeypatch: pyt
         monkeypatch.setattr(ovspec.decoders.paged.Blocks, "extend", without_copies(ovspec.decoders.paged.Blocks.extend))
     else:
         monkeypatch.setattr(ovspec.setup.engine, "attention_windows", lambda _: {None, 77})
-    assert compare_engines(DEMO, DeviceOptions()) == PagedCheck(
+    assert compare_engines(SMALL, DeviceOptions()) == PagedCheck(
         False,
         f"its attention window is {UNBOUNDED} in the model and 77 when paged"
         if mistake == "window"
@@ -132,36 +133,36 @@ def test_compared_in_its_own_arithmetic_where_memory_is_short(monkeypatch: pytes
         return compile_ir(folder, options, *rest)
 
     monkeypatch.setattr(ovspec.setup.engine, "compile_ir", noting)
-    assert compare_engines(DEMO, DeviceOptions(precision="bf16")) == AGREES
+    assert compare_engines(SMALL, DeviceOptions(precision="bf16")) == AGREES
     monkeypatch.setattr(ovspec.setup.engine, "room_for", lambda *_: False)
-    assert compare_engines(DEMO, DeviceOptions(precision="bf16")) == AGREES
+    assert compare_engines(SMALL, DeviceOptions(precision="bf16")) == AGREES
     assert compiled == ["f32", "f32", "bf16", "bf16"]
 
 
 def test_the_compile_cache_is_not_filled_in_vain(tmp_path: Path) -> None:
     """OpenVINO can't read a paged model back from its cache."""
-    ovspec.load(DEMO, engine="paged", cache_dir=tmp_path)
+    ovspec.load(SMALL, engine="paged", cache_dir=tmp_path)
     assert not list(tmp_path.rglob("*.blob"))
-    ovspec.load(DEMO, engine="stateful", cache_dir=tmp_path)
+    ovspec.load(SMALL, engine="stateful", cache_dir=tmp_path)
     assert list(tmp_path.rglob("*.blob"))
 
 
 def test_other_devices_are_stateful(tmp_path: Path) -> None:
-    loaded = load_ir(DEMO, DeviceOptions(device="AUTO:CPU", cache_dir=tmp_path))
+    loaded = load_ir(SMALL, DeviceOptions(device="AUTO:CPU", cache_dir=tmp_path))
     assert loaded.engine == "stateful"
     assert loaded.reason == "the paged engine runs on the CPU only, and the device is AUTO:CPU"
     with pytest.raises(ovspec.OvspecError, match="`engine='paged'` is not possible: the paged engine runs on the CPU"):
-        load_ir(DEMO, DeviceOptions(device="AUTO:CPU", cache_dir=tmp_path), "paged")
+        load_ir(SMALL, DeviceOptions(device="AUTO:CPU", cache_dir=tmp_path), "paged")
 
 
 def test_a_cache_that_openvino_refuses_when_paged(tmp_path: Path) -> None:
     """In f32, paged attention can't use a bf16 cache: "auto" falls back to the stateful engine, "paged" is refused."""
     options = DeviceOptions(precision="f32", kv_precision="bf16", cache_dir=tmp_path)
-    loaded = load_ir(DEMO, options)
+    loaded = load_ir(SMALL, options)
     assert loaded.engine == "stateful"
     assert loaded.reason
     with pytest.raises(ovspec.OvspecError, match="`engine='paged'` is not possible"):
-        load_ir(DEMO, options, "paged")
+        load_ir(SMALL, options, "paged")
 
 
 def test_the_demo_pair_sees_everything(target_ir: Any) -> None:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import json
 import re
@@ -23,13 +24,15 @@ import compare_app
 import pytest
 from conftest import PROMPTS, ROOT
 from PIL import Image
-from playwright.sync_api import Browser, Page, sync_playwright
+from playwright.sync_api import BrowserContext, Page, sync_playwright
 
 import ovspec
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 needs_chromium = pytest.mark.skipif(not CHROMIUM, reason="no chromium here (on Debian: apt-get install chromium)")
 COLOUR = "element => getComputedStyle(element).backgroundColor"
+# Times nothing longer than it must, and doesn't let the browser settle: no test reads the times.
+HURRIED = "import compare_app as app; app.SETTLE, turns = 0, app.turns_within; app.turns_within = lambda: turns(0.0); "
 HOSTILE = "<b>bold</b><img src=x onerror=alert(1)>${1 + 1}{{value}}@children &amp; </div>\n"
 
 
@@ -40,8 +43,9 @@ def address(pair: Path, command_environment: dict[str, str], update_docs: bool) 
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     folder = ROOT / "models" / "demo" if update_docs else pair
-    command = [sys.executable, "demos/compare_app.py", str(folder), "--port", str(port), "--precision", "f32"]
-    server = subprocess.Popen(command, cwd=ROOT, env=command_environment)
+    script = ["compare_app.py"] if update_docs else ["-c", f"{HURRIED}app.main()"]
+    command = [sys.executable, *script, str(folder), "--port", str(port), "--precision", "f32"]
+    server = subprocess.Popen(command, cwd=ROOT / "demos", env=command_environment)
     try:
         deadline = time.monotonic() + 60
         while True:
@@ -56,17 +60,18 @@ def address(pair: Path, command_environment: dict[str, str], update_docs: bool) 
 
 
 @pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
+def browser() -> Iterator[BrowserContext]:
+    """One for all pages, which keeps the scripts that each of them loads."""
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield browser
+        yield browser.new_context(viewport={"width": 1280, "height": 900})
         browser.close()
 
 
 @pytest.fixture
-def page(browser: Browser, address: str) -> Iterator[Page]:
+def page(browser: BrowserContext, address: str) -> Iterator[Page]:
     """The page as it is opened; at the end it must have asked nobody else for anything, and complained of nothing."""
-    page = browser.new_page(viewport={"width": 1280, "height": 900})
+    page = browser.new_page()
     page.set_default_timeout(20_000)
     requests, complaints = list[str](), list[str]()
     page.on("request", lambda request: requests.append(request.url))
@@ -209,6 +214,8 @@ def test_it_fits_a_narrow_window(page: Page, update_docs: bool) -> None:
 def test_one_text_after_the_other(load: Callable[..., ovspec.LanguageModel], monkeypatch: pytest.MonkeyPatch) -> None:
     """What is shown grows, and nothing is speculated before the plain text is whole; both get the same seed."""
     monkeypatch.setattr(compare_app, "REFRESH", 0)
+    monkeypatch.setattr(compare_app, "SETTLE", 0)
+    monkeypatch.setattr(compare_app, "turns_within", functools.partial(compare_app.turns_within, 0.0))
     options: dict[str, Any] = compare_app.options_of(40, 1.0, 1.0, None, "", "")
     pages = list(compare_app.compare(load(draft="lookup,draft"), PROMPTS[0], options, 4))
     counts = [[side.count('class="token') for side in re.split('<section class="speculative">', p)] for p in pages]

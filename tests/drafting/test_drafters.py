@@ -55,12 +55,17 @@ CHOICES: dict[str, dict[str, Any]] = {
 
 
 SLOW = pytest.mark.slow
+# Quick runs combine every choice with the chain, which has both kinds of drafters, and the others with two choices.
+CASES = [
+    pytest.param(draft, choice, marks=() if draft == "chain" or choice in ("penalised", "T=1") else SLOW)
+    for draft in DRAFTS
+    for choice in CHOICES
+]
 
 
 @pytest.mark.parametrize("lookaheads", [(4, "auto"), pytest.param((1, 2, 8), marks=SLOW)], ids=["some", "more"])
-@pytest.mark.parametrize("choice", CHOICES)
 @pytest.mark.parametrize("engine", [pytest.param("stateful", marks=SLOW), "paged"])
-@pytest.mark.parametrize("draft", DRAFTS)
+@pytest.mark.parametrize(("draft", "choice"), CASES)
 def test_every_drafter_gives_the_plain_text(
     load: Load, draft: str, engine: EngineName, choice: str, lookaheads: tuple[Any, ...]
 ) -> None:

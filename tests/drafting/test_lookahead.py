@@ -168,12 +168,12 @@ def case(file: Path, mode: str, profile: bool, narrowest: int) -> str:
 @pytest.mark.parametrize(
     ("mode", "narrowest"),
     [
-        ("draft", 2),
+        pytest.param("draft", 2, marks=pytest.mark.slow),
         ("lookup", 2),
         ("chain", 2),
-        pytest.param("draft", 1, marks=pytest.mark.slow),
+        ("draft", 1),
         pytest.param("lookup", 1, marks=pytest.mark.slow),
-        ("chain", 1),
+        pytest.param("chain", 1, marks=pytest.mark.slow),
     ],
 )
 @pytest.mark.parametrize("file", TRACES, ids=lambda file: file.stem)
@@ -202,9 +202,17 @@ def slowest(times: np.ndarray, plain: np.ndarray, tokens: int) -> float:
     return float(((plain[tokens:] - plain[:-tokens]) / (times[tokens:] - times[:-tokens])).min())
 
 
-@pytest.mark.parametrize("narrowest", [1, 2])
-@pytest.mark.parametrize("profile", [False, True], ids=["learning", "profile"])
-@pytest.mark.parametrize("mode", ["draft", "chain"])
+@pytest.mark.parametrize(
+    ("mode", "profile", "narrowest"),
+    [
+        # Quick runs combine each mode with either arithmetic, each once while it learns and once with a profile.
+        pytest.param(mode, profile, narrowest, marks=() if quick else pytest.mark.slow)
+        for mode in ("draft", "chain")
+        for profile in (False, True)
+        for narrowest in (1, 2)
+        for quick in [(mode == "chain") + profile + narrowest in (2, 4)]
+    ],
+)
 @pytest.mark.parametrize("file", OTHERS, ids=lambda file: file.stem)
 def test_no_window_is_slower_than_plain_decoding(file: Path, mode: str, profile: bool, narrowest: int) -> None:
     """At least 0.97 of plain speed over any 48 tokens, and 0.99 over any 500.

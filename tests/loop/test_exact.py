@@ -74,17 +74,24 @@ def test_near_ties_are_common(load: Make, request: pytest.FixtureRequest, monkey
         found = append(self, *arguments)
         return [logits + (1e-5 * random.normal(size=logits.shape)).astype(np.float32) for logits in found]
 
-    alone = [lm.generate(prompt, lookahead=0, **options).token_ids for prompt in PROMPTS]
-    monkeypatch.setattr(PagedDecoder, "_append", rounded)
-    again = [lm.generate(prompt, lookahead=0, **options).token_ids for prompt in PROMPTS]
-    assert alone != again
+    def parts(prompt: str) -> bool:
+        alone = lm.generate(prompt, lookahead=0, **options).token_ids
+        with monkeypatch.context() as patched:
+            patched.setattr(PagedDecoder, "_append", rounded)
+            return lm.generate(prompt, lookahead=0, **options).token_ids != alone
+
+    assert any(map(parts, PROMPTS))
 
 
-LOOKAHEADS = [k if k in (1, 4, "auto") else pytest.param(k, marks=SLOW) for k in (*range(1, 17), "auto")]
+QUICK = [("draft", 4), ("lookup,draft", 1), ("lookup,draft", "auto")]
+CASES = [
+    pytest.param(draft, k, marks=() if (draft, k) in QUICK else SLOW)
+    for draft in ("draft", "lookup,draft", "lookup")
+    for k in (*range(1, 17), "auto")
+]
 
 
-@pytest.mark.parametrize("lookahead", LOOKAHEADS)
-@pytest.mark.parametrize("draft", ["draft", "lookup,draft", pytest.param("lookup", marks=SLOW)])
+@pytest.mark.parametrize(("draft", "lookahead"), CASES)
 def test_any_drafter_and_lookahead(load: Make, plain: list[ovspec.Result], draft: str, lookahead: Any) -> None:
     lm = load(draft)
     found = texts(lm, lookahead=lookahead)
@@ -121,7 +128,7 @@ def cuts(count: int) -> Iterator[int]:
 def test_sessions_forks_and_files(load: Make, plain: list[ovspec.Result], tmp_path: Path) -> None:
     """A text that grows in small steps, is rewound, forked, saved and loaded is the text from scratch."""
     lm = load("lookup,draft")
-    for prompt, expected in zip(SOME, plain, strict=True):
+    for prompt, expected in zip(SOME[:3], plain[:3], strict=True):
         with lm.session() as session:
             ids, at = lm.encode(prompt), 0
             for piece in cuts(len(ids)):  # the prompt is read in pieces, of one token too
@@ -160,9 +167,9 @@ def test_sessions_forks_and_files(load: Make, plain: list[ovspec.Result], tmp_pa
 )
 def test_sampled_and_constrained(load: Make, options: dict[str, Any]) -> None:
     plain: Any = options | {"lookahead": 0}
-    for prompt in SOME[:3]:
+    for prompt in SOME[:2]:
+        alone = load().samples(prompt, max_tokens=80, **plain)
         for size in (1, 3):
-            alone = load().samples(prompt, max_tokens=80, **plain)
             lm = load("lookup,draft")
             drafted = lm.generate([prompt] * size, max_tokens=80, batch_size=size, **options)
             assert [result.token_ids for result in drafted] == [alone[0].token_ids] * size

@@ -28,7 +28,7 @@ CACHES = {
     "paged": {"engine": "paged"},
 }
 # Slow runs test all of them: with each cache, proposals of one to eight tokens.
-QUICK = [*((cache, 4) for cache in CACHES), ("mask", 1), ("paged", 1)]
+QUICK = [("mask", 1), ("mask-compacted", 4), ("trim-compacted", 4), ("paged", 1), ("paged", 4)]
 CASES = [
     pytest.param(cache, k, marks=() if (cache, k) in QUICK else pytest.mark.slow)
     for cache in CACHES
@@ -114,7 +114,7 @@ def test_one_target_inference_a_round(load: Callable[..., ovspec.LanguageModel],
 
 @pytest.mark.parametrize("engine", [pytest.param("stateful", marks=pytest.mark.slow), "paged"])
 @pytest.mark.parametrize("precision", [pytest.param("f32", marks=pytest.mark.slow), "bf16"])
-@pytest.mark.parametrize("step", [3, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("step", [6, pytest.param(1, marks=pytest.mark.slow)])
 def test_compressed_weights(cache_dir: Path, engine: EngineName, precision: Any, step: int) -> None:
     """Activations are quantised, so inferences of different widths could round differently."""
     lm = ovspec.load(DEMO, True, engine=engine, precision=precision, cache_dir=cache_dir)

@@ -130,7 +130,7 @@ def test_wrong_options(matrix: Any, options: list[str], message: str) -> None:
 
 
 def test_without_a_draft(matrix: Any, tmp_path: Path) -> None:
-    shutil.copytree(DEMO, tmp_path / "alone", ignore=shutil.ignore_patterns("draft", "ovspec.json"))
+    shutil.copytree(DEMO / "draft", tmp_path / "alone", ignore=shutil.ignore_patterns("ovspec.json"))
     common = [
         str(tmp_path / "alone"),
         "--workload",

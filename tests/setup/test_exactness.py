@@ -24,6 +24,7 @@ from ovspec.setup.engine import compile_paged
 from ovspec.setup.exactness import FULL, SHORT, Exactness, Trial, find_exactness, probe_rule
 
 DEMO = ROOT / "models" / "demo"
+SMALL = DEMO / "draft"  # which is compiled sooner
 Make = Callable[[FeedRule], PagedDecoder]
 
 
@@ -201,14 +202,14 @@ def test_remembered_by_setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_without_a_rule_nothing_is_paid_for_one(cache_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A u8 cache isn't exact after a rollback: the model runs as with fast arithmetic, at every load, and says so."""
     for load in ("first", "second"):
-        lm = ovspec.load(DEMO, kv_precision="u8", cache_dir=cache_dir)
+        lm = ovspec.load(SMALL, kv_precision="u8", cache_dir=cache_dir)
         stats = lm.generate(PROMPTS[0], max_tokens=8).stats
         assert stats.arithmetic.startswith("fast, not exact here (") and not stats.rule, load
         assert "probed positions differ)" in stats.arithmetic
         assert lm.target.rule == FAST and PAIRS[0] not in lm.target.ir.inputs
         assert not lm.workspace.choice
     monkeypatch.setattr(ovspec.setup.engine, "known_exactness", lambda *_: Exactness(None, 51, 2, 0.1))
-    stateful = ovspec.load(DEMO, engine="stateful", cache_dir=cache_dir).generate("a", max_tokens=2).stats
+    stateful = ovspec.load(SMALL, engine="stateful", cache_dir=cache_dir).generate("a", max_tokens=2).stats
     assert (stateful.arithmetic, stateful.rollback) == (
         "fast, not exact here (2 of 51 probed positions differ)",
         "mask",
@@ -217,7 +218,7 @@ def test_without_a_rule_nothing_is_paid_for_one(cache_dir: Path, monkeypatch: py
 
 def test_the_rule_is_told(cache_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ovspec.setup.engine, "known_exactness", lambda *_: Exactness(STRICT, 51, 0, 0.1))
-    stats = ovspec.load(DEMO, cache_dir=cache_dir).generate("a", max_tokens=2).stats
+    stats = ovspec.load(SMALL, cache_dir=cache_dir).generate("a", max_tokens=2).stats
     words = "at least 2 tokens an inference, at most 64 tokens an inference, attention gets at least 2 tokens of a row"
     assert (stats.arithmetic, stats.rule) == ("exact", words)
 
@@ -230,7 +231,7 @@ def test_the_default_is_lookup_where_a_guess_is_free(cache_dir: Path, monkeypatc
         found = known(*arguments)
         return found and replace(found, guess=guess)
 
-    ovspec.load(DEMO, cache_dir=cache_dir)
+    ovspec.load(SMALL, cache_dir=cache_dir)
     monkeypatch.setattr(ovspec.setup.engine, "known_exactness", measured)
     ways: tuple[tuple[Any, dict[str, Any], float, bool], ...] = (
         (None, {}, 1.0, True),
@@ -243,7 +244,7 @@ def test_the_default_is_lookup_where_a_guess_is_free(cache_dir: Path, monkeypatc
         (None, {"engine": "stateful", "lookup_corpus": [ROOT / "README.md"]}, 1.0, True),  # a corpus asks for lookup
     )
     for draft, options, guess, proposes in ways:
-        lm = ovspec.load(DEMO, draft, cache_dir=cache_dir, **options)
+        lm = ovspec.load(SMALL, draft, cache_dir=cache_dir, **options)
         result = lm.generate(PROMPTS[0], max_tokens=60, ignore_eos=True)
         assert bool(lm.workspace.choice) == proposes, (draft, options, guess)
         assert proposes or not result.stats.proposed
@@ -270,7 +271,7 @@ def test_a_long_probe_is_told_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(ovspec.setup.engine, "LONG_PROBE", 1e6)
-    told = f"{DEMO}: finding out how each token gets the same bits, once; `arithmetic='fast'` skips it.\n"
+    told = f"{SMALL}: finding out how each token gets the same bits, once; `arithmetic='fast'` skips it.\n"
     for expected in (told, ""):
-        ovspec.load(DEMO, cache_dir=tmp_path)
+        ovspec.load(SMALL, cache_dir=tmp_path)
         assert capsys.readouterr().err == expected

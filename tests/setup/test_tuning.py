@@ -133,12 +133,12 @@ def test_not_measured_unasked_where_it_would_take_long(
     tmp_path: Path, tuned_by_default: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert tuned_by_default is None
-    monkeypatch.setattr(ovspec.setup.tuning, "LARGEST_UNASKED", 1e6)
-    assert ovspec.load(DEMO, cache_dir=tmp_path).target.profile is None
+    monkeypatch.setattr(ovspec.setup.tuning, "LARGEST_UNASKED", 1e5)
+    assert ovspec.load(SMALL, cache_dir=tmp_path).target.profile is None
     assert "too large to tune automatically" in capsys.readouterr().err
     monkeypatch.setattr(ovspec.setup.tuning, "LARGEST_UNASKED", 1e9)
     monkeypatch.setattr(ovspec.setup.tuning, "room_for", lambda *_: False)
-    assert ovspec.load(DEMO, cache_dir=tmp_path).target.profile is None
+    assert ovspec.load(SMALL, cache_dir=tmp_path).target.profile is None
     assert "not enough memory is free for tuning" in capsys.readouterr().err
 
 
