@@ -100,9 +100,13 @@ def made_once(tmp_path_factory: pytest.TempPathFactory, name: str, make: Callabl
 
 
 def export_small_pair(folder: Path) -> None:
+    from family_models import warm_jobs
     from ovspec_export import Compression, export_pair
 
-    export_pair(str(TARGET), str(DRAFT), folder, Compression("fp32"))
+    with pytest.MonkeyPatch.context() as patched:
+        if hasattr(os, "fork"):
+            warm_jobs(patched)
+        export_pair(str(TARGET), str(DRAFT), folder, Compression("fp32"))
 
 
 @pytest.fixture(scope="session")

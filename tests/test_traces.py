@@ -38,16 +38,16 @@ def resolved(*arguments, **_):
 
 socket.getaddrinfo = resolved
 """
-DEMO = str(ROOT / "models" / "demo")
+DEMO, SMALL = str(ROOT / "models" / "demo"), str(ROOT / "models" / "demo" / "draft")
 ARGUMENTS: dict[str, list[str]] = {
-    "batch": ["batch", DEMO, "in.txt", "-o", "out.jsonl", "-n", "3"],
+    "batch": ["batch", SMALL, "in.txt", "-o", "out.jsonl", "-n", "3"],
     "bench": ["bench", DEMO, "-n", "4", "--repeats", "1"],
     "chat": ["chat", DEMO, "-n", "3", "--draft"],
     "devices": ["devices"],
     "export": ["export", str(CHECKPOINTS / "draft"), "-o", "out", "--weight-format", "int8"],
     "generate": ["generate", DEMO, "def f(", "-n", "3", "--draft", "--json"],
-    "inspect": ["inspect", DEMO],
-    "perplexity": ["perplexity", DEMO, "in.txt"],
+    "inspect": ["inspect", SMALL],
+    "perplexity": ["perplexity", SMALL, "in.txt"],
     "serve": ["serve", DEMO, "--port", "0", "--draft"],
     "tune": ["tune", DEMO, "--for", "decode"],
     "verify": ["verify", "result.json"],

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,16 +17,16 @@ from typing import Any
 import click
 import pytest
 from command_runs import Outcome, runs
-from conftest import ROOT
+from conftest import ROOT, TARGET
 from serving_options import LOADING, SERVING
 from test_options_of_tools import OTHERS_OF_EXPORT, TO_COMPRESSION, TO_EXPORT
 
 from ovspec.cli import COMMANDS, cli
 from ovspec.options.loading import RUNTIME
 
-DEMO = ROOT / "models" / "demo"
+FOLDER = Path()  # of the small pair, which loads sooner than the demo pair; ``run`` sets it
 PROMPT = "import os\n\ndef f(12"
-EOS = json.loads((DEMO / "generation_config.json").read_text(encoding="utf-8"))["eos_token_id"][0]
+EOS = json.loads((TARGET / "generation_config.json").read_text(encoding="utf-8"))["eos_token_id"][0]
 ENDS = ("--logit-bias", f"{EOS}=1000")
 DRAWN = ("-t", "1.5", "--seed", "3")
 DRAFT = ("--draft", "--lookahead", "3")
@@ -38,17 +39,20 @@ NOT_HERE = {"--device GPU", "--draft-device GPU", "--trust-remote-code"}
 
 
 @pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cache_dir: Path) -> Iterator[Callable[..., Outcome]]:
+def run(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cache_dir: Path, pair: Path
+) -> Iterator[Callable[..., Outcome]]:
+    monkeypatch.setattr(sys.modules[__name__], "FOLDER", pair)
     yield from runs(monkeypatch, tmp_path, cache_dir)
 
 
 def generating(run: Callable[..., Outcome], command: str, *options: Any, prompt: str = PROMPT) -> Outcome:
-    """One of the commands that generate, on the demo pair and the same prompt."""
+    """One of the commands that generate, on the small pair and the same prompt."""
     if not {"-n", "--max-tokens"} & set(options):
         options = ("-n", "12", *options)
     if "--engine" not in options:
         options = ("--engine", "stateful", *options)  # which loads sooner
-    folder = damaged() if "--verify" in options else talkative() if "--chat-template-kwargs" in options else DEMO
+    folder = damaged() if "--verify" in options else talkative() if "--chat-template-kwargs" in options else FOLDER
     if command == "generate":
         return run(command, folder, *options, "--json", "-p", prompt)
     if command == "chat":
@@ -58,19 +62,19 @@ def generating(run: Callable[..., Outcome], command: str, *options: Any, prompt:
 
 
 def damaged() -> Path:
-    """A copy of the demo pair of which one file has been changed."""
+    """A copy of the small pair of which one file has been changed."""
     folder = Path("damaged")
-    shutil.copytree(DEMO, folder)
+    shutil.copytree(FOLDER, folder)
     file = folder / "generation_config.json"
     file.write_bytes(file.read_bytes().replace(b"\n", b" ", 1))
     return folder
 
 
 def talkative() -> Path:
-    """A copy of the demo pair whose chat template reads a variable."""
+    """A copy of the small pair whose chat template reads a variable."""
     folder = Path("talkative")
     if not folder.exists():
-        shutil.copytree(DEMO, folder)
+        shutil.copytree(FOLDER, folder)
         (folder / "ovspec.json").unlink()
         (folder / "chat_template.jinja").write_text("{{ messages[-1].content }}{{ word }}", encoding="utf-8")
     return folder
@@ -266,7 +270,7 @@ def test_what_a_command_has_of_its_own(run: Callable[..., Outcome], command: str
     Path("there").write_text("precious", encoding="utf-8")
     options, stdin, effect = OF_EACH[command][name]
     more = ["prompt.txt"] if command == "batch" else []
-    found = run(command, DEMO, *more, "--engine", "stateful", "-n", "6", *options, stdin=stdin)
+    found = run(command, FOLDER, *more, "--engine", "stateful", "-n", "6", *options, stdin=stdin)
     assert found.code == 0, found.err
     assert effect(found), found
 

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import CHECKPOINTS, PROMPTS, ROOT, Reference
+from conftest import DRAFT as SMALL
 from ovspec_export import Compression, export_pair
 
 import ovspec
@@ -44,6 +45,15 @@ def test_the_manifest_tells_what_is_there(pair: Path) -> None:
     assert needed | {"generation_config.json", "chat_template.jinja", "draft/openvino_model.xml"} <= set(manifest.files)
     # The manifest has no path of the machine that exported it.
     assert str(CHECKPOINTS.parent) not in (pair / "ovspec.json").read_text(encoding="utf-8")
+
+
+def test_jobs_in_new_processes_give_the_same_files(pair: Path, tmp_path: Path) -> None:
+    """As every export starts them; those of the pair had imported everything before."""
+    export_pair(str(SMALL), None, tmp_path / "out", Compression("fp32"))
+    alone, draft = contents(tmp_path / "out"), contents(pair / "draft")
+    assert alone.pop("ovspec.json")
+    assert alone.keys() == draft.keys()
+    assert [name for name in draft if alone[name] != draft[name]] == []
 
 
 def test_the_shipped_pair_is_whole() -> None:

@@ -14,11 +14,11 @@ import pytest
 import torch
 from conftest import PROMPTS, ROOT, TARGET
 from families import DEEPER, DELTA_NET, EXPERTS, GROUPED, HEADED, LLAMA_4, VOCAB, WINDOWS
-from family_models import run
-from ovspec_export import Compression, convert, export_pair
+from family_models import run, warm_jobs
+from ovspec_export import Compression, export_pair
 from ovspec_export.families import FAMILIES as REGISTRY
 from ovspec_export.families import TEXT_MODELS, TEXT_ONLY
-from ovspec_export.sources import Source, find_source
+from ovspec_export.sources import find_source
 from ovspec_export.text_part import text_part
 from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING
@@ -135,15 +135,8 @@ QUICK = ("gemma3", "qwen2_5_vl, other shape")
 
 @pytest.fixture(autouse=True)
 def warm(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run the jobs of an export in processes that have imported everything before; the pair's fixture runs new ones."""
-
-    def run_job(job: str, model: Source, scratch: Path, **arguments: Any) -> None:
-        scratch.mkdir(parents=True, exist_ok=True)
-        told = run(None if job in convert.OURS else model.family.environment, job, **arguments)
-        if told:
-            raise OvspecError(f"{model.name}: {convert.FAILED[job]} ({convert.reason(told, 1)}).")
-
-    monkeypatch.setattr(convert, "run_job", run_job)
+    """Run the jobs of an export in processes that have imported everything before."""
+    warm_jobs(monkeypatch)
 
 
 def make(family: str, folder: Path) -> list[int]:

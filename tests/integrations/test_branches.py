@@ -74,7 +74,7 @@ def test_logits_of_texts_that_grow_part_and_shrink(load: Load, drafter: str, mon
         assert served.answered > 0
 
 
-@pytest.mark.parametrize("draft", [True, "lookup,draft"])
+@pytest.mark.parametrize("draft", [pytest.param(True, marks=pytest.mark.slow), "lookup,draft"])
 def test_guesses_change_no_bit(draft: bool | str, cache_dir: Path) -> None:
     """A token alone would round differently from several."""
     pair = ROOT / "models" / "demo"

@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ import openai.types
 import openai.types.chat
 import pytest
 import scipy.special
+from commands_here import Command, commands_here
 from conftest import PROMPTS, ROOT, Reference
 
 import ovspec
@@ -330,7 +331,12 @@ def test_a_batch_survives_being_stopped(
     assert not partial.exists()
 
 
-def test_wrong_usage(tmp_path: Path, ovspec_command: Callable[..., subprocess.CompletedProcess[str]]) -> None:
+@pytest.fixture
+def command_here(cache_dir: Path) -> Iterator[Command]:
+    yield from commands_here(cache_dir)
+
+
+def test_wrong_usage(tmp_path: Path, command_here: Command) -> None:
     file = write_lines(tmp_path / "in.jsonl", ["a"])
     there = write_lines(tmp_path / "there.jsonl", ["precious"])
     empty = write_lines(tmp_path / "empty.jsonl", [])
@@ -347,7 +353,7 @@ def test_wrong_usage(tmp_path: Path, ovspec_command: Callable[..., subprocess.Co
         ((file, "-o", "-"), 2, "name a file"),
         (("-", "-o", output), 2, "stdin: contains no text"),
     ):
-        done = ovspec_command("batch", *arguments)
+        done = command_here("batch", *arguments)
         assert (done.returncode, message in done.stderr) == (code, True), done.stderr
         assert "Traceback" not in done.stderr
     assert read_lines(there) == ["precious"]
@@ -449,7 +455,7 @@ def test_another_model_in_the_same_place_begins_anew(tmp_path: Path, cache_dir: 
 
     def depends_on() -> str:
         params = make_params({"max_tokens": 9, "stop": ["x"]})
-        return what_matters(ovspec.load(folder, "none", cache_dir=cache_dir), params)
+        return what_matters(ovspec.load(folder, "none", engine="stateful", cache_dir=cache_dir), params)
 
     seen = [depends_on()]
     assert depends_on() == seen[0]

@@ -41,6 +41,11 @@ def expected(reference: Reference) -> dict[str, list[int]]:
     return {prompt: reference.generate(prompt, TOKENS) for prompt in PROMPTS}
 
 
+def step_of(cache: str) -> int:
+    """Take every third prompt or batch where each round compacts the cache, which takes long."""
+    return 3 if "compacted" in cache else 1
+
+
 def check_speculation(results: list[ovspec.Result], lookahead: int) -> None:
     """Check that speculation took place: without it, the texts would be equal too."""
     assert sum(result.stats.proposed for result in results) > 0
@@ -78,7 +83,7 @@ def test_speculative_equals_hugging_face(
 ) -> None:
     lm = load(draft=True, **CACHES[cache])
     results = []
-    for prompt in PROMPTS:
+    for prompt in PROMPTS[:: step_of(cache)]:
         result = lm.generate(prompt, max_tokens=TOKENS, lookahead=lookahead)
         assert result.token_ids == expected[prompt]
         assert result.stats.engine == ("paged" if cache == "paged" else "stateful")
@@ -93,7 +98,7 @@ def test_speculative_batches_equal_hugging_face(
 ) -> None:
     lm = load(draft=True, **CACHES[cache])
     results = []
-    for batch in BATCHES:
+    for batch in BATCHES[:: step_of(cache)]:
         for prompt, result in zip(batch, lm.generate(batch, max_tokens=TOKENS, lookahead=lookahead), strict=True):
             assert result.token_ids == expected[prompt]
             results.append(result)

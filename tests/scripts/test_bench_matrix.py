@@ -72,9 +72,9 @@ def test_context_and_weights() -> None:
 
 
 @pytest.fixture(scope="module")
-def lines(process: Any, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def lines(process: Any, pair: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     plot = tmp_path_factory.mktemp("plot") / "speed.png"
-    options = ["--workload", "completion,edit", "--temperature", "0", "--lookahead", "2,auto", "-n", "16"]
+    options = [str(pair), "--workload", "completion,edit", "--temperature", "0", "--lookahead", "2,auto", "-n", "16"]
     done = process("--prompts", "1", *options, "--dictate", "--json", "--plot", str(plot))
     assert done.returncode == 0, done.stderr
     assert plot.read_bytes().startswith(b"\x89PNG")
@@ -101,8 +101,20 @@ def test_a_line_for_each_cell(lines: list[dict[str, Any]]) -> None:
     assert edits[0]["tokens_per_round"] > 1.5
 
 
-def test_batches(matrix: Any) -> None:
-    options = ["--workload", "completion", "--temperature", "0", "--mode", "plain,draft", "--prompts", "2", "-n", "12"]
+def test_batches(matrix: Any, pair: Path) -> None:
+    options = [
+        str(pair),
+        "--workload",
+        "completion",
+        "--temperature",
+        "0",
+        "--mode",
+        "plain,draft",
+        "--prompts",
+        "2",
+        "-n",
+        "12",
+    ]
     done = matrix(*options, "--batch", "1,4", "--precision", "bf16", "--json")
     lines = [json.loads(line) for line in done.stdout.splitlines()]
     assert [(line["batch"], line["mode"]) for line in lines] == [

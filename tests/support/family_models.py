@@ -12,14 +12,18 @@ from pathlib import Path
 from typing import Any
 
 import hybrid
+import pytest
 from conftest import ROOT
 from families import VOCAB, Family
+from ovspec_export import convert
 from ovspec_export.environments import Environment, search_path
 from ovspec_export.families import FAMILIES as REGISTRY
+from ovspec_export.sources import Source
 
 from ovspec.drafting.drafter import Drafter, RoundRow
 from ovspec.drafting.lookahead import Lookahead
 from ovspec.drafting.proposal import Proposal
+from ovspec.errors import OvspecError
 
 
 class Mistaken(Drafter):
@@ -85,6 +89,18 @@ def run(environment: Environment | None, job: str, **arguments: Any) -> str:
     process.stdin.write(json.dumps([job, arguments]) + "\n")
     process.stdin.flush()
     return json.loads(process.stdout.readline())
+
+
+def warm_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run the jobs of exports in processes that have imported everything before; test_export.py runs new ones."""
+
+    def run_job(job: str, model: Source, scratch: Path, **arguments: Any) -> None:
+        scratch.mkdir(parents=True, exist_ok=True)
+        told = run(None if job in convert.OURS else model.family.environment, job, **arguments)
+        if told:
+            raise OvspecError(f"{model.name}: {convert.FAILED[job]} ({convert.reason(told, 1)}).")
+
+    monkeypatch.setattr(convert, "run_job", run_job)
 
 
 def make(name: str, family: Family, shape: int, folder: Path, prompts: list[list[int]], tokens: int) -> list[list[int]]:

@@ -40,9 +40,12 @@ class Running:
         found = re.findall(rf"(?m)^{name}(?:{{[^}}]*}})? (\S+)$", self.get("/metrics").text)
         return sum(map(float, found))
 
-    def end(self) -> int:
+    def tell_to_end(self) -> None:
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGINT if os.name == "nt" else signal.SIGTERM)
+
+    def end(self) -> int:
+        self.tell_to_end()
         try:
             return self.process.wait(30)
         except subprocess.TimeoutExpired:
@@ -80,12 +83,16 @@ def start(tmp_path_factory: pytest.TempPathFactory, command_environment: dict[st
         return started[-1]
 
     yield start
+    for server in started:  # they end side by side
+        server.tell_to_end()
     for server in started:
         server.end()
 
 
-@pytest.fixture(scope="module")
-def server(start: Start) -> Running:
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory, command_environment: dict[str, str]) -> Iterator[Running]:
     """A server of the demo pair, in f32, with two drafters, which propose whether that pays here or not."""
     options = ("--draft", "lookup,draft", "--lookahead", "2", "--precision", "f32", "--model-name", "demo")
-    return start(DEMO, *options)
+    server = start_server(tmp_path_factory.mktemp("server") / "stderr", command_environment, DEMO, *options)
+    yield server
+    server.end()
