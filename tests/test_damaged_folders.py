@@ -47,7 +47,7 @@ def outcomes(folder: Path, cases: list[Case], tmp_path: Path) -> Iterator[tuple[
 
 @pytest.mark.parametrize("kind", [values_of, files_of])
 @pytest.mark.parametrize(
-    "most", [8, pytest.param(120, marks=pytest.mark.slow), pytest.param(None, marks=pytest.mark.soak)]
+    "most", [5, pytest.param(120, marks=pytest.mark.slow), pytest.param(None, marks=pytest.mark.soak)]
 )
 def test_damage(pair: Path, kind: Callable[[Path], list[Case]], most: int | None, tmp_path: Path) -> None:
     cases = kind(pair)

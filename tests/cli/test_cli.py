@@ -252,7 +252,7 @@ def test_chat_renders_the_template(ovspec, pair: Path, reference: Reference) -> 
 
 
 def test_the_embedded_pair_is_the_default(ovspec) -> None:
-    done = ovspec("generate", "def fib(", "--draft", "--json", "-n", 8)
+    done = ovspec("generate", "def fib(", "--draft", "--engine", "stateful", "--json", "-n", 8)
     assert json.loads(done.stdout)["stats"]["generated_tokens"] <= 8
 
 

@@ -134,7 +134,7 @@ def test_defaults_come_from_the_generation_config(load: Load, monkeypatch: pytes
     assert lm.generate(PROMPTS[0]).stats.generated_tokens <= 5
 
 
-@pytest.mark.parametrize("draft", [False, True])
+@pytest.mark.parametrize("draft", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_the_context_limit(load: Load, draft: bool) -> None:
     lm = load(draft=draft)
     ids: list[int] = np.resize(lm.tokenizer.encode(PROMPTS[4]), 2040).tolist()

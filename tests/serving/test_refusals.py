@@ -376,7 +376,7 @@ def test_options_that_cannot_be_met(arguments: Any, message: str) -> None:
 
 
 def test_too_small_a_cache(ovspec_command: Any) -> None:
-    done = ovspec_command("serve", DEMO, "--cache-size", "0.0000001", "--port", "0")
+    done = ovspec_command("serve", DEMO / "draft", "--cache-size", "0.0000001", "--port", "0")
     assert done.returncode and "--cache-size" in done.stderr, done.stderr
 
 
