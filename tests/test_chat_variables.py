@@ -31,8 +31,9 @@ QUIET: dict[str, Any] = {"think": False}
 
 @pytest.fixture
 def lm(load: Load, monkeypatch: pytest.MonkeyPatch) -> ovspec.LanguageModel:
-    monkeypatch.setattr("ovspec.workspace.chat_template", lambda _: ChatTemplate(SOURCE, {}))
-    return load()
+    lm = load()
+    monkeypatch.setattr(lm.workspace, "chat_template", ChatTemplate(SOURCE, {}))
+    return lm
 
 
 def prompt_of(lm: ovspec.LanguageModel, result: ovspec.Result) -> str:

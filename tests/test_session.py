@@ -24,7 +24,6 @@ from ovspec.decoders.paged import PagedDecoder
 from ovspec.decoders.sequence import Sequence, common_prefix
 from ovspec.model import LanguageModel
 from ovspec.setup.engine import EngineName
-from ovspec.text.generation_config import GenerationFile
 
 Load = Callable[..., LanguageModel]
 DRAFTS: list[Any] = [None, True, "lookup", "lookup,draft"]
@@ -163,7 +162,7 @@ def test_nothing_stays_behind_an_eos(load: Load, monkeypatch: pytest.MonkeyPatch
     lm = load(draft=True)
     whole = lm.generate(PROMPTS[2], max_tokens=30, ignore_eos=True).token_ids
     for token in set(whole):
-        monkeypatch.setattr(lm.generation_config, "values", GenerationFile(eos_token_id=token))
+        monkeypatch.setattr(lm.generation_config, "eos_ids", frozenset({token}))
         with lm.session() as session:
             session.append(PROMPTS[2])
             start = len(session.sequence)
@@ -555,7 +554,7 @@ def test_a_template_that_forgets_is_followed(session: ovspec.Session, monkeypatc
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content.split('</think>')[-1] }}<|im_end|>\n"
         "{% endfor %}<|im_start|>assistant\n"
     )
-    monkeypatch.setattr("ovspec.workspace.chat_template", lambda _: ChatTemplate(source, {}))
+    monkeypatch.setattr(session.workspace, "chat_template", ChatTemplate(source, {}))
     session.append({"role": "user", "content": "hi"})
     question = len(session)
     session.append("thinking</think>the answer")

@@ -119,7 +119,7 @@ def test_every_id_of_an_eos_list_ends_the_text(load: Load, monkeypatch: pytest.M
     whole = lm.generate(PROMPTS[2], max_tokens=30, ignore_eos=True)
     for at in (0, 3, 11):
         ends = [4090, whole.token_ids[at]]
-        monkeypatch.setattr(lm.generation_config, "values", GenerationFile(eos_token_id=ends))
+        monkeypatch.setattr(lm.generation_config, "eos_ids", frozenset(ends))
         result = lm.generate(PROMPTS[2], max_tokens=30)
         first = min(whole.token_ids.index(token) for token in ends if token in whole.token_ids)
         assert result.finish_reason == "eos"
