@@ -19,7 +19,7 @@ from ovspec.files import read_text
 from ovspec.ir.compile import check_ir_folder
 from ovspec.ir.device import DeviceOptions, check_device
 from ovspec.model import LanguageModel
-from ovspec.options.loading import LoadOptions, load_options
+from ovspec.options.loading import LoadOptions, LoadParams, load_params
 from ovspec.options.option import documentation, takes
 from ovspec.progress import note
 from ovspec.setup.engine import CompiledModel
@@ -67,7 +67,7 @@ def load(
         makes one for each session or batch, or an instance, which all share. Two of these, as "lookup,draft" or in a
         list, make a chain: the second proposes if the first finds nothing good.
     """
-    given = load_options(options)
+    given = load_params(options)
     for name in ("device", "draft_device"):  # before an export, which takes minutes
         if asked := getattr(given, name):
             check_device(asked, name)
@@ -150,7 +150,7 @@ def resolve_draft(choice: DraftChoice | None, folder: Path, manifest: Manifest |
     return replace(choice, model=beside)
 
 
-def device_options(given: Any) -> DeviceOptions:
+def device_options(given: LoadParams) -> DeviceOptions:
     """Return where and how to compile a model, from ``load``'s options."""
     cache_dir = Path(given.cache_dir) if given.cache_dir else None
     properties = dict(given.properties or {})
@@ -158,7 +158,7 @@ def device_options(given: Any) -> DeviceOptions:
 
 
 def _loader(
-    folder: Path, device: DeviceOptions, given: Any, probe: Probe | None, arithmetic: Arithmetic
+    folder: Path, device: DeviceOptions, given: LoadParams, probe: Probe | None, arithmetic: Arithmetic
 ) -> Callable[[], CompiledModel]:
     """Return what loads the model in ``folder``, once its profile is known: nothing may run beside measuring."""
     tune = os.environ.get("OVSPEC_TUNE") != "0" if given.tune is None else given.tune

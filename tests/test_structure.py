@@ -8,7 +8,6 @@ import re
 import sys
 import threading
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -17,6 +16,7 @@ from conftest import ROOT
 
 import ovspec
 from ovspec.loop.scheduler import Scheduler
+from ovspec.options.serving import ServeParams
 from ovspec.serving.app import make_app
 from ovspec.serving.engine import Engine
 from ovspec.serving.guard import Guard, Keys
@@ -85,10 +85,7 @@ def test_the_road_of_a_request_is_the_one_in_the_docs() -> None:
         lm = ovspec.load(ROOT / "models" / "demo", "none", engine="paged")
         engine = Engine(lm, rows=4)
         engine.start()
-        limits = {"batch_size": 4, "queue_size": 4, "queue_timeout": 60.0, "request_timeout": 60.0, "max_tokens": None}
-        app: Any = Guard(
-            make_app(Service(lm, engine, "demo", SimpleNamespace(**limits))), Keys(), True, lambda *_: None
-        )
+        app: Any = Guard(make_app(Service(lm, engine, "demo", ServeParams())), Keys(), True, lambda *_: None)
         asyncio.run(ask())
         passed.clear()
         before.clear()

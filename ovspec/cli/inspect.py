@@ -34,12 +34,12 @@ def inspect(folder: Path | None, verify: bool, as_json: bool, **runtime: Any) ->
       ovspec inspect my-pair --verify --json
     """
     from ovspec.loading import device_options, model_folder
-    from ovspec.options.loading import load_options
+    from ovspec.options.loading import load_params
     from ovspec.setup import inspection
 
     folder = model_folder(folder)
     refuse(runtime["draft_device"], "--draft-device is not used here; inspect the draft's folder with --device.")
-    given = load_options(runtime)  # type: ignore[arg-type]
+    given = load_params(runtime)  # type: ignore[arg-type]
     if verify and not (folder / "ovspec.json").is_file():
         raise OvspecError(f"{folder}: --verify needs the manifest that 'ovspec export' writes, which is missing.")
     options, tuned = device_options(given), given.tune is not False

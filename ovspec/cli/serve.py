@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import click
@@ -12,7 +11,7 @@ from ovspec.cli.loading import load
 from ovspec.cli.options import draft_option, options_of, split_options
 from ovspec.errors import OvspecError
 from ovspec.options.loading import LOAD
-from ovspec.options.serving import SERVE
+from ovspec.options.serving import SERVE, ServeParams
 
 
 @click.command()
@@ -35,7 +34,7 @@ def serve(folder: Path | None, **others: Any) -> None:
       ovspec serve my-pair --draft lookup,draft --api-key-file keys.txt --host 0.0.0.0
     """
     given = {name: value for name, value in others.items() if name in SERVE and value is not None}
-    options = SimpleNamespace(**{name: given.get(name, option.initial) for name, (_, option) in SERVE.items()})
+    options = ServeParams(**given)
     loading, _ = split_options({name: value for name, value in others.items() if name not in SERVE})
     try:
         from ovspec.serving.server import check_options, keys_of, open_socket

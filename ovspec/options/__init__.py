@@ -6,7 +6,7 @@ also a field of ``SamplingParams``.
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, make_dataclass
+from dataclasses import dataclass
 from numbers import Integral, Number, Real
 from pathlib import Path
 from types import UnionType
@@ -22,6 +22,7 @@ from ovspec.options.option import (
     choices_of,
     declared,
     documentation,
+    fields_of,
     hint,
     is_repeatable,
 )
@@ -50,17 +51,7 @@ SAMPLING = declared(SamplingOptions)
 TRUNCATING = ("top_k", "top_p", "min_p", "typical_p")  # they need a temperature
 
 
-def _fields(table: Mapping[str, tuple[Any, Option]]) -> Any:
-    """Return a frozen dataclass with a field for each option."""
-    entries = []
-    for name, (kind, option) in table.items():
-        made = callable(option.default)
-        default = field(default_factory=option.default) if made else field(default=option.default)
-        entries.append((name, kind, default))
-    return make_dataclass("Fields", entries, frozen=True)
-
-
-_SamplingFields = _fields(SAMPLING)
+_SamplingFields = fields_of(SAMPLING)
 
 
 @dataclass(frozen=True)
@@ -239,7 +230,7 @@ ONLY_SPEED = ("lookahead", "batch_size", "retries")  # they don't change the tex
 CHECKED_WHERE_USED = {*GRAMMARS, "constrain_from", "logits_processors"}
 
 
-_OtherFields = _fields({name: entry for name, entry in GENERATE.items() if name not in {*SAMPLING, "sampling"}})
+_OtherFields = fields_of({name: entry for name, entry in GENERATE.items() if name not in {*SAMPLING, "sampling"}})
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,12 @@
 """The options of ``ovspec.load``."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Annotated, Any, Literal, TypedDict
 
 from ovspec.options import AT_LEAST_1, LOOKAHEAD, check, check_names
-from ovspec.options.option import Option, declared
+from ovspec.options.option import Option, declared, fields_of
 from ovspec.options.reading import folder, key_value
 
 
@@ -110,15 +110,18 @@ class LoadOptions(RuntimeOptions, total=False):
 RUNTIME, LOAD = declared(RuntimeOptions), declared(LoadOptions)
 
 
-def load_options(options: LoadOptions) -> Any:
-    """Return an object with all options of ``load`` as attributes.
+_LoadFields = fields_of(LOAD)
 
-    Raises TypeError for an unknown option and OvspecError for an invalid value.
-    """
+
+@dataclass(frozen=True)
+class LoadParams(_LoadFields):
+    """All options of one call of ``load``, checked by ``load_params``."""
+
+
+def load_params(options: LoadOptions) -> LoadParams:
+    """Return the params of ``load``; raises TypeError for an unknown option and OvspecError for an invalid value."""
     check_names(options, LOAD)
-    found = {name: option.initial for name, (_, option) in LOAD.items()}
-    for name, value in options.items():
-        if value is not None:
-            check(name, value, *LOAD[name])
-            found[name] = value
-    return SimpleNamespace(**found)
+    given = {name: value for name, value in options.items() if value is not None}
+    for name, value in given.items():
+        check(name, value, *LOAD[name])
+    return LoadParams(**given)

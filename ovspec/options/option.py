@@ -2,8 +2,8 @@
 
 import difflib
 import textwrap
-from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field, make_dataclass
 from inspect import Parameter, signature
 from pathlib import Path
 from types import NoneType, UnionType
@@ -74,6 +74,16 @@ class Option:
 def declared(table: Any) -> dict[str, tuple[Any, Option]]:
     """Return name -> (type, declaration) for each entry of a TypedDict."""
     return {name: get_args(hint)[:2] for name, hint in get_type_hints(table, include_extras=True).items()}  # type: ignore[misc]
+
+
+def fields_of(table: Mapping[str, tuple[Any, Option]]) -> Any:
+    """Return a frozen dataclass with a field for each option."""
+    entries = []
+    for name, (kind, option) in table.items():
+        made = callable(option.default)
+        default = field(default_factory=option.default) if made else field(default=option.default)
+        entries.append((name, kind, default))
+    return make_dataclass("Fields", entries, frozen=True)
 
 
 def takes(table: Any) -> Callable[[F], F]:

@@ -1,10 +1,11 @@
 """The options of ``ovspec serve``."""
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal, TypedDict
 
 from ovspec.options import AT_LEAST_1, LOOKAHEAD, NOT_NEGATIVE
-from ovspec.options.option import Limits, Option, declared
+from ovspec.options.option import Limits, Option, declared, fields_of
 from ovspec.options.reading import auto_or_number, count_or_all
 from ovspec.options.sampling import POSITIVE, TOKENS
 
@@ -91,3 +92,9 @@ class ServeOptions(TypedDict, total=False):
 
 
 SERVE = declared(ServeOptions)
+_ServeFields = fields_of(SERVE)
+
+
+@dataclass(frozen=True)
+class ServeParams(_ServeFields):
+    """All options of a server, beside those of its model."""

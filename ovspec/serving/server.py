@@ -10,11 +10,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import psutil
 import uvicorn
 
 from ovspec.errors import OvspecError
 from ovspec.files import read_text
 from ovspec.model import LanguageModel
+from ovspec.options.serving import ServeParams
 from ovspec.serving.app import make_app
 from ovspec.serving.connections import allow_files, config_of
 from ovspec.serving.engine import Engine
@@ -41,7 +43,7 @@ def keys_of(file: Path | None) -> list[str]:
     return keys
 
 
-def check_options(options: Any, keys: list[str]) -> None:
+def check_options(options: ServeParams, keys: list[str]) -> None:
     """Raise OvspecError for options that can't be combined, before a model is loaded."""
     if not is_here(options.host) and not keys and not options.insecure:
         raise OvspecError(
@@ -94,7 +96,7 @@ class Draining(uvicorn.Server):
         return await super().on_tick(counter)
 
 
-def serve(lm: LanguageModel, name: str, keys: list[str], opened: socket.socket, options: Any) -> None:
+def serve(lm: LanguageModel, name: str, keys: list[str], opened: socket.socket, options: ServeParams) -> None:
     """Serve ``lm`` until a signal ends it.
 
     Args:
@@ -138,7 +140,9 @@ def serve(lm: LanguageModel, name: str, keys: list[str], opened: socket.socket, 
 
 
 def end_process(status: int) -> None:
-    """End the process without waiting for its threads, which may check a grammar for a minute."""
+    """End the process without waiting for its threads, nor for grammars that its own processes check."""
+    for child in psutil.Process().children():
+        child.kill()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)

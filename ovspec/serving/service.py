@@ -20,6 +20,7 @@ from ovspec.model import LanguageModel
 from ovspec.openai.errors import RequestError
 from ovspec.openai.requests import TextRequest
 from ovspec.options import Params, make_params
+from ovspec.options.serving import ServeParams
 from ovspec.serving.engine import ENDED, Ended, Engine
 from ovspec.serving.errors import ApiError, about_prompt, as_api_error, field_in, for_clients, too_long
 from ovspec.serving.metrics import Metrics
@@ -42,7 +43,7 @@ class Service:
         options: those of ``ovspec serve``.
     """
 
-    def __init__(self, lm: LanguageModel, engine: Engine, name: str, options: Any) -> None:
+    def __init__(self, lm: LanguageModel, engine: Engine, name: str, options: ServeParams) -> None:
         self.lm, self.engine, self.name, self.options = lm, engine, name, options
         self.defaults: Params = make_params({"max_tokens": options.max_tokens})
         self.metrics = Metrics(engine)

@@ -45,13 +45,13 @@ def asked(server: Running, found: list[Any]) -> threading.Thread:
 
 
 @contextlib.contextmanager
-def its_checks_ended(server: Running) -> Iterator[None]:
-    """End the processes that check grammars for ``server``; one that is at work would go on for a minute."""
+def its_checks_end(server: Running) -> Iterator[None]:
+    """Demand that the processes that check grammars for ``server`` end with it, however much they have to do."""
     checking = psutil.Process(server.process.pid).children(recursive=True)
+    assert checking
     yield
-    for each in checking:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            each.kill()
+    _, alive = psutil.wait_procs(checking, timeout=5)
+    assert not alive
 
 
 def test_a_signal_lets_requests_end(start: Start) -> None:
@@ -79,7 +79,7 @@ def test_a_second_signal_ends_them(start: Start) -> None:
     time.sleep(0.7)
     assert not found
     began = time.monotonic()
-    with its_checks_ended(server):
+    with its_checks_end(server):
         for _ in range(2):
             server.process.send_signal(signal.SIGINT)
             time.sleep(0.1)
@@ -97,7 +97,7 @@ def test_a_third_signal_ends_it_without_answers(start: Start) -> None:
     server, found = start(DEMO, "--draft", "none", "--precision", "f32"), list[Any]()
     thread = sent(server, SLOW_GRAMMAR, found)
     time.sleep(1)
-    with its_checks_ended(server):
+    with its_checks_end(server):
         for _ in range(3):
             server.process.send_signal(signal.SIGINT)
             time.sleep(0.02)
