@@ -15,7 +15,7 @@ from ovspec.loop.results import Origin, Piece, Result, TextStream
 from ovspec.loop.row import Row
 from ovspec.loop.scheduler import Scheduler, run_rows
 from ovspec.loop.scoring import Score, Selection, check_choices, score_texts
-from ovspec.options import GenerateOptions, refuse_in_session, refuse_variables
+from ovspec.options import GenerateOptions, check_option, refuse_in_session, refuse_variables
 from ovspec.options.option import takes
 from ovspec.session_file import EMPTY_TEXT, Mark, load_session, save_session
 from ovspec.text.chat_template import Message
@@ -291,6 +291,7 @@ class Session:
         """
         tokens, ends = self.sequence.tokens, self.workspace.generation_config.eos_ids
         kept = tokens[:-1] if len(tokens) and int(tokens[-1]) in ends else tokens
+        check_option("chat_template_kwargs", self.chat_template_kwargs)
         text = self.workspace.render(chat, self.chat_template_kwargs)
         spelt = self.workspace.tokenizer.spell(kept)
         if spelt and text.startswith(spelt):

@@ -32,7 +32,7 @@ from ovspec.ir.memory import WORTH_CHECKING, check_memory, kv_bytes_per_token, r
 from ovspec.loop.results import Origin, Piece, Record, Stats
 from ovspec.loop.row import Row
 from ovspec.loop.scheduler import BatchLimits, Scheduler, run_rows
-from ovspec.options import GenerateOptions, Params, check_option, make_params, refuse_variables
+from ovspec.options import GenerateOptions, Params, make_params, refuse_variables
 from ovspec.sampling.samplers import sampler_of
 from ovspec.setup.engine import CompiledModel
 from ovspec.setup.identity import described
@@ -189,7 +189,6 @@ class Workspace:
 
     def render(self, messages: list[Message], variables: Variables | None = None) -> str:
         """Return ``messages`` as the chat template writes them, special tokens spelt out, ready for an answer."""
-        check_option("chat_template_kwargs", variables)
         return self.chat_template.render(messages, variables=variables)
 
     def check_memory(self, tokens: int, drafts: bool = True) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ovspec.cli.loading import check_options
+from ovspec.cli.loading import check_grammar
 from ovspec.cli.loading import load as load_model
 from ovspec.cli.options import (
     CHAT_MAX_TOKENS,
@@ -72,7 +72,7 @@ def chat(
     from ovspec.cli import output
     from ovspec.cli.prompting import at_terminal, reader
 
-    check_options(options)
+    check_grammar(options)
     lm = load_model(folder, session=session, chat=True, **loading)
     variables = options.pop("chat_template_kwargs", None)
     with lm.session(context, variables) as opened:

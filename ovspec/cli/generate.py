@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from ovspec.cli.loading import check_options, load
+from ovspec.cli.loading import check_grammar, load
 from ovspec.cli.options import (
     StatsCommand,
     chat_options,
@@ -111,7 +111,7 @@ def generate(
     from ovspec.loading import model_folder
 
     model_folder(folder)  # what isn't a model is refused before a prompt is read
-    check_options(options)
+    check_grammar(options)
     prompt = read_prompt(text, prompt_option, prompt_file, token_ids, needed=not goes_on)
     refuse("chat_template_kwargs" in options and prompt is None, "--chat-template-kwargs needs a prompt to render.")
     if chat and prompt is not None:

@@ -6,20 +6,19 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from ovspec.options import GenerateOptions, make_params
+from ovspec.options import GRAMMARS, GenerateOptions, make_params
 from ovspec.progress import step
 
 if TYPE_CHECKING:
     from ovspec.model import LanguageModel
 
 
-def check_options(options: Mapping[str, Any]) -> None:
-    """Raise OvspecError for options, or a grammar, that no model could use."""
-    params = make_params(cast(GenerateOptions, options))
-    if params.grammar_option:
+def check_grammar(options: Mapping[str, Any]) -> None:
+    """Raise OvspecError for a grammar that no model could use."""
+    if options.keys() & {*GRAMMARS}:
         from ovspec.constraints.maker import grammar_of
 
-        grammar_of(params)
+        grammar_of(make_params(cast(GenerateOptions, options)))
 
 
 def load(

@@ -102,6 +102,8 @@ def asked_in(body: dict[str, Any], kind: Kind) -> TextRequest:
         if body.get(name) is not None and (name, body[name]) != ("stream", False):
             raise OvspecError(f"{name} can't be set in a batch request; leave it out.")
     asked = replace(read_texts(read_body(body, BODIES[kind]), kind), return_record=True)
+    if asked.only_prompts:
+        raise OvspecError("max_tokens can't be 0 in a batch request; it must be at least 1, or -1.")
     if any(name in body and body[name] is None for name in (*GRAMMARS, "response_format")):
         return replace(asked, own={"json_schema": None} | asked.own)  # lifts the grammar of the whole file
     return asked

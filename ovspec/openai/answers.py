@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -319,9 +317,9 @@ class ChunkWriter:
             chunks.append(self._chunk(index, Delta(content=piece.text) if chat else piece.text, places))
         if piece.finish_reason:
             self._left -= 1
-            last = {} if self._left else {"timings": timings_of([row.stats for row in self._rows], self._n)}
+            timings = None if self._left else timings_of([row.stats for row in self._rows], self._n)
             ends = ending(self._request, self._rows[index].result(), "")
-            chunks.append(self._chunk(index, Delta() if chat else "", None, ends, last))
+            chunks.append(self._chunk(index, Delta() if chat else "", None, ends, timings))
         return chunks
 
     def usage(self) -> Chunk:
@@ -335,16 +333,17 @@ class ChunkWriter:
         index: int,
         text: Delta | str,
         places: list[Place] | None = None,
-        ends: Mapping[str, Any] = MappingProxyType({"finish_reason": None}),
-        more: Mapping[str, Any] = MappingProxyType({}),
+        ends: dict[str, Any] | None = None,
+        timings: Timings | None = None,
     ) -> Chunk:
-        tokenizer, logprobs = self._tokenizer, None
+        ends, tokenizer = ends or {"finish_reason": None}, self._tokenizer
         part: ChatPart | CompletionPart
         if isinstance(text, Delta):
-            logprobs = chat_logprobs(tokenizer, places) if places and self._places[index] else None
+            logprobs = chat_logprobs(tokenizer, places) if places else None
             part = ChatPart(index=index, delta=text, logprobs=logprobs, **ends)
         else:
             tops = bool(self._rows[index].params.logprobs)
-            logprobs = completion_logprobs(tokenizer, places, tops) if places and self._places[index] else None
+            logprobs = completion_logprobs(tokenizer, places, tops) if places else None
             part = CompletionPart(index=index, text=text, logprobs=logprobs, **ends)
+        more: dict[str, Any] = {"timings": timings} if timings else {}
         return Chunk(**self._head, choices=[part], **more)

@@ -147,13 +147,8 @@ def optional(kind: Any, description: str) -> tuple[Any, Any]:
     return kind | None, Field(None, description=description)
 
 
-OPTIONS: dict[str, Any] = {spelling: field_of(*GENERATE[name]) for spelling, name in REQUESTED.items()}
-for _spelling, _name in REQUESTED.items():
-    if _name == "max_tokens":  # 0 is for a prompt's log-probabilities
-        _kind, _option = GENERATE[_name]
-        OPTIONS[_spelling] = field_of(_kind, replace(_option, limits=replace(TOKENS, least=0)))
 COMMON: dict[str, Any] = {
-    **OPTIONS,
+    **{spelling: field_of(*GENERATE[name]) for spelling, name in REQUESTED.items()},
     "model": optional(str, "The model's name, as GET /v1/models tells it."),
     "response_format": optional(
         dict[str, Any],
@@ -181,11 +176,14 @@ ChatBody = create_model(
     logprobs=optional(bool, "Report each token's log-probability."),
     top_logprobs=(TOPS, TOP_LOGPROBS),
 )
+# A completion may ask for no token at all, but for a prompt's log-probabilities.
+NO_TOKENS = field_of(int | None, replace(GENERATE["max_tokens"][1], limits=replace(TOKENS, least=0)))
+OF_COMPLETIONS: dict[str, Any] = COMMON | {name: NO_TOKENS for name, ours in REQUESTED.items() if ours == "max_tokens"}
 CompletionBody = create_model(
     "CompletionRequest",
     __base__=Fields,
     __doc__="Texts to be continued.",
-    **COMMON,
+    **OF_COMPLETIONS,
     prompt=(PROMPT, Field(description="A text or token ids, or a list of these.")),
     echo=ECHO,
     logprobs=(

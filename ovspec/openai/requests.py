@@ -135,13 +135,14 @@ def read_texts(body: Any, kind: Kind) -> TextRequest:
 def options_of(body: Fields) -> tuple[dict[str, Any], dict[str, str]]:
     """Return the options that a body sets by our names, and the client's name for each."""
     options, names = dict[str, Any](), dict[str, str]()
-    for name in body.model_fields_set & REQUESTED.keys():
-        ours, value = REQUESTED[name], getattr(body, name)
-        if ours in options and options[ours] != value:
-            other = names[ours] if name == ours else name
-            told = f"`{ours}` and `{other}` are names of the same option, but their values differ; give one."
-            raise RequestError(told, ours)
-        options[ours], names[ours] = value, name
+    for name, ours in REQUESTED.items():  # of an option's names ours comes first
+        if name not in body.model_fields_set:
+            continue
+        value = getattr(body, name)
+        if options.setdefault(ours, value) != value:
+            told = f"`{names[ours]}` and `{name}` are names of the same option, but their values differ; give one."
+            raise RequestError(told, names[ours])
+        names.setdefault(ours, name)
     if (format := getattr(body, "response_format", None)) is not None:
         for name in GRAMMARS:
             if name in options:

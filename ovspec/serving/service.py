@@ -25,11 +25,11 @@ from ovspec.serving.engine import ENDED, Ended, Engine
 from ovspec.serving.errors import ApiError, about_prompt, as_api_error, field_in, for_clients, too_long
 from ovspec.serving.metrics import Metrics
 
+T = TypeVar("T")
+
 # What threads do. Checking a grammar, or a long text, holds up no request without one.
 Work = Literal["texts", "long", "grammars"]
 AGAIN = 2  # seconds after which a client that was refused may try again
-T = TypeVar("T")
-
 MOST_TEXTS = 128  # of a request
 MOST_STOPS, MOST_STOP_CHARACTERS = 64, 4_000  # of a request, the characters of all of them together
 MOST_LOGPROBS = 300_000  # of a request: tokens, and most likely tokens beside each
@@ -175,7 +175,7 @@ class Service:
 
 
 async def unless_gone(http: Request, work: Awaitable[T]) -> T:
-    """Return what ``work`` returns; cancel it, and raise ApiError, if the client goes away, for FastAPI goes on."""
+    """Return what ``work`` returns; if the client goes away, which stops no endpoint, cancel it and raise ApiError."""
     working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(disconnected(http))
     try:
         await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)

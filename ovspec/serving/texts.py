@@ -173,8 +173,9 @@ class TextEndpoints:
                 row.finish_reason, row.stats.cached_tokens = "length", 0
             yield [(index, Piece("", [], "length")) for index in range(len(rows))]
             return
-        async for found in pieces_of(self._service, rows, texts.began):
-            yield found
+        async with aclosing(pieces_of(self._service, rows, texts.began)) as pieces:
+            async for found in pieces:
+                yield found
 
     def _note(self, texts: Texts) -> None:
         prompts = texts.rows[:: texts.params.n]

@@ -206,6 +206,7 @@ def test_a_text_file_has_a_prompt_a_line(tmp_path: Path) -> None:
         (f'{{"prompt": {"[" * 100_000}', "nested too deep"),
         ('{"prompt": "a", "stop": 5}', "stop must be a string or a list of strings"),
         ('{"prompt": "a", "n": 0}', "at least 1"),
+        ('{"prompt": "a", "max_tokens": 0, "echo": true, "logprobs": 1}', "it must be at least 1, or -1"),
         ('{"prompt": "a", "n": 2}', "greedy texts are all the same"),
         ('{"prompt": "a", "tools": []}', "tools is not a field"),
         ('{"prompt": "a", "stream": true}', "stream can't"),
