@@ -86,12 +86,27 @@ def page(browser: BrowserContext, address: str) -> Iterator[Page]:
     page.close()
 
 
+def settle(page: Page) -> None:
+    """Wait until the page has drawn what was opened or typed: what is typed into a field just before is lost."""
+    page.evaluate(
+        "new Promise(done => { let left = 10; requestAnimationFrame(function f() {"
+        " left-- ? requestAnimationFrame(f) : done() }) })"
+    )
+
+
+def open_sampling(page: Page) -> None:
+    page.click("text=Sampling and grammar")
+    page.wait_for_selector("#regex textarea, #regex input")
+    settle(page)
+
+
 def press(page: Page, prompt: str, drafter: str = "draft model", lookahead: str = "4", tokens: int = 60) -> None:
     page.fill("#prompt textarea", prompt)
     page.get_by_label(drafter, exact=True).check()
     page.fill("#lookahead input", lookahead)
     page.keyboard.press("Enter")
     page.fill("#max-tokens input", str(tokens))
+    settle(page)
     page.click("#generate")
 
 
@@ -136,7 +151,7 @@ def test_both_texts_their_times_and_who_proposed_them(page: Page, load: Callable
 @needs_chromium
 def test_text_is_never_markup(page: Page) -> None:
     """Neither of the prompt nor of the model, which a grammar has say it here."""
-    page.click("text=Sampling and grammar")
+    open_sampling(page)
     page.fill("#regex input, #regex textarea", re.escape(HOSTILE.strip()))
     press(page, HOSTILE, "lookup, then draft model", tokens=100)
     assert texts(page) == [HOSTILE + HOSTILE.strip()] * 2
@@ -152,7 +167,7 @@ def test_a_schema_top_p_and_no_draft(page: Page, load: Callable[..., ovspec.Lang
     expected = load().generate(PROMPTS[3], max_tokens=60)
     assert texts(page) == [PROMPTS[3] + expected.text] * 2
     assert "nothing was proposed" in page.inner_text(".verdict")
-    page.click("text=Sampling and grammar")
+    open_sampling(page)
     page.fill("#top-p input[type=number]", "0.01")
     press(page, "import os", "no draft")
     page.wait_for_selector(".error:has-text('needs a `temperature` above 0')")
