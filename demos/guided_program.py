@@ -1,6 +1,6 @@
 """Let a model fill in a form. The program is written twice: with ovspec's own sessions and with the guidance library.
 
-python demos/guided_program.py [FOLDER]   a model exported by 'ovspec export', by default the demo pair of this clone
+python demos/guided_program.py [FOLDER [LOOKAHEAD]]   a model exported by 'ovspec export', by default the demo pair
 
 The second program needs guidance: pip install 'ovspec[guidance]'. The two may choose differently: a session selects by
 the probability of a whole option, guidance token by token; and where a pattern may end, guidance ends it as soon as the
@@ -69,8 +69,9 @@ def with_guidance(lm: ovspec.LanguageModel) -> Program:
 
 def main() -> None:
     folder = sys.argv[1] if len(sys.argv) > 1 else Path(__file__).resolve().parent.parent / "models" / "demo"
+    lookahead = int(sys.argv[2]) if len(sys.argv) > 2 else "auto"
     for draft in (False, "lookup,draft"):
-        lm = ovspec.load(folder, draft)
+        lm = ovspec.load(folder, draft, lookahead=lookahead if draft else "auto")
         for written in (with_sessions, with_guidance):
             print(f"--- {written.__name__}, {draft or 'no draft'}")
             try:
