@@ -35,12 +35,12 @@ def test_accuracy_is_measured_against_the_right_logits(tmp_path: Path) -> None:
     profile = tune(SMALL, DeviceOptions(cache_dir=tmp_path), effort=Effort(64, (1, 2, 4, 8), 1, True))
     by_setting = {m.setting: m for m in profile.measurements}
     exact = next(m for setting, m in by_setting.items() if (setting.precision, setting.group) == ("f32", 0))
-    assert exact.kl < 1e-7
+    assert exact.kl < 1e-8  # what f32 itself rounds; without VNNI, other settings compute the same
     assert exact.top1 == 1
     others = [m.kl for m in by_setting.values() if m is not exact]
     # OpenVINO's default quantises activations, but only on processors with VNNI.
     assert 1e-6 < profile.reference.kl < 1e-2 or max(others) < 1e-6
-    assert exact.kl <= min(others)
+    assert all(kl < 1e-8 or kl > 10 * exact.kl for kl in others), "no setting that rounds more is as near"
     assert all(m.prefill_ms > 0 and all(ms > 0 for ms in m.verify_ms.values()) for m in by_setting.values())
     assert profile.measurements[0].setting == Setting("paged", None, "bf16") or profile.measurements[0].setting == (
         Setting("paged", None, "f32")
