@@ -19,7 +19,6 @@ from ovspec.decoders.sequence import Sequence
 from ovspec.drafting.drafter import RoundRow
 from ovspec.errors import OvspecError
 from ovspec.files import read_json, read_text
-from ovspec.grammars.lark import read_lark
 from ovspec.loop.results import Origin, Record, Result
 from ovspec.loop.row import Row
 from ovspec.options import GENERATE, GenerateOptions, Params, make_params
@@ -183,7 +182,7 @@ def option_as_json(name: str, value: Any) -> Any:
         schema = getattr(value, "model_json_schema", None)  # a pydantic model
         return schema() if schema else value
     if isinstance(value, Path):
-        return read_lark(value) if name == "grammar" else read_text(value)
+        return read_text(value)
     if name == "logit_bias":
         return {str(token): "-inf" if bias == -math.inf else float(bias) for token, bias in value.items()}
     if name in FUNCTIONS:

@@ -10,7 +10,6 @@ from typing import Any
 
 from ovspec.errors import OvspecError
 from ovspec.files import read_text
-from ovspec.grammars.lark import read_lark
 from ovspec.grammars.sources import MAX_CHARACTERS
 from ovspec.sandbox import Stopped, Worker
 
@@ -33,7 +32,7 @@ def converted(kind: str, given: Any, what: str, **reading: bool) -> str:
         OvspecError: it is invalid, or takes too much time or memory.
     """
     if isinstance(given, Path):
-        given = read_lark(given) if kind == "grammar" else read_text(given)
+        given = read_text(given)
     try:
         request = json.dumps({"kind": kind, "given": given, "what": what, "reading": reading}, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:

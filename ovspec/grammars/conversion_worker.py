@@ -1,20 +1,13 @@
-"""The process in which ``conversion.py`` converts grammars and tests them.
-
-llguidance accepts grammars that have no finite text. They are detected in its log, which shows the rules as it follows
-them, in one notation for all source languages.
-"""
+"""The process in which ``conversion.py`` converts grammars and tries them out."""
 
 from __future__ import annotations
 
-import functools
 import json
-import os
 import random
 import re
-import tempfile
 import time
 from collections.abc import Callable
-from typing import IO, Any
+from typing import Any
 
 from llguidance import LLMatcher, LLTokenizer
 
@@ -26,11 +19,8 @@ from ovspec.sandbox import serve
 
 MAX_SPECIAL = 50  # special tokens named in a grammar
 MAX_NUMBER = 300_000  # empty tokens added for a grammar that refers to tokens by id
-MAX_RULES = 4_000_000  # characters of llguidance's log that are read
-LONGEST = 1_000_000  # lexemes allowed in the shortest text
 LONGEST_FORCED = 200_000  # bytes; llguidance finds them in one step that holds Python's lock, at 1.5 us each
 WALKS, WALK_BYTES, WALK_SECONDS = 4, 100, 0.3
-ARROW = " ⇦ "
 DEAD_END = "NoExtension"  # begins llguidance's error where no byte may follow
 
 
@@ -56,7 +46,7 @@ READERS: dict[str, Callable[..., str]] = {
 }
 
 
-def answer(log: IO[bytes], request: dict[str, Any]) -> dict[str, str]:
+def answer(request: dict[str, Any]) -> dict[str, str]:
     """Return {"grammar": llguidance's notation, "warning"} or {"error": a sentence} for a request of ``conversion``."""
     kind, given, what = request["kind"], request["given"], request["what"]
     try:
@@ -66,20 +56,17 @@ def answer(log: IO[bytes], request: dict[str, Any]) -> dict[str, str]:
             source = sources.Source(READERS[kind](given, what))
     except OvspecError as error:
         return {"error": str(error)}
-    if why := problem_with(log, source.grammar):
-        placed = re.sub(r"the rule (v\d+)", lambda found: f"the schema {source.places.get(found[1], '')}", why)
-        return {"error": what + placed}
+    if why := problem_with(source.grammar):
+        return {"error": what + why}
     return {"grammar": source.grammar, "warning": source.warning}
 
 
-def problem_with(log: IO[bytes], grammar: str) -> str:
+def problem_with(grammar: str) -> str:
     """Return what follows a refused grammar's name in the error message; "" for a good grammar."""
     special: list[str] = []
     while True:
-        log.seek(0)
-        log.truncate()
         vocabulary = Bytes(special, MAX_NUMBER if "<[" in grammar else 0)
-        matcher = LLMatcher(LLTokenizer(vocabulary), grammar, log_level=2, limits=LIMITS)  # type: ignore
+        matcher = LLMatcher(LLTokenizer(vocabulary), grammar, log_level=0, limits=LIMITS)  # type: ignore
         unknown = re.search(r'unknown special token: "(<[^"]*>)"', matcher.get_error())
         if not unknown or unknown[1] in special or len(special) >= MAX_SPECIAL:
             break
@@ -89,69 +76,8 @@ def problem_with(log: IO[bytes], grammar: str) -> str:
         return worded(matcher.get_error(), kind)
     if len(matcher.compute_ff_bytes()) > LONGEST_FORCED:
         return f": every text begins with the same {LONGEST_FORCED} bytes or more; put them into the prompt."
-    log.seek(0)
-    why = endless(log.read(MAX_RULES + 1).decode(errors="replace")) or stuck(matcher, len(vocabulary.tokens))
+    why = stuck(matcher, len(vocabulary.tokens))
     return f": {plain(why)}" if why else ""
-
-
-def endless(log: str) -> str:
-    """Return what is wrong with the rules in llguidance's log, such as one that can't end; "" if nothing is."""
-    lexemes, _, rules = log.rpartition("== Optimize ==>")
-    if re.search(r"^\].* has_(max_tokens|stop)", lexemes, re.MULTILINE):
-        return "max_tokens= and stop= aren't supported, because they can't be rolled back; leave them out"
-    if not rules or len(log) > MAX_RULES or "::" in rules:  # rules with parameters can't be judged by their names
-        return ""
-    never = {f"[{number}]" for number in re.findall(r"^  \[(\d+)\] .*\(ExprRef ∅\)", lexemes, re.MULTILINE)}
-    options: dict[str, list[list[str]]] = {}
-    name = ""
-    for line in rules.splitlines():
-        left, arrow, right = line.partition(ARROW)
-        if arrow:
-            name = left.strip() or name
-            right = right.partition("   ")[0]  # attributes follow
-            options.setdefault(name, []).append([part for part in right.split() if part != "ϵ"])
-    sizes = shortest(options, never)
-    reached, waiting = {"start"}, ["start"]
-    while waiting:
-        name = waiting.pop()
-        for option in options.get(name, ()):
-            for part in option:
-                if part in never:
-                    return f"{named(name)} requires a part that matches no text"
-                if part in options and part not in sizes:
-                    return f"{named(part)} can never come to an end; give it an option without recursion"
-                if part in options and part not in reached:
-                    reached.add(part)
-                    waiting.append(part)
-    if sizes.get("start", 0) > LONGEST:
-        return f"its shortest text has more than {LONGEST} parts; repeat less"
-    return ""
-
-
-def shortest(options: dict[str, list[list[str]]], never: set[str]) -> dict[str, int]:
-    """Return how many lexemes the shortest text of each rule has, for the rules that have a finite text."""
-    users: dict[str, set[str]] = {}
-    for name, bodies in options.items():
-        for part in {part for body in bodies for part in body if part in options}:
-            users.setdefault(part, set()).add(name)
-    sizes: dict[str, int] = {}
-    waiting = list(options)
-    while waiting:
-        name = waiting.pop()
-        for body in options[name]:
-            if any(part in never or (part in options and part not in sizes) for part in body):
-                continue
-            size = min(sum(sizes.get(part, 1) for part in body), LONGEST + 1)
-            if size < sizes.get(name, LONGEST + 2):
-                sizes[name] = size
-                waiting += users.get(name, ())
-    return sizes
-
-
-def named(symbol: str) -> str:
-    """Return what a message calls a rule: its author's name for it, or "a rule" if llguidance made it up."""
-    own = re.sub(r"^r\d+-|^r\d+$|#\d+$|_$", "", symbol)
-    return f"the rule {own}" if own else "a rule"
 
 
 def stuck(matcher: LLMatcher, size: int) -> str:
@@ -187,6 +113,4 @@ def allowed(matcher: LLMatcher, size: int) -> list[int]:
 
 
 if __name__ == "__main__":
-    with tempfile.TemporaryFile() as log:
-        os.dup2(log.fileno(), 2)  # llguidance writes its log to standard error
-        serve(functools.partial(answer, log))
+    serve(answer)

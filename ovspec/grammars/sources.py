@@ -14,7 +14,6 @@ from typing import Any
 
 from ovspec.errors import OvspecError
 from ovspec.grammars.json_schema import Reading, compiled
-from ovspec.grammars.lark import resolve
 from ovspec.grammars.lexemes import to_lark
 
 MAX_CHARACTERS = 2_000_000  # of a schema, a grammar, an expression or all choices together
@@ -103,8 +102,10 @@ def lark(text: str, what: str = "The Lark grammar") -> str:
 
     ``max_tokens=``, ``stop=`` and ``temperature=`` are refused.
     """
-    text = resolve(well_formed(text, what), None, what)
+    text = well_formed(text, what)
     bounded(text, what)
+    if match := re.search(r"^[^\S\n]*%import[^\S\n]+\.", text, re.MULTILINE):
+        raise OvspecError(f"{what}, {place(text, match.start())}: a grammar can't import files; put all rules into it.")
     if re.search(r"^[\w-]+[^\S\n]*::=", text, re.MULTILINE):
         raise OvspecError(f"{what}: rules with ::= are GBNF; give it as gbnf.")
     parts, at, schemas = [], 0, []

@@ -16,8 +16,6 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 from pycparser.c_parser import CParser, ParseError
 
-from ovspec.grammars.lark import read_lark
-
 ROOT = Path(__file__).resolve().parent.parent.parent
 GRAMMARS = ROOT / "demos" / "grammars"
 C_SAMPLES = sorted((GRAMMARS / "samples").glob("*.c"))
@@ -130,7 +128,7 @@ def is_sql(text: str) -> bool:
 @functools.cache
 def c_grammar(declaring: bool) -> str:
     """Return the grammar of C with types that end in _t, as in ``Judge``; ``declaring``: they can be declared, too."""
-    grammar = read_lark(GRAMMARS / "c11.lark")
+    grammar = grammar_text("c11")
     changes = {
         "typedef_name: IDENTIFIER": "typedef_name: TYPE_NAME",
         "& ~KEYWORD": "& ~KEYWORD & ~TYPE_NAME\nTYPE_NAME: /([A-Za-z_][A-Za-z0-9_]*)?_t|va_list/",
@@ -145,8 +143,14 @@ def c_grammar(declaring: bool) -> str:
     return grammar
 
 
+@functools.cache
+def grammar_text(name: str) -> str:
+    return (GRAMMARS / f"{name}.lark").read_text(encoding="utf-8")
+
+
 def sql_grammar() -> str:
-    return read_lark(GRAMMARS / "select.lark")
+    """Return the grammar of the statement alone."""
+    return re.sub("^start: .*$", "start: statement", grammar_text("sql_fence"), count=1, flags=re.MULTILINE)
 
 
 def in_fence(query: str) -> str:
@@ -217,7 +221,7 @@ def walk(grammar: str, prefix: str, steps: int, closing: str, rng: random.Random
 @pytest.mark.parametrize("path", C_SAMPLES, ids=lambda path: path.stem)
 def test_c_samples(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
-    grammar = read_lark(GRAMMARS / "c11.lark")
+    grammar = grammar_text("c11")
     assert accepts(grammar, text)
     assert takes(grammar, [spellings()[bytes([byte])] for byte in text.encode()])
     assert takes(grammar, cut(text, random.Random(path.name)))
@@ -236,7 +240,7 @@ def test_sql_samples(path: Path) -> None:
         [spellings()[bytes([byte])] for byte in answer.encode()],
         cut(answer, random.Random(path.name)),
     ):
-        assert takes(read_lark(GRAMMARS / "sql_fence.lark"), tokens)
+        assert takes(grammar_text("sql_fence"), tokens)
     assert is_sql(text)
 
 
@@ -252,12 +256,10 @@ def judged(count: int, languages: str) -> Counter[tuple[bool, bool]]:
         for text in mutants(path, count):
             if languages == "c":
                 verdict = accepts(c_grammar(declaring=True), text), is_c(text)
-                assert accepts(read_lark(GRAMMARS / "c11.lark"), text) or not verdict[0]
+                assert accepts(grammar_text("c11"), text) or not verdict[0]
             else:
                 verdict = accepts(sql_grammar(), text), is_sql(text)
-                assert accepts(read_lark(GRAMMARS / "sql_fence.lark"), in_fence(text)) == accepts(
-                    sql_grammar(), text.strip()
-                ), text
+                assert accepts(grammar_text("sql_fence"), in_fence(text)) == accepts(sql_grammar(), text.strip()), text
             assert verdict != (True, False), text
             verdicts[verdict] += 1
     return verdicts
@@ -338,7 +340,7 @@ def test_random_sql_parses_elsewhere(count: int) -> None:
     ],
 )
 def test_the_fence(text: str, expected: bool) -> None:
-    assert accepts(read_lark(GRAMMARS / "sql_fence.lark"), text) == expected
+    assert accepts(grammar_text("sql_fence"), text) == expected
 
 
 @pytest.mark.parametrize(
@@ -356,7 +358,7 @@ def test_the_fence(text: str, expected: bool) -> None:
     ],
 )
 def test_little_c(text: str) -> None:
-    assert accepts(read_lark(GRAMMARS / "c11.lark"), text)
+    assert accepts(grammar_text("c11"), text)
 
 
 @pytest.mark.parametrize(
@@ -374,7 +376,7 @@ def test_little_c(text: str) -> None:
     ],
 )
 def test_little_that_is_not_c(text: str) -> None:
-    assert not accepts(read_lark(GRAMMARS / "c11.lark"), text)
+    assert not accepts(grammar_text("c11"), text)
 
 
 @pytest.mark.parametrize(
@@ -385,7 +387,7 @@ def test_little_that_is_not_sql(text: str) -> None:
     assert accepts(sql_grammar(), "select 1 from t where a - -1 = 2")
 
 
-@pytest.mark.parametrize("name", ["text", "fence", "select", "sql_fence", "c11"])
+@pytest.mark.parametrize("name", ["sql_fence", "c11"])
 def test_the_grammars_give_no_warning(name: str) -> None:
-    grammar = read_lark(GRAMMARS / f"{name}.lark")
+    grammar = grammar_text(name)
     assert LLMatcher.validate_grammar_with_warnings(grammar, tokenizer()) == (False, [])

@@ -317,3 +317,9 @@ def test_white_space_is_bounded_unless_the_schema_says_otherwise() -> None:
 def test_a_key_in_other_letters_is_the_same_key() -> None:
     grammar = sources.json_schema({"type": "object", "properties": {"a": {"type": "integer"}}})
     assert matching(grammar, ['{"\\u0061":"x"}', '{"a":"x"}', '{"a":1}', '{"b":"x"}']) == {'{"a":1}', '{"b":"x"}'}
+
+
+def test_a_grammar_imports_no_files() -> None:
+    with pytest.raises(OvspecError, match=r"it, line 2, column 1: a grammar can't import files"):
+        sources.lark("\n%import .a.x\nstart: x\n", "it")
+    sources.lark("%import common.INT\nstart: INT\n", "it")
