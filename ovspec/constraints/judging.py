@@ -9,7 +9,7 @@ from typing import Any
 
 from ovspec.errors import OvspecError
 from ovspec.files import read_text
-from ovspec.grammars.wrapped import unwrapped
+from ovspec.grammars.response_format import unwrapped
 from ovspec.sandbox import Stopped, Worker
 
 MAX_SECONDS = 5.0

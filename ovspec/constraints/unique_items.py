@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from ovspec.grammars.shapes import found
+from ovspec.grammars.json_schema.shapes import found
 
 # What may be where in a text: for each number, the alternatives of a value as ``schema_lark.Writer.tracks`` lists them.
 Tracks = list[list[dict[str, Any]]]

@@ -51,14 +51,14 @@ def answer(request: dict[str, Any]) -> dict[str, str]:
     kind, given, what = request["kind"], request["given"], request["what"]
     try:
         if kind == "json_schema":
-            source = sources.schema_source(given, what, **request["reading"])
+            grammar, warning = sources.json_schema(given, what, **request["reading"])
         else:
-            source = sources.Source(READERS[kind](given, what))
+            grammar, warning = READERS[kind](given, what), ""
     except OvspecError as error:
         return {"error": str(error)}
-    if why := problem_with(source.grammar):
+    if why := problem_with(grammar):
         return {"error": what + why}
-    return {"grammar": source.grammar, "warning": source.warning}
+    return {"grammar": grammar, "warning": warning}
 
 
 def problem_with(grammar: str) -> str:
@@ -77,7 +77,7 @@ def problem_with(grammar: str) -> str:
     if len(matcher.compute_ff_bytes()) > LONGEST_FORCED:
         return f": every text begins with the same {LONGEST_FORCED} bytes or more; put them into the prompt."
     why = stuck(matcher, len(vocabulary.tokens))
-    return f": {plain(why)}" if why else ""
+    return why and f": {plain(why)}"
 
 
 def stuck(matcher: LLMatcher, size: int) -> str:

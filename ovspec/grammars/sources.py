@@ -9,12 +9,16 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
+from llguidance import LLMatcher
+
 from ovspec.errors import OvspecError
+from ovspec.grammars.gbnf import to_lark
 from ovspec.grammars.json_schema import Reading, compiled
-from ovspec.grammars.lexemes import to_lark
+from ovspec.grammars.limits import LIMITS
+from ovspec.grammars.response_format import is_wrapped, unwrapped
+from ovspec.grammars.wording import plain
 
 MAX_CHARACTERS = 2_000_000  # of a schema, a grammar, an expression or all choices together
 MAX_GBNF = 200_000  # lower, because GBNF is parsed in Python
@@ -35,22 +39,19 @@ LOOKAROUND = re.compile(r"\(\?(?:<?[=!])|\\[bB<>AzZG]")
 BACKREFERENCE = re.compile(r"\\[1-9]|\(\?P=|\\k")
 
 
-@dataclass(frozen=True)
-class Source:
-    """A grammar in llguidance's own notation. ``warning``: what was ignored, or "". ``places``: rule -> its origin."""
-
-    grammar: str
-    warning: str = ""
-    places: dict[str, str] = field(default_factory=dict)
-
-
-def schema_source(schema: dict[str, Any] | bool | str, what: str = "The JSON schema", **reading: Any) -> Source:
-    """Return the grammar of the JSON texts that a schema describes, with a bounded amount of white space.
+def json_schema(
+    schema: dict[str, Any] | bool | str,
+    what: str = "The JSON schema",
+    lenient: bool = False,
+    close: bool | None = None,
+    compact: bool = False,
+) -> tuple[str, str]:
+    """Return (the grammar of the JSON texts that a schema describes, what was ignored of it or "").
 
     Args:
         schema: the schema itself or its JSON text. ``x-guidance`` at its top sets separators and white space.
         what: the schema's name in messages.
-        reading: fields of ``json_schema.Reading``.
+        lenient, close, compact: see ``json_schema.Reading``; without ``close``, a response format is closed.
     """
     if isinstance(schema, str):
         schema = parsed(schema, what)
@@ -61,18 +62,21 @@ def schema_source(schema: dict[str, Any] | bool | str, what: str = "The JSON sch
     bounded(text, what)
     shallow(text, what)
     try:
-        found = compiled(json.loads(text), Reading(**reading))
+        schema = json.loads(text)
+        reading = Reading(lenient, is_wrapped(schema) if close is None else close, compact)
+        found = compiled(unwrapped(schema), schema_problem, reading)
     except OvspecError as error:
         raise OvspecError(f"{what}, at {error}") from None
     text = grammar("json", lark_grammar=found.lark)
     if found.tracks:
         text = json.dumps({**json.loads(text), UNIQUE_ITEMS: found.tracks})
-    return Source(text, found.warning, found.places)
+    return text, found.warning
 
 
-def json_schema(schema: dict[str, Any] | bool | str, what: str = "The JSON schema") -> str:
-    """Return the grammar of ``schema_source``."""
-    return schema_source(schema, what).grammar
+def schema_problem(schema: dict[str, Any]) -> str:
+    """Return why llguidance can't use a schema, as a sentence; "" if it can."""
+    grammar = json.dumps({"grammars": [{"json_schema": schema}]})
+    return plain(LLMatcher.validate_grammar(grammar, None, limits=LIMITS))
 
 
 def regex(pattern: str, what: str = "The regular expression") -> str:
@@ -154,7 +158,7 @@ def inline_schema(text: str, start: int, what: str) -> tuple[str, int]:
     shallow(text, what, start)
     try:
         schema, end = json.JSONDecoder().raw_decode(text, start)
-        found = compiled(schema)
+        found = compiled(schema, schema_problem)
         if found.tracks:
             raise OvspecError("#: uniqueItems can't be enforced within a grammar; leave it out.")
         return found.lark, end

@@ -35,7 +35,9 @@ def worded(error: str, kind: str) -> str:
 
 
 def plain(error: str) -> str:
-    """Return llguidance's error as one sentence, without its debugging details."""
+    """Return llguidance's error as one sentence, without its debugging details; "" stays ""."""
+    if not error:
+        return ""
     error = re.sub(r"<non-verbose/>|\n +\d+ \|.*(\n +\^)?", "", error).replace("failed to compile JSON schema: ", "")
     error = re.sub(r"^invalid regex .*? \(in regex\): ", "", error, flags=re.DOTALL)
     if error.strip().endswith("))") and (at := error.rfind('(at "')) >= 0:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from ovspec.errors import OvspecError, PromptError
-from ovspec.grammars.wrapped import WRAPPING
+from ovspec.grammars.response_format import WRAPPING
 from ovspec.openai.bodies import REQUESTED, Fields, StreamOptions
 from ovspec.openai.errors import RequestError
 from ovspec.options import GRAMMARS, OF_SCHEMAS, Params, checked

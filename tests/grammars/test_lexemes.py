@@ -12,9 +12,9 @@ import pytest
 from grammar_walks import matcher, random_text
 from llguidance import LLMatcher, LLTokenizer
 
-from ovspec.grammars import lexemes
-from ovspec.grammars.automaton import Budget
-from ovspec.grammars.gbnf import parse
+from ovspec.grammars import gbnf as lexemes
+from ovspec.grammars.gbnf.automaton import Budget
+from ovspec.grammars.gbnf.parsing import parse
 from ovspec.grammars.limits import LIMITS
 from ovspec.grammars.sources import MAX_GBNF, gbnf
 

@@ -18,7 +18,7 @@ from jsonschema.validators import validator_for
 from ovspec.constraints.unique_items import Followed, UniqueItems
 from ovspec.errors import OvspecError
 from ovspec.grammars.json_schema import Reading, compiled
-from ovspec.grammars.sources import grammar
+from ovspec.grammars.sources import grammar, schema_problem
 
 Schema = dict[str, Any]
 OLD = "http://json-schema.org/draft-07/schema#"
@@ -78,7 +78,7 @@ VALUES: list[Any] = [
 
 class Acceptor:
     def __init__(self, schema: Schema, lenient: bool = False) -> None:
-        found = compiled(json.loads(json.dumps(schema)), Reading(lenient=lenient))
+        found = compiled(json.loads(json.dumps(schema)), schema_problem, Reading(lenient=lenient))
         self._matcher = matcher(grammar("json", lark_grammar=found.lark))
         self._unique = UniqueItems(found.tracks, [None]) if found.tracks else None
 
@@ -95,7 +95,7 @@ def test_accepts_what_jsonschema_finds_valid(schema: Schema) -> None:
     valid = [value for value in VALUES if judge.is_valid(value)]
     if not valid:
         with pytest.raises(OvspecError, match="no JSON text"):
-            compiled(json.loads(json.dumps(schema)))
+            compiled(json.loads(json.dumps(schema)), schema_problem)
         return
     acceptor = Acceptor(schema)
     assert valid != VALUES
@@ -151,7 +151,7 @@ def test_nothing_invalid_is_accepted(examples: int) -> None:
 
 def taken(schema: Schema, text: str) -> bool:
     """Return whether the grammar of ``schema`` takes ``text`` as a whole."""
-    each = matcher(grammar("json", lark_grammar=compiled(schema).lark))
+    each = matcher(grammar("json", lark_grammar=compiled(schema, schema_problem).lark))
     tokens = demo_tokenizer().tokenize_str(text)
     return each.try_consume_tokens(tokens) == len(tokens) and each.is_accepting()
 

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from ovspec.grammars.gbnf import Alt, Chars, Name, Node, Repeat, Seq
+from ovspec.grammars.gbnf.parsing import Alt, Chars, Name, Node, Repeat, Seq
 
 MAX_STEPS = 600_000  # takes about a second
 

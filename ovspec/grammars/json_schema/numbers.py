@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from decimal import Decimal
 
-from ovspec.grammars.shapes import Bound, Numbers
+from ovspec.grammars.json_schema.shapes import Bound, Numbers
 
 # As many digits as llama.cpp's grammars allow: readers round longer numbers, and a model could write forever.
 WHOLE, FRACTION, EXPONENT = "(0|[1-9][0-9]{0,15})", r"(\.[0-9]{1,16})", "([eE][+-]?[0-9]{1,3})"

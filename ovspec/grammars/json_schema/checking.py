@@ -6,19 +6,14 @@ https://json-schema.org/draft/2020-12/json-schema-validation defines the keyword
 from __future__ import annotations
 
 import difflib
-import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from llguidance import LLMatcher
-
 from ovspec.errors import OvspecError
-from ovspec.grammars.expressions import split
-from ovspec.grammars.formats import FORMATS, NOTES
-from ovspec.grammars.limits import LIMITS
-from ovspec.grammars.references import References, pointed
-from ovspec.grammars.wording import plain
+from ovspec.grammars.json_schema.expressions import split
+from ovspec.grammars.json_schema.formats import FORMATS, NOTES
+from ovspec.grammars.json_schema.references import References, pointed
 
 Schema = dict[str, Any]
 
@@ -53,10 +48,12 @@ class Checker:
     """Checks a schema and everything it refers to, and adapts it in place.
 
     Args:
+        problem: returns why llguidance can't use a schema of a string; "" if it can.
         lenient: leave out expressions that can't be enforced instead of refusing them.
     """
 
-    def __init__(self, root: Schema, lenient: bool) -> None:
+    def __init__(self, root: Schema, problem: Callable[[Schema], str], lenient: bool) -> None:
+        self._problem = problem
         self.ignored: dict[str, str] = {}  # keyword or format -> JSON pointer of the first
         self._root, self._lenient, self._references = root, lenient, References(root)
         self._waiting: list[tuple[Any, str]] = [(root, "#")]
@@ -179,27 +176,20 @@ class Checker:
     def _usable(self, pattern: str, at: str) -> bool:
         """Return whether ``pattern`` can be enforced; raises OvspecError for others if it must be."""
         if pattern not in self._expressions:
-            self._expressions[pattern] = problem_with(pattern)
+            present, absent = split(pattern)
+            self._expressions[pattern] = next(filter(None, map(self._wrong_in, (*present, *absent))), "")
         if why := self._expressions[pattern]:
             if not self._lenient:
                 raise OvspecError(f"{at}: {why}")
             return False
         return True
 
-
-def problem_with(pattern: str) -> str:
-    """Return why a regular expression can't be used, as the end of a sentence; "" if it can."""
-    present, absent = split(pattern)
-    return next((why for each in (*present, *absent) if (why := problem_with_part(each))), "")
-
-
-def problem_with_part(pattern: str) -> str:
-    for inside in re.findall(r"\\.|\[\^?\]?((?:\\.|\[:\w+:\]|[^\]\\])*)\]", pattern, re.DOTALL):
-        if found := SET_OPERATIONS.search(re.sub(r"\\.|\[:\w+:\]", "", inside, flags=re.DOTALL)):
-            return f"{found.group()!r} in a class has a special meaning here; put \\ before it."
-    schema = {"type": "string", "pattern": pattern}
-    error = LLMatcher.validate_grammar(json.dumps({"grammars": [{"json_schema": schema}]}), None, limits=LIMITS)
-    return plain(error) if error else ""
+    def _wrong_in(self, pattern: str) -> str:
+        """Return why a regular expression can't be used, as the end of a sentence; "" if it can."""
+        for inside in re.findall(r"\\.|\[\^?\]?((?:\\.|\[:\w+:\]|[^\]\\])*)\]", pattern, re.DOTALL):
+            if found := SET_OPERATIONS.search(re.sub(r"\\.|\[:\w+:\]", "", inside, flags=re.DOTALL)):
+                return f"{found.group()!r} in a class has a special meaning here; put \\ before it."
+        return self._problem({"type": "string", "pattern": pattern})
 
 
 def writable(value: Any, at: str) -> None:

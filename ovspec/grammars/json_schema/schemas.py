@@ -14,11 +14,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from ovspec.errors import OvspecError
-from ovspec.grammars import keywords
-from ovspec.grammars.numbers import none_fits
-from ovspec.grammars.references import References
-from ovspec.grammars.schema_check import ANNOTATIONS, REFERENCES, Schema
-from ovspec.grammars.shapes import (
+from ovspec.grammars.json_schema import keywords
+from ovspec.grammars.json_schema.checking import ANNOTATIONS, REFERENCES, Schema
+from ovspec.grammars.json_schema.numbers import none_fits
+from ovspec.grammars.json_schema.references import References
+from ovspec.grammars.json_schema.shapes import (
     ANYTHING,
     KINDS,
     NOTHING,

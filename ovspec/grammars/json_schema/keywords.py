@@ -9,10 +9,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any, Protocol
 
-from ovspec.grammars.expressions import split
-from ovspec.grammars.formats import FORMATS
-from ovspec.grammars.schema_check import REFERENCES, Schema
-from ovspec.grammars.shapes import (
+from ovspec.grammars.json_schema.checking import REFERENCES, Schema
+from ovspec.grammars.json_schema.expressions import split
+from ovspec.grammars.json_schema.formats import FORMATS
+from ovspec.grammars.json_schema.shapes import (
     ANYTHING,
     KINDS,
     NOTHING,

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ovspec.errors import OvspecError
-from ovspec.grammars import numbers
-from ovspec.grammars.expressions import in_ascii, none_of, slashed, sought
-from ovspec.grammars.formats import STRICTER
-from ovspec.grammars.schemas import Schemas
-from ovspec.grammars.shapes import Node, Numbers, Strings
+from ovspec.grammars.json_schema import numbers
+from ovspec.grammars.json_schema.expressions import in_ascii, none_of, slashed, sought
+from ovspec.grammars.json_schema.formats import STRICTER
+from ovspec.grammars.json_schema.schemas import Schemas
+from ovspec.grammars.json_schema.shapes import Node, Numbers, Strings
 
 # Without \uXXXX: a key would have several spellings.
 ESCAPES = 'nrbtf\\"'
@@ -34,7 +34,7 @@ class Style:
 class Rules:
     """Writes rules and terminals; those of equal content are written once.
 
-    ``places``: rule -> JSON pointer, for messages. ``waiting``: nodes whose rules have names and aren't written yet.
+    ``waiting``: nodes whose rules have names and aren't written yet.
     """
 
     schemas: Schemas
@@ -42,7 +42,6 @@ class Rules:
     patterns_apart: Callable[[str, str], bool]
     repeats: bool = False  # whether the grammar allows arrays to repeat items that must differ: see ``tracks_of``
     lines: list[str] = field(default_factory=list)
-    places: dict[str, str] = field(default_factory=dict)
     names: dict[str, str] = field(default_factory=dict)  # content -> name of a rule or terminal
     _nodes: dict[Node, str] = field(default_factory=dict)
     waiting: list[tuple[Node, str]] = field(default_factory=list)
@@ -68,7 +67,6 @@ class Rules:
         """Return the rule of a node, which is written later."""
         if node not in self._nodes:
             name = self._nodes[node] = f"v{len(self._nodes)}"
-            self.places[name] = self.schemas.place(node)
             self.waiting.append((node, name))
         return self._nodes[node]
 

@@ -1,18 +1,175 @@
-"""Writes the rules of JSON arrays, and of lists of properties."""
+"""Writes the grammar of the JSON texts of a schema, in llguidance's dialect of Lark."""
 
 from __future__ import annotations
 
 import functools
 import json
 from dataclasses import replace
+from typing import Any
 
 from ovspec.errors import OvspecError
-from ovspec.grammars import numbers
-from ovspec.grammars.schema_rules import Rules, quoted
-from ovspec.grammars.shapes import Arrays, Booleans, Node, Nulls, Numbers, Strings, both
+from ovspec.grammars.json_schema import numbers
+from ovspec.grammars.json_schema.expressions import slashed, sought, split
+from ovspec.grammars.json_schema.rules import Rules, quoted
+from ovspec.grammars.json_schema.schemas import Schemas
+from ovspec.grammars.json_schema.shapes import (
+    NOTHING,
+    Alternative,
+    Arrays,
+    Booleans,
+    Node,
+    Nulls,
+    Numbers,
+    Objects,
+    Refused,
+    Strings,
+    both,
+    closed,
+)  # fmt: skip
 
 MOST_STATES = 20_000  # of one object or array
 MOST_ORDERED = 5  # values or properties that may come in any order
+
+
+def grammar_of(rules: Rules, close: bool) -> str:
+    """Return the whole grammar.
+
+    Args:
+        close: objects have only the listed properties, where the schema says nothing.
+
+    Raises:
+        OvspecError: no text matches, or something can't be enforced.
+    """
+    root = rules.schemas.root
+    if rules.schemas.empty(root):
+        raise OvspecError("#: no JSON text satisfies this schema.")
+    head = []
+    if rules.style.white_space:
+        head = ['%llguidance {"ignore_once": true}', f"%ignore /{slashed(rules.style.white_space)}/"]
+    start = rules.value(root)
+    while rules.waiting:
+        node, name = rules.waiting.pop()
+        rules.write(name, options_of(rules, node, close))
+    return "\n".join([*head, f"start: {start}", *rules.lines])
+
+
+def options_of(rules: Rules, node: Node, close: bool) -> str:
+    """Return the alternatives of a node; raises OvspecError if some can't be enforced and matter."""
+    options: dict[str, None] = {}
+    for alternatives in rules.schemas.shape(node).kinds.values():
+        usable = [each for each in alternatives if not isinstance(each, Refused)]
+        refused = [each for each in alternatives if isinstance(each, Refused) and not (usable and each.dispensable)]
+        if refused:
+            raise OvspecError(f"{refused[0].at}: {refused[0].why}; rewrite it, or set `json_schema_mode='checked'`.")
+        options.update((alternative(rules, each, close), None) for each in usable)
+    return " | ".join(options)
+
+
+def alternative(rules: Rules, each: Alternative, close: bool) -> str:
+    match each:
+        case Nulls():
+            return '"null"'
+        case Booleans():
+            return " | ".join(json.dumps(json.dumps(value)) for value in sorted(each.values))
+        case Numbers():
+            return rules.number(each)
+        case Strings():
+            return rules.string(each)
+        case Arrays():
+            return array(rules, each)
+        case Objects():
+            return object_rule(rules, closed(each) if close else each)
+    raise AssertionError(each)
+
+
+def tracks_of(schemas: Schemas) -> list[list[dict[str, Any]]]:
+    """Return where arrays are whose items must differ: for each node, by its number, the alternatives of a value.
+
+    Arrays: {"unique", "prefix", "items"}; objects: {"properties", "patterns", "rest"}, with the numbers of nodes.
+    """
+    numbers = {schemas.root: 0}
+    waiting, found = [schemas.root], list[list[dict[str, Any]]]()
+
+    def number(node: Node) -> int:
+        if node not in numbers:
+            numbers[node] = len(numbers)
+            waiting.append(node)
+        return numbers[node]
+
+    while waiting:
+        found.append([])
+        for alternatives in schemas.shape(waiting.pop(0)).kinds.values():
+            for each in alternatives:
+                if isinstance(each, Arrays):
+                    prefix = [number(item) for item in each.prefix]
+                    found[-1].append({"unique": each.unique, "prefix": prefix, "items": number(each.items)})
+                elif isinstance(each, Objects):
+                    properties = {name: number(value) for name, value in each.properties}
+                    patterns = [(pattern, number(value)) for pattern, value in each.patterns]
+                    found[-1].append({"properties": properties, "patterns": patterns, "rest": number(each.rest)})
+    return found
+
+
+# ---------------------------------------------------------------- objects
+
+
+def object_rule(rules: Rules, each: Objects) -> str:
+    names = rules.schemas.shape(each.names).kinds.get("string", ())
+    for refused in names:
+        if isinstance(refused, Refused):
+            rules.refuse(refused.at, refused.why)
+    allowed = [alternative for alternative in names if isinstance(alternative, Strings)]
+    each = with_names(each, allowed)
+    pairs: list[tuple[str, bool]] = []
+    colon, comma = (rules.separator(text) for text in (rules.style.key_separator, rules.style.item_separator))
+    for name, node in each.properties:
+        fits = any(alternative.fits(name) for alternative in allowed)
+        if fits and not rules.schemas.empty(node):
+            pairs.append((f"{quoted(name)} {colon} {rules.value(node)}", name in each.required))
+    if each.any_order and len(pairs) <= MOST_ORDERED and all(required for _, required in pairs):
+        items = [rules.rule(pair) for pair, _ in pairs]
+        return f'"{{" {any_order(rules, items, len(items), len(items), comma)} "}}"'
+    others = extra(rules, each, allowed, colon)
+    items = [(rules.rule(pair), required) for pair, required in pairs]
+    return f'"{{" {in_order(rules, items, (each.least, each.most), others, comma)} "}}"'
+
+
+def with_names(each: Objects, allowed: list[Strings]) -> Objects:
+    """Return the object with its names listed, if only some are allowed."""
+    if not allowed or any(alternative.values is None for alternative in allowed):
+        return each if allowed else replace(each, rest=NOTHING, patterns=())
+    listed = dict(each.properties)
+    names = dict.fromkeys(name for alternative in allowed for name in alternative.values or ())
+    more = tuple((name, each.node(name)) for name in names if name not in listed)
+    return replace(each, properties=(*each.properties, *more), rest=NOTHING, patterns=())
+
+
+def extra(rules: Rules, each: Objects, allowed: list[Strings], colon: str) -> str | None:
+    """Return the properties that aren't listed; None if there are none."""
+    taken = frozenset(name for name, _ in each.properties)
+    options = []
+    for pattern, node in each.patterns:
+        near = [other for text, other in each.patterns if text == pattern or not rules.patterns_apart(text, pattern)]
+        value = both(node, *near)
+        if not rules.schemas.empty(value):
+            for names in allowed:
+                present, absent = split(pattern)
+                patterns, without = names.patterns.union(present), names.absent.union(absent)
+                key = replace(names, patterns=patterns, absent=without, excluded=names.excluded | taken)
+                if not rules.schemas.no_text(key):
+                    options.append(f"{rules.string(key)} {colon} {rules.value(value)}")
+    if not rules.schemas.empty(each.rest):
+        value = rules.value(each.rest)
+        without = frozenset(pattern for pattern, _ in each.patterns)
+        for names in allowed:
+            key = replace(names, excluded=names.excluded | taken, absent=names.absent | without)
+            # Where it can't be said which names have none of the patterns, there are no others.
+            if not any(sought(pattern) is None for pattern in (*key.absent, *(key.patterns if without else ()))):
+                options.append(f"{rules.string(key)} {colon} {value}")
+    return rules.rule(" | ".join(options)) if options else None
+
+
+# ---------------------------------------------------------------- arrays, and lists of properties
 
 
 def array(rules: Rules, each: Arrays) -> str:

@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from ovspec.grammars.automaton import Automata, Budget, Lexemes, TooMuch
-from ovspec.grammars.gbnf import Alt, Chars, Name, Node, Repeat, Rules, Seq, parse
+from ovspec.grammars.gbnf.automaton import Automata, Budget, Lexemes, TooMuch
+from ovspec.grammars.gbnf.parsing import Alt, Chars, Name, Node, Repeat, Rules, Seq, parse
 
 MAX_SIZE = 2000  # character positions in a lexeme
 MAX_DEPTH = 60  # nesting of a lexeme's expression

@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import functools
-import json
-import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
 
-from llguidance import LLMatcher
-
 from ovspec.errors import OvspecError
-from ovspec.grammars.limits import LIMITS
-from ovspec.grammars.schema_check import Checker, listed, need
-from ovspec.grammars.schema_lark import grammar_of, tracks_of
-from ovspec.grammars.schema_rules import Rules, Style, string_schema
-from ovspec.grammars.schemas import Circular, Schemas
-from ovspec.grammars.shapes import Strings
-from ovspec.grammars.wrapped import is_wrapped, unwrapped
+from ovspec.grammars.json_schema.checking import Checker, Schema, listed, need
+from ovspec.grammars.json_schema.rules import Rules, Style, string_schema
+from ovspec.grammars.json_schema.schemas import Circular, Schemas
+from ovspec.grammars.json_schema.shapes import Strings
+from ovspec.grammars.json_schema.writing import grammar_of, tracks_of
 
 # One space, or a newline and at most 20 spaces or tabs: without a bound a model may write white space forever.
 WHITE_SPACE = r" |\n[ \t]{0,20}"
@@ -29,13 +24,12 @@ SETTINGS = ("item_separator", "key_separator", "whitespace_flexible", "whitespac
 
 @dataclass(frozen=True)
 class Compiled:
-    """``lark``: the grammar. ``places``: rule -> JSON pointer. ``warning``: what is ignored, or "".
+    """``lark``: the grammar. ``warning``: what is ignored, or "".
 
     ``tracks``: where the items of arrays must differ, which the grammar doesn't enforce; None: nowhere.
     """
 
     lark: str
-    places: dict[str, str]
     warning: str
     tracks: list[list[dict[str, Any]]] | None = None
 
@@ -45,43 +39,59 @@ class Reading:
     """How a schema is read.
 
     ``lenient``: leave out what can't be enforced, instead of refusing it. ``close``: objects have no properties beside
-    the listed ones, where the schema says nothing of them; None: if it is a response format. ``compact``: no white
-    space between tokens.
+    the listed ones, where the schema says nothing of them. ``compact``: no white space between tokens.
     """
 
     lenient: bool = False
-    close: bool | None = None
+    close: bool = False
     compact: bool = False
 
 
-def compiled(schema: Any, reading: Reading = Reading()) -> Compiled:
+def compiled(schema: Any, problem: Callable[[Schema], str], reading: Reading = Reading()) -> Compiled:
     """Return the grammar of a schema, as parsed from JSON; the schema is changed.
 
+    Args:
+        problem: returns why llguidance can't use a schema of a string, as a sentence; "" if it can.
+
     Raises:
-        OvspecError: it is invalid or can't be enforced; the message begins with the JSON pointer of the place.
+        OvspecError: the schema is invalid or can't be enforced; the message begins with the JSON pointer of the place.
     """
     if not recent():
         found = version("llguidance")
         raise OvspecError(f"the top: llguidance {found} doesn't enforce schemas strictly enough; use 1.8 or newer.")
-    close = is_wrapped(schema) if reading.close is None else reading.close
-    schema = unwrapped(schema)
     schema = {} if schema is True else schema
     if schema is False:
         raise OvspecError('the top: "false" allows no text at all.')
     if not isinstance(schema, dict):
         raise OvspecError("the top: a schema must be an object.")
+
+    @functools.cache
+    def no_text(each: Strings) -> bool:
+        """Return whether no string has the patterns, formats and length of ``each``."""
+        few = len(each.patterns) + len(each.formats) + bool(each.least or each.most is not None or each.excluded) < 2
+        return not few and unsatisfiable(problem(string_schema(each)))
+
+    @functools.cache
+    def apart(one: str, other: str) -> bool:
+        """Return whether no string has both patterns, as far as that can be told."""
+        return unsatisfiable(problem({"type": "string", "allOf": [{"pattern": one}, {"pattern": other}]}))
+
     compact = {"whitespace_flexible": False} if reading.compact else {}
     style = styled(schema.pop("x-guidance", {}), compact)
-    checker = Checker(schema, reading.lenient)
+    checker = Checker(schema, problem, reading.lenient)
     checker.check()
     try:
         rules = Rules(Schemas(schema, reading.lenient, no_text), style, apart)
-        lark = grammar_of(rules, close)
-        return Compiled(lark, rules.places, checker.warning(), tracks_of(rules.schemas) if rules.repeats else None)
+        lark = grammar_of(rules, reading.close)
+        return Compiled(lark, checker.warning(), tracks_of(rules.schemas) if rules.repeats else None)
     except Circular as error:
         raise OvspecError(f"{error}: this can never come to an end, because it refers to itself.") from None
     except RecursionError:
         raise OvspecError("#: it is nested too deeply; split it into named parts.") from None
+
+
+def unsatisfiable(problem: str) -> bool:
+    return problem.startswith(("no JSON text satisfies", "no text has this pattern"))
 
 
 def styled(settings: Any, usual: dict[str, bool]) -> Style:
@@ -107,22 +117,3 @@ def recent() -> bool:
     The guidance library requires an older version, which is good enough for everything else.
     """
     return tuple(map(int, version("llguidance").split(".")[:2])) >= OLDEST
-
-
-@functools.lru_cache(maxsize=4096)
-def no_text(each: Strings) -> bool:
-    """Return whether no string has the patterns, formats and length of ``each``."""
-    if len(each.patterns) + len(each.formats) + bool(each.least or each.most is not None or each.excluded) < 2:
-        return False
-    return unusable(string_schema(each))
-
-
-@functools.lru_cache(maxsize=4096)
-def apart(one: str, other: str) -> bool:
-    """Return whether no string has both patterns, as far as that can be told."""
-    return unusable({"type": "string", "allOf": [{"pattern": one}, {"pattern": other}]})
-
-
-def unusable(schema: dict[str, Any]) -> bool:
-    grammar = json.dumps({"grammars": [{"json_schema": schema}]})
-    return re.search("Unsatisfiable|is empty", LLMatcher.validate_grammar(grammar, None, limits=LIMITS)) is not None
