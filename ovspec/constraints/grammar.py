@@ -23,7 +23,7 @@ from ovspec.decoders.sequence import Sequence
 from ovspec.errors import OvspecError
 from ovspec.grammars.limits import LIMITS
 from ovspec.grammars.sources import LARK, UNIQUE_ITEMS
-from ovspec.grammars.wording import plain
+from ovspec.grammars.wording import in_words
 from ovspec.text.tokenizer_files import TOKENIZER_FILE
 
 UNUSABLE = "This model's tokenizer can't be used with grammars"
@@ -52,7 +52,7 @@ class Grammar(Constraint):
         matcher: a matcher in the state in which the generated text begins, after ``start`` tokens of prompt.
         ends: ids that end the text when the grammar is satisfied; the matcher's own end id is ``own_end``.
         size: size of the vocabulary.
-        unique_items: keeps items of arrays different, where they must be, beginning with ``followed``.
+        unique: keeps items of arrays different, where they must be, from the given place on.
     """
 
     def __init__(
@@ -198,7 +198,7 @@ class Grammar(Constraint):
 def check_state(matcher: LLMatcher) -> None:
     """Raise OvspecError if the matcher has failed; it never recovers from that."""
     if matcher.is_error():
-        raise OvspecError(f"The grammar can't be followed any further: {plain(matcher.get_error())}")
+        raise OvspecError(f"The grammar can't be followed any further: {in_words(matcher.get_error())}")
 
 
 class Grammars:
@@ -256,7 +256,7 @@ class Grammars:
             text, tracks = with_numbers(grammar, self._special)
             matcher = LLMatcher(self._tokens, text, log_level=0, limits=LIMITS)
             if matcher.is_error():
-                raise OvspecError(f"{what}: {plain(matcher.get_error())}")
+                raise OvspecError(f"{what}: {in_words(matcher.get_error())}")
             found = matcher, UniqueItems(tracks, self._vocabulary) if tracks else None
         with self._lock:
             self._compiled[grammar] = found  # the one used last comes last

@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from ovspec.grammars.json_schema.shapes import found
+from ovspec.grammars.json_schema.shapes import finds
 
-# What may be where in a text: for each number, the alternatives of a value as ``schema_lark.Writer.tracks`` lists them.
+# What may be where in a text: for each number, the alternatives of a value as ``json_schema.Compiled`` has them.
 Tracks = list[list[dict[str, Any]]]
 # A token -> (the tokens that a grammar allows after it, the same function for that place).
 Following = Callable[[int], tuple[list[int], "Following"]]
@@ -74,7 +74,7 @@ def open_text(begun: str) -> str:
 def compact(token: str) -> str:
     """Return a token of JSON in the one spelling of its value."""
     try:
-        return json.dumps(plain(json.loads(token, strict=False)), ensure_ascii=False)
+        return json.dumps(normal(json.loads(token, strict=False)), ensure_ascii=False)
     except ValueError:  # a bracket, a comma or a colon
         return token
 
@@ -211,103 +211,116 @@ class UniqueItems:
 
     def follow(self, followed: Followed, more: bytes) -> Followed | None:
         """Return ``followed`` with ``more`` behind it; None if that completes an item that is there already."""
-        if followed.skip:
-            left = max(0, followed.skip - len(more))
-            more, followed = more[followed.skip :], replace(followed, skip=left)
-        start = len(followed.text)
-        text, opened = followed.text + more, list(followed.opened)
-        within, key, begun = followed.within, followed.key, followed.begun
-        for at in range(start, len(text)):
-            byte = text[at : at + 1]
-            if within == "escape":
-                within = "string"
-            elif within == "string":
-                if byte == b"\\":
-                    within = "escape"
-                elif byte == b'"':
-                    within = ""
-                    if key:
-                        self._named(opened, json.loads(text[begun : at + 1], strict=False))
-                        key = False
-                    elif not self._complete(opened, text[: at + 1]):
-                        return None
-            else:
-                if within == "scalar" and byte in b",]} \n\t\r":
-                    within = ""
-                    if not self._complete(opened, text[:at]):
-                        return None
-                if within == "scalar" or byte in b" \n\t\r:":
-                    continue
-                if byte == b",":
-                    key = bool(opened) and not opened[-1].array
-                elif byte in b"]}":
-                    if opened:
-                        opened.pop()
-                    if not self._complete(opened, text[: at + 1]):
-                        return None
-                else:
-                    if not key:
-                        self._begin(opened, at)
-                    begun, within = at, "string" if byte == b'"' else "scalar"
-                    if byte in b"[{":
-                        within, key = "", byte == b"{"
-                        opened.append(self._opened(opened, byte == b"["))
-        return Followed(text, tuple(opened), within, key, begun, followed.skip)
+        skipped = min(followed.skip, len(more))
+        walk = Walk(self._tracks, followed, more[skipped:])
+        if not all(map(walk.read, range(len(followed.text), len(walk.text)))):
+            return None
+        skip = followed.skip - skipped
+        return Followed(walk.text, tuple(walk.opened), walk.within, walk.key, walk.begun, skip)
 
-    def _opened(self, opened: list[Open], array: bool) -> Open:
-        numbers = opened[-1].inner if opened else (0,)
-        unique = array and any(each.get("unique") for number in numbers for each in self._tracks[number])
-        return Open(array, numbers, frozenset() if unique else None)
 
-    def _begin(self, opened: list[Open], at: int) -> None:
-        """Note where an item begins."""
-        if opened and opened[-1].array and opened[-1].start < 0:
-            around = opened[-1]
-            inner = set[int]()
-            for each in self._alternatives(around):
-                if "items" in each:
-                    prefix = each["prefix"]
-                    inner.add(prefix[around.index] if around.index < len(prefix) else each["items"])
-            opened[-1] = replace(around, start=at, inner=tuple(sorted(inner)))
+class Walk:
+    """Reads the bytes of ``more`` behind a text; its fields are those of ``Followed``."""
 
-    def _named(self, opened: list[Open], name: str) -> None:
+    def __init__(self, tracks: Tracks, followed: Followed, more: bytes) -> None:
+        self._tracks = tracks
+        self.text, self.opened = followed.text + more, list(followed.opened)
+        self.within, self.key, self.begun = followed.within, followed.key, followed.begun
+
+    def read(self, at: int) -> bool:
+        """Read the byte at ``at``; return False if it completes an item that is there already."""
+        byte = self.text[at : at + 1]
+        if self.within == "escape":
+            self.within = "string"
+            return True
+        if self.within == "string":
+            return self._read_in_string(byte, at)
+        if self.within == "scalar":
+            if byte not in b",]} \n\t\r":
+                return True
+            self.within = ""
+            if not self._complete(at):
+                return False
+        return self._read_between(byte, at)
+
+    def _read_in_string(self, byte: bytes, at: int) -> bool:
+        if byte == b"\\":
+            self.within = "escape"
+        elif byte == b'"':
+            self.within = ""
+            if not self.key:
+                return self._complete(at + 1)
+            self._name(json.loads(self.text[self.begun : at + 1], strict=False))
+            self.key = False
+        return True
+
+    def _read_between(self, byte: bytes, at: int) -> bool:
+        if byte == b",":
+            self.key = bool(self.opened) and not self.opened[-1].array
+        elif byte in b"]}":
+            if self.opened:
+                self.opened.pop()
+            return self._complete(at + 1)
+        elif byte not in b" \n\t\r:":
+            self._begin(byte, at)
+        return True
+
+    def _begin(self, byte: bytes, at: int) -> None:
+        """Note that a string, a number, a word, an array or an object begins."""
+        if not self.key and self.opened and self.opened[-1].array and self.opened[-1].start < 0:
+            around = self.opened[-1]
+            inner = {
+                each["prefix"][around.index] if around.index < len(each["prefix"]) else each["items"]
+                for each in self._alternatives(around)
+                if "items" in each
+            }
+            self.opened[-1] = replace(around, start=at, inner=tuple(sorted(inner)))
+        self.begun, self.within = at, "string" if byte == b'"' else "scalar"
+        if byte in b"[{":
+            self.within, self.key = "", byte == b"{"
+            numbers = self.opened[-1].inner if self.opened else (0,)
+            unique = byte == b"[" and any(each.get("unique") for n in numbers for each in self._tracks[n])
+            self.opened.append(Open(byte == b"[", numbers, frozenset() if unique else None))
+
+    def _name(self, name: str) -> None:
         """Note which property's value follows."""
         inner = set[int]()
-        for each in self._alternatives(opened[-1]):
+        for each in self._alternatives(self.opened[-1]):
             if "rest" in each:
-                matching = [number for pattern, number in each["patterns"] if found(pattern, name)]
+                matching = [number for pattern, number in each["patterns"] if finds(pattern, name)]
                 inner |= {each["properties"][name]} if name in each["properties"] else {*matching, each["rest"]}
-        opened[-1] = replace(opened[-1], inner=tuple(sorted(inner)))
+        self.opened[-1] = replace(self.opened[-1], inner=tuple(sorted(inner)))
 
     def _alternatives(self, opened: Open) -> Iterable[dict[str, Any]]:
         return (each for number in opened.numbers for each in self._tracks[number])
 
-    def _complete(self, opened: list[Open], text: bytes) -> bool:
-        """Note that a value has ended; return False if it is in the array around it already."""
-        if not opened or not opened[-1].array:
+    def _complete(self, end: int) -> bool:
+        """Note that a value has ended before ``end``; return False if it is in the array around it already."""
+        if not self.opened or not self.opened[-1].array:
             return True
-        around = opened[-1]
-        if around.seen is None:
-            opened[-1] = replace(around, index=around.index + 1, start=-1)
-            return True
-        item = canonical(json.loads(text[around.start :], strict=False))
-        if item in around.seen:
-            return False
-        tokens = TOKEN.findall(text[around.start :].decode("utf-8", "replace"))
-        texts = (*around.texts, "".join(compact(token) for token in tokens if token.strip()))
-        opened[-1] = replace(around, index=around.index + 1, start=-1, seen=around.seen | {item}, texts=texts)
+        around = self.opened[-1]
+        after = replace(around, index=around.index + 1, start=-1)
+        if around.seen is not None:
+            text = self.text[around.start : end]
+            item = canonical(json.loads(text, strict=False))
+            if item in around.seen:
+                return False
+            tokens = TOKEN.findall(text.decode("utf-8", "replace"))
+            texts = (*around.texts, "".join(compact(token) for token in tokens if token.strip()))
+            after = replace(after, seen=around.seen | {item}, texts=texts)
+        self.opened[-1] = after
         return True
 
 
 def canonical(value: Any) -> str:
     """Return a text that is the same for equal values, as JSON Schema compares them."""
-    return json.dumps(plain(value), sort_keys=True, ensure_ascii=False)
+    return json.dumps(normal(value), sort_keys=True, ensure_ascii=False)
 
 
-def plain(value: Any) -> Any:
+def normal(value: Any) -> Any:
     """Return a value of JSON with integers instead of equal fractions."""
     if isinstance(value, float) and value.is_integer():
         return int(value)
     if isinstance(value, list):
-        return [plain(each) for each in value]
-    return {name: plain(each) for name, each in value.items()} if isinstance(value, dict) else value
+        return [normal(each) for each in value]
+    return {name: normal(each) for name, each in value.items()} if isinstance(value, dict) else value

@@ -14,7 +14,7 @@ from llguidance import LLMatcher, LLTokenizer
 from ovspec.errors import OvspecError
 from ovspec.grammars import sources
 from ovspec.grammars.limits import LIMITS
-from ovspec.grammars.wording import plain, worded
+from ovspec.grammars.wording import in_words, worded
 from ovspec.sandbox import serve
 
 MAX_SPECIAL = 50  # special tokens named in a grammar
@@ -77,7 +77,7 @@ def problem_with(grammar: str) -> str:
     if len(matcher.compute_ff_bytes()) > LONGEST_FORCED:
         return f": every text begins with the same {LONGEST_FORCED} bytes or more; put them into the prompt."
     why = stuck(matcher, len(vocabulary.tokens))
-    return why and f": {plain(why)}"
+    return why and f": {in_words(why)}"
 
 
 def stuck(matcher: LLMatcher, size: int) -> str:

@@ -16,9 +16,10 @@ from llguidance import LLMatcher
 from ovspec.errors import OvspecError
 from ovspec.grammars.gbnf import to_lark
 from ovspec.grammars.json_schema import Reading, compiled
+from ovspec.grammars.json_schema.expressions import slashed
 from ovspec.grammars.limits import LIMITS
 from ovspec.grammars.response_format import is_wrapped, unwrapped
-from ovspec.grammars.wording import plain
+from ovspec.grammars.wording import in_words
 
 MAX_CHARACTERS = 2_000_000  # of a schema, a grammar, an expression or all choices together
 MAX_GBNF = 200_000  # lower, because GBNF is parsed in Python
@@ -35,8 +36,6 @@ LARK = re.compile(
     r"|\b(?P<option>max_tokens|stop|temperature)\s*="
 )
 BRACKETS = re.compile(r'"(?:\\.|[^"\\])*"?|[\[{]|[\]}]')
-LOOKAROUND = re.compile(r"\(\?(?:<?[=!])|\\[bB<>AzZG]")
-BACKREFERENCE = re.compile(r"\\[1-9]|\(\?P=|\\k")
 
 
 def json_schema(
@@ -76,7 +75,7 @@ def json_schema(
 def schema_problem(schema: dict[str, Any]) -> str:
     """Return why llguidance can't use a schema, as a sentence; "" if it can."""
     grammar = json.dumps({"grammars": [{"json_schema": schema}]})
-    return plain(LLMatcher.validate_grammar(grammar, None, limits=LIMITS))
+    return in_words(LLMatcher.validate_grammar(grammar, None, limits=LIMITS))
 
 
 def regex(pattern: str, what: str = "The regular expression") -> str:
@@ -85,9 +84,6 @@ def regex(pattern: str, what: str = "The regular expression") -> str:
     pattern = re.sub(r"(?<!\\)((?:\\\\)*)\$\Z", r"\1", pattern)
     if re.search(r"(?<!\\)(?:\\\\)*\\\Z", pattern):
         raise OvspecError(f"{what} ends with a backslash; write \\\\ to match one.")
-    for kind, found in (("look-around", LOOKAROUND), ("backreferences", BACKREFERENCE)):
-        if match := found.search(pattern.replace("\\\\", "  ")):
-            raise OvspecError(f"{what} uses {kind} at column {match.start() + 1}, which isn't supported; rewrite it.")
     return grammar("regex", lark_grammar=f"start: /{slashed(pattern)}/")
 
 
@@ -217,12 +213,6 @@ def well_formed(text: str, what: str) -> str:
 
 def place(text: str, at: int) -> str:
     return f"line {text.count(chr(10), 0, at) + 1}, column {at - text.rfind(chr(10), 0, at)}"
-
-
-def slashed(pattern: str) -> str:
-    """Return a regular expression escaped for use between slashes in Lark."""
-    escapes = {"/": "\\/", "\n": "\\n", "\r": "\\r", "\0": "\\x00"}
-    return re.sub(r"\\.|[/\n\r\0]", lambda m: escapes.get(m[0], m[0]), pattern, flags=re.DOTALL)
 
 
 def escaped(character: str) -> str:

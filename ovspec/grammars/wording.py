@@ -31,10 +31,10 @@ def worded(error: str, kind: str) -> str:
         where = f", line {first[1]}, column {first[2]}"
     elif kind == "regex" and (caret := re.search(r"parse error:\n    .*\n    ( *)\^", error)):
         where = f", column {len(caret[1]) + 1}"
-    return f"{where}: {plain(error[first.end() :] if first else error)}"
+    return f"{where}: {in_words(error[first.end() :] if first else error)}"
 
 
-def plain(error: str) -> str:
+def in_words(error: str) -> str:
     """Return llguidance's error as one sentence, without its debugging details; "" stays ""."""
     if not error:
         return ""

@@ -19,7 +19,7 @@ from ovspec.errors import OvspecError
 from ovspec.grammars import sources
 from ovspec.grammars.conversion import CONVERTER, MAX_SECONDS, converted
 from ovspec.grammars.limits import LIMITS
-from ovspec.grammars.wording import plain
+from ovspec.grammars.wording import in_words
 
 SOURCES = {"grammar": LARK, "gbnf": GBNF, "regex": REGEX, "choice": CHOICES, "json_schema": SCHEMAS}
 CASES = [
@@ -218,4 +218,4 @@ def test_a_step_never_takes_long(text: str, steps: int) -> None:
     ],
 )
 def test_messages_name_no_internals(error: str, said: str) -> None:
-    assert plain(error) == said
+    assert in_words(error) == said

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ovspec.grammars.gbnf.automaton import Automata, Budget, Lexemes, TooMuch
-from ovspec.grammars.gbnf.parsing import Alt, Chars, Name, Node, Repeat, Rules, Seq, parse
+from ovspec.grammars.gbnf.parsing import Alt, Chars, Expression, Gbnf, Name, Repeat, Seq, parse
 
 MAX_SIZE = 2000  # character positions in a lexeme
 MAX_DEPTH = 60  # nesting of a lexeme's expression
@@ -26,7 +26,7 @@ def to_lark(text: str) -> str:
     """Return a GBNF grammar as a Lark grammar for llguidance that matches the same texts; raises like ``parse``."""
     grammar = parse(text)
     facts = Analysis(grammar).facts
-    budget, split = Budget(), set[Node]()
+    budget, split = Budget(), set[Expression]()
     try:
         automata = Automata(grammar.rules, facts, budget)
         while True:
@@ -45,19 +45,19 @@ class Facts(NamedTuple):
     size: int
     depth: int
     nullable: bool
-    solid: Node | None  # matches the same texts except the empty one; None if that would be too long
+    solid: Expression | None  # matches the same texts except the empty one; None if that would be too long
 
 
 class Analysis:
     """Finds the expressions that reach no recursive rule, and their facts, in one pass from the leaves up."""
 
-    def __init__(self, grammar: Rules) -> None:
+    def __init__(self, grammar: Gbnf) -> None:
         self.grammar = grammar
-        self.facts: dict[Node, Facts] = {}
+        self.facts: dict[Expression, Facts] = {}
         self.nothing = grammar.make(Seq, ())
         self.learn(self.nothing)
-        users: dict[Node, list[Node]] = {}
-        missing: dict[Node, int] = {}
+        users: dict[Expression, list[Expression]] = {}
+        missing: dict[Expression, int] = {}
         waiting = [grammar.make(Name, "root")]
         while waiting:
             node = waiting.pop()
@@ -76,7 +76,7 @@ class Analysis:
                 if not missing[user]:
                     ready.append(user)
 
-    def children(self, node: Node) -> tuple[Node, ...]:
+    def children(self, node: Expression) -> tuple[Expression, ...]:
         match node:
             case Seq(parts) | Alt(parts):
                 return parts
@@ -86,7 +86,7 @@ class Analysis:
                 return (self.grammar.rules[text],)
         return ()
 
-    def learn(self, node: Node) -> None:
+    def learn(self, node: Expression) -> None:
         inner = [self.facts[child] for child in self.children(node)]
         size = sum(each.size for each in inner) + isinstance(node, Chars)
         depth = 1 + max((each.depth for each in inner), default=0)
@@ -104,7 +104,7 @@ class Analysis:
         if solid and solid not in self.facts:
             self.learn(solid)
 
-    def solid(self, node: Node, inner: list[Facts]) -> Node | None:
+    def solid(self, node: Expression, inner: list[Facts]) -> Expression | None:
         rests = [each.solid for each in inner if each.solid is not self.nothing]
         match node:
             case Seq(parts) if parts:
@@ -124,11 +124,13 @@ class Analysis:
 class Plan:
     """A division of a grammar into lexemes and the rules over them."""
 
-    grammar: Rules
-    facts: dict[Node, Facts]
-    split: set[Node] | None  # expressions that can't be one lexeme; None: only single characters can
+    grammar: Gbnf
+    facts: dict[Expression, Facts]
+    split: set[Expression] | None  # expressions that can't be one lexeme; None: only single characters can
     budget: Budget | None = None
-    symbols: dict[Node, str] = field(default_factory=dict)  # "T3": a lexeme, "r3": a rule, "r3-name": a named rule
+    symbols: dict[Expression, str] = field(
+        default_factory=dict
+    )  # "T3": a lexeme, "r3": a rule, "r3-name": a named rule
     lines: dict[str, str] = field(default_factory=dict)  # symbol of a rule -> its right-hand side in Lark
 
     def __post_init__(self) -> None:
@@ -142,7 +144,7 @@ class Plan:
             if symbol not in self.lines and symbol not in self.lexemes.lexemes:
                 waiting += self.define(symbol, node)
 
-    def symbol(self, node: Node) -> str:
+    def symbol(self, node: Expression) -> str:
         if node not in self.symbols:
             number = len(self.symbols)
             if isinstance(node, Chars) or (self.may_be_lexeme(node) and not self.facts[node].nullable):
@@ -152,13 +154,13 @@ class Plan:
                 self.symbols[node] = f"r{number}-{node.text.lower()}" if isinstance(node, Name) else f"r{number}"
         return self.symbols[node]
 
-    def may_be_lexeme(self, node: Node) -> bool:
+    def may_be_lexeme(self, node: Expression) -> bool:
         known = self.facts.get(node)
         if self.split is None or known is None or node in self.split:
             return False
         return known.size <= MAX_SIZE and known.depth <= MAX_DEPTH
 
-    def define(self, symbol: str, node: Node) -> list[Node]:
+    def define(self, symbol: str, node: Expression) -> list[Expression]:
         """Write the rule of ``symbol``; return the expressions it refers to."""
         nothing = self.grammar.make(Seq, ())
         if self.may_be_lexeme(node):  # all but the empty text, which no lexeme should match
@@ -184,10 +186,10 @@ class Plan:
                 return [part]
         raise AssertionError(node)
 
-    def parts(self, option: Node) -> Sequence[Node]:
+    def parts(self, option: Expression) -> Sequence[Expression]:
         return option.parts if isinstance(option, Seq) and not self.may_be_lexeme(option) else [option]
 
-    def write(self, symbol: str, options: Sequence[Sequence[Node]]) -> list[Node]:
+    def write(self, symbol: str, options: Sequence[Sequence[Expression]]) -> list[Expression]:
         if self.budget:
             self.budget.spend(2 * sum(len(option) + 1 for option in options))
         self.lexemes.rules[symbol] = written = [[self.symbol(node) for node in option] for option in options]
@@ -200,7 +202,7 @@ class Plan:
         lines += [f"{symbol}: /{self.regex(node)}/" for symbol, node in self.lexemes.lexemes.items()]
         return "\n".join(lines) + "\n"
 
-    def regex(self, node: Node) -> str:
+    def regex(self, node: Expression) -> str:
         match node:
             case Chars(ranges):
                 return "[" + "".join(f"\\x{{{a:x}}}-\\x{{{b:x}}}" for a, b in ranges) + "]"

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from ovspec.grammars.gbnf.parsing import Alt, Chars, Name, Node, Repeat, Seq
+from ovspec.grammars.gbnf.parsing import Alt, Chars, Expression, Name, Repeat, Seq
 
 MAX_STEPS = 600_000  # takes about a second
 
@@ -33,7 +33,7 @@ class Lexemes:
 
     start: str  # the start symbol
     rules: dict[str, list[list[str]]]  # symbol that is not a lexeme -> its options, each a sequence of symbols
-    lexemes: dict[str, Node]  # symbol of a lexeme -> its expression, which never matches the empty text
+    lexemes: dict[str, Expression]  # symbol of a lexeme -> its expression, which never matches the empty text
 
     def followers(self, budget: Budget) -> tuple[list[int], int]:
         """Return the lexemes that may follow each lexeme and those that may begin a text; lexeme i is bit i."""
@@ -64,7 +64,7 @@ class Lexemes:
                 changed |= before != (first[symbol], symbol in nullable)
         return [follow[symbol] for symbol in lexemes], first[self.start]
 
-    def too_greedy(self, automata: Automata, budget: Budget) -> set[Node]:
+    def too_greedy(self, automata: Automata, budget: Budget) -> set[Expression]:
         """Return the lexemes that could continue with a character that belongs to the next lexeme.
 
         Two lexemes are compared if both may begin at the same place: at the start of a text, after the same lexeme,
@@ -75,7 +75,7 @@ class Lexemes:
         starts = [automata.first(node) for node in nodes]
         members = functools.cache(lambda some: [i for i, bit in enumerate(reversed(f"{some:b}")) if bit == "1"])
         after: dict[int, int] = {}
-        greedy: set[Node] = set()
+        greedy: set[Expression] = set()
         seen: set[tuple[int, int]] = set()
         together, waiting = {(start, start)}, [(start, start)]
         while waiting:
@@ -131,21 +131,21 @@ class Automata:
     grammar) distinguishes share one bit.
     """
 
-    def __init__(self, rules: dict[str, Node], nodes: Iterable[Node], budget: Budget) -> None:
+    def __init__(self, rules: dict[str, Expression], nodes: Iterable[Expression], budget: Budget) -> None:
         self._rules, self._budget = rules, budget
         edges = {edge for node in nodes if isinstance(node, Chars) for a, b in node.ranges for edge in (a, b + 1)}
         self._bits = {edge: i for i, edge in enumerate(sorted(edges))}
-        self._made: dict[Node, Automaton] = {}
-        self._chars: dict[Node, int] = {}
-        self._compared: dict[tuple[Node, Node], tuple[bool, int]] = {}
+        self._made: dict[Expression, Automaton] = {}
+        self._chars: dict[Expression, int] = {}
+        self._compared: dict[tuple[Expression, Expression], tuple[bool, int]] = {}
 
-    def of(self, node: Node) -> Automaton:
+    def of(self, node: Expression) -> Automaton:
         if node not in self._made:
             self._made[node] = made = Automaton()
             made.end = self._build(made, node, 0)
         return self._made[node]
 
-    def first(self, node: Node) -> int:
+    def first(self, node: Expression) -> int:
         """Return the characters with which a lexeme's texts may begin."""
         made = self.of(node)
         found, waiting = {0}, [0]
@@ -156,7 +156,7 @@ class Automata:
         self._budget.spend(len(found))
         return union(made.chars[state] for state in found)
 
-    def compare(self, one: Node, other: Node) -> tuple[bool, int]:
+    def compare(self, one: Expression, other: Expression) -> tuple[bool, int]:
         """Return whether a text matches both, and the characters with which ``other`` can extend a text of ``one``."""
         if (one, other) not in self._compared:
             self._compared[one, other] = self._compare(self.of(one), self.of(other))
@@ -179,7 +179,7 @@ class Automata:
             waiting += after
         return equal, beyond
 
-    def _build(self, made: Automaton, node: Node, start: int) -> int:
+    def _build(self, made: Automaton, node: Expression, start: int) -> int:
         """Add an expression that begins in the state ``start``; return the state in which it ends."""
         self._budget.spend(3)
         match node:

@@ -30,17 +30,17 @@ class Chars:
 
 @dataclass(eq=False, slots=True)
 class Seq:
-    parts: tuple[Node, ...]
+    parts: tuple[Expression, ...]
 
 
 @dataclass(eq=False, slots=True)
 class Alt:
-    options: tuple[Node, ...]
+    options: tuple[Expression, ...]
 
 
 @dataclass(eq=False, slots=True)
 class Repeat:
-    part: Node
+    part: Expression
     least: int
     most: int | None  # None: any number
 
@@ -52,21 +52,21 @@ class Name:
     text: str
 
 
-Node = Chars | Seq | Alt | Repeat | Name
+Expression = Chars | Seq | Alt | Repeat | Name
 
 
 @dataclass(frozen=True)
-class Rules:
+class Gbnf:
     """The rules of a grammar by name.
 
     ``make`` makes an expression; equal expressions are one object, so they are compared and hashed by identity.
     """
 
-    rules: dict[str, Node]
-    make: Callable[..., Node]
+    rules: dict[str, Expression]
+    make: Callable[..., Expression]
 
 
-def parse(text: str) -> Rules:
+def parse(text: str) -> Gbnf:
     """Return the rules of a GBNF grammar.
 
     Raises:
@@ -100,8 +100,8 @@ class Reader:
             else:
                 self.at += 1
 
-    def grammar(self) -> Rules:
-        rules: dict[str, Node] = {}
+    def grammar(self) -> Gbnf:
+        rules: dict[str, Expression] = {}
         self.space(lines=True)
         while self.next():
             start, name = self.at, self.name()
@@ -121,7 +121,7 @@ class Reader:
                 raise self.fail(f"there is no rule {name}", at)
         if "root" not in rules:
             raise OvspecError("line 1, column 1: the grammar has no rule root; add one that matches the whole text.")
-        return Rules(rules, self.make)
+        return Gbnf(rules, self.make)
 
     def name(self) -> str:
         start = self.at
@@ -131,7 +131,7 @@ class Reader:
             raise self.fail(f"a name is expected here, not {self.next()!r}")
         return self.text[start : self.at]
 
-    def options(self, nested: bool) -> Node:
+    def options(self, nested: bool) -> Expression:
         options = [self.sequence(nested)]
         while self.next() == "|":
             self.at += 1
@@ -139,8 +139,8 @@ class Reader:
             options.append(self.sequence(nested))
         return options[0] if len(options) == 1 else self.make(Alt, tuple(options))
 
-    def sequence(self, nested: bool) -> Node:
-        parts: list[Node] = []
+    def sequence(self, nested: bool) -> Expression:
+        parts: list[Expression] = []
         while (found := self.next()) and (found in '"[(.' or found in NAME):
             part = self.element()
             self.space(nested)
@@ -154,10 +154,10 @@ class Reader:
             parts.append(part)
         return self.joined(parts)
 
-    def joined(self, parts: list[Node]) -> Node:
+    def joined(self, parts: list[Expression]) -> Expression:
         return parts[0] if len(parts) == 1 else self.make(Seq, tuple(parts))
 
-    def element(self) -> Node:
+    def element(self) -> Expression:
         start, found = self.at, self.next()
         if found in NAME:
             name = self.name()
@@ -169,7 +169,7 @@ class Reader:
         if found == "[":
             return self.chars(start)
         if found == '"':
-            parts: list[Node] = []
+            parts: list[Expression] = []
             while self.next() != '"':
                 parts.append(self.make(Chars, ((code := self.character(start, "text"), code),)))
             self.at += 1
@@ -204,7 +204,7 @@ class Reader:
             raise self.fail(f"U+{code:04X} isn't a character", self.at - 1)
         return code
 
-    def chars(self, start: int) -> Node:
+    def chars(self, start: int) -> Expression:
         negate = self.next() == "^"
         self.at += negate
         ranges: list[tuple[int, int]] = []
@@ -221,7 +221,7 @@ class Reader:
             raise self.fail("this class has no characters", start)
         return self.make(Chars, negated(ranges) if negate else negated(negated(ranges)))
 
-    def repeated(self, part: Node) -> Node:
+    def repeated(self, part: Expression) -> Expression:
         start, found = self.at, self.next()
         self.at += 1
         if found != "{":

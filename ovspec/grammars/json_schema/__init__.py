@@ -10,7 +10,7 @@ from typing import Any
 
 from ovspec.errors import OvspecError
 from ovspec.grammars.json_schema.checking import Checker, Schema, listed, need
-from ovspec.grammars.json_schema.rules import Rules, Style, string_schema
+from ovspec.grammars.json_schema.rules import RuleWriter, Style, string_schema
 from ovspec.grammars.json_schema.schemas import Circular, Schemas
 from ovspec.grammars.json_schema.shapes import Strings
 from ovspec.grammars.json_schema.writing import grammar_of, tracks_of
@@ -81,7 +81,7 @@ def compiled(schema: Any, problem: Callable[[Schema], str], reading: Reading = R
     checker = Checker(schema, problem, reading.lenient)
     checker.check()
     try:
-        rules = Rules(Schemas(schema, reading.lenient, no_text), style, apart)
+        rules = RuleWriter(Schemas(schema, reading.lenient, no_text), style, apart)
         lark = grammar_of(rules, reading.close)
         return Compiled(lark, checker.warning(), tracks_of(rules.schemas) if rules.repeats else None)
     except Circular as error:

@@ -113,5 +113,5 @@ def escaped(character: str) -> str:
 
 def slashed(expression: str) -> str:
     """Return a regular expression escaped for use between slashes."""
-    escapes = {"/": "\\/", "\n": "\\n", "\r": "\\r"}
-    return re.sub(r"\\.|[/\n\r]", lambda found: escapes.get(found[0], found[0]), expression, flags=re.DOTALL)
+    escapes = {"/": "\\/", "\n": "\\n", "\r": "\\r", "\0": "\\x00"}
+    return re.sub(r"\\.|[/\n\r\0]", lambda found: escapes.get(found[0], found[0]), expression, flags=re.DOTALL)

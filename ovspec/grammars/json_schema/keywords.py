@@ -30,7 +30,7 @@ from ovspec.grammars.json_schema.shapes import (
     common,
     constants,
     decimal,
-    found,
+    finds,
     meeting,
     only,
 )
@@ -143,7 +143,7 @@ def objects_of(schema: Schema, at: str, nodes: Nodes) -> Objects:
     patterns = {key: nodes.node(each, f"{below}/{key}") for key, each in schema.get("patternProperties", {}).items()}
     listed = {}
     for name, each in schema.get("properties", {}).items():
-        matching = [node for pattern, node in patterns.items() if found(pattern, name)]
+        matching = [node for pattern, node in patterns.items() if finds(pattern, name)]
         listed[name] = both(nodes.node(each, f"{at}/properties/{name}"), *matching)
     return Objects(
         tuple(listed.items()),

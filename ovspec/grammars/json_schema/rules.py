@@ -31,7 +31,7 @@ class Style:
 
 
 @dataclass
-class Rules:
+class RuleWriter:
     """Writes rules and terminals; those of equal content are written once.
 
     ``waiting``: nodes whose rules have names and aren't written yet.
@@ -131,12 +131,12 @@ class Rules:
 def multiple_schema(each: Numbers) -> dict[str, Any]:
     """Return llguidance's own schema of the multiples of a number, with a bounded number of digits."""
     assert each.multiple
-    schema = {"type": "integer" if each.integer else "number", "multipleOf": plain(each.multiple)}
+    schema = {"type": "integer" if each.integer else "number", "multipleOf": as_number(each.multiple)}
     bounded = each.multiple < MOST_BOUNDED  # else the bounds would take llguidance too long
     for bound, key, usual in ((each.low, "minimum", -numbers.EXACT), (each.high, "maximum", numbers.EXACT)):
         if bound or bounded:
             name = f"exclusive{key.capitalize()}" if bound and bound.strict else key
-            schema[name] = plain(bound.value) if bound else usual
+            schema[name] = as_number(bound.value) if bound else usual
     return schema
 
 
@@ -167,5 +167,5 @@ def quoted_text(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def plain(value: Any) -> int | float:
+def as_number(value: Any) -> int | float:
     return int(value) if value == value.to_integral_value() else float(value)

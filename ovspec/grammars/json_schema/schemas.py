@@ -6,11 +6,12 @@ https://json-schema.org/draft/2020-12/json-schema-core and .../json-schema-valid
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
 from ovspec.errors import OvspecError
@@ -141,21 +142,25 @@ class Schemas:
         gathered = self._gathered(node)
         shape = self._settled(gathered.shape)
         for at, options in gathered.unions:
-            shapes = [option if isinstance(option, Shape) else self.shape(option) for option in options]
-            shape = self._limited(at, shape, lambda whole=shape, parts=shapes: self._meet(whole, union(*parts)))
+            either = union(*(option if isinstance(option, Shape) else self.shape(option) for option in options))
+            with self._bounded(at):
+                shape = self._meet(shape, either)
         for at, nodes in gathered.exclusive:
-            shape = self._limited(at, shape, lambda whole=shape, parts=nodes, at=at: self._one_of(whole, parts, at))
+            with self._bounded(at):
+                shape = self._one_of(shape, nodes, at)
         if len(node) == 1 and (alone := next(iter(node)))[1]:
             shape = self._evaluating_all(shape, *self._schemas[alone[0]])
         return shape
 
-    def _limited(self, at: str, before: Shape, made: Callable[[], Shape]) -> Shape:
+    @contextlib.contextmanager
+    def _bounded(self, at: str) -> Iterator[None]:
+        """Refuse a keyword that gives too many alternatives, or leave it out if the reading is lenient."""
         try:
-            return made()
+            yield
         except TooMany:
-            if self.lenient:
-                return before
-            raise OvspecError(f"{at}: this gives more than {MOST_ALTERNATIVES} alternatives; simplify it.") from None
+            if not self.lenient:
+                why = f"this gives more than {MOST_ALTERNATIVES} alternatives; simplify it."
+                raise OvspecError(f"{at}: {why}") from None
 
     def _gathered(self, node: Node) -> Gathered:
         found, seen = Gathered(), set[tuple[int, bool]]()

@@ -9,7 +9,7 @@ from decimal import Decimal
 from math import lcm
 from typing import Any
 
-# The numbers of schemas (see ``schema_reading.Schemas``) that a value must match (True) or must not match (False).
+# The numbers of schemas (see ``Schemas``) that a value must match (True) or must not match (False).
 Node = frozenset[tuple[int, bool]]
 EVERYTHING: Node = frozenset()
 NOTHING: Node = frozenset({(0, True)})
@@ -86,11 +86,11 @@ class Strings:
         """Return whether ``value`` meets everything but the formats."""
         right = self.least <= len(value) and (self.most is None or len(value) <= self.most)
         right = right and value not in self.excluded and (self.values is None or value in self.values)
-        right = right and all(found(pattern, value) for pattern in self.patterns)
-        return right and not any(found(pattern, value, False) for pattern in self.absent)
+        right = right and all(finds(pattern, value) for pattern in self.patterns)
+        return right and not any(finds(pattern, value, False) for pattern in self.absent)
 
 
-def found(pattern: str, text: str, unknown: bool = True) -> bool:
+def finds(pattern: str, text: str, unknown: bool = True) -> bool:
     """Return whether ``pattern`` is found in ``text``, or ``unknown`` if Python can't read it."""
     try:
         return re.search(pattern, text) is not None
@@ -137,7 +137,7 @@ class Objects:
         listed = dict(self.properties)
         if name in listed:
             return listed[name]
-        matching = [node for pattern, node in self.patterns if found(pattern, name)]
+        matching = [node for pattern, node in self.patterns if finds(pattern, name)]
         return both(*matching) if matching else self.rest
 
 

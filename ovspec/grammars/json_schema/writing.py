@@ -10,7 +10,7 @@ from typing import Any
 from ovspec.errors import OvspecError
 from ovspec.grammars.json_schema import numbers
 from ovspec.grammars.json_schema.expressions import slashed, sought, split
-from ovspec.grammars.json_schema.rules import Rules, quoted
+from ovspec.grammars.json_schema.rules import RuleWriter, quoted
 from ovspec.grammars.json_schema.schemas import Schemas
 from ovspec.grammars.json_schema.shapes import (
     NOTHING,
@@ -31,7 +31,7 @@ MOST_STATES = 20_000  # of one object or array
 MOST_ORDERED = 5  # values or properties that may come in any order
 
 
-def grammar_of(rules: Rules, close: bool) -> str:
+def grammar_of(rules: RuleWriter, close: bool) -> str:
     """Return the whole grammar.
 
     Args:
@@ -53,7 +53,7 @@ def grammar_of(rules: Rules, close: bool) -> str:
     return "\n".join([*head, f"start: {start}", *rules.lines])
 
 
-def options_of(rules: Rules, node: Node, close: bool) -> str:
+def options_of(rules: RuleWriter, node: Node, close: bool) -> str:
     """Return the alternatives of a node; raises OvspecError if some can't be enforced and matter."""
     options: dict[str, None] = {}
     for alternatives in rules.schemas.shape(node).kinds.values():
@@ -65,7 +65,7 @@ def options_of(rules: Rules, node: Node, close: bool) -> str:
     return " | ".join(options)
 
 
-def alternative(rules: Rules, each: Alternative, close: bool) -> str:
+def alternative(rules: RuleWriter, each: Alternative, close: bool) -> str:
     match each:
         case Nulls():
             return '"null"'
@@ -113,7 +113,7 @@ def tracks_of(schemas: Schemas) -> list[list[dict[str, Any]]]:
 # ---------------------------------------------------------------- objects
 
 
-def object_rule(rules: Rules, each: Objects) -> str:
+def object_rule(rules: RuleWriter, each: Objects) -> str:
     names = rules.schemas.shape(each.names).kinds.get("string", ())
     for refused in names:
         if isinstance(refused, Refused):
@@ -144,7 +144,7 @@ def with_names(each: Objects, allowed: list[Strings]) -> Objects:
     return replace(each, properties=(*each.properties, *more), rest=NOTHING, patterns=())
 
 
-def extra(rules: Rules, each: Objects, allowed: list[Strings], colon: str) -> str | None:
+def extra(rules: RuleWriter, each: Objects, allowed: list[Strings], colon: str) -> str | None:
     """Return the properties that aren't listed; None if there are none."""
     taken = frozenset(name for name, _ in each.properties)
     options = []
@@ -172,7 +172,7 @@ def extra(rules: Rules, each: Objects, allowed: list[Strings], colon: str) -> st
 # ---------------------------------------------------------------- arrays, and lists of properties
 
 
-def array(rules: Rules, each: Arrays) -> str:
+def array(rules: RuleWriter, each: Arrays) -> str:
     if each.unique and (each.most is None or each.most > 1):
         values = None if each.contains else few(rules, each)
         if values is not None:
@@ -191,7 +191,7 @@ def array(rules: Rules, each: Arrays) -> str:
     return f'"[" {body} "]"'
 
 
-def tail(rules: Rules, each: Arrays, comma: str) -> str:
+def tail(rules: RuleWriter, each: Arrays, comma: str) -> str:
     """Return what may follow the items of the prefix."""
     length = len(each.prefix)
     least, most = max(each.least - length, 0), None if each.most is None else each.most - length
@@ -204,7 +204,7 @@ def tail(rules: Rules, each: Arrays, comma: str) -> str:
     return more if least else f"({more})?"
 
 
-def containing(rules: Rules, each: Arrays, comma: str) -> str:
+def containing(rules: RuleWriter, each: Arrays, comma: str) -> str:
     """Return an array of which some items match a node of their own, counted in the states of its rules."""
     (wanted, least, most), sizes = each.contains[0], max(each.least, each.most or 0, len(each.prefix), 1)
     matches = most if most is not None else least
@@ -245,7 +245,7 @@ def containing(rules: Rules, each: Arrays, comma: str) -> str:
     return f'"[" {state(0, 0)} "]"'
 
 
-def few(rules: Rules, each: Arrays) -> list[str] | None:
+def few(rules: RuleWriter, each: Arrays) -> list[str] | None:
     """Return the expressions of all items that may be in an array; None if they aren't few."""
     if each.prefix or rules.schemas.empty(each.items):
         return None
@@ -266,7 +266,7 @@ def few(rules: Rules, each: Arrays) -> list[str] | None:
     return list(dict.fromkeys(found))
 
 
-def unique(rules: Rules, each: Arrays, values: list[str]) -> str:
+def unique(rules: RuleWriter, each: Arrays, values: list[str]) -> str:
     """Return an array of different values: in any order if they are few, else in the order of the schema."""
     most = None if each.most is None or each.most >= len(values) else each.most
     comma = rules.separator(rules.style.item_separator)
@@ -277,7 +277,7 @@ def unique(rules: Rules, each: Arrays, values: list[str]) -> str:
     return f'"[" {body} "]"'
 
 
-def any_order(rules: Rules, items: list[str], least: int, most: int, comma: str) -> str:
+def any_order(rules: RuleWriter, items: list[str], least: int, most: int, comma: str) -> str:
     """Return ``least`` to ``most`` different ones of ``items``, in any order."""
 
     def state(left: tuple[str, ...]) -> str:
@@ -292,7 +292,7 @@ def any_order(rules: Rules, items: list[str], least: int, most: int, comma: str)
 
 
 def in_order(
-    rules: Rules, items: list[tuple[str, bool]], counts: tuple[int, int | None], extra: str | None, comma: str
+    rules: RuleWriter, items: list[tuple[str, bool]], counts: tuple[int, int | None], extra: str | None, comma: str
 ) -> str:
     """Return some of ``items``, (expression, whether required), in their order, and then any number of ``extra``.
 
@@ -320,7 +320,7 @@ def in_order(
     return made[0]
 
 
-def extras(rules: Rules, count: int, least: int, left: int | None, extra: str | None, comma: str) -> str | None:
+def extras(rules: RuleWriter, count: int, least: int, left: int | None, extra: str | None, comma: str) -> str | None:
     lacking = least - count
     if lacking > 1 or (lacking == 1 and (extra is None or left == 0)):
         return None
