@@ -16,8 +16,7 @@ from ovspec.drafting.choice import EXPORTED, DraftChoice, names_drafters, parse_
 from ovspec.errors import OvspecError
 from ovspec.options import GENERATE, GRAMMARS, check_samples, make_params
 from ovspec.options.loading import LOAD, RUNTIME
-from ovspec.options.option import LARGEST, Option, alternatives, choices_of, is_repeatable
-from ovspec.options.reading import auto_or_number
+from ovspec.options.option import LARGEST, Option, alternatives, auto_or_number, choices_of, is_repeatable
 
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 

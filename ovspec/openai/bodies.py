@@ -127,7 +127,7 @@ def in_json(kind: Any) -> Any:
 
 def field_of(kind: Any, option: Option) -> tuple[Any, Any]:
     """Return the type and the field of an option; every field may be left out or null."""
-    wanted = in_json(kind if option.request in (True, False) else option.request) | None
+    wanted = in_json(option.request_type or kind) | None
     bounds: dict[str, Any] = {}
     if limits := option.limits:
         wanted = Annotated[wanted, AfterValidator(partial(limited, limits))]

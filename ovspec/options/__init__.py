@@ -19,14 +19,17 @@ from ovspec.options.option import (
     Limits,
     Option,
     alternatives,
+    auto_or_number,
     choices_of,
     declared,
     documentation,
     fields_of,
     hint,
     is_repeatable,
+    json_object,
+    place_or_text,
+    schema_or_file,
 )
-from ovspec.options.reading import auto_or_number, json_object, place_or_text, schema_or_file
 from ovspec.options.sampling import AT_LEAST_1, NOT_NEGATIVE, SamplingOptions
 
 AcceptRule = Literal["compare", "rejection"]
@@ -35,7 +38,15 @@ SampleFunction = Callable[..., Any]
 # (all tokens so far (n,) int64, logits (1, vocab) float32) -> logits of the same shape
 LogitsProcessor = Callable[[Any, Any], Any]
 
-LOOKAHEAD = Limits(0, words="0 or more, or auto")
+LOOKAHEAD = Option(
+    "Maximum number of tokens to propose per round: 0 for plain decoding; auto: as many as are worth their time.",
+    limits=Limits(0, words="0 or more, or auto"),
+    usual="auto",
+    more="In Python the default is what was given to ``load``.",
+    metavar="auto|K",
+    parse=auto_or_number,
+    request=False,
+)
 
 
 def python_only(help: str) -> Option:
@@ -44,7 +55,7 @@ def python_only(help: str) -> Option:
 
 def file_or_text(help: str) -> Option:
     """Return an option that is a file on the command line, a string in a request, and either of them in Python."""
-    return Option(help, more="A string, or the ``Path`` of a file.", metavar="FILE", parse=Path, request=str)
+    return Option(help, more="A string, or the ``Path`` of a file.", metavar="FILE", parse=Path, request_type=str)
 
 
 SAMPLING = declared(SamplingOptions)
@@ -79,8 +90,9 @@ class SamplingParams(_SamplingFields):
         return [self.stop] if isinstance(self.stop, str) else list(self.stop)
 
     @property
-    def truncates(self) -> bool:
-        return any(getattr(self, name) != SAMPLING[name][1].default for name in TRUNCATING)
+    def truncates(self) -> list[str]:
+        """The given options that limit sampling to likely tokens."""
+        return [name for name in TRUNCATING if getattr(self, name) != SAMPLING[name][1].default]
 
     @property
     def penalizes(self) -> bool:
@@ -113,18 +125,7 @@ class GenerateOptions(SamplingOptions, total=False):
             request=False,
         ),
     ]
-    lookahead: Annotated[
-        int | Literal["auto"] | None,
-        Option(
-            "Maximum number of tokens to propose per round: 0 for plain decoding, auto for as many as pay.",
-            limits=LOOKAHEAD,
-            usual="auto",
-            more="In Python the default is what was given to ``load``.",
-            metavar="auto|K",
-            parse=auto_or_number,
-            request=False,
-        ),
-    ]
+    lookahead: Annotated[int | Literal["auto"] | None, LOOKAHEAD]
     batch_size: Annotated[
         int,
         Option(
@@ -153,7 +154,7 @@ class GenerateOptions(SamplingOptions, total=False):
             more="A dict, a JSON string, the ``Path`` of a file, a pydantic model or another type that pydantic knows.",
             metavar="FILE|TEXT",
             parse=schema_or_file,
-            request=dict[str, Any] | bool | str,
+            request_type=dict[str, Any] | bool | str,
         ),
     ]
     json_schema_mode: Annotated[
@@ -291,19 +292,14 @@ def checked(params: Params) -> Params:
     """Return ``params``, whose values are valid one by one; raises OvspecError for those that exclude each other."""
     check_sampling(params)
     check_grammar(params)
-    truncating = [name for name in TRUNCATING if getattr(params, name) != SAMPLING[name][1].default]
-    if params.sampler:
-        if params.temperature or truncating:
-            raise OvspecError(
-                "The sampler draws the tokens; leave out `temperature`, `top_k`, `top_p`, `min_p` and `typical_p`."
-            )
-        if params.accept == "rejection":
-            raise OvspecError(
-                "Leave out `accept='rejection'`: it needs probabilities, which a sampler does not return."
-            )
-    elif truncating and not params.temperature:
-        needs = "needs" if len(truncating) == 1 else "need"
-        raise OvspecError(f"{' and '.join(f'`{name}`' for name in truncating)} {needs} a `temperature` above 0.")
+    if params.sampler and (params.temperature or params.truncates):
+        listed = "`temperature`, `top_k`, `top_p`, `min_p` and `typical_p`"
+        raise OvspecError(f"The sampler draws the tokens; leave out {listed}.")
+    if params.sampler and params.accept == "rejection":
+        raise OvspecError("Leave out `accept='rejection'`: it needs probabilities, which a sampler does not return.")
+    if params.truncates and not params.temperature:
+        names = " and ".join(f"`{name}`" for name in params.truncates)
+        raise OvspecError(f"{names} {'needs' if len(params.truncates) == 1 else 'need'} a `temperature` above 0.")
     return params
 
 
@@ -314,8 +310,8 @@ def check_sampling(params: SamplingParams) -> None:
     if not all(params.stop_strings):
         raise OvspecError("`stop` has an empty string; leave it out.")
     if params.min_tokens and params.min_tokens > params.most_tokens:
-        told = f"`min_tokens` is {params.min_tokens}, which is more than `max_tokens`, {params.max_tokens}."
-        raise OvspecError(told)
+        more = f"`min_tokens` is {params.min_tokens}, which is more than `max_tokens`, {params.max_tokens}."
+        raise OvspecError(more)
 
 
 def check_grammar(params: Params) -> None:
@@ -365,8 +361,10 @@ def refuse_in_session(params: Params) -> None:
     """Raise OvspecError if ``params`` have an option that comes too late in a session."""
     refuse_retries(params, "a session, which continues from its text")
     if params.chat_template_kwargs:
-        what = "the messages are in the text already; set `chat_template_kwargs` of the session before you append them"
-        raise OvspecError(f"`chat_template_kwargs` can't be given when a session generates: {what}.")
+        raise OvspecError(
+            "`chat_template_kwargs` can't be given when a session generates: the messages are in the text already; set "
+            "`chat_template_kwargs` of the session before you append them."
+        )
 
 
 # ---------------------------------------------------------------- checking values

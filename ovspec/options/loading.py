@@ -1,13 +1,12 @@
 """The options of ``ovspec.load``."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypedDict
 
 from ovspec.options import AT_LEAST_1, LOOKAHEAD, check, check_names
-from ovspec.options.option import Option, declared, fields_of
-from ovspec.options.reading import folder, key_value
+from ovspec.options.option import Option, declared, fields_of, folder, key_value
 
 
 class RuntimeOptions(TypedDict, total=False):
@@ -80,21 +79,12 @@ class RuntimeOptions(TypedDict, total=False):
 class LoadOptions(RuntimeOptions, total=False):
     """The options of ``ovspec.load``, besides the model and its draft."""
 
-    lookahead: Annotated[
-        int | Literal["auto"],
-        Option(
-            "Maximum number of tokens to propose per round: 0 for plain decoding, auto for as many as pay.",
-            "auto",
-            LOOKAHEAD,
-            flags=(),
-        ),
-    ]
+    lookahead: Annotated[int | Literal["auto"], replace(LOOKAHEAD, default="auto", usual="", more="", flags=())]
     lookup_corpus: Annotated[
         Sequence[str | Path], Option("Text file that lookup may also propose from.", tuple, metavar="FILE")
     ]
     verify: Annotated[
-        bool,
-        Option("First check the model's files against the checksums of its export by ovspec.", False),
+        bool, Option("First check the model's files against the checksums of its export by ovspec.", False)
     ]
     export: Annotated[
         bool,

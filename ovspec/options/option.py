@@ -1,6 +1,8 @@
-"""How an option is declared."""
+"""How an option is declared, and the functions that read values from the command line."""
 
 import difflib
+import json
+import re
 import textwrap
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, make_dataclass
@@ -43,8 +45,9 @@ class Option:
     flags: its spellings on the command line, if not ``--its-name``; empty if the command line doesn't have it.
     commands: the generating commands that have it, if not all.
     metavar, parse: what the command line calls its value, and the function that reads it or raises ValueError.
-    request: whether a line of a batch file may set it; or the type it must have there, if not Python's.
-    aliases: other names in a request.
+    request: whether a request, such as a line of a batch file, may set it.
+    request_type: its type in a request, if not the one in Python.
+    aliases: its other names in a request.
     """
 
     help: str
@@ -56,7 +59,8 @@ class Option:
     commands: tuple[str, ...] = ()
     metavar: str | None = None
     parse: Callable[[str], Any] | None = None
-    request: Any = True
+    request: bool = True
+    request_type: Any = None
     aliases: tuple[str, ...] = ()
 
     @property
@@ -67,8 +71,9 @@ class Option:
     @property
     def initially(self) -> str:
         """The default in words; empty for flags and empty defaults."""
-        told = isinstance(self.default, (int, float, str)) and not isinstance(self.default, bool)
-        return self.usual or (str(self.default).removesuffix(".0") if told else "")
+        if self.usual or isinstance(self.default, bool) or not isinstance(self.default, (int, float, str)):
+            return self.usual
+        return str(self.default).removesuffix(".0")
 
 
 def declared(table: Any) -> dict[str, tuple[Any, Option]]:
@@ -78,11 +83,10 @@ def declared(table: Any) -> dict[str, tuple[Any, Option]]:
 
 def fields_of(table: Mapping[str, tuple[Any, Option]]) -> Any:
     """Return a frozen dataclass with a field for each option."""
-    entries = []
-    for name, (kind, option) in table.items():
-        made = callable(option.default)
-        default = field(default_factory=option.default) if made else field(default=option.default)
-        entries.append((name, kind, default))
+    entries = [
+        (name, kind, field(default_factory=default) if callable(default := option.default) else field(default=default))
+        for name, (kind, option) in table.items()
+    ]
     return make_dataclass("Fields", entries, frozen=True)
 
 
@@ -133,3 +137,57 @@ def is_repeatable(kind: Any) -> bool:
     """Return whether the type is a collection, so that an option of it may be repeated."""
     origins: list[Any] = [get_origin(each) for each in alternatives(kind)]
     return any(isinstance(origin, type) and issubclass(origin, Collection) for origin in origins)
+
+
+# ---------------------------------------------------------------- values on the command line
+
+
+def auto_or_number(text: str) -> int | str:
+    if text != "auto" and not text.isdecimal():
+        raise ValueError(f"{text!r} is neither auto nor a number of tokens.")
+    return text if text == "auto" else int(text)
+
+
+def count_or_all(text: str) -> int:
+    if text == "-1" or (text.isdecimal() and int(text)):
+        return int(text)
+    raise ValueError(f"{text!r} is not a number of tokens: give at least 1, or -1 for as many as the context holds.")
+
+
+def token_bias(text: str) -> tuple[int, float]:
+    token, _, bias = text.partition("=")
+    try:
+        return int(token), float(bias)
+    except ValueError:
+        raise ValueError(f"{text!r} is not ID=VALUE, as in --logit-bias 50=-2.5.") from None
+
+
+def key_value(text: str) -> tuple[str, str]:
+    key, equals, value = text.partition("=")
+    if not equals or not key:
+        raise ValueError(f"{text!r} is not KEY=VALUE, as in --property NUM_STREAMS=1.")
+    return key.strip(), value.strip()
+
+
+def folder(text: str) -> Path:
+    if Path(text).is_file():
+        raise ValueError(f"{text!r} is a file; name a folder.")
+    return Path(text)
+
+
+def schema_or_file(text: str) -> str | Path:
+    return text if not text.strip() or text.lstrip().startswith(("{", "[", '"', "true", "false")) else Path(text)
+
+
+def json_object(text: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise ValueError(f"{text!r} is not a JSON object, as '{{\"enable_thinking\": false}}' is.")
+    return found
+
+
+def place_or_text(text: str) -> int | str:
+    return int(text[1:]) if re.fullmatch(r"@-?[0-9]+", text) else text

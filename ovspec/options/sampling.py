@@ -3,8 +3,7 @@
 from collections.abc import Collection, Mapping
 from typing import Annotated, TypedDict
 
-from ovspec.options.option import Limits, Option
-from ovspec.options.reading import count_or_all, token_bias
+from ovspec.options.option import Limits, Option, count_or_all, token_bias
 
 AT_LEAST_1 = Limits(1, words="at least 1")
 TOKENS = Limits(1, words="at least 1, or -1 for as many as the context holds", special=-1)
@@ -102,9 +101,8 @@ class SamplingOptions(TypedDict, total=False):
         Option(
             "Divide positive logits of tokens in the prompt and the text by this, and multiply negative ones: 1 is "
             "off, higher values discourage repetition.",
-            None,
-            POSITIVE,
-            "from the model's generation config, or 1",
+            limits=POSITIVE,
+            usual="from the model's generation config, or 1",
         ),
     ]
     presence_penalty: Annotated[

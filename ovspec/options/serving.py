@@ -1,13 +1,12 @@
 """The options of ``ovspec serve``."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal, TypedDict
 
-from ovspec.options import AT_LEAST_1, LOOKAHEAD, NOT_NEGATIVE
+from ovspec.options import AT_LEAST_1, GENERATE, LOOKAHEAD, NOT_NEGATIVE, SAMPLING
 from ovspec.options.option import Limits, Option, declared, fields_of
-from ovspec.options.reading import auto_or_number, count_or_all
-from ovspec.options.sampling import POSITIVE, TOKENS
+from ovspec.options.sampling import POSITIVE
 
 
 class ServeOptions(TypedDict, total=False):
@@ -33,7 +32,7 @@ class ServeOptions(TypedDict, total=False):
     deterministic: Annotated[
         bool, Option("Don't start unless texts are proven to be independent of the load on this machine.", False)
     ]
-    batch_size: Annotated[int, Option("Maximum number of texts generated at a time; the others wait.", 16, AT_LEAST_1)]
+    batch_size: Annotated[int, replace(GENERATE["batch_size"][1], default=16, commands=())]
     queue_size: Annotated[
         int, Option("Maximum number of texts that wait; requests for further ones are refused.", 256, NOT_NEGATIVE)
     ]
@@ -60,13 +59,10 @@ class ServeOptions(TypedDict, total=False):
     ]
     lookahead: Annotated[
         int | Literal["auto"] | None,
-        Option(
-            "Maximum number of tokens to propose per round and text; a request can lower it. auto: as many as pay "
-            "under the load.",
-            limits=LOOKAHEAD,
-            usual="auto",
-            metavar="auto|K",
-            parse=auto_or_number,
+        replace(
+            LOOKAHEAD,
+            help="Maximum number of tokens to propose per round and text; a request can lower it. auto: as many as are "
+            "worth their time under the load.",
         ),
     ]
     lookup_memory: Annotated[
@@ -80,13 +76,9 @@ class ServeOptions(TypedDict, total=False):
     ]
     max_tokens: Annotated[
         int | None,
-        Option(
-            "Maximum number of tokens of a request that sets none; -1 for as many as the context holds.",
-            limits=TOKENS,
-            usual="from the model's generation config, or 256",
-            flags=("-n", "--max-tokens"),
-            metavar="N",
-            parse=count_or_all,
+        replace(
+            SAMPLING["max_tokens"][1],
+            help="Maximum number of tokens of a request that sets none; -1 for as many as the context holds.",
         ),
     ]
 
