@@ -22,7 +22,7 @@ from ovspec.options.loading import LOAD
 
 ENTRY = """
     loudness: Annotated[
-        float, Option("How loud the text is.", default=0.5, limits=Limits(0, 1, "from 0 to 1"), aliases=("volume",))
+        float, "How loud the text is.", Option(default=0.5, limits=Limits(0, 1, "from 0 to 1"), aliases=("volume",))
     ]
 """
 CHECKS = """

@@ -1,7 +1,7 @@
 """Declares each option once. Python's keywords, the command line and the batch file are made from these tables.
 
-To add an option, add one entry here or in ``sampling.py``; it becomes a field of ``Params``, and one in ``sampling.py``
-also a field of ``SamplingParams``.
+To add an option, add one entry ``name: Annotated[type, help, Option(...)]`` here or in ``sampling.py``; it becomes a
+field of ``Params``, and one in ``sampling.py`` also a field of ``SamplingParams``.
 """
 
 import math
@@ -39,7 +39,6 @@ SampleFunction = Callable[..., Any]
 LogitsProcessor = Callable[[Any, Any], Any]
 
 LOOKAHEAD = Option(
-    "Maximum number of tokens to propose per round: 0 for plain decoding; auto: as many as are worth their time.",
     limits=Limits(0, words="0 or more, or auto"),
     usual="auto",
     more="In Python the default is what was given to ``load``.",
@@ -47,16 +46,8 @@ LOOKAHEAD = Option(
     parse=auto_or_number,
     request=False,
 )
-
-
-def python_only(help: str) -> Option:
-    return Option(help, flags=(), request=False)
-
-
-def file_or_text(help: str) -> Option:
-    """Return an option that is a file on the command line, a string in a request, and either of them in Python."""
-    return Option(help, more="A string, or the ``Path`` of a file.", metavar="FILE", parse=Path, request_type=str)
-
+PYTHON_ONLY = Option(flags=(), request=False)
+FILE_OR_TEXT = Option(more="A string, or the ``Path`` of a file.", metavar="FILE", parse=Path, request_type=str)
 
 SAMPLING = declared(SamplingOptions)
 TRUNCATING = ("top_k", "top_p", "min_p", "typical_p")  # they need a temperature
@@ -105,43 +96,38 @@ class GenerateOptions(SamplingOptions, total=False):
     """The options of every generating call."""
 
     sampling: Annotated[
-        SamplingParams, python_only("Sampling options in one object; options given one by one take precedence.")
+        SamplingParams, "Sampling options in one object; options given one by one take precedence.", PYTHON_ONLY
     ]
     sampler: Annotated[
         SampleFunction | None,
-        python_only(
-            "Your own function that chooses each token: ``sampler(logits (1, vocab), tokens so far (n,), "
-            "**sampler_options) -> id``, called once for each token, in order, with or without a draft. The logits "
-            "come after penalties and grammars. Not with a temperature."
-        ),
+        "Your own function that chooses each token: ``sampler(logits (1, vocab), tokens so far (n,), "
+        "**sampler_options) -> id``, called once for each token, in order, with or without a draft. The logits "
+        "come after penalties and grammars. Not with a temperature.",
+        PYTHON_ONLY,
     ]
-    sampler_options: Annotated[Mapping[str, Any] | None, python_only("Keyword arguments for ``sampler``.")]
+    sampler_options: Annotated[Mapping[str, Any] | None, "Keyword arguments for ``sampler``.", PYTHON_ONLY]
     accept: Annotated[
         AcceptRule,
-        Option(
-            "How proposed tokens are accepted when sampling: compare gives the same text with any draft or none; "
-            "rejection accepts more, but keeps only the distribution of the texts.",
-            "compare",
-            request=False,
-        ),
+        "How proposed tokens are accepted when sampling: compare gives the same text with any draft or none; "
+        "rejection accepts more, but keeps only the distribution of the texts.",
+        Option("compare", request=False),
     ]
-    lookahead: Annotated[int | Literal["auto"] | None, LOOKAHEAD]
+    lookahead: Annotated[
+        int | Literal["auto"] | None,
+        "Maximum number of tokens to propose per round: 0 for plain decoding; auto: as many as are worth their time.",
+        LOOKAHEAD,
+    ]
     batch_size: Annotated[
         int,
-        Option(
-            "Maximum number of texts generated at a time; the others wait.",
-            # Up to about this many a step mostly reads weights; beyond, arithmetic dominates and more gain little.
-            32,
-            AT_LEAST_1,
-            commands=("batch",),
-            request=False,
-        ),
+        "Maximum number of texts generated at a time; the others wait.",
+        # Up to about this many a step mostly reads weights; beyond, arithmetic dominates and more gain little.
+        Option(32, AT_LEAST_1, commands=("batch",), request=False),
     ]
     chat_template_kwargs: Annotated[
         Mapping[str, Any] | None,
+        "Variables for the model's chat template, as in '{\"enable_thinking\": false}'; needs chat messages. Which "
+        "variables there are depends on the model.",
         Option(
-            "Variables for the model's chat template, as in '{\"enable_thinking\": false}'; needs chat messages. Which "
-            "variables there are depends on the model.",
             more="A session takes them before its messages: ``lm.session(chat_template_kwargs=...)``.",
             metavar="JSON",
             parse=json_object,
@@ -149,8 +135,8 @@ class GenerateOptions(SamplingOptions, total=False):
     ]
     json_schema: Annotated[
         Any,
+        "The text must be JSON that matches this schema; '{}' allows any JSON. Not with another grammar option.",
         Option(
-            "The text must be JSON that matches this schema; '{}' allows any JSON. Not with another grammar option.",
             more="A dict, a JSON string, the ``Path`` of a file, a pydantic model or another type that pydantic knows.",
             metavar="FILE|TEXT",
             parse=schema_or_file,
@@ -159,45 +145,40 @@ class GenerateOptions(SamplingOptions, total=False):
     ]
     json_schema_mode: Annotated[
         Literal["strict", "checked"],
-        Option(
-            "strict: refuse a schema that can't be enforced while the text is generated; checked: enforce what can be, "
-            "and then report how the finished text breaks the schema.",
-            "strict",
-        ),
+        "strict: refuse a schema that can't be enforced while the text is generated; checked: enforce what can be, "
+        "and then report how the finished text breaks the schema.",
+        Option("strict"),
     ]
     retries: Annotated[
         int,
-        Option(
-            "Generate a text again with the next seed, at most this many times, while it breaks its schema; for "
-            "schemas in the mode checked and a temperature above 0.",
-            0,
-            NOT_NEGATIVE,
-        ),
+        "Generate a text again with the next seed, at most this many times, while it breaks its schema; for "
+        "schemas in the mode checked and a temperature above 0.",
+        Option(0, NOT_NEGATIVE),
     ]
     additional_properties: Annotated[
         bool | None,
+        "Whether objects may have properties beside those that the schema lists, where it doesn't say.",
         Option(
-            "Whether objects may have properties beside those that the schema lists, where it doesn't say.",
             usual="yes, but no for pydantic models and response formats",
             flags=("--additional-properties/--no-additional-properties",),
         ),
     ]
     compact_json: Annotated[
-        bool, Option("Generate JSON without white space between its tokens, which takes fewer tokens.", False)
+        bool, "Generate JSON without white space between its tokens, which takes fewer tokens.", Option(False)
     ]
     regex: Annotated[
-        str | None, Option("The whole text must match this regular expression (Rust's syntax).", metavar="PATTERN")
+        str | None, "The whole text must match this regular expression (Rust's syntax).", Option(metavar="PATTERN")
     ]
     grammar: Annotated[
-        str | Path | None, file_or_text("The text must match the rule start of this grammar in Lark's syntax.")
+        str | Path | None, "The text must match the rule start of this grammar in Lark's syntax.", FILE_OR_TEXT
     ]
-    gbnf: Annotated[str | Path | None, file_or_text("The text must match this grammar in GBNF, llama.cpp's syntax.")]
-    choice: Annotated[Sequence[str] | None, Option("The text must be one of the given strings.", metavar="TEXT")]
+    gbnf: Annotated[str | Path | None, "The text must match this grammar in GBNF, llama.cpp's syntax.", FILE_OR_TEXT]
+    choice: Annotated[Sequence[str] | None, "The text must be one of the given strings.", Option(metavar="TEXT")]
     constrain_from: Annotated[
         int | str | None,
+        "Let the grammar begin inside the prompt, which must match it from there: at the last occurrence of TEXT, "
+        "or at character N (0 is the prompt's start, -5 is five characters before its end).",
         Option(
-            "Let the grammar begin inside the prompt, which must match it from there: at the last occurrence of TEXT, "
-            "or at character N (0 is the prompt's start, -5 is five characters before its end).",
             usual="after the prompt",
             more="A string is a text, an int a character.",
             metavar="TEXT|@N",
@@ -206,18 +187,15 @@ class GenerateOptions(SamplingOptions, total=False):
     ]
     heal: Annotated[
         bool | None,
-        Option(
-            "Token healing: generate the last tokens of the prompt again, so that a token may span the prompt's end.",
-            more="Off by default, but on for text that was appended to a session.",
-        ),
+        "Token healing: generate the last tokens of the prompt again, so that a token may span the prompt's end.",
+        Option(more="Off by default, but on for text that was appended to a session."),
     ]
     logits_processors: Annotated[
         Sequence[LogitsProcessor] | None,
-        python_only(
-            "Your own functions that change the logits before a token is chosen: ``processor(tokens so far (n,), "
-            "logits (1, vocab)) -> logits``, or logits processors of transformers. They also run for proposed tokens, "
-            "so their result must depend on their arguments alone."
-        ),
+        "Your own functions that change the logits before a token is chosen: ``processor(tokens so far (n,), "
+        "logits (1, vocab)) -> logits``, or logits processors of transformers. They also run for proposed tokens, "
+        "so their result must depend on their arguments alone.",
+        PYTHON_ONLY,
     ]
 
 

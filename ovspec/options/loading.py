@@ -5,95 +5,81 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypedDict
 
-from ovspec.options import AT_LEAST_1, LOOKAHEAD, check, check_names
+from ovspec.options import AT_LEAST_1, GENERATE, LOOKAHEAD, check, check_names
 from ovspec.options.option import Option, declared, fields_of, folder, key_value
 
 
 class RuntimeOptions(TypedDict, total=False):
     """The options that decide where and how models are compiled."""
 
-    device: Annotated[str, Option("OpenVINO device: CPU, GPU, GPU.N, AUTO or AUTO:X,Y.", "CPU")]
-    draft_device: Annotated[str | None, Option("OpenVINO device of the draft model.", usual="the target's")]
+    device: Annotated[str, "OpenVINO device: CPU, GPU, GPU.N, AUTO or AUTO:X,Y.", Option("CPU")]
+    draft_device: Annotated[str | None, "OpenVINO device of the draft model.", Option(usual="the target's")]
     precision: Annotated[
         Literal["f32", "bf16", "f16"] | None,
-        Option("Number type that the model computes in.", usual="the profile's, or the device's own"),
+        "Number type that the model computes in.",
+        Option(usual="the profile's, or the device's own"),
     ]
     kv_precision: Annotated[
         Literal["f32", "bf16", "f16", "u8"] | None,
-        Option(
-            "Number type of the KV cache. u8 takes about half the memory of f16, but rolling back changes it, so a "
-            "draft may change the text.",
-            usual="the profile's, or that of --precision on the CPU and the device's own elsewhere",
-        ),
+        "Number type of the KV cache. u8 takes about half the memory of f16, but rolling back changes it, so a "
+        "draft may change the text.",
+        Option(usual="the profile's, or that of --precision on the CPU and the device's own elsewhere"),
     ]
     engine: Annotated[
         Literal["auto", "stateful", "paged"],
-        Option(
-            "Who manages the KV cache: OpenVINO (stateful), or ovspec in blocks (paged, CPU only). auto takes paged if "
-            "it gives the same logits.",
-            "auto",
-        ),
+        "Who manages the KV cache: OpenVINO (stateful), or ovspec in blocks (paged, CPU only). auto takes paged if "
+        "it gives the same logits.",
+        Option("auto"),
     ]
     arithmetic: Annotated[
         Literal["exact", "fast"],
-        Option(
-            "exact: every token has the same bits with any draft, batch, session or none. fast: less time for plain "
-            "decoding over long contexts and, on the stateful engine, for prompts and batches, but a draft or a batch "
-            "may change the text at near-ties.",
-            "exact",
-        ),
+        "exact: every token has the same bits with any draft, batch, session or none. fast: less time for plain "
+        "decoding over long contexts and, on the stateful engine, for prompts and batches, but a draft or a batch "
+        "may change the text at near-ties.",
+        Option("exact"),
     ]
     threads: Annotated[
         int | None,
-        Option("Number of CPU threads to compute with.", limits=AT_LEAST_1, usual="the profile's, or OpenVINO's"),
+        "Number of CPU threads to compute with.",
+        Option(limits=AT_LEAST_1, usual="the profile's, or OpenVINO's"),
     ]
     properties: Annotated[
         Mapping[str, Any] | None,
-        Option(
-            "OpenVINO property for target and draft; takes precedence over the profile and the other options.",
-            flags=("--property",),
-            metavar="KEY=VALUE",
-            parse=key_value,
-        ),
+        "OpenVINO property for target and draft; takes precedence over the profile and the other options.",
+        Option(flags=("--property",), metavar="KEY=VALUE", parse=key_value),
     ]
     tune: Annotated[
         bool | None,
-        Option(
-            "Use OpenVINO's own settings: ignore the profile of this machine, and don't measure one at the first load. "
-            "OVSPEC_TUNE=0 does the same.",
-            more="In Python that is ``tune=False``; True takes precedence over OVSPEC_TUNE.",
-            flags=("--no-tune",),
-        ),
+        "Use OpenVINO's own settings: ignore the profile of this machine, and don't measure one at the first load. "
+        "OVSPEC_TUNE=0 does the same.",
+        Option(more="In Python that is ``tune=False``; True takes precedence over OVSPEC_TUNE.", flags=("--no-tune",)),
     ]
     cache_dir: Annotated[
         str | Path | None,
-        Option(
-            "Folder of compiled models, profiles and probe results.",
-            usual="the user's cache",
-            metavar="DIRECTORY",
-            parse=folder,
-        ),
+        "Folder of compiled models, profiles and probe results.",
+        Option(usual="the user's cache", metavar="DIRECTORY", parse=folder),
     ]
 
 
 class LoadOptions(RuntimeOptions, total=False):
     """The options of ``ovspec.load``, besides the model and its draft."""
 
-    lookahead: Annotated[int | Literal["auto"], replace(LOOKAHEAD, default="auto", usual="", more="", flags=())]
+    lookahead: Annotated[
+        int | Literal["auto"],
+        GENERATE["lookahead"][1].help,
+        replace(LOOKAHEAD, default="auto", usual="", more="", flags=()),
+    ]
     lookup_corpus: Annotated[
-        Sequence[str | Path], Option("Text file that lookup may also propose from.", tuple, metavar="FILE")
+        Sequence[str | Path], "Text file that lookup may also propose from.", Option(tuple, metavar="FILE")
     ]
     verify: Annotated[
-        bool, Option("First check the model's files against the checksums of its export by ovspec.", False)
+        bool, "First check the model's files against the checksums of its export by ovspec.", Option(False)
     ]
     export: Annotated[
         bool,
-        Option(
-            "Export the checkpoints given as model and draft into the user's cache, unless an export of these names is "
-            "there.",
-            False,
-            flags=(),
-        ),
+        "Export the checkpoints given as model and draft into the user's cache, unless an export of these names is "
+        "there.",
+        Option(False, flags=()),
     ]
 
 

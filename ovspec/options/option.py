@@ -5,7 +5,7 @@ import json
 import re
 import textwrap
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field, make_dataclass
+from dataclasses import dataclass, field, make_dataclass, replace
 from inspect import Parameter, signature
 from pathlib import Path
 from types import NoneType, UnionType
@@ -37,7 +37,6 @@ class Limits:
 class Option:
     """The declaration of an option, except its name and type.
 
-    help: what it does, in one or two sentences.
     default: the value, or a function that makes it.
     limits: the range of a number.
     usual: what the default means, in words, where the value doesn't show it.
@@ -48,9 +47,9 @@ class Option:
     request: whether a request, such as a line of a batch file, may set it.
     request_type: its type in a request, if not the one in Python.
     aliases: its other names in a request.
+    help: what it does, in one or two sentences; set by ``declared``.
     """
 
-    help: str
     default: Any = None
     limits: Limits | None = None
     usual: str = ""
@@ -62,6 +61,7 @@ class Option:
     request: bool = True
     request_type: Any = None
     aliases: tuple[str, ...] = ()
+    help: str = ""
 
     @property
     def initial(self) -> Any:
@@ -77,8 +77,12 @@ class Option:
 
 
 def declared(table: Any) -> dict[str, tuple[Any, Option]]:
-    """Return name -> (type, declaration) for each entry of a TypedDict."""
-    return {name: get_args(hint)[:2] for name, hint in get_type_hints(table, include_extras=True).items()}  # type: ignore[misc]
+    """Return name -> (type, declaration) for each entry ``name: Annotated[type, help, Option(...)]`` of a TypedDict."""
+    found = {}
+    for name, hint in get_type_hints(table, include_extras=True).items():
+        kind, help, *option = get_args(hint)
+        found[name] = kind, replace(option[0] if option else Option(), help=help)
+    return found
 
 
 def fields_of(table: Mapping[str, tuple[Any, Option]]) -> Any:

@@ -21,8 +21,8 @@ class SamplingOptions(TypedDict, total=False):
 
     max_tokens: Annotated[
         int | None,
+        "Maximum number of tokens to generate; -1 for as many as the context holds.",
         Option(
-            "Maximum number of tokens to generate; -1 for as many as the context holds.",
             limits=TOKENS,
             usual="from the model's generation config, or 256",
             more="At the end of the context a text ends anyway.",
@@ -34,108 +34,77 @@ class SamplingOptions(TypedDict, total=False):
     ]
     min_tokens: Annotated[
         int | None,
-        Option(
-            "Minimum number of tokens to generate; a grammar may end the text earlier.",
-            limits=NOT_NEGATIVE,
-            usual="from the model's generation config, or 0",
-        ),
+        "Minimum number of tokens to generate; a grammar may end the text earlier.",
+        Option(limits=NOT_NEGATIVE, usual="from the model's generation config, or 0"),
     ]
     stop: Annotated[
-        str | Collection[str], Option("End the text at this string, which is left out of it.", list, metavar="TEXT")
+        str | Collection[str], "End the text at this string, which is left out of it.", Option(list, metavar="TEXT")
     ]
     stop_ids: Annotated[
         Collection[int],
-        Option(
-            "End the text at this token id; the token adds no text.",
-            list,
-            flags=("--stop-id",),
-            metavar="ID",
-            aliases=("stop_token_ids",),
-        ),
+        "End the text at this token id; the token adds no text.",
+        Option(list, flags=("--stop-id",), metavar="ID", aliases=("stop_token_ids",)),
     ]
-    ignore_eos: Annotated[bool, Option("Continue after an end-of-sequence token.", False)]
+    ignore_eos: Annotated[bool, "Continue after an end-of-sequence token.", Option(False)]
     temperature: Annotated[
         float,
-        Option(
-            "Sampling temperature: 0 always takes the most likely token (greedy), 1 samples from the model's own "
-            "distribution, and higher values make unlikely tokens more frequent.",
-            0.0,
-            GREEDY_OR_MORE,
-            flags=("-t", "--temp", "--temperature"),
-        ),
+        "Sampling temperature: 0 always takes the most likely token (greedy), 1 samples from the model's own "
+        "distribution, and higher values make unlikely tokens more frequent.",
+        Option(0.0, GREEDY_OR_MORE, flags=("-t", "--temp", "--temperature")),
     ]
     top_k: Annotated[
         int,
-        Option(
-            "Sample only from the K most likely tokens; 0 for all. Needs a temperature.",
-            0,
-            Limits(0, words="0 (all) or more"),
-        ),
+        "Sample only from the K most likely tokens; 0 for all. Needs a temperature.",
+        Option(0, Limits(0, words="0 (all) or more")),
     ]
     top_p: Annotated[
         float,
-        Option(
-            "Sample only from the most likely tokens that add up to this probability; 1 for all. Needs a temperature.",
-            1.0,
-            PROBABILITY,
-        ),
+        "Sample only from the most likely tokens that add up to this probability; 1 for all. Needs a temperature.",
+        Option(1.0, PROBABILITY),
     ]
     min_p: Annotated[
         float,
-        Option(
-            "Sample only from tokens at least this share as likely as the top one; 0 for all. Needs a temperature.",
-            0.0,
-            SHARE,
-        ),
+        "Sample only from tokens at least this share as likely as the top one; 0 for all. Needs a temperature.",
+        Option(0.0, SHARE),
     ]
     typical_p: Annotated[
         float,
-        Option(
-            "Like top-p, but over the most typical tokens (arXiv 2202.00666); 1 for all. Needs a temperature.",
-            1.0,
-            PROBABILITY,
-        ),
+        "Like top-p, but over the most typical tokens (arXiv 2202.00666); 1 for all. Needs a temperature.",
+        Option(1.0, PROBABILITY),
     ]
     repetition_penalty: Annotated[
         float | None,
-        Option(
-            "Divide positive logits of tokens in the prompt and the text by this, and multiply negative ones: 1 is "
-            "off, higher values discourage repetition.",
-            limits=POSITIVE,
-            usual="from the model's generation config, or 1",
-        ),
+        "Divide positive logits of tokens in the prompt and the text by this, and multiply negative ones: 1 is "
+        "off, higher values discourage repetition.",
+        Option(limits=POSITIVE, usual="from the model's generation config, or 1"),
     ]
     presence_penalty: Annotated[
-        float, Option("Subtract this from the logit of each token generated so far; 0 is off.", 0.0, FINITE)
+        float, "Subtract this from the logit of each token generated so far; 0 is off.", Option(0.0, FINITE)
     ]
     frequency_penalty: Annotated[
-        float,
-        Option("Subtract this from a token's logit once for each time it was generated; 0 is off.", 0.0, FINITE),
+        float, "Subtract this from a token's logit once for each time it was generated; 0 is off.", Option(0.0, FINITE)
     ]
     logit_bias: Annotated[
         Mapping[int, float],
-        Option("Add VALUE to the logit of token ID; -inf bans it.", dict, metavar="ID=VALUE", parse=token_bias),
+        "Add VALUE to the logit of token ID; -inf bans it.",
+        Option(dict, metavar="ID=VALUE", parse=token_bias),
     ]
     seed: Annotated[
         int | None,
+        "Random seed: the same seed gives the same text, with any draft or none. With the accept rule rejection, "
+        "only with the same draft and a fixed lookahead.",
         Option(
-            "Random seed: the same seed gives the same text, with any draft or none. With the accept rule rejection, "
-            "only with the same draft and a fixed lookahead.",
             limits=Limits(0, 2**63 - 1, "from 0 to 2**63 - 1"),
             usual="random",
             more="``Stats.seed`` reports the seed of a sampled text.",
         ),
     ]
     n: Annotated[
-        int,
-        Option("Number of texts for each prompt; above 1 needs a temperature.", 1, TEXTS, flags=("--samples",)),
+        int, "Number of texts for each prompt; above 1 needs a temperature.", Option(1, TEXTS, flags=("--samples",))
     ]
     logprobs: Annotated[
         int | None,
-        Option(
-            "Report the natural log-probability of each token and of this many of the most likely ones, from the "
-            "model's own logits: before bias, penalties, grammars and temperature.",
-            limits=NOT_NEGATIVE,
-            request=False,
-        ),
+        "Report the natural log-probability of each token and of this many of the most likely ones, from the "
+        "model's own logits: before bias, penalties, grammars and temperature.",
+        Option(limits=NOT_NEGATIVE, request=False),
     ]
