@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ovspec.cli.loading import load
-from ovspec.cli.options import chat_options, check_chat, generate_options, refuse, split_options
+from ovspec.cli.options import chat_option, check_chat, generate_options, refuse, split_options, system_option
 
 if TYPE_CHECKING:
     from ovspec.integrations.batch_run import BatchProgress
@@ -24,7 +24,8 @@ EVERY = 10.0  # seconds between two lines of progress if stderr is not a termina
     "-o", "--output", required=True, type=click.Path(dir_okay=False, path_type=Path), help="File for the results."
 )
 @click.option("--overwrite", is_flag=True, help="Replace the output file if it exists.")
-@chat_options
+@chat_option
+@system_option
 @generate_options
 def batch(
     arguments: tuple[str, ...], output: Path, overwrite: bool, chat: bool, system: str | None, **others: Any
@@ -93,12 +94,10 @@ class Report:
         self._began = self._shown = time.monotonic()
 
     def note(self, progress: BatchProgress) -> None:
-        now = time.monotonic()
-        if now - self._shown < (0.5 if self._live else EVERY):
-            return
-        self._shown = now
-        self.clear()
-        click.echo(self.line(progress), nl=not self._live, err=True)
+        if time.monotonic() - self._shown >= (0.5 if self._live else EVERY):
+            self._shown = time.monotonic()
+            self.clear()
+            click.echo(self.line(progress), nl=not self._live, err=True)
 
     def line(self, progress: BatchProgress) -> str:
         elapsed = time.monotonic() - self._began

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,41 +10,18 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ovspec.cli.loading import load
-from ovspec.cli.options import LookaheadType, refuse, runtime_options
+from ovspec.cli.options import LookaheadType, options_of, refuse, runtime_options
+from ovspec.options import GENERATE
 from ovspec.progress import step
 
 if TYPE_CHECKING:
     from ovspec.loop.results import Result
     from ovspec.model import LanguageModel
 
-HEADS = ("mode", "plain ms/token", "ms/token", "tokens/s", "speed-up", "range", "accepted of proposed")
-HEADS = (*HEADS, "tokens/round", "same text")
+TIMES = ("plain ms/token", "ms/token", "tokens/s")
+HEADS = ("mode", *TIMES, "speed-up", "range", "accepted of proposed", "tokens/round", "same text")
 WARM_UP = 32  # tokens
 PROMPTS = Path(__file__).with_name("bench_prompts.json")
-
-
-@dataclass
-class Measured:
-    """The measurements of one mode, compared with plain decoding of the same texts as in ``ovspec.comparison``.
-
-    plain_tpot_ms, tpot_ms: milliseconds per token in the median turn, without and with the mode.
-    speedup: their ratio; None if it would be a gain that speculation can't have caused.
-    spread: the smallest and the largest ratio of all turns.
-    """
-
-    mode: str
-    lookahead: int | str
-    plain_tpot_ms: float
-    tpot_ms: float
-    tokens_per_s: float
-    speedup: float | None
-    spread: tuple[float, float]
-    proposed: int
-    accepted: int
-    tokens_per_round: float
-    equal: int
-    texts: int
-    note: str
 
 
 @click.command()
@@ -66,7 +42,7 @@ class Measured:
     default="auto",
     show_default=True,
     metavar="auto|K",
-    help="Maximum number of tokens to propose per round, at least 1; auto for as many as pay.",
+    help="Maximum number of tokens to propose per round, at least 1; auto: as many as are worth their time.",
 )
 @click.option(
     "-n",
@@ -76,17 +52,7 @@ class Measured:
     show_default=True,
     help="Number of tokens to generate for each text.",
 )
-@click.option(
-    "-t",
-    "--temp",
-    "--temperature",
-    "temperature",
-    type=click.FloatRange(min=0),
-    default=0.0,
-    show_default="0",
-    help="Sampling temperature: 0 always takes the most likely token (greedy), 1 samples from the model's own "
-    "distribution, and higher values make unlikely tokens more frequent.",
-)
+@options_of({"temperature": GENERATE["temperature"]})
 @click.option(
     "--repeats",
     type=click.IntRange(min=1),
@@ -109,7 +75,7 @@ def bench(
     files: tuple[Path, ...],
     lookahead: int | str,
     max_tokens: int,
-    temperature: float,
+    temperature: float | None,
     repeats: int,
     as_json: bool,
     plot: str | None,
@@ -118,10 +84,9 @@ def bench(
     """Time the model in DIR (by default the embedded demo pair) without and with each way of proposing tokens.
 
     The modes are plain decoding, lookup, the draft model if there is one, and both. For each prompt the modes take
-    turns, and each turn begins with another mode. The speed-up is that of the median
-    turn: the time of plain decoding divided by the mode's. No gain is shown if speculation saved no inferences. Texts
-    don't end before --max-tokens. The prompts are code, an edit and prose unless you give your own. Use an idle
-    machine.
+    turns, and each turn begins with another mode. The speed-up is that of the median turn: the time of plain decoding
+    divided by the mode's. No gain is shown if speculation saved no inferences. Texts don't end before --max-tokens.
+    The prompts are code, an edit and prose unless you give your own. Use an idle machine.
 
     \b
     Examples:
@@ -148,10 +113,10 @@ def bench(
         model = lm.draft.ir.folder
         models["draft"] = lm.with_drafters(DraftChoice(model=model))
         models["lookup,draft"] = lm.with_drafters(DraftChoice(lookup=True, model=model))
-    options = {"lookahead": lookahead, "max_tokens": max_tokens, "temperature": temperature, "ignore_eos": True}
+    options = {"lookahead": lookahead, "max_tokens": max_tokens, "temperature": temperature or 0.0, "ignore_eos": True}
     results = measure(models, texts, options, repeats)
     rows = [row_of(mode, lookahead, found, results["plain"]) for mode, found in results.items()]
-    click.echo("\n".join(json.dumps(asdict(row)) for row in rows) if as_json else table(rows))
+    click.echo("\n".join(json.dumps(row) for row in rows) if as_json else table(rows))
     if plot:
         draw(rows, Path(plot))
         click.echo(f"{plot}: written", err=True)
@@ -174,50 +139,54 @@ def measure(
     return results
 
 
-def row_of(mode: str, lookahead: int | str, results: list[Result], plain: list[Result]) -> Measured:
-    """Return the measurements of a mode, compared with ``plain``."""
+def row_of(mode: str, lookahead: int | str, results: list[Result], plain: list[Result]) -> dict[str, Any]:
+    """Return the measurements of a mode, compared with ``plain`` as in ``ovspec.comparison``.
+
+    ``speedup`` is the ratio of ``plain_tpot_ms`` and ``tpot_ms``, milliseconds per token in the median turn; None if it
+    would be a gain that speculation can't have caused. ``spread``: the smallest and the largest ratio of all turns.
+    """
     from ovspec.comparison import speedup_of_results
 
-    stats = [result.stats for result in results]
     proposed, accepted, tokens, rounds = (
-        sum(getattr(s, name) for s in stats) for name in ("proposed", "accepted", "generated_tokens", "rounds")
+        sum(getattr(result.stats, name) for result in results)
+        for name in ("proposed", "accepted", "generated_tokens", "rounds")
     )
     speedup, alone = speedup_of_results(plain, results), mode == "plain"
-    fine = alone or speedup.clear
-    return Measured(
-        mode=mode,
-        lookahead=0 if alone else lookahead,
-        plain_tpot_ms=round(speedup.plain_ms, 4),
-        tpot_ms=round(speedup.ms, 4),
-        tokens_per_s=round(1e3 / speedup.ms, 2),
-        speedup=1.0 if alone else round(speedup.claimed, 4) if speedup.claimed else None,
-        spread=(round(speedup.ratios[0], 4), round(speedup.ratios[-1], 4)),
-        proposed=proposed,
-        accepted=accepted,
-        tokens_per_round=round(tokens / max(rounds, 1), 4),
-        equal=sum(a.token_ids == b.token_ids for a, b in zip(results, plain, strict=True)),
-        texts=len(results),
-        note="" if fine else speedup.verdict(proposed, accepted),
-    )
+    return {
+        "mode": mode,
+        "lookahead": 0 if alone else lookahead,
+        "plain_tpot_ms": round(speedup.plain_ms, 4),
+        "tpot_ms": round(speedup.ms, 4),
+        "tokens_per_s": round(1e3 / speedup.ms, 2),
+        "speedup": 1.0 if alone else round(speedup.claimed, 4) if speedup.claimed else None,
+        "spread": (round(speedup.ratios[0], 4), round(speedup.ratios[-1], 4)),
+        "proposed": proposed,
+        "accepted": accepted,
+        "tokens_per_round": round(tokens / max(rounds, 1), 4),
+        "equal": sum(a.token_ids == b.token_ids for a, b in zip(results, plain, strict=True)),
+        "texts": len(results),
+        "note": "" if alone or speedup.clear else speedup.verdict(proposed, accepted),
+    }
 
 
-def table(rows: list[Measured]) -> str:
+def table(rows: list[dict[str, Any]]) -> str:
     """Return the rows aligned in columns, and below them why a mode has no clear speed-up."""
     cells: list[tuple[str, ...]] = [HEADS]
     for row in rows:
-        times, rate = (f"{row.tpot_ms:.2f}", f"{row.tokens_per_s:.1f}"), f"{row.tokens_per_round:.2f}"
-        equal = f"{row.equal} of {row.texts}"
-        if row.mode == "plain":
-            cells.append((row.mode, "", *times, "", "", "", rate, equal))
-            continue
-        speedup, spread = "none", ""
-        if row.speedup:
-            speedup, spread = f"{row.speedup:.2f}", f"{row.spread[0]:.2f} to {row.spread[1]:.2f}"
-        accepted = f"{row.accepted} of {row.proposed}" if row.proposed else "nothing proposed"
-        cells.append((row.mode, f"{row.plain_tpot_ms:.2f}", *times, speedup, spread, accepted, rate, equal))
+        plain, speedup, spread, accepted = f"{row['plain_tpot_ms']:.2f}", "none", "", "nothing proposed"
+        if row["speedup"]:
+            speedup, spread = f"{row['speedup']:.2f}", f"{row['spread'][0]:.2f} to {row['spread'][1]:.2f}"
+        if row["proposed"]:
+            accepted = f"{row['accepted']} of {row['proposed']}"
+        if row["mode"] == "plain":
+            plain = speedup = spread = accepted = ""
+        times = f"{row['tpot_ms']:.2f}", f"{row['tokens_per_s']:.1f}"
+        equal = f"{row['equal']} of {row['texts']}"
+        rate = f"{row['tokens_per_round']:.2f}"
+        cells.append((row["mode"], plain, *times, speedup, spread, accepted, rate, equal))
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in cells]
-    return "\n".join([*lines, *(f"{row.mode}: {row.note}" for row in rows if row.note)])
+    return "\n".join([*lines, *(f"{row['mode']}: {row['note']}" for row in rows if row["note"])])
 
 
 def check_plot(file: str) -> None:
@@ -226,7 +195,7 @@ def check_plot(file: str) -> None:
     refuse(not Path(file).resolve().parent.is_dir(), f"--plot {file}: its folder isn't there.")
 
 
-def draw(rows: list[Measured], file: Path) -> None:
+def draw(rows: list[dict[str, Any]], file: Path) -> None:
     """Draw a bar with the speed-up of each mode and a line for its range; no bar if none is claimed."""
     import matplotlib
 
@@ -235,10 +204,10 @@ def draw(rows: list[Measured], file: Path) -> None:
 
     figure, axis = pyplot.subplots(figsize=(1.5 + 1.3 * len(rows), 3.5))
     for row in rows:
-        middle = row.speedup or 0.0
-        (least, most) = row.spread if row.speedup else (0.0, 0.0)
-        bar = axis.bar(row.mode, middle, yerr=[[middle - least], [most - middle]], capsize=4)
-        axis.bar_label(bar, [f"{middle:.2f}" if row.speedup else "none"], label_type="center")
+        speedup = row["speedup"] or 0.0
+        least, most = row["spread"] if speedup else (0.0, 0.0)
+        bar = axis.bar(row["mode"], speedup, yerr=[[speedup - least], [most - speedup]], capsize=4)
+        axis.bar_label(bar, [f"{speedup:.2f}" if speedup else "none"], label_type="center")
     axis.axhline(1, color="grey", linewidth=0.8)
     axis.set_ylabel("speed-up over plain decoding")
     figure.tight_layout()

@@ -17,9 +17,10 @@ from ovspec.cli.options import (
     CHAT_MAX_TOKENS,
     STATS,
     StatsCommand,
+    context_option,
     generate_options,
     refuse,
-    session_options,
+    session_option,
     split_options,
     stats_option,
 )
@@ -39,7 +40,8 @@ if TYPE_CHECKING:
 @stats_option(
     "Print statistics on stderr after each answer: tokens, speed and acceptance, or everything with --stats full."
 )
-@session_options
+@session_option
+@context_option
 @generate_options
 def chat(
     folder: Path | None, system: str | None, stats: str | None, session: Path | None, context: int | None, **others: Any

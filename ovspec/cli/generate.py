@@ -12,13 +12,15 @@ import click
 from ovspec.cli.loading import check_grammar, load
 from ovspec.cli.options import (
     StatsCommand,
-    chat_options,
+    chat_option,
     check_chat,
+    context_option,
     generate_options,
     refuse,
-    session_options,
+    session_option,
     split_options,
     stats_option,
+    system_option,
 )
 from ovspec.drafting.choice import EXPORTED, DraftChoice
 from ovspec.interrupts import Ended, end_on_signals, leave, undisturbed
@@ -38,7 +40,8 @@ from ovspec.interrupts import Ended, end_on_signals, leave, undisturbed
 @click.option(
     "--token-ids", metavar="IDS", help="The prompt as token ids, separated by commas or spaces; no BOS is added."
 )
-@chat_options
+@chat_option
+@system_option
 @stats_option("Print statistics on stderr: tokens, speed and acceptance, or everything with --stats full.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the text.")
 @click.option(
@@ -47,7 +50,8 @@ from ovspec.interrupts import Ended, end_on_signals, leave, undisturbed
     help="Generate without and with --draft (by default the draft in DIR), at least five times each. Prints both "
     "texts, whether they are equal (if not, exit code 1), and the median speed-up with its range.",
 )
-@session_options
+@session_option
+@context_option
 @generate_options
 def generate(
     arguments: tuple[str, ...],

@@ -20,7 +20,6 @@ from ovspec.options.option import LARGEST, Option, alternatives, auto_or_number,
 
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
-
 # (command, option) -> the default that a command sets itself, in words.
 CHAT_MAX_TOKENS = 1024
 DEFAULTS = {("chat", "max_tokens"): str(CHAT_MAX_TOKENS)}
@@ -110,57 +109,55 @@ def options_of(table: dict[str, tuple[Any, Option]]) -> Decorator:
     return decorate
 
 
-runtime_options = options_of(RUNTIME)
-
-
 def draft_or_text(text: str) -> DraftChoice | str:
     """Parse ``--draft``. A text that names no drafters is returned as it is: it was meant as the next argument."""
     return parse_draft(text) or DraftChoice() if names_drafters(text) else text
 
 
+def in_a_folder(ctx: click.Context, param: click.Parameter, file: Path | None) -> Path | None:  # noqa: ARG001
+    if file and not file.parent.is_dir():
+        raise click.UsageError(f"--session {file}: there is no folder {file.parent}.")
+    return file
+
+
+runtime_options = options_of(RUNTIME)
+draft_option = click.option(
+    "--draft",
+    type=Parsed(draft_or_text, "draft"),
+    is_flag=False,
+    flag_value=EXPORTED,
+    metavar="[DRAFT]",
+    help="Speculate with the draft in DIR, or with DRAFT: the folder of a draft model; self (a draft in DIR that "
+    "--draft-layers made); lookup (what followed the last tokens earlier in the text); lookup,draft or "
+    "lookup,FOLDER (the model where lookup finds nothing good); or none.  [default: lookup where a guess costs "
+    "nothing, which the first load measures (exact arithmetic, paged engine); otherwise none]",
+)
+session_option = click.option(
+    "--session",
+    type=click.Path(dir_okay=False, path_type=Path),
+    callback=in_a_folder,
+    metavar="FILE",
+    help="Continue the text or chat in FILE, if that exists; at the end, write it to FILE with its KV cache.",
+)
+context_option = click.option(
+    "--context",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Limit for prompt and text together, in tokens; prints the memory that its KV cache takes.  "
+    "[default: the model's]",
+)
+# ``check_chat`` checks these two.
+chat_option = click.option(
+    "--chat/--raw",
+    default=False,
+    help="Put the prompt into the model's chat template, or take it as it is.  [default: raw]",
+)
+system_option = click.option("--system", metavar="TEXT", help="System message; needs --chat.")
+
+
 def generate_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add the options of a generating command: the draft, the text, and how the model runs."""
     return draft_option(options_of(GENERATE)(options_of(LOAD)(command)))
-
-
-def draft_option(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add ``--draft``."""
-    return click.option(
-        "--draft",
-        type=Parsed(draft_or_text, "draft"),
-        is_flag=False,
-        flag_value=EXPORTED,
-        metavar="[DRAFT]",
-        help="Speculate with the draft in DIR, or with DRAFT: the folder of a draft model; self (a draft in DIR that "
-        "--draft-layers made); lookup (what followed the last tokens earlier in the text); lookup,draft or "
-        "lookup,FOLDER (the model where lookup finds nothing good); or none.  [default: lookup where a guess costs "
-        "nothing, which the first load measures (exact arithmetic, paged engine); otherwise none]",
-    )(command)
-
-
-def session_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the options of a text that is kept from one call to the next."""
-
-    def in_a_folder(ctx: click.Context, param: click.Parameter, file: Path | None) -> Path | None:  # noqa: ARG001
-        if file and not file.parent.is_dir():
-            raise click.UsageError(f"--session {file}: there is no folder {file.parent}.")
-        return file
-
-    session = click.option(
-        "--session",
-        type=click.Path(dir_okay=False, path_type=Path),
-        callback=in_a_folder,
-        metavar="FILE",
-        help="Continue the text or chat in FILE, if that exists; at the end, write it to FILE with its KV cache.",
-    )
-    context = click.option(
-        "--context",
-        type=click.IntRange(min=1),
-        metavar="N",
-        help="Limit for prompt and text together, in tokens; prints the memory that its KV cache takes.  "
-        "[default: the model's]",
-    )
-    return session(context(command))
 
 
 STATS = ("short", "full")
@@ -182,16 +179,6 @@ class StatsCommand(click.Command):
             for arg, after in zip(options, [*options[1:], ""], strict=True)
         ]
         return super().parse_args(ctx, [*whole, *args[len(options) :]])
-
-
-def chat_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the options that put a prompt into the chat template; ``check_chat`` checks them."""
-    chat = click.option(
-        "--chat/--raw",
-        default=False,
-        help="Put the prompt into the model's chat template, or take it as it is.  [default: raw]",
-    )
-    return chat(click.option("--system", metavar="TEXT", help="System message; needs --chat.")(command))
 
 
 def refuse(wrong: Any, sentence: str) -> None:
@@ -229,8 +216,6 @@ def split_options(values: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any
     alone = params.lookahead is not None and not proposes
     refuse(alone, "--lookahead needs --draft, or a grammar, whose forced tokens are proposed.")
     refuse("draft_device" in loading and not draft, "--draft-device needs --draft.")
-    lookup = draft is None or draft.lookup
-    refuse("lookup_corpus" in loading and not lookup, "--lookup-corpus needs --draft lookup or --draft lookup,DRAFT.")
     return loading, options
 
 
