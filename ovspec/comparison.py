@@ -1,4 +1,4 @@
-"""Compare speculation with plain decoding: how much faster it is, and where two texts part.
+"""Compare speculation with plain decoding: how much faster it is, and where two texts differ.
 
 There is one definition of a speed-up. Both ways generate the same text in turns, warm, and each turn begins with
 another one, because a machine's speed drifts while it is measured. The speed-up is that of the median turn, so the
@@ -41,12 +41,6 @@ def rotated(ways: Sequence[T], turn: int) -> list[T]:
     return [*ways[first:], *ways[:first]]
 
 
-def ms_per_token(stats: Stats, whole: bool) -> float:
-    """Return the time of each token after the first, which is the prompt's; with ``whole`` of all tokens."""
-    count = max(stats.generated_tokens, 1)
-    return (stats.ttft_ms + stats.tpot_ms * (count - 1)) / count if whole else stats.tpot_ms
-
-
 @dataclass(frozen=True)
 class Speedup:
     """How much faster speculation is than plain decoding of the same texts.
@@ -82,31 +76,25 @@ class Speedup:
         return self.ratio if self.caused or self.ratio < 1 else None
 
     @property
-    def spread(self) -> str:
-        return f"{self.ratios[0]:.2f} to {self.ratios[-1]:.2f}, {len(self.ratios)} turn{'s' * (len(self.ratios) > 1)}"
-
-    @property
-    def loss(self) -> str:
-        return f"{self.ratio:.2f} of plain speed ({self.spread})"
-
-    @property
     def clear(self) -> bool:
         """Whether three quarters of the turns were faster with speculation, and saved rounds can be the reason."""
         return self.caused and self.ratios[len(self.ratios) // 4] > 1
 
     def verdict(self, proposed: int, accepted: int) -> str:
         """Return what speculation brings, in a sentence; ``proposed`` and ``accepted`` are its tokens in all turns."""
+        turns = len(self.ratios)
+        spread = f"{self.ratios[0]:.2f} to {self.ratios[-1]:.2f}, {turns} turn{'s' * (turns > 1)}"
+        loss = f"; {self.ratio:.2f} of plain speed ({spread})"
         if self.clear:
-            return f"speed-up {self.ratio:.2f} ({self.spread})"
+            return f"speed-up {self.ratio:.2f} ({spread})"
         if self.ratio >= 1 and self.saves:
             why = "" if self.caused else f", noise at {self.tokens_per_round:.2f} tokens per round"
-            return f"no clear speed-up: {self.ratio:.2f} ({self.spread}){why}"
+            return f"no clear speed-up: {self.ratio:.2f} ({spread}){why}"
         if self.caused:
-            return f"no speed-up: drafting costs more than it brings here; {self.loss}"
+            return f"no speed-up: drafting costs more than it brings here{loss}"
         why = f"{accepted} of {proposed} proposed tokens accepted in all turns" if proposed else "nothing was proposed"
-        slower = self.ratios[-1 - len(self.ratios) // 4] < 1
-        loss = f"; {self.loss}" if slower else ""
-        return f"no speed-up: drafting doesn't pay for this model here ({why}){loss}"
+        slower = self.ratios[-1 - turns // 4] < 1
+        return f"no speed-up: drafting doesn't pay for this model here ({why}){loss if slower else ''}"
 
 
 def speedup_of(plain_ms: Sequence[float], ms: Sequence[float], stats: Sequence[Stats]) -> Speedup:
@@ -127,8 +115,13 @@ def speedup_of_results(plain: Sequence[Result], other: Sequence[Result]) -> Spee
 
     If a text came in one round, of one token or all forced, whole texts are compared, with the time of their prompts.
     """
+
+    def ms_per_token(stats: Stats) -> float:
+        count = max(stats.generated_tokens, 1)
+        return (stats.ttft_ms + stats.tpot_ms * (count - 1)) / count if whole else stats.tpot_ms
+
     whole = not all(result.stats.tpot_ms for result in (*plain, *other))
-    times = [[ms_per_token(result.stats, whole) for result in results] for results in (plain, other)]
+    times = [[ms_per_token(result.stats) for result in results] for results in (plain, other)]
     return speedup_of(times[0], times[1], [result.stats for result in other])
 
 
@@ -137,7 +130,7 @@ def speedup_of_results(plain: Sequence[Result], other: Sequence[Result]) -> Spee
 
 @dataclass(frozen=True)
 class Parting:
-    """Where two texts part.
+    """Where two texts differ.
 
     after: generated tokens that both share.
     plain, other: the next token id of each; None if the text ends there.
@@ -152,7 +145,7 @@ class Parting:
     top2_gap: float | None = None
 
     def sentence(self, lm: LanguageModel) -> str:
-        """Return where the texts part, in a sentence."""
+        """Return this in words."""
 
         def named(token: int | None) -> str:
             return "the end" if token is None else f"{lm.tokenizer.decode([token])!r} (id {token})"
@@ -160,7 +153,7 @@ class Parting:
         gap = "" if self.gap is None else f"; their logits are {self.gap:.4f} apart"
         plural = "s" * (self.after != 1)
         return (
-            f"the texts part after {self.after} token{plural}: plain decoding continues with {named(self.plain)}, "
+            f"the texts differ after {self.after} token{plural}: plain decoding continues with {named(self.plain)}, "
             f"speculation with {named(self.other)}{gap}"
         )
 
@@ -168,7 +161,7 @@ class Parting:
 def parting(
     lm: LanguageModel, prompt: Prompt, plain: list[int], other: list[int], logits: bool = True
 ) -> Parting | None:
-    """Return where two continuations of ``prompt`` part; None if they are equal.
+    """Return where two continuations of ``prompt`` differ; None if they are equal.
 
     Args:
         plain, other: generated token ids.

@@ -47,7 +47,7 @@ class Difference:
 class Verification:
     """How many of a text's ``tokens`` are exactly those that the model chooses, up to the first that isn't.
 
-    problem: what else is wrong: the text isn't what its tokens spell, or it ends where the model would go on.
+    problem: anything else that is wrong: the text isn't what its tokens spell, or ends where the model would go on.
     """
 
     tokens: int
@@ -111,27 +111,21 @@ def first_difference(target: Decoder, row: Row, tokens: np.ndarray) -> Differenc
         logits = target.feed([text[at - 1 : at - 1 + len(own)]], [len(own)])[0]
         chosen = row.sampler.verify(logits, row.sequence, own[:-1])
         wrong = chosen != own[: len(chosen)]
-        stood = int(wrong.argmax()) if wrong.any() else len(chosen)
-        if stood:
+        right = int(wrong.argmax()) if wrong.any() else len(chosen)
+        if right:
             turn = RoundRow(row.sequence, row.sampler, len(text))
-            turn.tokens = chosen[:stood]
-            turn.logits = logits[:stood]
+            turn.tokens, turn.logits = chosen[:right], logits[:right]
             row.sequence.commit(turn.tokens)
-            row.take(turn)
-            stood -= at + stood - len(row.sequence)  # tokens after the end of the text
-        index = at + stood
+            row.take(turn)  # takes tokens after the end of the text back
+        index = len(row.sequence)
         if row.finish_reason and index < len(text):
             return Difference(index - begin, int(text[index]), None, [])
-        if stood < len(own):
-            choice = int(chosen[stood]) if stood < len(chosen) else None
-            return Difference(index - begin, int(text[index]), choice, top_two(row, logits[stood], text[:index]))
+        if index < at + len(own):
+            place = index - at
+            constrained = row.sampler.constraints(logits[place], text[:index])
+            top = [(int(token), float(constrained[token])) for token in np.argsort(-constrained, kind="stable")[:2]]
+            return Difference(index - begin, int(text[index]), int(chosen[place]) if place < len(chosen) else None, top)
     return None
-
-
-def top_two(row: Row, logits: np.ndarray, tokens: np.ndarray) -> list[tuple[int, float]]:
-    """Return the two most likely tokens and their logits, after constraints."""
-    found = row.sampler.constraints(logits, tokens)
-    return [(int(token), float(found[token])) for token in np.argsort(-found, kind="stable")[:2]]
 
 
 def problem_of(row: Row, result: Result) -> str | None:

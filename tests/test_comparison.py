@@ -1,4 +1,4 @@
-"""One definition of a speed-up, and where two texts part."""
+"""One definition of a speed-up, and where two texts differ."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_turns_end_in_time_and_are_even(monkeypatch: pytest.MonkeyPatch) -> None
     assert counts == [4, 6, 16, 16]
 
 
-# ---------------------------------------------------------------- where texts part
+# ---------------------------------------------------------------- where texts differ
 
 
 def test_where_texts_part(load: Callable[..., ovspec.LanguageModel]) -> None:
@@ -129,7 +129,9 @@ def test_where_texts_part(load: Callable[..., ovspec.LanguageModel]) -> None:
     assert found.gap == pytest.approx(float(logits[plain[5]] - logits[second]))
     assert found.top2_gap == pytest.approx(found.gap)
     sentence = found.sentence(lm)
-    assert sentence.startswith(f"the texts part after 5 tokens: plain decoding continues with {named(lm, plain[5])}, ")
+    assert sentence.startswith(
+        f"the texts differ after 5 tokens: plain decoding continues with {named(lm, plain[5])}, "
+    )
     assert sentence.endswith(f"speculation with {named(lm, second)}; their logits are {found.gap:.4f} apart")
 
 
@@ -160,7 +162,7 @@ def test_one_turn_that_differs_is_shown(load: Callable[..., ovspec.LanguageModel
     found = compare_turns(lm, PROMPTS[0], pairs[None], [pairs[0], pairs[1]])
     assert found.parting
     assert (found.parting.after, found.shown[1].token_ids[3]) == (3, 7)
-    assert found.equality.startswith("the texts part after 3 tokens: plain decoding continues with ")
+    assert found.equality.startswith("the texts differ after 3 tokens: plain decoding continues with ")
     assert found.last == pairs[1]
     equal = compare_turns(lm, PROMPTS[0], (result, result), [(result, result)])
     assert (equal.parting, equal.equality) == (None, "both texts have the same 8 tokens")

@@ -1,4 +1,4 @@
-"""generate --compare: texts that part, and Ctrl-C while it times."""
+"""generate --compare: texts that differ, and Ctrl-C while it times."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_texts_that_part_end_with_exit_code_1(parted: ovspec.LanguageModel, pair
     gap = abs(float(logits[plain[3]] - logits[7]))
     first, second = (repr(parted.tokenizer.decode([token])) for token in (plain[3], 7))
     sentence = (
-        f"the texts part after 3 tokens: plain decoding continues with {first} (id {plain[3]}), "
+        f"the texts differ after 3 tokens: plain decoding continues with {first} (id {plain[3]}), "
         f"speculation with {second} (id 7); their logits are {gap:.4f} apart"
     )
     assert sentence in done.stderr
