@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
+import tempfile
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -61,7 +61,7 @@ def tune(folder: Path | None, goal: Goal, as_json: bool, cache_dir: str | None) 
 
     folder = model_folder(folder)
     options = DeviceOptions(cache_dir=Path(cache_dir) if cache_dir else None)
-    check_kept(folder, options)
+    check_kept(options)
     found: dict[str, Any] = {}
     for name, part in (("target", folder), ("draft", folder / DRAFT_FOLDER)):
         if not (part / MODEL_FILE).is_file():
@@ -84,20 +84,16 @@ def tune(folder: Path | None, goal: Goal, as_json: bool, cache_dir: str | None) 
         click.echo(json.dumps(found))
 
 
-def check_kept(folder: Path, options: DeviceOptions) -> None:
-    """Raise OvspecError if the profile can't be kept, before minutes of measuring are lost."""
-    from ovspec.setup.profile import profile_file
-
-    file = profile_file(folder, options)
-    assert file  # no property switches the cache off here
+def check_kept(options: DeviceOptions) -> None:
+    """Raise OvspecError if profiles can't be kept, before minutes of measuring are lost."""
+    folder = options.cache_folder
+    assert folder  # no property switches the cache off here
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
-        raise OvspecError(
-            f"{file.parent}: cannot be created ({error.strerror}); name another with --cache-dir."
-        ) from None
-    if not os.access(file.parent, os.W_OK):
-        raise OvspecError(f"{file.parent}: cannot be written to; name another folder with --cache-dir.")
+        told = f"{folder}: cannot be created or written to ({error.strerror})"
+        raise OvspecError(f"{told}; name another folder with --cache-dir.") from None
 
 
 def report(name: str, folder: Path, profile: Profile) -> list[str]:
@@ -106,19 +102,19 @@ def report(name: str, folder: Path, profile: Profile) -> list[str]:
 
     best = profile.choose(DeviceOptions(), "auto")
     widths = list(profile.reference.verify_ms)
-    heads = "".join(f"{f'm={width}':>8}" for width in widths)
-    lines = [
-        f"{name}: {folder}, {profile.seconds:.0f} s",
-        f"  {'ms per inference of m tokens':62}{heads}  prefill, ms/token       KL   top-1  invariance  memory, MB",
-    ]
 
     def line(mark: str, text: str, m: Measurement) -> str:
         times = "".join(f"{m.verify_ms[width]:8.2f}" for width in widths)
         same = "" if m.invariance is None else f"{m.invariance:.0%}"
         return f"{mark} {text:62}{times}{m.prefill_ms:19.3f}{m.kl:9.1e}{m.top1:8.1%}{same:>12}{m.memory / 1e6:12.0f}"
 
-    lines.append(line(" ", "OpenVINO's own default", profile.reference))
-    lines += [line("*" if m is best else " ", str(m.setting), m) for m in profile.measurements]
+    heads = "".join(f"{f'm={width}':>8}" for width in widths)
+    lines = [
+        f"{name}: {folder}, {profile.seconds:.0f} s",
+        f"  {'ms per inference of m tokens':62}{heads}  prefill, ms/token       KL   top-1  invariance  memory, MB",
+        line(" ", "OpenVINO's own default", profile.reference),
+        *(line("*" if m is best else " ", str(m.setting), m) for m in profile.measurements),
+    ]
     if best:
         token = best.token_ms / profile.reference.verify_ms[1]
         prompt = best.prefill_ms / profile.reference.prefill_ms
