@@ -6,8 +6,6 @@ times printed beside it were really measured one after the other. A gain is clai
 rounds to have caused it; a loss is always shown.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Iterator, Sequence

@@ -4,8 +4,6 @@ The first Ctrl-C of a generation waits for the end of a round. Signals that end 
 Ctrl-C does, and none disturbs a save. Only the server's, which drain it, are with uvicorn, which gets them.
 """
 
-from __future__ import annotations
-
 import contextlib
 import signal
 import sys

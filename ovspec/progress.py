@@ -1,7 +1,5 @@
 """Say on stderr what takes long: in a line that is updated on a terminal, in lines of their own elsewhere."""
 
-from __future__ import annotations
-
 import contextlib
 import shutil
 import sys

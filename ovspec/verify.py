@@ -4,8 +4,6 @@ The whole text is verified as if it were one long proposal: each of its tokens m
 or by the seed, with constraints and penalties. This checks everything that may have sped the text up.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """The command line: one file per command, imported only when the command runs."""
 
-from __future__ import annotations
-
 import importlib
 import io
 import sys

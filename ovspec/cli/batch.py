@@ -1,5 +1,3 @@
-"""ovspec batch"""
-
 from __future__ import annotations
 
 import sys

@@ -1,5 +1,3 @@
-"""ovspec bench"""
-
 from __future__ import annotations
 
 import json

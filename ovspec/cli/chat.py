@@ -1,5 +1,3 @@
-"""ovspec chat"""
-
 from __future__ import annotations
 
 import contextlib

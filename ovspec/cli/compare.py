@@ -1,7 +1,5 @@
 """``ovspec generate --compare``: the text without and with speculation, whether both are equal, and the speed-up."""
 
-from __future__ import annotations
-
 import json
 import secrets
 from typing import Any

@@ -1,7 +1,3 @@
-"""ovspec devices"""
-
-from __future__ import annotations
-
 import click
 
 

@@ -1,7 +1,3 @@
-"""ovspec generate"""
-
-from __future__ import annotations
-
 import re
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The command line's options, made from the declarations in ``ovspec.options``."""
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """What generating commands print: text on stdout, everything else on stderr."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 from collections.abc import Iterator

@@ -1,7 +1,3 @@
-"""ovspec perplexity"""
-
-from __future__ import annotations
-
 import json
 from dataclasses import asdict
 from pathlib import Path

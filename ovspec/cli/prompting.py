@@ -1,7 +1,5 @@
 """Read what the user types: with editing and a history on a terminal, plain lines from a pipe."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,3 @@
-"""ovspec serve"""
-
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,5 +1,3 @@
-"""ovspec tune"""
-
 from __future__ import annotations
 
 import json

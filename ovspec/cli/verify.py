@@ -1,5 +1,3 @@
-"""ovspec verify"""
-
 from __future__ import annotations
 
 import json

@@ -1,7 +1,5 @@
 """Messages in the words of the command line."""
 
-from __future__ import annotations
-
 import re
 
 import click
