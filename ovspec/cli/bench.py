@@ -19,52 +19,28 @@ if TYPE_CHECKING:
 TIMES = ("plain ms/token", "ms/token", "tokens/s")
 HEADS = ("mode", *TIMES, "speed-up", "range", "accepted of proposed", "tokens/round", "same text")
 WARM_UP = 32  # tokens
+FILE = click.Path(path_type=Path)
 PROMPTS = Path(__file__).with_name("bench_prompts.json")
 
 
 @click.command()
-@click.argument("folder", required=False, type=click.Path(path_type=Path), metavar="[DIR]")
+@click.argument("folder", required=False, type=FILE, metavar="[DIR]")
 @click.option("--draft", metavar="PATH", help="Folder of a draft model, or none.  [default: the draft in DIR]")
 @click.option("--prompt", "prompts", multiple=True, metavar="TEXT", help="Your own prompt. May be repeated.")
-@click.option(
-    "--prompt-file",
-    "files",
-    multiple=True,
-    type=click.Path(path_type=Path),
-    metavar="FILE",
-    help="File with your own prompt. May be repeated.",
-)
+@click.option("--prompt-file", "files", multiple=True, type=FILE, metavar="FILE", help="The same, read from a file.")
 @click.option(
     "--lookahead",
     type=LookaheadType(),
     default="auto",
-    show_default=True,
     metavar="auto|K",
-    help="Maximum number of tokens to propose per round, at least 1; auto: as many as are worth their time.",
+    help="Maximum number of tokens to propose per round, at least 1; auto: as many as are worth their time.  "
+    "[default: auto]",
 )
-@click.option(
-    "-n",
-    "--max-tokens",
-    type=click.IntRange(min=2),
-    default=128,
-    show_default=True,
-    help="Number of tokens to generate for each text.",
-)
+@click.option("-n", "--max-tokens", type=click.IntRange(2), default=128, show_default=True, help="Tokens per text.")
 @options_of({"temperature": GENERATE["temperature"]})
-@click.option(
-    "--repeats",
-    type=click.IntRange(min=1),
-    default=1,
-    show_default=True,
-    help="Number of times that each mode generates a text for each prompt.",
-)
+@click.option("--repeats", type=click.IntRange(1), default=1, show_default=True, help="Texts per prompt and mode.")
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON object for each mode.")
-@click.option(
-    "--plot",
-    type=click.Path(dir_okay=False),
-    metavar="FILE",
-    help="Draw the speed-ups into this image file (needs matplotlib).",
-)
+@click.option("--plot", type=click.Path(dir_okay=False), metavar="FILE", help="Draw the speed-ups (needs matplotlib).")
 @runtime_options
 def bench(
     folder: Path | None,

@@ -79,7 +79,7 @@ def chat(
         output.show_context(lm, context)
         talk = Chat(opened, options, stats, context or lm.target.ir.context_length, variables)
         if session and session.exists():
-            load(talk, str(session))
+            load(talk, session)
         if system is not None:
             set_system(talk, system)
         talk.ended = end_on_signals()
@@ -96,22 +96,17 @@ def chat(
 
 @dataclass
 class Chat:
-    """A running chat, which may grow to ``context`` tokens.
-
-    ``variables``: those of the chat template that were given, not loaded with a chat. ``marks``: the text before each
-    of the user's messages that can be taken back. The ``system`` message is sent with the user's first message,
-    because templates may refuse it alone. ``ended``: whether a signal has ended it.
-    """
+    """A running chat."""
 
     session: Session
     options: dict[str, Any]
     stats: str | None
-    context: int | None
-    variables: Mapping[str, Any] | None = None
-    system: str | None = None
-    marks: list[Mark] = field(default_factory=list)
+    context: int | None  # tokens that it may grow to
+    variables: Mapping[str, Any] | None  # those of the chat template that were given, not loaded with a chat
+    system: str | None = None  # sent with the user's first message, because templates may refuse it alone
+    marks: list[Mark] = field(default_factory=list)  # the text before each of the messages that can be taken back
     last: Result | None = None
-    ended: Ended = field(default_factory=Ended)
+    ended: Ended = field(default_factory=Ended)  # whether a signal has ended it
 
 
 def run(talk: Chat, read: Callable[[], str]) -> bool:
@@ -152,17 +147,13 @@ def answer(talk: Chat, text: str) -> None:
         talk.session.append([*system, {"role": "user", "content": text}])
         say(talk)
     finally:
-        if answered(talk.session):
+        answered = talk.session.messages[-1:] and talk.session.messages[-1]["role"] == "assistant"
+        if answered:
             talk.marks.append(before)
         else:
             talk.session.rewind(before)
-    if not answered(talk.session):
+    if not answered:
         note("There is no answer yet; your message was taken back.")
-
-
-def answered(session: Session) -> bool:
-    """Return whether the session ends with an answer, or with a part of one."""
-    return bool(session.messages) and session.messages[-1]["role"] == "assistant"
 
 
 @contextlib.contextmanager
@@ -208,10 +199,12 @@ def command(talk: Chat, name: str, argument: str) -> None:
     wanted, _, does = COMMANDS[name]
     if argument and not wanted:
         note(f"{name} takes no argument.")
-    elif not argument and wanted == "FILE":
-        note("Name a file.")
-    else:
+    elif wanted != "FILE":
         does(talk, argument)
+    elif argument:
+        does(talk, Path(argument.strip("\"'")).expanduser())  # the name may be in quotes
+    else:
+        note("Name a file.")
 
 
 def reset(talk: Chat, _: str = "") -> None:
@@ -242,14 +235,12 @@ def set_system(talk: Chat, text: str) -> None:
     talk.system = text
 
 
-def save(talk: Chat, name: str) -> None:
-    path = path_of(name)
+def save(talk: Chat, path: Path) -> None:
     talk.session.save(path)
     note(f"Saved to {path}.")
 
 
-def load(talk: Chat, name: str) -> None:
-    path = path_of(name)
+def load(talk: Chat, path: Path) -> None:
     with unchanged_on_error(talk.session):
         talk.session.load(path)
         talk.session.chat_template_kwargs = talk.variables or talk.session.chat_template_kwargs
@@ -280,7 +271,7 @@ def show_help(_: Chat, __: str = "") -> None:
 
 
 # Name -> (its argument, help, function)
-COMMANDS: dict[str, tuple[str, str, Callable[[Chat, str], None]]] = {
+COMMANDS: dict[str, tuple[str, str, Callable[[Chat, Any], None]]] = {
     "/help": ("", "List the commands.", show_help),
     "/reset": ("", "Forget the chat, except the system message.", reset),
     "/undo": ("", "Take your last message and its answer back.", undo),
@@ -306,11 +297,6 @@ def begin_anew(talk: Chat, messages: list[dict[str, Any]]) -> None:
         if any(message["role"] != "system" for message in messages):
             talk.session.append(messages)
     talk.marks, talk.last = [], None
-
-
-def path_of(name: str) -> Path:
-    """Return the path of a file whose name may be in quotes."""
-    return Path(name.strip("\"'")).expanduser()
 
 
 def note(text: str) -> None:

@@ -9,24 +9,21 @@ from ovspec.interrupts import end_with
 
 FORMATS = ("fp32", "fp16", "bf16", "int8", "int4")
 BACKUPS = ("none", "int8_sym", "int8_asym")
-NO_DRAFT = "none"
+FILE = click.Path(path_type=Path)
 
 
 @click.command()
 @click.argument("target", nargs=-1, metavar="TARGET")
 @click.option("--draft", metavar="DRAFT", help="Draft model: a checkpoint or IR folder, a hub id, or none.")
 @click.option(
-    "--draft-layers", type=click.IntRange(min=1), metavar="N", help="Make the draft from the target's first N layers."
+    "--draft-layers", type=click.IntRange(1), metavar="N", help="Make the draft of the target's first N layers."
 )
-@click.option("-o", "--output", type=click.Path(path_type=Path), help="Folder to write.")
+@click.option("-o", "--output", type=FILE, help="Folder to write.")
 @click.option("--overwrite", is_flag=True, help="Replace the output folder if it holds an exported pair.")
 @click.option("--list", "list_pairs", is_flag=True, help="List the short names of known pairs, and exit.")
 @click.option("--list-families", is_flag=True, help="List the families of models that can be exported, and exit.")
 @click.option(
-    "--prepare",
-    is_flag=True,
-    help="Download what the families named in place of TARGET need beside the installed packages, and exit; 'all' for "
-    "every family.",
+    "--prepare", is_flag=True, help="Download what the families named as TARGET need, and exit; 'all' for every family."
 )
 @click.option(
     "--weight-format",
@@ -38,15 +35,9 @@ NO_DRAFT = "none"
 @click.option(
     "--draft-weight-format", type=click.Choice(FORMATS), help="Format of the draft's weights.  [default: the target's]"
 )
+@click.option("--group-size", type=int, help="int4: weights that share a scale; -1: a whole channel.  [default: 128]")
 @click.option(
-    "--group-size",
-    type=int,
-    help="int4: number of weights that share a scale; -1 for one scale per channel.  [default: 128]",
-)
-@click.option(
-    "--ratio",
-    type=float,
-    help="int4: share of the layers that get int4, above 0 and at most 1; the others get int8.  [default: optimum's]",
+    "--ratio", type=float, help="int4: share of layers with int4, up to 1; the others get int8.  [default: optimum's]"
 )
 @click.option("--sym", is_flag=True, help="int8 and int4: quantise symmetrically, without zero points.")
 @click.option(
@@ -58,24 +49,15 @@ NO_DRAFT = "none"
 @click.option(
     "--scale-estimation", is_flag=True, help="int4: fit the scales to the calibration text; needs --calibration."
 )
-@click.option(
-    "--gptq",
-    is_flag=True,
-    help="int4: fit the rounding, layer by layer, to the calibration text; slow, needs --calibration.",
-)
+@click.option("--gptq", is_flag=True, help="int4: fit the rounding to the calibration text; slow, needs --calibration.")
 @click.option(
     "--lora-correction", is_flag=True, help="int4: add low-rank corrections; costs some speed, needs --calibration."
 )
-@click.option(
-    "--calibration",
-    type=click.Path(path_type=Path),
-    metavar="FILE",
-    help="int4: text file that the methods above are calibrated on.",
-)
+@click.option("--calibration", type=FILE, metavar="FILE", help="int4: text file to calibrate the methods above on.")
 @click.option("--samples", type=int, help="int4: number of pieces of the calibration text to use.  [default: 128]")
 @click.option(
     "--evaluate",
-    type=click.Path(path_type=Path),
+    type=FILE,
     metavar="FILE",
     help="Compare the export with the checkpoint on this text file: perplexity, KL divergence, and how often the most "
     "likely token is the same.",
@@ -112,8 +94,7 @@ def export(
 
     pairs = known_pairs()
     if list_pairs:
-        for pair in pairs.values():
-            click.echo(pair)
+        click.echo("\n".join(map(str, pairs.values())))
         click.echo("Not verified here: these models were not exported or run by this project's tests.", err=True)
         return
     from ovspec.setup.exporting import export_package
@@ -125,8 +106,7 @@ def export(
         click.echo("\n".join(export_package().family_list()))
         return
     if prepare:
-        if not target:
-            raise click.UsageError("Name the families to prepare for: ovspec export --prepare FAMILY...")
+        refuse(not target, "Name the families to prepare for: ovspec export --prepare FAMILY...")
         refuse(given - {"prepare", "target"}, "--prepare only downloads; leave out the options for an export.")
         package = export_package()
         package.prepare_all(package.environments_of(target))
@@ -137,12 +117,12 @@ def export(
     if model in pairs and not Path(model).exists():
         draft = draft or (pairs[model].draft if draft_layers is None else None)
         model = pairs[model].target
-    draft = None if draft == NO_DRAFT else draft
+    draft = None if draft == "none" else draft
     alone = not draft and draft_layers is None
     refuse(draft_weight_format and alone, "--draft-weight-format needs --draft or --draft-layers.")
     end_with("Error: the export was ended by SIGTERM; nothing was changed.")
     package = export_package()
-    formats = [weight_format] + ([draft_weight_format] if draft_weight_format else [])
+    formats = [weight_format, draft_weight_format] if draft_weight_format else [weight_format]
     compressions = [package.Compression(name, **meant_for(name, formats, options)) for name in formats]
     package.export_pair(
         model,

@@ -29,13 +29,10 @@ from ovspec.interrupts import Ended, end_on_signals, leave, undisturbed
     "-f",
     "--file",
     "prompt_file",
-    type=click.Path(),
     metavar="FILE",
     help="Read the prompt from FILE, without the newline at its end; - is stdin, taken as it is.",
 )
-@click.option(
-    "--token-ids", metavar="IDS", help="The prompt as token ids, separated by commas or spaces; no BOS is added."
-)
+@click.option("--token-ids", metavar="IDS", help="The prompt as token ids, with commas or spaces; no BOS is added.")
 @chat_option
 @system_option
 @stats_option("Print statistics on stderr: tokens, speed and acceptance, or everything with --stats full.")

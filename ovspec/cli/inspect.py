@@ -5,21 +5,18 @@ from typing import Any
 
 import click
 
-from ovspec.cli.options import refuse, runtime_options
+from ovspec.cli.options import options_of, refuse, runtime_options
 from ovspec.errors import OvspecError
+from ovspec.options.loading import LOAD, load_params
 from ovspec.progress import step
 
 
 @click.command()
 @click.argument("folder", required=False, type=click.Path(path_type=Path), metavar="[DIR]")
-@click.option(
-    "--verify",
-    is_flag=True,
-    help="First check the model's files against the checksums of its export by ovspec.",
-)
+@options_of({"verify": LOAD["verify"]})
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @runtime_options
-def inspect(folder: Path | None, verify: bool, as_json: bool, **runtime: Any) -> None:
+def inspect(folder: Path | None, verify: bool | None, as_json: bool, **runtime: Any) -> None:
     """Describe the models in DIR (by default the embedded demo pair): weights, context, engine, rollback, memory.
 
     Rollback is how the KV cache drops proposed tokens that were rejected.
@@ -30,7 +27,6 @@ def inspect(folder: Path | None, verify: bool, as_json: bool, **runtime: Any) ->
       ovspec inspect my-pair --verify --json
     """
     from ovspec.loading import device_options, model_folder
-    from ovspec.options.loading import load_params
     from ovspec.setup import inspection
 
     folder = model_folder(folder)
@@ -40,11 +36,10 @@ def inspect(folder: Path | None, verify: bool, as_json: bool, **runtime: Any) ->
         raise OvspecError(f"{folder}: --verify needs the manifest that 'ovspec export' writes, which is missing.")
     options, tuned = device_options(given), given.tune is not False
     with step(f"{folder}: compiling and probing"):
-        found = inspection.inspect(folder, options, given.engine, given.arithmetic, tuned, verify)
+        found = inspection.inspect(folder, options, given.engine, given.arithmetic, tuned, bool(verify))
     if as_json:
         click.echo(json.dumps({name: asdict(model) for name, model in found.items()}, ensure_ascii=False))
         return
-    for name, model in found.items():
-        click.echo("\n".join(inspection.summary(name, model)))
+    click.echo("\n".join(line for name, model in found.items() for line in inspection.summary(name, model)))
     if verify:
         click.echo("All files have the checksums they were exported with.")

@@ -14,9 +14,7 @@ from ovspec.progress import step
 @click.argument("folder", type=click.Path(path_type=Path), metavar="DIR")
 @click.argument("file", type=click.Path(path_type=Path))
 @click.option(
-    "--context",
-    type=click.IntRange(min=2),
-    help="Length of a window, in tokens.  [default: the model's context, at most 1024]",
+    "--context", type=click.IntRange(2), help="Tokens of a window.  [default: the model's context, up to 1024]"
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @runtime_options

@@ -20,16 +20,10 @@ if TYPE_CHECKING:
 
 @click.command()
 @click.argument("file", type=click.Path(path_type=Path), metavar="RESULT")
-@click.option(
-    "--model",
-    "folder",
-    type=click.Path(path_type=Path),
-    metavar="DIR",
-    help="Folder of the model.  [default: the one that the result names]",
-)
+@click.option("--model", "folder", metavar="DIR", help="Folder of the model.  [default: the one that the result names]")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @runtime_options
-def verify(file: Path, folder: Path | None, as_json: bool, **runtime: Any) -> None:
+def verify(file: Path, folder: str | None, as_json: bool, **runtime: Any) -> None:
     """Check that every token in RESULT is the one that the model chooses there.
 
     RESULT is what 'ovspec generate --json' printed, or the output of 'ovspec batch'; - is stdin. One forward pass over
@@ -58,7 +52,7 @@ def verify(file: Path, folder: Path | None, as_json: bool, **runtime: Any) -> No
             made = result.record.model()
             key = json.dumps(made, sort_keys=True, default=str)
             if key not in models:
-                models[key] = load(folder or Path(its_folder(made, label)), "none", **recorded_options(made, runtime))
+                models[key] = load(Path(folder or its_folder(made, label)), "none", **recorded_options(made, runtime))
             with step(f"{label}: checking"):
                 found = checked[label] = models[key].verify(result)
         except OvspecError as error:
