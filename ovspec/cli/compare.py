@@ -89,9 +89,11 @@ def print_object(lm: LanguageModel, found: Comparison, stats: str | None) -> Non
         "speculative_ms_per_token": round(speedup.ms, 4),
     }
     if where:
-        texts = [None if token is None else lm.tokenizer.decode([token]) for token in (where.plain, where.other)]
-        ends = [{"id": token, "text": text} for token, text in zip((where.plain, where.other), texts, strict=True)]
-        report["part"] = {"after": where.after, "plain": ends[0], "speculative": ends[1], "gap": where.gap}
+        plain, speculative = (
+            {"id": token, "text": None if token is None else lm.tokenizer.decode([token])}
+            for token in (where.plain, where.other)
+        )
+        report["part"] = {"after": where.after, "plain": plain, "speculative": speculative, "gap": where.gap}
         report["top2_gap"] = where.top2_gap
     click.echo(json.dumps(report, ensure_ascii=False))
     for result in found.shown:

@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from ovspec.interrupts import HeldInterrupts
 from ovspec.loop.results import Piece, Result
 from ovspec.model import LanguageModel
 from ovspec.progress import step
@@ -34,16 +35,16 @@ def samples(lm: LanguageModel, prompt: Any, options: dict[str, Any], stats: str 
     """Print whole texts for one prompt, if there are several each under a heading."""
     with step("generating"):
         results = lm.samples(prompt, **options)
+    several = len(results) > 1
     if as_json:
         found = [as_dict(lm, result) for result in results]
-        click.echo(json.dumps({"samples": found} if len(found) > 1 else found[0], ensure_ascii=False))
-    else:
-        for number, result in enumerate(results, 1):
-            if len(results) > 1:
-                heading(f"sample {number}")
-            click.echo(result.text)
+        click.echo(json.dumps({"samples": found} if several else found[0], ensure_ascii=False))
     for number, result in enumerate(results, 1):
-        if stats and len(results) > 1:
+        if several and not as_json:
+            heading(f"sample {number}")
+        if not as_json:
+            click.echo(result.text)
+        if several and stats:
             click.echo(f"sample {number}: ", nl=stats == "full", err=True)
         show_stats(result, stats)
 
@@ -55,14 +56,12 @@ def heading(text: str) -> None:
 
 def run(stream: TextStream, show: bool) -> tuple[Result, bool]:
     """Run a stream to its end and return (result, whether Ctrl-C ended it); print the text if ``show``."""
-    from ovspec.interrupts import HeldInterrupts
-
     printed, interrupted = 0, False
     interrupts = HeldInterrupts()  # so that it is known what was printed
     try:
         try:
             for piece in waited_for(stream) if show else stream:
-                if show and piece.text:
+                if show:
                     interrupts.holding = True
                     click.echo(piece.text, nl=False)
                     printed += len(piece.text)
@@ -73,7 +72,7 @@ def run(stream: TextStream, show: bool) -> tuple[Result, bool]:
             interrupts.holding = interrupted = True
             stream.cancel()
         result = stream.result()
-        if show and printed < len(result.text):
+        if show:
             click.echo(result.text[printed:], nl=False)
     finally:
         interrupts.stop()
@@ -118,10 +117,8 @@ def short(result: Result) -> str:
     stats = result.stats
     cached = f" ({stats.cached_tokens} cached)" if stats.cached_tokens else ""
     prompt = f"prompt {stats.prompt_tokens} tokens{cached} in {stats.ttft_ms / 1e3:.2f} s"
-    parts = [prompt, f"text {stats.generated_tokens} tokens{speed(result)}"]
-    if stats.proposed or stats.draft_engine:
-        parts.append(acceptance(result))
-    return "; ".join(parts)
+    drafted = f"; {acceptance(result)}" if stats.proposed or stats.draft_engine else ""
+    return f"{prompt}; text {stats.generated_tokens} tokens{speed(result)}{drafted}"
 
 
 def speed(result: Result) -> str:
@@ -129,7 +126,6 @@ def speed(result: Result) -> str:
 
 
 def acceptance(result: Result) -> str:
-    """Return how many proposed tokens were accepted."""
     stats = result.stats
     if not stats.proposed:
         return "nothing proposed"
@@ -140,9 +136,9 @@ def full(result: Result) -> str:
     """Return all statistics, a line for each kind."""
     stats = result.stats
     ms = f", {stats.tpot_ms:.2f} ms each" if stats.tpot_ms else ""
-    prompt = f"{stats.prompt_tokens} tokens, {stats.cached_tokens} of them cached"
+    cached = f"{stats.cached_tokens} of them cached"
     lines = [
-        f"prompt: {prompt}; first token after {stats.ttft_ms:.0f} ms",
+        f"prompt: {stats.prompt_tokens} tokens, {cached}; first token after {stats.ttft_ms:.0f} ms",
         f"text: {stats.generated_tokens} tokens{speed(result)}{ms}; ended by {result.finish_reason}",
         f"rounds: {stats.rounds}, {stats.tokens_per_round:.2f} tokens per round",
     ]

@@ -40,8 +40,8 @@ def verify(file: Path, folder: str | None, as_json: bool, **runtime: Any) -> Non
     from ovspec.verify import result_from_json
 
     refuse(runtime["draft_device"], "--draft-device is not used here: only the target checks a text.")
-    source = sys.stdin.buffer.read().decode("utf-8", "replace") if str(file) == "-" else read_text(file)
     name = "stdin" if str(file) == "-" else str(file)
+    source = sys.stdin.buffer.read().decode("utf-8", "replace") if name == "stdin" else read_text(file)
     models: dict[str, LanguageModel] = {}
     checked: dict[str, Verification] = {}
     lines: list[str] = []
@@ -52,13 +52,16 @@ def verify(file: Path, folder: str | None, as_json: bool, **runtime: Any) -> Non
             made = result.record.model()
             key = json.dumps(made, sort_keys=True, default=str)
             if key not in models:
-                models[key] = load(Path(folder or its_folder(made, label)), "none", **recorded_options(made, runtime))
+                place = Path(folder or str(made.get("folder", "")))
+                gone = f"{label}: its model {place} isn't here; name the model's folder with --model."
+                refuse(not folder and not place.is_dir(), gone)
+                models[key] = load(place, "none", **recorded_options(made, runtime))
             with step(f"{label}: checking"):
                 found = checked[label] = models[key].verify(result)
         except OvspecError as error:
             raise OvspecError(f"{label}: {error}".rstrip(".") + ".") from None
         if not found.ok:
-            lines += [f"{label}: {line}" for line in described(models[key], found)]
+            lines += [f"{label}: {line}" for line in mistakes(models[key], found)]
     refuse(not checked, f"{name}: no text in it, only errors.")
     tokens, exact = (sum(getattr(found, count) for found in checked.values()) for count in ("tokens", "exact"))
     if as_json:
@@ -79,57 +82,50 @@ def texts_of(source: str, name: str) -> Iterator[tuple[str, dict[str, Any]]]:
     except ValueError:
         entries = []
         for number, line in enumerate(source.splitlines(), 1):
-            if line.strip():
-                try:
-                    entries.append((f"{name}, line {number}", json.loads(line)))
-                except ValueError:
-                    raise click.UsageError(f"{name}, line {number}: not JSON.") from None
+            label = f"{name}, line {number}"
+            try:
+                entries += [(label, json.loads(line))] if line.strip() else []
+            except ValueError:
+                raise click.UsageError(f"{label}: not JSON.") from None
     for label, entry in entries:
         refuse(not isinstance(entry, dict), f"{label}: not a result; name a file that --json or a batch has written.")
         if "record" not in entry and entry.get("error"):  # a failed request of a batch
             continue
-        body = (entry.get("response") or {}).get("body", entry) if isinstance(entry.get("response"), dict) else entry
+        response = entry.get("response")
+        body = response.get("body", entry) if isinstance(response, dict) else entry
         several = body.get("samples") or body.get("choices") or [body[k] for k in ("plain", "speculative") if k in body]
         for number, each in enumerate(several or [body], 1):
             yield (f"{label}, text {number}" if len(several) > 1 else label), each
-
-
-def its_folder(made: dict[str, Any], label: str) -> str:
-    """Return the folder of the model that made a text."""
-    folder = str(made.get("folder", ""))
-    refuse(not Path(folder).is_dir(), f"{label}: its model {folder} isn't here; name the model's folder with --model.")
-    return folder
 
 
 def recorded_options(made: dict[str, Any], runtime: dict[str, Any]) -> dict[str, Any]:
     """Return the settings that a text was made with, as options of ``load``; the given ones take precedence."""
     given = {name: value for name, value in runtime.items() if value is not None}
     named = {name: made[name] for name in ("device", "engine", "arithmetic", "threads") if made.get(name)}
-    if "device" in given and "engine" not in given:
+    if "device" in given:
         named.pop("engine", None)
-    properties = made.get("properties")
-    properties = dict(properties) if isinstance(properties, dict) else {}
-    if "precision" in given and properties.get("KV_CACHE_PRECISION") == properties.get("INFERENCE_PRECISION_HINT"):
-        properties.pop("KV_CACHE_PRECISION", None)  # it followed from the precision that is replaced
-    for name, replaced in (("precision", "INFERENCE_PRECISION_HINT"), ("kv_precision", "KV_CACHE_PRECISION")):
-        if name in given:
-            properties.pop(replaced, None)
+    recorded = made.get("properties")
+    properties = dict(recorded) if isinstance(recorded, dict) else {}
+    kv_follows = properties.get("KV_CACHE_PRECISION") == properties.get("INFERENCE_PRECISION_HINT")
+    if "kv_precision" in given or ("precision" in given and kv_follows):
+        properties.pop("KV_CACHE_PRECISION", None)
+    if "precision" in given:
+        properties.pop("INFERENCE_PRECISION_HINT", None)
     properties |= given.get("properties", {})
     return {"tune": False, **named, **given, "properties": properties}
 
 
-def described(lm: LanguageModel, found: Verification) -> list[str]:
+def mistakes(lm: LanguageModel, found: Verification) -> list[str]:
     """Return lines that say what is wrong with a text."""
+
+    def shown(token: int) -> str:
+        return f"{lm.tokenizer.decode([token])!r} (id {token})"
+
     lines = [found.problem] if found.problem else []
-    if difference := found.difference:
-
-        def shown(token: int) -> str:
-            return f"{lm.tokenizer.decode([token])!r} (id {token})"
-
-        instead = "the text must end before it" if difference.chosen is None else shown(difference.chosen)
-        chosen = instead if difference.chosen is None else f"the model chooses {instead}"
-        lines.append(f"token {difference.index + 1} of {found.tokens} is {shown(difference.found)}, but {chosen}")
-        if difference.top:
-            top = ", ".join(f"{shown(token)} {logit:.4f}" for token, logit in difference.top)
+    if wrong := found.difference:
+        chosen = "the text must end before it" if wrong.chosen is None else f"the model chooses {shown(wrong.chosen)}"
+        lines.append(f"token {wrong.index + 1} of {found.tokens} is {shown(wrong.found)}, but {chosen}")
+        if wrong.top:
+            top = ", ".join(f"{shown(token)} {logit:.4f}" for token, logit in wrong.top)
             lines.append(f"  most likely there: {top}")
     return lines
