@@ -1,8 +1,4 @@
-"""Ctrl-C and other signals: what holds them back, and how they end a command.
-
-The first Ctrl-C of a generation waits for the end of a round. Signals that end a command that keeps a session act as
-Ctrl-C does, and none disturbs a save. Only the server's, which drain it, are with uvicorn, which gets them.
-"""
+"""Ctrl-C and other signals: what holds them back, and how they end a command; the server leaves its own to uvicorn."""
 
 import contextlib
 import signal
@@ -69,16 +65,13 @@ def check_interrupts() -> None:
 
 @dataclass
 class Ended:
-    """Whether a signal has ended the command: ``code`` is then the exit code, else 0."""
+    """``code``: the exit code if a signal has ended the command, otherwise 0."""
 
     code: int = 0
 
 
 def end_on_signals() -> Ended:
-    """Make SIGHUP (a closed terminal) and SIGTERM do what Ctrl-C does, and note the exit code.
-
-    What nohup has told the process to ignore stays ignored.
-    """
+    """Make SIGHUP (a closed terminal) and SIGTERM act as Ctrl-C, and note the exit code; nohup's choice is kept."""
     ended = Ended()
 
     def end(number: int, _: object) -> None:
@@ -94,7 +87,7 @@ def end_on_signals() -> Ended:
 
 
 def leave(ended: Ended) -> None:
-    """Exit if a signal has ended the command; no other one disturbs that any more."""
+    """Exit if a signal has ended the command, undisturbed by further ones."""
     if ended.code:
         for number in (*ENDING, signal.SIGINT):
             signal.signal(number, signal.SIG_IGN)
@@ -103,7 +96,7 @@ def leave(ended: Ended) -> None:
 
 @contextlib.contextmanager
 def undisturbed() -> Iterator[None]:
-    """Ignore the signals that could end the process, until what was shown is saved."""
+    """Ignore the signals that could end the process, so that a file is saved whole."""
     before = {number: signal.signal(number, signal.SIG_IGN) for number in (*ENDING, signal.SIGINT)}
     try:
         yield

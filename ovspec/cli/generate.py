@@ -88,20 +88,16 @@ def generate(
     loading, options = split_options(others)
     refuse("logprobs" in options and not as_json, "--logprobs needs --json.")
     refuse("chat_template_kwargs" in options and not chat, "--chat-template-kwargs needs --chat.")
-    samples = options.get("n", 1) > 1
+    several = options.get("n", 1) > 1 or options.get("retries")
     if compare:
         refuse(not draft, "--compare needs a draft; leave --draft none out.")
         rejection = options.get("accept") == "rejection"
         refuse(rejection, "--compare needs the same text with and without a draft; leave --accept rejection out.")
-        refuse(samples, "--compare needs a single text; leave --samples out.")
         refuse(options.get("lookahead") == 0, "--compare needs a --lookahead of at least 1.")
-    if compare or samples:
-        several = "--compare" if compare else "--samples"
-        refuse(session, f"--session needs a single text; leave {several} out.")
-        refuse(context, f"--context can't be combined with {several}.")
-    retries = bool(options.get("retries"))
-    lasting = session or context or compare
-    refuse(retries and lasting, "--retries can't be combined with --session, --context or --compare.")
+        refuse(several, "--compare needs a single text; leave --samples and --retries out.")
+    lasting = "--session" if session else "--context"
+    refuse((session or context) and compare, f"{lasting} can't be combined with --compare.")
+    refuse((session or context) and several, f"{lasting} needs a single text; leave --samples and --retries out.")
 
     from ovspec.cli import output
     from ovspec.cli.compare import compare as compare_both
@@ -118,7 +114,7 @@ def generate(
     if compare:
         if not compare_both(lm, prompt, options, stats, as_json):
             sys.exit(1)
-    elif samples or retries:
+    elif several:
         output.samples(lm, prompt, options, stats, as_json)
     else:
         with lm.session(context) as opened:
