@@ -65,7 +65,7 @@ for name in ("loudness", "volume"):
 def test_a_new_option_is_one_entry(tmp_path: Path) -> None:
     """Add an entry to the options table in a copy of the package, and change nothing else."""
     shutil.copytree(ROOT / "ovspec", tmp_path / "ovspec", ignore=shutil.ignore_patterns("__pycache__"))
-    file = tmp_path / "ovspec" / "options" / "sampling.py"
+    file = tmp_path / "ovspec" / "options" / "__init__.py"
     text = file.read_text(encoding="utf-8")
     place = '    """The options that decide which text a model generates for a prompt."""\n'
     assert place in text

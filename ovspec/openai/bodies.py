@@ -21,9 +21,8 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from ovspec.options import GENERATE, in_words, within
+from ovspec.options import GENERATE, NOT_NEGATIVE, TOKENS, in_words, within
 from ovspec.options.option import LARGEST, Limits, Option
-from ovspec.options.sampling import NOT_NEGATIVE, TOKENS
 
 FIRST = Field(fail_fast=True)  # pydantic would keep an error for each wrong item
 IDS = Annotated[list[int], FIRST]

@@ -1,7 +1,7 @@
 """Declares each option once. Python's keywords, the command line and the batch file are made from these tables.
 
-To add an option, add one entry ``name: Annotated[type, help, Option(...)]`` here or in ``sampling.py``; it becomes a
-field of ``Params``, and one in ``sampling.py`` also a field of ``SamplingParams``.
+To add an option, add one entry ``name: Annotated[type, help, Option(...)]``. It becomes a field of ``Params``, and one
+in ``SamplingOptions`` also a field of ``SamplingParams``.
 """
 
 import math
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from numbers import Integral, Number, Real
 from pathlib import Path
 from types import UnionType
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, Unpack, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict, Union, Unpack, get_args, get_origin
 
 from ovspec.errors import OvspecError
 from ovspec.options.option import (
@@ -21,6 +21,7 @@ from ovspec.options.option import (
     alternatives,
     auto_or_number,
     choices_of,
+    count_or_all,
     declared,
     documentation,
     fields_of,
@@ -29,8 +30,8 @@ from ovspec.options.option import (
     json_object,
     place_or_text,
     schema_or_file,
+    token_bias,
 )
-from ovspec.options.sampling import AT_LEAST_1, NOT_NEGATIVE, SamplingOptions
 
 AcceptRule = Literal["compare", "rejection"]
 # (logits (1, vocab) float32, all tokens so far (n,) int64, **keywords) -> token id
@@ -38,6 +39,15 @@ SampleFunction = Callable[..., Any]
 # (all tokens so far (n,) int64, logits (1, vocab) float32) -> logits of the same shape
 LogitsProcessor = Callable[[Any, Any], Any]
 
+AT_LEAST_1 = Limits(1, words="at least 1")
+TOKENS = Limits(1, words="at least 1, or -1 for as many as the context holds", special=-1)
+TEXTS = Limits(1, 10_000, "at least 1 and at most 10,000")
+NOT_NEGATIVE = Limits(0, words="0 or more")
+PROBABILITY = Limits(0, 1, "above 0 and at most 1", above=True)
+SHARE = Limits(0, 1, "from 0 to 1")
+FINITE = Limits()
+GREEDY_OR_MORE = Limits(0, words="0 (greedy) or more")
+POSITIVE = Limits(0, words="above 0", above=True)
 LOOKAHEAD = Option(
     limits=Limits(0, words="0 or more, or auto"),
     usual="auto",
@@ -49,10 +59,103 @@ LOOKAHEAD = Option(
 PYTHON_ONLY = Option(flags=(), request=False)
 FILE_OR_TEXT = Option(more="A string, or the ``Path`` of a file.", metavar="FILE", parse=Path, request_type=str)
 
+
+class SamplingOptions(TypedDict, total=False):
+    """The options that decide which text a model generates for a prompt."""
+
+    max_tokens: Annotated[
+        int | None,
+        "Maximum number of tokens to generate; -1 for as many as the context holds.",
+        Option(
+            limits=TOKENS,
+            usual="from the model's generation config, or 256",
+            more="At the end of the context a text ends anyway.",
+            flags=("-n", "--max-tokens"),
+            metavar="N",
+            parse=count_or_all,
+            aliases=("max_completion_tokens",),
+        ),
+    ]
+    min_tokens: Annotated[
+        int | None,
+        "Minimum number of tokens to generate; a grammar may end the text earlier.",
+        Option(limits=NOT_NEGATIVE, usual="from the model's generation config, or 0"),
+    ]
+    stop: Annotated[
+        str | Collection[str], "End the text at this string, which is left out of it.", Option(list, metavar="TEXT")
+    ]
+    stop_ids: Annotated[
+        Collection[int],
+        "End the text at this token id; the token adds no text.",
+        Option(list, flags=("--stop-id",), metavar="ID", aliases=("stop_token_ids",)),
+    ]
+    ignore_eos: Annotated[bool, "Continue after an end-of-sequence token.", Option(False)]
+    temperature: Annotated[
+        float,
+        "Sampling temperature: 0 always takes the most likely token (greedy), 1 samples from the model's own "
+        "distribution, and higher values make unlikely tokens more frequent.",
+        Option(0.0, GREEDY_OR_MORE, flags=("-t", "--temp", "--temperature")),
+    ]
+    top_k: Annotated[
+        int,
+        "Sample only from the K most likely tokens; 0 for all. Needs a temperature.",
+        Option(0, Limits(0, words="0 (all) or more")),
+    ]
+    top_p: Annotated[
+        float,
+        "Sample only from the most likely tokens that add up to this probability; 1 for all. Needs a temperature.",
+        Option(1.0, PROBABILITY),
+    ]
+    min_p: Annotated[
+        float,
+        "Sample only from tokens at least this share as likely as the top one; 0 for all. Needs a temperature.",
+        Option(0.0, SHARE),
+    ]
+    typical_p: Annotated[
+        float,
+        "Like top-p, but over the most typical tokens (arXiv 2202.00666); 1 for all. Needs a temperature.",
+        Option(1.0, PROBABILITY),
+    ]
+    repetition_penalty: Annotated[
+        float | None,
+        "Divide positive logits of tokens in the prompt and the text by this, and multiply negative ones: 1 is "
+        "off, higher values discourage repetition.",
+        Option(limits=POSITIVE, usual="from the model's generation config, or 1"),
+    ]
+    presence_penalty: Annotated[
+        float, "Subtract this from the logit of each token generated so far; 0 is off.", Option(0.0, FINITE)
+    ]
+    frequency_penalty: Annotated[
+        float, "Subtract this from a token's logit once for each time it was generated; 0 is off.", Option(0.0, FINITE)
+    ]
+    logit_bias: Annotated[
+        Mapping[int, float],
+        "Add VALUE to the logit of token ID; -inf bans it.",
+        Option(dict, metavar="ID=VALUE", parse=token_bias),
+    ]
+    seed: Annotated[
+        int | None,
+        "Random seed: the same seed gives the same text, with any draft or none. With the accept rule rejection, "
+        "only with the same draft and a fixed lookahead.",
+        Option(
+            limits=Limits(0, 2**63 - 1, "from 0 to 2**63 - 1"),
+            usual="random",
+            more="``Stats.seed`` reports the seed of a sampled text.",
+        ),
+    ]
+    n: Annotated[
+        int, "Number of texts for each prompt; above 1 needs a temperature.", Option(1, TEXTS, flags=("--samples",))
+    ]
+    logprobs: Annotated[
+        int | None,
+        "Report the natural log-probability of each token and of this many of the most likely ones, from the "
+        "model's own logits: before bias, penalties, grammars and temperature.",
+        Option(limits=NOT_NEGATIVE, request=False),
+    ]
+
+
 SAMPLING = declared(SamplingOptions)
 TRUNCATING = ("top_k", "top_p", "min_p", "typical_p")  # they need a temperature
-
-
 _SamplingFields = fields_of(SAMPLING)
 
 
@@ -207,8 +310,6 @@ GRAMMARS = ("json_schema", "regex", "grammar", "gbnf", "choice")
 OF_SCHEMAS = ("json_schema_mode", "retries", "additional_properties", "compact_json")  # they need a schema
 ONLY_SPEED = ("lookahead", "batch_size", "retries")  # they don't change the text that a seed gives
 CHECKED_WHERE_USED = {*GRAMMARS, "constrain_from", "logits_processors"}
-
-
 _OtherFields = fields_of({name: entry for name, entry in GENERATE.items() if name not in {*SAMPLING, "sampling"}})
 
 

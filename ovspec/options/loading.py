@@ -84,8 +84,6 @@ class LoadOptions(RuntimeOptions, total=False):
 
 
 RUNTIME, LOAD = declared(RuntimeOptions), declared(LoadOptions)
-
-
 _LoadFields = fields_of(LOAD)
 
 

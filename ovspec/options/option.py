@@ -1,4 +1,4 @@
-"""How an option is declared, and the functions that read values from the command line."""
+"""How an option is declared, and how its values are read from the command line."""
 
 import difflib
 import json

@@ -4,9 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal, TypedDict
 
-from ovspec.options import AT_LEAST_1, LOOKAHEAD, NOT_NEGATIVE, SAMPLING
+from ovspec.options import AT_LEAST_1, LOOKAHEAD, NOT_NEGATIVE, POSITIVE, SAMPLING
 from ovspec.options.option import Limits, Option, declared, fields_of
-from ovspec.options.sampling import POSITIVE
 
 
 class ServeOptions(TypedDict, total=False):
