@@ -88,9 +88,9 @@ def click_option(name: str, kind: Any, option: Option, hidden: bool) -> Decorato
     return click.option(*flags, name, type=click_type(kind, option), metavar=option.metavar, help=help, **more)
 
 
-def merged(values: Sequence[Any]) -> dict[Any, Any]:
-    """Return one mapping of several or of pairs; later values win."""
-    return dict(pair for value in values for pair in (value.items() if isinstance(value, dict) else [value]))
+def merged(values: Sequence[Mapping[Any, Any]]) -> dict[Any, Any]:
+    """Return one mapping of several; later values win."""
+    return {name: value for each in values for name, value in each.items()}
 
 
 def options_of(table: dict[str, tuple[Any, Option]]) -> Decorator:

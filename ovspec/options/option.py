@@ -158,19 +158,19 @@ def count_or_all(text: str) -> int:
     raise ValueError(f"{text!r} is not a number of tokens: give at least 1, or -1 for as many as the context holds.")
 
 
-def token_bias(text: str) -> tuple[int, float]:
+def token_bias(text: str) -> dict[int, float]:
     token, _, bias = text.partition("=")
     try:
-        return int(token), float(bias)
+        return {int(token): float(bias)}
     except ValueError:
         raise ValueError(f"{text!r} is not ID=VALUE, as in --logit-bias 50=-2.5.") from None
 
 
-def key_value(text: str) -> tuple[str, str]:
+def key_value(text: str) -> dict[str, str]:
     key, equals, value = text.partition("=")
     if not equals or not key:
         raise ValueError(f"{text!r} is not KEY=VALUE, as in --property NUM_STREAMS=1.")
-    return key.strip(), value.strip()
+    return {key.strip(): value.strip()}
 
 
 def folder(text: str) -> Path:
