@@ -15,6 +15,7 @@ from ovspec.cli.options import (
     CHAT_MAX_TOKENS,
     STATS,
     StatsCommand,
+    check_chat,
     context_option,
     generate_options,
     refuse,
@@ -63,7 +64,7 @@ def chat(
     if folder is None and isinstance(named, Path) and (named / EXPORTED).is_dir():
         # '--draft DIR': the option took what was meant as DIR.
         folder, others["draft"] = named, DraftChoice(model=EXPORTED)
-    refuse(others["heal"], "--heal can't be combined with a chat: after a chat template there is nothing to heal.")
+    check_chat(True, system, others["heal"])
     loading, options = split_options(others)
     refuse(options.get("n", 1) > 1, "--samples can't be combined with a chat, which continues from one answer.")
     refuse("logprobs" in options, "--logprobs can't be shown in a chat.")

@@ -186,9 +186,9 @@ def refuse(wrong: Any, sentence: str) -> None:
 
 
 def check_chat(chat: bool, system: str | None, heal: bool | None) -> None:
-    """Raise click.UsageError for options that can't be combined with ``--chat`` or its lack."""
+    """Raise click.UsageError for options that a chat or a raw prompt can't have."""
     refuse(system is not None and not chat, "--system needs --chat.")
-    refuse(chat and heal, "--heal can't be combined with --chat: after a chat template there is nothing to heal.")
+    refuse(chat and heal, "--heal can't be combined with a chat: after a chat template there is nothing to heal.")
 
 
 def split_options(values: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -57,7 +57,7 @@ def heading(text: str) -> None:
 def run(stream: TextStream, show: bool) -> tuple[Result, bool]:
     """Run a stream to its end and return (result, whether Ctrl-C ended it); print the text if ``show``."""
     printed, interrupted = 0, False
-    interrupts = HeldInterrupts()  # so that it is known what was printed
+    interrupts = HeldInterrupts()  # so that no Ctrl-C comes between printing and counting
     try:
         try:
             for piece in waited_for(stream) if show else stream:
