@@ -12,8 +12,7 @@ import click
 from ovspec.errors import OvspecError
 
 if TYPE_CHECKING:
-    from ovspec.ir.device import DeviceOptions
-    from ovspec.setup.profile import Goal, Measurement, Profile
+    from ovspec.setup.profile import Goal, Profile
 
 GOALS = ("decode", "prefill", "balanced", "accuracy")  # profile.GOALS, without importing openvino
 
@@ -39,9 +38,9 @@ def tune(folder: Path | None, goal: Goal, as_json: bool, cache_dir: str | None) 
     """Measure which settings are fastest for the model in DIR (by default the embedded demo pair) on this machine's
     CPU, and use them from now on.
 
-    Tries precisions, dynamic quantisation, KV caches, threads and both engines, for the target and the draft in
-    DIR. A setting is chosen only if its output is about as accurate as that of OpenVINO's default, and if exact
-    arithmetic is as exact as without a profile, which is probed.
+    Tries precisions, dynamic quantisation and both engines, for the target and the draft in DIR. A setting is chosen
+    only if its output is about as accurate as that of OpenVINO's default, and if exact arithmetic is as exact as
+    without a profile, which is probed.
 
     The result is kept as a profile, which models of the same shape and weight format share. Use an idle machine.
 
@@ -54,12 +53,19 @@ def tune(folder: Path | None, goal: Goal, as_json: bool, cache_dir: str | None) 
     from ovspec.ir.device import DeviceOptions
     from ovspec.loading import model_folder
     from ovspec.setup.manifest import DRAFT_FOLDER
-    from ovspec.setup.profile import keep_profile
+    from ovspec.setup.profile import keep_profile, profile_file
     from ovspec.setup.tuning import tune as measure
 
     folder = model_folder(folder)
     options = DeviceOptions(cache_dir=Path(cache_dir) if cache_dir else None)
-    check_kept(options)
+    file = profile_file(folder, options)
+    assert file  # no property switches the cache off here
+    try:  # before minutes of measuring are lost
+        file.parent.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=file.parent).close()
+    except OSError as error:
+        problem = f"cannot be created or written to ({error.strerror})"
+        raise OvspecError(f"{file.parent}: {problem}; name another folder with --cache-dir.") from None
     found: dict[str, Any] = {}
     for name, part in (("target", folder), ("draft", folder / DRAFT_FOLDER)):
         if not (part / MODEL_FILE).is_file():
@@ -82,40 +88,26 @@ def tune(folder: Path | None, goal: Goal, as_json: bool, cache_dir: str | None) 
         click.echo(json.dumps(found))
 
 
-def check_kept(options: DeviceOptions) -> None:
-    """Raise OvspecError if profiles can't be kept, before minutes of measuring are lost."""
-    folder = options.cache_folder
-    assert folder  # no property switches the cache off here
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=folder).close()
-    except OSError as error:
-        told = f"{folder}: cannot be created or written to ({error.strerror})"
-        raise OvspecError(f"{told}; name another folder with --cache-dir.") from None
-
-
 def report(name: str, folder: Path, profile: Profile) -> list[str]:
     """Return a table of the measurements, with the chosen setting marked."""
     from ovspec.ir.device import DeviceOptions
 
-    best = profile.choose(DeviceOptions(), "auto")
-    widths = list(profile.reference.verify_ms)
-
-    def line(mark: str, text: str, m: Measurement) -> str:
-        times = "".join(f"{m.verify_ms[width]:8.2f}" for width in widths)
-        same = "" if m.invariance is None else f"{m.invariance:.0%}"
-        return f"{mark} {text:62}{times}{m.prefill_ms:19.3f}{m.kl:9.1e}{m.top1:8.1%}{same:>12}{m.memory / 1e6:12.0f}"
-
-    heads = "".join(f"{f'm={width}':>8}" for width in widths)
+    best, reference = profile.choose(DeviceOptions(), "auto"), profile.reference
+    heads = "".join(f"{f'm={width}':>8}" for width in reference.verify_ms)
     lines = [
         f"{name}: {folder}, {profile.seconds:.0f} s",
-        f"  {'ms per inference of m tokens':62}{heads}  prefill, ms/token       KL   top-1  invariance  memory, MB",
-        line(" ", "OpenVINO's own default", profile.reference),
-        *(line("*" if m is best else " ", str(m.setting), m) for m in profile.measurements),
+        f"  {'ms per inference of m tokens':55}{heads}  prefill, ms/token       KL   top-1  invariance",
     ]
+    for m in profile.measurements:
+        label = f"{m.setting} (OpenVINO's own default)" if m == reference and profile.full else str(m.setting)
+        times = "".join(f"{ms:8.2f}" for ms in m.verify_ms.values())
+        same = "" if m.invariance is None else f"{m.invariance:.0%}"
+        lines.append(
+            f"{'*' if m is best else ' '} {label:55}{times}{m.prefill_ms:19.3f}{m.kl:9.1e}{m.top1:8.1%}{same:>12}"
+        )
     if best:
-        token = best.token_ms / profile.reference.verify_ms[1]
-        prompt = best.prefill_ms / profile.reference.prefill_ms
+        token = best.token_ms / reference.verify_ms[1]
+        prompt = best.prefill_ms / reference.prefill_ms
         shares = f"a token takes {token:.2f}x and a prompt {prompt:.2f}x the default's time"
         lines.append(f"chosen for {profile.goal}: {best.setting}; {shares}")
     for threads, found in profile.exactness.items():

@@ -21,7 +21,7 @@ from ovspec.ir.device import DeviceOptions, check_device
 from ovspec.ir.memory import room_for
 from ovspec.ir.paged_attention import NotPaged, attention_windows, pair_queries, to_paged
 from ovspec.progress import note
-from ovspec.setup.exactness import Exactness, find_exactness, keep_exactness, known_exactness
+from ovspec.setup.exactness import SHORT, Exactness, Trial, find_exactness, keep_exactness, known_exactness
 from ovspec.setup.probing import Probe, find_probe, memory_file
 from ovspec.text.vocabulary import ALL_IDS, KnownIds
 
@@ -73,6 +73,10 @@ class CompiledModel:
         if self.engine == "paged":
             return PagedDecoder(self.ir, vocabulary, rule)
         return decoder_of(self.ir, self.rollback, vocabulary, rule)
+
+    def find_exactness(self, trial: Trial = SHORT) -> Exactness:
+        """Probe which rule gives every token the same bits."""
+        return find_exactness(lambda rule: self.decoder(rule=rule), self.engine, self.ir.logits_width, trial)
 
 
 @dataclass(frozen=True)
@@ -150,13 +154,9 @@ def needs_pairs(found: Exactness) -> bool:
 
 def probed(loaded: CompiledModel, folder: Path, options: DeviceOptions) -> Exactness:
     """Find the rule of exact arithmetic, and remember it."""
-
-    def make(rule: FeedRule) -> SessionDecoder:
-        return loaded.decoder(rule=rule)
-
     if check_weights(folder / MODEL_FILE) > LONG_PROBE:
         note(f"{folder}: finding out how each token gets the same bits, once; `arithmetic='fast'` skips it.")
-    found = find_exactness(make, loaded.engine, loaded.ir.logits_width)
+    found = loaded.find_exactness()
     if loaded.ir.config.rope_switch and found.rule and found.rule.most:
         # A text is computed anew where its frequencies change, in a single inference.
         found = replace(found, rule=None, differing=found.positions)

@@ -12,14 +12,14 @@ from typing import Literal, get_args
 from ovspec.decoders.base import Arithmetic
 from ovspec.files import remember, remembered
 from ovspec.ir.compile import MODEL_FILE
-from ovspec.ir.device import EXACT_KV_PRECISIONS, DeviceOptions, check_device, machine_key
+from ovspec.ir.device import DeviceOptions, check_device, machine_key
 from ovspec.setup.engine import CompiledModel, EngineChoice, EngineName, load_ir
 from ovspec.setup.exactness import Exactness
 from ovspec.setup.probing import Probe
 
 Goal = Literal["decode", "prefill", "balanced", "accuracy"]
 GOALS = get_args(Goal)
-FORMAT = 6
+FORMAT = 7
 # A setting may be chosen if its KL divergence is at most this many times that of OpenVINO's own default ...
 KL_FACTOR = 1.25
 # ... or at most this many nats, which is too little to matter. The goal "accuracy" allows no more than this.
@@ -30,32 +30,21 @@ CLEARLY_BETTER = 0.97
 
 @dataclass(frozen=True)
 class Setting:
-    """An engine and properties to try; None leaves a choice to OpenVINO."""
+    """An engine and properties to try; None leaves a choice to OpenVINO. The KV cache has the arithmetic's type."""
 
     engine: EngineName
     precision: str | None = None
-    kv_precision: str | None = None
     group: int | None = None  # activations that share a scale if weights are compressed; 0: not quantised
-    threads: int | None = None
-    core_type: str | None = None
 
     @property
     def properties(self) -> dict[str, str]:
         """The setting as OpenVINO properties."""
-        others = {"DYNAMIC_QUANTIZATION_GROUP_SIZE": self.group, "SCHEDULING_CORE_TYPE": self.core_type}
-        named = {name: str(value) for name, value in others.items() if value is not None}
-        return DeviceOptions("CPU", self.precision, self.kv_precision, self.threads, named).fixed
+        named = {"INFERENCE_PRECISION_HINT": self.precision, "DYNAMIC_QUANTIZATION_GROUP_SIZE": self.group}
+        return {name: str(value) for name, value in named.items() if value is not None}
 
     def __str__(self) -> str:
-        parts = [
-            self.engine,
-            self.precision or "default precision",
-            None if self.group is None else f"dynamic quantisation {self.group or 'off'}",
-            f"KV {self.kv_precision or 'default'}",
-            f"{self.threads} threads" if self.threads else None,
-            self.core_type,
-        ]
-        return ", ".join(filter(None, parts))
+        quantised = "" if self.group is None else f", dynamic quantisation {self.group or 'off'}"
+        return f"{self.engine}, {self.precision or 'default precision'}{quantised}"
 
 
 @dataclass(frozen=True)
@@ -65,7 +54,6 @@ class Measurement:
     setting: Setting
     verify_ms: dict[int, float]  # per inference after the text, by width in tokens
     prefill_ms: float  # per token of the prompt
-    memory: int  # bytes that the process grew by
     kl: float  # mean KL divergence in nats
     top1: float  # share of positions with the same most probable token
     change_ms: float = 0.0  # added to an inference of another width than the one before
@@ -103,39 +91,33 @@ class Profile:
     exactness: dict[int, Exactness] = field(default_factory=dict)  # of the chosen setting, by number of threads
     price: float | None = None  # of a token in exact arithmetic, in the time that it takes in fast arithmetic
 
-    def most_kl(self, goal: Goal) -> float:
-        """Return the largest KL divergence, in nats, that a setting may have to be chosen."""
-        return KL_FLOOR if goal == "accuracy" else max(KL_FACTOR * self.reference.kl, KL_FLOOR)
+    @property
+    def most_kl(self) -> float:
+        """The largest KL divergence, in nats, that a setting may have to be chosen."""
+        return KL_FLOOR if self.goal == "accuracy" else max(KL_FACTOR * self.reference.kl, KL_FLOOR)
 
-    def choose(self, options: DeviceOptions, engine: EngineChoice, goal: Goal | None = None) -> Measurement | None:
+    def choose(self, options: DeviceOptions, engine: EngineChoice) -> Measurement | None:
         """Return the best measurement that agrees with what the user has fixed; None if none does."""
-        goal, usual = goal or self.goal, self.measurements[0]
-        most = self.most_kl(goal)
+        usual, fixed = self.measurements[0], options.fixed
         engine = usual.setting.engine if engine == "auto" else engine
-        agreeing = [m for m in self.measurements if agrees(m.setting, options, engine)]
-        # A KV cache that is not exact after a rollback is never chosen automatically.
-        fit = [m for m in agreeing if m.kl <= most and m.setting.kv_precision in EXACT_KV_PRECISIONS]
-        if "INFERENCE_PRECISION_HINT" not in options.fixed:
+        agreeing = [
+            m
+            for m in self.measurements
+            if m.setting.engine == engine
+            and all(fixed.get(name, value) == value for name, value in m.setting.properties.items())
+        ]
+        fit = [m for m in agreeing if m.kl <= self.most_kl]
+        if "INFERENCE_PRECISION_HINT" not in fixed:
             fit = [m for m in fit if m.invariance is None or m.invariance >= (usual.invariance or 0)]
         if not fit:
             return agreeing[0] if agreeing else None
-        least = min(m.cost(goal) for m in fit)
-        return next(m for m in fit if least > CLEARLY_BETTER * m.cost(goal))
+        least = min(m.cost(self.goal) for m in fit)
+        return next(m for m in fit if least > CLEARLY_BETTER * m.cost(self.goal))
 
 
-def agrees(setting: Setting, options: DeviceOptions, engine: EngineName) -> bool:
-    """Return whether ``setting`` agrees with what the user has fixed, except the KV cache's type, which is replaced."""
-    ours, fixed = setting.properties, options.fixed
-    ours.pop("KV_CACHE_PRECISION", None)
-    return engine == setting.engine and all(fixed.get(name, value) == value for name, value in ours.items())
-
-
-def with_setting(options: DeviceOptions, setting: Setting) -> DeviceOptions:
-    """Return ``options`` completed with ``setting`` where the user has named nothing."""
-    ours = setting.properties
-    if setting.precision is None and "INFERENCE_PRECISION_HINT" in options.fixed:
-        ours.pop("KV_CACHE_PRECISION", None)  # this type suits the device's default precision, not the user's
-    return replace(options, properties=ours | options.fixed)
+def completed(options: DeviceOptions, setting: Setting) -> DeviceOptions:
+    """Return ``options`` with the properties of ``setting`` where the user has named nothing."""
+    return replace(options, properties=setting.properties | options.fixed)
 
 
 def load_with(
@@ -150,7 +132,7 @@ def load_with(
     best = profile.choose(options, engine) if profile else None
     if not profile or not best:
         return load_ir(folder, options, engine, probe, arithmetic)
-    loaded = load_ir(folder, with_setting(options, best.setting), engine, probe, arithmetic)
+    loaded = load_ir(folder, completed(options, best.setting), engine, probe, arithmetic)
     costs = {profile.tokens: best.prefill_ms * profile.tokens} | best.verify_ms
     return replace(loaded, profile=str(best.setting), verify_ms=costs, change_ms=best.change_ms)
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ovspec.cli.tune import report
-from ovspec.ir.device import EXACT_KV_PRECISIONS, DeviceOptions, compile_properties
+from ovspec.ir.device import DeviceOptions, compile_properties
 from ovspec.setup.exactness import Exactness
 from ovspec.setup.profile import (
     CLEARLY_BETTER,
@@ -22,22 +22,22 @@ from ovspec.setup.profile import (
     Measurement,
     Profile,
     Setting,
+    completed,
     keep_profile,
     known_profile,
     largest_group,
     profile_file,
-    with_setting,
 )
 
 DEMO = ROOT / "models" / "demo"
-USUAL = Setting("paged", None, "bf16")
+USUAL = Setting("paged")
 
 
 def measured(
     setting: Setting, step: float = 10.0, prefill: float = 1.0, kl: float = 1e-4, invariance: float | None = 1.0
 ) -> Measurement:
     times = {width: step * width**0.3 for width in (1, 2, 4, 8)}
-    return Measurement(setting, times, prefill, 0, kl, 1.0, 0.0, invariance)
+    return Measurement(setting, times, prefill, kl, 1.0, 0.0, invariance)
 
 
 def profile(*measurements: Measurement, goal: Goal = "balanced") -> Profile:
@@ -49,7 +49,7 @@ def chosen(found: Profile, options: DeviceOptions | None = None, engine: str = "
     return best and best.setting
 
 
-FAST = Setting("paged", "f32", "f32", 128)
+FAST = Setting("paged", "f32", 128)
 
 
 def test_the_faster_one() -> None:
@@ -58,17 +58,13 @@ def test_the_faster_one() -> None:
 
 def test_only_where_it_is_clearly_faster() -> None:
     assert chosen(profile(measured(FAST, step=9.9, prefill=1))) == USUAL
-    later = replace(FAST, kv_precision="f16")
+    later = replace(FAST, group=64)
     assert chosen(profile(measured(FAST, step=5), measured(later, step=4.95))) == FAST
 
 
 @pytest.mark.parametrize(("factor", "expected"), [(0.99, FAST), (1.01, USUAL)])
 def test_not_where_it_moves_the_output_more_than_the_default(factor: float, expected: Setting) -> None:
     assert chosen(profile(measured(FAST, step=1, kl=1e-4 * KL_FACTOR * factor))) == expected
-
-
-def test_never_a_cache_that_is_not_exact() -> None:
-    assert chosen(profile(measured(replace(FAST, kv_precision="u8"), step=1, kl=0))) == USUAL
 
 
 @pytest.mark.parametrize("invariance", [0.0, 0.99])
@@ -107,18 +103,17 @@ def test_goals() -> None:
 
 
 def test_what_the_user_names_wins() -> None:
-    coarse = Setting("paged", "bf16", "bf16", 128)
-    stateful = Setting("stateful", "f32", "f32", 128)
+    coarse = Setting("paged", "bf16", 128)
+    stateful = Setting("stateful")
     found = profile(measured(FAST, step=5), measured(coarse, step=8), measured(stateful, step=9))
     assert chosen(found, DeviceOptions(precision="bf16")) == coarse
     assert chosen(found, DeviceOptions(properties={"INFERENCE_PRECISION_HINT": "bf16"})) == coarse
     assert chosen(found, engine="stateful") == stateful
     assert chosen(found, DeviceOptions(precision="f16")) == USUAL, "the usual setting names no precision"
     # The number of threads and the KV precision combine with any setting.
-    assert "KV_CACHE_PRECISION" not in with_setting(DeviceOptions(precision="f32"), USUAL).properties
-    options = with_setting(DeviceOptions(threads=7, kv_precision="u8"), FAST)
-    assert chosen(found, DeviceOptions(threads=7, kv_precision="u8")) == FAST
-    properties = compile_properties(options)
+    options = DeviceOptions(threads=7, kv_precision="u8")
+    assert chosen(found, options) == FAST
+    properties = compile_properties(completed(options, FAST))
     assert properties["INFERENCE_NUM_THREADS"] == "7"
     assert properties["KV_CACHE_PRECISION"] == "u8"
     assert properties["DYNAMIC_QUANTIZATION_GROUP_SIZE"] == "128"
@@ -129,7 +124,6 @@ SETTINGS = st.builds(
     Setting,
     st.sampled_from(["paged", "stateful"]),
     st.sampled_from(["f32", "bf16", None]),
-    st.sampled_from(["f32", "bf16", "f16", "u8"]),
     st.sampled_from([None, 0, 32, 128]),
 )
 TIMES = st.floats(0.1, 100)
@@ -138,10 +132,10 @@ MEASUREMENTS = st.builds(measured, SETTINGS, TIMES, TIMES, st.sampled_from([0.0,
 
 @given(st.lists(MEASUREMENTS, max_size=8), st.sampled_from(GOALS))
 def test_the_choice_is_allowed_and_nothing_allowed_is_clearly_better(found: list[Measurement], goal: Goal) -> None:
-    best = profile(*found).choose(DeviceOptions(), "auto", goal)
+    best = profile(*found, goal=goal).choose(DeviceOptions(), "auto")
     most = KL_FLOOR if goal == "accuracy" else KL_FACTOR * 1e-4
     paged = [m for m in (measured(USUAL), *found) if m.setting.engine == "paged"]  # as without a profile
-    allowed = [m for m in paged if m.kl <= most and m.setting.kv_precision in EXACT_KV_PRECISIONS]
+    allowed = [m for m in paged if m.kl <= most]
     if not allowed:
         assert best == measured(USUAL), "the setting used without a profile"
         return

@@ -30,7 +30,7 @@ import psutil
 from install import FOLDER, python_of, server_of_llamacpp
 from peer import Worker
 
-from ovspec.ir.device import DeviceOptions
+from ovspec.ir.device import DeviceOptions, default_kv_precision
 from ovspec.setup.profile import known_profile
 from ovspec.text.tokenizer import Tokenizer
 
@@ -215,7 +215,8 @@ def our_properties(folder: Path) -> dict[str, str]:
     best = profile.choose(DeviceOptions(), "auto") if profile else None
     if not best:
         raise ValueError(f"no profile is known for {folder.name}; run 'ovspec tune'")
-    return best.setting.properties
+    options = DeviceOptions(properties=best.setting.properties)
+    return options.properties | {"KV_CACHE_PRECISION": default_kv_precision(options) or "f32"}
 
 
 def gguf_of(checkpoint: Path, kind: str) -> Path:
