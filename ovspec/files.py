@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 PARTIAL = ".partial"  # ends the names of files that are being written
 T = TypeVar("T")
+D = TypeVar("D", bound="DataclassInstance")
 HOST = f"{zlib.crc32(platform.node().encode()):x}"  # in their names, because machines may share a folder
 
 
@@ -120,12 +121,9 @@ def remembered(kind: type[T], path: Path | None) -> T | None:
         return None
 
 
-def remember(path: Path | None, data: DataclassInstance) -> bool:
-    """Write a dataclass to a cache file; return whether that succeeded. Failure is not an error."""
-    if not path:
-        return False
-    try:
-        write_atomically(path, json.dumps(asdict(data), indent=1))
-    except OSError:
-        return False
-    return True
+def remember(path: Path | None, data: D) -> D:
+    """Write a dataclass to a cache file and return it. Failure is not an error."""
+    if path:
+        with contextlib.suppress(OSError):
+            write_atomically(path, json.dumps(asdict(data), indent=1))
+    return data

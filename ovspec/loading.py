@@ -5,14 +5,12 @@ from __future__ import annotations
 import os
 import re
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
-from ovspec.decoders.base import Arithmetic
 from ovspec.drafting.choice import EXPORTED, SELF, DraftChoice, parse_draft
 from ovspec.errors import OvspecError
 from ovspec.files import read_text
@@ -22,9 +20,7 @@ from ovspec.model import LanguageModel
 from ovspec.options.loading import LoadOptions, LoadParams, load_params
 from ovspec.options.option import documentation, takes
 from ovspec.progress import note
-from ovspec.setup.engine import CompiledModel
 from ovspec.setup.manifest import DRAFT_FOLDER, Manifest, read_manifest, restore_backup
-from ovspec.setup.probing import Probe
 from ovspec.setup.profile import load_with
 from ovspec.setup.tuning import tune_if_new
 from ovspec.text.pairing import check_same_vocabulary
@@ -84,24 +80,24 @@ def load(
         raise OvspecError("`lookup_corpus` needs lookup as a draft; add `draft='lookup'`.")
     device = device_options(given)
     corpus = [read_text(Path(file)) for file in given.lookup_corpus]
-    probe, proposer = manifest.target.probe if manifest else None, None
     draft_folder = Path(choice.model) if choice and choice.model else None
-    beside = manifest.draft if manifest and draft_folder == folder / DRAFT_FOLDER else None
     if draft_folder:
         check_ir_folder(draft_folder)
-        if not beside:
+        if not (manifest and manifest.draft and draft_folder == folder / DRAFT_FOLDER):
             check_same_vocabulary(folder, draft_folder)
-    load_target = _loader(folder, device, given, probe, given.arithmetic)
+    # Nothing may run beside measuring, so all profiles are known before a model is loaded.
+    tune = os.environ.get("OVSPEC_TUNE") != "0" if given.tune is None else given.tune
+    profile = tune_if_new(folder, device, note) if tune else None
     if draft_folder:
-        device = replace(device, device=given.draft_device or given.device)
-        # Its proposals are verified, so they needn't be exact.
-        load_draft = _loader(draft_folder, device, given, beside.probe if beside else None, "fast")
-        with ThreadPoolExecutor(1) as beside_target:  # compiling a model keeps a single core busy
-            loading = beside_target.submit(load_draft)
-            target = load_target()
+        draft_device = replace(device, device=given.draft_device or given.device)
+        draft_profile = tune_if_new(draft_folder, draft_device, note) if tune else None
+        with ThreadPoolExecutor(1) as beside:  # compiling a model keeps a single core busy
+            # The draft's proposals are verified, so they needn't be exact.
+            loading = beside.submit(load_with, draft_profile, draft_folder, draft_device, given.engine, "fast")
+            target = load_with(profile, folder, device, given.engine, given.arithmetic)
             proposer = loading.result()
     else:
-        target = load_target()
+        target, proposer = load_with(profile, folder, device, given.engine, given.arithmetic), None
     if draft is None and (target.guess_is_free or given.lookup_corpus):
         choice = DraftChoice(lookup=True)
     number = None if given.lookahead == "auto" else given.lookahead
@@ -155,12 +151,3 @@ def device_options(given: LoadParams) -> DeviceOptions:
     cache_dir = Path(given.cache_dir) if given.cache_dir else None
     properties = dict(given.properties or {})
     return DeviceOptions(given.device, given.precision, given.kv_precision, given.threads, properties, cache_dir)
-
-
-def _loader(
-    folder: Path, device: DeviceOptions, given: LoadParams, probe: Probe | None, arithmetic: Arithmetic
-) -> Callable[[], CompiledModel]:
-    """Return what loads the model in ``folder``, once its profile is known: nothing may run beside measuring."""
-    tune = os.environ.get("OVSPEC_TUNE") != "0" if given.tune is None else given.tune
-    profile = tune_if_new(folder, device, note) if tune else None
-    return partial(load_with, profile, folder, device, given.engine, probe, arithmetic)

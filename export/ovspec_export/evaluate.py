@@ -12,7 +12,7 @@ from ovspec.ir.compile import compile_ir
 from ovspec.ir.device import DeviceOptions
 from ovspec.loop.perplexity import DEFAULT_CONTEXT, check_length, predictions, windows
 from ovspec.sampling.logprobs import log_softmax
-from ovspec.setup.probing import find_probe
+from ovspec.setup.probing import probe_rollback
 from ovspec.text.tokenizer import Tokenizer
 from ovspec_export.quantised import load_model
 
@@ -27,7 +27,7 @@ def compare(source: Path, folder: Path, text: str, context: int, trust_remote_co
     options = DeviceOptions(precision="f32", properties={"CACHE_DIR": ""})
     ir = compile_ir(folder, options)
     tokenizer = Tokenizer(folder)
-    decoder = decoder_of(ir, find_probe(ir, None, None).rollback, tokenizer.known)
+    decoder = decoder_of(ir, probe_rollback(ir).rollback, tokenizer.known)
     tokens = tokenizer.encode(text)
     context = min(context, DEFAULT_CONTEXT, ir.context_length or DEFAULT_CONTEXT)
     check_length(tokens, context)

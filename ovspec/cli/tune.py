@@ -79,9 +79,9 @@ def tune(folder: Path | None, goal: Goal, as_json: bool, cache_dir: str | None) 
 
             profile = measure(part, options, goal, tell=tell)
             tell("", 1.0)
-        kept = keep_profile(part, options, profile)
+        keep_profile(part, options, profile)
         best = profile.choose(options, "auto")
-        found[name] = asdict(profile) | {"chosen": best and asdict(best), "file": str(kept) if kept else None}
+        found[name] = asdict(profile) | {"chosen": best and asdict(best), "file": str(profile_file(part, options))}
         if not as_json:
             click.echo("\n".join(report(name, part, profile)))
     if as_json:

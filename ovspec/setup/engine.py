@@ -21,8 +21,8 @@ from ovspec.ir.device import DeviceOptions, check_device
 from ovspec.ir.memory import room_for
 from ovspec.ir.paged_attention import NotPaged, attention_windows, pair_queries, to_paged
 from ovspec.progress import note
-from ovspec.setup.exactness import SHORT, Exactness, Trial, find_exactness, keep_exactness, known_exactness
-from ovspec.setup.probing import Probe, find_probe, memory_file
+from ovspec.setup.exactness import SHORT, Exactness, Trial, exactness_file, find_exactness, known_exactness
+from ovspec.setup.probing import find_probe, memory_file
 from ovspec.text.vocabulary import ALL_IDS, KnownIds
 
 EngineName = Literal["stateful", "paged"]
@@ -78,6 +78,16 @@ class CompiledModel:
         """Probe which rule gives every token the same bits."""
         return find_exactness(lambda rule: self.decoder(rule=rule), self.engine, self.ir.logits_width, trial)
 
+    def keep_to(self, found: Exactness) -> None:
+        """Feed tokens by the rule that was found; without one, as fast arithmetic does."""
+        if not found.rule:
+            self.promise = f"fast, not exact here ({found.differing} of {found.positions} probed positions differ)"
+            return
+        self.rule, self.promise = found.rule, "exact"
+        self.guess_is_free = self.engine == "paged" and found.guess <= FREE
+        if found.rule.apart:
+            self.rollback = trimming(self.rollback)
+
 
 @dataclass(frozen=True)
 class PagedCheck:
@@ -91,7 +101,6 @@ def load_ir(
     folder: Path,
     options: DeviceOptions,
     wanted: EngineChoice = "auto",
-    exported: Probe | None = None,
     arithmetic: Arithmetic = "fast",
 ) -> CompiledModel:
     """Compile the model in ``folder`` for the ``wanted`` engine; "auto" takes paged if it agrees with stateful.
@@ -100,56 +109,41 @@ def load_ir(
     there is none, the model is loaded as with fast arithmetic. Raises OvspecError like ``compile_ir``, or if the wanted
     engine can't run this model.
     """
-    engine, reason = choose_engine(folder, options, wanted)
-    if engine == "paged":
-        try:
-            return load_paged(folder, options, reason, arithmetic)
-        except OvspecError as error:  # not every cache type works with every precision
-            reason = last_line(error)
-            if wanted == "paged":
-                raise OvspecError(f"{folder}: `engine='paged'` is not possible: {reason}.") from None
+    reason = "as requested"
+    if wanted != "stateful":
+        paged = check_paged(folder, options)
+        if paged.usable:
+            try:
+                return load_paged(folder, options, reason if wanted == "paged" else paged.reason, arithmetic)
+            except OvspecError as error:  # not every cache type works with every precision
+                paged = PagedCheck(False, last_line(error))
+        if wanted == "paged":
+            raise OvspecError(f"{folder}: `engine='paged'` is not possible: {paged.reason}.")
+        reason = paged.reason
     ir = compile_ir(folder, options)
-    loaded = CompiledModel(ir, "stateful", reason, find_probe(ir, options.cache_folder, exported).rollback)
+    loaded = CompiledModel(ir, "stateful", reason, find_probe(ir, options.cache_folder).rollback)
     if arithmetic == "exact":
-        known = known_exactness(folder, options, "stateful")
-        keep_rule(loaded, known or probed(loaded, folder, options))
+        loaded.keep_to(known_exactness(folder, options, "stateful") or probed(loaded, folder, options))
     return loaded
-
-
-def choose_engine(folder: Path, options: DeviceOptions, wanted: EngineChoice) -> tuple[EngineName, str]:
-    """Return the engine to try first, and why; raises OvspecError if the wanted one is not possible."""
-    if wanted == "stateful":
-        return "stateful", "as requested"
-    paged = check_paged(folder, options)
-    if wanted == "paged" and not paged.usable:
-        raise OvspecError(f"{folder}: `engine='paged'` is not possible: {paged.reason}.")
-    reason = "as requested" if wanted == "paged" else paged.reason
-    return ("paged" if paged.usable else "stateful"), reason
 
 
 def load_paged(folder: Path, options: DeviceOptions, reason: str, arithmetic: Arithmetic) -> CompiledModel:
     """Compile for the paged engine, with a second query for each token only where that is what makes it exact."""
 
     def compiled(paired: bool) -> CompiledModel:
-        ir = compile_paged(folder, options, paired)
-        return CompiledModel(ir, "paged", reason, PagedDecoder.rollback)
+        return CompiledModel(compile_paged(folder, options, paired), "paged", reason, PagedDecoder.rollback)
 
     known = known_exactness(folder, options, "paged") if arithmetic == "exact" else None
-    paired = arithmetic == "exact" and (not known or needs_pairs(known))
-    loaded = compiled(paired)
+    loaded = compiled(arithmetic == "exact" and (not known or known.needs_pairs))
     if "KV_CACHE_PRECISION" in options.fixed:
         loaded.decoder().feed([np.zeros(1, dtype=np.int64)], [1])
     if arithmetic == "exact":
         found = known or probed(loaded, folder, options)
-        if paired and not needs_pairs(found):
+        if not known and not found.needs_pairs:
             del loaded  # memory may hold the model only once
             loaded = compiled(False)
-        keep_rule(loaded, found)
+        loaded.keep_to(found)
     return loaded
-
-
-def needs_pairs(found: Exactness) -> bool:
-    return found.rule is not None and found.rule.queries > 1
 
 
 def probed(loaded: CompiledModel, folder: Path, options: DeviceOptions) -> Exactness:
@@ -160,19 +154,7 @@ def probed(loaded: CompiledModel, folder: Path, options: DeviceOptions) -> Exact
     if loaded.ir.config.rope_switch and found.rule and found.rule.most:
         # A text is computed anew where its frequencies change, in a single inference.
         found = replace(found, rule=None, differing=found.positions)
-    keep_exactness(folder, options, loaded.engine, found)
-    return found
-
-
-def keep_rule(loaded: CompiledModel, found: Exactness) -> None:
-    """Let ``loaded`` keep to the rule that was found, or compute as fast arithmetic does if there is none."""
-    if not found.rule:
-        loaded.promise = f"fast, not exact here ({found.differing} of {found.positions} probed positions differ)"
-        return
-    loaded.rule, loaded.promise = found.rule, "exact"
-    loaded.guess_is_free = loaded.engine == "paged" and found.guess <= FREE
-    if found.rule.apart:
-        loaded.rollback = trimming(loaded.rollback)
+    return remember(exactness_file(folder, options, loaded.engine), found)
 
 
 def compile_paged(folder: Path, options: DeviceOptions, paired: bool = True) -> CompiledIR:
@@ -195,11 +177,7 @@ def check_paged(folder: Path, options: DeviceOptions) -> PagedCheck:
     if (device := check_device(options.device)) != "CPU":
         return PagedCheck(False, f"the paged engine runs on the CPU only, and the device is {device}")
     file = memory_file("engines", folder, f"OpenVINO {ov.get_version()}", options.cache_folder)
-    found = remembered(PagedCheck, file)
-    if not found:
-        found = compare_engines(folder, options)
-        remember(file, found)
-    return found
+    return remembered(PagedCheck, file) or remember(file, compare_engines(folder, options))
 
 
 def compare_engines(folder: Path, options: DeviceOptions) -> PagedCheck:

@@ -13,31 +13,29 @@ from pathlib import Path
 import numpy as np
 
 from ovspec.decoders.base import FeedRule, SessionDecoder
-from ovspec.files import remember, remembered
+from ovspec.files import remembered
 from ovspec.ir.device import DeviceOptions, compile_properties
 from ovspec.setup.probing import memory_file
 
 
 @dataclass(frozen=True)
 class Exactness:
-    """What probing found.
+    """What probing found."""
 
-    rule: how tokens must be fed; None if no rule gives every token the same bits.
-    positions, differing: the positions probed by the rule, or by the strictest one that was tried, and how many of
-        them had other bits.
-    seconds: how long probing took.
-    guess: how many times as long as a token's inference one takes in which another token is proposed.
-    """
-
-    rule: FeedRule | None
-    positions: int
-    differing: int
-    seconds: float
-    guess: float = 1.0
+    rule: FeedRule | None  # how tokens must be fed; None if no rule gives every token the same bits
+    positions: int  # that were probed by the rule, or by the strictest one that was tried
+    differing: int  # how many of them had other bits
+    seconds: float  # that probing took
+    guess: float = 1.0  # how many times as long as a token's inference one takes in which another token is proposed
 
     @property
     def exact(self) -> bool:
         return self.rule is not None
+
+    @property
+    def needs_pairs(self) -> bool:
+        """Whether attention must compute a second query for a token."""
+        return self.rule is not None and self.rule.queries > 1
 
     @property
     def fewest(self) -> int:
@@ -80,10 +78,8 @@ TIMED = 5  # inferences of each width
 def find_exactness(make: Make, engine: str, vocabulary: int, trial: Trial = SHORT) -> Exactness:
     """Find the rule that costs least and gives every token the same bits.
 
-    Args:
-        make: makes a decoder that keeps to a rule.
-        vocabulary: the ids to draw from are 0 to ``vocabulary - 1``.
-        trial: what the rule is then probed with.
+    ``make`` makes a decoder that keeps to a rule. Random ids are below ``vocabulary``. ``trial`` says how long the rule
+    is then probed.
     """
     began = time.perf_counter()
     rules = PAGED if engine == "paged" else STATEFUL
@@ -107,10 +103,6 @@ def find_exactness(make: Make, engine: str, vocabulary: int, trial: Trial = SHOR
 def known_exactness(folder: Path, options: DeviceOptions, engine: str) -> Exactness | None:
     """Return what an earlier run found for this model, engine, setting and machine, if any."""
     return remembered(Exactness, exactness_file(folder, options, engine))
-
-
-def keep_exactness(folder: Path, options: DeviceOptions, engine: str, found: Exactness) -> None:
-    remember(exactness_file(folder, options, engine), found)
 
 
 def exactness_file(folder: Path, options: DeviceOptions, engine: str) -> Path | None:
@@ -174,10 +166,7 @@ def alone_is_the_same(decoder: SessionDecoder, other: SessionDecoder, text: np.n
 
 
 def guess_cost(decoder: SessionDecoder, text: np.ndarray) -> float:
-    """Return how many times as long an inference takes that is fed two tokens as one that is fed a single token.
-
-    ``decoder`` is one whose cache can be cut anywhere.
-    """
+    """Return how many times as long an inference takes that is fed two tokens as one that is fed a single token."""
     least = {1: math.inf, 2: math.inf}  # an inference may take longer for many reasons
     context = min(RISING[0], len(text) - 2)
     decoder.reset(1)
@@ -203,9 +192,7 @@ def bits(logits: np.ndarray) -> list[bytes]:
 def probe_rule(decoder: SessionDecoder, vocabulary: int, trial: Trial = SHORT) -> Exactness:
     """Feed random texts in many ways and compare the logits with those of one pass over each text, bit by bit.
 
-    Args:
-        decoder: keeps to the rule that is probed, which cuts the pass, too.
-        vocabulary: the ids to draw from are 0 to ``vocabulary - 1``.
+    ``decoder`` keeps to the rule that is probed, which cuts the pass, too.
     """
     began = time.perf_counter()
     random, most = np.random.default_rng(0), decoder.context_length

@@ -58,29 +58,24 @@ def inspect(
 ) -> dict[str, Inspection]:
     """Inspect the target in ``folder`` and its draft, if there is one; raises like ``load``.
 
-    ``engine``, ``arithmetic`` and ``verify`` are as in ``load``; ``tuned`` applies the setting of the profile, if
-    there is one.
+    ``engine``, ``arithmetic`` and ``verify`` are as in ``load``; ``tuned`` applies the profile, if there is one.
     """
     manifest = read_manifest(folder, verify)
-    parts = {"target": (folder, manifest and manifest.target)}
-    if (folder / DRAFT_FOLDER / MODEL_FILE).is_file():
-        parts["draft"] = (folder / DRAFT_FOLDER, manifest and manifest.draft)
     found = {}
-    for name, (part, exported) in parts.items():
-        profile = known_profile(part, options) if tuned else None
-        probe = exported and exported.probe
-        loaded = load_with(profile, part, options, engine, probe, arithmetic if name == "target" else "fast")
-        found[name] = inspection_of(loaded, options, exported)
+    for name, part in (("target", folder), ("draft", folder / DRAFT_FOLDER)):
+        if name == "target" or (part / MODEL_FILE).is_file():
+            profile = known_profile(part, options) if tuned else None
+            loaded = load_with(profile, part, options, engine, arithmetic if name == "target" else "fast")
+            found[name] = inspection_of(loaded, options, getattr(manifest, name, None))
     return found
 
 
 def inspection_of(loaded: CompiledModel, options: DeviceOptions, exported: ExportedModel | None) -> Inspection:
-    folder, probe = loaded.ir.folder, exported and exported.probe
-    ir = loaded.ir
+    folder, ir = loaded.ir.folder, loaded.ir
     if loaded.engine == "paged":
         used = {name: value for name, value in ir.properties.items() if name != "CACHE_DIR"}
         ir = compile_ir(folder, replace(options, properties=options.properties | used))
-    probe = find_probe(ir, options.cache_folder, probe)
+    probe = find_probe(ir, options.cache_folder)
     parameters, weights = weight_shares(folder)
     return Inspection(
         folder=str(folder),

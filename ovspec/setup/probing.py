@@ -89,17 +89,10 @@ def safe_bound(ir: CompiledIR) -> int | None:
     return bound if bound < UNBOUNDED else None
 
 
-def find_probe(ir: CompiledIR, cache_dir: Path | None, exported: Probe | None) -> Probe:
-    """Return the export's probe if it was made in this setting, else one that an earlier run cached, else a new one."""
-    setting = setting_of(ir.device, ir.properties)
-    if exported and exported.setting == setting:
-        return exported
-    file = memory_file("probes", ir.folder, setting, cache_dir)
-    probe = remembered(Probe, file)
-    if not probe:
-        probe = probe_rollback(ir)
-        remember(file, probe)
-    return probe
+def find_probe(ir: CompiledIR, cache_dir: Path | None) -> Probe:
+    """Return what an earlier run has found and remembered, or probe."""
+    file = memory_file("probes", ir.folder, setting_of(ir.device, ir.properties), cache_dir)
+    return remembered(Probe, file) or remember(file, probe_rollback(ir))
 
 
 def memory_file(kind: str, folder: Path, setting: str, cache_dir: Path | None) -> Path | None:

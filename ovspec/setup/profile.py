@@ -15,7 +15,6 @@ from ovspec.ir.compile import MODEL_FILE
 from ovspec.ir.device import DeviceOptions, check_device, machine_key
 from ovspec.setup.engine import CompiledModel, EngineChoice, EngineName, load_ir
 from ovspec.setup.exactness import Exactness
-from ovspec.setup.probing import Probe
 
 Goal = Literal["decode", "prefill", "balanced", "accuracy"]
 GOALS = get_args(Goal)
@@ -125,14 +124,13 @@ def load_with(
     folder: Path,
     options: DeviceOptions,
     engine: EngineChoice,
-    probe: Probe | None,
     arithmetic: Arithmetic = "fast",
 ) -> CompiledModel:
     """Load like ``load_ir``, with the best setting of ``profile`` where the user has named nothing."""
     best = profile.choose(options, engine) if profile else None
     if not profile or not best:
-        return load_ir(folder, options, engine, probe, arithmetic)
-    loaded = load_ir(folder, completed(options, best.setting), engine, probe, arithmetic)
+        return load_ir(folder, options, engine, arithmetic)
+    loaded = load_ir(folder, completed(options, best.setting), engine, arithmetic)
     costs = {profile.tokens: best.prefill_ms * profile.tokens} | best.verify_ms
     return replace(loaded, profile=str(best.setting), verify_ms=costs, change_ms=best.change_ms)
 
@@ -164,7 +162,6 @@ def known_profile(folder: Path, options: DeviceOptions) -> Profile | None:
     return remembered(Profile, file)
 
 
-def keep_profile(folder: Path, options: DeviceOptions, profile: Profile) -> Path | None:
-    """Write ``profile`` beside the compiled models; returns its file, or None if the cache can't be written."""
-    file = profile_file(folder, options)
-    return file if remember(file, profile) else None
+def keep_profile(folder: Path, options: DeviceOptions, profile: Profile) -> None:
+    """Write ``profile`` beside the compiled models, if they are cached."""
+    remember(profile_file(folder, options), profile)

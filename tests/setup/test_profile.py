@@ -146,14 +146,15 @@ def test_the_choice_is_allowed_and_nothing_allowed_is_clearly_better(found: list
 def test_kept_and_read_again(tmp_path: Path) -> None:
     options = DeviceOptions(cache_dir=tmp_path)
     found = profile(measured(FAST, step=5))
-    file = keep_profile(DEMO, options, found)
+    keep_profile(DEMO, options, found)
+    file = profile_file(DEMO, options)
     assert file
     assert known_profile(DEMO, options) == found
     assert known_profile(DEMO / "draft", options) is None, "the draft has another shape"
     assert known_profile(DEMO, DeviceOptions(device="AUTO:CPU", cache_dir=tmp_path)) is None
     file.write_text('{"goal": 1}', encoding="utf-8")
     assert known_profile(DEMO, options) is None
-    assert keep_profile(DEMO, DeviceOptions(properties={"CACHE_DIR": ""}), found) is None
+    assert profile_file(DEMO, DeviceOptions(properties={"CACHE_DIR": ""})) is None
 
 
 def test_the_key_is_the_kind_of_model_not_its_weights(tmp_path: Path, pair: Path) -> None:
