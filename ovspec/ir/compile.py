@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import re
 import threading
@@ -52,12 +51,10 @@ class CompiledIR:
 
     @property
     def kv_states(self) -> list[State]:
-        """The states that have a slot for each token."""
         return [state for state in self.states if state.sequence_axis is not None]
 
     @property
     def recurrent_states(self) -> list[State]:
-        """The states that have no slots."""
         return [state for state in self.states if state.sequence_axis is None]
 
     @property
@@ -73,9 +70,8 @@ class CompiledIR:
         """Width of the logits, which may exceed the tokenizer's vocabulary."""
         return self.compiled.output(0).get_partial_shape()[-1].get_length()
 
-    @functools.cached_property
+    @property
     def context_length(self) -> int | None:
-        """Number of positions that the model was made for, from its config; None if the config doesn't say."""
         return self.config.context_length
 
 
@@ -173,8 +169,6 @@ def read_ir(folder: Path, rewrite: Callable[[ov.Model], None] | None) -> tuple[o
         raise OvspecError(f"{folder}: not a language model that generates text (it has no input_ids or no logits).")
     if not states or not {"attention_mask", "beam_idx"} <= names:
         raise OvspecError(f"{folder}: exported without a KV cache; export it with the task text-generation-with-past.")
-    if "encoder_hidden_states" in names:
-        raise OvspecError(f"{folder}: the decoder of an encoder-decoder model, which is not supported.")
     if unknown := names - KNOWN_INPUTS:
         raise OvspecError(f"{folder}: not supported, because the model needs the input {min(unknown)}.")
     for parameter in model.get_parameters():

@@ -59,11 +59,7 @@ def default_cache_dir() -> Path:
 
 
 def machine_key() -> tuple[str, ...]:
-    """Return what tells machines apart for everything that is found out or compiled on one and kept.
-
-    That is the processor's name, the instruction set in use, the number of cores that this process may use, and
-    OpenVINO's version.
-    """
+    """Return what tells machines apart for everything that is found out on one and kept."""
     process = psutil.Process()
     cores = len(process.cpu_affinity()) if hasattr(process, "cpu_affinity") else psutil.cpu_count()
     name = str(core().get_property("CPU", "FULL_DEVICE_NAME"))
@@ -87,13 +83,12 @@ def check_device(device: str, option: str = "device") -> str:
     if "CPU" in wanted:
         check_instruction_set()
     present = core().available_devices
-    for part in wanted:
-        if part in present or (part == "GPU" and any(p.startswith("GPU.") for p in present)):
-            continue
-        if part == "GPU.0" and "GPU" in present:
-            continue
+    known = {*present, *(part.partition(".")[0] for part in present)}  # GPU for GPU.0 and the others
+    if "GPU" in known:
+        known.add("GPU.0")  # the only one is called GPU
+    if missing := [part for part in wanted if part not in known]:
         reason = "no such device"
-        if part.startswith("GPU") and not any(p.startswith("GPU") for p in present):
+        if missing[0].startswith("GPU") and "GPU" not in known:
             packages = "on Linux, install the package intel-opencl-icd; on Windows, Intel's graphics driver"
             reason = f"no GPU driver found ({packages})"
         raise OvspecError(f"`{option}={device!r}`: {reason}; available here: {', '.join(present)}.")

@@ -7,11 +7,10 @@ madvise with MADV_COLLAPSE (Linux 6.1, see madvise(2)) copies memory into pages 
 from __future__ import annotations
 
 import ctypes
-import functools
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 PAGE = 1 << 21
@@ -92,13 +91,7 @@ def pages(ranges: Iterable[tuple[int, int]]) -> Iterator[int]:
         yield from range(-(-start // PAGE) * PAGE, end // PAGE * PAGE, PAGE)
 
 
-@functools.cache
-def madvise() -> Callable[[int, int, int], int]:
-    function = ctypes.CDLL(None, use_errno=True).madvise
-    function.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    return function
-
-
 def collapse(page: int) -> int:
     """Turn the memory at address ``page`` into one large page; return 0, or the errno if that fails."""
-    return ctypes.get_errno() if madvise()(page, PAGE, COLLAPSE) else 0
+    madvise = ctypes.CDLL(None, use_errno=True).madvise
+    return ctypes.get_errno() if madvise(ctypes.c_void_p(page), ctypes.c_size_t(PAGE), COLLAPSE) else 0
