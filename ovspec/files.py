@@ -101,8 +101,7 @@ def read_json(path: Path) -> dict[str, Any]:
 def read_as(kind: type[T], path: Path) -> T:
     """Return the object in a JSON file, or {} if there is no such file, as the dataclass ``kind``.
 
-    Entries that ``kind`` doesn't declare are ignored. Raises OvspecError like ``read_json``, or if a value is missing
-    or not what ``kind`` declares.
+    Entries that ``kind`` doesn't declare are ignored. Raises OvspecError like ``read_json``, or if a value doesn't fit.
     """
     import msgspec  # deferred, because it takes 40 ms
 

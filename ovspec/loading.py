@@ -19,7 +19,6 @@ from ovspec.ir.device import DeviceOptions, check_device
 from ovspec.model import LanguageModel
 from ovspec.options.loading import LoadOptions, LoadParams, load_params
 from ovspec.options.option import documentation, takes
-from ovspec.progress import note
 from ovspec.setup.manifest import DRAFT_FOLDER, Manifest, read_manifest, restore_backup
 from ovspec.setup.profile import load_with
 from ovspec.setup.tuning import tune_if_new
@@ -87,10 +86,10 @@ def load(
             check_same_vocabulary(folder, draft_folder)
     # Nothing may run beside measuring, so all profiles are known before a model is loaded.
     tune = os.environ.get("OVSPEC_TUNE") != "0" if given.tune is None else given.tune
-    profile = tune_if_new(folder, device, note) if tune else None
+    profile = tune_if_new(folder, device) if tune else None
     if draft_folder:
         draft_device = replace(device, device=given.draft_device or given.device)
-        draft_profile = tune_if_new(draft_folder, draft_device, note) if tune else None
+        draft_profile = tune_if_new(draft_folder, draft_device) if tune else None
         with ThreadPoolExecutor(1) as beside:  # compiling a model keeps a single core busy
             # The draft's proposals are verified, so they needn't be exact.
             loading = beside.submit(load_with, draft_profile, draft_folder, draft_device, given.engine, "fast")
@@ -118,9 +117,7 @@ def exported(model: str | Path | None, draft: Any) -> tuple[Path, Any]:
     if model is None:
         raise OvspecError("`export=True` needs the model to export: a checkpoint folder or a hub id.")
     if draft and not isinstance(draft, (str, Path)):
-        raise OvspecError(
-            f"`export=True` needs the draft's checkpoint by name{', not `draft=True`' * (draft is True)}."
-        )
+        raise OvspecError("`export=True` needs the draft's checkpoint by name, not `draft=True` or a Drafter.")
     from ovspec.setup.exporting import export_to_cache
 
     named = draft if draft not in ("none", "lookup") else None
@@ -128,10 +125,9 @@ def exported(model: str | Path | None, draft: Any) -> tuple[Path, Any]:
 
 
 def resolve_draft(choice: DraftChoice | None, folder: Path, manifest: Manifest | None = None) -> DraftChoice | None:
-    """``choice`` with the folder of the draft that was exported beside the target in ``folder``.
+    """Return ``choice`` with the folder of the draft that was exported beside the target in ``folder``.
 
-    Raises:
-        OvspecError: there is no such draft, or it isn't made of the target's own layers and "self" requires it.
+    Raises OvspecError if there is no such draft, or if "self" names one that isn't made of the target's own layers.
     """
     if not choice or choice.model not in (EXPORTED, SELF):
         return choice

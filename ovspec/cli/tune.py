@@ -49,7 +49,7 @@ def tune(folder: Path | None, goal: Goal, as_json: bool, cache_dir: str | None) 
       ovspec tune my-pair
       ovspec tune my-pair --for decode
     """
-    from ovspec.ir.compile import MODEL_FILE, check_ir_folder
+    from ovspec.ir.compile import MODEL_FILE
     from ovspec.ir.device import DeviceOptions
     from ovspec.loading import model_folder
     from ovspec.setup.manifest import DRAFT_FOLDER
@@ -64,13 +64,12 @@ def tune(folder: Path | None, goal: Goal, as_json: bool, cache_dir: str | None) 
         file.parent.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=file.parent).close()
     except OSError as error:
-        problem = f"cannot be created or written to ({error.strerror})"
-        raise OvspecError(f"{file.parent}: {problem}; name another folder with --cache-dir.") from None
+        why = f"cannot be created or written to ({error.strerror})"
+        raise OvspecError(f"{file.parent}: {why}; name another folder with --cache-dir.") from None
     found: dict[str, Any] = {}
     for name, part in (("target", folder), ("draft", folder / DRAFT_FOLDER)):
         if not (part / MODEL_FILE).is_file():
             continue
-        check_ir_folder(part)
         shown: Any = click.progressbar(length=1000, label=name, file=sys.stderr, item_show_func=lambda s: str(s or ""))
         with shown as bar:
 

@@ -12,8 +12,7 @@ from openvino import opset13 as ops
 from ovspec.ir.compile import MODEL_FILE, CompiledIR, State, model_states
 from ovspec.ir.device import core
 
-# Number of slots to test a mask at if the config doesn't give the context length.
-LONGEST = 32768
+LONGEST = 32768  # slots to test a mask at if the config doesn't give the context length
 UNBOUNDED = sys.maxsize
 
 

@@ -93,14 +93,14 @@ def check_weights(xml: Path) -> int:
     Raises OvspecError if either file is missing, or the .bin is shorter than the .xml says: OpenVINO maps it into
     memory, and reading past its end would kill the process.
     """
+    weights = xml.with_suffix(".bin")
     try:
-        text = xml.read_bytes()
-        size = xml.with_suffix(".bin").stat().st_size
+        text, size = xml.read_bytes(), weights.stat().st_size
     except FileNotFoundError as error:
         raise OvspecError(f"{error.filename}: missing; export the model again.") from None
     ends = [int(offset) + int(length) for offset, length in re.findall(rb'offset="(\d+)" size="(\d+)"', text)]
     if size < max(ends, default=0):
-        raise OvspecError(f"{xml.with_suffix('.bin')}: cut off ({size} of {max(ends)} bytes); export the model again.")
+        raise OvspecError(f"{weights}: cut off ({size} of {max(ends)} bytes); export the model again.")
     return size
 
 
@@ -154,10 +154,7 @@ def pick_logits(model: ov.Model) -> bool:
 
 
 def read_ir(folder: Path, rewrite: Callable[[ov.Model], None] | None) -> tuple[ov.Model, list[State], bool]:
-    """Read the language model in ``folder`` and apply ``rewrite``; return (model, its states, ``pick_logits``).
-
-    Raises OvspecError if it can't be read or isn't a stateful text model.
-    """
+    """Read the language model in ``folder`` and apply ``rewrite``; return (model, its states, ``pick_logits``)."""
     try:
         model = core().read_model(folder / MODEL_FILE)
     except RuntimeError as error:
@@ -183,8 +180,7 @@ def read_ir(folder: Path, rewrite: Callable[[ov.Model], None] | None) -> tuple[o
 def compile_ir(folder: Path, options: DeviceOptions, rewrite: Callable[[ov.Model], None] | None = None) -> CompiledIR:
     """Read the language model in ``folder``, apply ``rewrite`` if given, and compile it.
 
-    Raises OvspecError if the folder holds no IR or no stateful text model, if the device is not available, or if the
-    device can't compile the model or refuses a property.
+    Raises OvspecError if the folder holds no stateful text model, or the device is missing or can't compile it.
     """
     check_ir_folder(folder)
     device = check_device(options.device)

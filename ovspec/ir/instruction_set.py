@@ -45,12 +45,9 @@ def processor_levels() -> tuple[str, ...]:
 
 
 def instruction_set() -> str:
-    """Return the name of the instruction set in use, or both names if OpenVINO's own kernels use another one.
-
-    It is the processor's architecture where that isn't x86.
-    """
+    """Return the name of the instruction set in use, or both names if OpenVINO's own kernels use another one."""
     if not processor_levels():
-        return platform.machine()
+        return platform.machine()  # not x86
     onednn = next(filter(None, map(os.environ.get, ONEDNN_CAPS)), "")
     products, others = best_below(onednn), best_below(os.environ.get(OPENVINO_CAP, ""))
     return products if products == others else f"{products} and {others}"
@@ -65,9 +62,9 @@ def best_below(cap: str) -> str:
 
 def check_instruction_set() -> None:
     """Raise OvspecError if OpenVINO can't run language models with the instruction set in use."""
-    names = list(LEVELS)
+    too_old = list(LEVELS)[: list(LEVELS).index(NEEDED)]
     for used in instruction_set().split(" and "):
-        if used in names and names.index(used) < names.index(NEEDED):
+        if used in too_old:
             raise OvspecError(
                 f"OpenVINO needs a processor with {NEEDED} to run language models, and this one has {used} "
                 f"(or {ONEDNN_CAPS[0]} or {OPENVINO_CAP} say so)."

@@ -14,7 +14,6 @@ from ovspec.errors import OvspecError
 from ovspec.ir.compile import MODEL_FILE, CompiledIR, check_weights
 
 BYTES = {"f32": 4.0, "bf16": 2.0, "f16": 2.0, "u8": 1.1}  # per value in the cache; u8 includes its scales
-
 WORTH_CHECKING = 100e6  # bytes; finding out how much is free takes a system call
 WORTH_TRIMMING = 8_000_000  # bytes; giving free memory back takes milliseconds
 

@@ -49,10 +49,9 @@ def pair_queries(model: ov.Model) -> None:
     Adds the inputs ``query_tokens`` [queries] i32, the index of each query's token, and ``token_queries`` [tokens] i32,
     the index of the query whose result each token gets.
     """
-    indices = [ops.parameter([-1], ov.Type.i32, name=name) for name in PAIRS]
+    query_tokens, token_queries = indices = [ops.parameter([-1], ov.Type.i32, name=name) for name in PAIRS]
     for parameter, name in zip(indices, PAIRS, strict=True):
         parameter.output(0).get_tensor().set_names({name})
-    query_tokens, token_queries = indices
     axis = ops.constant(0, dtype=ov.Type.i64)
     for layer in attention_layers(model):
         readers = list(layer.output(0).get_target_inputs())

@@ -18,8 +18,8 @@ def export_package() -> ModuleType:
     try:
         import ovspec_export
     except ModuleNotFoundError as error:
-        why = f"the package {error.name}, which is not installed; run pip install '.[export]' in a clone of ovspec"
-        raise OvspecError(f"Exporting needs {why}.") from None
+        how = "which is not installed; run pip install '.[export]' in a clone of ovspec"
+        raise OvspecError(f"Exporting needs the package {error.name}, {how}.") from None
     return ovspec_export
 
 

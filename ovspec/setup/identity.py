@@ -19,6 +19,7 @@ from ovspec.text.tokenizer_files import TOKENIZER_CONFIG_FILE, TOKENIZER_FILE
 PIECES, PIECE_BYTES = 256, 4096
 # The OpenVINO properties that a model's numbers depend on.
 SETTINGS = ("INFERENCE_PRECISION_HINT", "KV_CACHE_PRECISION", "DYNAMIC_QUANTIZATION_GROUP_SIZE")
+THREADS = "INFERENCE_NUM_THREADS"
 
 
 def model_identity(folder: Path) -> str:
@@ -62,12 +63,6 @@ def compiled_properties(loaded: CompiledModel) -> dict[str, str]:
     return {name: v.get_type_name() if isinstance(v, ov.Type) else str(v) for name, v in found.items()}
 
 
-def threads_of(loaded: CompiledModel) -> int | None:
-    """Return the number of CPU threads that a model computes with, if the device knows it."""
-    known = "INFERENCE_NUM_THREADS" in loaded.ir.compiled.get_property("SUPPORTED_PROPERTIES")
-    return int(loaded.ir.compiled.get_property("INFERENCE_NUM_THREADS")) if known else None
-
-
 def cache_setting(loaded: CompiledModel) -> str:
     """Return the engine, device and settings that the values in a model's cache depend on."""
     values = [f"{name}={value}" for name, value in compiled_properties(loaded).items()]
@@ -77,6 +72,8 @@ def cache_setting(loaded: CompiledModel) -> str:
 
 def described(loaded: CompiledModel) -> dict[str, Any]:
     """Return the model's folder and identity, and how it was run, as JSON values."""
+    compiled = loaded.ir.compiled
+    knows_threads = THREADS in compiled.get_property("SUPPORTED_PROPERTIES")
     return {
         "folder": str(loaded.ir.folder.resolve()),
         "identity": model_identity(loaded.ir.folder),
@@ -84,7 +81,7 @@ def described(loaded: CompiledModel) -> dict[str, Any]:
         "engine": loaded.engine,
         "arithmetic": loaded.arithmetic,
         "properties": compiled_properties(loaded),
-        "threads": threads_of(loaded),
+        "threads": int(compiled.get_property(THREADS)) if knows_threads else None,
         "profile": loaded.profile,
         "instruction_set": instruction_set(),
         "openvino": ov.get_version(),

@@ -36,35 +36,26 @@ class ExportedFile:
 
 @dataclass
 class ExportedModel:
-    """One model of the pair.
-
-    states: each state with its axes.
-    probe: how the model rolls back.
-    versions: those of its export that differ from the manifest's, by package.
-    """
+    """One model of the pair."""
 
     source: str
     weight_format: str
     options: dict[str, Any]
-    probe: Probe
-    states: list[dict[str, Any]]
+    probe: Probe  # how the model rolled back after its export
+    states: list[dict[str, Any]]  # each with its axes
     revision: str | None = None  # of the source: the hub's commit, or a checksum that changes with a folder's files
-    versions: dict[str, str] = field(default_factory=dict)
+    versions: dict[str, str] = field(default_factory=dict)  # of packages, where they differ from the manifest's
 
 
 @dataclass
 class Manifest:
-    """What an export holds.
-
-    versions: the installed packages that an export depends on; each model has those that were used in their place.
-    tokenizer_differs_on: texts that OpenVINO's tokenizer splits unlike Hugging Face's.
-    """
+    """What an export holds."""
 
     target: ExportedModel
     draft: ExportedModel | None
-    versions: dict[str, str]
+    versions: dict[str, str]  # of the installed packages that an export depends on
     files: dict[str, ExportedFile]  # by path within the folder
-    tokenizer_differs_on: list[str] = field(default_factory=list)
+    tokenizer_differs_on: list[str] = field(default_factory=list)  # texts that Hugging Face's splits in another way
     format: int = FORMAT
 
     def write(self, folder: Path) -> None:
@@ -101,9 +92,9 @@ def read_manifest(folder: Path, verify: bool = False) -> Manifest | None:
     Raises OvspecError if the export is unfinished, the manifest is damaged or newer, or a file is missing or has
     another size. ``verify`` also reads all files and compares their checksums.
     """
-    data = read_json(folder / MANIFEST_FILE)
     if not is_ours(folder):
         return None
+    data = read_json(folder / MANIFEST_FILE)
     if data.get("unfinished"):
         raise OvspecError(f"{folder}: the export was not finished; export the model again.")
     if data.get("format") != FORMAT:

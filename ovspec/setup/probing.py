@@ -22,11 +22,11 @@ from ovspec.ir.device import machine_key
 
 @dataclass(frozen=True)
 class Probe:
-    """The rollback that probing found, the device and properties it was found with, and how long that took."""
+    """The rollback that probing found."""
 
     rollback: Rollback
-    setting: str
-    seconds: float
+    setting: str  # the device and properties that it was found with
+    seconds: float  # that probing took
 
 
 def setting_of(device: str, properties: dict[str, str]) -> str:
@@ -78,10 +78,7 @@ def gives_back_the_clean_run(ir: CompiledIR, rollback: Rollback) -> bool:
 
 
 def safe_bound(ir: CompiledIR) -> int | None:
-    """Return the number of slots up to which masking is exact: None for no limit, 0 if in doubt.
-
-    The limit comes from the attention window in the config and from the IR's own attention mask, run alone.
-    """
+    """Return the number of slots up to which masking is exact: None for no limit, 0 if in doubt."""
     shown = mask_bound(ir)
     if shown == 0 or (shown is None and not ir.config.model_type):
         return 0

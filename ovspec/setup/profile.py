@@ -128,11 +128,11 @@ def load_with(
 ) -> CompiledModel:
     """Load like ``load_ir``, with the best setting of ``profile`` where the user has named nothing."""
     best = profile.choose(options, engine) if profile else None
-    if not profile or not best:
-        return load_ir(folder, options, engine, arithmetic)
-    loaded = load_ir(folder, completed(options, best.setting), engine, arithmetic)
-    costs = {profile.tokens: best.prefill_ms * profile.tokens} | best.verify_ms
-    return replace(loaded, profile=str(best.setting), verify_ms=costs, change_ms=best.change_ms)
+    loaded = load_ir(folder, completed(options, best.setting) if best else options, engine, arithmetic)
+    if profile and best:
+        loaded.profile, loaded.change_ms = str(best.setting), best.change_ms
+        loaded.verify_ms = {profile.tokens: best.prefill_ms * profile.tokens} | best.verify_ms
+    return loaded
 
 
 def profile_file(folder: Path, options: DeviceOptions) -> Path | None:
@@ -162,6 +162,6 @@ def known_profile(folder: Path, options: DeviceOptions) -> Profile | None:
     return remembered(Profile, file)
 
 
-def keep_profile(folder: Path, options: DeviceOptions, profile: Profile) -> None:
-    """Write ``profile`` beside the compiled models, if they are cached."""
-    remember(profile_file(folder, options), profile)
+def keep_profile(folder: Path, options: DeviceOptions, profile: Profile) -> Profile:
+    """Write ``profile`` beside the compiled models, if they are cached, and return it."""
+    return remember(profile_file(folder, options), profile)

@@ -22,6 +22,7 @@ from ovspec.files import read_text
 from ovspec.ir.compile import MODEL_FILE, check_weights, compile_ir
 from ovspec.ir.device import DeviceOptions, default_kv_precision, native_precisions
 from ovspec.ir.memory import room_for
+from ovspec.progress import note
 from ovspec.sampling.logprobs import log_softmax
 from ovspec.setup.engine import EXACT, CompiledModel, EngineName, check_paged, compile_paged
 from ovspec.setup.exactness import FULL as FULL_TRIAL
@@ -42,18 +43,12 @@ LONG_PROMPT = 0.5  # seconds; a prefill that takes longer is timed once
 
 @dataclass(frozen=True)
 class Effort:
-    """How much is measured.
+    """How much is measured."""
 
-    tokens: length of the text.
-    widths: tokens of the timed inferences.
-    repeats: how often each setting is timed.
-    full: whether all settings are tried, and exact arithmetic is probed thoroughly.
-    """
-
-    tokens: int
-    widths: tuple[int, ...]
-    repeats: int
-    full: bool
+    tokens: int  # of the text
+    widths: tuple[int, ...]  # of the timed inferences, in tokens
+    repeats: int  # how often each setting is timed
+    full: bool  # whether all settings are tried, and exact arithmetic is probed thoroughly
 
 
 FULL = Effort(256, (1, 2, 4, 8, 16), 3, True)
@@ -125,30 +120,27 @@ def settings_to_try(engine: EngineName, most_group: int | None, full: bool) -> l
     return [each for each in found if each != Setting(engine, usual, USUAL_GROUP)] + [Setting(engine, "f32", 0)]
 
 
-def tune_if_new(folder: Path, options: DeviceOptions, tell: Callable[[str], None]) -> Profile | None:
+def tune_if_new(folder: Path, options: DeviceOptions) -> Profile | None:
     """Return the known profile, or measure and keep a short one; None if that is not possible or takes too long."""
     profile = known_profile(folder, options)
     if profile or options.device.upper() != "CPU" or not options.cache_folder:
         return profile
     if check_weights(folder / MODEL_FILE) > LARGEST_UNASKED:
-        tell(f"{folder}: too large to tune automatically; run 'ovspec tune {folder}' to find the fastest settings.")
+        note(f"{folder}: too large to tune automatically; run 'ovspec tune {folder}' to find the fastest settings.")
         return None
-    tell(f"{folder}: measuring the fastest settings, once; 'ovspec tune' measures more, OVSPEC_TUNE=0 skips this.")
+    note(f"{folder}: measuring the fastest settings, once; 'ovspec tune' measures more, OVSPEC_TUNE=0 skips this.")
     try:
-        profile = tune(folder, options, effort=SHORT)
+        return keep_profile(folder, options, tune(folder, options, effort=SHORT))
     except OvspecError as error:
-        tell(str(error))
+        note(str(error))
         return None
-    keep_profile(folder, options, profile)
-    return profile
 
 
 class SettingTimer:
     """Times settings of one model against the incumbent, after ``text`` (n,), token ids that are read as a prompt."""
 
     def __init__(self, folder: Path, text: np.ndarray, effort: Effort) -> None:
-        self.text, self.effort = text, effort
-        self._folder = folder
+        self.text, self.effort, self._folder = text, effort, folder
         ir = compile_ir(folder, DeviceOptions(properties=EXACT))
         right = StatefulDecoder(ir, Rollback(None)).feed([text], [len(text)])[0]
         self._right = log_softmax(right).astype(np.float32)
@@ -167,8 +159,7 @@ class SettingTimer:
         decoder, mine = self._load(setting), self.incumbent
         kl, top1 = self._distance(self._prefill(decoder)[1])  # not timed: the first prefill is slower
         ratios: list[dict[int, float]] = []  # one entry per round: time relative to the incumbent, by width
-        prefills: list[float] = []
-        changes: list[float] = []
+        prefills, changes = list[float](), list[float]()
         for repeat in range(self.effort.repeats):
             if repeat == 0 or mine.prefill_ms * len(self.text) < LONG_PROMPT * 1e3:
                 prefills.append(self._prefill(decoder)[0] / self._prefill(self._decoder)[0])
