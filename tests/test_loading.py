@@ -190,16 +190,16 @@ def test_a_draft_of_another_vocabulary(small: Path, tmp_path: Path) -> None:
 def test_inspect_tells_what_is_there(pair: Path, cache_dir: Path) -> None:
     found = inspect(pair, DeviceOptions(precision="f32", cache_dir=cache_dir))
     target, draft = found["target"], found["draft"]
-    assert (target.source, target.model_type, target.rollback) == (TARGET.name, "llama", "mask")
-    assert target.parameters == pytest.approx(1_016_448, rel=0.001)
-    assert target.weights == {"fp32": 1.0}
-    assert len(target.states) == 4
+    assert (target["source"], target["model_type"], target["rollback"]) == (TARGET.name, "llama", "mask")
+    assert target["parameters"] == pytest.approx(1_016_448, rel=0.001)
+    assert target["weights"] == {"fp32": 1.0}
+    assert len(target["states"]) == 4
     # 2 layers, keys and values, f32
-    per_slot = sum(state["width"] for state in target.states)
+    per_slot = sum(state["width"] for state in target["states"])
     config = json.loads((pair / "config.json").read_text(encoding="utf-8"))
     assert per_slot == 2 * 2 * config["num_key_value_heads"] * config["head_dim"]
-    assert target.kv_bytes_per_1000_tokens == 1000 * 4 * per_slot
-    assert draft.parameters < target.parameters
+    assert target["kv_bytes_per_1000_tokens"] == 1000 * 4 * per_slot
+    assert draft["parameters"] < target["parameters"]
     assert weight_shares(DEMO)[1] == {"int8": 1.0}
 
 

@@ -1,5 +1,4 @@
 import json
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +37,7 @@ def inspect(folder: Path | None, verify: bool | None, as_json: bool, **runtime: 
     with step(f"{folder}: compiling and probing"):
         found = inspection.inspect(folder, options, given.engine, given.arithmetic, tuned, bool(verify))
     if as_json:
-        click.echo(json.dumps({name: asdict(model) for name, model in found.items()}, ensure_ascii=False))
+        click.echo(json.dumps(found, ensure_ascii=False))
         return
     click.echo("\n".join(line for name, model in found.items() for line in inspection.summary(name, model)))
     if verify:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,37 +15,11 @@ from ovspec.ir.device import DeviceOptions, core
 from ovspec.ir.memory import kv_bytes_per_token
 from ovspec.setup.engine import CompiledModel, EngineChoice
 from ovspec.setup.manifest import DRAFT_FOLDER, ExportedModel, read_manifest
-from ovspec.setup.probing import Probe, find_probe
+from ovspec.setup.probing import find_probe
 from ovspec.setup.profile import known_profile, load_with
 
 # OpenVINO's element types for weights -> the names that users know.
 WEIGHT_TYPES = {"f32": "fp32", "f16": "fp16", "bf16": "bf16", "i8": "int8", "u8": "int8", "i4": "int4", "u4": "int4"}
-
-
-@dataclass(frozen=True)
-class Inspection:
-    """What is known about one model. ``weights`` is the share of all weights by format; sizes are in bytes."""
-
-    folder: str
-    source: str | None
-    options: dict[str, Any]
-    model_type: str | None
-    parameters: int
-    weights: dict[str, float]
-    size: int
-    context: int | None
-    window: int | None
-    logits: int
-    states: list[dict[str, Any]]
-    engine: str
-    engine_reason: str
-    arithmetic: str
-    rule: str
-    profile: str | None
-    rollback: str
-    probed: Probe
-    kv_precision: str
-    kv_bytes_per_1000_tokens: int
 
 
 def inspect(
@@ -55,10 +29,11 @@ def inspect(
     arithmetic: Arithmetic = "exact",
     tuned: bool = True,
     verify: bool = False,
-) -> dict[str, Inspection]:
-    """Inspect the target in ``folder`` and its draft, if there is one; raises like ``load``.
+) -> dict[str, dict[str, Any]]:
+    """Return what is known about the target in ``folder`` and its draft, if there is one, as JSON values.
 
     ``engine``, ``arithmetic`` and ``verify`` are as in ``load``; ``tuned`` applies the profile, if there is one.
+    ``weights`` has the share of all weights by format; sizes are in bytes. Raises like ``load``.
     """
     manifest = read_manifest(folder, verify)
     found = {}
@@ -66,39 +41,39 @@ def inspect(
         if name == "target" or (part / MODEL_FILE).is_file():
             profile = known_profile(part, options) if tuned else None
             loaded = load_with(profile, part, options, engine, arithmetic if name == "target" else "fast")
-            found[name] = inspection_of(loaded, options, getattr(manifest, name, None))
+            found[name] = inspected(loaded, options, getattr(manifest, name, None))
     return found
 
 
-def inspection_of(loaded: CompiledModel, options: DeviceOptions, exported: ExportedModel | None) -> Inspection:
+def inspected(loaded: CompiledModel, options: DeviceOptions, exported: ExportedModel | None) -> dict[str, Any]:
     folder, ir = loaded.ir.folder, loaded.ir
     if loaded.engine == "paged":
         used = {name: value for name, value in ir.properties.items() if name != "CACHE_DIR"}
         ir = compile_ir(folder, replace(options, properties=options.properties | used))
     probe = find_probe(ir, options.cache_folder)
     parameters, weights = weight_shares(folder)
-    return Inspection(
-        folder=str(folder),
-        source=exported.source if exported else None,
-        options=exported.options if exported else {},
-        model_type=ir.config.text.model_type,
-        parameters=parameters,
-        weights=weights,
-        size=sum(path.stat().st_size for path in folder.iterdir() if path.is_file()),
-        context=ir.context_length,
-        window=ir.config.attention_window,
-        logits=ir.logits_width,
-        states=[asdict(state) for state in ir.states],
-        engine=loaded.engine,
-        engine_reason=loaded.reason,
-        arithmetic=loaded.promise,
-        rule=str(loaded.rule),
-        profile=loaded.profile,
-        rollback=str(probe.rollback),
-        probed=probe,
-        kv_precision=ir.properties.get("KV_CACHE_PRECISION", "the device's own"),
-        kv_bytes_per_1000_tokens=round(1000 * kv_bytes_per_token(ir)),
-    )
+    return {
+        "folder": str(folder),
+        "source": exported.source if exported else None,
+        "options": exported.options if exported else {},
+        "model_type": ir.config.text.model_type,
+        "parameters": parameters,
+        "weights": weights,
+        "size": sum(path.stat().st_size for path in folder.iterdir() if path.is_file()),
+        "context": ir.context_length,
+        "window": ir.config.attention_window,
+        "logits": ir.logits_width,
+        "states": [asdict(state) for state in ir.states],
+        "engine": loaded.engine,
+        "engine_reason": loaded.reason,
+        "arithmetic": loaded.promise,
+        "rule": str(loaded.rule),
+        "profile": loaded.profile,
+        "rollback": str(probe.rollback),
+        "probed": asdict(probe),
+        "kv_precision": ir.properties.get("KV_CACHE_PRECISION", "the device's own"),
+        "kv_bytes_per_1000_tokens": round(1000 * kv_bytes_per_token(ir)),
+    }
 
 
 def weight_shares(folder: Path) -> tuple[int, dict[str, float]]:
@@ -114,24 +89,24 @@ def weight_shares(folder: Path) -> tuple[int, dict[str, float]]:
     return total, {kind: round(count / total, 4) for kind, count in counts.most_common()}
 
 
-def summary(name: str, found: Inspection) -> list[str]:
+def summary(name: str, found: dict[str, Any]) -> list[str]:
     """Return the lines that ``ovspec inspect`` prints for one model."""
-    shares = ", ".join(f"{kind} {share:.1%}" for kind, share in found.weights.items())
-    fixed = sum(state["sequence_axis"] is None for state in found.states)
-    states = f"{len(found.states) - fixed} for keys and values" + (f", {fixed} that can't be cut" if fixed else "")
-    probed = found.probed
+    shares = ", ".join(f"{kind} {share:.1%}" for kind, share in found["weights"].items())
+    fixed = sum(state["sequence_axis"] is None for state in found["states"])
+    states = f"{len(found['states']) - fixed} for keys and values" + (f", {fixed} that can't be cut" if fixed else "")
+    probed = f"probed on {found['probed']['setting']} in {found['probed']['seconds']:.2f} s"
+    cache = f"{found['kv_bytes_per_1000_tokens'] / 1e6:,.1f} MB per 1000 tokens (KV cache: {found['kv_precision']})"
     lines = {
-        name: found.folder + (f", exported from {found.source}" if found.source else ""),
-        "model": f"{found.model_type or 'unknown'}, {found.parameters / 1e6:,.1f} M weights: {shares}",
-        "size": f"{found.size / 1e6:,.1f} MB",
-        "context": f"{found.context or 'unknown'}" + (f", window {found.window}" if found.window else ""),
-        "logits": f"{found.logits} wide",
+        name: found["folder"] + (f", exported from {found['source']}" if found["source"] else ""),
+        "model": f"{found['model_type'] or 'unknown'}, {found['parameters'] / 1e6:,.1f} M weights: {shares}",
+        "size": f"{found['size'] / 1e6:,.1f} MB",
+        "context": f"{found['context'] or 'unknown'}" + (f", window {found['window']}" if found["window"] else ""),
+        "logits": f"{found['logits']} wide",
         "states": states,
-        "engine": f"{found.engine} ({found.engine_reason})",
-        "arithmetic": found.arithmetic + (f": {found.rule}" if found.arithmetic == "exact" else ""),
-        "profile": found.profile or "none; a first load or 'ovspec tune' measures one",
-        "rollback": f"{found.rollback} on the stateful engine (probed on {probed.setting} in {probed.seconds:.2f} s)",
-        "memory": f"{found.kv_bytes_per_1000_tokens / 1e6:,.1f} MB per 1000 tokens (KV cache: {found.kv_precision}), "
-        f"{found.size / 1e6:,.1f} MB for the weights",
+        "engine": f"{found['engine']} ({found['engine_reason']})",
+        "arithmetic": found["arithmetic"] + (f": {found['rule']}" if found["arithmetic"] == "exact" else ""),
+        "profile": found["profile"] or "none; a first load or 'ovspec tune' measures one",
+        "rollback": f"{found['rollback']} on the stateful engine ({probed})",
+        "memory": f"{cache}, {found['size'] / 1e6:,.1f} MB for the weights",
     }
     return [f"{key:11}{value}" for key, value in lines.items()]
