@@ -113,7 +113,7 @@ def read_as(kind: type[T], path: Path) -> T:
 
 
 def remembered(kind: type[T], path: Path | None) -> T | None:
-    """Return the dataclass that ``remember`` wrote to ``path``; None if the file is missing, damaged or of old."""
+    """Return the dataclass that ``remember`` wrote to ``path``; None if the file is missing, damaged or outdated."""
     try:
         return read_as(kind, path) if path and path.is_file() else None
     except (OvspecError, OSError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from bisect import bisect_left
 from typing import Any
 
 import numpy as np
@@ -37,10 +38,7 @@ def mask_bound(ir: CompiledIR) -> int | None:
             return 0
         if high <= low or same_view(request, axes, high):
             return UNBOUNDED
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if same_view(request, axes, middle) else (low, middle)
-        return low
+        return bisect_left(range(high), True, low, key=lambda slots: not same_view(request, axes, slots)) - 1
     except (RuntimeError, LookupError, ValueError):  # an unknown kind of attention mask
         return None
 

@@ -105,9 +105,8 @@ def load_ir(
 ) -> CompiledModel:
     """Compile the model in ``folder`` for the ``wanted`` engine; "auto" takes paged if it agrees with stateful.
 
-    With exact arithmetic, the rule that gives every token the same bits is found by probing, at the first load. If
-    there is none, the model is loaded as with fast arithmetic. Raises OvspecError like ``compile_ir``, or if the wanted
-    engine can't run this model.
+    With exact arithmetic, the first load probes which rule gives every token the same bits. Raises OvspecError like
+    ``compile_ir``, or if the wanted engine can't run this model.
     """
     reason = "as requested"
     if wanted != "stateful":
@@ -184,7 +183,7 @@ def compare_engines(folder: Path, options: DeviceOptions) -> PagedCheck:
     """Return whether the paged decoder gives the same logits as the stateful one for the model in ``folder``.
 
     Both run with the properties that round least, or with those of ``options`` if 16-bit weights widened to 32 bits
-    would not fit into memory. They run one after the other, because memory may hold the model only once.
+    would not fit into memory; and one after the other, because memory may hold the model only once.
     """
     setting = DeviceOptions(properties=EXACT if room_for(folder, 3) else options.fixed | {"CACHE_DIR": ""})
     stateful = compile_ir(folder, setting)

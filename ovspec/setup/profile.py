@@ -90,11 +90,6 @@ class Profile:
     exactness: dict[int, Exactness] = field(default_factory=dict)  # of the chosen setting, by number of threads
     price: float | None = None  # of a token in exact arithmetic, in the time that it takes in fast arithmetic
 
-    @property
-    def most_kl(self) -> float:
-        """The largest KL divergence, in nats, that a setting may have to be chosen."""
-        return KL_FLOOR if self.goal == "accuracy" else max(KL_FACTOR * self.reference.kl, KL_FLOOR)
-
     def choose(self, options: DeviceOptions, engine: EngineChoice) -> Measurement | None:
         """Return the best measurement that agrees with what the user has fixed; None if none does."""
         usual, fixed = self.measurements[0], options.fixed
@@ -105,7 +100,8 @@ class Profile:
             if m.setting.engine == engine
             and all(fixed.get(name, value) == value for name, value in m.setting.properties.items())
         ]
-        fit = [m for m in agreeing if m.kl <= self.most_kl]
+        most_kl = KL_FLOOR if self.goal == "accuracy" else max(KL_FACTOR * self.reference.kl, KL_FLOOR)
+        fit = [m for m in agreeing if m.kl <= most_kl]
         if "INFERENCE_PRECISION_HINT" not in fixed:
             fit = [m for m in fit if m.invariance is None or m.invariance >= (usual.invariance or 0)]
         if not fit:

@@ -5,7 +5,6 @@ The machine's speed changes over time, so settings are timed in turns with the o
 
 from __future__ import annotations
 
-import math
 import statistics
 import time
 from collections.abc import Callable
@@ -35,8 +34,6 @@ TEXT = Path(__file__).with_name("tuning_text.txt")
 # A first load does not tune a model with more bytes of weights than this, because it would take too long.
 LARGEST_UNASKED = 1.5e9
 USUAL_GROUP = 32  # OpenVINO's default on the CPU
-# A setting that takes more than this many times as long at every width is timed only once.
-HOPELESS = 1.2
 SETTLED = 0.02  # seconds for which one inference is repeated
 LONG_PROMPT = 0.5  # seconds; a prefill that takes longer is timed once
 
@@ -88,7 +85,7 @@ def tune(
     found = Profile(goal, effort.full, len(text), 0.0, measured[-1], measured)
     for number, setting in enumerate(others, 3):
         tell(str(setting), number / total)
-        measured.append(timer.measure(setting, found.most_kl))
+        measured.append(timer.measure(setting))
     # A probe takes longer than measuring: only settings that may be chosen are probed.
     while (best := found.choose(DeviceOptions(), "auto")) and best.invariance is None:
         tell(f"{best.setting}: bits of every way of feeding", 1.0)
@@ -154,8 +151,8 @@ class SettingTimer:
         times, change = self._round(self._decoder, self.effort.repeats)
         self.incumbent = Measurement(setting, times, prefill, kl, top1, change)
 
-    def measure(self, setting: Setting, most_kl: float = math.inf) -> Measurement:
-        """Measure accuracy and times; a setting that is far too slow or exceeds ``most_kl`` is timed only once."""
+    def measure(self, setting: Setting) -> Measurement:
+        """Measure accuracy and times."""
         decoder, mine = self._load(setting), self.incumbent
         kl, top1 = self._distance(self._prefill(decoder)[1])  # not timed: the first prefill is slower
         ratios: list[dict[int, float]] = []  # one entry per round: time relative to the incumbent, by width
@@ -166,8 +163,6 @@ class SettingTimer:
             (theirs, change), (ours, _) = self._round(decoder), self._round(self._decoder)
             changes.append(change)
             ratios.append({width: theirs[width] / ours[width] for width in ours})
-            if kl > most_kl or min(ratios[-1].values()) > HOPELESS:
-                break
         verify = {width: statistics.median(r[width] for r in ratios) * ms for width, ms in mine.verify_ms.items()}
         prefill, change = statistics.median(prefills) * mine.prefill_ms, statistics.median(changes)
         return Measurement(setting, verify, prefill, kl, top1, change)
