@@ -25,7 +25,6 @@ class Exactness:
     rule: FeedRule | None  # how tokens must be fed; None if no rule gives every token the same bits
     positions: int  # that were probed by the rule, or by the strictest one that was tried
     differing: int  # how many of them had other bits
-    seconds: float  # that probing took
     guess: float = 1.0  # how many times as long as a token's inference one takes in which another token is proposed
 
     @property
@@ -81,7 +80,6 @@ def find_exactness(make: Make, engine: str, vocabulary: int, trial: Trial = SHOR
     ``make`` makes a decoder that keeps to a rule. Random ids are below ``vocabulary``. ``trial`` says how long the rule
     is then probed.
     """
-    began = time.perf_counter()
     rules = PAGED if engine == "paged" else STATEFUL
     text = random_text(make(rules[-1]), vocabulary)
     most = most_together(make(rules[-1]), text)
@@ -95,9 +93,9 @@ def find_exactness(make: Make, engine: str, vocabulary: int, trial: Trial = SHOR
         if found.exact:
             # Two are computed in any case where the rule says so; on the stateful engine nothing is proposed unasked.
             guess = guess_cost(decoder, text) if engine == "paged" and rule.fewest < 2 else 1.0
-            return replace(found, seconds=time.perf_counter() - began, guess=guess)
+            return replace(found, guess=guess)
     assert found  # the strictest rule was probed
-    return replace(found, rule=None, seconds=time.perf_counter() - began)
+    return replace(found, rule=None)
 
 
 def known_exactness(folder: Path, options: DeviceOptions, engine: str) -> Exactness | None:
@@ -194,7 +192,6 @@ def probe_rule(decoder: SessionDecoder, vocabulary: int, trial: Trial = SHORT) -
 
     ``decoder`` keeps to the rule that is probed, which cuts the pass, too.
     """
-    began = time.perf_counter()
     random, most = np.random.default_rng(0), decoder.context_length
     positions = differing = 0
     tail = sum(trial.widths)
@@ -213,7 +210,7 @@ def probe_rule(decoder: SessionDecoder, vocabulary: int, trial: Trial = SHORT) -
                 positions += len(found)
                 differing += sum(a != b for a, b in zip(found, expected[first:], strict=False))
         decoder.reset(1)
-    return Exactness(None if differing else decoder.rule, positions, differing, time.perf_counter() - began)
+    return Exactness(None if differing else decoder.rule, positions, differing)
 
 
 class Prober:

@@ -73,7 +73,7 @@ def cache_setting(loaded: CompiledModel) -> str:
 def described(loaded: CompiledModel) -> dict[str, Any]:
     """Return the model's folder and identity, and how it was run, as JSON values."""
     compiled = loaded.ir.compiled
-    knows_threads = THREADS in compiled.get_property("SUPPORTED_PROPERTIES")
+    tells_threads = THREADS in compiled.get_property("SUPPORTED_PROPERTIES")
     return {
         "folder": str(loaded.ir.folder.resolve()),
         "identity": model_identity(loaded.ir.folder),
@@ -81,7 +81,7 @@ def described(loaded: CompiledModel) -> dict[str, Any]:
         "engine": loaded.engine,
         "arithmetic": loaded.arithmetic,
         "properties": compiled_properties(loaded),
-        "threads": int(compiled.get_property(THREADS)) if knows_threads else None,
+        "threads": int(compiled.get_property(THREADS)) if tells_threads else None,
         "profile": loaded.profile,
         "instruction_set": instruction_set(),
         "openvino": ov.get_version(),

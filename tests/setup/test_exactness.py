@@ -224,7 +224,7 @@ def test_without_a_rule_nothing_is_paid_for_one(cache_dir: Path, monkeypatch: py
         assert "probed positions differ)" in stats.arithmetic
         assert lm.target.rule == FAST and PAIRS[0] not in lm.target.ir.inputs
         assert not lm.workspace.choice
-    monkeypatch.setattr(ovspec.setup.engine, "known_exactness", lambda *_: Exactness(None, 51, 2, 0.1))
+    monkeypatch.setattr(ovspec.setup.engine, "known_exactness", lambda *_: Exactness(None, 51, 2))
     stateful = ovspec.load(SMALL, engine="stateful", cache_dir=cache_dir).generate("a", max_tokens=2).stats
     assert (stateful.arithmetic, stateful.rollback) == (
         "fast, not exact here (2 of 51 probed positions differ)",
@@ -233,7 +233,7 @@ def test_without_a_rule_nothing_is_paid_for_one(cache_dir: Path, monkeypatch: py
 
 
 def test_the_rule_is_told(cache_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ovspec.setup.engine, "known_exactness", lambda *_: Exactness(STRICT, 51, 0, 0.1))
+    monkeypatch.setattr(ovspec.setup.engine, "known_exactness", lambda *_: Exactness(STRICT, 51, 0))
     stats = ovspec.load(SMALL, cache_dir=cache_dir).generate("a", max_tokens=2).stats
     words = "at least 2 tokens an inference, at most 64 tokens an inference, attention gets at least 2 tokens of a row"
     assert (stats.arithmetic, stats.rule) == ("exact", words)
