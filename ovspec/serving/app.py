@@ -8,7 +8,7 @@ from typing import Any, Literal
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import PlainTextResponse
-from prometheus_client import CONTENT_TYPE_LATEST
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from pydantic import Field
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
@@ -82,7 +82,6 @@ READY: dict[int | str, Any] = {status: {"model": Ready, "description": "Its stat
 
 def make_app(service: Service) -> FastAPI:
     """Return the application."""
-
     app = FastAPI(
         title="ovspec",
         version=__version__,
@@ -93,37 +92,20 @@ def make_app(service: Service) -> FastAPI:
         responses={status: {"model": ErrorAnswer, "description": told} for status, told in ERRORS.items()},
     )
     app.router.route_class = BoundedRoute
-    app.openapi = lambda: described(app)  # type: ignore[method-assign]
     add_endpoints(app, service)
     add_errors(app)
     return app
 
 
-def described(app: FastAPI) -> dict[str, Any]:
-    """Return the OpenAPI document, in which errors are those of this API, not FastAPI's."""
-    if not app.openapi_schema:
-        made = FastAPI.openapi(app)
-        for path in made["paths"].values():
-            for operation in path.values():
-                if "requestBody" in operation:
-                    operation["responses"]["422"] = operation["responses"]["400"] | {"description": ERRORS[422]}
-        for name in ("HTTPValidationError", "ValidationError"):
-            made["components"]["schemas"].pop(name, None)
-    return app.openapi_schema or {}
-
-
 def add_endpoints(app: FastAPI, service: Service) -> None:
     lm, texts = service.lm, TextEndpoints(service)
-
-    def answers(model: type[Answer]) -> Any:
-        """Return what FastAPI's ``responses`` say of an endpoint that answers with ``model`` or a stream."""
-        return {200: {"model": model, "description": "The answer.", "content": STREAM}}
 
     for path, endpoint, summary, answer in (
         ("/v1/chat/completions", texts.chat, "Answer a chat.", ChatCompletion),
         ("/v1/completions", texts.complete, "Continue texts.", Completion),
     ):
-        app.post(path, tags=["texts"], summary=summary, response_model=None, responses=answers(answer))(endpoint)
+        answers: Any = {200: {"model": answer, "description": "The answer.", "content": STREAM}}
+        app.post(path, tags=["texts"], summary=summary, response_model=None, responses=answers)(endpoint)
 
     @app.get("/v1/models", tags=["model"], summary="List the one model that is served.")
     async def models() -> Models:
@@ -150,7 +132,7 @@ def add_endpoints(app: FastAPI, service: Service) -> None:
 
     @app.get("/metrics", tags=["server"], summary="Report metrics in Prometheus' format.")
     async def metrics() -> PlainTextResponse:
-        return PlainTextResponse(service.metrics.text(), media_type=CONTENT_TYPE_LATEST)
+        return PlainTextResponse(generate_latest(service.metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
     @app.post("/tokenize", tags=["tokens"], summary="Return the tokens of a text or a chat.")
     async def tokenize(body: TokenizeRequest, http: Request) -> Tokens:
@@ -204,7 +186,9 @@ def add_errors(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def refused(_: Request, error: HTTPException) -> Response:
-        return error_answer(error, None if isinstance(error, ApiError) else NOWHERE.get(error.status_code))
+        if not isinstance(error, ApiError):  # Starlette's own
+            error.detail = NOWHERE.get(error.status_code, error.detail)
+        return error_answer(error)
 
     @app.exception_handler(Exception)
     async def failed(_: Request, error: Exception) -> Response:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import queue
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,7 +31,6 @@ FEWEST_TOKENS = 32  # that must fit into memory
 FREE_SHARE = 0.8  # of the free memory that KV caches may take
 CONSTRAINT_SECONDS = 2.0  # that slow steps of a text's grammar may take together, because all others wait for them
 ENDED = "The server was stopped before the text was finished."
-OVER = object()
 WARM_UP = "The quick brown fox jumps over the lazy dog. " * 8
 
 
@@ -45,13 +44,12 @@ class Job:
 
     deliver: called in the engine's thread after each round with (index of the row, piece) of those that grew, or with
         the error that ended the request.
-    started: time at which its first row joined the batch; 0.0 before.
+    started: whether a row of it has joined the batch.
     """
 
     rows: list[Row]
     deliver: Callable[[list[tuple[int, Piece]] | OvspecError], None]
-    started: float = 0.0
-    numbers: dict[int, int] = field(default_factory=dict)  # the scheduler's number -> index of the row
+    started: bool = False
 
 
 @dataclass(eq=False)
@@ -59,13 +57,17 @@ class Errand:
     """Work that the engine's thread does between rounds, so that it holds up nobody.
 
     steps: each takes a few milliseconds.
-    fail: called with the error if a step fails, or if the errand is given up.
     tokens: number of tokens whose KV cache it needs. It waits until there is room for them, and rows wait for it.
+    future: what the steps return, or an OvspecError if one fails or the errand is given up; may be cancelled.
     """
 
-    steps: Iterator[None]
-    fail: Callable[[OvspecError], None] = lambda _: None
+    steps: Generator[None, None, Any]
     tokens: int = 0
+    future: Future[Any] = field(default_factory=Future)
+
+    def fail(self, error: OvspecError) -> None:
+        if self.future.set_running_or_notify_cancel():
+            self.future.set_exception(error)
 
 
 @dataclass
@@ -101,7 +103,8 @@ class Engine:
     ) -> None:
         self.lm, self.counts = lm, Counts()
         self._orders: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._jobs: dict[int, Job] = {}  # by the scheduler's number of each row that hasn't ended
+        # The scheduler's number of each row that hasn't ended -> its job, and its index there.
+        self._jobs: dict[int, tuple[Job, int]] = {}
         self._errands: list[Errand] = []
         self._ending = self._given_up = False
         workspace = lm.workspace
@@ -114,8 +117,8 @@ class Engine:
         rule = self._decoders.target.rule
         costs = self._lookahead.target if self._drafter else Costs(most=rule.most)
         self._pace = Pace(costs, rule, not self._drafter, chunk)
-        self.most_tokens = 0
-        self._scheduler = self._new_scheduler(float("inf"))
+        self.most_tokens = 2**62  # that fit into memory
+        self._scheduler = self._new_scheduler()
         self._thread = threading.Thread(target=self._run, name="ovspec engine", daemon=True)
 
     def start(self) -> None:
@@ -128,12 +131,13 @@ class Engine:
         per_token = sum(map(kv_bytes_per_token, irs))
         room = self._cache_bytes or FREE_SHARE * psutil.virtual_memory().available
         room -= self._rows * sum(map(recurrent_bytes, irs))
-        self.most_tokens = int(room / per_token) if per_token else 2**62
+        if per_token:
+            self.most_tokens = int(room / per_token)
         if self.most_tokens < FEWEST_TOKENS:
             raise OvspecError(
                 f"The memory for KV caches holds {max(0, self.most_tokens)} tokens; free some, or raise `cache_size`."
             )
-        self._scheduler = self._new_scheduler(self.most_tokens)
+        self._scheduler = self._new_scheduler()
         self._thread.start()
 
     def _warm_up(self) -> None:
@@ -180,7 +184,7 @@ class Engine:
 
         def giving_up() -> None:
             self._given_up = True
-            for job in {*self._jobs.values()}:
+            for job in {job for job, _ in self._jobs.values()}:
                 self._remove(job)
                 job.deliver(Ended(ENDED))
             for errand in self._errands:
@@ -224,8 +228,10 @@ class Engine:
 
     # ------------------------------------------------------------ in the engine's thread
 
-    def _new_scheduler(self, tokens: float) -> Scheduler:
-        limits = BatchLimits(self._rows, tokens, self._pace, fail_alone=True, constraint_seconds=CONSTRAINT_SECONDS)
+    def _new_scheduler(self) -> Scheduler:
+        limits = BatchLimits(
+            self._rows, self.most_tokens, self._pace, fail_alone=True, constraint_seconds=CONSTRAINT_SECONDS
+        )
         return Scheduler(self._decoders.target, self._drafter, self._lookahead, (), limits)
 
     def _run(self) -> None:
@@ -253,8 +259,13 @@ class Engine:
         if self._scheduler.room < 0:
             return  # until texts have ended
         try:
-            if next(errand.steps, OVER) is not OVER:
+            if not errand.future.cancelled():
+                next(errand.steps)
                 return
+            errand.steps.close()
+        except StopIteration as ended:
+            if errand.future.set_running_or_notify_cancel():
+                errand.future.set_result(ended.value)
         except BaseException as error:
             errand.fail(failure(error))
         self._errands.remove(errand)
@@ -265,12 +276,10 @@ class Engine:
         self._note(pieces)
         found: dict[Job, Any] = {}  # what each is told: (index of the row, piece) of those that grew
         failed: dict[Job, Any] = {}
-        now = time.monotonic()
         for number, piece in pieces:
-            if not (job := self._jobs.get(number)):
-                continue
-            job.started = job.started or now
-            row = job.rows[job.numbers[number]]
+            job, index = self._jobs[number]
+            job.started = True
+            row = job.rows[index]
             if row.error:
                 failed[job] = row.error
             if row.finish_reason:
@@ -278,7 +287,7 @@ class Engine:
                 if self._lookup_tokens and not row.error:
                     self._earlier.remember(row.sequence.tokens, self._lookup_tokens)
             if piece.token_ids or piece.text or piece.finish_reason:
-                found.setdefault(job, []).append((job.numbers[number], piece))
+                found.setdefault(job, []).append((index, piece))
         for job in failed:
             found.pop(job, None)
             self._remove(job)
@@ -292,18 +301,19 @@ class Engine:
             job.deliver(Ended(ENDED))
             return
         for index, row in enumerate(job.rows):
-            number = self._scheduler.queue.add(row)
-            job.numbers[number], self._jobs[number] = index, job
+            self._jobs[self._scheduler.queue.add(row)] = job, index
 
     def _remove(self, job: Job) -> None:
-        numbers = [number for number in job.numbers if self._jobs.pop(number, None)]
+        numbers = [number for number, (each, _) in self._jobs.items() if each is job]
+        for number in numbers:
+            del self._jobs[number]
         self._scheduler.remove(numbers)
         if not self._jobs:
             self._scheduler.reset()
 
     def _give_up(self, error: BaseException) -> None:
         """Fail the jobs whose rows are in the batch, and go on with the others."""
-        lost = {job for number in self._scheduler.running if (job := self._jobs.get(number))}
+        lost = {self._jobs[number][0] for number in self._scheduler.running if number in self._jobs}
         for job in lost:
             self._remove(job)
         self._scheduler.reset()
@@ -330,7 +340,7 @@ def failure(error: BaseException) -> InferenceError:
     return InferenceError(f"The inference failed ({type(error).__name__}: {error}).")
 
 
-def moving(irs: list[CompiledIR]) -> Iterator[None]:
+def moving(irs: list[CompiledIR]) -> Generator[None]:
     """Move weights into large pages, a part at each step: a busy server is never idle long enough to do it."""
     for ir in irs:
         while not ir.large_pages.done:

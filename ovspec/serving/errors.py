@@ -69,8 +69,6 @@ def field_in(message: str) -> str | None:
 
 
 class ErrorText(BaseModel):
-    """What went wrong."""
-
     message: str = Field(description="A sentence that says what to do.")
     type: str = Field(description='The kind of error, such as "invalid_request_error".')
     param: str | None = Field(description="The field that is wrong.")
@@ -83,14 +81,14 @@ class ErrorAnswer(BaseModel):
     error: ErrorText
 
 
-def error_body(error: HTTPException, told: str | None = None) -> bytes:
-    """Return the body of an error's answer; ``told``: its message, if not its own."""
+def error_body(error: HTTPException) -> bytes:
+    """Return the body of an error's answer."""
     status, param, code = error.status_code, getattr(error, "param", None), getattr(error, "code", None)
     kind = KINDS.get(status, "invalid_request_error" if status < 500 else "server_error")
-    text = ErrorText(message=told or error.detail, type=kind, param=param, code=code or CODES.get(status))
+    text = ErrorText(message=error.detail, type=kind, param=param, code=code or CODES.get(status))
     return ErrorAnswer(error=text).model_dump_json().encode()
 
 
-def error_answer(error: HTTPException, told: str | None = None) -> Response:
+def error_answer(error: HTTPException) -> Response:
     """Return the answer that is an error."""
-    return Response(error_body(error, told), error.status_code, error.headers, "application/json")
+    return Response(error_body(error), error.status_code, error.headers, "application/json")

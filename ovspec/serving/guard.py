@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 import ipaddress
 import logging
 import re
+import secrets
 import time
-from collections.abc import Awaitable, Callable, MutableMapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable
 
 from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ovspec.serving.errors import ApiError, error_answer
-
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-App = Callable[[Any, Receive, Send], Awaitable[None]]
 
 OPEN = ("/health", "/ready")  # without a key
 # What a request's state holds: the number of its key, how its stream has ended, and whether there are too many others.
@@ -35,21 +28,16 @@ def is_here(host: str) -> bool:
         return False
 
 
-@dataclass(frozen=True)
 class Keys:
-    """The keys that clients may use, as digests; none if there is no need for one."""
+    """The keys that clients may use; none if no key is needed."""
 
-    digests: tuple[bytes, ...] = ()
-
-    @staticmethod
-    def of(keys: list[str]) -> Keys:
-        return Keys(tuple(hashlib.sha256(key.encode()).digest() for key in keys))
+    def __init__(self, *keys: str) -> None:
+        self.known = [key.encode() for key in keys]
 
     def owner_of(self, header: str) -> int | None:
         """Return the number of the key that an Authorization header holds, or None; takes as long for a wrong one."""
         scheme, _, key = header.partition(" ")
-        given = hashlib.sha256(key.strip().encode("utf-8", "replace")).digest()
-        found = [hmac.compare_digest(given, digest) for digest in self.digests]
+        found = [secrets.compare_digest(key.strip().encode(), known) for known in self.known]
         return found.index(True) if scheme.lower() == "bearer" and any(found) else None
 
 
@@ -62,15 +50,13 @@ class Guard:
         keys: the keys that clients may use.
         local: whether only programs on this machine are served, without a key. Then a request must name this machine
             as its host, so that a web page whose name points here reaches nothing.
-        note: called with the path and the status of each request.
+        note: called with the scope and the status of each request.
     """
 
-    def __init__(self, app: App, keys: Keys, local: bool, note: Callable[[str, int], None]) -> None:
+    def __init__(self, app: ASGIApp, keys: Keys, local: bool, note: Callable[[Scope, int], None]) -> None:
         self._app, self._keys, self._local, self._note = app, keys, local, note
 
-    async def __call__(self, scope: Any, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            return await self._app(scope, receive, send)
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         began, status, state = time.monotonic(), 0, scope.setdefault("state", {})
 
         async def noted(message: Message) -> None:
@@ -90,20 +76,18 @@ class Guard:
             ms = 1e3 * (time.monotonic() - began)
             client = (scope.get("client") or ("-",))[0]
             LOG.info("%s %s %s %s %.0f ms", client, scope["method"], shown_path(scope["path"]), status, ms)
-            self._note(scope["path"], status)
-        return None
+            self._note(scope, status)
 
-    def _refusal(self, scope: Any) -> ApiError | None:
-        """Return the error that a request is answered with, if it may not pass."""
+    def _refusal(self, scope: Scope) -> ApiError | None:
+        """Return the error that a request is answered with, if it may not pass; note the owner of its key."""
         headers = Headers(scope=scope)
         if scope["state"].get(CROWDED):
             return ApiError(503, "Too many connections are open; try again later.", close=True)
         if self._local and not is_here(re.sub(r":[0-9]*$", "", headers.get("host", "").lower())):
             told = "This server answers to localhost and 127.0.0.1 only; start it with a key to use another name."
             return ApiError(403, told)
-        owner = self._keys.owner_of(headers.get("authorization", ""))
-        scope["state"][OWNER] = owner
-        if self._keys.digests and scope["path"] not in OPEN and owner is None:
+        owner = scope["state"][OWNER] = self._keys.owner_of(headers.get("authorization", ""))
+        if self._keys.known and scope["path"] not in OPEN and owner is None:
             return ApiError(401, "The API key is missing or wrong; send it as 'Authorization: Bearer KEY'.")
         return None
 

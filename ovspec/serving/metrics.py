@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -21,30 +21,16 @@ class Metrics:
         self.requests = Counter(
             "ovspec_requests", "Requests, by endpoint and status.", ["endpoint", "status"], registry=self.registry
         )
-        self.first = Histogram(
-            "ovspec_time_to_first_token_seconds",
-            "Seconds from a request to the first token of each of its texts.",
-            buckets=SECONDS,
-            registry=self.registry,
+        self.first = self._seconds("time_to_first_token", "from a request to the first token of each of its texts")
+        self.between = self._seconds(
+            "time_between_tokens", "between two pieces of a text; a piece has the tokens of one round"
         )
-        self.between = Histogram(
-            "ovspec_time_between_tokens_seconds",
-            "Seconds between two pieces of a text; a piece has the tokens of one round.",
-            buckets=SECONDS,
-            registry=self.registry,
-        )
-        self.whole = Histogram(
-            "ovspec_request_duration_seconds",
-            "Seconds from a request to its last token.",
-            buckets=SECONDS,
-            registry=self.registry,
-        )
+        self.whole = self._seconds("request_duration", "from a request to its last token")
         self.prompt_tokens = Counter("ovspec_prompt_tokens", "Tokens of prompts.", registry=self.registry)
         self.registry.register(OfEngine(engine))
 
-    def text(self) -> bytes:
-        """Return all metrics as text."""
-        return generate_latest(self.registry)
+    def _seconds(self, name: str, what: str) -> Histogram:
+        return Histogram(f"ovspec_{name}_seconds", f"Seconds {what}.", buckets=SECONDS, registry=self.registry)
 
 
 class OfEngine(Collector):
@@ -52,9 +38,6 @@ class OfEngine(Collector):
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-
-    def describe(self) -> list[Metric]:
-        return []
 
     def collect(self) -> Iterator[Metric]:
         engine, counts = self._engine, self._engine.counts

@@ -12,6 +12,10 @@ from typing import Any
 
 import psutil
 import uvicorn
+from fastapi import FastAPI
+from fastapi.routing import APIRoute
+from starlette.routing import Match
+from starlette.types import Scope
 
 from ovspec.errors import OvspecError
 from ovspec.files import read_text
@@ -20,7 +24,7 @@ from ovspec.options.serving import ServeParams
 from ovspec.serving.app import make_app
 from ovspec.serving.connections import allow_files, config_of
 from ovspec.serving.engine import Engine
-from ovspec.serving.guard import Guard, Keys, is_here
+from ovspec.serving.guard import LOG, Guard, Keys, is_here
 from ovspec.serving.service import Service
 
 # The engine's thread must not wait for the 5 ms that Python grants other threads.
@@ -58,15 +62,12 @@ def check_options(options: ServeParams, keys: list[str]) -> None:
 
 def open_socket(host: str, port: int) -> socket.socket:
     """Return a socket bound to an address; raises OvspecError if that isn't possible."""
+    six = ":" in host
+    family = socket.AF_INET6 if six else socket.AF_INET
     try:
-        opened = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-        if os.name != "nt":
-            opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        opened.bind((host, port))
-        opened.listen()  # so that a second server finds the port taken
+        return socket.create_server((host, port), family=family, dualstack_ipv6=six and socket.has_dualstack_ipv6())
     except OSError as error:
         raise OvspecError(f"{host}:{port} cannot be listened on ({error.strerror or error}); choose another.") from None
-    return opened
 
 
 class Draining(uvicorn.Server):
@@ -97,13 +98,7 @@ class Draining(uvicorn.Server):
 
 
 def serve(lm: LanguageModel, name: str, keys: list[str], opened: socket.socket, options: ServeParams) -> None:
-    """Serve ``lm`` until a signal ends it.
-
-    Args:
-        name: the model's name.
-        keys: those that clients may use.
-        opened: the socket to listen on.
-        options: those of ``ovspec serve``.
+    """Serve ``lm`` under ``name`` on the socket ``opened`` until a signal ends it.
 
     Raises:
         OvspecError: texts depend on the load on this machine, and ``deterministic`` is asked for.
@@ -117,16 +112,17 @@ def serve(lm: LanguageModel, name: str, keys: list[str], opened: socket.socket, 
     engine.start()
     service = Service(lm, engine, name, options)
     api = make_app(service)
-    app: Any = Guard(
-        api, Keys.of(keys), not keys and not options.insecure, counted_by(service, [*api.openapi()["paths"]])
-    )
+
+    def note(scope: Scope, status: int) -> None:
+        service.metrics.requests.labels(endpoint_of(api, scope), str(status)).inc()
+
+    app = Guard(api, Keys(*keys), not keys and not options.insecure, note)
     host, port = opened.getsockname()[:2]
     where = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
 
     def started() -> None:
-        draft = str(lm.workspace.choice or "none")
+        draft = lm.workspace.choice or "none"
         print(f"{name} on {where} ({lm.target.engine} engine, {promise} arithmetic, draft: {draft})", file=sys.stderr)
-        sys.stderr.flush()
 
     log_to_stderr()
     allow_files()
@@ -148,25 +144,17 @@ def end_process(status: int) -> None:
     os._exit(status)
 
 
-def counted_by(service: Service, paths: list[str]) -> Any:
-    """Return the function that counts a request in the metrics, under one of ``paths`` or "other".
-
-    A path that ends in a name, such as /v1/models/{name}, counts all paths that begin like it.
-    """
-    beginnings = {path[: path.index("{")]: path for path in paths if "{" in path}
-
-    def note(path: str, status: int) -> None:
-        like = next((each for begins, each in beginnings.items() if path.startswith(begins)), "other")
-        service.metrics.requests.labels(path if path in paths else like, str(status)).inc()
-
-    return note
+def endpoint_of(api: FastAPI, scope: Scope) -> str:
+    """Return the endpoint that a request is for, such as /v1/models/{name}; "other" if there is none."""
+    found = (route for route in api.routes if isinstance(route, APIRoute) and route.matches(scope)[0] is not Match.NONE)
+    return next((route.path_format for route in found), "other")
 
 
 def log_to_stderr() -> None:
     """Write the access log, and what goes wrong inside, to stderr."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%Y-%m-%d %H:%M:%S"))
-    for logger, level in (("ovspec.access", logging.INFO), ("uvicorn.error", logging.ERROR)):
-        logging.getLogger(logger).setLevel(level)
-        logging.getLogger(logger).handlers = [handler]
-        logging.getLogger(logger).propagate = False
+    for logger, level in ((LOG, logging.INFO), (logging.getLogger("uvicorn.error"), logging.ERROR)):
+        logger.setLevel(level)
+        logger.handlers = [handler]
+        logger.propagate = False

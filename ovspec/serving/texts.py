@@ -7,23 +7,25 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import ExitStack, aclosing
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from fastapi import Request
+from pydantic import BaseModel
 from starlette.responses import Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from ovspec.errors import OvspecError, PromptError
+from ovspec.loop.perplexity import CHUNK
 from ovspec.loop.results import Piece
 from ovspec.loop.row import Row
 from ovspec.model import rows_again
 from ovspec.openai.answers import ChunkWriter, head_of, whole
 from ovspec.openai.bodies import ChatBody, CompletionBody
-from ovspec.openai.logprobs import SILENT, Echo
+from ovspec.openai.logprobs import SILENT, Echo, echo_of, prompt_logprobs
 from ovspec.openai.requests import Kind, TextRequest, read_texts, texts_asked
 from ovspec.options import Params, check_samples, refuse_retries
-from ovspec.serving.echo import echoes_of
-from ovspec.serving.engine import Job
+from ovspec.sampling.logprobs import TokenLogprob
+from ovspec.serving.engine import Engine, Errand, Job
 from ovspec.serving.errors import ApiError, about_prompt, as_api_error, error_body, too_long
 from ovspec.serving.guard import OUTCOME, OWNER
 from ovspec.serving.service import Service, Work, unless_gone
@@ -31,13 +33,13 @@ from ovspec.text.tokenizer import LONG
 
 LIVES = b": waiting\n\n"  # a comment in a stream, for proxies that close silent connections
 EVERY = 15.0  # seconds between two of them
+BESIDE = 8  # tokens of a prompt that an inference reads for its log-probabilities while texts wait for it
 
 
 @dataclass
 class Texts:
     """The texts of a request that is being answered.
 
-    params: those of all of them, complete.
     rows: those of the first prompt first, ``n`` for each prompt.
     began: when the request came.
     echoes: what is repeated of each prompt.
@@ -51,8 +53,6 @@ class Texts:
 
 
 class TextEndpoints:
-    """The endpoints that generate texts."""
-
     def __init__(self, service: Service) -> None:
         self._service, self._lm = service, service.lm
 
@@ -86,11 +86,11 @@ class TextEndpoints:
         texts = await service.apart(self._texts, request, getattr(http.state, OWNER, None), began, work=work)
         service.check_room(request, texts.rows)
         if request.echo:
-            texts.echoes = await echoes_of(service.engine, request, texts.rows, partial(service.apart, work="long"))
+            texts.echoes = await self._echoes(texts)
         return texts
 
     def _texts(self, request: TextRequest, owner: int | None, began: float) -> Texts:
-        """Return a request's texts, which may take long: grammars are compiled."""
+        """Return a request's texts. May take long: grammars are compiled."""
         params = self._service.params(request)
         check_samples(params)
         if request.stream:
@@ -104,17 +104,29 @@ class TextEndpoints:
         rows = [row for each in found for row in each]
         for row in rows:
             row.limits, row.sequence.owner = limits, owner
+            if request.only_prompts:
+                row.finish_reason, row.stats.cached_tokens = "length", 0
         return Texts(request, params, rows, began, [SILENT] * len(request.prompts))
+
+    async def _echoes(self, texts: Texts) -> list[Echo]:
+        """Return what is repeated of each prompt."""
+        echoes = list[Echo]()
+        for prompt, row in zip(texts.request.prompts, texts.rows[:: texts.params.n], strict=True):
+            ids = row.record.prompt_ids.tolist() if row.record else []
+            tops = texts.params.logprobs
+            logprobs = None if tops is None else await logprobs_of(self._service.engine, ids, tops)
+            echoes.append(await self._service.apart(echo_of, self._lm.tokenizer, prompt, ids, logprobs, work="long"))
+        return echoes
 
     # ------------------------------------------------------------ whole answers
 
     async def _generate(self, texts: Texts) -> None:
         """Generate all texts of a request; again with other seeds, where ``retries`` asks for it."""
-        service, rows, params = self._service, texts.rows, texts.params
-        await self._finish(texts, rows)
-        for _ in range(params.retries):
+        service, rows = self._service, texts.rows
+        await self._finish(rows, texts.began)
+        for _ in range(texts.params.retries):
             results = [row.result() for row in rows]
-            asked = self._lm.workspace, texts.request.prompts, params, results, True
+            asked = self._lm.workspace, texts.request.prompts, texts.params, results, True
             async with service.preparing(texts.began):
                 again: dict[int, Row] = await service.apart(rows_again, *asked, work="grammars")
             if not again:
@@ -122,19 +134,19 @@ class TextEndpoints:
             for index, row in again.items():
                 row.limits, row.sequence.owner = rows[index].limits, rows[index].sequence.owner
                 rows[index] = row
-            await self._finish(texts, [*again.values()])
+            await self._finish([*again.values()], texts.began)
         self._note(texts)
 
-    async def _finish(self, texts: Texts, rows: list[Row]) -> None:
+    async def _finish(self, rows: list[Row], began: float) -> None:
         """Generate rows whose pieces nobody waits for."""
-        async with aclosing(self._pieces(texts, rows)) as pieces:
+        async with aclosing(pieces_of(self._service, rows, began)) as pieces:
             async for _ in pieces:
                 pass
         for row in rows:
             await self._judge(row)
 
     async def _judge(self, row: Row) -> None:
-        """Judge a text that has ended in a thread, so that other requests go on; its result is then at hand."""
+        """Judge an ended text in a thread, so that other requests go on; ``row.result`` is quick after it."""
         if row.sampler.constraints.judge:
             await self._service.apart(row.result, work="grammars")
 
@@ -148,7 +160,7 @@ class TextEndpoints:
     async def _events(self, head: dict[str, Any], texts: Texts) -> AsyncGenerator[bytes]:
         writer = ChunkWriter(self._lm.workspace.tokenizer, head, texts.request, texts.rows, texts.echoes)
         begun = False
-        async with aclosing(self._pieces(texts, texts.rows)) as pieces:
+        async with aclosing(pieces_of(self._service, texts.rows, texts.began)) as pieces:
             async for found in pieces:
                 if found is None:
                     yield LIVES
@@ -160,22 +172,11 @@ class TextEndpoints:
                         await self._judge(texts.rows[index])
                     chunks += writer.more(index, piece)
                 for chunk in chunks:
-                    yield event(chunk.model_dump_json(exclude_unset=True))
+                    yield event(chunk)
         if texts.request.include_usage:
-            yield event(writer.usage().model_dump_json(exclude_unset=True))
-        yield event("[DONE]")
+            yield event(writer.usage())
+        yield event(b"[DONE]")
         self._note(texts)
-
-    async def _pieces(self, texts: Texts, rows: list[Row]) -> AsyncGenerator[list[tuple[int, Piece]] | None]:
-        """Generate rows; yield lists of (index of the row, piece), or None after some seconds without one."""
-        if texts.request.only_prompts:
-            for row in rows:
-                row.finish_reason, row.stats.cached_tokens = "length", 0
-            yield [(index, Piece("", [], "length")) for index in range(len(rows))]
-            return
-        async with aclosing(pieces_of(self._service, rows, texts.began)) as pieces:
-            async for found in pieces:
-                yield found
 
     def _note(self, texts: Texts) -> None:
         prompts = texts.rows[:: texts.params.n]
@@ -183,13 +184,25 @@ class TextEndpoints:
         self._service.metrics.whole.observe(time.monotonic() - texts.began)
 
 
-async def pieces_of(
-    service: Any, rows: list[Row], began: float, every: float = EVERY
-) -> AsyncGenerator[list[tuple[int, Piece]] | None]:
-    """Have the engine generate rows; yield lists of (index of the row, piece), or None ``every`` so many seconds.
+async def logprobs_of(engine: Engine, ids: list[int], tops: int) -> list[TokenLogprob | None]:
+    """Return the log-probabilities of a prompt's tokens, computed in the engine's thread."""
+    steps = prompt_logprobs(engine.lm, ids, tops, lambda: BESIDE if engine.running else CHUNK)
+    errand = Errand(steps, len(ids))
+    engine.do(errand)
+    try:
+        return await asyncio.wrap_future(errand.future)
+    except OvspecError as error:
+        raise as_api_error(error, engine.lm) from None
+
+
+async def pieces_of(service: Any, rows: list[Row], began: float) -> AsyncGenerator[list[tuple[int, Piece]] | None]:
+    """Have the engine generate rows; yield lists of (index of the row, piece), or None after ``EVERY`` idle seconds.
 
     ``began``: when the request came.
     """
+    if rows[0].finish_reason:  # only the prompts are wanted
+        yield [(index, Piece("", [], row.finish_reason)) for index, row in enumerate(rows)]
+        return
     engine, metrics, options = service.engine, service.metrics, service.options
     loop, events = asyncio.get_running_loop(), asyncio.Queue[tuple[float, Any]]()
 
@@ -197,8 +210,9 @@ async def pieces_of(
         # The time is that of the engine: a client that reads slowly makes no token late.
         loop.call_soon_threadsafe(events.put_nowait, (time.monotonic(), found))
 
-    job, last, asked, ends = Job(rows, deliver), dict[int, float](), time.monotonic(), began + options.request_timeout
-    left = len(rows)
+    job, left = Job(rows, deliver), len(rows)
+    before = dict[int, float]()  # index of a row -> time of its last piece
+    asked, ends = time.monotonic(), began + options.request_timeout
     engine.submit(job)
     try:
         while left:
@@ -211,7 +225,7 @@ async def pieces_of(
                 raise ApiError(503, f"{waited}; try again later.", code="timeout", retry_after=5)
             try:
                 # Python 3.11's wait_for goes on in a task that is cancelled just when a piece comes.
-                async with asyncio.timeout(min(every, limit - now + 0.01)):
+                async with asyncio.timeout(min(EVERY, limit - now + 0.01)):
                     at, found = await events.get()
             except TimeoutError:
                 if not engine.alive:
@@ -221,10 +235,9 @@ async def pieces_of(
             if isinstance(found, OvspecError):
                 raise as_api_error(found, service.lm)
             for index, piece in found:
-                before = last.get(index)
-                times = metrics.first if before is None else metrics.between
-                times.observe(at - (began if before is None else before))
-                last[index] = at
+                times = metrics.between if index in before else metrics.first
+                times.observe(at - before.get(index, began))
+                before[index] = at
                 left -= piece.finish_reason is not None
             yield found
     finally:
@@ -246,7 +259,7 @@ class EventStream(StreamingResponse):
         super().__init__(events, headers={"Cache-Control": "no-cache"})
         self._first, self._events, self._ended = first, events, ended
 
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         state = scope["state"]
         state[OUTCOME] = 499  # unless it comes to its end
         self.body_iterator = self._told(state)
@@ -271,6 +284,8 @@ class EventStream(StreamingResponse):
             raise
 
 
-def event(data: str | bytes) -> bytes:
+def event(data: BaseModel | bytes) -> bytes:
     """Return a server-sent event."""
-    return b"data: " + (data.encode() if isinstance(data, str) else data) + b"\n\n"
+    if isinstance(data, BaseModel):
+        data = data.model_dump_json(exclude_unset=True).encode()
+    return b"data: " + data + b"\n\n"

@@ -21,9 +21,8 @@ from ovspec.ir.memory import kv_bytes_per_token
 from ovspec.loop.results import Piece
 from ovspec.loop.scheduler import BatchLimits
 from ovspec.openai.logprobs import at_once, prompt_logprobs
-from ovspec.serving.echo import BESIDE, logprobs_of
 from ovspec.serving.engine import Engine, Job
-from ovspec.serving.texts import pieces_of
+from ovspec.serving.texts import BESIDE, logprobs_of, pieces_of
 
 ENDLESS: dict[str, Any] = {"prompt": "def f(", "max_tokens": 1900, "ignore_eos": True, "stream": True}
 SAMPLED: dict[str, Any] = {"temperature": 1.0, "seed": 1}
@@ -134,7 +133,8 @@ def test_times_are_those_of_the_request_and_of_the_engine() -> None:
         metrics = SimpleNamespace(first=times[0], between=times[1])
         options = SimpleNamespace(queue_timeout=60.0, request_timeout=3600.0)
         service = SimpleNamespace(engine=AtOnce(), metrics=metrics, options=options)
-        async for _ in pieces_of(service, [None], time.monotonic() - 100):  # type: ignore[list-item]
+        row: Any = SimpleNamespace(finish_reason=None)
+        async for _ in pieces_of(service, [row], time.monotonic() - 100):
             time.sleep(0.5)
 
     asyncio.run(read())

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -28,6 +27,7 @@ from ovspec.loop.pace import FEWEST, LEAST, LIMIT, MOST, STEADY, Load, Pace
 from ovspec.loop.results import Piece
 from ovspec.loop.row import Row
 from ovspec.loop.scheduler import SLOW_STEP
+from ovspec.openai.logprobs import prompt_logprobs
 from ovspec.serving.engine import Ended, Engine, Errand, Job
 
 OPTIONS: Any = {"max_tokens": 30, "ignore_eos": True}
@@ -135,12 +135,12 @@ class Breaks(Constraint):
 def test_errands_run_one_after_the_other(engine: Engine) -> None:
     steps, ended = list[str](), threading.Event()
 
-    def errand(name: str) -> Iterator[None]:
+    def errand(name: str) -> Generator[None]:
         for _ in range(3):
             steps.append(name)
             yield
 
-    def last() -> Iterator[None]:
+    def last() -> Generator[None]:
         ended.set()
         yield
 
@@ -151,26 +151,38 @@ def test_errands_run_one_after_the_other(engine: Engine) -> None:
 
 
 def test_an_errand_that_fails_leaves_the_server_alive(engine: Engine) -> None:
-    told: queue.SimpleQueue[OvspecError] = queue.SimpleQueue()
-
-    def errand() -> Iterator[None]:
+    def errand() -> Generator[None]:
         yield
         raise ValueError("planted")
 
-    engine.do(Errand(errand(), told.put))
-    assert "planted" in str(told.get(timeout=60))
+    failing = Errand(errand())
+    engine.do(failing)
+    assert "planted" in str(failing.future.exception(60))
     assert Asked(engine, PROMPTS[0], max_tokens=1).result() == [[engine.lm.generate(PROMPTS[0]).token_ids[0]]]
 
 
+def endless() -> Generator[None]:
+    while True:
+        yield
+
+
 def test_giving_up_ends_what_is_yet_to_come(engine: Engine) -> None:
-    told: queue.SimpleQueue[OvspecError] = queue.SimpleQueue()
-    running = Asked(engine, PROMPTS[0], max_tokens=1000)
-    engine.do(Errand(itertools.repeat(None), told.put))
+    running, errands = Asked(engine, PROMPTS[0], max_tokens=1000), [Errand(endless()), Errand(endless())]
+    engine.do(errands[0])
     engine.give_up()
     later = Asked(engine, PROMPTS[1])
-    engine.do(Errand(itertools.repeat(None), told.put))
-    assert all(isinstance(each, Ended) for each in (running.result(), later.result(), told.get(timeout=60)))
-    assert isinstance(told.get(timeout=60), Ended)
+    engine.do(errands[1])
+    assert all(isinstance(each, Ended) for each in (running.result(), later.result()))
+    assert all(isinstance(each.future.exception(60), Ended) for each in errands)
+
+
+def test_a_cancelled_errand_makes_room_for_the_next(engine: Engine) -> None:
+    cancelled = Errand(endless())
+    engine.do(cancelled)
+    next_one = Errand(prompt_logprobs(engine.lm, [100] * 40, 0), 40)
+    engine.do(next_one)
+    assert cancelled.future.cancel()
+    assert len(next_one.future.result(60)) == 40
 
 
 def test_a_row_waits_only_for_what_nobody_has_read() -> None:
@@ -270,7 +282,7 @@ def test_an_errand_waits_for_memory_and_rows_wait_for_it(load: Callable[..., ovs
     assert 600 <= engine.most_tokens <= 700
     order = list[str]()
 
-    def errand() -> Iterator[None]:
+    def errand() -> Generator[None]:
         assert engine.running == 0
         order.append("errand")
         yield
@@ -280,7 +292,7 @@ def test_an_errand_waits_for_memory_and_rows_wait_for_it(load: Callable[..., ovs
     first = Asked(engine, PROMPTS[0], max_tokens=300)
     while not first.job.started:
         time.sleep(0.005)
-    engine.do(Errand(errand(), lambda error: order.append(str(error)), tokens=600))
+    engine.do(Errand(errand(), tokens=600))
     second = Asked(engine, PROMPTS[1], max_tokens=60)
     first.result()
     second.result()
