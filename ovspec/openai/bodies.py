@@ -10,15 +10,7 @@ from functools import partial
 from numbers import Number
 from typing import Annotated, Any, Union, get_args, get_origin
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    ConfigDict,
-    Field,
-    PlainValidator,
-    create_model,
-    model_validator,
-)
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainValidator, create_model, model_validator
 from pydantic_core import PydanticCustomError
 
 from ovspec.options import GENERATE, NOT_NEGATIVE, TOKENS, in_words, within
@@ -111,10 +103,7 @@ def in_json(kind: Any) -> Any:
     origin: Any = get_origin(kind)
     inner = get_args(kind)
     if origin in (Union, types.UnionType):
-        made = in_json(inner[0])
-        for each in inner[1:]:
-            made = made | in_json(each)
-        return made
+        return Union[tuple(map(in_json, inner))]  # noqa: UP007
     if isinstance(origin, type) and issubclass(origin, Mapping):
         if inner[0] is int:
             return Annotated[dict[int, inner[1]], PlainValidator(bias_of, json_schema_input_type=dict[str, inner[1]])]  # type: ignore[valid-type]
@@ -129,6 +118,8 @@ def field_of(kind: Any, option: Option) -> tuple[Any, Any]:
     wanted = in_json(option.request_type or kind) | None
     bounds: dict[str, Any] = {}
     if limits := option.limits:
+        if limits == TOKENS:
+            limits = replace(limits, least=0)  # with echo a prompt's log-probabilities may be all that is wanted
         wanted = Annotated[wanted, AfterValidator(partial(limited, limits))]
         if limits.special is None and limits.least > -LARGEST:
             bounds["exclusiveMinimum" if limits.above else "minimum"] = limits.least
@@ -138,70 +129,56 @@ def field_of(kind: Any, option: Option) -> tuple[Any, Any]:
     return wanted, Field(None, description=shown, json_schema_extra=bounds)
 
 
-TOPS = Annotated[int | None, AfterValidator(partial(limited, Limits(0, 100, "from 0 to 100")))]
-TOPS_BOUNDS: Any = {"minimum": 0, "maximum": 100}
-
-
-def optional(kind: Any, description: str) -> tuple[Any, Any]:
-    return kind | None, Field(None, description=description)
-
-
-COMMON: dict[str, Any] = {
-    **{spelling: field_of(*GENERATE[name]) for spelling, name in REQUESTED.items()},
-    "model": optional(str, "The model's name, as GET /v1/models tells it."),
-    "response_format": optional(
-        dict[str, Any],
-        'OpenAI\'s response format: {"type": "text"}, "json_object" or "json_schema". '
-        'Beside "json_object" a "schema" may be given, as in llama.cpp. Not with a grammar option.',
-    ),
-    "stream": optional(bool, "Send the text as server-sent events while it is generated."),
-    "stream_options": optional(StreamOptions, "What a stream tells besides the text."),
-    "draft": optional(str, 'What may propose tokens: "none", or some of what the server was started with.'),
-    "return_record": optional(
-        bool, "Add to each choice the record that 'ovspec verify' checks; it names the model's folder."
-    ),
-    **{name: (Any, Field(None, description="Has no effect.")) for name in WITHOUT_EFFECT},
-}
-MESSAGES: Any = Field(description="The chat so far: objects with role and content.")
+TOPS = Annotated[
+    int | None,
+    AfterValidator(partial(limited, Limits(0, 100, "from 0 to 100"))),
+    Field(json_schema_extra={"minimum": 0, "maximum": 100}),
+]
 PROMPT = str | Annotated[list[str], FIRST] | IDS | Annotated[list[IDS], FIRST]
-ECHO = optional(bool, "Repeat the prompt in front of each text.")
-TOP_LOGPROBS = Field(None, description="And those of this many of the most likely ones.", json_schema_extra=TOPS_BOUNDS)
-ChatBody = create_model(
-    "ChatRequest",
-    __base__=Fields,
-    __doc__="A chat to be continued.",
-    **COMMON,
-    messages=(CHAT, MESSAGES),
-    logprobs=optional(bool, "Report each token's log-probability."),
-    top_logprobs=(TOPS, TOP_LOGPROBS),
-)
-# A completion may ask for no token at all, but for a prompt's log-probabilities.
-NO_TOKENS = field_of(int | None, replace(GENERATE["max_tokens"][1], limits=replace(TOKENS, least=0)))
-OF_COMPLETIONS: dict[str, Any] = COMMON | {name: NO_TOKENS for name, ours in REQUESTED.items() if ours == "max_tokens"}
-CompletionBody = create_model(
-    "CompletionRequest",
-    __base__=Fields,
-    __doc__="Texts to be continued.",
-    **OF_COMPLETIONS,
-    prompt=(PROMPT, Field(description="A text or token ids, or a list of these.")),
-    echo=ECHO,
-    logprobs=(
-        TOPS,
-        Field(
-            None,
-            description="Report each token's log-probability, and those of this many others.",
-            json_schema_extra=TOPS_BOUNDS,
-        ),
-    ),
-)
-# A line of a batch file that isn't a request of OpenAI's API.
-PlainBody = create_model(
-    "PlainRequest",
-    __base__=Fields,
-    **COMMON,
-    messages=(CHAT | None, None),
-    prompt=(PROMPT | None, None),
-    echo=ECHO,
-    logprobs=(Annotated[bool | int | None, AfterValidator(partial(limited, NOT_NEGATIVE))], None),
-    top_logprobs=(TOPS, None),
-)
+OPTIONS: dict[str, Any] = {spelling: field_of(*GENERATE[name]) for spelling, name in REQUESTED.items()}
+IGNORED: dict[str, Any] = {name: (Any, Field(None, description="Has no effect.")) for name in WITHOUT_EFFECT}
+
+
+class Common(create_model("Options", __base__=Fields, **OPTIONS, **IGNORED)):
+    """The fields that all requests for texts have."""
+
+    model: str | None = Field(None, description="The model's name, as GET /v1/models tells it.")
+    response_format: dict[str, Any] | None = Field(
+        None,
+        description='OpenAI\'s response format: {"type": "text"}, "json_object" or "json_schema". '
+        'Beside "json_object" a "schema" may be given, as in llama.cpp. Not with a grammar option.',
+    )
+    stream: bool | None = Field(None, description="Send the text as server-sent events while it is generated.")
+    stream_options: StreamOptions | None = Field(None, description="What a stream tells besides the text.")
+    draft: str | None = Field(
+        None, description='What may propose tokens: "none", or some of what the server was started with.'
+    )
+    return_record: bool | None = Field(
+        None, description="Add to each choice the record that 'ovspec verify' checks; it names the model's folder."
+    )
+
+
+class ChatBody(Common):
+    """A chat to be continued."""
+
+    messages: CHAT = Field(description="The chat so far: objects with role and content.")
+    logprobs: bool | None = Field(None, description="Report each token's log-probability.")
+    top_logprobs: TOPS = Field(None, description="And those of this many of the most likely ones.")
+
+
+class CompletionBody(Common):
+    """Texts to be continued."""
+
+    prompt: PROMPT = Field(description="A text or token ids, or a list of these.")
+    echo: bool | None = Field(None, description="Repeat the prompt in front of each text.")
+    logprobs: TOPS = Field(None, description="Report each token's log-probability, and those of this many others.")
+
+
+class PlainBody(Common):
+    """A line of a batch file that isn't a request of OpenAI's API."""
+
+    messages: CHAT | None = None
+    prompt: PROMPT | None = None
+    echo: bool | None = None
+    logprobs: Annotated[bool | int | None, AfterValidator(partial(limited, NOT_NEGATIVE))] = None
+    top_logprobs: TOPS = None
