@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from ovspec.loop.results import Piece, Result, Stats
 from ovspec.loop.row import Row
-from ovspec.openai.logprobs import Echo, Place, PlaceStream, generated
+from ovspec.openai.logprobs import Echo, Place, PlaceStream
 from ovspec.openai.requests import TextRequest
 from ovspec.text.tokenizer import Tokenizer
 from ovspec.verify import record_as_json
@@ -79,17 +79,13 @@ class CompletionLogprobs(Answer):
     text_offset: list[int]
 
 
-class Ending(Answer):
-    """How a choice ends; in a stream all but the last of its chunks have a reason of null."""
+class Part(Answer):
+    """A text, or a part of it in a stream, where all but the last part have a finish reason of null."""
 
+    index: int
     finish_reason: Literal["stop", "length"] | None
     record: dict[str, Any] = Field(default={}, description="With return_record: what 'ovspec verify' checks.")
     schema_errors: list[str] = Field(default=[], description="In the mode checked: how the text breaks its schema.")
-
-
-class Choice(Ending):
-    index: int
-    finish_reason: Literal["stop", "length"]  # type: ignore[reportIncompatibleVariableOverride]
 
 
 class ChatMessage(Answer):
@@ -97,14 +93,19 @@ class ChatMessage(Answer):
     content: str
 
 
-class ChatChoice(Choice):
+class ChatChoice(Part):
+    finish_reason: Literal["stop", "length"]  # type: ignore[reportIncompatibleVariableOverride]
     message: ChatMessage
     logprobs: ChatLogprobs | None
 
 
-class CompletionChoice(Choice):
+class CompletionPart(Part):
     text: str
     logprobs: CompletionLogprobs | None
+
+
+class CompletionChoice(CompletionPart):
+    finish_reason: Literal["stop", "length"]  # type: ignore[reportIncompatibleVariableOverride]
 
 
 class Delta(Answer):
@@ -112,16 +113,9 @@ class Delta(Answer):
     content: str = ""
 
 
-class ChatPart(Ending):
-    index: int
+class ChatPart(Part):
     delta: Delta
     logprobs: ChatLogprobs | None
-
-
-class CompletionPart(Ending):
-    index: int
-    text: str
-    logprobs: CompletionLogprobs | None
 
 
 class Texts(Answer):
@@ -164,31 +158,24 @@ def whole(
     tokenizer: Tokenizer, head: dict[str, Any], request: TextRequest, results: list[Result], echoes: list[Echo]
 ) -> ChatCompletion | Completion:
     """Return the answer to a request; ``echoes``: what is repeated of each prompt."""
-    n = len(results) // len(request.prompts)
-    stats = [result.stats for result in results]
-    choices: Any = [
-        choice_of(tokenizer, request, index, result, echoes[index // n]) for index, result in enumerate(results)
-    ]
-    counts: Any = {"usage": usage_of(stats, n), "timings": timings_of(stats, n)}
+    n, choices = len(results) // len(request.prompts), list[Any]()
+    for index, result in enumerate(results):
+        echo, places = echoes[index // n], None
+        if result.logprobs is not None:
+            piece = Piece(result.text, result.token_ids, logprobs=result.logprobs)
+            places = [*(echo.places or []), *PlaceStream(tokenizer, len(echo.text)).push(piece)]
+        ends = {"index": index, **ending(request, result, echo.text)}
+        if request.kind == "chat":
+            logprobs = None if places is None else chat_logprobs(tokenizer, places)
+            message = ChatMessage(role="assistant", content=result.text)
+            choices.append(ChatChoice(message=message, logprobs=logprobs, **ends))
+        else:
+            logprobs = None if places is None else completion_logprobs(tokenizer, places, bool(tops_of(result)))
+            choices.append(CompletionChoice(text=echo.text + result.text, logprobs=logprobs, **ends))
+    counts = counts_of([result.stats for result in results], n)
     if request.kind == "chat":
         return ChatCompletion(**head, object="chat.completion", choices=choices, **counts)
     return Completion(**head, object="text_completion", choices=choices, **counts)
-
-
-def choice_of(
-    tokenizer: Tokenizer, request: TextRequest, index: int, result: Result, echo: Echo
-) -> ChatChoice | CompletionChoice:
-    """Return a text as a choice of an answer."""
-    ends = ending(request, result, echo.text)
-    if request.kind == "chat":
-        logprobs = None if result.logprobs is None else chat_logprobs(tokenizer, generated(tokenizer, result))
-        message = ChatMessage(role="assistant", content=result.text)
-        return ChatChoice(index=index, message=message, logprobs=logprobs, **ends)
-    logprobs = None
-    if result.logprobs is not None:
-        places = [*(echo.places or []), *generated(tokenizer, result, len(echo.text))]
-        logprobs = completion_logprobs(tokenizer, places, bool(tops_of(result)))
-    return CompletionChoice(index=index, text=echo.text + result.text, logprobs=logprobs, **ends)
 
 
 def ending(request: TextRequest, result: Result, before: str) -> dict[str, Any]:
@@ -242,40 +229,36 @@ def completion_logprobs(tokenizer: Tokenizer, places: list[Place], tops: bool) -
     )
 
 
-def usage_of(stats: list[Stats], n: int) -> Usage:
-    """Return the usage of a request with ``n`` texts for each prompt."""
-    prompt, generated = sum(s.prompt_tokens for s in stats[::n]), sum(s.generated_tokens for s in stats)
-    accepted, rejected = sum(s.accepted for s in stats), sum(s.proposed - s.accepted for s in stats)
-    return Usage(
+def counts_of(stats: list[Stats], n: int) -> dict[str, Any]:
+    """Return the usage and the timings of a request with ``n`` texts for each prompt, as fields of an answer."""
+    prompt, cached = sum(s.prompt_tokens for s in stats[::n]), sum(s.cached_tokens for s in stats[::n])
+    proposed, accepted = sum(s.proposed for s in stats), sum(s.accepted for s in stats)
+    generated, read = sum(s.generated_tokens for s in stats), prompt - cached
+    usage = Usage(
         prompt_tokens=prompt,
         completion_tokens=generated,
         total_tokens=prompt + generated,
-        prompt_tokens_details=PromptDetails(cached_tokens=sum(s.cached_tokens for s in stats[::n])),
+        prompt_tokens_details=PromptDetails(cached_tokens=cached),
         completion_tokens_details=CompletionDetails(
-            accepted_prediction_tokens=accepted, rejected_prediction_tokens=rejected
+            accepted_prediction_tokens=accepted, rejected_prediction_tokens=proposed - accepted
         ),
     )
-
-
-def timings_of(stats: list[Stats], n: int) -> Timings:
-    """Return the times of a request as llama.cpp tells them."""
-    cached = sum(s.cached_tokens for s in stats[::n])
-    read, generated = sum(s.prompt_tokens for s in stats[::n]) - cached, sum(s.generated_tokens for s in stats)
     prompt_ms = max(s.ttft_ms for s in stats)
-    later = max(s.tpot_ms * max(s.generated_tokens - 1, 0) for s in stats)
-    return Timings(
+    later_ms = max(s.tpot_ms * max(s.generated_tokens - 1, 0) for s in stats)
+    timings = Timings(
         cache_n=cached,
         prompt_n=read,
         prompt_ms=prompt_ms,
         prompt_per_token_ms=prompt_ms / max(read, 1),
         prompt_per_second=1e3 * read / prompt_ms if prompt_ms else 0.0,
         predicted_n=generated,
-        predicted_ms=later,
-        predicted_per_token_ms=later / max(generated, 1),
-        predicted_per_second=1e3 * generated / later if later else 0.0,
-        draft_n=sum(s.proposed for s in stats),
-        draft_n_accepted=sum(s.accepted for s in stats),
+        predicted_ms=later_ms,
+        predicted_per_token_ms=later_ms / max(generated, 1),
+        predicted_per_second=1e3 * generated / later_ms if later_ms else 0.0,
+        draft_n=proposed,
+        draft_n_accepted=accepted,
     )
+    return {"usage": usage, "timings": timings}
 
 
 # ---------------------------------------------------------------- streams
@@ -287,63 +270,47 @@ class ChunkWriter:
     def __init__(
         self, tokenizer: Tokenizer, head: dict[str, Any], request: TextRequest, rows: list[Row], echoes: list[Echo]
     ) -> None:
-        chat, n = request.kind == "chat", len(rows) // len(request.prompts)
-        self._tokenizer, self._request, self._rows, self._n = tokenizer, request, rows, n
-        self._head = head | {"object": "chat.completion.chunk" if chat else "text_completion"}
+        self._tokenizer, self._request, self._rows = tokenizer, request, rows
+        self._chat, self._n = request.kind == "chat", len(rows) // len(request.prompts)
+        self._head: dict[str, Any] = head | {"object": "chat.completion.chunk" if self._chat else "text_completion"}
         if request.include_usage:
             self._head["usage"] = None
-        self._echoes = [echoes[index // n] for index in range(len(rows))]
-        self._places = [
-            None if row.logprobs is None else PlaceStream(tokenizer, len(echo.text))
-            for row, echo in zip(rows, self._echoes, strict=True)
-        ]
+        self._echoes = [echoes[index // self._n] for index in range(len(rows))]
+        self._places = [PlaceStream(tokenizer, len(echo.text)) for echo in self._echoes]
         self._left = len(rows)
 
     def first(self) -> list[Chunk]:
         """Return the chunks that come before the texts: their roles, or the prompts that are repeated."""
-        chunks = []
-        for index, echo in enumerate(self._echoes):
-            if self._request.kind == "chat":
-                chunks.append(self._chunk(index, Delta(role="assistant", content="")))
-            elif echo.text:
-                chunks.append(self._chunk(index, echo.text, echo.places))
-        return chunks
+        if self._chat:
+            return [self._chunk(index, Delta(role="assistant", content="")) for index in range(len(self._rows))]
+        echoes = enumerate(self._echoes)
+        return [self._chunk(index, Delta(content=echo.text), echo.places) for index, echo in echoes if echo.text]
 
     def more(self, index: int, piece: Piece) -> list[Chunk]:
         """Return the chunks for a piece of a text; there are none if it has nothing to tell yet."""
-        stream, chat, chunks = self._places[index], self._request.kind == "chat", list[Chunk]()
-        places = stream.push(piece) if stream else None
+        row, chunks = self._rows[index], list[Chunk]()
+        places = None if row.logprobs is None else self._places[index].push(piece)
         if piece.text or places:
-            chunks.append(self._chunk(index, Delta(content=piece.text) if chat else piece.text, places))
+            chunks.append(self._chunk(index, Delta(content=piece.text), places))
         if piece.finish_reason:
             self._left -= 1
-            timings = None if self._left else timings_of([row.stats for row in self._rows], self._n)
-            ends = ending(self._request, self._rows[index].result(), "")
-            chunks.append(self._chunk(index, Delta() if chat else "", None, ends, timings))
+            chunks.append(self._chunk(index, Delta(), **ending(self._request, row.result(), "")))
+            if not self._left:
+                chunks[-1].timings = self._counts()["timings"]
         return chunks
 
     def usage(self) -> Chunk:
         """Return the last chunk, if the usage was asked for."""
-        stats = [row.stats for row in self._rows]
-        more: Any = {"usage": usage_of(stats, self._n), "timings": timings_of(stats, self._n)}
-        return Chunk(**(self._head | more), choices=[])
+        return Chunk(**(self._head | self._counts()), choices=[])
 
-    def _chunk(
-        self,
-        index: int,
-        text: Delta | str,
-        places: list[Place] | None = None,
-        ends: dict[str, Any] | None = None,
-        timings: Timings | None = None,
-    ) -> Chunk:
-        ends, tokenizer = ends or {"finish_reason": None}, self._tokenizer
-        part: ChatPart | CompletionPart
-        if isinstance(text, Delta):
-            logprobs = chat_logprobs(tokenizer, places) if places else None
-            part = ChatPart(index=index, delta=text, logprobs=logprobs, **ends)
-        else:
-            tops = bool(self._rows[index].params.logprobs)
-            logprobs = completion_logprobs(tokenizer, places, tops) if places else None
-            part = CompletionPart(index=index, text=text, logprobs=logprobs, **ends)
-        more: dict[str, Any] = {"timings": timings} if timings else {}
-        return Chunk(**self._head, choices=[part], **more)
+    def _counts(self) -> dict[str, Any]:
+        return counts_of([row.stats for row in self._rows], self._n)
+
+    def _chunk(self, index: int, delta: Delta, places: list[Place] | None = None, **ends: Any) -> Chunk:
+        ends = {"index": index, "finish_reason": None} | ends
+        if self._chat:
+            logprobs = chat_logprobs(self._tokenizer, places) if places else None
+            return Chunk(**self._head, choices=[ChatPart(delta=delta, logprobs=logprobs, **ends)])
+        tops = bool(self._rows[index].params.logprobs)
+        logprobs = completion_logprobs(self._tokenizer, places, tops) if places else None
+        return Chunk(**self._head, choices=[CompletionPart(text=delta.content, logprobs=logprobs, **ends)])

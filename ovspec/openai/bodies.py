@@ -13,6 +13,7 @@ from typing import Annotated, Any, Union, get_args, get_origin
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainValidator, create_model, model_validator
 from pydantic_core import PydanticCustomError
 
+from ovspec.errors import OvspecError
 from ovspec.options import GENERATE, NOT_NEGATIVE, TOKENS, in_words, within
 from ovspec.options.option import LARGEST, Limits, Option
 
@@ -30,6 +31,14 @@ REQUESTED = {
     if option.request or name in OF_SERVER
     for spelling in (name, *option.aliases)
 }
+
+
+class RequestError(OvspecError):
+    """A request can't be met. ``param``: the field that is wrong."""
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
 
 
 class Fields(BaseModel):

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from ovspec.loop.perplexity import CHUNK, predictions
-from ovspec.loop.results import Piece, Result
+from ovspec.loop.results import Piece
 from ovspec.model import LanguageModel
 from ovspec.sampling.logprobs import TokenLogprob, token_logprob
 from ovspec.text.tokenizer import Tokenizer
@@ -36,27 +36,10 @@ class Echo:
 SILENT = Echo()
 
 
-def generated(tokenizer: Tokenizer, result: Result, begin: int = 0) -> list[Place]:
-    """Return the generated tokens of a text that begins at ``begin``, except those after its end: EOS or stop strings.
-
-    The first token may begin in the prompt, if that was healed.
-    """
-    offsets = offsets_of(tokenizer, result.token_ids)
-    healed = max(0, tokenizer.decode(result.token_ids).find(result.text))
-    return [
-        Place(each.token_id, begin + max(0, offset - healed), each)
-        for each, offset in zip(result.logprobs or [], offsets, strict=True)
-        if offset - healed < len(result.text)
-    ]
-
-
 class PlaceStream:
-    """The generated tokens of a text, each told with the piece of text that it has added to.
+    """The generated tokens of a text, each told with the piece of text that it has added to; so a stop string's aren't.
 
-    So those of a stop string never are.
-
-    Args:
-        begin: characters before the text.
+    ``begin``: characters before the text.
     """
 
     def __init__(self, tokenizer: Tokenizer, begin: int) -> None:
@@ -78,7 +61,7 @@ class PlaceStream:
                 self._healed = max(0, self._tokenizer.decode(self._ids).find(self._text))
         healed = self._healed or 0
         told = [place for place in self._waiting if place.offset - healed < self._length]
-        self._waiting = self._waiting[len(told) :]
+        del self._waiting[: len(told)]
         return [replace(place, offset=self._begin + max(0, place.offset - healed)) for place in told]
 
 
@@ -87,9 +70,12 @@ def echo_of(tokenizer: Tokenizer, prompt: Prompt, ids: list[int], logprobs: list
     text = prompt if isinstance(prompt, str) else tokenizer.decode(ids)
     if logprobs is None:
         return Echo(text)
-    added = len(tokenizer.decode(ids)) - len(text)  # a space that some tokenizers put in front
-    offsets = [max(0, offset - added) for offset in offsets_of(tokenizer, ids)]
-    return Echo(text, [Place(*each) for each in zip(ids, offsets, logprobs, strict=True)])
+    detokenizer, places = tokenizer.detokenizer(), list[Place]()
+    offset = len(text) - len(tokenizer.decode(ids))  # -1 for a space that some tokenizers put in front
+    for token, logprob in zip(ids, logprobs, strict=True):
+        places.append(Place(token, max(0, offset), logprob))
+        offset += len(detokenizer.push(token))
+    return Echo(text, places)
 
 
 def prompt_logprobs(
@@ -118,12 +104,3 @@ def at_once(steps: Generator[None, None, T]) -> T:
             next(steps)
         except StopIteration as ended:
             return ended.value
-
-
-def offsets_of(tokenizer: Tokenizer, ids: list[int]) -> list[int]:
-    """Return the number of characters before each token."""
-    detokenizer, offsets, length = tokenizer.detokenizer(), list[int](), 0
-    for token in ids:
-        offsets.append(length)
-        length += len(detokenizer.push(token))
-    return offsets

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from ovspec.errors import OvspecError, PromptError
 from ovspec.grammars.response_format import WRAPPING
-from ovspec.openai.bodies import REQUESTED, Fields, StreamOptions
-from ovspec.openai.errors import RequestError
+from ovspec.openai.bodies import REQUESTED, Fields, RequestError
 from ovspec.options import GRAMMARS, OF_SCHEMAS, Params, checked
 from ovspec.options.option import hint
 from ovspec.text.chat_template import Message
@@ -114,8 +113,7 @@ def read_texts(body: Any, kind: Kind) -> TextRequest:
     elif own.get("max_tokens") == 0:
         name = names["max_tokens"]
         raise RequestError(f"`{name}` is 0, which needs echo; it must be at least 1, or -1.", name)
-    wanted: StreamOptions | None = body.stream_options
-    if wanted and not body.stream:
+    if body.stream_options and not body.stream:
         raise RequestError("stream_options needs stream to be true.", "stream_options")
     return TextRequest(
         kind,
@@ -126,7 +124,7 @@ def read_texts(body: Any, kind: Kind) -> TextRequest:
         echo,
         only_prompts,
         bool(body.stream),
-        bool(wanted and wanted.include_usage),
+        bool(body.stream_options and body.stream_options.include_usage),
         bool(body.return_record),
         body.draft,
     )
@@ -166,7 +164,8 @@ def schema_of(format: dict[str, Any]) -> Any:
     """Return the schema that OpenAI's ``response_format`` asks for, or None for any text."""
     given = {name: each for name, each in format.items() if each is not None}
     kind = str(given.get("type"))
-    refuse_unknown(given, {"type", *FORMATS[kind]} if kind in FORMATS else given, "")
+    if kind in FORMATS:
+        refuse_unknown(given, {"type", *FORMATS[kind]}, "`response_format` has no {name}", "response_format")
     if kind == "text":
         return None
     if kind == "json_object" and given.get("schema", {}) == {}:
@@ -179,16 +178,15 @@ def schema_of(format: dict[str, Any]) -> Any:
             "response_format",
         )
     if kind == "json_schema":
-        refuse_unknown(inner, WRAPPING, "json_schema.")
+        refuse_unknown(inner, WRAPPING, "`response_format` has no json_schema.{name}", "response_format")
     return {"name": str(inner.get("name")), "schema": inner["schema"]}
 
 
-def refuse_unknown(given: Collection[str], known: Collection[str], where: str) -> None:
-    """Raise RequestError for a field of a response format that isn't known; ``where``: the path to it, with a dot."""
+def refuse_unknown(given: Iterable[str], known: Collection[str], told: str, param: str) -> None:
+    """Raise RequestError for the first field that isn't known; ``told``: the message, with ``{name}`` for its name."""
     for name in given:
         if name not in known:
-            told = f"`response_format` has no {where}{name:.80}; {hint(name, known) or 'leave it out.'}"
-            raise RequestError(told, "response_format")
+            raise RequestError(f"{told.format(name=name[:80])}; {hint(name, known) or 'leave it out.'}", param)
 
 
 # ---------------------------------------------------------------- messages
@@ -204,7 +202,7 @@ def plain_message(message: Message) -> Message:
     for name in CALLS:
         if name in made:
             raise wrong(f"{name} can't be read, as there are no tools yet; leave it out.")
-    refuse_others(made, OF_MESSAGES, "a message")
+    refuse_unknown(made, OF_MESSAGES, "messages: {name} is not a field of a message", "messages")
     if not isinstance(made.get("role"), str):
         raise wrong("each needs a role, such as user.")
     if made["role"] == "developer":  # OpenAI's newer name
@@ -224,15 +222,11 @@ def text_of(content: Any) -> str:
             raise wrong(f"content of the type {kind!s:.40} can't be read; only text can.")
         if not isinstance(part.get("text"), str):
             raise wrong("a part of the type text needs a text, which is a string.")
-        refuse_others([name for name in part if part[name] is not None], ("type", "text"), "a part of the type text")
+        given = [name for name in part if part[name] is not None]
+        refuse_unknown(
+            given, ("type", "text"), "messages: {name} is not a field of a part of the type text", "messages"
+        )
     return "\n".join(part["text"] for part in content)
-
-
-def refuse_others(given: Collection[str], known: Collection[str], where: str) -> None:
-    """Raise RequestError for a field that isn't known."""
-    for name in given:
-        if name not in known:
-            raise wrong(f"{name:.80} is not a field of {where}; {hint(name, known) or 'leave it out.'}")
 
 
 def wrong(message: str) -> RequestError:

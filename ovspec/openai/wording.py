@@ -7,8 +7,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
-from ovspec.openai.bodies import ChatBody, CompletionBody
-from ovspec.openai.errors import RequestError
+from ovspec.openai.bodies import ChatBody, CompletionBody, RequestError, StreamOptions
 from ovspec.options.option import NAMES, alternatives, hint
 
 BODIES: dict[str, type[BaseModel]] = {"/v1/completions": CompletionBody, "/v1/chat/completions": ChatBody}
@@ -32,19 +31,19 @@ def in_words(error: Any, request: type[BaseModel]) -> tuple[str, str | None]:
     path = [str(each)[:LONGEST] for each in error["loc"]]
     if not path:
         return NO_OBJECT, None
-    name, shown = path[0], path[0]
-    inside, kind = request, kind_of(request, name)
-    if (nested := model_in(kind)) and len(path) > 1:
-        inside, kind, shown = nested, kind_of(nested, path[1]), f"{name}.{path[1]}"
+    name = shown = path[0]
+    inside, own = request, name
+    if name == "stream_options" and len(path) > 1:  # the only field with fields of its own
+        inside, own, shown = StreamOptions, path[1], f"{name}.{path[1]}"
     if error["type"] == "extra_forbidden":
-        return f"{shown} is not a field of this request{elsewhere(shown, inside)}", name
+        return f"{shown} is not a field of this request{elsewhere(own, inside)}", name
     if error["type"] == "missing":
         return f"{name} is missing.", name
     if error["type"] == "too_short":
         return f"{shown} must not be empty.", name
     if error["type"] in ("limits", "bias"):
         return f"{shown} {error['msg']}.", name
-    return f"{shown} must be {described(kind)}.", name
+    return f"{shown} must be {described(inside.model_fields[own].annotation)}.", name
 
 
 def elsewhere(name: str, request: type[BaseModel]) -> str:
@@ -53,42 +52,28 @@ def elsewhere(name: str, request: type[BaseModel]) -> str:
         for path, other in BODIES.items():
             if name in other.model_fields:
                 return f", but of {path}; leave it out."
-    return f"; {hint(name.split('.')[-1], request.model_fields) or 'leave it out.'}"
-
-
-def kind_of(request: type[BaseModel], name: str) -> Any:
-    """Return the type of a field; Any if there is no such field."""
-    return request.model_fields[name].annotation if name in request.model_fields else Any
-
-
-def model_in(kind: Any) -> type[BaseModel] | None:
-    """Return the model that a field of this type holds, if it holds one."""
-    models = (each for each in alternatives(kind) if isinstance(each, type) and issubclass(each, BaseModel))
-    return next(models, None)
+    return f"; {hint(name, request.model_fields) or 'leave it out.'}"
 
 
 def described(kind: Any) -> str:
     """Return the values of a type in words."""
     words = list[str]()
     for each in map(bare, alternatives(kind)):
-        origin = get_origin(each)
-        if origin is Literal:
+        if get_origin(each) is Literal:
             words += [json.dumps(value) for value in get_args(each)]
-        elif origin is list:
+        elif get_origin(each) is list:
             words.append(f"a list of {several(get_args(each)[0])}")
         else:
             words.append(NAMES.get(each, "an object"))
     return " or ".join(filter(None, (", ".join(words[:-1]), words[-1])))
 
 
-def bare(kind: Any) -> Any:
-    """Return a type without what is annotated to it."""
-    return get_args(kind)[0] if get_origin(kind) is Annotated else kind
-
-
 def several(kind: Any) -> str:
     """Return several values of a type in words."""
     kind = bare(kind)
-    if get_origin(kind) is list:
-        return f"lists of {several(get_args(kind)[0])}"
-    return SEVERAL.get(kind, "objects")
+    return f"lists of {several(get_args(kind)[0])}" if get_origin(kind) is list else SEVERAL.get(kind, "objects")
+
+
+def bare(kind: Any) -> Any:
+    """Return a type without what is annotated to it."""
+    return get_args(kind)[0] if get_origin(kind) is Annotated else kind

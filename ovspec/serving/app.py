@@ -17,8 +17,7 @@ from ovspec import __version__
 from ovspec.errors import PromptError
 from ovspec.model import LanguageModel
 from ovspec.openai.answers import Answer, ChatCompletion, Completion
-from ovspec.openai.bodies import DetokenizeRequest, TokenizeRequest
-from ovspec.openai.errors import RequestError
+from ovspec.openai.bodies import DetokenizeRequest, RequestError, TokenizeRequest
 from ovspec.openai.requests import plain_message
 from ovspec.openai.wording import NO_OBJECT
 from ovspec.options import refuse_variables

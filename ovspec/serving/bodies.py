@@ -15,8 +15,7 @@ from pydantic_core import from_json
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
-from ovspec.openai.bodies import ChatBody, CompletionBody, DetokenizeRequest, TokenizeRequest
-from ovspec.openai.errors import RequestError
+from ovspec.openai.bodies import ChatBody, CompletionBody, DetokenizeRequest, RequestError, TokenizeRequest
 from ovspec.openai.wording import read_body
 from ovspec.serving.errors import ApiError
 

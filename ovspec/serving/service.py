@@ -17,7 +17,7 @@ from ovspec.drafting.drafter import DraftLimits
 from ovspec.errors import OvspecError, PromptError
 from ovspec.loop.row import Row
 from ovspec.model import LanguageModel
-from ovspec.openai.errors import RequestError
+from ovspec.openai.bodies import RequestError
 from ovspec.openai.requests import TextRequest
 from ovspec.options import Params, make_params
 from ovspec.options.serving import ServeParams
@@ -94,7 +94,7 @@ class Service:
         try:
             return await asyncio.get_running_loop().run_in_executor(self._threads[work], partial(function, *arguments))
         except RequestError as error:
-            raise ApiError(400, str(error), error.param, error.code) from None
+            raise ApiError(400, str(error), error.param) from None
         except OvspecError as error:
             message = for_clients(error, self.lm)
             raise ApiError(400, message, field_in(message)) from None
