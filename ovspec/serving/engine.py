@@ -25,6 +25,7 @@ from ovspec.loop.results import Piece
 from ovspec.loop.row import Row
 from ovspec.loop.scheduler import BatchLimits, Scheduler
 from ovspec.model import LanguageModel
+from ovspec.serving.metrics import Metrics
 from ovspec.workspace import PLAIN, Sequence
 
 FEWEST_TOKENS = 32  # that must fit into memory
@@ -70,21 +71,8 @@ class Errand:
             self.future.set_exception(error)
 
 
-@dataclass
-class Counts:
-    """What the engine has done since it started, for metrics; tokens by drafter."""
-
-    rounds: int = 0
-    generated_tokens: int = 0
-    proposed: dict[str, int] = field(default_factory=dict)
-    accepted: dict[str, int] = field(default_factory=dict)
-    lookahead: float = 0.0  # tokens proposed per row in the last round
-
-
 class Engine:
-    """Generates the texts of jobs as one batch that they join and leave between rounds.
-
-    Only the engine's own thread touches decoders and running rows. The other methods may be called from any thread.
+    """Generates the texts of jobs as one batch that they join and leave between rounds, in a thread of its own.
 
     Args:
         rows: maximum number of rows in the batch.
@@ -101,24 +89,25 @@ class Engine:
         lookup_tokens: int = 0,
         chunk: int | None = None,
     ) -> None:
-        self.lm, self.counts = lm, Counts()
+        self.lm, self.metrics = lm, Metrics()
+        self.metrics.running.set_function(lambda: self.running)
+        self.metrics.waiting.set_function(lambda: self.waiting)
+        self.metrics.blocks_used.set_function(lambda: self.cache_use()[0])
+        self.metrics.blocks_free.set_function(lambda: self.cache_use()[1])
         self._orders: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         # The scheduler's number of each row that hasn't ended -> its job, and its index there.
         self._jobs: dict[int, tuple[Job, int]] = {}
         self._errands: list[Errand] = []
         self._ending = self._given_up = False
-        workspace = lm.workspace
+        self._rows, self._cache_bytes = rows, cache_bytes
         self._lookup_tokens, self._earlier = lookup_tokens, Index()
         if lookup_tokens:
-            workspace.corpora.append(self._earlier)
-        self._decoders = workspace.pool.take()
-        self._drafter, self._lookahead = workspace.drafting(workspace.params({}), self._decoders)
-        self._rows, self._cache_bytes = rows, cache_bytes
+            lm.workspace.corpora.append(self._earlier)
+        self._decoders = lm.workspace.pool.take()
+        self._drafter, self._lookahead = lm.workspace.drafting(lm.workspace.params({}), self._decoders)
         rule = self._decoders.target.rule
         costs = self._lookahead.target if self._drafter else Costs(most=rule.most)
         self._pace = Pace(costs, rule, not self._drafter, chunk)
-        self.most_tokens = 2**62  # that fit into memory
-        self._scheduler = self._new_scheduler()
         self._thread = threading.Thread(target=self._run, name="ovspec engine", daemon=True)
 
     def start(self) -> None:
@@ -131,13 +120,14 @@ class Engine:
         per_token = sum(map(kv_bytes_per_token, irs))
         room = self._cache_bytes or FREE_SHARE * psutil.virtual_memory().available
         room -= self._rows * sum(map(recurrent_bytes, irs))
-        if per_token:
-            self.most_tokens = int(room / per_token)
+        self.most_tokens = int(room / per_token) if per_token else 2**62
         if self.most_tokens < FEWEST_TOKENS:
-            raise OvspecError(
-                f"The memory for KV caches holds {max(0, self.most_tokens)} tokens; free some, or raise `cache_size`."
-            )
-        self._scheduler = self._new_scheduler()
+            holds = f"The memory for KV caches holds {max(0, self.most_tokens)} tokens"
+            raise OvspecError(f"{holds}; free some, or raise `cache_size`.")
+        limits = BatchLimits(
+            self._rows, self.most_tokens, self._pace, fail_alone=True, constraint_seconds=CONSTRAINT_SECONDS
+        )
+        self._scheduler = Scheduler(self._decoders.target, self._drafter, self._lookahead, (), limits)
         self._thread.start()
 
     def _warm_up(self) -> None:
@@ -158,17 +148,8 @@ class Engine:
 
     # ------------------------------------------------------------ called from any thread
 
-    def check_room(self, rows: list[Row]) -> None:
-        """Raise OvspecError if one of the texts could never fit."""
-        longest = max(row.most for row in rows)
-        if longest > self.most_tokens:
-            raise OvspecError(
-                f"The prompt and `max_tokens` need room for {longest} tokens, but this server has {self.most_tokens}; "
-                "shorten the prompt or lower `max_tokens`."
-            )
-
     def submit(self, job: Job) -> None:
-        """Let a job wait for its turn; see ``check_room``."""
+        """Let a job wait for its turn; none of its rows may need more than ``most_tokens``."""
         self._orders.put(lambda: self._add(job))
 
     def cancel(self, job: Job) -> None:
@@ -184,9 +165,7 @@ class Engine:
 
         def giving_up() -> None:
             self._given_up = True
-            for job in {job for job, _ in self._jobs.values()}:
-                self._remove(job)
-                job.deliver(Ended(ENDED))
+            self._fail({job for job, _ in self._jobs.values()}, Ended(ENDED))
             for errand in self._errands:
                 errand.fail(Ended(ENDED))
             self._errands.clear()
@@ -196,11 +175,8 @@ class Engine:
 
     def end(self, wait: float = 10.0) -> None:
         """End the thread; texts that run are given up."""
-
-        def ending() -> None:
-            self._ending = True
-
-        self._orders.put(ending)
+        self._ending = True
+        self._orders.put(lambda: None)  # wakes the thread
         self._thread.join(wait)
 
     @property
@@ -228,12 +204,6 @@ class Engine:
 
     # ------------------------------------------------------------ in the engine's thread
 
-    def _new_scheduler(self) -> Scheduler:
-        limits = BatchLimits(
-            self._rows, self.most_tokens, self._pace, fail_alone=True, constraint_seconds=CONSTRAINT_SECONDS
-        )
-        return Scheduler(self._decoders.target, self._drafter, self._lookahead, (), limits)
-
     def _run(self) -> None:
         while not self._ending:
             try:
@@ -243,7 +213,8 @@ class Engine:
                 if self._jobs:
                     self._round()
             except BaseException as error:  # whatever it is, the server lives; a panic in Rust is no Exception
-                self._give_up(error)
+                running = [self._jobs[number][0] for number in self._scheduler.running if number in self._jobs]
+                self._fail({*running}, failure(error))
 
     def _obey(self, wait: bool) -> None:
         """Carry out the orders of other threads; wait for the first one if there is nothing else to do."""
@@ -274,8 +245,7 @@ class Engine:
     def _round(self) -> None:
         pieces = self._scheduler.step() or []
         self._note(pieces)
-        found: dict[Job, Any] = {}  # what each is told: (index of the row, piece) of those that grew
-        failed: dict[Job, Any] = {}
+        found, failed = dict[Job, list[tuple[int, Piece]]](), dict[Job, OvspecError]()
         for number, piece in pieces:
             job, index = self._jobs[number]
             job.started = True
@@ -288,13 +258,13 @@ class Engine:
                     self._earlier.remember(row.sequence.tokens, self._lookup_tokens)
             if piece.token_ids or piece.text or piece.finish_reason:
                 found.setdefault(job, []).append((index, piece))
-        for job in failed:
+        for job, error in failed.items():
             found.pop(job, None)
-            self._remove(job)
+            self._fail({job}, error)
         if not self._jobs:
             self._scheduler.reset()  # which frees memory
-        for job, told in (failed | found).items():
-            job.deliver(told)
+        for job, grown in found.items():
+            job.deliver(grown)
 
     def _add(self, job: Job) -> None:
         if self._given_up:
@@ -308,29 +278,24 @@ class Engine:
         for number in numbers:
             del self._jobs[number]
         self._scheduler.remove(numbers)
-        if not self._jobs:
+        if not self._scheduler.running:
             self._scheduler.reset()
 
-    def _give_up(self, error: BaseException) -> None:
-        """Fail the jobs whose rows are in the batch, and go on with the others."""
-        lost = {self._jobs[number][0] for number in self._scheduler.running if number in self._jobs}
-        for job in lost:
+    def _fail(self, jobs: set[Job], error: OvspecError) -> None:
+        for job in jobs:
             self._remove(job)
-        self._scheduler.reset()
-        for job in lost:
-            job.deliver(failure(error))
+        for job in jobs:
+            job.deliver(error)
 
     def _note(self, pieces: list[tuple[int, Piece]]) -> None:
-        counts, outcome = self.counts, self._scheduler.outcome
-        counts.rounds += 1
-        counts.generated_tokens += sum([len(piece.token_ids) for _, piece in pieces])
-        counts.lookahead = 0.0
-        if outcome:
-            for proposal, accepted in outcome.judged:
-                if proposal.source:
-                    counts.proposed[proposal.source] = counts.proposed.get(proposal.source, 0) + len(proposal.tokens)
-                    counts.accepted[proposal.source] = counts.accepted.get(proposal.source, 0) + accepted
-            counts.lookahead = sum([len(each.tokens) for each, _ in outcome.judged]) / len(outcome.judged)
+        metrics, judged = self.metrics, self._scheduler.outcome.judged if self._scheduler.outcome else []
+        metrics.rounds.inc()
+        metrics.generated_tokens.inc(sum(len(piece.token_ids) for _, piece in pieces))
+        metrics.lookahead.set(sum(len(proposal.tokens) for proposal, _ in judged) / max(len(judged), 1))
+        for proposal, accepted in judged:
+            if proposal.source:
+                metrics.proposed.labels(proposal.source).inc(len(proposal.tokens))
+                metrics.accepted.labels(proposal.source).inc(accepted)
 
 
 def failure(error: BaseException) -> InferenceError:

@@ -62,12 +62,6 @@ def too_long(seconds: float) -> ApiError:
     return ApiError(504, f"The request took longer than {seconds:g} seconds.", code="timeout")
 
 
-def field_in(message: str) -> str | None:
-    """Return the field that an error message names first in backticks."""
-    parts = message.split("`")
-    return parts[1] if len(parts) > 2 and parts[1].isidentifier() else None
-
-
 class ErrorText(BaseModel):
     message: str = Field(description="A sentence that says what to do.")
     type: str = Field(description='The kind of error, such as "invalid_request_error".')

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import re
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
@@ -22,8 +23,7 @@ from ovspec.openai.requests import TextRequest
 from ovspec.options import Params, make_params
 from ovspec.options.serving import ServeParams
 from ovspec.serving.engine import ENDED, Ended, Engine
-from ovspec.serving.errors import ApiError, about_prompt, as_api_error, field_in, for_clients, too_long
-from ovspec.serving.metrics import Metrics
+from ovspec.serving.errors import ApiError, about_prompt, as_api_error, for_clients, too_long
 
 T = TypeVar("T")
 
@@ -36,17 +36,11 @@ MOST_LOGPROBS = 300_000  # of a request: tokens, and most likely tokens beside e
 
 
 class Service:
-    """What the endpoints share: the model, the engine, and how many requests there are, and texts in them.
-
-    Args:
-        name: the model's name in requests and answers.
-        options: those of ``ovspec serve``.
-    """
+    """What the endpoints share; ``name``: the model's name in requests and answers."""
 
     def __init__(self, lm: LanguageModel, engine: Engine, name: str, options: ServeParams) -> None:
         self.lm, self.engine, self.name, self.options = lm, engine, name, options
-        self.defaults: Params = make_params({"max_tokens": options.max_tokens})
-        self.metrics = Metrics(engine)
+        self.metrics = engine.metrics
         self.requests = self._texts = 0  # that are being answered
         self.draining = self.given_up = False
         self._preparations = set[asyncio.Task[Any]]()  # those whose requests the engine doesn't have yet
@@ -97,7 +91,8 @@ class Service:
             raise ApiError(400, str(error), error.param) from None
         except OvspecError as error:
             message = for_clients(error, self.lm)
-            raise ApiError(400, message, field_in(message)) from None
+            field = re.search(r"`(\w+)`", message)
+            raise ApiError(400, message, field and field[1]) from None
 
     @asynccontextmanager
     async def preparing(self, began: float) -> AsyncGenerator[None]:
@@ -123,26 +118,22 @@ class Service:
     def params(self, request: TextRequest) -> Params:
         """Return the params of a request, complete; raises OvspecError for what can't be met or is too much."""
         with request.client_names():
-            params = self.lm.workspace.complete(request.params(self.defaults))
-        characters = sum(map(len, params.stop_strings))
-        if len(params.stop_strings) > MOST_STOPS or characters > MOST_STOP_CHARACTERS:
-            told = f"stop has {len(params.stop_strings)} strings with {characters} characters in all"
+            params = self.lm.workspace.complete(request.params(make_params({"max_tokens": self.options.max_tokens})))
+        stops, characters = len(params.stop_strings), sum(map(len, params.stop_strings))
+        if stops > MOST_STOPS or characters > MOST_STOP_CHARACTERS:
             limit = f"at most {MOST_STOPS} with {MOST_STOP_CHARACTERS:,} are allowed"
-            raise RequestError(f"{told}; {limit}.", "stop")
+            raise RequestError(f"stop has {stops} strings with {characters} characters in all; {limit}.", "stop")
         if (texts := params.n * len(request.prompts)) > MOST_TEXTS:
             raise RequestError(f"The request asks for {texts} texts; at most {MOST_TEXTS} are allowed.", "n")
-        self._check_lengths(request)
-        return params
-
-    def _check_lengths(self, request: TextRequest) -> None:
-        """Raise ApiError for a text that the context can't hold, before it is encoded, which would take long."""
-        context = self.lm.workspace.target.ir.context_length
-        most = self.lm.workspace.tokenizer.most_characters(context) if context else math.inf
+        # A text that the context can't hold is refused before it is encoded, which would take long.
+        context = self.lm.target.ir.context_length
+        most = self.lm.tokenizer.most_characters(context) if context else math.inf
         for prompt in request.prompts:
-            texts = [prompt] if isinstance(prompt, str) else [m["content"] for m in prompt if isinstance(m, dict)]
-            if (size := sum(map(len, texts))) > most:
+            parts = [prompt] if isinstance(prompt, str) else [m["content"] for m in prompt if isinstance(m, dict)]
+            if (size := sum(map(len, parts))) > most:
                 told = f"The prompt has {size} characters, but the context is {context} tokens; shorten the prompt."
                 raise about_prompt(PromptError(told, too_long=True), self.lm, request.prompt_field)
+        return params
 
     def limits(self, request: TextRequest, params: Params) -> DraftLimits:
         """Return what may be proposed for a request; raises RequestError for drafters that the server doesn't have."""
@@ -159,15 +150,12 @@ class Service:
 
     def check_room(self, request: TextRequest, rows: list[Row]) -> None:
         """Raise ApiError for texts that never fit into memory, or log-probabilities that no answer can hold."""
-        try:
-            self.engine.check_room(rows)
-        except OvspecError as error:
-            raise ApiError(400, str(error), "max_tokens") from None
+        if (longest := max(row.most for row in rows)) > (most := self.engine.most_tokens):
+            told = f"The prompt and `max_tokens` need room for {longest} tokens, but this server has {most}"
+            raise ApiError(400, f"{told}; shorten the prompt or lower `max_tokens`.", "max_tokens")
         if (tops := rows[0].params.logprobs) is None:
             return
-        tokens = sum(row.most - row.start for row in rows)
-        if request.echo:
-            tokens += sum(row.start for row in rows)
+        tokens = sum(row.most - (0 if request.echo else row.start) for row in rows)
         if (count := tokens * (1 + tops)) > MOST_LOGPROBS:
             told = f"The answer could have {count:,} log-probabilities; at most {MOST_LOGPROBS:,} are allowed"
             name = "top_logprobs" if request.kind == "chat" else "logprobs"
@@ -176,7 +164,12 @@ class Service:
 
 async def unless_gone(http: Request, work: Awaitable[T]) -> T:
     """Return what ``work`` returns; if the client goes away, which stops no endpoint, cancel it and raise ApiError."""
-    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(disconnected(http))
+
+    async def leave() -> None:
+        while (await http.receive())["type"] != "http.disconnect":
+            pass
+
+    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(leave())
     try:
         await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
@@ -186,9 +179,3 @@ async def unless_gone(http: Request, work: Awaitable[T]) -> T:
         for task in (working, leaving):
             task.cancel()
         await asyncio.gather(working, leaving, return_exceptions=True)
-
-
-async def disconnected(http: Request) -> None:
-    """Return when the client has gone."""
-    while (await http.receive())["type"] != "http.disconnect":
-        pass
