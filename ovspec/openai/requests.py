@@ -26,20 +26,15 @@ FORMATS = {"text": set[str](), "json_object": {"schema"}, "json_schema": {"json_
 
 @dataclass(frozen=True)
 class TextRequest:
-    """A request for texts.
-
-    own: the options that it sets, by our names.
-    names: the client's name for each of these.
-    only_prompts: whether no token is generated, because the prompts' log-probabilities are all that is wanted.
-    """
+    """A request for texts."""
 
     kind: Kind
     prompts: list[Prompt]
-    own: dict[str, Any] = field(default_factory=dict)
-    names: dict[str, str] = field(default_factory=dict)
+    own: dict[str, Any] = field(default_factory=dict)  # the options that it sets, by our names
+    names: dict[str, str] = field(default_factory=dict)  # the client's name for each of these
     model: str | None = None
     echo: bool = False
-    only_prompts: bool = False
+    only_prompts: bool = False  # no token is generated: the prompts' log-probabilities are all that is wanted
     stream: bool = False
     include_usage: bool = False
     return_record: bool = False
@@ -56,11 +51,6 @@ class TextRequest:
         if self.kind == "chat":
             return sum(len(message["content"]) for chat in self.prompts for message in chat)  # type: ignore[index]
         return sum(map(len, self.prompts))
-
-    @property
-    def grammar(self) -> bool:
-        """Whether the request sets a grammar."""
-        return any(self.own.get(name) is not None for name in GRAMMARS)
 
     def params(self, defaults: Params) -> Params:
         """Return the params of the request; options that it doesn't set are those of ``defaults`` that fit its own.
@@ -107,12 +97,12 @@ def read_texts(body: Any, kind: Kind) -> TextRequest:
             raise RequestError("echo can't be combined with messages; leave it out.", "echo")
         prompt = messages if kind == "plain" else [plain_message(message) for message in messages]
     own, names = options_of(body)
-    only_prompts = echo and own.get("max_tokens") == 0
-    if only_prompts:  # a row needs room for a token, although none is generated
-        own["max_tokens"] = 1
-    elif own.get("max_tokens") == 0:
+    only_prompts = own.get("max_tokens") == 0
+    if only_prompts and not echo:
         name = names["max_tokens"]
         raise RequestError(f"`{name}` is 0, which needs echo; it must be at least 1, or -1.", name)
+    if only_prompts:  # a row needs room for a token, although none is generated
+        own["max_tokens"] = 1
     if body.stream_options and not body.stream:
         raise RequestError("stream_options needs stream to be true.", "stream_options")
     return TextRequest(
@@ -170,8 +160,8 @@ def schema_of(format: dict[str, Any]) -> Any:
         return None
     if kind == "json_object" and given.get("schema", {}) == {}:
         return {"type": "object"}
-    inner = {"json_object": given, "json_schema": given.get("json_schema")}.get(kind)
-    if not isinstance(inner, dict) or not isinstance(inner.get("schema"), dict):
+    inner = given if kind == "json_object" else given.get("json_schema")
+    if kind not in FORMATS or not isinstance(inner, dict) or not isinstance(inner.get("schema"), dict):
         raise RequestError(
             '`response_format` must be {"type": "text"}, {"type": "json_object"} or '
             '{"type": "json_schema", "json_schema": {"schema": …}}.',
@@ -223,9 +213,8 @@ def text_of(content: Any) -> str:
         if not isinstance(part.get("text"), str):
             raise wrong("a part of the type text needs a text, which is a string.")
         given = [name for name in part if part[name] is not None]
-        refuse_unknown(
-            given, ("type", "text"), "messages: {name} is not a field of a part of the type text", "messages"
-        )
+        told = "messages: {name} is not a field of a part of the type text"
+        refuse_unknown(given, ("type", "text"), told, "messages")
     return "\n".join(part["text"] for part in content)
 
 

@@ -156,9 +156,10 @@ class Engine:
         """End a job's texts where they are, before the next round."""
         self._orders.put(lambda: self._remove(job))
 
-    def do(self, errand: Errand) -> None:
+    def do(self, errand: Errand) -> Future[Any]:
         """Do an errand after those that wait: one at a time, because each may need a whole prompt's KV cache."""
         self._orders.put(lambda: errand.fail(Ended(ENDED)) if self._given_up else self._errands.append(errand))
+        return errand.future
 
     def give_up(self) -> None:
         """End all requests: those that wait and those that have yet to come, too."""
@@ -300,9 +301,8 @@ class Engine:
 
 def failure(error: BaseException) -> InferenceError:
     """Return what clients are told of an error that isn't theirs."""
-    if isinstance(error, OvspecError):
-        return error if isinstance(error, InferenceError) else InferenceError(str(error))
-    return InferenceError(f"The inference failed ({type(error).__name__}: {error}).")
+    told = str(error) if isinstance(error, OvspecError) else f"The inference failed ({type(error).__name__}: {error})."
+    return InferenceError(told)
 
 
 def moving(irs: list[CompiledIR]) -> Generator[None]:

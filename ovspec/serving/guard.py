@@ -8,6 +8,7 @@ import re
 import secrets
 import time
 from collections.abc import Callable
+from urllib.parse import quote
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -75,7 +76,8 @@ class Guard:
             status = state.get(OUTCOME) or status or 499
             ms = 1e3 * (time.monotonic() - began)
             client = (scope.get("client") or ("-",))[0]
-            LOG.info("%s %s %s %s %.0f ms", client, scope["method"], shown_path(scope["path"]), status, ms)
+            path = quote(scope["path"][:80])  # without what could deceive the log's reader
+            LOG.info("%s %s %s %s %.0f ms", client, scope["method"], path, status, ms)
             self._note(scope, status)
 
     def _refusal(self, scope: Scope) -> ApiError | None:
@@ -90,8 +92,3 @@ class Guard:
         if self._keys.known and scope["path"] not in OPEN and owner is None:
             return ApiError(401, "The API key is missing or wrong; send it as 'Authorization: Bearer KEY'.")
         return None
-
-
-def shown_path(path: str) -> str:
-    """Return a path for the log, without what could deceive its reader."""
-    return "".join(each if each.isascii() and each.isprintable() and each != " " else "?" for each in path[:80])

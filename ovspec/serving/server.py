@@ -34,12 +34,10 @@ KEY = "OVSPEC_API_KEY"
 
 def keys_of(file: Path | None) -> list[str]:
     """Return the keys that clients may use: those in ``file``, or that in OVSPEC_API_KEY."""
-    if file is None:
-        keys = [key] if (key := os.environ.get(KEY, "").strip()) else []
-    else:
-        keys = [line.strip() for line in read_text(file).splitlines() if line.strip()]
-        if not keys:
-            raise OvspecError(f"{file}: no key in it; write one a line.")
+    lines = read_text(file).splitlines() if file else [os.environ.get(KEY, "")]
+    keys = [line.strip() for line in lines if line.strip()]
+    if file and not keys:
+        raise OvspecError(f"{file}: no key in it; write one a line.")
     if not all(key.isascii() for key in keys):
         raise OvspecError(
             f"{file or KEY}: a key has characters other than ASCII, which clients can't send; choose another."
@@ -73,9 +71,13 @@ def open_socket(host: str, port: int) -> socket.socket:
 class Draining(uvicorn.Server):
     """uvicorn's server. The first signal lets running requests end, the second ends them, the third doesn't wait."""
 
-    def __init__(self, config: uvicorn.Config, service: Service, started: Any) -> None:
+    def __init__(self, config: uvicorn.Config, service: Service, greeting: str) -> None:
         super().__init__(config)
-        self._service, self._tell, self._told, self._signals = service, started, False, 0
+        self._service, self._greeting, self._signals = service, greeting, 0
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        print(self._greeting, file=sys.stderr)
 
     def handle_exit(self, sig: int, frame: Any) -> None:  # noqa: ARG002
         self._signals += 1
@@ -89,9 +91,6 @@ class Draining(uvicorn.Server):
             end_process(1)
 
     async def on_tick(self, counter: int) -> bool:
-        if not self._told:
-            self._told = True
-            self._tell()
         if self._service.draining and not self._service.requests:
             self.should_exit = True
         return await super().on_tick(counter)
@@ -119,16 +118,11 @@ def serve(lm: LanguageModel, name: str, keys: list[str], opened: socket.socket, 
     app = Guard(api, Keys(*keys), not keys and not options.insecure, note)
     host, port = opened.getsockname()[:2]
     where = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
-
-    def started() -> None:
-        draft = lm.workspace.choice or "none"
-        print(f"{name} on {where} ({lm.target.engine} engine, {promise} arithmetic, draft: {draft})", file=sys.stderr)
-
+    how = f"{lm.target.engine} engine, {promise} arithmetic, draft: {lm.workspace.choice or 'none'}"
     log_to_stderr()
     allow_files()
-    draining = Draining(config_of(app), service, started)
     try:
-        asyncio.run(draining.serve(sockets=[opened]))
+        asyncio.run(Draining(config_of(app), service, f"{name} on {where} ({how})").serve(sockets=[opened]))
     finally:
         engine.end(wait=2.0)
         if service.given_up:

@@ -23,7 +23,7 @@ from ovspec.openai.answers import ChunkWriter, head_of, whole
 from ovspec.openai.bodies import ChatBody, CompletionBody
 from ovspec.openai.logprobs import SILENT, Echo, echo_of, prompt_logprobs
 from ovspec.openai.requests import Kind, TextRequest, read_texts, texts_asked
-from ovspec.options import Params, check_samples, refuse_retries
+from ovspec.options import GRAMMARS, Params, check_samples, refuse_retries
 from ovspec.sampling.logprobs import TokenLogprob
 from ovspec.serving.engine import Engine, Errand, Job
 from ovspec.serving.errors import ApiError, about_prompt, as_api_error, error_body, too_long
@@ -38,28 +38,23 @@ BESIDE = 8  # tokens of a prompt that an inference reads for its log-probabiliti
 
 @dataclass
 class Texts:
-    """The texts of a request that is being answered.
-
-    rows: those of the first prompt first, ``n`` for each prompt.
-    began: when the request came.
-    echoes: what is repeated of each prompt.
-    """
+    """The texts of a request that is being answered."""
 
     request: TextRequest
     params: Params
-    rows: list[Row]
-    began: float
-    echoes: list[Echo]
+    rows: list[Row]  # those of the first prompt first, ``n`` for each prompt
+    began: float  # when the request came
+    echoes: list[Echo]  # what is repeated of each prompt
 
 
 class TextEndpoints:
     def __init__(self, service: Service) -> None:
         self._service, self._lm = service, service.lm
 
-    async def chat(self, body: ChatBody, http: Request) -> Response:  # type: ignore[valid-type]
+    async def chat(self, body: ChatBody, http: Request) -> Response:
         return await self._answer("chat", body, http)
 
-    async def complete(self, body: CompletionBody, http: Request) -> Response:  # type: ignore[valid-type]
+    async def complete(self, body: CompletionBody, http: Request) -> Response:
         return await self._answer("completion", body, http)
 
     async def _answer(self, kind: Kind, body: Any, http: Request) -> Response:
@@ -82,7 +77,8 @@ class TextEndpoints:
         """Return the texts that are asked for, with their rows and what is repeated of their prompts."""
         service = self._service
         request = await service.apart(read_texts, body, kind)
-        work: Work = "grammars" if request.grammar else "long" if request.size > LONG else "texts"
+        grammar = any(request.own.get(name) is not None for name in GRAMMARS)
+        work: Work = "grammars" if grammar else "long" if request.size > LONG else "texts"
         texts = await service.apart(self._texts, request, getattr(http.state, OWNER, None), began, work=work)
         service.check_room(request, texts.rows)
         if request.echo:
@@ -159,20 +155,19 @@ class TextEndpoints:
 
     async def _events(self, head: dict[str, Any], texts: Texts) -> AsyncGenerator[bytes]:
         writer = ChunkWriter(self._lm.workspace.tokenizer, head, texts.request, texts.rows, texts.echoes)
-        begun = False
+        chunks = writer.first()
         async with aclosing(pieces_of(self._service, texts.rows, texts.began)) as pieces:
             async for found in pieces:
-                if found is None:
+                if not found:
                     yield LIVES
                     continue
-                chunks = [] if begun else writer.first()
-                begun = True
                 for index, piece in found:
                     if piece.finish_reason:
                         await self._judge(texts.rows[index])
                     chunks += writer.more(index, piece)
                 for chunk in chunks:
                     yield event(chunk)
+                chunks = []
         if texts.request.include_usage:
             yield event(writer.usage())
         yield event(b"[DONE]")
@@ -187,16 +182,14 @@ class TextEndpoints:
 async def logprobs_of(engine: Engine, ids: list[int], tops: int) -> list[TokenLogprob | None]:
     """Return the log-probabilities of a prompt's tokens, computed in the engine's thread."""
     steps = prompt_logprobs(engine.lm, ids, tops, lambda: BESIDE if engine.running else CHUNK)
-    errand = Errand(steps, len(ids))
-    engine.do(errand)
     try:
-        return await asyncio.wrap_future(errand.future)
+        return await asyncio.wrap_future(engine.do(Errand(steps, len(ids))))
     except OvspecError as error:
         raise as_api_error(error, engine.lm) from None
 
 
-async def pieces_of(service: Any, rows: list[Row], began: float) -> AsyncGenerator[list[tuple[int, Piece]] | None]:
-    """Have the engine generate rows; yield lists of (index of the row, piece), or None after ``EVERY`` idle seconds.
+async def pieces_of(service: Any, rows: list[Row], began: float) -> AsyncGenerator[list[tuple[int, Piece]]]:
+    """Have the engine generate rows; yield lists of (index of the row, piece), an empty one after ``EVERY`` seconds.
 
     ``began``: when the request came.
     """
@@ -230,7 +223,7 @@ async def pieces_of(service: Any, rows: list[Row], began: float) -> AsyncGenerat
             except TimeoutError:
                 if not engine.alive:
                     raise ApiError(500, "The server's engine has stopped; start the server again.") from None
-                yield None
+                yield []
                 continue
             if isinstance(found, OvspecError):
                 raise as_api_error(found, service.lm)
