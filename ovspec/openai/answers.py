@@ -276,7 +276,9 @@ class ChunkWriter:
         if request.include_usage:
             self._head["usage"] = None
         self._echoes = [echoes[index // self._n] for index in range(len(rows))]
-        self._places = [PlaceStream(tokenizer, len(echo.text)) for echo in self._echoes]
+        self._places: list[PlaceStream] = []  # for each row, if log-probabilities are wanted
+        if rows[0].logprobs is not None:
+            self._places = [PlaceStream(tokenizer, len(echo.text)) for echo in self._echoes]
         self._left = len(rows)
 
     def first(self) -> list[Chunk]:
@@ -288,13 +290,12 @@ class ChunkWriter:
 
     def more(self, index: int, piece: Piece) -> list[Chunk]:
         """Return the chunks for a piece of a text; there are none if it has nothing to tell yet."""
-        row, chunks = self._rows[index], list[Chunk]()
-        places = None if row.logprobs is None else self._places[index].push(piece)
+        places, chunks = self._places[index].push(piece) if self._places else None, list[Chunk]()
         if piece.text or places:
             chunks.append(self._chunk(index, Delta(content=piece.text), places))
         if piece.finish_reason:
             self._left -= 1
-            chunks.append(self._chunk(index, Delta(), **ending(self._request, row.result(), "")))
+            chunks.append(self._chunk(index, Delta(), **ending(self._request, self._rows[index].result(), "")))
             if not self._left:
                 chunks[-1].timings = self._counts()["timings"]
         return chunks

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import types
 from collections.abc import Collection, Mapping
 from dataclasses import replace
@@ -88,15 +87,12 @@ class DetokenizeRequest(Fields):
 def bias_of(value: Any) -> dict[int, float]:
     """Return ``logit_bias`` with token ids as keys, which JSON can only write as strings."""
     try:
-        return {int(token): number(bias) for token, bias in value.items()}
+        found = {int(token): float(bias) for token, bias in value.items()}
+        if all(type(bias) in (int, float) and bias == bias for bias in value.values()):  # neither true nor NaN
+            return found
     except (AttributeError, TypeError, ValueError, OverflowError):
-        raise PydanticCustomError("bias", "must map token ids to numbers") from None
-
-
-def number(value: Any) -> float:
-    if isinstance(value, (int, float)) and not isinstance(value, bool) and not math.isnan(value):
-        return float(value)
-    raise TypeError
+        pass
+    raise PydanticCustomError("bias", "must map token ids to numbers")
 
 
 def limited(limits: Limits, value: Any) -> Any:

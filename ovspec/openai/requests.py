@@ -16,8 +16,6 @@ from ovspec.text.chat_template import Message
 from ovspec.workspace import Prompt, is_batch
 
 Kind = Literal["plain", "completion", "chat"]
-NO_OPTIONS = Params()
-CALLS = ("tool_calls", "function_call")  # of a message
 # Fields of a message: OpenAI's, and what chat templates read.
 OF_MESSAGES = ("role", "content", "name", "tool_call_id", "reasoning_content", "thinking")
 # What each response format has besides its type; the schema of a json_object is llama.cpp's way to give one.
@@ -62,7 +60,8 @@ class TextRequest:
         unfit = [*GRAMMARS, "constrain_from"] if own else []
         if (self.own.get("json_schema") if own else defaults.json_schema) is None:
             unfit += OF_SCHEMAS
-        lifted = {name: getattr(NO_OPTIONS, name) for name in unfit}
+        nothing = Params()
+        lifted = {name: getattr(nothing, name) for name in unfit}
         with self.client_names():
             return checked(replace(defaults, **(lifted | self.own)))
 
@@ -189,9 +188,8 @@ def plain_message(message: Message) -> Message:
     """
     # What is null or empty says nothing; OpenAI's clients send it back with the assistant's answers.
     made = {name: value for name, value in message.items() if value not in (None, [])}
-    for name in CALLS:
-        if name in made:
-            raise wrong(f"{name} can't be read, as there are no tools yet; leave it out.")
+    if call := next((name for name in ("tool_calls", "function_call") if name in made), None):
+        raise wrong(f"{call} can't be read, as there are no tools yet; leave it out.")
     refuse_unknown(made, OF_MESSAGES, "messages: {name} is not a field of a message", "messages")
     if not isinstance(made.get("role"), str):
         raise wrong("each needs a role, such as user.")

@@ -92,7 +92,9 @@ def make_app(service: Service) -> FastAPI:
     )
     app.router.route_class = BoundedRoute
     add_endpoints(app, service)
-    add_errors(app)
+    app.add_exception_handler(RequestValidationError, no_body)
+    app.add_exception_handler(HTTPException, refused)
+    app.add_exception_handler(Exception, failed)
     return app
 
 
@@ -133,24 +135,21 @@ def add_endpoints(app: FastAPI, service: Service) -> None:
     async def metrics() -> PlainTextResponse:
         return PlainTextResponse(generate_latest(service.metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
+    async def translated(function: Callable[..., Any], body: TokenizeRequest | DetokenizeRequest, http: Request) -> Any:
+        """Return what a function makes of a body, in a thread."""
+        service.check_model(body.model)
+        with service.counted():
+            return await service.apart(function, lm, body, work="long" if len(await http.body()) > LONG else "texts")
+
     @app.post("/tokenize", tags=["tokens"], summary="Return the tokens of a text or a chat.")
     async def tokenize(body: TokenizeRequest, http: Request) -> Tokens:
-        tokens = await translated(service, http, body.model, encode, lm, body)
+        tokens = await translated(encode, body, http)
         return Tokens(count=len(tokens), max_model_len=lm.target.ir.context_length, tokens=tokens)
 
     @app.post("/detokenize", tags=["tokens"], summary="Return the text of tokens.")
     async def detokenize(body: DetokenizeRequest, http: Request) -> Text:
-        text = await translated(service, http, body.model, decode, lm, body.tokens)
+        text = await translated(decode, body, http)
         return Text(prompt=text, content=text)
-
-
-async def translated(
-    service: Service, http: Request, model: str | None, function: Callable[..., Any], *arguments: Any
-) -> Any:
-    """Return what a function makes of a text or of tokens, in a thread."""
-    service.check_model(model)
-    with service.counted():
-        return await service.apart(function, *arguments, work="long" if len(await http.body()) > LONG else "texts")
 
 
 def encode(lm: LanguageModel, body: TokenizeRequest) -> list[int]:
@@ -167,28 +166,25 @@ def encode(lm: LanguageModel, body: TokenizeRequest) -> list[int]:
     return lm.workspace.encode(messages, variables=body.chat_template_kwargs).tolist()
 
 
-def decode(lm: LanguageModel, tokens: list[int]) -> str:
+def decode(lm: LanguageModel, body: DetokenizeRequest) -> str:
     """Return the text of tokens; raises ApiError for ids that aren't in the vocabulary."""
     try:
-        ids = lm.workspace.encode(tokens, begins=False)
+        ids = lm.workspace.encode(body.tokens, begins=False)
     except PromptError as error:
         raise about_prompt(error, lm, "tokens") from None
     return lm.tokenizer.spell(ids) or lm.tokenizer.decode(ids)
 
 
-def add_errors(app: FastAPI) -> None:
-    """Answer every error in OpenAI's shape."""
+async def no_body(_: Request, __: Exception) -> Response:
+    """Answer a request without a body; ``BoundedRequest`` raises an ApiError for everything else that is wrong."""
+    return error_answer(ApiError(400, NO_OBJECT))
 
-    @app.exception_handler(RequestValidationError)  # what remains of them: there is no body
-    async def empty(_: Request, __: RequestValidationError) -> Response:
-        return error_answer(ApiError(400, NO_OBJECT))
 
-    @app.exception_handler(HTTPException)
-    async def refused(_: Request, error: HTTPException) -> Response:
-        if not isinstance(error, ApiError):  # Starlette's own
-            error.detail = NOWHERE.get(error.status_code, error.detail)
-        return error_answer(error)
+async def refused(_: Request, error: Any) -> Response:
+    if not isinstance(error, ApiError):  # Starlette's own
+        error.detail = NOWHERE.get(error.status_code, error.detail)
+    return error_answer(error)
 
-    @app.exception_handler(Exception)
-    async def failed(_: Request, error: Exception) -> Response:
-        return error_answer(ApiError(500, f"The server failed ({type(error).__name__})."))
+
+async def failed(_: Request, error: Exception) -> Response:
+    return error_answer(ApiError(500, f"The server failed ({type(error).__name__})."))

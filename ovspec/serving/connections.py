@@ -35,13 +35,11 @@ class Connection(H11Protocol):
         self.app_state = {**self.app_state, CROWDED: len(self.connections) > MOST_CONNECTIONS}
         self._wait()
 
-    def pause_writing(self) -> None:
-        super().pause_writing()
-        self._watch(sys.maxsize)
-
-    def resume_writing(self) -> None:
-        super().resume_writing()
-        self._stop_watching()
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_waiting()
+        if self._unread:
+            self._unread.cancel()
+        super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
@@ -50,10 +48,14 @@ class Connection(H11Protocol):
         elif not self._late:
             self._wait()
 
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._stop_waiting()
-        self._stop_watching()
-        super().connection_lost(exc)
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._watch(sys.maxsize)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._unread:
+            self._unread.cancel()
 
     def send_400_response(self, msg: str) -> None:  # noqa: ARG002
         """Refuse what isn't HTTP as everything else is refused."""
@@ -83,10 +85,6 @@ class Connection(H11Protocol):
             return self.transport.abort()
         self._unread = self.loop.call_later(WRITE_SECONDS, self._watch, left)
         return None
-
-    def _stop_watching(self) -> None:
-        if self._unread:
-            self._unread.cancel()
 
 
 def allow_files() -> None:

@@ -126,8 +126,8 @@ class Service:
         if (texts := params.n * len(request.prompts)) > MOST_TEXTS:
             raise RequestError(f"The request asks for {texts} texts; at most {MOST_TEXTS} are allowed.", "n")
         # A text that the context can't hold is refused before it is encoded, which would take long.
-        context = self.lm.target.ir.context_length
-        most = self.lm.tokenizer.most_characters(context) if context else math.inf
+        context = self.lm.workspace.target.ir.context_length
+        most = self.lm.workspace.tokenizer.most_characters(context) if context else math.inf
         for prompt in request.prompts:
             parts = [prompt] if isinstance(prompt, str) else [m["content"] for m in prompt if isinstance(m, dict)]
             if (size := sum(map(len, parts))) > most:
