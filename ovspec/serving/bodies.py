@@ -50,19 +50,18 @@ class BoundedRequest(Request):
             return self._body
         if self.headers.get("content-type", "").split(";")[0].strip().lower() != "application/json":
             raise ApiError(415, "The body must be JSON; send it with 'Content-Type: application/json'.")
-        parts, size = list[bytes](), 0
+        raw = bytearray()
         try:
             async with asyncio.timeout(BODY_SECONDS):
                 async for part in self.stream():
-                    parts.append(part)
-                    size += len(part)
-                    if size > LARGEST_BODY:
+                    raw += part
+                    if len(raw) > LARGEST_BODY:
                         raise ApiError(413, f"The body is larger than {LARGEST_BODY // 1_000_000} MB.", close=True)
         except TimeoutError:
             raise ApiError(408, f"The body did not arrive within {BODY_SECONDS:g} seconds.", close=True) from None
         except ClientDisconnect:
             raise ApiError(499, "The client has closed the connection.") from None
-        self._body = b"".join(parts)
+        self._body = bytes(raw)
         return self._body
 
 

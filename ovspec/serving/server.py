@@ -65,7 +65,8 @@ def open_socket(host: str, port: int) -> socket.socket:
     try:
         return socket.create_server((host, port), family=family, dualstack_ipv6=six and socket.has_dualstack_ipv6())
     except OSError as error:
-        raise OvspecError(f"{host}:{port} cannot be listened on ({error.strerror or error}); choose another.") from None
+        reason = str(error.strerror or error).partition(" (while")[0]  # Python adds the address
+        raise OvspecError(f"Can't listen on {host}:{port} ({reason}); choose another.") from None
 
 
 class Draining(uvicorn.Server):
