@@ -330,7 +330,9 @@ class Workspace:
             lookahead = Lookahead(params.lookahead, lookahead.target, lookahead.draft, target.rule.fewest)
         return decoders.drafter, lookahead
 
-    def run(self, rows: Iterable[Row], params: Params, count: int | None = None) -> Generator[list[tuple[int, Piece]]]:
+    def run(
+        self, rows: Iterable[Row], params: Params, count: int | None = None, fail_alone: bool = False
+    ) -> Generator[list[tuple[int, Piece]]]:
         """Generate ``rows`` as a batch; a row joins when there is room, and leaves when its text ends.
 
         Yields a list of (row number, piece) for each round.
@@ -338,13 +340,14 @@ class Workspace:
         Args:
             params: those of most rows; ``batch_size`` and ``lookahead`` are for all.
             count: number of rows, if known; a single row needs no room for others.
+            fail_alone: whether a row whose constraints fail ends by itself and has an ``error``.
         """
         decoders = self.pool.take()
         try:
             drafter, lookahead = self.drafting(params, decoders)
             most = params.batch_size
             tokens = math.inf if count == 1 else token_room(self.irs(drafter is not None), most)
-            limits = BatchLimits(1 if count == 1 else most, tokens)
+            limits = BatchLimits(1 if count == 1 else most, tokens, fail_alone=fail_alone)
             yield from run_rows(Scheduler(decoders.target, drafter, lookahead, rows, limits))
         finally:
             self.pool.give_back(decoders)

@@ -17,7 +17,7 @@ from ovspec.constraints.maker import grammar_of
 from ovspec.errors import InferenceError, OvspecError
 from ovspec.files import write_atomically
 from ovspec.integrations.batch_file import BatchRequest
-from ovspec.loop.results import Result
+from ovspec.loop.results import Piece, Result
 from ovspec.loop.row import Row
 from ovspec.model import LanguageModel, retried
 from ovspec.openai.answers import head_of, record_of, tops_of, whole
@@ -34,7 +34,7 @@ NOT_KEPT: Any = {"timings": True, "usage": {"completion_tokens_details"}}
 class BatchProgress:
     """Counts of requests and generated tokens.
 
-    ``before``: requests that an earlier run completed. ``done``: those completed by this run, ``failed`` ones included.
+    ``before`` counts what earlier runs completed, ``done`` what this run has, ``failed`` requests included.
     """
 
     total: int
@@ -83,7 +83,7 @@ class Done:
 
     def finish(self, output: Path, requests: list[BatchRequest]) -> None:
         """Write the output atomically, in the order of the requests, and delete the partial file."""
-        self.close()
+        self._open.close()
         lines = [json.dumps(self._lines[self.key(request)], ensure_ascii=False) for request in requests]
         write_atomically(output, "".join(f"{line}\n" for line in lines))
         self.file.unlink()
@@ -121,64 +121,82 @@ def run_file(
     defaults = lm.workspace.params(options)
     lm.workspace.check_grammar(defaults)
     done = Done(output, what_matters(lm, defaults))
-    todo = [request for request in requests if not done.has(request)]
-    progress = BatchProgress(len(requests), len(requests) - len(todo))
-    started: dict[int, tuple[BatchRequest, list[Row]]] = {}  # row number -> its request, and all rows of that
-
-    def failed(request: BatchRequest, error: OvspecError) -> None:
-        done.add(request, error_line(request, str(error)))
-        progress.done, progress.failed = progress.done + 1, progress.failed + 1
-
-    def rows(requests: Iterator[BatchRequest]) -> Iterator[Row]:
-        numbers = itertools.count()
-        for request in requests:
-            try:
-                made = rows_of(lm, request, defaults)
-            except OvspecError as error:
-                failed(request, error)
-                continue
-            for row in made:
-                started[next(numbers)] = request, made
-                yield row
-
-    def run(requests: Iterator[BatchRequest]) -> None:
-        for pieces in lm.workspace.run(rows(requests), defaults):
-            for number, piece in pieces:
-                progress.tokens += len(piece.token_ids)
-                if piece.finish_reason in (None, "cancelled"):
-                    continue
-                request, siblings = started.pop(number)
-                if all(row.finish_reason for row in siblings) and not done.has(request):
-                    results = [row.result() for row in siblings]
-                    retried(lm.workspace, request.asked.prompts, params_of(lm, request, defaults), results)
-                    done.add(request, result_line(lm, request, results))
-                    progress.done += 1
-            if note:
-                note(progress)
-
     try:
-        waiting = iter(todo)
-        while True:
-            try:
-                run(waiting)
-                break
-            except InferenceError:
-                raise
-            except OvspecError:  # of one of the texts that were being generated: alone, it fails again
-                begun = {request.id: request for request, _ in started.values()}
-                for request in begun.values():
-                    started.clear()
-                    try:
-                        run(iter([request]))
-                    except InferenceError:
-                        raise
-                    except OvspecError as error:
-                        failed(request, error)
-                started.clear()
+        run = FileRun(lm, defaults, done, requests)
+        for pieces in lm.workspace.run(run.rows(), defaults, fail_alone=True):
+            for number, piece in pieces:
+                run.take(number, piece)
+            if note:
+                note(run.progress)
         done.finish(output, requests)
     finally:
         done.close()
-    return progress
+    return run.progress
+
+
+class FileRun:
+    """Makes rows of the requests that aren't done yet, and adds each request's output line to ``done``."""
+
+    def __init__(self, lm: LanguageModel, defaults: Params, done: Done, requests: list[BatchRequest]) -> None:
+        self._lm, self._defaults, self._done = lm, defaults, done
+        self._todo = [request for request in requests if not done.has(request)]
+        self.progress = BatchProgress(len(requests), len(requests) - len(self._todo))
+        self._started: dict[int, tuple[BatchRequest, list[Row]]] = {}  # row number -> its request, and all its rows
+
+    def rows(self) -> Iterator[Row]:
+        """Yield the rows of one request after the other; the scheduler numbers them in this order."""
+        numbers = itertools.count()
+        for request in self._todo:
+            try:
+                rows = self._rows_of(request)
+            except OvspecError as error:
+                self._fail(request, error)
+                continue
+            for row in rows:
+                self._started[next(numbers)] = request, rows
+                yield row
+
+    def _rows_of(self, request: BatchRequest) -> list[Row]:
+        """Return a row for each text of a request; raises OvspecError if it is invalid or can't be met."""
+        if request.error:
+            raise OvspecError(request.error)
+        params = self._params(request)
+        check_samples(params)
+        return [row for prompt in request.asked.prompts for row in self._lm.workspace.rows(prompt, params)]
+
+    def _params(self, request: BatchRequest) -> Params:
+        return self._lm.workspace.complete(request.asked.params(self._defaults))
+
+    def take(self, number: int, piece: Piece) -> None:
+        """Count the tokens of a piece; if it ends the last text of its request, add the request's line."""
+        self.progress.tokens += len(piece.token_ids)
+        if not piece.finish_reason:
+            return
+        request, rows = self._started.pop(number)
+        if self._done.has(request):  # its texts ended in the same round, or another one failed
+            return
+        if error := next((row.error for row in rows if row.error), None):
+            self._fail(request, error)
+        elif all(row.finish_reason not in (None, "cancelled") for row in rows):
+            self._complete(request, rows)
+
+    def _complete(self, request: BatchRequest, rows: list[Row]) -> None:
+        try:
+            results = [row.result() for row in rows]
+            retried(self._lm.workspace, request.asked.prompts, self._params(request), results)
+            line = result_line(self._lm, request, results)
+        except InferenceError:  # not the request's fault
+            raise
+        except OvspecError as error:
+            self._fail(request, error)
+            return
+        self._done.add(request, line)
+        self.progress.done += 1
+
+    def _fail(self, request: BatchRequest, error: OvspecError) -> None:
+        self._done.add(request, error_line(request, str(error)))
+        self.progress.done += 1
+        self.progress.failed += 1
 
 
 def what_matters(lm: LanguageModel, params: Params) -> str:
@@ -190,20 +208,6 @@ def what_matters(lm: LanguageModel, params: Params) -> str:
     texts = {name: option_as_json(name, recorded[name]) for name in sorted(recorded) if name not in GRAMMARS}
     texts |= {"lookahead": params.lookahead} if rejection else {}
     return repr((identities, prompt_identity(lm.folder), texts, grammar_of(params)[0]))
-
-
-def rows_of(lm: LanguageModel, request: BatchRequest, defaults: Params) -> list[Row]:
-    """Return a row for each text that is requested; raises OvspecError if the request is invalid or can't be met."""
-    if request.error:
-        raise OvspecError(request.error)
-    params = params_of(lm, request, defaults)
-    check_samples(params)
-    return [row for prompt in request.asked.prompts for row in lm.workspace.rows(prompt, params)]
-
-
-def params_of(lm: LanguageModel, request: BatchRequest, defaults: Params) -> Params:
-    """Return the params of a request, complete."""
-    return lm.workspace.complete(request.asked.params(defaults))
 
 
 # ---------------------------------------------------------------- lines of the output
@@ -239,7 +243,7 @@ def echo_in(lm: LanguageModel, prompt: Any, result: Result, logprobs: bool = Tru
 
 
 def plain_choice(lm: LanguageModel, result: Result, prompt: Any, echo: bool) -> dict[str, Any]:
-    """Return a text of a request that isn't OpenAI's."""
+    """Return one text of a request in ovspec's own format."""
     before = echo_in(lm, prompt, result, logprobs=False).text if echo else ""
     found: dict[str, Any] = {"text": before + result.text, "finish_reason": result.finish_reason}
     if result.logprobs is not None:
