@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 
 import psutil
@@ -29,17 +28,22 @@ class Stopped(Exception):
     """The process was stopped; the message names the limit it exceeded, as in "ran longer than 2 seconds"."""
 
 
-@dataclass
-class Process:
-    """A started process. ``ready``: it has answered before."""
+class Process(psutil.Popen):
+    """A process that serves requests. ``ready``: it has started to."""
 
-    popen: subprocess.Popen[str]
-    watched: psutil.Process
-    ready: bool = False
+    ready = False
 
     def end(self) -> None:
-        self.popen.kill()
-        self.popen.communicate()
+        self.kill()
+        self.communicate()
+
+    def used(self) -> tuple[float, int]:
+        """Return the seconds of computing and the bytes of memory that it has used; zeros if it has just ended."""
+        try:
+            times = self.cpu_times()
+            return times.user + times.system, self.memory_info().rss
+        except psutil.Error:
+            return 0.0, 0
 
 
 class Worker:
@@ -83,42 +87,40 @@ class Worker:
     def _talk(self, process: Process, request: str) -> str:
         """Send a request and return the answer; keep to the limits meanwhile."""
         answers: list[str] = []
-        stdin, stdout = process.popen.stdin, process.popen.stdout
-        assert stdin and stdout
 
         def talk() -> None:
             try:
                 if not process.ready:
-                    process.ready = bool(stdout.readline())
-                stdin.write(request + "\n")
-                stdin.flush()
-                answers.append(stdout.readline())
+                    process.ready = bool(process.stdout.readline())
+                process.stdin.write(request + "\n")
+                process.stdin.flush()
+                answers.append(process.stdout.readline())
             except (OSError, ValueError):
                 answers.append("")
 
         talking = threading.Thread(target=talk, daemon=True)
         talking.start()
-        began, before = time.monotonic(), usage_of(process.watched)
+        began, (before, _) = time.monotonic(), process.used()
         while talking.is_alive():
             talking.join(0.02)
             if not talking.is_alive():
                 break
-            waited, used = time.monotonic() - began, usage_of(process.watched)
+            waited, (seconds, size) = time.monotonic() - began, process.used()
             if not process.ready:  # starting doesn't count
-                before = used
+                before = seconds
                 if waited > STARTING:
                     raise OSError(f"{self.module} didn't start")
-            elif used.seconds - before.seconds > self.seconds or waited > STARTING + PATIENCE * self.seconds:
+            elif seconds - before > self.seconds or waited > STARTING + PATIENCE * self.seconds:
                 raise Stopped(f"ran longer than {self.seconds:g} seconds")
-            if used.size > self.size:
+            if size > self.size:
                 raise Stopped(f"took more than {self.size // 1_000_000} MB of memory")
-        if not answers or not answers[0]:
+        if not answers[0]:
             raise OSError(f"{self.module} ended without an answer")
         return answers[0]
 
     def _start(self) -> Process:
         """Start a process. It ends when its standard input closes, so it doesn't outlive this one."""
-        popen = subprocess.Popen(
+        return Process(
             [sys.executable, "-P", "-m", self.module, str(self.seconds), str(self.size)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -126,7 +128,6 @@ class Worker:
             encoding="utf-8",
             env={name: os.environ[name] for name in ENVIRONMENT if name in os.environ},
         )
-        return Process(popen, psutil.Process(popen.pid))
 
     def stop(self) -> None:
         """Stop the idle processes; the next request starts another one."""
@@ -163,19 +164,3 @@ def alarm(seconds: float) -> None:
     """End this process after ``seconds``, where the system can do that; 0 takes it back."""
     if hasattr(signal, "setitimer"):
         signal.setitimer(signal.ITIMER_REAL, seconds)
-
-
-@dataclass(frozen=True)
-class Usage:
-    """What a process has used: computing time and bytes of memory."""
-
-    seconds: float
-    size: int
-
-
-def usage_of(process: psutil.Process) -> Usage:
-    try:
-        times = process.cpu_times()
-        return Usage(times.user + times.system, process.memory_info().rss)
-    except psutil.Error:  # the process has just ended
-        return Usage(0.0, 0)

@@ -91,7 +91,7 @@ def test_a_stopped_check_leaves_the_next_one_unharmed(hurried: float) -> None:
     converted("json_schema", {"type": "integer", "multipleOf": 7}, "--schema x")
     assert CONVERTER.idle
     for process in CONVERTER.idle:
-        process.popen.kill()
+        process.kill()
     converted("regex", "[a-z]{7}", "--regex")
 
 
@@ -163,7 +163,7 @@ def test_a_grammar_sees_no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("A_SECRET", "x")
     CONVERTER.stop()
     converted("regex", "[a-g]{3}", "regex")
-    assert "A_SECRET" not in CONVERTER.idle[0].watched.environ()
+    assert "A_SECRET" not in CONVERTER.idle[0].environ()
 
 
 def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -153,7 +153,7 @@ def test_a_renderer_that_died_is_replaced() -> None:
     assert template.render(MESSAGES) == "2"
     assert RENDERER.idle
     for process in RENDERER.idle:
-        process.popen.kill()
+        process.kill()
     assert template.render(MESSAGES) == "2"
 
 
