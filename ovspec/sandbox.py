@@ -20,7 +20,7 @@ MOST = 4  # processes of a kind, so that a request that takes long doesn't hold 
 STARTING = 60.0  # seconds that a process may take to start
 # A request may wait this many times its limit of computing time, because the machine may be busy.
 PATIENCE = 6
-# What Python and the system's loader need; a template or a grammar can't leak what isn't there.
+# What Python and the system's loader need. A template or a grammar can't leak the rest.
 ENVIRONMENT = ("PATH", "TZ", "PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH", "SYSTEMROOT", "TMPDIR", "TEMP", "TMP")
 
 
@@ -106,8 +106,8 @@ class Worker:
             if not talking.is_alive():
                 break
             waited, (seconds, size) = time.monotonic() - began, process.used()
-            if not process.ready:  # starting doesn't count
-                before = seconds
+            if not process.ready:
+                before = seconds  # starting doesn't count
                 if waited > STARTING:
                     raise OSError(f"{self.module} didn't start")
             elif seconds - before > self.seconds or waited > STARTING + PATIENCE * self.seconds:

@@ -30,41 +30,32 @@ NOT_VARIABLES = ("messages", "conversation", "add_generation_prompt", "continue_
 class ChatTemplate:
     """A Jinja template, rendered with the variables and functions that Hugging Face provides.
 
-    tool_use: the template for chats with tools, if that is another one.
+    ``tool_use`` is the template for chats with tools, if that is another one.
     """
 
     source: str
     special_tokens: dict[str, str]
     tool_use: str | None = None
 
-    def render(
-        self,
-        messages: list[Message],
-        open: bool = True,
-        tools: Sequence[Any] | None = None,
-        documents: Sequence[Any] | None = None,
-        variables: Mapping[str, Any] | None = None,
-    ) -> str:
+    def render(self, messages: list[Message], open: bool = True, variables: Mapping[str, Any] | None = None) -> str:
         """Return the prompt for ``messages``; with ``open`` it ends where the assistant's answer begins.
 
         Args:
-            tools: JSON schemas of functions, as in OpenAI's API.
-            documents: objects, mostly with "title" and "text", for models that answer from documents.
-            variables: what else the template reads, such as "enable_thinking"; may hold tools and documents, too.
+            variables: what else the template reads, such as "enable_thinking". "tools" are JSON schemas of functions,
+                as in OpenAI's API; "documents" are objects for models that answer from them.
 
         Raises:
-            OvspecError: the template fails, rejects these messages, doesn't read what is given, or takes too much time
-                or memory.
+            OvspecError: the template fails, rejects these messages, doesn't read a variable, or takes too much time or
+                memory.
         """
-        given = {"tools": tools, "documents": documents, **(variables or {})}
+        given = {"tools": None, "documents": None, **(variables or {})}
         for name in given.keys() & NOT_VARIABLES:
             raise OvspecError(f"`chat_template_kwargs` can't set {name}, which isn't a variable of templates.")
         for name in ("tools", "documents"):
             if not (given[name] is None or (is_list(given[name]) and all(isinstance(o, Mapping) for o in given[name]))):
                 raise OvspecError(f"{name} for a chat template must be a list of objects.")
-        with_tools = given["tools"] is not None and self.tool_use
         asked = {
-            "source": self.tool_use if with_tools else self.source,
+            "source": self.source if given["tools"] is None else self.tool_use or self.source,
             "variables": {**self.special_tokens, **given, "messages": messages, "add_generation_prompt": open},
             # An empty list says that there are none.
             "needed": [name for name in given if given[name] or name not in ("tools", "documents")],

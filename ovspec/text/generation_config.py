@@ -6,20 +6,20 @@ import functools
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import numpy as np
 from msgspec import Meta
 
 from ovspec.errors import OvspecError, PromptError
-from ovspec.files import read_as
+from ovspec.files import read_as, read_json
 from ovspec.ir.config import ModelConfig
 from ovspec.text.tokenizer import Tokenizer
 from ovspec.text.tokenizer_files import TokenId
 
 DEFAULT_MAX_TOKENS = 256
 
-# Settings of a generation config that Hugging Face's greedy generate applies and ovspec does not; their neutral values.
+# Settings of a generation config that Hugging Face's greedy generate applies and ovspec doesn't; their neutral values.
 NOT_APPLIED = {"no_repeat_ngram_size": 0, "min_length": 0} | dict.fromkeys(
     ("bad_words_ids", "begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id", "sequence_bias")
 )
@@ -27,7 +27,7 @@ NOT_APPLIED = {"no_repeat_ngram_size": 0, "min_length": 0} | dict.fromkeys(
 
 @dataclass(frozen=True)
 class GenerationFile:
-    """What ovspec reads of a ``generation_config.json``, and ``NOT_APPLIED``."""
+    """What ovspec applies of a ``generation_config.json``."""
 
     bos_token_id: TokenId | None = None
     eos_token_id: int | list[int] | None = None
@@ -35,13 +35,6 @@ class GenerationFile:
     min_new_tokens: Annotated[int, Meta(ge=0, lt=2**31)] | None = None
     repetition_penalty: float | None = None
     suppress_tokens: list[int] | None = None
-    no_repeat_ngram_size: Any = None
-    min_length: Any = None
-    bad_words_ids: Any = None
-    begin_suppress_tokens: Any = None
-    forced_bos_token_id: Any = None
-    forced_eos_token_id: Any = None
-    sequence_bias: Any = None
 
 
 class GenerationConfig:
@@ -51,17 +44,16 @@ class GenerationConfig:
         self._file = folder / "generation_config.json"
         self.values = read_as(GenerationFile, self._file)
         self._config, self._tokenizer = config, tokenizer
-        asked = [name for name, neutral in NOT_APPLIED.items() if getattr(self.values, name) not in (None, neutral)]
-        if asked:
-            warning = f"{folder}: its generation config sets {', '.join(asked)}, which ovspec does not apply"
+        asked = read_json(self._file)
+        if names := [name for name, neutral in NOT_APPLIED.items() if asked.get(name) not in (None, neutral)]:
+            warning = f"{folder}: its generation config sets {', '.join(names)}, which ovspec does not apply"
             warnings.warn(warning, stacklevel=4)
 
     @functools.cached_property
     def eos_ids(self) -> frozenset[int]:
         """The token ids that end a text."""
         files = (self.values, self._config, self._config.text_config)
-        said = (file.eos_token_id for file in files if file)
-        eos = next((ids for ids in said if ids is not None), [])
+        eos = next((file.eos_token_id for file in files if file and file.eos_token_id is not None), [])
         return frozenset(eos if isinstance(eos, list) else [eos])
 
     @property

@@ -7,7 +7,6 @@ import functools
 import re
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 import openvino as ov
@@ -21,29 +20,25 @@ from ovspec.text.tokenizer_files import TOKENIZER_FILE, DecodingStep, TokenizerF
 from ovspec.text.vocabulary import known_ids
 
 LONG = 100_000  # characters of a text that takes more than some milliseconds to encode
-# Texts may have this many times the characters that the longest tokens spell: a normaliser may shorten them.
+# A text may have this many times the characters that its tokens spell, because a normaliser may shorten it.
 SPARE = 4
 
 
 @functools.cache
-def _string_ops() -> ov.Core:
+def core_with_strings() -> ov.Core:
     """Return the OpenVINO core with the string operations that tokenizer IRs use."""
     core().add_extension(str(openvino_tokenizers._ext_path))
     return core()
 
 
-def _compiled(path: Path) -> ov.CompiledModel:
+def compiled(path: Path) -> ov.CompiledModel:
     if not path.is_file():
         raise OvspecError(f"{path.parent}: no {path.name} in it; export the model again with openvino-tokenizers.")
     check_weights(path)
     try:
-        return _string_ops().compile_model(path, "CPU")
+        return core_with_strings().compile_model(path, "CPU")
     except RuntimeError as error:
         raise OvspecError(f"{path}: cannot be compiled ({last_line(error)}); export it again.") from None
-
-
-def _request(path: Path) -> ov.InferRequest:
-    return _compiled(path).create_infer_request()
 
 
 def byte_level_alphabet() -> dict[str, int]:
@@ -97,7 +92,7 @@ class Tokenizer:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._encoder = _compiled(folder / "openvino_tokenizer.xml")
+        self._encoder = compiled(folder / "openvino_tokenizer.xml")
         self._idle: list[ov.InferRequest] = []  # one for each thread that encodes at the same time
         file = read_as(TokenizerFile, folder / TOKENIZER_FILE)
         self._special = {token.id: token.content.encode() for token in file.special_tokens}
@@ -172,7 +167,7 @@ class Tokenizer:
 
     @functools.cached_property
     def _window_model(self) -> ov.CompiledModel:
-        return _compiled(self.folder / "openvino_detokenizer.xml")
+        return compiled(self.folder / "openvino_detokenizer.xml")
 
     def _encode(self, text: str) -> np.ndarray:
         try:
@@ -187,36 +182,26 @@ class Tokenizer:
         return ids
 
 
-class Detokenizer(Protocol):
-    """Turns tokens into text one at a time, without ever returning half a character."""
-
-    def push(self, token: int, without: int = 0) -> str:
-        """Return the text that ``token`` completes, possibly empty; skips the first ``without`` bytes of the token."""
-        ...
-
-    def flush(self) -> str:
-        """Return the remaining text at the end; a character that was cut off becomes a replacement character."""
-        ...
-
-
 class ByteDetokenizer:
-    """A detokenizer for byte vocabularies; UTF-8 shows where each character ends."""
+    """Turns tokens into text one at a time, never returning half a character, by their bytes."""
 
     def __init__(self, vocabulary: list[bytes | None]) -> None:
         self._vocabulary = vocabulary
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def push(self, token: int, without: int = 0) -> str:
+        """Return the text that ``token`` completes, possibly empty; skips the first ``without`` bytes of the token."""
         return self._utf8.decode(bytes_of(self._vocabulary, token)[without:])
 
     def flush(self) -> str:
+        """Return the remaining text at the end; a character that was cut off becomes a replacement character."""
         return self._utf8.decode(b"", final=True)
 
 
 class WindowDetokenizer:
     """A detokenizer without a byte vocabulary: decodes a sliding window of tokens and returns the text that was added.
 
-    It cannot skip bytes of a token: ``without`` must be 0.
+    It can't skip bytes of a token: ``without`` must be 0.
     """
 
     def __init__(self, request: ov.InferRequest) -> None:
@@ -246,3 +231,6 @@ class WindowDetokenizer:
         text = self._window() if self._tokens else ""
         new, self._shown = text[len(self._shown) :], text
         return new
+
+
+Detokenizer = ByteDetokenizer | WindowDetokenizer

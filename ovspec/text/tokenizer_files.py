@@ -76,21 +76,6 @@ class NamedTemplate:
 class TokenizerConfig:
     """A ``tokenizer_config.json``; it may hold one chat template or several with names."""
 
-    chat_template: str | list[NamedTemplate] | dict[str, str] | None = None
-
-    @property
-    def chat_templates(self) -> dict[str, str]:
-        """The chat templates by name; an only one is called "default"."""
-        found = self.chat_template
-        if isinstance(found, list):
-            return {template.name: template.template for template in found}
-        return found if isinstance(found, dict) else {"default": found} if found else {}
-
-
-@dataclass(frozen=True)
-class StandardTokens:
-    """The special tokens that any ``tokenizer_config.json`` may name."""
-
     bos_token: str | TokenText | None = None
     eos_token: str | TokenText | None = None
     unk_token: str | TokenText | None = None
@@ -98,6 +83,15 @@ class StandardTokens:
     pad_token: str | TokenText | None = None
     cls_token: str | TokenText | None = None
     mask_token: str | TokenText | None = None
+    chat_template: str | list[NamedTemplate] | dict[str, str] | None = None
+
+    @property
+    def chat_templates(self) -> dict[str, str]:
+        """The chat templates by name; a single one is called "default"."""
+        found = self.chat_template
+        if isinstance(found, list):
+            return {template.name: template.template for template in found}
+        return found if isinstance(found, dict) else {"default": found} if found else {}
 
 
 def special_tokens(folder: Path) -> dict[str, str]:
@@ -106,7 +100,7 @@ def special_tokens(folder: Path) -> dict[str, str]:
     Models may have roles of their own, such as "image_token", beside the others or in an object.
     """
     file = folder / TOKENIZER_CONFIG_FILE
-    read_as(StandardTokens, file)  # refuses what can't be a token
+    read_as(TokenizerConfig, file)  # refuses what can't be a token
     entries, found = read_json(file), dict[str, str]()
     named = {role: value for role, value in entries.items() if role.endswith("_token")}
     for group in (entries.get("model_specific_special_tokens"), named, entries.get("extra_special_tokens")):

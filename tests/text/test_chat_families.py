@@ -49,9 +49,14 @@ def hugging_face(tokenizer: Any, messages: list[Any], source: str | None, ways: 
         return None
 
 
+def rendered_here(template: ChatTemplate, messages: list[Any], ways: Ways) -> str:
+    given = {name: ways[name] for name in ("tools", "documents") if name in ways}
+    return template.render(messages, ways.get("open", True), given | ways.get("variables", {}))
+
+
 def ours(template: ChatTemplate, messages: list[Any], ways: Ways) -> str | None:
     try:
-        return template.render(messages, **ways)
+        return rendered_here(template, messages, ways)
     except OvspecError as error:
         assert "cannot render these messages" in str(error)
         return None
@@ -168,14 +173,8 @@ def test_nothing_that_is_given_is_left_out_silently() -> None:
     ]
     for template, ways, sentence in cases:
         with pytest.raises(OvspecError, match=sentence):
-            template.render(MESSAGES, **ways)
-    assert gemma.render(MESSAGES, tools=[], documents=None) == gemma.render(MESSAGES)
-
-
-def test_tools_and_documents_may_be_variables() -> None:
-    template = ChatTemplate(TEMPLATES["granite4"], SPECIAL)
-    both: Ways = {"tools": TOOLS, "documents": DOCUMENTS}
-    assert template.render(MESSAGES, variables=both) == template.render(MESSAGES, **both)
+            rendered_here(template, MESSAGES, ways)
+    assert gemma.render(MESSAGES, variables={"tools": [], "documents": None}) == gemma.render(MESSAGES)
 
 
 @pytest.mark.skipif(not hasattr(time, "tzset"), reason="has no time zones by environment")

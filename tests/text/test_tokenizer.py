@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from ovspec.errors import OvspecError
 from ovspec.text.pairing import TEXTS
-from ovspec.text.tokenizer import Tokenizer, WindowDetokenizer, _request, byte_vocabulary
+from ovspec.text.tokenizer import Tokenizer, WindowDetokenizer, byte_vocabulary, compiled
 from ovspec.text.tokenizer_files import DecodingStep, TokenizerFile, Vocabulary
 
 
@@ -71,7 +71,7 @@ def test_window_detokenizer_agrees(tokenizer: Tokenizer, pair: Path) -> None:
     """The window detokenizer is used if the bytes of a vocabulary's tokens aren't known."""
     for text in [*TEXTS[:11], *PROMPTS[:3]]:
         ids = tokenizer.encode(text).tolist()
-        window = WindowDetokenizer(_request(pair / "openvino_detokenizer.xml"))
+        window = WindowDetokenizer(compiled(pair / "openvino_detokenizer.xml").create_infer_request())
         pieces = [window.push(token) for token in ids]
         assert "".join(pieces) + window.flush() == tokenizer.decode(ids) == text
 
