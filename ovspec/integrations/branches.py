@@ -14,7 +14,7 @@ import numpy as np
 from ovspec.decoders.prefill import LONG
 from ovspec.decoders.sequence import Sequence, common_prefix
 from ovspec.drafting.drafter import RoundRow
-from ovspec.drafting.lookahead import RoundOutcome
+from ovspec.drafting.lookahead import Lookahead, RoundOutcome
 from ovspec.drafting.proposal import NO_TOKENS, NOTHING, Proposal
 from ovspec.errors import OvspecError
 from ovspec.ir.memory import check_memory
@@ -66,39 +66,36 @@ class Observer(GreedySampler):
         return NO_TOKENS
 
 
+OBSERVER = Observer()
+
+
 class Branch:
     """A text with its own decoders, which is the only row of its batch.
 
     sequence: the text as last requested; the target may hold proposed tokens after it.
     known: n -> the logits (vocab,) that follow the first n tokens that the target holds.
-    positions: number of positions at the end of the text whose logits the next round returns.
-    budget, drafts: for the next round, see ``RoundRow``.
-    since: number of leading tokens that the text shares with the one requested before it.
+    turn: the row in the next round, or in the last one.
     """
 
     finish_reason: FinishReason | None = None
     most = 0
 
-    def __init__(self, decoders: Decoders, sequence: Sequence | None = None) -> None:
-        self.decoders, self.sequence = decoders, sequence or Sequence()
+    def __init__(self, decoders: Decoders, drafts: bool, lookahead: Lookahead, sequence: Sequence) -> None:
+        self.decoders, self.sequence = decoders, sequence
         self.known: dict[int, np.ndarray] = {}
-        self.stats, self.sampler = Stats(), Observer()
-        self.positions, self.budget, self.drafts, self.since = 1, 1, False, 0
-        self.turn = self.round_row()  # the latest round's
-        self.scheduler: Scheduler | None = None
+        self.stats, self.turn = Stats(), RoundRow(sequence, OBSERVER, 1)
+        drafter = decoders.drafter if drafts else None
+        # The lookahead learns from a round when the caller has chosen the tokens.
+        self.scheduler = Scheduler(decoders.target, drafter, lookahead, [self], learn=lambda _: None)
 
     @property
     def held(self) -> Sequence:
         return self.decoders.target.rows[0]
 
     def round_row(self) -> RoundRow:
-        return RoundRow(self.sequence, self.sampler, self.budget, self.drafts, positions=self.positions)
+        return self.turn
 
-    def take(self, turn: RoundRow) -> Piece:
-        self.turn = turn
-        cached, end = len(self.sequence) - turn.read, len(self.sequence) + len(turn.proposal.tokens)
-        self.known = {length: row for length, row in self.known.items() if self.since <= length <= cached}
-        self.known |= dict(enumerate(turn.logits.copy(), end - len(turn.logits) + 1))
+    def take(self, turn: RoundRow) -> Piece:  # noqa: ARG002
         return Piece("", [])
 
     def cancel(self) -> Piece:
@@ -111,6 +108,7 @@ class Guessed:
 
     asked: lengths of the text for which logits were requested, so that the caller chose the next token from them;
         other tokens were appended without a choice.
+    round: what the lookahead can learn from that round, besides the caller's choices.
     stood: proposed tokens that the text has continued with.
     parted: whether the text then continued with a token other than the proposed one.
     """
@@ -119,6 +117,7 @@ class Guessed:
     proposal: Proposal
     start: int
     asked: set[int]
+    round: RoundOutcome | None = None
     stood: int = 0
     parted: bool = False
 
@@ -141,10 +140,9 @@ class Branches:
         first = self._workspace.pool.take()
         drafter, self._lookahead = self._workspace.drafting(self._workspace.params({}), first)
         self._drafts = drafter is not None
-        first.reset(1)
-        self._branches = [Branch(first)]  # the least recently used one first
-        self._outcome: RoundOutcome | None = None  # of the last round, until the lookahead learns it
-        self._guessed: Guessed | None = None  # the proposal of that round
+        self._branches: list[Branch] = []  # the least recently used one first
+        self._add(first)
+        self._guessed: Guessed | None = None  # the last round's proposal, until the lookahead learns from it
         self._lock = threading.Lock()
 
     def logits(self, tokens: list[int], all_new: bool = False) -> tuple[np.ndarray, int]:
@@ -193,12 +191,17 @@ class Branches:
         while len(self._branches) >= self._most:
             self._drop(self._branches[0])
         if shared * MOST_COPIED < len(source.held) or not shared:
-            branch = Branch(self._workspace.pool.take())
-            branch.decoders.reset(1)
-        else:
-            branch = Branch(self._workspace.fork(source.decoders), source.sequence.copy())
-            branch.known = {length: row for length, row in source.known.items() if length <= shared}
-            self.served.forks += 1
+            return self._add(self._workspace.pool.take())
+        branch = self._add(self._workspace.fork(source.decoders), source.sequence.copy())
+        branch.known = {length: row for length, row in source.known.items() if length <= shared}
+        self.served.forks += 1
+        return branch
+
+    def _add(self, decoders: Decoders, sequence: Sequence | None = None) -> Branch:
+        """Add a branch with the text that ``decoders`` hold, or with an empty one."""
+        if sequence is None:
+            decoders.reset(1)
+        branch = Branch(decoders, self._drafts, self._lookahead, sequence or Sequence())
         self._branches.append(branch)
         return branch
 
@@ -229,34 +232,30 @@ class Branches:
         if long:
             self._make_room(len(unread) + TO_COME)
         context = self._workspace.target.ir.context_length
-        branch.drafts, branch.budget = not long, 1 + min(TO_COME, context - len(text) if context else TO_COME)
+        budget = 1 + min(TO_COME, context - len(text) if context else TO_COME)
         # With all logits requested, a decoder feeds any number of tokens in the same way: proposals change no bit.
-        branch.positions = MOST_POSITIONS if all_new or not long else 1
-        branch.sequence, branch.since = text, since
+        positions = MOST_POSITIONS if all_new or not long else 1
+        branch.sequence = text
+        branch.turn = turn = RoundRow(text, OBSERVER, budget, not long, positions=positions)
         self._round(branch)
-        turn = branch.turn
+        cached, end = len(text) - turn.read, len(text) + len(turn.proposal.tokens)
+        branch.known = {length: row for length, row in branch.known.items() if since <= length <= cached}
+        branch.known |= dict(enumerate(turn.logits.copy(), end - len(turn.logits) + 1))
         if turn.proposal.tokens.size:
             self.served.count_proposal(turn.proposal.source, len(turn.proposal.tokens), 0)
-        if self._outcome:
-            self._guessed = Guessed(branch, turn.proposal, len(text), {len(text)})
-            forced = 0 if long else turn.read - 1
-            self._outcome = replace(self._outcome, forced=forced, prefilled=long)
-        return len(text) - turn.read
+        if outcome := branch.scheduler.outcome:
+            outcome = replace(outcome, forced=0 if long else turn.read - 1, prefilled=long)
+            self._guessed = Guessed(branch, turn.proposal, len(text), {len(text)}, outcome)
+        return cached
 
     def _round(self, branch: Branch) -> None:
-        served, decoders = self.served, branch.decoders
-        on_target, on_draft = decoders.target.seconds, decoders.drafter.seconds if decoders.drafter else 0.0
-        if not branch.scheduler:
-            drafter = decoders.drafter if self._drafts else None
-            branch.scheduler = Scheduler(decoders.target, drafter, self._lookahead, [branch], learn=self._keep_outcome)
+        served, target, drafter = self.served, branch.decoders.target, branch.decoders.drafter
+        on_target, on_draft = target.seconds, drafter.seconds if drafter else 0.0
         branch.scheduler.step()
         served.inferences += 1
         served.read += branch.turn.read
-        served.target_ms += 1e3 * (decoders.target.seconds - on_target)
-        served.draft_ms += 1e3 * (decoders.drafter.seconds - on_draft) if decoders.drafter else 0.0
-
-    def _keep_outcome(self, outcome: RoundOutcome) -> None:
-        self._outcome = outcome
+        served.target_ms += 1e3 * (target.seconds - on_target)
+        served.draft_ms += 1e3 * (drafter.seconds - on_draft) if drafter else 0.0
 
     def _watch(self, branch: Branch, text: Sequence) -> None:
         """Record how far ``text`` agrees with the last proposal."""
@@ -277,6 +276,6 @@ class Branches:
 
     def _settle(self) -> None:
         """Have the lookahead learn from the last round, before the next one begins."""
-        if self._guessed and self._outcome:
-            self._lookahead.learn(replace(self._outcome, judged=[self._guessed.outcome()]))
-        self._guessed = self._outcome = None
+        if self._guessed and self._guessed.round:
+            self._lookahead.learn(replace(self._guessed.round, judged=[self._guessed.outcome()]))
+        self._guessed = None

@@ -18,7 +18,7 @@ import ovspec
 from ovspec.drafting.costs import Costs
 from ovspec.drafting.proposal import Proposal
 from ovspec.errors import OvspecError
-from ovspec.integrations.branches import MOST_BRANCHES, Branch, Branches, Guessed
+from ovspec.integrations.branches import MOST_BRANCHES, Branches, Guessed
 from ovspec.integrations.roles import roles_of
 from ovspec.text.chat_template import ChatTemplate
 
@@ -216,9 +216,9 @@ def test_only_choices_are_judged(requests: list[int], expected: tuple[int, int])
 
 def test_a_choice_that_parted_is_judged_and_a_forced_one_is_not() -> None:
     proposal = Proposal(np.array([7, 8, 9]))
-    chosen = Guessed(Branch(None), proposal, 2, {2, 3}, stood=1, parted=True)  # type: ignore[arg-type]
+    chosen = Guessed(None, proposal, 2, {2, 3}, stood=1, parted=True)  # type: ignore[arg-type]
     assert [len(chosen.outcome()[0].tokens), chosen.outcome()[1]] == [2, 1]
-    forced = Guessed(Branch(None), proposal, 2, {2}, stood=1, parted=True)  # type: ignore[arg-type]
+    forced = Guessed(None, proposal, 2, {2}, stood=1, parted=True)  # type: ignore[arg-type]
     assert [len(forced.outcome()[0].tokens), forced.outcome()[1]] == [1, 1]
 
 
