@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, Unpack, overload
 
 import numpy as np
@@ -21,10 +19,7 @@ from ovspec.loop.row import Row
 from ovspec.options import GenerateOptions, Params, check_samples, refuse_retries
 from ovspec.options.option import takes
 from ovspec.session import Session
-from ovspec.setup.engine import CompiledModel
 from ovspec.setup.identity import compiled_properties
-from ovspec.text.generation_config import GenerationConfig
-from ovspec.text.tokenizer import Tokenizer
 from ovspec.verify import Verification, verify_result
 from ovspec.workspace import Prompt, Workspace, is_batch
 
@@ -37,32 +32,13 @@ class LanguageModel:
     """
 
     def __init__(self, workspace: Workspace) -> None:
-        self.workspace = workspace
+        self.workspace, self.folder, self.tokenizer = workspace, workspace.folder, workspace.tokenizer
+        self.generation_config, self.target, self.draft = workspace.generation_config, workspace.target, workspace.draft
 
     def __repr__(self) -> str:
         precision = compiled_properties(self.target).get("INFERENCE_PRECISION_HINT")
         settings = f"precision={precision!r}, device={self.target.ir.device!r}, engine={self.target.engine!r}"
         return f"LanguageModel({str(self.folder)!r}, {settings}, draft={str(self.workspace.choice or 'none')!r})"
-
-    @property
-    def folder(self) -> Path:
-        return self.workspace.folder
-
-    @property
-    def tokenizer(self) -> Tokenizer:
-        return self.workspace.tokenizer
-
-    @property
-    def generation_config(self) -> GenerationConfig:
-        return self.workspace.generation_config
-
-    @property
-    def target(self) -> CompiledModel:
-        return self.workspace.target
-
-    @property
-    def draft(self) -> CompiledModel | None:
-        return self.workspace.draft
 
     def encode(self, prompt: Prompt) -> np.ndarray:
         """Return the token ids of ``prompt``, (n,) int64.
@@ -96,10 +72,8 @@ class LanguageModel:
                 option that is out of range.
             TypeError: an unknown option.
         """
-        params = self._single(options)
-        if is_batch(prompt):
-            return [texts[0] for texts in self._generate(prompt, params)]
-        return self._generate([prompt], params)[0][0]
+        texts = self._generate(prompt, self._single(options))
+        return [text for [text] in texts] if is_batch(prompt) else texts[0][0]
 
     @overload
     def samples(
@@ -120,7 +94,7 @@ class LanguageModel:
         """
         params = self.workspace.params(options)
         check_samples(params)
-        texts = self._generate(prompt if is_batch(prompt) else [prompt], params)
+        texts = self._generate(prompt, params)
         return texts if is_batch(prompt) else texts[0]
 
     @takes(GenerateOptions)
@@ -148,11 +122,12 @@ class LanguageModel:
             raise OvspecError(f"`n` is {params.n}; call samples() for several texts of a prompt.")
         return params
 
-    def _generate(self, prompts: list[Any], params: Params) -> list[list[Result]]:
-        rows = [row for prompt in prompts for row in self.workspace.rows(prompt, params)]
-        if rows:
-            for _ in self.workspace.run(rows, params, len(rows)):
-                pass
+    def _generate(self, prompt: Any, params: Params) -> list[list[Result]]:
+        """Return the ``n`` results of each prompt."""
+        prompts = prompt if is_batch(prompt) else [prompt]
+        rows = [row for each in prompts for row in self.workspace.rows(each, params)]
+        for _ in self.workspace.run(rows, params, len(rows)):
+            pass
         results = [row.result() for row in rows]
         retried(self.workspace, prompts, params, results)
         return [results[start : start + params.n] for start in range(0, len(rows), params.n)]
@@ -241,9 +216,7 @@ class LanguageModel:
             choice: the drafters, as ``ovspec.drafting.choice.parse_draft("lookup")`` returns them; None for plain
                 decoding. A draft model among them must be the one that is loaded.
         """
-        other = copy.copy(self)
-        other.workspace = self.workspace.with_drafters(choice)
-        return other
+        return LanguageModel(self.workspace.with_drafters(choice))
 
 
 def retried(workspace: Workspace, prompts: Sequence[Any], params: Params, results: list[Result]) -> None:
@@ -255,7 +228,9 @@ def retried(workspace: Workspace, prompts: Sequence[Any], params: Params, result
     """
     for _ in range(params.retries):
         again = rows_again(workspace, prompts, params, results)
-        for _ in workspace.run(again.values(), params, len(again)) if again else ():
+        if not again:
+            return
+        for _ in workspace.run(again.values(), params, len(again)):
             pass
         for i, row in again.items():
             results[i] = row.result()

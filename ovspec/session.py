@@ -65,8 +65,7 @@ class Session:
         if not self._messages or len(self.sequence) == self._answer_from:
             return list(self._messages)
         answer = self.sequence.tokens[self._answer_from :]
-        ended = len(answer) and int(answer[-1]) in self.workspace.generation_config.eos_ids
-        text = self.workspace.tokenizer.decode(answer[:-1] if ended else answer)
+        text = self.workspace.tokenizer.decode(without_eos(answer, self.workspace.generation_config.eos_ids))
         return [*self._messages, {"role": "assistant", "content": text}]
 
     def append(self, prompt: Prompt | Message) -> None:
@@ -79,15 +78,13 @@ class Session:
         Raises:
             OvspecError: messages after a text that isn't a chat, or a text or ids that can't be encoded.
         """
-        self._cancel_stream()
-        self._open()
-        if isinstance(prompt, dict):
-            prompt = [prompt]
-        if not is_chat(prompt) and not self._messages:
-            refuse_variables(self.chat_template_kwargs)
+        self._ready()
         if is_chat(prompt):
-            self._append_messages(prompt)  # type: ignore[arg-type]
-        elif isinstance(prompt, str):
+            self._append_messages([prompt] if isinstance(prompt, dict) else prompt)  # type: ignore[arg-type]
+            return
+        if not self._messages:
+            refuse_variables(self.chat_template_kwargs)
+        if isinstance(prompt, str):
             tokens = self._continued(prompt)
             self._open_text += prompt
             self._replace(tokens)
@@ -110,15 +107,13 @@ class Session:
         """
         if not isinstance(mark, Mark):
             raise OvspecError(f"rewind needs a mark made by mark(), not {type(mark).__name__}.")
-        self._cancel_stream()
-        self._open()
+        self._ready()
         self.workspace.encode(mark.tokens, begins=False)  # refuses a mark of another vocabulary
         self._go_to(mark)
 
     def reset(self) -> None:
         """Empty the text, and free the memory of its KV caches."""
-        self._cancel_stream()
-        decoders = self._open()
+        decoders = self._ready()
         self._go_to(EMPTY_TEXT)
         decoders.reset(0)
         decoders.reset(1)
@@ -132,8 +127,7 @@ class Session:
         refuse_in_session(params)
         if params.heal is None:
             params = replace(params, heal=self._heals)
-        self._cancel_stream()
-        decoders = self._open()
+        decoders = self._ready()
         before, held = self.mark(), len(decoders.target.rows[0])
         try:
             row = self.workspace.row(self.sequence, params, Origin(self._healable, self._context))
@@ -210,9 +204,9 @@ class Session:
         Both share the blocks of a paged cache. If a cache can't be copied exactly (a stateful one in u8), the fork
         reads the text again.
         """
-        mark = self.mark()
-        other = Session(self.workspace, self.workspace.fork(self._open()), self._context, self.chat_template_kwargs)
-        other._go_to(mark)
+        decoders = self.workspace.fork(self._ready())
+        other = Session(self.workspace, decoders, self._context, self.chat_template_kwargs)
+        other._go_to(self.mark())
         self._shares = other._shares = True
         return other
 
@@ -224,7 +218,7 @@ class Session:
         Raises:
             OvspecError: the file can't be written.
         """
-        save_session(Path(path), self.workspace, self._open(), self.mark())
+        save_session(Path(path), self.workspace, self._ready(), self.mark())
 
     def load(self, path: str | Path) -> None:
         """Replace this session's text, and its ``chat_template_kwargs``, by those that ``save`` wrote.
@@ -237,8 +231,8 @@ class Session:
         Raises:
             OvspecError: the file doesn't exist, is damaged, or belongs to another model.
         """
-        self._cancel_stream()
-        self._go_to(mark := load_session(Path(path), self.workspace, self._open()))
+        mark = load_session(Path(path), self.workspace, self._ready())
+        self._go_to(mark)
         self.chat_template_kwargs = mark.chat_template_kwargs
 
     def close(self) -> None:
@@ -253,7 +247,9 @@ class Session:
 
     # ------------------------------------------------------------ inside
 
-    def _open(self) -> Decoders:
+    def _ready(self) -> Decoders:
+        """Cancel a stream that hasn't ended, and return the decoders; raises OvspecError for a closed session."""
+        self._cancel_stream()
         if not self._decoders:
             raise OvspecError("This session is closed; make a new one with session().")
         return self._decoders
@@ -276,27 +272,23 @@ class Session:
         return np.concatenate((self.sequence.tokens[: self._open_from], more))
 
     def _append_messages(self, messages: list[Message]) -> None:
+        """Render the whole chat, and keep the tokens of the text so far if the rendered chat begins with that text.
+
+        The model may have split an answer into other tokens than the tokenizer would.
+        """
         if len(self.sequence) and not self._messages:
             raise OvspecError("Chat messages can't follow a text that isn't a chat; start another session.")
-        chat = [*self.messages, *messages]
-        self._replace(self._rendered(chat))
+        check_option("chat_template_kwargs", self.chat_template_kwargs)
+        chat, tokenizer = [*self.messages, *messages], self.workspace.tokenizer
+        text = self.workspace.chat_template.render(chat, variables=self.chat_template_kwargs)
+        kept = without_eos(self.sequence.tokens, self.workspace.generation_config.eos_ids)
+        spelt = tokenizer.spell(kept)
+        if spelt and text.startswith(spelt):
+            self._replace(np.concatenate((kept, tokenizer.encode_more(text[len(spelt) :]))))
+        else:
+            self._replace(tokenizer.encode(text, special=False))  # the template spells out the special tokens itself
         self._messages, self._answer_from = chat, len(self.sequence)
         self._settle()
-
-    def _rendered(self, chat: list[Message]) -> np.ndarray:
-        """Return the tokens of ``chat``, (n,) int64.
-
-        If the rendered chat continues the session's text, that keeps its tokens, because the model may have split an
-        answer into other tokens than the tokenizer would.
-        """
-        tokens, ends = self.sequence.tokens, self.workspace.generation_config.eos_ids
-        kept = tokens[:-1] if len(tokens) and int(tokens[-1]) in ends else tokens
-        check_option("chat_template_kwargs", self.chat_template_kwargs)
-        text = self.workspace.render(chat, self.chat_template_kwargs)
-        spelt = self.workspace.tokenizer.spell(kept)
-        if spelt and text.startswith(spelt):
-            return np.concatenate((kept, self.workspace.tokenizer.encode_more(text[len(spelt) :])))
-        return self.workspace.tokenizer.encode(text, special=False)  # the template spells out the special tokens itself
 
     def _settle(self) -> None:
         """Fix the tokens so far: they are neither healed nor tokenised again."""
@@ -304,8 +296,7 @@ class Session:
         self._open_text, self._heals = "", False
 
     def _score(self, texts: list[str]) -> list[Score]:
-        self._cancel_stream()
-        decoders = self._open()
+        decoders = self._ready()
         before = self.sequence.tokens if len(self.sequence) else self.workspace.generation_config.beginning
         self.workspace.check_room(len(before) + 1, self._context)
         candidates = [self._continued(text) for text in texts]
@@ -322,16 +313,16 @@ class Session:
             stream.cancel()
 
     def _end(self, row: Row, before: Mark) -> None:
-        """Make the session hold what the user saw of a stream that has ended."""
+        """Make the session hold what the user saw of a stream that has ended.
+
+        A stop string may begin inside a token: the text before it is encoded, and again when more is appended.
+        """
         if not row.token_ids:
             self._go_to(before)  # healing may have taken back tokens that were not generated again
             return
         self._settle()
-        if row.finish_reason == "stop":
-            self._end_with_the_text(row)
-
-    def _end_with_the_text(self, row: Row) -> None:
-        """Keep the tokens that lie in the text; encode the remaining text, and again when more is appended."""
+        if row.finish_reason != "stop":
+            return
         decode, generated = self.workspace.tokenizer.decode, self.sequence.tokens[row.start :]
         healed = row.healing.text.decode("utf-8", "replace") if row.healing else ""
         text, kept = healed + row.text, len(generated)
@@ -348,3 +339,8 @@ class Session:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def without_eos(tokens: np.ndarray, eos_ids: frozenset[int]) -> np.ndarray:
+    """Return ``tokens`` (n,) without an EOS at their end."""
+    return tokens[:-1] if len(tokens) and int(tokens[-1]) in eos_ids else tokens

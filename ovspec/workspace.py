@@ -64,7 +64,7 @@ class Decoders:
 
 
 class DecoderPool:
-    """Lends sets of decoders, which ``make`` makes when none is idle. Threads may share it."""
+    """Lends sets of decoders, and makes one when none is idle. Threads may share it."""
 
     def __init__(self, make: Callable[[], Decoders]) -> None:
         self._make = make
@@ -121,7 +121,7 @@ class Workspace:
         self.folder, self.target, self.draft, self.choice, self.lookahead = folder, target, draft, choice, lookahead
         self.tokenizer = Tokenizer(folder)
         self.generation_config = GenerationConfig(folder, target.ir.config, self.tokenizer)
-        self._constraints = ConstraintMaker(self.tokenizer)
+        self.constraints = ConstraintMaker(self.tokenizer)
         self._unconstrained = functools.lru_cache(64)(lambda ends: Constraints((), ends))
         self.corpora = [corpus_of(self.tokenizer.encode(text.rstrip("\0"), False) for text in corpus)]
         self.pool = DecoderPool(self._make_decoders)
@@ -163,13 +163,12 @@ class Workspace:
     # ------------------------------------------------------------ text and tokens
 
     def encode(self, prompt: Prompt, begins: bool = True, variables: Variables | None = None) -> np.ndarray:
-        """Return the ids, (n,) int64. ``begins``: the prompt starts a text and gets the model's BOS if it has one."""
-        prompt = [prompt] if isinstance(prompt, dict) else prompt  # a single message
+        """Return the token ids, (n,) int64. A prompt that ``begins`` a text gets the model's BOS if it has one."""
+        if is_chat(prompt):
+            messages: Any = [prompt] if isinstance(prompt, dict) else prompt
+            return self.tokenizer.encode(self.chat_template.render(messages, variables=variables), special=False)
         if not isinstance(prompt, (str, list, tuple, np.ndarray)):
             raise PromptError(f"A prompt must be a string, token ids or chat messages, not {prompt!r:.80}.")
-        if is_chat(prompt):
-            text = self.render(list(prompt), variables)  # type: ignore[arg-type]
-            return self.tokenizer.encode(text, special=False)
         refuse_variables(variables)
         if begins and not len(prompt):
             return self.generation_config.beginning
@@ -186,10 +185,6 @@ class Workspace:
             upto = f" (0 to {known.size - 1})" if known.size else ""
             raise PromptError(f"Token id {unknown} is not in the vocabulary{upto}.")
         return ids
-
-    def render(self, messages: list[Message], variables: Variables | None = None) -> str:
-        """Return ``messages`` as the chat template writes them, special tokens spelt out, ready for an answer."""
-        return self.chat_template.render(messages, variables=variables)
 
     def check_memory(self, tokens: int, drafts: bool = True) -> None:
         """Raise OvspecError if the states for ``tokens`` more tokens can't fit into free memory."""
@@ -232,10 +227,6 @@ class Workspace:
             found["logit_bias"] = dict.fromkeys(config.suppress_tokens, -np.inf) | dict(params.logit_bias)
         return replace(params, **found)
 
-    def check_grammar(self, params: Params) -> None:
-        """Raise OvspecError once if the grammar in ``params`` is wrong; ``row`` would raise it for each text."""
-        self._constraints.check(params)
-
     # ------------------------------------------------------------ rows
 
     def rows(self, prompt: Prompt, params: Params, reserved: bool = False) -> list[Row]:
@@ -271,7 +262,7 @@ class Workspace:
             sequence.commit(config.beginning)
         constraints, healing = self._unconstrained(eos | frozenset(params.stop_ids)), None
         if params.constrains:
-            constraints, healing = self._constraints.make(sequence.tokens, params, eos, config.bos, origin.healable)
+            constraints, healing = self.constraints.make(sequence.tokens, params, eos, config.bos, origin.healable)
         record = Record(sequence.tokens.copy(), params, origin, lambda: self.identity)
         sampler = sampler_of(params, origin.sample, constraints)
         if healing:  # nothing can fail from here on
@@ -346,8 +337,8 @@ class Workspace:
         try:
             drafter, lookahead = self.drafting(params, decoders)
             most = params.batch_size
-            tokens = math.inf if count == 1 else token_room(self.irs(drafter is not None), most)
-            limits = BatchLimits(1 if count == 1 else most, tokens, fail_alone=fail_alone)
+            room = math.inf if count == 1 else token_room(self.irs(drafter is not None), most)
+            limits = BatchLimits(1 if count == 1 else most, room, fail_alone=fail_alone)
             yield from run_rows(Scheduler(decoders.target, drafter, lookahead, rows, limits))
         finally:
             self.pool.give_back(decoders)

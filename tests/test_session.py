@@ -541,7 +541,8 @@ def test_each_turn_goes_on_from_the_last(session: ovspec.Session, load: Load) ->
         assert result.token_ids == lm.generate(prompt, max_tokens=12).token_ids
         assert session.messages[-1] == {"role": "assistant", "content": result.text}
         assert result.stats.cached_tokens >= before - 1, "only the new turn is read"
-        assert lm.tokenizer.spell(session.sequence.tokens[: len(prompt)]) == lm.workspace.render(session.messages[:-1])
+        rendered = lm.workspace.chat_template.render(session.messages[:-1])
+        assert lm.tokenizer.spell(session.sequence.tokens[: len(prompt)]) == rendered
     session.append("more")
     assert session.messages[-1]["content"].endswith("more"), "a string continues the answer"
 

@@ -64,10 +64,15 @@ class Done:
         except Timeout:
             raise OvspecError(f"{output}: another batch is writing it; wait for it, or name another output.") from None
         self._depends_on = depends_on
-        self._lines = dict(read_entries(self.file))
-        if self._lines:  # drop a line that was cut off
-            write_atomically(self.file, "".join(entry(key, line) for key, line in self._lines.items()))
+        self._lines = dict[str, dict[str, Any]]()
         self._open = self.file.open("a", encoding="utf-8", newline="\n")
+        *lines, cut_off = self.file.read_text(encoding="utf-8", errors="replace").split("\n")
+        for line in lines:
+            with contextlib.suppress(ValueError, TypeError, KeyError):  # a line that was cut off earlier
+                found = json.loads(line)
+                self._lines[found["key"]] = found["line"]
+        if cut_off:
+            self._open.write("\n")
 
     def key(self, request: BatchRequest) -> str:
         text = "\0".join((self._depends_on, request.id, request.source))
@@ -78,7 +83,7 @@ class Done:
 
     def add(self, request: BatchRequest, line: dict[str, Any]) -> None:
         self._lines[key := self.key(request)] = line
-        self._open.write(entry(key, line))
+        self._open.write(json.dumps({"key": key, "line": line}, ensure_ascii=False) + "\n")
         self._open.flush()
 
     def finish(self, output: Path, requests: list[BatchRequest]) -> None:
@@ -95,17 +100,6 @@ class Done:
         self._lock.release()
 
 
-def read_entries(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    for line in file.read_text(encoding="utf-8", errors="replace").split("\n") if file.is_file() else ():
-        with contextlib.suppress(ValueError, TypeError, KeyError):  # a line that was cut off
-            found = json.loads(line)
-            yield found["key"], found["line"]
-
-
-def entry(key: str, line: dict[str, Any]) -> str:
-    return json.dumps({"key": key, "line": line}, ensure_ascii=False) + "\n"
-
-
 def run_file(
     lm: LanguageModel,
     requests: list[BatchRequest],
@@ -119,7 +113,7 @@ def run_file(
     fails, the results so far are kept, and the same call continues from them.
     """
     defaults = lm.workspace.params(options)
-    lm.workspace.check_grammar(defaults)
+    lm.workspace.constraints.check(defaults)  # once, not for each text
     done = Done(output, what_matters(lm, defaults))
     try:
         run = FileRun(lm, defaults, done, requests)
