@@ -15,8 +15,7 @@ import ovspec
 from ovspec.cli import cli
 from ovspec.cli.compare import compare
 from ovspec.comparison import Parting
-from ovspec.integrations.batch_file import requests_of
-from ovspec.integrations.batch_run import run_file
+from ovspec.integrations.batch_file import requests_of, run_file
 from ovspec.text.chat_template import ChatTemplate
 from ovspec.verify import record_as_json, result_from_json
 

@@ -11,7 +11,7 @@ from ovspec.cli.loading import load
 from ovspec.cli.options import chat_option, check_chat, generate_options, refuse, split_options, system_option
 
 if TYPE_CHECKING:
-    from ovspec.integrations.batch_run import BatchProgress
+    from ovspec.integrations.batch_file import BatchProgress
 
 EVERY = 10.0  # seconds between two lines of progress if stderr is not a terminal
 
@@ -54,8 +54,7 @@ def batch(
         refuse(not overwrite, f"{output} already exists; name another --output, or add --overwrite.")
     loading, options = split_options(others)
 
-    from ovspec.integrations.batch_file import as_chat, read_requests, requests_of
-    from ovspec.integrations.batch_run import run_file
+    from ovspec.integrations.batch_file import as_chat, read_requests, requests_of, run_file
 
     requests = requests_of(read_stdin()) if str(file) == "-" else read_requests(file)
     if chat:

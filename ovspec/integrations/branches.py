@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -21,7 +22,7 @@ from ovspec.ir.memory import check_memory
 from ovspec.loop.results import FinishReason, Piece, Proposals, Stats
 from ovspec.loop.scheduler import Scheduler
 from ovspec.model import LanguageModel
-from ovspec.sampling.samplers import Distributions, GreedySampler
+from ovspec.sampling.samplers import GreedySampler
 from ovspec.workspace import Decoders
 
 MOST_BRANCHES = 8
@@ -37,32 +38,19 @@ MOST_POSITIONS = 512
 
 @dataclass(kw_only=True)
 class Served(Proposals):
-    """Counts of the requests for logits, and of the work they took.
-
-    requests: requests for the logits after a text.
-    answered: requests that needed no inference.
-    inferences: inferences of the target.
-    read: tokens of texts that were fed to the target, without proposed tokens.
-    forks: branches that started as a copy of another branch.
-    """
+    """Counts of the requests for logits, and of the work they took."""
 
     requests: int = 0
-    answered: int = 0
-    inferences: int = 0
-    read: int = 0
-    forks: int = 0
+    answered: int = 0  # requests that needed no inference
+    inferences: int = 0  # of the target
+    read: int = 0  # tokens of texts that the target read, without proposed tokens
+    forks: int = 0  # branches that started as a copy of another one
 
 
 class Observer(GreedySampler):
     """A sampler that chooses nothing, because the caller does. A draft proposes its most likely tokens."""
 
-    def verify(
-        self,
-        logits: np.ndarray,  # noqa: ARG002
-        sequence: Sequence,  # noqa: ARG002
-        proposed: np.ndarray,  # noqa: ARG002
-        q: Distributions = None,  # noqa: ARG002
-    ) -> np.ndarray:
+    def verify(self, *_: Any, **__: Any) -> np.ndarray:
         return NO_TOKENS
 
 
@@ -132,11 +120,10 @@ class Guessed:
 
 
 class Branches:
-    """Up to ``most`` branches of one model. Threads may share it."""
+    """Up to ``MOST_BRANCHES`` branches of one model. Threads may share it."""
 
-    def __init__(self, model: LanguageModel, most: int = MOST_BRANCHES) -> None:
-        self.served = Served()
-        self._workspace, self._most = model.workspace, most
+    def __init__(self, model: LanguageModel) -> None:
+        self.served, self._workspace = Served(), model.workspace
         first = self._workspace.pool.take()
         drafter, self._lookahead = self._workspace.drafting(self._workspace.params({}), first)
         self._drafts = drafter is not None
@@ -188,7 +175,7 @@ class Branches:
         self._branches.append(source)
         if len(source.sequence) - common_prefix(source.sequence, text) <= SPARE:
             return source
-        while len(self._branches) >= self._most:
+        if len(self._branches) == MOST_BRANCHES:
             self._drop(self._branches[0])
         if shared * MOST_COPIED < len(source.held) or not shared:
             return self._add(self._workspace.pool.take())
@@ -265,11 +252,10 @@ class Branches:
         agreed = common_prefix(branch.held, text) - guessed.start
         if agreed < 0:
             return
-        more = max(0, agreed - guessed.stood)
-        if more:
-            positions = range(guessed.stood, guessed.stood + more)
+        if agreed > guessed.stood:
+            positions = range(guessed.stood, agreed)
             self.served.count_accepted(guessed.proposal.source, positions, len(guessed.proposal.tokens))
-            guessed.stood += more
+            guessed.stood = agreed
         guessed.asked.add(len(text))
         if len(text) > guessed.start + agreed and agreed == guessed.stood < len(guessed.proposal.tokens):
             guessed.parted = True

@@ -20,8 +20,7 @@ import ovspec
 from ovspec.constraints.judging import JUDGE, schema_errors
 from ovspec.errors import OvspecError
 from ovspec.grammars.conversion import converted
-from ovspec.integrations.batch_file import read_request
-from ovspec.integrations.batch_run import run_file
+from ovspec.integrations.batch_file import read_request, run_file
 
 Load = Callable[..., ovspec.LanguageModel]
 

@@ -24,8 +24,7 @@ from commands_here import Command, commands_here
 from conftest import PROMPTS, ROOT, Reference
 
 import ovspec
-from ovspec.integrations.batch_file import plain_request, read_request, read_requests
-from ovspec.integrations.batch_run import Done, run_file, what_matters
+from ovspec.integrations.batch_file import Done, plain_request, read_request, read_requests, run_file, what_matters
 from ovspec.options import GENERATE, make_params
 from ovspec.verify import result_from_json
 
