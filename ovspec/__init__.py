@@ -10,23 +10,19 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
-# OpenVINO, nncf and optimum would report their use over the network, from a forked child, and write to the home folder.
-# They do without this package where it can't be imported.
+# OpenVINO, nncf and optimum would use this package to report their use over the network; they work without it.
 sys.modules.setdefault("openvino_telemetry", None)  # type: ignore[arg-type]
 
 if TYPE_CHECKING:
-    from ovspec.drafting.drafter import Drafter as Drafter
-    from ovspec.errors import OvspecError as OvspecError
-    from ovspec.loading import load as load
-    from ovspec.loop.results import Piece as Piece
-    from ovspec.loop.results import Result as Result
-    from ovspec.loop.results import Stats as Stats
-    from ovspec.loop.scoring import Score as Score
-    from ovspec.loop.scoring import Selection as Selection
-    from ovspec.model import LanguageModel as LanguageModel
-    from ovspec.options import SamplingParams as SamplingParams
-    from ovspec.session import Session as Session
-    from ovspec.session_file import Mark as Mark
+    from ovspec.drafting.drafter import Drafter
+    from ovspec.errors import OvspecError
+    from ovspec.loading import load
+    from ovspec.loop.results import Piece, Result, Stats
+    from ovspec.loop.scoring import Score, Selection
+    from ovspec.model import LanguageModel
+    from ovspec.options import SamplingParams
+    from ovspec.session import Session
+    from ovspec.session_file import Mark
 
 __version__ = "0.1.0"
 

@@ -18,8 +18,7 @@ import psutil
 
 MOST = 4  # processes of a kind, so that a request that takes long doesn't hold up all others
 STARTING = 60.0  # seconds that a process may take to start
-# A request may wait this many times its limit of computing time, because the machine may be busy.
-PATIENCE = 6
+PATIENCE = 6  # a request may wait this many times its limit of computing time, because the machine may be busy
 # What Python and the system's loader need. A template or a grammar can't leak the rest.
 ENVIRONMENT = ("PATH", "TZ", "PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH", "SYSTEMROOT", "TMPDIR", "TEMP", "TMP")
 
@@ -49,9 +48,8 @@ class Process(psutil.Popen):
 class Worker:
     """Runs ``module``, which serves requests, in a few processes that are started when they are needed and then kept.
 
-    An operation in compiled code can run for hours or fill the memory. Only a process can be stopped in the middle of
-    one, on any platform and from any thread. An answer may take ``seconds`` of computing, and a process ``size`` bytes
-    of memory.
+    An operation in compiled code can run for hours or fill the memory, and only a process can be stopped in the middle
+    of one. An answer may take ``seconds`` of computing, and a process ``size`` bytes of memory.
     """
 
     def __init__(self, module: str, seconds: float, size: int) -> None:
@@ -101,7 +99,7 @@ class Worker:
         talking = threading.Thread(target=talk, daemon=True)
         talking.start()
         began, (before, _) = time.monotonic(), process.used()
-        while talking.is_alive():
+        while True:
             talking.join(0.02)
             if not talking.is_alive():
                 break

@@ -196,8 +196,6 @@ class Session:
             raise OvspecError("score needs a non-empty string.")
         return self._score([text])[0]
 
-    # ------------------------------------------------------------ other sessions
-
     def fork(self) -> Session:
         """Return another session with the same text, which can be continued independently.
 
@@ -221,12 +219,11 @@ class Session:
         save_session(Path(path), self.workspace, self._ready(), self.mark())
 
     def load(self, path: str | Path) -> None:
-        """Replace this session's text, and its ``chat_template_kwargs``, by those that ``save`` wrote.
+        """Replace this session's text and ``chat_template_kwargs`` by those that ``save`` wrote.
 
-        Generation continues token for token.
-
-        If the caches were written with other settings or another version of OpenVINO, the text is read again and a
-        warning says so. If the file can't be loaded, this session keeps its text.
+        Generation continues token for token. If the caches were written with other settings or another version of
+        OpenVINO, the text is read again and a warning says so. If the file can't be loaded, this session keeps its
+        text.
 
         Raises:
             OvspecError: the file doesn't exist, is damaged, or belongs to another model.
@@ -244,8 +241,6 @@ class Session:
                 decoders.reset(0)
             else:
                 self.workspace.pool.give_back(decoders)
-
-    # ------------------------------------------------------------ inside
 
     def _ready(self) -> Decoders:
         """Cancel a stream that hasn't ended, and return the decoders; raises OvspecError for a closed session."""

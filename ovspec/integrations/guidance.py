@@ -60,7 +60,7 @@ class OpenVINO(Model):
 
 
 class OpenVINOEngine(Engine):
-    """The engine that guidance asks for logits, for all branches of its programs. ``options``: those of ``Engine``."""
+    """The engine that guidance asks for logits, for all branches of its programs; ``options`` are ``Engine``'s."""
 
     def __init__(
         self, lm: LanguageModel, chat_template: str | type[ChatTemplate] | None = None, **options: Any
@@ -68,13 +68,15 @@ class OpenVINOEngine(Engine):
         self.branches = Branches(lm)
         tokenizer = OpenVINOTokenizer(lm, chat_template)
         self._width = tokenizer.size
-        enabled = dict.fromkeys(("enable_backtrack", "enable_ff_tokens", "enable_monitoring"), True)
+        enabled = {"enable_backtrack": True, "enable_ff_tokens": True, "enable_monitoring": True}
         super().__init__(tokenizer, **(enabled | options))
 
     def get_logits(self, token_ids: list[int], include_all_uncached_tokens: bool = False) -> LogitsOutput:
         """Implement ``Engine.get_logits``; ``n_cached`` equals ``n_tokens`` if no inference was needed."""
         logits, cached = self.branches.logits(token_ids, include_all_uncached_tokens)
-        return {"logits": as_wide(logits, self._width), "n_tokens": len(token_ids), "n_cached": cached}
+        missing = max(0, self._width - logits.shape[1])  # ids that the model lacks
+        wide = np.pad(logits[:, : self._width], ((0, 0), (0, missing)), constant_values=-np.inf)
+        return {"logits": wide, "n_tokens": len(token_ids), "n_cached": cached}
 
 
 class OpenVINOTokenizer(Tokenizer):
@@ -85,8 +87,7 @@ class OpenVINOTokenizer(Tokenizer):
         ids = {token.content: token.id for token in read_as(TokenizerFile, lm.folder / TOKENIZER_FILE).added_tokens}
         special = special_tokens(lm.folder)
         bos, eos = (ids.get(special.get(role, "")) for role in ("bos_token", "eos_token"))
-        if eos is None:
-            eos = min(lm.generation_config.eos_ids, default=None)
+        eos = min(lm.generation_config.eos_ids, default=None) if eos is None else eos
         if eos is None:
             raise OvspecError(f"{lm.folder}: guidance needs a model with an end-of-sequence token.")
         try:
@@ -99,9 +100,9 @@ class OpenVINOTokenizer(Tokenizer):
 
 
 def model_template(lm: LanguageModel) -> str | type[ChatTemplate] | None:
-    """Return the source of the chat template if guidance knows it, else a class for it where one can be made.
+    """Return a class for the model's chat template, its source if guidance knows it or no class can be made, or None.
 
-    Return None if there is no template; guidance then takes ChatML and says so.
+    Without a template, guidance takes ChatML and says so.
     """
     try:
         template = chat_template(lm.folder)
@@ -129,11 +130,3 @@ def template_class(source: str, roles: Roles) -> type[ChatTemplate]:
             return roles[role]
 
     return ModelTemplate
-
-
-def as_wide(logits: np.ndarray, width: int) -> np.ndarray:
-    """Cut or pad ``logits`` (positions, n) to (positions, width); ids that the model lacks get -inf."""
-    missing = width - logits.shape[1]
-    if missing <= 0:
-        return logits[:, :width]
-    return np.pad(logits, ((0, 0), (0, missing)), constant_values=-np.inf)

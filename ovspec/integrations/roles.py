@@ -13,8 +13,7 @@ SAID = ("Alpha7one", "Bravo7two", "Delta7three")  # contents that no template wo
 def roles_of(template: ChatTemplate) -> Roles | None:
     """Return the texts around messages of "user", "assistant" and, where it is a message like the others, "system".
 
-    They leave out a BOS at the start. Return None if the template doesn't begin and end messages in the same way at
-    every position.
+    They leave out a BOS. Return None if the template begins or ends messages differently at different positions.
     """
     try:
         chat = around(template, ["user", "assistant", "user"])

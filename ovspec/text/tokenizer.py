@@ -49,9 +49,9 @@ def byte_level_alphabet() -> dict[str, int]:
 
 
 def byte_vocabulary(tokenizer: TokenizerFile) -> list[bytes | None] | None:
-    """Return the bytes that each id adds to the text; None for ids without a token.
+    """Return the bytes that each id adds to the text, none for special tokens; None for ids without a token.
 
-    Special tokens add nothing. Returns None if the decoder does not map each token to bytes independently.
+    Returns None if the decoder doesn't map each token to bytes by itself.
     """
     decoder, pieces = tokenizer.decoder or DecodingStep(), tokenizer.model.vocab
     kinds = {step.type for step in decoder.decoders or [decoder]}
@@ -84,10 +84,9 @@ def bytes_of(vocabulary: list[bytes | None], token: int) -> bytes:
 
 
 class Tokenizer:
-    """The tokenizer of an exported model.
+    """The tokenizer of an exported model; raises OvspecError if a file in ``folder`` is missing or broken.
 
-    ``folder`` holds the OpenVINO tokenizer and usually ``tokenizer.json``, from which the bytes of each token are read.
-    Raises OvspecError if a file is missing or broken.
+    The bytes of each token are read from ``tokenizer.json``, if there is one.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -108,7 +107,7 @@ class Tokenizer:
         self._adds_space = self.decode(self.encode("a", special=False)) == " a"
 
     def most_characters(self, tokens: int) -> int:
-        """Return a number of characters that ``tokens`` tokens can't spell, with much to spare."""
+        """Return more characters than ``tokens`` tokens can spell."""
         return SPARE * self._longest * tokens
 
     def encode(self, text: str, special: bool = True) -> np.ndarray:
@@ -152,9 +151,9 @@ class Tokenizer:
 
     def token_bytes(self, token: int) -> bytes:
         """Return the bytes of a token; those of a special token are its name."""
-        if not self.vocabulary:
-            return self._special.get(token) or self.decode([token]).encode()
-        return self._special.get(token) or bytes_of(self.vocabulary, token)
+        if token in self._special:
+            return self._special[token]
+        return bytes_of(self.vocabulary, token) if self.vocabulary else self.decode([token]).encode()
 
     def token_text(self, token: int) -> str:
         """Return the text of a token; a special token is written out, and part of a character as ``\\xe2``."""
