@@ -213,10 +213,7 @@ class Workspace:
         if lookahead not in (None, "auto", 0) and not self.choice and not params.grammar_option:
             raise OvspecError("`lookahead` needs something that proposes tokens; name a draft or lookup.")
         for name, ids in (("logit_bias", params.logit_bias), ("stop_ids", params.stop_ids)):
-            unknown = next((token for token in ids if not -(2**63) <= token < 2**63), None)
-            if unknown is None and len(ids):
-                unknown = self.tokenizer.known.first_unknown(np.array(list(ids), dtype=np.int64))
-            if unknown is not None:
+            if len(ids) and (unknown := self.tokenizer.known.first_unknown(np.array(list(ids)))) is not None:
                 raise OvspecError(f"`{name}`: token id {str(unknown)[:20]} is not in the vocabulary.")
         config, found = self.generation_config.values, {"lookahead": None if lookahead == "auto" else lookahead}
         if params.repetition_penalty is None:
@@ -280,10 +277,9 @@ class Workspace:
         )
 
     def reserve(self, row: Row, params: Params, cached: int = 0) -> None:
-        """Raise OvspecError if there is no memory for a row.
+        """Raise OvspecError if there is no memory for a row, of which ``cached`` tokens are in the KV cache.
 
-        A whole context that nobody has asked for by a number in ``params`` needn't fit. ``cached``: number of its
-        tokens that are in the KV cache.
+        Where ``params`` don't limit the text, memory for the default number of tokens is enough.
         """
         most = row.most if params.max_tokens == row.params.max_tokens else min(row.most, row.start + DEFAULT_MAX_TOKENS)
         self.check_memory(most - cached, drafts=params.lookahead != 0)

@@ -33,7 +33,7 @@ class KnownIds:
         return self.first_unknown(np.array([token])) is None
 
     def first_unknown(self, ids: np.ndarray) -> int | None:
-        """Return the first of ``ids`` (n,) that has no token, or None."""
+        """Return the first of ``ids`` (n,), integers of any size, that has no token, or None."""
         unknown = ids[(ids < 0) | np.isin(ids, self.gaps) | (ids >= (self.size or np.iinfo(np.int64).max))]
         return int(unknown[0]) if len(unknown) else None
 
