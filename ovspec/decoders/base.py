@@ -1,9 +1,4 @@
-"""The interface of everything that holds a KV cache, and the code that its implementations share.
-
-A Decoder is a language model with its KV cache, for a batch of rows: ``feed`` runs one inference, ``truncate`` rolls
-tokens back, ``reorder`` forks, drops and adds rows. A SessionDecoder can also copy its cache and dump it to arrays.
-``sequence.catch_up`` brings a decoder into line with a text, however that text has changed.
-"""
+"""The interface of a language model with its KV cache, and the code that its implementations share."""
 
 from __future__ import annotations
 
@@ -29,7 +24,7 @@ class FeedRule:
     """How tokens are fed, so that each has the same bits however its text is cut; found by ``setup/exactness.py``.
 
     OpenVINO has several kernels for one operation, which round differently, and chooses among them by the number of
-    tokens. The rule keeps to those that agree. A rule without demands is that of fast arithmetic.
+    tokens. The rule keeps to those that agree. The default, for fast arithmetic, demands nothing.
 
     queries: the fewest tokens of a row that attention gets; paged engine only.
     fewest: the fewest tokens that an inference computes.
@@ -74,7 +69,7 @@ FAST = FeedRule()
 def inferences(counts: list[int], most: int) -> Iterator[list[tuple[int, int]]]:
     """Yield inferences of at most ``most`` tokens that feed ``counts`` tokens to the rows, the first row's first.
 
-    Each is a list with, for every row, the index of its first token in the inference and the index after its last.
+    Each is a list with every row's (begin, end) among its tokens.
     """
     begins = [0, *itertools.accumulate(counts)]
     for first in range(0, begins[-1], most):
@@ -87,8 +82,7 @@ def inferences(counts: list[int], most: int) -> Iterator[list[tuple[int, int]]]:
 # Tokens that a joining row reads per inference if that doesn't widen the other rows: enough to make good use of the
 # weights, which the inference reads in any case.
 JOINING_CHUNK = 64
-# Token arrays up to this width are kept and reused.
-KEPT_WIDTH = 16
+KEPT_WIDTH = 16  # token arrays up to this width are kept and reused
 
 
 @dataclass(frozen=True)
@@ -108,7 +102,7 @@ class Rollback:
 
     @functools.cached_property
     def label(self) -> str:
-        """A description for statistics and messages, such as "mask + replay"."""
+        """The way in words, for statistics and messages."""
         kv = f"mask until {self.mask_until}" if self.kv == "mask" and self.mask_until else self.kv
         return " + ".join(filter(None, (kv, "replay" if self.replay else None)))
 
@@ -117,7 +111,10 @@ class Rollback:
 
 
 class Decoder(Protocol):
-    """A language model with its KV cache, for a batch of rows. Target and draft are both Decoders."""
+    """A language model with its KV cache, for a batch of rows.
+
+    ``sequence.catch_up`` brings a row into line with its text, however that text has changed.
+    """
 
     rollback: Rollback
     context_length: int | None
@@ -126,7 +123,7 @@ class Decoder(Protocol):
 
     @property
     def rows(self) -> list[Sequence]:
-        """The tokens in the cache, one Sequence per row."""
+        """Each row's tokens in the cache."""
         ...
 
     @property
@@ -158,17 +155,11 @@ class Decoder(Protocol):
         ...
 
     def reorder(self, rows: list[int]) -> None:
-        """Make new row i a copy of old row ``rows[i]``, or an empty row if ``rows[i]`` is EMPTY.
-
-        Repeat an index to fork a row; omit it to drop the row.
-        """
+        """Make new row i a copy of old row ``rows[i]``, or an empty row if ``rows[i]`` is EMPTY."""
         ...
 
     def joining_chunk(self, counts: list[int]) -> int:
-        """Return how many tokens a joining row may read in an inference that feeds ``counts`` tokens to other rows.
-
-        Reading this many does not make the other rows wait long.
-        """
+        """Return how many tokens a joining row may read beside other rows' ``counts`` without delaying them much."""
         ...
 
 
@@ -176,11 +167,7 @@ class SessionDecoder(Decoder, Protocol):
     """A decoder whose cache can outlive a call: every decoder except those in tests."""
 
     def fork(self) -> SessionDecoder:
-        """Return a decoder with an infer request of its own and the same rows.
-
-        Its cache is a copy, or is shared until one of the two decoders writes. If a copy would not be exact, the new
-        decoder is empty instead.
-        """
+        """Return a decoder with the same rows and an infer request of its own; empty if a copy would not be exact."""
         ...
 
     def dump(self) -> dict[str, np.ndarray]:
@@ -188,7 +175,7 @@ class SessionDecoder(Decoder, Protocol):
         ...
 
     def restore(self, tokens: np.ndarray, arrays: dict[str, np.ndarray]) -> None:
-        """Start over with a single row of ``tokens`` (n,) and their cache, ``arrays``, as ``dump`` returned it.
+        """Start over with a single row: ``tokens`` (n,) and their cache as ``dump`` returned it.
 
         Raises:
             ValueError: the arrays don't fit this model's cache.
@@ -200,30 +187,27 @@ class SessionDecoder(Decoder, Protocol):
 
 
 @functools.lru_cache(maxsize=256)
-def check_wanted(counts: tuple[int, ...], wanted: tuple[int, ...]) -> None:
-    """Raise ValueError if rows of ``counts`` new tokens are empty, or more logits than tokens are wanted."""
-    if not any(counts):
-        raise ValueError("feed needs at least one token")
-    if any(want > count for want, count in zip(wanted, counts, strict=True)):
-        raise ValueError("logits can be requested for new tokens only")
-
-
-@functools.lru_cache(maxsize=256)
 def logit_positions(counts: tuple[int, ...], wanted: tuple[int, ...], packed: bool = False) -> np.ndarray:
     """Return the flat indices of each row's last ``wanted`` of ``counts`` tokens.
 
     Rows are padded to the longest, or, if ``packed``, follow each other without a gap. The result has at least two
     indices: not every device can run a kernel on an empty list, and the lm_head rounds differently for a single one.
+
+    Raises:
+        ValueError: there are no tokens, or a row wants more logits than it gets tokens.
     """
-    starts = [0, *itertools.accumulate(counts if packed else [max(counts)] * len(counts))]
-    ends = [start + count for start, count in zip(starts, counts, strict=False)]
+    if not any(counts):
+        raise ValueError("feed needs at least one token")
+    if any(want > count for want, count in zip(wanted, counts, strict=True)):
+        raise ValueError("logits can be requested for new tokens only")
+    ends = list(itertools.accumulate(counts)) if packed else [row * max(counts) + n for row, n in enumerate(counts)]
     indices = [np.arange(end - want, end) for end, want in zip(ends, wanted, strict=True)]
     filling = np.full(max(0, 2 - sum(wanted)), ends[-1] - 1)
     return np.concatenate([*indices, filling])
 
 
 def needed_width(decoder: Decoder, tokens: list[np.ndarray]) -> int:
-    """Return how many tokens ``decoder`` computes at least if it is fed ``tokens``."""
+    """Return how many tokens ``decoder`` computes if it is fed ``tokens`` and not filled up."""
     count = sum(map(len, tokens))
     return count and max(decoder.rule.fewest, count)
 
@@ -240,10 +224,7 @@ def reordered(old: list[Sequence], rows: list[int]) -> list[Sequence]:
 
 
 class TokenArrays(dict[tuple[int, ...], tuple[np.ndarray, np.ndarray]]):
-    """Maps a shape to int64 arrays for token ids and positions.
-
-    Small arrays are reused, because binding a new array to a request takes time.
-    """
+    """Maps a shape to int64 arrays for token ids and positions; keeps small ones, which saves binding new ones."""
 
     def __missing__(self, shape: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
         arrays = np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=np.int64)

@@ -1,4 +1,4 @@
-"""Bookkeeping for the paged KV cache: which blocks hold the tokens of which row.
+"""The blocks of the paged KV cache: which rows hold them, and the tensors that they are in.
 
 A block holds the keys and values of a fixed number of tokens, in all layers. A row's blocks need not be adjacent, and
 forked rows share blocks until one of them writes (Kwon et al., arXiv 2309.06180).
@@ -6,9 +6,16 @@ forked rows share blocks until one of them writes (Kwon et al., arXiv 2309.06180
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 
+import numpy as np
+import openvino as ov
+
 from ovspec.decoders.sequence import EMPTY
+from ovspec.ir.compile import CompiledIR
+
+FIRST_BLOCKS = 8
 
 
 class Pool:
@@ -21,11 +28,11 @@ class Pool:
 
     @property
     def used(self) -> int:
-        """Number of blocks that at least one row holds."""
+        """The number of blocks that at least one row holds."""
         return self.needed - len(self._free)
 
     def take(self) -> int:
-        """Return a block that no row holds, and mark it as held by one."""
+        """Return a free block, held by one row from now on."""
         if self._free:
             block = self._free.pop()
         else:
@@ -38,30 +45,24 @@ class Pool:
         self._holders.update(blocks)
 
     def release(self, blocks: list[int]) -> None:
-        """Note that one row fewer holds ``blocks``, and free those that no row holds."""
+        """Note that one row fewer holds ``blocks``."""
         for block in blocks:
             self._holders[block] -= 1
             if not self._holders[block]:
                 self._free.append(block)
 
-    def reset(self) -> None:
-        """Start over with no blocks in use."""
-        self._holders.clear()
-        self._free, self.needed = [], 0
-
     def shared(self, block: int) -> bool:
         """Return whether more than one row holds ``block``."""
         return self._holders[block] > 1
 
+    def reset(self) -> None:
+        """Start over without blocks."""
+        self._holders.clear()
+        self._free, self.needed = [], 0
+
 
 class Blocks:
-    """The blocks of a decoder's rows. Bookkeeping only; the tensors belong to the decoder.
-
-    Args:
-        rows: number of rows to start with, all empty.
-        size: tokens per block.
-        pool: the source of blocks; a new one by default.
-    """
+    """The blocks of a decoder's ``rows``, which start empty. ``size``: tokens in a block."""
 
     def __init__(self, rows: int, size: int, pool: Pool | None = None) -> None:
         self.size, self.pool = size, pool or Pool()
@@ -85,14 +86,14 @@ class Blocks:
         return copies
 
     def truncate(self, row: int, length: int) -> None:
-        """Release the blocks of ``row`` that its first ``length`` tokens don't need."""
+        """Release the blocks that the first ``length`` tokens of ``row`` don't need."""
         table, kept = self.tables[row], -(-length // self.size)
         if len(table) > kept:
             self._release(table[kept:])
             del table[kept:]
 
     def reorder(self, rows: list[int]) -> None:
-        """Let new row i hold the blocks of old row ``rows[i]``, or none if ``rows[i]`` is EMPTY."""
+        """Let new row i hold the blocks of old row ``rows[i]``, or none if that is EMPTY."""
         old, self.tables = self.tables, [[] if row == EMPTY else list(self.tables[row]) for row in rows]
         for table in self.tables:
             self.pool.hold(table)
@@ -115,3 +116,61 @@ class Blocks:
     def _release(self, blocks: list[int]) -> None:
         self.version += 1
         self.pool.release(blocks)
+
+
+class BlockTensors:
+    """Keys and values of all layers, in memory of our own, for one decoder or several that were forked from each other.
+
+    ``lock`` is held while blocks change owners or an inference runs, so decoders that share blocks take turns.
+    """
+
+    def __init__(self, ir: CompiledIR, names: list[str]) -> None:
+        self.ports = {name: ir.compiled.input(name) for name in names}
+        self.arrays: dict[str, np.ndarray] = {}  # name -> (blocks, heads, block size, width), as raw bits
+        self.pool = Pool()
+        self.lock = threading.RLock()
+        self.version = 0  # changes whenever the arrays are reallocated
+        self.block_size = self.ports["value_cache.0"].get_partial_shape()[2].get_length()
+        self.capacity = 0  # number of blocks that the arrays have room for
+
+    def make_room(self) -> None:
+        """Double the arrays until they have room for all blocks of the pool."""
+        capacity = max(FIRST_BLOCKS, self.capacity)
+        while capacity < self.pool.needed:
+            capacity *= 2
+        if capacity > self.capacity:
+            self._allocate(capacity)
+
+    def free(self) -> int:
+        """Shrink the arrays if no row holds a block; return the size of the old arrays in bytes, or 0."""
+        if self.pool.used or self.capacity <= FIRST_BLOCKS:
+            return 0
+        freed = sum(array.nbytes for array in self.arrays.values())
+        self.pool.reset()
+        self.arrays = {}
+        self._allocate(FIRST_BLOCKS)
+        return freed
+
+    def copy(self, pairs: list[tuple[int, int]]) -> None:
+        """Copy blocks, given as (from, to) pairs."""
+        for source, target in pairs:
+            for array in self.arrays.values():
+                array[target] = array[source]
+
+    def tensor(self, name: str) -> ov.Tensor:
+        """Return the array ``name`` as an OpenVINO tensor."""
+        array = self.arrays[name]
+        return ov.Tensor(array, ov.Shape(list(array.shape)), self.ports[name].get_element_type())
+
+    def _allocate(self, capacity: int) -> None:
+        """Enlarge the arrays one by one, keeping the blocks. Memory that no block has used is only reserved."""
+        for name, port in self.ports.items():
+            # numpy has no bf16. Blocks are only copied, so an integer type of the same size will do.
+            bits = {1: np.uint8, 2: np.uint16, 4: np.uint32}[port.get_element_type().size]
+            shape = [capacity, *(length.get_length() for length in list(port.get_partial_shape())[1:])]
+            array = np.zeros(shape, bits)
+            if name in self.arrays:
+                array[: self.capacity] = self.arrays[name]
+            self.arrays[name] = array
+        self.capacity = capacity
+        self.version += 1

@@ -1,8 +1,7 @@
 """The decoder that keeps its KV cache in blocks of its own, on the same IR after OpenVINO's paged-attention rewrite.
 
 The tokens of all rows follow one another without padding. Each inference is given the length of each row's cache, so
-rolling back only means passing a smaller length. Attention over a long cache costs much less for several new tokens
-than in the stateful decoder (docs/benchmarks.md).
+rolling back only means passing a smaller length.
 """
 
 from __future__ import annotations
@@ -17,15 +16,13 @@ from ovspec.decoders.base import (
     FeedRule,
     Rollback,
     TokenArrays,
-    check_wanted,
     feed_error,
     inferences,
     logit_positions,
     reordered,
     split_by_row,
 )
-from ovspec.decoders.block_tensors import FIRST_BLOCKS, BlockTensors
-from ovspec.decoders.blocks import Blocks
+from ovspec.decoders.blocks import FIRST_BLOCKS, Blocks, BlockTensors
 from ovspec.decoders.sequence import EMPTY, Sequence
 from ovspec.interrupts import check_interrupts
 from ovspec.ir.compile import CompiledIR
@@ -43,19 +40,14 @@ class PagedDecoder:
 
     OpenVINO has one attention kernel for a single new token and another for several, and they round differently. Where
     the rule demands two queries, attention never gets a row's only new token alone: its query, key and value come
-    twice, and what the second writes into the cache is overwritten by the next token. Where it demands two tokens, one
-    that would be computed alone is computed together with the token before it. Where it has a bound, more tokens are
-    fed in several inferences.
+    twice, and what the second writes into the cache is overwritten by the next token.
 
     Args:
         ir: the model, compiled with the rewrites ``to_paged`` and, for a rule with two queries, ``pair_queries``.
         vocabulary: the ids that may be chosen.
         rule: how tokens are fed.
         prefill_chunk: maximum tokens fed in one inference.
-        tensors: the tensors of another decoder of the same model, to share blocks with it; new ones by default.
-
-    Raises:
-        ValueError: a rule with two queries, and the model lacks the second rewrite.
+        tensors: those of another decoder of the same model, to share blocks with it; new ones by default.
     """
 
     rollback = Rollback("blocks")
@@ -92,12 +84,12 @@ class PagedDecoder:
 
     @property
     def blocks_used(self) -> int:
-        """Number of blocks in use, including those of decoders that share the tensors; a shared block counts once."""
+        """The number of blocks in use, including those of decoders that share the tensors."""
         return self._tensors.pool.used
 
     @property
     def block_size(self) -> int:
-        """Number of tokens in a block."""
+        """The number of tokens in a block."""
         return self._tensors.block_size
 
     def reset(self, rows: int) -> None:
@@ -111,10 +103,8 @@ class PagedDecoder:
             trim_heap()
 
     def feed(self, tokens: list[np.ndarray], wanted: list[int], width: int = 0) -> list[np.ndarray]:
-        counts = [len(new) for new in tokens]
-        check_wanted(tuple(counts), tuple(wanted))
         try:
-            if sum(counts) > self._most:
+            if sum(map(len, tokens)) > self._most:
                 return self._feed_in_parts(tokens, wanted)
             with self._tensors.lock:
                 return self._append(tokens, wanted, min(width, self._most))
@@ -183,24 +173,23 @@ class PagedDecoder:
         return [np.concatenate(each) if each else nothing for each in logits]
 
     def _append(self, tokens: list[np.ndarray], wanted: list[int], width: int = 0) -> list[np.ndarray]:
-        pieces = [(len(held), new) for held, new in zip(self.rows, tokens, strict=True)]
-        if sum(map(len, tokens)) < self.rule.fewest:
-            pieces = [self._doubled(row, new) for row, new in enumerate(tokens)]
-        self._fill_up(pieces, width)
-        fed = [row for row, (_, new) in enumerate(pieces) if len(new)]
-        queries = tuple([max(self.rule.queries, len(pieces[row][1])) for row in fed])
-        ids, positions = self._token_arrays[(sum([len(new) for _, new in pieces]),)]
-        past, begins = self._length_arrays(len(fed))
+        """Run an inference that appends ``tokens`` to the rows; the arguments and the result are those of ``feed``."""
+        computed = self._fill_up([(len(held), new) for held, new in zip(self.rows, tokens, strict=True)], width)
+        fed = [row for row, (_, new) in enumerate(computed) if len(new)]
+        counts = tuple([len(computed[row][1]) for row in fed])
+        queries = tuple([max(self.rule.queries, count) for count in counts])
+        ids, positions = self._token_arrays[(sum(counts),)]
+        past, query_begins = self._length_arrays(len(fed))
         copies: list[tuple[int, int]] = []
         start = longest = 0
         for i, row in enumerate(fed):
-            held, new = pieces[row]
+            begin, new = computed[row]
             end = start + len(new)
-            copies += self._blocks.extend(row, held, queries[i])
             ids[start:end] = new
-            positions[start:end] = np.arange(held, held + len(new))
-            past[i], begins[i + 1] = held, begins[i] + queries[i]
-            start, longest = end, max(longest, held + queries[i])
+            positions[start:end] = np.arange(begin, begin + len(new))
+            past[i], query_begins[i + 1] = begin, query_begins[i] + queries[i]
+            copies += self._blocks.extend(row, begin, queries[i])
+            start, longest = end, max(longest, begin + queries[i])
             self.rows[row].commit(tokens[row])
         self._longest[...] = longest
         if self._tensors.pool.needed > self._tensors.capacity:
@@ -208,43 +197,45 @@ class PagedDecoder:
         self._bind()
         if copies:
             self._tensors.copy(copies)
-        # The filling after a text's first token has logits, too, which are left out of the result.
-        filled = [len(self.rows[row]) < held + len(new) for row, (held, new) in enumerate(pieces)]
-        counts = [want + after for want, after in zip(wanted, filled, strict=True)]
-        logits_idx = logit_positions(tuple([len(new) for _, new in pieces]), tuple(counts), packed=True)
-        indices, index_begins = self._block_lists(fed)
-        paired = pairs(tuple([len(pieces[row][1]) for row in fed]), queries)
-        arrays = (ids, positions, past, begins, indices, index_begins, self._longest, logits_idx, *paired)
+        # What fills an inference up behind a text's first token has logits, too, which are left out of the result.
+        behind = [begin + len(new) - len(held) for held, (begin, new) in zip(self.rows, computed, strict=True)]
+        given = [want + more for want, more in zip(wanted, behind, strict=True)]
+        logits_idx = logit_positions(tuple([len(new) for _, new in computed]), tuple(given), packed=True)
+        blocks, block_begins = self._block_lists(fed)
+        paired = pairs(counts, queries)
+        arrays = (ids, positions, past, query_begins, blocks, block_begins, self._longest, logits_idx, *paired)
         logits = self._request.infer(arrays, logits_idx)
         for row in fed:  # a block that only a second query has begun
             self._blocks.truncate(row, len(self.rows[row]))
         logits = self._vocabulary.restrict(logits) if self._restricts else logits
         if len(wanted) == 1:
             return [logits[: wanted[0]]]
-        return [found[:want] for found, want in zip(split_by_row(logits, counts), wanted, strict=True)]
+        return [found[:want] for found, want in zip(split_by_row(logits, given), wanted, strict=True)]
 
-    def _doubled(self, row: int, new: np.ndarray) -> tuple[int, np.ndarray]:
-        """Return (position of the first token, tokens) to compute for ``row``, whose token would be the only one."""
-        held = len(self.rows[row])
-        if not len(new):
-            return held, new
-        if held:
-            return held - 1, np.concatenate((self.rows[row].tokens[-1:], new))
-        return 0, np.concatenate((new, new))  # the second one is a filling, over which the next token is written
+    def _fill_up(self, computed: list[tuple[int, np.ndarray]], width: int) -> list[tuple[int, np.ndarray]]:
+        """Return what an inference computes to have ``width`` tokens, or at least as many as the rule demands.
 
-    def _fill_up(self, pieces: list[tuple[int, np.ndarray]], width: int) -> None:
-        """Let one row compute tokens of its cache once more, so that the inference computes ``width`` tokens."""
-        missing = width - sum([len(new) for _, new in pieces])
-        if missing <= 0:
-            return
-        for row, (held, new) in enumerate(pieces):
-            if len(new) and held >= missing:
-                again = self.rows[row].tokens[held - missing : held]
-                pieces[row] = held - missing, np.concatenate((again, new))
-                return
+        One row computes the last tokens of its cache once more. A text's first token has none before it, so it comes
+        twice, and the next token is written over the second one.
+
+        Args:
+            computed: for each row, (position of its first token, its new tokens (n,)).
+        """
+        count = sum([len(new) for _, new in computed])
+        for missing in (width - count, self.rule.fewest - count):
+            if missing <= 0:
+                continue
+            for row, (begin, new) in enumerate(computed):
+                if len(new) and begin >= missing:
+                    again = self.rows[row].tokens[begin - missing :]
+                    computed[row] = begin - missing, np.concatenate((again, new))
+                    return computed
+        if count < self.rule.fewest:
+            return [(begin, np.repeat(new, self.rule.fewest)) for begin, new in computed]
+        return computed
 
     def _length_arrays(self, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return int32 arrays to fill in: tokens cached before each sequence (count,), its first index (count + 1,)."""
+        """Return int32 arrays to fill in: tokens cached before each row (count,), its first query (count + 1,)."""
         if count not in self._kept_lengths:
             self._kept_lengths[count] = np.zeros(count, dtype=np.int32), np.zeros(count + 1, dtype=np.int32)
         return self._kept_lengths[count]
@@ -268,9 +259,9 @@ class PagedDecoder:
 
 @functools.lru_cache(maxsize=256)
 def pairs(counts: tuple[int, ...], queries: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
-    """Return the inputs of ``pair_queries``, int32, for rows of ``counts`` tokens of which attention gets ``queries``.
+    """Return the inputs of ``pair_queries``, int32: each query's token, and each token's first query.
 
-    A row has as many queries as tokens, or two for its only token.
+    A row of ``counts`` tokens has as many ``queries``, or several for its only token.
     """
     repeats = np.concatenate([np.full(count, each // count) for count, each in zip(counts, queries, strict=True)])
     tokens = np.arange(len(repeats), dtype=np.int32)

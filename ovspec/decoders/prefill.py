@@ -18,8 +18,8 @@ WORTH_SHARING = 32
 def share_prefixes(decoder: Decoder, sequences: list[Sequence]) -> None:
     """Replace each row with many unseen tokens by a copy of the row that shares the longest prefix with its text.
 
-    So several samples of one prompt read it once, and a batch reads its common system message once. Does nothing for
-    models that replay: rolling recurrent states back to the common prefix may cost more than it saves.
+    So samples of one prompt read it once, and a batch reads its common system message once. Models that replay are left
+    as they are: rolling recurrent states back to the common prefix may cost more than it saves.
     """
     held = decoder.rows
     unseen = [len(sequence) - len(row) for sequence, row in zip(sequences, held, strict=True)]
@@ -58,11 +58,13 @@ def prefill_chunks(decoder: Decoder, unseen: list[np.ndarray], room: int | None 
     """
     if all(len(new) <= LONG for new in unseen):
         return unseen
-    if room is not None:
-        ends = np.minimum(np.cumsum([0, *(len(new) if len(new) > LONG else 0 for new in unseen)]), room)
-        return [new if len(new) <= LONG else new[:most] for new, most in zip(unseen, np.diff(ends), strict=True)]
-    generating = [len(new) for new, held in zip(unseen, decoder.rows, strict=True) if len(held) and len(new) <= LONG]
-    if not generating:
-        return unseen
-    most = decoder.joining_chunk(generating)
-    return [new if len(new) <= LONG else new[:most] for new in unseen]
+    if room is None:
+        others = [len(new) for new, held in zip(unseen, decoder.rows, strict=True) if len(held) and len(new) <= LONG]
+        most = decoder.joining_chunk(others) if others else None
+        return [new if len(new) <= LONG else new[:most] for new in unseen]
+    chunks = []
+    for new in unseen:
+        reading = len(new) > LONG
+        chunks.append(new[:room] if reading else new)
+        room -= len(chunks[-1]) if reading else 0
+    return chunks

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from ovspec.decoders.base import FAST, JOINING_CHUNK, FeedRule, Rollback, SessionDecoder, check_wanted
+from ovspec.decoders.base import FAST, JOINING_CHUNK, FeedRule, Rollback, SessionDecoder
 from ovspec.decoders.sequence import EMPTY, Sequence
 from ovspec.decoders.stateful import StatefulDecoder
 from ovspec.ir.compile import CompiledIR
@@ -17,8 +17,8 @@ from ovspec.text.vocabulary import ALL_IDS, KnownIds
 class RowByRow:
     """A ``SessionDecoder`` in which every row has an infer request of its own.
 
-    Rows that share an inference are padded to the same length. Padding changes the last bits of attention, and a
-    convolution or an SSM would process it.
+    Rows that share an inference are padded, which changes the last bits of attention, and which a convolution or an SSM
+    would process.
     """
 
     fills = False
@@ -52,7 +52,6 @@ class RowByRow:
             decoder.reset(0)
 
     def feed(self, tokens: list[np.ndarray], wanted: list[int], width: int = 0) -> list[np.ndarray]:  # noqa: ARG002
-        check_wanted(tuple(map(len, tokens)), tuple(wanted))
         nothing = np.empty((0, 0), dtype=np.float32)
         return [
             decoder.feed([new], [want])[0] if len(new) else nothing
@@ -68,15 +67,16 @@ class RowByRow:
         self._spare += [decoder for row, decoder in enumerate(old) if row not in rows]
         self._decoders = []
         for row in rows:
-            if row == EMPTY:
-                self._decoders.append(self._another())
-                self._decoders[-1].reset(1)
-            elif row in kept:
-                self._decoders.append(self._another())
-                kept[row].copy_to(self._decoders[-1])
-            else:
+            if row != EMPTY and row not in kept:
                 kept[row] = old[row]
                 self._decoders.append(old[row])
+                continue
+            another = self._spare.pop() if self._spare else self._make()
+            if row == EMPTY:
+                another.reset(1)
+            else:
+                kept[row].copy_to(another)
+            self._decoders.append(another)
 
     def joining_chunk(self, counts: list[int]) -> int:  # noqa: ARG002
         return JOINING_CHUNK
@@ -93,9 +93,6 @@ class RowByRow:
         self.reset(1)
         self._decoders[0].restore(tokens, arrays)
 
-    def _another(self) -> StatefulDecoder:
-        return self._spare.pop() if self._spare else self._make()
-
 
 def trimming(rollback: Rollback) -> Rollback:
     """Return ``rollback`` with rejected tokens cut off instead of masked."""
@@ -105,10 +102,9 @@ def trimming(rollback: Rollback) -> Rollback:
 def decoder_of(
     ir: CompiledIR, rollback: Rollback, vocabulary: KnownIds = ALL_IDS, rule: FeedRule = FAST
 ) -> SessionDecoder:
-    """Return the stateful decoder that fits the model's states and the rule.
+    """Return the stateful decoder that fits the model's states and the rule; the arguments are those of the decoder.
 
-    Where the rule keeps rows apart, each has a request of its own, because padding changes bits, and rejected tokens
-    are cut off, because masked slots do. The other arguments are those of ``StatefulDecoder``.
+    Where the rule keeps rows apart, rejected tokens are cut off, because masked slots change bits as padding does.
     """
     rollback = trimming(rollback) if rule.apart else rollback
 

@@ -13,8 +13,8 @@ EMPTY = -1  # in a reordering of rows: a new, empty row
 class Sequence:
     """The token ids of a row: commits append to it, rewinds shorten it.
 
-    Anything that keeps state for a row (a decoder's KV cache, a drafter's index) holds a Sequence of the tokens it has
-    processed. When next used, it catches up from the ``common_prefix`` of that Sequence and the row.
+    What keeps state for a row, such as a KV cache, holds a Sequence of the tokens it has processed, and catches up from
+    the ``common_prefix`` of that Sequence and the row.
 
     owner: whose text it is. Rows of different owners share no prefix, because that would tell one what another wrote.
     """
@@ -37,7 +37,6 @@ class Sequence:
         return self._buffer[: self._length]
 
     def commit(self, tokens: np.ndarray | list[int]) -> None:
-        """Append ``tokens``."""
         end = self._length + len(tokens)
         if end > len(self._buffer):
             grown = np.empty(2 * end, dtype=np.int64)
@@ -47,7 +46,7 @@ class Sequence:
         self._length = end
 
     def rewind(self, length: int) -> None:
-        """Drop all tokens after the first ``length``."""
+        """Keep only the first ``length`` tokens."""
         if not 0 <= length <= self._length:
             raise ValueError(f"cannot rewind a sequence of {self._length} tokens to {length}")
         self._length = length
@@ -57,7 +56,7 @@ class Sequence:
 
 
 class Follower(Protocol):
-    """Anything that keeps state for each row and remembers for which tokens, such as a decoder."""
+    """What keeps state for each row, such as a decoder."""
 
     @property
     def rows(self) -> list[Sequence]: ...
@@ -76,10 +75,7 @@ def common_prefix(a: Sequence, b: Sequence) -> int:
 
 
 def catch_up(follower: Follower, row: int, sequence: Sequence) -> np.ndarray:
-    """Roll ``row`` back to the prefix it shares with ``sequence``; return the tokens it has not seen yet.
-
-    The same rule serves after a rejection, a fully accepted round, a rewind and an edit of the text.
-    """
+    """Roll ``row`` back to the prefix it shares with ``sequence``; return the tokens it has not seen yet."""
     held = follower.rows[row]
     # If the cache already holds every token, the last one is fed again, because its logits are needed.
     shared = min(common_prefix(held, sequence), len(sequence) - 1)

@@ -1,8 +1,8 @@
-"""Slots and rollback of a stateful request's KV cache.
+"""Slots of a stateful request's KV cache.
 
 Slots are indices into the physical cache, positions are indices into the text. A rejected token's slot is marked dead
-in its row's attention mask (no copy, bit-exact). Compaction gathers the live slots when dead ones pile up. If a model
-can't skip slots (``trim``), it also runs before any inference that would find a gap in a row's slots.
+in its row's attention mask. Compaction gathers the live slots when dead ones pile up, or, if a model can't skip slots
+(``trim``), before any inference that would find a gap.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Slots:
 
     @property
     def dead(self) -> int:
-        """Number of slots that compaction would free."""
+        """The number of slots that compaction would free."""
         return self.used - max(self.lengths, default=0)
 
     @property
@@ -83,7 +83,7 @@ class Slots:
 def gather_states(request: ov.InferRequest, states: list[State], rows: np.ndarray, slots: np.ndarray) -> None:
     """Replace each of ``states`` by its ``slots`` (rows, width), taken from the batch rows ``rows`` (rows,).
 
-    Reads and writes a dequantised copy, which is exact for f32, f16 and bf16 caches (``device.EXACT_KV_PRECISIONS``).
+    The copy is dequantised, which is exact for ``device.EXACT_KV_PRECISIONS``.
     """
     axes = {s.name: (s.batch_axis, s.sequence_axis) for s in states if s.sequence_axis is not None}
     for variable in request.query_state():

@@ -12,7 +12,6 @@ from ovspec.decoders.base import (
     FeedRule,
     Rollback,
     TokenArrays,
-    check_wanted,
     feed_error,
     logit_positions,
     reordered,
@@ -26,14 +25,10 @@ from ovspec.ir.memory import trim_heap
 from ovspec.ir.request import Request
 from ovspec.text.vocabulary import ALL_IDS, KnownIds
 
-# Dead slots cost attention time and memory, but a compaction copies the whole cache, so wait for this many.
-COMPACT_AT = 256
-# Maximum tokens that each replay feeds again. Beyond that the snapshot is renewed, which costs an inference.
-REPLAY_AT = 8
-# A decoder without rows may keep the memory of this many slots for its next text.
-KEPT_SLOTS = 256
-# Tokens of plain decoding between two snapshots.
-SNAPSHOT_EVERY = 64
+COMPACT_AT = 256  # dead slots, which cost attention time and memory, until a compaction, which copies the cache
+REPLAY_AT = 8  # maximum tokens that each replay feeds again; for more, an inference renews the snapshot
+KEPT_SLOTS = 256  # whose memory a decoder without rows may keep for its next text
+SNAPSHOT_EVERY = 64  # tokens of plain decoding
 INPUTS = ("input_ids", "attention_mask", "position_ids", "beam_idx", "logits_idx", "cache_position")
 
 
@@ -47,8 +42,8 @@ class StatefulDecoder:
         rollback: how its states can be rolled back, from ``probing.find_probe``.
         vocabulary: the ids that may be chosen.
         compact_at: number of dead slots at which the cache is compacted.
-        rule: how tokens are fed. With ``apart``, a text's first token gets an inference of its own, because OpenVINO
-            computes a prompt without a past in another attention kernel, which rounds differently.
+        rule: how tokens are fed. With ``apart``, a text's first token gets an inference of its own: OpenVINO computes a
+            prompt without a past in another attention kernel, which rounds differently.
     """
 
     fills = False
@@ -101,22 +96,18 @@ class StatefulDecoder:
         self._request.raw.reset_state()
 
     def feed(self, tokens: list[np.ndarray], wanted: list[int], width: int = 0) -> list[np.ndarray]:  # noqa: ARG002
-        counts = [len(new) for new in tokens]
-        check_wanted(tuple(counts), tuple(wanted))
-        if len(self.rows) == 1 and counts[0] > self._first_part(counts[0]):
+        count = len(tokens[0])
+        if len(self.rows) == 1 and count > self._first_part(count):
             return [self._feed_in_parts(tokens[0], wanted[0])]
-        logits_idx = logit_positions(tuple(counts), tuple(wanted))
         try:
-            if len(self.rows[0]) <= self._rope_switch < len(self.rows[0]) + counts[0]:
+            if len(self.rows[0]) <= self._rope_switch < len(self.rows[0]) + count:
                 return [self._feed_across_the_switch(tokens[0], wanted[0])]
-            if self.rollback.replay and (fed := self._prepare_replay(tokens[0], wanted[0])):
-                tokens, counts = [tokens[0][fed:]], [counts[0] - fed]
-                logits_idx = logit_positions((counts[0],), (wanted[0],))
-            logits = self._append(tokens, counts, logits_idx)
+            if self.rollback.replay:
+                tokens = [self._prepare_replay(tokens[0], wanted[0])]
+            return split_by_row(self._append(tokens, wanted), wanted)
         except BaseException as error:
             self.reset(len(self.rows))  # the cache's contents are unknown now; an empty cache fits any text
             raise feed_error(error, self._ir.device) from None
-        return split_by_row(logits, wanted)
 
     def truncate(self, row: int, length: int) -> None:
         if length <= self._rope_switch < len(self.rows[row]):
@@ -189,10 +180,7 @@ class StatefulDecoder:
             other._request.raw.reset_state()
 
     def _give_memory_back(self) -> None:
-        """Release the memory of the cache.
-
-        Resetting the states frees nothing: OpenVINO frees a request's states only when another request has run.
-        """
+        """Release the memory of the cache, which OpenVINO frees only when another request has run."""
         self._request.renew()
         self.reset(1)
         self.feed([np.zeros(1, dtype=np.int64)], [1])
@@ -225,40 +213,38 @@ class StatefulDecoder:
         As in transformers, what follows a text up to that length is computed with its frequencies, and what follows a
         longer text with the others, for all of its tokens. The model chooses by the last position of an inference.
         """
-        held, text = len(self.rows[0]), np.concatenate((self.rows[0].tokens, tokens))
-        parts, beyond = [], len(text) - self._rope_switch
+        text = np.concatenate((self.rows[0].tokens, tokens))
+        before, beyond = self._rope_switch - len(self.rows[0]), len(text) - self._rope_switch
+        logits = [np.empty((0, self._ir.logits_width), dtype=np.float32)]
         if wanted > beyond:
-            parts += self.feed([tokens[: self._rope_switch - held]], [wanted - beyond])
-            parts = [parts[0].copy()]
+            logits.append(self.feed([tokens[:before]], [wanted - beyond])[0].copy())
         self.reset(1)
         begin = int(self.rule.apart)  # position 0 is not rotated at all
         if begin:
-            self._append([text[:1]], [1], logit_positions((1,), (0,)))
+            self._append([text[:1]], [0])
         last = min(wanted, beyond)
-        where = logit_positions((len(text) - begin,), (last,))
-        parts.append(self._append([text[begin:]], [len(text) - begin], where)[:last])
-        return np.concatenate(parts) if len(parts) > 1 else parts[0]
+        logits.append(self._append([text[begin:]], [last])[:last])
+        return np.concatenate(logits)
 
-    def _prepare_replay(self, tokens: np.ndarray, wanted: int) -> int:
-        """Take a snapshot if the new tokens may be rolled back; return how many of them it has fed.
+    def _prepare_replay(self, tokens: np.ndarray, wanted: int) -> np.ndarray:
+        """Take a snapshot if the new tokens may be rolled back; return those of them that are still to be fed.
 
         Tokens whose logits are not wanted will not be rolled back. A few of them are fed again with every replay;
         more than ``REPLAY_AT`` get an inference of their own, after which the snapshot is renewed.
         """
-        fed, held = 0, len(self.rows[0])
-        restored = held == self._snapshot_length
+        restored = len(self.rows[0]) == self._snapshot_length
+        several = len(tokens) > 1
         if restored and wanted > 1 and len(tokens) - wanted > REPLAY_AT:
-            fed = len(tokens) - wanted
-            self._append([tokens[:fed]], [fed], logit_positions((fed,), (0,)))
-            held += fed
+            self._append([tokens[:-wanted]], [0])
+            tokens = tokens[-wanted:]
+        held = len(self.rows[0])
         since = held - self._snapshot_length
         if since and (wanted > 1 or self._returns_here or since >= SNAPSHOT_EVERY):
             self._snapshot = read_states(self._request.raw, self._ir.recurrent_states)
             self._snapshot_length = held
-        # A draft first feeds the committed tokens, after a rejection or several at once, and then its proposed tokens
-        # one by one.
-        self._returns_here = restored or len(tokens) > 1
-        return fed
+        # A draft first feeds the committed tokens, after a rejection or several at once, then its guesses one by one.
+        self._returns_here = restored or several
+        return tokens
 
     def _restore_snapshot(self, length: int) -> int:
         """Restore the latest recurrent states available at or before ``length``; return their position."""
@@ -270,21 +256,21 @@ class StatefulDecoder:
         write_states(self._request.raw, self._snapshot)
         return self._snapshot_length
 
-    def _append(self, tokens: list[np.ndarray], counts: list[int], logits_idx: np.ndarray) -> np.ndarray:
+    def _append(self, tokens: list[np.ndarray], wanted: list[int]) -> np.ndarray:
+        """Run one inference; return at least the ``wanted`` logits, all rows' in one array."""
+        counts = [len(new) for new in tokens]
+        logits_idx = logit_positions(tuple(counts), tuple(wanted))
         if self._conv_kernel and len(self.rows[0]) and counts[0] > 1:
-            nothing = logit_positions((1,), (0,))
-            alone = [self._append([token], [1], nothing)[:1].copy() for token in np.split(tokens[0], counts[0])]
+            alone = [self._append([token], [1])[:1].copy() for token in np.split(tokens[0], counts[0])]
             return np.concatenate(alone)[logits_idx]
         width, slots = max(counts), self._slots
         by_index = self._mask_until is not None and slots.used + width > self._mask_until
         if slots.dead >= self._compact_at or (by_index and not slots.contiguous):
             self.compact()
         ids, positions = self._token_arrays[len(tokens), width]
-        for row, new in enumerate(tokens):
-            n, held = counts[row], self.rows[row]
-            start = len(held)
-            ids[row, :n] = new
-            positions[row, :n] = np.arange(start, start + n)
+        for row, (new, held) in enumerate(zip(tokens, self.rows, strict=True)):
+            ids[row, : len(new)] = new
+            positions[row, : len(new)] = np.arange(len(held), len(held) + len(new))
             held.commit(new)
         self._slots.extend(counts)
         mask, cache_position = self._slots.mask, positions[0]  # compacting empty rows starts new slots
@@ -292,7 +278,6 @@ class StatefulDecoder:
             # A single token's input goes to the place of its position in the window, where the first ones stand wrong.
             last = np.maximum(positions[0], self._conv_kernel - 1)
             mask, cache_position = np.ones_like(ids), last if positions[0, 0] else np.arange(self._conv_kernel)
-        inputs = (ids, mask, positions, self._beam, logits_idx, cache_position)
-        logits = self._request.infer(inputs, logits_idx)
+        logits = self._request.infer((ids, mask, positions, self._beam, logits_idx, cache_position), logits_idx)
         self._beam = self._in_order  # the inference has gathered the rows
         return self._vocabulary.restrict(logits)

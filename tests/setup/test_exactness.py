@@ -142,11 +142,13 @@ def alone(decoder: PagedDecoder, monkeypatch: pytest.MonkeyPatch) -> None:
 def stale(decoder: PagedDecoder, monkeypatch: pytest.MonkeyPatch) -> None:
     """Feed a wrong token in front of one that is alone in an inference, which spoils the cache."""
 
-    def doubled(row: int, new: np.ndarray) -> tuple[int, np.ndarray]:
-        held = len(decoder.rows[row])
-        return (held - 1, np.concatenate((new, new))) if held and len(new) else (held, new)
+    def filled(computed: list[tuple[int, np.ndarray]], width: int) -> list[tuple[int, np.ndarray]]:
+        right = fill_up(computed.copy(), width)
+        alone = sum(len(new) for _, new in computed) == 1
+        return [(begin, new[[-1, -1]]) if alone and len(new) == 2 else (begin, new) for begin, new in right]
 
-    monkeypatch.setattr(decoder, "_doubled", doubled)
+    fill_up = decoder._fill_up
+    monkeypatch.setattr(decoder, "_fill_up", filled)
 
 
 def second(decoder: PagedDecoder, monkeypatch: pytest.MonkeyPatch) -> None:
