@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections import Counter
 from collections.abc import Mapping
@@ -10,32 +11,33 @@ import numpy as np
 
 from ovspec.drafting.proposal import Proposal
 
-# Largest width whose cost is learned; for wider inferences, the cost is extrapolated linearly.
-WIDEST = 64
+WIDEST = 64  # largest width whose cost is learned; beyond it, the cost is extrapolated linearly
 # Edges of the bins of confidence. High confidence is common, so the upper bins are narrow.
 EDGES = np.array([0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.995])
-PRIOR = (np.concatenate(([0.0], EDGES)) + np.concatenate((EDGES, [1.0]))) / 2
+PRIOR = (np.array([0.0, *EDGES]) + np.array([*EDGES, 1.0])) / 2
 PRIOR_WEIGHT = 2.0
-# Conditional acceptance assumed of a drafter before it has proposed anything.
-FIRST_ACCEPTANCE = 0.75
-FORGET = 0.95  # factor by which each new observation of acceptance discounts the older ones
-# A change of width costs this share of an inference until it is known.
-FIRST_CHANGE = 0.2
+FIRST_ACCEPTANCE = 0.75  # conditional acceptance assumed of a drafter that hasn't proposed anything
+FORGET = 0.95  # factor by which each new observation discounts the older ones
+FIRST_CHANGE = 0.2  # share of an inference that a change of width costs until it is known
+MEASURED_CHANGES = 4  # number of changes that a profile's measurement counts for
 # A new width usually stays for some rounds, so the first has to earn this part of the change's cost.
 ROUND_SHARE = 0.5
+# One inference counts as no faster or slower than by these factors, and slower by less if it may have made kernels.
+FASTEST, SLOWEST, FIRST_SLOWEST = 0.1, 2.0, 1.1
+# Exponents by which all costs follow an inference's factor, and its own width's besides. Both are larger at first.
+ALL_FOLLOW, OWN_FOLLOWS = 0.03, 0.06
 # A drafter may lose the time of this many plain rounds, and as much again as it has saved lately. After that it gets
 # this share of all rounds for its trials.
 ALLOWANCE = 1.2
 TRIALS = 0.003
-# Savings count for about this many tokens: text that follows may be of another kind.
-RECENT = 24
+RECENT = 24  # tokens that savings count for: text that follows may be of another kind
 
 
 class Costs:
     """Milliseconds of an inference by its width in tokens, learned from each inference.
 
-    An inference of another width than the one before takes longer, because OpenVINO prepares every layer anew: as long
-    again for a small model. So a narrower inference is filled up to the last width if that takes less time.
+    An inference of another width than the one before takes longer, because OpenVINO prepares every layer anew. So a
+    narrower inference is filled up to the last width if that takes less time.
 
     Args:
         measured: the costs of some widths, from a profile; without a profile, the first inferences set the scale.
@@ -65,11 +67,11 @@ class Costs:
         self.known = bool(measured)
         self.ms = costs
         self.change = FIRST_CHANGE * float(costs[1]) if change is None else change  # added by a change of width
-        self._changes = 0 if change is None else 4  # of width, from which ``change`` is learned
+        self._changes = 0 if change is None else MEASURED_CHANGES  # from which ``change`` is learned
         self._fills = fills
         self._last = 0  # width of the last inference
         self._filled = 0.0  # milliseconds spent on filling since an inference last needed its width
-        self._beyond = float(costs[WIDEST] - costs[WIDEST // 2]) / (WIDEST // 2)  # for each token beyond WIDEST
+        self._beyond = float(costs[WIDEST] - costs[WIDEST // 2]) / (WIDEST // 2)  # for each further token
         self._observed = 0
         self._seen: Counter[int] = Counter()  # inferences of each width
 
@@ -123,7 +125,7 @@ class Costs:
         self._observed += 1
         self._seen[width] += 1
         same = float(self.ms[width])
-        usual = same + (self.change if changed else 0.0)
+        usual = same + changed * self.change
         if not self.known:  # the first inference of all also makes kernels, so the second one counts
             self.known = self._observed > 1
             self.ms, self.change = self.ms * (ms / usual), self.change * (ms / usual)
@@ -131,17 +133,16 @@ class Costs:
         first = self._seen[width] == 1  # it may include the time to make kernels
         if changed and (ms < usual or not first):
             self._changes += 1
-            seen = max(0.0, min(ms, 2 * usual) - same)
+            seen = max(0.0, min(ms, SLOWEST * usual) - same)
             self.change += max(0.1, 1 / self._changes) * (seen - self.change)
-        ratio = ms / (same + self.change if changed else same)
-        ratio = min(max(ratio, 0.1), 1.1 if first else 2.0)
+            usual = same + self.change
+        factor = min(max(ms / usual, FASTEST), FIRST_SLOWEST if first else SLOWEST)
         # An inference may take longer for many reasons, but hardly ever less time than it needs.
-        everywhere = max(0.03, (0.5 if ratio > 1 else 1.0) / self._observed)
-        self.ms *= ratio**everywhere
-        own = 0.06 if changed else max(0.06, 0.3 / self._seen[width])
-        self.ms[max(1, width - 1) :] *= ratio**own
-        self.ms[width] *= ratio**own
-        return same + (self.change if changed else 0.0)
+        self.ms *= factor ** max(ALL_FOLLOW, (0.5 if factor > 1 else 1.0) / self._observed)
+        own = factor ** (OWN_FOLLOWS if changed else max(OWN_FOLLOWS, 0.3 / self._seen[width]))
+        self.ms[max(1, width - 1) :] *= own
+        self.ms[width] *= own
+        return usual
 
 
 class Acceptance:
@@ -149,11 +150,11 @@ class Acceptance:
 
     def __init__(self) -> None:
         self._accepted, self._reached = PRIOR_WEIGHT * PRIOR, np.full(len(PRIOR), PRIOR_WEIGHT)
-        self._all = [FIRST_ACCEPTANCE * PRIOR_WEIGHT, PRIOR_WEIGHT]
+        self._all_accepted, self._all_reached = FIRST_ACCEPTANCE * PRIOR_WEIGHT, PRIOR_WEIGHT
 
     @property
     def mean(self) -> float:
-        return self._all[0] / self._all[1]
+        return self._all_accepted / self._all_reached
 
     def rates(self, proposal: Proposal) -> np.ndarray:
         """Return the conditional acceptance of each token, (n,)."""
@@ -163,33 +164,33 @@ class Acceptance:
         return self._accepted[bins] / self._reached[bins]
 
     def rate(self, confidence: float) -> float:
-        index = int(np.searchsorted(EDGES, confidence, side="right"))
+        index = bisect.bisect_right(EDGES, confidence)
         return float(self._accepted[index] / self._reached[index])
 
     def learn(self, proposal: Proposal, accepted: int) -> None:
-        reached = min(accepted + 1, len(proposal.tokens))
-        for index in range(reached):
+        for index in range(min(accepted + 1, len(proposal.tokens))):
             stood = index < accepted
-            self._all = [self._all[0] * FORGET + stood, self._all[1] * FORGET + 1]
+            self._all_accepted = self._all_accepted * FORGET + stood
+            self._all_reached = self._all_reached * FORGET + 1
             if proposal.confidence is not None:
-                at = int(np.searchsorted(EDGES, proposal.confidence[index], side="right"))
-                self._fade(at, FORGET)
+                at = self._fade(proposal.confidence[index])
                 self._accepted[at] += stood
                 self._reached[at] += 1
 
     def fade(self, proposal: Proposal) -> None:
         """Trust the known rates a little less, because they keep ``proposal`` from being tried."""
-        self._all = [
-            self._all[0] * FORGET + (1 - FORGET) * PRIOR_WEIGHT * FIRST_ACCEPTANCE,
-            self._all[1] * FORGET + (1 - FORGET) * PRIOR_WEIGHT,
-        ]
+        new = (1 - FORGET) * PRIOR_WEIGHT
+        self._all_accepted = self._all_accepted * FORGET + new * FIRST_ACCEPTANCE
+        self._all_reached = self._all_reached * FORGET + new
         if proposal.confidence is not None:
-            self._fade(int(np.searchsorted(EDGES, proposal.confidence[0], side="right")), FORGET)
+            self._fade(proposal.confidence[0])
 
-    def _fade(self, index: int, by: float) -> None:
-        """Move bin ``index`` towards the prior, which is what remains when all observations are forgotten."""
-        self._accepted[index] = self._accepted[index] * by + (1 - by) * PRIOR_WEIGHT * PRIOR[index]
-        self._reached[index] = self._reached[index] * by + (1 - by) * PRIOR_WEIGHT
+    def _fade(self, confidence: float) -> int:
+        """Move a bin towards the prior, which remains when all observations are forgotten; return its index."""
+        index, new = bisect.bisect_right(EDGES, confidence), (1 - FORGET) * PRIOR_WEIGHT
+        self._accepted[index] = self._accepted[index] * FORGET + new * PRIOR[index]
+        self._reached[index] = self._reached[index] * FORGET + new
+        return index
 
 
 class Balance:
@@ -231,6 +232,5 @@ class Record:
 
     def learn(self, tokens: int, ms: float) -> None:
         """Learn from a round that yielded ``tokens`` in ``ms``."""
-        keep = 0.95
-        self.tokens, self.ms = self.tokens * keep + tokens, self.ms * keep + ms
-        self.rounds = self.rounds * keep + 1
+        self.tokens, self.ms = self.tokens * FORGET + tokens, self.ms * FORGET + ms
+        self.rounds = self.rounds * FORGET + 1

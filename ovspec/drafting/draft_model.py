@@ -42,11 +42,8 @@ class DraftModel(Drafter):
         # The draft may hold tokens of another text: after a rewind, or of a text before this one.
         texts = [(rows[index].sequence, self.decoder.rows[index]) for index in going]
         unseen = sum([max(1, len(text) - common_prefix(text, held)) for text, held in texts])
-        if not lookahead.starts(
-            self.name,
-            unseen,
-            [row.draftable(self.name) if budget else 0 for row, budget in zip(rows, budgets, strict=True)],
-        ):
+        left = [row.draftable(self.name) if budget else 0 for row, budget in zip(rows, budgets, strict=True)]
+        if not lookahead.starts(self.name, unseen, left):
             return [NOTHING] * len(rows)
         drafts = [Drafting(row, budget) for row, budget in zip(rows, budgets, strict=True)]
         # First feed the tokens that the draft has not read yet, then its own guesses; the last guess is never fed.
@@ -66,14 +63,12 @@ class DraftModel(Drafter):
         while any(map(len, feed)):
             began, width = time.perf_counter(), lookahead.draft.fill(needed_width(self.decoder, feed))
             logits = self.decoder.feed(feed, [int(index in going) for index in range(len(rows))], width)
-            feed = [NO_TOKENS] * len(rows)
             extended = [index for index in going if drafts[index].extend(logits[index][0])]
             lookahead.note_draft(width, time.perf_counter() - began, missed)
             missed = False
-            going = lookahead.going_on(self.name, extended, [each.guesses for each in drafts])
-            for index in going:
-                feed[index] = drafts[index].unfed
-        return [each.proposal(self.name) for each in drafts]
+            going = lookahead.going_on(self.name, extended, [draft.guesses for draft in drafts])
+            feed = [draft.unfed if index in going else NO_TOKENS for index, draft in enumerate(drafts)]
+        return [draft.proposal(self.name) for draft in drafts]
 
     def reset(self, rows: int) -> None:
         self.decoder.reset(rows)
@@ -93,7 +88,7 @@ class Drafting:
 
     def __init__(self, row: RoundRow, budget: int) -> None:
         self.guesses: list[Guess] = []
-        self._row, self._sampler, self._budget = row, row.sampler, budget
+        self._row, self._budget = row, budget
         self._text = np.concatenate((row.sequence.tokens, np.empty(budget, dtype=np.int64)))
         self._end = self._fed = len(row.sequence)
 
@@ -103,32 +98,27 @@ class Drafting:
         return self._text[self._fed : self._end]
 
     def extend(self, logits: np.ndarray) -> bool:
-        """Extend the guesses by what follows them, see ``_extend``, and count the time that this takes."""
-        began = time.thread_time()
-        try:
-            return self._extend(logits)
-        finally:
-            self._row.constraint_seconds += time.thread_time() - began
-
-    def _extend(self, logits: np.ndarray) -> bool:
         """Add the guess from ``logits`` (vocab,) and the tokens forced after it, which cost no step.
 
         Returns whether to continue; not if a constraint fails, which the target will find out for this row alone.
         """
+        sampler, began = self._row.sampler, time.thread_time()
         self._fed = self._end
         try:
-            guess = self._sampler.guess(logits, self._text[: self._end])
+            guess = sampler.guess(logits, self._text[: self._end])
             if not guess:
                 return False
             self._add(guess)
-            so_far, constraints = self._text[: self._end], self._sampler.constraints
-            if constraints.ended(so_far):
+            text = self._text[: self._end]
+            if sampler.constraints.ended(text):
                 return False
-            for token in constraints.forced(so_far)[: self._budget - len(self.guesses)]:
+            for token in sampler.constraints.forced(text)[: self._budget - len(self.guesses)]:
                 self._add(Guess(token, 1.0, certain(token)))
+            return len(self.guesses) < self._budget
         except OvspecError:
             return False
-        return len(self.guesses) < self._budget
+        finally:
+            self._row.constraint_seconds += time.thread_time() - began
 
     def proposal(self, source: str) -> Proposal:
         if not self.guesses:

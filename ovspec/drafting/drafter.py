@@ -23,8 +23,8 @@ NO_LOGITS = np.empty((0, 0), dtype=np.float32)
 class DraftLimits:
     """What a row allows to be proposed.
 
-    drafters: the names of the drafters that may propose tokens; None for all.
-    lookahead: maximum number of tokens proposed in a round; None for no limit. With 0, none are forced, either.
+    drafters: names of those that may propose; None for all.
+    lookahead: maximum number of tokens in a round; None for no limit. With 0, none are forced, either.
     """
 
     drafters: frozenset[str] | None = None
@@ -39,13 +39,10 @@ class RoundRow:
     """One row in one round: what it begins with, what is proposed, what is fed, and the results.
 
     sequence: the tokens so far; the round commits to it.
-    sampler: chooses the row's tokens, and holds its constraints.
-    budget: maximum number of tokens that may still be committed; it limits forced and proposed tokens.
+    budget: maximum number of tokens that may still be committed, forced and proposed ones included.
     drafts: whether drafters are asked. They aren't before the first token, which must not wait for them.
-    limits: which drafters may propose how many tokens.
     forced: (n,) forced tokens, which are committed first.
     ended: whether the text has ended with forced tokens, so that the model isn't run for it.
-    proposal: the tokens to be verified.
     healed: whether the proposal is from token healing instead of a drafter; then it is left out of statistics.
     unseen: (n,) the tokens that the target has not read. It reads the first ``read`` of them in this round.
     fed: (n,) the tokens that it reads, then the proposal.
@@ -79,10 +76,7 @@ class RoundRow:
     logits: np.ndarray = field(default_factory=NO_LOGITS.copy)
 
     def draftable(self, source: str | None = None) -> int:
-        """Return how many tokens the drafter ``source`` may propose, or any if it is None.
-
-        One of the budget is left for the target's own.
-        """
+        """Return how many tokens the drafter ``source``, or any, may propose; one of the budget is the target's own."""
         limits = self.limits
         if not self.drafts or self.ended or (source and limits.drafters is not None and source not in limits.drafters):
             return 0
@@ -92,7 +86,7 @@ class RoundRow:
     def permitted(self, proposal: Proposal) -> Proposal:
         """Return ``proposal`` up to the first token that a constraint forbids, or up to the end of the text.
 
-        Nothing is left of it if a constraint fails, which the target will find out for this row alone.
+        Nothing of it if a constraint fails, which the target will find out for this row alone.
         """
         began = time.thread_time()
         try:
@@ -120,10 +114,12 @@ class Drafter:
 
     def propose(self, rows: list[RoundRow], lookahead: Lookahead) -> list[Proposal]:
         """Return a proposal for every row, cut to the length that the lookahead finds worthwhile."""
-        if not lookahead.starts(self.name, 0, [row.draftable(self.name) for row in rows]):
+        budgets = [row.draftable(self.name) for row in rows]
+        if not lookahead.starts(self.name, 0, budgets):
             return [NOTHING] * len(rows)
         return [
-            lookahead.cut(self._proposal(row, min(row.draftable(self.name), lookahead.most)), len(rows)) for row in rows
+            lookahead.cut(self._proposal(row, min(budget, lookahead.most)), len(rows))
+            for row, budget in zip(rows, budgets, strict=True)
         ]
 
     def reset(self, rows: int) -> None:

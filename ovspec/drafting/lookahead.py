@@ -3,8 +3,7 @@
 Times are milliseconds of wall clock. A round of k proposed tokens costs k draft steps and an inference of k + 1 tokens,
 and yields 1 + a1 + a1 a2 + ... tokens on average, where ai is the conditional acceptance of the i-th. The rule is that
 of a renewal process: propose one more token while its chance of being accepted, times the current cost of a token,
-exceeds what it costs. So nothing is proposed if nothing pays. As acceptance is never known for sure, a drafter may also
-lose only so much: see ``Balance``.
+exceeds what it costs. As acceptance is never known for sure, a drafter may also lose only so much: see ``Balance``.
 """
 
 from __future__ import annotations
@@ -15,15 +14,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ovspec.drafting.costs import FIRST_ACCEPTANCE, ROUND_SHARE, WIDEST, Balance, Costs, Record
+from ovspec.drafting.costs import FIRST_ACCEPTANCE, ROUND_SHARE, WIDEST, Costs, Record
 from ovspec.drafting.proposal import NOTHING, Proposal, shorten
 from ovspec.sampling.samplers import Guess
 
-# Maximum number of tokens proposed for a row in a round, unless the lookahead is fixed.
-MOST = 16
+MOST = 16  # tokens proposed for a row in a round, at most, unless the lookahead is fixed
 # Tokens of prompts that a step of the draft reads while other rows draft; the rows that read them get no proposal.
 CATCHING_UP = 64
 POOR = 0.3  # with a fixed lookahead, a lookup with a lower acceptance is passed over
+AHEAD = 4  # further steps of the draft that are looked at together: the first alone may not be worth its time
+FEW = 4  # rounds or tokens, up to which a mean over them isn't trusted
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class RoundOutcome:
     """What a round proposed, how much of it was accepted, and what it cost.
 
     judged: each row's proposal, and how many of its tokens were accepted.
-    width: tokens that the inference computed, summed over all rows, with those that filled it up.
+    width: tokens that the inference computed for all rows, including those that filled it up.
     forced: how many of these were forced.
     prefilled: whether other tokens were also fed, such as a prompt, so that the times say nothing about proposals.
     drafted, verified: seconds spent on drafting and on verifying.
@@ -52,8 +52,7 @@ class Lookahead:
         fixed: number of tokens to propose in every round; None for as many as pay.
         target: the cost of verifying.
         draft: the cost of a step of the draft model.
-        narrowest: the fewest tokens that the target computes, see ``Decoder``. With 2, one token proposed for a single
-            row costs nothing.
+        narrowest: the fewest tokens that the target computes. With 2, one token proposed for a single row is free.
     """
 
     def __init__(
@@ -68,8 +67,7 @@ class Lookahead:
         self.target, self.draft = target or Costs(), draft or Costs()
         self.begin()
         self._records: dict[str, Record] = {}
-        self._balance = Balance()  # of all drafters together
-        self._tokens = self._ms = 0.0  # sums over recent rounds
+        self._together = Record()  # of all rounds and drafters, without acceptance
         self._steps_ms: float | None = None  # usual time of the draft's steps in this round
         self._asked: set[str] = set()  # drafters asked in this round: that takes time even if they propose nothing
 
@@ -94,8 +92,11 @@ class Lookahead:
             return True
         if not self.target.known:  # this round will measure plain decoding
             return False
-        first = self._draft_ms(rows) + missed_ms + self._extra(self._width([1] * rows), rows)
-        return first <= self._allowance(source, rows)
+        width, costs = 2 * rows, self.target.next()
+        if width > WIDEST:
+            return False
+        wider = float(costs[max(self._narrowest, width)] - costs[max(self._narrowest, rows)])
+        return self._draft_ms(rows) + missed_ms + wider <= self._allowance(source, rows)
 
     def starts(self, source: str, unseen: int, remaining: Sequence[int]) -> bool:
         """Return whether a drafter that takes time should be asked in this round.
@@ -129,11 +130,11 @@ class Lookahead:
         width = self._width([len(each) for each in guesses]) + self._cut
         price, mean = self._price(len(guesses)), acceptance.mean
         step = self._draft_ms(len(rows)) / len(rows)
-        most = min(WIDEST - width, 4)
+        most = min(WIDEST - width, AHEAD)
         if most < 1:
             return []
         # For 1, 2, ... further steps: the tokens gained on average if all so far are accepted, and the cost.
-        won = np.cumsum(mean ** np.arange(1, most + 1))
+        gained = np.cumsum(mean ** np.arange(1, most + 1))
         steps, wider = step * np.arange(1, most + 1), slice(width + 1, width + most + 1)
         costs, now = self.target.next(ROUND_SHARE), self.target.next()
         cost = steps + costs[wider] - costs[width]
@@ -142,7 +143,7 @@ class Lookahead:
         going = []
         for row in rows:
             chance = math.prod(acceptance.rate(guess.confidence) for guess in guesses[row])
-            if bool((chance * price * won > cost).any()):
+            if bool((chance * price * gained > cost).any()):
                 going.append(row)
         return going
 
@@ -181,7 +182,7 @@ class Lookahead:
     def gain(self, source: str, rows: int) -> float:
         """Return the milliseconds per token that drafting with ``source`` saves; negative if it loses."""
         record = self._record(source)
-        if record.rounds > 4:
+        if record.rounds > FEW:
             return self._plain(rows) - record.ms / record.tokens
         return self._expected(record.acceptance.mean, rows)
 
@@ -221,18 +222,16 @@ class Lookahead:
             return
         drafted = outcome.drafted * 1e3 if steps_ms is None else steps_ms
         tokens = sum(accepted for _, accepted in outcome.judged) + rows
-        self._tokens = self._tokens * 0.95 + tokens + forced
-        self._ms = self._ms * 0.95 + verified + drafted
+        self._together.learn(tokens + forced, verified + drafted)
         # Forced tokens count neither as a drafter's gain nor as its cost.
         ms = verified + drafted - (self.target(width) - self.target(width - forced) if forced else 0.0)
-        for source in sources:
-            self._record(source).learn(tokens, ms)
-        balances = [self._balance, *[record.balance for record in self._records.values()]]
-        for balance in balances:
-            balance.wait((tokens + forced) / rows)
+        for record in (self._together, *self._records.values()):
+            record.balance.wait((tokens + forced) / rows)
         if sources:
-            for balance in (self._balance, *[self._record(source).balance for source in sources]):
-                balance.add((tokens - ms / plain) / rows)
+            self._together.balance.add((tokens - ms / plain) / rows)
+        for record in [self._record(source) for source in sources]:
+            record.learn(tokens, ms)
+            record.balance.add((tokens - ms / plain) / rows)
 
     # ------------------------------------------------------------ internals
 
@@ -255,13 +254,8 @@ class Lookahead:
 
     def _allowance(self, source: str, rows: int) -> float:
         """Return how many milliseconds a round with a proposal of ``source`` may lose."""
-        allowance = min(self._record(source).balance.allowance, self._balance.allowance)
+        allowance = min(self._record(source).balance.allowance, self._together.balance.allowance)
         return min(allowance * rows * self._plain(rows), self.most_ms)
-
-    def _extra(self, width: int, rows: int) -> float:
-        """Return the milliseconds by which ``width`` tokens cost more now than a plain round."""
-        costs = self.target.next()
-        return float(costs[width] - costs[max(self._narrowest, rows)]) if width <= WIDEST else math.inf
 
     def _expected(self, acceptance: float, rows: int) -> float:
         """Return ``gain`` if the conditional acceptance is ``acceptance`` and the best number of tokens is drafted."""
@@ -275,29 +269,32 @@ class Lookahead:
 
     def _price(self, rows: int) -> float:
         """Return the current cost of a token in milliseconds, which is what an accepted token saves."""
-        plain = self._plain(rows)
-        return min(plain, self._ms / self._tokens) if self._tokens > 4 else plain
+        plain, recent = self._plain(rows), self._together
+        return min(plain, recent.ms / recent.tokens) if recent.tokens > FEW else plain
 
-    def _best_cut(self, proposal: Proposal, rows: int, proposed: int) -> tuple[int, float]:
+    def _best_cut(self, proposal: Proposal, rows: int, others: int) -> tuple[int, float]:
         """Return (number of tokens worth verifying, milliseconds that a token then costs).
 
-        ``proposed``: number of tokens that are proposed for other rows.
+        ``others``: number of tokens that are proposed for other rows.
         """
         if not self.target.known:
             return len(proposal.tokens), 0.0
-        rates, plain = self._record(proposal.source).acceptance.rates(proposal), self._plain(rows)
-        others = rows - 1 + proposed
-        most = min(len(rates), WIDEST - others - 1)
-        if most < 1:
+        plain, width = self._plain(rows), rows + others  # the width of the inference without this proposal
+        rates = self._record(proposal.source).acceptance.rates(proposal)[: max(0, WIDEST - width)]
+        if not len(rates):
             return 0, plain
-        widths = others + np.arange(2, most + 2)
+        # For 1, 2, ... tokens: those gained on average, and what they cost.
+        gained = np.cumprod(rates).cumsum()
+        wider = slice(width + 1, width + 1 + len(rates))
         costs, now = self.target.next(ROUND_SHARE), self.target.next()
-        cost = costs[widths] - costs[max(self._narrowest, others + 1)]
-        lost = now[widths] - now[max(self._narrowest, rows)]
-        spent = float(now[max(self._narrowest, others + 1)] - now[max(self._narrowest, rows)])
-        allowed = spent + (self._allowance(proposal.source, rows) - spent) / max(1, rows - self._cut_rows + 1)
-        won = np.cumprod(rates[:most]).cumsum()
-        saved = won * self._price(rows) - cost
-        saved[lost > max(spent, allowed, 0.0)] = -math.inf  # what is free is always allowed
+        cost = costs[wider] - costs[max(self._narrowest, width)]
+        saved = gained * self._price(rows) - cost
+        # What the whole round may lose: each row that isn't decided on yet gets its part of what others have left.
+        plain_now = now[max(self._narrowest, rows)]
+        spent = float(now[max(self._narrowest, width)] - plain_now)
+        part = (self._allowance(proposal.source, rows) - spent) / max(1, rows - self._cut_rows + 1)
+        saved[now[wider] - plain_now > max(spent, spent + part, 0.0)] = -math.inf  # what is free is always allowed
         best = int(saved.argmax())
-        return (best + 1, float((plain + cost[best]) / (1 + won[best]))) if saved[best] > 0 else (0, plain)
+        if saved[best] <= 0:
+            return 0, plain
+        return best + 1, float((plain + cost[best]) / (1 + gained[best]))

@@ -16,12 +16,9 @@ from ovspec.drafting.drafter import Drafter, RoundRow
 from ovspec.drafting.lookahead import Lookahead
 from ovspec.drafting.proposal import NOTHING, Proposal
 
-# Minimum number of tokens that must match, and maximum number that are compared.
-LEAST_MATCH, LONGEST_MATCH = 2, 16
-# Maximum number of earlier occurrences that are compared, latest first.
-MOST_POSITIONS = 32
-# An index holds at most this many tokens that were rolled back, and no fewer than half of that once it is full.
-MOST_ROLLED_BACK = 32_768
+LEAST_MATCH, LONGEST_MATCH = 2, 16  # tokens that must match, and that are compared
+MOST_POSITIONS = 32  # earlier occurrences that are compared, latest first
+MOST_ROLLED_BACK = 32_768  # tokens in an index, which keeps half of them once it is full
 SEPARATOR = -1  # not a token: matches end there
 
 
@@ -107,11 +104,7 @@ class Index:
 
 
 class Lookup(Drafter):
-    """Proposes tokens from the text so far, from what the session held earlier, and from a corpus.
-
-    Args:
-        corpora: indices of texts that may be quoted, shared by all rows.
-    """
+    """Proposes tokens from the text so far, from what the session held earlier, and from ``corpora``."""
 
     name = "lookup"
 
@@ -120,27 +113,25 @@ class Lookup(Drafter):
         self._rows = [Index()]
 
     def propose(self, rows: list[RoundRow], lookahead: Lookahead) -> list[Proposal]:
-        return [self._propose(row, index, lookahead, len(rows)) for row, index in zip(rows, self._rows, strict=True)]
+        proposals = []
+        for row, index in zip(rows, self._rows, strict=True):
+            budget, found = min(row.draftable(self.name), lookahead.most), NOTHING
+            if budget:
+                index.follow(row.sequence)
+                found = lookahead.cut(row.permitted(self._find(index, row.sequence, budget)), len(rows))
+            proposals.append(found)
+        return proposals
 
     def reset(self, rows: int) -> None:
         self._rows = [Index() for _ in range(rows)]
 
     def reorder(self, rows: list[int]) -> None:
-        old, kept = self._rows, set[int]()
-        self._rows = []
-        for row in rows:
+        old, self._rows = self._rows, []
+        for i, row in enumerate(rows):
             if row == EMPTY:
                 self._rows.append(Index())
-                continue
-            self._rows.append(copy.deepcopy(old[row]) if row in kept else old[row])
-            kept.add(row)
-
-    def _propose(self, row: RoundRow, index: Index, lookahead: Lookahead, rows: int) -> Proposal:
-        budget = min(row.draftable(self.name), lookahead.most)
-        if not budget:
-            return NOTHING
-        index.follow(row.sequence)
-        return lookahead.cut(row.permitted(self._find(index, row.sequence, budget)), rows)
+            else:
+                self._rows.append(copy.deepcopy(old[row]) if row in rows[:i] else old[row])
 
     def _find(self, index: Index, sequence: Sequence, budget: int) -> Proposal:
         tail = sequence.tokens[-LONGEST_MATCH:]

@@ -12,15 +12,15 @@ from ovspec.sampling.warp import WarpedLogits
 CHOICE, DRAFT, ACCEPT, RESIDUAL = range(4)
 
 
-def noise(seed: int, row: int, position: int, vocab: int, purpose: int = CHOICE) -> np.ndarray:
+def noise(seed: int, sample: int, position: int, vocab: int, purpose: int = CHOICE) -> np.ndarray:
     """Return uniform noise, (vocab,) uint32, a function of its arguments. A smaller ``vocab`` gives a prefix of it."""
-    source = np.random.PCG64DXSM(np.random.SeedSequence((seed, row, position, purpose)))
+    source = np.random.PCG64DXSM(np.random.SeedSequence((seed, sample, position, purpose)))
     return source.random_raw((vocab + 1) // 2).view(np.uint32)[:vocab]
 
 
-def uniform(seed: int, row: int, position: int, purpose: int) -> float:
+def uniform(seed: int, sample: int, position: int, purpose: int) -> float:
     """Return a uniform number in (0, 1), with the 53 bits of a float."""
-    raw = np.random.PCG64DXSM(np.random.SeedSequence((seed, row, position, purpose))).random_raw()
+    raw = np.random.PCG64DXSM(np.random.SeedSequence((seed, sample, position, purpose))).random_raw()
     return ((int(raw) >> 11) + 0.5) * 2.0**-53
 
 
@@ -28,11 +28,8 @@ def draw(kept: WarpedLogits, bits: np.ndarray) -> tuple[int, float]:
     """Draw a token; return (token, its probability).
 
     This is the Gumbel-max trick, as a race in which the smallest E / exp(logit) wins. E = -log(1 - u) is exponential
-    for uniform u. Because u < E, only tokens whose u / exp(logit) is less than the time of the most likely token can
-    win, so only these few are computed in double precision.
-
-    Args:
-        bits: (vocab,) uint32 from ``noise``.
+    for uniform u, which is made of ``bits`` (vocab,). Because u < E, only tokens whose u / exp(logit) is less than the
+    time of the most likely token can win, so only these few are computed in double precision.
     """
     bits = bits if kept.ids is None else bits[kept.ids]
     top = int(kept.logits.argmax())
@@ -46,7 +43,7 @@ def draw(kept: WarpedLogits, bits: np.ndarray) -> tuple[int, float]:
 
 
 def residual(p: np.ndarray, q: np.ndarray) -> np.ndarray:
-    """Return max(p - q, 0), (vocab,), not normalised: what to draw from after a draw from ``q`` was rejected."""
+    """Return max(p - q, 0), (vocab,), not normalised, to draw from after a draw from ``q`` was rejected."""
     rest = np.maximum(p - q, 0)
     return rest if rest.any() else p  # p = q, and the rejection was a rounding error
 

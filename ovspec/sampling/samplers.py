@@ -1,21 +1,20 @@
 """Samplers: they choose the tokens of a row and verify proposals.
 
 Proposals are verified by comparison: at each position in order, the target's own choice is taken, and the walk
-continues while that equals the proposed token. The choice doesn't depend on the proposal, so the proposal can't bias
-it, and the text is the same with any drafter. ``RejectionSampler`` uses the other rule, rejection sampling.
+continues while that equals the proposed token. The choice doesn't depend on the proposal, so the text is the same with
+any drafter. ``RejectionSampler`` uses the other rule, rejection sampling.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from ovspec.constraints.base import UNCONSTRAINED, Constraints
 from ovspec.decoders.sequence import Sequence
 from ovspec.errors import OvspecError
-from ovspec.options import Params, SampleFunction, SamplingParams
+from ovspec.options import Params, SampleFunction
 from ovspec.sampling.noise import ACCEPT, CHOICE, DRAFT, RESIDUAL, draw, draw_from, noise, residual, uniform
 from ovspec.sampling.warp import NOTHING_LEFT, WarpedLogits, certain, warp
 
@@ -35,7 +34,6 @@ Distributions = list[WarpedLogits] | None
 class Sampler(Protocol):
     """Chooses the tokens of one row."""
 
-    sampled: bool  # whether its choices may be random
     constraints: Constraints
 
     def verify(
@@ -51,20 +49,22 @@ class Sampler(Protocol):
         ...
 
     def guess(self, logits: np.ndarray, tokens: np.ndarray) -> Guess | None:
-        """Return a guess from a draft model's ``logits`` (vocab,) after ``tokens`` (n,).
+        """Return a guess from a draft model's ``logits`` (vocab,) after ``tokens`` (n,); None if no token may follow.
 
-        ``tokens`` includes the draft's earlier guesses. Returns None if none of the model's tokens may follow.
+        ``tokens`` includes the draft's earlier guesses.
         """
         ...
 
 
-class GreedySampler:
-    """Chooses the most likely of the tokens that may follow."""
-
-    sampled = False
+class ComparingSampler:
+    """Verifies proposals by comparing them with its own choices."""
 
     def __init__(self, constraints: Constraints = UNCONSTRAINED) -> None:
         self.constraints = constraints
+
+    def choose(self, logits: np.ndarray, tokens: np.ndarray) -> int:
+        """Return the token that follows ``tokens`` (n,), chosen from the target's ``logits`` (vocab,)."""
+        raise NotImplementedError
 
     def verify(
         self,
@@ -73,8 +73,28 @@ class GreedySampler:
         proposed: np.ndarray,
         q: Distributions = None,  # noqa: ARG002
     ) -> np.ndarray:
+        """Return its own choices up to the first that differs from the proposal or ends the text."""
+        tokens = np.concatenate((sequence.tokens, proposed))
+        chosen: list[int] = []
+        for position in range(len(logits)):
+            before = tokens[: len(sequence) + position]
+            if position and self.constraints.ended(before):
+                break
+            forced = self.constraints.only(before)
+            chosen.append(self.choose(logits[position], before) if forced is None else forced)
+            if position < len(proposed) and chosen[-1] != proposed[position]:
+                break
+        return np.array(chosen, dtype=np.int64)
+
+
+class GreedySampler(ComparingSampler):
+    """Chooses the most likely of the tokens that may follow."""
+
+    def verify(
+        self, logits: np.ndarray, sequence: Sequence, proposed: np.ndarray, q: Distributions = None
+    ) -> np.ndarray:
         if self.constraints.active:
-            return walk(self, logits, sequence, proposed)
+            return super().verify(logits, sequence, proposed, q)
         choices = logits.argmax(axis=-1)
         if len(proposed):
             wrong = choices[:-1] != proposed
@@ -88,9 +108,9 @@ class GreedySampler:
             return most_likely(logits)
         logits = self.constraints.process(logits, tokens)
         # If the most likely token of all may follow, it is the choice, and the mask isn't needed.
-        if self.constraints.allow(int(logits.argmax()), tokens):
-            return most_likely(logits)
-        return most_likely(self.constraints.mask(logits, tokens))
+        if not self.constraints.allow(int(logits.argmax()), tokens):
+            logits = self.constraints.mask(logits, tokens)
+        return most_likely(logits)
 
     def choose(self, logits: np.ndarray, tokens: np.ndarray) -> int:
         logits = self.constraints.process(logits, tokens)
@@ -114,52 +134,23 @@ def required(guess: Guess | None) -> int:
     return guess.token
 
 
-class Chooser(Protocol):
-    """A sampler that compares its own choices with the proposal."""
-
-    constraints: Constraints
-
-    def choose(self, logits: np.ndarray, tokens: np.ndarray) -> int:
-        """Return the token that follows ``tokens`` (n,), chosen from the target's ``logits`` (vocab,)."""
-        ...
-
-
-def walk(chooser: Chooser, logits: np.ndarray, sequence: Sequence, proposed: np.ndarray) -> np.ndarray:
-    """Return the chooser's own choices, (n,) int64, up to the first that differs from the proposal or ends the text."""
-    constraints, tokens = chooser.constraints, np.concatenate((sequence.tokens, proposed))
-    chosen: list[int] = []
-    for position in range(len(logits)):
-        before = tokens[: len(sequence) + position]
-        if position and constraints.ended(before):
-            break
-        forced = constraints.only(before)
-        chosen.append(chooser.choose(logits[position], before) if forced is None else forced)
-        if position < len(proposed) and chosen[-1] != proposed[position]:
-            break
-    return np.array(chosen, dtype=np.int64)
-
-
-class SharedNoiseSampler:
-    """Draws with noise that depends only on seed, row and position; the draft draws with the same noise.
+class SharedNoiseSampler(ComparingSampler):
+    """Draws with noise that depends only on seed, sample and position; the draft draws with the same noise.
 
     Args:
-        row: number of the text among those of the same prompt.
+        params: with a seed.
+        sample: number of the text among those of the same prompt.
     """
 
-    sampled = True
-
-    def __init__(self, constraints: Constraints, params: SamplingParams, seed: int, row: int) -> None:
-        self.constraints, self._params, self._seed, self._row = constraints, params, seed, row
+    def __init__(self, constraints: Constraints, params: Params, sample: int) -> None:
+        super().__init__(constraints)
+        self._params, self._sample = params, sample
         self._noise: dict[int, np.ndarray] = {}  # by position: what the draft drew with, kept until the target has, too
 
     def verify(
-        self,
-        logits: np.ndarray,
-        sequence: Sequence,
-        proposed: np.ndarray,
-        q: Distributions = None,  # noqa: ARG002
+        self, logits: np.ndarray, sequence: Sequence, proposed: np.ndarray, q: Distributions = None
     ) -> np.ndarray:
-        chosen = walk(self, logits, sequence, proposed)
+        chosen = super().verify(logits, sequence, proposed, q)
         passed = len(sequence) + len(chosen)
         self._noise = {position: bits for position, bits in self._noise.items() if position >= passed}
         return chosen
@@ -180,7 +171,8 @@ class SharedNoiseSampler:
     def _draw(self, logits: np.ndarray, position: int) -> Guess:
         bits = self._noise.get(position)
         if bits is None or len(bits) < len(logits):
-            bits = self._noise[position] = noise(self._seed, self._row, position, len(logits), CHOICE)
+            bits = noise(self._params.seed, self._sample, position, len(logits), CHOICE)
+            self._noise[position] = bits
         return Guess(*draw(warp(logits, self._params), bits[: len(logits)]))
 
 
@@ -192,29 +184,27 @@ class RejectionSampler:
     as no drawn token is withheld because of which token it is.
     """
 
-    sampled = True
-
-    def __init__(self, constraints: Constraints, params: SamplingParams, seed: int, row: int) -> None:
-        self.constraints, self._params, self._seed, self._row = constraints, params, seed, row
+    def __init__(self, constraints: Constraints, params: Params, sample: int) -> None:
+        self.constraints, self._params, self._sample = constraints, params, sample
 
     def verify(
         self, logits: np.ndarray, sequence: Sequence, proposed: np.ndarray, q: Distributions = None
     ) -> np.ndarray:
         tokens = np.concatenate((sequence.tokens, proposed))
-        seed, row, vocab = self._seed, self._row, logits.shape[1]
+        seed, sample, vocab = self._params.seed, self._sample, logits.shape[1]
         chosen: list[int] = []
         for index, token in enumerate(proposed.tolist()):
             position = len(sequence) + index
             p = self._warped(logits[index], tokens[:position]).probabilities(vocab)
             drawn = (q[index] if q else certain(token)).probabilities(vocab)
-            if uniform(seed, row, position, ACCEPT) * drawn[token] >= p[token]:
-                bits = noise(seed, row, position, vocab, RESIDUAL)
+            if uniform(seed, sample, position, ACCEPT) * drawn[token] >= p[token]:
+                bits = noise(seed, sample, position, vocab, RESIDUAL)
                 return np.array([*chosen, draw_from(residual(p, drawn), bits)], dtype=np.int64)
             chosen.append(token)
             if self.constraints.ended(tokens[: position + 1]):
                 return np.array(chosen, dtype=np.int64)
         last = self._warped(logits[-1], tokens)
-        return np.array([*chosen, draw(last, noise(seed, row, len(tokens), vocab, CHOICE))[0]], dtype=np.int64)
+        return np.array([*chosen, draw(last, noise(seed, sample, len(tokens), vocab, CHOICE))[0]], dtype=np.int64)
 
     def guess(self, logits: np.ndarray, tokens: np.ndarray) -> Guess | None:
         logits = self.constraints(logits, tokens)
@@ -222,31 +212,21 @@ class RejectionSampler:
             return None
         q = warp(logits, self._params)
         # Different noise, because the target's choice at this position must not depend on the draft's.
-        return Guess(*draw(q, noise(self._seed, self._row, len(tokens), len(logits), DRAFT)), q)
+        return Guess(*draw(q, noise(self._params.seed, self._sample, len(tokens), len(logits), DRAFT)), q)
 
     def _warped(self, logits: np.ndarray, tokens: np.ndarray) -> WarpedLogits:
         return warp(self.constraints(logits, tokens), self._params)
 
 
-class UserSampler:
+class UserSampler(ComparingSampler):
     """Calls a user's function once for each position that is reached, in order, as in plain decoding.
 
     Calling it for the draft could change what it does next, so the draft proposes its most likely token instead.
     """
 
-    sampled = True
-
-    def __init__(self, constraints: Constraints, function: SampleFunction, keywords: Mapping[str, Any]) -> None:
-        self.constraints, self._function, self._keywords = constraints, function, keywords
-
-    def verify(
-        self,
-        logits: np.ndarray,
-        sequence: Sequence,
-        proposed: np.ndarray,
-        q: Distributions = None,  # noqa: ARG002
-    ) -> np.ndarray:
-        return walk(self, logits, sequence, proposed)
+    def __init__(self, constraints: Constraints, function: SampleFunction, params: Params) -> None:
+        super().__init__(constraints)
+        self._function, self._keywords = function, params.sampler_options or {}
 
     def guess(self, logits: np.ndarray, tokens: np.ndarray) -> Guess | None:
         return most_likely(self.constraints(logits, tokens))
@@ -266,15 +246,10 @@ class UserSampler:
 
 
 def sampler_of(params: Params, sample: int, constraints: Constraints) -> Sampler:
-    """Return the sampler for one row.
-
-    Args:
-        params: sampled text needs its ``seed``; noise depends on that, on ``sample`` and on the position.
-        sample: the text's number among those of the same prompt.
-    """
+    """Return the sampler of a row. ``params`` have a seed if tokens are drawn; see ``SharedNoiseSampler``."""
     if params.sampler:
-        return UserSampler(constraints, params.sampler, params.sampler_options or {})
+        return UserSampler(constraints, params.sampler, params)
     if not params.temperature:
         return GreedySampler(constraints)
-    drawn = RejectionSampler if params.accept == "rejection" else SharedNoiseSampler
-    return drawn(constraints, params, params.seed, sample)
+    kind = RejectionSampler if params.accept == "rejection" else SharedNoiseSampler
+    return kind(constraints, params, sample)

@@ -14,14 +14,9 @@ import numpy as np
 from ovspec.errors import OvspecError
 from ovspec.options import SamplingParams
 
-# Tokens less likely than this fraction of the most likely one's probability rarely matter for top-p.
-FEW = 1e-3
+FEW = 1e-3  # tokens less likely than this part of the most likely one's probability rarely matter for top-p
+BLOCK = 128  # size of blocks in the search for the largest logits
 NOTHING_LEFT = "No token may follow: all are banned, or the model's logits are not numbers."
-# Block size of the search for the largest logits.
-BLOCK = 128
-
-
-# ---------------------------------------------------------------- logits
 
 
 class WarpedLogits(NamedTuple):
@@ -49,7 +44,10 @@ def certain(token: int) -> WarpedLogits:
 def warp(logits: np.ndarray, params: SamplingParams) -> WarpedLogits:
     """Apply temperature, top-k, top-p, min-p and typical-p, in this order, to ``logits`` (vocab,).
 
-    The vocabulary is never sorted as a whole. Raises OvspecError if no token is left.
+    The vocabulary is never sorted as a whole.
+
+    Raises:
+        OvspecError: no token is left.
     """
     most = logits.max()
     if not np.isfinite(most):

@@ -303,7 +303,7 @@ def test_rows_share_what_proposals_may_add_to_a_round() -> None:
     shares = {math.inf: [12] * 4, 16.0: [4] * 4, 0.0: [0] * 4}
     for most_ms, expected in shares.items():
         lookahead = Lookahead(None, costs)
-        lookahead._balance.add(1e3)
+        lookahead._together.balance.add(1e3)
         lookahead._record("lookup").balance.add(1e3)
         lookahead.begin(most_ms, paced=True)
         assert [len(lookahead.cut(sure, 4).tokens) for _ in range(4)] == expected
