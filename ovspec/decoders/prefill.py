@@ -22,8 +22,10 @@ def share_prefixes(decoder: Decoder, sequences: list[Sequence]) -> None:
     as they are: rolling recurrent states back to the common prefix may cost more than it saves.
     """
     held = decoder.rows
+    if len(held) < 2 or decoder.rollback.replay:
+        return
     unseen = [len(sequence) - len(row) for sequence, row in zip(sequences, held, strict=True)]
-    if len(held) < 2 or max(unseen) < WORTH_SHARING or decoder.rollback.replay:
+    if max(unseen) < WORTH_SHARING:
         return
     sources = list(range(len(held)))
     for row, sequence in enumerate(sequences):

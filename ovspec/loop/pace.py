@@ -12,7 +12,7 @@ from ovspec.drafting.costs import Costs
 # takes longer than expected.
 LIMIT = 1.8
 FEWEST, MOST = 8, 256  # tokens of prompts in a round; the most also bound how long a row waits before it joins
-LEAST = 2  # the same, in a round in which other rows read the rest of theirs
+LEAST = 2  # fewest tokens of prompts in a round in which other rows read the rest of theirs
 STEADY = 4  # tokens by which a round may stay narrower than it could be: a change of width takes time, too
 RECENT = 0.1  # weight of the newest measurement
 
@@ -62,8 +62,8 @@ class Pace:
     def most_ms(self, load: Load, unread: int) -> float:
         """Return how many milliseconds proposals may add to the next round.
 
-        Prompts, of which ``unread`` tokens are left, come first: reading them takes its time in any case, and a row
-        that is read earlier generates earlier. A row that is alone keeps nobody waiting.
+        Prompts, of which ``unread`` tokens are left, come first: a row that is read earlier generates earlier. A row
+        that is alone keeps nobody waiting.
         """
         if self._chunk or load.rows < 2:
             return math.inf

@@ -14,7 +14,7 @@ import numpy as np
 from ovspec.decoders.base import Decoder, needed_width
 from ovspec.decoders.prefill import LONG, prefill_chunks, share_prefixes
 from ovspec.decoders.sequence import catch_up
-from ovspec.drafting.drafter import NO_LOGITS, Drafter, RoundRow
+from ovspec.drafting.drafter import Drafter, RoundRow
 from ovspec.drafting.lookahead import Lookahead, RoundOutcome
 from ovspec.drafting.proposal import NO_TOKENS, NOTHING, Proposal
 from ovspec.errors import InferenceError, OvspecError
@@ -48,17 +48,18 @@ def run_round(
     began = time.perf_counter()
     propose(rows, drafter, lookahead)
     proposed = time.perf_counter()
-    load, prompts = read(rows, target, pace, 1e3 * (proposed - began))
-    before = target.seconds
-    logits, fed = [NO_LOGITS] * len(rows), [row.fed for row in rows]
+    load = find_unseen(rows, target)
+    choose_fed(rows, target, pace.room(load, 1e3 * (proposed - began)) if pace else None)
+    fed, before = [row.fed for row in rows], target.seconds
     width = lookahead.target.fill(needed_width(target, fed)) if drafter else 0
     if any(map(len, fed)):
         logits = target.feed(fed, [row.wanted for row in rows], width)
         if pace:
+            prompts = sum([row.read for row in rows if len(row.unseen) > LONG])
             pace.learn(load, prompts, 1e3 * (target.seconds - before))
-    for index, row in enumerate(rows):
-        if row.wanted:
-            attempt(commit, row, logits[index], target, index)
+        for index, row in enumerate(rows):
+            if row.wanted:
+                attempt(commit, row, logits[index], target, index)
     return outcome(rows, width, proposed - began, time.perf_counter() - proposed) if drafter else None
 
 
@@ -98,33 +99,34 @@ def propose(rows: list[RoundRow], drafter: Drafter | None, lookahead: Lookahead)
                 row.proposal, row.healed = row.permitted(Proposal(likely)), True
 
 
-def read(rows: list[RoundRow], target: Decoder, pace: Pace | None, drafted: float = 0.0) -> tuple[Load, int]:
-    """Set what each row feeds: the tokens that the target has not read and the proposal, or a chunk of the prompt.
-
-    ``drafted``: milliseconds that proposing took. Returns what the round does, and how many tokens of prompts it reads.
-    """
-    if len(rows) > 1:
-        share_prefixes(target, [row.sequence for row in rows])
+def find_unseen(rows: list[RoundRow], target: Decoder) -> Load:
+    """Set the tokens of each row that the target has not read; return what the round does besides reading prompts."""
+    share_prefixes(target, [row.sequence for row in rows])
     for index, row in enumerate(rows):
         row.unseen = NO_TOKENS if row.ended else catch_up(target, index, row.sequence)
-    chunks, room = [row.unseen for row in rows], None
-    counts = [len(row.unseen) for row in rows]
-    short = [count for count in counts if 0 < count <= LONG]
-    proposed = sum([len(row.proposal.tokens) for row, count in zip(rows, counts, strict=True) if count <= LONG])
-    load = Load(len(short), sum([count > LONG for count in counts]), sum(short) - len(short), proposed)
-    if pace:
-        room = pace.room(load, drafted)
-    if len(rows) > 1 or pace:
-        chunks = prefill_chunks(target, chunks, room)
-    for row, row.fed in zip(rows, chunks, strict=True):
-        row.read = len(row.fed)
-        if row.read < len(row.unseen) or row.ended:
+    generating = [row for row in rows if 0 < len(row.unseen) <= LONG]
+    return Load(
+        generating=len(generating),
+        reading=sum([len(row.unseen) > LONG for row in rows]),
+        rest=sum([len(row.unseen) - 1 for row in generating]),
+        proposed=sum([len(row.proposal.tokens) for row in generating]),
+    )
+
+
+def choose_fed(rows: list[RoundRow], target: Decoder, room: int | None) -> None:
+    """Set what each row feeds: its unseen tokens and the proposal, or a chunk of a prompt.
+
+    ``room``: how many tokens of prompts are read; by default as many as the target finds fit.
+    """
+    chunks = prefill_chunks(target, [row.unseen for row in rows], room)
+    for row, chunk in zip(rows, chunks, strict=True):
+        row.fed, row.read = chunk, len(chunk)
+        if row.ended or row.read < len(row.unseen):
             row.proposal = NOTHING
             continue
         row.wanted = min(row.positions, row.read) + len(row.proposal.tokens)
         if len(row.proposal.tokens):
-            row.fed = np.concatenate((row.fed, row.proposal.tokens))
-    return load, sum([row.read for row in rows if len(row.unseen) > LONG])
+            row.fed = np.concatenate((chunk, row.proposal.tokens))
 
 
 def commit(row: RoundRow, logits: np.ndarray, target: Decoder, index: int) -> None:
@@ -148,14 +150,7 @@ def commit(row: RoundRow, logits: np.ndarray, target: Decoder, index: int) -> No
 
 
 def outcome(rows: list[RoundRow], width: int, drafted: float, verified: float) -> RoundOutcome:
-    """Return what the lookahead learns from: proposals, how many of their tokens were accepted, width and seconds."""
     forced = sum([len(row.forced) for row in rows if not row.ended])  # the last ones are never computed
-    healed = any(row.healed for row in rows)
-    return RoundOutcome(
-        [(row.proposal, row.accepted) for row in rows],
-        width,
-        forced,
-        healed or sum([len(row.unseen) for row in rows]) > len(rows) + forced,
-        drafted,
-        verified,
-    )
+    prefilled = any(row.healed for row in rows) or sum([len(row.unseen) for row in rows]) > len(rows) + forced
+    judged = [(row.proposal, row.accepted) for row in rows]
+    return RoundOutcome(judged, width, forced, prefilled, drafted, verified)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 import math
-from dataclasses import dataclass, field
 
 from ovspec.constraints.healing import Healing
 from ovspec.decoders.sequence import Sequence
@@ -17,76 +15,32 @@ from ovspec.sampling.samplers import Sampler
 from ovspec.text.tokenizer import Detokenizer
 
 
-@dataclass(eq=False, slots=True)
-class Beginning:
-    """A beginning of stop strings, in Aho and Corasick's automaton.
-
-    depth: its length.
-    after: the beginning that each next character makes of it.
-    shorter: the longest other beginning that it ends with; None for the empty one.
-    found: the length of the longest stop string that it ends with.
-    """
-
-    depth: int = 0
-    after: dict[str, Beginning] = field(default_factory=dict)
-    shorter: Beginning | None = None
-    found: int = 0
-
-    def grown(self, character: str) -> Beginning:
-        """Return the longest beginning that a text which ends with this one ends with after ``character``."""
-        node = self
-        while node.shorter and character not in node.after:
-            node = node.shorter
-        return node.after.get(character, node)
-
-
-@functools.lru_cache(16)  # all texts of a request have the same
-def empty_beginning(stops: tuple[str, ...]) -> Beginning:
-    """Return the empty beginning, from which all others are reached."""
-    root = Beginning()
-    for stop in stops:
-        node = root
-        for character in stop:
-            if character not in node.after:
-                node.after[character] = Beginning(node.depth + 1)
-            node = node.after[character]
-        node.found = node.depth
-    nodes = [root]
-    for node in nodes:  # which grows: shorter ones come first
-        for character, longer in node.after.items():
-            longer.shorter = node.shorter.grown(character) if node.shorter else root
-            longer.found = longer.found or longer.shorter.found
-            nodes.append(longer)
-    return root
-
-
 class StopStrings:
     """Holds back text that may be the beginning of a stop string."""
 
     def __init__(self, stops: list[str]) -> None:
-        self._begins = self._node = empty_beginning(tuple(stops))
-        self._held = ""
+        self._stops, self._firsts, self._held = stops, {stop[0] for stop in stops}, ""
 
     def push(self, text: str) -> tuple[str, bool]:
         """Add ``text``; return (text that may be shown, whether a stop string follows it)."""
-        if not self._begins.after:
+        if not self._stops:
             return text, False
-        starts, begin = list[int](), len(self._held) + 1
-        self._held += text
-        for end, character in enumerate(text, begin):
-            self._node = self._node.grown(character)
-            if self._node.found:
-                starts.append(end - self._node.found)
-        if starts:
-            shown, self._held, self._node = self._held[: min(starts)], "", self._begins
-            return shown, True
-        end = len(self._held) - self._node.depth
-        shown, self._held = self._held[:end], self._held[end:]
-        return shown, False
+        held = self._held + text
+        places = [at for stop in self._stops if (at := held.find(stop)) >= 0]
+        end = min(places) if places else self._unfinished(held)
+        self._held = "" if places else held[end:]
+        return held[:end], bool(places)
 
     def flush(self) -> str:
-        shown, self._held, self._node = self._held, "", self._begins
+        shown, self._held = self._held, ""
         return shown
+
+    def _unfinished(self, text: str) -> int:
+        """Return where the first stop string begins that ``text`` ends in the middle of; its length if none does."""
+        for at, first in enumerate(text):
+            if first in self._firsts and any(stop.startswith(text[at:]) for stop in self._stops):
+                return at
+        return len(text)
 
 
 class Row:

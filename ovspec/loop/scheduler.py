@@ -44,13 +44,13 @@ class Schedulable(Protocol):
 
 @dataclass(frozen=True)
 class BatchLimits:
-    """Limits of a batch, and what its rows owe each other.
+    """Limits of a batch, and fairness between its rows.
 
     rows: maximum number of rows.
     tokens: maximum number of tokens that they may grow to together.
     pace: decides how much of the prompts a round reads, if rows that generate must not wait long.
     fail_alone: whether a row whose constraints fail ends by itself, instead of failing the whole round.
-    constraint_seconds: that steps of more than ``SLOW_STEP`` may take for a row's constraints together; then they fail.
+    constraint_seconds: total time of a row's steps slower than ``SLOW_STEP`` after which its constraints fail.
     """
 
     rows: int = 1
@@ -62,9 +62,8 @@ class BatchLimits:
 
 @dataclass(slots=True)
 class Active:
-    """A row of the batch.
+    """A row of the batch, and its number among all rows.
 
-    number: its number among all rows.
     joined: seconds on the wall clock, of target inference and of drafting when it joined.
     slow: seconds that slow steps of its constraints have taken.
     """
@@ -85,24 +84,20 @@ class Queue:
         self.reserved = 0  # tokens that are kept free for something else
 
     def __len__(self) -> int:
-        """Return the number of rows that wait, without those that have not been asked for."""
         return len(self._waiting)
 
     def add(self, row: Schedulable) -> int:
-        """Let ``row`` wait behind the others, and return its number."""
+        """Let ``row`` wait behind the others; return its number."""
         self._waiting.append((next(self._numbers), row))
         return self._waiting[-1][0]
 
     def remove(self, number: int) -> Schedulable | None:
-        """Return the waiting row with this number, which doesn't wait any longer; None if there is none."""
-        for index, (each, row) in enumerate(self._waiting):
-            if each == number:
-                del self._waiting[index]
-                return row
-        return None
+        """Remove and return the waiting row with this number; None if there is none."""
+        index = next((i for i, (each, _) in enumerate(self._waiting) if each == number), None)
+        return None if index is None else self._waiting.pop(index)[1]
 
     def room(self, batch: list[Schedulable]) -> float:
-        """Return how many tokens there is memory for beside ``batch``; negative if more are reserved than there is."""
+        """Return how many tokens there is memory for beside ``batch``; negative if too many are reserved."""
         return self._limits.tokens - self.reserved - sum([row.most for row in batch])
 
     def take(self, batch: list[Schedulable]) -> list[tuple[int, Schedulable]]:
@@ -145,6 +140,7 @@ class Scheduler:
         learn: Callable[[RoundOutcome], None] | None = None,
     ) -> None:
         self._target, self._drafter, self._lookahead = target, drafter, lookahead
+        self._followers = [target, drafter] if drafter else [target]
         self._learn = learn or lookahead.learn
         self.queue, self._limits = Queue(rows, limits), limits
         self.outcome: RoundOutcome | None = None  # of the last round
@@ -182,7 +178,7 @@ class Scheduler:
         return pieces
 
     def _taken(self, active: Active, turn: RoundRow) -> Piece:
-        """Let a row take what the round did for it; its piece is empty if its constraints fail, or take too long."""
+        """Return the piece that a row makes of its round; it is empty if its constraints fail or take too long."""
         if turn.constraint_seconds > SLOW_STEP * (1 + len(turn.proposal.tokens)):
             active.slow += turn.constraint_seconds
             if active.slow > self._limits.constraint_seconds and not turn.error:
@@ -200,23 +196,22 @@ class Scheduler:
     def _reorder(self) -> None:
         """Keep the decoders' rows of texts that continue, and add empty ones for rows that have joined."""
         begins = not self._target.rows
-        for follower in (self._target, self._drafter):
-            if follower and begins:
+        for follower in self._followers:
+            if begins:
                 follower.reset(len(self._stay))
-            elif follower:
+            else:
                 follower.reorder(self._stay)
         self._stay = list(range(len(self._stay)))
 
     def reset(self) -> None:
         """Empty the decoders of a batch without rows, which frees memory."""
-        for follower in (self._target, self._drafter):
-            if follower:
-                follower.reset(0)
+        for follower in self._followers:
+            follower.reset(0)
         self._stay = []
 
     @property
     def room(self) -> float:
-        """The number of tokens that there is memory for beside the batch; negative if more are reserved than that."""
+        """The number of tokens that there is memory for beside the batch; see ``Queue.room``."""
         return self.queue.room([active.row for active in self._batch])
 
     @property
@@ -225,7 +220,7 @@ class Scheduler:
         return [active.number for active in self._batch]
 
     def remove(self, numbers: Collection[int]) -> None:
-        """Take rows out, those that wait and those of the batch. Their texts end where they are."""
+        """Take waiting or running rows out; their texts end where they are."""
         for number in numbers:
             if row := self.queue.remove(number):
                 row.cancel()
