@@ -136,7 +136,6 @@ class Decoder(Protocol):
 
     def reset(self, rows: int) -> None:
         """Empty the cache and start over with ``rows`` empty rows; with 0 rows, release its memory."""
-        ...
 
     def feed(self, tokens: list[np.ndarray], wanted: list[int], width: int = 0) -> list[np.ndarray]:
         """Append ``tokens[row]`` (n,) int64 to each row, in one inference or in as many as the rule demands.
@@ -152,11 +151,9 @@ class Decoder(Protocol):
 
     def truncate(self, row: int, length: int) -> None:
         """Roll ``row`` back to its first ``length`` tokens, or fewer: ``rows[row]`` shows which tokens remain."""
-        ...
 
     def reorder(self, rows: list[int]) -> None:
         """Make new row i a copy of old row ``rows[i]``, or an empty row if ``rows[i]`` is EMPTY."""
-        ...
 
     def joining_chunk(self, counts: list[int]) -> int:
         """Return how many tokens a joining row may read beside other rows' ``counts`` without delaying them much."""
@@ -180,7 +177,6 @@ class SessionDecoder(Decoder, Protocol):
         Raises:
             ValueError: the arrays don't fit this model's cache.
         """
-        ...
 
 
 # ---------------------------------------------------------------- shared by the implementations

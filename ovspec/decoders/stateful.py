@@ -1,4 +1,9 @@
-"""The decoder that drives the stateful IR, whose KV cache lives in OpenVINO's infer request."""
+"""The decoder that drives the stateful IR, whose KV cache lives in OpenVINO's infer request.
+
+Slots are indices into the physical cache, positions are indices into the text. A rejected token's slot is marked dead
+in its row's attention mask. Compaction gathers the live slots when dead ones pile up, or, if a model can't skip slots
+(``trim``), before any inference that would find a gap.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +11,7 @@ import copy
 import sys
 
 import numpy as np
+import openvino as ov
 
 from ovspec.decoders.base import (
     FAST,
@@ -18,8 +24,7 @@ from ovspec.decoders.base import (
     split_by_row,
 )
 from ovspec.decoders.sequence import EMPTY, Sequence
-from ovspec.decoders.slots import Slots, gather_states, read_states, write_states
-from ovspec.ir.compile import CompiledIR
+from ovspec.ir.compile import CompiledIR, State
 from ovspec.ir.device import EXACT_KV_PRECISIONS
 from ovspec.ir.memory import trim_heap
 from ovspec.ir.request import Request
@@ -281,3 +286,95 @@ class StatefulDecoder:
         logits = self._request.infer((ids, mask, positions, self._beam, logits_idx, cache_position), logits_idx)
         self._beam = self._in_order  # the inference has gathered the rows
         return self._vocabulary.restrict(logits)
+
+
+class Slots:
+    """Maps positions to slots for each row of a batch. All rows share the slot axis."""
+
+    def __init__(self, rows: int) -> None:
+        self.used = 0  # slots in the physical cache
+        self.lengths = [0] * rows
+        self._alive = np.zeros((rows, 256), dtype=np.int64)  # (rows, slots) 1 = attended to
+        self._slot_of = np.zeros((rows, 256), dtype=np.int64)  # (rows, positions) -> slot
+
+    @property
+    def mask(self) -> np.ndarray:
+        """The model's attention mask: (rows, used) int64, contiguous in memory."""
+        return np.ascontiguousarray(self._alive[:, : self.used])
+
+    @property
+    def dead(self) -> int:
+        """The number of slots that compaction would free."""
+        return self.used - max(self.lengths, default=0)
+
+    @property
+    def contiguous(self) -> bool:
+        """Whether every row's positions are the last slots, in order, as attention by slot index requires."""
+        return all(self._alive[row, self.used - n : self.used].all() for row, n in enumerate(self.lengths))
+
+    def extend(self, counts: list[int]) -> None:
+        """Append max(counts) slots; in each row the first ``counts[row]`` of them are alive."""
+        start, end = self.used, self.used + max(counts)
+        if end > self._alive.shape[1]:
+            more = ((0, 0), (0, 2 * end - self._alive.shape[1]))
+            self._alive, self._slot_of = np.pad(self._alive, more), np.pad(self._slot_of, more)
+        for row, count in enumerate(counts):
+            length = self.lengths[row]
+            self._alive[row, start : start + count] = 1
+            if start + count < end:
+                self._alive[row, start + count : end] = 0
+            self._slot_of[row, length : length + count] = np.arange(start, start + count)
+            self.lengths[row] = length + count
+        self.used = end
+
+    def truncate(self, row: int, length: int) -> None:
+        """Mark the slots of positions ``length`` and later dead."""
+        self._alive[row, self._slot_of[row, length : self.lengths[row]]] = 0
+        self.lengths[row] = length
+
+    def reorder(self, rows: list[int]) -> None:
+        """Make new row i old row ``rows[i]``, or EMPTY; an index may occur twice (fork) or not at all (drop)."""
+        self._alive, self._slot_of = self._alive[rows], self._slot_of[rows]
+        self._alive[np.array(rows) == EMPTY] = 0
+        self.lengths = [0 if row == EMPTY else self.lengths[row] for row in rows]
+
+    def compact(self) -> np.ndarray:
+        """Make every row contiguous; return the old slot of each new one, (rows, used) int64.
+
+        Shorter rows get dead slots on the left, for which slot 0 is returned.
+        """
+        width = max(self.lengths, default=0)
+        old = np.zeros((len(self.lengths), width), dtype=np.int64)
+        self._alive[:] = 0
+        for row, length in enumerate(self.lengths):
+            old[row, width - length :] = self._slot_of[row, :length]
+            self._slot_of[row, :length] = np.arange(width - length, width)
+            self._alive[row, width - length : width] = 1
+        self.used = width
+        return old
+
+
+def gather_states(request: ov.InferRequest, states: list[State], rows: np.ndarray, slots: np.ndarray) -> None:
+    """Replace each of ``states`` by its ``slots`` (rows, width), taken from the batch rows ``rows`` (rows,).
+
+    The copy is dequantised, which is exact for ``device.EXACT_KV_PRECISIONS``.
+    """
+    axes = {s.name: (s.batch_axis, s.sequence_axis) for s in states if s.sequence_axis is not None}
+    for variable in request.query_state():
+        if variable.name in axes:
+            data = np.moveaxis(variable.state.data, axes[variable.name], (0, 1))
+            picked = np.moveaxis(data[rows[:, None], slots], (0, 1), axes[variable.name])
+            variable.state = ov.Tensor(np.ascontiguousarray(picked))
+
+
+def read_states(request: ov.InferRequest, states: list[State]) -> dict[str, np.ndarray]:
+    """Return dequantised copies of ``states`` by name."""
+    names = {state.name for state in states}
+    return {v.name: np.array(v.state.data) for v in request.query_state() if v.name in names}
+
+
+def write_states(request: ov.InferRequest, values: dict[str, np.ndarray]) -> None:
+    """Set the states named in ``values``, which ``read_states`` returned."""
+    for variable in request.query_state():
+        if variable.name in values:
+            variable.state = ov.Tensor(values[variable.name])

@@ -13,7 +13,7 @@ from conftest import TARGET
 from ovspec_export.agreement import TOLERANCE, check_agreement, compute_in_f32, difference
 from transformers import AutoModelForCausalLM
 
-from ovspec.decoders.slots import Slots
+from ovspec.decoders.stateful import Slots
 from ovspec.errors import OvspecError
 
 

@@ -15,8 +15,7 @@ from conftest import ROOT
 import ovspec
 import ovspec.setup.probing
 from ovspec.decoders.base import Rollback
-from ovspec.decoders.slots import Slots
-from ovspec.decoders.stateful import StatefulDecoder
+from ovspec.decoders.stateful import Slots, StatefulDecoder
 from ovspec.ir.attention_mask import UNBOUNDED, mask_bound
 from ovspec.ir.compile import CompiledIR, compile_ir
 from ovspec.ir.config import ModelConfig
