@@ -22,7 +22,7 @@ from ovspec.decoders.base import (
     reordered,
     split_by_row,
 )
-from ovspec.decoders.blocks import FIRST_BLOCKS, Blocks, BlockTensors
+from ovspec.decoders.blocks import Blocks, BlockTensors
 from ovspec.decoders.sequence import EMPTY, Sequence
 from ovspec.interrupts import check_interrupts
 from ovspec.ir.compile import CompiledIR
@@ -67,8 +67,9 @@ class PagedDecoder:
         self._ir, self._vocabulary, self._prefill_chunk = ir, vocabulary, prefill_chunk
         self._request, self._restricts = Request(ir, (*INPUTS, *PAIRS)), vocabulary.restricts(ir.logits_width)
         self._tensors = tensors or BlockTensors(ir, [name for name in ir.inputs if CACHE.fullmatch(name)])
+        self.block_size = self._tensors.block_size  # in tokens
         self._bound = -1  # version of the tensors that the request is bound to
-        self._blocks = Blocks(0, self._tensors.block_size, self._tensors.pool)
+        self._blocks = Blocks(0, self.block_size, self._tensors.pool)
         self._token_arrays = TokenArrays()
         self._kept_lengths: dict[int, tuple[np.ndarray, np.ndarray]] = {}
         self._longest = np.zeros((), dtype=np.int32)
@@ -87,17 +88,12 @@ class PagedDecoder:
         """The number of blocks in use, including those of decoders that share the tensors."""
         return self._tensors.pool.used
 
-    @property
-    def block_size(self) -> int:
-        """The number of tokens in a block."""
-        return self._tensors.block_size
-
     def reset(self, rows: int) -> None:
         self.rows = [Sequence() for _ in range(rows)]
         self._listed: tuple[list[int], int] | None = None  # rows and block version of the current lists
         with self._tensors.lock:
             self._blocks.reorder([EMPTY] * rows)
-            freed = self._tensors.free() if self._tensors.capacity > FIRST_BLOCKS else 0
+            freed = self._tensors.free()
             self._bind()  # to the small arrays, because the request keeps the arrays it is bound to alive
         if freed > WORTH_TRIMMING:
             trim_heap()
@@ -124,8 +120,7 @@ class PagedDecoder:
 
     def fork(self) -> PagedDecoder:
         with self._tensors.lock:
-            arguments = (self._vocabulary, self.rule, self._prefill_chunk, self._tensors)
-            other = PagedDecoder(self._ir, *arguments)
+            other = PagedDecoder(self._ir, self._vocabulary, self.rule, self._prefill_chunk, self._tensors)
             other.rows, other._blocks = [row.copy() for row in self.rows], self._blocks.fork()
         return other
 
@@ -195,8 +190,7 @@ class PagedDecoder:
         if self._tensors.pool.needed > self._tensors.capacity:
             self._tensors.make_room()
         self._bind()
-        if copies:
-            self._tensors.copy(copies)
+        self._tensors.copy(copies)
         # What fills an inference up behind a text's first token has logits, too, which are left out of the result.
         behind = [begin + len(new) - len(held) for held, (begin, new) in zip(self.rows, computed, strict=True)]
         given = [want + more for want, more in zip(wanted, behind, strict=True)]

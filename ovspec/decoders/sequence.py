@@ -1,9 +1,8 @@
-"""The tokens of one row, and the rule by which a cache catches up with them."""
+"""The tokens of one row."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Protocol
 
 import numpy as np
 
@@ -55,15 +54,6 @@ class Sequence:
         return Sequence(self.tokens)
 
 
-class Follower(Protocol):
-    """What keeps state for each row, such as a decoder."""
-
-    @property
-    def rows(self) -> list[Sequence]: ...
-
-    def truncate(self, row: int, length: int) -> None: ...
-
-
 def common_prefix(a: Sequence, b: Sequence) -> int:
     """Return the number of leading tokens that ``a`` and ``b`` share."""
     n = min(a._length, b._length)
@@ -72,13 +62,3 @@ def common_prefix(a: Sequence, b: Sequence) -> int:
     differ = a._buffer[:n] != b._buffer[:n]
     first = int(differ.argmax())
     return first if differ[first] else n
-
-
-def catch_up(follower: Follower, row: int, sequence: Sequence) -> np.ndarray:
-    """Roll ``row`` back to the prefix it shares with ``sequence``; return the tokens it has not seen yet."""
-    held = follower.rows[row]
-    # If the cache already holds every token, the last one is fed again, because its logits are needed.
-    shared = min(common_prefix(held, sequence), len(sequence) - 1)
-    if shared < len(held):
-        follower.truncate(row, shared)
-    return sequence.tokens[len(follower.rows[row]) :]

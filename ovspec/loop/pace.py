@@ -21,8 +21,8 @@ RECENT = 0.1  # weight of the newest measurement
 class Load:
     """What a round does besides reading prompts.
 
-    generating, reading: number of rows that get a token, and of those that read a prompt.
-    rest: tokens that the former have yet to read, such as the ends of prompts, besides one for each row.
+    generating, reading: numbers of rows that get a token, and of those that read a prompt.
+    rest: tokens that the former have yet to read, besides one for each row.
     proposed: tokens proposed.
     """
 
@@ -46,11 +46,10 @@ class Pace:
     A row costs more than a token of a prompt or a proposal, because it has a context of its own.
 
     Args:
-        costs: milliseconds of an inference by its width.
+        costs: milliseconds of an inference of the target.
         rule: how the target is fed.
         learns: whether ``costs`` learns from ``learn``, because no lookahead lets it learn.
-        chunk: how many tokens of prompts every round reads, however long that takes; None for as many as it has time
-            for.
+        chunk: tokens of prompts that every round reads; None for as many as it has time for.
     """
 
     def __init__(self, costs: Costs, rule: FeedRule, learns: bool, chunk: int | None = None) -> None:

@@ -31,14 +31,12 @@ class Perplexity:
 def windows(length: int, context: int) -> Iterator[tuple[int, int, int]]:
     """Yield (start, end, first scored position) of windows that overlap by half.
 
-    Every token except the first is scored once. Scored tokens have at least ``context // 2`` tokens of their window
-    before them, except in the first window.
+    Every token except the first is scored once, after at least ``context // 2`` tokens unless in the first window.
     """
-    stride = max(context // 2, 1)
-    end, start = min(context, length), 0
-    yield 0, end, 1
+    start, end = 0, min(context, length)
+    yield start, end, 1
     while end < length:
-        start, scored = start + stride, end
+        start, scored = start + max(context // 2, 1), end
         end = min(start + context, length)
         yield start, end, scored
 

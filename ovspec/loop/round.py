@@ -11,9 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from ovspec.decoders.base import Decoder, needed_width
+from ovspec.decoders.base import Decoder, catch_up, needed_width
 from ovspec.decoders.prefill import LONG, prefill_chunks, share_prefixes
-from ovspec.decoders.sequence import catch_up
 from ovspec.drafting.drafter import Drafter, RoundRow
 from ovspec.drafting.lookahead import Lookahead, RoundOutcome
 from ovspec.drafting.proposal import NO_TOKENS, NOTHING, Proposal

@@ -103,34 +103,35 @@ class Row:
             return self.cancel()
         tokens = turn.tokens.tolist()
         begin = len(self.sequence) - len(tokens)
-        shown, used, stopped, counted = "", 0, False, list[int]()  # indices of the generated tokens
+        shown, stopped = "", False
+        first = used = 0  # tokens[first:used] are in the text; those before spell only its prompt
         for used, token in enumerate(tokens, 1):
-            healed = 0
-            if self.healing and not self.token_ids and not counted:
-                healed = self.healing.healed(self.sequence.tokens[: begin + used])
-                if healed is None:  # it spells only the prompt, so it isn't counted
+            length, healed = begin + used, 0
+            if self.healing and not self.token_ids and first == used - 1:
+                healed = self.healing.healed(self.sequence.tokens[:length])
+                if healed is None:
+                    first = used
                     if self.record:
                         self.record.healed_ids.append(token)
                     self._end = min(self._end + 1, self._context)
-                    if begin + used >= self._end:  # the context is full before anything new was generated
+                    if length >= self._end:  # the context is full before anything new was generated
                         self.finish_reason = "length"
                         break
                     continue
-            counted.append(used - 1)
             if token in self._stop_ids:
                 self.finish_reason = "stop"
                 break
             text = self._detokenizer.push(token, healed)
-            early = len(self.token_ids) + len(counted) <= self._min_tokens
-            text, stopped = (text, False) if early else self._stops.push(text)
+            if len(self.token_ids) + used - first > self._min_tokens:
+                text, stopped = self._stops.push(text)
             shown += text
             if stopped:
                 self.finish_reason = "stop"
             elif token in self._eos:
                 self.finish_reason = "eos"
-            elif self._may_complete and self.sampler.constraints.complete(self.sequence.tokens[: begin + used]):
+            elif self._may_complete and self.sampler.constraints.complete(self.sequence.tokens[:length]):
                 self.finish_reason = "stop"
-            elif begin + used >= self._end:
+            elif length >= self._end:
                 self.finish_reason = "length"
             if self.finish_reason:
                 break
@@ -139,16 +140,16 @@ class Row:
         if self.finish_reason and not stopped:
             shown += self._rest()
         self.text += shown
-        ids, logprobs = [tokens[index] for index in counted], None
+        self.token_ids += tokens[first:used]
+        self.stats.generated_tokens = len(self.token_ids)
+        logprobs = None
         if self.logprobs is not None:
             tops = self.params.logprobs
-            logprobs = [token_logprob(turn.logits[index], tokens[index], tops) for index in counted]
+            logprobs = [token_logprob(turn.logits[index], tokens[index], tops) for index in range(first, used)]
             self.logprobs += logprobs
-        self.token_ids += ids
-        self.stats.generated_tokens = len(self.token_ids)
         sources = ["forced"] * len(turn.forced) + [turn.proposal.source] * turn.accepted
         sources += ["target"] * (len(tokens) - len(sources))
-        return Piece(shown, ids, self.finish_reason, logprobs, [sources[index] for index in counted])
+        return Piece(shown, tokens[first:used], self.finish_reason, logprobs, sources[first:used])
 
     def cancel(self) -> Piece:
         """End the text where it is, unless it has already ended."""

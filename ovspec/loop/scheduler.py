@@ -80,7 +80,7 @@ class Queue:
     def __init__(self, rows: Iterable[Schedulable], limits: BatchLimits) -> None:
         self._rows, self._limits = iter(rows), limits
         self._numbers = itertools.count()
-        self._waiting: list[tuple[int, Schedulable]] = []
+        self._waiting: dict[int, Schedulable] = {}
         self.reserved = 0  # tokens that are kept free for something else
 
     def __len__(self) -> int:
@@ -88,13 +88,13 @@ class Queue:
 
     def add(self, row: Schedulable) -> int:
         """Let ``row`` wait behind the others; return its number."""
-        self._waiting.append((next(self._numbers), row))
-        return self._waiting[-1][0]
+        number = next(self._numbers)
+        self._waiting[number] = row
+        return number
 
     def remove(self, number: int) -> Schedulable | None:
         """Remove and return the waiting row with this number; None if there is none."""
-        index = next((i for i, (each, _) in enumerate(self._waiting) if each == number), None)
-        return None if index is None else self._waiting.pop(index)[1]
+        return self._waiting.pop(number, None)
 
     def room(self, batch: list[Schedulable]) -> float:
         """Return how many tokens there is memory for beside ``batch``; negative if too many are reserved."""
@@ -106,18 +106,20 @@ class Queue:
         A row waits while another prompt with the same beginning is being read, because it can continue from there.
         """
         room = self.room(batch)
-        reading, read = ([row.sequence for row in batch if bool(row.stats.rounds) == had] for had in (False, True))
+        reading = [row.sequence for row in batch if not row.stats.rounds]
+        read = [row.sequence for row in batch if row.stats.rounds]
         taken: list[tuple[int, Schedulable]] = []
         for row in itertools.islice(self._rows, max(0, self._limits.rows - len(self._waiting))):
             self.add(row)
-        for number, row in self._waiting:
+        for number, row in self._waiting.items():
             if len(batch) + len(taken) == self._limits.rows or (row.most > room and (batch or taken or self.reserved)):
                 break
             if not reading or not shares_prefix(row.sequence, reading, read):
                 taken.append((number, row))
                 reading.append(row.sequence)
                 room -= row.most
-        self._waiting = [each for each in self._waiting if each not in taken]
+        for number, _ in taken:
+            del self._waiting[number]
         return taken
 
 
@@ -149,7 +151,7 @@ class Scheduler:
         self._stay = list(range(len(target.rows)))
 
     def step(self) -> list[tuple[int, Piece]] | None:
-        """Run one round; return (number of the row, piece) for each row, or None if no row is left."""
+        """Run one round; return (number, piece) for each row, or None if no row is left."""
         if len(self._batch) < self._limits.rows:
             joining = self.queue.take([active.row for active in self._batch])
             self._batch += [Active(number, row, self._clocks()) for number, row in joining]
@@ -255,7 +257,7 @@ class Scheduler:
 
 
 def run_rows(scheduler: Scheduler) -> Iterator[list[tuple[int, Piece]]]:
-    """Run rounds until every row is finished; after each, yield a list of (number of the row, piece).
+    """Run rounds until every row is finished; yield each round's list of (number of the row, piece).
 
     On Ctrl-C, finish the round, or the inference if the round reads a prompt, yield its pieces, then a last piece
     "cancelled" for each row, and raise KeyboardInterrupt.
