@@ -10,7 +10,7 @@ from typing import Literal, Protocol
 
 import numpy as np
 
-from ovspec.decoders.sequence import EMPTY, Sequence, common_prefix
+from ovspec.decoders.sequence import EMPTY, Sequence
 from ovspec.errors import InferenceError
 from ovspec.ir.compile import last_line
 
@@ -111,7 +111,7 @@ class Rollback:
 
 
 class Decoder(Protocol):
-    """A language model with its KV cache, for a batch of rows; ``catch_up`` brings a row into line with its text."""
+    """A language model with its KV cache, for a batch of rows; see ``sequence.catch_up``."""
 
     rollback: Rollback
     context_length: int | None
@@ -197,16 +197,6 @@ def logit_positions(counts: tuple[int, ...], wanted: tuple[int, ...], packed: bo
     indices = [np.arange(end - want, end) for end, want in zip(ends, wanted, strict=True)]
     filling = np.full(max(0, 2 - sum(wanted)), ends[-1] - 1)
     return np.concatenate([*indices, filling])
-
-
-def catch_up(decoder: Decoder, row: int, sequence: Sequence) -> np.ndarray:
-    """Roll ``row`` back to the prefix it shares with ``sequence``; return the tokens it has not seen yet."""
-    held = decoder.rows[row]
-    # If the cache already holds every token, the last one is fed again, because its logits are needed.
-    shared = min(common_prefix(held, sequence), len(sequence) - 1)
-    if shared < len(held):
-        decoder.truncate(row, shared)
-    return sequence.tokens[len(decoder.rows[row]) :]
 
 
 def needed_width(decoder: Decoder, tokens: list[np.ndarray]) -> int:

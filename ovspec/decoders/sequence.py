@@ -1,8 +1,9 @@
-"""The tokens of one row."""
+"""The tokens of one row, and the rule by which a cache catches up with them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Protocol
 
 import numpy as np
 
@@ -54,6 +55,15 @@ class Sequence:
         return Sequence(self.tokens)
 
 
+class Follower(Protocol):
+    """What keeps state for each row, such as a decoder."""
+
+    @property
+    def rows(self) -> list[Sequence]: ...
+
+    def truncate(self, row: int, length: int) -> None: ...
+
+
 def common_prefix(a: Sequence, b: Sequence) -> int:
     """Return the number of leading tokens that ``a`` and ``b`` share."""
     n = min(a._length, b._length)
@@ -62,3 +72,13 @@ def common_prefix(a: Sequence, b: Sequence) -> int:
     differ = a._buffer[:n] != b._buffer[:n]
     first = int(differ.argmax())
     return first if differ[first] else n
+
+
+def catch_up(follower: Follower, row: int, sequence: Sequence) -> np.ndarray:
+    """Roll ``row`` back to the prefix it shares with ``sequence``; return the tokens it has not seen yet."""
+    held = follower.rows[row]
+    # If the cache already holds every token, the last one is fed again, because its logits are needed.
+    shared = min(common_prefix(held, sequence), len(sequence) - 1)
+    if shared < len(held):
+        follower.truncate(row, shared)
+    return sequence.tokens[len(follower.rows[row]) :]

@@ -6,9 +6,9 @@ import time
 
 import numpy as np
 
-from ovspec.decoders.base import Decoder, catch_up, needed_width
+from ovspec.decoders.base import Decoder, needed_width
 from ovspec.decoders.prefill import LONG, share_prefixes
-from ovspec.decoders.sequence import common_prefix
+from ovspec.decoders.sequence import catch_up, common_prefix
 from ovspec.drafting.costs import WIDEST
 from ovspec.drafting.drafter import Drafter, RoundRow
 from ovspec.drafting.lookahead import Lookahead

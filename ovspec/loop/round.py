@@ -11,8 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from ovspec.decoders.base import Decoder, catch_up, needed_width
+from ovspec.decoders.base import Decoder, needed_width
 from ovspec.decoders.prefill import LONG, prefill_chunks, share_prefixes
+from ovspec.decoders.sequence import catch_up
 from ovspec.drafting.drafter import Drafter, RoundRow
 from ovspec.drafting.lookahead import Lookahead, RoundOutcome
 from ovspec.drafting.proposal import NO_TOKENS, NOTHING, Proposal
@@ -48,7 +49,10 @@ def run_round(
     propose(rows, drafter, lookahead)
     proposed = time.perf_counter()
     load = find_unseen(rows, target)
-    choose_fed(rows, target, pace.room(load, 1e3 * (proposed - began)) if pace else None)
+    chunks = [row.unseen for row in rows]
+    if len(rows) > 1 or pace:
+        chunks = prefill_chunks(target, chunks, pace.room(load, 1e3 * (proposed - began)) if pace else None)
+    feed_chunks(rows, chunks)
     fed, before = [row.fed for row in rows], target.seconds
     width = lookahead.target.fill(needed_width(target, fed)) if drafter else 0
     if any(map(len, fed)):
@@ -100,7 +104,8 @@ def propose(rows: list[RoundRow], drafter: Drafter | None, lookahead: Lookahead)
 
 def find_unseen(rows: list[RoundRow], target: Decoder) -> Load:
     """Set the tokens of each row that the target has not read; return what the round does besides reading prompts."""
-    share_prefixes(target, [row.sequence for row in rows])
+    if len(rows) > 1:
+        share_prefixes(target, [row.sequence for row in rows])
     for index, row in enumerate(rows):
         row.unseen = NO_TOKENS if row.ended else catch_up(target, index, row.sequence)
     generating = [row for row in rows if 0 < len(row.unseen) <= LONG]
@@ -112,12 +117,8 @@ def find_unseen(rows: list[RoundRow], target: Decoder) -> Load:
     )
 
 
-def choose_fed(rows: list[RoundRow], target: Decoder, room: int | None) -> None:
-    """Set what each row feeds: its unseen tokens and the proposal, or a chunk of a prompt.
-
-    ``room``: how many tokens of prompts are read; by default as many as the target finds fit.
-    """
-    chunks = prefill_chunks(target, [row.unseen for row in rows], room)
+def feed_chunks(rows: list[RoundRow], chunks: list[np.ndarray]) -> None:
+    """Set what each row feeds: its chunk of unseen tokens and, if these are all, the proposal."""
     for row, chunk in zip(rows, chunks, strict=True):
         row.fed, row.read = chunk, len(chunk)
         if row.ended or row.read < len(row.unseen):

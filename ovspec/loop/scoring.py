@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from ovspec.decoders.base import Decoder, catch_up
+from ovspec.decoders.base import Decoder
 from ovspec.decoders.prefill import LONG
-from ovspec.decoders.sequence import Sequence
+from ovspec.decoders.sequence import Sequence, catch_up
 from ovspec.errors import OvspecError
 from ovspec.sampling.logprobs import log_softmax
 

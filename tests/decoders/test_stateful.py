@@ -14,11 +14,11 @@ from conftest import ROOT, Reference
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ovspec.decoders.base import Rollback, catch_up
+from ovspec.decoders.base import Rollback
 from ovspec.decoders.paged import PagedDecoder
 from ovspec.decoders.prefill import share_prefixes
 from ovspec.decoders.recurrent import RowByRow
-from ovspec.decoders.sequence import EMPTY, Sequence
+from ovspec.decoders.sequence import EMPTY, Sequence, catch_up
 from ovspec.decoders.stateful import StatefulDecoder
 from ovspec.ir.compile import compile_ir
 from ovspec.ir.device import EXACT_KV_PRECISIONS, DeviceOptions, compile_properties

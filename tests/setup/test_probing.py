@@ -153,8 +153,7 @@ def test_snapshots_are_where_they_are_needed(tmp_path: Path, monkeypatch: pytest
 @pytest.mark.slow
 def test_replay_is_bounded(tmp_path: Path) -> None:
     """However often proposals are rejected, at most REPLAY_AT committed tokens are fed again."""
-    from ovspec.decoders.base import catch_up
-    from ovspec.decoders.sequence import Sequence
+    from ovspec.decoders.sequence import Sequence, catch_up
     from ovspec.decoders.stateful import REPLAY_AT
 
     model = hybrid.Hybrid(4096, "mask")
