@@ -102,7 +102,7 @@ def trimming(rollback: Rollback) -> Rollback:
 def decoder_of(
     ir: CompiledIR, rollback: Rollback, vocabulary: KnownIds = ALL_IDS, rule: FeedRule = FAST
 ) -> SessionDecoder:
-    """Return the stateful decoder that fits the model's states and the rule; the arguments are those of the decoder.
+    """Return the stateful decoder that fits the model's states and the rule.
 
     Where the rule keeps rows apart, rejected tokens are cut off, because masked slots change bits as padding does.
     """

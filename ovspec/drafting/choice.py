@@ -19,7 +19,6 @@ EXPORTED, SELF = "draft", "self"  # the draft exported with the target: any, or 
 class DraftChoice:
     """Up to two drafters, asked in the order lookup, own, model. A choice without any is false.
 
-    lookup: whether to use prompt lookup.
     own: a user's drafter, or what makes one for each session or batch.
     model: the draft model's folder; ``EXPORTED`` or ``SELF`` until the target's folder is known.
     """
@@ -42,9 +41,7 @@ if TYPE_CHECKING:
 
 
 def parse_draft(draft: Draft | Sequence[Draft] | None) -> DraftChoice | None:
-    """Return the drafters that ``draft`` names, at most two, as described at ``load``; None for no drafter.
-
-    A folder named "draft", "self" or "lookup" must be written with "./".
+    """Return the drafters that ``draft`` names, as described at ``load``; None for no drafter.
 
     Raises:
         OvspecError: a part of ``draft`` is not a draft, or the parts can't be combined.

@@ -72,11 +72,9 @@ class Lookahead:
         self._asked: set[str] = set()  # drafters asked in this round: that takes time even if they propose nothing
 
     def begin(self, most_ms: float = math.inf, paced: bool = False) -> None:
-        """Begin a round.
+        """Begin a round, to which all proposals together may add ``most_ms``.
 
-        Args:
-            most_ms: milliseconds that all proposals together may add to it, whatever they are worth.
-            paced: whether no row may wait long while others read.
+        ``paced``: whether no row may wait long while others read.
         """
         self.most_ms, self.paced = most_ms, paced
         self._cut = self._cut_rows = 0  # tokens and rows of this round that ``cut`` has decided on
@@ -84,10 +82,7 @@ class Lookahead:
     # ------------------------------------------------------------ asked by drafters
 
     def affords(self, source: str, rows: int, missed_ms: float = 0.0) -> bool:
-        """Return whether a drafter that takes time may be asked for ``rows``, given what it may lose.
-
-        ``missed_ms``: milliseconds that it takes to read text that it has missed.
-        """
+        """Return whether a drafter may draft for ``rows``, after ``missed_ms`` of reading, given what it may lose."""
         if self.fixed is not None:
             return True
         if not self.target.known:  # this round will measure plain decoding
@@ -101,9 +96,7 @@ class Lookahead:
     def starts(self, source: str, unseen: int, remaining: Sequence[int]) -> bool:
         """Return whether a drafter that takes time should be asked in this round.
 
-        Args:
-            unseen: tokens it has to read first, summed over all rows.
-            remaining: tokens left to generate, for each row.
+        ``unseen``: tokens it has to read first, for all rows. ``remaining``: tokens left to generate, for each row.
         """
         if self.fixed is not None:
             return True

@@ -22,10 +22,8 @@ def make_drafter(
 ) -> Drafter | None:
     """Return the drafter that ``choice`` names, a chain if there are two; None for plain decoding.
 
-    Args:
-        draft: a decoder of the draft model, if there is one.
-        corpora: the texts that lookup may propose from.
-        known: the ids that may be proposed.
+    ``draft``: a decoder of the draft model. ``corpora``: what lookup may propose from. ``known``: ids that may be
+    proposed.
     """
     if not choice:
         return None
@@ -52,16 +50,12 @@ class Chain(Drafter):
         return self._first.seconds + self._second.seconds
 
     def propose(self, rows: list[RoundRow], lookahead: Lookahead) -> list[Proposal]:
-        second = self._second.name
-        proposals = [
-            NOTHING
-            if len(found.tokens) and row.draftable(second) and lookahead.prefers(second, found, len(rows))
-            else found
-            for row, found in zip(rows, self._first.propose(rows, lookahead), strict=True)
-        ]
-        left = [
-            replace(row, drafts=False) if len(found.tokens) else row for row, found in zip(rows, proposals, strict=True)
-        ]
+        second, proposals, left = self._second.name, list[Proposal](), list[RoundRow]()
+        for row, found in zip(rows, self._first.propose(rows, lookahead), strict=True):
+            if len(found.tokens) and row.draftable(second) and lookahead.prefers(second, found, len(rows)):
+                found = NOTHING
+            proposals.append(found)
+            left.append(replace(row, drafts=False) if len(found.tokens) else row)
         if not any(row.draftable(second) for row in left):
             return proposals
         others = self._second.propose(left, lookahead)

@@ -49,10 +49,7 @@ class Sampler(Protocol):
         ...
 
     def guess(self, logits: np.ndarray, tokens: np.ndarray) -> Guess | None:
-        """Return a guess from a draft model's ``logits`` (vocab,) after ``tokens`` (n,); None if no token may follow.
-
-        ``tokens`` includes the draft's earlier guesses.
-        """
+        """Return a guess from a draft's ``logits`` (vocab,) after ``tokens`` (n,); None if no token may follow."""
         ...
 
 
