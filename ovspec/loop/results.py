@@ -19,8 +19,8 @@ class Piece:
     """What one round added to the text. ``finish_reason`` is None until the last piece.
 
     ``logprobs`` has one entry for each token if they were requested. ``sources`` names the origin of each token:
-    "target", the drafter that proposed it ("draft", "lookup" or your own's name), or "forced" if constraints left no
-    other choice.
+    "target", the name of the drafter that proposed it ("draft", "lookup" or that of your own drafter), or "forced" if
+    constraints left no other choice.
     """
 
     text: str

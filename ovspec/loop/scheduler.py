@@ -64,12 +64,14 @@ class BatchLimits:
 class Active:
     """A row of the batch, and its number among all rows.
 
+    held: the decoders' row that holds its tokens; EMPTY if it has none yet.
     joined: seconds on the wall clock, of target inference and of drafting when it joined.
     slow: seconds that slow steps of its constraints have taken.
     """
 
     number: int
     row: Schedulable
+    held: int
     joined: tuple[float, float, float]
     slow: float = 0.0
 
@@ -147,19 +149,17 @@ class Scheduler:
         self.queue, self._limits = Queue(rows, limits), limits
         self.outcome: RoundOutcome | None = None  # of the last round
         self._batch: list[Active] = []
-        # The decoders' row of each row of the batch; EMPTY if it has none yet.
-        self._stay = list(range(len(target.rows)))
+        self._inherited = list(range(len(target.rows)))  # the decoders' rows for the first of ``rows``
 
     def step(self) -> list[tuple[int, Piece]] | None:
         """Run one round; return (number, piece) for each row, or None if no row is left."""
         if len(self._batch) < self._limits.rows:
-            joining = self.queue.take([active.row for active in self._batch])
-            self._batch += [Active(number, row, self._clocks()) for number, row in joining]
+            for number, row in self.queue.take([active.row for active in self._batch]):
+                held = self._inherited.pop(0) if self._inherited else EMPTY
+                self._batch.append(Active(number, row, held, self._clocks()))
         if not self._batch:
             return None
-        self._stay += [EMPTY] * (len(self._batch) - len(self._stay))
-        if self._stay != list(range(len(self._target.rows))):
-            self._reorder()
+        self._reorder()
         turns = [active.row.round_row() for active in self._batch]
         try:
             self.outcome = run_round(self._target, self._drafter, self._lookahead, turns, self._limits.pace)
@@ -175,8 +175,7 @@ class Scheduler:
         for active in self._batch:
             if active.row.finish_reason or not active.row.stats.ttft_ms:
                 self._note_times(active)
-        self._stay = [index for index, active in enumerate(self._batch) if not active.row.finish_reason]
-        self._batch = [self._batch[index] for index in self._stay]
+        self._batch = [active for active in self._batch if not active.row.finish_reason]
         return pieces
 
     def _taken(self, active: Active, turn: RoundRow) -> Piece:
@@ -197,19 +196,22 @@ class Scheduler:
 
     def _reorder(self) -> None:
         """Keep the decoders' rows of texts that continue, and add empty ones for rows that have joined."""
-        begins = not self._target.rows
+        rows, before = [active.held for active in self._batch], len(self._target.rows)
+        if rows == list(range(before)):
+            return
         for follower in self._followers:
-            if begins:
-                follower.reset(len(self._stay))
+            if before:
+                follower.reorder(rows)
             else:
-                follower.reorder(self._stay)
-        self._stay = list(range(len(self._stay)))
+                follower.reset(len(rows))
+        for index, active in enumerate(self._batch):
+            active.held = index
 
     def reset(self) -> None:
         """Empty the decoders of a batch without rows, which frees memory."""
         for follower in self._followers:
             follower.reset(0)
-        self._stay = []
+        self._inherited = []
 
     @property
     def room(self) -> float:
@@ -226,12 +228,11 @@ class Scheduler:
         for number in numbers:
             if row := self.queue.remove(number):
                 row.cancel()
-        left = [index for index, active in enumerate(self._batch) if active.number not in numbers]
         for active in self._batch:
             if active.number in numbers:
                 active.row.cancel()
                 self._note_times(active)
-        self._stay, self._batch = [self._stay[index] for index in left], [self._batch[index] for index in left]
+        self._batch = [active for active in self._batch if active.number not in numbers]
 
     def cancel(self) -> list[tuple[int, Piece]]:
         """End all rows of the batch where they are."""
