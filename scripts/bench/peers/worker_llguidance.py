@@ -18,6 +18,7 @@ from protocol import Refusal
 from ovspec.constraints.grammar import grammar_tokenizer as ovspec_tokenizer
 from ovspec.constraints.masks import masked
 from ovspec.grammars.json_schema import compiled
+from ovspec.grammars.sources import schema_problem
 from ovspec.grammars.limits import LIMITS
 
 Apply = Callable[[np.ndarray, np.ndarray], np.ndarray]
@@ -71,7 +72,7 @@ class Matcher:
 
     def __init__(self, tokenizer: LLTokenizer, apply: Apply, kind: str, source: str) -> None:
         if kind == "json":
-            grammar = LLMatcher.grammar_from_lark(compiled(json.loads(source)).lark)
+            grammar = LLMatcher.grammar_from_lark(compiled(json.loads(source), schema_problem).lark)
         elif kind == "lark":
             grammar = LLMatcher.grammar_from_lark(source)
         else:
