@@ -6,7 +6,9 @@ import numpy as np
 import openvino as ov
 from openvino import opset13 as ops
 
-# Without VNNI, int8 and int4 products over 7,168 values or more take another kernel for up to four tokens.
+# On these instruction sets, products with integer weights over 7,168 values or more take another kernel for up to four
+# tokens.
+CUTTING = ("AVX2",)
 WIDEST = 6144
 INTEGERS = {"i8", "u8", "i4", "u4"}
 

@@ -18,8 +18,10 @@ from ovspec.files import remember, remembered
 from ovspec.ir.attention_mask import UNBOUNDED, narrowest_window
 from ovspec.ir.compile import MODEL_FILE, CompiledIR, check_weights, compile_ir, last_line
 from ovspec.ir.device import DeviceOptions, check_device
+from ovspec.ir.instruction_set import instruction_set
 from ovspec.ir.memory import room_for
 from ovspec.ir.paged_attention import NotPaged, attention_windows, pair_queries, to_paged
+from ovspec.ir.products import CUTTING, cut_products
 from ovspec.progress import note
 from ovspec.setup.exactness import SHORT, Exactness, Trial, exactness_file, find_exactness, known_exactness
 from ovspec.setup.probing import find_probe, memory_file
@@ -127,7 +129,7 @@ def load_ir(
 
 
 def load_paged(folder: Path, options: DeviceOptions, reason: str, arithmetic: Arithmetic) -> CompiledModel:
-    """Compile for the paged engine, with a second query for each token only where that is what makes it exact."""
+    """Compile for the paged engine, rewritten for exact arithmetic only where that is what makes it exact."""
 
     def compiled(paired: bool) -> CompiledModel:
         return CompiledModel(compile_paged(folder, options, paired), "paged", reason, PagedDecoder.rollback)
@@ -159,13 +161,16 @@ def probed(loaded: CompiledModel, folder: Path, options: DeviceOptions) -> Exact
 def compile_paged(folder: Path, options: DeviceOptions, paired: bool = True) -> CompiledIR:
     """Compile like ``compile_ir``, rewritten for the paged decoder; raises NotPaged if that is impossible.
 
-    ``paired``: whether attention can take two queries for a token, see ``pair_queries``.
+    ``paired``: whether it is rewritten for exact arithmetic: attention can take two queries for a token (see
+    ``pair_queries``), and products are cut where a processor needs that.
     """
 
     def rewrite(model: ov.Model) -> None:
         to_paged(model)
         if paired:
             pair_queries(model)
+            if instruction_set() in CUTTING:
+                cut_products(model)
 
     # Not cached: OpenVINO 2026.4 can't read a paged model back, because the head sizes are lost.
     return compile_ir(folder, replace(options, properties=options.properties | {"CACHE_DIR": ""}), rewrite)

@@ -61,7 +61,7 @@ Make = Callable[[FeedRule], SessionDecoder]
 SHORT = Trial((40,), (1, 2, 1, 1, 3, 8, 1))
 # Also shorter than one block, and, if possible, more blocks than there are threads to share them.
 FULL = Trial((20, 70, 600), tuple(range(1, 18)), (2, 9))
-WAY = "5"  # of probing; another one makes what was found before worthless
+WAY = "6"  # of probing; another one makes what was found before worthless
 UNIT = 16  # tokens of the inferences that wider ones, and tokens alone, are compared with
 ALONE = 64  # tokens that are fed alone before that counts as the same
 # Widths tried until one differs. If none does, there is no bound; a first load has no time for wider ones.
