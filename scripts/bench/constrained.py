@@ -10,101 +10,84 @@ equal to those of "plain".
 
 from __future__ import annotations
 
-import argparse
 import json
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
+from harness import HERE, Table, machine, options, speedup_cells, take_turns, totals
+
 import ovspec
-from ovspec.comparison import rotated, speedup_of
+from ovspec.comparison import speedup_of
+from ovspec.drafting.choice import parse_draft
 
-HERE = Path(__file__).resolve().parent
-WAYS: dict[str, tuple[str | None, dict[str, Any]]] = {
-    "plain": (None, {"lookahead": 0}),
-    "forced": (None, {}),
-    "lookup": ("lookup", {}),
-    "draft": ("draft", {}),
-    "lookup,draft": ("lookup,draft", {}),
+PLAIN, FREE = "plain", "unconstrained"
+WAYS: dict[str, str | None] = {
+    PLAIN: None,
+    "forced": None,
+    "lookup": "lookup",
+    "draft": "draft",
+    "lookup,draft": "lookup,draft",
 }
-FREE = "unconstrained"
 HEADS = ("mode", "plain, ms per token", "ms per token", "speed-up", "range", "forced tokens", "tokens per round")
-HEADS = (*HEADS, "equal texts")
+Timed = tuple[ovspec.Result, float]  # and the milliseconds per token after the first
 
 
-def prompts() -> list[tuple[str, dict[str, Any], str]]:
-    """Return (name, schema, prompt) for each schema."""
-    entries = json.loads((HERE / "grammars.json").read_text(encoding="utf-8"))
+def prompts() -> list[tuple[dict[str, Any], str]]:
+    """Return (schema, prompt) for each schema."""
     found = []
-    for entry in entries:
+    for entry in json.loads((HERE / "grammars.json").read_text(encoding="utf-8")):
         example = json.dumps(entry["values"][0], indent=2, ensure_ascii=False)
         name = entry["name"].replace(" ", "_")
         prompt = f"import json\n\n# Two examples of a {entry['name']}:\n{name}_1 = json.loads('''{example}''')\n"
-        found.append((entry["name"], entry["schema"], f"{prompt}{name}_2 = json.loads('''"))
+        found.append((entry["schema"], f"{prompt}{name}_2 = json.loads('''"))
     return found
 
 
-def timed(lm: ovspec.LanguageModel, prompt: str, options: dict[str, Any]) -> tuple[ovspec.Result, float]:
-    """Return the result and the milliseconds per token after the first."""
+def timed(lm: ovspec.LanguageModel, prompt: str, given: dict[str, Any]) -> Timed:
     began = time.perf_counter()
-    result = lm.generate(prompt, **options)
+    result = lm.generate(prompt, **given)
     spent = (time.perf_counter() - began) * 1e3 - result.stats.ttft_ms
     return result, spent / max(1, len(result.token_ids) - 1)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options(__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--rounds", type=int, default=1)
-    arguments = parser.parse_args()
-    whole = ovspec.load(arguments.folder, "lookup,draft")
-    models = {way: whole.with_drafters(choice_of(draft)) for way, (draft, _) in WAYS.items()}
-    shared = {"temperature": arguments.temperature, "seed": 1, "max_tokens": arguments.max_tokens}
-    for way in (*WAYS, *WAYS):  # warm-up: compile the kernels of every width
-        name, schema, prompt = prompts()[1]
-        timed(models[way], prompt, shared | {"json_schema": schema} | WAYS[way][1])
-    found: dict[str, list[tuple[ovspec.Result, float]]] = {way: [] for way in (*WAYS, FREE)}
-    for turn, (name, schema, prompt) in enumerate(prompts() * arguments.rounds):
-        for way in rotated(list(WAYS), turn):
-            found[way].append(timed(models[way], prompt, shared | {"json_schema": schema} | WAYS[way][1]))
-        count = len(found["plain"][-1][0].token_ids)
-        free = shared | {"max_tokens": max(2, count), "ignore_eos": True, "lookahead": 0}
-        found[FREE].append(timed(models["plain"], prompt, free))
-        print(name, {way: round(texts[-1][1], 1) for way, texts in found.items()}, file=sys.stderr)
-    print(f"| {' | '.join(HEADS)} |\n{'|---' * len(HEADS)}|")
-    for way, texts in found.items():
-        print(row(way, texts, found["plain"]))
-    finished = [result.finish_reason for result, _ in found["plain"]]
+    args = parser.parse_args()
+    whole, tasks = ovspec.load(args.folder, "lookup,draft"), prompts()
+    models = {way: whole.with_drafters(parse_draft(draft)) for way, draft in WAYS.items()}
+    shared = {"temperature": args.temperature, "seed": 1, "max_tokens": args.max_tokens}
+
+    free: list[Timed] = []
+
+    def text(way: str, turn: int) -> Timed:
+        schema, prompt = tasks[turn % len(tasks)]
+        found = timed(
+            models[way], prompt, shared | {"json_schema": schema} | ({"lookahead": 0} if way == PLAIN else {})
+        )
+        if way == PLAIN and turn >= 0:
+            alike = {"max_tokens": max(2, len(found[0].token_ids)), "ignore_eos": True, "lookahead": 0}
+            free.append(timed(models[PLAIN], prompt, shared | alike))
+        return found
+
+    found = take_turns(WAYS, text, len(tasks) * args.rounds, warm_up=2)
+    print(f"{machine()}\n")
+    table = Table(*HEADS, "equal texts")
+    plain, plain_ms = zip(*found[PLAIN], strict=True)
+    for way, texts in {**found, FREE: free}.items():
+        results, ms = zip(*texts, strict=True)
+        speedup = speedup_of(plain_ms, ms, [result.stats for result in results])
+        tokens, rounds, forced = totals(results, "generated_tokens", "rounds", "forced")
+        equal = sum(one.token_ids == other.token_ids for one, other in zip(results, plain, strict=True))
+        rates = (f"{forced / tokens:.0%}", f"{tokens / max(1, rounds):.2f}")
+        alike = None if way == FREE else f"{equal} of {len(results)}"
+        table.row(way, *speedup_cells(speedup, way == PLAIN), *rates, alike)
+    finished = [result.finish_reason for result in plain]
     print(f"\n{sum(reason != 'length' for reason in finished)} of {len(finished)} texts ended before the token limit.")
-
-
-def row(way: str, texts: list[tuple[ovspec.Result, float]], plain: list[tuple[ovspec.Result, float]]) -> str:
-    """Return the table's row of one mode; see ``ovspec.comparison`` for the speed-up."""
-    stats = [result.stats for result, _ in texts]
-    speedup = speedup_of([ms for _, ms in plain], [ms for _, ms in texts], stats)
-    tokens, rounds, forced = (sum(getattr(s, name) for s in stats) for name in ("generated_tokens", "rounds", "forced"))
-    equal = sum(one.token_ids == other.token_ids for (one, _), (other, _) in zip(texts, plain, strict=True))
-    alone = way == "plain"
-    cells = [
-        way,
-        "" if alone else f"{speedup.plain_ms:.1f}",
-        f"{speedup.ms:.1f}",
-        "" if alone else f"{speedup.claimed:.2f}" if speedup.claimed else "none",
-        f"{speedup.ratios[0]:.2f} to {speedup.ratios[-1]:.2f}" if speedup.claimed and not alone else "",
-        f"{forced / tokens:.0%}",
-        f"{tokens / max(1, rounds):.2f}",
-        "" if way == FREE else f"{equal} of {len(texts)}",
-    ]
-    return f"| {' | '.join(cells)} |"
-
-
-def choice_of(draft: str | None) -> Any:
-    from ovspec.drafting.choice import parse_draft
-
-    return parse_draft(draft) if draft else None
 
 
 if __name__ == "__main__":

@@ -8,40 +8,39 @@ token of both by one forward pass.
 
 from __future__ import annotations
 
-import argparse
-import json
 from pathlib import Path
 from typing import Any
 
-import ovspec
+from harness import CODE, Table, machine, options, totals
 
-ROOT = Path(__file__).resolve().parent.parent.parent
-PROMPTS = [entry["text"] for entry in json.loads((ROOT / "models" / "prompts.json").read_text("utf-8"))["prompts"]]
+import ovspec
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options(__doc__)
     parser.add_argument("folders", type=Path, nargs="+")
-    parser.add_argument("--prompts", type=int, default=len(PROMPTS))
+    parser.add_argument("--prompts", type=int, default=len(CODE))
     parser.add_argument("--tokens", type=int, default=200)
     parser.add_argument("--lookahead", type=int, default=4)
     args = parser.parse_args()
-    print("| model | arithmetic | texts that part | tokens that one pass would not choose | accepted |")
-    print("|---|---|---|---|---|")
+    print(f"{machine()}\n")
+    heads = ("model", "arithmetic", "texts that differ", "tokens that one pass would not choose", "accepted")
+    table = Table(*heads)
     for folder in args.folders:
         for arithmetic in ("fast", "exact"):
             lm = ovspec.load(folder, "lookup,draft", arithmetic=arithmetic)
-            parted = wrong = tokens = proposed = accepted = 0
-            for prompt in PROMPTS[: args.prompts]:
-                options: dict[str, Any] = {"max_tokens": args.tokens, "ignore_eos": True}
-                plain, drafted = (lm.generate(prompt, lookahead=k, **options) for k in (0, args.lookahead))
-                parted += plain.token_ids != drafted.token_ids
-                proposed, accepted = proposed + drafted.stats.proposed, accepted + drafted.stats.accepted
-                for result in (plain, drafted):
-                    found = lm.verify(result)
-                    tokens, wrong = tokens + found.exact + (not found.ok), wrong + (not found.ok)
-            cells = f"{parted} of {args.prompts} | {wrong} of {tokens} | {accepted} of {proposed}"
-            print(f"| {folder.name} | {arithmetic} | {cells} |", flush=True)
+            given: dict[str, Any] = {"max_tokens": args.tokens, "ignore_eos": True}
+            prompts = CODE[: args.prompts]
+            plain, drafted = (
+                [lm.generate(prompt, lookahead=k, **given) for prompt in prompts] for k in (0, args.lookahead)
+            )
+            differ = sum(a.token_ids != b.token_ids for a, b in zip(plain, drafted, strict=True))
+            checked = [lm.verify(result) for result in plain + drafted]
+            wrong = sum(not each.ok for each in checked)
+            tokens = wrong + sum(each.exact for each in checked)
+            proposed, accepted = totals(drafted, "proposed", "accepted")
+            counts = (f"{differ} of {len(prompts)}", f"{wrong} of {tokens}", f"{accepted} of {proposed}")
+            table.row(folder.name, arithmetic, *counts)
 
 
 if __name__ == "__main__":

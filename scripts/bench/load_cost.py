@@ -8,12 +8,13 @@ peak resident memory, and resident memory after more tokens.
 
 from __future__ import annotations
 
-import argparse
 import json
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
+
+from harness import options
 
 MEASURED = """
 import json, sys, time
@@ -38,14 +39,13 @@ print(json.dumps({"import_s": imported - began, "load_s": loaded - imported, "fi
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options(__doc__)
     parser.add_argument("folders", nargs="+", type=Path)
     for folder in parser.parse_args().folders:
         with tempfile.TemporaryDirectory() as cache:
             for name in ("cold", "warm", "warm"):
                 command = [sys.executable, "-c", MEASURED, str(folder), cache]
-                done = subprocess.run(command, capture_output=True, text=True, check=True)
-                found = json.loads(done.stdout)
+                found = json.loads(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout)
                 figures = ", ".join(f"{key} {value:.2f}" for key, value in found.items())
                 print(f"{folder} ({name} cache): {figures}", flush=True)
 

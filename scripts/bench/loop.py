@@ -8,12 +8,12 @@ and takes the argmax. It leaves out sampling, stop strings, text, statistics and
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from pathlib import Path
 
 import numpy as np
+from harness import machine, options, ratios, shown, take_turns
 
 import ovspec
 from ovspec.decoders.paged import PagedDecoder
@@ -45,20 +45,17 @@ def bare_loop(loaded: CompiledModel, ids: np.ndarray, tokens: int) -> tuple[floa
     return statistics.median(times), said
 
 
-def ours(lm: ovspec.LanguageModel, ids: np.ndarray, tokens: int) -> tuple[float, list[int]]:
+def streamed(lm: ovspec.LanguageModel, ids: np.ndarray, tokens: int) -> tuple[float, list[int]]:
     """Return the same for ``stream``, which includes the text."""
-    times, said, last = [], [], None
+    came, said = [], []
     for piece in lm.stream(ids, max_tokens=tokens, ignore_eos=True):
-        now = time.perf_counter()
-        if len(said) > 1 and last is not None:
-            times.append((now - last) * 1e3)
-        last = now
+        came.append(time.perf_counter())
         said += piece.token_ids
-    return statistics.median(times), said
+    return statistics.median(np.diff(came[1:])) * 1e3, said
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options(__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--rounds", type=int, default=8)
@@ -66,18 +63,12 @@ def main() -> None:
     lm = ovspec.load(args.folder, "none")
     assert lm.target.engine == "paged", "the bare loop needs the paged engine"
     ids = lm.encode(PROMPT)
-    pairs = []
-    for repeat in range(args.rounds + 1):
-        a, b = ours(lm, ids, args.tokens), bare_loop(lm.target, ids, args.tokens)
-        assert a[1] == b[1], "both must generate the same text"
-        if repeat:  # the first is warm-up
-            pairs.append((a[0], b[0]))
-    ratios = [bare / mine for mine, bare in pairs]
-    mine, bare = (statistics.median(side) for side in zip(*pairs, strict=True))
-    print(
-        f"median ms per token: ovspec {mine:.3f}, bare loop {bare:.3f}; {statistics.median(ratios):.3f} of its speed "
-        f"({min(ratios):.3f} to {max(ratios):.3f} in {len(ratios)} turns)"
-    )
+    ways = {"ovspec": lambda: streamed(lm, ids, args.tokens), "bare": lambda: bare_loop(lm.target, ids, args.tokens)}
+    found = take_turns(ways, lambda way, _: ways[way](), args.rounds)
+    assert all(a[1] == b[1] for a, b in zip(*found.values(), strict=True)), "both must generate the same text"
+    ours, bare = ([ms for ms, _ in each] for each in found.values())
+    print(f"{machine()}\nmedian ms per token: ovspec {statistics.median(ours):.3f}, ", end="")
+    print(f"bare loop {statistics.median(bare):.3f}; {shown(ratios(bare, ours), 3)} of its speed in {len(ours)} turns")
 
 
 if __name__ == "__main__":

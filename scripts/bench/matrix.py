@@ -2,245 +2,314 @@
 
     python scripts/bench/matrix.py [DIR] [--workload ...] [--context ...] [--batch ...] [--lookahead ...] [--plot FILE]
 
-'ovspec bench' is the short form for users; this is the one that the figures of docs/benchmarks.md come from.
+'ovspec bench' is the short form for users; this is the one that the figures of docs/benchmarks.md come from. Workloads
+are code to complete, a file to edit and prose, none of which the demo pair was trained on; contexts are tokens of other
+text before them. The modes of a workload, context and temperature take turns, each turn beginning with another one. The
+mode auto is chain with the lookahead auto. Use an idle machine.
 """
 
 from __future__ import annotations
 
 import itertools
-import subprocess
+import statistics
 import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import click
-from cells import MODES, WORKLOADS, Cell, Line, run_bench
-from cells import as_json as to_json
+import harness
+import numpy as np
+import openvino as ov
 
 import ovspec
-from ovspec.cli.bench import check_plot
-from ovspec.cli.options import LookaheadType, runtime_options
+from ovspec.comparison import speedup_of
+from ovspec.decoders.sequence import Sequence
+from ovspec.drafting.choice import DraftChoice
+from ovspec.drafting.costs import Costs
 from ovspec.errors import OvspecError
-from ovspec.ir.device import available_devices
 from ovspec.loading import embedded_pair
+from ovspec.options.reading import auto_or_number
 from ovspec.setup.manifest import DRAFT_FOLDER
 
-HERE = Path(__file__).resolve().parent
+# Mode: the drafters it has, lookup and the draft model; auto does without the draft model if there is none.
+MODES = {"plain": (False, False), "draft": (False, True), "lookup": (True, False)}
+MODES |= {"chain": (True, True), "auto": (True, True)}
+WORKLOADS = ("completion", "edit", "prose")
 HEADS = ("workload", "context", "T", "batch", "mode", "k", "tokens/s", "plain ms/token", "ms/token", "speed-up")
 HEADS = (*HEADS, "range", "conditional acceptance", "tokens/round", "p95 gap", "first", "GB/s", "equal")
 
 
-class ListOf(click.ParamType):
-    """A list of values, separated by commas."""
+@dataclass(frozen=True)
+class Cell:
+    """What is timed. ``context`` tokens of other text come before each prompt, ``batch`` texts are made at a time."""
 
-    def __init__(self, inner: click.ParamType) -> None:
-        self.inner, self.name = inner, f"{inner.name},..."
+    workload: str
+    context: int
+    temperature: float
+    mode: str
+    lookahead: int | str
+    accept: str
+    batch: int
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> list[Any]:
-        if isinstance(value, list):
-            return value
-        return [self.inner.convert(part.strip(), param, ctx) for part in str(value).split(",")]
+
+@dataclass
+class Run:
+    """Texts that were generated together: their results, and the milliseconds between rounds."""
+
+    results: list[ovspec.Result]
+    gaps: list[float]
+
+    @property
+    def ms_per_token(self) -> float:
+        """Milliseconds until the last text was finished, per token after the first of each text."""
+        lengths = [result.stats.generated_tokens - 1 for result in self.results]
+        return max(r.stats.tpot_ms * n for r, n in zip(self.results, lengths, strict=True)) / sum(lengths)
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
-@click.argument("folder", required=False, type=click.Path(path_type=Path), metavar="[DIR]")
-@click.option("--draft", metavar="PATH", help="The draft model.  [default: the one beside DIR, if there is one]")
-@click.option(
-    "--workload", "workloads", type=ListOf(click.Choice(WORKLOADS)), default="completion,edit,prose", show_default=True
-)
-@click.option("--context", "contexts", type=ListOf(click.IntRange(min=0)), default="0", show_default=True)
-@click.option("--temperature", "temperatures", type=ListOf(click.FloatRange(min=0)), default="0,1", show_default=True)
-@click.option(
-    "--batch", "batches", type=ListOf(click.IntRange(min=1)), default="1", show_default=True, help="Texts at a time."
-)
-@click.option("--mode", "modes", type=ListOf(click.Choice(MODES)), help="[default: all that there are drafters for]")
-@click.option(
-    "--lookahead",
-    "lookaheads",
-    type=ListOf(LookaheadType()),
-    default="4",
-    show_default=True,
-    help="Of the modes draft, lookup and chain; auto for as many as pay. The mode auto is chain with auto.",
-)
-@click.option("-n", "--max-tokens", "tokens", type=click.IntRange(min=2), default=128, show_default=True)
-@click.option("--prompts", type=click.IntRange(min=1), default=3, show_default=True, help="Of each workload, at most.")
-@click.option("--repeats", type=click.IntRange(min=1), default=1, show_default=True)
-@click.option(
-    "--accept",
-    type=click.Choice(("compare", "rejection")),
-    default="compare",
-    show_default=True,
-    help="How sampled tokens are compared with proposals.",
-)
-@click.option("--dictate", is_flag=True, help="Edits: generate the right answer whatever the model would generate.")
-@click.option("--json", "as_json", is_flag=True, help="Print a JSON object a line, as the figures come.")
-@click.option(
-    "--plot", type=click.Path(dir_okay=False), metavar="FILE", help="Draw speed-up by lookahead (matplotlib)."
-)
-@click.option(
-    "--peers",
-    is_flag=True,
-    help="Time openvino-genai, llama.cpp, PyTorch and others beside ovspec, as peers/run.py does.",
-)
-@click.option("--checkpoints", metavar="PATH", help="With --peers: folder of the checkpoints target/ and draft/.")
-@runtime_options
-@click.pass_context
-def matrix(
-    ctx: click.Context,
-    folder: Path | None,
-    draft: str | None,
-    workloads: list[str],
-    contexts: list[int],
-    temperatures: list[float],
-    batches: list[int],
-    modes: list[str] | None,
-    lookaheads: list[int | str],
-    tokens: int,
-    prompts: int,
-    repeats: int,
-    accept: str,
-    dictate: bool,
-    as_json: bool,
-    plot: str | None,
-    peers: bool,
-    checkpoints: str | None,
-    **runtime: Any,
-) -> None:
-    """Time the model in DIR without and with each drafter.
+@dataclass(frozen=True)
+class Bench:
+    """A loaded pair, and how long its texts are. ``dictate``: generate the right answer of an edit."""
 
-    Workloads are code to complete, a file to edit and prose, none of which the demo pair was trained on; contexts are
-    tokens of other text before them. The modes of a cell take turns, each beginning with another one. Use an idle
-    machine.
+    lm: ovspec.LanguageModel
+    tokens: int
+    prompts: int
+    repeats: int
+    dictate: bool
 
-    \b
-    Examples:
-      matrix.py my-pair
-      matrix.py my-pair --workload completion --temperature 0 --lookahead 1,2,3,4,6,8 --plot lookahead.png
-      matrix.py my-pair --peers --checkpoints my-checkpoints --context 128,1024
+    def lines(self, cells: list[Cell]) -> Iterator[dict[str, Any]]:
+        """Yield the figures of each cell; plain decoding takes turns with them in any case."""
+        weights = harness.bytes_a_step(self.lm.folder)
+        models = {mode: self.variant(mode) for mode in dict.fromkeys(["plain", *(cell.mode for cell in cells)])}
+        for _, grouped in itertools.groupby(cells, lambda cell: (cell.workload, cell.context, cell.temperature)):
+            group = list(grouped)
+            plain = {
+                cell: Cell(*list(asdict(cell).values())[:3], "plain", 0, cell.accept, cell.batch) for cell in group
+            }
+            tasks = harness.tasks_of(group[0].workload, max(self.prompts, *(cell.batch for cell in group)))
+            count = min(self.prompts, len(tasks))
+
+            def run(cell: Cell, turn: int, tasks: list[harness.Task] = tasks, count: int = count) -> Run:
+                return self.run(models[cell.mode], cell, tasks, turn % count if turn >= 0 else -1)
+
+            order = dict.fromkeys([*plain.values(), *group])
+            runs = harness.take_turns(order, run, self.repeats * count)
+            costs = learned_costs(models, group[0].temperature)
+            for cell in group:
+                line = figures_of(cell, runs[cell], runs[plain[cell]], costs)
+                line["weights_gb_s"] = weights * rounds_a_second(runs[cell]) / 1e9
+                yield asdict(cell) | line
+
+    def variant(self, mode: str) -> ovspec.LanguageModel:
+        """Return a model with the drafters of ``mode`` and the same compiled models."""
+        lookup, drafts = MODES[mode]
+        draft = self.lm.draft.ir.folder if drafts and self.lm.draft else None
+        if drafts and not draft and mode != "auto":
+            raise OvspecError(
+                f"{self.lm.folder}: it was exported without a draft; leave the modes draft and chain out."
+            )
+        return self.lm.with_drafters(DraftChoice(lookup=lookup, model=draft) or None)
+
+    def run(self, lm: ovspec.LanguageModel, cell: Cell, tasks: list[harness.Task], number: int) -> Run:
+        """Generate the text of task ``number``, or a batch that begins with it, and time its rounds; -1: a warm-up."""
+        rows = []
+        for place in range(cell.batch):
+            task = tasks[(number + place) % len(tasks)]
+            ids = harness.with_context(lm.tokenizer, lm.encode(task.prompt).tolist(), cell.context)
+            tokens = self.tokens if number >= 0 else min(self.tokens, 32)
+            given: Any = {"max_tokens": tokens, "ignore_eos": True}
+            if self.dictate and task.answer is not None:
+                given["sampler"] = dictation(len(ids), lm.tokenizer.encode_more(task.answer))
+            else:
+                given |= {"temperature": cell.temperature, "seed": number % len(tasks) + place, "accept": cell.accept}
+            rows.append(lm.workspace.row(Sequence(ids), lm.workspace.params(given)))
+        together: Any = {"lookahead": cell.lookahead, "batch_size": cell.batch, "temperature": cell.temperature}
+        gaps, last = list[float](), None
+        for pieces in lm.workspace.run(rows, lm.workspace.params(together)):
+            now = time.perf_counter()
+            if last is not None and pieces:
+                gaps.append((now - last) * 1e3)
+            last = now
+        return Run([row.result() for row in rows], gaps)
+
+
+def dictation(start: int, answer: np.ndarray) -> Any:
+    """Return a sampler that generates ``answer`` (n,), repeatedly if need be, after a prompt of ``start`` tokens."""
+
+    def dictate(logits: np.ndarray, tokens: np.ndarray) -> int:
+        del logits
+        return int(answer[(len(tokens) - start) % len(answer)])
+
+    return dictate
+
+
+def learned_costs(models: dict[str, ovspec.LanguageModel], temperature: float) -> tuple[Costs, Costs] | None:
+    """Return the costs of verifying and of drafting that an auto lookahead has learned."""
+    order = ("auto", "chain", "draft", "lookup")
+    found = (models[mode].workspace.pool.learned_costs(temperature > 0) for mode in order if mode in models)
+    return next((costs for costs in found if costs), None)
+
+
+def rounds_a_second(runs: list[Run]) -> float:
+    """Return the target's inferences per second of its time, without the first of each text."""
+    stats = [max((result.stats for result in run.results), key=lambda stats: stats.rounds) for run in runs]
+    spent = sum(s.target_ms - s.ttft_ms for s in stats)
+    return 1e3 * sum(s.rounds - 1 for s in stats) / max(spent, 1e-9)
+
+
+def figures_of(cell: Cell, runs: list[Run], plain_runs: list[Run], costs: tuple[Costs, Costs] | None) -> dict[str, Any]:
+    """Return the figures of a cell, over all its texts.
+
+    ``plain_tpot_ms`` and ``tpot_ms`` are milliseconds per token of each text in the median turn; their ratio is
+    ``speedup`` (see ``ovspec.comparison``), None if it would be a gain that drafting can't have caused. ``spread`` is
+    the least and the greatest ratio of a turn. ``tokens_per_s`` counts all texts of a batch together. ``equal`` counts
+    the texts that are the same as in plain decoding. ``acceptance`` is the conditional one. ``predicted``: the speed-up
+    expected from what tokens cost and how many were accepted. The other times are medians.
     """
-    if peers:
-        run_peers(ctx, folder)
-        return
-    if checkpoints:
-        raise click.UsageError("--checkpoints needs --peers.")
-    if plot:
-        check_plot(plot)
-    folder = folder or embedded_pair()
-    has_draft = draft is not None or (folder / DRAFT_FOLDER).is_dir()
-    if runtime["draft_device"] and not has_draft:
-        raise click.UsageError("--draft-device needs a draft.")
-    lm = ovspec.load(folder, f"lookup,{draft or 'draft'}" if has_draft else "lookup", **runtime)
-    modes = modes or [mode for mode in MODES if has_draft or mode not in ("draft", "chain")]
-    fixed = [None if k == "auto" else k for k in lookaheads]
-    if 0 in fixed:
-        raise click.UsageError("--lookahead 0 is the mode plain.")
-    cells: list[Cell] = []
-    for workload, context, temperature, size in itertools.product(workloads, contexts, temperatures, batches):
-        for mode in modes:
-            for k in {"plain": [0], "auto": [None]}.get(mode, fixed):
-                cells.append(Cell(workload, context, temperature, mode, k, accept, size))  # type: ignore[arg-type]
-    lines: list[Line] = []
-    for cell, line in run_bench(lm, cells, tokens, prompts, dictate, repeats):
-        lines.append(line)
-        if as_json:
-            click.echo(to_json(line))
-        else:
-            if len(lines) == 1:
-                click.echo(heading(lm, line))
-            click.echo(row(line))
-        sys.stdout.flush()
-        del cell
-    if plot:
-        draw(lines, Path(plot))
-        click.echo(f"{plot}: written", err=True)
-
-
-def run_peers(context: click.Context, folder: Path | None) -> None:
-    """Run peers/run.py, which prints JSON lines."""
-    given = {name: context.params[name] for name in context.params if is_given(context, name)}
-    goes_with = {"folder", "peers", "checkpoints", "contexts", "tokens", "prompts", "as_json"}
-    others = [option.opts[-1] for option in context.command.params if option.name in given.keys() - goes_with]
-    if others:
-        raise click.UsageError(
-            f"--peers goes with --checkpoints, --context, --max-tokens and --prompts only, not with {others[0]}."
-        )
-    options = {"checkpoints": "--checkpoints", "tokens": "--tokens", "prompts": "--prompts"}
-    command = [sys.executable, str(HERE / "peers" / "run.py"), str(folder or embedded_pair())]
-    for name, option in options.items():
-        command += [option, str(given[name])] if name in given else []
-    if "contexts" in given:
-        command += ["--contexts", ",".join(map(str, given["contexts"]))]
-    sys.exit(subprocess.run(command).returncode)
-
-
-def is_given(context: click.Context, name: str) -> bool:
-    return context.get_parameter_source(name) is not click.core.ParameterSource.DEFAULT
-
-
-def heading(lm: Any, line: Line) -> str:
-    machine = dict(available_devices()).get("CPU", "CPU")
-    about = (
-        f"{lm.folder} on {machine}, OpenVINO {line.versions['openvino']}; memory is read at {line.read_gb_s:.1f} GB/s"
+    results, plain = ([result for run in each for result in run.results] for each in (runs, plain_runs))
+    stats = [result.stats for result in results]
+    speedup = speedup_of([run.ms_per_token for run in plain_runs], [run.ms_per_token for run in runs], stats)
+    proposed, accepted, reached, rounds, tokens = harness.totals(
+        results, "proposed", "accepted", "reached", "rounds", "generated_tokens"
     )
-    return f"{about}\n\n| {' | '.join(HEADS)} |\n{'|---' * len(HEADS)}|"
+    by_position = [sum(each) for each in itertools.zip_longest(*(s.accepted_by_position for s in stats), fillvalue=0)]
+    equal = sum(a.token_ids == b.token_ids for a, b in zip(results, plain, strict=True))
+    predicted = None
+    if costs and cell.lookahead not in (0, "auto") and cell.mode in ("draft", "lookup") and cell.batch == 1:
+        verify, draft = costs
+        steps = int(cell.lookahead) * draft(1) if cell.mode == "draft" and draft.known else 0.0
+        width = 1 + proposed / max(1, rounds)
+        gained = verify(1) * (1 + sum(by_position) / rounds)
+        predicted = gained / (steps + float(np.interp(width, range(65), verify.ms)))
+    return {
+        "tokens_per_s": 1e3 / speedup.ms,
+        "plain_tpot_ms": speedup.plain_ms * cell.batch,
+        "tpot_ms": speedup.ms * cell.batch,
+        "spread": (speedup.ratios[0], speedup.ratios[-1]),
+        "p95_gap_ms": float(np.percentile([gap for run in runs for gap in run.gaps], 95)),
+        "ttft_ms": statistics.median(s.ttft_ms for s in stats),
+        "speedup": 1.0 if cell.mode == "plain" else speedup.claimed,
+        "predicted": predicted,
+        "equal": f"{equal} of {len(results)}",
+        "acceptance": accepted / reached if reached else None,
+        "proposed": proposed,
+        "accepted": accepted,
+        "accepted_by_position": by_position,
+        "tokens_per_round": tokens / rounds,
+    }
 
 
-def row(line: Line) -> str:
-    acceptance = "" if line.acceptance is None else f"{line.acceptance:.2f}"
-    parts = [
-        line.workload,
-        str(line.context),
-        f"{line.temperature:g}",
-        str(line.batch),
-        line.mode,
-        str(line.lookahead) if line.mode != "plain" else "",
-        f"{line.tokens_per_s:.1f}",
-        f"{line.plain_tpot_ms:.2f}",
-        f"{line.tpot_ms:.2f}",
-        f"{line.speedup:.2f}" if line.speedup else "none",
-        f"{line.spread[0]:.2f} to {line.spread[1]:.2f}" if line.speedup and line.mode != "plain" else "",
-        acceptance,
-        f"{line.tokens_per_round:.2f}",
-        f"{line.p95_gap_ms:.1f}",
-        f"{line.ttft_ms:.0f}",
-        f"{line.weights_gb_s:.1f}",
-        line.equal,
-    ]
-    return f"| {' | '.join(parts)} |"
+def cells_of(line: dict[str, Any]) -> tuple[Any, ...]:
+    plain, claimed = line["mode"] == "plain", line["speedup"]
+    return (
+        line["workload"],
+        line["context"],
+        f"{line['temperature']:g}",
+        line["batch"],
+        line["mode"],
+        None if plain else line["lookahead"],
+        f"{line['tokens_per_s']:.1f}",
+        f"{line['plain_tpot_ms']:.2f}",
+        f"{line['tpot_ms']:.2f}",
+        f"{claimed:.2f}" if claimed else "none",
+        f"{line['spread'][0]:.2f} to {line['spread'][1]:.2f}" if claimed and not plain else None,
+        None if line["acceptance"] is None else f"{line['acceptance']:.2f}",
+        f"{line['tokens_per_round']:.2f}",
+        f"{line['p95_gap_ms']:.1f}",
+        f"{line['ttft_ms']:.0f}",
+        f"{line['weights_gb_s']:.1f}",
+        line["equal"],
+    )
 
 
-def draw(lines: list[Line], file: Path) -> None:
+def draw(lines: list[dict[str, Any]], file: Path) -> None:
     """Draw speed-up by lookahead, 1 where none is claimed; dashed what costs and acceptance predict."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    groups: dict[tuple[str, int, float], list[Line]] = {}
+    groups: dict[str, list[dict[str, Any]]] = {}
     for line in lines:
-        groups.setdefault((line.workload, line.context, line.temperature), []).append(line)
-    figure, axes = pyplot.subplots(1, len(groups), figsize=(4 * len(groups), 3.5), squeeze=False, sharey=True)
-    for axis, ((workload, context, temperature), group) in zip(axes[0], groups.items(), strict=True):
-        for mode, color in (("draft", "tab:blue"), ("lookup", "tab:orange"), ("chain", "tab:green")):
-            points = [line for line in group if line.mode == mode and line.lookahead != "auto"]
-            if points:
-                ks = [int(line.lookahead) for line in points]
-                axis.plot(ks, [line.speedup or 1 for line in points], "o-", color=color, label=mode)
-                if all(line.predicted for line in points):
-                    axis.plot(ks, [line.predicted or 0 for line in points], "--", color=color, alpha=0.6)
-        for line in group:
-            if line.mode == "auto":
-                axis.axhline(line.speedup or 1, color="tab:red", label="auto")
-        axis.axhline(1, color="grey", linewidth=0.8)
-        axis.set(title=f"{workload}, context {context}, T={temperature:g}", xlabel="lookahead")
-    axes[0][0].set_ylabel("speed-up")
-    axes[0][0].legend()
-    figure.tight_layout()
-    figure.savefig(file, dpi=120)
+        title = f"{line['workload']}, context {line['context']}, T={line['temperature']:g}"
+        groups.setdefault(title, []).append(line)
+    with harness.picture(file, len(groups)) as axes:
+        for axis, (title, group) in zip(axes, groups.items(), strict=True):
+            for mode, color in (("draft", "tab:blue"), ("lookup", "tab:orange"), ("chain", "tab:green")):
+                points = [line for line in group if line["mode"] == mode and line["lookahead"] != "auto"]
+                ks = [line["lookahead"] for line in points]
+                if points:
+                    axis.plot(ks, [line["speedup"] or 1 for line in points], "o-", color=color, label=mode)
+                if points and all(line["predicted"] for line in points):
+                    axis.plot(ks, [line["predicted"] for line in points], "--", color=color, alpha=0.6)
+            for line in group:
+                if line["mode"] == "auto":
+                    axis.axhline(line["speedup"] or 1, color="tab:red", label="auto")
+            axis.axhline(1, color="grey", linewidth=0.8)
+            axis.set(title=title, xlabel="lookahead")
+        axes[0].set_ylabel("speed-up")
+        axes[0].legend()
+
+
+def main() -> None:
+    parser = harness.options(__doc__)
+    parser.add_argument("folder", nargs="?", type=Path, default=embedded_pair(), metavar="DIR")
+    parser.add_argument(
+        "--draft", metavar="PATH", help="the draft model  [default: the one beside DIR, if there is one]"
+    )
+    parser.add_argument("--workload", type=harness.several(choices=WORKLOADS), default=",".join(WORKLOADS))
+    parser.add_argument("--context", type=harness.several(int), default="0")
+    parser.add_argument("--temperature", type=harness.several(float), default="0,1")
+    parser.add_argument("--batch", type=harness.several(int), default="1", help="texts at a time")
+    parser.add_argument(
+        "--mode", type=harness.several(choices=MODES), help="[default: all that there are drafters for]"
+    )
+    parser.add_argument(
+        "--lookahead", type=harness.several(auto_or_number), default="4", help="of draft, lookup and chain"
+    )
+    parser.add_argument("-n", "--max-tokens", type=int, default=128)
+    parser.add_argument("--prompts", type=int, default=3, help="of each workload, at most")
+    parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--accept", choices=("compare", "rejection"), default="compare", help="rule for sampled tokens")
+    parser.add_argument("--dictate", action="store_true", help="generate the right answers of edits, for small models")
+    parser.add_argument("--json", action="store_true", help="print a JSON object a line, as the figures come")
+    parser.add_argument("--plot", type=Path, help="draw speed-up by lookahead")
+    harness.add_runtime_options(parser)
+    args = parser.parse_args()
+    if args.plot and not args.plot.resolve().parent.is_dir():
+        parser.error(f"--plot {args.plot}: its folder isn't there")
+    if 0 in args.lookahead:
+        parser.error("--lookahead 0 is the mode plain")
+    has_draft = args.draft is not None or (args.folder / DRAFT_FOLDER).is_dir()
+    lm = ovspec.load(
+        args.folder, f"lookup,{args.draft or 'draft'}" if has_draft else "lookup", **harness.runtime_of(args)
+    )
+    modes = args.mode or [mode for mode in MODES if has_draft or mode not in ("draft", "chain")]
+    cells = [
+        Cell(workload, context, temperature, mode, k, args.accept, size)
+        for workload, context, temperature, size in itertools.product(
+            args.workload, args.context, args.temperature, args.batch
+        )
+        for mode in modes
+        for k in {"plain": [0], "auto": ["auto"]}.get(mode, args.lookahead)
+    ]
+    bandwidth = harness.read_bandwidth() / 1e9
+    if not args.json:
+        print(f"{lm.folder} on {harness.machine()}; memory is read at {bandwidth:.1f} GB/s\n")
+    table = None if args.json else harness.Table(*HEADS)
+    versions = {"ovspec": ovspec.__version__, "openvino": ov.get_version()}
+    lines = []
+    for line in Bench(lm, args.max_tokens, args.prompts, args.repeats, args.dictate).lines(cells):
+        lines.append(line)
+        if table:
+            table.row(*cells_of(line))
+        else:
+            print(
+                harness.as_json(line | {"pair": lm.folder.name, "read_gb_s": bandwidth, "versions": versions}),
+                flush=True,
+            )
+    if args.plot:
+        draw(lines, args.plot)
 
 
 if __name__ == "__main__":
     try:
-        matrix()
+        main()
     except (OvspecError, OSError) as error:
         sys.exit(f"Error: {error}")

@@ -9,92 +9,80 @@ of a prompt of 1024; the two take turns.
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
+from harness import Table, machine, milliseconds, options, ratios, several, shown, take_turns
 
 from ovspec.decoders.base import FAST, SessionDecoder
-from ovspec.ir.device import DeviceOptions, available_devices
+from ovspec.ir.device import DeviceOptions
 from ovspec.ir.instruction_set import NEEDED, instruction_set, processor_levels
 from ovspec.setup.engine import compile_paged, load_ir
 from ovspec.setup.exactness import FULL, find_exactness, probe_rule
 
 CONTEXT, PROMPT, STEPS, TURNS = 128, 1024, 12, 5
+HEADS = ("instruction set", "model", "engine", "rule", "differ in fast", "differ", "price of a token", "of a prompt")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options(__doc__)
     parser.add_argument("folders", type=Path, nargs="+")
     levels = processor_levels()
     usual = ",".join(levels[levels.index(NEEDED) :] if levels else ())
-    parser.add_argument("--isa", default=usual, help="the instruction sets  [default: those of this processor]")
-    parser.add_argument("--engines", default="paged", help="the engines, with commas between them")
-    parser.add_argument("--here", action="store_true", help="print the lines for this process's instruction set only")
+    parser.add_argument("--isa", type=several(), default=usual, help="[default: those of this processor]")
+    parser.add_argument("--engines", type=several(choices=("paged", "stateful")), default="paged")
+    parser.add_argument("--here", action="store_true", help="print the table for this process's instruction set only")
     args = parser.parse_args()
     if args.here:
+        table = Table(*HEADS)
         for folder in args.folders:
-            for engine in args.engines.split(","):
-                print(line(folder, engine), flush=True)
+            for engine in args.engines:
+                table.row(instruction_set(), folder.name, engine, *found_of(folder, engine))
         return
-    print(f"{dict(available_devices())['CPU']}, {os.cpu_count()} cores, {time.strftime('%B %Y')}\n")
-    print("| instruction set | model | engine | rule | differ in fast | differ | price of a token | of a prompt |")
-    print("|---" * 8 + "|", flush=True)
-    for name in args.isa.split(","):
+    for name in args.isa:
+        print(f"{machine()}, {name}\n", flush=True)
         capped = {**os.environ, "ONEDNN_MAX_CPU_ISA": name, "OV_CPU_MAX_ISA": name}
         subprocess.run([sys.executable, *sys.argv, "--here"], env=capped, check=True)
 
 
-def line(folder: Path, engine: str) -> str:
-    """Probe a model thoroughly; return a line of the table."""
-    options = DeviceOptions(properties={"CACHE_DIR": ""})
-    loaded = load_ir(folder, options, engine, arithmetic="fast")  # type: ignore[arg-type]
+def found_of(folder: Path, engine: str) -> list[str]:
+    """Probe a model thoroughly; return the cells from the rule on."""
+    device = DeviceOptions(properties={"CACHE_DIR": ""})
+    loaded = load_ir(folder, device, engine, arithmetic="fast")  # type: ignore[arg-type]
     vocabulary = loaded.ir.logits_width
     share = probe_rule(loaded.decoder(), vocabulary, FULL)
     fast = loaded.decoder()
     if engine == "paged":
-        loaded.ir = compile_paged(folder, options)
+        loaded.ir = compile_paged(folder, device)
     found = find_exactness(lambda rule: loaded.decoder(rule=rule), engine, vocabulary, FULL)
-    cells = [instruction_set(), folder.name, engine, str(found.rule or "none"), f"{1 - share.share:.0%}"]
-    cells.append(f"{found.differing} of {found.positions}")
-    exact = loaded.decoder(rule=found.rule or FAST)
-    for price in (token_price, prompt_price) if found.rule else ():
-        ratios = price(exact, fast, np.random.default_rng(1).integers(0, vocabulary, PROMPT))
-        cells.append(f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})")
-    return f"| {' | '.join(cells + ['-'] * (8 - len(cells)))} |"
-
-
-def token_price(exact: SessionDecoder, fast: SessionDecoder, text: np.ndarray) -> list[float]:
-    for decoder in (exact, fast):
+    cells = [str(found.rule or "none"), f"{1 - share.share:.0%}", f"{found.differing} of {found.positions}"]
+    if not found.rule:
+        return cells
+    decoders = {"exact": loaded.decoder(rule=found.rule or FAST), "fast": fast}
+    text = np.random.default_rng(1).integers(0, vocabulary, PROMPT)
+    for decoder in decoders.values():
         decoder.reset(1)
         decoder.feed([text[:CONTEXT]], [1])
-
-    def steps(decoder: SessionDecoder) -> float:
-        decoder.truncate(0, CONTEXT)
-        begin = len(decoder.rows[0])
-        times = []
-        for i in range(begin, CONTEXT + STEPS):
-            began = time.perf_counter()
-            decoder.feed([text[i : i + 1]], [1])
-            times.append(time.perf_counter() - began)
-        return statistics.median(times)
-
-    return [steps(exact) / steps(fast) for _ in range(2 * TURNS)]
+    tokens = take_turns(decoders, lambda name, _: token_ms(decoders[name], text), 2 * TURNS, warm_up=0)
+    prompts = take_turns(decoders, lambda name, _: prompt_ms(decoders[name], text), TURNS, warm_up=0)
+    return [*cells, *(shown(ratios(times["exact"], times["fast"])) for times in (tokens, prompts))]
 
 
-def prompt_price(exact: SessionDecoder, fast: SessionDecoder, text: np.ndarray) -> list[float]:
-    def reading(decoder: SessionDecoder) -> float:
-        decoder.reset(1)
-        began = time.perf_counter()
-        decoder.feed([text], [1])
-        return time.perf_counter() - began
+def token_ms(decoder: SessionDecoder, text: np.ndarray) -> float:
+    decoder.truncate(0, CONTEXT)
+    begin = len(decoder.rows[0])
+    return statistics.median(
+        milliseconds(lambda i=i: decoder.feed([text[i : i + 1]], [1])) for i in range(begin, CONTEXT + STEPS)
+    )
 
-    return [reading(exact) / reading(fast) for _ in range(TURNS)]
+
+def prompt_ms(decoder: SessionDecoder, text: np.ndarray) -> float:
+    decoder.reset(1)
+    return milliseconds(lambda: decoder.feed([text], [1]))
 
 
 if __name__ == "__main__":

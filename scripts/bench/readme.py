@@ -10,90 +10,81 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import os
-import platform
 import statistics
 import subprocess
 import sys
 import tempfile
-import time
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
+from harness import CODE, ROOT, Table, machine, milliseconds, options, speedup_cells, take_turns, totals
 
 import ovspec
-from ovspec.comparison import rotated, speedup_of_results
+from ovspec.comparison import speedup_of_results
 from ovspec.decoders.base import Rollback
 from ovspec.decoders.stateful import StatefulDecoder
 from ovspec.ir.compile import compile_ir
-from ovspec.ir.device import DeviceOptions, available_devices
+from ovspec.ir.device import DeviceOptions
 from ovspec.text.tokenizer import Tokenizer
 
-ROOT = Path(__file__).resolve().parent.parent.parent
 CHECKPOINTS = ROOT / "models" / "demo-hf"
-PROMPTS = [entry["text"] for entry in json.loads((ROOT / "models" / "prompts.json").read_text("utf-8"))["prompts"]]
-TOKENS = 128
-Ahead = int | Literal["auto"]
+DEMO = ROOT / "models" / "demo"
+COMMAND = (sys.executable, "-m", "ovspec")
+LOOKAHEADS = (0, 1, 2, 3, 4, 6, 8, "auto")
+DRIFTS = ("again", "compacted", "regrouped")
 
 
 def time_to_help() -> float:
     """Return the seconds from process start to the end of ``ovspec --help``, median of 10."""
-
-    def once() -> float:
-        began = time.perf_counter()
-        subprocess.run([sys.executable, "-m", "ovspec", "--help"], capture_output=True, check=True)
-        return time.perf_counter() - began
-
-    return statistics.median(once() for _ in range(10))
+    once = lambda: subprocess.run([*COMMAND, "--help"], capture_output=True, check=True)  # noqa: E731
+    return statistics.median(milliseconds(once) for _ in range(10)) / 1e3
 
 
-def time_to_first_token(folder: Path, cache: Path, *options: str) -> float:
+def time_to_first_token(folder: Path, cache: Path) -> float:
     """Return the seconds from process start to the first byte of text, compile cache warm, median of 5."""
+    command = [*COMMAND, "generate", folder, CODE[0], "--draft", "-n", "16", "--cache-dir", cache]
 
     def once() -> float:
-        command = [sys.executable, "-m", "ovspec", "generate", str(folder), PROMPTS[0], "--draft", "-n", "16"]
-        began = time.perf_counter()
-        process = subprocess.Popen([*command, "--cache-dir", str(cache), *options], stdout=subprocess.PIPE)
-        assert process.stdout
-        process.stdout.read(1)
-        seconds = time.perf_counter() - began
-        process.communicate()
-        return seconds
+        running: list[subprocess.Popen[bytes]] = []
+
+        def first_byte() -> None:
+            running.append(subprocess.Popen(list(map(str, command)), stdout=subprocess.PIPE))
+            assert running[0].stdout
+            running[0].stdout.read(1)
+
+        ms = milliseconds(first_byte)
+        running[0].communicate()
+        return ms
 
     once()  # fills the cache
-    return statistics.median(once() for _ in range(5))
+    return statistics.median(once() for _ in range(5)) / 1e3
 
 
-def speed(folder: Path, cache: Path, lookaheads: list[Ahead], **options: Any) -> list[dict[str, Any]]:
+def speed(folder: Path, cache: Path, args: argparse.Namespace, **given: Any) -> list[dict[str, Any]]:
     """Time plain and speculative decoding of every prompt in turns; the speed-up is that of ``ovspec.comparison``."""
-    lm = ovspec.load(folder, True, cache_dir=cache, **options)
-    modes: list[Ahead] = [0, *lookaheads]
-    for lookahead in modes:
-        lm.generate(PROMPTS[0], max_tokens=TOKENS, ignore_eos=True, lookahead=lookahead)
-    runs: dict[Ahead, list[ovspec.Result]] = {lookahead: [] for lookahead in modes}
-    for turn, prompt in enumerate(PROMPTS):
-        for lookahead in rotated(modes, turn):
-            runs[lookahead].append(lm.generate(prompt, max_tokens=TOKENS, ignore_eos=True, lookahead=lookahead))
+    lm = ovspec.load(folder, True, cache_dir=cache, **given)
+
+    def text(lookahead: Any, turn: int) -> ovspec.Result:
+        return lm.generate(CODE[turn], max_tokens=args.tokens, ignore_eos=True, lookahead=lookahead)
+
     rows = []
+    runs = take_turns(LOOKAHEADS, text, args.prompts)
     for lookahead, results in runs.items():
-        stats, speedup = [result.stats for result in results], speedup_of_results(runs[0], results)
-        proposed, accepted, reached, rounds, tokens = (
-            sum(getattr(s, name) for s in stats)
-            for name in ("proposed", "accepted", "reached", "rounds", "generated_tokens")
+        proposed, accepted, reached, rounds, tokens = totals(
+            results, "proposed", "accepted", "reached", "rounds", "generated_tokens"
         )
+        speedup = speedup_of_results(runs[0], results)
         rows.append(
             {
                 "lookahead": lookahead,
-                "plain_tpot_ms": speedup.plain_ms,
-                "tpot_ms": speedup.ms,
-                "speedup": speedup.claimed if lookahead else None,
-                "spread": (speedup.ratios[0], speedup.ratios[-1]),
+                "speedup": speedup,
                 "proposed": proposed,
                 "accepted": accepted,
                 "conditional_acceptance": accepted / reached if reached else None,
                 "tokens_per_round": tokens / rounds,
-                "overhead_ms_per_inference": sum(s.other_ms for s in stats) / (rounds + proposed),
+                "overhead_ms_per_inference": sum(r.stats.other_ms for r in results) / (rounds + proposed),
                 "equal": sum(a.token_ids == b.token_ids for a, b in zip(results, runs[0], strict=True)),
             }
         )
@@ -107,86 +98,69 @@ def rollback_drift(folder: Path, cache: Path) -> list[dict[str, Any]]:
     In units of the logits' standard deviation.
     """
     rows = []
+    text = Tokenizer(folder).encode("".join(CODE))[:204]
     for precision, kv_precision in itertools.product(("f32", "bf16"), ("f32", "f16", "bf16", "u8")):
-        options = DeviceOptions(precision=precision, kv_precision=kv_precision, cache_dir=cache)
-        decoder = StatefulDecoder(compile_ir(folder, options), Rollback("mask"))
-        text = Tokenizer(folder).encode("".join(PROMPTS))[:204]
+        device = DeviceOptions(precision=precision, kv_precision=kv_precision, cache_dir=cache)
+        decoder = StatefulDecoder(compile_ir(folder, device), Rollback("mask"))
         decoder.feed([text[:200]], [0])
         first = decoder.feed([text[200:]], [4])[0].copy()
-        decoder.truncate(0, 200)
-        again = decoder.feed([text[200:]], [4])[0].copy()
-        decoder.truncate(0, 200)
-        decoder.compact()
-        compacted = decoder.feed([text[200:]], [4])[0].copy()
-        decoder.truncate(0, 100)
-        decoder.feed([text[100:200]], [0])
-        regrouped = decoder.feed([text[200:]], [4])[0].copy()
-        drifts = {"again": again, "compacted": compacted, "regrouped": regrouped}
-        row = {name: float(np.abs(logits - first).max() / first.std()) for name, logits in drifts.items()}
-        rows.append({"precision": precision, "kv_precision": kv_precision} | row)
+        row: dict[str, Any] = {"precision": precision, "kv_precision": kv_precision}
+        for name in DRIFTS:
+            decoder.truncate(0, 200)
+            if name == "compacted":
+                decoder.compact()
+            elif name == "regrouped":
+                decoder.truncate(0, 100)
+                decoder.feed([text[100:200]], [0])
+            row[name] = float(np.abs(decoder.feed([text[200:]], [4])[0] - first).max() / first.std())
+        rows.append(row)
     return rows
 
 
-def drift_table(rows: list[dict[str, Any]]) -> str:
-    lines = ["| arithmetic | KV cache | rolled back | and compacted | and fed in other groups |", "|---" * 5 + "|"]
+def print_speed(rows: list[dict[str, Any]]) -> None:
+    heads = ("lookahead", "plain, ms per token", "ms per token", "speed-up", "range", "accepted of proposed")
+    table = Table(*heads, "conditional acceptance", "tokens per round", "overhead, ms per inference", "equal")
     for row in rows:
-        drifts = " | ".join(f"{row[name]:.0e}" for name in ("again", "compacted", "regrouped"))
-        lines.append(f"| {row['precision']} | {row['kv_precision']} | {drifts} |")
-    return "\n".join(lines)
-
-
-def table(rows: list[dict[str, Any]]) -> str:
-    heads = ["lookahead", "plain, ms per token", "ms per token", "speed-up", "range", "accepted of proposed"]
-    heads += ["conditional acceptance", "tokens per round", "overhead, ms per inference", "equal"]
-    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
-    for row in rows:
-        speedup, drafted = row["speedup"], row["conditional_acceptance"] is not None
-        cells = [
-            str(row["lookahead"] or "plain"),
-            f"{row['plain_tpot_ms']:.2f}" if row["lookahead"] else "",
-            f"{row['tpot_ms']:.2f}",
-            f"{speedup:.2f}" if speedup else "none" if row["lookahead"] else "",
-            f"{row['spread'][0]:.2f} to {row['spread'][1]:.2f}" if speedup else "",
-            f"{row['accepted']} of {row['proposed']}" if drafted else "",
-            f"{row['conditional_acceptance']:.2f}" if drafted else "",
-            f"{row['tokens_per_round']:.2f}",
-            f"{row['overhead_ms_per_inference']:.3f}",
-            f"{row['equal']} of {len(PROMPTS)}",
-        ]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+        acceptance = row["conditional_acceptance"]
+        drafted = (f"{row['accepted']} of {row['proposed']}", f"{acceptance:.2f}") if acceptance else (None, None)
+        rates = (f"{row['tokens_per_round']:.2f}", f"{row['overhead_ms_per_inference']:.3f}")
+        cells = speedup_cells(row["speedup"], not row["lookahead"])
+        table.row(
+            row["lookahead"] or "plain", *cells, *drafted, *rates, f"{row['equal']} of {len(row['speedup'].ratios)}"
+        )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options(__doc__)
     parser.add_argument("--json", action="store_true", help="one JSON object instead of tables")
+    parser.add_argument("--prompts", type=int, default=len(CODE))
+    parser.add_argument("--tokens", type=int, default=128)
     args = parser.parse_args()
-    lookaheads: list[Ahead] = [1, 2, 3, 4, 6, 8, "auto"]
     with tempfile.TemporaryDirectory() as scratch:
         cache, f32 = Path(scratch) / "cache", Path(scratch) / "f32"
         command = ["export", CHECKPOINTS / "target", "--draft", CHECKPOINTS / "draft", "-o", f32]
-        subprocess.run(
-            [sys.executable, "-m", "ovspec", *map(str, command), "--weight-format", "fp32"], check=True, text=True
-        )
+        subprocess.run([*COMMAND, *map(str, command), "--weight-format", "fp32"], check=True)
         figures = {
-            "machine": f"{dict(available_devices())['CPU']}, {os.cpu_count()} cores, {platform.system()}",
+            "machine": machine(),
             "help_s": time_to_help(),
-            "first_token_s": time_to_first_token(ROOT / "models" / "demo", cache),
-            "f32": speed(f32, cache, lookaheads, precision="f32"),
-            "int8": speed(ROOT / "models" / "demo", cache, lookaheads),
+            "first_token_s": time_to_first_token(DEMO, cache),
+            "f32": speed(f32, cache, args, precision="f32"),
+            "int8": speed(DEMO, cache, args),
             "drift": rollback_drift(f32, cache),
         }
     if args.json:
-        print(json.dumps(figures, indent=1))
+        print(json.dumps(figures, indent=1, default=asdict))
         return
     print(f"machine: {figures['machine']}")
     print(f"ovspec --help: {figures['help_s']:.3f} s")
     print(f"first token from process start, compile cache warm: {figures['first_token_s']:.2f} s")
     for name in ("f32", "int8"):
-        print(f"\n{name} demo pair, {len(PROMPTS)} held-out prompts, {TOKENS} tokens each, greedy\n")
-        print(table(figures[name]))
+        print(f"\n{name} demo pair, {args.prompts} held-out prompts, {args.tokens} tokens each, greedy\n")
+        print_speed(figures[name])
     print("\nlargest change of a logit after a rollback, in standard deviations of the logits\n")
-    print(drift_table(figures["drift"]))
+    table = Table("arithmetic", "KV cache", "rolled back", "and compacted", "and fed in other groups")
+    for row in figures["drift"]:
+        table.row(row["precision"], row["kv_precision"], *(f"{row[name]:.0e}" for name in DRIFTS))
 
 
 if __name__ == "__main__":

@@ -14,12 +14,11 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from harness import CODE, ROOT, milliseconds, options
 
 import ovspec
 from ovspec.constraints.base import Constraints
@@ -33,8 +32,6 @@ from ovspec.drafting.lookup import Lookup
 from ovspec.options import Params
 from ovspec.sampling.samplers import sampler_of
 
-ROOT = Path(__file__).resolve().parent.parent.parent
-PROMPTS = [entry["text"] for entry in json.loads((ROOT / "models" / "prompts.json").read_text("utf-8"))["prompts"]]
 PROSE = [
     "The committee met again in the autumn, and this time everyone agreed on what had to be done before the winter. ",
     "This chapter describes how the files are read, what happens when one of them is missing, and why. ",
@@ -58,10 +55,9 @@ def times_by_width(decoder: Decoder, text: np.ndarray) -> tuple[dict[int, float]
     for repeat in range(8):
         for width in WIDTHS:
             for times in (changed, same, same):
-                began = time.perf_counter()
-                decoder.feed([text[half : half + width]], [width])
-                if repeat and times:  # the first inference of a width compiles kernels
-                    times[width].append((time.perf_counter() - began) * 1e3)
+                taken = milliseconds(lambda: decoder.feed([text[half : half + width]], [width]))  # noqa: B023
+                if repeat:  # the first inference of a width compiles kernels
+                    times[width].append(taken)
                 decoder.truncate(0, half)
             decoder.feed([text[half : half + WIDTHS[-1] + 1]], [1])
             decoder.truncate(0, half)
@@ -71,12 +67,10 @@ def times_by_width(decoder: Decoder, text: np.ndarray) -> tuple[dict[int, float]
     return first, second
 
 
-def trace(
-    drafter: Drafter, text: list[int], start: int, params: Params, seed: int, most: int
-) -> list[tuple[list[float], int]]:
+def trace(drafter: Drafter, text: list[int], start: int, params: Params, most: int) -> list[tuple[list[float], int]]:
     """Return (confidence of each proposed token, how many match ``text``) for each position from ``start`` on."""
     drafter.reset(1)
-    sampler = sampler_of(replace(params, seed=seed), 0, Constraints(processing(params, lambda _: start, frozenset())))
+    sampler = sampler_of(params, 0, Constraints(processing(params, lambda _: start, frozenset())))
     found = []
     for place in range(start, len(text)):
         proposal = drafter.propose([RoundRow(Sequence(text[:place]), sampler, most + 1)], Lookahead(most))[0]
@@ -88,28 +82,21 @@ def trace(
     return found
 
 
-def record(
-    folder: Path, temperature: float, options: dict[str, Any], prompts: list[str], tokens: int, most: int
-) -> dict[str, Any]:
-    lm = ovspec.load(folder, True, lookahead=0, **options)
+def record(folder: Path, temperature: float, prompts: list[str], args: argparse.Namespace) -> dict[str, Any]:
+    lm = ovspec.load(folder, True, lookahead=0, precision=args.precision)
     decoders = lm.workspace.pool.take()
     model = decoders.drafter
     assert isinstance(model, DraftModel)
-    params = Params(temperature=temperature)
     texts, whole = [], list[int]()
     for seed, prompt in enumerate(prompts):
+        params = Params(temperature=temperature, seed=seed)
         ids = lm.encode(prompt).tolist()
-        generated = lm.generate(ids, max_tokens=tokens, ignore_eos=True, temperature=temperature, seed=seed).token_ids
-        whole = ids + generated
-        texts.append(
-            {
-                "draft": trace(model, whole, len(ids), params, seed, most),
-                "lookup": trace(Lookup(), whole, len(ids), params, seed, most),
-            }
-        )
-    text = np.array(whole)
-    verify_ms, verify_changed_ms = times_by_width(decoders.target, text)
-    draft_ms, draft_changed_ms = times_by_width(model.decoder, text)
+        given: dict[str, Any] = {"temperature": temperature, "seed": seed}
+        whole = ids + lm.generate(ids, max_tokens=args.tokens, ignore_eos=True, **given).token_ids
+        drafters = {"draft": model, "lookup": Lookup()}
+        texts.append({name: trace(each, whole, len(ids), params, args.most) for name, each in drafters.items()})
+    verify_ms, verify_changed_ms = times_by_width(decoders.target, np.array(whole))
+    draft_ms, draft_changed_ms = times_by_width(model.decoder, np.array(whole))
     return {
         "temperature": temperature,
         "verify_ms": verify_ms,
@@ -121,7 +108,7 @@ def record(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options(__doc__)
     parser.add_argument("pairs", nargs="+", metavar="NAME=DIR")
     parser.add_argument("-o", "--output", type=Path, default=ROOT / "tests" / "drafting" / "traces")
     parser.add_argument("--precision")
@@ -130,13 +117,12 @@ def main() -> None:
     parser.add_argument("--most", type=int, default=12, help="tokens proposed at each position")
     parser.add_argument("--prose", action="store_true", help="every second text is prose")
     args = parser.parse_args()
-    texts = [text for pair in zip(PROSE, PROMPTS, strict=False) for text in pair] if args.prose else PROMPTS
+    texts = [text for pair in zip(PROSE, CODE, strict=False) for text in pair] if args.prose else CODE
     args.output.mkdir(parents=True, exist_ok=True)
     for pair in args.pairs:
         name, _, folder = pair.partition("=")
         for temperature in (0.0, 1.0):
-            options = {"precision": args.precision} if args.precision else {}
-            found = record(Path(folder), temperature, options, texts[: args.prompts], args.tokens, args.most)
+            found = record(Path(folder), temperature, texts[: args.prompts], args)
             file = args.output / f"{name}-T{temperature:.0f}.json"
             file.write_text(json.dumps(found, separators=(",", ":")) + "\n", encoding="utf-8")
             print(f"{file.name}: verify {found['verify_ms']}, draft {found['draft_ms']}", flush=True)

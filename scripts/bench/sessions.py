@@ -14,31 +14,24 @@ session and with the whole chat read again.
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from harness import CODE, Table, machine, milliseconds, options, picture, ratios, take_turns
 
 import ovspec
-from ovspec.text.chat_template import Message
 
-TEXTS = json.loads(
-    (Path(__file__).resolve().parent.parent.parent / "models" / "prompts.json").read_text(encoding="utf-8")
-)
-JOINING_CHUNK = 36
+PIECE = 36  # tokens
 PLAIN: dict[str, Any] = {"ignore_eos": True, "lookahead": 0}
 
 
 def cut(lm: ovspec.LanguageModel, tokens: int, count: int) -> list[str]:
     """Return ``count`` pieces of real text of about ``tokens`` tokens each, cut anywhere."""
-    ids = np.concatenate([lm.tokenizer.encode(entry["text"] + "\n") for entry in TEXTS["prompts"]])
-    ids = np.tile(ids, -(-tokens * count // len(ids)))
-    return [lm.tokenizer.decode(ids[start * tokens : (start + 1) * tokens]) for start in range(count)]
+    ids = np.concatenate([lm.tokenizer.encode(text + "\n") for text in CODE])
+    return [lm.tokenizer.decode(piece) for piece in np.resize(ids, (count, tokens))]
 
 
 # ---------------------------------------------------------------- program
@@ -67,122 +60,102 @@ def in_one(lm: ovspec.LanguageModel, piece: str, length: int) -> int:
 
 
 def costs(lm: ovspec.LanguageModel, pieces: list[str], length: int) -> tuple[float, float]:
-    """Return (seconds to read a piece and choose a token, seconds of a step) in the middle of ``length`` tokens."""
+    """Return (ms to read a piece and choose a token, ms of a step) in the middle of ``length`` tokens."""
     with lm.session() as session:
-        while len(session) < length // 2 - JOINING_CHUNK:
+        while len(session) < length // 2 - PIECE:
             session.append(pieces[0])
         session.generate(max_tokens=8, **PLAIN)
         reads = []
         for piece in pieces[1:8]:  # a new piece each time: one that was read isn't read again, even after a rewind
             mark = session.mark()
             session.append(piece)
-            reads.append(session.generate(max_tokens=1, heal=False, **PLAIN).stats.ttft_ms / 1e3)
+            reads.append(session.generate(max_tokens=1, heal=False, **PLAIN).stats.ttft_ms)
             session.rewind(mark)
-        step = session.generate(max_tokens=32, heal=False, **PLAIN).stats.tpot_ms / 1e3
-    return statistics.median(reads), step
+        return statistics.median(reads), session.generate(max_tokens=32, heal=False, **PLAIN).stats.tpot_ms
 
 
 def program(lm: ovspec.LanguageModel, steps: int, tokens: int, rounds: int) -> None:
-    pieces = cut(lm, JOINING_CHUNK, steps)
-    length = in_a_session(lm, pieces, tokens, False)  # warm
+    pieces = cut(lm, PIECE, steps)
+    length = in_a_session(lm, pieces, tokens, False)
     ways: dict[str, Callable[[], int]] = {
         "(a) session, healed": lambda: in_a_session(lm, pieces, tokens, True),
         "(b) session": lambda: in_a_session(lm, pieces, tokens, False),
         "(c) each step from scratch": lambda: from_scratch(lm, pieces, tokens),
         "(d) one generation": lambda: in_one(lm, pieces[0], length),
     }
-    seconds: dict[str, list[float]] = {name: [] for name in ways}
-    lengths: dict[str, int] = {}
-    predicted = []
-    for _ in range(rounds):
-        for name, run in ways.items():
-            began = time.perf_counter()
-            lengths[name] = run()
-            seconds[name].append(time.perf_counter() - began)
-        read, step = costs(lm, pieces, length)
-        predicted.append((read + (length - JOINING_CHUNK - 1) * step) / (steps * (read + (tokens - 1) * step)))
-    a, b, c, d = seconds.values()
+    predicted: list[float] = []
 
-    def ratio(over: list[float], under: list[float]) -> float:
-        return statistics.median(x / y for x, y in zip(over, under, strict=True))
+    def run(way: str, _: int) -> float:
+        ms = milliseconds(ways[way])
+        if way.startswith("(d)"):
+            read, step = costs(lm, pieces, length)
+            predicted.append((read + (length - PIECE - 1) * step) / (steps * (read + (tokens - 1) * step)))
+        return ms
 
-    print(f"{steps} steps of {JOINING_CHUNK} + {tokens} tokens, {rounds} rounds in turns, medians")
-    print("\n| | s | tokens |\n|---|---|---|")
-    for name, times in seconds.items():
-        print(f"| {name} | {statistics.median(times):.2f} | {lengths[name]} |")
+    times = take_turns(ways, run, rounds, warm_up=0)
+    print(f"{machine()}\n{steps} steps of {PIECE} + {tokens} tokens, {length} in all; {rounds} rounds, medians\n")
+    table = Table("", "s")
+    for name, each in times.items():
+        table.row(name, f"{statistics.median(each) / 1e3:.2f}")
+    a, b, c, d = times.values()
+    to_b = {name: statistics.median(ratios(each, b)) for name, each in (("c", c), ("a", a), ("d", d))}
     found = statistics.median(predicted)
-    print(
-        f"\n(c)/(b) {ratio(c, b):.2f}; (a)/(b) {ratio(a, b):.2f}; (d)/(b) {ratio(d, b):.2f}, predicted {found:.2f}",
-        end=" ",
-    )
-    print(f"({ratio(d, b) / found:.2f} of the prediction)")
+    print("\n" + "; ".join(f"({name})/(b) {ratio:.2f}" for name, ratio in to_b.items()), end=", ")
+    print(f"predicted {found:.2f} ({to_b['d'] / found:.2f} of the prediction)")
 
 
 # ---------------------------------------------------------------- chat
 
 
-def chat(lm: ovspec.LanguageModel, turns: int, answer: int, plot_file: Path | None) -> None:
-    options: dict[str, Any] = {"max_tokens": answer, **PLAIN}
-    lm.generate("a", **options)  # warm
+def chat(lm: ovspec.LanguageModel, turns: int, answer: int, plot: Path | None) -> None:
+    given: dict[str, Any] = {"max_tokens": answer, **PLAIN}
+    lm.generate("a", **given)  # warm
     reused, anew, lengths, equal = [], [], [], 0
     with lm.session() as session:
         for piece in cut(lm, 60, turns):
-            message: Message = {"role": "user", "content": piece}
-            session.append(message)
+            session.append({"role": "user", "content": piece})
             prompt = session.tokens
-            result = session.generate(**options)
-            fresh = lm.generate(prompt, **options)
+            result = session.generate(**given)
+            fresh = lm.generate(prompt, **given)
             lengths.append(len(prompt))
             reused.append(result.stats.ttft_ms)
             anew.append(fresh.stats.ttft_ms)
             equal += fresh.token_ids == result.token_ids
-    print("| turn | tokens | first token in a session, ms | with the chat read again, ms |\n|---|---|---|---|")
+    print(f"{machine()}\n")
+    table = Table("turn", "tokens", "first token in a session, ms", "with the chat read again, ms")
     for turn in sorted({0, *range(4, turns, 5), turns - 1}):
-        print(f"| {turn + 1} | {lengths[turn]} | {reused[turn]:.0f} | {anew[turn]:.0f} |")
+        table.row(turn + 1, lengths[turn], f"{reused[turn]:.0f}", f"{anew[turn]:.0f}")
     print(f"\n{equal} of {turns} answers are the same, token for token")
-    if plot_file:
-        plot(lengths, reused, anew, plot_file)
-
-
-def plot(lengths: list[int], reused: list[float], anew: list[float], file: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("agg")
-    from matplotlib import pyplot
-
-    turns = range(1, len(lengths) + 1)
-    figure, axis = pyplot.subplots(figsize=(6, 3.6))
-    axis.plot(turns, [ms / 1e3 for ms in anew], marker="o", markersize=3, label="with the whole chat read again")
-    axis.plot(turns, [ms / 1e3 for ms in reused], marker="o", markersize=3, label="in a session")
-    axis.set_xlabel(f"turn of the chat (the last has {lengths[-1]} tokens)")
-    axis.set_ylabel("seconds to the first token")
-    axis.set_ylim(bottom=0)
-    axis.set_xticks(range(0, len(lengths) + 1, 5))
-    axis.grid(alpha=0.3)
-    axis.legend()
-    figure.tight_layout()
-    figure.savefig(file, dpi=110)
+    if plot:
+        with picture(plot, size=(6, 3.6)) as [axis]:
+            for times, label in ((anew, "with the whole chat read again"), (reused, "in a session")):
+                axis.plot(range(1, turns + 1), [ms / 1e3 for ms in times], "o-", markersize=3, label=label)
+            axis.set_xlabel(f"turn of the chat (the last has {lengths[-1]} tokens)")
+            axis.set_ylabel("seconds to the first token")
+            axis.set_ylim(bottom=0)
+            axis.set_xticks(range(0, turns + 1, 5))
+            axis.grid(alpha=0.3)
+            axis.legend()
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options(__doc__)
     what = parser.add_subparsers(dest="what", required=True)
-    steps = what.add_parser("program")
-    steps.add_argument("folder", type=Path)
+    steps, talk = what.add_parser("program"), what.add_parser("chat")
+    for each in (steps, talk):
+        each.add_argument("folder", type=Path)
     steps.add_argument("--steps", type=int, default=20)
     steps.add_argument("--tokens", type=int, default=2)
     steps.add_argument("--rounds", type=int, default=3)
-    talk = what.add_parser("chat")
-    talk.add_argument("folder", type=Path)
     talk.add_argument("--turns", type=int, default=20)
     talk.add_argument("--answer", type=int, default=40)
     talk.add_argument("--plot", type=Path)
-    arguments = parser.parse_args()
-    lm = ovspec.load(arguments.folder)
-    if arguments.what == "program":
-        program(lm, arguments.steps, arguments.tokens, arguments.rounds)
+    args = parser.parse_args()
+    lm = ovspec.load(args.folder)
+    if args.what == "program":
+        program(lm, args.steps, args.tokens, args.rounds)
     else:
-        chat(lm, arguments.turns, arguments.answer, arguments.plot)
+        chat(lm, args.turns, args.answer, args.plot)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ and ovspec are the controls.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import sys
 from collections import Counter
@@ -19,16 +18,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from peer import Worker
 from scipy.stats import chisquare
 
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+
+from harness import CODE, ROOT, Table, Worker, options
+
 import ovspec
-
-HERE = Path(__file__).resolve().parent
-ROOT = HERE.parent.parent.parent
-sys.path.append(str(HERE.parent))
-
-from cells import tasks_of  # noqa: E402
 
 PAIR = ROOT / "models" / "demo"
 EXACT = {"INFERENCE_PRECISION_HINT": "f32", "DYNAMIC_QUANTIZATION_GROUP_SIZE": "0", "KV_CACHE_PRECISION": "f32"}
@@ -76,7 +72,7 @@ def fits(outcome: Outcome, tokens: list[int], exact: Exact) -> bool:
 
 def even_prompt(lm: ovspec.LanguageModel, top_k: int | None) -> list[int]:
     """Return the prefix of a held-out prompt after which the rarest outcome is most likely."""
-    ids = [lm.encode(task.prompt).tolist() for task in tasks_of("completion", 8)]
+    ids = [lm.encode(text).tolist() for text in CODE[:8]]
     cut = [prompt[:end] for prompt, end in itertools.product(ids, (12, 20, 28)) if len(prompt) >= end]
     return max(cut, key=lambda prompt: min(exact_probabilities(lm, prompt, top_k).values()))
 
@@ -93,24 +89,20 @@ def p_value(counts: Counter[Outcome | None], exact: Exact, texts: int) -> float:
     return float(chisquare(seen, [number * scale for number in wanted]).pvalue)
 
 
-def judge(name: str, worker: str, setup: dict[str, Any], request: dict[str, Any], exact: Exact, texts: int) -> str:
-    """Sample ``texts`` texts from a worker and return its row of the table."""
+def judged(worker: str, setup: dict[str, Any], request: dict[str, Any], exact: Exact, texts: int) -> tuple[Any, ...]:
+    """Sample ``texts`` texts from a worker and return their number, the impossible ones, the p-value and an error."""
     counts: Counter[Outcome | None] = Counter()
     with Worker(worker, setup) as running:
-        error = running.ready.get("error")
-        for seed in range(texts if not error else 0):
-            answer = running.ask(request | {"seed": seed + 1})
-            error = answer.get("error")
-            if error:
-                break
+        for seed in range(1, texts + 1):
+            answer = running.ask(request | {"seed": seed})
+            if "error" in answer:
+                return counts.total(), None, None, answer["error"]
             counts[outcome_of(answer["tokens"][0], exact)] += 1
-    if error:
-        return f"| {name} | {counts.total()} | | | {error} |"
-    return f"| {name} | {texts} | {counts[None]} | {p_value(counts, exact, texts):.2g} | |"
+    return texts, counts[None], f"{p_value(counts, exact, texts):.2g}"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options(__doc__)
     parser.add_argument("--texts", type=int, default=3000)
     parser.add_argument("--peer", choices=("genai",), default="genai")
     parser.add_argument("--k", type=int, nargs="+", default=[2, 4])
@@ -121,16 +113,15 @@ def main() -> None:
         exact = exact_probabilities(lm, prompt, top_k)
         likely = sorted(exact.values())
         print(f"\ntop_k {top_k}: {len(exact)} outcomes, from {likely[0]:.4f} to {likely[-1]:.4f}\n")
-        print("| peer and mode | texts | impossible | p-value | error |\n|---|---|---|---|---|")
+        table = Table("peer and mode", "texts", "impossible", "p-value", "error")
         request = {"prompts": [prompt], "max_tokens": LENGTH, "temperature": 1.0, "top_k": top_k}
-        for worker, options in (("ovspec", {"tune": False}), (args.peer, {})):
-            setup: dict[str, Any] = {"target": str(PAIR), "properties": EXACT, "draft_properties": EXACT}
-            setup["options"] = options
-            print(judge(f"{worker}, plain", worker, setup, request, exact, args.texts), flush=True)
+        for worker, given in (("ovspec", {"tune": False}), (args.peer, {})):
+            setup = {"target": str(PAIR), "properties": EXACT, "draft_properties": EXACT, "options": given}
+            table.row(f"{worker}, plain", *judged(worker, setup, request, exact, args.texts))
             setup |= {"mode": "draft", "draft": str(PAIR / "draft")}
             for k in args.k:
-                name = f"{worker}, draft, k={k}"
-                print(judge(name, worker, setup, request | {"k": k}, exact, args.texts), flush=True)
+                row = judged(worker, setup, request | {"k": k}, exact, args.texts)
+                table.row(f"{worker}, draft, k={k}", *row)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,12 @@
-"""JSON lines between the driver and a worker, the same for every peer; run by the peer's own interpreter.
+"""JSON lines between a benchmark and a worker, the same for every peer; run by the peer's own interpreter.
 
 The first line sets a worker up, which answers ``{"ready": true, "versions": {...}, "load_s": x}``. Every further line
-is a request, answered with tokens and times. An error is answered as ``{"error": "one sentence"}``; after a failed
-set-up the worker ends. An empty line or the end of stdin also ends it.
+is a request. An error is answered as ``{"error": "one sentence"}``; after a failed set-up the worker ends. An empty
+line or the end of stdin also ends it. What a request asks for depends on the worker: texts (``Setup``, ``Request``),
+requests that arrive over time (``arrivals.py``) or walks through grammars (``grammar_protocol.py``).
 
-All timing happens here: a call is timed from the token ids of its prompts to those of its texts, and the first token
-counts when the peer's streamer is called.
+All timing happens here: a call is timed from the token ids of its prompts to those of its texts, and a token counts
+when the peer's streamer is called.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib.metadata import version
-from typing import Any, TextIO
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -62,21 +63,20 @@ class Request:
         return self.prompts[0]
 
 
-@dataclass
 class Watch:
-    """A clock that notes when the first token comes."""
+    """A clock that notes when tokens come."""
 
-    began: float = field(default_factory=time.perf_counter)
-    first: float | None = None
+    def __init__(self) -> None:
+        self.restart()
 
     def restart(self) -> None:
         """Start again, because everything until now was preparation."""
-        self.began, self.first = time.perf_counter(), None
+        self.began = time.perf_counter()
+        self.times: list[float] = []  # seconds until each token
 
-    def token(self) -> None:
-        """Note the time of the first token; to be called for every token, or every few."""
-        if self.first is None:
-            self.first = time.perf_counter()
+    def tokens(self, count: int = 1) -> None:
+        """Note that ``count`` tokens came."""
+        self.times += [time.perf_counter() - self.began] * count
 
 
 @dataclass
@@ -92,68 +92,64 @@ class Refusal(Exception):
 
 
 Generate = Callable[[Request, Watch], Texts]
+Answer = Callable[[dict[str, Any]], dict[str, Any]]
 
 
-def serve(load: Callable[[Setup], Generate], packages: list[str]) -> None:
-    """Answer the driver until it has no more to ask.
+def serve_texts(load: Callable[[Setup], Generate], packages: list[str]) -> None:
+    """Answer requests for texts with the function that ``load`` returns."""
 
-    Args:
-        load: returns the function that generates texts, or raises.
-        packages: names of packages whose versions are reported.
-    """
-
-    def loaded(setup: Setup) -> Callable[[dict[str, Any]], dict[str, Any]]:
-        generate = load(setup)
+    def loaded(setup: dict[str, Any]) -> Answer:
+        generate = load(Setup(**setup))
         return lambda asked: timed(generate, Request(**asked))
 
-    answer_lines(loaded, packages)
+    serve(loaded, packages)
 
 
-def answer_lines(load: Callable[[Setup], Callable[[dict[str, Any]], dict[str, Any]]], packages: list[str]) -> None:
-    """Answer each line of the driver with what the function that ``load`` returns makes of it."""
-    replies = own_stdout()
+def serve(load: Callable[[dict[str, Any]], Answer], packages: list[str]) -> None:
+    """Answer each line with what the function that ``load`` returns makes of it, until there are no more.
+
+    Args:
+        load: takes the first line, and raises if it can't be used.
+        packages: names of packages whose versions are reported.
+    """
+    replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # what libraries print goes to stderr
+
+    def reply(answer: dict[str, Any]) -> None:
+        replies.write(json.dumps(answer) + "\n")
+        replies.flush()
+
     try:
         began = time.perf_counter()
-        setup = Setup(**json.loads(sys.stdin.readline()))
-        work = load(setup)
+        work = load(json.loads(sys.stdin.readline()))
         loaded = time.perf_counter() - began
         versions = {package: version(package) for package in packages}
-        reply(replies, {"ready": True, "versions": versions, "load_s": round(loaded, 3)})
+        reply({"ready": True, "versions": versions, "load_s": round(loaded, 3)})
     except Exception as error:
-        reply(replies, {"error": sentence(error)})
+        reply({"error": sentence(error)})
         return
     while line := sys.stdin.readline().strip():
         try:
             answer = work(json.loads(line))
         except Exception as error:
             answer = {"error": sentence(error)}
-        reply(replies, answer)
-
-
-def own_stdout() -> TextIO:
-    """Return the pipe to the driver. From now on, what libraries print goes to stderr."""
-    pipe = os.dup(1)
-    os.dup2(2, 1)
-    return os.fdopen(pipe, "w", encoding="utf-8")
-
-
-def reply(replies: TextIO, answer: dict[str, Any]) -> None:
-    replies.write(json.dumps(answer) + "\n")
-    replies.flush()
+        reply(answer)
 
 
 def timed(generate: Generate, request: Request) -> dict[str, Any]:
+    """Return the texts and their times; ``times``: seconds until each token, for peers that stream."""
     watch = Watch()
     texts = generate(request, watch)
     seconds = time.perf_counter() - watch.began
     lengths = [len(tokens) for tokens in texts.tokens]
     if lengths != [request.max_tokens] * len(request.prompts):
         raise Refusal(f"it should have generated {request.max_tokens} tokens per text, but generated {lengths}")
-    first = watch.first - watch.began if watch.first is not None else None
+    first = watch.times[0] if watch.times else None
     alone = first is not None and len(request.prompts) == 1 and request.max_tokens > 1
     return {
         "tokens": texts.tokens,
-        "ttft_ms": [] if first is None else [first * 1e3],
+        "times": watch.times,
+        "ttft_ms": first and first * 1e3,
         "seconds": seconds,
         "tpot_ms": (seconds - first) * 1e3 / (request.max_tokens - 1) if alone and first is not None else None,
         "acceptance": texts.acceptance,

@@ -8,10 +8,14 @@ same turn.
 
 from __future__ import annotations
 
-import argparse
 import json
+import sys
 from pathlib import Path
 from typing import Any
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+
+from harness import Table, options, picture
 
 NAMES = {"genai": "openvino-genai", "optimum": "optimum-intel", "llamacpp": "llama.cpp", "copy_trim": "copy and trim"}
 AUTO = "lookup,draft"  # ovspec's mode with every drafter
@@ -28,33 +32,27 @@ def name_of(line: dict[str, Any]) -> str:
 
 def mode_of(line: dict[str, Any]) -> str:
     words: list[str] = line["mode"].split()
-    options = [word.removeprefix("backend=") for word in words[1:] if not word.startswith(("runtime", "dtype"))]
+    given = [word.removeprefix("backend=") for word in words[1:] if not word.startswith(("runtime", "dtype"))]
     kind = {"server-draft": "draft", "batch": "batch of 8"}.get(words[0], words[0])
     workload = " on edits" if line["workload"] == "edit" else ""
-    return " ".join([kind, *options]) + workload
-
-
-def table_of(lines: list[dict[str, Any]]) -> str:
-    """Return the table of one pair's peers. "same mode" and "everything on" are ratios to ovspec in those modes."""
-    rows = [cells_of(line) for line in lines if line["peer"] != "ovspec"]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in (HEADS, ("---",) * len(HEADS), *rows))
+    return " ".join([kind, *given]) + workload
 
 
 def cells_of(line: dict[str, Any]) -> tuple[str, ...]:
+    """Return the cells of a peer. "same mode" and "everything on" are ratios to ovspec in those modes."""
     begin = (name_of(line), mode_of(line), line["properties"], f"{line['temperature']:g}", str(line["context"]))
     if line["error"] and not line["ratio"]:
-        return (*begin, "", "fails", *[""] * (len(HEADS) - 7))
-    alike = alike_of(line)
+        return (*begin, "", "fails")
     k = "" if line["k"] is None else str(line["k"])
-    numbers = (line["tokens_per_s"], alike, line["ratio"].get(AUTO), line["ttft_ratio"])
+    numbers = (line["tokens_per_s"], *ratios_of(line), line["ttft_ratio"])
     speed, *ratios = ("" if number is None else f"{number:.2f}" for number in numbers)
     return (*begin, k, speed, *ratios, line["equal"] or "", line["own"] or "")
 
 
-def alike_of(line: dict[str, Any]) -> float | None:
-    """Return the ratio to ovspec in the same mode."""
+def ratios_of(line: dict[str, Any]) -> tuple[float | None, float | None]:
+    """Return the ratios to ovspec in the same mode and with everything on."""
     mode = line["mode"].split()[0]
-    return line["ratio"].get({"batch": "plain", "server-draft": "draft"}.get(mode, mode))
+    return line["ratio"].get({"batch": "plain", "server-draft": "draft"}.get(mode, mode)), line["ratio"].get(AUTO)
 
 
 def errors_of(lines: list[dict[str, Any]]) -> list[str]:
@@ -72,38 +70,33 @@ def draw(lines: list[dict[str, Any]], file: Path) -> None:
 
     The ratios are within the same turns, because the machine's speed differs from row to row.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    shown = [line for line in lines if line["peer"] != "ovspec" and line["ratio"] and line["context"] == PICTURED]
-    shown = [line for line in shown if not line["temperature"] and line["measure"] == "tpot"][::-1]
-    labels = [f"{name_of(line)}, {mode_of(line)}{OURS.get(line['properties'], '')}" for line in shown]
-    figure, axis = pyplot.subplots(figsize=(8, 0.36 * len(shown) + 1))
-    for place, line in enumerate(shown):
-        alike, auto = alike_of(line), line["ratio"].get(AUTO)
-        axis.barh(place + 0.2, alike or 0, 0.38, color="lightsteelblue")
-        axis.barh(place - 0.2, auto or 0, 0.38, color="tab:blue")
-    axis.set_yticks(range(len(shown)), labels)
-    axis.axvline(1, color="black", linewidth=0.8)
-    axis.barh(0, 0, color="lightsteelblue", label="ovspec in the same mode = 1")
-    axis.barh(0, 0, color="tab:blue", label="ovspec with everything on = 1")
-    axis.set_xlabel("time per token")
-    axis.legend(loc="upper right")
-    figure.tight_layout()
-    figure.savefig(file, dpi=110)
+    lines = [line for line in lines if line["peer"] != "ovspec" and line["ratio"] and line["context"] == PICTURED]
+    lines = [line for line in lines if not line["temperature"] and line["measure"] == "tpot"][::-1]
+    labels = [f"{name_of(line)}, {mode_of(line)}{OURS.get(line['properties'], '')}" for line in lines]
+    with picture(file, size=(8, 0.36 * len(lines) + 1)) as [axis]:
+        ratios, places = list(map(ratios_of, lines)), range(len(lines))
+        alike, auto = [each or 0 for each, _ in ratios], [each or 0 for _, each in ratios]
+        axis.barh([i + 0.2 for i in places], alike, 0.38, color="lightsteelblue", label="ovspec in the same mode = 1")
+        axis.barh([i - 0.2 for i in places], auto, 0.38, color="tab:blue", label="ovspec with everything on = 1")
+        axis.set_yticks(places, labels)
+        axis.axvline(1, color="black", linewidth=0.8)
+        axis.set_xlabel("time per token")
+        axis.legend(loc="upper right")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options(__doc__)
     parser.add_argument("files", type=Path, nargs="+")
     parser.add_argument("--plot", type=Path, help="draw the ratios of the first file")
     args = parser.parse_args()
     for file in args.files:
         lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
-        print(f"{lines[0]['pair']}\n\n{table_of(lines)}\n")
-        print("\n".join([*errors_of(lines), ""]))
+        print(f"{lines[0]['pair']}\n")
+        table = Table(*HEADS)
+        for line in lines:
+            if line["peer"] != "ovspec":
+                table.row(*cells_of(line))
+        print("\n".join(["", *errors_of(lines), ""]))
         if args.plot and file == args.files[0]:
             draw(lines, args.plot)
 

@@ -13,34 +13,29 @@ it. Use an idle machine.
 
 from __future__ import annotations
 
-import argparse
 import hashlib
-import json
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import psutil
-from install import FOLDER, python_of, server_of_llamacpp
-from peer import Worker
-
-from ovspec.ir.device import DeviceOptions, default_kv_precision
-from ovspec.setup.profile import known_profile
-from ovspec.text.tokenizer import Tokenizer
 
 HERE = Path(__file__).resolve().parent
 sys.path.append(str(HERE.parent))
 
-from cells import tasks_of, with_context  # noqa: E402
+from harness import Worker, as_json, options, several, take_turns, tasks_of, with_context  # noqa: E402
+from install import FOLDER, python_of, server_of_llamacpp  # noqa: E402
+
+from ovspec.ir.device import DeviceOptions, default_kv_precision  # noqa: E402
+from ovspec.setup.profile import known_profile  # noqa: E402
+from ovspec.text.tokenizer import Tokenizer  # noqa: E402
 
 KS = (1, 2, 3, 4, 5, 8)
-WARM_UP = 6.0  # minimum seconds of warm-up for each contender
 SHORT = 32  # tokens of a text that warms up a contender or tries a k
 BATCH = 8
 
@@ -107,55 +102,22 @@ ROWS = (
 )
 
 
-@dataclass
-class Line:
-    """The figures of a configuration at one context.
-
-    ``ratio``: for each mode of ovspec, how many times as long the peer took in the same turn, per token or for the
-    batch, as the median over the prompts. ``ttft_ratio``: the same for the first token and ovspec's first mode. Above
-    1, ovspec is faster. ``equal``: how many texts equal ovspec's plain greedy text; other arithmetic gives other texts.
-    ``alike``: the median number of tokens before they part. ``own``: how many texts equal those of the peer's own plain
-    decoding, one by one. ``acceptance``: the conditional acceptance. ``ks``: ms per token, or the error, for each k
-    that was tried.
-    """
-
-    pair: str
-    row: str
-    workload: str
-    context: int
-    temperature: float
-    measure: str
-    mode: str = ""
-    peer: str = ""
-    properties: str = ""
-    k: int | str | None = None
-    tokens_per_s: float | None = None
-    tpot_ms: float | None = None
-    ttft_ms: float | None = None
-    ratio: dict[str, float] = field(default_factory=dict)
-    ttft_ratio: float | None = None
-    equal: str | None = None
-    alike: float | None = None
-    own: str | None = None
-    acceptance: float | None = None
-    ks: dict[str, float | str] = field(default_factory=dict)
-    versions: dict[str, str] = field(default_factory=dict)
-    error: str | None = None
-
-
 @dataclass(frozen=True)
 class Bench:
+    """What all rows share. ``warm_up``: minimum seconds of warm-up for each contender."""
+
     pair: Path
     hf: Path | None
     gguf: str
     tokens: int
     prompts: int
+    warm_up: float
+    plain: dict[Any, list[list[int]]] = field(default_factory=dict)  # texts without a draft, for comparison
 
     def prompts_of(self, workload: str, context: int, count: int) -> list[list[int]]:
-        tokenizer = Tokenizer(self.pair)
-        encoder: Any = SimpleNamespace(tokenizer=tokenizer, encode=tokenizer.encode)  # no model has to be loaded
-        tasks = tasks_of(workload, count)
-        return [with_context(encoder, tasks[i % len(tasks)].prompt, context + i // len(tasks)) for i in range(count)]
+        tokenizer, tasks = Tokenizer(self.pair), tasks_of(workload, count)
+        ids = [tokenizer.encode(tasks[i % len(tasks)].prompt).tolist() for i in range(count)]
+        return [with_context(tokenizer, each, context + i // len(tasks)) for i, each in enumerate(ids)]
 
     def setup_of(self, configuration: Configuration, context: int) -> dict[str, Any]:
         """Return the worker's set-up.
@@ -178,35 +140,71 @@ class Bench:
             setup["options"]["context"] = context
         return setup | {"target": str(target), "draft": str(draft) if "draft" in configuration.mode else None}
 
+    def plain_texts(self, configuration: Configuration, prompts: list[list[int]], longest: int) -> list[list[int]]:
+        """Return the greedy texts of the same peer without a draft, one by one; a text that fails is empty."""
+        configuration = plain_of(configuration)
+        key = (configuration, str(prompts))
+        if key not in self.plain:
+            with Worker(configuration.peer, self.setup_of(configuration, longest)) as worker:
+                answers = [worker.ask({"prompts": [prompt], "max_tokens": self.tokens}) for prompt in prompts]
+            self.plain[key] = [answer["tokens"][0] if "tokens" in answer else [] for answer in answers]
+        return self.plain[key]
 
-@dataclass
+
+@dataclass(eq=False)
 class Contender:
-    """A configuration in a row, its worker, and its answers, one for each turn."""
+    """A configuration in a row, its worker, and its answers at a context, one for each turn.
 
-    line: Line
+    ``ks``: ms per token, or the error, for each k that was tried.
+    """
+
     configuration: Configuration
     worker: Worker | None = None
+    error: str | None = None
     k: int | None = None
+    ks: dict[str, float | str] = field(default_factory=dict)
     warm: bool = False
     answers: list[dict[str, Any]] = field(default_factory=list)
 
-    def enter(self, bench: Bench, context: int) -> None:
+    def enter(self, bench: Bench, longest: int) -> None:
         """Start the worker, or record why there is none."""
         try:
-            self.worker = Worker(self.configuration.peer, bench.setup_of(self.configuration, context))
+            self.worker = Worker(self.configuration.peer, bench.setup_of(self.configuration, longest))
+            self.error = self.worker.ready.get("error")
         except ValueError as error:
-            self.line.error = str(error)
-            return
-        self.line.error, self.line.versions = self.worker.ready.get("error"), self.worker.ready.get("versions", {})
+            self.error = str(error)
 
     def ask(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Return the worker's answer; a worker that died is restarted for the next request."""
         assert self.worker
-        answer = self.worker.ask(request | {"k": self.k})
-        if "error" in answer and not self.worker.alive and "error" not in self.worker.ready:
-            self.worker.stop()
-            self.worker.start()
-        return answer
+        return self.worker.ask(request | {"k": self.k})
+
+    def try_ks(self, request: dict[str, Any], seconds: float) -> None:
+        """Find the fastest k and warm up; what is done before the ``seconds`` are over keeps warming up."""
+        self.ks, self.answers, times = {}, [], dict[int | None, float]()
+        if self.error:
+            return
+        began = time.monotonic()
+        for k in self.configuration.ks or (None,):
+            self.k = k
+            if not times:
+                self.ask(request)
+            answer = self.ask(request)
+            if "error" in answer:
+                self.ks[name_of(k)] = answer["error"]
+            elif self.configuration.ks:
+                times[k] = answer["tpot_ms"]
+                self.ks[name_of(k)] = round(times[k], 3)
+        if times:
+            self.k = min(times, key=lambda k: times[k])
+        elif self.ks:
+            self.error = str(next(iter(self.ks.values())))
+        while not self.error and not self.warm and time.monotonic() < began + seconds:
+            self.ask(request)
+        self.warm = True
+
+
+def name_of(k: int | None) -> str:
+    return "auto" if k is None else str(k)
 
 
 def our_properties(folder: Path) -> dict[str, str]:
@@ -215,8 +213,8 @@ def our_properties(folder: Path) -> dict[str, str]:
     best = profile.choose(DeviceOptions(), "auto") if profile else None
     if not best:
         raise ValueError(f"no profile is known for {folder.name}; run 'ovspec tune'")
-    options = DeviceOptions(properties=best.setting.properties)
-    return options.properties | {"KV_CACHE_PRECISION": default_kv_precision(options) or "f32"}
+    device = DeviceOptions(properties=best.setting.properties)
+    return device.properties | {"KV_CACHE_PRECISION": default_kv_precision(device) or "f32"}
 
 
 def gguf_of(checkpoint: Path, kind: str) -> Path:
@@ -233,57 +231,48 @@ def gguf_of(checkpoint: Path, kind: str) -> Path:
     return out
 
 
-def run_row(bench: Bench, row: Row, contexts: list[int], plain: dict[Any, list[list[int]]]) -> Iterator[Line]:
+def run_row(bench: Bench, row: Row, contexts: list[int]) -> Iterator[dict[str, Any]]:
     """Yield the lines of a row, ovspec's first at each context."""
-    count = BATCH if row.measure == "throughput" else bench.prompts
-    prompts = {context: bench.prompts_of(row.workload, context, count) for context in contexts}
+    together = row.measure == "throughput"
+    prompts = {c: bench.prompts_of(row.workload, c, BATCH if together else bench.prompts) for c in contexts}
     longest = max(len(prompt) for each in prompts.values() for prompt in each) + bench.tokens + max(KS) + 1
-    ours = [Configuration("ovspec", mode, ks=() if mode == "plain" else (None,)) for mode in row.ours]
-
-    def texts_of(configuration: Configuration, context: int) -> list[list[int]]:
-        key = (configuration, row.workload, context, count)
-        if key not in plain:
-            setup = bench.setup_of(configuration, longest)
-            plain[key] = plain_texts(configuration.peer, setup, prompts[context], bench.tokens)
-        return plain[key]
-
+    configurations = [Configuration("ovspec", mode, ks=() if mode == "plain" else (None,)) for mode in row.ours]
+    ours = [Contender(configuration) for configuration in configurations]
+    contenders = [*ours, *map(Contender, row.configurations)]
     for context in contexts if row.temperature == 0 else ():
-        if not all(texts_of(plain_of(ours[0]), context)):
+        if not all(bench.plain_texts(configurations[0], prompts[context], longest)):
             sys.exit("ovspec itself doesn't generate")
-    contenders: list[Contender] = []
     try:
-        for configuration in (*ours, *row.configurations):
-            line = Line(bench.pair.name, row.name, row.workload, contexts[0], row.temperature, row.measure)
-            line.mode, line.peer, line.properties = configuration.label, configuration.peer, configuration.properties
-            contenders.append(Contender(line, configuration))
-            contenders[-1].enter(bench, longest)
+        for contender in contenders:
+            contender.enter(bench, longest)
         for context in contexts:
+            turns = [prompts[context]] if together else [[prompt] for prompt in prompts[context]]
+
+            def request(asked: list[list[int]], tokens: int, seed: int) -> dict[str, Any]:
+                return {"prompts": asked, "max_tokens": tokens, "temperature": row.temperature, "seed": seed}
+
+            def ask(contender: Contender, turn: int, turns: list[list[list[int]]] = turns) -> dict[str, Any]:
+                return contender.ask(request(turns[turn], SHORT if turn < 0 else bench.tokens, turn + 1))
+
             for contender in contenders:
-                contender.answers = []
-                contender.line = replace(contender.line, context=context, k=None, ks={})
-                try_ks(contender, request_of(row, prompts[context][-1:], SHORT, 0))
-            take_turns([each for each in contenders if not each.line.error], row, prompts[context], bench.tokens)
+                contender.try_ks(request(prompts[context][-1:], SHORT, 0), bench.warm_up)
+            running = [contender for contender in contenders if not contender.error]
+            # A batch's first turn compiles the kernels for this many rows.
+            for contender, answers in take_turns(running, ask, len(turns), warm_up=together).items():
+                contender.answers = answers
             for contender in contenders:
-                line = replace(contender.line)
-                if contender.answers:
-                    fill(line, contender, contenders[: len(ours)], row)
-                if row.temperature == 0 and any("tokens" in answer for answer in contender.answers):
-                    got, own = texts_in(contender), plain_of(contender.configuration)
-                    line.equal, line.alike = compare(got, texts_of(plain_of(ours[0]), context))
-                    if contender.configuration not in ours and own != contender.configuration:
-                        line.own, _ = compare(got, texts_of(own, context))
-                yield line
+                configuration, line = contender.configuration, line_of(contender, ours, row)
+                texts = [text for answer in contender.answers for text in answer.get("tokens", [[]])]
+                if row.temperature == 0 and any(texts):
+                    wanted = bench.plain_texts(configurations[0], prompts[context], longest)
+                    line["equal"], line["alike"] = compare(texts, wanted)
+                    if contender not in ours and plain_of(configuration) != configuration:
+                        line["own"], _ = compare(texts, bench.plain_texts(configuration, prompts[context], longest))
+                yield {"pair": bench.pair.name, "row": row.name, "context": context} | line
     finally:
         for contender in contenders:
             if contender.worker:
                 contender.worker.stop()
-
-
-def plain_texts(name: str, setup: dict[str, Any], prompts: list[list[int]], tokens: int) -> list[list[int]]:
-    """Return the greedy texts of a peer, generated one by one; a text that fails is empty."""
-    with Worker(name, setup) as worker:
-        answers = [worker.ask({"prompts": [prompt], "max_tokens": tokens}) for prompt in prompts]
-    return [answer["tokens"][0] if "tokens" in answer else [] for answer in answers]
 
 
 def plain_of(configuration: Configuration) -> Configuration:
@@ -292,127 +281,83 @@ def plain_of(configuration: Configuration) -> Configuration:
     return replace(configuration, mode=mode, ks=())
 
 
-def request_of(row: Row, prompts: list[list[int]], tokens: int, seed: int) -> dict[str, Any]:
-    return {"prompts": prompts, "max_tokens": tokens, "temperature": row.temperature, "seed": seed}
+def line_of(contender: Contender, ours: list[Contender], row: Row) -> dict[str, Any]:
+    """Return the figures of a contender at one context.
 
-
-def try_ks(contender: Contender, request: dict[str, Any]) -> None:
-    """Find the fastest k and warm up; a contender that is done before ``WARM_UP`` seconds keeps warming up."""
-    line, ks, times = contender.line, contender.configuration.ks, dict[int | None, float]()
-    if line.error:
-        return
-    began = time.monotonic()
-    for k in ks or (None,):
-        contender.k = k
-        if not times:
-            contender.ask(request)
-        answer = contender.ask(request)
-        failed = answer.get("error")
-        name = "auto" if k is None else str(k)
-        if failed:
-            line.ks[name] = failed
-        elif ks:
-            times[k] = answer["tpot_ms"]
-            line.ks[name] = round(times[k], 3)
-    if ks and times:
-        contender.k = min(times, key=lambda k: times[k])
-        line.k = "auto" if contender.k is None else contender.k
-    elif line.ks:
-        line.error = str(next(iter(line.ks.values())))
-    while not line.error and not contender.warm and time.monotonic() < began + WARM_UP:
-        line.error = contender.ask(request).get("error")
-    contender.warm = True
-
-
-def take_turns(contenders: list[Contender], row: Row, prompts: list[list[int]], tokens: int) -> None:
-    """Send every prompt to every contender before the next prompt; the first contender rotates."""
-    turns = [prompts] if row.measure == "throughput" else [[prompt] for prompt in prompts]
-    if row.measure == "throughput":
-        for contender in contenders:
-            contender.ask(request_of(row, turns[-1], SHORT, 0))  # compiles the kernels for this many rows
-    for turn, asked in enumerate(turns):
-        first = turn % len(contenders) if contenders else 0
-        for contender in contenders[first:] + contenders[:first]:
-            contender.answers.append(contender.ask(request_of(row, asked, tokens, turn + 1)))
-
-
-def fill(line: Line, contender: Contender, ours: list[Contender], row: Row) -> None:
-    """Fill in the figures of the contender's answers."""
+    ``ratio``: for each mode of ovspec, how many times as long the peer took in the same turn, per token or for the
+    batch, as the median over the prompts. ``ttft_ratio``: the same for the first token and ovspec's first mode. Above
+    1, ovspec is faster. ``equal``: how many texts equal ovspec's plain greedy text; other arithmetic gives other texts.
+    ``alike``: the median number of tokens before they differ. ``own``: how many texts equal those of the peer's own
+    plain decoding, one by one. ``acceptance``: the conditional acceptance.
+    """
+    configuration, alone = contender.configuration, row.measure == "tpot"
     good = [answer for answer in contender.answers if "error" not in answer]
-    line.error = next((answer["error"] for answer in contender.answers if "error" in answer), None)
-    if not good:
-        return
-    line.tpot_ms = middle(answer["tpot_ms"] for answer in good) if row.measure == "tpot" else None
-    line.ttft_ms = middle(answer["ttft_ms"][0] if answer["ttft_ms"] else None for answer in good)
-    line.acceptance = middle(answer["acceptance"] for answer in good)
-    line.tokens_per_s = 1e3 / line.tpot_ms if line.tpot_ms else None
-    if row.measure == "throughput":
-        line.tokens_per_s = middle(sum(len(text) for text in a["tokens"]) / a["seconds"] for a in good)
-    for mine in ours:
-        ratio = middle_ratio(contender, mine, lambda answer: figure(answer, row))
-        if ratio is not None:
-            line.ratio[mine.configuration.mode] = round(ratio, 4)
-    if row.measure == "tpot":
-        line.ttft_ratio = middle_ratio(contender, ours[0], lambda answer: answer["ttft_ms"][0])
+    failed = (answer["error"] for answer in contender.answers if "error" in answer)
+    took = "tpot_ms" if alone else "seconds"
 
+    def ratio(mine: Contender, figure: str) -> float | None:
+        pairs = zip(contender.answers, mine.answers, strict=True) if contender.answers and mine.answers else ()
+        return middle(theirs[figure] / our[figure] for theirs, our in pairs if "error" not in theirs | our)
 
-def middle_ratio(theirs: Contender, ours: Contender, figure_of: Callable[[dict[str, Any]], float]) -> float | None:
-    """Return the median ratio of the figures, turn by turn."""
-    pairs = zip(theirs.answers, ours.answers, strict=True) if ours.answers else []
-    return middle(figure_of(their) / figure_of(our) for their, our in pairs if "error" not in their | our)
-
-
-def texts_in(contender: Contender) -> list[list[int]]:
-    """Return the texts of all turns; a failed turn gives one empty text, as a batch that fails is its only turn."""
-    return [text for answer in contender.answers for text in answer.get("tokens", [[]])]
+    tpot = middle(answer["tpot_ms"] for answer in good) if alone else None
+    speeds = (sum(len(text) for text in answer["tokens"]) / answer["seconds"] for answer in good)
+    by_mode = {mine.configuration.mode: ratio(mine, took) for mine in ours}
+    return {
+        "workload": row.workload,
+        "temperature": row.temperature,
+        "measure": row.measure,
+        "mode": configuration.label,
+        "peer": configuration.peer,
+        "properties": configuration.properties,
+        "k": name_of(contender.k) if configuration.ks and contender.ks and not contender.error else None,
+        "tokens_per_s": (1e3 / tpot if tpot else None) if alone else middle(speeds),
+        "tpot_ms": tpot,
+        "ttft_ms": middle(answer["ttft_ms"] for answer in good),
+        "ratio": {mode: round(each, 4) for mode, each in by_mode.items() if each is not None},
+        "ttft_ratio": ratio(ours[0], "ttft_ms") if alone else None,
+        "equal": None,
+        "alike": None,
+        "own": None,
+        "acceptance": middle(answer["acceptance"] for answer in good),
+        "ks": contender.ks,
+        "versions": contender.worker.ready.get("versions", {}) if contender.worker else {},
+        "error": contender.error or next(failed, None),
+    }
 
 
 def compare(got: list[list[int]], wanted: list[list[int]]) -> tuple[str, float | None]:
-    """Return how many texts are equal, and the median number of tokens before they part."""
-    same = [alike(a, b) for a, b in zip(got, wanted, strict=True)]
-    equal = sum(a == b for a, b in zip(got, wanted, strict=True))
-    return f"{equal} of {len(wanted)}", middle(same)
+    """Return how many texts are equal, and the median number of tokens before they differ."""
+    pairs = list(zip(got, wanted, strict=True))
+    alike = [
+        next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))) for a, b in pairs
+    ]
+    return f"{sum(a == b for a, b in pairs)} of {len(pairs)}", middle(alike)
 
 
-def alike(a: list[int], b: list[int]) -> int:
-    """Return the length of the common prefix."""
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
-
-
-def figure(answer: dict[str, Any], row: Row) -> float:
-    return answer["seconds"] if row.measure == "throughput" else answer["tpot_ms"]
-
-
-def middle(values: Any) -> float | None:
+def middle(values: Iterable[float | None]) -> float | None:
     known = [value for value in values if value is not None]
     return statistics.median(known) if known else None
 
 
-def as_json(line: Line) -> str:
-    rounded = {name: round(value, 4) if isinstance(value, float) else value for name, value in asdict(line).items()}
-    return json.dumps(rounded)
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options(__doc__)
     parser.add_argument("pair", type=Path)
     parser.add_argument("--checkpoints", "--hf", dest="hf", type=Path, help="folder with target/ and draft/")
     parser.add_argument("--peer", action="append", help="only rows with this peer; may be repeated")
     parser.add_argument("--row", action="append", choices=[row.name for row in ROWS], help="only this; may be repeated")
-    parser.add_argument("--contexts", default="128,1024")
+    parser.add_argument("--contexts", type=several(int), default="128,1024")
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--prompts", type=int, default=3)
     parser.add_argument("--gguf", choices=("q8_0", "q4_0"), default="q8_0", help="weight format for llama.cpp")
+    parser.add_argument("--warm-up", type=float, default=6.0, help="minimum seconds for each contender")
     parser.add_argument("--out", type=Path, help="also append the lines to this file")
     args = parser.parse_args()
-    bench = Bench(args.pair, args.hf, args.gguf, args.tokens, args.prompts)
-    contexts = [int(part) for part in args.contexts.split(",")]
-    plain: dict[Any, list[list[int]]] = {}
+    bench = Bench(args.pair, args.hf, args.gguf, args.tokens, args.prompts, args.warm_up)
     for row in ROWS:
         peers = {configuration.peer for configuration in row.configurations}
         if (args.row and row.name not in args.row) or (args.peer and not peers & set(args.peer)):
             continue
-        for line in run_row(bench, row, contexts, plain):
+        for line in run_row(bench, row, args.contexts):
             print(as_json(line), flush=True)
             if args.out:
                 with args.out.open("a", encoding="utf-8") as out:

@@ -1,4 +1,4 @@
-"""The speculative loop of OpenVINO's published samples as a worker of ``run.py``, by ``protocol.py``.
+"""The speculative loop of OpenVINO's published samples as a worker that generates texts.
 
 It has two stateful requests, proposes a fixed number of tokens and is greedy. After each round it cuts off the keys and
 values of rejected tokens by reading every state, slicing it and writing it back. Modes: plain, draft.
@@ -62,7 +62,7 @@ def load(setup: protocol.Setup) -> protocol.Generate:
         if draft:
             draft.reset()
         tokens.append(target.choices(tokens)[-1])
-        watch.token()
+        watch.tokens()
         while len(tokens) < end:
             guesses = propose(draft, tokens, min(request.k or 0, end - len(tokens) - 1)) if draft else []
             chosen = target.choices([tokens[-1], *guesses])
@@ -72,7 +72,7 @@ def load(setup: protocol.Setup) -> protocol.Generate:
             target.trim(len(tokens) - 1)
             if draft:
                 draft.trim(len(tokens) - 1)
-            watch.token()
+            watch.tokens(right + 1)
         return protocol.Texts([tokens[len(request.prompt) :]], accepted / reached if reached else None)
 
     return generate
@@ -88,4 +88,4 @@ def propose(draft: Model, tokens: list[int], count: int) -> list[int]:
 
 
 if __name__ == "__main__":
-    protocol.serve(load, ["openvino"])
+    protocol.serve_texts(load, ["openvino"])

@@ -1,7 +1,8 @@
-"""openvino-genai as a worker of ``run.py``, by ``protocol.py``.
+"""openvino-genai as a worker that generates texts.
 
-Modes: plain, draft, lookup, batch. Options: backend, PA (its own default) or SDPA; max_ngram_size, for lookup;
-prefix_caching and batched_tokens, for its scheduler. With a draft model, k=None selects its dynamic mode.
+Modes: plain, draft, lookup, batch. Options: backend, PA (its own default), SDPA, or None to leave everything to its
+defaults; max_ngram_size, for lookup; prefix_caching and batched_tokens, for its scheduler. With a draft model, k=None
+selects its dynamic mode.
 """
 
 from __future__ import annotations
@@ -39,8 +40,7 @@ class FirstToken(genai.StreamerBase):
         self._watch = watch
 
     def write(self, token: int | list[int]) -> Any:
-        del token
-        self._watch.token()
+        self._watch.tokens(1 if isinstance(token, int) else len(token))
         return genai.StreamingStatus.RUNNING
 
     def end(self) -> None:
@@ -78,7 +78,8 @@ def load(setup: protocol.Setup) -> protocol.Generate:
             setup, genai.ContinuousBatchingPipeline(setup.target, scheduler(setup.options), "CPU", properties)
         )
     backend = setup.options.get("backend", "PA")
-    properties["ATTENTION_BACKEND"] = backend
+    if backend:
+        properties["ATTENTION_BACKEND"] = backend
     if backend == "PA":
         properties["scheduler_config"] = scheduler(setup.options)
     if setup.mode == "draft":
@@ -105,4 +106,4 @@ def batches(setup: protocol.Setup, pipeline: Any) -> protocol.Generate:
 
 
 if __name__ == "__main__":
-    protocol.serve(load, ["openvino-genai", "openvino"])
+    protocol.serve_texts(load, ["openvino-genai", "openvino"])

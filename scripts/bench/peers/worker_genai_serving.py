@@ -7,7 +7,6 @@ tokens a step; prefix caching is off, as in the other benchmarks.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from typing import Any
 
 import openvino_genai as genai  # type: ignore[import-not-found]
@@ -16,7 +15,8 @@ from arrivals import Load, Timeline, told
 from worker_genai import config_of, tensor
 
 
-def load(setup: protocol.Setup) -> Callable[[dict[str, Any]], dict[str, Any]]:
+def load(given: dict[str, Any]) -> protocol.Answer:
+    setup = protocol.Setup(**given)
     properties: dict[str, Any] = dict(setup.properties)
     if setup.mode == "draft":
         properties["draft_model"] = genai.draft_model(setup.draft_folder, "CPU", **setup.draft_properties)
@@ -51,4 +51,4 @@ def load(setup: protocol.Setup) -> Callable[[dict[str, Any]], dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    protocol.answer_lines(load, ["openvino-genai", "openvino"])
+    protocol.serve(load, ["openvino-genai", "openvino"])

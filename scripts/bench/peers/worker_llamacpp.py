@@ -1,4 +1,4 @@
-"""llama.cpp as a worker of ``run.py``, by ``protocol.py``.
+"""llama.cpp as a worker that generates texts.
 
 Modes: plain and lookup run in llama-cpp-python, server-plain and server-draft in llama-server. Options: server, the
 path of llama-server; threads; context, the maximum number of tokens of a prompt and its text. ``target`` and ``draft``
@@ -55,7 +55,7 @@ def by_library(setup: protocol.Setup, threads: int, context: int) -> protocol.Ge
         options = {"temp": request.temperature, "top_k": request.top_k or 0, "top_p": 1.0, "min_p": 0.0}
         tokens: list[int] = []
         for token in llama.generate(prompt, **options):
-            watch.token()
+            watch.tokens()
             tokens.append(int(token))
             if len(tokens) == request.max_tokens:
                 break
@@ -105,9 +105,8 @@ def by_server(setup: protocol.Setup, threads: int, context: int) -> protocol.Gen
         asked |= {"temperature": request.temperature, "top_k": request.top_k or 0, "top_p": 1.0, "min_p": 0.0}
         tokens: list[int] = []
         for event in events(server.port, asked):
-            if event.get("tokens"):
-                watch.token()
-                tokens += event["tokens"]
+            watch.tokens(len(event.get("tokens", ())))
+            tokens += event.get("tokens", ())
         return protocol.Texts([tokens])  # it reports accepted / proposed, not the conditional acceptance
 
     return generate
@@ -139,4 +138,4 @@ def events(port: int, asked: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    protocol.serve(load, ["llama-cpp-python"])
+    protocol.serve_texts(load, ["llama-cpp-python"])

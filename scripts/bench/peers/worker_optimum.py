@@ -1,4 +1,4 @@
-"""Hugging Face's ``generate`` as a worker of ``run.py``, by ``protocol.py``.
+"""Hugging Face's ``generate`` as a worker that generates texts.
 
 Modes: plain, draft (assisted generation), lookup. Options: runtime, torch (eager PyTorch on a checkpoint) or openvino
 (optimum-intel on an exported folder); dtype, bf16 or f32, for torch. k=None is Hugging Face's own default.
@@ -26,7 +26,7 @@ class FirstToken(BaseStreamer):
     def put(self, value: Any) -> None:
         del value
         if not self._prompt:
-            self._watch.token()
+            self._watch.tokens()
         self._prompt = False
 
     def end(self) -> None:
@@ -72,4 +72,4 @@ def load(setup: protocol.Setup) -> protocol.Generate:
 
 
 if __name__ == "__main__":
-    protocol.serve(load, ["torch", "transformers", "optimum-intel", "openvino"])
+    protocol.serve_texts(load, ["torch", "transformers", "optimum-intel", "openvino"])

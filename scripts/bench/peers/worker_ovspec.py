@@ -1,7 +1,7 @@
-"""ovspec as a worker of ``run.py``, by ``protocol.py``.
+"""ovspec as a worker that generates texts.
 
-Modes: plain, draft, lookup, or any other value for the draft of ``ovspec.load``, such as "lookup,draft". The options
-engine, precision, kv_precision, tune and cache_dir are those of ``ovspec.load``.
+Modes: plain, default (ovspec's own choice), draft, lookup, or any other value for the draft of ``ovspec.load``, such as
+"lookup,draft". Options: those of ``ovspec.load``, and settle=False to leave weights in small pages.
 """
 
 from __future__ import annotations
@@ -15,10 +15,14 @@ import ovspec
 
 def load_model(setup: protocol.Setup) -> ovspec.LanguageModel:
     """Return the model with the drafters of its mode, ready to be timed."""
-    parts = [] if setup.mode == "plain" else setup.mode.split(",")
-    draft: Any = ",".join(setup.draft_folder if part == "draft" else part for part in parts) or "none"
-    lm = ovspec.load(setup.target, draft, properties=setup.properties or None, **setup.options)
-    settle(lm)
+    named = {"plain": "none", "default": None}.get(setup.mode, setup.mode)
+    draft: Any = named and ",".join(setup.draft_folder if part == "draft" else part for part in named.split(","))
+    options = dict(setup.options)
+    settle = options.pop("settle", True)
+    lm = ovspec.load(setup.target, draft, properties=setup.properties or None, **options)
+    if settle:  # as ovspec does by itself between requests; weights are packed when they are first used
+        lm.generate([0] * 8, max_tokens=4, ignore_eos=True, lookahead=2 if lm.draft else 0)
+        lm.use_large_pages()
     return lm
 
 
@@ -34,21 +38,12 @@ def load(setup: protocol.Setup) -> protocol.Generate:
             return protocol.Texts([result.token_ids for result in results])
         stream = lm.stream(request.prompt, **options)
         for piece in stream:
-            if piece.token_ids:
-                watch.token()
+            watch.tokens(len(piece.token_ids))
         result = stream.result()
         return protocol.Texts([result.token_ids], result.stats.conditional_acceptance)
 
     return generate
 
 
-def settle(lm: ovspec.LanguageModel) -> None:
-    """Move the weights into large pages, as ovspec does by itself between requests."""
-    lm.generate(
-        [0] * 8, max_tokens=4, ignore_eos=True, lookahead=2 if lm.draft else 0
-    )  # weights are packed when first used
-    lm.use_large_pages()
-
-
 if __name__ == "__main__":
-    protocol.serve(load, ["openvino"])
+    protocol.serve_texts(load, ["openvino"])

@@ -5,7 +5,6 @@ Modes: as those of ``worker_ovspec.py``.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -14,8 +13,8 @@ import worker_ovspec
 from arrivals import Load, told
 
 
-def load(setup: protocol.Setup) -> Callable[[dict[str, Any]], dict[str, Any]]:
-    lm = worker_ovspec.load_model(setup)
+def load(setup: dict[str, Any]) -> protocol.Answer:
+    lm = worker_ovspec.load_model(protocol.Setup(**setup))
 
     def answer(asked: dict[str, Any]) -> dict[str, Any]:
         work = Load(**asked)
@@ -35,4 +34,4 @@ def load(setup: protocol.Setup) -> Callable[[dict[str, Any]], dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    protocol.answer_lines(load, ["openvino"])
+    protocol.serve(load, ["openvino"])

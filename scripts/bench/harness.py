@@ -1,0 +1,359 @@
+"""What the benchmarks share: options, prompts, turns, ratios, tables, pictures, and processes that answer requests."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import platform
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import openvino as ov
+from peers.install import python_of
+
+from ovspec.comparison import Speedup, rotated
+from ovspec.ir.compile import MODEL_FILE
+from ovspec.ir.device import available_devices
+from ovspec.loop.results import Result
+from ovspec.options.loading import RUNTIME
+from ovspec.setup.tuning import TEXT
+from ovspec.text.tokenizer import Tokenizer
+
+K = TypeVar("K")
+T = TypeVar("T")
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent.parent
+WORKLOADS: dict[str, Any] = json.loads((HERE / "workloads.json").read_text("utf-8"))
+# Held-out files: the demo pair was trained on none of these texts.
+CODE: list[str] = [entry["text"] for entry in json.loads((ROOT / "models/prompts.json").read_text("utf-8"))["prompts"]]
+PROSE: list[str] = WORKLOADS["prose"]
+
+
+def mixed(count: int) -> list[str]:
+    """Return ``count`` prompts: prose, then code, repeated if need be."""
+    texts = PROSE + CODE
+    return [texts[number % len(texts)] for number in range(count)]
+
+
+@dataclass(frozen=True)
+class Task:
+    """A prompt and, for an edit, the right answer."""
+
+    prompt: str
+    answer: str | None = None
+
+
+def tasks_of(workload: str, count: int) -> list[Task]:
+    """Return the first ``count`` tasks of a workload: completion, edit or prose."""
+    if workload == "edit":
+        return [edit_of(entry) for entry in WORKLOADS["edit"][:count]]
+    return [Task(text) for text in {"completion": CODE, "prose": PROSE}[workload][:count]]
+
+
+def edit_of(entry: dict[str, Any]) -> Task:
+    """Return a task: a file, the change to make, and the beginning of the changed file."""
+    edited = entry["file"]
+    for old, new in entry["replace"].items():
+        edited = edited.replace(old, new)
+    first, rest = edited.split("\n", 1)
+    return Task(f"{entry['file']}\n\n# The same file, {entry['task']}:\n\n{first}\n", rest)
+
+
+def with_context(tokenizer: Tokenizer, ids: list[int], context: int) -> list[int]:
+    """Return a prompt's ids after those of other text, ``context`` in all."""
+    if len(ids) >= context:
+        return ids
+    filler = tokenizer.encode(TEXT.read_text(encoding="utf-8") + "\n\n", special=False)
+    return [*np.resize(filler, context - len(ids)).tolist(), *ids]
+
+
+# ---------------------------------------------------------------- options
+
+
+def options(doc: str | None) -> argparse.ArgumentParser:
+    return argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+
+
+def several(
+    kind: Callable[[str], Any] = str, choices: Collection[str] = (), separator: str = ","
+) -> Callable[[str], list[Any]]:
+    """Return the argparse type of values with commas between them."""
+
+    def convert(text: str) -> list[Any]:
+        parts = [part.strip() for part in text.split(separator)]
+        if unknown := [part for part in parts if choices and part not in choices]:
+            raise argparse.ArgumentTypeError(f"{unknown[0]!r} is not one of {f'{separator} '.join(choices)}")
+        return [kind(part) for part in parts]
+
+    return convert
+
+
+def add_runtime_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ovspec's commands that decide where and how models are compiled."""
+    for name, (_, option) in RUNTIME.items():
+        flag = option.flags[0] if option.flags else f"--{name.replace('_', '-')}"
+        more: dict[str, Any] = {"type": int if name == "threads" else option.parse or str}
+        if flag.startswith("--no-"):
+            more = {"action": "store_const", "const": False}
+        elif name == "properties":
+            more["action"] = "append"
+        parser.add_argument(flag, dest=name, help=option.help, **more)
+
+
+def runtime_of(args: argparse.Namespace) -> dict[str, Any]:
+    """Return these options as ``ovspec.load`` takes them."""
+    given = {name: getattr(args, name) for name in RUNTIME}
+    return given | {"properties": dict(given["properties"] or {}) or None}
+
+
+# ---------------------------------------------------------------- times
+
+
+def milliseconds(work: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    work()
+    return (time.perf_counter() - began) * 1e3
+
+
+def take_turns(names: Iterable[K], run: Callable[[K, int], T], turns: int, warm_up: int = 1) -> dict[K, list[T]]:
+    """Run each name in each turn, and return what ``run(name, turn)`` gave, in the order of the turns.
+
+    Each turn begins with another name, because a machine's speed drifts while it is measured. The first ``warm_up``
+    turns, in which kernels are made, have negative numbers and are left out.
+    """
+    found: dict[K, list[T]] = {name: [] for name in names}
+    for turn in range(-warm_up, turns):
+        for name in rotated(list(found), turn):
+            result = run(name, turn)
+            if turn >= 0:
+                found[name].append(result)
+    return found
+
+
+def totals(results: Iterable[Result], *names: str) -> list[int]:
+    """Return the sums of some fields of the results' stats."""
+    stats = [result.stats for result in results]
+    return [sum(getattr(each, name) for each in stats) for name in names]
+
+
+def ratios(over: Iterable[float], under: Iterable[float]) -> list[float]:
+    """Return the ratio of each turn."""
+    return [a / b for a, b in zip(over, under, strict=True)]
+
+
+def shown(values: Sequence[float], digits: int = 2) -> str:
+    """Return the median and the range of values."""
+    middle, least, most = (f"{f(values):.{digits}f}" for f in (statistics.median, min, max))
+    return f"{middle} ({least} to {most})"
+
+
+# ---------------------------------------------------------------- output
+
+
+def machine() -> str:
+    """Return what a table has to name: processor, system and OpenVINO's version."""
+    version = ov.get_version().split("-")[0]
+    cpu = dict(available_devices()).get("CPU", "CPU")
+    return f"{cpu}, {os.cpu_count()} cores, {platform.system()}, OpenVINO {version}, {time.strftime('%B %Y')}"
+
+
+class Table:
+    """A Markdown table that is printed row by row, as the figures come."""
+
+    def __init__(self, *heads: str) -> None:
+        self.width = len(heads)
+        self.row(*heads)
+        print("|---" * self.width + "|", flush=True)
+
+    def row(self, *cells: Any) -> None:
+        """Print a row; a cell that is None stays empty, and missing ones at the end do, too."""
+        filled = [*cells, *[None] * (self.width - len(cells))]
+        print(f"| {' | '.join('' if cell is None else str(cell) for cell in filled)} |", flush=True)
+
+
+def speedup_cells(speedup: Speedup, plain: bool = False) -> tuple[str | None, ...]:
+    """Return plain time, time, speed-up and its range; the row of plain decoding has only its time."""
+    if plain:
+        return None, f"{speedup.ms:.2f}", None, None
+    spread = f"{speedup.ratios[0]:.2f} to {speedup.ratios[-1]:.2f}" if speedup.claimed else None
+    claimed = f"{speedup.claimed:.2f}" if speedup.claimed else "none"
+    return f"{speedup.plain_ms:.2f}", f"{speedup.ms:.2f}", claimed, spread
+
+
+@contextlib.contextmanager
+def picture(file: Path, columns: int = 1, size: tuple[float, float] = (4, 3.6)) -> Iterator[list[Any]]:
+    """Yield the axes of a picture, and write it to ``file`` at the end. ``size``: inches of each column."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(
+        1, columns, figsize=(size[0] * columns, size[1]), squeeze=False, sharey=True, layout="tight"
+    )
+    yield list(axes[0])
+    figure.savefig(file, dpi=110)
+
+
+def as_json(figures: Mapping[str, Any]) -> str:
+    return json.dumps({name: round(each, 4) if isinstance(each, float) else each for name, each in figures.items()})
+
+
+# ---------------------------------------------------------------- memory
+
+
+def read_bandwidth(size: int = 1 << 29) -> float:
+    """Return the bytes per second that all cores together read from memory, the best of 7 times ``size`` bytes."""
+    parts = np.array_split(np.ones(size // 8, dtype=np.int64), os.cpu_count() or 1)
+
+    def read_all() -> None:
+        threads = [threading.Thread(target=np.bitwise_or.reduce, args=(part,)) for part in parts]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    return 1e3 * size / min(milliseconds(read_all) for _ in range(7))
+
+
+def bytes_a_step(folder: Path) -> int:
+    """Return the bytes of weights that a step of a model reads: all except the embedding, of which it reads a row."""
+    read = 0
+    for op in ov.Core().read_model(folder / MODEL_FILE).get_ops():
+        if op.get_type_name() == "Constant":
+            users = {use.get_node().get_type_name() for use in op.output(0).get_target_inputs()}
+            embedding = "embed_tokens" in op.get_friendly_name() or users == {"Gather"}
+            read += 0 if embedding else op.get_byte_size()  # type: ignore[attr-defined]
+    return read
+
+
+# ---------------------------------------------------------------- processes
+
+
+# Worker: the peer whose interpreter runs it. All other workers run in this interpreter.
+INTERPRETERS = {
+    "genai": "genai",
+    "genai_serving": "genai",
+    "optimum": "optimum",
+    "llamacpp": "llamacpp",
+    "llamacpp_grammar": "llamacpp",
+    "xgrammar": "xgrammar",
+}
+
+
+class Worker:
+    """A process that answers requests by ``peers/protocol.py``: with "error" if it failed, died or was too slow.
+
+    Args:
+        name: the process runs ``peers/worker_NAME.py``.
+        setup: what the worker loads.
+        seconds: time limit for each answer.
+        checkout: the folder whose ovspec it imports.
+    """
+
+    def __init__(self, name: str, setup: Mapping[str, Any], seconds: float = 600.0, checkout: Path = ROOT) -> None:
+        self.name, self._setup, self._seconds, self._checkout = name, setup, seconds, checkout
+        self._start()
+
+    def _start(self) -> None:
+        peer = INTERPRETERS.get(self.name)
+        python = python_of(peer) if peer else Path(sys.executable)
+        self._process: subprocess.Popen[str] | None = None
+        if not python.exists():
+            self.ready = {"error": f"{self.name} isn't installed; run scripts/bench/peers/install.py {peer}"}
+            return
+        self._log = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115
+        self._process = subprocess.Popen(
+            [str(python), str(HERE / "peers" / f"worker_{self.name}.py")],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+            encoding="utf-8",
+            start_new_session=True,  # so that the processes it starts can be killed with it
+            # PYTHONPATH is for ovspec's own workers; other environments don't import the project's code.
+            env={**os.environ, "PYTHONPATH": str(self._checkout), "PYTHONUTF8": "1", "HF_HUB_OFFLINE": "1"},
+        )
+        self.ready = self._answer(self._process, self._setup)
+
+    def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the answer to a request; a worker that died of an earlier one is started again."""
+        if self._process and self._process.poll() is not None and "error" not in self.ready:
+            self.stop()
+            self._start()
+        return self.ready if "error" in self.ready or not self._process else self._answer(self._process, request)
+
+    def answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the answer to a request; raises RuntimeError if it is an error."""
+        answer = self.ask(request)
+        if "error" in answer:
+            raise RuntimeError(f"{self.name}: {answer['error']}")
+        return answer
+
+    def _answer(self, process: subprocess.Popen[str], request: Mapping[str, Any]) -> dict[str, Any]:
+        assert process.stdin and process.stdout
+        late = threading.Event()
+
+        def give_up() -> None:
+            late.set()
+            self._kill(process)
+
+        timer = threading.Timer(self._seconds, give_up)
+        timer.start()
+        try:
+            process.stdin.write(json.dumps(request) + "\n")
+            process.stdin.flush()
+            line = process.stdout.readline()
+        except OSError:
+            line = ""
+        finally:
+            timer.cancel()
+        if line:
+            return json.loads(line)
+        code = process.wait()
+        return {"error": f"no answer within {self._seconds:g} s" if late.is_set() else self._last_words(code)}
+
+    def _last_words(self, code: int) -> str:
+        self._log.seek(0)
+        said = [line.strip() for line in self._log.read().splitlines() if line.strip()]
+        how = signal.Signals(-code).name if code < 0 else f"exit code {code}"  # below 0: a signal, on POSIX
+        return f"its process ended ({how}){': ' + said[-1][:300] if said else ''}"
+
+    def stop(self) -> None:
+        if process := self._process:
+            assert process.stdin
+            try:
+                process.stdin.close()
+                process.wait(30)
+            except (OSError, subprocess.TimeoutExpired):
+                self._kill(process)
+                process.wait()
+            self._log.close()
+        self._process = None
+
+    @staticmethod
+    def _kill(process: subprocess.Popen[str]) -> None:
+        """Kill the process and any server that it started, which would outlive it."""
+        if hasattr(os, "killpg"):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+        else:
+            process.kill()
+
+    def __enter__(self) -> Worker:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.stop()
