@@ -1,25 +1,19 @@
-"""JSON lines between ``grammars.py`` and a grammar engine; the walk that is timed is the same for every engine.
+"""What workers of ``grammars.py`` answer; the walk that is timed is the same for every engine.
 
-The first line is a ``Vocabulary``, answered by ``{"ready": true, "versions": {...}, "load_s": x}``. Every further line
-is a ``Task``, answered with the result of ``measured`` or with ``{"error": "one sentence"}``. An empty line or the end
-of stdin ends the engine's process.
+The set-up is a ``Vocabulary``, each request a ``Task``, and the answer what ``measured`` returns.
 """
 
 from __future__ import annotations
 
 import json
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
-from protocol import Refusal, own_stdout, reply, sentence
-
-KINDS = ("construct", "mask", "apply", "check", "accept")
+from protocol import Refusal
 
 
 @dataclass(frozen=True)
@@ -49,102 +43,65 @@ class Task:
 
 
 class Walk(Protocol):
-    """The state of a grammar within a text. ``mask``, ``apply``, ``check`` and ``accept`` are timed."""
+    """The state of a grammar within a text. ``mask``, ``apply``, ``check`` and ``accept`` are timed.
 
-    def prepare(self, logits: np.ndarray) -> None:
-        """Put the logits where the engine needs them, which every engine must do without a grammar too."""
-        ...
+    prepare: put the logits where the engine needs them, which every engine must do without a grammar too.
+    mask: compute which tokens are allowed; return whether the mask still has to be applied.
+    check: return whether a token is allowed, without a mask; None if the engine can't check a single token.
+    allows: return whether the applied mask allows a token.
+    """
 
-    def mask(self) -> bool:
-        """Compute which tokens are allowed; return whether the mask still has to be applied."""
-        ...
-
+    def prepare(self, logits: np.ndarray) -> None: ...
+    def mask(self) -> bool: ...
     def apply(self) -> None: ...
-
-    def check(self, token: int) -> bool | None:
-        """Return whether ``token`` is allowed, without a mask; None if the engine can't check a single token."""
-        ...
-
-    def allows(self, token: int) -> bool:
-        """Return whether the applied mask allows ``token``."""
-        ...
-
+    def check(self, token: int) -> bool | None: ...
+    def allows(self, token: int) -> bool: ...
     def accept(self, token: int) -> bool: ...
 
 
 Begin = Callable[[str, str], Walk]  # takes a grammar's kind and source
 
 
+class Clock:
+    """Milliseconds of operations, by their names."""
+
+    def __init__(self) -> None:
+        self.times: dict[str, list[float]] = {}
+
+    def timed(self, name: str, work: Callable[[], Any]) -> Any:
+        began = time.perf_counter()
+        result = work()
+        self.times.setdefault(name, []).append(round((time.perf_counter() - began) * 1e3, 5))
+        return result
+
+
+def logits_for(size: int) -> np.ndarray:
+    return np.random.default_rng(0).normal(size=size).astype(np.float32)
+
+
 def measured(begin: Begin, task: Task, vocabulary: Vocabulary) -> dict[str, Any]:
-    """Return the milliseconds of every step, by ``KINDS``, and ``outside``: how many tokens of the texts masks forbid.
+    """Return the milliseconds of every step by operation, and how many tokens of the texts masks forbid.
 
     The grammar is constructed again for each text, so that nothing is known from the last one.
 
     Raises:
         Refusal: the grammar isn't supported, or it doesn't accept one of the texts.
     """
-    clock = time.perf_counter
-    logits = np.random.default_rng(0).normal(size=vocabulary.size).astype(np.float32)
-    times: dict[str, list[float]] = {kind: [] for kind in KINDS}
-    outside = 0
-
-    def note(kind: str, began: float) -> float:
-        now = clock()
-        times[kind].append(round((now - began) * 1e3, 5))
-        return clock()
-
+    clock, logits, outside = Clock(), logits_for(vocabulary.size), 0
     for text in task.texts:
-        began = clock()
-        walk = begin(task.kind, task.source)
-        note("construct", began)
+        walk: Walk = clock.timed("construct", lambda: begin(task.kind, task.source))
         for place, token in enumerate(text[: task.steps]):
             walk.prepare(logits)
-            began = clock()
-            wanted = walk.mask()
-            began = note("mask", began)
-            if wanted:
-                walk.apply()
-            began = note("apply", began)
-            may = walk.check(token)
-            if may is not None:
-                note("check", began)
+            wanted = clock.timed("mask", walk.mask)
+            clock.timed("apply", walk.apply if wanted else lambda: None)
+            if clock.timed("check", lambda walk=walk, token=token: walk.check(token)) is None:
+                del clock.times["check"]
             outside += not walk.allows(token)
-            began = clock()
-            accepted = walk.accept(token)
-            note("accept", began)
-            if not accepted:
+            if not clock.timed("accept", lambda walk=walk, token=token: walk.accept(token)):
                 raise Refusal(f"it refuses token {place + 1} of {len(text)} of a text that its grammar allows")
         walk.prepare(logits)
         walk.mask()
         walk.apply()
         if len(text) <= task.steps and not walk.allows(vocabulary.end):
             raise Refusal("it doesn't let a text end that its grammar allows to end")
-    return {**{f"{kind}_ms": values for kind, values in times.items()}, "outside": outside}
-
-
-def serve(load: Callable[[Vocabulary], Begin], packages: list[str], read: Callable[[Task], Task] | None = None) -> None:
-    """Answer the driver until it has no more to ask.
-
-    Args:
-        load: reads the vocabulary and returns the function that begins a walk.
-        packages: names of packages whose versions are reported.
-        read: converts a task to the engine's grammar language; it is not timed.
-    """
-    replies = own_stdout()
-    try:
-        began = time.perf_counter()
-        vocabulary = Vocabulary(**json.loads(sys.stdin.readline()))
-        begin = load(vocabulary)
-        loaded = time.perf_counter() - began
-        versions = {package: version(package) for package in packages}
-        reply(replies, {"ready": True, "versions": versions, "load_s": round(loaded, 3)})
-    except Exception as error:
-        reply(replies, {"error": sentence(error)})
-        return
-    while line := sys.stdin.readline().strip():
-        try:
-            task = Task(**json.loads(line))
-            answer = measured(begin, read(task) if read else task, vocabulary)
-        except Exception as error:
-            answer = {"error": sentence(error)}
-        reply(replies, answer)
+    return {"times": clock.times, "outside": outside}

@@ -1,4 +1,4 @@
-"""llama.cpp's own grammar engine as a worker of ``grammars.py``, by ``grammar_protocol.py``.
+"""llama.cpp's own grammar engine as a worker of ``grammars.py``.
 
 It has no separate masks: one pass over all candidates computes and applies a mask. Before that pass, llama.cpp checks
 the one token that it would choose without a grammar (``check`` here), and mostly needs no more. llama-server converts
@@ -24,7 +24,7 @@ import llama_cpp  # type: ignore[import-not-found]
 import numpy as np
 import protocol
 import worker_llamacpp
-from grammar_protocol import Begin, Task, Vocabulary, serve
+from grammar_protocol import Task, Vocabulary, measured
 from install import server_of_llamacpp
 
 CANDIDATE = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32)])
@@ -103,7 +103,8 @@ def vocabulary_file(vocabulary: Vocabulary) -> Path:
     return out
 
 
-def load(vocabulary: Vocabulary) -> Begin:
+def load(setup: dict[str, Any]) -> protocol.Answer:
+    vocabulary = Vocabulary(**setup)
     file = vocabulary_file(vocabulary)
     llama_cpp.llama_backend_init()
     params = llama_cpp.llama_model_default_params()
@@ -121,7 +122,7 @@ def load(vocabulary: Vocabulary) -> Begin:
             raise protocol.Refusal(f"it doesn't read {kind}")
         return Grammar(vocab, source, everything, one)
 
-    return begin
+    return lambda asked: measured(begin, converted(Task(**asked)), vocabulary)
 
 
 # ---------------------------------------------------------------- JSON schemas
@@ -161,4 +162,4 @@ def start_server() -> worker_llamacpp.Server:
 
 
 if __name__ == "__main__":
-    serve(load, ["llama-cpp-python"], converted)
+    protocol.serve(load, ["llama-cpp-python"])

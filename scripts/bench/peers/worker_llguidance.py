@@ -1,6 +1,7 @@
-"""llguidance as a worker of ``grammars.py``, by ``grammar_protocol.py``.
+"""llguidance as a worker of ``grammars.py``.
 
-Schemas are compiled and masks applied as ovspec does.
+Schemas are compiled and masks applied as ovspec does. The set-up may have ``slices`` of the vocabulary, for faster
+masks, and a request ``details``: to time a matcher's other operations, too, and other ways to apply a mask.
 """
 
 from __future__ import annotations
@@ -8,10 +9,12 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import llguidance.numpy
 import numpy as np
-from grammar_protocol import Begin, Vocabulary, serve
+import protocol
+from grammar_protocol import Clock, Task, Vocabulary, logits_for, measured
 from llguidance import LLMatcher, LLTokenizer
 from protocol import Refusal
 
@@ -64,11 +67,7 @@ def appliers(width: int) -> dict[str, Apply]:
 
 
 class Matcher:
-    """The state of a grammar within a text, a ``grammar_protocol.Walk``.
-
-    Raises:
-        Refusal: llguidance doesn't take the grammar.
-    """
+    """The state of a grammar within a text, a ``grammar_protocol.Walk``; raises Refusal if it isn't taken."""
 
     def __init__(self, tokenizer: LLTokenizer, apply: Apply, kind: str, source: str) -> None:
         if kind == "json":
@@ -109,14 +108,42 @@ class Matcher:
         return self.matcher.get_error().partition("<state>")[0]
 
 
-def load(vocabulary: Vocabulary) -> Begin:
-    return begin_of(grammar_tokenizer(vocabulary))
+def details(tokenizer: LLTokenizer, task: Task) -> dict[str, list[float]]:
+    """Return the milliseconds of a matcher's other operations in decoding, and of each way to apply a mask."""
+    clock, ways, logits = Clock(), appliers(tokenizer.vocab_size), logits_for(tokenizer.vocab_size)
+    for text in task.texts:
+        walk = Matcher(tokenizer, ways["ovspec"], task.kind, task.source)
+        matcher = walk.matcher
+        for token in text[: task.steps]:
+            found = clock.timed("mask as bytes", matcher.compute_bitmask)
+            mask = np.frombuffer(found, np.uint8)[: walk.bytes.size]
+            for name, way in ways.items():
+                clock.timed(f"apply, {name}", lambda way=way, mask=mask: way(logits, mask))
+            clock.timed("forced tokens", matcher.compute_ff_tokens)
+            matcher.consume_token(token)
+            clock.timed("rollback of one", lambda matcher=matcher: matcher.rollback(1))
+            clock.timed("accept again", lambda matcher=matcher, token=token: matcher.consume_token(token))
+        matcher.reset()
+        for token in text[: task.steps]:
+            clock.timed("mask, a text again", walk.mask)
+            matcher.consume_token(token)
+    return clock.times
 
 
-def begin_of(tokenizer: LLTokenizer) -> Begin:
+def load(setup: dict[str, Any]) -> protocol.Answer:
+    slices = setup.pop("slices", None)
+    vocabulary = Vocabulary(**setup)
+    tokenizer = grammar_tokenizer(vocabulary, slices)
     apply = appliers(tokenizer.vocab_size)["ovspec"]
-    return lambda kind, source: Matcher(tokenizer, apply, kind, source)
+
+    def answer(asked: dict[str, Any]) -> dict[str, Any]:
+        more = asked.pop("details", False)
+        task = Task(**asked)
+        found = measured(lambda kind, source: Matcher(tokenizer, apply, kind, source), task, vocabulary)
+        return found | {"times": found["times"] | (details(tokenizer, task) if more else {})}
+
+    return answer
 
 
 if __name__ == "__main__":
-    serve(load, ["llguidance"])
+    protocol.serve(load, ["llguidance"])

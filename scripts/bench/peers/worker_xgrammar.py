@@ -1,4 +1,4 @@
-"""xgrammar as a worker of ``grammars.py``, by ``grammar_protocol.py``."""
+"""xgrammar as a worker of ``grammars.py``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 import protocol
 import torch
 import xgrammar  # type: ignore[import-not-found]
-from grammar_protocol import Begin, Vocabulary, serve
+from grammar_protocol import Task, Vocabulary, measured
 
 
 @dataclass
@@ -40,7 +40,8 @@ class Matcher:
         return self.matcher.accept_token(token)
 
 
-def load(vocabulary: Vocabulary) -> Begin:
+def load(setup: dict[str, Any]) -> protocol.Answer:
+    vocabulary = Vocabulary(**setup)
     tokenizer = xgrammar.TokenizerInfo(
         vocabulary.spelled(),
         xgrammar.VocabType.BYTE_LEVEL,
@@ -61,8 +62,8 @@ def load(vocabulary: Vocabulary) -> Begin:
             raise protocol.Refusal(f"it doesn't read {kind}")
         return Matcher(xgrammar.GrammarMatcher(compiled), bits, row)
 
-    return begin
+    return lambda asked: measured(begin, Task(**asked), vocabulary)
 
 
 if __name__ == "__main__":
-    serve(load, ["xgrammar"])
+    protocol.serve(load, ["xgrammar"])
