@@ -17,8 +17,8 @@ by turn.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
+import itertools
 import json
 import os
 import random
@@ -27,39 +27,35 @@ import statistics
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from harness import CODE, PROSE, Table, Worker, machine, options, ratios, several, shown, take_turns
+from peers import http_server
+from peers.arrivals import Load, Timeline
+from peers.install import server_of_llamacpp
 
-HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE / "peers"))
+import ovspec
+from ovspec.text.tokenizer import Tokenizer
 
-import http_server  # noqa: E402
-from arrivals import Load, Timeline  # noqa: E402
-from install import server_of_llamacpp  # noqa: E402
-from peer import Worker  # noqa: E402
-
-import ovspec  # noqa: E402
-from ovspec.comparison import rotated  # noqa: E402
-from ovspec.text.tokenizer import Tokenizer  # noqa: E402
-
-ROOT = HERE.parent.parent
 PERCENTILES = (50, 95, 99)
-STREAM, GENAI = "lm.stream", "genai"
-SYSTEMS = {
+STREAM, GENAI, EXACT = "lm.stream", "genai", "genai, exact"
+# Name: the worker, or the server, and its mode or options.
+SYSTEMS: dict[str, tuple[str, Any]] = {
     STREAM: ("stream", "plain"),
-    "lm.stream, lookup,draft": ("stream", "lookup,draft"),
-    "serve": ("serve", "none"),
-    "serve, lookup,draft": ("serve", "lookup,draft"),
-    "serve, 256 at a time": ("serve", "none"),
-    "serve, lookup,draft, 256 at a time": ("serve", "lookup,draft"),
+    f"{STREAM}, lookup,draft": ("stream", "lookup,draft"),
+    "serve": ("serve", ["none"]),
+    "serve, lookup,draft": ("serve", ["lookup,draft"]),
+    "serve, 256 at a time": ("serve", ["none", "--prefill-chunk", "256"]),
+    "serve, lookup,draft, 256 at a time": ("serve", ["lookup,draft", "--prefill-chunk", "256"]),
     GENAI: ("genai_serving", "plain"),
-    "genai, exact": ("genai_serving", "plain"),
+    EXACT: ("genai_serving", "plain"),
     "genai, draft": ("genai_serving", "draft"),
     "llama.cpp": ("llamacpp", "plain"),
 }
+HEADS = ("loop", "prompts", "clients", "system", "tokens/s", "to lm.stream", "to genai", "TTFT, ms", "gap, ms")
 Run = Callable[[Load], list[Timeline]]
 
 
@@ -68,21 +64,6 @@ class Cell:
     loop: str
     prompts: str
     clients: int
-
-
-@dataclass
-class Figures:
-    """What a system did in the turns of a cell: its tokens/s in each, and milliseconds of all texts together."""
-
-    speeds: list[float] = field(default_factory=list)
-    ttft: list[float] = field(default_factory=list)
-    gaps: list[float] = field(default_factory=list)
-
-    def add(self, load: Load, lines: list[Timeline]) -> None:
-        begun, ended = min(line.sent for line in lines), max(line.pieces[-1] for line in lines)
-        self.speeds.append(sum(load.tokens) / (ended - begun))
-        self.ttft += [1e3 * (line.pieces[0] - line.sent) for line in lines]
-        self.gaps += [1e3 * gap for line in lines for gap in np.diff(line.pieces)]
 
 
 # ---------------------------------------------------------------- requests
@@ -94,18 +75,16 @@ def load_of(cell: Cell, turn: int, tokenizer: Tokenizer, every: float) -> Load:
     ``every``: seconds between two requests of a client in an open loop, on average.
     """
     chance = random.Random(f"{cell} {turn}")
-    code = [entry["text"] for entry in json.loads((ROOT / "models" / "prompts.json").read_text("utf-8"))["prompts"]]
-    prose = json.loads((HERE / "workloads.json").read_text("utf-8"))["prose"]
     prompts, tokens = list[list[int]](), list[int]()
     for number in range(4 + 2 * cell.clients):
         if cell.prompts == "completion":
-            text = f"# File {chance.randrange(10**6)}\n{code[(number + 7 * turn) % len(code)]}"
+            text = f"# File {chance.randrange(10**6)}\n{CODE[(number + 7 * turn) % len(CODE)]}"
             prompts.append(tokenizer.encode(text).tolist())
             tokens.append(64)
         else:
             wanted, text = chance.randint(64, 256), f"User {chance.randrange(10**6)}:"
             while len(tokenizer.encode(text)) < wanted:
-                text += f" {chance.choice(prose)}\nAssistant: {chance.choice(code)}\nUser:"
+                text += f" {chance.choice(PROSE)}\nAssistant: {chance.choice(CODE)}\nUser:"
             prompts.append(tokenizer.encode(text)[:wanted].tolist())
             tokens.append(chance.randint(24, 72))
     if cell.loop == "closed":
@@ -156,16 +135,6 @@ def over_http(port: int, path: str, body_of: Callable[[list[int], int], dict[str
     return lambda load: asyncio.run(run(load))
 
 
-def in_worker(worker: Worker) -> Run:
-    def run(load: Load) -> list[Timeline]:
-        answer = worker.ask(load.as_json())
-        if "error" in answer:
-            raise RuntimeError(f"{worker.name}: {answer['error']}")
-        return [Timeline(**line) for line in answer["timelines"]]
-
-    return run
-
-
 def of_ovspec(prompt: list[int], tokens: int) -> dict[str, Any]:
     return {"prompt": prompt, "max_tokens": tokens, "ignore_eos": True, "stream": True}
 
@@ -190,20 +159,19 @@ def started(name: str, setup: Setup, ends: ExitStack) -> Run:
     kind, mode = SYSTEMS[name]
     folder = str(setup.folder)
     if kind == "serve":
-        chunk = ["--prefill-chunk", "256"] if "256" in name else []
-        size = ["--batch-size", str(max(16, setup.most))]
-        command = [sys.executable, "-m", "ovspec", "serve", folder, "--draft", mode, *size, *chunk]
+        command = [sys.executable, "-m", "ovspec", "serve", folder, "--draft", *mode]
+        command += ["--batch-size", str(max(16, setup.most))]
         return over_http(served(command, ends), "/v1/completions", of_ovspec)
     if kind == "llamacpp":
         size = ["-c", str(setup.most * 1024), "-np", str(setup.most), "-t", str(os.cpu_count())]
         command = [str(server_of_llamacpp()), "-m", str(setup.gguf), *size]
         return over_http(served(command, ends), "/completion", of_llamacpp)
-    properties = setup.properties if "exact" in name else {}
-    given: dict[str, Any] = {"target": folder, "draft": f"{folder}/draft", "mode": mode, "properties": properties}
+    given: dict[str, Any] = {"target": folder, "draft": f"{folder}/draft", "mode": mode}
+    given["properties"] = setup.properties if name == EXACT else {}
     worker = ends.enter_context(Worker(kind, given))
     if "error" in worker.ready:
         raise SystemExit(f"{name}: {worker.ready['error']}")
-    return in_worker(worker)
+    return lambda load: [Timeline(**line) for line in worker.answer(load.as_json())["timelines"]]
 
 
 def served(command: list[str], ends: ExitStack) -> int:
@@ -222,66 +190,69 @@ def can_take(name: str, cell: Cell) -> bool:
     return not name.startswith(STREAM) or (cell.loop == "closed" and cell.clients == 1)
 
 
-def row_of(cell: Cell, name: str, found: dict[str, Figures]) -> list[str]:
-    """Return a line of the table: ratios are to lm.stream with the same drafters, and to genai's defaults."""
-    mine = found[name]
+def figures_of(load: Load, lines: list[Timeline]) -> dict[str, Any]:
+    """Return the tokens/s of a turn, and the milliseconds to each text's first piece and between its pieces."""
+    began, ended = min(line.sent for line in lines), max(line.pieces[-1] for line in lines)
+    ttft = [1e3 * (line.pieces[0] - line.sent) for line in lines]
+    gaps = [1e3 * float(gap) for line in lines for gap in np.diff(line.pieces)]
+    return {"speed": sum(load.tokens) / (ended - began), "ttft": ttft, "gaps": gaps}
 
-    def ratio(other: str) -> str:
-        if other not in found or other == name:
-            return ""
-        ratios = [a / b for a, b in zip(mine.speeds, found[other].speeds, strict=True)]
-        return f"{statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})"
 
-    stream = f"{STREAM}, lookup,draft" if "lookup" in name else STREAM
-    times = [
-        " / ".join(f"{np.percentile(values, p):.0f}" for p in PERCENTILES) if values else ""
-        for values in (mine.ttft, mine.gaps)
+def together(turns: list[dict[str, Any]]) -> dict[str, list[float]]:
+    """Return the tokens/s of each turn, and the milliseconds of all turns' texts."""
+    speeds = [turn["speed"] for turn in turns]
+    return {"speeds": speeds} | {name: [ms for turn in turns for ms in turn[name]] for name in ("ttft", "gaps")}
+
+
+def cells_of(name: str, found: dict[str, dict[str, list[float]]]) -> list[str | None]:
+    """Return a row's figures: ratios are to lm.stream with the same drafters, and to genai's defaults."""
+    speeds = found[name]["speeds"]
+    others = (f"{STREAM}, lookup,draft" if "lookup" in name else STREAM, GENAI)
+    to_others = [
+        shown(ratios(speeds, found[each]["speeds"])) if each in found and each != name else None for each in others
     ]
-    begin = [cell.loop, cell.prompts, str(cell.clients), name, f"{statistics.median(mine.speeds):.1f}"]
-    return [*begin, ratio(stream), ratio(GENAI), *times]
-
-
-HEADS = ("loop", "prompts", "clients", "system", "tokens/s", "to lm.stream", "to genai", "TTFT, ms", "gap, ms")
+    times = [
+        " / ".join(f"{np.percentile(found[name][each], p):.0f}" for p in PERCENTILES) if found[name][each] else None
+        for each in ("ttft", "gaps")
+    ]
+    return [f"{statistics.median(speeds):.1f}", *to_others, *times]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options(__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--gguf", type=Path, help="the target for llama.cpp")
-    parser.add_argument("--clients", default="1,4,8,16")
-    parser.add_argument("--loops", default="closed,open")
-    parser.add_argument("--prompts", default="completion,chat")
-    parser.add_argument("--systems", help=f"names separated by semicolons, of: {'; '.join(SYSTEMS)}")
+    parser.add_argument("--clients", type=several(int), default="1,4,8,16")
+    parser.add_argument("--loops", type=several(choices=("closed", "open")), default="closed,open")
+    parser.add_argument("--prompts", type=several(choices=("completion", "chat")), default="completion,chat")
+    parser.add_argument("--systems", type=several(choices=SYSTEMS, separator=";"), default=";".join(SYSTEMS))
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--every", type=float, default=10.0, help="seconds between requests of a client, open loop")
     parser.add_argument("--json", type=Path, help="also write the figures of every turn to this file")
     args = parser.parse_args()
-    names = args.systems.split(";") if args.systems else [*SYSTEMS]
-    names = [name for name in map(str.strip, names) if args.gguf or name != "llama.cpp"]
-    if unknown := [name for name in names if name not in SYSTEMS]:
-        parser.error(f"there is no system {unknown[0]!r}")
-    clients = [int(count) for count in args.clients.split(",")]
-    cells = [Cell(l, p, c) for l in args.loops.split(",") for p in args.prompts.split(",") for c in clients]  # noqa: E741
+    names = [name for name in args.systems if args.gguf or name != "llama.cpp"]
+    cells = [Cell(*each) for each in itertools.product(args.loops, args.prompts, args.clients)]
     lm = ovspec.load(args.folder)
     tokenizer, properties = lm.tokenizer, {k: str(v) for k, v in lm.target.ir.properties.items()}
     del lm
-    print("| " + " | ".join(HEADS) + " |" + "\n" + "|---" * len(HEADS) + "|", flush=True)
-    kept: list[dict[str, Any]] = []
-    setup = Setup(args.folder, args.gguf, max(clients), properties)
+    print(f"{machine()}\n")
+    table, kept = Table(*HEADS), []
+    setup = Setup(args.folder, args.gguf, max(args.clients), properties)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the servers end, too
     with ExitStack() as ends:
         runs = {name: started(name, setup, ends) for name in names}
         for cell in cells:
-            found = {name: Figures() for name in names if can_take(name, cell)}
-            for turn in range(-1 if cell == cells[0] else 0, args.turns):
-                for name in rotated([*found], turn):
-                    load = load_of(cell, turn, tokenizer, args.every)
-                    lines = runs[name](load)
-                    if turn >= 0:
-                        found[name].add(load, lines)
-            for name in found:
-                print("| " + " | ".join(row_of(cell, name, found)) + " |", flush=True)
-                kept.append({**vars(cell), "system": name, **vars(found[name])})
+
+            def run(name: str, turn: int, cell: Cell = cell) -> dict[str, Any]:
+                load = load_of(cell, turn, tokenizer, args.every)
+                return figures_of(load, runs[name](load))
+
+            takers = [name for name in names if can_take(name, cell)]
+            turns = take_turns(takers, run, args.turns, warm_up=1 if cell == cells[0] else 0)
+            found = {name: together(each) for name, each in turns.items()}
+            for name in takers:
+                table.row(*vars(cell).values(), name, *cells_of(name, found))
+                kept.append({**vars(cell), "system": name, **found[name]})
     if args.json:
         args.json.write_text(json.dumps(kept), encoding="utf-8")
 
