@@ -1,4 +1,4 @@
-"""Prints values that hypothesis-jsonschema draws from the schema on stdin, a line each, for ``schemas.py``."""
+"""Print values that hypothesis-jsonschema draws from the schema on stdin, a line each; run by ``schemas.py``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis_jsonschema import from_schema
 QUIET = [HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large]
 
 
-def main(count: int) -> None:
+def draws(count: int) -> None:
     schema = {key: value for key, value in json.load(sys.stdin).items() if key not in ("$id", "id")}
 
     @settings(
@@ -28,3 +28,7 @@ def main(count: int) -> None:
         print(json.dumps(value), flush=True)
 
     draw()
+
+
+if __name__ == "__main__":
+    draws(int(sys.argv[1]))

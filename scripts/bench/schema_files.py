@@ -25,7 +25,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-CACHE = Path(__file__).resolve().parent.parent.parent / ".cache" / "bench" / "schemas"
+from harness import ROOT
+
+CACHE = ROOT / ".cache" / "bench" / "schemas"
 MOST = 40
 PACKAGES = {
     "altair": "6.3.0",

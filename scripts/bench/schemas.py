@@ -10,7 +10,6 @@ stdout are Markdown.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import copy
 import json
@@ -20,26 +19,22 @@ import sys
 import tempfile
 import time
 import warnings
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from harness import HERE, Table, options
 from jsonschema import Draft202012Validator
 from jsonschema.validators import validator_for
 from llguidance import LLMatcher, LLTokenizer
+from schema_files import PACKAGES, SchemaFile, pydantic_schemas, schema_files
 
-HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE))
-
-from schema_files import PACKAGES, SchemaFile, pydantic_schemas, schema_files  # noqa: E402
-
-from ovspec.constraints.unique_items import Followed, UniqueItems  # noqa: E402
-from ovspec.errors import OvspecError  # noqa: E402
-from ovspec.grammars.conversion import converted  # noqa: E402
-from ovspec.grammars.limits import LIMITS  # noqa: E402
-from ovspec.grammars.sources import UNIQUE_ITEMS  # noqa: E402
+from ovspec.constraints.unique_items import Followed, UniqueItems
+from ovspec.errors import OvspecError
+from ovspec.grammars.conversion import converted
+from ovspec.grammars.limits import LIMITS
+from ovspec.grammars.sources import UNIQUE_ITEMS
 
 WALK_BYTES = 1500
 DRAWING_SECONDS = 5.0
@@ -141,13 +136,16 @@ def mutated(value: Any, numbers: random.Random) -> Any:
 
 def drawn(schema: dict[str, Any], count: int) -> list[Any]:
     """Return values that hypothesis-jsonschema draws from ``schema``; fewer where it can't or takes long."""
-    code = f"import sys; sys.path.insert(0, {str(HERE)!r}); import schema_draws; schema_draws.main({count})"
     with tempfile.TemporaryFile("w+", encoding="utf-8") as out:
         with contextlib.suppress(subprocess.TimeoutExpired):
             subprocess.run(
-                [sys.executable, "-c", code], input=json.dumps(schema), text=True, stdout=out,
-                stderr=subprocess.DEVNULL, timeout=DRAWING_SECONDS, check=False,
-            )  # fmt: skip
+                [sys.executable, HERE / "schema_draws.py", str(count)],
+                input=json.dumps(schema),
+                text=True,
+                stdout=out,
+                stderr=subprocess.DEVNULL,
+                timeout=DRAWING_SECONDS,
+            )
         out.seek(0)
         lines = out.read().split("\n")[:-1]  # the last may be cut off
     return [json.loads(line) for line in lines]
@@ -202,48 +200,43 @@ def written(value: Any) -> bytes:
     return json.dumps(value, ensure_ascii=False).encode(errors="replace")
 
 
-def table(found: list[Measured]) -> str:
-    rows = ["| package | schemas | strict | checked |", "|---|---|---|---|"]
+def print_findings(title: str, found: list[Measured]) -> None:
+    print(f"\n{title}:\n")
+    table = Table("package", "schemas", "strict", "checked")
     for package in (*PACKAGES, "pydantic", ""):
-        ours = [each for each in found if each.name.startswith(f"{package}/") or not package]
-        if ours:
-            strict, checked = (sum(not getattr(each, mode) for each in ours) for mode in ("strict", "checked"))
-            shares = (f"{count} ({100 * count / len(ours):.0f} %)" for count in (strict, checked))
-            rows.append(f"| {package or 'all'} | {len(ours)} | {' | '.join(shares)} |")
-    return "\n".join(rows)
+        if ours := [each for each in found if each.name.startswith(f"{package}/") or not package]:
+            counts = (sum(not getattr(each, mode) for each in ours) for mode in ("strict", "checked"))
+            shares = (f"{count} ({100 * count / len(ours):.0f} %)" for count in counts)
+            table.row(package or "all", len(ours), *shares)
+    wrong = [(each.name, text) for each in found for text in each.wrong]
+    valid, accepted, invalid = (sum(getattr(each, name) for each in found) for name in ("valid", "accepted", "invalid"))
+    print(f"\n{invalid} invalid texts: {len(wrong)} accepted. {valid} valid texts: {accepted} accepted.")
+    for name, text in wrong:
+        print(f"- {name}: {text}")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options(__doc__)
     parser.add_argument("--part", choices=["dev", "held-out", "all", "pydantic"], default="all")
     parser.add_argument("--seconds", type=float, default=3.0, help="of instances for each schema")
     parser.add_argument("--names", default="", help="only schemas whose names contain this")
     parser.add_argument("--out", type=Path, help="write what was found as JSON lines")
-    arguments = parser.parse_args()
+    args = parser.parse_args()
     warnings.simplefilter("ignore")
-    files = pydantic_schemas() if arguments.part == "pydantic" else schema_files()
-    files = [file for file in files if arguments.names in file.name]
-    if arguments.part in ("dev", "held-out"):
-        files = [file for file in files if file.held_out == (arguments.part == "held-out")]
+    files = pydantic_schemas() if args.part == "pydantic" else schema_files()
+    files = [file for file in files if args.names in file.name]
+    if args.part in ("dev", "held-out"):
+        files = [file for file in files if file.held_out == (args.part == "held-out")]
     found = []
     for file in files:
-        found.append(measured(file, arguments.seconds))
-        if arguments.out:
-            with arguments.out.open("a", encoding="utf-8") as out:
+        found.append(measured(file, args.seconds))
+        if args.out:
+            with args.out.open("a", encoding="utf-8") as out:
                 out.write(json.dumps(asdict(found[-1]), ensure_ascii=False) + "\n")
         print(f"{file.name}: {found[-1].strict or 'ok'}", file=sys.stderr, flush=True)
     for title, part in (("Used while writing", False), ("Held out", True)):
         if ours := [each for each in found if each.held_out == part]:
-            totals = Counter[str]()
-            for each in ours:
-                totals.update({name: getattr(each, name) for name in ("valid", "accepted", "invalid")})
-                totals["wrong"] += len(each.wrong)
-            print(f"\n{title}:\n\n{table(ours)}\n")
-            print(f"{totals['invalid']} invalid texts: {totals['wrong']} accepted. ", end="")
-            print(f"{totals['valid']} valid texts: {totals['accepted']} accepted.")
-            for each in ours:
-                for wrong in each.wrong[:3]:
-                    print(f"- {each.name}: {wrong}")
+            print_findings(title, ours)
 
 
 if __name__ == "__main__":

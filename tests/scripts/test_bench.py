@@ -1,0 +1,197 @@
+"""Each benchmark runs for a second or so, and what its figures are computed with."""
+
+from __future__ import annotations
+
+import json
+import runpy
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import harness
+import llguidance.numpy
+import matrix
+import numpy as np
+import pytest
+import run
+from arrivals import Load
+from conftest import CHECKPOINTS, PROMPTS, ROOT
+from harness import Worker
+from worker_llguidance import appliers
+
+import ovspec
+
+BENCH = ROOT / "scripts" / "bench"
+DEMO = ROOT / "models" / "demo"
+TOKENIZER = CHECKPOINTS / "target" / "tokenizer.json"
+# A script and its arguments; OUT is an empty folder.
+RUNS: dict[str, Any] = {
+    "arithmetic.py": "DEMO --contexts 16 --temperatures 0 --modes default,chain --tokens 4 --turns 1",
+    "batches.py": "DEMO --batches 1,2 --temperatures 1 --tokens 4 --turns 1",
+    "constrained.py": "DEMO --max-tokens 4",
+    "engines.py": "DEMO/draft --contexts 16 32 --plot OUT/plot.png",
+    "exactness.py": "DEMO --prompts 1 --tokens 8",
+    "grammars.py": f"--tokenizer {TOKENIZER} --steps 2 --out OUT/lines.jsonl",
+    "grammars.py, peers": f"--tokenizer {TOKENIZER} --steps 1 --peers",
+    "large_pages.py": "DEMO/draft --turns 1",
+    "load_cost.py": "DEMO/draft",
+    "loop.py": "DEMO/draft --tokens 8 --rounds 1",
+    "matrix.py": "DEMO --workload prose --context 32 -n 4 --prompts 1 --lookahead 1,auto --plot OUT/plot.png",
+    "peers/distribution.py": "--texts 8 --k 2",
+    "peers/fresh.py": "DEMO/draft --turns 1 --tokens 2,4 --ways ovspec",
+    "peers/run.py": "DEMO --row copy-trim --contexts 24 --tokens 4 --prompts 1 --warm-up 0 --out OUT/lines.jsonl",
+    "processors.py": "DEMO/draft --here",
+    "readme.py": "--prompts 1 --tokens 4 --json",
+    "record_traces.py": "x=DEMO -o OUT --prompts 1 --tokens 8 --most 2",
+    "schemas.py": "--part pydantic --names ClientSecret --seconds 0.05 --out OUT/lines.jsonl",
+    "serve.py": "DEMO/draft --systems lm.stream;serve --clients 1,2 --turns 1 --every 0.2 --prompts chat --json OUT/x",
+    "sessions.py, program": "program DEMO/draft --steps 3 --rounds 1",
+    "sessions.py, chat": "chat DEMO/draft --turns 2 --answer 4 --plot OUT/plot.png",
+}
+MINUTES = ("engines.py", "peers/distribution.py", "processors.py", "readme.py", "schemas.py")
+
+
+@pytest.fixture
+def script(
+    monkeypatch: pytest.MonkeyPatch, cache_dir: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> Callable[[str, str], str]:
+    """Runs a script in this process and returns its output."""
+
+    def run(name: str, arguments: str) -> str:
+        filled = arguments.replace("DEMO", str(DEMO)).replace("OUT", str(tmp_path))
+        monkeypatch.setenv("XDG_CACHE_HOME", str(cache_dir))
+        monkeypatch.setattr(sys, "argv", [str(BENCH / name), *filled.split()])
+        runpy.run_path(str(BENCH / name), run_name="__main__")
+        return capfd.readouterr().out
+
+    return run
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in MINUTES)) for name in RUNS])
+def test_each_benchmark_runs(name: str, script: Callable[[str, str], str], tmp_path: Path) -> None:
+    assert script(name.partition(",")[0], RUNS[name])
+    for file in tmp_path.iterdir():
+        assert file.suffix != ".png" or file.read_bytes().startswith(b"\x89PNG")
+    if name == "peers/run.py":
+        assert "| copy and trim | draft |" in script("peers/report.py", "OUT/lines.jsonl --plot OUT/plot.png")
+
+
+def test_every_benchmark_is_run() -> None:
+    """Workers and what the scripts import have no main function."""
+    found = {
+        file.relative_to(BENCH).as_posix() for file in BENCH.rglob("*.py") if "def main()" in file.read_text("utf-8")
+    }
+    elsewhere = {"peers/install.py", "peers/gguf_writer.py", "peers/report.py"}
+    assert found - elsewhere == {name.partition(",")[0] for name in RUNS}
+
+
+# ---------------------------------------------------------------- arithmetic of the figures
+
+
+def test_turns_ratios_and_medians() -> None:
+    order: list[tuple[str, int]] = []
+    found = harness.take_turns("abc", lambda name, turn: order.append((name, turn)) or turn, 2)
+    assert found == {name: [0, 1] for name in "abc"}
+    assert [name for name, _ in order] == list("cab" + "abc" + "bca")
+    assert harness.shown(harness.ratios([2.0, 9.0, 1.0], [1.0, 3.0, 2.0])) == "2.00 (0.50 to 3.00)"
+    assert run.compare([[1, 2, 3], [1, 9, 3]], [[1, 2, 3], [1, 2, 3]]) == ("1 of 2", 2.0)
+    assert run.middle([None, 3.0, 1.0]) == 2.0
+    assert run.middle([None]) is None
+
+
+def test_lines_of_the_matrix(script: Callable[[str, str], str]) -> None:
+    options = "--workload completion,edit --temperature 0 --lookahead 2 --prompts 1 -n 12 --batch 1,2 --dictate --json"
+    lines = [json.loads(line) for line in script("matrix.py", f"DEMO {options}").splitlines()]
+    assert [line["mode"] for line in lines] == [*matrix.MODES] * 4
+    for line in lines:
+        assert line["tokens_per_s"] == pytest.approx(line["batch"] * 1e3 / line["tpot_ms"], rel=1e-2), "of all texts"
+        assert line["equal"].endswith(f"of {line['batch']}")
+        if line["speedup"]:
+            assert line["speedup"] == pytest.approx(line["plain_tpot_ms"] / line["tpot_ms"], rel=1e-2)
+        if line["mode"] == "plain":
+            assert (line["speedup"], line["tokens_per_round"], line["acceptance"]) == (1.0, 1.0, None)
+        assert line["weights_gb_s"] > 0
+    # A dictated edit quotes the file, so lookup predicts most of it.
+    [edit] = [line for line in lines if (line["workload"], line["mode"], line["batch"]) == ("edit", "lookup", 1)]
+    assert edit["tokens_per_round"] > 1.5 and edit["predicted"] and edit["accepted_by_position"][0] > 0
+
+
+def test_the_matrix_without_a_draft(script: Callable[[str, str], str], tmp_path: Path) -> None:
+    shutil.copytree(DEMO / "draft", tmp_path / "alone", ignore=shutil.ignore_patterns("ovspec.json"))
+    options = "OUT/alone --workload prose --prompts 1 -n 4 --temperature 1 --json"
+    assert [json.loads(line)["mode"] for line in script("matrix.py", options).splitlines()] == [
+        "plain",
+        "lookup",
+        "auto",
+    ]
+    with pytest.raises(SystemExit, match="exported without a draft"):
+        script("matrix.py", f"{options} --mode draft")
+
+
+def test_contexts_and_weights() -> None:
+    lm = ovspec.load(DEMO, tune=False)
+    ids = lm.encode("def f():").tolist()
+    assert harness.with_context(lm.tokenizer, ids, 500)[-len(ids) :] == ids
+    assert len(harness.with_context(lm.tokenizer, ids, 500)) == 500
+    assert harness.with_context(lm.tokenizer, ids, 0) == ids
+    size = (DEMO / "openvino_model.bin").stat().st_size
+    assert 0.5 * size < harness.bytes_a_step(DEMO) < size
+    assert harness.read_bandwidth(1 << 24) > 1e8
+
+
+def test_workers_give_what_ovspec_gives(pair: Path, load: Callable[..., ovspec.LanguageModel]) -> None:
+    lm = load(engine="paged")
+    expected = [result.token_ids for result in lm.generate(PROMPTS[:2], max_tokens=12, ignore_eos=True)]
+    exact = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"}
+    setup = {"target": str(pair), "draft": str(pair / "draft"), "properties": exact, "draft_properties": exact}
+    ids = [lm.encode(prompt).tolist() for prompt in PROMPTS[:2]]
+    for name, mode, k in (("ovspec", "lookup,draft", None), ("copy_trim", "draft", 3)):
+        with Worker(name, setup | {"mode": mode}) as worker:
+            answer = worker.ask({"prompts": ids[:1], "max_tokens": 12, "k": k})
+            assert answer["tokens"] == expected[:1]
+            assert len(answer["times"]) == 12 and sorted(answer["times"]) == answer["times"]
+            assert 0 < answer["ttft_ms"] < answer["seconds"] * 1e3
+            assert answer["tpot_ms"] * 11 == pytest.approx(answer["seconds"] * 1e3 - answer["ttft_ms"])
+            together = worker.ask({"prompts": ids, "max_tokens": 12, "k": k})
+            assert together.get("tokens", together.get("error")) in (expected, "it has no batches here")
+
+
+def test_workers_that_fail_say_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Worker("ovspec", {"target": str(tmp_path / "none")}) as worker:
+        assert "none" in worker.ready["error"] and "\n" not in worker.ready["error"]
+    monkeypatch.setattr("harness.python_of", lambda name: tmp_path / name)
+    assert "run scripts/bench/peers/install.py genai" in Worker("genai", {"target": str(DEMO)}).ready["error"]
+    (tmp_path / "peers").mkdir()
+    (tmp_path / "peers" / "worker_dying.py").write_text("import sys; sys.stdin.readline(); sys.exit('it is over')")
+    (tmp_path / "peers" / "worker_slow.py").write_text("import time; time.sleep(60)")
+    monkeypatch.setattr("harness.HERE", tmp_path)
+    assert Worker("dying", {}).ready["error"] == "its process ended (exit code 1): it is over"
+    assert Worker("slow", {}, seconds=0.5).ready["error"] == "no answer within 0.5 s"
+
+
+def test_loads_arrive_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a closed loop a client waits for its answer; in an open loop requests come when they are due."""
+    now = 100.0
+    monkeypatch.setattr("arrivals.time.perf_counter", lambda: now)
+    load = Load([[1], [2], [3]], [4, 5, 6], clients=2)
+    assert (load.due(), load.due(), load.wait()) == ([0, 1], [], None)
+    load.answered()
+    assert load.due() == [2] and load.sent_all
+    load = Load(**Load([[1], [2], [3]], [4, 5, 6], starts=[0.0, 2.0, 3.0]).as_json())
+    assert load.due() == [0] and load.wait() == 2.0 and not load.sent_all
+    now = 103.5
+    assert load.due() == [1, 2] and [load.sent(number).sent for number in (1, 2)] == [2.0, 3.0]
+
+
+@pytest.mark.parametrize("share", [0.0, 0.001, 0.5, 1.0])
+def test_all_ways_to_apply_a_mask_agree(share: float) -> None:
+    noise = np.random.default_rng(0)
+    for width in (4096, 4100, 77):
+        logits = noise.normal(size=width).astype(np.float32)
+        mask = np.packbits(noise.random((width + 31) // 32 * 32) < share, bitorder="little")
+        expected = logits.copy()
+        llguidance.numpy.apply_token_bitmask_inplace(expected, mask.view(np.int32))
+        for name, way in appliers(width).items():
+            np.testing.assert_array_equal(way(logits.copy(), mask), expected, name)
