@@ -15,10 +15,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from harness import HERE, Table, machine, options, speedup_cells, take_turns, totals
+from harness import HERE, Table, compared, machine, options, speedup_cells, take_turns
 
 import ovspec
-from ovspec.comparison import speedup_of
 from ovspec.drafting.choice import parse_draft
 
 PLAIN, FREE = "plain", "unconstrained"
@@ -80,12 +79,9 @@ def main() -> None:
     plain, plain_ms = zip(*found[PLAIN], strict=True)
     for way, texts in {**found, FREE: free}.items():
         results, ms = zip(*texts, strict=True)
-        speedup = speedup_of(plain_ms, ms, [result.stats for result in results])
-        tokens, rounds, forced = totals(results, "generated_tokens", "rounds", "forced")
-        equal = sum(one.token_ids == other.token_ids for one, other in zip(results, plain, strict=True))
-        rates = (f"{forced / tokens:.0%}", f"{tokens / max(1, rounds):.2f}")
-        alike = None if way == FREE else f"{equal} of {len(results)}"
-        table.row(way, *speedup_cells(speedup, way == PLAIN), *rates, alike)
+        figures = compared(results, plain, (plain_ms, ms))
+        rates = (f"{figures['forced']:.0%}", f"{figures['tokens_per_round']:.2f}")
+        table.row(way, *speedup_cells(figures, way == PLAIN), *rates, None if way == FREE else figures["equal"])
     finished = [result.finish_reason for result in plain]
     print(f"\n{sum(reason != 'length' for reason in finished)} of {len(finished)} texts ended before the token limit.")
 

@@ -23,7 +23,7 @@ import numpy as np
 import openvino as ov
 from peers.install import python_of
 
-from ovspec.comparison import Speedup, rotated
+from ovspec.comparison import rotated, speedup_of, speedup_of_results
 from ovspec.ir.compile import MODEL_FILE
 from ovspec.ir.device import available_devices
 from ovspec.loop.results import Result
@@ -183,13 +183,44 @@ class Table:
         print(f"| {' | '.join('' if cell is None else str(cell) for cell in filled)} |", flush=True)
 
 
-def speedup_cells(speedup: Speedup, plain: bool = False) -> tuple[str | None, ...]:
+def compared(
+    results: Sequence[Result], plain: Sequence[Result], times: tuple[Sequence[float], Sequence[float]] | None = None
+) -> dict[str, Any]:
+    """Return the figures of texts beside those of plain decoding, by the names that JSON has.
+
+    ``plain_tpot_ms`` and ``tpot_ms`` are milliseconds per token in the median turn; their ratio is ``speedup`` (see
+    ``ovspec.comparison``), None if it would be a gain that drafting can't have caused. ``spread`` is the least and the
+    greatest ratio of a turn, ``acceptance`` the conditional one. ``equal`` counts the texts that are the same.
+
+    Args:
+        times: plain milliseconds per token of each turn, and the others, if not those of the results.
+    """
+    names = ("proposed", "accepted", "reached", "rounds", "generated_tokens", "forced")
+    proposed, accepted, reached, rounds, tokens, forced = totals(results, *names)
+    stats = [result.stats for result in results]
+    speedup = speedup_of(*times, stats) if times else speedup_of_results(plain, results)
+    equal = sum(a.token_ids == b.token_ids for a, b in zip(results, plain, strict=True))
+    return {
+        "plain_tpot_ms": speedup.plain_ms,
+        "tpot_ms": speedup.ms,
+        "speedup": 1.0 if results is plain else speedup.claimed,
+        "spread": (speedup.ratios[0], speedup.ratios[-1]),
+        "proposed": proposed,
+        "accepted": accepted,
+        "acceptance": accepted / reached if reached else None,
+        "forced": forced / tokens,
+        "tokens_per_round": tokens / max(1, rounds),
+        "equal": f"{equal} of {len(results)}",
+    }
+
+
+def speedup_cells(figures: Mapping[str, Any], plain: bool) -> tuple[str | None, ...]:
     """Return plain time, time, speed-up and its range; the row of plain decoding has only its time."""
     if plain:
-        return None, f"{speedup.ms:.2f}", None, None
-    spread = f"{speedup.ratios[0]:.2f} to {speedup.ratios[-1]:.2f}" if speedup.claimed else None
-    claimed = f"{speedup.claimed:.2f}" if speedup.claimed else "none"
-    return f"{speedup.plain_ms:.2f}", f"{speedup.ms:.2f}", claimed, spread
+        return None, f"{figures['tpot_ms']:.2f}", None, None
+    spread = "{:.2f} to {:.2f}".format(*figures["spread"]) if figures["speedup"] else None
+    claimed = f"{figures['speedup']:.2f}" if figures["speedup"] else "none"
+    return f"{figures['plain_tpot_ms']:.2f}", f"{figures['tpot_ms']:.2f}", claimed, spread
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,6 @@ import numpy as np
 import openvino as ov
 
 import ovspec
-from ovspec.comparison import speedup_of
 from ovspec.decoders.sequence import Sequence
 from ovspec.drafting.choice import DraftChoice
 from ovspec.drafting.costs import Costs
@@ -65,7 +64,8 @@ class Run:
     def ms_per_token(self) -> float:
         """Milliseconds until the last text was finished, per token after the first of each text."""
         lengths = [result.stats.generated_tokens - 1 for result in self.results]
-        return max(r.stats.tpot_ms * n for r, n in zip(self.results, lengths, strict=True)) / sum(lengths)
+        spent = max(r.stats.tpot_ms * n for r, n in zip(self.results, lengths, strict=True))
+        return spent * len(lengths) / sum(lengths)
 
 
 @dataclass(frozen=True)
@@ -84,9 +84,7 @@ class Bench:
         models = {mode: self.variant(mode) for mode in dict.fromkeys(["plain", *(cell.mode for cell in cells)])}
         for _, grouped in itertools.groupby(cells, lambda cell: (cell.workload, cell.context, cell.temperature)):
             group = list(grouped)
-            plain = {
-                cell: Cell(*list(asdict(cell).values())[:3], "plain", 0, cell.accept, cell.batch) for cell in group
-            }
+            plain = {cell: replace(cell, mode="plain", lookahead=0) for cell in group}
             tasks = harness.tasks_of(group[0].workload, max(self.prompts, *(cell.batch for cell in group)))
             count = min(self.prompts, len(tasks))
 
@@ -158,69 +156,40 @@ def rounds_a_second(runs: list[Run]) -> float:
     return 1e3 * sum(s.rounds - 1 for s in stats) / max(spent, 1e-9)
 
 
-def figures_of(cell: Cell, runs: list[Run], plain_runs: list[Run], costs: tuple[Costs, Costs] | None) -> dict[str, Any]:
-    """Return the figures of a cell, over all its texts.
+def figures_of(cell: Cell, runs: list[Run], plain: list[Run], costs: tuple[Costs, Costs] | None) -> dict[str, Any]:
+    """Return the figures of a cell, over all its texts: those of ``harness.compared`` and more.
 
-    ``plain_tpot_ms`` and ``tpot_ms`` are milliseconds per token of each text in the median turn; their ratio is
-    ``speedup`` (see ``ovspec.comparison``), None if it would be a gain that drafting can't have caused. ``spread`` is
-    the least and the greatest ratio of a turn. ``tokens_per_s`` counts all texts of a batch together. ``equal`` counts
-    the texts that are the same as in plain decoding. ``acceptance`` is the conditional one. ``predicted``: the speed-up
-    expected from what tokens cost and how many were accepted. The other times are medians.
+    ``tokens_per_s`` counts all texts of a batch together. ``predicted``: the speed-up expected from what tokens cost
+    and how many were accepted. The other times are medians.
     """
-    results, plain = ([result for run in each for result in run.results] for each in (runs, plain_runs))
-    stats = [result.stats for result in results]
-    speedup = speedup_of([run.ms_per_token for run in plain_runs], [run.ms_per_token for run in runs], stats)
-    proposed, accepted, reached, rounds, tokens = harness.totals(
-        results, "proposed", "accepted", "reached", "rounds", "generated_tokens"
-    )
+    results = [result for run in runs for result in run.results]
+    others = results if runs is plain else [result for run in plain for result in run.results]
+    times = ([run.ms_per_token for run in plain], [run.ms_per_token for run in runs])
+    found, stats = harness.compared(results, others, times), [result.stats for result in results]
     by_position = [sum(each) for each in itertools.zip_longest(*(s.accepted_by_position for s in stats), fillvalue=0)]
-    equal = sum(a.token_ids == b.token_ids for a, b in zip(results, plain, strict=True))
     predicted = None
     if costs and cell.lookahead not in (0, "auto") and cell.mode in ("draft", "lookup") and cell.batch == 1:
         verify, draft = costs
         steps = int(cell.lookahead) * draft(1) if cell.mode == "draft" and draft.known else 0.0
-        width = 1 + proposed / max(1, rounds)
+        rounds = sum(s.rounds for s in stats)
         gained = verify(1) * (1 + sum(by_position) / rounds)
-        predicted = gained / (steps + float(np.interp(width, range(65), verify.ms)))
-    return {
-        "tokens_per_s": 1e3 / speedup.ms,
-        "plain_tpot_ms": speedup.plain_ms * cell.batch,
-        "tpot_ms": speedup.ms * cell.batch,
-        "spread": (speedup.ratios[0], speedup.ratios[-1]),
+        predicted = gained / (steps + float(np.interp(1 + found["proposed"] / rounds, range(65), verify.ms)))
+    return found | {
+        "tokens_per_s": cell.batch * 1e3 / found["tpot_ms"],
         "p95_gap_ms": float(np.percentile([gap for run in runs for gap in run.gaps], 95)),
         "ttft_ms": statistics.median(s.ttft_ms for s in stats),
-        "speedup": 1.0 if cell.mode == "plain" else speedup.claimed,
         "predicted": predicted,
-        "equal": f"{equal} of {len(results)}",
-        "acceptance": accepted / reached if reached else None,
-        "proposed": proposed,
-        "accepted": accepted,
         "accepted_by_position": by_position,
-        "tokens_per_round": tokens / rounds,
     }
 
 
 def cells_of(line: dict[str, Any]) -> tuple[Any, ...]:
-    plain, claimed = line["mode"] == "plain", line["speedup"]
-    return (
-        line["workload"],
-        line["context"],
-        f"{line['temperature']:g}",
-        line["batch"],
-        line["mode"],
-        None if plain else line["lookahead"],
-        f"{line['tokens_per_s']:.1f}",
-        f"{line['plain_tpot_ms']:.2f}",
-        f"{line['tpot_ms']:.2f}",
-        f"{claimed:.2f}" if claimed else "none",
-        f"{line['spread'][0]:.2f} to {line['spread'][1]:.2f}" if claimed and not plain else None,
-        None if line["acceptance"] is None else f"{line['acceptance']:.2f}",
-        f"{line['tokens_per_round']:.2f}",
-        f"{line['p95_gap_ms']:.1f}",
-        f"{line['ttft_ms']:.0f}",
-        f"{line['weights_gb_s']:.1f}",
-        line["equal"],
-    )
+    plain, acceptance = line["mode"] == "plain", line["acceptance"]
+    what = (line["workload"], line["context"], f"{line['temperature']:g}", line["batch"], line["mode"])
+    lookahead, speed = None if plain else line["lookahead"], f"{line['tokens_per_s']:.1f}"
+    rates = (None if acceptance is None else f"{acceptance:.2f}", f"{line['tokens_per_round']:.2f}")
+    times = (f"{line['p95_gap_ms']:.1f}", f"{line['ttft_ms']:.0f}", f"{line['weights_gb_s']:.1f}")
+    return (*what, lookahead, speed, *harness.speedup_cells(line, plain), *rates, *times, line["equal"])
 
 
 def draw(lines: list[dict[str, Any]], file: Path) -> None:

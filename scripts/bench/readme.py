@@ -14,15 +14,13 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from harness import CODE, ROOT, Table, machine, milliseconds, options, speedup_cells, take_turns, totals
+from harness import CODE, ROOT, Table, compared, machine, milliseconds, options, speedup_cells, take_turns, totals
 
 import ovspec
-from ovspec.comparison import speedup_of_results
 from ovspec.decoders.base import Rollback
 from ovspec.decoders.stateful import StatefulDecoder
 from ovspec.ir.compile import compile_ir
@@ -72,22 +70,10 @@ def speed(folder: Path, cache: Path, args: argparse.Namespace, **given: Any) -> 
     rows = []
     runs = take_turns(LOOKAHEADS, text, args.prompts)
     for lookahead, results in runs.items():
-        proposed, accepted, reached, rounds, tokens = totals(
-            results, "proposed", "accepted", "reached", "rounds", "generated_tokens"
-        )
-        speedup = speedup_of_results(runs[0], results)
-        rows.append(
-            {
-                "lookahead": lookahead,
-                "speedup": speedup,
-                "proposed": proposed,
-                "accepted": accepted,
-                "conditional_acceptance": accepted / reached if reached else None,
-                "tokens_per_round": tokens / rounds,
-                "overhead_ms_per_inference": sum(r.stats.other_ms for r in results) / (rounds + proposed),
-                "equal": sum(a.token_ids == b.token_ids for a, b in zip(results, runs[0], strict=True)),
-            }
-        )
+        row = {"lookahead": lookahead} | compared(results, runs[0])
+        rounds, proposed = totals(results, "rounds", "proposed")
+        row["overhead_ms_per_inference"] = sum(r.stats.other_ms for r in results) / (rounds + proposed)
+        rows.append(row)
     return rows
 
 
@@ -121,13 +107,10 @@ def print_speed(rows: list[dict[str, Any]]) -> None:
     heads = ("lookahead", "plain, ms per token", "ms per token", "speed-up", "range", "accepted of proposed")
     table = Table(*heads, "conditional acceptance", "tokens per round", "overhead, ms per inference", "equal")
     for row in rows:
-        acceptance = row["conditional_acceptance"]
+        acceptance, cells = row["acceptance"], speedup_cells(row, not row["lookahead"])
         drafted = (f"{row['accepted']} of {row['proposed']}", f"{acceptance:.2f}") if acceptance else (None, None)
         rates = (f"{row['tokens_per_round']:.2f}", f"{row['overhead_ms_per_inference']:.3f}")
-        cells = speedup_cells(row["speedup"], not row["lookahead"])
-        table.row(
-            row["lookahead"] or "plain", *cells, *drafted, *rates, f"{row['equal']} of {len(row['speedup'].ratios)}"
-        )
+        table.row(row["lookahead"] or "plain", *cells, *drafted, *rates, row["equal"])
 
 
 def main() -> None:
@@ -149,7 +132,7 @@ def main() -> None:
             "drift": rollback_drift(f32, cache),
         }
     if args.json:
-        print(json.dumps(figures, indent=1, default=asdict))
+        print(json.dumps(figures, indent=1))
         return
     print(f"machine: {figures['machine']}")
     print(f"ovspec --help: {figures['help_s']:.3f} s")
