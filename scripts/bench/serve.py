@@ -17,6 +17,7 @@ by turn.
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import itertools
 import json
@@ -33,8 +34,8 @@ from typing import Any
 
 import numpy as np
 from harness import CODE, PROSE, Table, Worker, machine, options, ratios, several, shown, take_turns
-from peers import http_server
 from peers.arrivals import Load, Timeline
+from peers.http_server import Server
 from peers.install import server_of_llamacpp
 
 import ovspec
@@ -96,11 +97,15 @@ def load_of(cell: Cell, turn: int, tokenizer: Tokenizer, every: float) -> Load:
 # ---------------------------------------------------------------- systems
 
 
-def over_http(port: int, path: str, body_of: Callable[[list[int], int], dict[str, Any]]) -> Run:
-    """Return the function that sends a load's requests to a server and reads the streams."""
+def over_http(port: int, path: str, limit: str, **more: Any) -> Run:
+    """Return the function that sends a load's requests to a server and reads the streams.
+
+    ``limit``: the server's name for the number of tokens; ``more``: further fields of each request.
+    """
 
     async def ask(load: Load, number: int, line: Timeline) -> None:
-        body = json.dumps(body_of(load.prompts[number], load.tokens[number])).encode()
+        asked = {"prompt": load.prompts[number], limit: load.tokens[number], "ignore_eos": True, "stream": True}
+        body = json.dumps(asked | more).encode()
         head = f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\nConnection: close\r\n"
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
@@ -135,39 +140,19 @@ def over_http(port: int, path: str, body_of: Callable[[list[int], int], dict[str
     return lambda load: asyncio.run(run(load))
 
 
-def of_ovspec(prompt: list[int], tokens: int) -> dict[str, Any]:
-    return {"prompt": prompt, "max_tokens": tokens, "ignore_eos": True, "stream": True}
-
-
-def of_llamacpp(prompt: list[int], tokens: int) -> dict[str, Any]:
-    more = {"temperature": 0.0, "cache_prompt": False, "ignore_eos": True, "stream": True}
-    return {"prompt": prompt, "n_predict": tokens, **more}
-
-
-@dataclass(frozen=True)
-class Setup:
-    """What the systems load. ``most``: the number of texts at a time; ``properties``: ovspec's, for "exact"."""
-
-    folder: Path
-    gguf: Path | None
-    most: int
-    properties: dict[str, str]
-
-
-def started(name: str, setup: Setup, ends: ExitStack) -> Run:
+def started(name: str, args: argparse.Namespace, properties: dict[str, str], ends: ExitStack) -> Run:
     """Start a system, which ``ends`` will end, and return the function that runs loads on it."""
     kind, mode = SYSTEMS[name]
-    folder = str(setup.folder)
+    folder, most = str(args.folder), max(args.clients)
     if kind == "serve":
         command = [sys.executable, "-m", "ovspec", "serve", folder, "--draft", *mode]
-        command += ["--batch-size", str(max(16, setup.most))]
-        return over_http(served(command, ends), "/v1/completions", of_ovspec)
+        return over_http(served([*command, "--batch-size", str(max(16, most))], ends), "/v1/completions", "max_tokens")
     if kind == "llamacpp":
-        size = ["-c", str(setup.most * 1024), "-np", str(setup.most), "-t", str(os.cpu_count())]
-        command = [str(server_of_llamacpp()), "-m", str(setup.gguf), *size]
-        return over_http(served(command, ends), "/completion", of_llamacpp)
+        size = ["-c", str(most * 1024), "-np", str(most), "-t", str(os.cpu_count())]
+        port = served([str(server_of_llamacpp()), "-m", str(args.gguf), *size], ends)
+        return over_http(port, "/completion", "n_predict", temperature=0.0, cache_prompt=False)
     given: dict[str, Any] = {"target": folder, "draft": f"{folder}/draft", "mode": mode}
-    given["properties"] = setup.properties if name == EXACT else {}
+    given["properties"] = properties if name == EXACT else {}
     worker = ends.enter_context(Worker(kind, given))
     if "error" in worker.ready:
         raise SystemExit(f"{name}: {worker.ready['error']}")
@@ -176,11 +161,9 @@ def started(name: str, setup: Setup, ends: ExitStack) -> Run:
 
 def served(command: list[str], ends: ExitStack) -> int:
     """Start an HTTP server and return its port."""
-    with Path(os.devnull).open("w") as log:
-        process, port = http_server.start(command, log.fileno())
-    ends.callback(process.wait)
-    ends.callback(process.terminate)
-    return port
+    server = Server(command, quiet=True)
+    ends.callback(server.stop)
+    return server.port
 
 
 # ---------------------------------------------------------------- the benchmark
@@ -190,18 +173,19 @@ def can_take(name: str, cell: Cell) -> bool:
     return not name.startswith(STREAM) or (cell.loop == "closed" and cell.clients == 1)
 
 
-def figures_of(load: Load, lines: list[Timeline]) -> dict[str, Any]:
-    """Return the tokens/s of a turn, and the milliseconds to each text's first piece and between its pieces."""
-    began, ended = min(line.sent for line in lines), max(line.pieces[-1] for line in lines)
-    ttft = [1e3 * (line.pieces[0] - line.sent) for line in lines]
-    gaps = [1e3 * float(gap) for line in lines for gap in np.diff(line.pieces)]
-    return {"speed": sum(load.tokens) / (ended - began), "ttft": ttft, "gaps": gaps}
-
-
-def together(turns: list[dict[str, Any]]) -> dict[str, list[float]]:
-    """Return the tokens/s of each turn, and the milliseconds of all turns' texts."""
-    speeds = [turn["speed"] for turn in turns]
-    return {"speeds": speeds} | {name: [ms for turn in turns for ms in turn[name]] for name in ("ttft", "gaps")}
+def figures_of(turns: list[tuple[Load, list[Timeline]]]) -> dict[str, list[float]]:
+    """Return the tokens/s of each turn, and the milliseconds to the first piece of all texts and between pieces."""
+    speeds = []
+    for load, lines in turns:
+        seconds = max(line.pieces[-1] for line in lines) - min(line.sent for line in lines)
+        speeds.append(sum(load.tokens) / seconds)
+    texts = [line for _, lines in turns for line in lines]
+    ttft = [1e3 * (line.pieces[0] - line.sent) for line in texts]
+    return {
+        "speeds": speeds,
+        "ttft": ttft,
+        "gaps": [1e3 * float(gap) for line in texts for gap in np.diff(line.pieces)],
+    }
 
 
 def cells_of(name: str, found: dict[str, dict[str, list[float]]]) -> list[str | None]:
@@ -237,19 +221,18 @@ def main() -> None:
     del lm
     print(f"{machine()}\n")
     table, kept = Table(*HEADS), []
-    setup = Setup(args.folder, args.gguf, max(args.clients), properties)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the servers end, too
     with ExitStack() as ends:
-        runs = {name: started(name, setup, ends) for name in names}
+        runs = {name: started(name, args, properties, ends) for name in names}
         for cell in cells:
 
-            def run(name: str, turn: int, cell: Cell = cell) -> dict[str, Any]:
+            def run(name: str, turn: int, cell: Cell = cell) -> tuple[Load, list[Timeline]]:
                 load = load_of(cell, turn, tokenizer, args.every)
-                return figures_of(load, runs[name](load))
+                return load, runs[name](load)
 
             takers = [name for name in names if can_take(name, cell)]
             turns = take_turns(takers, run, args.turns, warm_up=1 if cell == cells[0] else 0)
-            found = {name: together(each) for name, each in turns.items()}
+            found = {name: figures_of(each) for name, each in turns.items()}
             for name in takers:
                 table.row(*vars(cell).values(), name, *cells_of(name, found))
                 kept.append({**vars(cell), "system": name, **found[name]})

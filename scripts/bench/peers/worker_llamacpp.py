@@ -7,18 +7,12 @@ are GGUF files, see ``gguf_writer.py``.
 
 from __future__ import annotations
 
-import atexit
 import json
 import os
-import subprocess
-import urllib.request
-from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
-import http_server
 import protocol
-from http_server import HTTP
+from http_server import Server
 
 LOOKUP_TOKENS = 10  # llama-cpp-python's own default
 
@@ -67,46 +61,25 @@ def by_library(setup: protocol.Setup, threads: int, context: int) -> protocol.Ge
 # ---------------------------------------------------------------- llama-server
 
 
-@dataclass
-class Server:
-    """A running llama-server, whose lookahead ``k`` is fixed when it starts."""
-
-    process: subprocess.Popen[bytes]
-    port: int
-    k: int | None
-
-    def stop(self) -> None:
-        self.process.terminate()
-        self.process.wait()
-
-
 def by_server(setup: protocol.Setup, threads: int, context: int) -> protocol.Generate:
-    running: list[Server] = []
-
-    def server_for(k: int | None) -> Server:
-        if not running or running[0].k != k:
-            stop_all()
-            running.append(start(setup, threads, context, k))
-        return running[0]
-
-    def stop_all() -> None:
-        while running:
-            running.pop().stop()
-
-    atexit.register(stop_all)
-    server_for(None)
+    running: dict[int | None, Server] = {None: start(setup, threads, context, None)}
 
     def generate(request: protocol.Request, watch: protocol.Watch) -> protocol.Texts:
-        prompt = request.prompt
-        server = server_for(request.k if setup.mode == "server-draft" else None)
+        prompt, k = request.prompt, request.k if setup.mode == "server-draft" else None
+        if k not in running:  # a server's lookahead is fixed when it starts
+            running.popitem()[1].stop()
+            running[k] = start(setup, threads, context, k)
         watch.restart()
         asked: dict[str, Any] = {"prompt": prompt, "n_predict": request.max_tokens, "ignore_eos": True}
         asked |= {"cache_prompt": False, "stream": True, "return_tokens": True, "seed": request.seed}
         asked |= {"temperature": request.temperature, "top_k": request.top_k or 0, "top_p": 1.0, "min_p": 0.0}
         tokens: list[int] = []
-        for event in events(server.port, asked):
-            watch.tokens(len(event.get("tokens", ())))
-            tokens += event.get("tokens", ())
+        with running[k].post("/completion", asked) as lines:
+            for line in lines:
+                if line.startswith(b"data: "):
+                    new = json.loads(line.removeprefix(b"data: ")).get("tokens", [])
+                    watch.tokens(len(new))
+                    tokens += new
         return protocol.Texts([tokens])  # it reports accepted / proposed, not the conditional acceptance
 
     return generate
@@ -121,20 +94,9 @@ def start(setup: protocol.Setup, threads: int, context: int, k: int | None) -> S
         command += ["-md", setup.draft_folder, "--spec-type", "draft-simple", "-td", str(threads)]
         command += ["--spec-draft-n-max", str(k)] if k is not None else []
     try:
-        return Server(*http_server.start(command), k)
+        return Server(command)
     except RuntimeError as error:
         raise protocol.Refusal(str(error)) from None
-
-
-def events(port: int, asked: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the events that the server streams."""
-    body = json.dumps(asked).encode()
-    headers = {"Content-Type": "application/json"}
-    request = urllib.request.Request(f"http://127.0.0.1:{port}/completion", body, headers)
-    with HTTP.open(request) as lines:
-        for line in lines:
-            if line.startswith(b"data: "):
-                yield json.loads(line[len(b"data: ") :])
 
 
 if __name__ == "__main__":

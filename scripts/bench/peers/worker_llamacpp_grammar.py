@@ -8,12 +8,11 @@ llama-cpp-python is older and knows fewer schemas.
 
 from __future__ import annotations
 
-import atexit
 import ctypes
+import functools
 import hashlib
 import json
 import urllib.error
-import urllib.request
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,10 +24,11 @@ import numpy as np
 import protocol
 import worker_llamacpp
 from grammar_protocol import Task, Vocabulary, measured
+from http_server import Server
 from install import server_of_llamacpp
 
 CANDIDATE = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32)])
-ROOT = Path(__file__).resolve().parent.parent.parent.parent
+ROOT = Path(__file__).resolve().parents[3]
 PEERS = ROOT / ".cache" / "peers"
 DEMO = ROOT / "models" / "demo-hf" / "target"
 
@@ -128,28 +128,22 @@ def load(setup: dict[str, Any]) -> protocol.Answer:
 # ---------------------------------------------------------------- JSON schemas
 
 
-servers: list[worker_llamacpp.Server] = []
-
-
 def converted(task: Task) -> Task:
+    """Return the task with a GBNF grammar instead of a JSON schema."""
     if task.kind != "json":
         return task
-    if not servers:
-        servers.append(start_server())
-        atexit.register(servers[0].stop)
-    body = json.dumps({"prompt": "a", "n_predict": 0, "json_schema": json.loads(task.source)}).encode()
-    url = f"http://127.0.0.1:{servers[0].port}/completion"
     try:
-        with worker_llamacpp.HTTP.open(
-            urllib.request.Request(url, body, {"Content-Type": "application/json"})
-        ) as answer:
+        body = {"prompt": "a", "n_predict": 0, "json_schema": json.loads(task.source)}
+        with converter().post("/completion", body) as answer:
             gbnf = json.load(answer)["generation_settings"]["grammar"]
     except urllib.error.HTTPError as error:
         raise protocol.Refusal(f"it doesn't convert the schema: {json.load(error)['error']['message']}") from error
     return replace(task, kind="gbnf", source=gbnf)
 
 
-def start_server() -> worker_llamacpp.Server:
+@functools.cache
+def converter() -> Server:
+    """Start llama-server with the demo target."""
     model = PEERS / "gguf" / "demo-for-schemas.gguf"
     if not model.exists():
         model.parent.mkdir(parents=True, exist_ok=True)
