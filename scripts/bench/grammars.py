@@ -19,7 +19,6 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,25 +37,17 @@ PEER_SECONDS = 300.0
 STYLES: tuple[dict[str, Any], ...] = ({"indent": 2}, {"separators": (",", ":")})
 
 
-@dataclass(frozen=True)
-class Subject:
-    """A grammar and texts that it allows. ``kind``: json (a schema) or lark."""
+def subjects(schemas: Path, grammar: Path, samples: list[Path]) -> Iterator[tuple[str, str, str, str, list[str]]]:
+    """Yield (set, name, kind, source, texts that it allows) of each grammar.
 
-    set: str
-    name: str
-    kind: str
-    source: str
-    texts: list[str]
-
-
-def subjects(schemas: Path, grammar: Path, samples: list[Path]) -> Iterator[Subject]:
-    """Yield a subject for each {name, schema, values} of ``schemas``, and that of C if there is a grammar for it."""
+    These are a schema for each {name, schema, values} of ``schemas``, and the grammar of C if it is there.
+    """
     for entry in json.loads(schemas.read_text(encoding="utf-8")):
         texts = [json.dumps(value, ensure_ascii=False, **style) for value in entry["values"] for style in STYLES]
-        yield Subject("JSON", entry["name"], "json", json.dumps(entry["schema"]), texts)
+        yield "JSON", entry["name"], "json", json.dumps(entry["schema"]), texts
     if grammar.exists() and samples:
         texts = [sample.read_text(encoding="utf-8") for sample in samples]
-        yield Subject("C", grammar.stem, "lark", grammar.read_text(encoding="utf-8"), texts)
+        yield "C", grammar.stem, "lark", grammar.read_text(encoding="utf-8"), texts
 
 
 def vocabulary_of(file: Path) -> dict[str, Any]:
@@ -95,26 +86,27 @@ def main() -> None:
     errors, outside = [], 0
     with ExitStack() as ends:
         workers = {}
-        for engine, (name, setup) in engines_of(args.peers).items():
-            workers[engine] = ends.enter_context(Worker(name, vocabulary | setup, PEER_SECONDS))
+        for engine, (worker, setup) in engines_of(args.peers).items():
+            workers[engine] = ends.enter_context(Worker(worker, vocabulary | setup, PEER_SECONDS))
             print(f"{engine}: {workers[engine].ready}", file=sys.stderr, flush=True)
         for turn, subject in enumerate(subjects(args.schemas, args.grammar, args.samples)):
+            part, name, kind, source, texts = subject
             # As ordinary text, so that a grammar gets the tokens that a model would mostly choose.
-            texts = [tokenizer.encode(text, add_special_tokens=False).ids for text in subject.texts]
-            task = {"kind": subject.kind, "source": subject.source, "texts": texts, "steps": args.steps}
+            ids = [tokenizer.encode(text, add_special_tokens=False).ids for text in texts]
+            task = {"kind": kind, "source": source, "texts": ids, "steps": args.steps}
             for engine in rotated(list(workers), turn):
-                peer, asked = engine in PEERS, task
-                if peer and subject.kind == "lark":
+                asked = task | ({"details": True} if engine == "default slices" else {})
+                if engine in PEERS and kind == "lark":
                     if gbnf is None:
                         continue
-                    asked = task | {"kind": "gbnf", "source": gbnf}
-                answer = workers[engine].ask(asked | ({"details": True} if engine == "default slices" else {}))
+                    asked |= {"kind": "gbnf", "source": gbnf}
+                answer = workers[engine].ask(asked)
                 for operation, found in answer.get("times", {}).items():
-                    times[subject.set, engine, operation] += found
+                    times[part, engine, operation] += found
                 outside += answer.get("outside", 0)
                 if "error" in answer:
-                    errors.append(f"- {engine}, {subject.name}: {answer['error']}")
-            print(f"{subject.name}: measured", file=sys.stderr, flush=True)
+                    errors.append(f"- {engine}, {name}: {answer['error']}")
+            print(f"{name}: measured", file=sys.stderr, flush=True)
     print(f"{machine()}; {vocabulary['size']} tokens\n")
     table, lines = Table("set", "engine", "operation", "count", "mean, ms", "p50", "p99", "max"), []
     for (part, engine, operation), found in sorted(times.items(), key=lambda item: item[0][:2]):

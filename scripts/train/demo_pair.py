@@ -27,7 +27,8 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizer import byte_level
+from tokenizers import pre_tokenizers, trainers
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -40,6 +41,8 @@ TARGET_SHARE = 0.58  # of the wall clock; the remaining time distils the draft
 # transformers' own annotations are too narrow for what its models do.
 Model = Any
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# Hidden units, MLP units, layers, heads and key heads; "small" is the draft of the tests' pair.
+SHAPES = {"target": (384, 1024, 5, 6, 2), "draft": (128, 512, 2, 2, 1), "small": (64, 192, 1, 4, 2)}
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
@@ -102,15 +105,7 @@ def split_files() -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
 
 def train_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
     """Train a byte-level BPE tokenizer; the split pattern keeps indentation together and digits apart."""
-    tokenizer = Tokenizer(models.BPE())
-    pattern = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(pattern), behavior="isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer = byte_level(r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
     trainer = trainers.BpeTrainer(
         vocab_size=VOCAB,
         special_tokens=[EOT, IM_START, IM_END],
@@ -176,39 +171,22 @@ def packed(tokens: np.ndarray, doc: np.ndarray, starts: np.ndarray, window: int)
 
 def new_model(kind: str) -> Model:
     """Return an untrained target (9.4 million parameters), draft (1.0 million) or small draft, with tied embeddings."""
-    shapes: dict[str, dict[str, Any]] = {
-        "target": {
-            "hidden_size": 384,
-            "intermediate_size": 1024,
-            "num_hidden_layers": 5,
-            "num_attention_heads": 6,
-            "num_key_value_heads": 2,
-        },
-        "draft": {
-            "hidden_size": 128,
-            "intermediate_size": 512,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
-            "num_key_value_heads": 1,
-        },
-        "small": {  # the draft of the tests' pair
-            "hidden_size": 64,
-            "intermediate_size": 192,
-            "num_hidden_layers": 1,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-        },
-    }
-    common: dict[str, Any] = {
-        "vocab_size": VOCAB,
-        "max_position_embeddings": MAX_POSITIONS,
-        "tie_word_embeddings": True,
-        "bos_token_id": 0,
-        "eos_token_id": 0,
-        "pad_token_id": 0,
-        "rms_norm_eps": 1e-5,
-    }
-    model: Model = LlamaForCausalLM(LlamaConfig(**common, **shapes[kind]))
+    hidden, mlp, layers, heads, kv_heads = SHAPES[kind]
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=hidden,
+        intermediate_size=mlp,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        max_position_embeddings=MAX_POSITIONS,
+        tie_word_embeddings=True,
+        bos_token_id=0,
+        eos_token_id=0,
+        pad_token_id=0,
+        rms_norm_eps=1e-5,
+    )
+    model: Model = LlamaForCausalLM(config)
     return model.to(DEVICE)
 
 
@@ -320,16 +298,20 @@ def progress_bar(kind: str, done: float, text: str) -> None:
 # ---------------------------------------------------------------- model card
 
 
-@torch.no_grad()
-def held_out_loss(model: Model, held_out: Corpus) -> float:
-    """Return the mean negative log-likelihood in nats per token, over windows of 512."""
+def windows(held_out: Corpus) -> Iterator[dict[str, torch.Tensor]]:
+    """Yield the held-out text in batches of windows of 512 tokens."""
     tokens, doc = held_out.epoch(0)
     starts = np.arange((len(tokens) - 1) // SHORT) * SHORT
-    total, count = 0.0, 0
     for at in range(0, len(starts), 12):
-        batch = packed(tokens, doc, starts[at : at + 12], SHORT)
-        logits = logits_of(model, batch).flatten(0, 1).float()
-        labels = batch["labels"].flatten()
+        yield packed(tokens, doc, starts[at : at + 12], SHORT)
+
+
+@torch.no_grad()
+def held_out_loss(model: Model, held_out: Corpus) -> float:
+    """Return the mean negative log-likelihood in nats per token."""
+    total, count = 0.0, 0
+    for batch in windows(held_out):
+        logits, labels = logits_of(model, batch).flatten(0, 1).float(), batch["labels"].flatten()
         total += F.cross_entropy(logits, labels, reduction="sum").item()
         count += int((labels >= 0).sum())
     return total / count
@@ -365,12 +347,7 @@ def acceptance(target: Model, draft: Model, held_out: Corpus, sample: bool, seed
 @torch.no_grad()
 def agreement(target: Model, draft: Model, held_out: Corpus) -> float:
     """Return the share of positions in the held-out text at which both models have the same first choice."""
-    tokens, doc = held_out.epoch(0)
-    starts = np.arange((len(tokens) - 1) // SHORT) * SHORT
-    same = []
-    for at in range(0, len(starts), 12):
-        batch = packed(tokens, doc, starts[at : at + 12], SHORT)
-        same.append(logits_of(target, batch).argmax(-1) == logits_of(draft, batch).argmax(-1))
+    same = [logits_of(target, batch).argmax(-1) == logits_of(draft, batch).argmax(-1) for batch in windows(held_out)]
     return torch.cat(same).float().mean().item()
 
 

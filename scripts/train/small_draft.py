@@ -44,15 +44,8 @@ def main() -> None:
         for files in split_files()
     )
     draft = new_model("small")
-    train(
-        "small",
-        draft,
-        lambda batch: distillation_loss(draft, target, batch),
-        documents,
-        args.minutes,
-        work / "small.pt",
-        args.seed,
-    )
+    loss: Any = lambda batch: distillation_loss(draft, target, batch)  # noqa: E731
+    train("small", draft, loss, documents, args.minutes, work / "small.pt", args.seed)
     draft.eval()
     rates = acceptance(target, draft, held_out, False, args.seed) | acceptance(target, draft, held_out, True, args.seed)
     print(", ".join(f"{name} {rate:.3f}" for name, rate in rates.items()))

@@ -67,20 +67,24 @@ def texts_of(files: list[Path], limit: int, used: dict[str, int]) -> Iterator[st
         yield text
 
 
+def byte_level(pattern: str) -> Tokenizer:
+    """Return an untrained byte-level BPE tokenizer that splits text by ``pattern`` first."""
+    tokenizer = Tokenizer(models.BPE())
+    split = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
 def train(files: list[Path], tokens: int, limit: int) -> tuple[Tokenizer, dict[str, Any]]:
     """Train a tokenizer; return it and a description of what it was trained on.
 
     Raises:
         SystemExit: there is too little text for ``tokens`` tokens.
     """
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(PATTERN), behavior="isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer = byte_level(PATTERN)
     trainer = trainers.BpeTrainer(
         vocab_size=tokens - 1,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
