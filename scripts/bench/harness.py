@@ -115,7 +115,8 @@ def add_runtime_options(parser: argparse.ArgumentParser) -> None:
 def runtime_of(args: argparse.Namespace) -> dict[str, Any]:
     """Return these options as ``ovspec.load`` takes them."""
     given = {name: getattr(args, name) for name in RUNTIME}
-    return given | {"properties": dict(given["properties"] or {}) or None}
+    properties = {name: value for each in given["properties"] or () for name, value in each.items()}
+    return given | {"properties": properties or None}
 
 
 # ---------------------------------------------------------------- times

@@ -29,7 +29,6 @@ from ovspec.drafting.choice import DraftChoice
 from ovspec.drafting.costs import Costs
 from ovspec.errors import OvspecError
 from ovspec.loading import embedded_pair
-from ovspec.options.reading import auto_or_number
 from ovspec.setup.manifest import DRAFT_FOLDER
 
 # Mode: the drafters it has, lookup and the draft model; auto does without the draft model if there is none.
@@ -216,6 +215,10 @@ def draw(lines: list[dict[str, Any]], file: Path) -> None:
         axes[0].legend()
 
 
+def lookahead(text: str) -> int | str:
+    return text if text == "auto" else int(text)
+
+
 def main() -> None:
     parser = harness.options(__doc__)
     parser.add_argument("folder", nargs="?", type=Path, default=embedded_pair(), metavar="DIR")
@@ -229,9 +232,7 @@ def main() -> None:
     parser.add_argument(
         "--mode", type=harness.several(choices=MODES), help="[default: all that there are drafters for]"
     )
-    parser.add_argument(
-        "--lookahead", type=harness.several(auto_or_number), default="4", help="of draft, lookup and chain"
-    )
+    parser.add_argument("--lookahead", type=harness.several(lookahead), default="4", help="of draft, lookup and chain")
     parser.add_argument("-n", "--max-tokens", type=int, default=128)
     parser.add_argument("--prompts", type=int, default=3, help="of each workload, at most")
     parser.add_argument("--repeats", type=int, default=1)

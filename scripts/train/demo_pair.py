@@ -171,22 +171,18 @@ def packed(tokens: np.ndarray, doc: np.ndarray, starts: np.ndarray, window: int)
 
 def new_model(kind: str) -> Model:
     """Return an untrained target (9.4 million parameters), draft (1.0 million) or small draft, with tied embeddings."""
-    hidden, mlp, layers, heads, kv_heads = SHAPES[kind]
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=hidden,
-        intermediate_size=mlp,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        max_position_embeddings=MAX_POSITIONS,
-        tie_word_embeddings=True,
-        bos_token_id=0,
-        eos_token_id=0,
-        pad_token_id=0,
-        rms_norm_eps=1e-5,
-    )
-    model: Model = LlamaForCausalLM(config)
+    names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+    given: dict[str, Any] = {
+        **dict(zip(names, SHAPES[kind], strict=True)),
+        "vocab_size": VOCAB,
+        "max_position_embeddings": MAX_POSITIONS,
+        "tie_word_embeddings": True,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+        "pad_token_id": 0,
+        "rms_norm_eps": 1e-5,
+    }
+    model: Model = LlamaForCausalLM(LlamaConfig(**given))
     return model.to(DEVICE)
 
 
