@@ -14,6 +14,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -45,19 +46,16 @@ def time_to_first_token(folder: Path, cache: Path) -> float:
     command = [*COMMAND, "generate", folder, CODE[0], "--draft", "-n", "16", "--cache-dir", cache]
 
     def once() -> float:
-        running: list[subprocess.Popen[bytes]] = []
-
-        def first_byte() -> None:
-            running.append(subprocess.Popen(list(map(str, command)), stdout=subprocess.PIPE))
-            assert running[0].stdout
-            running[0].stdout.read(1)
-
-        ms = milliseconds(first_byte)
-        running[0].communicate()
-        return ms
+        began = time.perf_counter()
+        with subprocess.Popen(list(map(str, command)), stdout=subprocess.PIPE) as running:
+            assert running.stdout
+            running.stdout.read(1)
+            seconds = time.perf_counter() - began
+            running.communicate()
+        return seconds
 
     once()  # fills the cache
-    return statistics.median(once() for _ in range(5)) / 1e3
+    return statistics.median(once() for _ in range(5))
 
 
 def speed(folder: Path, cache: Path, args: argparse.Namespace, **given: Any) -> list[dict[str, Any]]:

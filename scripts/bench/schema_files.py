@@ -128,10 +128,3 @@ def pydantic_schemas() -> list[SchemaFile]:
                 models[name] = SchemaFile("pydantic", name, each.model_json_schema(), False)
     order = sorted(models, key=lambda name: hashlib.sha256(f"openai/{name}".encode()).digest())
     return [models[name] for name in order[:200]]
-
-
-if __name__ == "__main__":
-    files = schema_files()
-    for package in PACKAGES:
-        ours = [file for file in files if file.package == package]
-        print(f"{package}: {len(ours)} schemas, {sum(file.held_out for file in ours)} of them held out")

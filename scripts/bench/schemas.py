@@ -33,6 +33,7 @@ from schema_files import PACKAGES, SchemaFile, pydantic_schemas, schema_files
 from ovspec.constraints.unique_items import Followed, UniqueItems
 from ovspec.errors import OvspecError
 from ovspec.grammars.conversion import converted
+from ovspec.grammars.conversion_worker import Bytes
 from ovspec.grammars.limits import LIMITS
 from ovspec.grammars.sources import UNIQUE_ITEMS
 
@@ -54,18 +55,8 @@ class Measured:
     wrong: list[str] = field(default_factory=list)
 
 
-class Bytes:
-    """A vocabulary of all bytes and an end token."""
-
-    eos_token_id, bos_token_id, is_tokenizer_wrapper = 256, None, True
-    special_token_ids = (256,)
-    tokens = [bytes([i]) for i in range(256)] + [b"<eos>"]
-
-    def __call__(self, text: str | bytes) -> list[int]:
-        return list(text if isinstance(text, bytes) else text.encode())
-
-
-TOKENIZER = LLTokenizer(Bytes())  # type: ignore[arg-type]
+VOCABULARY = Bytes([], 0)  # all bytes, and an end token
+TOKENIZER = LLTokenizer(VOCABULARY)  # type: ignore[arg-type]
 
 
 class Acceptor:
@@ -74,7 +65,7 @@ class Acceptor:
     def __init__(self, grammar: str) -> None:
         whole = json.loads(grammar)
         tracks = whole.pop(UNIQUE_ITEMS, None)
-        self._unique = UniqueItems(tracks, Bytes.tokens) if tracks else None
+        self._unique = UniqueItems(tracks, VOCABULARY.tokens) if tracks else None
         self._matcher = LLMatcher(TOKENIZER, json.dumps(whole), log_level=0, limits=LIMITS)
 
     def accepts(self, text: bytes) -> bool:

@@ -142,13 +142,10 @@ def main() -> None:
     parser = options(__doc__)
     what = parser.add_subparsers(dest="what", required=True)
     steps, talk = what.add_parser("program"), what.add_parser("chat")
-    for each in (steps, talk):
+    for each, counts in ((steps, {"steps": 20, "tokens": 2, "rounds": 3}), (talk, {"turns": 20, "answer": 40})):
         each.add_argument("folder", type=Path)
-    steps.add_argument("--steps", type=int, default=20)
-    steps.add_argument("--tokens", type=int, default=2)
-    steps.add_argument("--rounds", type=int, default=3)
-    talk.add_argument("--turns", type=int, default=20)
-    talk.add_argument("--answer", type=int, default=40)
+        for name, usual in counts.items():
+            each.add_argument(f"--{name}", type=int, default=usual)
     talk.add_argument("--plot", type=Path)
     args = parser.parse_args()
     lm = ovspec.load(args.folder)

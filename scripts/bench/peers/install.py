@@ -97,8 +97,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME")
     names = parser.parse_args().names or NAMES
-    unknown = [name for name in names if name not in NAMES]
-    if unknown:
+    if unknown := [name for name in names if name not in NAMES]:
         parser.error(f"unknown peer {unknown[0]!r}; choose from {', '.join(NAMES)}")
     for name in names:
         install(name)

@@ -71,36 +71,36 @@ def tensor(ids: list[int]) -> ov.Tensor:
     return ov.Tensor(np.array([ids], dtype=np.int64))
 
 
+def drafting(setup: protocol.Setup) -> dict[str, Any]:
+    """Return the properties of a pipeline with the drafter of a mode."""
+    if setup.mode == "draft":
+        draft = genai.draft_model(setup.draft_folder, "CPU", **setup.draft_properties)
+        return setup.properties | {"draft_model": draft}
+    return setup.properties | ({"prompt_lookup": True} if setup.mode == "lookup" else {})
+
+
 def load(setup: protocol.Setup) -> protocol.Generate:
-    properties: dict[str, Any] = dict(setup.properties)
+    properties: dict[str, Any] = drafting(setup)
     if setup.mode == "batch":
-        return batches(
-            setup, genai.ContinuousBatchingPipeline(setup.target, scheduler(setup.options), "CPU", properties)
-        )
+        several = genai.ContinuousBatchingPipeline(setup.target, scheduler(setup.options), "CPU", properties)
+
+        def batch(request: protocol.Request, watch: protocol.Watch) -> protocol.Texts:
+            del watch  # it streams single texts only
+            configs = [config_of(setup, request)] * len(request.prompts)
+            results = several.generate([tensor(ids) for ids in request.prompts], configs)
+            return protocol.Texts([list(result.m_generation_ids[0]) for result in results])
+
+        return batch
     backend = setup.options.get("backend", "PA")
     if backend:
         properties["ATTENTION_BACKEND"] = backend
     if backend == "PA":
         properties["scheduler_config"] = scheduler(setup.options)
-    if setup.mode == "draft":
-        properties["draft_model"] = genai.draft_model(setup.draft_folder, "CPU", **setup.draft_properties)
-    elif setup.mode == "lookup":
-        properties["prompt_lookup"] = True
     pipeline = genai.LLMPipeline(setup.target, "CPU", **properties)
 
     def generate(request: protocol.Request, watch: protocol.Watch) -> protocol.Texts:
         result = pipeline.generate(tensor(request.prompt), config_of(setup, request), FirstToken(watch))
         return protocol.Texts([list(result.tokens[0])])
-
-    return generate
-
-
-def batches(setup: protocol.Setup, pipeline: Any) -> protocol.Generate:
-    def generate(request: protocol.Request, watch: protocol.Watch) -> protocol.Texts:
-        del watch  # it streams single texts only
-        configs = [config_of(setup, request)] * len(request.prompts)
-        results = pipeline.generate([tensor(ids) for ids in request.prompts], configs)
-        return protocol.Texts([list(result.m_generation_ids[0]) for result in results])
 
     return generate
 

@@ -12,17 +12,12 @@ from typing import Any
 import openvino_genai as genai  # type: ignore[import-not-found]
 import protocol
 from arrivals import Load, Timeline, told
-from worker_genai import config_of, tensor
+from worker_genai import config_of, drafting, tensor
 
 
 def load(given: dict[str, Any]) -> protocol.Answer:
     setup = protocol.Setup(**given)
-    properties: dict[str, Any] = dict(setup.properties)
-    if setup.mode == "draft":
-        properties["draft_model"] = genai.draft_model(setup.draft_folder, "CPU", **setup.draft_properties)
-    elif setup.mode == "lookup":
-        properties["prompt_lookup"] = True
-    pipeline = genai.ContinuousBatchingPipeline(setup.target, genai.SchedulerConfig(), "CPU", properties)
+    pipeline = genai.ContinuousBatchingPipeline(setup.target, genai.SchedulerConfig(), "CPU", drafting(setup))
 
     def answer(asked: dict[str, Any]) -> dict[str, Any]:
         work = Load(**asked)
