@@ -64,13 +64,14 @@ def add_vocabulary(writer: Any, folder: Path, config: dict[str, Any]) -> None:
 
 
 def write(folder: Path, out: Path, kind: str) -> None:
+    """Write the checkpoint in ``folder``; ``kind``: the type of its matrices."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     heads, kv_heads, layers = (
         config[f"num_{part}"] for part in ("attention_heads", "key_value_heads", "hidden_layers")
     )
     head = config.get("head_dim") or config["hidden_size"] // heads
     rope = config.get("rope_parameters") or config
-    writer = gguf.GGUFWriter(out, "llama")
+    writer = gguf.GGUFWriter(unfinished(out), "llama")
     writer.add_name(folder.name)
     writer.add_file_type(FILE_TYPES[kind])
     writer.add_block_count(layers)
@@ -96,10 +97,21 @@ def write(folder: Path, out: Path, kind: str) -> None:
             continue
         wanted = TYPES["q8_0"] if name in OUTSIDE else TYPES[kind]
         writer.add_tensor(theirs, gguf.quants.quantize(values, wanted), raw_dtype=wanted)
+    finish(writer, out)
+
+
+def unfinished(out: Path) -> Path:
+    """Return the name of a file until it is complete."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    return out.with_suffix(".unfinished")
+
+
+def finish(writer: Any, out: Path) -> None:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+    unfinished(out).replace(out)
 
 
 def main() -> None:
@@ -108,10 +120,7 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--type", choices=TYPES, default="q8_0")
     args = parser.parse_args()
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = args.out.with_suffix(".unfinished")
-    write(args.checkpoint, unfinished, args.type)
-    unfinished.replace(args.out)
+    write(args.checkpoint, args.out, args.type)
     print(f"{args.out}: {args.out.stat().st_size / 1e6:,.0f} MB")
 
 

@@ -57,12 +57,8 @@ def ratios_of(line: dict[str, Any]) -> tuple[float | None, float | None]:
 
 def errors_of(lines: list[dict[str, Any]]) -> list[str]:
     """Return a Markdown item for each error, without repetitions."""
-    found = [
-        f"- {name_of(line)}, {mode_of(line)}, {line['properties']}: `{line['error']}`"
-        for line in lines
-        if line["error"]
-    ]
-    return list(dict.fromkeys(found))
+    names = ((line, f"{name_of(line)}, {mode_of(line)}, {line['properties']}") for line in lines if line["error"])
+    return list(dict.fromkeys(f"- {name}: `{line['error']}`" for line, name in names))
 
 
 def draw(lines: list[dict[str, Any]], file: Path) -> None:

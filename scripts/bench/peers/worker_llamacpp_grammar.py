@@ -91,15 +91,10 @@ def vocabulary_file(vocabulary: Vocabulary) -> Path:
     digest = hashlib.sha256(source.read_bytes() + f"{vocabulary.size} {vocabulary.end}".encode()).hexdigest()[:8]
     out = PEERS / "gguf" / f"vocabulary-{digest}.gguf"
     if not out.exists():
-        out.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = out.with_suffix(".unfinished")
-        writer = gguf.GGUFWriter(unfinished, "llama")
+        writer = gguf.GGUFWriter(gguf_writer.unfinished(out), "llama")
         config = {"vocab_size": vocabulary.size, "bos_token_id": vocabulary.end, "eos_token_id": vocabulary.end}
         gguf_writer.add_vocabulary(writer, source.parent, config)
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.close()
-        unfinished.replace(out)
+        gguf_writer.finish(writer, out)
     return out
 
 
@@ -146,10 +141,7 @@ def converter() -> Server:
     """Start llama-server with the demo target."""
     model = PEERS / "gguf" / "demo-for-schemas.gguf"
     if not model.exists():
-        model.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = model.with_suffix(".unfinished")
-        gguf_writer.write(DEMO, unfinished, "q8_0")
-        unfinished.replace(model)
+        gguf_writer.write(DEMO, model, "q8_0")
     program = server_of_llamacpp()
     setup = protocol.Setup(str(model), options={"server": str(program) if program.exists() else None})
     return worker_llamacpp.start(setup, threads=1, context=256, k=None)
