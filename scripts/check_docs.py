@@ -49,8 +49,7 @@ def problems() -> Iterator[str]:
 
 
 def main() -> None:
-    found = list(problems())
-    sys.exit("\n".join(found) if found else 0)
+    sys.exit("\n".join(problems()) or 0)
 
 
 if __name__ == "__main__":

@@ -61,10 +61,8 @@ def times_by_width(decoder: Decoder, text: np.ndarray) -> tuple[dict[int, float]
                 decoder.truncate(0, half)
             decoder.feed([text[half : half + WIDTHS[-1] + 1]], [1])
             decoder.truncate(0, half)
-    first, second = (
-        {width: round(statistics.median(found), 4) for width, found in times.items()} for times in (same, changed)
-    )
-    return first, second
+    medians = [{width: round(statistics.median(ms), 4) for width, ms in times.items()} for times in (same, changed)]
+    return medians[0], medians[1]
 
 
 def trace(drafter: Drafter, text: list[int], start: int, params: Params, most: int) -> list[tuple[list[float], int]]:

@@ -57,17 +57,12 @@ def exact_probabilities(lm: ovspec.LanguageModel, prompt: list[int], top_k: int 
 
 def outcome_of(tokens: list[int], exact: Exact) -> Outcome | None:
     """Return the outcome that ``tokens`` count as; None if they are impossible."""
-    candidates = [tuple(tokens), *((*tokens[:end], OTHER) for end in range(len(tokens)))]
-    return next((outcome for outcome in candidates if outcome in exact and fits(outcome, tokens, exact)), None)
-
-
-def fits(outcome: Outcome, tokens: list[int], exact: Exact) -> bool:
-    """Return whether the token that ``outcome`` calls ``OTHER`` is not one of the likeliest at its position."""
-    if outcome[-1] != OTHER:
-        return True
-    end = len(outcome) - 1
-    named = {each[end] for each in exact if len(each) > end and each[:end] == outcome[:end]}
-    return tokens[end] not in named
+    for end, token in enumerate(tokens):
+        begin = tuple(tokens[:end])
+        possible = {each[end] for each in exact if len(each) > end and each[:end] == begin}
+        if token not in possible:
+            return (*begin, OTHER) if OTHER in possible else None
+    return tuple(tokens)
 
 
 def even_prompt(lm: ovspec.LanguageModel, top_k: int | None) -> list[int]:

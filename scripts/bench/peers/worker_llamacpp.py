@@ -21,11 +21,8 @@ def load(setup: protocol.Setup) -> protocol.Generate:
     # Its own default is half of the processors, because of hyper-threading.
     threads = int(setup.options.get("threads") or os.cpu_count() or 1)
     context = int(setup.options.get("context") or 4096)
-    if setup.mode in ("server-plain", "server-draft"):
-        return by_server(setup, threads, context)
-    if setup.mode in ("plain", "lookup"):
-        return by_library(setup, threads, context)
-    raise protocol.Refusal(f"it has no mode {setup.mode}")
+    begin = by_server if setup.mode.startswith("server-") else by_library
+    return begin(setup, threads, context)
 
 
 # ---------------------------------------------------------------- in this process
