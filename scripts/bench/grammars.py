@@ -33,7 +33,6 @@ TOKENIZER = ROOT / ".cache" / "bench" / "tokenizer-128k" / "tokenizer.json"
 GRAMMARS = ROOT / "demos" / "grammars"
 OURS = "llguidance"
 PEERS = ("xgrammar", "llamacpp_grammar")
-PEER_SECONDS = 300.0
 STYLES: tuple[dict[str, Any], ...] = ({"indent": 2}, {"separators": (",", ":")})
 
 
@@ -87,7 +86,7 @@ def main() -> None:
     with ExitStack() as ends:
         workers = {}
         for engine, (worker, setup) in engines_of(args.peers).items():
-            workers[engine] = ends.enter_context(Worker(worker, vocabulary | setup, PEER_SECONDS))
+            workers[engine] = ends.enter_context(Worker(worker, vocabulary | setup, seconds=300))
             print(f"{engine}: {workers[engine].ready}", file=sys.stderr, flush=True)
         for turn, subject in enumerate(subjects(args.schemas, args.grammar, args.samples)):
             part, name, kind, source, texts = subject
