@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 import threading
@@ -70,7 +71,7 @@ class CompiledIR:
         """Width of the logits, which may exceed the tokenizer's vocabulary."""
         return self.compiled.output(0).get_partial_shape()[-1].get_length()
 
-    @property
+    @functools.cached_property
     def context_length(self) -> int | None:
         return self.config.context_length
 

@@ -139,7 +139,8 @@ def test_a_killed_preparation_leaves_no_overlay_and_the_next_one_cleans_up(
 
 def test_two_at_once_make_it_once(toy: Environment) -> None:
     command = [sys.executable, "-c", PREPARE, toy.wheels[0][2]]
-    both = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(2)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "encoding": "utf-8"}
+    both = [subprocess.Popen(command, **pipes) for _ in range(2)]
     answers = [process.communicate() for process in both]
     assert [process.returncode for process in both] == [0, 0], answers
     assert {out.strip() for out, _ in answers} == {str(toy.folder)}
