@@ -9,11 +9,11 @@ import difflib
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
+from urllib.parse import unquote
 
 from ovspec.errors import OvspecError
 from ovspec.grammars.json_schema.expressions import split
 from ovspec.grammars.json_schema.formats import FORMATS, NOTES
-from ovspec.grammars.json_schema.references import References, pointed
 
 Schema = dict[str, Any]
 
@@ -55,7 +55,7 @@ class Checker:
     def __init__(self, root: Schema, problem: Callable[[Schema], str], lenient: bool) -> None:
         self._problem = problem
         self.ignored: dict[str, str] = {}  # keyword or format -> JSON pointer of the first
-        self._root, self._lenient, self._references = root, lenient, References(root)
+        self._root, self._lenient = root, lenient
         self._waiting: list[tuple[Any, str]] = [(root, "#")]
         self._seen: set[int] = set()
         self._expressions: dict[str, str] = {}  # pattern -> what is wrong with it
@@ -110,7 +110,7 @@ class Checker:
             for name, each in list(value.items()):
                 self._named(schema, key, name, each, f"{at}/{pointed(name)}")
         elif key in REFERENCES:
-            self._waiting.append(self._references.resolved(value, at))
+            self._waiting.append(resolved(self._root, value, at))
             self._used.add(str(value))
         elif key in COUNTS:
             right = is_number(value) and value >= 0 and value == int(value)
@@ -190,6 +190,33 @@ class Checker:
             if found := SET_OPERATIONS.search(re.sub(r"\\.|\[:\w+:\]", "", inside, flags=re.DOTALL)):
                 return f"{found.group()!r} in a class has a special meaning here; put \\ before it."
         return self._problem({"type": "string", "pattern": pattern})
+
+
+def resolved(root: Any, reference: Any, at: str) -> tuple[Any, str]:
+    """Return the schema within ``root`` that a reference at JSON pointer ``at`` refers to, and its JSON pointer."""
+    need(isinstance(reference, str), at, "text such as #/$defs/name")
+    own = root.get("$id", root.get("id"))
+    target = reference.removeprefix(own.rstrip("#")) if isinstance(own, str) else reference
+    if target in ("", "#"):
+        return root, "#"
+    if not target.startswith("#/"):
+        where = "an anchor" if target.startswith("#") else "outside this schema"
+        raise OvspecError(f"{at}: {reference!r} is {where}; put the schema into $defs and refer to #/$defs/name.")
+    found: Any = root
+    for part in target[2:].split("/"):
+        part = unquote(part).replace("~1", "/").replace("~0", "~")
+        if isinstance(found, list) and part.isdigit() and int(part) < len(found):
+            found = found[int(part)]
+        elif isinstance(found, dict) and part in found:
+            found = found[part]
+        else:
+            raise OvspecError(f"{at}: there is no {reference!r} in this schema.")
+    return found, target
+
+
+def pointed(key: str) -> str:
+    """Return a key as JSON pointers write it."""
+    return key.replace("~", "~0").replace("/", "~1")
 
 
 def writable(value: Any, at: str) -> None:

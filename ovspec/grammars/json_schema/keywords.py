@@ -71,6 +71,9 @@ def own(schema: Schema, at: str, nodes: Nodes) -> Shape:
         if key in schema:
             values = schema[key] if key == "enum" else [schema[key]]
             shape = meeting(shape, constants(values, lambda value: nodes.node({"const": value}, at)))
+    unenforced = {**unevaluated(schema), **({"contains": "array"} if "contains" in schema else {})}
+    for key, kind in unenforced.items():
+        shape = meeting(shape, nodes.refused(f"{at}/{key}", f"{key} can't be enforced", kind))
     return shape
 
 
@@ -124,17 +127,12 @@ def items_of(schema: Schema, at: str, nodes: Nodes) -> tuple[list[tuple[Any, str
 
 def arrays_of(schema: Schema, at: str, nodes: Nodes) -> Arrays:
     prefix, rest = items_of(schema, at, nodes)
-    contains: tuple[tuple[Node, int, int | None], ...] = ()
-    if "contains" in schema:
-        node = nodes.node(schema["contains"], f"{at}/contains")
-        contains = ((node, schema.get("minContains", 1), schema.get("maxContains")),)
     return Arrays(
         tuple(nodes.node(*each) for each in prefix),
         nodes.node(*rest),
         schema.get("minItems", 0),
         schema.get("maxItems"),
         schema.get("uniqueItems") is True,
-        contains,
     )
 
 
@@ -175,8 +173,10 @@ def listed_nodes(schema: Schema, key: str, at: str, nodes: Nodes) -> list[Node]:
     return [nodes.node(each, f"{at}/{key}/{i}") for i, each in enumerate(schema.get(key, ()))]
 
 
-def has_unevaluated(schema: Schema) -> bool:
-    return any(schema.get(key, True) is not True for key in ("unevaluatedProperties", "unevaluatedItems"))
+def unevaluated(schema: Schema) -> dict[str, str]:
+    """Return the type of value that each keyword for what isn't mentioned concerns, of those that forbid something."""
+    kinds = {"unevaluatedProperties": "object", "unevaluatedItems": "array"}
+    return {key: kind for key, kind in kinds.items() if schema.get(key, True) is not True}
 
 
 # ---------------------------------------------------------------- broken keywords
@@ -220,8 +220,7 @@ def negated(schema: Schema, at: str, nodes: Nodes) -> Iterator[Shape | Node]:
         else:
             without = nodes.opposite(nodes.node(needed, below))
             yield both(nodes.node({"type": "object", "required": [name]}, below), without)
-    if has_unevaluated(schema):
-        yield nodes.refused(at, "unevaluatedProperties and unevaluatedItems can't be negated")
+    yield from (refusal(f"{at}/{key}", kind, nodes) for key, kind in unevaluated(schema).items())
 
 
 def refusal(at: str, kind: str, nodes: Nodes) -> Shape:
@@ -278,8 +277,8 @@ def negated_array(schema: Schema, at: str, nodes: Nodes) -> Iterator[Shape]:
     prefix, (rest, place) = items_of(schema, at, nodes)
     if prefix:
         yield refusal(prefix[0][1].rpartition("/")[0], "array", nodes)
-    elif wrong := nodes.opposite(nodes.node(rest, place)) - NOTHING:
-        yield only("array", Arrays(contains=((wrong, 1, None),)))
+    elif nodes.node(rest, place):
+        yield refusal(place, "array", nodes)
     if "contains" in schema:
         if schema.get("minContains", 1) != 1 or "maxContains" in schema:
             yield refusal(f"{at}/contains", "array", nodes)

@@ -9,16 +9,14 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-import math
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
 from ovspec.errors import OvspecError
 from ovspec.grammars.json_schema import keywords
-from ovspec.grammars.json_schema.checking import ANNOTATIONS, REFERENCES, Schema
+from ovspec.grammars.json_schema.checking import ANNOTATIONS, REFERENCES, Schema, resolved
 from ovspec.grammars.json_schema.numbers import none_fits
-from ovspec.grammars.json_schema.references import References
 from ovspec.grammars.json_schema.shapes import (
     ANYTHING,
     KINDS,
@@ -72,7 +70,7 @@ class Schemas:
     """
 
     def __init__(self, root: Schema | bool, lenient: bool, no_text: Callable[[Strings], bool]) -> None:
-        self._references, self.lenient, self.no_text = References(root), lenient, no_text
+        self._root, self.lenient, self.no_text = root, lenient, no_text
         dialect = str(root.get("$schema")) if isinstance(root, dict) else ""
         self.old = re.search(r"draft-0[3-7]", dialect) is not None
         self._numbers: dict[str, int] = {}
@@ -90,7 +88,7 @@ class Schemas:
             if id(schema) in passed:
                 raise Circular(at)
             passed.add(id(schema))
-            schema, at = self._references.resolved(schema["$ref"], f"{at}/$ref")
+            schema, at = resolved(self._root, schema["$ref"], f"{at}/$ref")
         if schema is True or (isinstance(schema, dict) and not schema.keys() - ANNOTATING):
             return frozenset()
         key = json.dumps(schema)
@@ -148,8 +146,6 @@ class Schemas:
         for at, nodes in gathered.exclusive:
             with self._bounded(at):
                 shape = self._one_of(shape, nodes, at)
-        if len(node) == 1 and (alone := next(iter(node)))[1]:
-            shape = self._evaluating_all(shape, *self._schemas[alone[0]])
         return shape
 
     @contextlib.contextmanager
@@ -175,8 +171,6 @@ class Schemas:
             seen.add((number, positive))
             if not isinstance(schema, dict):
                 found.shape = Shape() if schema != positive else found.shape
-            elif positive and len(node) > 1 and keywords.has_unevaluated(schema):
-                found.unions.append((at, [frozenset({(number, True)})]))  # it sees nothing of what is beside it
             elif positive:
                 found.shape = self._meet(found.shape, keywords.own(schema, at, self))
                 more = self._gather_positive(schema, at, found)
@@ -216,7 +210,7 @@ class Schemas:
 
     def target(self, reference: str, at: str) -> Node:
         """Return the node of what a reference at JSON pointer ``at`` refers to."""
-        return self.node(*self._references.resolved(reference, at))
+        return self.node(*resolved(self._root, reference, at))
 
     def all_apart(self, nodes: list[Node]) -> bool:
         """Return whether no value matches two of ``nodes``, as far as that can be told."""
@@ -250,17 +244,10 @@ class Schemas:
                 if usable is None and self.empty(each.items):
                     usable = len(each.prefix)
                 most = usable if each.most is None else each.most if usable is None else min(each.most, usable)
-                lacking = any(least > self._places(each, node, most) for node, least, _ in each.contains)
-                return None if lacking or (most is not None and each.least > most) else replace(each, most=most)
+                return None if most is not None and each.least > most else replace(each, most=most)
             case Objects():
                 return self._settled_object(each)
         return each
-
-    def _places(self, each: Arrays, wanted: Node, most: int | None) -> float:
-        """Return how many items of an array may match ``wanted``."""
-        listed = sum(not self.empty(both(node, wanted)) for node in each.prefix[:most])
-        free = not self.empty(both(each.items, wanted))
-        return listed + free * (math.inf if most is None else max(most - len(each.prefix), 0))
 
     def _settled_object(self, each: Objects) -> Alternative | None:
         listed = dict(each.properties)
@@ -319,35 +306,3 @@ class Schemas:
         if isinstance(one, Refused) or isinstance(other, Refused):
             return False
         return self._settle(common(one, other)) is None
-
-    def _evaluating_all(self, shape: Shape, schema: Schema | bool, at: str) -> Shape:
-        """Apply unevaluatedProperties and unevaluatedItems, which concern what nothing beside them mentions."""
-        if not isinstance(schema, dict) or not keywords.has_unevaluated(schema):
-            return shape
-        kinds = dict(shape.kinds)
-        for key, kind in (("unevaluatedProperties", "object"), ("unevaluatedItems", "array")):
-            if schema.get(key, True) is True or kind not in kinds:
-                continue
-            if not all(isinstance(each, Objects) for each in kinds[kind]) or self._conditional(schema):
-                return self._meet(shape, self.refused(f"{at}/{key}", f"{key} can't be enforced here", kind))
-            rest = self.node(schema[key], f"{at}/{key}")
-            kinds[kind] = tuple(
-                replace(each, rest=rest, open=False) if isinstance(each, Objects) and each.open else each
-                for each in kinds[kind]
-            )
-        return Shape(kinds)
-
-    def _conditional(self, schema: Schema) -> bool:
-        """Return whether keywords that are negated, and then mention nothing, apply to the same value as ``schema``."""
-        waiting, seen = [schema], set[int]()
-        while waiting:
-            each = waiting.pop()
-            if not isinstance(each, dict) or id(each) in seen:
-                continue
-            seen.add(id(each))
-            if each.keys() & {"if", "not", "oneOf", "dependentSchemas", "dependencies", "$dynamicRef", "$recursiveRef"}:
-                return True
-            waiting += [*each.get("allOf", ()), *each.get("anyOf", ())]
-            if "$ref" in each:
-                waiting.append(self._references.resolved(each["$ref"], "#")[0])
-        return False

@@ -100,14 +100,11 @@ def finds(pattern: str, text: str, unknown: bool = True) -> bool:
 
 @dataclass(frozen=True)
 class Arrays:
-    """``contains``: (node, minimum, maximum) of the items that match a node."""
-
     prefix: tuple[Node, ...] = ()
     items: Node = EVERYTHING
     least: int = 0
     most: int | None = None
     unique: bool = False
-    contains: tuple[tuple[Node, int, int | None], ...] = ()
 
     def item(self, index: int) -> Node:
         return self.prefix[index] if index < len(self.prefix) else self.items
@@ -276,8 +273,7 @@ def common_arrays(one: Arrays, other: Arrays) -> Arrays | None:
         return None
     length = max(len(one.prefix), len(other.prefix))
     prefix = tuple(both(one.item(i), other.item(i)) for i in range(length))
-    contains = tuple(dict.fromkeys(one.contains + other.contains))
-    return Arrays(prefix, both(one.items, other.items), least, most, one.unique or other.unique, contains)
+    return Arrays(prefix, both(one.items, other.items), least, most, one.unique or other.unique)
 
 
 def common_objects(one: Objects, other: Objects) -> Objects | None:

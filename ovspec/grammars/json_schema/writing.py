@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 from dataclasses import replace
 from typing import Any
@@ -174,13 +173,11 @@ def extra(rules: RuleWriter, each: Objects, allowed: list[Strings], colon: str) 
 
 def array(rules: RuleWriter, each: Arrays) -> str:
     if each.unique and (each.most is None or each.most > 1):
-        values = None if each.contains else few(rules, each)
+        values = few(rules, each)
         if values is not None:
             return unique(rules, each, values)
         rules.repeats = True
     comma = rules.separator(rules.style.item_separator)
-    if each.contains:
-        return containing(rules, each, comma)
     body = tail(rules, each, comma)
     for i in range(len(each.prefix) - 1, -1, -1):
         if each.most is not None and i >= each.most:
@@ -202,47 +199,6 @@ def tail(rules: RuleWriter, each: Arrays, comma: str) -> str:
         return repeated(f"{comma} {item}", least, most)
     more = f"{item} {repeated(f'{comma} {item}', max(least - 1, 0), None if most is None else most - 1)}"
     return more if least else f"({more})?"
-
-
-def containing(rules: RuleWriter, each: Arrays, comma: str) -> str:
-    """Return an array of which some items match a node of their own, counted in the states of its rules."""
-    (wanted, least, most), sizes = each.contains[0], max(each.least, each.most or 0, len(each.prefix), 1)
-    matches = most if most is not None else least
-    if len(each.contains) > 1 or sizes * (matches + 1) > MOST_STATES:
-        rules.refuse(rules.schemas.place(wanted), "contains can't be enforced with others or with such large bounds")
-        return array(rules, replace(each, contains=()))
-
-    @functools.cache
-    def options(count: int, matched: int) -> list[tuple[Node, int, int]]:
-        """Return (item, new count, new number of matches) for each item that may follow ``count`` items."""
-        item, after = each.item(count), min(count + 1, sizes)
-        # Where the number of matches is limited, the others must not match.
-        other = both(item, rules.schemas.opposite(wanted)) if most is not None else item
-        found = [(both(item, wanted), after, min(matched + 1, matches))] if most is None or matched < most else []
-        found += [(other, after, matched)]
-        return [one for one in found if not rules.schemas.empty(one[0])] if count != each.most else []
-
-    @functools.cache
-    def ends(count: int, matched: int) -> bool:
-        """Return whether the array can come to its end."""
-        further = (state[1:] for state in options(count, matched) if state[1:] != (count, matched))
-        return (count >= each.least and matched >= least) or any(ends(*state) for state in further)
-
-    def state(count: int, matched: int) -> str:
-        key = f"contains {each} {count} {matched}"
-        if key in rules.names:
-            return rules.names[key]
-        name = rules.names[key] = f"r{len(rules.names)}"
-        sep = f"{comma} " if count else ""
-        following = [
-            f"{sep}{rules.value(item)} {state(*after)}" for item, *after in options(count, matched) if ends(*after)
-        ]
-        rules.write(name, " | ".join([*['""'] * (count >= each.least and matched >= least), *following]))
-        return name
-
-    if not ends(0, 0):
-        raise OvspecError(f"{rules.schemas.place(wanted)}: no JSON text has an array with so many of these items.")
-    return f'"[" {state(0, 0)} "]"'
 
 
 def few(rules: RuleWriter, each: Arrays) -> list[str] | None:
