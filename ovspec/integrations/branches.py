@@ -16,7 +16,7 @@ from ovspec.decoders.prefill import LONG
 from ovspec.decoders.sequence import Sequence, common_prefix
 from ovspec.drafting.drafter import RoundRow
 from ovspec.drafting.lookahead import Lookahead, RoundOutcome
-from ovspec.drafting.proposal import NO_TOKENS, NOTHING, Proposal
+from ovspec.drafting.proposal import NO_TOKENS, Proposal, shorten
 from ovspec.errors import OvspecError
 from ovspec.ir.memory import check_memory
 from ovspec.loop.results import FinishReason, Piece, Proposals, Stats
@@ -73,7 +73,7 @@ class Branch:
         self.known: dict[int, np.ndarray] = {}
         self.stats, self.turn = Stats(), RoundRow(sequence, OBSERVER, 1)
         drafter = decoders.drafter if drafts else None
-        # The lookahead learns from a round when the caller has chosen the tokens.
+        # The lookahead learns from a round when the text has gone on.
         self.scheduler = Scheduler(decoders.target, drafter, lookahead, [self], learn=lambda _: None)
 
     @property
@@ -91,32 +91,17 @@ class Branch:
 
 
 @dataclass
-class Guessed:
-    """A proposal that was verified after ``start`` tokens of ``branch``, and how the text has continued since.
+class Guess:
+    """A proposal that was verified after ``start`` tokens of ``branch``, in the round of ``outcome``.
 
-    asked: lengths of the text for which logits were requested, so that the caller chose the next token from them;
-        other tokens were appended without a choice.
-    round: what the lookahead can learn from that round, besides the caller's choices.
-    stood: proposed tokens that the text has continued with.
-    parted: whether the text then continued with a token other than the proposed one.
+    stood: proposed tokens that the text has continued with since.
     """
 
     branch: Branch
     proposal: Proposal
     start: int
-    asked: set[int]
-    round: RoundOutcome | None = None
+    outcome: RoundOutcome
     stood: int = 0
-    parted: bool = False
-
-    def outcome(self) -> tuple[Proposal, int]:
-        """Return (the proposed tokens in whose place the caller chose a token, how many of these it chose)."""
-        judged = [i for i in range(self.stood + self.parted) if self.start + i in self.asked]
-        if not judged:
-            return NOTHING, 0
-        confidence = None if self.proposal.confidence is None else self.proposal.confidence[judged]
-        proposal = Proposal(self.proposal.tokens[judged], confidence, source=self.proposal.source)
-        return proposal, sum(i < self.stood for i in judged)
 
 
 class Branches:
@@ -129,7 +114,7 @@ class Branches:
         self._drafts = drafter is not None
         self._branches: list[Branch] = []  # the least recently used one first
         self._add(first)
-        self._guessed: Guessed | None = None  # the last round's proposal, until the lookahead learns from it
+        self._guess: Guess | None = None  # of the last round, until the lookahead learns from it
         self._lock = threading.Lock()
 
     def logits(self, tokens: list[int], all_new: bool = False) -> tuple[np.ndarray, int]:
@@ -149,7 +134,8 @@ class Branches:
         with self._lock:
             branch = self._branch(text)
             since = common_prefix(branch.sequence, text)
-            self._watch(branch, text)
+            if self._guess and self._guess.branch is branch:
+                self._compare(self._guess, text)
             cached = len(text)
             if common_prefix(branch.held, text) < len(text) or len(text) not in branch.known:
                 cached = self._read(branch, text, since, all_new)
@@ -210,11 +196,16 @@ class Branches:
 
     def _read(self, branch: Branch, text: Sequence, since: int, all_new: bool) -> int:
         """Compute the logits after ``text`` in one round; return how many of its tokens needn't be read."""
-        self._settle()
         unread = text.tokens[min(common_prefix(branch.held, text), len(text) - 1) :]
         unknown = self._workspace.tokenizer.known.first_unknown(unread)
         if unknown is not None:
             raise OvspecError(f"Token id {unknown} is not in the vocabulary.")
+        branch.sequence = text
+        if guess := self._guess:
+            reached = max(guess.stood, len(guess.branch.sequence) - guess.start)
+            judged = shorten(guess.proposal, reached), guess.stood
+            self._lookahead.learn(replace(guess.outcome, judged=[judged]))
+            self._guess = None
         long = len(unread) > LONG  # no drafter is asked while a prompt is read
         if long:
             self._make_room(len(unread) + TO_COME)
@@ -222,7 +213,6 @@ class Branches:
         budget = 1 + min(TO_COME, context - len(text) if context else TO_COME)
         # With all logits requested, a decoder feeds any number of tokens in the same way: proposals change no bit.
         positions = MOST_POSITIONS if all_new or not long else 1
-        branch.sequence = text
         branch.turn = turn = RoundRow(text, OBSERVER, budget, not long, positions=positions)
         self._round(branch)
         cached, end = len(text) - turn.read, len(text) + len(turn.proposal.tokens)
@@ -232,7 +222,7 @@ class Branches:
             self.served.count_proposal(turn.proposal.source, len(turn.proposal.tokens), 0)
         if outcome := branch.scheduler.outcome:
             outcome = replace(outcome, forced=0 if long else turn.read - 1, prefilled=long)
-            self._guessed = Guessed(branch, turn.proposal, len(text), {len(text)}, outcome)
+            self._guess = Guess(branch, turn.proposal, len(text), outcome)
         return cached
 
     def _round(self, branch: Branch) -> None:
@@ -244,24 +234,9 @@ class Branches:
         served.target_ms += 1e3 * (target.seconds - on_target)
         served.draft_ms += 1e3 * (drafter.seconds - on_draft) if drafter else 0.0
 
-    def _watch(self, branch: Branch, text: Sequence) -> None:
-        """Record how far ``text`` agrees with the last proposal."""
-        guessed = self._guessed
-        if not guessed or guessed.branch is not branch:
-            return
-        agreed = common_prefix(branch.held, text) - guessed.start
-        if agreed < 0:
-            return
-        if agreed > guessed.stood:
-            positions = range(guessed.stood, agreed)
-            self.served.count_accepted(guessed.proposal.source, positions, len(guessed.proposal.tokens))
-            guessed.stood = agreed
-        guessed.asked.add(len(text))
-        if len(text) > guessed.start + agreed and agreed == guessed.stood < len(guessed.proposal.tokens):
-            guessed.parted = True
-
-    def _settle(self) -> None:
-        """Have the lookahead learn from the last round, before the next one begins."""
-        if self._guessed and self._guessed.round:
-            self._lookahead.learn(replace(self._guessed.round, judged=[self._guessed.outcome()]))
-        self._guessed = None
+    def _compare(self, guess: Guess, text: Sequence) -> None:
+        """Count the proposed tokens that ``text`` continues with."""
+        agreed = common_prefix(guess.branch.held, text) - guess.start
+        if agreed > guess.stood:
+            self.served.count_accepted(guess.proposal.source, range(guess.stood, agreed), len(guess.proposal.tokens))
+            guess.stood = agreed

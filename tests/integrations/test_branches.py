@@ -16,9 +16,8 @@ from conftest import PROMPTS, ROOT
 
 import ovspec
 from ovspec.drafting.costs import Costs
-from ovspec.drafting.proposal import Proposal
 from ovspec.errors import OvspecError
-from ovspec.integrations.branches import MOST_BRANCHES, Branches, Guessed
+from ovspec.integrations.branches import MOST_BRANCHES, Branches
 from ovspec.integrations.roles import roles_of
 from ovspec.text.chat_template import ChatTemplate
 
@@ -192,34 +191,6 @@ def test_what_is_refused(load: Load) -> None:
             branches.logits(tokens)
     full = branches.logits([5] * 2048)[0]
     assert full.shape == (1, 4096)
-
-
-@pytest.mark.parametrize(
-    "requests, expected",
-    [
-        ([3, 4, 5], (3, 3)),  # each was chosen, and all were accepted
-        ([3], (1, 1)),
-        ([5], (1, 1)),  # the first was chosen, the others were forced
-        ([3, 5], (2, 2)),
-        ([], (0, 0)),  # no choice has been seen
-    ],
-)
-def test_only_choices_are_judged(requests: list[int], expected: tuple[int, int]) -> None:
-    """``requests``: text lengths at which logits were requested, while the text followed the proposal."""
-    guessed = Guessed(None, Proposal(np.array([7, 8, 9]), np.array([0.9, 0.8, 0.7])), 2, {2})  # type: ignore[arg-type]
-    for length in requests:
-        guessed.stood = length - 2
-        guessed.asked.add(length)
-    proposal, accepted = guessed.outcome()
-    assert (len(proposal.tokens), accepted) == expected
-
-
-def test_a_choice_that_parted_is_judged_and_a_forced_one_is_not() -> None:
-    proposal = Proposal(np.array([7, 8, 9]))
-    chosen = Guessed(None, proposal, 2, {2, 3}, stood=1, parted=True)  # type: ignore[arg-type]
-    assert [len(chosen.outcome()[0].tokens), chosen.outcome()[1]] == [2, 1]
-    forced = Guessed(None, proposal, 2, {2}, stood=1, parted=True)  # type: ignore[arg-type]
-    assert [len(forced.outcome()[0].tokens), forced.outcome()[1]] == [1, 1]
 
 
 # ---------------------------------------------------------------- chat templates
