@@ -275,7 +275,9 @@ def test_any_mutation_is_a_sentence_or_a_text(load: Load, tmp_path: Path) -> Non
                 session.generate(max_tokens=2, ignore_eos=True)
             except ovspec.OvspecError as error:
                 assert len(str(error)) < 400
-        np.savez_compressed(bad.open("wb"), **{**arrays, "tokens": np.zeros(10**7, dtype=np.int64)})
+        shape = f"{arrays['tokens'].shape}, }}".encode()
+        bad.write_bytes(good.read_bytes().replace(shape + b" " * 12, shape.replace(b",)", b"0" * 12 + b",)")))
+        assert bad.read_bytes() != good.read_bytes()
         with pytest.raises(ovspec.OvspecError, match="damaged"):
             session.load(bad)
         session.load(good)
