@@ -21,8 +21,7 @@ from ovspec.constraints.masks import holds, pack
 from ovspec.constraints.unique_items import Followed, Following, Tracks, UniqueItems
 from ovspec.decoders.sequence import Sequence
 from ovspec.errors import OvspecError
-from ovspec.grammars.limits import LIMITS
-from ovspec.grammars.sources import LARK, UNIQUE_ITEMS
+from ovspec.grammars.sources import LARK, LIMITS, UNIQUE_ITEMS
 from ovspec.grammars.wording import in_words
 from ovspec.text.tokenizer_files import TOKENIZER_FILE
 

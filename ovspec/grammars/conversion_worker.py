@@ -13,7 +13,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from ovspec.errors import OvspecError
 from ovspec.grammars import sources
-from ovspec.grammars.limits import LIMITS
+from ovspec.grammars.sources import LIMITS
 from ovspec.grammars.wording import in_words, worded
 from ovspec.sandbox import serve
 

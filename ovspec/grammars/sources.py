@@ -11,19 +11,24 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from llguidance import LLMatcher
+from llguidance import LLMatcher, LLParserLimits
 
 from ovspec.errors import OvspecError
 from ovspec.grammars.gbnf import to_lark
 from ovspec.grammars.json_schema import Reading, compiled
 from ovspec.grammars.json_schema.expressions import slashed
-from ovspec.grammars.limits import LIMITS
 from ovspec.grammars.response_format import is_wrapped, unwrapped
 from ovspec.grammars.wording import in_words
 
 MAX_CHARACTERS = 2_000_000  # of a schema, a grammar, an expression or all choices together
 MAX_GBNF = 200_000  # lower, because GBNF is parsed in Python
 MAX_NESTING = 200
+# For checking grammars and for following them. C over 131,072 tokens takes 41,000 items for a mask on average; with
+# this limit of items, the most ambiguous grammars take a second or two for a step before they fail.
+LIMITS = LLParserLimits(
+    max_items_in_row=1000, step_max_items=100_000, max_lexer_states=50_000,
+    precompute_large_lexemes=True, verbose_errors=False,
+)  # fmt: skip
 UNIQUE_ITEMS = "unique_items"  # beside llguidance's own keys: the tracks of constraints.unique_items
 
 # First the tokens that may contain anything, then those that are searched for.

@@ -34,8 +34,7 @@ from ovspec.constraints.unique_items import Followed, UniqueItems
 from ovspec.errors import OvspecError
 from ovspec.grammars.conversion import converted
 from ovspec.grammars.conversion_worker import Bytes
-from ovspec.grammars.limits import LIMITS
-from ovspec.grammars.sources import UNIQUE_ITEMS
+from ovspec.grammars.sources import LIMITS, UNIQUE_ITEMS
 
 WALK_BYTES = 1500
 DRAWING_SECONDS = 5.0

@@ -18,7 +18,7 @@ from llguidance import LLMatcher
 from ovspec.errors import OvspecError
 from ovspec.grammars import sources
 from ovspec.grammars.conversion import CONVERTER, MAX_SECONDS, converted
-from ovspec.grammars.limits import LIMITS
+from ovspec.grammars.sources import LIMITS
 from ovspec.grammars.wording import in_words
 
 SOURCES = {"grammar": LARK, "gbnf": GBNF, "regex": REGEX, "choice": CHOICES, "json_schema": SCHEMAS}

@@ -15,8 +15,7 @@ from llguidance import LLMatcher, LLTokenizer
 from ovspec.grammars import gbnf as lexemes
 from ovspec.grammars.gbnf.automaton import Budget
 from ovspec.grammars.gbnf.parsing import parse
-from ovspec.grammars.limits import LIMITS
-from ovspec.grammars.sources import MAX_GBNF, gbnf
+from ovspec.grammars.sources import LIMITS, MAX_GBNF, gbnf
 
 SECONDS = 6  # a second or two on a quiet machine
 STACKED = "{2}{3}" * 4

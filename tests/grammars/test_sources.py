@@ -17,7 +17,7 @@ from llguidance import LLMatcher, LLTokenizer
 from ovspec.errors import OvspecError
 from ovspec.grammars import sources
 from ovspec.grammars.conversion import converted
-from ovspec.grammars.limits import LIMITS
+from ovspec.grammars.sources import LIMITS
 
 BYTES = LLTokenizer("byte")
 

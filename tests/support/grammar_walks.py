@@ -12,7 +12,7 @@ from conftest import CHECKPOINTS
 from llguidance import LLMatcher, LLTokenizer
 
 from ovspec.constraints.grammar import grammar_tokenizer
-from ovspec.grammars.limits import LIMITS
+from ovspec.grammars.sources import LIMITS
 from ovspec.text.tokenizer import byte_vocabulary
 from ovspec.text.tokenizer_files import TokenizerFile
 

@@ -10,10 +10,9 @@ from typing import Any
 
 from ovspec.errors import OvspecError
 from ovspec.grammars.json_schema.checking import Checker, Schema, listed, need
-from ovspec.grammars.json_schema.rules import RuleWriter, Style, string_schema
 from ovspec.grammars.json_schema.schemas import Circular, Schemas
 from ovspec.grammars.json_schema.shapes import Strings
-from ovspec.grammars.json_schema.writing import grammar_of, tracks_of
+from ovspec.grammars.json_schema.writing import RuleWriter, Style, grammar_of, string_schema, tracks_of
 
 # One space, or a newline and at most 20 spaces or tabs: without a bound a model may write white space forever.
 WHITE_SPACE = r" |\n[ \t]{0,20}"

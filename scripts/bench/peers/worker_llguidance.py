@@ -21,8 +21,7 @@ from protocol import Refusal
 from ovspec.constraints.grammar import grammar_tokenizer as ovspec_tokenizer
 from ovspec.constraints.masks import masked
 from ovspec.grammars.json_schema import compiled
-from ovspec.grammars.limits import LIMITS
-from ovspec.grammars.sources import schema_problem
+from ovspec.grammars.sources import LIMITS, schema_problem
 
 Apply = Callable[[np.ndarray, np.ndarray], np.ndarray]
 
