@@ -5,27 +5,34 @@ from __future__ import annotations
 import re
 from decimal import Decimal
 
-from ovspec.grammars.json_schema.shapes import Bound, Numbers
+from ovspec.grammars.json_schema.shapes import Numbers
 
 # As many digits as llama.cpp's grammars allow: readers round longer numbers, and a model could write forever.
 WHOLE, FRACTION, EXPONENT = "(0|[1-9][0-9]{0,15})", r"(\.[0-9]{1,16})", "([eE][+-]?[0-9]{1,3})"
 LARGEST = 10**16 - 1
 EXACT = 2**53  # readers may keep numbers as 64-bit floats
-ANY, ZERO = r"[0-9]+(\.[0-9]+)?", r"0(\.0+)?"
 
 
-def expressions(numbers: Numbers) -> list[str]:
-    """Return regular expressions that the text of a number must match, all of them; ``multiple`` isn't covered."""
+def expressions(numbers: Numbers) -> tuple[list[str], list[str]]:
+    """Return the regular expressions that the text of a number must match, all of them, and those that it mustn't.
+
+    ``multiple`` isn't covered.
+    """
     if numbers.values is not None:
-        return ["|".join(sorted(map(spelt, numbers.values)))]
+        return ["|".join(sorted(map(spelt, numbers.values)))], []
     plain = numbers.low or numbers.high or numbers.excluded  # with an exponent, any number could be written
-    found = [f"-?{WHOLE}{'' if numbers.integer else f'{FRACTION}?' if plain else f'{FRACTION}?{EXPONENT}?'}"]
-    return [*found, *(beyond(bound, bound is numbers.high) for bound in (numbers.low, numbers.high) if bound)]
-
-
-def excluded(numbers: Numbers) -> str:
-    """Return the regular expression of the texts of the excluded numbers; "" if there are none."""
-    return "|".join(sorted(map(every_text, numbers.excluded)))
+    right = [f"-?{WHOLE}{'' if numbers.integer else f'{FRACTION}?' if plain else f'{FRACTION}?{EXPONENT}?'}"]
+    wrong = ["|".join(sorted(map(every_text, numbers.excluded)))] if numbers.excluded else []
+    for bound, upper in ((numbers.low, False), (numbers.high, True)):
+        if bound:
+            value, same, other = (-bound.value, "-", "") if upper else (bound.value, "", "-")
+            if value > 0 or (not value and bound.strict):
+                right.append(f"{same}({above(value, bound.strict)})")
+            elif value or upper:
+                wrong.append(f"{other}({above(-value, not bound.strict)})")
+            else:
+                wrong.append("-.*")  # and no -0
+    return right, wrong
 
 
 def spelt(value: Decimal) -> str:
@@ -45,18 +52,6 @@ def every_text(value: Decimal) -> str:
     return sign + (rf"{whole}\.{fraction}0*" if fraction else rf"{whole}(\.0+)?")
 
 
-def beyond(bound: Bound, upper: bool) -> str:
-    """Return the expression of the numbers on the right side of a bound."""
-    value = -bound.value if upper else bound.value
-    same, other = ("-", "") if upper else ("", "-")
-    if value > 0 or (not value and bound.strict):
-        return f"{same}({above(value, bound.strict)})"
-    if not value and not upper:
-        return ANY  # and no -0
-    rest = below(-value, bound.strict) if value else ZERO
-    return f"{same}{ANY}|{other}({rest})"
-
-
 def above(value: Decimal, strict: bool) -> str:
     """Return the expression of the numbers above ``value``, which is 0 or more, without a sign."""
     whole, _, fraction = format(value, "f").partition(".")
@@ -72,38 +67,12 @@ def above(value: Decimal, strict: bool) -> str:
     return "|".join(options)
 
 
-def below(value: Decimal, strict: bool) -> str:
-    """Return the expression of the numbers below ``value``, which is above 0, without a sign."""
-    whole, _, fraction = format(value, "f").partition(".")
-    fraction = fraction.rstrip("0")
-    smaller = smaller_wholes(whole)
-    options = [rf"({smaller})(\.[0-9]+)?"] if smaller else []
-    for i, digit in enumerate(fraction):
-        options.append(rf"{whole}\.{fraction[:i]}" if i else whole)
-        if digit > "0":
-            options.append(rf"{whole}\.{fraction[:i]}[0-{int(digit) - 1}][0-9]*")
-    if not strict:
-        options.append(rf"{whole}\.{fraction}0*" if fraction else rf"{whole}(\.0+)?")
-    return "|".join(options)
-
-
 def larger_wholes(whole: str) -> str:
     """Return the expression of the whole numbers above ``whole``."""
     options = [rf"[1-9][0-9]{{{len(whole)},}}"]
     for i, digit in enumerate(whole):
         if digit < "9":
             options.append(f"{whole[:i]}[{int(digit) + 1}-9][0-9]{{{len(whole) - i - 1}}}")
-    return "|".join(options)
-
-
-def smaller_wholes(whole: str) -> str:
-    """Return the expression of the whole numbers below ``whole``, without leading zeros; "" if there are none."""
-    options = [f"[1-9][0-9]{{{length - 1}}}" for length in range(1, len(whole))]
-    options += ["0"] if len(whole) > 1 else []
-    for i, digit in enumerate(whole):
-        least = 1 if i == 0 and len(whole) > 1 else 0
-        if int(digit) > least:
-            options.append(f"{whole[:i]}[{least}-{int(digit) - 1}][0-9]{{{len(whole) - i - 1}}}")
     return "|".join(options)
 
 

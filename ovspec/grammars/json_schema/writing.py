@@ -87,10 +87,8 @@ class RuleWriter:
             if each.excluded or not exact:
                 self.refuse("#", "multipleOf can't be enforced beside excluded numbers or bounds beyond 2**53")
             return self._leaf(multiple_schema(each))
-        parts = [f"/{slashed(part)}/" for part in numbers.expressions(each)]
-        if without := numbers.excluded(each):
-            parts.append(f"~/{without}/")
-        return self.terminal(" & ".join(parts))
+        right, wrong = numbers.expressions(each)
+        return self.terminal(" & ".join([*(f"/{slashed(part)}/" for part in right), *(f"~/{part}/" for part in wrong)]))
 
     def string(self, each: Strings) -> str:
         if each.values is not None and not each.formats:
