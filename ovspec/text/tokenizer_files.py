@@ -8,7 +8,7 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from ovspec.files import read_as, read_json
+from ovspec.files import read_json
 
 TOKENIZER_FILE = "tokenizer.json"
 TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
@@ -62,11 +62,6 @@ class TokenizerFile:
 
 
 @dataclass(frozen=True)
-class TokenText:
-    content: str
-
-
-@dataclass(frozen=True)
 class NamedTemplate:
     name: str
     template: str
@@ -76,13 +71,6 @@ class NamedTemplate:
 class TokenizerConfig:
     """A ``tokenizer_config.json``; it may hold one chat template or several with names."""
 
-    bos_token: str | TokenText | None = None
-    eos_token: str | TokenText | None = None
-    unk_token: str | TokenText | None = None
-    sep_token: str | TokenText | None = None
-    pad_token: str | TokenText | None = None
-    cls_token: str | TokenText | None = None
-    mask_token: str | TokenText | None = None
     chat_template: str | list[NamedTemplate] | dict[str, str] | None = None
 
     @property
@@ -99,9 +87,7 @@ def special_tokens(folder: Path) -> dict[str, str]:
 
     Models may have roles of their own, such as "image_token", beside the others or in an object.
     """
-    file = folder / TOKENIZER_CONFIG_FILE
-    read_as(TokenizerConfig, file)  # refuses what can't be a token
-    entries, found = read_json(file), dict[str, str]()
+    entries, found = read_json(folder / TOKENIZER_CONFIG_FILE), dict[str, str]()
     named = {role: value for role, value in entries.items() if role.endswith("_token")}
     for group in (entries.get("model_specific_special_tokens"), named, entries.get("extra_special_tokens")):
         for role, value in group.items() if isinstance(group, dict) else ():

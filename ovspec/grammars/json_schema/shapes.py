@@ -244,9 +244,13 @@ def common_numbers(one: Numbers, other: Numbers) -> Numbers | None:
     return Numbers(values=values) if values else None
 
 
+def common_sizes(one: Strings | Arrays | Objects, other: Strings | Arrays | Objects) -> tuple[int, int | None]:
+    mosts = [each.most for each in (one, other) if each.most is not None]
+    return max(one.least, other.least), min(mosts, default=None)
+
+
 def common_strings(one: Strings, other: Strings) -> Strings | None:
-    least, mosts = max(one.least, other.least), [each.most for each in (one, other) if each.most is not None]
-    most = min(mosts, default=None)
+    least, most = common_sizes(one, other)
     if most is not None and least > most:
         return None
     found = Strings(
@@ -267,8 +271,7 @@ def common_strings(one: Strings, other: Strings) -> Strings | None:
 
 
 def common_arrays(one: Arrays, other: Arrays) -> Arrays | None:
-    least, mosts = max(one.least, other.least), [each.most for each in (one, other) if each.most is not None]
-    most = min(mosts, default=None)
+    least, most = common_sizes(one, other)
     if most is not None and least > most:
         return None
     length = max(len(one.prefix), len(other.prefix))
@@ -277,8 +280,7 @@ def common_arrays(one: Arrays, other: Arrays) -> Arrays | None:
 
 
 def common_objects(one: Objects, other: Objects) -> Objects | None:
-    least, mosts = max(one.least, other.least), [each.most for each in (one, other) if each.most is not None]
-    most, required = min(mosts, default=None), one.required | other.required
+    (least, most), required = common_sizes(one, other), one.required | other.required
     if most is not None and max(least, len(required)) > most:
         return None
     names = dict.fromkeys(name for each in (one, other) for name, _ in each.properties)
@@ -336,7 +338,7 @@ def constants(values: list[Any], number_of: Callable[[Any], Node]) -> Shape:
 
 
 def decimal(value: int | float) -> Decimal:
-    return Decimal(value) if isinstance(value, int) else Decimal(repr(value))
+    return Decimal(repr(value or 0))  # without -0
 
 
 def closed(shape: Objects) -> Objects:
