@@ -66,13 +66,9 @@ def healable(
         text = (spelt or b"") + text
         if not spelt or len(text) >= vocabulary.longest or len(text) > most_bytes:
             break
-        if vocabulary.extend(text) and (not whole_characters or is_utf8(text)):
+        if vocabulary.extend(text) and (not whole_characters or text.decode(errors="ignore").encode() == text):
             found = count
     return found
-
-
-def is_utf8(text: bytes) -> bool:
-    return text.decode(errors="ignore").encode() == text
 
 
 class Healing(Constraint):

@@ -138,8 +138,7 @@ def lark(text: str, what: str = "The Lark grammar") -> str:
 def gbnf(text: str, what: str = "The GBNF grammar") -> str:
     """Return the grammar for a text in llama.cpp's GBNF, whose start rule is ``root``."""
     text = well_formed(text, what)
-    if len(text) > MAX_GBNF:
-        raise OvspecError(f"{what} has {len(text)} characters; at most {MAX_GBNF} are allowed.")
+    bounded(text, what, MAX_GBNF)
     try:
         return grammar("gbnf", lark_grammar=to_lark(text))
     except OvspecError as error:
@@ -189,10 +188,10 @@ def parsed(text: str, what: str) -> Any:
         raise OvspecError(f"{what} isn't JSON: {error}.") from None
 
 
-def bounded(text: str, what: str) -> None:
+def bounded(text: str, what: str, most: int = MAX_CHARACTERS) -> None:
     """Refuse a text that is too long."""
-    if len(text) > MAX_CHARACTERS:
-        raise OvspecError(f"{what} has {len(text)} characters; at most {MAX_CHARACTERS} are allowed.")
+    if len(text) > most:
+        raise OvspecError(f"{what} has {len(text)} characters; at most {most} are allowed.")
 
 
 def shallow(text: str, what: str, start: int = 0) -> None:

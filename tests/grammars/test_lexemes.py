@@ -13,7 +13,7 @@ from grammar_walks import matcher, random_text
 from llguidance import LLMatcher, LLTokenizer
 
 from ovspec.grammars import gbnf as lexemes
-from ovspec.grammars.gbnf.automaton import Budget
+from ovspec.grammars.gbnf import Budget
 from ovspec.grammars.gbnf.parsing import parse
 from ovspec.grammars.sources import LIMITS, MAX_GBNF, gbnf
 

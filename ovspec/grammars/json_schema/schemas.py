@@ -140,7 +140,8 @@ class Schemas:
             found = [each for some in self.shape(node).kinds.values() for each in some]
         except Circular:
             return None
-        return next((each for each in found if all(isinstance(x, Refused) and x.dispensable for x in found)), None)  # type: ignore[return-value]
+        refused = [each for each in found if isinstance(each, Refused) and each.dispensable]
+        return refused[0] if refused and len(refused) == len(found) else None
 
     def refused(self, at: str, why: str, *kinds: str) -> Shape:
         """Return the shape for a keyword that can't be enforced, which concerns values of these types (all if none)."""

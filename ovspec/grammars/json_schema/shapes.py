@@ -306,25 +306,21 @@ def common_objects(one: Objects, other: Objects) -> Objects | None:
 
 
 def constant(value: Any, number_of: Callable[[Any], Node]) -> Shape:
-    """Return the shape of one value; ``number_of`` returns the node of the values that equal its argument."""
-    match value:
-        case None:
-            return only("null", Nulls())
-        case bool():
-            return only("boolean", Booleans(frozenset({value})))
-        case int() | float():
-            return only("number", Numbers(values=frozenset({decimal(value)})))
-        case str():
-            return only("string", Strings(values=(value,)))
-        case list():
-            return only("array", Arrays(tuple(map(number_of, value)), NOTHING, len(value), len(value)))
+    """Return the shape of null, a list or an object."""
+    if value is None:
+        return only("null", Nulls())
+    if isinstance(value, list):
+        return only("array", Arrays(tuple(map(number_of, value)), NOTHING, len(value), len(value)))
     properties = tuple((name, number_of(each)) for name, each in value.items())
     required = frozenset(value)
     return only("object", Objects(properties, rest=NOTHING, required=required, any_order=True, open=False))
 
 
 def constants(values: list[Any], number_of: Callable[[Any], Node]) -> Shape:
-    """Return the shape of the values in an enum; all of its strings are one alternative, and all of its numbers."""
+    """Return the shape of the values in an enum; all of its strings are one alternative, and all of its numbers.
+
+    ``number_of`` returns the node of the values that equal its argument.
+    """
     texts = tuple(dict.fromkeys(value for value in values if isinstance(value, str)))
     digits = [value for value in values if isinstance(value, int | float) and not isinstance(value, bool)]
     truths = frozenset(value for value in values if isinstance(value, bool))
