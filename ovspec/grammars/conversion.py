@@ -1,22 +1,34 @@
-"""Converts what users write as a grammar, in a process of its own, because it may be untrusted."""
+"""Converts what users write as a grammar, and tries it out, in a process of its own, because it may be untrusted."""
 
 from __future__ import annotations
 
 import functools
 import json
+import random
+import re
+import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from llguidance import LLMatcher, LLTokenizer
+
 from ovspec.errors import OvspecError
 from ovspec.files import read_text
-from ovspec.grammars.sources import MAX_CHARACTERS
-from ovspec.sandbox import Stopped, Worker
+from ovspec.grammars import sources
+from ovspec.grammars.wording import in_words, worded
+from ovspec.sandbox import Stopped, Worker, serve
 
 MAX_SECONDS = 5.0
 MAX_BYTES = 1_000_000_000
+MAX_SPECIAL = 50  # special tokens named in a grammar
+MAX_NUMBER = 300_000  # empty tokens added for a grammar that refers to tokens by id
+LONGEST_FORCED = 200_000  # bytes; llguidance finds them in one step that holds Python's lock, at 1.5 us each
+WALKS, WALK_BYTES, WALK_SECONDS = 4, 100, 0.3
+DEAD_END = "NoExtension"  # begins llguidance's error where no byte may follow
 
-CONVERTER = Worker("ovspec.grammars.conversion_worker", MAX_SECONDS, MAX_BYTES)
+CONVERTER = Worker("ovspec.grammars.conversion", MAX_SECONDS, MAX_BYTES)
 
 
 def converted(kind: str, given: Any, what: str, **reading: bool) -> str:
@@ -37,8 +49,8 @@ def converted(kind: str, given: Any, what: str, **reading: bool) -> str:
         request = json.dumps({"kind": kind, "given": given, "what": what, "reading": reading}, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
         raise OvspecError(f"{what} can't be written as JSON: {error}.") from None
-    if len(request) > 8 * MAX_CHARACTERS:  # more than any escapes could make of what is allowed
-        raise OvspecError(f"{what} has more than {MAX_CHARACTERS} characters, the most that are allowed.")
+    if len(request) > 8 * sources.MAX_CHARACTERS:  # more than any escapes could make of what is allowed
+        raise OvspecError(f"{what} has more than {sources.MAX_CHARACTERS} characters, the most that are allowed.")
     grammar, warning = ask(request)
     if warning:
         warnings.warn(f"{what} {warning}", stacklevel=2)
@@ -58,3 +70,98 @@ def ask(request: str) -> tuple[str, str]:
     if "error" in found:
         raise OvspecError(found["error"])
     return found["grammar"], found["warning"]
+
+
+# ---------------------------------------------------------------- in that process
+
+
+class Bytes:
+    """A vocabulary of all bytes, an end token, the special tokens that a grammar names, and ``more`` empty tokens."""
+
+    eos_token_id, bos_token_id, is_tokenizer_wrapper = 256, None, True
+
+    def __init__(self, special: list[str], more: int) -> None:
+        self.tokens = [bytes([i]) for i in range(256)] + [text.encode() for text in ("<eos>", *special)] + [b""] * more
+        self.special_token_ids = list(range(256, 257 + len(special)))
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        return list(text if isinstance(text, bytes) else text.encode())
+
+
+# How each kind of grammar is read.
+READERS: dict[str, Callable[..., str]] = {
+    "regex": sources.regex,
+    "choice": sources.choices,
+    "grammar": sources.lark,
+    "gbnf": sources.gbnf,
+}
+
+
+def answer(request: dict[str, Any]) -> dict[str, str]:
+    """Return {"grammar": llguidance's notation, "warning"} or {"error": a sentence} for a request of ``ask``."""
+    kind, given, what = request["kind"], request["given"], request["what"]
+    try:
+        if kind == "json_schema":
+            grammar, warning = sources.json_schema(given, what, **request["reading"])
+        else:
+            grammar, warning = READERS[kind](given, what), ""
+    except OvspecError as error:
+        return {"error": str(error)}
+    if why := problem_with(grammar):
+        return {"error": what + why}
+    return {"grammar": grammar, "warning": warning}
+
+
+def problem_with(grammar: str) -> str:
+    """Return what follows a refused grammar's name in the error message; "" for a good grammar."""
+    special: list[str] = []
+    while True:
+        vocabulary = Bytes(special, MAX_NUMBER if "<[" in grammar else 0)
+        matcher = LLMatcher(LLTokenizer(vocabulary), grammar, log_level=0, limits=sources.LIMITS)  # type: ignore
+        unknown = re.search(r'unknown special token: "(<[^"]*>)"', matcher.get_error())
+        if not unknown or unknown[1] in special or len(special) >= MAX_SPECIAL:
+            break
+        special.append(unknown[1])
+    if matcher.is_error():
+        kind = json.loads(grammar)["grammars"][0]["name"]
+        return worded(matcher.get_error(), kind)
+    if len(matcher.compute_ff_bytes()) > LONGEST_FORCED:
+        return f": every text begins with the same {LONGEST_FORCED} bytes or more; put them into the prompt."
+    why = stuck(matcher, len(vocabulary.tokens))
+    return why and f": {in_words(why)}"
+
+
+def stuck(matcher: LLMatcher, size: int) -> str:
+    """Follow a few random texts byte by byte; return why the grammar is unusable, or "".
+
+    It is unusable if it allows no text, has a dead end, or exceeds the limits.
+    """
+    if matcher.is_accepting() and not allowed(matcher, size):
+        return "it matches only the empty text; add another option"
+    if size > MAX_NUMBER:
+        return ""  # the bytes of the model's numbered tokens aren't known here
+    numbers, until = random.Random(0), time.monotonic() + WALK_SECONDS
+    for walk in range(WALKS):
+        each = matcher.deep_copy()
+        for step in range(WALK_BYTES):
+            tokens = allowed(each, size)
+            if each.is_error() and DEAD_END not in each.get_error():
+                return f"{each.get_error().splitlines()[0]} (after {step} bytes)"
+            if not tokens:
+                if not each.is_accepting():
+                    return "it has a dead end, where nothing may follow" if step else "it matches no text at all"
+                break
+            if time.monotonic() > until and walk + step:
+                return ""
+            each.consume_token(numbers.choice(tokens))
+    return ""
+
+
+def allowed(matcher: LLMatcher, size: int) -> list[int]:
+    """Return the tokens that may come next, except the end token."""
+    bits = int.from_bytes(matcher.compute_bitmask(), "little")
+    return [i for i in range(size) if bits >> i & 1 and i != Bytes.eos_token_id]
+
+
+if __name__ == "__main__":
+    serve(answer)
