@@ -62,7 +62,6 @@ class Branch:
 
     sequence: the text as last requested; the target may hold proposed tokens after it.
     known: n -> the logits (vocab,) that follow the first n tokens that the target holds.
-    turn: the row in the next round, or in the last one.
     """
 
     finish_reason: FinishReason | None = None
@@ -71,7 +70,7 @@ class Branch:
     def __init__(self, decoders: Decoders, drafts: bool, lookahead: Lookahead, sequence: Sequence) -> None:
         self.decoders, self.sequence = decoders, sequence
         self.known: dict[int, np.ndarray] = {}
-        self.stats, self.turn = Stats(), RoundRow(sequence, OBSERVER, 1)
+        self.stats, self.turn = Stats(), RoundRow(sequence, OBSERVER, 1)  # of the next round, or the last one
         drafter = decoders.drafter if drafts else None
         # The lookahead learns from a round when the text has gone on.
         self.scheduler = Scheduler(decoders.target, drafter, lookahead, [self], learn=lambda _: None)

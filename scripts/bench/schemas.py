@@ -32,8 +32,7 @@ from schema_files import PACKAGES, SchemaFile, pydantic_schemas, schema_files
 
 from ovspec.constraints.unique_items import Followed, UniqueItems
 from ovspec.errors import OvspecError
-from ovspec.grammars.conversion import converted
-from ovspec.grammars.conversion_worker import Bytes
+from ovspec.grammars.conversion import Bytes, converted
 from ovspec.grammars.sources import LIMITS, UNIQUE_ITEMS
 
 WALK_BYTES = 1500

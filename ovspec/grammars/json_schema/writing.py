@@ -96,10 +96,7 @@ class RuleWriter:
         if each.absent:
             return self._unescaped(each)
         if not each.patterns and not each.formats:
-            parts = [f'/"{CHARACTER}{lengths(each)}"/']
-            if each.excluded:
-                parts.append(f"~({' | '.join(map(quoted, sorted(each.excluded)))})")
-            return self.terminal(" & ".join(parts))
+            return self._without_excluded([f'/"{CHARACTER}{lengths(each)}"/'], each)
         return self._leaf(string_schema(each))
 
     def _unescaped(self, each: Strings) -> str:
@@ -114,15 +111,16 @@ class RuleWriter:
             *(f"/{part}/" for part in present),
             *(f"~/{part}/" for part in absent),
         ]
-        if each.excluded:
-            parts.append(f"~({' | '.join(map(quoted, sorted(each.excluded)))})")
-        return self.terminal(" & ".join(parts))
+        return self._without_excluded(parts, each)
+
+    def _without_excluded(self, parts: list[str], each: Strings) -> str:
+        excluded = " | ".join(map(quoted, sorted(each.excluded)))
+        return self.terminal(" & ".join([*parts, f"~({excluded})"] if excluded else parts))
 
     def _leaf(self, schema: dict[str, Any]) -> str:
         """Return the rule of a number or string that llguidance's own JSON schemas describe."""
-        style = (
-            {"whitespace_pattern": self.style.white_space} if self.style.white_space else {"whitespace_flexible": False}
-        )
+        white_space = self.style.white_space
+        style = {"whitespace_pattern": white_space} if white_space else {"whitespace_flexible": False}
         guided = {**schema, "x-guidance": {**style, "json_allowed_escapes": ESCAPES}}
         return self.rule(f"%json {json.dumps(guided)}")
 
