@@ -234,7 +234,6 @@ class Branches:
         served.draft_ms += 1e3 * (drafter.seconds - on_draft) if drafter else 0.0
 
     def _compare(self, guess: Guess, text: Sequence) -> None:
-        """Count the proposed tokens that ``text`` continues with."""
         agreed = common_prefix(guess.branch.held, text) - guess.start
         if agreed > guess.stood:
             self.served.count_accepted(guess.proposal.source, range(guess.stood, agreed), len(guess.proposal.tokens))

@@ -6,7 +6,7 @@ Nothing else in ovspec renders templates.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,7 +52,8 @@ class ChatTemplate:
         for name in given.keys() & NOT_VARIABLES:
             raise OvspecError(f"`chat_template_kwargs` can't set {name}, which isn't a variable of templates.")
         for name in ("tools", "documents"):
-            if not (given[name] is None or (is_list(given[name]) and all(isinstance(o, Mapping) for o in given[name]))):
+            values = [] if given[name] is None else given[name]
+            if not (isinstance(values, (list, tuple)) and all(isinstance(each, Mapping) for each in values)):
                 raise OvspecError(f"{name} for a chat template must be a list of objects.")
         asked = {
             "source": self.source if given["tools"] is None else self.tool_use or self.source,
@@ -78,10 +79,6 @@ class ChatTemplate:
 
 # Templates come from the internet. Jinja's sandbox keeps them from reaching anything, but not from running for hours.
 RENDERER = Worker("ovspec.text.chat_template_worker", MAX_SECONDS, MAX_BYTES)
-
-
-def is_list(value: Any) -> bool:
-    return isinstance(value, Sequence) and not isinstance(value, (str, bytes))
 
 
 def chat_template(folder: Path) -> ChatTemplate:
