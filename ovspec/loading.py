@@ -6,7 +6,6 @@ import os
 import re
 import textwrap
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
@@ -84,19 +83,14 @@ def load(
         check_ir_folder(draft_folder)
         if not (manifest and manifest.draft and draft_folder == folder / DRAFT_FOLDER):
             check_same_vocabulary(folder, draft_folder)
-    # Nothing may run beside measuring, so all profiles are known before a model is loaded.
+    # Measuring takes memory, so all profiles are known before a model is loaded.
     tune = os.environ.get("OVSPEC_TUNE") != "0" if given.tune is None else given.tune
     profile = tune_if_new(folder, device) if tune else None
-    if draft_folder:
-        draft_device = replace(device, device=given.draft_device or given.device)
-        draft_profile = tune_if_new(draft_folder, draft_device) if tune else None
-        with ThreadPoolExecutor(1) as beside:  # compiling a model keeps a single core busy
-            # The draft's proposals are verified, so they needn't be exact.
-            loading = beside.submit(load_with, draft_profile, draft_folder, draft_device, given.engine, "fast")
-            target = load_with(profile, folder, device, given.engine, given.arithmetic)
-            proposer = loading.result()
-    else:
-        target, proposer = load_with(profile, folder, device, given.engine, given.arithmetic), None
+    draft_device = replace(device, device=given.draft_device or given.device)
+    draft_profile = tune_if_new(draft_folder, draft_device) if tune and draft_folder else None
+    target = load_with(profile, folder, device, given.engine, given.arithmetic)
+    # The draft's proposals are verified, so they needn't be exact.
+    proposer = load_with(draft_profile, draft_folder, draft_device, given.engine) if draft_folder else None
     if draft is None and (target.guess_is_free or given.lookup_corpus):
         choice = DraftChoice(lookup=True)
     number = None if given.lookahead == "auto" else given.lookahead

@@ -11,8 +11,8 @@ import numpy as np
 
 from ovspec.decoders.sequence import Sequence, common_prefix
 from ovspec.errors import OvspecError
-from ovspec.loop.results import Origin, Piece, Result, TextStream
-from ovspec.loop.row import Row
+from ovspec.loop.results import Origin, Piece, Result
+from ovspec.loop.row import Row, TextStream
 from ovspec.loop.scheduler import Scheduler, run_rows
 from ovspec.loop.scoring import Score, Selection, check_choices, score_texts
 from ovspec.options import GenerateOptions, check_option, refuse_in_session, refuse_variables

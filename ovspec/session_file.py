@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from ovspec.decoders.base import SessionDecoder
+from ovspec.decoders.base import Decoder
 from ovspec.errors import OvspecError
 from ovspec.files import replaced
 from ovspec.setup.engine import CompiledModel
@@ -193,7 +193,7 @@ def cache_of(loaded: CompiledModel, tokens: np.ndarray) -> SavedCache:
     return SavedCache(model_identity(loaded.ir.folder), cache_setting(loaded), len(tokens))
 
 
-def parts(workspace: Workspace, decoders: Decoders) -> list[tuple[str, CompiledModel, SessionDecoder]]:
+def parts(workspace: Workspace, decoders: Decoders) -> list[tuple[str, CompiledModel, Decoder]]:
     """Return (name, model, decoder) of the target and, if there is one, the draft."""
     found = [("target", workspace.target, decoders.target)]
     return [*found, ("draft", workspace.draft, decoders.draft)] if workspace.draft and decoders.draft else found

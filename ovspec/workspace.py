@@ -18,7 +18,7 @@ import numpy as np
 
 from ovspec.constraints.base import Constraints
 from ovspec.constraints.maker import ConstraintMaker
-from ovspec.decoders.base import SessionDecoder
+from ovspec.decoders.base import Decoder
 from ovspec.decoders.sequence import Sequence
 from ovspec.drafting.choice import DraftChoice
 from ovspec.drafting.costs import Costs
@@ -52,9 +52,9 @@ KEPT_IDLE = 60.0  # seconds after which decoders that nobody took are dropped, w
 class Decoders:
     """The decoders of one session or batch. ``lookaheads``: those for greedy (False) and for sampled text (True)."""
 
-    target: SessionDecoder
+    target: Decoder
     drafter: Drafter | None
-    draft: SessionDecoder | None = None  # of the draft model; the drafter drives it
+    draft: Decoder | None = None  # of the draft model; the drafter drives it
     lookaheads: dict[bool, Lookahead] = field(default_factory=dict)
 
     def reset(self, rows: int) -> None:
@@ -143,7 +143,7 @@ class Workspace:
         draft = self.draft.decoder(self.tokenizer.known) if self.draft else None
         return Decoders(self.target.decoder(self.tokenizer.known), self._drafter(draft), draft)
 
-    def _drafter(self, draft: SessionDecoder | None) -> Drafter | None:
+    def _drafter(self, draft: Decoder | None) -> Drafter | None:
         return make_drafter(self.choice, draft, self.corpora, self.tokenizer.known)
 
     @functools.cached_property
@@ -289,7 +289,7 @@ class Workspace:
         return Stats(
             prompt_tokens=prompt_tokens,
             seed=params.seed if params.temperature else None,
-            rollback=target.rollback.label,
+            rollback=str(target.rollback),
             device=target.ir.device,
             draft_device=draft.ir.device if draft else None,
             engine=target.engine,
@@ -297,7 +297,7 @@ class Workspace:
             draft_engine=draft.engine if draft else None,
             profile=target.profile,
             arithmetic=target.promise,
-            rule=target.rule.label if target.promise == "exact" else "",
+            rule=str(target.rule) if target.promise == "exact" else "",
         )
 
     # ------------------------------------------------------------ running them

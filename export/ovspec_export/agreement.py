@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 
 from ovspec.decoders.base import Rollback
-from ovspec.decoders.recurrent import RowByRow
-from ovspec.decoders.stateful import StatefulDecoder
+from ovspec.decoders.stateful import RowByRow, StatefulDecoder
 from ovspec.errors import OvspecError
 from ovspec.ir.compile import CompiledIR, compile_ir
 from ovspec.ir.device import DeviceOptions

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ovspec.decoders.recurrent import decoder_of
+from ovspec.decoders.stateful import decoder_of
 from ovspec.ir.compile import compile_ir
 from ovspec.ir.device import DeviceOptions
 from ovspec.loop.perplexity import DEFAULT_CONTEXT, check_length, predictions, windows

@@ -11,12 +11,10 @@ from pathlib import Path
 import ovspec
 from ovspec.errors import OvspecError
 from ovspec.files import read_text
-from ovspec.ir.compile import compile_ir
-from ovspec.ir.device import DeviceOptions
+from ovspec.ir.compile import read_ir
 from ovspec.loop.perplexity import DEFAULT_CONTEXT
 from ovspec.progress import in_bytes, note, step
 from ovspec.setup.manifest import DRAFT_FOLDER, MANIFEST_FILE, ExportedFile, ExportedModel, Manifest, sha256
-from ovspec.setup.probing import probe_rollback
 from ovspec.text.pairing import check_same_vocabulary
 from ovspec.text.tokenizer_files import TOKENIZER_FILE
 from ovspec.text.vocabulary import differing_ids
@@ -110,9 +108,7 @@ def export_pair(
             check_ir(source, folder)
             if source.is_ir and folder != work:
                 check_same_vocabulary(work, folder)
-            with step(f"{source.name}: probing", keep=True) as probing:
-                models.append(describe(source, folder, wanted))
-                probing.result = f"rollback: {models[-1].probe.rollback}"
+            models.append(describe(source, folder, wanted))
         with step(f"{sources[0].name}: comparing the tokenizers"):
             differing = [] if sources[0].is_ir else differing_texts(load_tokenizer(sources[0], trust_remote_code), work)
         for text in differing:
@@ -152,15 +148,14 @@ def check_pair(target: Source, draft: Source, trust_remote_code: bool) -> None:
 
 
 def describe(source: Source, folder: Path, compression: Compression) -> ExportedModel:
-    """Return the manifest entry of one model, with its rollback probed on the CPU in f32."""
-    ir = compile_ir(folder, DeviceOptions(precision="f32", properties={"CACHE_DIR": ""}))
+    """Return the manifest entry of one model, which is read to see that it is supported."""
+    _, states, _ = read_ir(folder)
     return ExportedModel(
         source=source.name,
         revision=source.revision,
         weight_format="as it was" if source.is_ir else compression.weight_format,
         options={} if source.is_ir else compression.options(),
-        probe=probe_rollback(ir),
-        states=[dataclasses.asdict(state) for state in ir.states],
+        states=[dataclasses.asdict(state) for state in states],
         versions=overlaid_versions(source),
     )
 

@@ -48,9 +48,7 @@ class FeedRule:
         left = self.most - width % self.most
         return min(wanted, left if left >= min(self.most // 4, wanted) else left + self.most)
 
-    @functools.cached_property
-    def label(self) -> str:
-        """The rule in words, for statistics and messages."""
+    def __str__(self) -> str:
         demands = [
             f"at least {self.fewest} tokens an inference" if self.fewest > 1 else "",
             f"at most {self.most} tokens an inference" if self.most else "",
@@ -58,9 +56,6 @@ class FeedRule:
             "first tokens apart, rejected tokens cut off, each row by itself" if self.apart else "",
         ]
         return ", ".join(filter(None, demands)) or "tokens as they come"
-
-    def __str__(self) -> str:
-        return self.label
 
 
 FAST = FeedRule()
@@ -100,14 +95,9 @@ class Rollback:
     mask_until: int | None = None
     replay: bool = False
 
-    @functools.cached_property
-    def label(self) -> str:
-        """The way in words, for statistics and messages."""
+    def __str__(self) -> str:
         kv = f"mask until {self.mask_until}" if self.kv == "mask" and self.mask_until else self.kv
         return " + ".join(filter(None, (kv, "replay" if self.replay else None)))
-
-    def __str__(self) -> str:
-        return self.label
 
 
 class Decoder(Protocol):
@@ -156,11 +146,7 @@ class Decoder(Protocol):
         """Return how many tokens a joining row may read beside other rows' ``counts`` without delaying them much."""
         ...
 
-
-class SessionDecoder(Decoder, Protocol):
-    """A decoder whose cache can outlive a call: every decoder except those in tests."""
-
-    def fork(self) -> SessionDecoder:
+    def fork(self) -> Decoder:
         """Return a decoder with the same rows and an infer request of its own; empty if a copy would not be exact."""
         ...
 

@@ -36,7 +36,7 @@ PREFILL_CHUNK = 256
 
 
 class PagedDecoder:
-    """A ``SessionDecoder`` whose forked rows share blocks until one of them is fed.
+    """A ``Decoder`` whose forked rows share blocks until one of them is fed.
 
     OpenVINO has one attention kernel for a single new token and another for several, and they round differently. Where
     the rule demands two queries, attention never gets a row's only new token alone: its query, key and value come
@@ -46,7 +46,6 @@ class PagedDecoder:
         ir: the model, compiled with the rewrites ``to_paged`` and, for a rule with two queries, ``pair_queries``.
         vocabulary: the ids that may be chosen.
         rule: how tokens are fed.
-        prefill_chunk: maximum tokens fed in one inference.
         tensors: those of another decoder of the same model, to share blocks with it; new ones by default.
     """
 
@@ -58,13 +57,12 @@ class PagedDecoder:
         ir: CompiledIR,
         vocabulary: KnownIds = ALL_IDS,
         rule: FeedRule = FAST,
-        prefill_chunk: int = PREFILL_CHUNK,
         tensors: BlockTensors | None = None,
     ) -> None:
         if rule.queries > 1 and PAIRS[0] not in ir.inputs:
             raise ValueError("two queries for a token need a model rewritten by pair_queries")
         self.context_length, self.rule = ir.context_length, rule
-        self._ir, self._vocabulary, self._prefill_chunk = ir, vocabulary, prefill_chunk
+        self._ir, self._vocabulary = ir, vocabulary
         self._request, self._restricts = Request(ir, (*INPUTS, *PAIRS)), vocabulary.restricts(ir.logits_width)
         self._tensors = tensors or BlockTensors(ir, [name for name in ir.inputs if CACHE.fullmatch(name)])
         self.block_size = self._tensors.block_size  # in tokens
@@ -120,7 +118,7 @@ class PagedDecoder:
 
     def fork(self) -> PagedDecoder:
         with self._tensors.lock:
-            other = PagedDecoder(self._ir, self._vocabulary, self.rule, self._prefill_chunk, self._tensors)
+            other = PagedDecoder(self._ir, self._vocabulary, self.rule, self._tensors)
             other.rows, other._blocks = [row.copy() for row in self.rows], self._blocks.fork()
         return other
 
@@ -149,7 +147,7 @@ class PagedDecoder:
     @property
     def _most(self) -> int:
         """The most tokens of an inference."""
-        return min(self._prefill_chunk, self.rule.most or self._prefill_chunk)
+        return min(PREFILL_CHUNK, self.rule.most or PREFILL_CHUNK)
 
     def _feed_in_parts(self, tokens: list[np.ndarray], wanted: list[int]) -> list[np.ndarray]:
         """Feed more tokens than an inference may have, row after row."""

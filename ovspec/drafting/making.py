@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from ovspec.decoders.base import SessionDecoder
+from ovspec.decoders.base import Decoder
 from ovspec.drafting.choice import DraftChoice
 from ovspec.drafting.draft_model import DraftModel
 from ovspec.drafting.drafter import Drafter, RoundRow
@@ -18,7 +18,7 @@ from ovspec.text.vocabulary import KnownIds
 
 
 def make_drafter(
-    choice: DraftChoice | None, draft: SessionDecoder | None, corpora: list[Index], known: KnownIds
+    choice: DraftChoice | None, draft: Decoder | None, corpora: list[Index], known: KnownIds
 ) -> Drafter | None:
     """Return the drafter that ``choice`` names, a chain if there are two; None for plain decoding.
 

@@ -154,7 +154,7 @@ def pick_logits(model: ov.Model) -> bool:
     return True
 
 
-def read_ir(folder: Path, rewrite: Callable[[ov.Model], None] | None) -> tuple[ov.Model, list[State], bool]:
+def read_ir(folder: Path, rewrite: Callable[[ov.Model], None] | None = None) -> tuple[ov.Model, list[State], bool]:
     """Read the language model in ``folder`` and apply ``rewrite``; return (model, its states, ``pick_logits``)."""
     try:
         model = core().read_model(folder / MODEL_FILE)

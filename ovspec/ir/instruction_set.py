@@ -69,12 +69,3 @@ def check_instruction_set() -> None:
                 f"OpenVINO needs a processor with {NEEDED} to run language models, and this one has {used} "
                 f"(or {ONEDNN_CAPS[0]} or {OPENVINO_CAP} say so)."
             )
-
-
-def check_cap(cap: str) -> None:
-    """Raise OvspecError if ``cap`` isn't an instruction set, or is one that this processor lacks."""
-    have = processor_levels()
-    if cap not in LEVELS:
-        raise OvspecError(f"{cap!r} is not an instruction set; name one of {', '.join(LEVELS)}.")
-    if cap not in have:
-        raise OvspecError(f"This processor has no {cap}; name one of {', '.join(have) or 'none (not x86)'}.")

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 
@@ -156,37 +156,3 @@ class Result:
     logprobs: list[TokenLogprob] | None = None
     record: Record | None = field(default=None, repr=False, compare=False)
     schema_errors: list[str] | None = None
-
-
-class Finishing(Protocol):
-    """The part of a row that a stream needs to end it."""
-
-    def cancel(self) -> Piece: ...
-
-    def result(self) -> Result: ...
-
-
-class TextStream:
-    """A text as it is generated; iterate over it once to get a ``Piece`` for each round.
-
-    Ctrl-C during a round ends the text with a piece "cancelled" and then raises KeyboardInterrupt.
-    """
-
-    def __init__(self, pieces: Generator[Piece], row: Finishing, ended: Callable[[], None] = lambda: None) -> None:
-        self._pieces, self._row, self._ended = pieces, row, ended
-
-    def __iter__(self) -> Iterator[Piece]:
-        return self._pieces
-
-    def cancel(self) -> None:
-        """End the text here."""
-        self._pieces.close()
-        self._row.cancel()
-        self._ended()
-
-    def result(self) -> Result:
-        """Return the whole text and its statistics; generate first what is still missing."""
-        for _ in self._pieces:
-            pass
-        self.cancel()  # has no effect unless an exception ended the stream
-        return self._row.result()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Generator, Iterator
 
 from ovspec.constraints.healing import Healing
 from ovspec.decoders.sequence import Sequence
@@ -79,20 +80,16 @@ class Row:
         self._schema_errors: list[str] | None = None
         self.start = len(sequence)
         stats.cached_tokens, self._read = self.start, 0  # corrected as the prompt is read
-        self._end, self._context = min(self.start + params.most_tokens, context), context
+        # The maximum number of tokens of the text, prompt included.
+        self.most, self._context = int(min(self.start + params.most_tokens, context)), context
         self._min_tokens = params.min_tokens or 0
         self._eos, self._stop_ids = eos, frozenset(params.stop_ids)
         self._detokenizer, self._stops = detokenizer, StopStrings(params.stop_strings)
         self._may_complete = sampler.constraints.may_complete
 
-    @property
-    def most(self) -> int:
-        """The maximum number of tokens of the text, prompt included."""
-        return int(self._end)
-
     def round_row(self) -> RoundRow:
         """Return the row for the next round. Drafters aren't asked before the first token, which must not wait."""
-        budget = int(self._end) - len(self.sequence)
+        budget = self.most - len(self.sequence)
         return RoundRow(self.sequence, self.sampler, budget, self.stats.rounds > 0, self.limits)
 
     def take(self, turn: RoundRow) -> Piece:
@@ -113,8 +110,8 @@ class Row:
                     first = used
                     if self.record:
                         self.record.healed_ids.append(token)
-                    self._end = min(self._end + 1, self._context)
-                    if length >= self._end:  # the context is full before anything new was generated
+                    self.most = int(min(self.most + 1, self._context))
+                    if length >= self.most:  # the context is full before anything new was generated
                         self.finish_reason = "length"
                         break
                     continue
@@ -131,7 +128,7 @@ class Row:
                 self.finish_reason = "eos"
             elif self._may_complete and self.sampler.constraints.complete(self.sequence.tokens[:length]):
                 self.finish_reason = "stop"
-            elif length >= self._end:
+            elif length >= self.most:
                 self.finish_reason = "length"
             if self.finish_reason:
                 break
@@ -187,3 +184,29 @@ class Row:
     def _rest(self) -> str:
         shown, stopped = self._stops.push(self._detokenizer.flush())
         return shown if stopped else shown + self._stops.flush()
+
+
+class TextStream:
+    """A text as it is generated; iterate over it once to get a ``Piece`` for each round.
+
+    Ctrl-C during a round ends the text with a piece "cancelled" and then raises KeyboardInterrupt.
+    """
+
+    def __init__(self, pieces: Generator[Piece], row: Row, ended: Callable[[], None] = lambda: None) -> None:
+        self._pieces, self._row, self.mosted = pieces, row, ended
+
+    def __iter__(self) -> Iterator[Piece]:
+        return self._pieces
+
+    def cancel(self) -> None:
+        """End the text here."""
+        self._pieces.close()
+        self._row.cancel()
+        self.mosted()
+
+    def result(self) -> Result:
+        """Return the whole text and its statistics; generate first what is still missing."""
+        for _ in self._pieces:
+            pass
+        self.cancel()  # has no effect unless an exception ended the stream
+        return self._row.result()

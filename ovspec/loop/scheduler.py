@@ -29,11 +29,7 @@ class Schedulable(Protocol):
     sequence: Sequence
     stats: Stats
     finish_reason: FinishReason | None
-
-    @property
-    def most(self) -> int:
-        """The maximum number of tokens that the text may grow to."""
-        ...
+    most: int  # tokens that the text may grow to
 
     def round_row(self) -> RoundRow: ...
 

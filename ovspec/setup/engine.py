@@ -9,10 +9,9 @@ from typing import Literal
 import numpy as np
 import openvino as ov
 
-from ovspec.decoders.base import FAST, Arithmetic, FeedRule, Rollback, SessionDecoder
+from ovspec.decoders.base import FAST, Arithmetic, Decoder, FeedRule, Rollback
 from ovspec.decoders.paged import PagedDecoder
-from ovspec.decoders.recurrent import decoder_of, trimming
-from ovspec.decoders.stateful import StatefulDecoder
+from ovspec.decoders.stateful import StatefulDecoder, decoder_of, trimming
 from ovspec.errors import OvspecError
 from ovspec.files import remember, remembered
 from ovspec.ir.attention_mask import UNBOUNDED, narrowest_window
@@ -69,7 +68,7 @@ class CompiledModel:
     def arithmetic(self) -> Arithmetic:
         return "exact" if self.promise == "exact" else "fast"
 
-    def decoder(self, vocabulary: KnownIds = ALL_IDS, rule: FeedRule | None = None) -> SessionDecoder:
+    def decoder(self, vocabulary: KnownIds = ALL_IDS, rule: FeedRule | None = None) -> Decoder:
         """Return a decoder with its own infer request and KV cache; ``rule`` replaces the model's."""
         rule = rule or self.rule
         if self.engine == "paged":

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ovspec.decoders.base import FeedRule, SessionDecoder
+from ovspec.decoders.base import Decoder, FeedRule
 from ovspec.files import remembered
 from ovspec.ir.device import DeviceOptions, compile_properties
 from ovspec.setup.probing import memory_file
@@ -56,7 +56,7 @@ class Trial:
     batches: tuple[int, ...] = (3,)
 
 
-Make = Callable[[FeedRule], SessionDecoder]
+Make = Callable[[FeedRule], Decoder]
 # Beyond one block of a paged cache. A first load has no time for more.
 SHORT = Trial((40,), (1, 2, 1, 1, 3, 8, 1))
 # Also shorter than one block, and, if possible, more blocks than there are threads to share them.
@@ -111,13 +111,13 @@ def exactness_file(folder: Path, options: DeviceOptions, engine: str) -> Path | 
 # ---------------------------------------------------------------- finding the rule
 
 
-def random_text(decoder: SessionDecoder, vocabulary: int) -> np.ndarray:
+def random_text(decoder: Decoder, vocabulary: int) -> np.ndarray:
     """Return random ids, as many as the widest inference that is tried has, or as the context holds."""
     most = min(RISING[-1], decoder.context_length or RISING[-1])
     return np.random.default_rng(0).integers(0, vocabulary, most)
 
 
-def most_together(decoder: SessionDecoder, text: np.ndarray) -> int | None:
+def most_together(decoder: Decoder, text: np.ndarray) -> int | None:
     """Return how many tokens of ``text`` an inference may have at most; None for all of them, 0 for too few.
 
     Wider inferences are compared with those of ``UNIT`` tokens, logits of all tokens included.
@@ -147,7 +147,7 @@ def most_together(decoder: SessionDecoder, text: np.ndarray) -> int | None:
     return last or next((width for width in FALLING if width < len(text) and agrees(width)), 0)
 
 
-def alone_is_the_same(decoder: SessionDecoder, other: SessionDecoder, text: np.ndarray) -> bool:
+def alone_is_the_same(decoder: Decoder, other: Decoder, text: np.ndarray) -> bool:
     """Return whether tokens that ``decoder`` is fed one by one have the bits that they have together in ``other``.
 
     Many are tried, because rounding to 16 bits hides most differences until one of them has got into the cache.
@@ -163,7 +163,7 @@ def alone_is_the_same(decoder: SessionDecoder, other: SessionDecoder, text: np.n
     return True
 
 
-def guess_cost(decoder: SessionDecoder, text: np.ndarray) -> float:
+def guess_cost(decoder: Decoder, text: np.ndarray) -> float:
     """Return how many times as long an inference takes that is fed two tokens as one that is fed a single token."""
     least = {1: math.inf, 2: math.inf}  # an inference may take longer for many reasons
     context = min(RISING[0], len(text) - 2)
@@ -187,7 +187,7 @@ def bits(logits: np.ndarray) -> list[bytes]:
 # ---------------------------------------------------------------- probing a rule
 
 
-def probe_rule(decoder: SessionDecoder, vocabulary: int, trial: Trial = SHORT) -> Exactness:
+def probe_rule(decoder: Decoder, vocabulary: int, trial: Trial = SHORT) -> Exactness:
     """Feed random texts in many ways and compare the logits with those of one pass over each text, bit by bit.
 
     ``decoder`` keeps to the rule that is probed, which cuts the pass, too.
@@ -219,7 +219,7 @@ class Prober:
     Each way yields (position of the first token, logits (positions, vocab)).
     """
 
-    def __init__(self, decoder: SessionDecoder, text: np.ndarray, begin: int, random: np.random.Generator) -> None:
+    def __init__(self, decoder: Decoder, text: np.ndarray, begin: int, random: np.random.Generator) -> None:
         self.decoder, self.text, self.begin, self.random = decoder, text, begin, random
 
     def in_pieces(self, widths: tuple[int, ...]) -> Iterator[tuple[int, np.ndarray]]:

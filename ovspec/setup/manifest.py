@@ -11,7 +11,6 @@ from typing import Any
 
 from ovspec.errors import OvspecError
 from ovspec.files import read_as, read_json, write_atomically
-from ovspec.setup.probing import Probe
 from ovspec.text.chat_template import MORE_TEMPLATES
 
 MANIFEST_FILE = "ovspec.json"
@@ -41,7 +40,6 @@ class ExportedModel:
     source: str
     weight_format: str
     options: dict[str, Any]
-    probe: Probe  # how the model rolled back after its export
     states: list[dict[str, Any]]  # each with its axes
     revision: str | None = None  # of the source: the hub's commit, or a checksum that changes with a folder's files
     versions: dict[str, str] = field(default_factory=dict)  # of packages, where they differ from the manifest's

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 from harness import Table, machine, milliseconds, options, ratios, several, shown, take_turns
 
-from ovspec.decoders.base import FAST, SessionDecoder
+from ovspec.decoders.base import FAST, Decoder
 from ovspec.ir.device import DeviceOptions
 from ovspec.ir.instruction_set import NEEDED, instruction_set, processor_levels
 from ovspec.setup.engine import compile_paged, load_ir
@@ -72,7 +72,7 @@ def found_of(folder: Path, engine: str) -> list[str]:
     return [*cells, *(shown(ratios(times["exact"], times["fast"])) for times in (tokens, prompts))]
 
 
-def token_ms(decoder: SessionDecoder, text: np.ndarray) -> float:
+def token_ms(decoder: Decoder, text: np.ndarray) -> float:
     decoder.truncate(0, CONTEXT)
     begin = len(decoder.rows[0])
     return statistics.median(
@@ -80,7 +80,7 @@ def token_ms(decoder: SessionDecoder, text: np.ndarray) -> float:
     )
 
 
-def prompt_ms(decoder: SessionDecoder, text: np.ndarray) -> float:
+def prompt_ms(decoder: Decoder, text: np.ndarray) -> float:
     decoder.reset(1)
     return milliseconds(lambda: decoder.feed([text], [1]))
 

@@ -22,8 +22,8 @@ from hypothesis import strategies as st
 
 import ovspec
 from ovspec.decoders.base import FeedRule, Rollback
-from ovspec.decoders.recurrent import RowByRow, decoder_of
 from ovspec.decoders.sequence import EMPTY, Sequence, catch_up
+from ovspec.decoders.stateful import RowByRow, decoder_of
 from ovspec.ir.compile import CompiledIR, compile_ir
 from ovspec.ir.device import DeviceOptions
 

@@ -172,18 +172,21 @@ def test_the_demo_pair_sees_everything(target_ir: Any) -> None:
 # ---------------------------------------------------------------- the cache
 
 
-def test_chunks_give_the_same_logits(make_paged: MakePaged, reference: Reference) -> None:
+def test_chunks_give_the_same_logits(
+    make_paged: MakePaged, reference: Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
     text = np.random.default_rng(1).integers(3, 4096, 150)
     whole = make_paged()
     expected = whole.feed([text], [3])[0].copy()
     assert whole.inferences == 1
-    chunked = make_paged(prefill_chunk=40)
+    monkeypatch.setattr("ovspec.decoders.paged.PREFILL_CHUNK", 40)
+    chunked = make_paged()
     logits = chunked.feed([text], [3])[0]
     assert chunked.inferences == 4
     np.testing.assert_allclose(logits, expected, atol=1e-4)
     np.testing.assert_allclose(logits, reference.logits(text.tolist())[-3:], atol=2e-3)
     # Rows of different lengths: one decodes while the other reads its prompt.
-    batch = make_paged(prefill_chunk=40)
+    batch = make_paged()
     batch.reset(2)
     batch.feed([text[:9], text[:1]], [0, 0])
     logits = batch.feed([text[9:10], text[1:]], [1, 2])

@@ -17,9 +17,8 @@ from hypothesis import strategies as st
 from ovspec.decoders.base import Rollback
 from ovspec.decoders.paged import PagedDecoder
 from ovspec.decoders.prefill import share_prefixes
-from ovspec.decoders.recurrent import RowByRow
 from ovspec.decoders.sequence import EMPTY, Sequence, catch_up
-from ovspec.decoders.stateful import StatefulDecoder
+from ovspec.decoders.stateful import RowByRow, StatefulDecoder
 from ovspec.ir.compile import compile_ir
 from ovspec.ir.device import EXACT_KV_PRECISIONS, DeviceOptions, compile_properties
 from ovspec.setup.probing import probe_rollback

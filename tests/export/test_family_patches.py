@@ -88,7 +88,7 @@ def test_without_it_the_export_fails_or_is_worse(name: str, change: str, tmp_pat
     failure = export_as_the_worker_does(name, family, tmp_path / "hf", tmp_path / "ir", without=change)
     if name == "qwen3_5_text":
         ir = compile_ir(tmp_path / "ir", DeviceOptions(precision="f32", properties={"CACHE_DIR": ""}))
-        assert probe_rollback(ir).rollback.label == "trim + replay"
+        assert str(probe_rollback(ir).rollback) == "trim + replay"
     elif name == "mamba":  # optimum's own takes one token at a time; a short text is right
         lm = ovspec.load(tmp_path / "ir", "lookup", precision="f32", cache_dir=tmp_path)
         assert "cache_position" in lm.target.ir.inputs

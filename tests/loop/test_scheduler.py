@@ -26,7 +26,7 @@ QUICK = [(True, 0), (True, 4), (True, "auto"), ("lookup", 4)]
 @pytest.fixture
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shrink the prefill chunk of joining rows, so that reading a prompt takes several rounds."""
-    monkeypatch.setattr("ovspec.decoders.recurrent.JOINING_CHUNK", 24)
+    monkeypatch.setattr("ovspec.decoders.stateful.JOINING_CHUNK", 24)
     monkeypatch.setattr("ovspec.decoders.paged.JOINING_CHUNK", 24)
 
 

@@ -15,8 +15,7 @@ import ovspec
 import ovspec.setup.engine
 from ovspec.decoders.base import FAST, FeedRule, Rollback
 from ovspec.decoders.paged import PagedDecoder, pairs
-from ovspec.decoders.recurrent import decoder_of
-from ovspec.decoders.stateful import StatefulDecoder
+from ovspec.decoders.stateful import StatefulDecoder, decoder_of
 from ovspec.ir.compile import CompiledIR, compile_ir
 from ovspec.ir.device import DeviceOptions
 from ovspec.ir.paged_attention import PAIRS

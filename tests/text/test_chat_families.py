@@ -11,11 +11,9 @@ from typing import Any
 import pytest
 from chat_templates import CHATS, DOCUMENTS, SPECIAL, TEMPLATES, TOOLS, WAYS
 
-from ovspec.decoders.base import Rollback
 from ovspec.errors import OvspecError
 from ovspec.setup.identity import prompt_identity
 from ovspec.setup.manifest import ExportedModel, Manifest, read_manifest
-from ovspec.setup.probing import Probe
 from ovspec.text.chat_template import MORE_TEMPLATES, RENDERER, ChatTemplate, chat_template
 from ovspec.text.chat_template_worker import variables_of
 
@@ -200,7 +198,7 @@ def test_files_of_more_templates_belong_to_the_model(tmp_path: Path) -> None:
     assert prompt_identity(folder) == prompt_identity(source)
     (folder / MORE_TEMPLATES / "tool_use.jinja").write_text("other tools", "utf-8")
     assert prompt_identity(folder) != prompt_identity(source)
-    model = ExportedModel("a", "fp32", {}, Probe(Rollback("mask"), "CPU", 1.0), [])
+    model = ExportedModel("a", "fp32", {}, [])
     Manifest(model, None, {}, {}).write(folder)
     with pytest.raises(OvspecError, match=r"tool_use\.jinja: not a file of the export"):
         read_manifest(folder, verify=True)
