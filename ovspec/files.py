@@ -52,8 +52,7 @@ def write_atomically(path: Path, text: str) -> None:
 def replaced(path: Path) -> Iterator[Path]:
     """Yield a temporary path beside ``path``; on success its file replaces ``path``, else it is deleted.
 
-    The new file keeps the old one's permissions, and stays behind a symbolic link. It is on the disk before it takes
-    the old one's place, so that even a power failure leaves one of the two.
+    The new file keeps the old one's permissions and symbolic link. Even a power failure leaves one of the two.
     """
     path = path.resolve()
     for left in path.parent.glob(f".{glob.escape(path.name)}.*{PARTIAL}"):

@@ -137,7 +137,6 @@ def resolve_draft(choice: DraftChoice | None, folder: Path, manifest: Manifest |
 
 
 def device_options(given: LoadParams) -> DeviceOptions:
-    """Return where and how to compile a model, from ``load``'s options."""
     cache_dir = Path(given.cache_dir) if given.cache_dir else None
     properties = dict(given.properties or {})
     return DeviceOptions(given.device, given.precision, given.kv_precision, given.threads, properties, cache_dir)

@@ -13,9 +13,9 @@ import numpy as np
 from ovspec.drafting.choice import DraftChoice
 from ovspec.errors import OvspecError
 from ovspec.ir.memory import kv_bytes_per_token, recurrent_bytes
-from ovspec.loop.perplexity import DEFAULT_CONTEXT, Perplexity, measure
 from ovspec.loop.results import Piece, Result
 from ovspec.loop.row import Row, TextStream
+from ovspec.loop.scoring import DEFAULT_CONTEXT, Perplexity, measure
 from ovspec.options import GenerateOptions, Params, check_samples, refuse_retries
 from ovspec.options.option import takes
 from ovspec.session import Session

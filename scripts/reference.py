@@ -16,8 +16,8 @@ import click
 import ovspec
 from ovspec.cli import cli
 from ovspec.compat import gpt_fast
-from ovspec.loop.perplexity import Perplexity
-from ovspec.loop.results import TextStream
+from ovspec.loop.row import TextStream
+from ovspec.loop.scoring import Perplexity
 from ovspec.options import GENERATE
 from ovspec.options.loading import LOAD
 from ovspec.options.option import Option

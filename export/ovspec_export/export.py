@@ -12,7 +12,7 @@ import ovspec
 from ovspec.errors import OvspecError
 from ovspec.files import read_text
 from ovspec.ir.compile import read_ir
-from ovspec.loop.perplexity import DEFAULT_CONTEXT
+from ovspec.loop.scoring import DEFAULT_CONTEXT
 from ovspec.progress import in_bytes, note, step
 from ovspec.setup.manifest import DRAFT_FOLDER, MANIFEST_FILE, ExportedFile, ExportedModel, Manifest, sha256
 from ovspec.text.pairing import check_same_vocabulary

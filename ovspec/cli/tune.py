@@ -49,11 +49,12 @@ def tune(folder: Path | None, goal: Goal, as_json: bool, cache_dir: str | None) 
       ovspec tune my-pair
       ovspec tune my-pair --for decode
     """
+    from ovspec.files import remember
     from ovspec.ir.compile import MODEL_FILE
     from ovspec.ir.device import DeviceOptions
     from ovspec.loading import model_folder
     from ovspec.setup.manifest import DRAFT_FOLDER
-    from ovspec.setup.profile import keep_profile, profile_file
+    from ovspec.setup.profile import profile_file
     from ovspec.setup.tuning import tune as measure
 
     folder = model_folder(folder)
@@ -78,7 +79,7 @@ def tune(folder: Path | None, goal: Goal, as_json: bool, cache_dir: str | None) 
 
             profile = measure(part, options, goal, tell=tell)
             tell("", 1.0)
-        keep_profile(part, options, profile)
+        remember(profile_file(part, options), profile)
         best = profile.choose(options, "auto")
         found[name] = asdict(profile) | {"chosen": best and asdict(best), "file": str(profile_file(part, options))}
         if not as_json:

@@ -62,10 +62,7 @@ FAST = FeedRule()
 
 
 def inferences(counts: list[int], most: int) -> Iterator[list[tuple[int, int]]]:
-    """Yield inferences of at most ``most`` tokens that feed ``counts`` tokens to the rows, the first row's first.
-
-    Each is a list with every row's (begin, end) among its tokens.
-    """
+    """Yield, for each inference of at most ``most`` tokens, every row's (begin, end) among its ``counts`` tokens."""
     begins = [0, *itertools.accumulate(counts)]
     for first in range(0, begins[-1], most):
         yield [
@@ -130,9 +127,8 @@ class Decoder(Protocol):
         Returns, for each row, the logits after its last ``wanted[row]`` new tokens: (wanted[row], vocab) float32,
         valid until the next call. A row may get no tokens.
 
-        Args:
-            width: if the decoder ``fills``, compute at least this many tokens, some of them once more. An inference of
-                another width than the one before takes longer.
+        ``width``: if the decoder ``fills``, it computes at least this many tokens, some of them once more, because an
+        inference of another width than the one before takes longer.
         """
         ...
 
@@ -155,11 +151,7 @@ class Decoder(Protocol):
         ...
 
     def restore(self, tokens: np.ndarray, arrays: dict[str, np.ndarray]) -> None:
-        """Start over with a single row: ``tokens`` (n,) and their cache as ``dump`` returned it.
-
-        Raises:
-            ValueError: the arrays don't fit this model's cache.
-        """
+        """Start over with a row ``tokens`` (n,) and its cache from ``dump``; raises ValueError if it doesn't fit."""
 
 
 # ---------------------------------------------------------------- shared by the implementations
@@ -171,9 +163,6 @@ def logit_positions(counts: tuple[int, ...], wanted: tuple[int, ...], packed: bo
 
     Rows are padded to the longest, or, if ``packed``, follow each other without a gap. The result has at least two
     indices: not every device can run a kernel on an empty list, and the lm_head rounds differently for a single one.
-
-    Raises:
-        ValueError: there are no tokens, or a row wants more logits than it gets tokens.
     """
     if not any(counts):
         raise ValueError("feed needs at least one token")

@@ -41,22 +41,18 @@ class Pool:
         return block
 
     def hold(self, blocks: list[int]) -> None:
-        """Note that one more row holds ``blocks``."""
         self._holders.update(blocks)
 
     def release(self, blocks: list[int]) -> None:
-        """Note that one row fewer holds ``blocks``."""
         for block in blocks:
             self._holders[block] -= 1
             if not self._holders[block]:
                 self._free.append(block)
 
     def shared(self, block: int) -> bool:
-        """Return whether more than one row holds ``block``."""
         return self._holders[block] > 1
 
     def reset(self) -> None:
-        """Start over without blocks."""
         self._holders.clear()
         self._free, self.needed = [], 0
 
@@ -152,13 +148,11 @@ class BlockTensors:
         return freed
 
     def copy(self, pairs: list[tuple[int, int]]) -> None:
-        """Copy blocks, given as (from, to) pairs."""
         for source, target in pairs:
             for array in self.arrays.values():
                 array[target] = array[source]
 
     def tensor(self, name: str) -> ov.Tensor:
-        """Return the array ``name`` as an OpenVINO tensor."""
         array = self.arrays[name]
         return ov.Tensor(array, ov.Shape(list(array.shape)), self.ports[name].get_element_type())
 

@@ -45,7 +45,6 @@ class PagedDecoder:
     Args:
         ir: the model, compiled with the rewrites ``to_paged`` and, for a rule with two queries, ``pair_queries``.
         vocabulary: the ids that may be chosen.
-        rule: how tokens are fed.
         tensors: those of another decoder of the same model, to share blocks with it; new ones by default.
     """
 
@@ -146,7 +145,6 @@ class PagedDecoder:
 
     @property
     def _most(self) -> int:
-        """The most tokens of an inference."""
         return min(PREFILL_CHUNK, self.rule.most or PREFILL_CHUNK)
 
     def _feed_in_parts(self, tokens: list[np.ndarray], wanted: list[int]) -> list[np.ndarray]:
@@ -205,13 +203,10 @@ class PagedDecoder:
         return [found[:want] for found, want in zip(split_by_row(logits, given), wanted, strict=True)]
 
     def _fill_up(self, computed: list[tuple[int, np.ndarray]], width: int) -> list[tuple[int, np.ndarray]]:
-        """Return what an inference computes to have ``width`` tokens, or at least as many as the rule demands.
+        """Return ``computed``, each row's (position, new tokens (n,)), with more tokens, up to ``width`` or the rule's.
 
         One row computes the last tokens of its cache once more. A text's first token has none before it, so it comes
         twice, and the next token is written over the second one.
-
-        Args:
-            computed: for each row, (position of its first token, its new tokens (n,)).
         """
         count = sum([len(new) for _, new in computed])
         for missing in (width - count, self.rule.fewest - count):
@@ -233,7 +228,7 @@ class PagedDecoder:
         return self._kept_lengths[count]
 
     def _block_lists(self, rows: list[int]) -> tuple[np.ndarray, np.ndarray]:
-        """Return the blocks of ``rows`` (a row may occur twice) and where each row begins (rows + 1,), int32."""
+        """Return the blocks of ``rows`` and where each row begins (rows + 1,), int32."""
         if self._listed != (rows, self._blocks.version):
             tables = [self._blocks.tables[row] for row in rows]
             self._indices = np.array([block for table in tables for block in table], dtype=np.int32)
@@ -242,7 +237,6 @@ class PagedDecoder:
         return self._indices, self._index_begins
 
     def _bind(self) -> None:
-        """Bind the request to the current tensors."""
         if self._bound != self._tensors.version:
             for name in self._tensors.arrays:
                 self._request.raw.set_tensor(self._tensors.ports[name], self._tensors.tensor(name))

@@ -18,8 +18,7 @@ WORTH_SHARING = 32
 def share_prefixes(decoder: Decoder, sequences: list[Sequence]) -> None:
     """Replace each row with many unseen tokens by a copy of the row that shares the longest prefix with its text.
 
-    So samples of one prompt read it once, and a batch reads its common system message once. Models that replay are left
-    as they are: rolling recurrent states back to the common prefix may cost more than it saves.
+    Models that replay are left as they are: rolling recurrent states back may cost more than it saves.
     """
     held = decoder.rows
     if len(held) < 2 or decoder.rollback.replay:
@@ -54,9 +53,8 @@ def shares_prefix(sequence: Sequence, reading: Iterable[Sequence], read: Iterabl
 def prefill_chunks(decoder: Decoder, unseen: list[np.ndarray], room: int | None = None) -> list[np.ndarray]:
     """Return which of its ``unseen`` tokens each row reads in this round, so that rows that generate can continue.
 
-    Args:
-        room: how many tokens of prompts are read, the first row's first. By default each row reads what the decoder
-            finds fit to join the others, and everything if no row is generating.
+    ``room``: how many tokens of prompts are read, the first row's first. By default each row reads what the decoder
+    finds fit to join the others, and everything if no row is generating.
     """
     if all(len(new) <= LONG for new in unseen):
         return unseen

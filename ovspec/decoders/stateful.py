@@ -140,7 +140,6 @@ class StatefulDecoder:
         return 2 * max(counts)  # every row is computed at the width of the widest
 
     def compact(self) -> None:
-        """Gather the live slots so that every row is contiguous."""
         if not any(self._slots.lengths):
             self.reset(len(self.rows))
             return
@@ -219,8 +218,7 @@ class StatefulDecoder:
     def _feed_across_the_switch(self, tokens: np.ndarray, wanted: int) -> np.ndarray:
         """Feed tokens at which the text becomes longer than ``_rope_switch``, so that it is computed anew.
 
-        As in transformers, what follows a text up to that length is computed with its frequencies, and what follows a
-        longer text with the others, for all of its tokens. The model chooses by the last position of an inference.
+        The model chooses the frequencies of all tokens by the last position of an inference, as in transformers.
         """
         text = np.concatenate((self.rows[0].tokens, tokens))
         before, beyond = self._rope_switch - len(self.rows[0]), len(text) - self._rope_switch
@@ -238,8 +236,7 @@ class StatefulDecoder:
     def _prepare_replay(self, tokens: np.ndarray, wanted: int) -> np.ndarray:
         """Take a snapshot if the new tokens may be rolled back; return those of them that are still to be fed.
 
-        Tokens whose logits are not wanted will not be rolled back. A few of them are fed again with every replay;
-        more than ``REPLAY_AT`` get an inference of their own, after which the snapshot is renewed.
+        Tokens whose logits aren't wanted stay. If they are more than ``REPLAY_AT``, they are fed before the snapshot.
         """
         restored = len(self.rows[0]) == self._snapshot_length
         several = len(tokens) > 1

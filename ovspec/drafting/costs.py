@@ -81,10 +81,7 @@ class Costs:
         return float(self.ms[WIDEST]) + self._beyond * (width - WIDEST)
 
     def next(self, change: float = 1.0) -> np.ndarray:
-        """Return the milliseconds of the next inference by the width that it needs, (WIDEST + 1,).
-
-        ``change``: the part of a change's cost that is counted.
-        """
+        """Return the next inference's ms by the width that it needs, (WIDEST + 1,), with this share of a change."""
         last = self._last
         if not 0 < last <= WIDEST:
             return self.ms
@@ -111,10 +108,9 @@ class Costs:
         self._last = width
 
     def learn(self, width: int, ms: float) -> float:
-        """Learn from an inference of ``width`` tokens that took ``ms``: adjust that width's cost and, less, all others.
+        """Learn from an inference of ``width`` tokens: adjust that width's cost and, less, all others.
 
-        An inference wider than ``WIDEST`` read a prompt; it only adjusts the cost of such widths. Returns how many
-        milliseconds such an inference usually takes; what this one took may have other reasons.
+        One wider than ``WIDEST`` only adjusts the cost of such widths. Returns how many milliseconds it usually takes.
         """
         changed, self._last = width != self._last, width
         if width > WIDEST:
@@ -202,7 +198,6 @@ class Balance:
 
     @property
     def allowance(self) -> float:
-        """How many plain rounds the next round may lose."""
         return ALLOWANCE + self._saved + self.trials
 
     @property
@@ -231,6 +226,5 @@ class Record:
         self.tokens = self.ms = self.rounds = 0.0  # sums over its recent rounds
 
     def learn(self, tokens: int, ms: float) -> None:
-        """Learn from a round that yielded ``tokens`` in ``ms``."""
         self.tokens, self.ms = self.tokens * FORGET + tokens, self.ms * FORGET + ms
         self.rounds = self.rounds * FORGET + 1

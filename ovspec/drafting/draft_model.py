@@ -94,7 +94,6 @@ class Drafting:
 
     @property
     def unfed(self) -> np.ndarray:
-        """The guesses (n,) of the last step."""
         return self._text[self._fed : self._end]
 
     def extend(self, logits: np.ndarray) -> bool:

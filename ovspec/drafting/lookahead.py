@@ -72,10 +72,7 @@ class Lookahead:
         self._asked: set[str] = set()  # drafters asked in this round: that takes time even if they propose nothing
 
     def begin(self, most_ms: float = math.inf, paced: bool = False) -> None:
-        """Begin a round, to which all proposals together may add ``most_ms``.
-
-        ``paced``: whether no row may wait long while others read.
-        """
+        """Begin a round, to which proposals may add ``most_ms``; ``paced``: no row may wait long while others read."""
         self.most_ms, self.paced = most_ms, paced
         self._cut = self._cut_rows = 0  # tokens and rows of this round that ``cut`` has decided on
 
@@ -94,10 +91,7 @@ class Lookahead:
         return self._draft_ms(rows) + missed_ms + wider <= self._allowance(source, rows)
 
     def starts(self, source: str, unseen: int, remaining: Sequence[int]) -> bool:
-        """Return whether a drafter that takes time should be asked in this round.
-
-        ``unseen``: tokens it has to read first, for all rows. ``remaining``: tokens left to generate, for each row.
-        """
+        """Return whether to ask a drafter that must read ``unseen`` tokens; each row has ``remaining`` to generate."""
         if self.fixed is not None:
             return True
         record, rows = self._record(source), sum(left > 0 for left in remaining)
@@ -141,10 +135,7 @@ class Lookahead:
         return going
 
     def cut(self, proposal: Proposal, rows: int) -> Proposal:
-        """Return as much of ``proposal``, which cost nothing, as is worth verifying.
-
-        Asked once for each of ``rows``, the number of all rows, which share what the round may lose.
-        """
+        """Return as much of ``proposal``, which cost nothing, as is worth verifying; asked once for each row."""
         self._cut_rows += 1
         if not len(proposal.tokens):
             return NOTHING
@@ -189,16 +180,12 @@ class Lookahead:
     # ------------------------------------------------------------ learning from rounds
 
     def note_draft(self, width: int, seconds: float, missed: bool = False) -> None:
-        """Learn from a step of the draft model with ``width`` tokens.
-
-        ``missed``: the step also read a prompt, which happens once, so that its time counts for this round only.
-        """
+        """Learn from a step of the draft; ``missed``: it also read a prompt, so its time counts for this round only."""
         usual = self.draft.learn(width, seconds * 1e3)
         self.most_ms -= usual if missed else 0.0
         self._steps_ms = (self._steps_ms or 0.0) + (0.0 if missed else usual)
 
     def learn(self, outcome: RoundOutcome) -> None:
-        """Learn from a finished round."""
         sources, self._asked = self._asked, set()
         steps_ms, self._steps_ms = self._steps_ms, None
         for proposal, accepted in outcome.judged:
@@ -238,7 +225,7 @@ class Lookahead:
         return max(self._narrowest, len(proposed) + sum(proposed))
 
     def _plain(self, rows: int) -> float:
-        """Return the milliseconds per token of plain decoding."""
+        """Return plain decoding's milliseconds per token."""
         return self.target(max(self._narrowest, rows)) / rows
 
     def _draft_ms(self, width: int) -> float:
@@ -266,10 +253,7 @@ class Lookahead:
         return min(plain, recent.ms / recent.tokens) if recent.tokens > FEW else plain
 
     def _best_cut(self, proposal: Proposal, rows: int, others: int) -> tuple[int, float]:
-        """Return (number of tokens worth verifying, milliseconds that a token then costs).
-
-        ``others``: number of tokens that are proposed for other rows.
-        """
+        """Return (tokens worth verifying beside ``others`` of other rows, milliseconds that a token then costs)."""
         if not self.target.known:
             return len(proposal.tokens), 0.0
         plain, width = self._plain(rows), rows + others  # the width of the inference without this proposal

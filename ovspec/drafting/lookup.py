@@ -31,7 +31,6 @@ class Index:
         self._followed = Sequence()
 
     def add(self, tokens: np.ndarray) -> None:
-        """Append ``tokens`` (n,)."""
         start = len(self._text)
         self._text.commit(tokens)
         text = self._text.tokens[start - 2 :].tolist()
@@ -84,8 +83,7 @@ class Index:
     def continuation(self, positions: list[int], length: int) -> tuple[list[int], list[float]]:
         """Return (tokens that most often followed at ``positions``, share of the positions that agree on each).
 
-        A tie goes to the latest position. Past the end of the text, it reads on in the tokens found, as repeating
-        text does.
+        A tie goes to the latest position. Past the end of the text, it reads on in the tokens found.
         """
         end, tokens, shares = len(self._text), list[int](), list[float]()
         text = self._text.tokens

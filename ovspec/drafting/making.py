@@ -22,8 +22,7 @@ def make_drafter(
 ) -> Drafter | None:
     """Return the drafter that ``choice`` names, a chain if there are two; None for plain decoding.
 
-    ``draft``: a decoder of the draft model. ``corpora``: what lookup may propose from. ``known``: ids that may be
-    proposed.
+    ``draft`` is a decoder of the draft model; lookup may propose from ``corpora``. Only ``known`` ids are proposed.
     """
     if not choice:
         return None

@@ -46,7 +46,7 @@ def mask_bound(ir: CompiledIR) -> int | None:
 def mask_model(model: ov.Model) -> ov.Model | None:
     """Return the attention masks of ``model`` as a model of its own, or None if it has none. Takes ``model`` apart.
 
-    States become inputs of the same name. Only the lengths of keys and values are read, so their heads may have size 1.
+    States become inputs of the same name. Only their lengths are read, so heads may have size 1.
     """
     masks = {}
     for op in model.get_ops():

@@ -67,7 +67,7 @@ def machine_key() -> tuple[str, ...]:
 
 
 def available_devices() -> list[tuple[str, str]]:
-    """Return (name, description) of every available device."""
+    """Return each device's (name, description)."""
     return [(name, str(core().get_property(name, "FULL_DEVICE_NAME"))) for name in core().available_devices]
 
 
@@ -109,10 +109,7 @@ def compile_properties(options: DeviceOptions) -> dict[str, str]:
 
 
 def native_precisions() -> list[str]:
-    """Return the 16-bit types that the CPU computes in natively.
-
-    Without native support, OpenVINO emulates bf16 and computes f16 in f32.
-    """
+    """Return the 16-bit types that the CPU computes in natively; OpenVINO emulates bf16 and computes f16 in f32."""
     capabilities = core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
     return [name for name, capability in (("bf16", "BF16"), ("f16", "FP16")) if capability in capabilities]
 

@@ -41,7 +41,6 @@ class LargePages:
         self._lock = threading.Lock()  # held while a thread moves pages
 
     def start(self) -> None:
-        """Start the thread that moves weights while nothing is computed, unless it has started."""
         if not self._mover and not self.done:
             self._mover = threading.Thread(target=self._move_when_idle, name="large pages", daemon=True)
             self._mover.start()

@@ -14,10 +14,7 @@ INTEGERS = {"i8", "u8", "i4", "u4"}
 
 
 def cut_products(model: ov.Model, widest: int = WIDEST) -> int:
-    """Cut each product with integer weights over more than ``widest`` values into parts that are added, in place.
-
-    Returns how many products were cut.
-    """
+    """Cut products with integer weights over more than ``widest`` values into parts to add; return how many."""
     found = [op for op in model.get_ops() if op.get_type_name() == "MatMul" and is_wide(op, widest)]
     for product in found:
         parts = parts_of(product, widest)

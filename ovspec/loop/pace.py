@@ -59,11 +59,7 @@ class Pace:
         self._width = 0  # tokens that the last round that read prompts had time for
 
     def most_ms(self, load: Load, unread: int) -> float:
-        """Return how many milliseconds proposals may add to the next round.
-
-        Prompts, of which ``unread`` tokens are left, come first: a row that is read earlier generates earlier. A row
-        that is alone keeps nobody waiting.
-        """
+        """Return how many milliseconds proposals may add to the next round; ``unread`` tokens of prompts come first."""
         if self._chunk or load.rows < 2:
             return math.inf
         return max(0.0, self._left(load) - unread * self._token_ms) if self._costs.known else 0.0
@@ -100,7 +96,6 @@ class Pace:
         return self._token or self._costs(MOST) / MOST
 
     def _left(self, load: Load) -> float:
-        """Return the milliseconds that are left of a round for more."""
         busy = self._plain(load.generating) + (load.rest + load.proposed) * self._token_ms
         return LIMIT * self._plain(load.rows) - busy
 

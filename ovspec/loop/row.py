@@ -167,7 +167,6 @@ class Row:
         return Result(self.text, self.token_ids, self.finish_reason, self.stats, self.logprobs, self.record, errors)
 
     def _count(self, turn: RoundRow, used: int) -> None:
-        """Update the statistics for a round whose first ``used`` tokens are in the text."""
         stats, forced = self.stats, len(turn.forced)
         if not stats.rounds:  # a grammar may force tokens before the prompt has been read
             self._read += turn.read - forced

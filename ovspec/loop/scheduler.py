@@ -91,7 +91,6 @@ class Queue:
         return number
 
     def remove(self, number: int) -> Schedulable | None:
-        """Remove and return the waiting row with this number; None if there is none."""
         return self._waiting.pop(number, None)
 
     def room(self, batch: list[Schedulable]) -> float:
@@ -211,12 +210,11 @@ class Scheduler:
 
     @property
     def room(self) -> float:
-        """The number of tokens that there is memory for beside the batch; see ``Queue.room``."""
+        """Tokens that there is memory for beside the batch; see ``Queue.room``."""
         return self.queue.room([active.row for active in self._batch])
 
     @property
     def running(self) -> list[int]:
-        """The numbers of the batch's rows."""
         return [active.number for active in self._batch]
 
     def remove(self, numbers: Collection[int]) -> None:
@@ -231,11 +229,9 @@ class Scheduler:
         self._batch = [active for active in self._batch if active.number not in numbers]
 
     def cancel(self) -> list[tuple[int, Piece]]:
-        """End all rows of the batch where they are."""
         return [(active.number, active.row.cancel()) for active in self._batch]
 
     def note_times(self) -> None:
-        """Update the times in the statistics of the batch's rows."""
         for active in self._batch:
             self._note_times(active)
 

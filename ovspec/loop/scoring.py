@@ -1,9 +1,10 @@
-"""Scoring: how likely the model finds given continuations of a text."""
+"""How well the model predicts a text (perplexity), and how likely it finds given continuations (scores)."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,8 @@ from ovspec.decoders.sequence import Sequence, catch_up
 from ovspec.errors import OvspecError
 from ovspec.sampling.logprobs import log_softmax
 
+DEFAULT_CONTEXT = 1024  # of a perplexity
+CHUNK = 128  # positions whose logits are held at a time
 # Maximum texts and logits per inference: a stateful cache is copied for each text; logits are as wide as a vocabulary.
 MOST_TEXTS, MOST_LOGITS = 32, 256
 
@@ -78,13 +81,11 @@ def score_texts(decoder: Decoder, texts: list[np.ndarray], begin: int) -> list[S
 
 
 def score(logits: np.ndarray, tokens: np.ndarray) -> Score:
-    """Return the score of ``tokens`` (n,), each of which is predicted by its row of ``logits`` (n, vocab)."""
     logprobs = [float(log_softmax(row)[token]) for row, token in zip(logits, tokens, strict=True)]
     return Score(math.fsum(logprobs), tokens.tolist(), logprobs)
 
 
 def groups(texts: list[np.ndarray], begin: int) -> Iterator[list[np.ndarray]]:
-    """Yield groups of texts, each to be scored in one inference."""
     group: list[np.ndarray] = []
     for text in texts:
         if group and (
@@ -94,3 +95,61 @@ def groups(texts: list[np.ndarray], begin: int) -> Iterator[list[np.ndarray]]:
             group = []
         group.append(text)
     yield group
+
+
+@dataclass(frozen=True)
+class Perplexity:
+    """How well a text was predicted: exp of ``nats``, the mean negative log-probability of ``scored`` tokens."""
+
+    perplexity: float
+    nats: float
+    scored: int
+    context: int
+    seconds: float
+
+
+def windows(length: int, context: int) -> Iterator[tuple[int, int, int]]:
+    """Yield (start, end, first scored position) of windows that overlap by half.
+
+    Every token except the first is scored once, after at least ``context // 2`` tokens unless in the first window.
+    """
+    start, end = 0, min(context, length)
+    yield start, end, 1
+    while end < length:
+        start, scored = start + max(context // 2, 1), end
+        end = min(start + context, length)
+        yield start, end, scored
+
+
+def predictions(
+    decoder: Decoder, tokens: np.ndarray, context: int, chunk: Callable[[], int] = lambda: CHUNK
+) -> Iterator[tuple[int, np.ndarray]]:
+    """Yield (position of a token, logits (n, vocab) that predict it and the tokens after it), at most ``chunk()``."""
+    for start, end, scored in windows(len(tokens), context):
+        decoder.reset(1)
+        if scored - 1 > start:
+            decoder.feed([tokens[start : scored - 1]], [0])
+        while scored < end:
+            fed = tokens[scored - 1 : min(scored - 1 + chunk(), end - 1)]
+            yield scored, decoder.feed([fed], [len(fed)])[0]
+            scored += len(fed)
+
+
+def check_length(tokens: np.ndarray, context: int) -> None:
+    if context < 2:
+        raise OvspecError(f"A context of {context} tokens is too short to predict anything; take at least 2.")
+    if len(tokens) < 2:
+        raise OvspecError("The text has fewer than two tokens, so there is nothing to predict.")
+
+
+def measure(decoder: Decoder, tokens: np.ndarray, context: int) -> Perplexity:
+    """Measure the perplexity of ``tokens`` (n,) int64, read in windows of ``context`` tokens; both at least two."""
+    check_length(tokens, context)
+    began = time.perf_counter()
+    total, scored = 0.0, 0
+    for position, logits in predictions(decoder, tokens, context):
+        wanted = tokens[position : position + len(logits)]
+        total -= float(log_softmax(logits)[np.arange(len(wanted)), wanted].sum())
+        scored += len(wanted)
+    nats = total / scored
+    return Perplexity(math.exp(min(nats, 700.0)), nats, scored, context, time.perf_counter() - began)

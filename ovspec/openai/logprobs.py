@@ -6,8 +6,8 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from ovspec.loop.perplexity import CHUNK, predictions
 from ovspec.loop.results import Piece
+from ovspec.loop.scoring import CHUNK, predictions
 from ovspec.model import LanguageModel
 from ovspec.sampling.logprobs import TokenLogprob, token_logprob
 from ovspec.text.tokenizer import Tokenizer

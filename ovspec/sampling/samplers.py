@@ -41,10 +41,7 @@ class Sampler(Protocol):
     ) -> np.ndarray:
         """Return what to commit, (n,) int64: the accepted tokens and, unless the last of them ends the text, one more.
 
-        Args:
-            logits: (len(proposed) + 1, vocab) float32, the target's after ``sequence`` and after each proposed token.
-            proposed: (n,) int64.
-            q: the distribution that each proposed token was drawn from, if they were drawn.
+        ``logits`` (n + 1, vocab) float32 are the target's after ``sequence`` and after each of ``proposed`` (n,) int64.
         """
         ...
 
@@ -132,12 +129,7 @@ def required(guess: Guess | None) -> int:
 
 
 class SharedNoiseSampler(ComparingSampler):
-    """Draws with noise that depends only on seed, sample and position; the draft draws with the same noise.
-
-    Args:
-        params: with a seed.
-        sample: number of the text among those of the same prompt.
-    """
+    """Draws with noise that depends only on seed, sample (number of the text) and position, also for the draft."""
 
     def __init__(self, constraints: Constraints, params: Params, sample: int) -> None:
         super().__init__(constraints)

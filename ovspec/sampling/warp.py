@@ -44,10 +44,7 @@ def certain(token: int) -> WarpedLogits:
 def warp(logits: np.ndarray, params: SamplingParams) -> WarpedLogits:
     """Apply temperature, top-k, top-p, min-p and typical-p, in this order, to ``logits`` (vocab,).
 
-    The vocabulary is never sorted as a whole.
-
-    Raises:
-        OvspecError: no token is left.
+    The vocabulary is never sorted as a whole. Raises OvspecError if no token is left.
     """
     most = logits.max()
     if not np.isfinite(most):

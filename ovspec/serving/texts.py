@@ -15,9 +15,9 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from ovspec.errors import OvspecError, PromptError
-from ovspec.loop.perplexity import CHUNK
 from ovspec.loop.results import Piece
 from ovspec.loop.row import Row
+from ovspec.loop.scoring import CHUNK
 from ovspec.model import rows_again
 from ovspec.openai.answers import ChunkWriter, head_of, whole
 from ovspec.openai.bodies import ChatBody, CompletionBody

@@ -76,7 +76,6 @@ class CompiledModel:
         return decoder_of(self.ir, self.rollback, vocabulary, rule)
 
     def find_exactness(self, trial: Trial = SHORT) -> Exactness:
-        """Probe which rule gives every token the same bits."""
         return find_exactness(lambda rule: self.decoder(rule=rule), self.engine, self.ir.logits_width, trial)
 
     def keep_to(self, found: Exactness) -> None:
@@ -92,7 +91,7 @@ class CompiledModel:
 
 @dataclass(frozen=True)
 class PagedCheck:
-    """Whether the paged decoder can run a model, and the reason."""
+    """Whether the paged decoder can run a model, and why."""
 
     usable: bool
     reason: str
@@ -160,8 +159,7 @@ def probed(loaded: CompiledModel, folder: Path, options: DeviceOptions) -> Exact
 def compile_paged(folder: Path, options: DeviceOptions, paired: bool = True) -> CompiledIR:
     """Compile like ``compile_ir``, rewritten for the paged decoder; raises NotPaged if that is impossible.
 
-    ``paired``: whether it is rewritten for exact arithmetic: attention can take two queries for a token (see
-    ``pair_queries``), and products are cut where a processor needs that.
+    ``paired``: whether it is rewritten for exact arithmetic by ``pair_queries`` and, if need be, ``cut_products``.
     """
 
     def rewrite(model: ov.Model) -> None:

@@ -63,7 +63,8 @@ SHORT = Trial((40,), (1, 2, 1, 1, 3, 8, 1))
 FULL = Trial((20, 70, 600), tuple(range(1, 18)), (2, 9))
 WAY = "6"  # of probing; another one makes what was found before worthless
 UNIT = 16  # tokens of the inferences that wider ones, and tokens alone, are compared with
-ALONE = 64  # tokens that are fed alone before that counts as the same
+# Tokens that are fed alone before that counts as the same: 16 bits hide most differences until one is in the cache.
+ALONE = 64
 # Widths tried until one differs. If none does, there is no bound; a first load has no time for wider ones.
 RISING = (64, 96, 256)
 FALLING = (48, 32)  # tried if the first of these differs; smaller bounds would read prompts too slowly
@@ -77,8 +78,7 @@ TIMED = 5  # inferences of each width
 def find_exactness(make: Make, engine: str, vocabulary: int, trial: Trial = SHORT) -> Exactness:
     """Find the rule that costs least and gives every token the same bits.
 
-    ``make`` makes a decoder that keeps to a rule. Random ids are below ``vocabulary``. ``trial`` says how long the rule
-    is then probed.
+    ``make`` makes a decoder that keeps to a rule. Random ids are below ``vocabulary``.
     """
     rules = PAGED if engine == "paged" else STATEFUL
     text = random_text(make(rules[-1]), vocabulary)
@@ -99,7 +99,7 @@ def find_exactness(make: Make, engine: str, vocabulary: int, trial: Trial = SHOR
 
 
 def known_exactness(folder: Path, options: DeviceOptions, engine: str) -> Exactness | None:
-    """Return what an earlier run found for this model, engine, setting and machine, if any."""
+    """Return what an earlier run found, if any."""
     return remembered(Exactness, exactness_file(folder, options, engine))
 
 
@@ -118,10 +118,7 @@ def random_text(decoder: Decoder, vocabulary: int) -> np.ndarray:
 
 
 def most_together(decoder: Decoder, text: np.ndarray) -> int | None:
-    """Return how many tokens of ``text`` an inference may have at most; None for all of them, 0 for too few.
-
-    Wider inferences are compared with those of ``UNIT`` tokens, logits of all tokens included.
-    """
+    """Return how many tokens of ``text`` an inference may have at most; None for all of them, 0 for too few."""
     narrow = decoder.fork()
     expected: list[bytes] = []
 
@@ -148,10 +145,7 @@ def most_together(decoder: Decoder, text: np.ndarray) -> int | None:
 
 
 def alone_is_the_same(decoder: Decoder, other: Decoder, text: np.ndarray) -> bool:
-    """Return whether tokens that ``decoder`` is fed one by one have the bits that they have together in ``other``.
-
-    Many are tried, because rounding to 16 bits hides most differences until one of them has got into the cache.
-    """
+    """Return whether tokens that ``decoder`` is fed one by one have the bits that they have together in ``other``."""
     for each in (decoder, other):
         each.reset(1)
         each.feed([text[:UNIT]], [0])
@@ -180,7 +174,6 @@ def guess_cost(decoder: Decoder, text: np.ndarray) -> float:
 
 
 def bits(logits: np.ndarray) -> list[bytes]:
-    """Return a checksum of each row of ``logits``."""
     return [hashlib.blake2b(row, digest_size=8).digest() for row in np.ascontiguousarray(logits)]
 
 
@@ -188,10 +181,7 @@ def bits(logits: np.ndarray) -> list[bytes]:
 
 
 def probe_rule(decoder: Decoder, vocabulary: int, trial: Trial = SHORT) -> Exactness:
-    """Feed random texts in many ways and compare the logits with those of one pass over each text, bit by bit.
-
-    ``decoder`` keeps to the rule that is probed, which cuts the pass, too.
-    """
+    """Feed random texts in many ways by the decoder's rule, and compare the bits with those of one pass over each."""
     random, most = np.random.default_rng(0), decoder.context_length
     positions = differing = 0
     tail = sum(trial.widths)
@@ -265,7 +255,7 @@ class Prober:
         self.decoder.reorder([0])
 
     def read(self) -> None:
-        """Let the decoder hold the context: what it has read of it stays."""
+        """Let the decoder hold the context."""
         self.decoder.truncate(0, min(self.begin, len(self.decoder.rows[0])))
         if len(unread := self.text[len(self.decoder.rows[0]) : self.begin]):
             self.decoder.feed([unread], [0])

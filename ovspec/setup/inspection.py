@@ -32,8 +32,8 @@ def inspect(
 ) -> dict[str, dict[str, Any]]:
     """Return what is known about the target in ``folder`` and its draft, if there is one, as JSON values.
 
-    ``engine``, ``arithmetic`` and ``verify`` are as in ``load``; ``tuned`` applies the profile, if there is one.
-    ``weights`` has the share of all weights by format; sizes are in bytes. Raises like ``load``.
+    ``engine``, ``arithmetic`` and ``verify`` are as in ``load``; ``tuned`` applies the profile, if there is one. Sizes
+    are in bytes. Raises like ``load``.
     """
     manifest = read_manifest(folder, verify)
     found = {}

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from ovspec.decoders.base import Arithmetic
-from ovspec.files import remember, remembered
+from ovspec.files import remembered
 from ovspec.ir.compile import MODEL_FILE
 from ovspec.ir.device import DeviceOptions, check_device, machine_key
 from ovspec.setup.engine import CompiledModel, EngineChoice, EngineName, load_ir
@@ -37,7 +37,6 @@ class Setting:
 
     @property
     def properties(self) -> dict[str, str]:
-        """The setting as OpenVINO properties."""
         named = {"INFERENCE_PRECISION_HINT": self.precision, "DYNAMIC_QUANTIZATION_GROUP_SIZE": self.group}
         return {name: str(value) for name, value in named.items() if value is not None}
 
@@ -66,10 +65,7 @@ class Measurement:
         return self.verify_ms[self.fewest]
 
     def cost(self, goal: Goal) -> float:
-        """Return what ``goal`` minimises, in ms.
-
-        For balanced and accuracy: a prompt of 256 tokens and 128 inferences, which verify 2, 4 and 8 tokens alike.
-        """
+        """Return what ``goal`` minimises, in ms; by default a prompt of 256 tokens and 128 inferences of 2, 4 and 8."""
         if goal == "decode":
             return self.token_ms
         if goal == "prefill":
@@ -111,7 +107,6 @@ class Profile:
 
 
 def completed(options: DeviceOptions, setting: Setting) -> DeviceOptions:
-    """Return ``options`` with the properties of ``setting`` where the user has named nothing."""
     return replace(options, properties=setting.properties | options.fixed)
 
 
@@ -156,8 +151,3 @@ def known_profile(folder: Path, options: DeviceOptions) -> Profile | None:
     """Return the profile measured for models like the one in ``folder``, or None."""
     file = profile_file(folder, options) if check_device(options.device) == "CPU" else None
     return remembered(Profile, file)
-
-
-def keep_profile(folder: Path, options: DeviceOptions, profile: Profile) -> Profile:
-    """Write ``profile`` beside the compiled models, if they are cached, and return it."""
-    return remember(profile_file(folder, options), profile)

@@ -17,7 +17,7 @@ from ovspec.decoders.base import FAST, Decoder, FeedRule, Rollback
 from ovspec.decoders.paged import PagedDecoder
 from ovspec.decoders.stateful import StatefulDecoder
 from ovspec.errors import OvspecError
-from ovspec.files import read_text
+from ovspec.files import read_text, remember
 from ovspec.ir.compile import MODEL_FILE, check_weights, compile_ir
 from ovspec.ir.device import DeviceOptions, default_kv_precision, native_precisions
 from ovspec.ir.memory import room_for
@@ -27,7 +27,7 @@ from ovspec.setup.engine import EXACT, CompiledModel, EngineName, check_paged, c
 from ovspec.setup.exactness import FULL as FULL_TRIAL
 from ovspec.setup.exactness import Exactness
 from ovspec.setup.probing import probe_rollback
-from ovspec.setup.profile import Goal, Measurement, Profile, Setting, keep_profile, known_profile, largest_group
+from ovspec.setup.profile import Goal, Measurement, Profile, Setting, known_profile, largest_group, profile_file
 from ovspec.text.tokenizer import Tokenizer
 
 TEXT = Path(__file__).with_name("tuning_text.txt")
@@ -61,8 +61,8 @@ def tune(
 ) -> Profile:
     """Measure settings for the model in ``folder``.
 
-    ``tell`` is called before each setting with its text and the share of the work that is done.
-    Raises OvspecError if the device is not the CPU or too little memory is free.
+    ``tell`` is called with what comes next and the share of the work that is done. Raises OvspecError if the device is
+    not the CPU or too little memory is free.
     """
     if options.device.upper() != "CPU":
         raise OvspecError(f"`device={options.device!r}`: only the CPU can be tuned.")
@@ -102,8 +102,7 @@ def tune(
 def settings_to_try(engine: EngineName, most_group: int | None, full: bool) -> list[Setting]:
     """Return the settings to compare with the usual ones: precisions, and groups of dynamic quantisation.
 
-    A first load tries only what is most likely to be faster: a larger group, in the usual precision.
-    ``most_group`` is from ``largest_group``.
+    A first load (not ``full``) tries only what is most likely to be faster: a larger group, in the usual precision.
     """
     usual = default_kv_precision(DeviceOptions())  # the precision in which OpenVINO computes by default
     if not full:
@@ -127,7 +126,7 @@ def tune_if_new(folder: Path, options: DeviceOptions) -> Profile | None:
         return None
     note(f"{folder}: measuring the fastest settings, once; 'ovspec tune' measures more, OVSPEC_TUNE=0 skips this.")
     try:
-        return keep_profile(folder, options, tune(folder, options, effort=SHORT))
+        return remember(profile_file(folder, options), tune(folder, options, effort=SHORT))
     except OvspecError as error:
         note(str(error))
         return None
@@ -152,7 +151,6 @@ class SettingTimer:
         self.incumbent = Measurement(setting, times, prefill, kl, top1, change)
 
     def measure(self, setting: Setting) -> Measurement:
-        """Measure accuracy and times."""
         decoder, mine = self._load(setting), self.incumbent
         kl, top1 = self._distance(self._prefill(decoder)[1])  # not timed: the first prefill is slower
         ratios: list[dict[int, float]] = []  # one entry per round: time relative to the incumbent, by width
@@ -168,11 +166,10 @@ class SettingTimer:
         return Measurement(setting, verify, prefill, kl, top1, change)
 
     def probe(self, setting: Setting) -> Exactness:
-        """Find the rule of exact arithmetic with ``setting``."""
         return self._compile(setting).find_exactness()
 
     def exactness(self, setting: Setting) -> dict[int, Exactness]:
-        """The same, thoroughly, with the usual number of threads and with one; by number of threads."""
+        """Find the rule thoroughly, with the usual number of threads and with one; by number of threads."""
         found: dict[int, Exactness] = {}
         for wanted in (None, 1):
             model = self._compile(setting, threads=wanted)
@@ -211,10 +208,7 @@ class SettingTimer:
         return (time.perf_counter() - began) * 1e3 / len(self.text), logits
 
     def _round(self, decoder: Decoder, repeats: int = 1) -> tuple[dict[int, float], float]:
-        """Return the median milliseconds of ``repeats`` inferences after the text by width, and of a change of width.
-
-        The change is what the first inference of a width takes more than the next ones.
-        """
+        """Return the median milliseconds of inferences after the text by width, and what a change of width adds."""
         times: dict[int, list[float]] = {width: [] for width in self.effort.widths}
         changes: list[float] = []
         for repeat in range(repeats + 1):
@@ -226,10 +220,7 @@ class SettingTimer:
         return {width: statistics.median(found) for width, found in times.items()}, statistics.median(changes)
 
     def _time(self, decoder: Decoder, width: int) -> tuple[float, float]:
-        """Return the milliseconds of an inference after one of another width, and after one of the same.
-
-        Fast ones are repeated, to get past the effects of the model that ran before.
-        """
+        """Return the milliseconds of an inference after one of another width, and after some of the same."""
         found, began = [], time.perf_counter()
         while len(found) < 2 or (time.perf_counter() - began < SETTLED and len(found) < 20):
             start = time.perf_counter()

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ovspec.cli.tune import report
+from ovspec.files import remember
 from ovspec.ir.device import DeviceOptions, compile_properties
 from ovspec.setup.exactness import Exactness
 from ovspec.setup.profile import (
@@ -23,7 +24,6 @@ from ovspec.setup.profile import (
     Profile,
     Setting,
     completed,
-    keep_profile,
     known_profile,
     largest_group,
     profile_file,
@@ -146,7 +146,7 @@ def test_the_choice_is_allowed_and_nothing_allowed_is_clearly_better(found: list
 def test_kept_and_read_again(tmp_path: Path) -> None:
     options = DeviceOptions(cache_dir=tmp_path)
     found = profile(measured(FAST, step=5))
-    keep_profile(DEMO, options, found)
+    remember(profile_file(DEMO, options), found)
     file = profile_file(DEMO, options)
     assert file
     assert known_profile(DEMO, options) == found
