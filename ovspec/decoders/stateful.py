@@ -47,9 +47,7 @@ class StatefulDecoder:
     With recurrent states (``rollback.replay``) it holds a single row; ``RowByRow`` combines several into a batch.
 
     Args:
-        ir: the compiled model.
         rollback: how its states can be rolled back, from ``probing.find_probe``.
-        vocabulary: the ids that may be chosen.
         compact_at: number of dead slots at which the cache is compacted.
         rule: how tokens are fed. With ``apart``, a text's first token gets an inference of its own: OpenVINO computes a
             prompt without a past in another attention kernel, which rounds differently.

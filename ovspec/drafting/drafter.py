@@ -21,14 +21,10 @@ NO_LOGITS = np.empty((0, 0), dtype=np.float32)
 
 @dataclass(frozen=True)
 class DraftLimits:
-    """What a row allows to be proposed.
+    """What a row allows to be proposed; None for no limit."""
 
-    drafters: names of those that may propose; None for all.
-    lookahead: maximum number of tokens in a round; None for no limit. With 0, none are forced, either.
-    """
-
-    drafters: frozenset[str] | None = None
-    lookahead: int | None = None
+    drafters: frozenset[str] | None = None  # names of those that may propose
+    lookahead: int | None = None  # maximum number of tokens in a round; with 0, none are forced, either
 
 
 ANYTHING = DraftLimits()
@@ -36,43 +32,28 @@ ANYTHING = DraftLimits()
 
 @dataclass(slots=True)
 class RoundRow:
-    """One row in one round: what it begins with, what is proposed, what is fed, and the results.
+    """One row in one round: what it begins with, what is proposed, what is fed, and the results. Tokens are (n,)."""
 
-    sequence: the tokens so far; the round commits to it.
-    budget: maximum number of tokens that may still be committed, forced and proposed ones included.
-    drafts: whether drafters are asked. They aren't before the first token, which must not wait for them.
-    forced: (n,) forced tokens, which are committed first.
-    ended: whether the text has ended with forced tokens, so that the model isn't run for it.
-    healed: whether the proposal is from token healing instead of a drafter; then it is left out of statistics.
-    unseen: (n,) the tokens that the target has not read. It reads the first ``read`` of them in this round.
-    fed: (n,) the tokens that it reads, then the proposal.
-    positions: how many positions at the end of the text need logits; ``wanted`` adds those of the proposal.
-    tokens: (n,) all tokens that the round committed: forced ones, accepted ones, and one of the target's own.
-    accepted: how many proposed tokens were accepted.
-    error: why the row's text can't go on, if its constraints failed.
-    constraint_seconds: processor time spent on guessing, forcing and choosing tokens, where constraints are slow.
-    logits: (n, vocab) the target's logits for each committed token that wasn't forced, or all wanted ones if the
-        sampler chose no token; valid until the next round.
-    """
-
-    sequence: Sequence
+    sequence: Sequence  # the tokens so far; the round commits to it
     sampler: Sampler
-    budget: int
-    drafts: bool = True
+    budget: int  # maximum number of tokens that may still be committed, forced and proposed ones included
+    drafts: bool = True  # whether drafters are asked; not before the first token, which must not wait for them
     limits: DraftLimits = ANYTHING
-    forced: np.ndarray = field(default_factory=NO_TOKENS.copy)
-    ended: bool = False
+    forced: np.ndarray = field(default_factory=NO_TOKENS.copy)  # tokens that are committed first
+    ended: bool = False  # whether the text has ended with forced tokens, so that the model isn't run for it
     proposal: Proposal = NOTHING
-    healed: bool = False
-    unseen: np.ndarray = field(default_factory=NO_TOKENS.copy)
-    read: int = 0
-    fed: np.ndarray = field(default_factory=NO_TOKENS.copy)
-    positions: int = 1
-    wanted: int = 0
-    tokens: np.ndarray = field(default_factory=NO_TOKENS.copy)
-    accepted: int = 0
-    error: OvspecError | None = None
-    constraint_seconds: float = 0.0
+    healed: bool = False  # whether the proposal is from token healing; then it is left out of statistics
+    unseen: np.ndarray = field(default_factory=NO_TOKENS.copy)  # tokens that the target has not read
+    read: int = 0  # how many of these it reads in this round
+    fed: np.ndarray = field(default_factory=NO_TOKENS.copy)  # the tokens that it reads, then the proposal
+    positions: int = 1  # at the end of the text, that need logits
+    wanted: int = 0  # the same and those of the proposal
+    tokens: np.ndarray = field(default_factory=NO_TOKENS.copy)  # all committed: forced, accepted, the target's own
+    accepted: int = 0  # how many proposed tokens were accepted
+    error: OvspecError | None = None  # why the text can't go on, if its constraints failed
+    constraint_seconds: float = 0.0  # processor time spent on guessing, forcing and choosing tokens
+    # (n, vocab), for each committed token that wasn't forced, or all wanted ones if the sampler chose none; valid until
+    # the next round.
     logits: np.ndarray = field(default_factory=NO_LOGITS.copy)
 
     def draftable(self, source: str | None = None) -> int:

@@ -28,21 +28,14 @@ FEW = 4  # rounds or tokens, up to which a mean over them isn't trusted
 
 @dataclass(frozen=True)
 class RoundOutcome:
-    """What a round proposed, how much of it was accepted, and what it cost.
+    """What a round proposed, how much of it was accepted, and what it cost."""
 
-    judged: each row's proposal, and how many of its tokens were accepted.
-    width: tokens that the inference computed for all rows, including those that filled it up.
-    forced: how many of these were forced.
-    prefilled: whether other tokens were also fed, such as a prompt, so that the times say nothing about proposals.
-    drafted, verified: seconds spent on drafting and on verifying.
-    """
-
-    judged: list[tuple[Proposal, int]]
-    width: int
-    forced: int
-    prefilled: bool
-    drafted: float
-    verified: float
+    judged: list[tuple[Proposal, int]]  # each row's proposal, and how many of its tokens were accepted
+    width: int  # tokens that the inference computed for all rows, including those that filled it up
+    forced: int  # how many of these were forced
+    prefilled: bool  # whether others, such as a prompt, were also fed: then the times say nothing about proposals
+    drafted: float  # seconds spent on drafting
+    verified: float  # seconds spent on verifying
 
 
 class Lookahead:

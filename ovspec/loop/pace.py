@@ -19,17 +19,12 @@ RECENT = 0.1  # weight of the newest measurement
 
 @dataclass(frozen=True)
 class Load:
-    """What a round does besides reading prompts.
+    """What a round does besides reading prompts."""
 
-    generating, reading: numbers of rows that get a token, and of those that read a prompt.
-    rest: tokens that the former have yet to read, besides one for each row.
-    proposed: tokens proposed.
-    """
-
-    generating: int
-    reading: int = 0
-    rest: int = 0
-    proposed: int = 0
+    generating: int  # rows that get a token
+    reading: int = 0  # rows that read a prompt
+    rest: int = 0  # tokens that the rows that generate have yet to read, besides one for each
+    proposed: int = 0  # tokens
 
     @property
     def rows(self) -> int:
@@ -43,13 +38,9 @@ class Load:
 class Pace:
     """Learns what rows and tokens cost, and decides how much of a round's time is for prompts and for proposals.
 
-    A row costs more than a token of a prompt or a proposal, because it has a context of its own.
-
-    Args:
-        costs: milliseconds of an inference of the target.
-        rule: how the target is fed.
-        learns: whether ``costs`` learns from ``learn``, because no lookahead lets it learn.
-        chunk: tokens of prompts that every round reads; None for as many as it has time for.
+    A row costs more than a token of a prompt or a proposal, because it has a context of its own. ``learns``: whether
+    ``costs`` learns here, because no lookahead lets it learn. ``chunk``: tokens of prompts that every round reads; None
+    for as many as it has time for.
     """
 
     def __init__(self, costs: Costs, rule: FeedRule, learns: bool, chunk: int | None = None) -> None:

@@ -109,16 +109,11 @@ class Stats(Proposals):
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a text begins, besides its tokens.
+    """Where a text begins, besides its tokens."""
 
-    healable: position of the first token that healing may take back.
-    context: maximum length of the text in tokens, if less than the model's context.
-    sample: number of the text among those of its prompt, from 0.
-    """
-
-    healable: int = 0
-    context: int | None = None
-    sample: int = 0
+    healable: int = 0  # position of the first token that healing may take back
+    context: int | None = None  # maximum length of the text in tokens, if less than the model's context
+    sample: int = 0  # number of the text among those of its prompt
 
 
 @dataclass(frozen=True)

@@ -40,36 +40,24 @@ class Schedulable(Protocol):
 
 @dataclass(frozen=True)
 class BatchLimits:
-    """Limits of a batch, and fairness between its rows.
-
-    rows: maximum number of rows.
-    tokens: maximum number of tokens that they may grow to together.
-    pace: decides how much of the prompts a round reads, if rows that generate must not wait long.
-    fail_alone: whether a row whose constraints fail ends by itself, instead of failing the whole round.
-    constraint_seconds: total time of a row's steps slower than ``SLOW_STEP`` after which its constraints fail.
-    """
+    """Limits of a batch, and fairness between its rows."""
 
     rows: int = 1
-    tokens: float = math.inf
-    pace: Pace | None = None
-    fail_alone: bool = False
-    constraint_seconds: float = math.inf
+    tokens: float = math.inf  # that the rows may grow to together
+    pace: Pace | None = None  # decides how much of the prompts a round reads, if rows that generate must not wait long
+    fail_alone: bool = False  # whether a row whose constraints fail ends by itself, instead of failing the whole round
+    constraint_seconds: float = math.inf  # of a row's steps slower than ``SLOW_STEP``, after which its constraints fail
 
 
 @dataclass(slots=True)
 class Active:
-    """A row of the batch, and its number among all rows.
-
-    held: the decoders' row that holds its tokens; EMPTY if it has none yet.
-    joined: seconds on the wall clock, of target inference and of drafting when it joined.
-    slow: seconds that slow steps of its constraints have taken.
-    """
+    """A row of the batch, and its number among all rows."""
 
     number: int
     row: Schedulable
-    held: int
-    joined: tuple[float, float, float]
-    slow: float = 0.0
+    held: int  # the decoders' row that holds its tokens; EMPTY if it has none yet
+    joined: tuple[float, float, float]  # seconds on the wall clock, of target inference and of drafting at that time
+    slow: float = 0.0  # seconds that slow steps of its constraints have taken
 
 
 class Queue:

@@ -42,27 +42,18 @@ EXACT = {
 
 @dataclass
 class CompiledModel:
-    """A ``CompiledIR`` and the engine that was chosen to run it.
-
-    reason: why this engine was chosen.
-    rule: how tokens are fed; ``FAST`` for fast arithmetic.
-    promise: "exact", "fast", or that no rule was found for exact arithmetic, in words.
-    guess_is_free: whether verifying one token proposed for a single text costs no time and changes no bit.
-    profile: the setting that a profile chose.
-    verify_ms: measured milliseconds per inference, by width in tokens; the widest is a prompt.
-    change_ms: measured milliseconds, added to an inference of another width than the one before.
-    """
+    """A ``CompiledIR`` and the engine that was chosen to run it."""
 
     ir: CompiledIR
     engine: EngineName
-    reason: str
+    reason: str  # why this engine was chosen
     rollback: Rollback
-    rule: FeedRule = FAST
-    promise: str = "fast"
-    guess_is_free: bool = False
-    profile: str | None = None
-    verify_ms: dict[int, float] | None = None
-    change_ms: float | None = None
+    rule: FeedRule = FAST  # how tokens are fed
+    promise: str = "fast"  # or "exact", or that no rule was found for exact arithmetic, in words
+    guess_is_free: bool = False  # whether verifying a token proposed for one text takes no time and changes no bit
+    profile: str | None = None  # the setting that a profile chose
+    verify_ms: dict[int, float] | None = None  # measured, per inference, by width in tokens; the widest is a prompt
+    change_ms: float | None = None  # measured, added to an inference of another width than the one before
 
     @property
     def arithmetic(self) -> Arithmetic:
