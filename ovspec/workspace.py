@@ -289,7 +289,7 @@ class Workspace:
         return Stats(
             prompt_tokens=prompt_tokens,
             seed=params.seed if params.temperature else None,
-            rollback=str(target.rollback),
+            rollback=target.rollback.label,
             device=target.ir.device,
             draft_device=draft.ir.device if draft else None,
             engine=target.engine,
@@ -297,7 +297,7 @@ class Workspace:
             draft_engine=draft.engine if draft else None,
             profile=target.profile,
             arithmetic=target.promise,
-            rule=str(target.rule) if target.promise == "exact" else "",
+            rule=target.rule.label if target.promise == "exact" else "",
         )
 
     # ------------------------------------------------------------ running them

@@ -48,7 +48,9 @@ class FeedRule:
         left = self.most - width % self.most
         return min(wanted, left if left >= min(self.most // 4, wanted) else left + self.most)
 
-    def __str__(self) -> str:
+    @functools.cached_property
+    def label(self) -> str:
+        """The rule in words, kept because every text's statistics have them."""
         demands = [
             f"at least {self.fewest} tokens an inference" if self.fewest > 1 else "",
             f"at most {self.most} tokens an inference" if self.most else "",
@@ -56,6 +58,9 @@ class FeedRule:
             "first tokens apart, rejected tokens cut off, each row by itself" if self.apart else "",
         ]
         return ", ".join(filter(None, demands)) or "tokens as they come"
+
+    def __str__(self) -> str:
+        return self.label
 
 
 FAST = FeedRule()
@@ -92,9 +97,14 @@ class Rollback:
     mask_until: int | None = None
     replay: bool = False
 
-    def __str__(self) -> str:
+    @functools.cached_property
+    def label(self) -> str:
+        """The way in words, kept as a rule's are."""
         kv = f"mask until {self.mask_until}" if self.kv == "mask" and self.mask_until else self.kv
         return " + ".join(filter(None, (kv, "replay" if self.replay else None)))
+
+    def __str__(self) -> str:
+        return self.label
 
 
 class Decoder(Protocol):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ovspec.decoders.base import FAST, Rollback
+from ovspec.decoders.base import FAST, Decoder, Rollback
 from ovspec.decoders.sequence import Sequence
 
 
@@ -35,3 +35,12 @@ class Bigrams:
 
     def joining_chunk(self, counts: list[int]) -> int:  # noqa: ARG002
         return 1
+
+    def fork(self) -> Decoder:
+        raise NotImplementedError
+
+    def dump(self) -> dict[str, np.ndarray]:
+        raise NotImplementedError
+
+    def restore(self, tokens: np.ndarray, arrays: dict[str, np.ndarray]) -> None:
+        raise NotImplementedError
