@@ -103,13 +103,3 @@ def undisturbed() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
-
-
-def end_with(message: str) -> None:
-    """Make SIGTERM end the process with a message, after it has cleaned up; no library catches SystemExit."""
-
-    def end(*_: object) -> None:
-        raise SystemExit(message)
-
-    if sys.platform != "win32":
-        signal.signal(signal.SIGTERM, end)

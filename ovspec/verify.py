@@ -76,7 +76,12 @@ def verify_result(workspace: Workspace, result: Result) -> Verification:
     identity = record.model().get("identity")
     if identity != workspace.identity["identity"]:
         raise OvspecError(f"The text was made by another model than {workspace.folder}; load that one.")
-    params = workspace.complete(checkable(record.params))
+    if record.params.accept == "rejection":
+        raise OvspecError("A text made with `accept='rejection'` can't be checked: it depends on what was proposed.")
+    for name in FUNCTIONS:
+        if getattr(record.params, name):
+            raise OvspecError(f"A text made with `{name}` can't be checked: your own functions aren't part of it.")
+    params = workspace.complete(record.params)
     tokens = np.array([*record.healed_ids, *result.token_ids], dtype=np.int64)
     for ids in (record.prompt_ids, tokens):
         workspace.encode(np.array(ids, dtype=np.int64), begins=False)  # refuses unknown ids
@@ -135,16 +140,6 @@ def problem_of(row: Row, result: Result) -> str | None:
     if row.finish_reason != result.finish_reason:
         return f"the text ends with {row.finish_reason!r}, not {result.finish_reason!r}"
     return None if row.text == result.text else "the text isn't what its tokens spell"
-
-
-def checkable(params: Params) -> Params:
-    """Return the params of a text that is checked; raises OvspecError if they can't be repeated."""
-    if params.accept == "rejection":
-        raise OvspecError("A text made with `accept='rejection'` can't be checked: it depends on what was proposed.")
-    for name in FUNCTIONS:
-        if getattr(params, name):
-            raise OvspecError(f"A text made with `{name}` can't be checked: your own functions aren't part of it.")
-    return params
 
 
 # ---------------------------------------------------------------- as JSON

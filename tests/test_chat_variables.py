@@ -136,7 +136,6 @@ def test_a_comparison_renders_with_them(lm: ovspec.LanguageModel, monkeypatch: p
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (("generate", "a", "--chat-template-kwargs", '{"a": 1}'), "--chat-template-kwargs needs --chat."),
         (
             ("chat", "--chat-template-kwargs", "[1]"),
             "'[1]' is not a JSON object, as '{\"enable_thinking\": false}' is.",

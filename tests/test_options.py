@@ -35,7 +35,7 @@ from ovspec.cli.options import split_options
 from ovspec.integrations.batch_file import read_request
 from ovspec.openai.bodies import CompletionBody
 from ovspec.openai.requests import read_texts
-from ovspec.openai.wording import read_body
+from ovspec.openai.bodies import read_body
 
 assert "TMP" in ovspec.__file__
 params = ovspec.SamplingParams(loudness=0.7)
@@ -88,7 +88,7 @@ def test_types_and_ranges_are_checked_by_the_declaration() -> None:
         ({"stop": 5}, "it must be a string or a list"),
         ({"stop_ids": ["x"]}, "it must be a list"),
         ({"accept": "maybe"}, "`accept` is 'maybe'; it must be one of compare, rejection"),
-        ({"lookahead": "few"}, "it must be a whole number or auto"),
+        ({"lookahead": "few"}, 'it must be a whole number or "auto"'),
         ({"heal": 5}, "`heal` is 5, which has the wrong type; it must be true or false"),
         ({"sampler": 5}, "`sampler` is 5, which has the wrong type; it must be a function"),
         ({"sampler_options": 5}, "it must be an object"),
@@ -150,7 +150,7 @@ def test_what_the_group_says_is_what_a_command_says() -> None:
     """``ovspec --help`` imports no command, so the sentences it prints are kept in a table."""
     context: Any = None
     assert set(COMMANDS) == {file.stem for file in (ROOT / "ovspec" / "cli").glob("*.py")} - {
-        *("__init__", "compare", "options", "loading", "output", "prompting", "wording")
+        *("__init__", "compare", "options", "loading", "output", "prompting")
     }
     for name, sentence in COMMANDS.items():
         command = cli.get_command(context, name)

@@ -17,7 +17,7 @@ from ovspec.loop.scheduler import Scheduler
 from ovspec.options.serving import ServeParams
 from ovspec.serving.app import make_app
 from ovspec.serving.engine import Engine
-from ovspec.serving.guard import Guard, Keys
+from ovspec.serving.guard import Guard
 from ovspec.serving.service import Service
 from ovspec.serving.texts import TextEndpoints
 
@@ -82,7 +82,7 @@ def test_the_road_of_a_request_is_the_one_in_the_docs() -> None:
         lm = ovspec.load(ROOT / "models" / "demo", "none", engine="paged")
         engine = Engine(lm, rows=4)
         engine.start()
-        app: Any = Guard(make_app(Service(lm, engine, "demo", ServeParams())), Keys(), True, lambda *_: None)
+        app: Any = Guard(make_app(Service(lm, engine, "demo", ServeParams())), [], True, lambda *_: None)
         asyncio.run(ask())
         passed.clear()
         before.clear()

@@ -46,7 +46,6 @@ def batch(
     """
     refuse(len(arguments) > 2, "Too many arguments; give FILE, or DIR and FILE.")
     file, folder = Path(arguments[-1]), Path(arguments[0]) if len(arguments) == 2 else None
-    refuse(file.is_dir(), f"{file} is a folder; name the file with the prompts after it.")
     check_chat(chat, system, others["heal"])
     refuse(str(output) == "-", "--output can't be stdout, because finished results must be kept; name a file.")
     if output.exists():

@@ -79,7 +79,6 @@ def bench(
     folder = folder or embedded_pair()
     if draft is None and (folder / DRAFT_FOLDER).is_dir():
         draft = "draft"
-    refuse(runtime["draft_device"] and draft in (None, "none"), "--draft-device needs a draft.")
     texts = [*prompts, *map(read_text, files)] or json.loads(PROMPTS.read_text("utf-8"))
     lm = load(folder, ["lookup", draft or "none"], **runtime)
     models = {"plain": lm.with_drafters(None), "lookup": lm.with_drafters(DraftChoice(lookup=True))}
@@ -114,11 +113,7 @@ def measure(
 
 
 def row_of(mode: str, lookahead: int | str, results: list[Result], plain: list[Result]) -> dict[str, Any]:
-    """Return the measurements of a mode, compared with ``plain`` as in ``ovspec.comparison``.
-
-    ``speedup`` is the ratio of ``plain_tpot_ms`` and ``tpot_ms``, milliseconds per token in the median turn; None if it
-    would be a gain that speculation can't have caused. ``spread``: the smallest and the largest ratio of all turns.
-    """
+    """Return the measurements of a mode, compared with ``plain`` as in ``ovspec.comparison``."""
     from ovspec.comparison import speedup_of_results
 
     proposed, accepted, tokens, rounds = (

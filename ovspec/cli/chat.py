@@ -15,15 +15,13 @@ from ovspec.cli.options import (
     CHAT_MAX_TOKENS,
     STATS,
     StatsCommand,
-    check_chat,
     context_option,
     generate_options,
-    refuse,
+    in_flags,
     session_option,
     split_options,
     stats_option,
 )
-from ovspec.cli.wording import in_flags
 from ovspec.drafting.choice import EXPORTED, DraftChoice
 from ovspec.errors import OvspecError
 from ovspec.interrupts import Ended, end_on_signals, leave, undisturbed
@@ -64,10 +62,7 @@ def chat(
     if folder is None and isinstance(named, Path) and (named / EXPORTED).is_dir():
         # '--draft DIR': the option took what was meant as DIR.
         folder, others["draft"] = named, DraftChoice(model=EXPORTED)
-    check_chat(True, system, others["heal"])
     loading, options = split_options(others)
-    refuse(options.get("n", 1) > 1, "--samples can't be combined with a chat, which continues from one answer.")
-    refuse("logprobs" in options, "--logprobs can't be shown in a chat.")
     options.setdefault("max_tokens", CHAT_MAX_TOKENS)
 
     from ovspec.cli import output

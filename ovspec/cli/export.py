@@ -1,3 +1,5 @@
+import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -5,7 +7,6 @@ import click
 from click.core import ParameterSource
 
 from ovspec.cli.options import refuse
-from ovspec.interrupts import end_with
 
 FORMATS = ("fp32", "fp16", "bf16", "int8", "int4")
 BACKUPS = ("none", "int8_sym", "int8_asym")
@@ -120,7 +121,8 @@ def export(
     draft = None if draft == "none" else draft
     alone = not draft and draft_layers is None
     refuse(draft_weight_format and alone, "--draft-weight-format needs --draft or --draft-layers.")
-    end_with("Error: the export was ended by SIGTERM; nothing was changed.")
+    ended = "Error: the export was ended by SIGTERM; nothing was changed."
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(ended))  # which cleans up, and no library catches it
     package = export_package()
     formats = [weight_format, draft_weight_format] if draft_weight_format else [weight_format]
     compressions = [package.Compression(name, **meant_for(name, formats, options)) for name in formats]

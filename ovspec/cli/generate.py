@@ -87,7 +87,6 @@ def generate(
     refuse(chat and token_ids is not None, "--chat needs a text, not --token-ids.")
     loading, options = split_options(others)
     refuse("logprobs" in options and not as_json, "--logprobs needs --json.")
-    refuse("chat_template_kwargs" in options and not chat, "--chat-template-kwargs needs --chat.")
     several = options.get("n", 1) > 1 or options.get("retries")
     if compare:
         refuse(not draft, "--compare needs a draft; leave --draft none out.")

@@ -4,7 +4,7 @@ from typing import Any
 
 import click
 
-from ovspec.cli.options import options_of, refuse, runtime_options
+from ovspec.cli.options import options_of, target_options
 from ovspec.errors import OvspecError
 from ovspec.options.loading import LOAD, load_params
 from ovspec.progress import step
@@ -14,7 +14,7 @@ from ovspec.progress import step
 @click.argument("folder", required=False, type=click.Path(path_type=Path), metavar="[DIR]")
 @options_of({"verify": LOAD["verify"]})
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-@runtime_options
+@target_options
 def inspect(folder: Path | None, verify: bool | None, as_json: bool, **runtime: Any) -> None:
     """Describe the models in DIR (by default the embedded demo pair): weights, context, engine, rollback, memory.
 
@@ -29,7 +29,6 @@ def inspect(folder: Path | None, verify: bool | None, as_json: bool, **runtime: 
     from ovspec.setup import inspection
 
     folder = model_folder(folder)
-    refuse(runtime["draft_device"], "--draft-device is not used here; inspect the draft's folder with --device.")
     given = load_params(runtime)  # type: ignore[arg-type]
     if verify and not (folder / "ovspec.json").is_file():
         raise OvspecError(f"{folder}: --verify needs the manifest that 'ovspec export' writes, which is missing.")

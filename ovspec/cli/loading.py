@@ -24,11 +24,7 @@ def check_grammar(options: Mapping[str, Any]) -> None:
 def load(
     folder: Path | None, *draft: Any, session: Path | None = None, chat: bool = False, **options: Any
 ) -> LanguageModel:
-    """Return ``ovspec.load(folder, *draft, **options)``, and say so while it takes long.
-
-    Raises OvspecError at once if ``session`` is a file but no session of this model, or if a ``chat`` is wanted and
-    the model has no chat template.
-    """
+    """Return ``ovspec.load(folder, *draft, **options)``; refuse a wrong session or a missing chat template first."""
     with step(f"{folder or 'demo pair'}: loading"):
         import ovspec
         from ovspec.loading import model_folder

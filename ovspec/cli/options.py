@@ -1,7 +1,7 @@
 """The command line's options, made from the declarations in ``ovspec.options``."""
 
 import functools
-import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -9,23 +9,19 @@ from typing import Any, get_origin
 
 import click
 
-from ovspec.cli.wording import in_flags
 from ovspec.drafting.choice import EXPORTED, DraftChoice, names_drafters, parse_draft
 from ovspec.errors import OvspecError
-from ovspec.options import GENERATE, GRAMMARS, check_samples, make_params
+from ovspec.options import GENERATE, check_samples, make_params
 from ovspec.options.loading import LOAD, RUNTIME
 from ovspec.options.option import LARGEST, Option, alternatives, auto_or_number, choices_of, is_repeatable
 
+# How a message that Python shows too names an option: `name`, or with a value `name=value`.
+OPTION = re.compile(r"`(\w+)(?:=([^`]*))?`")
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 # (command, option) -> the default that a command sets itself, in words.
 CHAT_MAX_TOKENS = 1024
 DEFAULTS = {("chat", "max_tokens"): str(CHAT_MAX_TOKENS)}
-# (command, option) that is refused in a sentence, so the help leaves it out.
-REFUSED = {
-    *(("chat", name) for name in ("n", "logprobs", "heal")),
-    *((command, "draft_device") for command in ("inspect", "perplexity", "verify")),
-}
 
 
 class Parsed(click.ParamType):
@@ -46,15 +42,6 @@ class Parsed(click.ParamType):
 LookaheadType = functools.partial(Parsed, auto_or_number, "auto|K")
 
 
-class Real(click.FloatRange):
-    """A number in a range, which nan is not."""
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        if math.isnan(found := super().convert(value, param, ctx)):
-            self.fail(f"{value!r} is not a number.", param, ctx)
-        return found
-
-
 def click_type(kind: Any, option: Option) -> click.ParamType:
     """Return the click type of one value."""
     if option.parse:
@@ -63,27 +50,27 @@ def click_type(kind: Any, option: Option) -> click.ParamType:
         return click.Choice(choices)
     each = alternatives(kind)
     inner = [one.__args__[0] for one in each if get_origin(one)] or each
-    if (limits := option.limits) and limits.least > -LARGEST:
+    if (limits := option.limits) and limits.least > -LARGEST and limits.special is None:
         most = limits.most if limits.most < LARGEST else None
         if float in inner:
-            return Real(limits.least, most, min_open=limits.above)
+            return click.FloatRange(limits.least, most, min_open=limits.above)
         return click.IntRange(int(limits.least), None if most is None else int(most))
     return click.INT if int in inner else click.FLOAT if float in inner else click.STRING
 
 
-def click_option(name: str, kind: Any, option: Option, hidden: bool) -> Decorator:
+def click_option(name: str, kind: Any, option: Option) -> Decorator:
     """Return the command-line option of a declaration."""
-    flags = option.flags or (flag(name),)
+    flags = option.flags or (f"--{name.replace('_', '-')}",)
     help = option.help + f"  [default: {option.initially}]" * bool(option.initially)
     if "/" in flags[0]:  # --yes/--no
-        return click.option(*flags, name, default=None, help=help, hidden=hidden)
+        return click.option(*flags, name, default=None, help=help)
     if bool in alternatives(kind) and not option.parse:
         negated = flags[0].startswith("--no-")
-        return click.option(*flags, name, is_flag=True, flag_value=not negated, default=None, help=help, hidden=hidden)
-    more: dict[str, Any] = {"hidden": hidden}
+        return click.option(*flags, name, is_flag=True, flag_value=not negated, default=None, help=help)
+    more: dict[str, Any] = {}
     if is_repeatable(kind):
         made = merged if any(get_origin(each) is Mapping for each in alternatives(kind)) else list
-        more |= {"multiple": True, "callback": lambda ctx, param, values: made(values) or None}  # noqa: ARG005
+        more = {"multiple": True, "callback": lambda ctx, param, values: made(values) or None}  # noqa: ARG005
         help += " May be repeated."
     return click.option(*flags, name, type=click_type(kind, option), metavar=option.metavar, help=help, **more)
 
@@ -101,7 +88,7 @@ def options_of(table: dict[str, tuple[Any, Option]]) -> Decorator:
             here = not option.commands or command.__name__ in option.commands
             option = replace(option, usual=DEFAULTS.get((command.__name__, name), option.usual))
             if option.flags != () and here:
-                command = click_option(name, kind, option, (command.__name__, name) in REFUSED)(command)
+                command = click_option(name, kind, option)(command)
         return command
 
     return decorate
@@ -119,6 +106,7 @@ def in_a_folder(ctx: click.Context, param: click.Parameter, file: Path | None) -
 
 
 runtime_options = options_of(RUNTIME)
+target_options = options_of({name: entry for name, entry in RUNTIME.items() if name != "draft_device"})
 draft_option = click.option(
     "--draft",
     type=Parsed(draft_or_text, "draft"),
@@ -144,7 +132,6 @@ context_option = click.option(
     help="Limit for prompt and text together, in tokens; prints the memory that its KV cache takes.  "
     "[default: the model's]",
 )
-# ``check_chat`` checks these two.
 chat_option = click.option(
     "--chat/--raw",
     default=False,
@@ -192,18 +179,12 @@ def check_chat(chat: bool, system: str | None, heal: bool | None) -> None:
 
 
 def split_options(values: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the given ``generate_options`` as keywords (for ``load``, for ``generate``).
-
-    Raises click.UsageError for options that can't be combined.
-    """
+    """Return the given ``generate_options`` as keywords (for ``load``, for ``generate``)."""
     given = {name: value for name, value in values.items() if value is not None}
     if isinstance(draft := given.get("draft"), str):
         raise click.UsageError(f"--draft {draft}: no such folder; name the folder of a draft, lookup, self or none.")
     options = {name: value for name, value in given.items() if name in GENERATE}
     loading = {name: value for name, value in given.items() if name not in GENERATE}
-    for name in GRAMMARS:
-        empty = name in options and (options[name] == Path() or not str(options[name]).strip())
-        refuse(empty, f"{flag(name)} is empty.")
     try:
         params = make_params(options)  # type: ignore[arg-type]
         check_samples(params)
@@ -213,9 +194,23 @@ def split_options(values: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any
     proposes = params.grammar_option or draft or (draft is None and given.get("arithmetic") != "fast")
     alone = params.lookahead is not None and not proposes
     refuse(alone, "--lookahead needs --draft, or a grammar, whose forced tokens are proposed.")
-    refuse("draft_device" in loading and not draft, "--draft-device needs --draft.")
     return loading, options
 
 
-def flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
+def in_flags(message: object, command: click.Command | None = None) -> str:
+    """Return ``message`` with the options of ``command``, by default the one that runs, as flags.
+
+    `name` and `name=True` become --name, and `name='value'` --name value.
+    """
+    context = click.get_current_context(silent=True)
+    command = command or (context and context.command)
+    options = [param for param in command.params if isinstance(param, click.Option)] if command else []
+    flags = {option.name: max(option.opts, key=len) for option in options}
+
+    def flag(found: re.Match[str]) -> str:
+        name, value = found.groups()
+        if name not in flags:
+            return found[0]
+        return flags[name] if value in (None, "True", "False") else f"{flags[name]} {value.strip(chr(39))}"
+
+    return OPTION.sub(flag, str(message))

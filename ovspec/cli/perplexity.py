@@ -6,7 +6,7 @@ from typing import Any
 import click
 
 from ovspec.cli.loading import load
-from ovspec.cli.options import refuse, runtime_options
+from ovspec.cli.options import target_options
 from ovspec.progress import step
 
 
@@ -17,7 +17,7 @@ from ovspec.progress import step
     "--context", type=click.IntRange(2), help="Tokens of a window.  [default: the model's context, up to 1024]"
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-@runtime_options
+@target_options
 def perplexity(folder: Path, file: Path, context: int | None, as_json: bool, **runtime: Any) -> None:
     """Measure how well the model in DIR predicts the text in FILE.
 
@@ -30,7 +30,6 @@ def perplexity(folder: Path, file: Path, context: int | None, as_json: bool, **r
     """
     from ovspec.files import read_text
 
-    refuse(runtime["draft_device"], "--draft-device is not used here: only the target is measured.")
     text = read_text(file)
     lm = load(folder, **runtime)
     with step(f"{file}: reading"):

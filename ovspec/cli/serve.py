@@ -6,6 +6,7 @@ import click
 from ovspec.cli.loading import load
 from ovspec.cli.options import draft_option, options_of, split_options
 from ovspec.errors import OvspecError
+from ovspec.options import check
 from ovspec.options.loading import LOAD
 from ovspec.options.serving import SERVE, ServeParams
 
@@ -30,6 +31,8 @@ def serve(folder: Path | None, **others: Any) -> None:
       ovspec serve my-pair --draft lookup,draft --api-key-file keys.txt --host 0.0.0.0
     """
     given = {name: value for name, value in others.items() if name in SERVE and value is not None}
+    for name, value in given.items():
+        check(name, value, *SERVE[name])
     options = ServeParams(**given)
     loading, _ = split_options({name: value for name, value in others.items() if name not in SERVE})
     try:

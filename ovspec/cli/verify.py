@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ovspec.cli.loading import load
-from ovspec.cli.options import refuse, runtime_options
+from ovspec.cli.options import refuse, target_options
 from ovspec.progress import step
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 @click.argument("file", type=click.Path(path_type=Path), metavar="RESULT")
 @click.option("--model", "folder", metavar="DIR", help="Folder of the model.  [default: the one that the result names]")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-@runtime_options
+@target_options
 def verify(file: Path, folder: str | None, as_json: bool, **runtime: Any) -> None:
     """Check that every token in RESULT is the one that the model chooses there.
 
@@ -39,7 +39,6 @@ def verify(file: Path, folder: str | None, as_json: bool, **runtime: Any) -> Non
     from ovspec.files import read_text
     from ovspec.verify import result_from_json
 
-    refuse(runtime["draft_device"], "--draft-device is not used here: only the target checks a text.")
     name = "stdin" if str(file) == "-" else str(file)
     source = sys.stdin.buffer.read().decode("utf-8", "replace") if name == "stdin" else read_text(file)
     models: dict[str, LanguageModel] = {}

@@ -24,10 +24,9 @@ from ovspec.loop.results import Piece, Result
 from ovspec.loop.row import Row
 from ovspec.model import LanguageModel, retried
 from ovspec.openai.answers import head_of, record_of, tops_of, whole
-from ovspec.openai.bodies import OF_SERVER, ChatBody, CompletionBody, PlainBody
+from ovspec.openai.bodies import OF_SERVER, ChatBody, CompletionBody, PlainBody, read_body
 from ovspec.openai.logprobs import SILENT, Echo, at_once, echo_of, prompt_logprobs
 from ovspec.openai.requests import Kind, TextRequest, read_texts
-from ovspec.openai.wording import read_body
 from ovspec.options import GRAMMARS, GenerateOptions, Params, check_samples
 from ovspec.options.option import hint
 from ovspec.setup.identity import cache_setting, model_identity, prompt_identity
@@ -39,7 +38,7 @@ BODIES: dict[Kind, Any] = {"plain": PlainBody, "completion": CompletionBody, "ch
 # Fields that only the server knows, and those that the command sets for all lines.
 NOT_HERE = ("stream_options", "draft", "return_record", *OF_SERVER)
 # Of an answer, because they depend on more than the request.
-NOT_KEPT: Any = {"timings": True, "usage": {"completion_tokens_details"}}
+NOT_KEPT: Any = {"usage": {"completion_tokens_details"}}
 
 
 # ---------------------------------------------------------------- reading

@@ -1,7 +1,5 @@
 """Answers of OpenAI's API: their parts, whole answers, and the chunks of a stream."""
 
-from __future__ import annotations
-
 import secrets
 import time
 from typing import Any, Literal
@@ -41,22 +39,6 @@ class Usage(Answer):
     completion_tokens_details: CompletionDetails
 
 
-class Timings(Answer):
-    """Times in milliseconds from when the request's first text joined the batch, as llama.cpp tells them."""
-
-    cache_n: int
-    prompt_n: int
-    prompt_ms: float
-    prompt_per_token_ms: float
-    prompt_per_second: float
-    predicted_n: int
-    predicted_ms: float
-    predicted_per_token_ms: float
-    predicted_per_second: float
-    draft_n: int
-    draft_n_accepted: int
-
-
 class LikelyToken(Answer):
     token: str
     bytes: list[int]
@@ -94,18 +76,13 @@ class ChatMessage(Answer):
 
 
 class ChatChoice(Part):
-    finish_reason: Literal["stop", "length"]  # type: ignore[reportIncompatibleVariableOverride]
     message: ChatMessage
     logprobs: ChatLogprobs | None
 
 
-class CompletionPart(Part):
+class CompletionChoice(Part):
     text: str
     logprobs: CompletionLogprobs | None
-
-
-class CompletionChoice(CompletionPart):
-    finish_reason: Literal["stop", "length"]  # type: ignore[reportIncompatibleVariableOverride]
 
 
 class Delta(Answer):
@@ -123,7 +100,6 @@ class Texts(Answer):
     created: int
     model: str
     usage: Usage
-    timings: Timings | None = Field(default=None, description="Not in a batch file.")
 
 
 class ChatCompletion(Texts):
@@ -143,9 +119,8 @@ class Chunk(Answer):
     object: Literal["chat.completion.chunk", "text_completion"]
     created: int
     model: str
-    choices: list[ChatPart | CompletionPart]
+    choices: list[ChatPart | CompletionChoice]
     usage: Usage | None = None
-    timings: Timings | None = None
 
 
 def head_of(chat: bool, model: str, name: str | None = None) -> dict[str, Any]:
@@ -172,10 +147,10 @@ def whole(
         else:
             logprobs = None if places is None else completion_logprobs(tokenizer, places, bool(tops_of(result)))
             choices.append(CompletionChoice(text=echo.text + result.text, logprobs=logprobs, **ends))
-    counts = counts_of([result.stats for result in results], n)
+    usage = usage_of([result.stats for result in results], n)
     if request.kind == "chat":
-        return ChatCompletion(**head, object="chat.completion", choices=choices, **counts)
-    return Completion(**head, object="text_completion", choices=choices, **counts)
+        return ChatCompletion(**head, object="chat.completion", choices=choices, usage=usage)
+    return Completion(**head, object="text_completion", choices=choices, usage=usage)
 
 
 def ending(request: TextRequest, result: Result, before: str) -> dict[str, Any]:
@@ -229,12 +204,12 @@ def completion_logprobs(tokenizer: Tokenizer, places: list[Place], tops: bool) -
     )
 
 
-def counts_of(stats: list[Stats], n: int) -> dict[str, Any]:
-    """Return the usage and the timings of a request with ``n`` texts for each prompt, as fields of an answer."""
+def usage_of(stats: list[Stats], n: int) -> Usage:
+    """Return the usage of a request with ``n`` texts for each prompt."""
     prompt, cached = sum(s.prompt_tokens for s in stats[::n]), sum(s.cached_tokens for s in stats[::n])
     proposed, accepted = sum(s.proposed for s in stats), sum(s.accepted for s in stats)
-    generated, read = sum(s.generated_tokens for s in stats), prompt - cached
-    usage = Usage(
+    generated = sum(s.generated_tokens for s in stats)
+    return Usage(
         prompt_tokens=prompt,
         completion_tokens=generated,
         total_tokens=prompt + generated,
@@ -243,22 +218,6 @@ def counts_of(stats: list[Stats], n: int) -> dict[str, Any]:
             accepted_prediction_tokens=accepted, rejected_prediction_tokens=proposed - accepted
         ),
     )
-    prompt_ms = max(s.ttft_ms for s in stats)
-    later_ms = max(s.tpot_ms * max(s.generated_tokens - 1, 0) for s in stats)
-    timings = Timings(
-        cache_n=cached,
-        prompt_n=read,
-        prompt_ms=prompt_ms,
-        prompt_per_token_ms=prompt_ms / max(read, 1),
-        prompt_per_second=1e3 * read / prompt_ms if prompt_ms else 0.0,
-        predicted_n=generated,
-        predicted_ms=later_ms,
-        predicted_per_token_ms=later_ms / max(generated, 1),
-        predicted_per_second=1e3 * generated / later_ms if later_ms else 0.0,
-        draft_n=proposed,
-        draft_n_accepted=accepted,
-    )
-    return {"usage": usage, "timings": timings}
 
 
 # ---------------------------------------------------------------- streams
@@ -279,7 +238,6 @@ class ChunkWriter:
         self._places: list[PlaceStream] = []  # for each row, if log-probabilities are wanted
         if rows[0].logprobs is not None:
             self._places = [PlaceStream(tokenizer, len(echo.text)) for echo in self._echoes]
-        self._left = len(rows)
 
     def first(self) -> list[Chunk]:
         """Return the chunks that come before the texts: their roles, or the prompts that are repeated."""
@@ -294,18 +252,14 @@ class ChunkWriter:
         if piece.text or places:
             chunks.append(self._chunk(index, Delta(content=piece.text), places))
         if piece.finish_reason:
-            self._left -= 1
             chunks.append(self._chunk(index, Delta(), **ending(self._request, self._rows[index].result(), "")))
-            if not self._left:
-                chunks[-1].timings = self._counts()["timings"]
         return chunks
 
     def usage(self) -> Chunk:
         """Return the last chunk, if the usage was asked for."""
-        return Chunk(**(self._head | self._counts()), choices=[])
-
-    def _counts(self) -> dict[str, Any]:
-        return counts_of([row.stats for row in self._rows], self._n)
+        chunk = Chunk(**self._head, choices=[])
+        chunk.usage = usage_of([row.stats for row in self._rows], self._n)
+        return chunk
 
     def _chunk(self, index: int, delta: Delta, places: list[Place] | None = None, **ends: Any) -> Chunk:
         ends = {"index": index, "finish_reason": None} | ends
@@ -314,4 +268,4 @@ class ChunkWriter:
             return Chunk(**self._head, choices=[ChatPart(delta=delta, logprobs=logprobs, **ends)])
         tops = bool(self._rows[index].params.logprobs)
         logprobs = completion_logprobs(self._tokenizer, places, tops) if places else None
-        return Chunk(**self._head, choices=[CompletionPart(text=delta.content, logprobs=logprobs, **ends)])
+        return Chunk(**self._head, choices=[CompletionChoice(text=delta.content, logprobs=logprobs, **ends)])

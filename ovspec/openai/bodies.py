@@ -1,21 +1,31 @@
-"""The bodies of requests, as pydantic models made from the declarations of the options."""
-
-from __future__ import annotations
+"""The bodies of requests: pydantic models made from the declarations of the options, and what is wrong, in words."""
 
 import types
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from functools import partial
 from numbers import Number
-from typing import Annotated, Any, Union, get_args, get_origin
+from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainValidator, create_model, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    ValidationError,
+    create_model,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from ovspec.errors import OvspecError
-from ovspec.options import GENERATE, NOT_NEGATIVE, TOKENS, in_words, within
-from ovspec.options.option import LARGEST, Limits, Option
+from ovspec.options import GENERATE, NOT_NEGATIVE, TOKENS, in_words, type_in_words, within
+from ovspec.options.option import LARGEST, Limits, Option, hint
 
+NO_OBJECT = "The body must be a JSON object."
+LONGEST = 80  # characters of a client's name for a field
+B = TypeVar("B", bound=BaseModel)
 FIRST = Field(fail_fast=True)  # pydantic would keep an error for each wrong item
 IDS = Annotated[list[int], FIRST]
 CHAT = Annotated[list[dict[str, Any]], Field(min_length=1), FIRST]
@@ -187,3 +197,46 @@ class PlainBody(Common):
     echo: bool | None = None
     logprobs: Annotated[bool | int | None, AfterValidator(partial(limited, NOT_NEGATIVE))] = None
     top_logprobs: TOPS = None
+
+
+# ---------------------------------------------------------------- what is wrong, in words
+
+PATHS: dict[type[BaseModel], str] = {CompletionBody: "/v1/completions", ChatBody: "/v1/chat/completions"}
+
+
+def read_body(value: Any, body: type[B]) -> B:
+    """Return ``value``, made from JSON, as a ``body``; raises RequestError for the first field that is wrong."""
+    try:
+        return body.model_validate(value)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        raise RequestError(*wrong_field(first, body)) from None
+
+
+def wrong_field(error: Any, request: type[BaseModel]) -> tuple[str, str | None]:
+    """Return what is wrong with a field of ``request``, and its name, from one of pydantic's errors."""
+    path = [str(each)[:LONGEST] for each in error["loc"]]
+    if not path:
+        return NO_OBJECT, None
+    name = shown = path[0]
+    inside, own = request, name
+    if name == "stream_options" and len(path) > 1:  # the only field with fields of its own
+        inside, own, shown = StreamOptions, path[1], f"{name}.{path[1]}"
+    if error["type"] == "extra_forbidden":
+        return f"{shown} is not a field of this request{elsewhere(own, inside)}", name
+    if error["type"] == "missing":
+        return f"{name} is missing.", name
+    if error["type"] == "too_short":
+        return f"{shown} must not be empty.", name
+    if error["type"] in ("limits", "bias"):
+        return f"{shown} {error['msg']}.", name
+    return f"{shown} must be {type_in_words(inside.model_fields[own].annotation)}.", name
+
+
+def elsewhere(name: str, request: type[BaseModel]) -> str:
+    """Return what to do about a field that ``request`` doesn't have, as the end of a sentence."""
+    if request in PATHS:
+        for other, path in PATHS.items():
+            if name in other.model_fields:
+                return f", but of {path}; leave it out."
+    return f"; {hint(name, request.model_fields) or 'leave it out.'}"

@@ -1,7 +1,5 @@
 """The tokens of an answer, with their places in its text and their log-probabilities."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, replace
 from typing import TypeVar

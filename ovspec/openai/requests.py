@@ -1,7 +1,5 @@
 """Reads requests for texts: from a body to prompts and params."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -51,11 +49,7 @@ class TextRequest:
         return sum(map(len, self.prompts))
 
     def params(self, defaults: Params) -> Params:
-        """Return the params of the request; options that it doesn't set are those of ``defaults`` that fit its own.
-
-        Raises:
-            OvspecError: options exclude each other.
-        """
+        """Return the params of the request; options that it doesn't set are those of ``defaults`` that fit its own."""
         own = any(name in self.own for name in GRAMMARS)
         unfit = [*GRAMMARS, "constrain_from"] if own else []
         if (self.own.get("json_schema") if own else defaults.json_schema) is None:
@@ -182,10 +176,7 @@ def refuse_unknown(given: Iterable[str], known: Collection[str], told: str, para
 
 
 def plain_message(message: Message) -> Message:
-    """Return ``message`` as chat templates take it: its content a string, and its role one that they know.
-
-    Raises RequestError for content that isn't text, and for fields that aren't known.
-    """
+    """Return ``message`` as chat templates take it: its content a string, and its role one that they know."""
     # What is null or empty says nothing; OpenAI's clients send it back with the assistant's answers.
     made = {name: value for name, value in message.items() if value not in (None, [])}
     if call := next((name for name in ("tool_calls", "function_call") if name in made), None):

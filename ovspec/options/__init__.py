@@ -4,6 +4,7 @@ To add an option, add one entry ``name: Annotated[type, help, Option(...)]``. It
 in ``SamplingOptions`` also a field of ``SamplingParams``.
 """
 
+import json
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,12 +17,12 @@ from ovspec.errors import OvspecError
 from ovspec.options.option import (
     LARGEST,
     NAMES,
+    SEVERAL,
     Limits,
     Option,
     alternatives,
     auto_or_number,
     choices_of,
-    count_or_all,
     declared,
     documentation,
     fields_of,
@@ -72,7 +73,6 @@ class SamplingOptions(TypedDict, total=False):
             more="At the end of the context a text ends anyway.",
             flags=("-n", "--max-tokens"),
             metavar="N",
-            parse=count_or_all,
             aliases=("max_completion_tokens",),
         ),
     ]
@@ -144,13 +144,15 @@ class SamplingOptions(TypedDict, total=False):
         ),
     ]
     n: Annotated[
-        int, "Number of texts for each prompt; above 1 needs a temperature.", Option(1, TEXTS, flags=("--samples",))
+        int,
+        "Number of texts for each prompt; above 1 needs a temperature.",
+        Option(1, TEXTS, flags=("--samples",), commands=("generate", "batch")),
     ]
     logprobs: Annotated[
         int | None,
         "Report the natural log-probability of each token and of this many of the most likely ones, from the "
         "model's own logits: before bias, penalties, grammars and temperature.",
-        Option(limits=NOT_NEGATIVE, request=False),
+        Option(limits=NOT_NEGATIVE, commands=("generate", "batch"), request=False),
     ]
 
 
@@ -291,7 +293,7 @@ class GenerateOptions(SamplingOptions, total=False):
     heal: Annotated[
         bool | None,
         "Token healing: generate the last tokens of the prompt again, so that a token may span the prompt's end.",
-        Option(more="Off by default, but on for text that was appended to a session."),
+        Option(more="Off by default, but on for text that was appended to a session.", commands=("generate", "batch")),
     ]
     logits_processors: Annotated[
         Sequence[LogitsProcessor] | None,
@@ -501,16 +503,29 @@ def in_words(value: Any) -> str:
 
 
 def type_in_words(kind: Any) -> str:
-    """Return the type in words, for error messages."""
-    words = []
-    for each in alternatives(kind):
+    """Return the values of a type in words, for error messages."""
+    words = list[str]()
+    for each in map(bare, alternatives(kind)):
         origin = get_origin(each)
         if origin is Callable:
             words.append("a function")
         elif origin is Literal:
-            words += [str(value) for value in get_args(each)]
+            words += [json.dumps(value) for value in get_args(each)]
         elif is_repeatable(each):
-            words.append("an object" if issubclass(origin or each, Mapping) else "a list")
+            inner = get_args(each)
+            words.append("an object" if len(inner) == 2 else f"a list of {several_in_words(inner[0])}")
         else:
-            words.append(NAMES.get(each, each.__name__))
-    return " or ".join(words)
+            words.append(NAMES.get(each) or ("an object" if hasattr(each, "model_fields") else each.__name__))
+    return " or ".join(filter(None, (", ".join(words[:-1]), words[-1])))
+
+
+def several_in_words(kind: Any) -> str:
+    """Return several values of a type in words."""
+    kind = bare(kind)
+    inner = get_args(kind)
+    return f"lists of {several_in_words(inner[0])}" if get_origin(kind) is list else SEVERAL.get(kind, "objects")
+
+
+def bare(kind: Any) -> Any:
+    """Return a type without what is annotated to it."""
+    return get_args(kind)[0] if get_origin(kind) is Annotated else kind

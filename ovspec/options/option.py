@@ -15,6 +15,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 # What other programs call an option.
 OTHERWISE = {"temp": "temperature", "response_format": "json_schema", "drafts": "draft", "max_new_tokens": "max_tokens"}
 LARGEST = 3e38  # what a float32 can hold
+SEVERAL = {str: "strings", int: "whole numbers", float: "numbers"}
 NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: "a string", Path: "a path"}
 
 
@@ -150,12 +151,6 @@ def auto_or_number(text: str) -> int | str:
     if text != "auto" and not text.isdecimal():
         raise ValueError(f"{text!r} is neither auto nor a number of tokens.")
     return text if text == "auto" else int(text)
-
-
-def count_or_all(text: str) -> int:
-    if text == "-1" or (text.isdecimal() and int(text)):
-        return int(text)
-    raise ValueError(f"{text!r} is not a number of tokens: give at least 1, or -1 for as many as the context holds.")
 
 
 def token_bias(text: str) -> dict[int, float]:

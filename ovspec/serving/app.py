@@ -1,7 +1,5 @@
 """The API: OpenAI's endpoints, and those of llama.cpp and vLLM that tell how the server is."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -17,9 +15,8 @@ from ovspec import __version__
 from ovspec.errors import PromptError
 from ovspec.model import LanguageModel
 from ovspec.openai.answers import Answer, ChatCompletion, Completion
-from ovspec.openai.bodies import DetokenizeRequest, RequestError, TokenizeRequest
+from ovspec.openai.bodies import NO_OBJECT, DetokenizeRequest, RequestError, TokenizeRequest
 from ovspec.openai.requests import plain_message
-from ovspec.openai.wording import NO_OBJECT
 from ovspec.options import refuse_variables
 from ovspec.serving.bodies import BoundedRoute
 from ovspec.serving.errors import ApiError, ErrorAnswer, about_prompt, error_answer
@@ -92,9 +89,8 @@ def make_app(service: Service) -> FastAPI:
     )
     app.router.route_class = BoundedRoute
     add_endpoints(app, service)
-    app.add_exception_handler(RequestValidationError, no_body)
-    app.add_exception_handler(HTTPException, refused)
-    app.add_exception_handler(Exception, failed)
+    for kind in (RequestValidationError, HTTPException, Exception):
+        app.add_exception_handler(kind, answer_error)
     return app
 
 
@@ -175,16 +171,11 @@ def decode(lm: LanguageModel, body: DetokenizeRequest) -> str:
     return lm.tokenizer.spell(ids) or lm.tokenizer.decode(ids)
 
 
-async def no_body(_: Request, __: Exception) -> Response:
-    """Answer a request without a body; ``BoundedRequest`` raises an ApiError for everything else that is wrong."""
-    return error_answer(ApiError(400, NO_OBJECT))
-
-
-async def refused(_: Request, error: Any) -> Response:
-    if not isinstance(error, ApiError):  # Starlette's own
+async def answer_error(_: Request, error: Exception) -> Response:
+    if isinstance(error, RequestValidationError):  # no body at all; for what is wrong in it there are ApiErrors
+        error = ApiError(400, NO_OBJECT)
+    elif not isinstance(error, HTTPException):
+        error = ApiError(500, f"The server failed ({type(error).__name__}).")
+    elif not isinstance(error, ApiError):  # Starlette's own
         error.detail = NOWHERE.get(error.status_code, error.detail)
     return error_answer(error)
-
-
-async def failed(_: Request, error: Exception) -> Response:
-    return error_answer(ApiError(500, f"The server failed ({type(error).__name__})."))

@@ -1,7 +1,5 @@
 """Reads bodies, in bounded time and memory: from bytes to the body of a request."""
 
-from __future__ import annotations
-
 import asyncio
 from codecs import BOM_UTF8
 from collections.abc import Callable
@@ -15,8 +13,7 @@ from pydantic_core import from_json
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
-from ovspec.openai.bodies import ChatBody, CompletionBody, DetokenizeRequest, RequestError, TokenizeRequest
-from ovspec.openai.wording import read_body
+from ovspec.openai.bodies import ChatBody, CompletionBody, DetokenizeRequest, RequestError, TokenizeRequest, read_body
 from ovspec.serving.errors import ApiError
 
 B = TypeVar("B", bound=BaseModel)

@@ -1,9 +1,7 @@
 """The connections of clients: how many, how long they may be slow, and how uvicorn serves them.
 
-uvicorn has no limit on the time that a head takes, nor on a client that doesn't read, and refuses in plain text.
+uvicorn has no limit on the time that a head takes, nor on a client that doesn't read.
 """
-
-from __future__ import annotations
 
 import asyncio
 import sys
@@ -14,7 +12,7 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from ovspec.serving.errors import ApiError, error_body
-from ovspec.serving.guard import CROWDED, LOG
+from ovspec.serving.guard import LOG
 
 HEAD_SECONDS = 20.0  # until a request's head has arrived
 IDLE_SECONDS = 75  # between two requests; proxies keep connections for 60
@@ -32,7 +30,6 @@ class Connection(H11Protocol):
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
         transport.set_write_buffer_limits(0)  # so that writing is paused whenever the client has to read first
-        self.app_state = {**self.app_state, CROWDED: len(self.connections) > MOST_CONNECTIONS}
         self._wait()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -112,6 +109,7 @@ def config_of(app: Any) -> uvicorn.Config:
         access_log=False,
         server_header=False,
         proxy_headers=False,
+        limit_concurrency=MOST_CONNECTIONS,
         timeout_keep_alive=IDLE_SECONDS,
         h11_max_incomplete_event_size=LARGEST_HEAD,
         timeout_graceful_shutdown=5,

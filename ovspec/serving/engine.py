@@ -1,7 +1,5 @@
 """The engine: one thread that owns the decoders and generates the texts of all requests, round by round."""
 
-from __future__ import annotations
-
 import queue
 import threading
 from collections.abc import Callable, Generator

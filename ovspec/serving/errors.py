@@ -1,7 +1,5 @@
 """Errors of the API, in OpenAI's shape."""
 
-from __future__ import annotations
-
 from pydantic import BaseModel, Field
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
@@ -21,7 +19,7 @@ class ApiError(HTTPException):
     param: the field that is wrong.
     code: a word for programs, such as "model_not_found".
     retry_after: seconds after which the client may try again.
-    close: whether the connection is closed, because too many are open or the rest of the body isn't read.
+    close: whether the connection is closed, because the rest of the body isn't read.
     """
 
     def __init__(

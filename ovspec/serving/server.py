@@ -1,7 +1,5 @@
 """Runs the application: the socket, uvicorn, the log, and what signals do."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import os
@@ -24,7 +22,7 @@ from ovspec.options.serving import ServeParams
 from ovspec.serving.app import make_app
 from ovspec.serving.connections import allow_files, config_of
 from ovspec.serving.engine import Engine
-from ovspec.serving.guard import LOG, Guard, Keys, is_here
+from ovspec.serving.guard import LOG, Guard, is_here
 from ovspec.serving.service import Service
 
 # The engine's thread must not wait for the 5 ms that Python grants other threads.
@@ -98,11 +96,7 @@ class Draining(uvicorn.Server):
 
 
 def serve(lm: LanguageModel, name: str, keys: list[str], opened: socket.socket, options: ServeParams) -> None:
-    """Serve ``lm`` under ``name`` on the socket ``opened`` until a signal ends it.
-
-    Raises:
-        OvspecError: texts depend on the load on this machine, and ``deterministic`` is asked for.
-    """
+    """Serve ``lm`` under ``name`` on the socket ``opened`` until a signal ends it."""
     promise = lm.target.promise
     if options.deterministic and promise != "exact":
         raise OvspecError(f"`deterministic`: on this machine the arithmetic is {promise}; leave it out.")
@@ -116,7 +110,7 @@ def serve(lm: LanguageModel, name: str, keys: list[str], opened: socket.socket, 
     def note(scope: Scope, status: int) -> None:
         service.metrics.requests.labels(endpoint_of(api, scope), str(status)).inc()
 
-    app = Guard(api, Keys(*keys), not keys and not options.insecure, note)
+    app = Guard(api, keys, not keys and not options.insecure, note)
     host, port = opened.getsockname()[:2]
     where = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
     how = f"{lm.target.engine} engine, {promise} arithmetic, draft: {lm.workspace.choice or 'none'}"

@@ -1,7 +1,5 @@
 """What the endpoints share: who is let in, how much a request may take, and the threads that prepare it."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 import re

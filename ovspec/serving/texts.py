@@ -1,7 +1,5 @@
 """The endpoints that generate texts: from the body of a request to its answer or stream."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
@@ -189,10 +187,7 @@ async def logprobs_of(engine: Engine, ids: list[int], tops: int) -> list[TokenLo
 
 
 async def pieces_of(service: Any, rows: list[Row], began: float) -> AsyncGenerator[list[tuple[int, Piece]]]:
-    """Have the engine generate rows; yield lists of (index of the row, piece), an empty one after ``EVERY`` seconds.
-
-    ``began``: when the request came.
-    """
+    """Have the engine generate rows; yield lists of (index of the row, piece), an empty one after ``EVERY`` seconds."""
     if rows[0].finish_reason:  # only the prompts are wanted
         yield [(index, Piece("", [], row.finish_reason)) for index, row in enumerate(rows)]
         return

@@ -122,7 +122,6 @@ def test_a_draft_that_is_named(command: Command, tmp_path: Path) -> None:
         (["--lookahead", "0"], "is plain decoding"),
         (["--lookahead", "x"], "neither auto nor a number"),
         (["--draft", "lookup,draft"], "lookup is timed in any case"),
-        (["--draft", "none", "--draft-device", "CPU"], "--draft-device needs a draft"),
         (["--plot", "nowhere/x.png"], "its folder isn't there"),
         (["-n", "1"], "is not in the range"),
     ],

@@ -11,6 +11,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -205,22 +206,20 @@ OWN: dict[tuple[str, str], Case] = {
     ("chat", "retries"): Case(
         (*DRAWN, *ODD, "--json-schema-mode", "checked", "--retries", "2"), refusal("can't be combined with a session")
     ),
-    ("chat", "n"): Case((*DRAWN, "--samples", "2"), refusal("--samples can't be combined with a chat")),
-    ("chat", "logprobs"): Case(("--logprobs", "2"), refusal("--logprobs can't be shown in a chat")),
     ("batch", "logprobs"): Case(("--logprobs", "2"), lambda *_: len(read_first("out.jsonl")["logprobs"]) == 12),
-    ("chat", "heal"): Case(("--heal",), refusal("--heal can't be combined with a chat")),
     ("chat", "chat_template_kwargs"): Case(
         ("--chat-template-kwargs", '{"word": "a, b, c, d"}'), longer_prompt, ("--chat-template-kwargs", '{"word": ""}')
     ),
     ("chat", "constrain_from"): Case(("--regex", "a", "--constrain-from", "("), refusal("'(' is not in the prompt")),
 }
+NOT_TAKEN = {*product(("generate", "chat"), ("batch_size",)), *product(("chat",), ("n", "logprobs", "heal"))}
 
 
 @pytest.mark.parametrize("name", SHARED)
 @pytest.mark.parametrize("command", GENERATING)
 def test_options_of_generating_commands(run: Callable[..., Outcome], command: str, name: str) -> None:
-    if name == "batch_size" and command != "batch":
-        pytest.skip("only of batch")
+    if (command, name) in NOT_TAKEN:
+        pytest.skip("not an option of this command")
     Path("grammar.lark").write_text('start: "yes" | "no"\n', encoding="utf-8")
     Path("grammar.gbnf").write_text('root ::= "yes" | "no"\n', encoding="utf-8")
     case = OWN.get((command, name)) or SHARED[name]
@@ -302,15 +301,16 @@ def test_code_of_a_checkpoint_is_not_run_unasked(run: Callable[..., Outcome]) ->
 
 # ---------------------------------------------------------------- all of them
 
+OF_TARGET = RUNTIME.keys() - {"draft_device"}
 TESTED: dict[str, set[str]] = {
     **{
-        command: {*SHARED, *cases} - (set() if command == "batch" else {"batch_size"})
+        command: {*SHARED, *cases} - {name for name in SHARED if (command, name) in NOT_TAKEN}
         for command, cases in OF_EACH.items()
     },
     "batch": {*SHARED, *BATCH},
-    "inspect": {*RUNTIME, "verify", "as_json"},
-    "perplexity": {*RUNTIME, "context", "as_json"},
-    "verify": {*RUNTIME, "folder", "as_json"},  # tests/cli/test_verify_command.py
+    "inspect": {*OF_TARGET, "verify", "as_json"},
+    "perplexity": {*OF_TARGET, "context", "as_json"},
+    "verify": {*OF_TARGET, "folder", "as_json"},  # tests/cli/test_verify_command.py
     "tune": {"goal", "as_json", "cache_dir"},
     "export": {*TO_COMPRESSION, *TO_EXPORT, *OTHERS_OF_EXPORT},
     "devices": set(),

@@ -13,7 +13,7 @@ from conftest import ROOT
 
 import ovspec
 from ovspec.cli import cli
-from ovspec.cli.wording import in_flags
+from ovspec.cli.options import in_flags
 
 MESSAGES = {
     "`overwrite` or `overwrite=True`": "`overwrite` or `overwrite=True`",  # not an option of this command

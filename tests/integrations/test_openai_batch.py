@@ -345,7 +345,7 @@ def test_wrong_usage(tmp_path: Path, command_here: Command) -> None:
         ((file,), 2, "--output"),
         ((file, "-o", there), 2, "already exists"),
         ((file, "-o", file, "--overwrite"), 2, "is the input file"),
-        ((DEMO, "-o", output), 2, "is a folder"),
+        ((DEMO, "-o", output), 1, "is a directory"),
         ((tmp_path / "none.jsonl", "-o", output), 1, "none.jsonl"),
         ((empty, "-o", output), 1, "contains no text"),
         ((file, "-o", output, "--draft", "none", "--lookahead", "3"), 2, "--draft"),

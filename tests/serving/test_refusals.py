@@ -367,7 +367,7 @@ def wait_until(holds: Any, seconds: float = 30.0) -> None:
         (("--port", "70000"), "65535"),
         (("--arithmetic", "fast", "--deterministic", "--port", "0"), "--deterministic"),
         (("nowhere", "--port", "0"), "nowhere"),
-        (("--request-timeout", "nan", "--port", "0"), "'nan' is not a number"),
+        (("--request-timeout", "nan", "--port", "0"), "--request-timeout is nan; it must be above 0"),
     ],
 )
 def test_options_that_cannot_be_met(arguments: Any, message: str) -> None:
