@@ -96,12 +96,7 @@ class Speedup:
 
 
 def speedup_of(plain_ms: Sequence[float], ms: Sequence[float], stats: Sequence[Stats]) -> Speedup:
-    """Return the speed-up of turns.
-
-    Args:
-        plain_ms, ms: milliseconds per token of each turn, without and with speculation, in the same order.
-        stats: of all texts with speculation.
-    """
+    """Return the speed-up of turns from each one's milliseconds per token; ``stats``: of all speculative texts."""
     turns = sorted(zip(plain_ms, ms, strict=True), key=lambda turn: turn[0] / turn[1])
     median = turns[(len(turns) - 1) // 2]
     tokens, rounds = sum(s.generated_tokens for s in stats), sum(s.rounds for s in stats)
@@ -159,11 +154,9 @@ class Parting:
 def parting(
     lm: LanguageModel, prompt: Prompt, plain: list[int], other: list[int], logits: bool = True
 ) -> Parting | None:
-    """Return where two continuations of ``prompt`` differ; None if they are equal.
+    """Return where two continuations (token ids) of ``prompt`` differ; None if they are equal.
 
-    Args:
-        plain, other: generated token ids.
-        logits: compute the gaps, which takes one forward pass; not possible for a healed prompt.
+    ``logits``: compute the gaps, which takes one forward pass; not possible for a healed prompt.
     """
     if plain == other:
         return None
@@ -201,12 +194,7 @@ class Comparison:
 def compare_turns(
     lm: LanguageModel, prompt: Prompt, first: Pair, turns: Sequence[Pair], logits: bool = True
 ) -> Comparison:
-    """Compare the texts of all turns.
-
-    Args:
-        first: texts that were generated before and not timed.
-        logits: as for ``parting``.
-    """
+    """Compare the texts of all turns; those in ``first`` weren't timed. ``logits``: as for ``parting``."""
     speedup = speedup_of_results(*zip(*turns, strict=True))
     proposed, accepted = (sum(getattr(turn[1].stats, name) for turn in turns) for name in ("proposed", "accepted"))
     shown = next((pair for pair in (first, *turns) if pair[0].token_ids != pair[1].token_ids), turns[-1])

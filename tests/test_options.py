@@ -150,7 +150,7 @@ def test_what_the_group_says_is_what_a_command_says() -> None:
     """``ovspec --help`` imports no command, so the sentences it prints are kept in a table."""
     context: Any = None
     assert set(COMMANDS) == {file.stem for file in (ROOT / "ovspec" / "cli").glob("*.py")} - {
-        *("__init__", "compare", "options", "loading", "output", "prompting")
+        *("__init__", "compare", "options", "output")
     }
     for name, sentence in COMMANDS.items():
         command = cli.get_command(context, name)

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ovspec.cli.loading import load
-from ovspec.cli.options import chat_option, check_chat, generate_options, refuse, split_options, system_option
+from ovspec.cli.options import chat_option, check_chat, generate_options, load, refuse, split_options, system_option
 
 if TYPE_CHECKING:
     from ovspec.integrations.batch_file import BatchProgress

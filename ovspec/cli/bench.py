@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ovspec.cli.loading import load
-from ovspec.cli.options import LookaheadType, options_of, refuse, runtime_options
+from ovspec.cli.options import LookaheadType, load, options_of, refuse, runtime_options
 from ovspec.options import GENERATE
 from ovspec.progress import step
 

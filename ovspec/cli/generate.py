@@ -5,13 +5,14 @@ from typing import Any
 
 import click
 
-from ovspec.cli.loading import check_grammar, load
 from ovspec.cli.options import (
     StatsCommand,
     chat_option,
     check_chat,
+    check_grammar,
     context_option,
     generate_options,
+    load,
     refuse,
     session_option,
     split_options,

@@ -1,19 +1,25 @@
-"""The command line's options, made from the declarations in ``ovspec.options``."""
+"""What commands share: options made from the declarations in ``ovspec.options``, and how they load a model."""
+
+from __future__ import annotations
 
 import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, get_origin
+from typing import TYPE_CHECKING, Any, get_origin
 
 import click
 
 from ovspec.drafting.choice import EXPORTED, DraftChoice, names_drafters, parse_draft
 from ovspec.errors import OvspecError
-from ovspec.options import GENERATE, check_samples, make_params
+from ovspec.options import GENERATE, GRAMMARS, check_samples, make_params
 from ovspec.options.loading import LOAD, RUNTIME
 from ovspec.options.option import LARGEST, Option, alternatives, auto_or_number, choices_of, is_repeatable
+from ovspec.progress import step
+
+if TYPE_CHECKING:
+    from ovspec.model import LanguageModel
 
 # How a message that Python shows too names an option: `name`, or with a value `name=value`.
 OPTION = re.compile(r"`(\w+)(?:=([^`]*))?`")
@@ -214,3 +220,28 @@ def in_flags(message: object, command: click.Command | None = None) -> str:
         return flags[name] if value in (None, "True", "False") else f"{flags[name]} {value.strip(chr(39))}"
 
     return OPTION.sub(flag, str(message))
+
+
+def check_grammar(options: Mapping[str, Any]) -> None:
+    """Raise OvspecError for a grammar that no model could use."""
+    if options.keys() & {*GRAMMARS}:
+        from ovspec.constraints.maker import grammar_of
+
+        grammar_of(make_params(options))  # type: ignore[arg-type]
+
+
+def load(
+    folder: Path | None, *draft: Any, session: Path | None = None, chat: bool = False, **options: Any
+) -> LanguageModel:
+    """Return ``ovspec.load(folder, *draft, **options)``; refuse a wrong session or a missing chat template first."""
+    with step(f"{folder or 'demo pair'}: loading"):
+        import ovspec
+        from ovspec.loading import model_folder
+        from ovspec.session_file import check_session
+        from ovspec.text.chat_template import chat_template
+
+        if session and session.exists():
+            check_session(session, model_folder(folder))
+        if chat:
+            chat_template(model_folder(folder))
+        return ovspec.load(folder, *draft, **options)

@@ -5,8 +5,7 @@ from typing import Any
 
 import click
 
-from ovspec.cli.loading import load
-from ovspec.cli.options import target_options
+from ovspec.cli.options import load, target_options
 from ovspec.progress import step
 
 

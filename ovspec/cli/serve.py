@@ -3,8 +3,7 @@ from typing import Any
 
 import click
 
-from ovspec.cli.loading import load
-from ovspec.cli.options import draft_option, options_of, split_options
+from ovspec.cli.options import draft_option, load, options_of, split_options
 from ovspec.errors import OvspecError
 from ovspec.options import check
 from ovspec.options.loading import LOAD
@@ -43,6 +42,5 @@ def serve(folder: Path | None, **others: Any) -> None:
     keys = keys_of(options.api_key_file)
     check_options(options, keys)
     opened = open_socket(options.host, options.port)  # before the model is loaded, which takes long
-    lookahead = "auto" if options.lookahead is None else options.lookahead
-    lm = load(folder, loading.pop("draft", None), lookahead=lookahead, **loading)
+    lm = load(folder, loading.pop("draft", None), lookahead=options.lookahead, **loading)
     serve_model(lm, options.model_name or lm.folder.resolve().name, keys, opened, options)

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ovspec.cli.loading import load
-from ovspec.cli.options import refuse, target_options
+from ovspec.cli.options import load, refuse, target_options
 from ovspec.progress import step
 
 if TYPE_CHECKING:

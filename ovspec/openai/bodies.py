@@ -201,7 +201,12 @@ class PlainBody(Common):
 
 # ---------------------------------------------------------------- what is wrong, in words
 
-PATHS: dict[type[BaseModel], str] = {CompletionBody: "/v1/completions", ChatBody: "/v1/chat/completions"}
+BODIES: dict[str, type[BaseModel]] = {
+    "/v1/completions": CompletionBody,
+    "/v1/chat/completions": ChatBody,
+    "/tokenize": TokenizeRequest,
+    "/detokenize": DetokenizeRequest,
+}
 
 
 def read_body(value: Any, body: type[B]) -> B:
@@ -235,8 +240,7 @@ def wrong_field(error: Any, request: type[BaseModel]) -> tuple[str, str | None]:
 
 def elsewhere(name: str, request: type[BaseModel]) -> str:
     """Return what to do about a field that ``request`` doesn't have, as the end of a sentence."""
-    if request in PATHS:
-        for other, path in PATHS.items():
-            if name in other.model_fields:
-                return f", but of {path}; leave it out."
+    for path, other in BODIES.items():
+        if request in (ChatBody, CompletionBody) and name in other.model_fields:
+            return f", but of {path}; leave it out."
     return f"; {hint(name, request.model_fields) or 'leave it out.'}"

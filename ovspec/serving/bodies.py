@@ -13,7 +13,7 @@ from pydantic_core import from_json
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
-from ovspec.openai.bodies import ChatBody, CompletionBody, DetokenizeRequest, RequestError, TokenizeRequest, read_body
+from ovspec.openai.bodies import BODIES, RequestError, read_body
 from ovspec.serving.errors import ApiError
 
 B = TypeVar("B", bound=BaseModel)
@@ -24,12 +24,6 @@ MOST_COMMAS = 1_000_000  # so many values at most; parsing holds Python's lock a
 LARGE = 100_000  # bytes of a body
 # Reads large bodies, one at a time, so that they don't take much memory at once.
 READER = ThreadPoolExecutor(1, "ovspec bodies")
-BODIES: dict[str, type[BaseModel]] = {
-    "/v1/chat/completions": ChatBody,
-    "/v1/completions": CompletionBody,
-    "/tokenize": TokenizeRequest,
-    "/detokenize": DetokenizeRequest,
-}
 
 
 class BoundedRequest(Request):

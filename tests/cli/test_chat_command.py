@@ -14,7 +14,7 @@ from commands_here import Command, commands_here
 from conftest import ROOT
 
 import ovspec
-from ovspec.cli.prompting import message
+from ovspec.cli.chat import message
 
 DEMO = ROOT / "models" / "demo"
 SHORT = ("--max-tokens", "12", "--engine", "stateful")  # the stateful engine loads faster

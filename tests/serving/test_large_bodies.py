@@ -11,8 +11,8 @@ import pytest
 from pydantic import ValidationError
 from servers import Running
 
-from ovspec.openai.bodies import ChatBody, CompletionBody, DetokenizeRequest, Fields
-from ovspec.serving.bodies import BODIES, MOST_COMMAS, parse
+from ovspec.openai.bodies import BODIES, ChatBody, CompletionBody, DetokenizeRequest, Fields
+from ovspec.serving.bodies import MOST_COMMAS, parse
 from ovspec.serving.errors import ApiError
 
 TEXT = {"prompt": "a"}
