@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ovspec.cli.options import LookaheadType, load, options_of, refuse, runtime_options
+from ovspec.cli.options import load, options_of, refuse, runtime_options
 from ovspec.options import GENERATE
 from ovspec.progress import step
 
@@ -27,16 +27,8 @@ PROMPTS = Path(__file__).with_name("bench_prompts.json")
 @click.option("--draft", metavar="PATH", help="Folder of a draft model, or none.  [default: the draft in DIR]")
 @click.option("--prompt", "prompts", multiple=True, metavar="TEXT", help="Your own prompt. May be repeated.")
 @click.option("--prompt-file", "files", multiple=True, type=FILE, metavar="FILE", help="The same, read from a file.")
-@click.option(
-    "--lookahead",
-    type=LookaheadType(),
-    default="auto",
-    metavar="auto|K",
-    help="Maximum number of tokens to propose per round, at least 1; auto: as many as are worth their time.  "
-    "[default: auto]",
-)
 @click.option("-n", "--max-tokens", type=click.IntRange(2), default=128, show_default=True, help="Tokens per text.")
-@options_of({"temperature": GENERATE["temperature"]})
+@options_of({name: GENERATE[name] for name in ("lookahead", "temperature")})
 @click.option("--repeats", type=click.IntRange(1), default=1, show_default=True, help="Texts per prompt and mode.")
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON object for each mode.")
 @click.option("--plot", type=click.Path(dir_okay=False), metavar="FILE", help="Draw the speed-ups (needs matplotlib).")
@@ -46,7 +38,7 @@ def bench(
     draft: str | None,
     prompts: tuple[str, ...],
     files: tuple[Path, ...],
-    lookahead: int | str,
+    lookahead: int | str | None,
     max_tokens: int,
     temperature: float | None,
     repeats: int,
@@ -66,7 +58,6 @@ def bench(
       ovspec bench my-pair
       ovspec bench my-pair --prompt-file my-prompt.txt --temperature 0.7 --repeats 3 --plot speed-up.png
     """
-    refuse(lookahead == 0, "--lookahead 0 is plain decoding, which is timed in any case.")
     refuse(draft and "lookup" in draft.split(","), "--draft names a draft model; lookup is timed in any case.")
     if plot:
         check_plot(plot)
@@ -85,6 +76,7 @@ def bench(
         model = lm.draft.ir.folder
         models["draft"] = lm.with_drafters(DraftChoice(model=model))
         models["lookup,draft"] = lm.with_drafters(DraftChoice(lookup=True, model=model))
+    lookahead = "auto" if lookahead is None else lookahead
     options = {"lookahead": lookahead, "max_tokens": max_tokens, "temperature": temperature or 0.0, "ignore_eos": True}
     results = measure(models, texts, options, repeats)
     rows = [row_of(mode, lookahead, found, results["plain"]) for mode, found in results.items()]

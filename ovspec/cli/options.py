@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -15,7 +14,7 @@ from ovspec.drafting.choice import EXPORTED, DraftChoice, names_drafters, parse_
 from ovspec.errors import OvspecError
 from ovspec.options import GENERATE, GRAMMARS, check_samples, make_params
 from ovspec.options.loading import LOAD, RUNTIME
-from ovspec.options.option import LARGEST, Option, alternatives, auto_or_number, choices_of, is_repeatable
+from ovspec.options.option import LARGEST, Option, alternatives, choices_of, is_repeatable
 from ovspec.progress import step
 
 if TYPE_CHECKING:
@@ -43,9 +42,6 @@ class Parsed(click.ParamType):
             return self.parse(value)
         except ValueError as error:
             self.fail(str(error), param, ctx)
-
-
-LookaheadType = functools.partial(Parsed, auto_or_number, "auto|K")
 
 
 def click_type(kind: Any, option: Option) -> click.ParamType:

@@ -119,7 +119,6 @@ def test_a_draft_that_is_named(command: Command, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--lookahead", "0"], "is plain decoding"),
         (["--lookahead", "x"], "neither auto nor a number"),
         (["--draft", "lookup,draft"], "lookup is timed in any case"),
         (["--plot", "nowhere/x.png"], "its folder isn't there"),
