@@ -14,7 +14,7 @@ from serving_options import LOADING, SERVING
 
 from ovspec.cli import cli
 from ovspec.cli import serve as command_module
-from ovspec.options.loading import LOAD
+from ovspec.options.loading import LOAD, load_params
 from ovspec.options.serving import SERVE
 
 
@@ -60,7 +60,7 @@ def test_option(run: Callable[..., dict[str, Any]], name: str) -> None:
 def test_defaults(run: Callable[..., dict[str, Any]]) -> None:
     seen = run()
     assert seen["name"] == "my-pair" and seen["keys"] == [] and seen["draft"] is None
-    assert seen["loaded"]["lookahead"] == "auto" and run("--lookahead", "0")["loaded"]["lookahead"] == 0
+    assert load_params(seen["loaded"]).lookahead == "auto" and run("--lookahead", "0")["loaded"]["lookahead"] == 0
     assert (seen["host"], seen["batch_size"], seen["queue_size"]) == ("127.0.0.1", 16, 256)
 
 
