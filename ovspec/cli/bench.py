@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +30,6 @@ PROMPTS = Path(__file__).with_name("bench_prompts.json")
 @options_of({name: GENERATE[name] for name in ("lookahead", "temperature")})
 @click.option("--repeats", type=click.IntRange(1), default=1, show_default=True, help="Texts per prompt and mode.")
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON object for each mode.")
-@click.option("--plot", type=click.Path(dir_okay=False), metavar="FILE", help="Draw the speed-ups (needs matplotlib).")
 @runtime_options
 def bench(
     folder: Path | None,
@@ -43,7 +41,6 @@ def bench(
     temperature: float | None,
     repeats: int,
     as_json: bool,
-    plot: str | None,
     **runtime: Any,
 ) -> None:
     """Time the model in DIR (by default the embedded demo pair) without and with each way of proposing tokens.
@@ -56,11 +53,9 @@ def bench(
     \b
     Examples:
       ovspec bench my-pair
-      ovspec bench my-pair --prompt-file my-prompt.txt --temperature 0.7 --repeats 3 --plot speed-up.png
+      ovspec bench my-pair --prompt-file my-prompt.txt --temperature 0.7 --repeats 3
     """
     refuse(draft and "lookup" in draft.split(","), "--draft names a draft model; lookup is timed in any case.")
-    if plot:
-        check_plot(plot)
     from ovspec.drafting.choice import DraftChoice
     from ovspec.files import read_text
     from ovspec.loading import embedded_pair
@@ -81,9 +76,6 @@ def bench(
     results = measure(models, texts, options, repeats)
     rows = [row_of(mode, lookahead, found, results["plain"]) for mode, found in results.items()]
     click.echo("\n".join(json.dumps(row) for row in rows) if as_json else table(rows))
-    if plot:
-        draw(rows, Path(plot))
-        click.echo(f"{plot}: written", err=True)
 
 
 def measure(
@@ -147,28 +139,3 @@ def table(rows: list[dict[str, Any]]) -> str:
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in cells]
     return "\n".join([*lines, *(f"{row['mode']}: {row['note']}" for row in rows if row["note"])])
-
-
-def check_plot(file: str) -> None:
-    """Raise UsageError if the plot can't be drawn, before minutes of measuring are lost."""
-    refuse(not find_spec("matplotlib"), "--plot needs matplotlib: pip install matplotlib.")
-    refuse(not Path(file).resolve().parent.is_dir(), f"--plot {file}: its folder isn't there.")
-
-
-def draw(rows: list[dict[str, Any]], file: Path) -> None:
-    """Draw a bar with the speed-up of each mode and a line for its range; no bar if none is claimed."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axis = pyplot.subplots(figsize=(1.5 + 1.3 * len(rows), 3.5))
-    for row in rows:
-        speedup = row["speedup"] or 0.0
-        least, most = row["spread"] if speedup else (0.0, 0.0)
-        bar = axis.bar(row["mode"], speedup, yerr=[[speedup - least], [most - speedup]], capsize=4)
-        axis.bar_label(bar, [f"{speedup:.2f}" if speedup else "none"], label_type="center")
-    axis.axhline(1, color="grey", linewidth=0.8)
-    axis.set_ylabel("speed-up over plain decoding")
-    figure.tight_layout()
-    figure.savefig(file, dpi=120)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +16,7 @@ from commands_here import Command, commands_here
 from conftest import PROMPTS, ROOT
 
 import ovspec
-from ovspec.cli.bench import HEADS, bench, check_plot, measure, row_of, table
+from ovspec.cli.bench import HEADS, bench, measure, row_of, table
 from ovspec.errors import OvspecError
 from ovspec.loop.results import Result, Stats
 
@@ -36,12 +35,9 @@ def command(cache_dir: Path) -> Iterator[Command]:
 
 
 @pytest.fixture(scope="module")
-def rows(ovspec_command: Any, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    plot = tmp_path_factory.mktemp("plot") / "speed.png"
-    done = ovspec_command("bench", DEMO, "--lookahead", "2", "-n", "48", "--json", "--plot", plot)
+def rows(ovspec_command: Any) -> list[dict[str, Any]]:
+    done = ovspec_command("bench", DEMO, "--lookahead", "2", "-n", "48", "--json")
     found = rows_of(done)
-    assert plot.read_bytes().startswith(b"\x89PNG")
-    assert f"{plot}: written" in done.stderr
     assert "text 3 of 3" in done.stderr
     return found
 
@@ -121,7 +117,6 @@ def test_a_draft_that_is_named(command: Command, tmp_path: Path) -> None:
     [
         (["--lookahead", "x"], "neither auto nor a number"),
         (["--draft", "lookup,draft"], "lookup is timed in any case"),
-        (["--plot", "nowhere/x.png"], "its folder isn't there"),
         (["-n", "1"], "is not in the range"),
     ],
 )
@@ -129,12 +124,6 @@ def test_wrong_options(command: Command, options: list[str], message: str) -> No
     done = command("bench", *options)
     assert done.returncode == 2
     assert message in done.stderr
-
-
-def test_plots_need_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules["ovspec.cli.bench"], "find_spec", lambda _: None)
-    with pytest.raises(Exception, match="pip install matplotlib"):
-        check_plot("x.png")
 
 
 def test_where_the_model_runs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -317,7 +317,7 @@ TESTED: dict[str, set[str]] = {
     "serve": {*SERVING, *LOADING},  # tests/serving/test_serve_options.py
     # tests/cli/test_bench.py runs these.
     "bench": {
-        *("draft", "prompts", "files", "lookahead", "max_tokens", "temperature", "repeats", "as_json", "plot"),
+        *("draft", "prompts", "files", "lookahead", "max_tokens", "temperature", "repeats", "as_json"),
         *RUNTIME,
     },
 }
