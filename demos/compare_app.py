@@ -24,10 +24,10 @@ import gradio as gr
 from gradio.themes import Default
 
 import ovspec
-from ovspec.comparison import Comparison, Pair, compare_turns, rotated, turns_within
+from ovspec.api.comparison import Comparison, Pair, compare_turns, rotated, turns_within
+from ovspec.api.loading import embedded_pair
 from ovspec.drafting.choice import parse_draft
 from ovspec.ir.device import available_devices
-from ovspec.loading import embedded_pair
 from ovspec.setup.manifest import DRAFT_FOLDER
 
 PROMPT = "import json\n\ndef read_config(path):\n    with open(path) as file:\n"

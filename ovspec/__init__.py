@@ -14,31 +14,31 @@ from typing import TYPE_CHECKING, Any
 sys.modules.setdefault("openvino_telemetry", None)  # type: ignore[arg-type]
 
 if TYPE_CHECKING:
+    from ovspec.api.loading import load
+    from ovspec.api.model import LanguageModel
+    from ovspec.api.session import Session
+    from ovspec.api.session_file import Mark
+    from ovspec.base.errors import OvspecError
     from ovspec.drafting.drafter import Drafter
-    from ovspec.errors import OvspecError
-    from ovspec.loading import load
-    from ovspec.loop.results import Piece, Result, Stats
-    from ovspec.loop.scoring import Score, Selection
-    from ovspec.model import LanguageModel
-    from ovspec.options import SamplingParams
-    from ovspec.session import Session
-    from ovspec.session_file import Mark
+    from ovspec.engine.results import Piece, Result, Stats
+    from ovspec.engine.scoring import Score, Selection
+    from ovspec.params import SamplingParams
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "Drafter": "ovspec.drafting.drafter",
-    "SamplingParams": "ovspec.options",
-    "OvspecError": "ovspec.errors",
-    "Piece": "ovspec.loop.results",
-    "Result": "ovspec.loop.results",
-    "Stats": "ovspec.loop.results",
-    "LanguageModel": "ovspec.model",
-    "load": "ovspec.loading",
-    "Mark": "ovspec.session_file",
-    "Score": "ovspec.loop.scoring",
-    "Selection": "ovspec.loop.scoring",
-    "Session": "ovspec.session",
+    "SamplingParams": "ovspec.params",
+    "OvspecError": "ovspec.base.errors",
+    "Piece": "ovspec.engine.results",
+    "Result": "ovspec.engine.results",
+    "Stats": "ovspec.engine.results",
+    "LanguageModel": "ovspec.api.model",
+    "load": "ovspec.api.loading",
+    "Mark": "ovspec.api.session_file",
+    "Score": "ovspec.engine.scoring",
+    "Selection": "ovspec.engine.scoring",
+    "Session": "ovspec.api.session",
 }
 __all__ = [
     "Drafter",

@@ -16,13 +16,13 @@ import click
 import ovspec
 from ovspec.cli import cli
 from ovspec.compat import gpt_fast
-from ovspec.loop.row import TextStream
-from ovspec.loop.scoring import Perplexity
-from ovspec.options import GENERATE
-from ovspec.options.loading import LOAD
-from ovspec.options.option import Option
+from ovspec.engine.row import TextStream
+from ovspec.engine.scoring import Perplexity
+from ovspec.params import GENERATE
+from ovspec.params.loading import LOAD
+from ovspec.params.option import Option
 from ovspec.sampling.logprobs import TokenLogprob
-from ovspec.serving.app import ERRORS, make_app
+from ovspec.server.app import ERRORS, make_app
 
 FOLDER = Path(__file__).resolve().parent.parent / "docs" / "reference"
 MADE = "Made by `scripts/reference.py` from the code; do not edit.\n"

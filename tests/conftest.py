@@ -29,15 +29,15 @@ if "PYTEST_XDIST_WORKER" in os.environ and hasattr(os, "sched_setaffinity"):
     os.sched_setaffinity(0, cores[number::workers] or cores)
 
 import ovspec
-from ovspec.decoders.base import FeedRule, Rollback
-from ovspec.decoders.paged import PagedDecoder
-from ovspec.decoders.stateful import StatefulDecoder
+from ovspec.cache.decoder import FeedRule, Rollback
+from ovspec.cache.paged import PagedDecoder
+from ovspec.cache.stateful import StatefulDecoder
 from ovspec.ir.compile import CompiledIR, compile_ir
 from ovspec.ir.device import DeviceOptions, default_cache_dir, native_precisions
 from ovspec.ir.instruction_set import instruction_set
-from ovspec.setup.engine import compile_paged
+from ovspec.setup.engine_choice import compile_paged
 
-pytest_plugins = ["servers"]  # the fixtures of tests/serving
+pytest_plugins = ["servers"]  # the fixtures of tests/server
 ROOT = Path(__file__).resolve().parent.parent
 USERS_CACHE = default_cache_dir()  # holds the overlays for exports; most tests use another
 HAS_BF16 = "bf16" in native_precisions()  # elsewhere bf16 is emulated, and attention is computed in f32

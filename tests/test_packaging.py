@@ -17,7 +17,8 @@ from conftest import PROMPTS, ROOT
 def test_the_runtime_never_imports_what_only_the_export_needs() -> None:
     code = """
 import sys, ovspec
-from ovspec import model, cli
+from ovspec import cli
+from ovspec.api import model
 from ovspec.cli import output
 print(sorted({"torch", "transformers", "optimum", "nncf", "tokenizers", "ovspec_export"} & set(sys.modules)))
 """

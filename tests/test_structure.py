@@ -13,13 +13,13 @@ import httpx
 from conftest import ROOT
 
 import ovspec
-from ovspec.loop.scheduler import Scheduler
-from ovspec.options.serving import ServeParams
-from ovspec.serving.app import make_app
-from ovspec.serving.engine import Engine
-from ovspec.serving.guard import Guard
-from ovspec.serving.service import Service
-from ovspec.serving.texts import TextEndpoints
+from ovspec.engine.scheduler import Scheduler
+from ovspec.params.serving import ServeParams
+from ovspec.server.app import make_app
+from ovspec.server.engine_thread import Engine
+from ovspec.server.guard import Guard
+from ovspec.server.service import Service
+from ovspec.server.texts import TextEndpoints
 
 HOME = str(ROOT / "ovspec")
 
@@ -34,6 +34,17 @@ def file_of(frame: Any) -> str | None:
     """Return the file of ovspec that a frame runs, if it is one."""
     name = frame.f_code.co_filename
     return Path(name).relative_to(HOME).as_posix() if name.startswith(HOME) else None
+
+
+def test_the_folders_are_the_ones_in_the_docs() -> None:
+    listed = re.findall(
+        r"^\| `(\w+)(?:/|\.py)` \|", (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8"), re.MULTILINE
+    )
+    package = ROOT / "ovspec"
+    folders = {file.parent.name for file in package.glob("*/__init__.py")}
+    beside = {file.stem for file in package.glob("*.py")} - {"__init__", "__main__", "compat", "guidance"}
+    assert set(listed) == folders | beside
+    assert len(folders) <= 15 and len(beside) <= 1
 
 
 def test_the_road_of_a_prompt_is_the_one_in_the_docs() -> None:

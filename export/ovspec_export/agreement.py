@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from ovspec.decoders.base import Rollback
-from ovspec.decoders.stateful import RowByRow, StatefulDecoder
-from ovspec.errors import OvspecError
+from ovspec.base.errors import OvspecError
+from ovspec.cache.decoder import Rollback
+from ovspec.cache.stateful import RowByRow, StatefulDecoder
 from ovspec.ir.compile import CompiledIR, compile_ir
 from ovspec.ir.device import DeviceOptions
 

@@ -13,9 +13,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from ovspec.errors import OvspecError
+from ovspec.base.errors import OvspecError
+from ovspec.base.progress import in_bytes, step
 from ovspec.ir.compile import MODEL_FILE
-from ovspec.progress import in_bytes, step
 from ovspec.setup.manifest import MANIFEST_FILE
 from ovspec.text.chat_template import MORE_TEMPLATES
 from ovspec.text.tokenizer import TOKENIZER_FILE

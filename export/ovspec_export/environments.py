@@ -19,9 +19,9 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from ovspec.errors import OvspecError
+from ovspec.base.errors import OvspecError
+from ovspec.base.progress import in_bytes, note, step
 from ovspec.ir.device import default_cache_dir
-from ovspec.progress import in_bytes, note, step
 
 NEEDED = 130_000_000  # bytes of disk while an overlay is made, wheels included
 # Scripts are not used. Wheels may overwrite each other's, and pip lists them outside the folder.

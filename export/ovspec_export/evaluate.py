@@ -7,10 +7,10 @@ from pathlib import Path
 
 import numpy as np
 
-from ovspec.decoders.stateful import decoder_of
+from ovspec.cache.stateful import decoder_of
+from ovspec.engine.scoring import DEFAULT_CONTEXT, check_length, predictions, windows
 from ovspec.ir.compile import compile_ir
 from ovspec.ir.device import DeviceOptions
-from ovspec.loop.scoring import DEFAULT_CONTEXT, check_length, predictions, windows
 from ovspec.sampling.logprobs import log_softmax
 from ovspec.setup.probing import probe_rollback
 from ovspec.text.tokenizer import Tokenizer

@@ -9,11 +9,11 @@ import shutil
 from pathlib import Path
 
 import ovspec
-from ovspec.errors import OvspecError
-from ovspec.files import read_text
+from ovspec.base.errors import OvspecError
+from ovspec.base.files import read_text
+from ovspec.base.progress import in_bytes, note, step
+from ovspec.engine.scoring import DEFAULT_CONTEXT
 from ovspec.ir.compile import read_ir
-from ovspec.loop.scoring import DEFAULT_CONTEXT
-from ovspec.progress import in_bytes, note, step
 from ovspec.setup.manifest import DRAFT_FOLDER, MANIFEST_FILE, ExportedFile, ExportedModel, Manifest, sha256
 from ovspec.text.pairing import check_same_vocabulary
 from ovspec.text.tokenizer_files import TOKENIZER_FILE

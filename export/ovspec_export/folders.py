@@ -17,9 +17,9 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from ovspec.errors import OvspecError
-from ovspec.files import read_json
-from ovspec.progress import in_bytes
+from ovspec.base.errors import OvspecError
+from ovspec.base.files import read_json
+from ovspec.base.progress import in_bytes
 from ovspec.setup.manifest import MANIFEST_FILE, UNFINISHED, backup_of, is_ours, restore_backup
 
 OF_THE_SYSTEM = (".DS_Store", "Thumbs.db", "desktop.ini")  # left by file managers in every folder

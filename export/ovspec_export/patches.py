@@ -7,7 +7,7 @@ import re
 import sys
 from typing import Any
 
-from ovspec.errors import OvspecError
+from ovspec.base.errors import OvspecError
 from ovspec_export.families import FAMILIES
 
 # Names of tensors without which quantised weights mean nothing.

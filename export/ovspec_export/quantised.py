@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ovspec.errors import OvspecError
+from ovspec.base.errors import OvspecError
 
 # transformers reads the other kinds only with packages that need a GPU, or that this project doesn't test (gptqmodel,
 # accelerate, triton, compressed-tensors).

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ovspec.errors import OvspecError
-from ovspec.files import read_as, read_json
+from ovspec.base.errors import OvspecError
+from ovspec.base.files import read_as, read_json
 from ovspec.ir.compile import MODEL_FILE
 from ovspec.setup.identity import files_revision
 from ovspec.text.chat_template import MORE_TEMPLATES

@@ -12,8 +12,8 @@ import struct
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from ovspec.errors import OvspecError
-from ovspec.progress import in_bytes, step
+from ovspec.base.errors import OvspecError
+from ovspec.base.progress import in_bytes, step
 from ovspec.text.chat_template import MORE_TEMPLATES
 from ovspec_export.families import TEXT_MODELS
 from ovspec_export.sources import LEFT_OUT, Source, safetensors_header

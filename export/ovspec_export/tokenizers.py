@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from ovspec.errors import OvspecError
+from ovspec.base.errors import OvspecError
 from ovspec.text.pairing import TEXTS
 from ovspec.text.tokenizer import Tokenizer
 from ovspec_export.sources import Source

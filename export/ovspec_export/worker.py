@@ -89,7 +89,7 @@ def calibrate(
     """Compress the fp32 IR in ``folder`` with nncf, calibrated on the text file ``calibration``."""
     from optimum.intel import OVModelForCausalLM, OVWeightQuantizationConfig
 
-    from ovspec.files import read_text
+    from ovspec.base.files import read_text
 
     texts = pieces(read_text(Path(calibration)), samples or 128)
     quantization = OVWeightQuantizationConfig(dataset=texts, tokenizer=folder, num_samples=len(texts), **config)
@@ -145,7 +145,7 @@ def round_weights(model: Any) -> None:
 
 def evaluate(source: str, folder: str, text: str, context: int, output: str, trust_remote_code: bool) -> None:
     """Compare the IR in ``folder`` with the checkpoint on a text and write the result as JSON to ``output``."""
-    from ovspec.files import read_text
+    from ovspec.base.files import read_text
     from ovspec_export.evaluate import compare
 
     result = compare(Path(source), Path(folder), read_text(Path(text)), context, trust_remote_code)

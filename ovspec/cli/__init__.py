@@ -9,8 +9,8 @@ from typing import Any
 import click
 
 from ovspec import __version__
+from ovspec.base.errors import OvspecError
 from ovspec.cli.options import in_flags
-from ovspec.errors import OvspecError
 
 # Name -> its line in 'ovspec --help', which is the beginning of the command's own help.
 COMMANDS = {

@@ -10,7 +10,7 @@ import click
 from ovspec.cli.options import chat_option, check_chat, generate_options, load, refuse, split_options, system_option
 
 if TYPE_CHECKING:
-    from ovspec.integrations.batch_file import BatchProgress
+    from ovspec.openai.batch_file import BatchProgress
 
 EVERY = 10.0  # seconds between two lines of progress if stderr is not a terminal
 
@@ -52,7 +52,7 @@ def batch(
         refuse(not overwrite, f"{output} already exists; name another --output, or add --overwrite.")
     loading, options = split_options(others)
 
-    from ovspec.integrations.batch_file import as_chat, read_requests, requests_of, run_file
+    from ovspec.openai.batch_file import as_chat, read_requests, requests_of, run_file
 
     requests = requests_of(read_stdin()) if str(file) == "-" else read_requests(file)
     if chat:

@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ovspec.base.progress import step
 from ovspec.cli.options import load, options_of, refuse, runtime_options
-from ovspec.options import GENERATE
-from ovspec.progress import step
+from ovspec.params import GENERATE
 
 if TYPE_CHECKING:
-    from ovspec.loop.results import Result
-    from ovspec.model import LanguageModel
+    from ovspec.api.model import LanguageModel
+    from ovspec.engine.results import Result
 
 TIMES = ("plain ms/token", "ms/token", "tokens/s")
 HEADS = ("mode", *TIMES, "speed-up", "range", "accepted of proposed", "tokens/round", "same text")
@@ -56,9 +56,9 @@ def bench(
       ovspec bench my-pair --prompt-file my-prompt.txt --temperature 0.7 --repeats 3
     """
     refuse(draft and "lookup" in draft.split(","), "--draft names a draft model; lookup is timed in any case.")
+    from ovspec.api.loading import embedded_pair
+    from ovspec.base.files import read_text
     from ovspec.drafting.choice import DraftChoice
-    from ovspec.files import read_text
-    from ovspec.loading import embedded_pair
     from ovspec.setup.manifest import DRAFT_FOLDER
 
     folder = folder or embedded_pair()
@@ -82,7 +82,7 @@ def measure(
     models: dict[str, LanguageModel], prompts: list[str], options: dict[str, Any], repeats: int
 ) -> dict[str, list[Result]]:
     """Generate the texts in turns and return the results of each mode; a short warm-up is not counted."""
-    from ovspec.comparison import rotated
+    from ovspec.api.comparison import rotated
 
     results: dict[str, list[Result]] = {mode: [] for mode in models}
     for turn in range(-1, repeats * len(prompts)):
@@ -96,8 +96,8 @@ def measure(
 
 
 def row_of(mode: str, lookahead: int | str, results: list[Result], plain: list[Result]) -> dict[str, Any]:
-    """Return the measurements of a mode, compared with ``plain`` as in ``ovspec.comparison``."""
-    from ovspec.comparison import speedup_of_results
+    """Return the measurements of a mode, compared with ``plain`` as in ``ovspec.api.comparison``."""
+    from ovspec.api.comparison import speedup_of_results
 
     proposed, accepted, tokens, rounds = (
         sum(getattr(result.stats, name) for result in results)

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ovspec.base.errors import OvspecError
+from ovspec.base.interrupts import EndSignal, end_on_signals, leave, undisturbed
 from ovspec.cli.options import (
     CHAT_MAX_TOKENS,
     STATS,
@@ -23,12 +25,10 @@ from ovspec.cli.options import (
 )
 from ovspec.cli.options import load as load_model
 from ovspec.drafting.choice import EXPORTED, DraftChoice
-from ovspec.errors import OvspecError
-from ovspec.interrupts import Ended, end_on_signals, leave, undisturbed
 
 if TYPE_CHECKING:
-    from ovspec.loop.results import Result
-    from ovspec.session import Mark, Session
+    from ovspec.api.session import Mark, Session
+    from ovspec.engine.results import Result
 
 QUOTES = '"""'  # around a message of several lines
 
@@ -103,7 +103,7 @@ class Chat:
     system: str | None = None  # sent with the user's first message, because templates may refuse it alone
     marks: list[Mark] = field(default_factory=list)  # the text before each of the messages that can be taken back
     last: Result | None = None
-    ended: Ended = field(default_factory=Ended)  # whether a signal has ended it
+    ended: EndSignal = field(default_factory=EndSignal)  # whether a signal has ended it
 
 
 def run(talk: Chat, read: Callable[[], str]) -> bool:
@@ -287,7 +287,7 @@ def with_system(system: str | None, messages: list[dict[str, Any]]) -> list[dict
 
 def begin_anew(talk: Chat, messages: list[dict[str, Any]]) -> None:
     """Replace the chat with ``messages``; the beginning that both share stays in the KV cache."""
-    from ovspec.session import EMPTY_TEXT
+    from ovspec.api.session import EMPTY_TEXT
 
     with unchanged_on_error(talk.session):
         talk.session.rewind(EMPTY_TEXT)

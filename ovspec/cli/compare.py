@@ -6,10 +6,10 @@ from typing import Any
 
 import click
 
+from ovspec.api.comparison import Comparison, Pair, compare_turns, rotated, turns_within
+from ovspec.api.model import LanguageModel
+from ovspec.base.progress import step
 from ovspec.cli import output
-from ovspec.comparison import Comparison, Pair, compare_turns, rotated, turns_within
-from ovspec.model import LanguageModel
-from ovspec.progress import step
 
 
 def compare(lm: LanguageModel, prompt: Any, options: dict[str, Any], stats: str | None, as_json: bool) -> bool:
@@ -20,7 +20,7 @@ def compare(lm: LanguageModel, prompt: Any, options: dict[str, Any], stats: str 
     if options.get("temperature") and "seed" not in options:
         options = options | {"seed": secrets.randbits(32)}
     if "chat_template_kwargs" in options:  # render once
-        prompt = lm.workspace.encode(prompt, variables=options["chat_template_kwargs"]).tolist()
+        prompt = lm.runtime.encode(prompt, variables=options["chat_template_kwargs"]).tolist()
         options = {name: value for name, value in options.items() if name != "chat_template_kwargs"}
     ways: dict[str, dict[str, Any]] = {"plain": options | {"lookahead": 0}, "speculative": options}
     first = show_texts(lm, prompt, ways, as_json)

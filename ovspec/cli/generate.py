@@ -5,6 +5,7 @@ from typing import Any
 
 import click
 
+from ovspec.base.interrupts import EndSignal, end_on_signals, leave, undisturbed
 from ovspec.cli.options import (
     StatsCommand,
     chat_option,
@@ -20,7 +21,6 @@ from ovspec.cli.options import (
     system_option,
 )
 from ovspec.drafting.choice import EXPORTED, DraftChoice
-from ovspec.interrupts import Ended, end_on_signals, leave, undisturbed
 
 
 @click.command(cls=StatsCommand)
@@ -99,9 +99,9 @@ def generate(
     refuse((session or context) and compare, f"{lasting} can't be combined with --compare.")
     refuse((session or context) and several, f"{lasting} needs a single text; leave --samples and --retries out.")
 
+    from ovspec.api.loading import model_folder
     from ovspec.cli import output
     from ovspec.cli.compare import compare as compare_both
-    from ovspec.loading import model_folder
 
     model_folder(folder)  # what isn't a model is refused before a prompt is read
     check_grammar(options)
@@ -126,7 +126,7 @@ def generate(
                 opened.chat_template_kwargs = variables or opened.chat_template_kwargs
                 opened.append(prompt)
             options["heal"] = bool(options.get("heal"))  # in a session it would be on by default
-            ended, before, whole = end_on_signals() if session else Ended(), len(opened), False
+            ended, before, whole = end_on_signals() if session else EndSignal(), len(opened), False
             try:
                 interrupted = output.generate(lm, opened.stream(**options), stats, as_json)
                 whole = True

@@ -4,10 +4,10 @@ from typing import Any
 
 import click
 
+from ovspec.base.errors import OvspecError
+from ovspec.base.progress import step
 from ovspec.cli.options import options_of, target_options
-from ovspec.errors import OvspecError
-from ovspec.options.loading import LOAD, load_params
-from ovspec.progress import step
+from ovspec.params.loading import LOAD, load_params
 
 
 @click.command()
@@ -25,7 +25,7 @@ def inspect(folder: Path | None, verify: bool | None, as_json: bool, **runtime: 
       ovspec inspect my-pair
       ovspec inspect my-pair --verify --json
     """
-    from ovspec.loading import device_options, model_folder
+    from ovspec.api.loading import device_options, model_folder
     from ovspec.setup import inspection
 
     folder = model_folder(folder)

@@ -1,4 +1,4 @@
-"""What commands share: options made from the declarations in ``ovspec.options``, and how they load a model."""
+"""What commands share: options made from the declarations in ``ovspec.params``, and how they load a model."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Any, get_origin
 
 import click
 
+from ovspec.base.errors import OvspecError
+from ovspec.base.progress import step
 from ovspec.drafting.choice import EXPORTED, DraftChoice, names_drafters, parse_draft
-from ovspec.errors import OvspecError
-from ovspec.options import GENERATE, GRAMMARS, check_samples, make_params
-from ovspec.options.loading import LOAD, RUNTIME
-from ovspec.options.option import LARGEST, Option, alternatives, choices_of, is_repeatable
-from ovspec.progress import step
+from ovspec.params import GENERATE, GRAMMARS, check_samples, make_params
+from ovspec.params.loading import LOAD, RUNTIME
+from ovspec.params.option import LARGEST, Option, alternatives, choices_of, is_repeatable
 
 if TYPE_CHECKING:
-    from ovspec.model import LanguageModel
+    from ovspec.api.model import LanguageModel
 
 # How a message that Python shows too names an option: `name`, or with a value `name=value`.
 OPTION = re.compile(r"`(\w+)(?:=([^`]*))?`")
@@ -221,7 +221,7 @@ def in_flags(message: object, command: click.Command | None = None) -> str:
 def check_grammar(options: Mapping[str, Any]) -> None:
     """Raise OvspecError for a grammar that no model could use."""
     if options.keys() & {*GRAMMARS}:
-        from ovspec.constraints.maker import grammar_of
+        from ovspec.sampling.constraint_maker import grammar_of
 
         grammar_of(make_params(options))  # type: ignore[arg-type]
 
@@ -232,8 +232,8 @@ def load(
     """Return ``ovspec.load(folder, *draft, **options)``; refuse a wrong session or a missing chat template first."""
     with step(f"{folder or 'demo pair'}: loading"):
         import ovspec
-        from ovspec.loading import model_folder
-        from ovspec.session_file import check_session
+        from ovspec.api.loading import model_folder
+        from ovspec.api.session_file import check_session
         from ovspec.text.chat_template import chat_template
 
         if session and session.exists():

@@ -8,12 +8,12 @@ from typing import Any
 
 import click
 
-from ovspec.interrupts import HeldInterrupts
-from ovspec.loop.results import Piece, Result
-from ovspec.model import LanguageModel
-from ovspec.progress import step
-from ovspec.session import TextStream
-from ovspec.verify import record_as_json
+from ovspec.api.model import LanguageModel
+from ovspec.api.session import TextStream
+from ovspec.api.verify import record_as_json
+from ovspec.base.interrupts import HeldInterrupts
+from ovspec.base.progress import step
+from ovspec.engine.results import Piece, Result
 
 
 def generate(lm: LanguageModel, stream: TextStream, stats: str | None, as_json: bool) -> bool:

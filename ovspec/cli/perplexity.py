@@ -5,8 +5,8 @@ from typing import Any
 
 import click
 
+from ovspec.base.progress import step
 from ovspec.cli.options import load, target_options
-from ovspec.progress import step
 
 
 @click.command()
@@ -27,7 +27,7 @@ def perplexity(folder: Path, file: Path, context: int | None, as_json: bool, **r
     Example:
       ovspec perplexity my-pair notes.txt
     """
-    from ovspec.files import read_text
+    from ovspec.base.files import read_text
 
     text = read_text(file)
     lm = load(folder, **runtime)

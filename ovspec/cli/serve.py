@@ -3,11 +3,11 @@ from typing import Any
 
 import click
 
+from ovspec.base.errors import OvspecError
 from ovspec.cli.options import draft_option, load, options_of, split_options
-from ovspec.errors import OvspecError
-from ovspec.options import check
-from ovspec.options.loading import LOAD
-from ovspec.options.serving import SERVE, ServeParams
+from ovspec.params import check
+from ovspec.params.loading import LOAD
+from ovspec.params.serving import SERVE, ServeParams
 
 
 @click.command()
@@ -35,8 +35,8 @@ def serve(folder: Path | None, **others: Any) -> None:
     options = ServeParams(**given)
     loading, _ = split_options({name: value for name, value in others.items() if name not in SERVE})
     try:
-        from ovspec.serving.server import check_options, keys_of, open_socket
-        from ovspec.serving.server import serve as serve_model
+        from ovspec.server.server import check_options, keys_of, open_socket
+        from ovspec.server.server import serve as serve_model
     except ImportError as error:
         raise OvspecError(f"The server needs {error.name}; install it with: pip install 'ovspec[serve]'") from None
     keys = keys_of(options.api_key_file)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ovspec.errors import OvspecError
+from ovspec.base.errors import OvspecError
 
 if TYPE_CHECKING:
     from ovspec.setup.profile import Goal, Profile
@@ -49,10 +49,10 @@ def tune(folder: Path | None, goal: Goal, as_json: bool, cache_dir: str | None) 
       ovspec tune my-pair
       ovspec tune my-pair --for decode
     """
-    from ovspec.files import remember
+    from ovspec.api.loading import model_folder
+    from ovspec.base.files import remember
     from ovspec.ir.compile import MODEL_FILE
     from ovspec.ir.device import DeviceOptions
-    from ovspec.loading import model_folder
     from ovspec.setup.manifest import DRAFT_FOLDER
     from ovspec.setup.profile import profile_file
     from ovspec.setup.tuning import tune as measure

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ovspec.base.progress import step
 from ovspec.cli.options import load, refuse, target_options
-from ovspec.progress import step
 
 if TYPE_CHECKING:
-    from ovspec.model import LanguageModel
-    from ovspec.verify import Verification
+    from ovspec.api.model import LanguageModel
+    from ovspec.api.verify import Verification
 
 
 @click.command()
@@ -34,9 +34,9 @@ def verify(file: Path, folder: str | None, as_json: bool, **runtime: Any) -> Non
       ovspec generate my-pair "import os" --draft --json > result.json
       ovspec verify result.json
     """
-    from ovspec.errors import OvspecError
-    from ovspec.files import read_text
-    from ovspec.verify import result_from_json
+    from ovspec.api.verify import result_from_json
+    from ovspec.base.errors import OvspecError
+    from ovspec.base.files import read_text
 
     name = "stdin" if str(file) == "-" else str(file)
     source = sys.stdin.buffer.read().decode("utf-8", "replace") if name == "stdin" else read_text(file)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ovspec.errors import OvspecError
+from ovspec.base.errors import OvspecError
 
 if TYPE_CHECKING:
     from ovspec.drafting.drafter import Drafter

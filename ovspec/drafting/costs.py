@@ -218,7 +218,7 @@ class Balance:
         self._saved, self._waited = self._saved + saved, 0.0
 
 
-class Record:
+class DrafterStats:
     """How often a drafter is right, and what its recent rounds have saved."""
 
     def __init__(self) -> None:

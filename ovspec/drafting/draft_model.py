@@ -6,14 +6,14 @@ import time
 
 import numpy as np
 
-from ovspec.decoders.base import Decoder, needed_width
-from ovspec.decoders.prefill import LONG, share_prefixes
-from ovspec.decoders.sequence import catch_up, common_prefix
+from ovspec.base.errors import OvspecError
+from ovspec.cache.decoder import Decoder, needed_width
+from ovspec.cache.prefill import PREFILL_ABOVE, share_prefixes
+from ovspec.cache.sequence import catch_up, common_prefix
 from ovspec.drafting.costs import WIDEST
-from ovspec.drafting.drafter import Drafter, RoundRow
+from ovspec.drafting.drafter import Drafter, RowStep
 from ovspec.drafting.lookahead import Lookahead
 from ovspec.drafting.proposal import NO_TOKENS, NOTHING, Proposal
-from ovspec.errors import OvspecError
 from ovspec.sampling.samplers import Guess
 from ovspec.sampling.warp import certain
 
@@ -33,7 +33,7 @@ class DraftModel(Drafter):
     def seconds(self) -> float:  # type: ignore[override]
         return self.decoder.seconds
 
-    def propose(self, rows: list[RoundRow], lookahead: Lookahead) -> list[Proposal]:
+    def propose(self, rows: list[RowStep], lookahead: Lookahead) -> list[Proposal]:
         budgets = [self._budget(row, lookahead) for row in rows]
         going = [index for index, budget in enumerate(budgets) if budget]
         if not going or not lookahead.affords(self.name, len(going)):
@@ -50,8 +50,8 @@ class DraftModel(Drafter):
         feed = [NO_TOKENS] * len(rows)
         for index in going:
             feed[index] = catch_up(self.decoder, index, rows[index].sequence)
-        late = [index for index in going if len(feed[index]) > LONG]
-        # The others must not wait until a prompt is read; with a pace, not even if they read one, too.
+        late = [index for index in going if len(feed[index]) > PREFILL_ABOVE]
+        # The others must not wait until a prompt is read; with a prefill budget, not even if they read one, too.
         if lookahead.fixed is None and len(going) > 1 and (lookahead.paced or len(late) < len(going)):
             room = lookahead.prompt_room()
             for index in late:
@@ -76,7 +76,7 @@ class DraftModel(Drafter):
     def reorder(self, rows: list[int]) -> None:
         self.decoder.reorder(rows)
 
-    def _budget(self, row: RoundRow, lookahead: Lookahead) -> int:
+    def _budget(self, row: RowStep, lookahead: Lookahead) -> int:
         """Return the maximum number of tokens to guess; 0 if the draft's own context is full."""
         limit = self.decoder.context_length
         room = row.budget if limit is None else max(0, limit - len(row.sequence))
@@ -86,7 +86,7 @@ class DraftModel(Drafter):
 class Drafting:
     """The guesses for one row, at most ``budget`` of them."""
 
-    def __init__(self, row: RoundRow, budget: int) -> None:
+    def __init__(self, row: RowStep, budget: int) -> None:
         self.guesses: list[Guess] = []
         self._row, self._budget = row, budget
         self._text = np.concatenate((row.sequence.tokens, np.empty(budget, dtype=np.int64)))

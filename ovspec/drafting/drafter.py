@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ovspec.decoders.sequence import Sequence
+from ovspec.base.errors import OvspecError
+from ovspec.cache.sequence import Sequence
 from ovspec.drafting.lookahead import Lookahead
 from ovspec.drafting.proposal import NO_TOKENS, NOTHING, Proposal, shorten
-from ovspec.errors import OvspecError
 from ovspec.sampling.samplers import Sampler
 from ovspec.text.vocabulary import ALL_IDS, KnownIds
 
@@ -31,7 +31,7 @@ ANYTHING = DraftLimits()
 
 
 @dataclass(slots=True)
-class RoundRow:
+class RowStep:
     """One row in one round: what it begins with, what is proposed, what is fed, and the results. Tokens are (n,)."""
 
     sequence: Sequence  # the tokens so far; the round commits to it
@@ -93,7 +93,7 @@ class Drafter:
         """Return at most ``budget`` ids that may follow ``tokens`` (n,) int64, which must not be modified."""
         raise NotImplementedError(f"{type(self).__name__} must implement guess(tokens, budget)")
 
-    def propose(self, rows: list[RoundRow], lookahead: Lookahead) -> list[Proposal]:
+    def propose(self, rows: list[RowStep], lookahead: Lookahead) -> list[Proposal]:
         """Return a proposal for every row, cut to the length that the lookahead finds worthwhile."""
         budgets = [row.draftable(self.name) for row in rows]
         if not lookahead.starts(self.name, 0, budgets):
@@ -109,7 +109,7 @@ class Drafter:
     def reorder(self, rows: list[int]) -> None:
         """Make new row i a copy of old row ``rows[i]``, or an empty one, as ``Decoder.reorder`` does."""
 
-    def _proposal(self, row: RoundRow, budget: int) -> Proposal:
+    def _proposal(self, row: RowStep, budget: int) -> Proposal:
         if not budget:
             return NOTHING
         guesses = itertools.islice(self.guess(row.sequence.tokens, budget), budget)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ovspec.drafting.costs import FIRST_ACCEPTANCE, ROUND_SHARE, WIDEST, Costs, Record
+from ovspec.drafting.costs import FIRST_ACCEPTANCE, ROUND_SHARE, WIDEST, Costs, DrafterStats
 from ovspec.drafting.proposal import NOTHING, Proposal, shorten
 from ovspec.sampling.samplers import Guess
 
@@ -59,8 +59,8 @@ class Lookahead:
         self.most = MOST if fixed is None else fixed
         self.target, self.draft = target or Costs(), draft or Costs()
         self.begin()
-        self._records: dict[str, Record] = {}
-        self._together = Record()  # of all rounds and drafters, without acceptance
+        self._drafter_stats: dict[str, DrafterStats] = {}
+        self._together = DrafterStats()  # of all rounds and drafters, without acceptance
         self._steps_ms: float | None = None  # usual time of the draft's steps in this round
         self._asked: set[str] = set()  # drafters asked in this round: that takes time even if they propose nothing
 
@@ -87,14 +87,14 @@ class Lookahead:
         """Return whether to ask a drafter that must read ``unseen`` tokens; each row has ``remaining`` to generate."""
         if self.fixed is not None:
             return True
-        record, rows = self._record(source), sum(left > 0 for left in remaining)
+        stats, rows = self._stats_of(source), sum(left > 0 for left in remaining)
         catch_up = self._draft_ms(unseen) - self._draft_ms(rows)
         if not self.affords(source, rows, catch_up if unseen <= WIDEST else 0.0):  # reading a prompt happens once
             return False
         # Assume at least the initial acceptance, so that a drafter gets another chance after a while.
-        gain = self._expected(max(record.acceptance.mean, FIRST_ACCEPTANCE), rows)
+        gain = self._expected(max(stats.acceptance.mean, FIRST_ACCEPTANCE), rows)
         # Costs that were measured beside other work may be wrong: a trial that has been saved for corrects them.
-        due = self._draft_ms(rows) <= record.balance.trials * rows * self._plain(rows)
+        due = self._draft_ms(rows) <= stats.balance.trials * rows * self._plain(rows)
         if gain * max(remaining) <= catch_up and not due:  # reading costs more than the remaining tokens can gain
             return False
         self._asked.add(source)
@@ -106,7 +106,7 @@ class Lookahead:
             return rows
         if not self.draft.known:
             return []
-        acceptance = self._record(source).acceptance
+        acceptance = self._stats_of(source).acceptance
         width = self._width([len(each) for each in guesses]) + self._cut
         price, mean = self._price(len(guesses)), acceptance.mean
         step = self._draft_ms(len(rows)) / len(rows)
@@ -137,15 +137,15 @@ class Lookahead:
         length, _ = self._best_cut(proposal, rows, self._cut)
         self._cut += length
         if not length:
-            self._record(proposal.source).acceptance.fade(proposal)
+            self._stats_of(proposal.source).acceptance.fade(proposal)
             return NOTHING
         return shorten(proposal, length)
 
     def prefers(self, source: str, proposal: Proposal, rows: int) -> bool:
         """Return whether the drafter ``source`` is likely to do better than ``proposal``, which cost nothing."""
-        own = self._record(proposal.source).acceptance
+        own = self._stats_of(proposal.source).acceptance
         if self.fixed is not None:
-            poor = own.mean < min(POOR, self._record(source).acceptance.mean)
+            poor = own.mean < min(POOR, self._stats_of(source).acceptance.mean)
             if poor:
                 own.fade(proposal)
             return poor
@@ -158,10 +158,10 @@ class Lookahead:
 
     def gain(self, source: str, rows: int) -> float:
         """Return the milliseconds per token that drafting with ``source`` saves; negative if it loses."""
-        record = self._record(source)
-        if record.rounds > FEW:
-            return self._plain(rows) - record.ms / record.tokens
-        return self._expected(record.acceptance.mean, rows)
+        stats = self._stats_of(source)
+        if stats.rounds > FEW:
+            return self._plain(rows) - stats.ms / stats.tokens
+        return self._expected(stats.acceptance.mean, rows)
 
     def prompt_room(self) -> int:
         """Return how many tokens of prompts the draft may read in a step while other rows draft."""
@@ -184,7 +184,7 @@ class Lookahead:
         for proposal, accepted in outcome.judged:
             if len(proposal.tokens):
                 sources.add(proposal.source)
-                self._record(proposal.source).acceptance.learn(proposal, accepted)
+                self._stats_of(proposal.source).acceptance.learn(proposal, accepted)
         rows, width, forced = len(outcome.judged), outcome.width, outcome.forced
         if outcome.prefilled or width > WIDEST:
             self.target.skip(width)
@@ -198,20 +198,20 @@ class Lookahead:
         self._together.learn(tokens + forced, verified + drafted)
         # Forced tokens count neither as a drafter's gain nor as its cost.
         ms = verified + drafted - (self.target(width) - self.target(width - forced) if forced else 0.0)
-        for record in (self._together, *self._records.values()):
-            record.balance.wait((tokens + forced) / rows)
+        for stats in (self._together, *self._drafter_stats.values()):
+            stats.balance.wait((tokens + forced) / rows)
         if sources:
             self._together.balance.add((tokens - ms / plain) / rows)
-        for record in [self._record(source) for source in sources]:
-            record.learn(tokens, ms)
-            record.balance.add((tokens - ms / plain) / rows)
+        for stats in [self._stats_of(source) for source in sources]:
+            stats.learn(tokens, ms)
+            stats.balance.add((tokens - ms / plain) / rows)
 
     # ------------------------------------------------------------ internals
 
-    def _record(self, source: str) -> Record:
-        if source not in self._records:
-            self._records[source] = Record()
-        return self._records[source]
+    def _stats_of(self, source: str) -> DrafterStats:
+        if source not in self._drafter_stats:
+            self._drafter_stats[source] = DrafterStats()
+        return self._drafter_stats[source]
 
     def _width(self, proposed: list[int]) -> int:
         """Return the tokens that the target computes for rows with this many proposed tokens each."""
@@ -227,7 +227,7 @@ class Lookahead:
 
     def _allowance(self, source: str, rows: int) -> float:
         """Return how many milliseconds a round with a proposal of ``source`` may lose."""
-        allowance = min(self._record(source).balance.allowance, self._together.balance.allowance)
+        allowance = min(self._stats_of(source).balance.allowance, self._together.balance.allowance)
         return min(allowance * rows * self._plain(rows), self.most_ms)
 
     def _expected(self, acceptance: float, rows: int) -> float:
@@ -250,7 +250,7 @@ class Lookahead:
         if not self.target.known:
             return len(proposal.tokens), 0.0
         plain, width = self._plain(rows), rows + others  # the width of the inference without this proposal
-        rates = self._record(proposal.source).acceptance.rates(proposal)[: max(0, WIDEST - width)]
+        rates = self._stats_of(proposal.source).acceptance.rates(proposal)[: max(0, WIDEST - width)]
         if not len(rates):
             return 0, plain
         # For 1, 2, ... tokens: those gained on average, and what they cost.

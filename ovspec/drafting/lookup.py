@@ -11,8 +11,8 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from ovspec.decoders.sequence import EMPTY, Sequence, common_prefix
-from ovspec.drafting.drafter import Drafter, RoundRow
+from ovspec.cache.sequence import EMPTY, Sequence, common_prefix
+from ovspec.drafting.drafter import Drafter, RowStep
 from ovspec.drafting.lookahead import Lookahead
 from ovspec.drafting.proposal import NOTHING, Proposal
 
@@ -110,7 +110,7 @@ class Lookup(Drafter):
         self._corpora = corpora or []
         self._rows = [Index()]
 
-    def propose(self, rows: list[RoundRow], lookahead: Lookahead) -> list[Proposal]:
+    def propose(self, rows: list[RowStep], lookahead: Lookahead) -> list[Proposal]:
         proposals = []
         for row, index in zip(rows, self._rows, strict=True):
             budget, found = min(row.draftable(self.name), lookahead.most), NOTHING

@@ -6,14 +6,14 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from ovspec.decoders.base import Decoder
+from ovspec.base.errors import OvspecError
+from ovspec.cache.decoder import Decoder
 from ovspec.drafting.choice import DraftChoice
 from ovspec.drafting.draft_model import DraftModel
-from ovspec.drafting.drafter import Drafter, RoundRow
+from ovspec.drafting.drafter import Drafter, RowStep
 from ovspec.drafting.lookahead import Lookahead
 from ovspec.drafting.lookup import Index, Lookup
 from ovspec.drafting.proposal import NOTHING, Proposal
-from ovspec.errors import OvspecError
 from ovspec.text.vocabulary import KnownIds
 
 
@@ -48,8 +48,8 @@ class Chain(Drafter):
     def seconds(self) -> float:  # type: ignore[override]
         return self._first.seconds + self._second.seconds
 
-    def propose(self, rows: list[RoundRow], lookahead: Lookahead) -> list[Proposal]:
-        second, proposals, left = self._second.name, list[Proposal](), list[RoundRow]()
+    def propose(self, rows: list[RowStep], lookahead: Lookahead) -> list[Proposal]:
+        second, proposals, left = self._second.name, list[Proposal](), list[RowStep]()
         for row, found in zip(rows, self._first.propose(rows, lookahead), strict=True):
             if len(found.tokens) and row.draftable(second) and lookahead.prefers(second, found, len(rows)):
                 found = NOTHING
@@ -88,7 +88,7 @@ class OwnDrafter(Drafter):
     def seconds(self) -> float:  # type: ignore[override]
         return self._drafter.seconds
 
-    def propose(self, rows: list[RoundRow], lookahead: Lookahead) -> list[Proposal]:
+    def propose(self, rows: list[RowStep], lookahead: Lookahead) -> list[Proposal]:
         return self._call(self._drafter.propose, rows, lookahead)
 
     def reset(self, rows: int) -> None:

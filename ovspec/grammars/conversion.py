@@ -14,11 +14,11 @@ from typing import Any
 
 from llguidance import LLMatcher, LLTokenizer
 
-from ovspec.errors import OvspecError
-from ovspec.files import read_text
+from ovspec.base.errors import OvspecError
+from ovspec.base.files import read_text
+from ovspec.base.sandbox import Stopped, Worker, serve
 from ovspec.grammars import sources
 from ovspec.grammars.wording import in_words, worded
-from ovspec.sandbox import Stopped, Worker, serve
 
 MAX_SECONDS = 5.0
 MAX_BYTES = 1_000_000_000

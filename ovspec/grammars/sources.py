@@ -13,7 +13,7 @@ from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits
 
-from ovspec.errors import OvspecError
+from ovspec.base.errors import OvspecError
 from ovspec.grammars.gbnf import to_lark
 from ovspec.grammars.json_schema import Reading, compiled
 from ovspec.grammars.json_schema.expressions import slashed

@@ -12,18 +12,18 @@ from typing import Any
 
 import numpy as np
 
-from ovspec.decoders.prefill import LONG
-from ovspec.decoders.sequence import Sequence, common_prefix
-from ovspec.drafting.drafter import RoundRow
+from ovspec.api.model import LanguageModel
+from ovspec.base.errors import OvspecError
+from ovspec.cache.prefill import PREFILL_ABOVE
+from ovspec.cache.sequence import Sequence, common_prefix
+from ovspec.drafting.drafter import RowStep
 from ovspec.drafting.lookahead import Lookahead, RoundOutcome
 from ovspec.drafting.proposal import NO_TOKENS, Proposal, shorten
-from ovspec.errors import OvspecError
+from ovspec.engine.results import FinishReason, Piece, Proposals, Stats
+from ovspec.engine.runtime import Decoders
+from ovspec.engine.scheduler import Scheduler
 from ovspec.ir.memory import check_memory
-from ovspec.loop.results import FinishReason, Piece, Proposals, Stats
-from ovspec.loop.scheduler import Scheduler
-from ovspec.model import LanguageModel
 from ovspec.sampling.samplers import GreedySampler
-from ovspec.workspace import Decoders
 
 MOST_BRANCHES = 8
 # A branch is reused if this many tokens at its end or fewer are lost; otherwise the text gets a branch of its own.
@@ -70,7 +70,7 @@ class Branch:
     def __init__(self, decoders: Decoders, drafts: bool, lookahead: Lookahead, sequence: Sequence) -> None:
         self.decoders, self.sequence = decoders, sequence
         self.known: dict[int, np.ndarray] = {}
-        self.stats, self.turn = Stats(), RoundRow(sequence, OBSERVER, 1)  # of the next round, or the last one
+        self.stats, self.step = Stats(), RowStep(sequence, OBSERVER, 1)  # of the next round, or the last one
         drafter = decoders.drafter if drafts else None
         # The lookahead learns from a round when the text has gone on.
         self.scheduler = Scheduler(decoders.target, drafter, lookahead, [self], learn=lambda _: None)
@@ -79,10 +79,10 @@ class Branch:
     def held(self) -> Sequence:
         return self.decoders.target.rows[0]
 
-    def round_row(self) -> RoundRow:
-        return self.turn
+    def row_step(self) -> RowStep:
+        return self.step
 
-    def take(self, turn: RoundRow) -> Piece:  # noqa: ARG002
+    def take(self, step: RowStep) -> Piece:  # noqa: ARG002
         return Piece("", [])
 
     def cancel(self) -> Piece:
@@ -107,9 +107,9 @@ class Branches:
     """Up to ``MOST_BRANCHES`` branches of one model. Threads may share it."""
 
     def __init__(self, model: LanguageModel) -> None:
-        self.served, self._workspace = Served(), model.workspace
-        first = self._workspace.pool.take()
-        drafter, self._lookahead = self._workspace.drafting(self._workspace.params({}), first)
+        self.served, self._runtime = Served(), model.runtime
+        first = self._runtime.pool.take()
+        drafter, self._lookahead = self._runtime.drafting(self._runtime.params({}), first)
         self._drafts = drafter is not None
         self._branches: list[Branch] = []  # the least recently used one first
         self._add(first)
@@ -128,7 +128,7 @@ class Branches:
         """
         if not tokens:
             raise OvspecError("The text is empty, and this model has no BOS token to start from.")
-        self._workspace.check_room(len(tokens))
+        self._runtime.check_room(len(tokens))
         text = Sequence(tokens)
         with self._lock:
             branch = self._branch(text)
@@ -163,8 +163,8 @@ class Branches:
         if len(self._branches) == MOST_BRANCHES:
             self._drop(self._branches[0])
         if shared * MOST_COPIED < len(source.held) or not shared:
-            return self._add(self._workspace.pool.take())
-        branch = self._add(self._workspace.fork(source.decoders), source.sequence.copy())
+            return self._add(self._runtime.pool.take())
+        branch = self._add(self._runtime.fork(source.decoders), source.sequence.copy())
         branch.known = {length: row for length, row in source.known.items() if length <= shared}
         self.served.forks += 1
         return branch
@@ -181,7 +181,7 @@ class Branches:
         """Drop the least recently used branches until ``tokens`` more tokens fit into memory."""
         while True:
             try:
-                return check_memory(self._workspace.irs(self._drafts), tokens)
+                return check_memory(self._runtime.irs(self._drafts), tokens)
             except OvspecError:
                 if len(self._branches) == 1:
                     raise
@@ -196,7 +196,7 @@ class Branches:
     def _read(self, branch: Branch, text: Sequence, since: int, all_new: bool) -> int:
         """Compute the logits after ``text`` in one round; return how many of its tokens needn't be read."""
         unread = text.tokens[min(common_prefix(branch.held, text), len(text) - 1) :]
-        unknown = self._workspace.tokenizer.known.first_unknown(unread)
+        unknown = self._runtime.tokenizer.known.first_unknown(unread)
         if unknown is not None:
             raise OvspecError(f"Token id {unknown} is not in the vocabulary.")
         branch.sequence = text
@@ -205,23 +205,23 @@ class Branches:
             judged = shorten(guess.proposal, reached), guess.stood
             self._lookahead.learn(replace(guess.outcome, judged=[judged]))
             self._guess = None
-        long = len(unread) > LONG  # no drafter is asked while a prompt is read
+        long = len(unread) > PREFILL_ABOVE  # no drafter is asked while a prompt is read
         if long:
             self._make_room(len(unread) + TO_COME)
-        context = self._workspace.target.ir.context_length
+        context = self._runtime.target.ir.context_length
         budget = 1 + min(TO_COME, context - len(text) if context else TO_COME)
         # With all logits requested, a decoder feeds any number of tokens in the same way: proposals change no bit.
         positions = MOST_POSITIONS if all_new or not long else 1
-        branch.turn = turn = RoundRow(text, OBSERVER, budget, not long, positions=positions)
+        branch.step = step = RowStep(text, OBSERVER, budget, not long, positions=positions)
         self._round(branch)
-        cached, end = len(text) - turn.read, len(text) + len(turn.proposal.tokens)
+        cached, end = len(text) - step.read, len(text) + len(step.proposal.tokens)
         branch.known = {length: row for length, row in branch.known.items() if since <= length <= cached}
-        branch.known |= dict(enumerate(turn.logits.copy(), end - len(turn.logits) + 1))
-        if turn.proposal.tokens.size:
-            self.served.count_proposal(turn.proposal.source, len(turn.proposal.tokens), 0)
+        branch.known |= dict(enumerate(step.logits.copy(), end - len(step.logits) + 1))
+        if step.proposal.tokens.size:
+            self.served.count_proposal(step.proposal.source, len(step.proposal.tokens), 0)
         if outcome := branch.scheduler.outcome:
-            outcome = replace(outcome, forced=0 if long else turn.read - 1, prefilled=long)
-            self._guess = Guess(branch, turn.proposal, len(text), outcome)
+            outcome = replace(outcome, forced=0 if long else step.read - 1, prefilled=long)
+            self._guess = Guess(branch, step.proposal, len(text), outcome)
         return cached
 
     def _round(self, branch: Branch) -> None:
@@ -229,7 +229,7 @@ class Branches:
         on_target, on_draft = target.seconds, drafter.seconds if drafter else 0.0
         branch.scheduler.step()
         served.inferences += 1
-        served.read += branch.turn.read
+        served.read += branch.step.read
         served.target_ms += 1e3 * (target.seconds - on_target)
         served.draft_ms += 1e3 * (drafter.seconds - on_draft) if drafter else 0.0
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from ovspec.errors import OvspecError
-from ovspec.loading import load
-from ovspec.model import LanguageModel
-from ovspec.options import GenerateOptions
+from ovspec.api.loading import load
+from ovspec.api.model import LanguageModel
+from ovspec.base.errors import OvspecError
+from ovspec.params import GenerateOptions
 from ovspec.sampling.samplers import SampleFunction
 
 

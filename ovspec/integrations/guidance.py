@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 from llguidance import LLTokenizer
 
-from ovspec.errors import OvspecError
-from ovspec.files import read_as, read_json
+from ovspec.api.model import LanguageModel
+from ovspec.base.errors import OvspecError
+from ovspec.base.files import read_as, read_json
 from ovspec.integrations.branches import Branches, Served
 from ovspec.integrations.roles import Roles, roles_of
-from ovspec.model import LanguageModel
 from ovspec.text.chat_template import chat_template
 from ovspec.text.tokenizer_files import TOKENIZER_FILE, TokenizerFile, special_tokens
 

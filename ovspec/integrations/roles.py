@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ovspec.errors import OvspecError
+from ovspec.base.errors import OvspecError
 from ovspec.text.chat_template import ChatTemplate
 
 Roles = dict[str, tuple[str, str]]  # role -> (text before a message, text after it)

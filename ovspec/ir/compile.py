@@ -13,7 +13,7 @@ from pathlib import Path
 import openvino as ov
 from openvino import opset13 as ops
 
-from ovspec.errors import OvspecError
+from ovspec.base.errors import OvspecError
 from ovspec.ir.config import ModelConfig, model_config
 from ovspec.ir.device import DeviceOptions, check_device, compile_properties, core
 from ovspec.ir.large_pages import LargePages

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ovspec.files import read_as
+from ovspec.base.files import read_as
 
 CONTEXTS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
 WINDOWS = ("sliding_window", "window_size", "attention_chunk_size")

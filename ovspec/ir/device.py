@@ -10,11 +10,11 @@ import openvino as ov
 import platformdirs
 import psutil
 
-from ovspec.errors import OvspecError
+from ovspec.base.errors import OvspecError
 from ovspec.ir.instruction_set import check_instruction_set, instruction_set
 
 # KV caches of these types survive trimming, compacting, forking and copying unchanged, in any arithmetic (measured in
-# tests/decoders); u8 caches don't.
+# tests/cache); u8 caches don't.
 EXACT_KV_PRECISIONS = ("f32", "bf16", "f16")
 
 

@@ -10,7 +10,7 @@ import functools
 import os
 import platform
 
-from ovspec.errors import OvspecError
+from ovspec.base.errors import OvspecError
 
 ONEDNN_CAPS = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")  # the first one that is set counts
 OPENVINO_CAP = "OV_CPU_MAX_ISA"

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 
-from ovspec.errors import OvspecError
+from ovspec.base.errors import OvspecError
 from ovspec.ir.compile import MODEL_FILE, CompiledIR, check_weights
 
 BYTES = {"f32": 4.0, "bf16": 2.0, "f16": 2.0, "u8": 1.1}  # per value in the cache; u8 includes its scales

@@ -7,7 +7,7 @@ import re
 import openvino as ov
 from openvino import opset13 as ops
 
-from ovspec.errors import OvspecError
+from ovspec.base.errors import OvspecError
 from ovspec.ir.compile import last_line
 from ovspec.ir.device import core
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import openvino as ov
 
-from ovspec.errors import InferenceError
+from ovspec.base.errors import InferenceError
 from ovspec.ir import large_pages
 from ovspec.ir.compile import CompiledIR
 

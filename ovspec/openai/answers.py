@@ -6,12 +6,12 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from ovspec.loop.results import Piece, Result, Stats
-from ovspec.loop.row import Row
+from ovspec.api.verify import record_as_json
+from ovspec.engine.results import Piece, Result, Stats
+from ovspec.engine.row import Row
 from ovspec.openai.logprobs import Echo, Place, PlaceStream
 from ovspec.openai.requests import TextRequest
 from ovspec.text.tokenizer import Tokenizer
-from ovspec.verify import record_as_json
 
 LEAST = -9999.0  # what OpenAI's API writes for a log-probability of -inf, which JSON can't hold
 

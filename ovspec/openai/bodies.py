@@ -19,9 +19,9 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from ovspec.errors import OvspecError
-from ovspec.options import GENERATE, NOT_NEGATIVE, TOKENS, in_words, type_in_words, within
-from ovspec.options.option import LARGEST, Limits, Option, hint
+from ovspec.base.errors import OvspecError
+from ovspec.params import GENERATE, NOT_NEGATIVE, TOKENS, in_words, type_in_words, within
+from ovspec.params.option import LARGEST, Limits, Option, hint
 
 NO_OBJECT = "The body must be a JSON object."
 LONGEST = 80  # characters of a client's name for a field
@@ -189,7 +189,7 @@ class CompletionBody(Common):
     logprobs: TOPS = Field(None, description="Report each token's log-probability, and those of this many others.")
 
 
-class PlainBody(Common):
+class OwnBody(Common):
     """A line of a batch file that isn't a request of OpenAI's API."""
 
     messages: CHAT | None = None

@@ -4,12 +4,12 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from ovspec.loop.results import Piece
-from ovspec.loop.scoring import CHUNK, predictions
-from ovspec.model import LanguageModel
+from ovspec.api.model import LanguageModel
+from ovspec.engine.results import Piece
+from ovspec.engine.runtime import Prompt
+from ovspec.engine.scoring import CHUNK, predictions
 from ovspec.sampling.logprobs import TokenLogprob, token_logprob
 from ovspec.text.tokenizer import Tokenizer
-from ovspec.workspace import Prompt
 
 T = TypeVar("T")
 
@@ -84,14 +84,14 @@ def prompt_logprobs(
     ``chunk`` is asked before each inference for the most tokens that it may read.
     """
     logprobs: list[TokenLogprob | None] = [None]
-    decoders, tokens = lm.workspace.pool.take(), lm.encode(ids)
+    decoders, tokens = lm.runtime.pool.take(), lm.encode(ids)
     try:
         for position, logits in predictions(decoders.target, tokens, len(ids), chunk):
             pairs = zip(logits, ids[position : position + len(logits)], strict=True)
             logprobs += [token_logprob(row, token, tops) for row, token in pairs]
             yield
     finally:
-        lm.workspace.pool.give_back(decoders)
+        lm.runtime.pool.give_back(decoders)
     return logprobs
 
 

@@ -5,15 +5,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from ovspec.errors import OvspecError, PromptError
+from ovspec.base.errors import OvspecError, PromptError
+from ovspec.engine.runtime import Prompt, is_batch
 from ovspec.grammars.response_format import WRAPPING
 from ovspec.openai.bodies import REQUESTED, Fields, RequestError
-from ovspec.options import GRAMMARS, OF_SCHEMAS, Params, checked
-from ovspec.options.option import hint
+from ovspec.params import GRAMMARS, OF_SCHEMAS, Params, checked
+from ovspec.params.option import hint
 from ovspec.text.chat_template import Message
-from ovspec.workspace import Prompt, is_batch
 
-Kind = Literal["plain", "completion", "chat"]
+Kind = Literal["own", "completion", "chat"]
 # Fields of a message: OpenAI's, and what chat templates read.
 OF_MESSAGES = ("role", "content", "name", "tool_call_id", "reasoning_content", "thinking")
 # What each response format has besides its type; the schema of a json_object is llama.cpp's way to give one.
@@ -88,7 +88,7 @@ def read_texts(body: Any, kind: Kind) -> TextRequest:
     if messages is not None:
         if echo:
             raise RequestError("echo can't be combined with messages; leave it out.", "echo")
-        prompt = messages if kind == "plain" else [plain_message(message) for message in messages]
+        prompt = messages if kind == "own" else [template_message(message) for message in messages]
     own, names = options_of(body)
     only_prompts = own.get("max_tokens") == 0
     if only_prompts and not echo:
@@ -175,7 +175,7 @@ def refuse_unknown(given: Iterable[str], known: Collection[str], told: str, para
 # ---------------------------------------------------------------- messages
 
 
-def plain_message(message: Message) -> Message:
+def template_message(message: Message) -> Message:
     """Return ``message`` as chat templates take it: its content a string, and its role one that they know."""
     # What is null or empty says nothing; OpenAI's clients send it back with the assistant's answers.
     made = {name: value for name, value in message.items() if value not in (None, [])}

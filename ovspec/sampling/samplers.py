@@ -11,10 +11,10 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from ovspec.constraints.base import UNCONSTRAINED, Constraints
-from ovspec.decoders.sequence import Sequence
-from ovspec.errors import OvspecError
-from ovspec.options import Params, SampleFunction
+from ovspec.base.errors import OvspecError
+from ovspec.cache.sequence import Sequence
+from ovspec.params import Params, SampleFunction
+from ovspec.sampling.constraint import UNCONSTRAINED, Constraints
 from ovspec.sampling.noise import ACCEPT, CHOICE, DRAFT, RESIDUAL, draw, draw_from, noise, residual, uniform
 from ovspec.sampling.warp import NOTHING_LEFT, WarpedLogits, certain, warp
 

@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ovspec.errors import OvspecError
-from ovspec.options import SamplingParams
+from ovspec.base.errors import OvspecError
+from ovspec.params import SamplingParams
 
 FEW = 1e-3  # tokens less likely than this part of the most likely one's probability rarely matter for top-p
 BLOCK = 128  # size of blocks in the search for the largest logits

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import numpy as np
 
-from ovspec.decoders.base import Decoder, FeedRule
-from ovspec.files import remembered
+from ovspec.base.files import remembered
+from ovspec.cache.decoder import Decoder, FeedRule
 from ovspec.ir.device import DeviceOptions, compile_properties
 from ovspec.setup.probing import memory_file
 

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from types import ModuleType
 
-from ovspec.errors import OvspecError
+from ovspec.base.errors import OvspecError
 from ovspec.ir.device import default_cache_dir
 from ovspec.setup.identity import files_revision
 from ovspec.setup.manifest import read_manifest

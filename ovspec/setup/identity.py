@@ -11,7 +11,7 @@ import openvino as ov
 
 from ovspec.ir.compile import MODEL_FILE
 from ovspec.ir.instruction_set import instruction_set
-from ovspec.setup.engine import CompiledModel
+from ovspec.setup.engine_choice import CompiledModel
 from ovspec.text.chat_template import CHAT_TEMPLATE_FILE, MORE_TEMPLATES
 from ovspec.text.tokenizer_files import TOKENIZER_CONFIG_FILE, TOKENIZER_FILE
 
@@ -70,7 +70,7 @@ def cache_setting(loaded: CompiledModel) -> str:
     return " ".join([loaded.engine, loaded.arithmetic, loaded.ir.device, *values, used])
 
 
-def described(loaded: CompiledModel) -> dict[str, Any]:
+def fingerprint(loaded: CompiledModel) -> dict[str, Any]:
     """Return the model's folder and identity, and how it was run, as JSON values."""
     compiled = loaded.ir.compiled
     tells_threads = THREADS in compiled.get_property("SUPPORTED_PROPERTIES")

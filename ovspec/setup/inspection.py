@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from ovspec.decoders.base import Arithmetic
+from ovspec.cache.decoder import Arithmetic
 from ovspec.ir.compile import MODEL_FILE, compile_ir
 from ovspec.ir.device import DeviceOptions, core
 from ovspec.ir.memory import kv_bytes_per_token
-from ovspec.setup.engine import CompiledModel, EngineChoice
+from ovspec.setup.engine_choice import CompiledModel, EngineChoice
 from ovspec.setup.manifest import DRAFT_FOLDER, ExportedModel, read_manifest
 from ovspec.setup.probing import find_probe
 from ovspec.setup.profile import known_profile, load_with

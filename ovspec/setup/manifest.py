@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ovspec.errors import OvspecError
-from ovspec.files import read_as, read_json, write_atomically
+from ovspec.base.errors import OvspecError
+from ovspec.base.files import read_as, read_json, write_atomically
 from ovspec.text.chat_template import MORE_TEMPLATES
 
 MANIFEST_FILE = "ovspec.json"

@@ -11,10 +11,10 @@ import numpy as np
 import openvino as ov
 
 from ovspec import __version__
-from ovspec.decoders.base import Rollback
-from ovspec.decoders.stateful import StatefulDecoder
-from ovspec.errors import OvspecError
-from ovspec.files import remember, remembered
+from ovspec.base.errors import OvspecError
+from ovspec.base.files import remember, remembered
+from ovspec.cache.decoder import Rollback
+from ovspec.cache.stateful import StatefulDecoder
 from ovspec.ir.attention_mask import UNBOUNDED, mask_bound
 from ovspec.ir.compile import MODEL_FILE, CompiledIR
 from ovspec.ir.device import machine_key

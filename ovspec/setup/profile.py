@@ -9,11 +9,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, get_args
 
-from ovspec.decoders.base import Arithmetic
-from ovspec.files import remembered
+from ovspec.base.files import remembered
+from ovspec.cache.decoder import Arithmetic
 from ovspec.ir.compile import MODEL_FILE
 from ovspec.ir.device import DeviceOptions, check_device, machine_key
-from ovspec.setup.engine import CompiledModel, EngineChoice, EngineName, load_ir
+from ovspec.setup.engine_choice import CompiledModel, EngineChoice, EngineName, load_ir
 from ovspec.setup.exactness import Exactness
 
 Goal = Literal["decode", "prefill", "balanced", "accuracy"]

@@ -13,17 +13,17 @@ from pathlib import Path
 
 import numpy as np
 
-from ovspec.decoders.base import FAST, Decoder, FeedRule, Rollback
-from ovspec.decoders.paged import PagedDecoder
-from ovspec.decoders.stateful import StatefulDecoder
-from ovspec.errors import OvspecError
-from ovspec.files import read_text, remember
+from ovspec.base.errors import OvspecError
+from ovspec.base.files import read_text, remember
+from ovspec.base.progress import note
+from ovspec.cache.decoder import FAST, Decoder, FeedRule, Rollback
+from ovspec.cache.paged import PagedDecoder
+from ovspec.cache.stateful import StatefulDecoder
 from ovspec.ir.compile import MODEL_FILE, check_weights, compile_ir
 from ovspec.ir.device import DeviceOptions, default_kv_precision, native_precisions
 from ovspec.ir.memory import room_for
-from ovspec.progress import note
 from ovspec.sampling.logprobs import log_softmax
-from ovspec.setup.engine import EXACT, CompiledModel, EngineName, check_paged, compile_paged
+from ovspec.setup.engine_choice import EXACT, CompiledModel, EngineName, check_paged, compile_paged
 from ovspec.setup.exactness import FULL as FULL_TRIAL
 from ovspec.setup.exactness import Exactness
 from ovspec.setup.probing import probe_rollback

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ovspec.errors import OvspecError
-from ovspec.files import read_as, read_text
-from ovspec.sandbox import Stopped, Worker
+from ovspec.base.errors import OvspecError
+from ovspec.base.files import read_as, read_text
+from ovspec.base.sandbox import Stopped, Worker
 from ovspec.text.tokenizer_files import TOKENIZER_CONFIG_FILE, TokenizerConfig, special_tokens
 
 Message = dict[str, Any]  # {"role": ..., "content": ...}

@@ -12,7 +12,7 @@ from jinja2 import meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from ovspec.sandbox import serve
+from ovspec.base.sandbox import serve
 
 MAX_CHARACTERS = 50_000_000
 

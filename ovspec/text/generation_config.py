@@ -11,8 +11,8 @@ from typing import Annotated
 import numpy as np
 from msgspec import Meta
 
-from ovspec.errors import OvspecError, PromptError
-from ovspec.files import read_as, read_json
+from ovspec.base.errors import OvspecError, PromptError
+from ovspec.base.files import read_as, read_json
 from ovspec.ir.config import ModelConfig
 from ovspec.text.tokenizer import Tokenizer
 from ovspec.text.tokenizer_files import TokenId

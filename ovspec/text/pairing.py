@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ovspec.errors import OvspecError
-from ovspec.files import read_as
+from ovspec.base.errors import OvspecError
+from ovspec.base.files import read_as
 from ovspec.text.tokenizer import Tokenizer
 from ovspec.text.tokenizer_files import TOKENIZER_FILE, TokenizerFile
 from ovspec.text.vocabulary import differing_ids

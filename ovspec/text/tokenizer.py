@@ -12,14 +12,14 @@ import numpy as np
 import openvino as ov
 import openvino_tokenizers
 
-from ovspec.errors import OvspecError
-from ovspec.files import read_as
+from ovspec.base.errors import OvspecError
+from ovspec.base.files import read_as
 from ovspec.ir.compile import check_weights, last_line
 from ovspec.ir.device import core
 from ovspec.text.tokenizer_files import TOKENIZER_FILE, DecodingStep, TokenizerFile
 from ovspec.text.vocabulary import known_ids
 
-LONG = 100_000  # characters of a text that takes more than some milliseconds to encode
+LONG_TEXT = 100_000  # characters of a text that takes more than some milliseconds to encode
 # A text may have this many times the characters that its tokens spell, because a normaliser may shorten it.
 SPARE = 4
 
@@ -176,7 +176,7 @@ class Tokenizer:
         request.set_input_tensor(0, ov.Tensor([text]))
         request.infer()
         ids = request.get_tensor("input_ids").data[0].astype(np.int64)
-        if len(text) <= LONG:  # else it would keep the text's memory
+        if len(text) <= LONG_TEXT:  # else it would keep the text's memory
             self._idle.append(request)
         return ids
 

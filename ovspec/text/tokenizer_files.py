@@ -8,7 +8,7 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from ovspec.files import read_json
+from ovspec.base.files import read_json
 
 TOKENIZER_FILE = "tokenizer.json"
 TOKENIZER_CONFIG_FILE = "tokenizer_config.json"

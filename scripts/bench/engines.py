@@ -16,13 +16,13 @@ from pathlib import Path
 import numpy as np
 from harness import Table, bytes_a_step, machine, milliseconds, options, picture, read_bandwidth, take_turns
 
-from ovspec.decoders.base import Decoder, Rollback
-from ovspec.decoders.paged import PagedDecoder
-from ovspec.decoders.stateful import StatefulDecoder
-from ovspec.files import read_text
+from ovspec.base.files import read_text
+from ovspec.cache.decoder import Decoder, Rollback
+from ovspec.cache.paged import PagedDecoder
+from ovspec.cache.stateful import StatefulDecoder
 from ovspec.ir.compile import compile_ir
 from ovspec.ir.device import DeviceOptions
-from ovspec.setup.engine import compile_paged
+from ovspec.setup.engine_choice import compile_paged
 from ovspec.setup.profile import Setting, known_profile
 from ovspec.setup.tuning import TEXT
 from ovspec.text.tokenizer import Tokenizer

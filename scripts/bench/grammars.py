@@ -27,7 +27,7 @@ from harness import HERE, ROOT, Table, Worker, machine, options
 from llguidance import LLTokenizer
 from tokenizers import Tokenizer
 
-from ovspec.comparison import rotated
+from ovspec.api.comparison import rotated
 
 TOKENIZER = ROOT / ".cache" / "bench" / "tokenizer-128k" / "tokenizer.json"
 GRAMMARS = ROOT / "demos" / "grammars"

@@ -23,11 +23,11 @@ import numpy as np
 import openvino as ov
 from peers.install import python_of
 
-from ovspec.comparison import rotated, speedup_of, speedup_of_results
+from ovspec.api.comparison import rotated, speedup_of, speedup_of_results
+from ovspec.engine.results import Result
 from ovspec.ir.compile import MODEL_FILE
 from ovspec.ir.device import available_devices
-from ovspec.loop.results import Result
-from ovspec.options.loading import RUNTIME
+from ovspec.params.loading import RUNTIME
 from ovspec.setup.tuning import TEXT
 from ovspec.text.tokenizer import Tokenizer
 
@@ -190,8 +190,8 @@ def compared(
     """Return the figures of texts beside those of plain decoding, by the names that JSON has.
 
     ``plain_tpot_ms`` and ``tpot_ms`` are milliseconds per token in the median turn; their ratio is ``speedup`` (see
-    ``ovspec.comparison``), None if it would be a gain that drafting can't have caused. ``spread`` is the least and the
-    greatest ratio of a turn, ``acceptance`` the conditional one. ``equal`` counts the texts that are the same.
+    ``ovspec.api.comparison``), None if it would be a gain that drafting can't have caused. ``spread`` is the least and
+    the greatest ratio of a turn, ``acceptance`` the conditional one. ``equal`` counts the texts that are the same.
 
     Args:
         times: plain milliseconds per token of each turn, and the others, if not those of the results.

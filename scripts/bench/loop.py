@@ -16,8 +16,8 @@ import numpy as np
 from harness import machine, options, ratios, shown, take_turns
 
 import ovspec
-from ovspec.decoders.paged import PagedDecoder
-from ovspec.setup.engine import CompiledModel
+from ovspec.cache.paged import PagedDecoder
+from ovspec.setup.engine_choice import CompiledModel
 
 PROMPT = "import os\nimport sys\n\n\ndef find_executable(name, path=None):\n    "
 

@@ -24,11 +24,11 @@ import numpy as np
 import openvino as ov
 
 import ovspec
-from ovspec.decoders.sequence import Sequence
+from ovspec.api.loading import embedded_pair
+from ovspec.base.errors import OvspecError
+from ovspec.cache.sequence import Sequence
 from ovspec.drafting.choice import DraftChoice
 from ovspec.drafting.costs import Costs
-from ovspec.errors import OvspecError
-from ovspec.loading import embedded_pair
 from ovspec.setup.manifest import DRAFT_FOLDER
 
 # Mode: the drafters it has, lookup and the draft model; auto does without the draft model if there is none.
@@ -120,10 +120,10 @@ class Bench:
                 given["sampler"] = dictation(len(ids), lm.tokenizer.encode_more(task.answer))
             else:
                 given |= {"temperature": cell.temperature, "seed": number % len(tasks) + place, "accept": cell.accept}
-            rows.append(lm.workspace.row(Sequence(ids), lm.workspace.params(given)))
+            rows.append(lm.runtime.row(Sequence(ids), lm.runtime.params(given)))
         together: Any = {"lookahead": cell.lookahead, "batch_size": cell.batch, "temperature": cell.temperature}
         gaps, last = list[float](), None
-        for pieces in lm.workspace.run(rows, lm.workspace.params(together)):
+        for pieces in lm.runtime.run(rows, lm.runtime.params(together)):
             now = time.perf_counter()
             if last is not None and pieces:
                 gaps.append((now - last) * 1e3)
@@ -144,7 +144,7 @@ def dictation(start: int, answer: np.ndarray) -> Any:
 def learned_costs(models: dict[str, ovspec.LanguageModel], temperature: float) -> tuple[Costs, Costs] | None:
     """Return the costs of verifying and of drafting that an auto lookahead has learned."""
     order = ("auto", "chain", "draft", "lookup")
-    found = (models[mode].workspace.pool.learned_costs(temperature > 0) for mode in order if mode in models)
+    found = (models[mode].runtime.pool.learned_costs(temperature > 0) for mode in order if mode in models)
     return next((costs for costs in found if costs), None)
 
 

@@ -18,10 +18,10 @@ from pathlib import Path
 import numpy as np
 from harness import Table, machine, milliseconds, options, ratios, several, shown, take_turns
 
-from ovspec.decoders.base import FAST, Decoder
+from ovspec.cache.decoder import FAST, Decoder
 from ovspec.ir.device import DeviceOptions
 from ovspec.ir.instruction_set import NEEDED, instruction_set, processor_levels
-from ovspec.setup.engine import compile_paged, load_ir
+from ovspec.setup.engine_choice import compile_paged, load_ir
 from ovspec.setup.exactness import FULL, find_exactness, probe_rule
 
 CONTEXT, PROMPT, STEPS, TURNS = 128, 1024, 12, 5

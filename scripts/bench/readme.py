@@ -22,8 +22,8 @@ import numpy as np
 from harness import CODE, ROOT, Table, compared, machine, milliseconds, options, speedup_cells, take_turns, totals
 
 import ovspec
-from ovspec.decoders.base import Rollback
-from ovspec.decoders.stateful import StatefulDecoder
+from ovspec.cache.decoder import Rollback
+from ovspec.cache.stateful import StatefulDecoder
 from ovspec.ir.compile import compile_ir
 from ovspec.ir.device import DeviceOptions
 from ovspec.text.tokenizer import Tokenizer
@@ -59,7 +59,7 @@ def time_to_first_token(folder: Path, cache: Path) -> float:
 
 
 def speed(folder: Path, cache: Path, args: argparse.Namespace, **given: Any) -> list[dict[str, Any]]:
-    """Time plain and speculative decoding of every prompt in turns; the speed-up is that of ``ovspec.comparison``."""
+    """Time every prompt plain and speculative, in turns; the speed-up is that of ``ovspec.api.comparison``."""
     lm = ovspec.load(folder, True, cache_dir=cache, **given)
 
     def text(lookahead: Any, turn: int) -> ovspec.Result:

@@ -21,15 +21,15 @@ import numpy as np
 from harness import CODE, ROOT, milliseconds, options
 
 import ovspec
-from ovspec.constraints.base import Constraints
-from ovspec.constraints.processors import processing
-from ovspec.decoders.base import Decoder
-from ovspec.decoders.sequence import Sequence
+from ovspec.cache.decoder import Decoder
+from ovspec.cache.sequence import Sequence
 from ovspec.drafting.draft_model import DraftModel
-from ovspec.drafting.drafter import Drafter, RoundRow
+from ovspec.drafting.drafter import Drafter, RowStep
 from ovspec.drafting.lookahead import Lookahead
 from ovspec.drafting.lookup import Lookup
-from ovspec.options import Params
+from ovspec.params import Params
+from ovspec.sampling.constraint import Constraints
+from ovspec.sampling.processors import processing
 from ovspec.sampling.samplers import sampler_of
 
 PROSE = [
@@ -71,7 +71,7 @@ def trace(drafter: Drafter, text: list[int], start: int, params: Params, most: i
     sampler = sampler_of(params, 0, Constraints(processing(params, lambda _: start, frozenset())))
     found = []
     for place in range(start, len(text)):
-        proposal = drafter.propose([RoundRow(Sequence(text[:place]), sampler, most + 1)], Lookahead(most))[0]
+        proposal = drafter.propose([RowStep(Sequence(text[:place]), sampler, most + 1)], Lookahead(most))[0]
         truth = text[place : place + len(proposal.tokens)]
         same = [int(a) == b for a, b in zip(proposal.tokens, truth, strict=False)]
         right = same.index(False) if False in same else len(same)
@@ -82,7 +82,7 @@ def trace(drafter: Drafter, text: list[int], start: int, params: Params, most: i
 
 def record(folder: Path, temperature: float, prompts: list[str], args: argparse.Namespace) -> dict[str, Any]:
     lm = ovspec.load(folder, True, lookahead=0, precision=args.precision)
-    decoders = lm.workspace.pool.take()
+    decoders = lm.runtime.pool.take()
     model = decoders.drafter
     assert isinstance(model, DraftModel)
     texts, whole = [], list[int]()

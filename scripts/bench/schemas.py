@@ -30,10 +30,10 @@ from jsonschema.validators import validator_for
 from llguidance import LLMatcher, LLTokenizer
 from schema_files import PACKAGES, SchemaFile, pydantic_schemas, schema_files
 
-from ovspec.constraints.unique_items import Followed, UniqueItems
-from ovspec.errors import OvspecError
+from ovspec.base.errors import OvspecError
 from ovspec.grammars.conversion import Bytes, converted
 from ovspec.grammars.sources import LIMITS, UNIQUE_ITEMS
+from ovspec.sampling.unique_items import JsonCursor, UniqueItems
 
 WALK_BYTES = 1500
 DRAWING_SECONDS = 5.0
@@ -69,7 +69,7 @@ class Acceptor:
     def accepts(self, text: bytes) -> bool:
         matcher = self._matcher.deep_copy()
         accepted = matcher.try_consume_tokens(list(text)) == len(text) and matcher.is_accepting()
-        return accepted and (self._unique is None or self._unique.follow(Followed(), text) is not None)
+        return accepted and (self._unique is None or self._unique.follow(JsonCursor(), text) is not None)
 
     def walk(self, numbers: random.Random, until: float) -> bytes | None:
         """Return a random text; None if it didn't end, or would repeat an item."""

@@ -16,9 +16,9 @@ from commands_here import Command, commands_here
 from conftest import PROMPTS, ROOT
 
 import ovspec
+from ovspec.base.errors import OvspecError
 from ovspec.cli.bench import HEADS, bench, measure, row_of, table
-from ovspec.errors import OvspecError
-from ovspec.loop.results import Result, Stats
+from ovspec.engine.results import Result, Stats
 
 DEMO = ROOT / "models" / "demo"
 MODES = ["plain", "lookup", "draft", "lookup,draft"]

@@ -55,7 +55,7 @@ print([name for name in {HEAVY!r} if name in sys.modules])
 def test_progress_is_a_line_a_step_and_moves_on_a_terminal(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from ovspec import progress
+    from ovspec.base import progress
 
     assert progress.QUIET == 1.0
     monkeypatch.setattr(progress, "QUIET", 0.3)

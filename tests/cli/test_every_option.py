@@ -23,7 +23,7 @@ from serving_options import LOADING, SERVING
 from test_options_of_tools import OTHERS_OF_EXPORT, TO_COMPRESSION, TO_EXPORT
 
 from ovspec.cli import COMMANDS, cli
-from ovspec.options.loading import RUNTIME
+from ovspec.params.loading import RUNTIME
 
 FOLDER = Path()  # of the small pair, which loads sooner than the demo pair; ``run`` sets it
 PROMPT = "import os\n\ndef f(12"
@@ -314,7 +314,7 @@ TESTED: dict[str, set[str]] = {
     "tune": {"goal", "as_json", "cache_dir"},
     "export": {*TO_COMPRESSION, *TO_EXPORT, *OTHERS_OF_EXPORT},
     "devices": set(),
-    "serve": {*SERVING, *LOADING},  # tests/serving/test_serve_options.py
+    "serve": {*SERVING, *LOADING},  # tests/server/test_serve_options.py
     # tests/cli/test_bench.py runs these.
     "bench": {
         *("draft", "prompts", "files", "lookahead", "max_tokens", "temperature", "repeats", "as_json"),

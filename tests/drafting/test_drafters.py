@@ -17,11 +17,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import ovspec
-from ovspec.decoders.sequence import Sequence
+from ovspec.api.loading import resolve_draft
+from ovspec.cache.sequence import Sequence
 from ovspec.drafting.choice import DraftChoice, parse_draft
 from ovspec.drafting.lookup import LEAST_MATCH, LONGEST_MATCH, MOST_ROLLED_BACK, Index, Lookup, corpus_of
-from ovspec.loading import resolve_draft
-from ovspec.setup.engine import EngineName
+from ovspec.setup.engine_choice import EngineName
 from ovspec.text.generation_config import GenerationFile
 
 Load = Callable[..., ovspec.LanguageModel]

@@ -12,10 +12,10 @@ import pytest
 from bigrams import Bigrams
 from known_misses import SLOWER_THAN_BEST, SLOWEST_48, SLOWEST_500
 
-from ovspec.decoders.sequence import Sequence
+from ovspec.cache.sequence import Sequence
 from ovspec.drafting.costs import WIDEST, Costs
 from ovspec.drafting.draft_model import DraftModel
-from ovspec.drafting.drafter import RoundRow
+from ovspec.drafting.drafter import RowStep
 from ovspec.drafting.lookahead import CATCHING_UP, Lookahead, RoundOutcome
 from ovspec.drafting.proposal import NOTHING, Proposal
 from ovspec.sampling.samplers import GreedySampler, Guess
@@ -304,7 +304,7 @@ def test_rows_share_what_proposals_may_add_to_a_round() -> None:
     for most_ms, expected in shares.items():
         lookahead = Lookahead(None, costs)
         lookahead._together.balance.add(1e3)
-        lookahead._record("lookup").balance.add(1e3)
+        lookahead._stats_of("lookup").balance.add(1e3)
         lookahead.begin(most_ms, paced=True)
         assert [len(lookahead.cut(sure, 4).tokens) for _ in range(4)] == expected
         if most_ms == 16.0:
@@ -331,7 +331,7 @@ def test_reading_a_long_prompt_does_not_count_against_the_draft() -> None:
     lookahead.note_draft(1, 0.004)
     lookahead.learn(RoundOutcome([(guesses[0], 2)], 3, 0, False, 0.504, 0.0468))
     assert lookahead.gain("draft", 1) > 0
-    assert lookahead._records["draft"].ms == pytest.approx(4 + 46.8, rel=0.03)
+    assert lookahead._drafter_stats["draft"].ms == pytest.approx(4 + 46.8, rel=0.03)
     fresh = Lookahead(None, lookahead.target, lookahead.draft)
     for _ in range(20):
         assert not fresh.starts("draft", 2000, [3]), "reading isn't worth it for three tokens"
@@ -402,7 +402,7 @@ def test_a_draft_that_holds_more_than_the_text_has_a_whole_text_to_read() -> Non
     asked: list[int] = []
     inner = lookahead.starts
     lookahead.starts = lambda source, unseen, remaining: asked.append(unseen) or inner(source, unseen, remaining)
-    row = RoundRow(Sequence([0, 1, 2, 7, 8]), GreedySampler(), 9)
+    row = RowStep(Sequence([0, 1, 2, 7, 8]), GreedySampler(), 9)
     proposal = DraftModel(decoder).propose([row], lookahead)[0]
     assert asked == [2], "it shares three tokens with the text"
     assert len(proposal.tokens)

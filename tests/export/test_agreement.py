@@ -13,8 +13,8 @@ from conftest import TARGET
 from ovspec_export.agreement import TOLERANCE, check_agreement, compute_in_f32, difference
 from transformers import AutoModelForCausalLM
 
-from ovspec.decoders.stateful import Slots
-from ovspec.errors import OvspecError
+from ovspec.base.errors import OvspecError
+from ovspec.cache.stateful import Slots
 
 
 def model(**options: Any) -> Any:

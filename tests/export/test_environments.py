@@ -25,7 +25,7 @@ from ovspec_export.environments import OVERLAYS, Environment, prepare, search_pa
 from ovspec_export.export import describe
 from ovspec_export.sources import Source
 
-from ovspec.errors import OvspecError
+from ovspec.base.errors import OvspecError
 from ovspec.setup.manifest import Manifest, read_manifest
 
 PREPARE = (

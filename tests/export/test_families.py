@@ -26,12 +26,12 @@ from ovspec_export.environments import OVERLAYS, Environment, search_path
 from ovspec_export.families import FAMILIES as REGISTRY
 
 import ovspec
-from ovspec.decoders.base import Arithmetic, Rollback
-from ovspec.decoders.stateful import StatefulDecoder
+from ovspec.cache.decoder import Arithmetic, Rollback
+from ovspec.cache.stateful import StatefulDecoder
+from ovspec.engine.runtime import Decoders
 from ovspec.ir.compile import compile_ir
 from ovspec.ir.device import DeviceOptions
-from ovspec.setup.engine import EngineChoice
-from ovspec.workspace import Decoders
+from ovspec.setup.engine_choice import EngineChoice
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # from tracing
 DOCS = ROOT / "docs" / "reference" / "models.md"
@@ -154,10 +154,10 @@ def check_u8_cache(name: str, folder: Path, cache_dir: Path, expected: list[int]
 
 def with_mistakes(lm: ovspec.LanguageModel) -> Decoders:
     """Make the draft of ``lm`` err; return its decoders."""
-    decoders = lm.workspace.pool.take()
+    decoders = lm.runtime.pool.take()
     assert decoders.drafter
     decoders.drafter = Mistaken(decoders.drafter)
-    lm.workspace.pool.give_back(decoders)
+    lm.runtime.pool.give_back(decoders)
     return decoders
 
 

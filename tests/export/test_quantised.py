@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import ovspec
-from ovspec.errors import OvspecError
+from ovspec.base.errors import OvspecError
 
 PROMPT = list(range(5, 4000, 170))
 TOKENS = 24

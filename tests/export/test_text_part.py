@@ -24,7 +24,7 @@ from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING
 
 import ovspec
-from ovspec.errors import OvspecError
+from ovspec.base.errors import OvspecError
 
 TOKENS = 24
 VISION = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}

@@ -15,7 +15,7 @@ from grammar_walks import allowed, demo_tokenizer, matcher, random_text
 from hostile_cases import CHOICES, EITHER, GBNF, LARK, REGEX, SCHEMAS
 from llguidance import LLMatcher
 
-from ovspec.errors import OvspecError
+from ovspec.base.errors import OvspecError
 from ovspec.grammars import sources
 from ovspec.grammars.conversion import CONVERTER, MAX_SECONDS, converted
 from ovspec.grammars.sources import LIMITS

@@ -19,7 +19,7 @@ from jsonschema import Draft202012Validator, FormatChecker
 from jsonschema.validators import validator_for
 from schema_strategy import Schema, schemas
 
-from ovspec.errors import OvspecError
+from ovspec.base.errors import OvspecError
 from ovspec.grammars import json_schema as cleaning
 from ovspec.grammars.conversion import converted
 from ovspec.grammars.sources import json_schema

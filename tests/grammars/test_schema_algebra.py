@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 from jsonschema.validators import validator_for
 
-from ovspec.constraints.unique_items import Followed, UniqueItems
-from ovspec.errors import OvspecError
+from ovspec.base.errors import OvspecError
 from ovspec.grammars.json_schema import Reading, compiled
 from ovspec.grammars.sources import grammar, schema_problem
+from ovspec.sampling.unique_items import JsonCursor, UniqueItems
 
 Schema = dict[str, Any]
 OLD = "http://json-schema.org/draft-07/schema#"
@@ -80,7 +80,7 @@ class Acceptor:
         text, each = json.dumps(value), self._matcher.deep_copy()
         tokens = demo_tokenizer().tokenize_str(text)
         accepted = each.try_consume_tokens(tokens) == len(tokens) and each.is_accepting()
-        return accepted and (self._unique is None or self._unique.follow(Followed(), text.encode()) is not None)
+        return accepted and (self._unique is None or self._unique.follow(JsonCursor(), text.encode()) is not None)
 
 
 @pytest.mark.parametrize("schema", SCHEMAS, ids=lambda schema: json.dumps(schema)[:50])

@@ -14,7 +14,7 @@ import pytest
 from grammar_walks import demo_tokenizer, matcher, random_text
 from llguidance import LLMatcher, LLTokenizer
 
-from ovspec.errors import OvspecError
+from ovspec.base.errors import OvspecError
 from ovspec.grammars import sources
 from ovspec.grammars.conversion import converted
 from ovspec.grammars.sources import LIMITS

@@ -15,8 +15,8 @@ import pytest
 from conftest import PROMPTS, ROOT
 
 import ovspec
+from ovspec.base.errors import OvspecError
 from ovspec.drafting.costs import Costs
-from ovspec.errors import OvspecError
 from ovspec.integrations.branches import MOST_BRANCHES, Branches
 from ovspec.integrations.roles import roles_of
 from ovspec.text.chat_template import ChatTemplate
@@ -44,7 +44,7 @@ def next_token(branches: Branches, text: list[int]) -> int:
 def test_logits_of_texts_that_grow_part_and_shrink(load: Load, drafter: str, monkeypatch: pytest.MonkeyPatch) -> None:
     lm = load(**DRAFTERS[drafter])
     # Whether the automatic lookahead proposes anything must not depend on how busy this machine is.
-    monkeypatch.setattr(lm.workspace.pool, "_idle", [])
+    monkeypatch.setattr(lm.runtime.pool, "_idle", [])
     monkeypatch.setattr(lm.target, "verify_ms", {2: 10.0, 16: 11.0})
     if lm.draft:
         monkeypatch.setattr(lm.draft, "verify_ms", {1: 1.0, 16: 1.0})

@@ -13,7 +13,7 @@ import dev
 import pytest
 from conftest import ROOT
 
-from ovspec.errors import OvspecError
+from ovspec.base.errors import OvspecError
 from ovspec.ir import instruction_set as module
 from ovspec.ir.instruction_set import check_instruction_set, instruction_set, processor_levels
 

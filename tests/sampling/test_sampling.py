@@ -19,17 +19,17 @@ from hypothesis import strategies as st
 from scipy.stats import chisquare
 
 import ovspec
-from ovspec.constraints.base import UNCONSTRAINED, Constraints
-from ovspec.constraints.processors import processing
-from ovspec.decoders.sequence import Sequence
+from ovspec.cache.sequence import Sequence
 from ovspec.drafting.draft_model import DraftModel
-from ovspec.drafting.drafter import Drafter, RoundRow
+from ovspec.drafting.drafter import Drafter, RowStep
 from ovspec.drafting.lookahead import Lookahead
 from ovspec.drafting.proposal import NO_TOKENS
-from ovspec.loop.round import run_round
-from ovspec.options import AcceptRule, Params, SamplingParams, make_params
+from ovspec.engine.round import run_round
+from ovspec.params import AcceptRule, Params, SamplingParams, make_params
 from ovspec.sampling import samplers as sampler_module
+from ovspec.sampling.constraint import UNCONSTRAINED, Constraints
 from ovspec.sampling.noise import draw, noise
+from ovspec.sampling.processors import processing
 from ovspec.sampling.samplers import Sampler, sampler_of
 from ovspec.sampling.warp import WarpedLogits, largest, leading, softmax, warp
 
@@ -152,7 +152,7 @@ def test_values_out_of_range(options: dict[str, Any], message: str) -> None:
 
 
 def test_every_parameter_is_an_option() -> None:
-    from ovspec.options import GenerateOptions
+    from ovspec.params import GenerateOptions
 
     assert {each.name for each in dataclasses.fields(SamplingParams)} <= GenerateOptions.__annotations__.keys()
 
@@ -255,7 +255,7 @@ def texts(accept: AcceptRule, drafter: str, params: Params, draws: int, k: int =
             drafters[drafter].reset(1)
         choose: Sampler = sampler_of(dataclasses.replace(params, seed=seed, accept=accept), 0, constrained(params, 1))
         while len(sequence) < LENGTH + 1:
-            run_round(target, drafters[drafter], Lookahead(k), [RoundRow(sequence, choose, k + 1)])
+            run_round(target, drafters[drafter], Lookahead(k), [RowStep(sequence, choose, k + 1)])
         a, b, c = sequence.tokens[1 : LENGTH + 1].tolist()
         counts[25 * a + 5 * b + c] += 1
     return counts
@@ -394,7 +394,7 @@ def test_a_user_sampler_is_called_as_in_plain_decoding() -> None:
         sequence, target = Sequence([0]), Bigrams(TARGET)
         choose = sampler_of(make_params({"sampler": sample, "sampler_options": {"power": 3}}), 0, UNCONSTRAINED)
         while len(sequence) < 30:
-            run_round(target, drafter, Lookahead(4), [RoundRow(sequence, choose, 30 - len(sequence))])
+            run_round(target, drafter, Lookahead(4), [RowStep(sequence, choose, 30 - len(sequence))])
         return seen[:29], sequence.tokens[:30].tolist()
 
     plain: Callable[..., Any] = calls

@@ -12,14 +12,14 @@ import pytest
 from conftest import PROMPTS, ROOT, STRICT
 
 import ovspec
-import ovspec.setup.engine
-from ovspec.decoders.base import FAST, FeedRule, Rollback
-from ovspec.decoders.paged import PagedDecoder, pairs
-from ovspec.decoders.stateful import StatefulDecoder, decoder_of
+import ovspec.setup.engine_choice
+from ovspec.cache.decoder import FAST, FeedRule, Rollback
+from ovspec.cache.paged import PagedDecoder, pairs
+from ovspec.cache.stateful import StatefulDecoder, decoder_of
 from ovspec.ir.compile import CompiledIR, compile_ir
 from ovspec.ir.device import DeviceOptions
 from ovspec.ir.paged_attention import PAIRS
-from ovspec.setup.engine import compile_paged
+from ovspec.setup.engine_choice import compile_paged
 from ovspec.setup.exactness import FULL, SHORT, Exactness, Trial, find_exactness, probe_rule
 
 DEMO = ROOT / "models" / "demo"
@@ -158,7 +158,7 @@ def second(decoder: PagedDecoder, monkeypatch: pytest.MonkeyPatch) -> None:
         query_tokens, token_queries = pairs(counts, queries)
         return query_tokens, np.append(token_queries[1:], len(query_tokens)).astype(np.int32) - 1
 
-    monkeypatch.setattr("ovspec.decoders.paged.pairs", wrong)
+    monkeypatch.setattr("ovspec.cache.paged.pairs", wrong)
 
 
 @pytest.mark.parametrize("plant", [alone, stale, second])
@@ -199,7 +199,7 @@ def test_remembered_by_setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         probed.append(1)
         return find_exactness(*arguments)
 
-    monkeypatch.setattr(ovspec.setup.engine, "find_exactness", counted)
+    monkeypatch.setattr(ovspec.setup.engine_choice, "find_exactness", counted)
     usual, small = dict[str, Any](), dict[str, Any](kv_precision="u8")
     coarse: dict[str, Any] = {"properties": {"DYNAMIC_QUANTIZATION_GROUP_SIZE": "64"}}
     for options, count in ((usual, 1), (usual, 1), (coarse, 2), (small, 3), (coarse, 3), (small, 3)):
@@ -224,8 +224,8 @@ def test_without_a_rule_nothing_is_paid_for_one(cache_dir: Path, monkeypatch: py
         assert stats.arithmetic.startswith("fast, not exact here (") and not stats.rule, load
         assert "probed positions differ)" in stats.arithmetic
         assert lm.target.rule == FAST and PAIRS[0] not in lm.target.ir.inputs
-        assert not lm.workspace.choice
-    monkeypatch.setattr(ovspec.setup.engine, "known_exactness", lambda *_: Exactness(None, 51, 2))
+        assert not lm.runtime.choice
+    monkeypatch.setattr(ovspec.setup.engine_choice, "known_exactness", lambda *_: Exactness(None, 51, 2))
     stateful = ovspec.load(SMALL, engine="stateful", cache_dir=cache_dir).generate("a", max_tokens=2).stats
     assert (stateful.arithmetic, stateful.rollback) == (
         "fast, not exact here (2 of 51 probed positions differ)",
@@ -234,7 +234,7 @@ def test_without_a_rule_nothing_is_paid_for_one(cache_dir: Path, monkeypatch: py
 
 
 def test_the_rule_is_told(cache_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ovspec.setup.engine, "known_exactness", lambda *_: Exactness(STRICT, 51, 0))
+    monkeypatch.setattr(ovspec.setup.engine_choice, "known_exactness", lambda *_: Exactness(STRICT, 51, 0))
     stats = ovspec.load(SMALL, cache_dir=cache_dir).generate("a", max_tokens=2).stats
     words = "at least 2 tokens an inference, at most 64 tokens an inference, attention gets at least 2 tokens of a row"
     assert (stats.arithmetic, stats.rule) == ("exact", words)
@@ -242,14 +242,14 @@ def test_the_rule_is_told(cache_dir: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_the_default_is_lookup_where_a_guess_is_free(cache_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     texts, guess = {}, 1.0
-    known = ovspec.setup.engine.known_exactness
+    known = ovspec.setup.engine_choice.known_exactness
 
     def measured(*arguments: Any) -> Exactness | None:
         found = known(*arguments)
         return found and replace(found, guess=guess)
 
     ovspec.load(SMALL, cache_dir=cache_dir)
-    monkeypatch.setattr(ovspec.setup.engine, "known_exactness", measured)
+    monkeypatch.setattr(ovspec.setup.engine_choice, "known_exactness", measured)
     ways: tuple[tuple[Any, dict[str, Any], float, bool], ...] = (
         (None, {}, 1.0, True),
         (None, {}, 1.2, False),
@@ -263,7 +263,7 @@ def test_the_default_is_lookup_where_a_guess_is_free(cache_dir: Path, monkeypatc
     for draft, options, guess, proposes in ways:
         lm = ovspec.load(SMALL, draft, cache_dir=cache_dir, **options)
         result = lm.generate(PROMPTS[0], max_tokens=60, ignore_eos=True)
-        assert bool(lm.workspace.choice) == proposes, (draft, options, guess)
+        assert bool(lm.runtime.choice) == proposes, (draft, options, guess)
         assert proposes or not result.stats.proposed
         texts.setdefault(lm.target.engine, result.token_ids)
         if not options:
@@ -287,7 +287,7 @@ def test_stateful_batches_and_drafts_are_exact_where_the_probe_says_so(pair: Pat
 def test_a_long_probe_is_told_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(ovspec.setup.engine, "LONG_PROBE", 1e6)
+    monkeypatch.setattr(ovspec.setup.engine_choice, "LONG_PROBE", 1e6)
     told = f"{SMALL}: finding out how each token gets the same bits, once; `arithmetic='fast'` skips it.\n"
     for expected in (told, ""):
         ovspec.load(SMALL, cache_dir=tmp_path)

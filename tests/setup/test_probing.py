@@ -14,8 +14,8 @@ from conftest import ROOT
 
 import ovspec
 import ovspec.setup.probing
-from ovspec.decoders.base import Rollback
-from ovspec.decoders.stateful import Slots, StatefulDecoder
+from ovspec.cache.decoder import Rollback
+from ovspec.cache.stateful import Slots, StatefulDecoder
 from ovspec.ir.attention_mask import UNBOUNDED, mask_bound
 from ovspec.ir.compile import CompiledIR, compile_ir
 from ovspec.ir.config import ModelConfig
@@ -123,24 +123,24 @@ def test_snapshots_are_where_they_are_needed(tmp_path: Path, monkeypatch: pytest
     """A draft with recurrent states never starts over, and plain decoding rarely takes a snapshot."""
     from family_models import Mistaken
 
-    import ovspec.decoders.stateful
+    import ovspec.cache.stateful
 
     folder = hybrid.export(hybrid.Hybrid(4096, "mask"), tmp_path / "ir", DEMO)
     lm = ovspec.load(folder, folder, precision="f32", cache_dir=tmp_path / "cache")
-    engine = lm.workspace.pool.take()
+    engine = lm.runtime.pool.take()
     engine.reset(1)
     draft = engine.drafter.decoder._decoders[0]  # type: ignore[union-attr]
     engine.drafter = Mistaken(engine.drafter)  # type: ignore[arg-type]
-    lm.workspace.pool.give_back(engine)
+    lm.runtime.pool.give_back(engine)
     widths, snapshots, infer = [], [], draft._request.infer
 
     def recording(arrays: tuple[np.ndarray, ...], logits_idx: np.ndarray) -> np.ndarray:
         widths.append(arrays[0].shape[1])
         return infer(arrays, logits_idx)
 
-    read_states = ovspec.decoders.stateful.read_states
+    read_states = ovspec.cache.stateful.read_states
     monkeypatch.setattr(draft._request, "infer", recording)
-    monkeypatch.setattr(ovspec.decoders.stateful, "read_states", lambda *a: snapshots.append(1) or read_states(*a))
+    monkeypatch.setattr(ovspec.cache.stateful, "read_states", lambda *a: snapshots.append(1) or read_states(*a))
     prompt = list(range(100, 140))
     lm.generate(prompt, max_tokens=100, ignore_eos=True, lookahead=0)
     assert len(snapshots) <= 3
@@ -153,8 +153,8 @@ def test_snapshots_are_where_they_are_needed(tmp_path: Path, monkeypatch: pytest
 @pytest.mark.slow
 def test_replay_is_bounded(tmp_path: Path) -> None:
     """However often proposals are rejected, at most REPLAY_AT committed tokens are fed again."""
-    from ovspec.decoders.sequence import Sequence, catch_up
-    from ovspec.decoders.stateful import REPLAY_AT
+    from ovspec.cache.sequence import Sequence, catch_up
+    from ovspec.cache.stateful import REPLAY_AT
 
     model = hybrid.Hybrid(4096, "mask")
     ir = compile_ir(hybrid.export(model, tmp_path / "ir", DEMO), DeviceOptions(precision="f32"))

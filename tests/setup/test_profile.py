@@ -10,8 +10,8 @@ from conftest import ROOT, STRICT
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ovspec.base.files import remember
 from ovspec.cli.tune import report
-from ovspec.files import remember
 from ovspec.ir.device import DeviceOptions, compile_properties
 from ovspec.setup.exactness import Exactness
 from ovspec.setup.profile import (

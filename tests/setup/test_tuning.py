@@ -13,10 +13,10 @@ from click.testing import CliRunner
 from conftest import ROOT, Reference
 
 import ovspec
-import ovspec.model
+import ovspec.api.model
 import ovspec.setup.tuning
+from ovspec.cache.decoder import FAST, Decoder
 from ovspec.cli import cli
-from ovspec.decoders.base import FAST, Decoder
 from ovspec.ir.device import DeviceOptions
 from ovspec.setup.profile import Setting, known_profile
 from ovspec.setup.tuning import SHORT, Effort, SettingTimer, tune

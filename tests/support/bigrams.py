@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from ovspec.decoders.base import FAST, Decoder, Rollback
-from ovspec.decoders.sequence import Sequence
+from ovspec.cache.decoder import FAST, Decoder, Rollback
+from ovspec.cache.sequence import Sequence
 
 
 class Bigrams:

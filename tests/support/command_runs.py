@@ -12,11 +12,11 @@ import pytest
 from click.testing import CliRunner
 
 import ovspec
+import ovspec.api.loading
 import ovspec.ir.compile
-import ovspec.loading
-from ovspec import progress
+from ovspec.base import progress
 from ovspec.cli import cli
-from ovspec.loop.row import Row
+from ovspec.engine.row import Row
 
 
 @dataclass
@@ -90,7 +90,7 @@ def runs(
 
     monkeypatch.setattr(ovspec, "load", load_once, raising=False)
     monkeypatch.setattr(Row, "__init__", noted)
-    monkeypatch.setattr(ovspec.loading, "tune_if_new", note_tuning)
+    monkeypatch.setattr(ovspec.api.loading, "tune_if_new", note_tuning)
     monkeypatch.setattr(ovspec.ir.compile, "compile_properties", note_compiling)
 
     def run(command: str, *arguments: Any, stdin: str = "") -> Outcome:

@@ -11,8 +11,8 @@ import numpy as np
 from conftest import CHECKPOINTS
 from llguidance import LLMatcher, LLTokenizer
 
-from ovspec.constraints.grammar import grammar_tokenizer
 from ovspec.grammars.sources import LIMITS
+from ovspec.sampling.grammar_constraint import grammar_tokenizer
 from ovspec.text.tokenizer import byte_vocabulary
 from ovspec.text.tokenizer_files import TokenizerFile
 

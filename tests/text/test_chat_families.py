@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from chat_templates import CHATS, DOCUMENTS, SPECIAL, TEMPLATES, TOOLS, WAYS
 
-from ovspec.errors import OvspecError
+from ovspec.base.errors import OvspecError
 from ovspec.setup.identity import prompt_identity
 from ovspec.setup.manifest import ExportedModel, Manifest, read_manifest
 from ovspec.text.chat_template import MORE_TEMPLATES, RENDERER, ChatTemplate, chat_template

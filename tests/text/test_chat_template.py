@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from conftest import Reference
 
-from ovspec.errors import OvspecError
+from ovspec.base.errors import OvspecError
 from ovspec.text.chat_template import MAX_BYTES, MAX_SECONDS, RENDERER, ChatTemplate, chat_template
 
 MESSAGES = [

@@ -14,7 +14,7 @@ from conftest import PROMPTS, Reference
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ovspec.errors import OvspecError
+from ovspec.base.errors import OvspecError
 from ovspec.text.pairing import TEXTS
 from ovspec.text.tokenizer import Tokenizer, WindowDetokenizer, byte_vocabulary, compiled
 from ovspec.text.tokenizer_files import DecodingStep, TokenizerFile, Vocabulary

@@ -7,7 +7,7 @@ import string
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ovspec.errors import OvspecError
+from ovspec.base.errors import OvspecError
 
 Ranges = tuple[tuple[int, int], ...]  # ranges of code points, sorted and disjoint, both ends included
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
 
-from ovspec.errors import OvspecError
+from ovspec.base.errors import OvspecError
 from ovspec.grammars.json_schema.checking import Checker, Schema, listed, need
 from ovspec.grammars.json_schema.schemas import Circular, Schemas
 from ovspec.grammars.json_schema.shapes import Strings

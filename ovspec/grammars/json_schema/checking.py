@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 from urllib.parse import unquote
 
-from ovspec.errors import OvspecError
+from ovspec.base.errors import OvspecError
 from ovspec.grammars.json_schema.expressions import split
 from ovspec.grammars.json_schema.formats import FORMATS, NOTES
 

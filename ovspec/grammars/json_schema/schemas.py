@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ovspec.errors import OvspecError
+from ovspec.base.errors import OvspecError
 from ovspec.grammars.json_schema.checking import ANNOTATIONS, REFERENCES, Schema, resolved
 from ovspec.grammars.json_schema.expressions import split
 from ovspec.grammars.json_schema.formats import FORMATS

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ovspec.errors import OvspecError
+from ovspec.base.errors import OvspecError
 from ovspec.grammars.json_schema import numbers
 from ovspec.grammars.json_schema.expressions import in_ascii, none_of, slashed, sought, split
 from ovspec.grammars.json_schema.formats import STRICTER

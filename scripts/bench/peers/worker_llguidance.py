@@ -18,10 +18,10 @@ from grammar_protocol import Clock, Task, Vocabulary, logits_for, measured
 from llguidance import LLMatcher, LLTokenizer
 from protocol import Refusal
 
-from ovspec.constraints.grammar import grammar_tokenizer as ovspec_tokenizer
-from ovspec.constraints.masks import masked
 from ovspec.grammars.json_schema import compiled
 from ovspec.grammars.sources import LIMITS, schema_problem
+from ovspec.sampling.grammar_constraint import grammar_tokenizer as ovspec_tokenizer
+from ovspec.sampling.masks import masked
 
 Apply = Callable[[np.ndarray, np.ndarray], np.ndarray]
 

@@ -16,7 +16,7 @@ from guidance.models._engine import Engine
 from programs import PROGRAMS, PROMPT, branches, free_text, loops, schemas
 
 import ovspec.guidance
-from ovspec.errors import OvspecError
+from ovspec.base.errors import OvspecError
 
 DRAFTERS: dict[str, dict[str, Any]] = {
     "none": {},

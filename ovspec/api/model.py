@@ -1,0 +1,249 @@
+"""LanguageModel: a loaded model, and everything that can be done with it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import replace
+from typing import Any, Unpack, overload
+
+import numpy as np
+
+from ovspec.api.session import Session
+from ovspec.api.verify import Verification, verify_result
+from ovspec.base.errors import OvspecError
+from ovspec.drafting.choice import DraftChoice
+from ovspec.engine.results import Piece, Result
+from ovspec.engine.row import Row, TextStream
+from ovspec.engine.runtime import Prompt, Runtime, is_batch
+from ovspec.engine.scoring import DEFAULT_CONTEXT, Perplexity, measure
+from ovspec.ir.memory import kv_bytes_per_token, recurrent_bytes
+from ovspec.params import GenerateOptions, Params, check_samples, refuse_retries
+from ovspec.params.option import takes
+from ovspec.setup.identity import compiled_properties
+
+
+class LanguageModel:
+    """A loaded model, with or without a draft; made by ``ovspec.load``.
+
+    Threads may share it. Calls and sessions that run at the same time use separate inference requests, and each gives
+    the same text as it gives alone. A session or a stream may be used by only one thread at a time.
+    """
+
+    def __init__(self, runtime: Runtime) -> None:
+        self.runtime, self.folder, self.tokenizer = runtime, runtime.folder, runtime.tokenizer
+        self.generation_config, self.target, self.draft = runtime.generation_config, runtime.target, runtime.draft
+
+    def __repr__(self) -> str:
+        precision = compiled_properties(self.target).get("INFERENCE_PRECISION_HINT")
+        settings = f"precision={precision!r}, device={self.target.ir.device!r}, engine={self.target.engine!r}"
+        return f"LanguageModel({str(self.folder)!r}, {settings}, draft={str(self.runtime.choice or 'none')!r})"
+
+    def encode(self, prompt: Prompt) -> np.ndarray:
+        """Return the token ids of ``prompt``, (n,) int64.
+
+        Args:
+            prompt: a text, which gets the model's BOS if it has one; chat messages, which the chat template renders;
+                or token ids, which stay as they are.
+
+        Raises:
+            OvspecError: an empty prompt for a model without a BOS, unknown ids, or a text or messages that can't be
+                encoded.
+        """
+        return self.runtime.encode(prompt)
+
+    # ------------------------------------------------------------ generating
+
+    @overload
+    def generate(self, prompt: list[str] | list[list[int]], **options: Unpack[GenerateOptions]) -> list[Result]: ...
+    @overload
+    def generate(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Result: ...
+    @takes(GenerateOptions)
+    def generate(self, prompt: Any, **options: Unpack[GenerateOptions]) -> Result | list[Result]:
+        """Continue ``prompt``, or each of a list of prompts as one batch.
+
+        Args:
+            prompt: a text, token ids or chat messages; or a list of texts, of lists of ids, or of chats.
+            options: see "Options of generating calls". For ``n`` above 1 call ``samples``.
+
+        Raises:
+            OvspecError: an empty prompt for a model without a BOS, one that doesn't fit the model's context, or an
+                option that is out of range.
+            TypeError: an unknown option.
+        """
+        texts = self._generate(prompt, self._single(options))
+        return [text for [text] in texts] if is_batch(prompt) else texts[0][0]
+
+    @overload
+    def samples(
+        self, prompt: list[str] | list[list[int]], **options: Unpack[GenerateOptions]
+    ) -> list[list[Result]]: ...
+    @overload
+    def samples(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> list[Result]: ...
+    @takes(GenerateOptions)
+    def samples(self, prompt: Any, **options: Unpack[GenerateOptions]) -> list[Result] | list[list[Result]]:
+        """Return ``n`` continuations of ``prompt``, or of each of a list of prompts. Each prompt is read once.
+
+        Args:
+            prompt, options: as for ``generate``.
+
+        Raises:
+            OvspecError: as ``generate``; or ``n`` is above 1 with neither a temperature nor a sampler.
+            TypeError: an unknown option.
+        """
+        params = self.runtime.params(options)
+        check_samples(params)
+        texts = self._generate(prompt, params)
+        return texts if is_batch(prompt) else texts[0]
+
+    @takes(GenerateOptions)
+    def stream(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> TextStream:
+        """Continue one prompt piece by piece: ``for piece in lm.stream("def "): print(piece.text)``.
+
+        Arguments and errors are those of ``generate``.
+        """
+        params = self._single(options)
+        refuse_retries(params, "a stream, whose text is seen before it ends")
+        [row] = rows = self.runtime.rows(prompt, params)
+        run = self.runtime.run(rows, params, 1)
+
+        def pieces() -> Generator[Piece]:
+            with closing(run):
+                for round_pieces in run:
+                    for _, piece in round_pieces:
+                        yield piece
+
+        return TextStream(pieces(), row)
+
+    def _single(self, options: GenerateOptions) -> Params:
+        params = self.runtime.params(options)
+        if params.n != 1:
+            raise OvspecError(f"`n` is {params.n}; call samples() for several texts of a prompt.")
+        return params
+
+    def _generate(self, prompt: Any, params: Params) -> list[list[Result]]:
+        """Return the ``n`` results of each prompt."""
+        prompts = prompt if is_batch(prompt) else [prompt]
+        rows = [row for each in prompts for row in self.runtime.rows(each, params)]
+        for _ in self.runtime.run(rows, params, len(rows)):
+            pass
+        results = [row.result() for row in rows]
+        retried(self.runtime, prompts, params, results)
+        return [results[start : start + params.n] for start in range(0, len(rows), params.n)]
+
+    # ------------------------------------------------------------ sessions
+
+    def session(self, context: int | None = None, chat_template_kwargs: Mapping[str, Any] | None = None) -> Session:
+        """Start a session: an empty text whose KV caches are kept between calls.
+
+        Args:
+            context: maximum length of the text in tokens; by default the model's context length.
+            chat_template_kwargs: variables for the chat template, such as ``{"enable_thinking": False}``.
+
+        Raises:
+            OvspecError: ``context`` is below 1 or longer than the model's, or its KV caches don't fit into memory.
+        """
+        most = self.target.ir.context_length
+        if context is not None and (context < 1 or (most and context > most)):
+            raise OvspecError(f"`context` is {context}; it must be at least 1{f' and at most {most}' if most else ''}.")
+        if context:
+            self.runtime.check_memory(context)
+        decoders = self.runtime.pool.take()
+        decoders.reset(1)
+        return Session(self.runtime, decoders, context, chat_template_kwargs)
+
+    def cache_bytes(self, tokens: int) -> float:
+        """Estimate the memory, in bytes, of the KV caches of a text of ``tokens`` tokens, target and draft together."""
+        return sum(tokens * kv_bytes_per_token(ir) + recurrent_bytes(ir) for ir in self.runtime.irs())
+
+    # ------------------------------------------------------------ checking and measuring
+
+    def verify(self, result: Result) -> Verification:
+        """Check each token of ``result`` by one forward pass over its prompt and text.
+
+        With exact arithmetic every token is the model's choice, whatever has sped the text up.
+
+        Args:
+            result: made by this model, in this process or read by ``ovspec.api.verify.result_from_json``.
+
+        Raises:
+            OvspecError: the text was made by another model, or in a way that can't be repeated (``accept="rejection"``,
+                a ``sampler`` or ``logits_processors`` of one's own).
+        """
+        return verify_result(self.runtime, result)
+
+    def perplexity(self, text: str, context: int | None = None) -> Perplexity:
+        """Measure the target's perplexity on ``text``, in windows that overlap by half.
+
+        Args:
+            context: tokens per window; by default the model's context length, but at most 1024.
+
+        Raises:
+            OvspecError: ``text`` or the window has fewer than two tokens, or the window exceeds the model's context.
+        """
+        most = self.target.ir.context_length
+        if context and most and context > most:
+            raise OvspecError(f"A window of {context} tokens is longer than the model's context of {most}.")
+        context = context or min(DEFAULT_CONTEXT, most or DEFAULT_CONTEXT)
+        decoders = self.runtime.pool.take()
+        try:
+            return measure(decoders.target, self.tokenizer.encode(text), context)
+        finally:
+            self.runtime.pool.give_back(decoders)
+
+    def next_logits(self, prompt: Prompt) -> np.ndarray:
+        """Return the target's logits (vocab,) float32 for the token after ``prompt``; errors as for ``encode``."""
+        tokens, decoders = self.encode(prompt), self.runtime.pool.take()
+        try:
+            decoders.reset(1)
+            return decoders.target.feed([tokens], [1])[0][0].copy()
+        finally:
+            self.runtime.pool.give_back(decoders)
+
+    def use_large_pages(self) -> None:
+        """Move the weights into large memory pages now (Linux), which takes about two seconds per gigabyte.
+
+        Without this call they are moved after some seconds of inference, while nothing is generated.
+        """
+        for ir in self.runtime.irs():
+            ir.large_pages.move(math.inf)
+
+    def with_drafters(self, choice: DraftChoice | None) -> LanguageModel:
+        """Return a model that shares this one's compiled models and uses other drafters.
+
+        Args:
+            choice: the drafters, as ``ovspec.drafting.choice.parse_draft("lookup")`` returns them; None for plain
+                decoding. A draft model among them must be the one that is loaded.
+        """
+        return LanguageModel(self.runtime.with_drafters(choice))
+
+
+def retried(runtime: Runtime, prompts: Sequence[Any], params: Params, results: list[Result]) -> None:
+    """Generate results that break their schema again, with the next seeds, and replace them.
+
+    Args:
+        prompts: each has ``n`` results; those of the first come first.
+        params: those of the results; ``retries`` is how often at most.
+    """
+    for _ in range(params.retries):
+        again = rows_again(runtime, prompts, params, results)
+        if not again:
+            return
+        for _ in runtime.run(again.values(), params, len(again)):
+            pass
+        for i, row in again.items():
+            results[i] = row.result()
+
+
+def rows_again(
+    runtime: Runtime, prompts: Sequence[Any], params: Params, results: list[Result], reserved: bool = False
+) -> dict[int, Row]:
+    """Return rows with the next seeds for the results that break their schema, by their index; see ``retried``."""
+    again = dict[int, Row]()
+    for i, result in enumerate(results):
+        if result.schema_errors:
+            prompt, sample = divmod(i, params.n)
+            seed = ((result.stats.seed or 0) + 1) % 2**63
+            again[i] = runtime.rows(prompts[prompt], replace(params, seed=seed), reserved)[sample]
+    return again

@@ -1,0 +1,341 @@
+"""Sessions: a text with its decoders, kept between calls so that tokens are not read twice."""
+
+from __future__ import annotations
+
+from collections import abc
+from dataclasses import replace
+from pathlib import Path
+from typing import Unpack
+
+import numpy as np
+
+from ovspec.api.session_file import EMPTY_TEXT, Mark, load_session, save_session
+from ovspec.base.errors import OvspecError
+from ovspec.cache.sequence import Sequence, common_prefix
+from ovspec.engine.results import Origin, Piece, Result
+from ovspec.engine.row import Row, TextStream
+from ovspec.engine.runtime import Decoders, Prompt, Runtime, Variables, is_chat, with_seed
+from ovspec.engine.scheduler import Scheduler, run_rows
+from ovspec.engine.scoring import Score, Selection, check_choices, score_texts
+from ovspec.params import GenerateOptions, check_option, refuse_in_session, refuse_variables
+from ovspec.params.option import takes
+from ovspec.text.chat_template import Message
+
+
+class Session:
+    """One text that grows by what you append and what the model generates, and whose KV caches are kept.
+
+    After any change to the text, only the tokens from the first difference on are read again. Made by
+    ``LanguageModel.session()``; use it in a ``with`` statement or call ``close``. Using the session for something
+    else cancels a stream that has not ended.
+
+    ``chat_template_kwargs``, variables for the chat template, may be set at any time. The whole chat is rendered with
+    them when the next message is appended.
+    """
+
+    def __init__(
+        self, runtime: Runtime, decoders: Decoders, context: int | None = None, variables: Variables | None = None
+    ) -> None:
+        self.sequence, self.chat_template_kwargs = Sequence(), variables
+        self.runtime, self._context = runtime, context
+        self._decoders: Decoders | None = decoders
+        self._shares = False  # whether it shares its cache with a fork
+        self._stream: TextStream | None = None
+        self._go_to(EMPTY_TEXT)
+
+    # ------------------------------------------------------------ the text
+
+    @property
+    def text(self) -> str:
+        """The whole text, without special tokens."""
+        return self.runtime.tokenizer.decode(self.sequence.tokens)
+
+    @property
+    def tokens(self) -> list[int]:
+        """The token ids of the whole text."""
+        return self.sequence.tokens.tolist()
+
+    def __len__(self) -> int:
+        """Return the number of tokens."""
+        return len(self.sequence)
+
+    @property
+    def messages(self) -> list[Message]:
+        """The messages of a chat, the answer so far included; empty if the text isn't a chat."""
+        if not self._messages or len(self.sequence) == self._answer_from:
+            return list(self._messages)
+        answer = self.sequence.tokens[self._answer_from :]
+        text = self.runtime.tokenizer.decode(without_eos(answer, self.runtime.generation_config.eos_ids))
+        return [*self._messages, {"role": "assistant", "content": text}]
+
+    def append(self, prompt: Prompt | Message) -> None:
+        """Append a text, token ids, or one or several chat messages. This computes nothing yet.
+
+        A text is tokenised together with text that was appended just before it, or that was left over when a stop
+        string ended in the middle of a token. With messages, the whole chat is rendered again, generated answers
+        included; if the template changes earlier messages, these are read again.
+
+        Raises:
+            OvspecError: messages after a text that isn't a chat, or a text or ids that can't be encoded.
+        """
+        self._ready()
+        if is_chat(prompt):
+            self._append_messages([prompt] if isinstance(prompt, dict) else prompt)  # type: ignore[arg-type]
+            return
+        if not self._messages:
+            refuse_variables(self.chat_template_kwargs)
+        if isinstance(prompt, str):
+            tokens = self._continued(prompt)
+            self._open_text += prompt
+            self._replace(tokens)
+            self._heals = self.runtime.tokenizer.vocabulary is not None
+        else:
+            self.sequence.commit(self.runtime.encode(prompt, begins=not len(self.sequence)))
+            self._open_from, self._open_text, self._heals = len(self.sequence), "", False  # ids are meant
+
+    def mark(self) -> Mark:
+        """Return a mark of the text as it is now, for ``rewind``."""
+        self._cancel_stream()
+        chat = tuple(self._messages), self._answer_from, self.chat_template_kwargs
+        return Mark(self.sequence.tokens.copy(), self._open_from, self._open_text, self._healable, self._heals, *chat)
+
+    def rewind(self, mark: Mark) -> None:
+        """Restore the text of ``mark``, made by this session or another one of the same model.
+
+        Raises:
+            OvspecError: ``mark`` is not a mark, or has tokens that this model lacks.
+        """
+        if not isinstance(mark, Mark):
+            raise OvspecError(f"rewind needs a mark made by mark(), not {type(mark).__name__}.")
+        self._ready()
+        self.runtime.encode(mark.tokens, begins=False)  # refuses a mark of another vocabulary
+        self._go_to(mark)
+
+    def reset(self) -> None:
+        """Empty the text, and free the memory of its KV caches."""
+        decoders = self._ready()
+        self._go_to(EMPTY_TEXT)
+        decoders.reset(0)
+        decoders.reset(1)
+
+    # ------------------------------------------------------------ generating
+
+    @takes(GenerateOptions)
+    def stream(self, **options: Unpack[GenerateOptions]) -> TextStream:
+        """Continue this session's text like ``LanguageModel.stream``; ``heal`` is on by default for appended text."""
+        params = with_seed(self.runtime.params(options))
+        refuse_in_session(params)
+        if params.heal is None:
+            params = replace(params, heal=self._heals)
+        decoders = self._ready()
+        before, held = self.mark(), len(decoders.target.rows[0])
+        try:
+            row = self.runtime.row(self.sequence, params, Origin(self._healable, self._context))
+            self.runtime.reserve(row, params, held)
+            drafter, lookahead = self.runtime.drafting(params, decoders)
+        except BaseException:
+            self._go_to(before)
+            raise
+        running = True
+
+        def end() -> None:
+            nonlocal running
+            if running:
+                running = False
+                self._end(row, before)
+
+        def pieces() -> abc.Generator[Piece]:
+            try:
+                for round_pieces in run_rows(Scheduler(decoders.target, drafter, lookahead, [row])):
+                    for _, piece in round_pieces:
+                        if piece.finish_reason:
+                            end()
+                        yield piece
+            finally:
+                end()
+
+        self._stream = TextStream(pieces(), row, end)
+        return self._stream
+
+    @takes(GenerateOptions)
+    def generate(self, **options: Unpack[GenerateOptions]) -> Result:
+        """Continue this session's text like ``LanguageModel.generate``; the text grows by what is generated."""
+        return self.stream(**options).result()
+
+    def select(self, options: abc.Sequence[str], terminator: str | None = None) -> Selection:
+        """Append the one of ``options`` that the model finds most likely here, by its total probability.
+
+        Each option is tokenised together with the text before it, and up to 32 are scored in one inference. A longer
+        option is less likely than its own beginning; with a terminator after both, "catalog" can win over "cat".
+
+        Args:
+            options: texts, all different.
+            terminator: text that will follow the option; it is scored, but not appended.
+
+        Raises:
+            OvspecError: no options, equal ones, an empty one without a terminator, or an empty session of a model
+                without a BOS.
+        """
+        check_choices(options, terminator)
+        logprobs = [score.logprob for score in self._score([option + (terminator or "") for option in options])]
+        best = max(range(len(options)), key=logprobs.__getitem__)
+        self.append(options[best])
+        self._settle()
+        return Selection(options[best], best, logprobs)
+
+    def score(self, text: str) -> Score:
+        """Return how likely the model finds ``text`` at the end of this session's text, which stays as it is.
+
+        ``text`` is tokenised together with text that was appended just before it. A token that spans the boundary
+        counts as a whole.
+
+        Raises:
+            OvspecError: ``text`` is empty, or the session is and the model has no BOS.
+        """
+        if not isinstance(text, str) or not text:
+            raise OvspecError("score needs a non-empty string.")
+        return self._score([text])[0]
+
+    def fork(self) -> Session:
+        """Return another session with the same text, which can be continued independently.
+
+        Both share the blocks of a paged cache. If a cache can't be copied exactly (a stateful one in u8), the fork
+        reads the text again.
+        """
+        decoders = self.runtime.fork(self._ready())
+        other = Session(self.runtime, decoders, self._context, self.chat_template_kwargs)
+        other._go_to(self.mark())
+        self._shares = other._shares = True
+        return other
+
+    def save(self, path: str | Path) -> None:
+        """Write the text and its KV caches to a file, for ``load`` in this process or another. The write is atomic.
+
+        If a cache can't be written exactly (a stateful one in u8), it is left out with a warning.
+
+        Raises:
+            OvspecError: the file can't be written.
+        """
+        save_session(Path(path), self.runtime, self._ready(), self.mark())
+
+    def load(self, path: str | Path) -> None:
+        """Replace this session's text and ``chat_template_kwargs`` by those that ``save`` wrote.
+
+        Generation continues token for token. If the caches were written with other settings or another version of
+        OpenVINO, the text is read again and a warning says so. If the file can't be loaded, this session keeps its
+        text.
+
+        Raises:
+            OvspecError: the file doesn't exist, is damaged, or belongs to another model.
+        """
+        mark = load_session(Path(path), self.runtime, self._ready())
+        self._go_to(mark)
+        self.chat_template_kwargs = mark.chat_template_kwargs
+
+    def close(self) -> None:
+        """Free the memory of the KV caches; the session can't generate any more."""
+        self._cancel_stream()
+        if self._decoders:
+            decoders, self._decoders = self._decoders, None
+            if self._shares:
+                decoders.reset(0)
+            else:
+                self.runtime.pool.give_back(decoders)
+
+    def _ready(self) -> Decoders:
+        """Cancel a stream that hasn't ended, and return the decoders; raises OvspecError for a closed session."""
+        self._cancel_stream()
+        if not self._decoders:
+            raise OvspecError("This session is closed; make a new one with session().")
+        return self._decoders
+
+    def _go_to(self, mark: Mark) -> None:
+        self._replace(mark.tokens)
+        self._open_from, self._open_text = mark.open_from, mark.open_text
+        self._healable, self._heals = mark.healable, mark.heals
+        self._messages, self._answer_from = list(mark.messages), mark.answer_from
+
+    def _replace(self, tokens: np.ndarray) -> None:
+        """Make ``tokens`` the session's text."""
+        shared = common_prefix(self.sequence, Sequence(tokens))
+        self.sequence.rewind(shared)
+        self.sequence.commit(tokens[shared:])
+
+    def _continued(self, text: str) -> np.ndarray:
+        """Return all tokens of the session's text followed by ``text``, (n,) int64."""
+        more = self.runtime.encode(self._open_text + text, begins=self._open_from == 0)
+        return np.concatenate((self.sequence.tokens[: self._open_from], more))
+
+    def _append_messages(self, messages: list[Message]) -> None:
+        """Render the whole chat, and keep the tokens of the text so far if the rendered chat begins with that text.
+
+        The model may have split an answer into other tokens than the tokenizer would.
+        """
+        if len(self.sequence) and not self._messages:
+            raise OvspecError("Chat messages can't follow a text that isn't a chat; start another session.")
+        check_option("chat_template_kwargs", self.chat_template_kwargs)
+        chat, tokenizer = [*self.messages, *messages], self.runtime.tokenizer
+        text = self.runtime.chat_template.render(chat, variables=self.chat_template_kwargs)
+        kept = without_eos(self.sequence.tokens, self.runtime.generation_config.eos_ids)
+        spelt = tokenizer.spell(kept)
+        if spelt and text.startswith(spelt):
+            self._replace(np.concatenate((kept, tokenizer.encode_more(text[len(spelt) :]))))
+        else:
+            self._replace(tokenizer.encode(text, special=False))  # the template spells out the special tokens itself
+        self._messages, self._answer_from = chat, len(self.sequence)
+        self._settle()
+
+    def _settle(self) -> None:
+        """Fix the tokens so far: they are neither healed nor tokenised again."""
+        self._open_from = self._healable = len(self.sequence)
+        self._open_text, self._heals = "", False
+
+    def _score(self, texts: list[str]) -> list[Score]:
+        decoders = self._ready()
+        before = self.sequence.tokens if len(self.sequence) else self.runtime.generation_config.beginning
+        self.runtime.check_room(len(before) + 1, self._context)
+        candidates = [self._continued(text) for text in texts]
+        begin = min(common_prefix(Sequence(before), Sequence(tokens)) for tokens in candidates)
+        if not begin:  # every token of a short text would merge with what follows
+            candidates = [np.concatenate((before, self.runtime.tokenizer.encode_more(text))) for text in texts]
+            begin = len(before)
+        self.runtime.check_room(max(map(len, candidates)), self._context)
+        return score_texts(decoders.target, candidates, begin)
+
+    def _cancel_stream(self) -> None:
+        if self._stream:
+            stream, self._stream = self._stream, None
+            stream.cancel()
+
+    def _end(self, row: Row, before: Mark) -> None:
+        """Make the session hold what the user saw of a stream that has ended.
+
+        A stop string may begin inside a token: the text before it is encoded, and again when more is appended.
+        """
+        if not row.token_ids:
+            self._go_to(before)  # healing may have taken back tokens that were not generated again
+            return
+        self._settle()
+        if row.finish_reason != "stop":
+            return
+        decode, generated = self.runtime.tokenizer.decode, self.sequence.tokens[row.start :]
+        healed = row.healing.text.decode("utf-8", "replace") if row.healing else ""
+        text, kept = healed + row.text, len(generated)
+        while not text.startswith(decode(generated[:kept])):
+            kept -= 1
+        rest = text[len(decode(generated[:kept])) :]
+        self.sequence.rewind(row.start + kept)
+        self._settle()
+        self._open_text, self._heals = rest, bool(rest) and self.runtime.tokenizer.vocabulary is not None
+        self.sequence.commit(self.runtime.tokenizer.encode_more(rest))
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def without_eos(tokens: np.ndarray, eos_ids: frozenset[int]) -> np.ndarray:
+    """Return ``tokens`` (n,) without an EOS at their end."""
+    return tokens[:-1] if len(tokens) and int(tokens[-1]) in eos_ids else tokens

@@ -1,0 +1,199 @@
+"""Marks of a session's text, and sessions on disk: the text and the KV caches of target and draft.
+
+A session file is in NumPy's ``.npz`` format.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from ovspec.base.errors import OvspecError
+from ovspec.base.files import replaced
+from ovspec.cache.decoder import Decoder
+from ovspec.engine.runtime import Decoders, Runtime, Variables
+from ovspec.setup.engine_choice import CompiledModel
+from ovspec.setup.identity import cache_setting, model_identity
+from ovspec.text.chat_template import Message
+
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Mark:
+    """The state of a session's text at some moment, for ``Session.rewind``.
+
+    tokens: (n,) int64.
+    open_from, open_text: the text of the tokens from position ``open_from`` on; it is tokenised again together with
+        text that is appended.
+    healable: the first position that healing may take back; tokens before it were generated or made by a template.
+    heals: whether the end of the text is healed by default.
+    messages: the messages of a chat, without the answer that follows them.
+    answer_from: the position where that answer begins.
+    chat_template_kwargs: the variables of the session's chat template, for its file; ``rewind`` leaves them alone.
+    """
+
+    tokens: np.ndarray
+    open_from: int = 0
+    open_text: str = ""
+    healable: int = 0
+    heals: bool = False
+    messages: tuple[Message, ...] = ()
+    answer_from: int = 0
+    chat_template_kwargs: Variables | None = None
+
+
+EMPTY_TEXT = Mark(np.empty(0, dtype=np.int64))
+
+
+@dataclass(frozen=True)
+class SavedCache:
+    """What a saved KV cache was computed with, and how many tokens it holds."""
+
+    model: str
+    setting: str
+    tokens: int
+
+
+@dataclass(frozen=True)
+class About:
+    """The JSON part of a session file: a mark without its tokens, and the caches of "target" and "draft"."""
+
+    text: dict[str, Any]
+    caches: dict[str, SavedCache]
+    format: int = FORMAT
+
+
+def save_session(path: Path, runtime: Runtime, decoders: Decoders, mark: Mark) -> None:
+    """Write ``mark`` and the KV caches of ``decoders`` to the file ``path``.
+
+    Raises:
+        OvspecError: the file can't be written.
+    """
+    if path.is_dir():
+        raise OvspecError(f"{path} is a folder; name a file for the session.")
+    text = asdict(mark)
+    arrays, layers = {"tokens": text.pop("tokens")}, dict[str, np.ndarray]()
+    about = About(text, {})
+    for name, loaded, decoder in parts(runtime, decoders):
+        tokens = decoder.rows[0].tokens
+        held = decoder.dump() if len(tokens) else {}
+        if len(tokens) and not held:
+            warnings.warn(f"{path}: the {name}'s KV cache is left out, because its precision isn't exact", stacklevel=3)
+        about.caches[name] = cache_of(loaded, tokens)
+        arrays[f"{name}/tokens"] = tokens
+        layers |= {f"{name}/cache/{layer}": values for layer, values in held.items()}
+    arrays["about"] = np.frombuffer(json.dumps(asdict(about)).encode(), dtype=np.uint8)
+    try:
+        try:
+            write_arrays(path, arrays | layers)
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
+            write_arrays(path, arrays)
+            warnings.warn(f"{path}: the disk is full, so the text is saved without its KV caches", stacklevel=3)
+    except OSError as error:
+        raise OvspecError(f"{path}: the session can't be written ({error.strerror or error}).") from None
+
+
+def write_arrays(path: Path, arrays: dict[str, Any]) -> None:
+    with replaced(path) as partial, partial.open("wb") as file:
+        np.savez(file, **arrays)
+
+
+def load_session(path: Path, runtime: Runtime, decoders: Decoders) -> Mark:
+    """Fill ``decoders`` with the saved caches, as far as they fit, and return the text.
+
+    Raises:
+        OvspecError: the file doesn't exist, is damaged, or belongs to another model.
+    """
+    with opened(path) as arrays:
+        about = read_about(path, arrays, runtime.folder)
+        mark = msgspec.convert({**about.text, "tokens": ids_in(arrays["tokens"])}, Mark)
+        expect(all(0 <= at <= len(mark.tokens) for at in (mark.open_from, mark.healable, mark.answer_from)))
+        runtime.encode(mark.tokens, begins=False)  # refuses unknown ids
+        tokens = {name: ids_in(arrays[f"{name}/tokens"]) for name in about.caches}
+        layers = {name: arrays[name] for name in arrays if "/cache/" in name}
+    for name, loaded, decoder in parts(runtime, decoders):
+        decoder.reset(1)
+        begin = f"{name}/cache/"
+        cache = {key.removeprefix(begin): values for key, values in layers.items() if key.startswith(begin)}
+        if cache and about.caches.get(name) == cache_of(loaded, tokens[name]):
+            try:
+                decoder.restore(tokens[name], cache)
+                continue
+            except ValueError:
+                decoder.reset(1)
+        if name == "target" and len(tokens[name]):
+            why = f"with other settings ({about.caches[name].setting})" if cache else "without its KV cache"
+            text = f"{path}: saved {why}; the text is read again, and may continue differently at near-ties"
+            warnings.warn(text, stacklevel=3)
+    return mark
+
+
+def check_session(path: Path, folder: Path) -> None:
+    """Raise OvspecError if ``path`` holds no session of the model in ``folder``; its KV caches are not read."""
+    with opened(path) as arrays:
+        read_about(path, arrays, folder)
+
+
+@contextlib.contextmanager
+def opened(path: Path) -> Iterator[Mapping[str, np.ndarray]]:
+    """Open a session file, whose arrays are read on access.
+
+    Raises OvspecError if the file can't be read, and for any error that reading a damaged one raises in the block.
+    """
+    try:
+        with np.load(path, allow_pickle=False) as arrays:
+            yield arrays
+    except OvspecError:
+        raise
+    except FileNotFoundError:
+        raise OvspecError(f"{path}: no such file; name a file that a session was saved to.") from None
+    except OSError as error:
+        raise OvspecError(f"{path}: {(error.strerror or str(error)).lower()}.") from None
+    except Exception as error:
+        raise OvspecError(f"{path}: not a session file of ovspec, or damaged.") from error
+
+
+def read_about(path: Path, arrays: Mapping[str, np.ndarray], folder: Path) -> About:
+    """Return the JSON part; raises OvspecError if the file is too new, or of another model than that in ``folder``."""
+    found = json.loads(arrays["about"].tobytes())
+    if found["format"] != FORMAT:
+        raise OvspecError(f"{path}: format {str(found['format'])[:20]} is not known; update ovspec.")
+    about = msgspec.convert(found, About)
+    if about.caches["target"].model != model_identity(folder):
+        raise OvspecError(f"{path}: a session of another model than {folder}; load it with its own.")
+    return about
+
+
+def ids_in(array: np.ndarray) -> np.ndarray:
+    """Return ``array`` if it can be token ids, (n,) int64."""
+    expect(array.ndim == 1 and array.dtype == np.int64)
+    return array
+
+
+def expect(right: object) -> None:
+    """Raise ValueError unless ``right``."""
+    if not right:
+        raise ValueError
+
+
+def cache_of(loaded: CompiledModel, tokens: np.ndarray) -> SavedCache:
+    """Describe a cache of ``tokens`` (n,); only a saved cache with an equal description can be restored."""
+    return SavedCache(model_identity(loaded.ir.folder), cache_setting(loaded), len(tokens))
+
+
+def parts(runtime: Runtime, decoders: Decoders) -> list[tuple[str, CompiledModel, Decoder]]:
+    """Return (name, model, decoder) of the target and, if there is one, the draft."""
+    found = [("target", runtime.target, decoders.target)]
+    return [*found, ("draft", runtime.draft, decoders.draft)] if runtime.draft and decoders.draft else found

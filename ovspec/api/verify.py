@@ -1,0 +1,219 @@
+"""Certificates: check a finished text against one forward pass of the model over it.
+
+The whole text is verified as if it were one long proposal: each of its tokens must be the model's own choice, greedy
+or by the seed, with constraints and penalties. This checks everything that may have sped the text up.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+
+from ovspec.base.errors import OvspecError
+from ovspec.base.files import read_json, read_text
+from ovspec.cache.decoder import Decoder
+from ovspec.cache.sequence import Sequence
+from ovspec.drafting.drafter import RowStep
+from ovspec.engine.results import Origin, Provenance, Result
+from ovspec.engine.row import Row
+from ovspec.engine.runtime import Runtime
+from ovspec.params import GENERATE, GenerateOptions, Params, make_params
+
+CHUNK = 128  # positions whose logits are held at a time
+FUNCTIONS = ("sampler", "logits_processors")  # options that no record can repeat
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first token that isn't the model's choice.
+
+    index: among the generated tokens.
+    found, chosen: the token in the text and the one that the model chooses; None where the text must end.
+    top: the two most likely tokens there, and their logits after constraints.
+    """
+
+    index: int
+    found: int
+    chosen: int | None
+    top: list[tuple[int, float]]
+
+
+@dataclass(frozen=True)
+class Verification:
+    """How many of a text's ``tokens`` are exactly those that the model chooses, up to the first that isn't.
+
+    problem: anything else that is wrong: the text isn't what its tokens spell, or ends where the model would go on.
+    """
+
+    tokens: int
+    exact: int
+    difference: Difference | None = None
+    problem: str | None = None
+
+    @property
+    def ok(self) -> bool:
+        return self.exact == self.tokens and not self.problem
+
+    def __str__(self) -> str:
+        return f"exact: {self.exact} of {self.tokens}" + (f"; {self.problem}" if self.problem else "")
+
+
+def verify_result(runtime: Runtime, result: Result) -> Verification:
+    """Check each token of ``result`` by one forward pass over its prompt and text.
+
+    Raises:
+        OvspecError: the text was made by another model, or in a way that can't be checked (``accept="rejection"``,
+            functions of one's own).
+    """
+    if not isinstance(result, Result):
+        raise OvspecError(f"`result` is {result!r:.80}; give what `generate` returns, or `result_from_json` reads.")
+    record = result.record
+    if not record:
+        raise OvspecError("This result has no record of how it was made, so it can't be checked.")
+    identity = record.model().get("identity")
+    if identity != runtime.identity["identity"]:
+        raise OvspecError(f"The text was made by another model than {runtime.folder}; load that one.")
+    if record.params.accept == "rejection":
+        raise OvspecError("A text made with `accept='rejection'` can't be checked: it depends on what was proposed.")
+    for name in FUNCTIONS:
+        if getattr(record.params, name):
+            raise OvspecError(f"A text made with `{name}` can't be checked: your own functions aren't part of it.")
+    params = runtime.complete(record.params)
+    tokens = np.array([*record.healed_ids, *result.token_ids], dtype=np.int64)
+    for ids in (record.prompt_ids, tokens):
+        runtime.encode(np.array(ids, dtype=np.int64), begins=False)  # refuses unknown ids
+    runtime.check_room(len(record.prompt_ids) + len(tokens))
+    row = runtime.row(Sequence(record.prompt_ids), params, record.origin)
+    decoders = runtime.pool.take()
+    try:
+        decoders.reset(1)
+        difference = first_difference(decoders.target, row, tokens)
+    finally:
+        runtime.pool.give_back(decoders)
+    count = len(result.token_ids)
+    if difference:
+        index = max(0, difference.index - len(record.healed_ids))
+        return Verification(count, index, difference)
+    return Verification(count, count, None, problem_of(row, result))
+
+
+def first_difference(target: Decoder, row: Row, tokens: np.ndarray) -> Difference | None:
+    """Feed ``row``'s text and ``tokens`` (n,); return the first of these that the model wouldn't choose.
+
+    ``row`` takes the tokens before it, as if they had just been generated.
+    """
+    begin = len(row.sequence)
+    text = np.concatenate((row.sequence.tokens, tokens))
+    if begin > 1:
+        target.feed([text[: begin - 1]], [0])
+    for at in range(begin, len(text), CHUNK):
+        own = text[at : at + CHUNK]
+        logits = target.feed([text[at - 1 : at - 1 + len(own)]], [len(own)])[0]
+        chosen = row.sampler.verify(logits, row.sequence, own[:-1])
+        wrong = chosen != own[: len(chosen)]
+        right = int(wrong.argmax()) if wrong.any() else len(chosen)
+        if right:
+            step = RowStep(row.sequence, row.sampler, len(text))
+            step.tokens, step.logits = chosen[:right], logits[:right]
+            row.sequence.commit(step.tokens)
+            row.take(step)  # takes tokens after the end of the text back
+        index = len(row.sequence)
+        if row.finish_reason and index < len(text):
+            return Difference(index - begin, int(text[index]), None, [])
+        if index < at + len(own):
+            place = index - at
+            constrained = row.sampler.constraints(logits[place], text[:index])
+            top = [(int(token), float(constrained[token])) for token in np.argsort(-constrained, kind="stable")[:2]]
+            return Difference(index - begin, int(text[index]), int(chosen[place]) if place < len(chosen) else None, top)
+    return None
+
+
+def problem_of(row: Row, result: Result) -> str | None:
+    """Return what is wrong with a result whose tokens are all right."""
+    if result.finish_reason == "cancelled":
+        row.cancel()
+    if row.finish_reason is None:
+        return f"the text ends with {result.finish_reason!r}, but the model goes on here"
+    if row.finish_reason != result.finish_reason:
+        return f"the text ends with {row.finish_reason!r}, not {result.finish_reason!r}"
+    return None if row.text == result.text else "the text isn't what its tokens spell"
+
+
+# ---------------------------------------------------------------- as JSON
+
+
+def record_as_json(result: Result) -> dict[str, Any] | None:
+    """Return the record of ``result`` as JSON values, for ``result_from_json``."""
+    record = result.record
+    if not record:
+        return None
+    return {
+        "prompt_token_ids": [int(token) for token in record.prompt_ids],
+        "healed_token_ids": list(record.healed_ids),
+        "options": {name: option_as_json(name, value) for name, value in record.params.recorded().items()},
+        "healable": record.origin.healable,
+        "context": record.origin.context,
+        "sample": record.origin.sample,
+        "n": record.params.n,
+        "model": record.model(),
+    }
+
+
+def option_as_json(name: str, value: Any) -> Any:
+    """Return an option's value as JSON. Files are replaced by their contents, and functions by their names."""
+    if name == "json_schema":
+        value = read_json(value) if isinstance(value, Path) else value
+        schema = getattr(value, "model_json_schema", None)  # a pydantic model
+        return schema() if schema else value
+    if isinstance(value, Path):
+        return read_text(value)
+    if name == "logit_bias":
+        return {str(token): "-inf" if bias == -math.inf else float(bias) for token, bias in value.items()}
+    if name in FUNCTIONS:
+        return repr(value)
+    if isinstance(value, (np.ndarray, np.generic)):
+        return value.tolist()
+    if isinstance(value, Mapping):
+        return dict(value)
+    if isinstance(value, (str, int, float)) or not hasattr(value, "__iter__"):
+        return value
+    return [each.item() if isinstance(each, np.generic) else each for each in value]
+
+
+def params_from_json(options: dict[str, Any]) -> Params:
+    """Return the params in a record's ``options``; those of later versions are left out."""
+    functions = {name: options[name] for name in FUNCTIONS if options.get(name)}  # their names, which nobody calls
+    known = {name: value for name, value in options.items() if name in GENERATE and name not in FUNCTIONS}
+    if "logit_bias" in known:
+        known["logit_bias"] = {int(token): float(bias) for token, bias in known["logit_bias"].items()}
+    return replace(make_params(cast(GenerateOptions, known)), **functions)
+
+
+def result_from_json(data: Any) -> Result:
+    """Return the result that ``ovspec generate --json`` printed, or a choice in the output of ``ovspec batch``.
+
+    Raises:
+        OvspecError: it has no record, or isn't such a result.
+    """
+    try:
+        record = data["record"]
+        text = data["text"][record.get("echo", 0) :] if "text" in data else data["message"]["content"]
+        model = dict(record["model"])
+        made = Provenance(
+            prompt_ids=np.array([int(token) for token in record["prompt_token_ids"]], dtype=np.int64),
+            params=params_from_json(dict(record["options"])),
+            origin=Origin(int(record["healable"]), record["context"] and int(record["context"]), int(record["sample"])),
+            model=lambda: model,
+            healed_ids=[int(token) for token in record["healed_token_ids"]],
+        )
+        ids = [int(token) for token in record.get("token_ids", data.get("token_ids"))]
+        reason = record.get("finish_reason", data.get("finish_reason"))
+        np.array([*made.healed_ids, *ids], dtype=np.int64)  # refuses numbers that no id can be
+        if int(record["n"]) != made.params.n:
+            raise ValueError
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
+        raise OvspecError("not a result with a record, as 'ovspec generate --json' writes it.") from None
+    return Result(text, ids, reason, record=made)

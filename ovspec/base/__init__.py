@@ -1,0 +1,1 @@
+"""What everything else uses: errors, atomic files, bounded processes, progress and signals."""

@@ -1,0 +1,127 @@
+"""Read files with errors that name them; write files completely or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import json
+import os
+import platform
+import secrets
+import shutil
+import zlib
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import psutil
+
+from ovspec.base.errors import OvspecError
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+PARTIAL = ".partial"  # ends the names of files that are being written
+T = TypeVar("T")
+D = TypeVar("D", bound="DataclassInstance")
+HOST = f"{zlib.crc32(platform.node().encode()):x}"  # in their names, because machines may share a folder
+
+
+def read_text(path: Path) -> str:
+    """Return the text in ``path``; raise an OvspecError if it can't be read, is not UTF-8 or is blank."""
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise OvspecError(f"{path}: {(error.strerror or str(error)).lower()}; name a text file.") from None
+    except UnicodeDecodeError:
+        raise OvspecError(f"{path}: not UTF-8 text; save it as UTF-8.") from None
+    if not text.strip():
+        raise OvspecError(f"{path}: contains no text.")
+    return text
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write ``text`` to ``path`` in UTF-8, creating its folder. Readers see either the old file or the new one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with replaced(path) as partial:
+        partial.write_text(text, encoding="utf-8")
+
+
+@contextlib.contextmanager
+def replaced(path: Path) -> Iterator[Path]:
+    """Yield a temporary path beside ``path``; on success its file replaces ``path``, else it is deleted.
+
+    The new file keeps the old one's permissions and symbolic link. Even a power failure leaves one of the two.
+    """
+    path = path.resolve()
+    for left in path.parent.glob(f".{glob.escape(path.name)}.*{PARTIAL}"):
+        host, _, process = left.name.split(".")[-3].partition("-")
+        if host == HOST and process.isdecimal() and not psutil.pid_exists(int(process)):
+            left.unlink(missing_ok=True)  # of a process that was killed
+    partial = path.with_name(f".{path.name}.{HOST}-{os.getpid()}.{secrets.token_hex(4)}{PARTIAL}")
+    try:
+        yield partial
+        with contextlib.suppress(FileNotFoundError):
+            shutil.copymode(path, partial)
+        on_disk(partial)
+        partial.replace(path)
+        on_disk(path.parent)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def on_disk(path: Path) -> None:
+    """Wait until a file or folder is on the disk, where the system can tell."""
+    with contextlib.suppress(OSError):
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file, or {} if there is no such file; raise an OvspecError if it is not valid."""
+    if not path.is_file():
+        return {}
+    try:
+        text = path.read_bytes().decode("utf-8-sig")
+        found = json.loads(text)
+        if "\\ud" in text.lower():  # perhaps half of a surrogate pair, which no text or file name may hold
+            json.dumps(found, ensure_ascii=False).encode()
+    except (ValueError, RecursionError) as error:
+        raise OvspecError(f"{path}: not valid JSON ({str(error)[:200]}); export the model again.") from None
+    if not isinstance(found, dict):
+        raise OvspecError(f"{path}: not a JSON object; export the model again.")
+    return found
+
+
+def read_as(kind: type[T], path: Path) -> T:
+    """Return the object in a JSON file, or {} if there is no such file, as the dataclass ``kind``.
+
+    Entries that ``kind`` doesn't declare are ignored. Raises OvspecError like ``read_json``, or if a value doesn't fit.
+    """
+    import msgspec  # deferred, because it takes 40 ms
+
+    try:
+        return msgspec.convert(read_json(path), kind, str_keys=True)
+    except (msgspec.ValidationError, RecursionError) as error:
+        problem = str(error).replace("`", "").replace(" - at $.", ": ")
+        raise OvspecError(f"{path}: not as expected ({problem[:200]}); export the model again.") from None
+
+
+def remembered(kind: type[T], path: Path | None) -> T | None:
+    """Return the dataclass that ``remember`` wrote to ``path``; None if the file is missing, damaged or outdated."""
+    try:
+        return read_as(kind, path) if path and path.is_file() else None
+    except (OvspecError, OSError):
+        return None
+
+
+def remember(path: Path | None, data: D) -> D:
+    """Write a dataclass to a cache file and return it. Failure is not an error."""
+    if path:
+        with contextlib.suppress(OSError):
+            write_atomically(path, json.dumps(asdict(data), indent=1))
+    return data

@@ -1,0 +1,105 @@
+"""Ctrl-C and other signals: what holds them back, and how they end a command; the server leaves its own to uvicorn."""
+
+import contextlib
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+ENDING = [getattr(signal, name) for name in ("SIGHUP", "SIGTERM") if hasattr(signal, name)]
+
+
+class HeldInterrupts:
+    """Delays Ctrl-C until the end of a round, so that KV cache and text stay consistent.
+
+    While ``holding`` is set, Ctrl-C only sets ``pressed``, and a prompt is read no further; otherwise it goes to the
+    previous handler at once.
+
+    The handler is installed once for a whole generation: installing it every round would cost half as much as
+    the rest of the loop. Outside the main thread, where Python handles no signals, the class does nothing.
+    """
+
+    def __init__(self) -> None:
+        self.holding = self.pressed = self._stopped = False
+        self._previous: Any = None
+        handler = signal.getsignal(signal.SIGINT)
+        # A process that ignores Ctrl-C, as one in the background does, continues to ignore it.
+        if threading.current_thread() is threading.main_thread() and callable(handler):
+            self._previous = handler
+            signal.signal(signal.SIGINT, self._note)
+            HELD.append(self)
+
+    def stop(self) -> None:
+        """Restore the previous handler, skipping those that have stopped: streams may end in any order."""
+        self._stopped = True
+        if self in HELD:
+            HELD.remove(self)
+        if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGINT) != self._note:
+            return
+        previous = self._previous
+        while isinstance(owner := getattr(previous, "__self__", None), HeldInterrupts) and owner._stopped:
+            previous = owner._previous
+        signal.signal(signal.SIGINT, previous)
+
+    def _note(self, *arguments: Any) -> None:
+        if self.holding:
+            self.pressed = True
+        else:
+            self._previous(*arguments)
+
+
+HELD: list[HeldInterrupts] = []  # of the main thread, the only one that Python tells of Ctrl-C
+
+
+def check_interrupts() -> None:
+    """Raise KeyboardInterrupt if Ctrl-C is held back until the calling thread has computed a round.
+
+    Called between inferences. Ending one early would be unsafe: after ``InferRequest.cancel``, OpenVINO 2026.4 may
+    compute with shapes of the cancelled inference.
+    """
+    if threading.current_thread() is threading.main_thread() and any(held.pressed for held in HELD):
+        raise KeyboardInterrupt
+
+
+@dataclass
+class EndSignal:
+    """``code``: the exit code if a signal has ended the command, otherwise 0."""
+
+    code: int = 0
+
+
+def end_on_signals() -> EndSignal:
+    """Make SIGHUP (a closed terminal) and SIGTERM act as Ctrl-C, and note the exit code; nohup's choice is kept."""
+    ended = EndSignal()
+
+    def end(number: int, _: object) -> None:
+        ended.code = ended.code or 128 + number
+        if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+            raise KeyboardInterrupt
+        signal.raise_signal(signal.SIGINT)
+
+    for number in ENDING:
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, end)
+    return ended
+
+
+def leave(ended: EndSignal) -> None:
+    """Exit if a signal has ended the command, undisturbed by further ones."""
+    if ended.code:
+        for number in (*ENDING, signal.SIGINT):
+            signal.signal(number, signal.SIG_IGN)
+        sys.exit(ended.code)
+
+
+@contextlib.contextmanager
+def undisturbed() -> Iterator[None]:
+    """Ignore the signals that could end the process, so that a file is saved whole."""
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in (*ENDING, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)

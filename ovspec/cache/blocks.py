@@ -1,0 +1,170 @@
+"""The blocks of the paged KV cache: which rows hold them, and the tensors that they are in.
+
+A block holds the keys and values of a fixed number of tokens, in all layers. A row's blocks need not be adjacent, and
+forked rows share blocks until one of them writes (Kwon et al., arXiv 2309.06180).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+
+import numpy as np
+import openvino as ov
+
+from ovspec.cache.sequence import EMPTY
+from ovspec.ir.compile import CompiledIR
+
+FIRST_BLOCKS = 8
+
+
+class Pool:
+    """Numbered blocks: how many rows hold each one, and which are free. Forked decoders share a pool."""
+
+    def __init__(self) -> None:
+        self._holders: Counter[int] = Counter()  # block -> number of rows that hold it
+        self._free: list[int] = []  # free blocks, all below ``needed``
+        self.needed = 0  # number of blocks that the tensors must have room for; higher ones were never used
+
+    @property
+    def used(self) -> int:
+        """The number of blocks that at least one row holds."""
+        return self.needed - len(self._free)
+
+    def take(self) -> int:
+        """Return a free block, held by one row from now on."""
+        if self._free:
+            block = self._free.pop()
+        else:
+            block, self.needed = self.needed, self.needed + 1
+        self._holders[block] = 1
+        return block
+
+    def hold(self, blocks: list[int]) -> None:
+        self._holders.update(blocks)
+
+    def release(self, blocks: list[int]) -> None:
+        for block in blocks:
+            self._holders[block] -= 1
+            if not self._holders[block]:
+                self._free.append(block)
+
+    def shared(self, block: int) -> bool:
+        return self._holders[block] > 1
+
+    def reset(self) -> None:
+        self._holders.clear()
+        self._free, self.needed = [], 0
+
+
+class Blocks:
+    """The blocks of a decoder's ``rows``, which start empty. ``size``: tokens in a block."""
+
+    def __init__(self, rows: int, size: int, pool: Pool | None = None) -> None:
+        self.size, self.pool = size, pool or Pool()
+        self.tables: list[list[int]] = [[] for _ in range(rows)]  # each row's blocks, in text order
+        self.version = 0  # changes whenever the tables may have changed
+
+    def extend(self, row: int, begin: int, new: int) -> list[tuple[int, int]]:
+        """Make room for ``new`` tokens from position ``begin`` of ``row`` on, in blocks that no other row holds.
+
+        Returns the (from, to) pairs of blocks to copy first: those that exist and are shared.
+        """
+        table = self.tables[row]
+        copies: list[tuple[int, int]] = []
+        for index in range(begin // self.size, len(table)) if new else ():
+            if self.pool.shared(table[index]):
+                shared, table[index] = table[index], self._take()
+                self._release([shared])
+                copies.append((shared, table[index]))
+        for _ in range(len(table), -(-(begin + new) // self.size)):
+            table.append(self._take())
+        return copies
+
+    def truncate(self, row: int, length: int) -> None:
+        """Release the blocks that the first ``length`` tokens of ``row`` don't need."""
+        table, kept = self.tables[row], -(-length // self.size)
+        if len(table) > kept:
+            self._release(table[kept:])
+            del table[kept:]
+
+    def reorder(self, rows: list[int]) -> None:
+        """Let new row i hold the blocks of old row ``rows[i]``, or none if that is EMPTY."""
+        old, self.tables = self.tables, [[] if row == EMPTY else list(self.tables[row]) for row in rows]
+        for table in self.tables:
+            self.pool.hold(table)
+        for table in old:
+            self._release(table)
+        self.version += 1
+
+    def fork(self) -> Blocks:
+        """Return a copy whose rows hold the same blocks."""
+        other = Blocks(0, self.size, self.pool)
+        other.tables = [list(table) for table in self.tables]
+        for table in other.tables:
+            self.pool.hold(table)
+        return other
+
+    def _take(self) -> int:
+        self.version += 1
+        return self.pool.take()
+
+    def _release(self, blocks: list[int]) -> None:
+        self.version += 1
+        self.pool.release(blocks)
+
+
+class BlockTensors:
+    """Keys and values of all layers, in memory of our own, for one decoder or several that were forked from each other.
+
+    ``lock`` is held while blocks change owners or an inference runs, so decoders that share blocks take turns.
+    """
+
+    def __init__(self, ir: CompiledIR, names: list[str]) -> None:
+        self.ports = {name: ir.compiled.input(name) for name in names}
+        self.arrays: dict[str, np.ndarray] = {}  # name -> (blocks, heads, block size, width), as raw bits
+        self.pool = Pool()
+        self.lock = threading.RLock()
+        self.version = 0  # changes whenever the arrays are reallocated
+        self.block_size = self.ports["value_cache.0"].get_partial_shape()[2].get_length()
+        self.capacity = 0  # number of blocks that the arrays have room for
+
+    def make_room(self) -> None:
+        """Double the arrays until they have room for all blocks of the pool."""
+        capacity = max(FIRST_BLOCKS, self.capacity)
+        while capacity < self.pool.needed:
+            capacity *= 2
+        if capacity > self.capacity:
+            self._allocate(capacity)
+
+    def free(self) -> int:
+        """Shrink the arrays if no row holds a block; return the size of the old arrays in bytes, or 0."""
+        if self.pool.used or self.capacity <= FIRST_BLOCKS:
+            return 0
+        freed = sum(array.nbytes for array in self.arrays.values())
+        self.pool.reset()
+        self.arrays = {}
+        self._allocate(FIRST_BLOCKS)
+        return freed
+
+    def copy(self, pairs: list[tuple[int, int]]) -> None:
+        for source, target in pairs:
+            for array in self.arrays.values():
+                array[target] = array[source]
+
+    def tensor(self, name: str) -> ov.Tensor:
+        array = self.arrays[name]
+        return ov.Tensor(array, ov.Shape(list(array.shape)), self.ports[name].get_element_type())
+
+    def _allocate(self, capacity: int) -> None:
+        """Enlarge the arrays one by one, keeping the blocks. Memory that no block has used is only reserved."""
+        for name, port in self.ports.items():
+            # numpy has no bf16. Blocks are only copied, so an integer type of the same size will do.
+            bits = {1: np.uint8, 2: np.uint16, 4: np.uint32}[port.get_element_type().size]
+            shape = [capacity, *(length.get_length() for length in list(port.get_partial_shape())[1:])]
+            array = np.zeros(shape, bits)
+            if name in self.arrays:
+                array[: self.capacity] = self.arrays[name]
+            self.arrays[name] = array
+        self.capacity = capacity
+        self.version += 1

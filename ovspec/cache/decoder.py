@@ -1,0 +1,220 @@
+"""The interface of a language model with its KV cache, and the code that its implementations share."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import numpy as np
+
+from ovspec.base.errors import InferenceError
+from ovspec.cache.sequence import EMPTY, Sequence
+from ovspec.ir.compile import last_line
+
+# "exact": a token has the same bits however it was computed: alone, with others, or in one pass over its text.
+# "fast": whatever is fastest for plain decoding, without that promise.
+Arithmetic = Literal["exact", "fast"]
+
+
+@dataclass(frozen=True)
+class FeedRule:
+    """How tokens are fed, so that each has the same bits however its text is cut; found by ``setup/exactness.py``.
+
+    OpenVINO has several kernels for one operation, which round differently, and chooses among them by the number of
+    tokens. The rule keeps to those that agree. The default, for fast arithmetic, demands nothing.
+
+    queries: the fewest tokens of a row that attention gets; paged engine only.
+    fewest: the fewest tokens that an inference computes.
+    most: the most tokens that an inference computes, and so the most logits; None for any number.
+    apart: stateful engine: a text's first token has an inference of its own, rejected tokens are cut off, and rows
+        share no inference.
+    """
+
+    queries: int = 1
+    fewest: int = 1
+    most: int | None = None
+    apart: bool = False
+
+    def room_beside(self, width: int, wanted: int) -> int:
+        """Return how many of ``wanted`` tokens to feed beside ``width`` others.
+
+        That is fewer where the last ones would begin another inference, which takes time for any number of tokens.
+        """
+        if not self.most:
+            return wanted
+        left = self.most - width % self.most
+        return min(wanted, left if left >= min(self.most // 4, wanted) else left + self.most)
+
+    @functools.cached_property
+    def label(self) -> str:
+        """The rule in words, kept because every text's statistics have them."""
+        demands = [
+            f"at least {self.fewest} tokens an inference" if self.fewest > 1 else "",
+            f"at most {self.most} tokens an inference" if self.most else "",
+            f"attention gets at least {self.queries} tokens of a row" if self.queries > 1 else "",
+            "first tokens apart, rejected tokens cut off, each row by itself" if self.apart else "",
+        ]
+        return ", ".join(filter(None, demands)) or "tokens as they come"
+
+    def __str__(self) -> str:
+        return self.label
+
+
+FAST = FeedRule()
+
+
+def inferences(counts: list[int], most: int) -> Iterator[list[tuple[int, int]]]:
+    """Yield, for each inference of at most ``most`` tokens, every row's (begin, end) among its ``counts`` tokens."""
+    begins = [0, *itertools.accumulate(counts)]
+    for first in range(0, begins[-1], most):
+        yield [
+            (min(max(first - begin, 0), count), min(max(first + most - begin, 0), count))
+            for begin, count in zip(begins, counts, strict=False)
+        ]
+
+
+# Tokens that a joining row reads per inference if that doesn't widen the other rows: enough to make good use of the
+# weights, which the inference reads in any case.
+JOINING_CHUNK = 64
+KEPT_WIDTH = 16  # token arrays up to this width are kept and reused
+
+
+@dataclass(frozen=True)
+class Rollback:
+    """How a model's tokens are rolled back, found by probing (``setup/probing.py``).
+
+    kv: "mask": attention skips dead slots. "trim": slots must be contiguous, so the state is cut. "blocks": the paged
+        decoder passes a smaller length to the next inference. None: the model has no keys and values.
+    mask_until: number of slots up to which masking is exact (set by a sliding window); None for any number.
+    replay: whether some states can't be cut (convolution, SSM), so that a snapshot is restored and the tokens after
+        it that remain are fed again.
+    """
+
+    kv: Literal["mask", "trim", "blocks"] | None
+    mask_until: int | None = None
+    replay: bool = False
+
+    @functools.cached_property
+    def label(self) -> str:
+        """The way in words, kept as a rule's are."""
+        kv = f"mask until {self.mask_until}" if self.kv == "mask" and self.mask_until else self.kv
+        return " + ".join(filter(None, (kv, "replay" if self.replay else None)))
+
+    def __str__(self) -> str:
+        return self.label
+
+
+class Decoder(Protocol):
+    """A language model with its KV cache, for a batch of rows; see ``sequence.catch_up``."""
+
+    rollback: Rollback
+    context_length: int | None
+    rule: FeedRule
+    fills: bool  # whether an inference can be filled up to a width, see ``feed``
+
+    @property
+    def rows(self) -> list[Sequence]:
+        """Each row's tokens in the cache."""
+        ...
+
+    @property
+    def seconds(self) -> float:
+        """Seconds spent in inference so far."""
+        ...
+
+    @property
+    def inferences(self) -> int: ...
+
+    def reset(self, rows: int) -> None:
+        """Empty the cache and start over with ``rows`` empty rows; with 0 rows, release its memory."""
+
+    def feed(self, tokens: list[np.ndarray], wanted: list[int], width: int = 0) -> list[np.ndarray]:
+        """Append ``tokens[row]`` (n,) int64 to each row, in one inference or in as many as the rule demands.
+
+        Returns, for each row, the logits after its last ``wanted[row]`` new tokens: (wanted[row], vocab) float32,
+        valid until the next call. A row may get no tokens.
+
+        ``width``: if the decoder ``fills``, it computes at least this many tokens, some of them once more, because an
+        inference of another width than the one before takes longer.
+        """
+        ...
+
+    def truncate(self, row: int, length: int) -> None:
+        """Roll ``row`` back to its first ``length`` tokens, or fewer: ``rows[row]`` shows which tokens remain."""
+
+    def reorder(self, rows: list[int]) -> None:
+        """Make new row i a copy of old row ``rows[i]``, or an empty row if ``rows[i]`` is EMPTY."""
+
+    def joining_chunk(self, counts: list[int]) -> int:
+        """Return how many tokens a joining row may read beside other rows' ``counts`` without delaying them much."""
+        ...
+
+    def fork(self) -> Decoder:
+        """Return a decoder with the same rows and an infer request of its own; empty if a copy would not be exact."""
+        ...
+
+    def dump(self) -> dict[str, np.ndarray]:
+        """Return the cache of row 0, for ``restore`` in another process; {} if a copy would not be exact."""
+        ...
+
+    def restore(self, tokens: np.ndarray, arrays: dict[str, np.ndarray]) -> None:
+        """Start over with a row ``tokens`` (n,) and its cache from ``dump``; raises ValueError if it doesn't fit."""
+
+
+# ---------------------------------------------------------------- shared by the implementations
+
+
+@functools.lru_cache(maxsize=256)
+def logit_positions(counts: tuple[int, ...], wanted: tuple[int, ...], packed: bool = False) -> np.ndarray:
+    """Return the flat indices of each row's last ``wanted`` of ``counts`` tokens.
+
+    Rows are padded to the longest, or, if ``packed``, follow each other without a gap. The result has at least two
+    indices: not every device can run a kernel on an empty list, and the lm_head rounds differently for a single one.
+    """
+    if not any(counts):
+        raise ValueError("feed needs at least one token")
+    if any(want > count for want, count in zip(wanted, counts, strict=True)):
+        raise ValueError("logits can be requested for new tokens only")
+    ends = list(itertools.accumulate(counts)) if packed else [row * max(counts) + n for row, n in enumerate(counts)]
+    indices = [np.arange(end - want, end) for end, want in zip(ends, wanted, strict=True)]
+    filling = np.full(max(0, 2 - sum(wanted)), ends[-1] - 1)
+    return np.concatenate([*indices, filling])
+
+
+def needed_width(decoder: Decoder, tokens: list[np.ndarray]) -> int:
+    """Return how many tokens ``decoder`` computes if it is fed ``tokens`` and not filled up."""
+    count = sum(map(len, tokens))
+    return count and max(decoder.rule.fewest, count)
+
+
+def split_by_row(logits: np.ndarray, wanted: list[int]) -> list[np.ndarray]:
+    """Split ``logits`` (tokens, vocab) into one array (wanted[row], vocab) per row."""
+    ends = itertools.accumulate(wanted)
+    return [logits[end - want : end] for end, want in zip(ends, wanted, strict=True)]
+
+
+def reordered(old: list[Sequence], rows: list[int]) -> list[Sequence]:
+    """Return copies of ``old`` in the new order; see ``Decoder.reorder``."""
+    return [Sequence() if row == EMPTY else old[row].copy() for row in rows]
+
+
+class TokenArrays(dict[tuple[int, ...], tuple[np.ndarray, np.ndarray]]):
+    """Maps a shape to int64 arrays for token ids and positions; keeps small ones, which saves binding new ones."""
+
+    def __missing__(self, shape: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+        arrays = np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=np.int64)
+        if shape[-1] <= KEPT_WIDTH:
+            self[shape] = arrays
+        return arrays
+
+
+def feed_error(error: BaseException, device: str) -> BaseException:
+    """Return what ``feed`` raises for ``error``: an InferenceError if the inference failed, else ``error`` itself."""
+    if isinstance(error, MemoryError):
+        return InferenceError("The KV cache doesn't fit into memory; shorten the prompt or lower `max_tokens`.")
+    if isinstance(error, RuntimeError):
+        return InferenceError(f"{device}: the inference failed ({last_line(error)}).")
+    return error

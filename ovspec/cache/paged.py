@@ -1,0 +1,254 @@
+"""The decoder that keeps its KV cache in blocks of its own, on the same IR after OpenVINO's paged-attention rewrite.
+
+The tokens of all rows follow one another without padding. Each inference is given the length of each row's cache, so
+rolling back only means passing a smaller length.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+
+from ovspec.base.interrupts import check_interrupts
+from ovspec.cache.blocks import Blocks, BlockTensors
+from ovspec.cache.decoder import (
+    FAST,
+    JOINING_CHUNK,
+    FeedRule,
+    Rollback,
+    TokenArrays,
+    feed_error,
+    inferences,
+    logit_positions,
+    reordered,
+    split_by_row,
+)
+from ovspec.cache.sequence import EMPTY, Sequence
+from ovspec.ir.compile import CompiledIR
+from ovspec.ir.memory import WORTH_TRIMMING, trim_heap
+from ovspec.ir.paged_attention import CACHE, INPUTS, PAIRS
+from ovspec.ir.request import Request
+from ovspec.text.vocabulary import ALL_IDS, KnownIds
+
+# The most tokens fed in one inference. The limit bounds the memory of activations and the time until Ctrl-C is heard.
+PREFILL_CHUNK = 256
+
+
+class PagedDecoder:
+    """A ``Decoder`` whose forked rows share blocks until one of them is fed.
+
+    OpenVINO has one attention kernel for a single new token and another for several, and they round differently. Where
+    the rule demands two queries, attention never gets a row's only new token alone: its query, key and value come
+    twice, and what the second writes into the cache is overwritten by the next token.
+
+    Args:
+        ir: the model, compiled with the rewrites ``to_paged`` and, for a rule with two queries, ``pair_queries``.
+        vocabulary: the ids that may be chosen.
+        tensors: those of another decoder of the same model, to share blocks with it; new ones by default.
+    """
+
+    rollback = Rollback("blocks")
+    fills = True
+
+    def __init__(
+        self,
+        ir: CompiledIR,
+        vocabulary: KnownIds = ALL_IDS,
+        rule: FeedRule = FAST,
+        tensors: BlockTensors | None = None,
+    ) -> None:
+        if rule.queries > 1 and PAIRS[0] not in ir.inputs:
+            raise ValueError("two queries for a token need a model rewritten by pair_queries")
+        self.context_length, self.rule = ir.context_length, rule
+        self._ir, self._vocabulary = ir, vocabulary
+        self._request, self._restricts = Request(ir, (*INPUTS, *PAIRS)), vocabulary.restricts(ir.logits_width)
+        self._tensors = tensors or BlockTensors(ir, [name for name in ir.inputs if CACHE.fullmatch(name)])
+        self.block_size = self._tensors.block_size  # in tokens
+        self._bound = -1  # version of the tensors that the request is bound to
+        self._blocks = Blocks(0, self.block_size, self._tensors.pool)
+        self._token_arrays = TokenArrays()
+        self._kept_lengths: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        self._longest = np.zeros((), dtype=np.int32)
+        self.reset(1)
+
+    @property
+    def seconds(self) -> float:
+        return self._request.seconds
+
+    @property
+    def inferences(self) -> int:
+        return self._request.inferences
+
+    @property
+    def blocks_used(self) -> int:
+        """The number of blocks in use, including those of decoders that share the tensors."""
+        return self._tensors.pool.used
+
+    def reset(self, rows: int) -> None:
+        self.rows = [Sequence() for _ in range(rows)]
+        self._listed: tuple[list[int], int] | None = None  # rows and block version of the current lists
+        with self._tensors.lock:
+            self._blocks.reorder([EMPTY] * rows)
+            freed = self._tensors.free()
+            self._bind()  # to the small arrays, because the request keeps the arrays it is bound to alive
+        if freed > WORTH_TRIMMING:
+            trim_heap()
+
+    def feed(self, tokens: list[np.ndarray], wanted: list[int], width: int = 0) -> list[np.ndarray]:
+        try:
+            if sum(map(len, tokens)) > self._most:
+                return self._feed_in_parts(tokens, wanted)
+            with self._tensors.lock:
+                return self._append(tokens, wanted, min(width, self._most))
+        except BaseException as error:
+            self.reset(len(self.rows))  # the cache's contents are unknown now; an empty cache fits any text
+            raise feed_error(error, self._ir.device) from None
+
+    def truncate(self, row: int, length: int) -> None:
+        self.rows[row].rewind(length)
+        with self._tensors.lock:
+            self._blocks.truncate(row, length)
+
+    def reorder(self, rows: list[int]) -> None:
+        self.rows = reordered(self.rows, rows)
+        with self._tensors.lock:
+            self._blocks.reorder(rows)
+
+    def fork(self) -> PagedDecoder:
+        with self._tensors.lock:
+            other = PagedDecoder(self._ir, self._vocabulary, self.rule, self._tensors)
+            other.rows, other._blocks = [row.copy() for row in self.rows], self._blocks.fork()
+        return other
+
+    def dump(self) -> dict[str, np.ndarray]:
+        with self._tensors.lock:
+            return {name: array[self._blocks.tables[0]] for name, array in self._tensors.arrays.items()}
+
+    def restore(self, tokens: np.ndarray, arrays: dict[str, np.ndarray]) -> None:
+        self.reset(1)
+        with self._tensors.lock:
+            self._blocks.extend(0, 0, len(tokens))
+            self._tensors.make_room()
+            self._bind()
+            table, ours = self._blocks.tables[0], self._tensors.arrays
+            expected = {name: ((len(table), *array.shape[1:]), array.dtype) for name, array in ours.items()}
+            if {name: (array.shape, array.dtype) for name, array in arrays.items()} != expected:
+                self.reset(1)
+                raise ValueError("the cache is of another model or another type")
+            for name, array in arrays.items():
+                ours[name][table] = array
+        self.rows[0].commit(tokens)
+
+    def joining_chunk(self, counts: list[int]) -> int:
+        return self.rule.room_beside(sum(counts), max(JOINING_CHUNK, sum(counts)))
+
+    @property
+    def _most(self) -> int:
+        return min(PREFILL_CHUNK, self.rule.most or PREFILL_CHUNK)
+
+    def _feed_in_parts(self, tokens: list[np.ndarray], wanted: list[int]) -> list[np.ndarray]:
+        """Feed more tokens than an inference may have, row after row."""
+        logits: list[list[np.ndarray]] = [[] for _ in tokens]
+        firsts = [len(new) - want for new, want in zip(tokens, wanted, strict=True)]
+        for parts in inferences([len(new) for new in tokens], self._most):
+            check_interrupts()
+            fed = [new[begin:end] for new, (begin, end) in zip(tokens, parts, strict=True)]
+            wants = [max(0, end - max(begin, first)) for first, (begin, end) in zip(firsts, parts, strict=True)]
+            with self._tensors.lock:
+                found = self._append(fed, wants)
+            for row, want in enumerate(wants):
+                if want:
+                    logits[row].append(found[row].copy())
+        nothing = np.empty((0, self._ir.logits_width), dtype=np.float32)
+        return [np.concatenate(each) if each else nothing for each in logits]
+
+    def _append(self, tokens: list[np.ndarray], wanted: list[int], width: int = 0) -> list[np.ndarray]:
+        """Run an inference that appends ``tokens`` to the rows; the arguments and the result are those of ``feed``."""
+        computed = self._fill_up([(len(held), new) for held, new in zip(self.rows, tokens, strict=True)], width)
+        fed = [row for row, (_, new) in enumerate(computed) if len(new)]
+        counts = tuple([len(computed[row][1]) for row in fed])
+        queries = tuple([max(self.rule.queries, count) for count in counts])
+        ids, positions = self._token_arrays[(sum(counts),)]
+        past, query_begins = self._length_arrays(len(fed))
+        copies: list[tuple[int, int]] = []
+        start = longest = 0
+        for i, row in enumerate(fed):
+            begin, new = computed[row]
+            end = start + len(new)
+            ids[start:end] = new
+            positions[start:end] = np.arange(begin, begin + len(new))
+            past[i], query_begins[i + 1] = begin, query_begins[i] + queries[i]
+            copies += self._blocks.extend(row, begin, queries[i])
+            start, longest = end, max(longest, begin + queries[i])
+            self.rows[row].commit(tokens[row])
+        self._longest[...] = longest
+        if self._tensors.pool.needed > self._tensors.capacity:
+            self._tensors.make_room()
+        self._bind()
+        self._tensors.copy(copies)
+        # What fills an inference up behind a text's first token has logits, too, which are left out of the result.
+        behind = [begin + len(new) - len(held) for held, (begin, new) in zip(self.rows, computed, strict=True)]
+        given = [want + more for want, more in zip(wanted, behind, strict=True)]
+        logits_idx = logit_positions(tuple([len(new) for _, new in computed]), tuple(given), packed=True)
+        blocks, block_begins = self._block_lists(fed)
+        paired = pairs(counts, queries)
+        arrays = (ids, positions, past, query_begins, blocks, block_begins, self._longest, logits_idx, *paired)
+        logits = self._request.infer(arrays, logits_idx)
+        for row in fed:  # a block that only a second query has begun
+            self._blocks.truncate(row, len(self.rows[row]))
+        logits = self._vocabulary.restrict(logits) if self._restricts else logits
+        if len(wanted) == 1:
+            return [logits[: wanted[0]]]
+        return [found[:want] for found, want in zip(split_by_row(logits, given), wanted, strict=True)]
+
+    def _fill_up(self, computed: list[tuple[int, np.ndarray]], width: int) -> list[tuple[int, np.ndarray]]:
+        """Return ``computed``, each row's (position, new tokens (n,)), with more tokens, up to ``width`` or the rule's.
+
+        One row computes the last tokens of its cache once more. A text's first token has none before it, so it comes
+        twice, and the next token is written over the second one.
+        """
+        count = sum([len(new) for _, new in computed])
+        for missing in (width - count, self.rule.fewest - count):
+            if missing <= 0:
+                continue
+            for row, (begin, new) in enumerate(computed):
+                if len(new) and begin >= missing:
+                    again = self.rows[row].tokens[begin - missing :]
+                    computed[row] = begin - missing, np.concatenate((again, new))
+                    return computed
+        if count < self.rule.fewest:
+            return [(begin, np.repeat(new, self.rule.fewest)) for begin, new in computed]
+        return computed
+
+    def _length_arrays(self, count: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return int32 arrays to fill in: tokens cached before each row (count,), its first query (count + 1,)."""
+        if count not in self._kept_lengths:
+            self._kept_lengths[count] = np.zeros(count, dtype=np.int32), np.zeros(count + 1, dtype=np.int32)
+        return self._kept_lengths[count]
+
+    def _block_lists(self, rows: list[int]) -> tuple[np.ndarray, np.ndarray]:
+        """Return the blocks of ``rows`` and where each row begins (rows + 1,), int32."""
+        if self._listed != (rows, self._blocks.version):
+            tables = [self._blocks.tables[row] for row in rows]
+            self._indices = np.array([block for table in tables for block in table], dtype=np.int32)
+            self._index_begins = np.cumsum([0, *map(len, tables)], dtype=np.int32)
+            self._listed = rows, self._blocks.version
+        return self._indices, self._index_begins
+
+    def _bind(self) -> None:
+        if self._bound != self._tensors.version:
+            for name in self._tensors.arrays:
+                self._request.raw.set_tensor(self._tensors.ports[name], self._tensors.tensor(name))
+            self._bound = self._tensors.version
+
+
+@functools.lru_cache(maxsize=256)
+def pairs(counts: tuple[int, ...], queries: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+    """Return the inputs of ``pair_queries``, int32: each query's token, and each token's first query.
+
+    A row of ``counts`` tokens has as many ``queries``, or several for its only token.
+    """
+    repeats = np.concatenate([np.full(count, each // count) for count, each in zip(counts, queries, strict=True)])
+    tokens = np.arange(len(repeats), dtype=np.int32)
+    return np.repeat(tokens, repeats), (np.cumsum(repeats) - repeats).astype(np.int32)

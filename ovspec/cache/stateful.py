@@ -1,0 +1,477 @@
+"""The decoder that drives the stateful IR, whose KV cache lives in OpenVINO's infer request.
+
+Slots are indices into the physical cache, positions are indices into the text. A rejected token's slot is marked dead
+in its row's attention mask. Compaction gathers the live slots when dead ones pile up, or, if a model can't skip slots
+(``trim``), before any inference that would find a gap.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import openvino as ov
+
+from ovspec.cache.decoder import (
+    FAST,
+    JOINING_CHUNK,
+    Decoder,
+    FeedRule,
+    Rollback,
+    TokenArrays,
+    feed_error,
+    logit_positions,
+    reordered,
+    split_by_row,
+)
+from ovspec.cache.sequence import EMPTY, Sequence
+from ovspec.ir.compile import CompiledIR, State
+from ovspec.ir.device import EXACT_KV_PRECISIONS
+from ovspec.ir.memory import trim_heap
+from ovspec.ir.request import Request
+from ovspec.text.vocabulary import ALL_IDS, KnownIds
+
+COMPACT_AT = 256  # dead slots, which cost attention time and memory, until a compaction, which copies the cache
+REPLAY_AT = 8  # maximum tokens that each replay feeds again; for more, an inference renews the snapshot
+KEPT_SLOTS = 256  # whose memory a decoder without rows may keep for its next text
+SNAPSHOT_EVERY = 64  # tokens of plain decoding
+INPUTS = ("input_ids", "attention_mask", "position_ids", "beam_idx", "logits_idx", "cache_position")
+
+
+class StatefulDecoder:
+    """A ``Decoder`` for the stateful IR that optimum exports, on every device.
+
+    With recurrent states (``rollback.replay``) it holds a single row; ``RowByRow`` combines several into a batch.
+
+    Args:
+        rollback: how its states can be rolled back, from ``probing.find_probe``.
+        compact_at: number of dead slots at which the cache is compacted.
+        rule: how tokens are fed. With ``apart``, a text's first token gets an inference of its own: OpenVINO computes a
+            prompt without a past in another attention kernel, which rounds differently.
+    """
+
+    fills = False
+
+    def __init__(
+        self,
+        ir: CompiledIR,
+        rollback: Rollback,
+        vocabulary: KnownIds = ALL_IDS,
+        compact_at: int = COMPACT_AT,
+        rule: FeedRule = FAST,
+    ) -> None:
+        self.rollback, self.rule = rollback, rule
+        self.context_length = ir.context_length
+        self.compactions = 0
+        self._ir, self._vocabulary, self._compact_at = ir, vocabulary, compact_at
+        # Attention by slot index can't skip dead slots past the sliding window or the table of positions.
+        bounds = [bound for bound in (rollback.mask_until, ir.context_length) if bound]
+        self._mask_until = min(bounds, default=None) if rollback.kv == "mask" else 0
+        # optimum's Mamba takes a whole text or a single token, and tells them apart by the length of cache_position.
+        self._conv_kernel = ir.config.convolution_width if "cache_position" in ir.inputs else 0
+        self._rope_switch = ir.config.rope_switch or sys.maxsize
+        self._request = Request(ir, INPUTS)
+        self._token_arrays = TokenArrays()
+        self._slots = Slots(1)
+        self.rows: list[Sequence] = []
+        self.reset(1)
+
+    @property
+    def seconds(self) -> float:
+        return self._request.seconds
+
+    @property
+    def inferences(self) -> int:
+        return self._request.inferences
+
+    def reset(self, rows: int) -> None:
+        if not rows and self._slots.used > KEPT_SLOTS:
+            self._give_memory_back()
+        # With a u8 cache, which AUTO and HETERO also use, OpenVINO 2026.4 computes wrong logits for another number of
+        # rows than before.
+        if rows not in (0, len(self.rows)) and not self._exact:
+            self._request.renew()
+        self.rows = [Sequence() for _ in range(rows)]
+        self._slots = Slots(rows)
+        self._in_order = np.arange(rows, dtype=np.int32)
+        self._beam = self._in_order  # rows of the physical cache that the next inference gathers
+        self._snapshot, self._snapshot_length = {}, 0  # of the recurrent states; empty for their initial values
+        self._returns_here = False  # whether rollbacks to the end of the last feed are likely
+        self._request.raw.reset_state()
+
+    def feed(self, tokens: list[np.ndarray], wanted: list[int], width: int = 0) -> list[np.ndarray]:  # noqa: ARG002
+        count = len(tokens[0])
+        if len(self.rows) == 1 and count > self._first_part(count):
+            return [self._feed_in_parts(tokens[0], wanted[0])]
+        try:
+            if len(self.rows[0]) <= self._rope_switch < len(self.rows[0]) + count:
+                return [self._feed_across_the_switch(tokens[0], wanted[0])]
+            if self.rollback.replay:
+                tokens = [self._prepare_replay(tokens[0], wanted[0])]
+            return split_by_row(self._append(tokens, wanted), wanted)
+        except BaseException as error:
+            self.reset(len(self.rows))  # the cache's contents are unknown now; an empty cache fits any text
+            raise feed_error(error, self._ir.device) from None
+
+    def truncate(self, row: int, length: int) -> None:
+        if length <= self._rope_switch < len(self.rows[row]):
+            self.reset(1)  # its keys were rotated for a longer text
+            return
+        if self.rollback.replay:
+            length = self._restore_snapshot(length)
+        self.rows[row].rewind(length)
+        self._slots.truncate(row, length)
+
+    def reorder(self, rows: list[int]) -> None:
+        if not self._slots.used or all(row == EMPTY for row in rows):
+            self.reset(len(rows))  # an empty state has no rows to gather
+            return
+        self.rows = reordered(self.rows, rows)
+        self._slots.reorder(rows)
+        self._beam = self._beam[rows]  # for an empty row any other will do, because all its slots are dead
+        self._in_order = np.arange(len(rows), dtype=np.int32)
+
+    def joining_chunk(self, counts: list[int]) -> int:
+        return 2 * max(counts)  # every row is computed at the width of the widest
+
+    def compact(self) -> None:
+        if not any(self._slots.lengths):
+            self.reset(len(self.rows))
+            return
+        gather_states(self._request.raw, self._ir.kv_states, self._beam, self._slots.compact())
+        self._beam = self._in_order
+        self.compactions += 1
+
+    def fork(self) -> StatefulDecoder:
+        other = StatefulDecoder(self._ir, self.rollback, self._vocabulary, self._compact_at, self.rule)
+        if self._exact:
+            self.copy_to(other)
+        return other
+
+    def dump(self) -> dict[str, np.ndarray]:
+        if not self._exact or not len(self.rows[0]):
+            return {}
+        if self.rollback.kv:
+            self.compact()
+        return read_states(self._request.raw, self._ir.states)
+
+    def restore(self, tokens: np.ndarray, arrays: dict[str, np.ndarray]) -> None:
+        self.reset(1)
+        states = self._ir.states
+        sizes = {s.name: s.width * (1 if s.sequence_axis is None else len(tokens)) for s in states}
+        if {name: array.size for name, array in arrays.items()} != sizes:
+            raise ValueError("the states are of another model")
+        for state in states:
+            array, axes = arrays[state.name], {state.batch_axis: 1}
+            axes |= {} if state.sequence_axis is None else {state.sequence_axis: len(tokens)}
+            if array.dtype.kind != "f" or any(array.shape[axis : axis + 1] != (n,) for axis, n in axes.items()):
+                raise ValueError("the states have another shape")
+        write_states(self._request.raw, arrays)
+        self.rows[0].commit(tokens)
+        self._slots.extend([len(tokens)])
+
+    def copy_to(self, other: StatefulDecoder) -> None:
+        """Copy this decoder's rows and states to ``other``, of the same model. Exact only if ``_exact`` is true."""
+        other.rows = [row.copy() for row in self.rows]
+        other._slots = copy.deepcopy(self._slots)
+        other._in_order, other._beam = self._in_order, self._beam
+        other._snapshot, other._snapshot_length = self._snapshot, self._snapshot_length
+        other._returns_here = self._returns_here
+        if self._slots.used:
+            write_states(other._request.raw, read_states(self._request.raw, self._ir.states))
+        else:
+            other._request.raw.reset_state()
+
+    def _give_memory_back(self) -> None:
+        """Release the memory of the cache, which OpenVINO frees only when another request has run."""
+        self._request.renew()
+        self.reset(1)
+        self.feed([np.zeros(1, dtype=np.int64)], [1])
+        trim_heap()
+
+    @property
+    def _exact(self) -> bool:
+        """Whether copies of the states are known to be exact."""
+        return not self._ir.kv_states or self._ir.properties.get("KV_CACHE_PRECISION") in EXACT_KV_PRECISIONS
+
+    def _first_part(self, count: int) -> int:
+        """Return how many of ``count`` tokens the next inference may have."""
+        alone = self.rule.apart and not len(self.rows[0])
+        return 1 if alone else min(count, self.rule.most or count)
+
+    def _feed_in_parts(self, tokens: np.ndarray, wanted: int) -> np.ndarray:
+        """Feed a single row in several inferences; return the logits after the last ``wanted`` tokens."""
+        logits = [np.empty((0, self._ir.logits_width), dtype=np.float32)]
+        while len(tokens):
+            cut = self._first_part(len(tokens))
+            left = len(tokens) - cut
+            want = max(0, wanted - left)
+            logits.append(self.feed([tokens[:cut]], [want])[0].copy())
+            tokens, wanted = tokens[cut:], min(wanted, left)
+        return np.concatenate(logits)
+
+    def _feed_across_the_switch(self, tokens: np.ndarray, wanted: int) -> np.ndarray:
+        """Feed tokens at which the text becomes longer than ``_rope_switch``, so that it is computed anew.
+
+        The model chooses the frequencies of all tokens by the last position of an inference, as in transformers.
+        """
+        text = np.concatenate((self.rows[0].tokens, tokens))
+        before, beyond = self._rope_switch - len(self.rows[0]), len(text) - self._rope_switch
+        logits = [np.empty((0, self._ir.logits_width), dtype=np.float32)]
+        if wanted > beyond:
+            logits.append(self.feed([tokens[:before]], [wanted - beyond])[0].copy())
+        self.reset(1)
+        begin = int(self.rule.apart)  # position 0 is not rotated at all
+        if begin:
+            self._append([text[:1]], [0])
+        last = min(wanted, beyond)
+        logits.append(self._append([text[begin:]], [last])[:last])
+        return np.concatenate(logits)
+
+    def _prepare_replay(self, tokens: np.ndarray, wanted: int) -> np.ndarray:
+        """Take a snapshot if the new tokens may be rolled back; return those of them that are still to be fed.
+
+        Tokens whose logits aren't wanted stay. If they are more than ``REPLAY_AT``, they are fed before the snapshot.
+        """
+        restored = len(self.rows[0]) == self._snapshot_length
+        several = len(tokens) > 1
+        if restored and wanted > 1 and len(tokens) - wanted > REPLAY_AT:
+            self._append([tokens[:-wanted]], [0])
+            tokens = tokens[-wanted:]
+        held = len(self.rows[0])
+        since = held - self._snapshot_length
+        if since and (wanted > 1 or self._returns_here or since >= SNAPSHOT_EVERY):
+            self._snapshot = read_states(self._request.raw, self._ir.recurrent_states)
+            self._snapshot_length = held
+        # A draft first feeds the committed tokens, after a rejection or several at once, then its guesses one by one.
+        self._returns_here = restored or several
+        return tokens
+
+    def _restore_snapshot(self, length: int) -> int:
+        """Restore the latest recurrent states available at or before ``length``; return their position."""
+        if length >= len(self.rows[0]):
+            return length
+        if self._snapshot_length > length or not self._snapshot:
+            self.reset(1)
+            return 0
+        write_states(self._request.raw, self._snapshot)
+        return self._snapshot_length
+
+    def _append(self, tokens: list[np.ndarray], wanted: list[int]) -> np.ndarray:
+        """Run one inference; return at least the ``wanted`` logits, all rows' in one array."""
+        counts = [len(new) for new in tokens]
+        logits_idx = logit_positions(tuple(counts), tuple(wanted))
+        if self._conv_kernel and len(self.rows[0]) and counts[0] > 1:
+            alone = [self._append([token], [1])[:1].copy() for token in np.split(tokens[0], counts[0])]
+            return np.concatenate(alone)[logits_idx]
+        width, slots = max(counts), self._slots
+        by_index = self._mask_until is not None and slots.used + width > self._mask_until
+        if slots.dead >= self._compact_at or (by_index and not slots.contiguous):
+            self.compact()
+        ids, positions = self._token_arrays[len(tokens), width]
+        for row, (new, held) in enumerate(zip(tokens, self.rows, strict=True)):
+            ids[row, : len(new)] = new
+            positions[row, : len(new)] = np.arange(len(held), len(held) + len(new))
+            held.commit(new)
+        self._slots.extend(counts)
+        mask, cache_position = self._slots.mask, positions[0]  # compacting empty rows starts new slots
+        if self._conv_kernel:
+            # A single token's input goes to the place of its position in the window, where the first ones stand wrong.
+            last = np.maximum(positions[0], self._conv_kernel - 1)
+            mask, cache_position = np.ones_like(ids), last if positions[0, 0] else np.arange(self._conv_kernel)
+        logits = self._request.infer((ids, mask, positions, self._beam, logits_idx, cache_position), logits_idx)
+        self._beam = self._in_order  # the inference has gathered the rows
+        return self._vocabulary.restrict(logits)
+
+
+class RowByRow:
+    """A ``Decoder`` in which every row has an infer request of its own.
+
+    Rows that share an inference are padded, which changes the last bits of attention, and which a convolution or an SSM
+    would process.
+    """
+
+    fills = False
+
+    def __init__(self, make: Callable[[], StatefulDecoder]) -> None:
+        self._make = make
+        self._decoders = [make()]
+        self._spare: list[StatefulDecoder] = []
+        first = self._decoders[0]
+        self.rule, self.rollback, self.context_length = first.rule, first.rollback, first.context_length
+
+    @property
+    def rows(self) -> list[Sequence]:
+        return [decoder.rows[0] for decoder in self._decoders]
+
+    @property
+    def seconds(self) -> float:
+        return sum(decoder.seconds for decoder in self._decoders + self._spare)
+
+    @property
+    def inferences(self) -> int:
+        return sum(decoder.inferences for decoder in self._decoders + self._spare)
+
+    def reset(self, rows: int) -> None:
+        decoders = self._decoders + self._spare
+        decoders += [self._make() for _ in range(rows - len(decoders))]
+        self._decoders, self._spare = decoders[:rows], decoders[rows:]
+        for decoder in self._decoders:
+            decoder.reset(1)
+        for decoder in self._spare:
+            decoder.reset(0)
+
+    def feed(self, tokens: list[np.ndarray], wanted: list[int], width: int = 0) -> list[np.ndarray]:  # noqa: ARG002
+        nothing = np.empty((0, 0), dtype=np.float32)
+        return [
+            decoder.feed([new], [want])[0] if len(new) else nothing
+            for decoder, new, want in zip(self._decoders, tokens, wanted, strict=True)
+        ]
+
+    def truncate(self, row: int, length: int) -> None:
+        self._decoders[row].truncate(0, length)
+
+    def reorder(self, rows: list[int]) -> None:
+        old = self._decoders
+        kept: dict[int, StatefulDecoder] = {}
+        self._spare += [decoder for row, decoder in enumerate(old) if row not in rows]
+        self._decoders = []
+        for row in rows:
+            if row != EMPTY and row not in kept:
+                kept[row] = old[row]
+                self._decoders.append(old[row])
+                continue
+            another = self._spare.pop() if self._spare else self._make()
+            if row == EMPTY:
+                another.reset(1)
+            else:
+                kept[row].copy_to(another)
+            self._decoders.append(another)
+
+    def joining_chunk(self, counts: list[int]) -> int:  # noqa: ARG002
+        return JOINING_CHUNK
+
+    def fork(self) -> RowByRow:
+        other = RowByRow(self._make)
+        other._decoders = [decoder.fork() for decoder in self._decoders]
+        return other
+
+    def dump(self) -> dict[str, np.ndarray]:
+        return self._decoders[0].dump()
+
+    def restore(self, tokens: np.ndarray, arrays: dict[str, np.ndarray]) -> None:
+        self.reset(1)
+        self._decoders[0].restore(tokens, arrays)
+
+
+def trimming(rollback: Rollback) -> Rollback:
+    """Return ``rollback`` with rejected tokens cut off instead of masked."""
+    return replace(rollback, kv="trim", mask_until=None) if rollback.kv else rollback
+
+
+def decoder_of(ir: CompiledIR, rollback: Rollback, vocabulary: KnownIds = ALL_IDS, rule: FeedRule = FAST) -> Decoder:
+    """Return the stateful decoder that fits the model's states and the rule.
+
+    Where the rule keeps rows apart, rejected tokens are cut off, because masked slots change bits as padding does.
+    """
+    rollback = trimming(rollback) if rule.apart else rollback
+
+    def make() -> StatefulDecoder:
+        return StatefulDecoder(ir, rollback, vocabulary, rule=rule)
+
+    return RowByRow(make) if rule.apart or ir.rows_alone else make()
+
+
+class Slots:
+    """Maps positions to slots for each row of a batch. All rows share the slot axis."""
+
+    def __init__(self, rows: int) -> None:
+        self.used = 0  # slots in the physical cache
+        self.lengths = [0] * rows
+        self._alive = np.zeros((rows, 256), dtype=np.int64)  # (rows, slots) 1 = attended to
+        self._slot_of = np.zeros((rows, 256), dtype=np.int64)  # (rows, positions) -> slot
+
+    @property
+    def mask(self) -> np.ndarray:
+        """The model's attention mask: (rows, used) int64, contiguous in memory."""
+        return np.ascontiguousarray(self._alive[:, : self.used])
+
+    @property
+    def dead(self) -> int:
+        """The number of slots that compaction would free."""
+        return self.used - max(self.lengths, default=0)
+
+    @property
+    def contiguous(self) -> bool:
+        """Whether every row's positions are the last slots, in order, as attention by slot index requires."""
+        return all(self._alive[row, self.used - n : self.used].all() for row, n in enumerate(self.lengths))
+
+    def extend(self, counts: list[int]) -> None:
+        """Append max(counts) slots; in each row the first ``counts[row]`` of them are alive."""
+        start, end = self.used, self.used + max(counts)
+        if end > self._alive.shape[1]:
+            more = ((0, 0), (0, 2 * end - self._alive.shape[1]))
+            self._alive, self._slot_of = np.pad(self._alive, more), np.pad(self._slot_of, more)
+        for row, count in enumerate(counts):
+            length = self.lengths[row]
+            self._alive[row, start : start + count] = 1
+            if start + count < end:
+                self._alive[row, start + count : end] = 0
+            self._slot_of[row, length : length + count] = np.arange(start, start + count)
+            self.lengths[row] = length + count
+        self.used = end
+
+    def truncate(self, row: int, length: int) -> None:
+        """Mark the slots of positions ``length`` and later dead."""
+        self._alive[row, self._slot_of[row, length : self.lengths[row]]] = 0
+        self.lengths[row] = length
+
+    def reorder(self, rows: list[int]) -> None:
+        """Make new row i old row ``rows[i]``, or EMPTY; an index may occur twice (fork) or not at all (drop)."""
+        self._alive, self._slot_of = self._alive[rows], self._slot_of[rows]
+        self._alive[np.array(rows) == EMPTY] = 0
+        self.lengths = [0 if row == EMPTY else self.lengths[row] for row in rows]
+
+    def compact(self) -> np.ndarray:
+        """Make every row contiguous; return the old slot of each new one, (rows, used) int64.
+
+        Shorter rows get dead slots on the left, for which slot 0 is returned.
+        """
+        width = max(self.lengths, default=0)
+        old = np.zeros((len(self.lengths), width), dtype=np.int64)
+        self._alive[:] = 0
+        for row, length in enumerate(self.lengths):
+            old[row, width - length :] = self._slot_of[row, :length]
+            self._slot_of[row, :length] = np.arange(width - length, width)
+            self._alive[row, width - length : width] = 1
+        self.used = width
+        return old
+
+
+def gather_states(request: ov.InferRequest, states: list[State], rows: np.ndarray, slots: np.ndarray) -> None:
+    """Replace each of ``states`` by its ``slots`` (rows, width), taken from the batch rows ``rows`` (rows,).
+
+    The copy is dequantised, which is exact for ``device.EXACT_KV_PRECISIONS``.
+    """
+    axes = {s.name: (s.batch_axis, s.sequence_axis) for s in states if s.sequence_axis is not None}
+    for variable in request.query_state():
+        if variable.name in axes:
+            data = np.moveaxis(variable.state.data, axes[variable.name], (0, 1))
+            picked = np.moveaxis(data[rows[:, None], slots], (0, 1), axes[variable.name])
+            variable.state = ov.Tensor(np.ascontiguousarray(picked))
+
+
+def read_states(request: ov.InferRequest, states: list[State]) -> dict[str, np.ndarray]:
+    """Return dequantised copies of ``states`` by name."""
+    names = {state.name for state in states}
+    return {v.name: np.array(v.state.data) for v in request.query_state() if v.name in names}
+
+
+def write_states(request: ov.InferRequest, values: dict[str, np.ndarray]) -> None:
+    """Set the states named in ``values``, which ``read_states`` returned."""
+    for variable in request.query_state():
+        if variable.name in values:
+            variable.state = ov.Tensor(values[variable.name])

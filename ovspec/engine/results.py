@@ -1,0 +1,153 @@
+"""What generating returns: pieces of a stream, results and statistics."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+
+from ovspec.params import Params
+from ovspec.sampling.logprobs import TokenLogprob
+
+FinishReason = Literal["stop", "length", "eos", "cancelled"]
+
+
+@dataclass(slots=True)
+class Piece:
+    """What one round added to the text. ``finish_reason`` is None until the last piece.
+
+    ``logprobs`` has one entry for each token if they were requested. ``sources`` names the origin of each token:
+    "target", the name of the drafter that proposed it ("draft", "lookup" or that of your own drafter), or "forced" if
+    constraints left no other choice.
+    """
+
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason | None = None
+    logprobs: list[TokenLogprob] | None = None
+    sources: list[str] = field(default_factory=list)
+
+
+@dataclass(kw_only=True)
+class Proposals:
+    """Counts of proposed and accepted tokens, and milliseconds of inference."""
+
+    proposed: int = 0
+    accepted: int = 0
+    reached: int = 0  # proposed tokens that were compared: all before them were accepted
+    accepted_by_position: list[int] = field(default_factory=list)
+    drafters: dict[str, dict[str, int]] = field(default_factory=dict)
+    target_ms: float = 0.0
+    draft_ms: float = 0.0
+
+    @property
+    def acceptance_rate(self) -> float | None:
+        """Share of the proposed tokens that were accepted; None if nothing was proposed."""
+        return self.accepted / self.proposed if self.proposed else None
+
+    @property
+    def conditional_acceptance(self) -> float | None:
+        """Probability that a proposed token is accepted, given that those before it in its proposal were."""
+        return self.accepted / self.reached if self.reached else None
+
+    def count_proposal(self, source: str, proposed: int, accepted: int) -> None:
+        """Count a proposal of the drafter ``source``; its first ``accepted`` tokens were accepted."""
+        self.proposed += proposed
+        self.reached += min(1, proposed)
+        self.drafters.setdefault(source, {"proposed": 0, "accepted": 0})["proposed"] += proposed
+        self.count_accepted(source, range(accepted), proposed)
+
+    def count_accepted(self, source: str, positions: range, proposed: int) -> None:
+        """Count the tokens at ``positions`` of a proposal as accepted; its ``proposed`` tokens are counted already."""
+        self.accepted += len(positions)
+        self.reached += max(0, min(len(positions), proposed - positions.start - 1))
+        self.drafters[source]["accepted"] += len(positions)
+        self.accepted_by_position += [0] * (positions.stop - len(self.accepted_by_position))
+        for position in positions:
+            self.accepted_by_position[position] += 1
+
+
+@dataclass(kw_only=True)
+class Stats(Proposals):
+    """Statistics of one text. Counts are tokens, times are milliseconds of wall clock.
+
+    ``ttft_ms`` runs from the prompt's token ids to the first token; ``tpot_ms`` is the mean time of each later one.
+    ``target_ms`` and ``draft_ms`` are spent in inference; ``other_ms`` is everything else, including what the caller
+    does between two pieces of a stream. In a batch, times are those of the whole batch from when the row joined until
+    it finished. ``cached_tokens`` counts prompt tokens found in the KV cache. ``reached`` counts proposed tokens that
+    were compared with the target's choice. ``forced`` counts tokens that needed no choice because constraints left no
+    other. ``drafters`` has the proposed and accepted tokens of each drafter by its name. ``seed`` is None if the text
+    is greedy.
+    """
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    generated_tokens: int = 0
+    ttft_ms: float = 0.0
+    tpot_ms: float = 0.0
+    rounds: int = 0
+    forced: int = 0
+    seed: int | None = None
+    other_ms: float = 0.0
+    rollback: str = ""
+    device: str = ""
+    draft_device: str | None = None
+    engine: str = ""
+    engine_reason: str = ""
+    draft_engine: str | None = None
+    profile: str | None = None  # the settings chosen for this machine
+    arithmetic: str = ""  # "exact" or "fast", and what was probed if no rule makes it exact
+    rule: str = ""  # how exact arithmetic feeds tokens here
+
+    @property
+    def tokens_per_round(self) -> float:
+        """Generated tokens for each round, that is for each inference of the target."""
+        return self.generated_tokens / max(self.rounds, 1)
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a text begins, besides its tokens."""
+
+    healable: int = 0  # position of the first token that healing may take back
+    context: int | None = None  # maximum length of the text in tokens, if less than the model's context
+    sample: int = 0  # number of the text among those of its prompt
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """How a text was made, so that ``verify`` can check each of its tokens.
+
+    prompt_ids: (n,) int64, before healing took tokens back.
+    params: complete, with the model's defaults, the seed and the token limit.
+    model: returns the model's identity and the settings it was computed with.
+    healed_ids: generated tokens that spell only text of the prompt; they aren't among the result's ``token_ids``.
+    """
+
+    prompt_ids: np.ndarray
+    params: Params
+    origin: Origin
+    model: Callable[[], dict[str, Any]]
+    healed_ids: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Result:
+    """A finished text.
+
+    ``finish_reason`` is "eos" (the model ended the text), "stop" (a stop string or id, or a grammar that is complete),
+    "length" (``max_tokens`` or the context) or "cancelled". ``token_ids`` holds every generated token, including the
+    EOS or stop id that ended the text; ``text`` leaves out what stopped it. ``logprobs`` has one entry for each of
+    ``token_ids`` if they were requested. ``record`` tells how the text was made, for ``LanguageModel.verify``.
+    ``schema_errors``: how the text breaks its JSON schema, in the mode checked; [] if it doesn't.
+    """
+
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason
+    stats: Stats = field(default_factory=Stats)
+    logprobs: list[TokenLogprob] | None = None
+    record: Provenance | None = field(default=None, repr=False, compare=False)
+    schema_errors: list[str] | None = None

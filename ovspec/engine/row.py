@@ -1,0 +1,211 @@
+"""A row: one text that is being generated, from rounds of tokens to pieces of text."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Generator, Iterator
+
+from ovspec.base.errors import OvspecError
+from ovspec.cache.sequence import Sequence
+from ovspec.drafting.drafter import ANYTHING, RowStep
+from ovspec.engine.results import FinishReason, Piece, Provenance, Result, Stats
+from ovspec.params import Params
+from ovspec.sampling.healing import Healing
+from ovspec.sampling.logprobs import TokenLogprob, token_logprob
+from ovspec.sampling.samplers import Sampler
+from ovspec.text.tokenizer import Detokenizer
+
+
+class StopStrings:
+    """Holds back text that may be the beginning of a stop string."""
+
+    def __init__(self, stops: list[str]) -> None:
+        self._stops, self._firsts, self._held = stops, {stop[0] for stop in stops}, ""
+
+    def push(self, text: str) -> tuple[str, bool]:
+        """Add ``text``; return (text that may be shown, whether a stop string follows it)."""
+        if not self._stops:
+            return text, False
+        held = self._held + text
+        places = [at for stop in self._stops if (at := held.find(stop)) >= 0]
+        end = min(places) if places else self._unfinished(held)
+        self._held = "" if places else held[end:]
+        return held[:end], bool(places)
+
+    def flush(self) -> str:
+        shown, self._held = self._held, ""
+        return shown
+
+    def _unfinished(self, text: str) -> int:
+        """Return where the first stop string begins that ``text`` ends in the middle of; its length if none does."""
+        for at, first in enumerate(text):
+            if first in self._firsts and any(stop.startswith(text[at:]) for stop in self._stops):
+                return at
+        return len(text)
+
+
+class Row:
+    """One text that is being generated: its tokens, the text they spell so far, and when it ends.
+
+    Args:
+        sequence: the prompt without the tokens that healing took back; rounds commit the generated tokens to it.
+        params: those of its call, with a number as ``max_tokens``.
+        eos: ids that end the text, besides ``params.stop_ids``.
+        context: maximum number of tokens, prompt included.
+        record: how the text is made; ``take`` adds to its ``healed_ids``.
+        healing: holds the tokens that were taken back, if any; the text must begin with their bytes.
+    """
+
+    def __init__(
+        self,
+        sequence: Sequence,
+        params: Params,
+        sampler: Sampler,
+        detokenizer: Detokenizer,
+        stats: Stats,
+        *,
+        eos: frozenset[int] = frozenset(),
+        context: float = math.inf,
+        record: Provenance | None = None,
+        healing: Healing | None = None,
+    ) -> None:
+        self.params, self.record = params, record
+        self.limits = ANYTHING  # of what is proposed
+        self.error: OvspecError | None = None  # why the text couldn't go on; its finish reason is then "cancelled"
+        self.sequence, self.sampler, self.stats, self.healing = sequence, sampler, stats, healing
+        self.text = ""
+        self.token_ids: list[int] = []
+        self.logprobs: list[TokenLogprob] | None = None if params.logprobs is None else []
+        self.finish_reason: FinishReason | None = None
+        self._schema_errors: list[str] | None = None
+        self.start = len(sequence)
+        stats.cached_tokens, self._read = self.start, 0  # corrected as the prompt is read
+        # The maximum number of tokens of the text, prompt included.
+        self.most, self._context = int(min(self.start + params.most_tokens, context)), context
+        self._min_tokens = params.min_tokens or 0
+        self._eos, self._stop_ids = eos, frozenset(params.stop_ids)
+        self._detokenizer, self._stops = detokenizer, StopStrings(params.stop_strings)
+        self._may_complete = sampler.constraints.may_complete
+
+    def row_step(self) -> RowStep:
+        """Return the row for the next round. Drafters aren't asked before the first token, which must not wait."""
+        budget = self.most - len(self.sequence)
+        return RowStep(self.sequence, self.sampler, budget, self.stats.rounds > 0, self.limits)
+
+    def take(self, step: RowStep) -> Piece:
+        """Turn the tokens that a round committed into a piece of text; roll back those after the end of the text."""
+        if step.error:
+            self.error = step.error
+            self.sequence.rewind(len(self.sequence) - len(step.tokens))
+            return self.cancel()
+        tokens = step.tokens.tolist()
+        begin = len(self.sequence) - len(tokens)
+        shown, stopped = "", False
+        first = used = 0  # tokens[first:used] are in the text; those before spell only its prompt
+        for used, token in enumerate(tokens, 1):
+            length, healed = begin + used, 0
+            if self.healing and not self.token_ids and first == used - 1:
+                healed = self.healing.healed(self.sequence.tokens[:length])
+                if healed is None:
+                    first = used
+                    if self.record:
+                        self.record.healed_ids.append(token)
+                    self.most = int(min(self.most + 1, self._context))
+                    if length >= self.most:  # the context is full before anything new was generated
+                        self.finish_reason = "length"
+                        break
+                    continue
+            if token in self._stop_ids:
+                self.finish_reason = "stop"
+                break
+            text = self._detokenizer.push(token, healed)
+            if len(self.token_ids) + used - first > self._min_tokens:
+                text, stopped = self._stops.push(text)
+            shown += text
+            if stopped:
+                self.finish_reason = "stop"
+            elif token in self._eos:
+                self.finish_reason = "eos"
+            elif self._may_complete and self.sampler.constraints.complete(self.sequence.tokens[:length]):
+                self.finish_reason = "stop"
+            elif length >= self.most:
+                self.finish_reason = "length"
+            if self.finish_reason:
+                break
+        self._count(step, used)
+        self.sequence.rewind(begin + used)
+        if self.finish_reason and not stopped:
+            shown += self._rest()
+        self.text += shown
+        self.token_ids += tokens[first:used]
+        self.stats.generated_tokens = len(self.token_ids)
+        logprobs = None
+        if self.logprobs is not None:
+            tops = self.params.logprobs
+            logprobs = [token_logprob(step.logits[index], tokens[index], tops) for index in range(first, used)]
+            self.logprobs += logprobs
+        sources = ["forced"] * len(step.forced) + [step.proposal.source] * step.accepted
+        sources += ["target"] * (len(tokens) - len(sources))
+        return Piece(shown, tokens[first:used], self.finish_reason, logprobs, sources[first:used])
+
+    def cancel(self) -> Piece:
+        """End the text where it is, unless it has already ended."""
+        if self.finish_reason:
+            return Piece("", [], self.finish_reason)
+        self.finish_reason = "cancelled"
+        rest = self._rest()
+        self.text += rest
+        return Piece(rest, [], "cancelled")
+
+    def result(self) -> Result:
+        """Return the result of a text that has ended; its first call judges the text, which may take seconds."""
+        assert self.finish_reason
+        judge = self.sampler.constraints.judge
+        if judge and self._schema_errors is None:
+            self._schema_errors = judge(self.text)
+        errors = self._schema_errors
+        return Result(self.text, self.token_ids, self.finish_reason, self.stats, self.logprobs, self.record, errors)
+
+    def _count(self, step: RowStep, used: int) -> None:
+        stats, forced = self.stats, len(step.forced)
+        if not stats.rounds:  # a grammar may force tokens before the prompt has been read
+            self._read += step.read - forced
+            stats.cached_tokens = min(self.start, self.start - self._read)
+        stats.forced += min(forced, used)
+        stats.rounds += len(step.tokens) > forced
+        if self.finish_reason and not stats.rounds:
+            stats.cached_tokens = 0  # the prompt was never needed
+        accepted = max(0, min(step.accepted, used - forced))
+        proposed = accepted if used < len(step.tokens) else len(step.proposal.tokens)
+        if proposed:
+            stats.count_proposal(step.proposal.source, proposed, accepted)
+
+    def _rest(self) -> str:
+        shown, stopped = self._stops.push(self._detokenizer.flush())
+        return shown if stopped else shown + self._stops.flush()
+
+
+class TextStream:
+    """A text as it is generated; iterate over it once to get a ``Piece`` for each round.
+
+    Ctrl-C during a round ends the text with a piece "cancelled" and then raises KeyboardInterrupt.
+    """
+
+    def __init__(self, pieces: Generator[Piece], row: Row, ended: Callable[[], None] = lambda: None) -> None:
+        self._pieces, self._row, self.mosted = pieces, row, ended
+
+    def __iter__(self) -> Iterator[Piece]:
+        return self._pieces
+
+    def cancel(self) -> None:
+        """End the text here."""
+        self._pieces.close()
+        self._row.cancel()
+        self.mosted()
+
+    def result(self) -> Result:
+        """Return the whole text and its statistics; generate first what is still missing."""
+        for _ in self._pieces:
+            pass
+        self.cancel()  # has no effect unless an exception ended the stream
+        return self._row.result()

@@ -1,0 +1,265 @@
+"""The scheduler: rows join and leave a batch between rounds."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+from ovspec.base.errors import InferenceError, OvspecError
+from ovspec.base.interrupts import HeldInterrupts
+from ovspec.cache.decoder import Decoder
+from ovspec.cache.prefill import shares_prefix
+from ovspec.cache.sequence import EMPTY, Sequence
+from ovspec.drafting.drafter import Drafter, RowStep
+from ovspec.drafting.lookahead import Lookahead, RoundOutcome
+from ovspec.engine.prefill_budget import PrefillBudget
+from ovspec.engine.results import FinishReason, Piece, Stats
+from ovspec.engine.round import run_round
+
+SLOW_STEP = 0.05  # seconds that a row's constraints take for a token, from which they count as slow
+
+
+class Schedulable(Protocol):
+    """What rounds run on: a ``Row``, or a text whose tokens are chosen by other software."""
+
+    sequence: Sequence
+    stats: Stats
+    finish_reason: FinishReason | None
+    most: int  # tokens that the text may grow to
+
+    def row_step(self) -> RowStep: ...
+
+    def take(self, step: RowStep) -> Piece: ...
+
+    def cancel(self) -> Piece: ...
+
+
+@dataclass(frozen=True)
+class BatchLimits:
+    """Limits of a batch, and fairness between its rows."""
+
+    rows: int = 1
+    tokens: float = math.inf  # that the rows may grow to together
+    prefill_budget: PrefillBudget | None = (
+        None  # decides how much of the prompts a round reads, if rows that generate must not wait long
+    )
+    fail_alone: bool = False  # whether a row whose constraints fail ends by itself, instead of failing the whole round
+    constraint_seconds: float = math.inf  # of a row's steps slower than ``SLOW_STEP``, after which its constraints fail
+
+
+@dataclass(slots=True)
+class Active:
+    """A row of the batch, and its number among all rows."""
+
+    number: int
+    row: Schedulable
+    held: int  # the decoders' row that holds its tokens; EMPTY if it has none yet
+    joined: tuple[float, float, float]  # seconds on the wall clock, of target inference and of drafting at that time
+    slow: float = 0.0  # seconds that slow steps of its constraints have taken
+
+
+class Queue:
+    """Rows that have not joined the batch yet, numbered in the order in which they came."""
+
+    def __init__(self, rows: Iterable[Schedulable], limits: BatchLimits) -> None:
+        self._rows, self._limits = iter(rows), limits
+        self._numbers = itertools.count()
+        self._waiting: dict[int, Schedulable] = {}
+        self.reserved = 0  # tokens that are kept free for something else
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def add(self, row: Schedulable) -> int:
+        """Let ``row`` wait behind the others; return its number."""
+        number = next(self._numbers)
+        self._waiting[number] = row
+        return number
+
+    def remove(self, number: int) -> Schedulable | None:
+        return self._waiting.pop(number, None)
+
+    def room(self, batch: list[Schedulable]) -> float:
+        """Return how many tokens there is memory for beside ``batch``; negative if too many are reserved."""
+        return self._limits.tokens - self.reserved - sum([row.most for row in batch])
+
+    def take(self, batch: list[Schedulable]) -> list[tuple[int, Schedulable]]:
+        """Return (number, row) of the rows for which ``batch`` has room; if it is empty, at least one.
+
+        A row waits while another prompt with the same beginning is being read, because it can continue from there.
+        """
+        room = self.room(batch)
+        reading = [row.sequence for row in batch if not row.stats.rounds]
+        read = [row.sequence for row in batch if row.stats.rounds]
+        taken: list[tuple[int, Schedulable]] = []
+        for row in itertools.islice(self._rows, max(0, self._limits.rows - len(self._waiting))):
+            self.add(row)
+        for number, row in self._waiting.items():
+            if len(batch) + len(taken) == self._limits.rows or (row.most > room and (batch or taken or self.reserved)):
+                break
+            if not reading or not shares_prefix(row.sequence, reading, read):
+                taken.append((number, row))
+                reading.append(row.sequence)
+                room -= row.most
+        for number, _ in taken:
+            del self._waiting[number]
+        return taken
+
+
+class Scheduler:
+    """Runs rounds over a batch that rows join as others leave it.
+
+    Args:
+        target, drafter: either without rows, or with one row, which the first of ``rows`` takes over.
+        rows: consumed as the batch has room for more.
+        learn: called with the outcome of each round that has a drafter; ``lookahead.learn`` by default.
+    """
+
+    def __init__(
+        self,
+        target: Decoder,
+        drafter: Drafter | None,
+        lookahead: Lookahead,
+        rows: Iterable[Schedulable],
+        limits: BatchLimits = BatchLimits(),
+        learn: Callable[[RoundOutcome], None] | None = None,
+    ) -> None:
+        self._target, self._drafter, self._lookahead = target, drafter, lookahead
+        self._followers = [target, drafter] if drafter else [target]
+        self._learn = learn or lookahead.learn
+        self.queue, self._limits = Queue(rows, limits), limits
+        self.outcome: RoundOutcome | None = None  # of the last round
+        self._batch: list[Active] = []
+        self._inherited = list(range(len(target.rows)))  # the decoders' rows for the first of ``rows``
+
+    def step(self) -> list[tuple[int, Piece]] | None:
+        """Run one round; return (number, piece) for each row, or None if no row is left."""
+        if len(self._batch) < self._limits.rows:
+            for number, row in self.queue.take([active.row for active in self._batch]):
+                held = self._inherited.pop(0) if self._inherited else EMPTY
+                self._batch.append(Active(number, row, held, self._clocks()))
+        if not self._batch:
+            return None
+        self._reorder()
+        steps = [active.row.row_step() for active in self._batch]
+        try:
+            self.outcome = run_round(self._target, self._drafter, self._lookahead, steps, self._limits.prefill_budget)
+            if not self._limits.fail_alone and (error := next((step.error for step in steps if step.error), None)):
+                raise error
+        except BaseException:
+            for step in steps:  # undo what the failed round committed
+                step.sequence.rewind(len(step.sequence) - len(step.tokens))
+            raise
+        if self.outcome:
+            self._learn(self.outcome)
+        pieces = [(active.number, self._taken(active, step)) for active, step in zip(self._batch, steps, strict=True)]
+        for active in self._batch:
+            if active.row.finish_reason or not active.row.stats.ttft_ms:
+                self._note_times(active)
+        self._batch = [active for active in self._batch if not active.row.finish_reason]
+        return pieces
+
+    def _taken(self, active: Active, step: RowStep) -> Piece:
+        """Return the piece that a row makes of its round; it is empty if its constraints fail or take too long."""
+        if step.constraint_seconds > SLOW_STEP * (1 + len(step.proposal.tokens)):
+            active.slow += step.constraint_seconds
+            if active.slow > self._limits.constraint_seconds and not step.error:
+                step.error = OvspecError("The grammar takes too long to follow; simplify it.")
+        try:
+            return active.row.take(step)
+        except InferenceError:
+            raise
+        except OvspecError as error:
+            if not self._limits.fail_alone:
+                raise
+            step.error = error
+            return active.row.take(step)
+
+    def _reorder(self) -> None:
+        """Keep the decoders' rows of texts that continue, and add empty ones for rows that have joined."""
+        rows, before = [active.held for active in self._batch], len(self._target.rows)
+        if rows == list(range(before)):
+            return
+        for follower in self._followers:
+            if before:
+                follower.reorder(rows)
+            else:
+                follower.reset(len(rows))
+        for index, active in enumerate(self._batch):
+            active.held = index
+
+    def reset(self) -> None:
+        """Empty the decoders of a batch without rows, which frees memory."""
+        for follower in self._followers:
+            follower.reset(0)
+        self._inherited = []
+
+    @property
+    def room(self) -> float:
+        """Tokens that there is memory for beside the batch; see ``Queue.room``."""
+        return self.queue.room([active.row for active in self._batch])
+
+    @property
+    def running(self) -> list[int]:
+        return [active.number for active in self._batch]
+
+    def remove(self, numbers: Collection[int]) -> None:
+        """Take waiting or running rows out; their texts end where they are."""
+        for number in numbers:
+            if row := self.queue.remove(number):
+                row.cancel()
+        for active in self._batch:
+            if active.number in numbers:
+                active.row.cancel()
+                self._note_times(active)
+        self._batch = [active for active in self._batch if active.number not in numbers]
+
+    def cancel(self) -> list[tuple[int, Piece]]:
+        return [(active.number, active.row.cancel()) for active in self._batch]
+
+    def note_times(self) -> None:
+        for active in self._batch:
+            self._note_times(active)
+
+    def _clocks(self) -> tuple[float, float, float]:
+        return time.perf_counter(), self._target.seconds, self._drafter.seconds if self._drafter else 0.0
+
+    def _note_times(self, active: Active) -> None:
+        stats = active.row.stats
+        now = self._clocks()
+        elapsed, on_target, on_draft = (1e3 * (now[i] - active.joined[i]) for i in range(3))
+        if not stats.ttft_ms and stats.generated_tokens:
+            stats.ttft_ms = elapsed
+        if stats.generated_tokens > 1:
+            stats.tpot_ms = (elapsed - stats.ttft_ms) / (stats.generated_tokens - 1)
+        stats.target_ms, stats.draft_ms, stats.other_ms = on_target, on_draft, elapsed - on_target - on_draft
+
+
+def run_rows(scheduler: Scheduler) -> Iterator[list[tuple[int, Piece]]]:
+    """Run rounds until every row is finished; yield each round's list of (number of the row, piece).
+
+    On Ctrl-C, finish the round, or the inference if the round reads a prompt, yield its pieces, then a last piece
+    "cancelled" for each row, and raise KeyboardInterrupt.
+    """
+    interrupts = HeldInterrupts()
+    try:
+        while True:
+            interrupts.holding = True
+            try:
+                pieces = scheduler.step()
+            except KeyboardInterrupt:  # also one that another stream holds back, or that a user's function raises
+                pieces, interrupts.pressed = [], True
+            interrupts.holding = False
+            if pieces is None:
+                return
+            yield [(number, piece) for number, piece in pieces if piece.token_ids or piece.finish_reason]
+            if interrupts.pressed:
+                yield scheduler.cancel()
+                raise KeyboardInterrupt
+    finally:
+        interrupts.stop()
+        scheduler.note_times()

@@ -1,0 +1,155 @@
+"""How well the model predicts a text (perplexity), and how likely it finds given continuations (scores)."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ovspec.base.errors import OvspecError
+from ovspec.cache.decoder import Decoder
+from ovspec.cache.prefill import PREFILL_ABOVE
+from ovspec.cache.sequence import Sequence, catch_up
+from ovspec.sampling.logprobs import log_softmax
+
+DEFAULT_CONTEXT = 1024  # of a perplexity
+CHUNK = 128  # positions whose logits are held at a time
+# Maximum texts and logits per inference: a stateful cache is copied for each text; logits are as wide as a vocabulary.
+MOST_TEXTS, MOST_LOGITS = 32, 256
+
+
+@dataclass(frozen=True)
+class Score:
+    """A text's score: ``logprob`` is the sum of ``logprobs``, its tokens' log-probabilities in the model, in nats."""
+
+    logprob: float
+    token_ids: list[int]
+    logprobs: list[float]
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The selected option, its index among the options, and the total log-probability of each option."""
+
+    text: str
+    index: int
+    logprobs: list[float]
+
+
+def check_choices(options: Any, terminator: Any) -> None:
+    """Raise OvspecError for ``options`` among which a session can't select."""
+    if not isinstance(options, (list, tuple)) or not options or not all(isinstance(o, str) for o in options):
+        raise OvspecError("select needs a list of at least one string.")
+    if len(set(options)) < len(options):
+        raise OvspecError("select needs options that are all different.")
+    if terminator is not None and not isinstance(terminator, str):
+        raise OvspecError(f"terminator must be a string, not {type(terminator).__name__}.")
+    if "" in options and not terminator:
+        raise OvspecError("An empty option always wins; give a terminator, the text that follows it.")
+
+
+def score_texts(decoder: Decoder, texts: list[np.ndarray], begin: int) -> list[Score]:
+    """Score each of ``texts`` (n,) int64 from position ``begin`` on; they share all tokens before it (at least one).
+
+    The shared tokens are read once, then all texts in one inference, or in several if there are many. ``decoder`` has a
+    single row before and after. If one inference was enough, that row then holds the text with the highest score.
+    """
+    scores: list[Score] = []
+    best = 0
+    try:
+        for group in groups(texts, begin):
+            unseen = catch_up(decoder, 0, Sequence(texts[0][:begin]))
+            if len(unseen) > PREFILL_ABOVE:
+                decoder.feed([unseen[:-1]], [0])
+                unseen = unseen[-1:]
+            if len(group) > 1:
+                decoder.reorder([0] * len(group))
+            fed = [np.concatenate((unseen, text[begin:-1])) for text in group]
+            logits = decoder.feed(fed, [len(text) - begin for text in group])
+            found = [score(*each) for each in zip(logits, (text[begin:] for text in group), strict=True)]
+            best = max(range(len(group)), key=lambda row: found[row].logprob)
+            scores += found
+            decoder.reorder([best])
+    finally:
+        if len(decoder.rows) > 1:
+            decoder.reorder([0])
+    return scores
+
+
+def score(logits: np.ndarray, tokens: np.ndarray) -> Score:
+    logprobs = [float(log_softmax(row)[token]) for row, token in zip(logits, tokens, strict=True)]
+    return Score(math.fsum(logprobs), tokens.tolist(), logprobs)
+
+
+def groups(texts: list[np.ndarray], begin: int) -> Iterator[list[np.ndarray]]:
+    group: list[np.ndarray] = []
+    for text in texts:
+        if group and (
+            len(group) == MOST_TEXTS or sum(map(len, [*group, text])) - begin * (len(group) + 1) > MOST_LOGITS
+        ):
+            yield group
+            group = []
+        group.append(text)
+    yield group
+
+
+@dataclass(frozen=True)
+class Perplexity:
+    """How well a text was predicted: exp of ``nats``, the mean negative log-probability of ``scored`` tokens."""
+
+    perplexity: float
+    nats: float
+    scored: int
+    context: int
+    seconds: float
+
+
+def windows(length: int, context: int) -> Iterator[tuple[int, int, int]]:
+    """Yield (start, end, first scored position) of windows that overlap by half.
+
+    Every token except the first is scored once, after at least ``context // 2`` tokens unless in the first window.
+    """
+    start, end = 0, min(context, length)
+    yield start, end, 1
+    while end < length:
+        start, scored = start + max(context // 2, 1), end
+        end = min(start + context, length)
+        yield start, end, scored
+
+
+def predictions(
+    decoder: Decoder, tokens: np.ndarray, context: int, chunk: Callable[[], int] = lambda: CHUNK
+) -> Iterator[tuple[int, np.ndarray]]:
+    """Yield (position of a token, logits (n, vocab) that predict it and the tokens after it), at most ``chunk()``."""
+    for start, end, scored in windows(len(tokens), context):
+        decoder.reset(1)
+        if scored - 1 > start:
+            decoder.feed([tokens[start : scored - 1]], [0])
+        while scored < end:
+            fed = tokens[scored - 1 : min(scored - 1 + chunk(), end - 1)]
+            yield scored, decoder.feed([fed], [len(fed)])[0]
+            scored += len(fed)
+
+
+def check_length(tokens: np.ndarray, context: int) -> None:
+    if context < 2:
+        raise OvspecError(f"A context of {context} tokens is too short to predict anything; take at least 2.")
+    if len(tokens) < 2:
+        raise OvspecError("The text has fewer than two tokens, so there is nothing to predict.")
+
+
+def measure(decoder: Decoder, tokens: np.ndarray, context: int) -> Perplexity:
+    """Measure the perplexity of ``tokens`` (n,) int64, read in windows of ``context`` tokens; both at least two."""
+    check_length(tokens, context)
+    began = time.perf_counter()
+    total, scored = 0.0, 0
+    for position, logits in predictions(decoder, tokens, context):
+        wanted = tokens[position : position + len(logits)]
+        total -= float(log_softmax(logits)[np.arange(len(wanted)), wanted].sum())
+        scored += len(wanted)
+    nats = total / scored
+    return Perplexity(math.exp(min(nats, 700.0)), nats, scored, context, time.perf_counter() - began)

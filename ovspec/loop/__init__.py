@@ -1,1 +1,0 @@
-"""The generation loop: rows of text, rounds over them, and the scheduler that lets rows join and leave."""

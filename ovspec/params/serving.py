@@ -1,0 +1,72 @@
+"""The options of ``ovspec serve``."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal, TypedDict
+
+from ovspec.params import AT_LEAST_1, LOOKAHEAD, NOT_NEGATIVE, POSITIVE, SAMPLING
+from ovspec.params.option import Limits, Option, declared, fields_of
+
+
+class ServeOptions(TypedDict, total=False):
+    """The options that decide who is served, and how much at a time."""
+
+    host: Annotated[
+        str, "Address to listen on. Another one than this machine's own needs a key or --insecure.", Option("127.0.0.1")
+    ]
+    port: Annotated[int, "Port to listen on; 0 for any free one.", Option(8000, Limits(0, 65535, "from 0 to 65535"))]
+    model_name: Annotated[
+        str | None, "The model's name in requests and answers.", Option(usual="the folder's name", metavar="NAME")
+    ]
+    api_key_file: Annotated[
+        Path | None,
+        "File with the keys that clients may use, one a line.",
+        Option(usual="the key in OVSPEC_API_KEY, if it is set", metavar="FILE", parse=Path),
+    ]
+    insecure: Annotated[bool, "Serve everybody who can reach the address, without a key.", Option(False)]
+    deterministic: Annotated[
+        bool, "Don't start unless texts are proven to be independent of the load on this machine.", Option(False)
+    ]
+    batch_size: Annotated[int, "Maximum number of texts generated at a time; the others wait.", Option(16, AT_LEAST_1)]
+    queue_size: Annotated[
+        int, "Maximum number of texts that wait; requests for further ones are refused.", Option(256, NOT_NEGATIVE)
+    ]
+    queue_timeout: Annotated[float, "Seconds that a request may wait before its text begins.", Option(300.0, POSITIVE)]
+    request_timeout: Annotated[float, "Seconds that a request may take in all.", Option(3600.0, POSITIVE)]
+    cache_size: Annotated[
+        float | None,
+        "Gigabytes that the KV caches of all texts may take together.",
+        Option(limits=POSITIVE, usual="80 % of the memory that is free after loading", metavar="GB"),
+    ]
+    prefill_chunk: Annotated[
+        int | None,
+        "Number of prompt tokens that a round reads. With many, as 256, drafters may bring more, but texts pause "
+        "while the server reads prompts.",
+        Option(limits=AT_LEAST_1, usual="so few that other texts hardly wait", metavar="N"),
+    ]
+    lookahead: Annotated[
+        int | Literal["auto"] | None,
+        "Maximum number of tokens to propose per round and text; a request can lower it. auto: as many as are worth "
+        "their time under the load.",
+        LOOKAHEAD,
+    ]
+    lookup_memory: Annotated[
+        int,
+        "Number of tokens of earlier requests that lookup may also propose from; 0 for none. Its speed would tell "
+        "one client what others wrote, so it is refused with several keys.",
+        Option(0, NOT_NEGATIVE),
+    ]
+    max_tokens: Annotated[
+        int | None,
+        "Maximum number of tokens of a request that sets none; -1 for as many as the context holds.",
+        SAMPLING["max_tokens"][1],
+    ]
+
+
+SERVE = declared(ServeOptions)
+_ServeFields = fields_of(SERVE)
+
+
+@dataclass(frozen=True)
+class ServeParams(_ServeFields):
+    """All options of a server, beside those of its model."""

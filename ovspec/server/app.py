@@ -1,0 +1,183 @@
+"""The API: OpenAI's endpoints, and those of llama.cpp and vLLM that tell how the server is."""
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import PlainTextResponse
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from pydantic import Field
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from ovspec import __version__
+from ovspec.api.model import LanguageModel
+from ovspec.base.errors import PromptError
+from ovspec.openai.answers import Answer, ChatCompletion, Completion
+from ovspec.openai.bodies import NO_OBJECT, DetokenizeRequest, RequestError, TokenizeRequest
+from ovspec.openai.requests import template_message
+from ovspec.params import refuse_variables
+from ovspec.server.bodies import BoundedRoute
+from ovspec.server.errors import ApiError, ErrorAnswer, about_prompt, error_answer
+from ovspec.server.service import Service
+from ovspec.server.texts import TextEndpoints
+from ovspec.text.tokenizer import LONG_TEXT
+
+ERRORS: dict[int | str, str] = {
+    400: "A field or the body is wrong.",
+    401: "The key is missing or wrong.",
+    403: "The host isn't this machine, and the server has no key.",
+    404: "There is no such model or path.",
+    405: "The path doesn't take this method.",
+    408: "The body did not arrive in time.",
+    413: "The body is too large.",
+    415: "The body isn't JSON.",
+    422: "The text can't be continued within its grammar.",
+    429: "Too many requests are waiting.",
+    500: "An inference failed.",
+    503: "The server is shutting down, or the request has waited for too long.",
+    504: "The request took too long.",
+}
+NOWHERE = {404: "There is no such path; /openapi.json lists them.", 405: ERRORS[405]}
+STREAM = {"text/event-stream": {"schema": {"type": "string", "description": "With stream: chunks, as OpenAI's."}}}
+
+
+class Model(Answer):
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str = "ovspec"
+    max_model_len: int | None = Field(description="Tokens that a prompt and its text may have; null if unknown.")
+
+
+class Models(Answer):
+    object: Literal["list"] = "list"
+    data: list[Model]
+
+
+class Tokens(Answer):
+    count: int
+    max_model_len: int | None
+    tokens: list[int]
+
+
+class Text(Answer):
+    prompt: str
+    content: str
+
+
+class Ready(Answer):
+    status: str
+    arithmetic: str = Field(description="exact, or what the probe found.")
+    deterministic: bool = Field(description="Whether texts are independent of the load.")
+
+
+READY: dict[int | str, Any] = {status: {"model": Ready, "description": "Its state."} for status in (200, 503)}
+
+
+def make_app(service: Service) -> FastAPI:
+    """Return the application."""
+    app = FastAPI(
+        title="ovspec",
+        version=__version__,
+        summary="OpenAI's API on OpenVINO; a request's text doesn't depend on who else is asking.",
+        docs_url=None,  # their pages load scripts from elsewhere
+        redoc_url=None,
+        redirect_slashes=False,  # clients of APIs don't follow it with a body
+        responses={status: {"model": ErrorAnswer, "description": told} for status, told in ERRORS.items()},
+    )
+    app.router.route_class = BoundedRoute
+    add_endpoints(app, service)
+    for kind in (RequestValidationError, HTTPException, Exception):
+        app.add_exception_handler(kind, answer_error)
+    return app
+
+
+def add_endpoints(app: FastAPI, service: Service) -> None:
+    lm, texts = service.lm, TextEndpoints(service)
+
+    for path, endpoint, summary, answer in (
+        ("/v1/chat/completions", texts.chat, "Answer a chat.", ChatCompletion),
+        ("/v1/completions", texts.complete, "Continue texts.", Completion),
+    ):
+        answers: Any = {200: {"model": answer, "description": "The answer.", "content": STREAM}}
+        app.post(path, tags=["texts"], summary=summary, response_model=None, responses=answers)(endpoint)
+
+    @app.get("/v1/models", tags=["model"], summary="List the one model that is served.")
+    async def models() -> Models:
+        return Models(data=[Model(id=service.name, created=service.began, max_model_len=lm.target.ir.context_length)])
+
+    @app.get("/v1/models/{name:path}", tags=["model"], summary="Describe the model.")
+    async def model(name: str) -> Model:
+        service.check_model(name)
+        return (await models()).data[0]
+
+    @app.head("/health", include_in_schema=False)
+    @app.get("/health", tags=["server"], summary="Liveness check.")
+    async def health() -> dict[str, str]:
+        return {"status": "ok"}
+
+    @app.get("/ready", tags=["server"], summary="Readiness check, and what is promised.", responses=READY)
+    async def ready(response: Response) -> Ready:
+        promise, reason = lm.target.promise, "ready"
+        try:
+            service.check_open()
+        except ApiError as error:
+            response.status_code, reason = 503, error.detail
+        return Ready(status=reason, arithmetic=promise, deterministic=promise == "exact")
+
+    @app.get("/metrics", tags=["server"], summary="Report metrics in Prometheus' format.")
+    async def metrics() -> PlainTextResponse:
+        return PlainTextResponse(generate_latest(service.metrics.registry), media_type=CONTENT_TYPE_LATEST)
+
+    async def translated(function: Callable[..., Any], body: TokenizeRequest | DetokenizeRequest, http: Request) -> Any:
+        """Return what a function makes of a body, in a thread."""
+        service.check_model(body.model)
+        with service.counted():
+            return await service.apart(
+                function, lm, body, work="long" if len(await http.body()) > LONG_TEXT else "texts"
+            )
+
+    @app.post("/tokenize", tags=["tokens"], summary="Return the tokens of a text or a chat.")
+    async def tokenize(body: TokenizeRequest, http: Request) -> Tokens:
+        tokens = await translated(encode, body, http)
+        return Tokens(count=len(tokens), max_model_len=lm.target.ir.context_length, tokens=tokens)
+
+    @app.post("/detokenize", tags=["tokens"], summary="Return the text of tokens.")
+    async def detokenize(body: DetokenizeRequest, http: Request) -> Text:
+        text = await translated(decode, body, http)
+        return Text(prompt=text, content=text)
+
+
+def encode(lm: LanguageModel, body: TokenizeRequest) -> list[int]:
+    """Return the tokens of the text or chat in ``body``; raises OvspecError for fields that can't be met together."""
+    texts = [text for text in (body.prompt, body.content) if text is not None]
+    if len(texts) + (body.messages is not None) != 1:
+        raise RequestError("Give one of prompt, content and messages.")
+    if body.messages is None:
+        refuse_variables(body.chat_template_kwargs)
+        return lm.tokenizer.encode(texts[0], body.add_special_tokens is not False).tolist()
+    if body.add_special_tokens is not None:
+        raise RequestError("add_special_tokens can't be combined with messages; leave it out.", "add_special_tokens")
+    messages = [template_message(message) for message in body.messages]
+    return lm.runtime.encode(messages, variables=body.chat_template_kwargs).tolist()
+
+
+def decode(lm: LanguageModel, body: DetokenizeRequest) -> str:
+    """Return the text of tokens; raises ApiError for ids that aren't in the vocabulary."""
+    try:
+        ids = lm.runtime.encode(body.tokens, begins=False)
+    except PromptError as error:
+        raise about_prompt(error, lm, "tokens") from None
+    return lm.tokenizer.spell(ids) or lm.tokenizer.decode(ids)
+
+
+async def answer_error(_: Request, error: Exception) -> Response:
+    if isinstance(error, RequestValidationError):  # no body at all; for what is wrong in it there are ApiErrors
+        error = ApiError(400, NO_OBJECT)
+    elif not isinstance(error, HTTPException):
+        error = ApiError(500, f"The server failed ({type(error).__name__}).")
+    elif not isinstance(error, ApiError):  # Starlette's own
+        error.detail = NOWHERE.get(error.status_code, error.detail)
+    return error_answer(error)

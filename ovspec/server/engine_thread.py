@@ -1,0 +1,313 @@
+"""The engine: one thread that owns the decoders and generates the texts of all requests, round by round."""
+
+import queue
+import threading
+from collections.abc import Callable, Generator
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+import psutil
+
+from ovspec.api.model import LanguageModel
+from ovspec.base.errors import InferenceError, OvspecError
+from ovspec.cache.paged import PagedDecoder
+from ovspec.drafting.costs import Costs
+from ovspec.drafting.drafter import Drafter
+from ovspec.drafting.lookahead import Lookahead
+from ovspec.drafting.lookup import Index
+from ovspec.engine.prefill_budget import PrefillBudget
+from ovspec.engine.results import Piece
+from ovspec.engine.row import Row
+from ovspec.engine.runtime import PLAIN, Sequence
+from ovspec.engine.scheduler import BatchLimits, Scheduler
+from ovspec.ir.compile import CompiledIR
+from ovspec.ir.large_pages import LONGEST
+from ovspec.ir.memory import kv_bytes_per_token, recurrent_bytes
+from ovspec.server.metrics import Metrics
+
+FEWEST_TOKENS = 32  # that must fit into memory
+FREE_SHARE = 0.8  # of the free memory that KV caches may take
+CONSTRAINT_SECONDS = 2.0  # that slow steps of a text's grammar may take together, because all others wait for them
+ENDED = "The server was stopped before the text was finished."
+WARM_UP = "The quick brown fox jumps over the lazy dog. " * 8
+
+
+class ServerEnded(OvspecError):
+    """The server ends before a request does."""
+
+
+@dataclass(eq=False)
+class Job:
+    """The texts of a request, from when the engine gets them until all have ended.
+
+    deliver: called in the engine's thread after each round with (index of the row, piece) of those that grew, or with
+        the error that ended the request.
+    started: whether a row of it has joined the batch.
+    """
+
+    rows: list[Row]
+    deliver: Callable[[list[tuple[int, Piece]] | OvspecError], None]
+    started: bool = False
+
+
+@dataclass(eq=False)
+class BackgroundTask:
+    """Work that the engine's thread does between rounds, so that it holds up nobody.
+
+    steps: each takes a few milliseconds.
+    tokens: number of tokens whose KV cache it needs. It waits until there is room for them, and rows wait for it.
+    future: what the steps return, or an OvspecError if one fails or the background task is given up; may be cancelled.
+    """
+
+    steps: Generator[None, None, Any]
+    tokens: int = 0
+    future: Future[Any] = field(default_factory=Future)
+
+    def fail(self, error: OvspecError) -> None:
+        if self.future.set_running_or_notify_cancel():
+            self.future.set_exception(error)
+
+
+class Engine:
+    """Generates the texts of jobs as one batch that they join and leave between rounds, in a thread of its own.
+
+    Args:
+        rows: maximum number of rows in the batch.
+        cache_bytes: memory that the KV caches of all rows may take; a share of the free memory by default.
+        lookup_tokens: tokens of earlier texts that lookup may propose from.
+        chunk: tokens of prompts that a round reads; by default so few that other texts hardly wait.
+    """
+
+    def __init__(
+        self,
+        lm: LanguageModel,
+        rows: int,
+        cache_bytes: float | None = None,
+        lookup_tokens: int = 0,
+        chunk: int | None = None,
+    ) -> None:
+        self.lm, self.metrics = lm, Metrics()
+        self.metrics.running.set_function(lambda: self.running)
+        self.metrics.waiting.set_function(lambda: self.waiting)
+        self.metrics.blocks_used.set_function(lambda: self.cache_use()[0])
+        self.metrics.blocks_free.set_function(lambda: self.cache_use()[1])
+        self._orders: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        # The scheduler's number of each row that hasn't ended -> its job, and its index there.
+        self._jobs: dict[int, tuple[Job, int]] = {}
+        self._tasks: list[BackgroundTask] = []
+        self._ending = self._given_up = False
+        self._rows, self._cache_bytes = rows, cache_bytes
+        self._lookup_tokens, self._earlier = lookup_tokens, Index()
+        if lookup_tokens:
+            lm.runtime.corpora.append(self._earlier)
+        self._decoders = lm.runtime.pool.take()
+        self._drafter, self._lookahead = lm.runtime.drafting(lm.runtime.params({}), self._decoders)
+        rule = self._decoders.target.rule
+        costs = self._lookahead.target if self._drafter else Costs(most=rule.most)
+        self._prefill_budget = PrefillBudget(costs, rule, not self._drafter, chunk)
+        self._thread = threading.Thread(target=self._run, name="ovspec engine", daemon=True)
+
+    def start(self) -> None:
+        """Warm up, find out how many tokens fit into memory, and start the thread."""
+        runtime = self.lm.runtime
+        self._warm_up()
+        used = runtime.irs(self._drafter is not None)
+        self.do(BackgroundTask(moving(used)))
+        irs = [ir for ir in used if ir.device == "CPU"]
+        per_token = sum(map(kv_bytes_per_token, irs))
+        room = self._cache_bytes or FREE_SHARE * psutil.virtual_memory().available
+        room -= self._rows * sum(map(recurrent_bytes, irs))
+        self.most_tokens = int(room / per_token) if per_token else 2**62
+        if self.most_tokens < FEWEST_TOKENS:
+            holds = f"The memory for KV caches holds {max(0, self.most_tokens)} tokens"
+            raise OvspecError(f"{holds}; free some, or raise `cache_size`.")
+        limits = BatchLimits(
+            self._rows, self.most_tokens, self._prefill_budget, fail_alone=True, constraint_seconds=CONSTRAINT_SECONDS
+        )
+        self._scheduler = Scheduler(self._decoders.target, self._drafter, self._lookahead, (), limits)
+        self._thread.start()
+
+    def _warm_up(self) -> None:
+        """Generate some short texts, so that kernels are made, and times known, before the first request comes."""
+        runtime, target = self.lm.runtime, self._decoders.target
+        ids = self.lm.encode(WARM_UP)[: (self.lm.target.ir.context_length or len(WARM_UP)) // 2]
+        ways: list[tuple[int, Drafter | None, Lookahead]] = [(1, self._drafter, self._lookahead)]
+        if self._drafter:  # so that the draft is used, too
+            ways.append((1, self._drafter, runtime.drafting(runtime.params({"lookahead": 2}), self._decoders)[1]))
+        ways += [(count, None, PLAIN) for count in (2, 8) if count <= self._rows]
+        params = runtime.params({"max_tokens": 8, "ignore_eos": True})
+        for count, drafter, lookahead in ways:
+            rows = [runtime.row(Sequence(ids), params) for _ in range(count)]
+            scheduler = Scheduler(
+                target, drafter, lookahead, rows, BatchLimits(count, prefill_budget=self._prefill_budget)
+            )
+            while scheduler.step():
+                pass
+            scheduler.reset()
+
+    # ------------------------------------------------------------ called from any thread
+
+    def submit(self, job: Job) -> None:
+        """Let a job wait for its turn; none of its rows may need more than ``most_tokens``."""
+        self._orders.put(lambda: self._add(job))
+
+    def cancel(self, job: Job) -> None:
+        """End a job's texts where they are, before the next round."""
+        self._orders.put(lambda: self._remove(job))
+
+    def do(self, task: BackgroundTask) -> Future[Any]:
+        """Do a task after those that wait: one at a time, because each may need a whole prompt's KV cache."""
+        self._orders.put(lambda: task.fail(ServerEnded(ENDED)) if self._given_up else self._tasks.append(task))
+        return task.future
+
+    def give_up(self) -> None:
+        """End all requests: those that wait and those that have yet to come, too."""
+
+        def giving_up() -> None:
+            self._given_up = True
+            self._fail({job for job, _ in self._jobs.values()}, ServerEnded(ENDED))
+            for task in self._tasks:
+                task.fail(ServerEnded(ENDED))
+            self._tasks.clear()
+            self._scheduler.queue.reserved = 0
+
+        self._orders.put(giving_up)
+
+    def end(self, wait: float = 10.0) -> None:
+        """End the thread; texts that run are given up."""
+        self._ending = True
+        self._orders.put(lambda: None)  # wakes the thread
+        self._thread.join(wait)
+
+    @property
+    def alive(self) -> bool:
+        return self._thread.is_alive()
+
+    @property
+    def running(self) -> int:
+        """Number of rows in the batch."""
+        return len(self._scheduler.running)
+
+    @property
+    def waiting(self) -> int:
+        """Number of rows that wait for the batch."""
+        return len(self._scheduler.queue)
+
+    def cache_use(self) -> tuple[int, int]:
+        """Return (blocks of the target's KV cache in use, blocks that are free); of one token where there are none."""
+        target = self._decoders.target
+        if isinstance(target, PagedDecoder):
+            used, most = target.blocks_used, self.most_tokens // target.block_size
+        else:
+            used, most = sum(map(len, target.rows)), self.most_tokens
+        return used, max(0, most - used)
+
+    # ------------------------------------------------------------ in the engine's thread
+
+    def _run(self) -> None:
+        while not self._ending:
+            try:
+                self._obey(wait=not self._jobs and not self._tasks)
+                if self._tasks:
+                    self._advance(self._tasks[0])
+                if self._jobs:
+                    self._round()
+            except BaseException as error:  # whatever it is, the server lives; a panic in Rust is no Exception
+                running = [self._jobs[number][0] for number in self._scheduler.running if number in self._jobs]
+                self._fail({*running}, failure(error))
+
+    def _obey(self, wait: bool) -> None:
+        """Carry out the orders of other threads; wait for the first one if there is nothing else to do."""
+        try:
+            self._orders.get(block=wait)()
+            while True:
+                self._orders.get(block=False)()
+        except queue.Empty:
+            pass
+
+    def _advance(self, task: BackgroundTask) -> None:
+        self._scheduler.queue.reserved = min(task.tokens, self.most_tokens)
+        if self._scheduler.room < 0:
+            return  # until texts have ended
+        try:
+            if not task.future.cancelled():
+                next(task.steps)
+                return
+            task.steps.close()
+        except StopIteration as ended:
+            if task.future.set_running_or_notify_cancel():
+                task.future.set_result(ended.value)
+        except BaseException as error:
+            task.fail(failure(error))
+        self._tasks.remove(task)
+        self._scheduler.queue.reserved = 0
+
+    def _round(self) -> None:
+        pieces = self._scheduler.step() or []
+        self._note(pieces)
+        found, failed = dict[Job, list[tuple[int, Piece]]](), dict[Job, OvspecError]()
+        for number, piece in pieces:
+            job, index = self._jobs[number]
+            job.started = True
+            row = job.rows[index]
+            if row.error:
+                failed[job] = row.error
+            if row.finish_reason:
+                del self._jobs[number]
+                if self._lookup_tokens and not row.error:
+                    self._earlier.remember(row.sequence.tokens, self._lookup_tokens)
+            if piece.token_ids or piece.text or piece.finish_reason:
+                found.setdefault(job, []).append((index, piece))
+        for job, error in failed.items():
+            found.pop(job, None)
+            self._fail({job}, error)
+        if not self._jobs:
+            self._scheduler.reset()  # which frees memory
+        for job, grown in found.items():
+            job.deliver(grown)
+
+    def _add(self, job: Job) -> None:
+        if self._given_up:
+            job.deliver(ServerEnded(ENDED))
+            return
+        for index, row in enumerate(job.rows):
+            self._jobs[self._scheduler.queue.add(row)] = job, index
+
+    def _remove(self, job: Job) -> None:
+        numbers = [number for number, (each, _) in self._jobs.items() if each is job]
+        for number in numbers:
+            del self._jobs[number]
+        self._scheduler.remove(numbers)
+        if not self._scheduler.running:
+            self._scheduler.reset()
+
+    def _fail(self, jobs: set[Job], error: OvspecError) -> None:
+        for job in jobs:
+            self._remove(job)
+        for job in jobs:
+            job.deliver(error)
+
+    def _note(self, pieces: list[tuple[int, Piece]]) -> None:
+        metrics, judged = self.metrics, self._scheduler.outcome.judged if self._scheduler.outcome else []
+        metrics.rounds.inc()
+        metrics.generated_tokens.inc(sum(len(piece.token_ids) for _, piece in pieces))
+        metrics.lookahead.set(sum(len(proposal.tokens) for proposal, _ in judged) / max(len(judged), 1))
+        for proposal, accepted in judged:
+            if proposal.source:
+                metrics.proposed.labels(proposal.source).inc(len(proposal.tokens))
+                metrics.accepted.labels(proposal.source).inc(accepted)
+
+
+def failure(error: BaseException) -> InferenceError:
+    """Return what clients are told of an error that isn't theirs."""
+    told = str(error) if isinstance(error, OvspecError) else f"The inference failed ({type(error).__name__}: {error})."
+    return InferenceError(told)
+
+
+def moving(irs: list[CompiledIR]) -> Generator[None]:
+    """Move weights into large pages, a part at each step: a busy server is never idle long enough to do it."""
+    for ir in irs:
+        while not ir.large_pages.done:
+            ir.large_pages.move(LONGEST)
+            yield

@@ -1,0 +1,83 @@
+"""What a request passes before the API sees it: who sends it, and its line in the log."""
+
+import ipaddress
+import logging
+import re
+import secrets
+import time
+from collections.abc import Callable
+from urllib.parse import quote
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from ovspec.server.errors import ApiError, error_answer
+
+OPEN = ("/health", "/ready")  # without a key
+OWNER, OUTCOME = "owner", "outcome"  # what a request's state holds: the number of its key, how its stream has ended
+LOG = logging.getLogger("ovspec.access")
+
+
+def is_here(host: str) -> bool:
+    """Return whether ``host`` names this machine alone."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+class Guard:
+    """Refuses requests without a key or with a foreign host, before their bodies are read, and logs each.
+
+    FastAPI reads a body before it asks for a key, and Starlette answers a foreign host in plain text.
+
+    Args:
+        keys: the keys that clients may use; none if no key is needed.
+        local: whether only programs on this machine are served, without a key. Then a request must name this machine
+            as its host, so that a web page whose name points here reaches nothing.
+        note: called with the scope and the status of each request.
+    """
+
+    def __init__(self, app: ASGIApp, keys: list[str], local: bool, note: Callable[[Scope, int], None]) -> None:
+        self._app, self._local, self._note = app, local, note
+        self._keys = [key.encode() for key in keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        began, status, state = time.monotonic(), 0, scope.setdefault("state", {})
+
+        async def noted(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            refused = self._refusal(scope)
+            await (error_answer(refused) if refused else self._app)(scope, receive, noted)
+        except Exception:
+            status = 500  # whatever a stream has begun with
+            raise
+        finally:
+            status = state.get(OUTCOME) or status or 499
+            ms = 1e3 * (time.monotonic() - began)
+            client = (scope.get("client") or ("-",))[0]
+            path = quote(scope["path"][:80])  # without what could deceive the log's reader
+            LOG.info("%s %s %s %s %.0f ms", client, scope["method"], path, status, ms)
+            self._note(scope, status)
+
+    def _refusal(self, scope: Scope) -> ApiError | None:
+        """Return the error that a request is answered with, if it may not pass; note the owner of its key."""
+        headers = Headers(scope=scope)
+        if self._local and not is_here(re.sub(r":[0-9]*$", "", headers.get("host", "").lower())):
+            told = "This server answers to localhost and 127.0.0.1 only; start it with a key to use another name."
+            return ApiError(403, told)
+        owner = scope["state"][OWNER] = self._owner_of(headers.get("authorization", ""))
+        if self._keys and scope["path"] not in OPEN and owner is None:
+            return ApiError(401, "The API key is missing or wrong; send it as 'Authorization: Bearer KEY'.")
+        return None
+
+    def _owner_of(self, header: str) -> int | None:
+        """Return the number of the key that an Authorization header holds, or None; takes as long for a wrong one."""
+        scheme, _, key = header.partition(" ")
+        found = [secrets.compare_digest(key.strip().encode(), known) for known in self._keys]
+        return found.index(True) if scheme.lower() == "bearer" and any(found) else None

@@ -1,0 +1,179 @@
+"""What the endpoints share: who is let in, how much a request may take, and the threads that prepare it."""
+
+import asyncio
+import math
+import re
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager, contextmanager
+from functools import partial
+from typing import Any, Literal, TypeVar, get_args
+
+from fastapi import Request
+
+from ovspec.api.model import LanguageModel
+from ovspec.base.errors import OvspecError, PromptError
+from ovspec.drafting.drafter import DraftLimits
+from ovspec.engine.row import Row
+from ovspec.openai.bodies import RequestError
+from ovspec.openai.requests import TextRequest
+from ovspec.params import Params, make_params
+from ovspec.params.serving import ServeParams
+from ovspec.server.engine_thread import ENDED, Engine, ServerEnded
+from ovspec.server.errors import ApiError, about_prompt, as_api_error, for_clients, too_long
+
+T = TypeVar("T")
+
+# What threads do. Checking a grammar, or a long text, holds up no request without one.
+Work = Literal["texts", "long", "grammars"]
+AGAIN = 2  # seconds after which a client that was refused may try again
+MOST_TEXTS = 128  # of a request
+MOST_STOPS, MOST_STOP_CHARACTERS = 64, 4_000  # of a request, the characters of all of them together
+MOST_LOGPROBS = 300_000  # of a request: tokens, and most likely tokens beside each
+
+
+class Service:
+    """What the endpoints share; ``name``: the model's name in requests and answers."""
+
+    def __init__(self, lm: LanguageModel, engine: Engine, name: str, options: ServeParams) -> None:
+        self.lm, self.engine, self.name, self.options = lm, engine, name, options
+        self.metrics = engine.metrics
+        self.requests = self._texts = 0  # that are being answered
+        self.draining = self.given_up = False
+        self._preparations = set[asyncio.Task[Any]]()  # those whose requests the engine doesn't have yet
+        self.began = int(time.time())
+        self._threads = {work: ThreadPoolExecutor(4, f"ovspec {work}") for work in get_args(Work)}
+
+    # ------------------------------------------------------------ who is let in
+
+    def check_open(self, texts: int = 1) -> None:
+        """Raise ApiError if no further request for this many texts can be taken."""
+        if self.draining:
+            raise ApiError(503, "The server is shutting down.", code="shutting_down", retry_after=10)
+        if not self.engine.alive:
+            raise ApiError(503, "The server's engine has stopped; start the server again.")
+        most = self.options.batch_size + self.options.queue_size
+        if self._texts + min(texts, most) > most:  # a request for more than that is taken if there is no other
+            raise ApiError(429, "Too many texts are waiting; try again later.", retry_after=AGAIN)
+
+    @contextmanager
+    def counted(self, texts: int = 1) -> Generator[None]:
+        """Count a request for this many texts while it is answered; raises ApiError if it can't be taken."""
+        texts = min(texts, MOST_TEXTS)
+        self.check_open(texts)
+        self.requests, self._texts = self.requests + 1, self._texts + texts
+        try:
+            yield
+        finally:
+            self.requests, self._texts = self.requests - 1, self._texts - texts
+
+    def give_up(self) -> None:
+        """End all requests, those that are being prepared, too."""
+        self.given_up = True
+        for task in [*self._preparations]:
+            task.cancel()
+        self.engine.give_up()
+
+    def check_model(self, name: str | None) -> None:
+        if name not in (None, "", self.name):
+            raise ApiError(404, f"There is no model {name!r:.80} here, only {self.name}.", "model", "model_not_found")
+
+    # ------------------------------------------------------------ work in threads
+
+    async def apart(self, function: Callable[..., Any], *arguments: Any, work: Work = "texts") -> Any:
+        """Return what a function returns, run in a thread, so that other requests go on; OvspecErrors become 400s."""
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._threads[work], partial(function, *arguments))
+        except RequestError as error:
+            raise ApiError(400, str(error), error.param) from None
+        except OvspecError as error:
+            message = for_clients(error, self.lm)
+            field = re.search(r"`(\w+)`", message)
+            raise ApiError(400, message, field and field[1]) from None
+
+    @asynccontextmanager
+    async def preparing(self, began: float) -> AsyncGenerator[None]:
+        """Raise ApiError if what is done inside takes too long, or when ``give_up`` is called."""
+        task, left = asyncio.current_task(), began + self.options.request_timeout - time.monotonic()
+        assert task
+        self._preparations.add(task)
+        try:
+            async with asyncio.timeout(left):
+                yield
+        except TimeoutError:
+            raise too_long(self.options.request_timeout) from None
+        except asyncio.CancelledError:
+            if not self.given_up:
+                raise
+            task.uncancel()
+            raise as_api_error(ServerEnded(ENDED), self.lm) from None
+        finally:
+            self._preparations.discard(task)
+
+    # ------------------------------------------------------------ what a request may take
+
+    def params(self, request: TextRequest) -> Params:
+        """Return the params of a request, complete; raises OvspecError for what can't be met or is too much."""
+        with request.client_names():
+            params = self.lm.runtime.complete(request.params(make_params({"max_tokens": self.options.max_tokens})))
+        stops, characters = len(params.stop_strings), sum(map(len, params.stop_strings))
+        if stops > MOST_STOPS or characters > MOST_STOP_CHARACTERS:
+            limit = f"at most {MOST_STOPS} with {MOST_STOP_CHARACTERS:,} are allowed"
+            raise RequestError(f"stop has {stops} strings with {characters} characters in all; {limit}.", "stop")
+        if (texts := params.n * len(request.prompts)) > MOST_TEXTS:
+            raise RequestError(f"The request asks for {texts} texts; at most {MOST_TEXTS} are allowed.", "n")
+        # A text that the context can't hold is refused before it is encoded, which would take long.
+        context = self.lm.runtime.target.ir.context_length
+        most = self.lm.runtime.tokenizer.most_characters(context) if context else math.inf
+        for prompt in request.prompts:
+            parts = [prompt] if isinstance(prompt, str) else [m["content"] for m in prompt if isinstance(m, dict)]
+            if (size := sum(map(len, parts))) > most:
+                told = f"The prompt has {size} characters, but the context is {context} tokens; shorten the prompt."
+                raise about_prompt(PromptError(told, too_long=True), self.lm, request.prompt_field)
+        return params
+
+    def limits(self, request: TextRequest, params: Params) -> DraftLimits:
+        """Return what may be proposed for a request; raises RequestError for drafters that the server doesn't have."""
+        if (draft := request.draft) is None:
+            return DraftLimits(None, params.lookahead)
+        choice = self.lm.runtime.choice
+        loaded = ("lookup",) * bool(choice and choice.lookup) + ("draft",) * bool(choice and choice.model)
+        wanted = frozenset() if draft == "none" else frozenset(draft.split(","))
+        if not wanted <= {*loaded}:
+            has = " and ".join(loaded) or "no drafters"
+            told = f'draft is {draft!r:.80}; this server has {has}, and "none" proposes nothing.'
+            raise RequestError(told, "draft")
+        return DraftLimits(wanted, params.lookahead)
+
+    def check_room(self, request: TextRequest, rows: list[Row]) -> None:
+        """Raise ApiError for texts that never fit into memory, or log-probabilities that no answer can hold."""
+        if (longest := max(row.most for row in rows)) > (most := self.engine.most_tokens):
+            told = f"The prompt and `max_tokens` need room for {longest} tokens, but this server has {most}"
+            raise ApiError(400, f"{told}; shorten the prompt or lower `max_tokens`.", "max_tokens")
+        if (tops := rows[0].params.logprobs) is None:
+            return
+        tokens = sum(row.most - (0 if request.echo else row.start) for row in rows)
+        if (count := tokens * (1 + tops)) > MOST_LOGPROBS:
+            told = f"The answer could have {count:,} log-probabilities; at most {MOST_LOGPROBS:,} are allowed"
+            name = "top_logprobs" if request.kind == "chat" else "logprobs"
+            raise ApiError(400, f"{told}: lower max_tokens, n or {name}.", name)
+
+
+async def unless_gone(http: Request, work: Awaitable[T]) -> T:
+    """Return what ``work`` returns; if the client goes away, which stops no endpoint, cancel it and raise ApiError."""
+
+    async def leave() -> None:
+        while (await http.receive())["type"] != "http.disconnect":
+            pass
+
+    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(leave())
+    try:
+        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ApiError(499, "The client has closed the connection.")
+        return working.result()
+    finally:
+        for task in (working, leaving):
+            task.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)

@@ -1,0 +1,279 @@
+"""The endpoints that generate texts: from the body of a request to its answer or stream."""
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import ExitStack, aclosing
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import Request
+from pydantic import BaseModel
+from starlette.responses import Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from ovspec.api.model import rows_again
+from ovspec.base.errors import OvspecError, PromptError
+from ovspec.engine.results import Piece
+from ovspec.engine.row import Row
+from ovspec.engine.scoring import CHUNK
+from ovspec.openai.answers import ChunkWriter, head_of, whole
+from ovspec.openai.bodies import ChatBody, CompletionBody
+from ovspec.openai.logprobs import SILENT, Echo, echo_of, prompt_logprobs
+from ovspec.openai.requests import Kind, TextRequest, read_texts, texts_asked
+from ovspec.params import GRAMMARS, Params, check_samples, refuse_retries
+from ovspec.sampling.logprobs import TokenLogprob
+from ovspec.server.engine_thread import BackgroundTask, Engine, Job
+from ovspec.server.errors import ApiError, about_prompt, as_api_error, error_body, too_long
+from ovspec.server.guard import OUTCOME, OWNER
+from ovspec.server.service import Service, Work, unless_gone
+from ovspec.text.tokenizer import LONG_TEXT
+
+LIVES = b": waiting\n\n"  # a comment in a stream, for proxies that close silent connections
+EVERY = 15.0  # seconds between two of them
+BESIDE = 8  # tokens of a prompt that an inference reads for its log-probabilities while texts wait for it
+
+
+@dataclass
+class PieceStream:
+    """The texts of a request that is being answered."""
+
+    request: TextRequest
+    params: Params
+    rows: list[Row]  # those of the first prompt first, ``n`` for each prompt
+    began: float  # when the request came
+    echoes: list[Echo]  # what is repeated of each prompt
+
+
+class TextEndpoints:
+    def __init__(self, service: Service) -> None:
+        self._service, self._lm = service, service.lm
+
+    async def chat(self, body: ChatBody, http: Request) -> Response:
+        return await self._answer("chat", body, http)
+
+    async def complete(self, body: CompletionBody, http: Request) -> Response:
+        return await self._answer("completion", body, http)
+
+    async def _answer(self, kind: Kind, body: Any, http: Request) -> Response:
+        began, service = time.monotonic(), self._service
+        with ExitStack() as leaving:
+            leaving.enter_context(service.counted(texts_asked(body)))
+            service.check_model(body.model)
+            async with service.preparing(began):
+                texts = await unless_gone(http, self._prepare(kind, body, http, began))
+            head = head_of(kind == "chat", service.name)
+            if texts.request.stream:
+                events = self._events(head, texts)
+                first = await unless_gone(http, anext(events))
+                return EventStream(first, events, leaving.pop_all().close)
+            await unless_gone(http, self._generate(texts))
+            work: Work = "texts" if texts.params.logprobs is None else "long"
+            return await service.apart(self._whole, head, texts, work=work)
+
+    async def _prepare(self, kind: Kind, body: Any, http: Request, began: float) -> PieceStream:
+        """Return the texts that are asked for, with their rows and what is repeated of their prompts."""
+        service = self._service
+        request = await service.apart(read_texts, body, kind)
+        grammar = any(request.own.get(name) is not None for name in GRAMMARS)
+        work: Work = "grammars" if grammar else "long" if request.size > LONG_TEXT else "texts"
+        texts = await service.apart(self._texts, request, getattr(http.state, OWNER, None), began, work=work)
+        service.check_room(request, texts.rows)
+        if request.echo:
+            texts.echoes = await self._echoes(texts)
+        return texts
+
+    def _texts(self, request: TextRequest, owner: int | None, began: float) -> PieceStream:
+        """Return a request's texts. May take long: grammars are compiled."""
+        params = self._service.params(request)
+        check_samples(params)
+        if request.stream:
+            refuse_retries(params, "a stream, whose text is seen before it ends")
+        limits = self._service.limits(request, params)
+        try:
+            with request.client_names():
+                found = [self._lm.runtime.rows(prompt, params, reserved=True) for prompt in request.prompts]
+        except PromptError as error:
+            raise about_prompt(error, self._lm, request.prompt_field) from None
+        rows = [row for each in found for row in each]
+        for row in rows:
+            row.limits, row.sequence.owner = limits, owner
+            if request.only_prompts:
+                row.finish_reason, row.stats.cached_tokens = "length", 0
+        return PieceStream(request, params, rows, began, [SILENT] * len(request.prompts))
+
+    async def _echoes(self, texts: PieceStream) -> list[Echo]:
+        """Return what is repeated of each prompt."""
+        echoes = list[Echo]()
+        for prompt, row in zip(texts.request.prompts, texts.rows[:: texts.params.n], strict=True):
+            ids = row.record.prompt_ids.tolist() if row.record else []
+            tops = texts.params.logprobs
+            logprobs = None if tops is None else await logprobs_of(self._service.engine, ids, tops)
+            echoes.append(await self._service.apart(echo_of, self._lm.tokenizer, prompt, ids, logprobs, work="long"))
+        return echoes
+
+    # ------------------------------------------------------------ whole answers
+
+    async def _generate(self, texts: PieceStream) -> None:
+        """Generate all texts of a request; again with other seeds, where ``retries`` asks for it."""
+        service, rows = self._service, texts.rows
+        await self._finish(rows, texts.began)
+        for _ in range(texts.params.retries):
+            results = [row.result() for row in rows]
+            asked = self._lm.runtime, texts.request.prompts, texts.params, results, True
+            async with service.preparing(texts.began):
+                again: dict[int, Row] = await service.apart(rows_again, *asked, work="grammars")
+            if not again:
+                break
+            for index, row in again.items():
+                row.limits, row.sequence.owner = rows[index].limits, rows[index].sequence.owner
+                rows[index] = row
+            await self._finish([*again.values()], texts.began)
+        self._note(texts)
+
+    async def _finish(self, rows: list[Row], began: float) -> None:
+        """Generate rows whose pieces nobody waits for."""
+        async with aclosing(pieces_of(self._service, rows, began)) as pieces:
+            async for _ in pieces:
+                pass
+        for row in rows:
+            await self._judge(row)
+
+    async def _judge(self, row: Row) -> None:
+        """Judge an ended text in a thread, so that other requests go on; ``row.result`` is quick after it."""
+        if row.sampler.constraints.judge:
+            await self._service.apart(row.result, work="grammars")
+
+    def _whole(self, head: dict[str, Any], texts: PieceStream) -> Response:
+        results = [row.result() for row in texts.rows]
+        answer = whole(self._lm.runtime.tokenizer, head, texts.request, results, texts.echoes)
+        return Response(answer.model_dump_json(exclude_unset=True), media_type="application/json")
+
+    # ------------------------------------------------------------ streams
+
+    async def _events(self, head: dict[str, Any], texts: PieceStream) -> AsyncGenerator[bytes]:
+        writer = ChunkWriter(self._lm.runtime.tokenizer, head, texts.request, texts.rows, texts.echoes)
+        chunks = writer.first()
+        async with aclosing(pieces_of(self._service, texts.rows, texts.began)) as pieces:
+            async for found in pieces:
+                if not found:
+                    yield LIVES
+                    continue
+                for index, piece in found:
+                    if piece.finish_reason:
+                        await self._judge(texts.rows[index])
+                    chunks += writer.more(index, piece)
+                for chunk in chunks:
+                    yield event(chunk)
+                chunks = []
+        if texts.request.include_usage:
+            yield event(writer.usage())
+        yield event(b"[DONE]")
+        self._note(texts)
+
+    def _note(self, texts: PieceStream) -> None:
+        prompts = texts.rows[:: texts.params.n]
+        self._service.metrics.prompt_tokens.inc(sum(row.stats.prompt_tokens for row in prompts))
+        self._service.metrics.whole.observe(time.monotonic() - texts.began)
+
+
+async def logprobs_of(engine: Engine, ids: list[int], tops: int) -> list[TokenLogprob | None]:
+    """Return the log-probabilities of a prompt's tokens, computed in the engine's thread."""
+    steps = prompt_logprobs(engine.lm, ids, tops, lambda: BESIDE if engine.running else CHUNK)
+    try:
+        return await asyncio.wrap_future(engine.do(BackgroundTask(steps, len(ids))))
+    except OvspecError as error:
+        raise as_api_error(error, engine.lm) from None
+
+
+async def pieces_of(service: Any, rows: list[Row], began: float) -> AsyncGenerator[list[tuple[int, Piece]]]:
+    """Have the engine generate rows; yield lists of (index of the row, piece), an empty one after ``EVERY`` seconds."""
+    if rows[0].finish_reason:  # only the prompts are wanted
+        yield [(index, Piece("", [], row.finish_reason)) for index, row in enumerate(rows)]
+        return
+    engine, metrics, options = service.engine, service.metrics, service.options
+    loop, events = asyncio.get_running_loop(), asyncio.Queue[tuple[float, Any]]()
+
+    def deliver(found: list[tuple[int, Piece]] | OvspecError) -> None:
+        # The time is that of the engine: a client that reads slowly makes no token late.
+        loop.call_soon_threadsafe(events.put_nowait, (time.monotonic(), found))
+
+    job, left = Job(rows, deliver), len(rows)
+    before = dict[int, float]()  # index of a row -> time of its last piece
+    asked, ends = time.monotonic(), began + options.request_timeout
+    engine.submit(job)
+    try:
+        while left:
+            now = time.monotonic()
+            limit = ends if job.started else min(asked + options.queue_timeout, ends)
+            if now > limit:
+                if now > ends:
+                    raise too_long(options.request_timeout)
+                waited = f"The request has waited for {options.queue_timeout:g} seconds, and its turn has not come"
+                raise ApiError(503, f"{waited}; try again later.", code="timeout", retry_after=5)
+            try:
+                # Python 3.11's wait_for goes on in a task that is cancelled just when a piece comes.
+                async with asyncio.timeout(min(EVERY, limit - now + 0.01)):
+                    at, found = await events.get()
+            except TimeoutError:
+                if not engine.alive:
+                    raise ApiError(500, "The server's engine has stopped; start the server again.") from None
+                yield []
+                continue
+            if isinstance(found, OvspecError):
+                raise as_api_error(found, service.lm)
+            for index, piece in found:
+                times = metrics.between if index in before else metrics.first
+                times.observe(at - before.get(index, began))
+                before[index] = at
+                left -= piece.finish_reason is not None
+            yield found
+    finally:
+        if left:
+            engine.cancel(job)
+
+
+class EventStream(StreamingResponse):
+    """Server-sent events. Starlette leaves the iterator of a stream open when its client goes away; this closes it.
+
+    Args:
+        first: the first event, which its maker has awaited, so that an error before it is an ordinary answer.
+        ended: called when the stream has ended, in whichever way.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, first: bytes, events: AsyncGenerator[bytes], ended: Callable[[], None]) -> None:
+        super().__init__(events, headers={"Cache-Control": "no-cache"})
+        self._first, self._events, self._ended = first, events, ended
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        state = scope["state"]
+        state[OUTCOME] = 499  # unless it comes to its end
+        self.body_iterator = self._told(state)
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            await self._events.aclose()
+            self._ended()
+
+    async def _told(self, state: dict[str, Any]) -> AsyncIterator[bytes]:
+        """Yield the events, and an error as the last one; note in ``state`` how they have ended."""
+        yield self._first
+        try:
+            async for part in self._events:
+                yield part
+            state[OUTCOME] = 200
+        except ApiError as error:
+            state[OUTCOME] = error.status_code
+            yield event(error_body(error))
+        except Exception:
+            state[OUTCOME] = 500
+            raise
+
+
+def event(data: BaseModel | bytes) -> bytes:
+    """Return a server-sent event."""
+    if isinstance(data, BaseModel):
+        data = data.model_dump_json(exclude_unset=True).encode()
+    return b"data: " + data + b"\n\n"

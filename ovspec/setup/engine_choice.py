@@ -1,0 +1,234 @@
+"""Choose a model's engine: stateful runs everywhere, paged runs where it gives the same logits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import openvino as ov
+
+from ovspec.base.errors import OvspecError
+from ovspec.base.files import remember, remembered
+from ovspec.base.progress import note
+from ovspec.cache.decoder import FAST, Arithmetic, Decoder, FeedRule, Rollback
+from ovspec.cache.paged import PagedDecoder
+from ovspec.cache.stateful import StatefulDecoder, decoder_of, trimming
+from ovspec.ir.attention_mask import UNBOUNDED, narrowest_window
+from ovspec.ir.compile import MODEL_FILE, CompiledIR, check_weights, compile_ir, last_line
+from ovspec.ir.device import DeviceOptions, check_device
+from ovspec.ir.instruction_set import instruction_set
+from ovspec.ir.memory import room_for
+from ovspec.ir.paged_attention import NotPaged, attention_windows, pair_queries, to_paged
+from ovspec.ir.products import CUTTING, cut_products
+from ovspec.setup.exactness import SHORT, Exactness, Trial, exactness_file, find_exactness, known_exactness
+from ovspec.setup.probing import find_probe, memory_file
+from ovspec.text.vocabulary import ALL_IDS, KnownIds
+
+EngineName = Literal["stateful", "paged"]
+EngineChoice = Literal["auto", "stateful", "paged"]
+# If a model's attention window has at most this many slots, the text that compares the engines is longer than it.
+LONGEST_WINDOW = 256
+# An inference of two tokens that takes at most this many times as long as the narrowest one counts as equally fast.
+FREE = 1.05
+LONG_PROBE = 1e8  # bytes of weights from which probing takes so long that it is told
+# The properties that round least. Models compiled with them are needed only briefly, so they are not cached.
+EXACT = {
+    "INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32",
+    "DYNAMIC_QUANTIZATION_GROUP_SIZE": "0", "CACHE_DIR": "",
+}  # fmt: skip
+
+
+@dataclass
+class CompiledModel:
+    """A ``CompiledIR`` and the engine that was chosen to run it."""
+
+    ir: CompiledIR
+    engine: EngineName
+    reason: str  # why this engine was chosen
+    rollback: Rollback
+    rule: FeedRule = FAST  # how tokens are fed
+    promise: str = "fast"  # or "exact", or that no rule was found for exact arithmetic, in words
+    guess_is_free: bool = False  # whether verifying a token proposed for one text takes no time and changes no bit
+    profile: str | None = None  # the setting that a profile chose
+    verify_ms: dict[int, float] | None = None  # measured, per inference, by width in tokens; the widest is a prompt
+    change_ms: float | None = None  # measured, added to an inference of another width than the one before
+
+    @property
+    def arithmetic(self) -> Arithmetic:
+        return "exact" if self.promise == "exact" else "fast"
+
+    def decoder(self, vocabulary: KnownIds = ALL_IDS, rule: FeedRule | None = None) -> Decoder:
+        """Return a decoder with its own infer request and KV cache; ``rule`` replaces the model's."""
+        rule = rule or self.rule
+        if self.engine == "paged":
+            return PagedDecoder(self.ir, vocabulary, rule)
+        return decoder_of(self.ir, self.rollback, vocabulary, rule)
+
+    def find_exactness(self, trial: Trial = SHORT) -> Exactness:
+        return find_exactness(lambda rule: self.decoder(rule=rule), self.engine, self.ir.logits_width, trial)
+
+    def keep_to(self, found: Exactness) -> None:
+        """Feed tokens by the rule that was found; without one, as fast arithmetic does."""
+        if not found.rule:
+            self.promise = f"fast, not exact here ({found.differing} of {found.positions} probed positions differ)"
+            return
+        self.rule, self.promise = found.rule, "exact"
+        self.guess_is_free = self.engine == "paged" and found.guess <= FREE
+        if found.rule.apart:
+            self.rollback = trimming(self.rollback)
+
+
+@dataclass(frozen=True)
+class PagedCheck:
+    """Whether the paged decoder can run a model, and why."""
+
+    usable: bool
+    reason: str
+
+
+def load_ir(
+    folder: Path,
+    options: DeviceOptions,
+    wanted: EngineChoice = "auto",
+    arithmetic: Arithmetic = "fast",
+) -> CompiledModel:
+    """Compile the model in ``folder`` for the ``wanted`` engine; "auto" takes paged if it agrees with stateful.
+
+    With exact arithmetic, the first load probes which rule gives every token the same bits. Raises OvspecError like
+    ``compile_ir``, or if the wanted engine can't run this model.
+    """
+    reason = "as requested"
+    if wanted != "stateful":
+        paged = check_paged(folder, options)
+        if paged.usable:
+            try:
+                return load_paged(folder, options, reason if wanted == "paged" else paged.reason, arithmetic)
+            except OvspecError as error:  # not every cache type works with every precision
+                paged = PagedCheck(False, last_line(error))
+        if wanted == "paged":
+            raise OvspecError(f"{folder}: `engine='paged'` is not possible: {paged.reason}.")
+        reason = paged.reason
+    ir = compile_ir(folder, options)
+    loaded = CompiledModel(ir, "stateful", reason, find_probe(ir, options.cache_folder).rollback)
+    if arithmetic == "exact":
+        loaded.keep_to(known_exactness(folder, options, "stateful") or probed(loaded, folder, options))
+    return loaded
+
+
+def load_paged(folder: Path, options: DeviceOptions, reason: str, arithmetic: Arithmetic) -> CompiledModel:
+    """Compile for the paged engine, rewritten for exact arithmetic only where that is what makes it exact."""
+
+    def compiled(paired: bool) -> CompiledModel:
+        return CompiledModel(compile_paged(folder, options, paired), "paged", reason, PagedDecoder.rollback)
+
+    known = known_exactness(folder, options, "paged") if arithmetic == "exact" else None
+    loaded = compiled(arithmetic == "exact" and (not known or known.needs_pairs))
+    if "KV_CACHE_PRECISION" in options.fixed:
+        loaded.decoder().feed([np.zeros(1, dtype=np.int64)], [1])
+    if arithmetic == "exact":
+        found = known or probed(loaded, folder, options)
+        if not known and not found.needs_pairs:
+            del loaded  # memory may hold the model only once
+            loaded = compiled(False)
+        loaded.keep_to(found)
+    return loaded
+
+
+def probed(loaded: CompiledModel, folder: Path, options: DeviceOptions) -> Exactness:
+    """Find the rule of exact arithmetic, and remember it."""
+    if check_weights(folder / MODEL_FILE) > LONG_PROBE:
+        note(f"{folder}: finding out how each token gets the same bits, once; `arithmetic='fast'` skips it.")
+    found = loaded.find_exactness()
+    if loaded.ir.config.rope_switch and found.rule and found.rule.most:
+        # A text is computed anew where its frequencies change, in a single inference.
+        found = replace(found, rule=None, differing=found.positions)
+    return remember(exactness_file(folder, options, loaded.engine), found)
+
+
+def compile_paged(folder: Path, options: DeviceOptions, paired: bool = True) -> CompiledIR:
+    """Compile like ``compile_ir``, rewritten for the paged decoder; raises NotPaged if that is impossible.
+
+    ``paired``: whether it is rewritten for exact arithmetic by ``pair_queries`` and, if need be, ``cut_products``.
+    """
+
+    def rewrite(model: ov.Model) -> None:
+        to_paged(model)
+        if paired:
+            pair_queries(model)
+            if instruction_set() in CUTTING:
+                cut_products(model)
+
+    # Not cached: OpenVINO 2026.4 can't read a paged model back, because the head sizes are lost.
+    return compile_ir(folder, replace(options, properties=options.properties | {"CACHE_DIR": ""}), rewrite)
+
+
+def check_paged(folder: Path, options: DeviceOptions) -> PagedCheck:
+    """Return the result of ``compare_engines``, cached on disk; other devices than the CPU have no paged engine."""
+    if (device := check_device(options.device)) != "CPU":
+        return PagedCheck(False, f"the paged engine runs on the CPU only, and the device is {device}")
+    file = memory_file("engines", folder, f"OpenVINO {ov.get_version()}", options.cache_folder)
+    return remembered(PagedCheck, file) or remember(file, compare_engines(folder, options))
+
+
+def compare_engines(folder: Path, options: DeviceOptions) -> PagedCheck:
+    """Return whether the paged decoder gives the same logits as the stateful one for the model in ``folder``.
+
+    Both run with the properties that round least, or with those of ``options`` if 16-bit weights widened to 32 bits
+    would not fit into memory; and one after the other, because memory may hold the model only once.
+    """
+    setting = DeviceOptions(properties=EXACT if room_for(folder, 3) else options.fixed | {"CACHE_DIR": ""})
+    stateful = compile_ir(folder, setting)
+    if stateful.recurrent_states or not stateful.kv_states:
+        return PagedCheck(False, "it has states other than keys and values")
+    if stateful.config.rope_switch:
+        return PagedCheck(False, "its rotary frequencies change with the length of the text")
+    window = narrowest_window(stateful)
+    # Random ids, more than the window holds unless the window is longer than LONGEST_WINDOW.
+    length = 45 + (window if window <= LONGEST_WINDOW else 0)
+    text, junk = np.split(np.random.default_rng(0).integers(0, stateful.logits_width, length + 40), [length])
+    decoder = StatefulDecoder(stateful, Rollback(None))
+    expected = decoder.feed([text], [8])[0].copy()
+    decoder.reset(1)
+    decoder.feed([text[:-8]], [0])
+    # Feeding the same text in other pieces changes the logits by rounding; the paged decoder may differ as much.
+    rounding = np.abs(decoder.feed([text[-8:]], [8])[0] - expected).max()
+    del decoder, stateful
+    windows: set[int | None] = set()
+
+    def rewrite(model: ov.Model) -> None:
+        to_paged(model)
+        windows.update(attention_windows(model))
+        pair_queries(model)
+
+    try:
+        paged = PagedDecoder(compile_ir(folder, setting, rewrite))
+        narrowest = min((found for found in windows if found is not None), default=UNBOUNDED)
+        if narrowest != window:
+            return PagedCheck(False, f"its attention window is {window} in the model and {narrowest} when paged")
+        seen = trial(paged, text, junk)
+    except NotPaged as error:
+        return PagedCheck(False, str(error))
+    except OvspecError as error:
+        return PagedCheck(False, f"OpenVINO cannot run it paged ({last_line(error)})")
+    allowed = 10 * rounding + 1e-4 * expected.std()
+    equal = all(np.abs(logits - expected[-len(logits) :]).max() <= allowed for logits in seen)
+    return PagedCheck(equal, "it agrees with the stateful decoder" if equal else "its logits differ when paged")
+
+
+def trial(decoder: PagedDecoder, text: np.ndarray, junk: np.ndarray) -> list[np.ndarray]:
+    """Return the last logits of ``text``: fed whole, beside a forked row with other text, and after rollbacks."""
+    begin, nothing = len(text) - 8, text[:0]
+    whole = decoder.feed([text], [8])[0].copy()
+    decoder.truncate(0, 5)
+    decoder.feed([junk], [1])
+    decoder.truncate(0, 5)
+    decoder.feed([text[5:begin]], [0])
+    decoder.reorder([0, 0])
+    beside_junk = decoder.feed([text[begin:], junk[:11]], [8, 1])[0].copy()
+    decoder.truncate(1, begin)
+    other_row = decoder.feed([nothing, text[begin:]], [0, 8])[1].copy()
+    decoder.truncate(0, len(text) - 3)
+    again = decoder.feed([text[-3:], nothing], [3, 0])[0]
+    return [whole, beside_junk, other_row, again]

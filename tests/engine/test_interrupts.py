@@ -1,0 +1,108 @@
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import PROMPTS
+
+import ovspec
+from ovspec.base.interrupts import HELD, HeldInterrupts
+from ovspec.cache.paged import PREFILL_CHUNK, PagedDecoder
+
+
+def test_ctrl_c_waits_while_held() -> None:
+    before = signal.getsignal(signal.SIGINT)
+    interrupts = HeldInterrupts()
+    interrupts.holding = True
+    signal.raise_signal(signal.SIGINT)
+    assert interrupts.pressed
+    interrupts.holding = False
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+    interrupts.stop()
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2), (0, 2, 1)])
+def test_the_handler_comes_back_in_any_order(order: tuple[int, ...]) -> None:
+    before = signal.getsignal(signal.SIGINT)
+    held = [HeldInterrupts() for _ in range(3)]
+    for place in order:
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        held[place].stop()
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_handler_set_meanwhile_is_kept() -> None:
+    before = signal.getsignal(signal.SIGINT)
+    interrupts = HeldInterrupts()
+
+    def own(*_: object) -> None: ...
+
+    signal.signal(signal.SIGINT, own)
+    interrupts.stop()
+    assert signal.getsignal(signal.SIGINT) is own
+    signal.signal(signal.SIGINT, before)
+
+
+def test_other_threads_do_nothing() -> None:
+    before = signal.getsignal(signal.SIGINT)
+    thread = threading.Thread(target=lambda: HeldInterrupts().stop())
+    thread.start()
+    thread.join()
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+@pytest.mark.parametrize("draft", [False, True])
+def test_a_long_prompt_is_read_no_further(
+    load: Callable[..., ovspec.LanguageModel], draft: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lm = load(draft=draft)
+    tokens = (lm.encode("".join(PROMPTS)).tolist() * 10)[: 5 * PREFILL_CHUNK]
+    expected = lm.generate(tokens, max_tokens=8).token_ids
+    append, calls = PagedDecoder._append, []
+
+    def pressing(decoder: PagedDecoder, *arguments: Any) -> Any:
+        calls.append(decoder)
+        if len(calls) == 2:
+            signal.raise_signal(signal.SIGINT)
+        return append(decoder, *arguments)
+
+    before = signal.getsignal(signal.SIGINT)
+    with lm.session() as session:
+        session.append(tokens)
+        with monkeypatch.context() as patched:
+            patched.setattr(PagedDecoder, "_append", pressing)
+            pieces = []
+            with pytest.raises(KeyboardInterrupt):
+                for piece in session.stream(max_tokens=8):
+                    pieces.append(piece)
+        assert len(calls) == 2, "the third chunk is not read"
+        assert [piece.finish_reason for piece in pieces] == ["cancelled"]
+        assert signal.getsignal(signal.SIGINT) is before
+        assert not HELD
+        assert session.tokens == tokens
+        assert session.generate(max_tokens=8).token_ids == expected
+
+
+def test_ctrl_c_in_a_users_function_ends_the_text(load: Callable[..., ovspec.LanguageModel]) -> None:
+    calls: list[int] = []
+
+    def pressing(tokens: np.ndarray, logits: np.ndarray) -> np.ndarray:
+        calls.append(len(tokens))
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return logits
+
+    pieces = []
+    with pytest.raises(KeyboardInterrupt):
+        for piece in load().stream(PROMPTS[0], max_tokens=20, logits_processors=[pressing]):
+            pieces.append(piece)
+    assert len(calls) == 3
+    assert pieces[-1].finish_reason == "cancelled"
+    assert not HELD

@@ -1,0 +1,60 @@
+"""Logits that are not numbers end a text with a sentence, whatever chooses and proposes its tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import PROMPTS
+
+import ovspec
+from ovspec.base.errors import InferenceError
+from ovspec.ir.request import Request
+
+
+class Broken:
+    """An infer request whose logits are ``value`` from its ``after``-th inference on."""
+
+    def __init__(self, raw: Any, after: int, value: float) -> None:
+        self._raw, self._left, self._value = raw, after, value
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._raw, name)
+
+    def get_output_tensor(self, index: int) -> Any:
+        self._left -= 1
+        tensor = self._raw.get_output_tensor(index)
+        if self._left < 0:
+            tensor.data.reshape(-1)[:: 7 if np.isnan(self._value) else 1] = self._value
+        return tensor
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("after", [0, 3])
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("draft", [False, "lookup", True, "lookup,draft"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_sentence_instead_of_a_token(
+    load: Callable[..., ovspec.LanguageModel],
+    temperature: float,
+    draft: bool | str,
+    batch: int,
+    after: int,
+    value: float,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lm, renew = load(draft=draft), Request.renew
+
+    def broken(request: Request) -> None:
+        renew(request)
+        request.raw = Broken(request.raw, after, value)  # type: ignore[assignment]
+
+    monkeypatch.setattr(Request, "renew", broken)
+    monkeypatch.setattr(lm.runtime.pool, "_idle", [])
+    lookahead: dict[str, Any] = {"lookahead": 2} if draft else {}
+    with pytest.raises(InferenceError, match="the model's logits are not numbers here"):
+        lm.generate(PROMPTS[:batch], max_tokens=20, temperature=temperature, seed=1, ignore_eos=True, **lookahead)
+    monkeypatch.undo()
+    assert lm.generate(PROMPTS[0], max_tokens=3, ignore_eos=True).stats.generated_tokens == 3

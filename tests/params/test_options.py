@@ -1,0 +1,168 @@
+"""Options are declared once: one entry adds an option to Python, the command line, batch files and the server."""
+
+from __future__ import annotations
+
+import inspect
+import pydoc
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import ROOT
+
+import ovspec
+from ovspec.cli import COMMANDS, cli
+from ovspec.drafting.choice import DraftChoice, parse_draft
+from ovspec.params import GENERATE, SAMPLING, GenerateOptions, Params, SamplingParams, make_params
+from ovspec.params.loading import LOAD
+
+ENTRY = """
+    loudness: Annotated[
+        float, "How loud the text is.", Option(default=0.5, limits=Limits(0, 1, "from 0 to 1"), aliases=("volume",))
+    ]
+"""
+CHECKS = """
+import pytest, click, json
+from click.testing import CliRunner
+import ovspec, ovspec.params
+from ovspec.cli import cli
+from ovspec.cli.generate import generate
+from ovspec.cli.options import split_options
+from ovspec.openai.batch_file import read_request
+from ovspec.openai.bodies import CompletionBody
+from ovspec.openai.requests import read_texts
+from ovspec.openai.bodies import read_body
+
+assert "TMP" in ovspec.__file__
+params = ovspec.SamplingParams(loudness=0.7)
+assert params.loudness == 0.7 and ovspec.SamplingParams().loudness == 0.5
+assert "loudness: How loud the text is." in ovspec.SamplingParams.__doc__
+assert ovspec.params.make_params({"loudness": 1}).loudness == 1
+for wrong in (2.0, "loud"):
+    with pytest.raises(ovspec.OvspecError, match="`loudness` is .*must be"):
+        ovspec.params.make_params({"loudness": wrong})
+for command in ("generate", "chat", "batch"):
+    assert "--loudness FLOAT" in CliRunner().invoke(cli, [command, "--help"]).output
+context = generate.make_context("generate", ["--loudness", "0.7", "x"])
+assert split_options({"loudness": context.params["loudness"]})[1] == {"loudness": 0.7}
+assert CliRunner().invoke(cli, ["generate", "x", "--loudness", "2"]).exit_code == 2
+for name in ("loudness", "volume"):
+    line = read_request(json.dumps({"prompt": "a", name: 0.7}), "1")
+    assert line.asked.params(ovspec.params.Params()).recorded() == {"loudness": 0.7}
+    for wrong, told in (("loud", "loudness must be a number"), (2, "loudness is 2.0; it must be from 0 to 1")):
+        error = read_request(json.dumps({"prompt": "a", name: wrong}), "1").error
+        assert told.replace("loudness", name) in error
+    body = read_body({"prompt": "a", name: 0.7}, CompletionBody)  # the server's
+    assert read_texts(body, "completion").params(ovspec.params.Params()).loudness == 0.7
+    assert CompletionBody.model_json_schema()["properties"][name]["maximum"] == 1
+"""
+
+
+def test_a_new_option_is_one_entry(tmp_path: Path) -> None:
+    """Add an entry to the options table in a copy of the package, and change nothing else."""
+    shutil.copytree(ROOT / "ovspec", tmp_path / "ovspec", ignore=shutil.ignore_patterns("__pycache__"))
+    file = tmp_path / "ovspec" / "params" / "__init__.py"
+    text = file.read_text(encoding="utf-8")
+    place = '    """The options that decide which text a model generates for a prompt."""\n'
+    assert place in text
+    file.write_text(text.replace(place, place + ENTRY, 1), encoding="utf-8")
+    checks = CHECKS.replace("TMP", str(tmp_path))
+    done = subprocess.run([sys.executable, "-c", checks], cwd=tmp_path, env=environment(), capture_output=True)
+    assert done.returncode == 0, done.stderr.decode()
+
+
+def environment() -> dict[str, str]:
+    import os
+
+    return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+
+
+def test_types_and_ranges_are_checked_by_the_declaration() -> None:
+    for options, message in (
+        ({"max_tokens": 1.5}, "`max_tokens` is 1.5, which has the wrong type; it must be a whole number"),
+        ({"max_tokens": True}, "wrong type"),
+        ({"stop": 5}, "it must be a string or a list"),
+        ({"stop_ids": ["x"]}, "it must be a list"),
+        ({"accept": "maybe"}, "`accept` is 'maybe'; it must be one of compare, rejection"),
+        ({"lookahead": "few"}, 'it must be a whole number or "auto"'),
+        ({"heal": 5}, "`heal` is 5, which has the wrong type; it must be true or false"),
+        ({"sampler": 5}, "`sampler` is 5, which has the wrong type; it must be a function"),
+        ({"sampler_options": 5}, "it must be an object"),
+        ({"sampling": 5}, "it must be SamplingParams"),
+        ({"batch_size": 0}, "`batch_size` is 0; it must be at least 1"),
+        ({"temperature": float("inf")}, "`temperature` is inf; it must be 0 \\(greedy\\) or more"),
+    ):
+        with pytest.raises(ovspec.OvspecError, match=message):
+            make_params(options)  # type: ignore[arg-type]
+    assert make_params({"temperature": 1, "sampling": SamplingParams(n=2)}) == Params(temperature=1, n=2)
+
+
+def test_options_that_there_are_not() -> None:
+    with pytest.raises(TypeError, match="unknown option 'temprature'; did you mean temperature"):
+        make_params({"temprature": 1})  # type: ignore[typeddict-unknown-key]
+    with pytest.raises(TypeError, match="unknown option 'devise'; did you mean device"):
+        ovspec.load(devise="CPU")  # type: ignore[call-arg]
+    with pytest.raises(ovspec.OvspecError, match="`engine` is 'fast'; it must be one of auto, stateful, paged"):
+        ovspec.load(engine="fast")  # type: ignore[arg-type]
+
+
+def test_python_shows_its_names_and_options() -> None:
+    assert dir(ovspec) == sorted(ovspec.__all__)
+    for function, table in (
+        (ovspec.LanguageModel.generate, GENERATE),
+        (ovspec.LanguageModel.samples, GENERATE),
+        (ovspec.LanguageModel.stream, GENERATE),
+        (ovspec.Session.generate, GENERATE),
+        (ovspec.Session.stream, GENERATE),
+        (ovspec.load, LOAD),
+    ):
+        shown = inspect.signature(function).parameters
+        for name, (kind, option) in table.items():
+            assert (shown[name].annotation, shown[name].default) == (kind, option.initial)
+        assert not any(each.kind is each.VAR_KEYWORD for each in shown.values())
+    assert "temperature: float = 0.0" in pydoc.render_doc(ovspec.LanguageModel.generate)
+
+
+def test_a_model_says_what_it_is(load: Callable[..., ovspec.LanguageModel], pair: Path) -> None:
+    class Mine(ovspec.Drafter):
+        pass
+
+    lm = load(draft="lookup,draft")
+    settings = f"{str(pair)!r}, precision='f32', device='CPU', engine='paged'"
+    both = f"lookup,{pair / 'draft'}"
+    assert repr(lm) == f"LanguageModel({settings}, draft={both!r})"
+    for draft, name in ((None, "none"), (Mine, "Mine"), (Mine(), "Mine"), (["lookup", Mine], "lookup,Mine")):
+        assert repr(lm.with_drafters(parse_draft(draft))) == f"LanguageModel({settings}, draft={name!r})"
+
+
+def test_every_option_is_documented() -> None:
+    for made, table in ((SamplingParams, SAMPLING), (GenerateOptions, GENERATE), (ovspec.load, LOAD)):
+        for name, (_, option) in table.items():
+            assert f"{name}: " in str(made.__doc__)
+            assert option.help.endswith(".")
+
+
+def test_what_the_group_says_is_what_a_command_says() -> None:
+    """``ovspec --help`` imports no command, so the sentences it prints are kept in a table."""
+    context: Any = None
+    assert set(COMMANDS) == {file.stem for file in (ROOT / "ovspec" / "cli").glob("*.py")} - {
+        *("__init__", "compare", "options", "output")
+    }
+    for name, sentence in COMMANDS.items():
+        command = cli.get_command(context, name)
+        assert command
+        assert command.help
+        said = command.help.replace(" (by default the embedded demo pair)", "").split("\n\n")[0].replace("\n", " ")
+        assert said.startswith(sentence.removesuffix(".").removesuffix(", and use them")), name
+
+
+def test_a_draft_is_read_once() -> None:
+    choice = parse_draft("lookup,draft")
+    assert choice == DraftChoice(lookup=True, model="draft")
+    assert parse_draft(choice) is choice
+    assert parse_draft(DraftChoice()) is None
+    assert parse_draft([Path("x")]) == DraftChoice(model=Path("x"))

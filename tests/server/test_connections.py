@@ -1,0 +1,245 @@
+"""Connections that are slow, idle or too many: over a real socket, with short time limits."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import AsyncGenerator, Callable, Iterator
+from typing import Any
+
+import pytest
+import uvicorn
+from starlette.responses import Response
+
+from ovspec.server import bodies, connections
+from ovspec.server.bodies import BoundedRequest
+from ovspec.server.connections import allow_files, config_of
+from ovspec.server.errors import ApiError, error_answer
+from ovspec.server.guard import Guard
+from ovspec.server.texts import EventStream
+
+HEAD = b"GET / HTTP/1.1\r\nHost: localhost\r\n"
+POST = b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 10\r\n\r\n"
+
+
+class Streaming:
+    """An application that streams ``parts`` of ``size`` bytes, then may fail, and notes when a stream has ended."""
+
+    def __init__(self, parts: int, size: int, pause: float = 0.0, error: Exception | None = None) -> None:
+        self.sent = self.ended = 0
+        self._parts, self._part, self._pause, self._error = parts, b"x" * size, pause, error
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["method"] == "POST":
+            try:
+                await BoundedRequest(scope, receive).body()
+            except ApiError as error:
+                return await error_answer(error)(scope, receive, send)
+        return await EventStream(b"", self._events(), self._note)(scope, receive, send)
+
+    async def _events(self) -> AsyncGenerator[bytes]:
+        for _ in range(self._parts):
+            await asyncio.sleep(self._pause)
+            yield self._part
+            self.sent += 1
+        if self._error:
+            raise self._error
+
+    def _note(self) -> None:
+        self.ended += 1
+
+
+class Served:
+    """An application behind the server's own guard and connections, in a thread."""
+
+    def __init__(self, app: Any) -> None:
+        self.statuses = list[int]()
+        guarded = Guard(app, [], True, lambda _, status: self.statuses.append(status))
+        self._socket = socket.create_server(("127.0.0.1", 0))
+        self._server = uvicorn.Server(config_of(guarded))
+        self._thread = threading.Thread(target=lambda: self._server.run(sockets=[self._socket]), daemon=True)
+        self._thread.start()
+
+    @property
+    def connections(self) -> int:
+        return len(self._server.server_state.connections)
+
+    def connect(self, sends: bytes = b"") -> socket.socket:
+        client = socket.socket()
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.settimeout(20)
+        client.connect(self._socket.getsockname())
+        client.sendall(sends)
+        return client
+
+    def end(self) -> None:
+        self._server.should_exit = self._server.force_exit = True
+        self._thread.join(10)
+        assert not self._thread.is_alive()
+
+
+Serve = Callable[[Any], Served]
+
+
+@pytest.fixture
+def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Serve]:
+    """Return a function that serves an application, with short time limits."""
+    for name in ("WRITE_SECONDS", "HEAD_SECONDS"):
+        monkeypatch.setattr(connections, name, 0.5)
+    served: list[Served] = []
+
+    def serve(app: Any) -> Served:
+        served.append(Served(app))
+        return served[-1]
+
+    yield serve
+    for each in served:
+        each.end()
+
+
+def wait_until(holds: Any, seconds: float = 20.0) -> None:
+    ends = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < ends
+        time.sleep(0.02)
+
+
+def read_all(client: socket.socket) -> bytes:
+    """Return what comes until the connection is closed or reset."""
+    found = list[bytes]()
+    try:
+        while part := client.recv(1 << 20):
+            found.append(part)
+    except ConnectionResetError:
+        pass
+    return b"".join(found)
+
+
+def error_of(answer: bytes) -> tuple[int, str]:
+    """Return the status and the message of an answer that is an error, in OpenAI's shape."""
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert b"application/json" in head.lower() and b"connection: close" in head.lower(), answer
+    error = json.loads(body)["error"]
+    assert error.keys() == {"message", "type", "param", "code"}
+    return int(head.split()[1]), error["message"]
+
+
+def test_a_client_that_does_not_read_a_stream_is_cut_off(serve: Serve) -> None:
+    app = Streaming(300, 100_000)
+    served = serve(app)
+    with served.connect(HEAD + b"\r\n"):
+        wait_until(lambda: app.ended == 1)
+        assert app.sent < 300 and served.statuses == [499]
+    with served.connect(HEAD + b"Connection: close\r\n\r\n") as client:  # one that reads gets everything
+        assert len(read_all(client)) > 30_000_000
+    wait_until(lambda: served.statuses == [499, 200])
+
+
+@pytest.mark.parametrize("ending", [b"\r\n", b"Connection: close\r\n\r\n"])
+def test_a_client_that_does_not_read_an_answer_is_cut_off(serve: Serve, ending: bytes) -> None:
+    """An answer counts as sent when it has been handed over, so that nothing else waits for its client."""
+    served = serve(Response(b"x" * 20_000_000))
+    with served.connect(HEAD + ending) as client:
+        wait_until(lambda: served.statuses == [200] and not served.connections)
+        assert len(read_all(client)) < 20_000_000
+    with served.connect(HEAD + b"Connection: close\r\n\r\n") as client:  # one that reads gets everything
+        assert len(read_all(client)) > 20_000_000
+
+
+@pytest.mark.parametrize(
+    ("error", "status"), [(ApiError(422, "It can't go on."), 422), (ValueError(), 500), (None, 200)]
+)
+def test_a_stream_counts_as_it_ends(serve: Serve, error: Exception | None, status: int) -> None:
+    served = serve(Streaming(2, 10, error=error))
+    with served.connect(HEAD + b"Connection: close\r\n\r\n") as client:
+        assert b" 200 " in read_all(client)
+    wait_until(lambda: served.statuses == [status])
+
+
+def test_a_client_that_leaves(serve: Serve) -> None:
+    """Amid a stream, or before its own body has arrived."""
+    served = serve(Streaming(1000, 10, 0.1))
+    with served.connect(HEAD + b"\r\n") as client:
+        assert client.recv(1000)
+    wait_until(lambda: served.statuses == [499])
+    with served.connect(POST + b"{"):
+        wait_until(lambda: served.connections == 1)
+    wait_until(lambda: served.statuses == [499, 499])
+
+
+def test_a_body_that_does_not_arrive(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bodies, "BODY_SECONDS", 0.3)
+    served = serve(Streaming(1, 10))
+    with served.connect(POST + b"{") as client:
+        assert error_of(read_all(client)) == (408, "The body did not arrive within 0.3 seconds.")
+    assert served.statuses == [408]
+
+
+def test_an_idle_connection(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is kept for the next request, and is closed in the end."""
+    monkeypatch.setattr(connections, "IDLE_SECONDS", 0.6)
+    served = serve(Response(b"x"))
+    with served.connect() as client:
+        for _ in range(2):
+            client.sendall(HEAD + b"\r\n")
+            found = b""
+            while not found.endswith(b"x"):
+                found += client.recv(1000)
+            time.sleep(0.1)
+        assert read_all(client) == b""
+    assert served.statuses == [200, 200]
+
+
+def test_more_connections_than_there_may_be(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "MOST_CONNECTIONS", 2)
+    served = serve(Streaming(5, 10, 0.1))
+    with served.connect(HEAD + b"\r\n") as first:
+        assert first.recv(12) == b"HTTP/1.1 200"
+        with served.connect(HEAD + b"\r\n") as second:
+            assert read_all(second).startswith(b"HTTP/1.1 503 ")
+
+
+@pytest.mark.parametrize("sent", [b"Hello\r\n\r\n", HEAD + b"X: " + b"x" * 100_000])
+def test_what_is_not_http(serve: Serve, sent: bytes) -> None:
+    served = serve(Response(b"x"))
+    with served.connect(sent) as client:
+        status, message = error_of(read_all(client))
+        assert status == 400 and "not HTTP" in message
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no such limit")
+def test_files_for_all_connections() -> None:
+    import resource
+
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (512, before[1]))
+    try:
+        allow_files()
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    assert hard == before[1] and soft == (hard if 0 <= hard < 2200 else 2200)
+
+
+def test_a_head_that_does_not_arrive(serve: Serve) -> None:
+    """Nor does one that comes after an answer; an answer itself may take as long as it wants."""
+    app = Streaming(15, 10, 0.1)
+    served = serve(app)
+    with served.connect() as silent, served.connect(HEAD) as slow, served.connect(HEAD + b"\r\n") as whole:
+        for client in (silent, slow):
+            began = time.monotonic()
+            assert read_all(client) == b""
+            assert time.monotonic() - began < 5
+        found = b""
+        while not found.endswith(b"0\r\n\r\n"):
+            part = whole.recv(10_000)
+            assert part, found
+            found += part
+        assert found.count(b"x" * 10) == 15
+        wait_until(lambda: app.ended == 1)
+        whole.sendall(HEAD)  # a second one, which doesn't end
+        assert read_all(whole) == b""

@@ -1,0 +1,459 @@
+"""The engine by itself: what fails, fails alone, and reading prompts doesn't hold up those who generate."""
+
+from __future__ import annotations
+
+import math
+import queue
+import threading
+import time
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import PROMPTS, STRICT_UNBOUND
+
+import ovspec
+from ovspec.base.errors import InferenceError, OvspecError
+from ovspec.cache.prefill import PREFILL_ABOVE, shares_prefix
+from ovspec.cache.sequence import Sequence
+from ovspec.drafting.costs import Costs
+from ovspec.drafting.drafter import RowStep
+from ovspec.drafting.lookahead import CATCHING_UP, Lookahead
+from ovspec.engine.prefill_budget import FEWEST, LEAST, LIMIT, MOST, STEADY, Load, PrefillBudget
+from ovspec.engine.results import Piece
+from ovspec.engine.row import Row
+from ovspec.engine.scheduler import SLOW_STEP
+from ovspec.ir.memory import kv_bytes_per_token
+from ovspec.openai.logprobs import prompt_logprobs
+from ovspec.sampling.constraint import Constraint
+from ovspec.server.engine_thread import BackgroundTask, Engine, Job, ServerEnded
+
+OPTIONS: Any = {"max_tokens": 30, "ignore_eos": True}
+
+
+@pytest.fixture
+def engine(load: Callable[..., ovspec.LanguageModel]) -> Iterator[Engine]:
+    made = Engine(load(draft="lookup,draft", lookahead=3), rows=4)
+    made.start()
+    yield made
+    made.end()
+    assert not made.alive
+
+
+class Asked:
+    """A job whose pieces are kept."""
+
+    def __init__(self, engine: Engine, prompt: str, **options: Any) -> None:
+        self._told: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        whole: Any = {**OPTIONS, **options}
+        self.rows = engine.lm.runtime.rows(prompt, engine.lm.runtime.params(whole), reserved=True)
+        self.times: list[float] = []
+        self.blocks, self._engine = 0, engine  # the most that all texts took while this one grew
+        self.job = Job(self.rows, self._deliver)
+        engine.submit(self.job)
+
+    def _deliver(self, found: Any) -> None:
+        self.times.append(time.perf_counter())
+        self.blocks = max(self.blocks, self._engine.cache_use()[0])
+        self._told.put(found)
+
+    def result(self, seconds: float = 60.0) -> Any:
+        """Return the tokens of the texts, or the error that ended them."""
+        left = len(self.rows)
+        while left:
+            found = self._told.get(timeout=seconds)
+            if isinstance(found, OvspecError):
+                return found
+            left -= sum(piece.finish_reason is not None for _, piece in found)
+        return [row.token_ids for row in self.rows]
+
+
+def counted(engine: Engine, what: str, drafter: str) -> float:
+    """Return how many tokens of a drafter were proposed or accepted."""
+    return engine.metrics.registry.get_sample_value(f"ovspec_{what}_tokens_total", {"drafter": drafter}) or 0
+
+
+def test_texts_are_those_of_generate(engine: Engine) -> None:
+    asked = [Asked(engine, prompt) for prompt in PROMPTS[:6]]
+    alone = [engine.lm.generate(prompt, **OPTIONS).token_ids for prompt in PROMPTS[:6]]
+    assert [each.result()[0] for each in asked] == alone
+    assert counted(engine, "accepted", "draft") > 0
+
+
+def test_a_failed_inference_fails_those_in_it_only(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, feed = engine._decoders.target, engine._decoders.target.feed
+    all_asked, failures = threading.Event(), [InferenceError("CPU: the inference failed (a test).")]
+
+    def feed_or_fail(*arguments: Any, **options: Any) -> Any:
+        all_asked.wait(30)
+        if engine.running == 4 and failures:
+            raise failures.pop()
+        return feed(*arguments, **options)
+
+    monkeypatch.setattr(target, "feed", feed_or_fail)
+    running = [Asked(engine, prompt, max_tokens=200) for prompt in PROMPTS[:4]]
+    waiting = Asked(engine, PROMPTS[5])
+    all_asked.set()
+    assert all(isinstance(each.result(), InferenceError) for each in running)
+    assert waiting.result() == [engine.lm.generate(PROMPTS[5], **OPTIONS).token_ids]
+    assert Asked(engine, PROMPTS[0]).result() == [engine.lm.generate(PROMPTS[0], **OPTIONS).token_ids]
+    assert engine.cache_use()[0] == 0
+
+
+def test_blocks_of_the_cache_are_counted(engine: Engine) -> None:
+    used, free = engine.cache_use()
+    assert used == 0 and free > 100
+    size = engine._decoders.target.block_size  # type: ignore[attr-defined]
+    asked = [Asked(engine, prompt, max_tokens=150) for prompt in PROMPTS[:3]]
+    for each in asked:
+        each.result()
+    most, fewest = max(each.blocks for each in asked), min(each.blocks for each in asked)
+    tokens = [len(row.sequence) for each in asked for row in each.rows]
+    assert fewest > 0 and max(tokens) // size <= most <= sum(tokens) // size + 2 * len(tokens)
+    assert engine.cache_use() == (0, free)
+
+
+def test_weights_are_moved_into_large_pages_between_rounds(engine: Engine) -> None:
+    first = Asked(engine, PROMPTS[0], max_tokens=200)
+    first.result()
+    irs = engine.lm.runtime.irs()
+    ends = time.monotonic() + 30
+    while not all(ir.large_pages.done for ir in irs):
+        assert time.monotonic() < ends
+        time.sleep(0.01)
+
+
+class Breaks(Constraint):
+    """Fails at a text's tenth token."""
+
+    def __init__(self, at: int, error: Exception) -> None:
+        self._at, self._error = at, error
+
+    def process(self, logits: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+        if len(tokens) >= self._at:
+            raise self._error
+        return logits
+
+
+def test_background_tasks_run_one_after_the_other(engine: Engine) -> None:
+    steps, ended = list[str](), threading.Event()
+
+    def task(name: str) -> Generator[None]:
+        for _ in range(3):
+            steps.append(name)
+            yield
+
+    def last() -> Generator[None]:
+        ended.set()
+        yield
+
+    for each in (task("a"), task("b"), last()):
+        engine.do(BackgroundTask(each))
+    assert ended.wait(60)
+    assert steps == [*"aaabbb"]
+
+
+def test_a_background_task_that_fails_leaves_the_server_alive(engine: Engine) -> None:
+    def task() -> Generator[None]:
+        yield
+        raise ValueError("planted")
+
+    failing = BackgroundTask(task())
+    engine.do(failing)
+    assert "planted" in str(failing.future.exception(60))
+    assert Asked(engine, PROMPTS[0], max_tokens=1).result() == [[engine.lm.generate(PROMPTS[0]).token_ids[0]]]
+
+
+def endless() -> Generator[None]:
+    while True:
+        yield
+
+
+def test_giving_up_ends_what_is_yet_to_come(engine: Engine) -> None:
+    running, tasks = Asked(engine, PROMPTS[0], max_tokens=1000), [BackgroundTask(endless()), BackgroundTask(endless())]
+    engine.do(tasks[0])
+    engine.give_up()
+    later = Asked(engine, PROMPTS[1])
+    engine.do(tasks[1])
+    assert all(isinstance(each, ServerEnded) for each in (running.result(), later.result()))
+    assert all(isinstance(each.future.exception(60), ServerEnded) for each in tasks)
+
+
+def test_a_cancelled_background_task_makes_room_for_the_next(engine: Engine) -> None:
+    cancelled = BackgroundTask(endless())
+    engine.do(cancelled)
+    next_one = BackgroundTask(prompt_logprobs(engine.lm, [100] * 40, 0), 40)
+    engine.do(next_one)
+    assert cancelled.future.cancel()
+    assert len(next_one.future.result(60)) == 40
+
+
+def test_a_row_waits_only_for_what_nobody_has_read() -> None:
+    text, other = [*range(200)], [*range(100), *range(500, 600)]
+
+    def waits(reading: list[list[int]], read: list[list[int]], owner: int | None = None) -> bool:
+        new = Sequence(text)
+        new.owner = owner
+        return shares_prefix(new, map(Sequence, reading), map(Sequence, read))
+
+    assert waits([text], []) and waits([text], [other]) and waits([other], [])
+    assert not waits([], []) and not waits([text], [text]) and not waits([other], [other])
+    assert not waits([[*range(20), 7]], []) and not waits([text], [], owner=1)
+
+
+def test_a_text_that_cannot_go_on_fails_alone(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Although it is a draft's guess that first goes too far."""
+    monkeypatch.setattr(Lookahead, "affords", lambda *_: True)
+    monkeypatch.setattr(Lookahead, "starts", lambda *_: True)
+    others = [Asked(engine, prompt) for prompt in PROMPTS[:2]]
+    start = len(engine.lm.encode(PROMPTS[3]))
+    broken = Breaks(start + 9, OvspecError("No token may follow."))
+    failing = Asked(engine, PROMPTS[3], logits_processors=[lambda tokens, logits: broken.process(logits, tokens)])
+    assert "No token may follow" in str(failing.result())
+    for other, prompt in zip(others, PROMPTS[:2], strict=True):
+        assert other.result() == [engine.lm.generate(prompt, **OPTIONS).token_ids]
+
+
+def test_any_other_error_leaves_the_server_alive(engine: Engine) -> None:
+    broken = Breaks(0, RuntimeError("a defect"))
+    failing = Asked(engine, PROMPTS[3], logits_processors=[lambda tokens, logits: broken.process(logits, tokens)])
+    found = failing.result()
+    assert isinstance(found, InferenceError) and "RuntimeError: a defect" in str(found)
+    assert Asked(engine, PROMPTS[0]).result() == [engine.lm.generate(PROMPTS[0], **OPTIONS).token_ids]
+
+
+class Panic(BaseException):
+    """What code in Rust raises when it panics is no Exception."""
+
+
+def test_a_panic_leaves_the_server_alive(engine: Engine) -> None:
+    broken = Breaks(0, Panic("a defect"))  # type: ignore[arg-type]
+    failing = Asked(engine, PROMPTS[3], logits_processors=[lambda tokens, logits: broken.process(logits, tokens)])
+    assert "Panic: a defect" in str(failing.result())
+    assert Asked(engine, PROMPTS[0]).result() == [engine.lm.generate(PROMPTS[0], **OPTIONS).token_ids]
+
+
+def test_a_text_whose_end_cannot_be_judged_fails_alone(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A grammar may fail when it is asked whether it is complete, after the round."""
+    take = Row.take
+
+    def taking(row: Row, step: RowStep) -> Piece:
+        if row.start == marked and len(row.token_ids) > 5 and not step.error:
+            raise OvspecError("The grammar fails.")
+        return take(row, step)
+
+    marked = len(engine.lm.encode(PROMPTS[3]))
+    assert marked not in [len(engine.lm.encode(prompt)) for prompt in PROMPTS[:2]]
+    monkeypatch.setattr(Row, "take", taking)
+    others, failing = [Asked(engine, prompt) for prompt in PROMPTS[:2]], Asked(engine, PROMPTS[3])
+    assert "The grammar fails" in str(failing.result())
+    assert len(failing.rows[0].token_ids) > 5
+    monkeypatch.undo()
+    for other, prompt in zip(others, PROMPTS[:2], strict=True):
+        assert other.result() == [engine.lm.generate(prompt, **OPTIONS).token_ids]
+
+
+def test_a_slow_grammar_ends_before_others_have_waited_long(
+    load: Callable[..., ovspec.LanguageModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps below ``SLOW_STEP`` don't count, however many there are."""
+    monkeypatch.setattr("ovspec.server.engine_thread.CONSTRAINT_SECONDS", 0.3)
+
+    def burning(seconds: float) -> Any:
+        def burn(_: Any, logits: np.ndarray) -> np.ndarray:
+            ends = time.thread_time() + seconds
+            while time.thread_time() < ends:
+                pass
+            return logits
+
+        return burn
+
+    engine = Engine(load(draft="lookup,draft"), rows=4)
+    engine.start()
+    slow = Asked(engine, PROMPTS[3], logits_processors=[burning(1.1 * SLOW_STEP)])
+    steady = Asked(engine, PROMPTS[1], logits_processors=[burning(0.02)], max_tokens=40)
+    assert "takes too long" in str(slow.result())
+    assert 0 < len(slow.rows[0].token_ids) < 8
+    assert steady.result() == [engine.lm.generate(PROMPTS[1], max_tokens=40, ignore_eos=True).token_ids]
+    engine.end()
+
+
+def test_a_background_task_waits_for_memory_and_rows_wait_for_it(load: Callable[..., ovspec.LanguageModel]) -> None:
+    lm = load(draft="none")
+    engine = Engine(lm, rows=4, cache_bytes=700 * kv_bytes_per_token(lm.target.ir))
+    engine.start()
+    assert 600 <= engine.most_tokens <= 700
+    order = list[str]()
+
+    def task() -> Generator[None]:
+        assert engine.running == 0
+        order.append("background task")
+        yield
+        assert engine.running == 0
+        order.append("background task")
+
+    first = Asked(engine, PROMPTS[0], max_tokens=300)
+    while not first.job.started:
+        time.sleep(0.005)
+    engine.do(BackgroundTask(task(), tokens=600))
+    second = Asked(engine, PROMPTS[1], max_tokens=60)
+    first.result()
+    second.result()
+    assert order == ["background task", "background task"] and second.times[0] > first.times[-1]
+    assert second.rows[0].token_ids == lm.generate(PROMPTS[1], max_tokens=60, ignore_eos=True).token_ids
+    engine.end()
+
+
+def test_cancelled_rows_leave(engine: Engine) -> None:
+    jobs = [Asked(engine, prompt, max_tokens=150) for prompt in PROMPTS[:6]]
+    while not jobs[0].job.started:
+        time.sleep(0.005)
+    for each in jobs[:5]:
+        engine.cancel(each.job)
+    assert jobs[5].result() == [engine.lm.generate(PROMPTS[5], max_tokens=150, ignore_eos=True).token_ids]
+    assert all(row.finish_reason == "cancelled" for each in jobs[:5] for row in each.rows)
+    assert engine.running == engine.waiting == 0
+
+
+def test_earlier_texts_are_proposed_from(load: Callable[..., ovspec.LanguageModel]) -> None:
+    """With a lookup memory; the texts stay the same."""
+    found = []
+    for memory in (0, 5000):
+        lm = load(draft="lookup")
+        lm.runtime.corpora.clear()
+        engine = Engine(lm, rows=2, lookup_tokens=memory)
+        engine.start()
+        texts = [Asked(engine, PROMPTS[1], temperature=1.0, seed=3).result() for _ in range(2)]
+        assert texts[0] == texts[1]
+        found.append((texts[0], counted(engine, "accepted", "lookup")))
+        engine.end()
+        lm.runtime.corpora.clear()
+    assert found[0][0] == found[1][0]
+    assert found[1][1] > found[0][1] + 10
+
+
+@pytest.mark.parametrize("per_token", [0.05, 0.5, 2.0])
+def test_the_pace_keeps_rounds_short(per_token: float) -> None:
+    """A round that reads a prompt may take ``LIMIT`` times as long as a plain one of all rows.
+
+    Whatever a token or a row costs, and whatever the costs of widths say.
+    """
+
+    def ms(load: Load, read: int) -> float:
+        return 20 + 3 * load.generating + per_token * (load.rest + load.proposed + read)
+
+    prefill_budget = PrefillBudget(Costs({2: 20.0, 32: 50.0}, 0.0), STRICT_UNBOUND, learns=False)
+    assert prefill_budget.room(Load(0, 8)) == MOST
+    for rows in range(1, 9):
+        for _ in range(20):
+            prefill_budget.learn(Load(rows), 0, ms(Load(rows), 0))
+    for generating in range(1, 9):
+        load, most, read = Load(generating, 8 - generating), LIMIT * ms(Load(8), 0), 0
+        for _ in range(80):
+            read = prefill_budget.room(load)
+            prefill_budget.learn(load, read, ms(load, read))
+        assert read in (FEWEST, MOST) or ms(load, read) > most - (STEADY + 1) * per_token - 1
+        assert read == FEWEST or ms(load, read) <= most + 1
+        busy = replace(load, proposed=8)
+        assert prefill_budget.room(busy, drafted=5.0) < read or read in (FEWEST, MOST)
+
+
+def test_the_width_of_rounds_stays_while_it_nearly_fits() -> None:
+    prefill_budget = PrefillBudget(Costs({2: 20.0, 32: 50.0}, 0.0), STRICT_UNBOUND, learns=False)
+    widths = set()
+    for number in range(40):
+        load = Load(4 + number % 2, 4 - number % 2)
+        read = prefill_budget.room(load, drafted=0.1 * (number % 3))
+        prefill_budget.learn(load, read, 20 + load.generating + read + 0.1 * (number % 5))
+        widths.add(load.width + read)
+    assert len(widths) < 5
+
+
+def test_the_ends_of_prompts_count_as_reading() -> None:
+    prefill_budget = PrefillBudget(Costs({2: 20.0, 32: 110.0}, 0.0), STRICT_UNBOUND, learns=False)
+    assert prefill_budget.room(Load(2, 1)) == FEWEST > prefill_budget.room(Load(2, 1, rest=FEWEST - 3)) == 3
+    assert prefill_budget.room(Load(2, 1, rest=30)) == LEAST
+
+
+def test_proposals_give_way_to_prompts() -> None:
+    prefill_budget = PrefillBudget(Costs({2: 20.0, 32: 26.0}, 0.0), STRICT_UNBOUND, learns=False)
+    assert prefill_budget.most_ms(Load(1), 0) == math.inf, "a row that is alone keeps nobody waiting"
+    left = [prefill_budget.most_ms(Load(4, 1), unread) for unread in (0, 20, 40, 400)]
+    assert left[0] > left[1] > left[2] > left[3] == 0
+    assert prefill_budget.most_ms(Load(5), 0) < (LIMIT - 1) * 21 + 1
+    assert PrefillBudget(Costs({2: 20.0}), STRICT_UNBOUND, learns=False, chunk=256).most_ms(Load(4, 4), 900) == math.inf
+    assert PrefillBudget(Costs(), STRICT_UNBOUND, learns=True).most_ms(Load(4), 1) == 0, "costs aren't known yet"
+
+
+@pytest.mark.parametrize("chunk", [1, 37, 400])
+def test_a_chosen_chunk_is_what_rounds_read(
+    load: Callable[..., ovspec.LanguageModel], monkeypatch: pytest.MonkeyPatch, chunk: int
+) -> None:
+    """Whatever that takes; the texts stay those of ``generate``."""
+    lm = load(draft="lookup,draft")
+    prompts = [f"# {number}\n{' '.join(PROMPTS)[: 200 + 700 * number]}" for number in range(3)]
+    alone = [lm.generate(prompt, max_tokens=12, ignore_eos=True).token_ids for prompt in prompts]
+    engine = Engine(lm, rows=3, chunk=chunk)
+    engine.start()
+    target, fed = engine._decoders.target, list[list[int]]()
+    feed = target.feed
+
+    def noting(tokens: list[np.ndarray], *rest: Any) -> Any:
+        fed.append([len(new) for new in tokens])
+        return feed(tokens, *rest)
+
+    monkeypatch.setattr(target, "feed", noting)
+    asked = [Asked(engine, prompt, max_tokens=12) for prompt in prompts]
+    assert [each.result()[0] for each in asked] == alone
+    engine.end()
+    most = max(row.stats.prompt_tokens for each in asked for row in each.rows)
+    read = [sum(count for count in counts if count > PREFILL_ABOVE) for counts in fed]
+    assert most > 400
+    assert max(read) == (chunk if chunk > PREFILL_ABOVE else 0)
+    assert len(fed) > (most - PREFILL_ABOVE) // chunk
+
+
+def test_a_draft_reads_prompts_in_parts(
+    load: Callable[..., ovspec.LanguageModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However often the draft is asked; the texts stay those of ``generate``."""
+    prompts = [f"# {number}\n{' '.join(PROMPTS)[: 1500 + 300 * number]}" for number in range(4)]
+    lm = load(draft="draft")
+    alone = [lm.generate(prompt, max_tokens=200, ignore_eos=True).token_ids for prompt in prompts]
+    monkeypatch.setattr(Lookahead, "affords", lambda *_: True)
+    monkeypatch.setattr(Lookahead, "starts", lambda *_: True)
+    engine = Engine(lm, rows=4)
+    engine.start()
+    draft = engine._decoders.draft
+    assert draft
+    fed, feed = list[list[int]](), draft.feed
+
+    def noting(tokens: list[np.ndarray], *rest: Any) -> Any:
+        fed.append([len(new) for new in tokens])
+        return feed(tokens, *rest)
+
+    monkeypatch.setattr(draft, "feed", noting)
+    asked = [Asked(engine, prompt, max_tokens=200) for prompt in prompts]
+    assert [each.result()[0] for each in asked] == alone
+    assert counted(engine, "proposed", "draft") > 0
+    engine.end()
+    together = [counts for counts in fed if sum(count > 0 for count in counts) > 1]
+    read = [sum(count for count in counts if count >= CATCHING_UP // 4) for counts in together]
+    assert 0 < max(read) <= CATCHING_UP and sum(read) > 500
+
+
+def test_generating_goes_on_while_prompts_are_read(engine: Engine) -> None:
+    first = Asked(engine, PROMPTS[0], max_tokens=300)
+    while len(first.times) < 20:
+        time.sleep(0.005)
+    before = len(first.times)
+    long = "\n".join(PROMPTS * 2)[:6000]
+    other = Asked(engine, long, max_tokens=3)
+    other.result()
+    read = other.rows[0].stats.prompt_tokens
+    assert read > 500
+    assert len(first.times) - before > 4, "the first text must grow while the other's prompt is read"
+    first.result()
+    assert other.rows[0].token_ids == engine.lm.generate(long, max_tokens=3, ignore_eos=True).token_ids

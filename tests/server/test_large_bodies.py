@@ -1,0 +1,80 @@
+"""Bodies that are as large as they may be: they are refused without much memory, and nobody waits for them."""
+
+from __future__ import annotations
+
+import json
+import threading
+from typing import Any
+
+import httpx
+import pytest
+from pydantic import ValidationError
+from servers import Running
+
+from ovspec.openai.bodies import BODIES, ChatBody, CompletionBody, DetokenizeRequest, Fields
+from ovspec.server.bodies import MOST_COMMAS, parse
+from ovspec.server.errors import ApiError
+
+TEXT = {"prompt": "a"}
+
+
+def hostile(many: int) -> list[tuple[type[Fields], Any, str]]:
+    """Return requests, bodies with ``many`` wrong items, and what is told of them."""
+    numbered = {str(number): "" for number in range(many)}
+    return [
+        (ChatBody, {"messages": [0] * many}, "messages must be a list of objects"),
+        (CompletionBody, {"prompt": [None] * many}, "prompt must be a string"),
+        (CompletionBody, {"prompt": ["a"] * many + [0]}, "prompt must be a string"),
+        (CompletionBody, {"prompt": [[5], ["a"] * many]}, "prompt must be a string"),
+        (CompletionBody, {**TEXT, "stop": [0] * many}, "stop must be a string or a list of strings"),
+        (CompletionBody, {**TEXT, "logit_bias": numbered}, "logit_bias must map token ids to numbers"),
+        (CompletionBody, {**TEXT, **numbered}, "0 is not a field"),
+        (CompletionBody, {**TEXT, "stream_options": numbered}, "stream_options.0 is not a field"),
+        (DetokenizeRequest, {"tokens": ["a"] * many}, "tokens must be a list of whole numbers"),
+    ]
+
+
+@pytest.mark.parametrize(("request_type", "body", "message"), hostile(20_000))
+def test_few_errors_are_kept(request_type: type[Fields], body: Any, message: str) -> None:
+    """Pydantic takes some hundred bytes for each error, and much time to tell them."""
+    with pytest.raises(ValidationError) as found:
+        request_type.model_validate(body)
+    assert found.value.error_count() < 1000
+    with pytest.raises(ApiError, match=message):
+        parse(json.dumps(body).encode(), request_type)
+
+
+def test_long_values_are_read_whole() -> None:
+    """Long ones are checked in parts."""
+    for prompt in ([5] * 250, ["a"] * 250, [[5] * 250] * 3, [[5]] * 250):
+        read: Any = parse(json.dumps({"prompt": prompt}).encode(), CompletionBody)
+        assert read.prompt == prompt
+    bias = {str(number): 1.0 for number in range(250)}
+    read: Any = parse(json.dumps({**TEXT, "logit_bias": bias}).encode(), CompletionBody)
+    assert read.logit_bias == dict.fromkeys(range(250), 1.0)
+
+
+def test_more_values_than_any_prompt_has() -> None:
+    with pytest.raises(ApiError, match="more than 1000000 commas") as found:
+        parse(b'{"prompt":[5' + b",5" * (MOST_COMMAS + 1) + b"]}", CompletionBody)
+    assert found.value.status_code == 413
+
+
+@pytest.mark.parametrize("many", [60_000, pytest.param(300_000, marks=pytest.mark.slow)])
+def test_others_are_answered_meanwhile(server: Running, many: int) -> None:
+    """A body of 300,000 items would hold the server up for half a minute, if each wrong item were an error."""
+    paths = {body: path for path, body in BODIES.items()}
+    sent = [(paths[request], body) for request, body, _ in hostile(many)]
+    sent += [("/v1/completions", {"prompt": [[]] * many}), ("/v1/completions", {"prompt": [5] * many})]
+    answers = list[httpx.Response]()
+    thread = threading.Thread(target=lambda: answers.extend(server.post(*each) for each in sent))
+    thread.start()
+    asked = 0
+    with httpx.Client(base_url=server.url, timeout=max(4, many / 25_000)) as client:
+        while thread.is_alive() or not asked:
+            answer = client.post("/v1/completions", json={**TEXT, "max_tokens": 1})
+            assert answer.status_code == 200, answer.text
+            asked += 1
+    thread.join()
+    assert [answer.status_code for answer in answers] == [400] * len(sent), answers
+    assert all(len(answer.content) < 1000 for answer in answers)

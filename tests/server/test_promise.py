@@ -1,0 +1,121 @@
+"""A request's text is the one it gets alone, byte for byte, whatever else is asked for at the same time."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import re
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from conftest import PROMPTS, ROOT
+from random_pairs import PAIRS, shared_pair
+from servers import Running, Start
+
+import ovspec
+from ovspec.api.verify import result_from_json
+
+FEW, MANY = 21, 36  # requests in quick and in slow runs
+WAYS: list[dict[str, Any]] = [
+    {},
+    {"temperature": 0.9},
+    {"temperature": 1.2, "top_k": 40, "min_p": 0.02, "n": 2},
+    {"repetition_penalty": 1.3, "presence_penalty": 0.5},
+    {"stop": ["e", "\n\n"], "min_tokens": 4},
+    {"regex": "[a-z ]{1,30}"},
+    {"json_schema": {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}},
+    {"choice": ["apple", "pear", "plum"]},
+    {"logprobs": 2},
+    {"draft": "none"},
+    {"draft": "lookup", "logit_bias": {"12": 50.0, "13": 50.0}, "ignore_eos": True},  # a text that repeats itself
+    {"draft": "draft", "lookahead": 3},
+    {"lookahead": 0},
+    {"heal": True},
+    {"temperature": 0.7, "logit_bias": {"12": 2.0}, "ignore_eos": True},
+]
+
+
+def requests(chance: random.Random, count: int) -> list[dict[str, Any]]:
+    """Return bodies with prompts of all lengths, some of which share their beginning."""
+    bodies = []
+    for number in range(count):
+        way = dict(WAYS[number % len(WAYS)])
+        if way.get("temperature"):
+            way["seed"] = chance.randrange(2**31)
+        long = "\n".join(PROMPTS[: chance.randint(1, 4)]) if number % 3 == 0 else chance.choice(PROMPTS)
+        bodies.append({"prompt": long, "max_tokens": chance.randint(8, 32), "return_record": True, **way})
+    return bodies
+
+
+async def send_all(server: Running, bodies: list[dict[str, Any]], chance: random.Random) -> tuple[list[Any], float]:
+    """Send requests at random times, and break some off; return their answers, None for those, and the most rows."""
+    most = 0.0
+    async with httpx.AsyncClient(base_url=server.url, timeout=300, limits=httpx.Limits(max_connections=100)) as client:
+
+        async def send(number: int, body: dict[str, Any], delay: float) -> Any:
+            await asyncio.sleep(delay)
+            if number % 7 == 5:
+                async with client.stream("POST", "/v1/completions", json={**body, "stream": True}) as response:
+                    async for _ in response.aiter_bytes():
+                        return None
+                return None
+            answer = await client.post("/v1/completions", json=body)
+            assert answer.status_code == 200, answer.text
+            return answer.json()
+
+        async def watch() -> None:
+            nonlocal most
+            while True:
+                for line in (await client.get("/metrics")).text.splitlines():
+                    if line.startswith("ovspec_texts_running "):
+                        most = max(most, float(line.split()[1]))
+                await asyncio.sleep(0.02)
+
+        watching = asyncio.ensure_future(watch())
+        answers = await asyncio.gather(*[send(i, body, chance.uniform(0, 0.5)) for i, body in enumerate(bodies)])
+        watching.cancel()
+        return answers, most
+
+
+NAMES = ("qwen2-int8", "gpt2-int4", "demo-int8")
+SLOW = [
+    pytest.param(name, lookahead, MANY, marks=pytest.mark.slow)
+    for name, lookahead in (*((name, "auto") for name in NAMES), ("qwen2-int8", "2"), ("gpt2-int4", "2"))
+]
+
+
+@pytest.mark.parametrize(("name", "lookahead", "count"), [("qwen2-int8", "2", FEW), *SLOW])
+def test_no_request_changes_another(
+    name: str, lookahead: str, count: int, start: Start, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = shared_pair(name, tmp_path_factory) if name in PAIRS else ROOT / "models" / "demo"
+    server = start(folder, "--draft", "lookup,draft", "--lookahead", lookahead, "--batch-size", "6", "--deterministic")
+    chance = random.Random(7)
+    bodies = requests(chance, count)
+    answers, most = asyncio.run(send_all(server, bodies, chance))
+    lm = ovspec.load(folder, cache_dir=tmp_path / "cache")
+    assert lm.target.promise == "exact"
+    for body, answer in zip(bodies, answers, strict=True):
+        if answer is None:
+            continue
+        options = {name: value for name, value in body.items() if name not in ("prompt", "return_record", "draft")}
+        options["lookahead"] = 0
+        if "logit_bias" in options:
+            options["logit_bias"] = {int(token): bias for token, bias in options["logit_bias"].items()}
+        alone = lm.samples(body["prompt"], **options)
+        assert [choice["text"] for choice in answer["choices"]] == [result.text for result in alone], body
+        for choice, result in zip(answer["choices"], alone, strict=True):
+            assert choice["record"]["token_ids"] == result.token_ids
+            verified = lm.verify(result_from_json(choice))
+            assert verified.ok, (body, str(verified))
+    assert most > 3, "requests must run beside each other"
+    assert sum(answer is None for answer in answers) == count // 7 > 2
+    metrics = server.get("/metrics").text
+    for what in ("proposed", "accepted"):
+        # Unless the lookahead is fixed, the draft isn't asked where it doesn't pay in a batch.
+        for drafter in ("lookup",) if lookahead == "auto" else ("lookup", "draft"):
+            found = re.search(rf'ovspec_{what}_tokens_total{{drafter="{drafter}"}} (\S+)', metrics)
+            assert found and float(found[1]) > 0, metrics
+    assert server.metric("ovspec_texts_running") == server.metric("ovspec_cache_blocks_used") == 0

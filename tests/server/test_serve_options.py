@@ -1,0 +1,74 @@
+"""Every option of ``ovspec serve`` reaches what it is for; what each does is tested beside this file."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+from serving_options import LOADING, SERVING
+
+from ovspec.cli import cli
+from ovspec.cli import serve as command_module
+from ovspec.params.loading import LOAD, load_params
+from ovspec.params.serving import SERVE
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., dict[str, Any]]:
+    """Return a function that runs the command up to where the model would be loaded and served."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("OVSPEC_API_KEY", raising=False)
+    (tmp_path / "keys").write_text("a", encoding="utf-8")
+    seen: dict[str, Any] = {}
+
+    def load(folder: Any, draft: Any, **options: Any) -> Any:
+        seen.update({"loaded": options}, **options, draft=draft)
+        return SimpleNamespace(folder=Path(folder))
+
+    def serve(lm: Any, name: str, keys: list[str], opened: socket.socket, options: Any) -> None:
+        seen.update(vars(options), lm=lm, name=name, keys=keys)
+        opened.close()
+
+    monkeypatch.setattr(command_module, "load", load)
+    monkeypatch.setattr("ovspec.server.server.serve", serve)
+
+    def run(*arguments: str) -> dict[str, Any]:
+        port = [] if "--port" in arguments else ["--port", "0"]
+        done = CliRunner().invoke(cli, ["serve", "my-pair", *arguments, *port], catch_exceptions=False)
+        assert done.exit_code == 0, done.output
+        return seen
+
+    return run
+
+
+@pytest.mark.parametrize("name", [*SERVING, *LOADING])
+def test_option(run: Callable[..., dict[str, Any]], name: str) -> None:
+    arguments, value = (SERVING | LOADING)[name]
+    seen = run(*arguments)
+    assert seen[name] == value
+    if name == "model_name":
+        assert seen["name"] == "its"
+    if name == "api_key_file":
+        assert seen["keys"] == ["a"]
+
+
+def test_defaults(run: Callable[..., dict[str, Any]]) -> None:
+    seen = run()
+    assert seen["name"] == "my-pair" and seen["keys"] == [] and seen["draft"] is None
+    assert load_params(seen["loaded"]).lookahead == "auto" and run("--lookahead", "0")["loaded"]["lookahead"] == 0
+    assert (seen["host"], seen["batch_size"], seen["queue_size"]) == ("127.0.0.1", 16, 256)
+
+
+def test_a_key_of_the_environment(run: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OVSPEC_API_KEY", " b ")
+    assert run()["keys"] == ["b"]
+
+
+def test_no_option_is_left_out() -> None:
+    assert SERVING.keys() == SERVE.keys()
+    assert LOADING.keys() - {"draft"} == {name for name, (_, option) in LOAD.items() if option.flags != ()}
