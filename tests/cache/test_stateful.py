@@ -14,7 +14,7 @@ from conftest import ROOT, Reference
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ovspec.cache.decoder import Rollback
+from ovspec.cache.decoder import FeedRule, Rollback
 from ovspec.cache.paged import PagedDecoder
 from ovspec.cache.prefill import share_prefixes
 from ovspec.cache.sequence import EMPTY, Sequence, catch_up
@@ -43,7 +43,7 @@ OPERATIONS = st.lists(
         [{"rollback": "mask", "compact_at": 3}],
         [{"rollback": "trim"}],
         [{}, {"rollback": "mask"}],
-        [{"prefill_chunk": 2}],
+        [{"rule": FeedRule(most=2)}],
     ],
     ids=["mask", "mask-compacted", "trim", "paged-and-mask", "paged-in-chunks"],
 )
