@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +11,7 @@ import click
 
 from ovspec.base.errors import OvspecError
 from ovspec.base.progress import step
+from ovspec.cli import in_flags
 from ovspec.drafting.choice import EXPORTED, DraftChoice, names_drafters, parse_draft
 from ovspec.params import GENERATE, GRAMMARS, check_samples, make_params
 from ovspec.params.loading import LOAD, RUNTIME
@@ -20,8 +20,6 @@ from ovspec.params.option import LARGEST, Option, alternatives, choices_of, is_r
 if TYPE_CHECKING:
     from ovspec.api.model import LanguageModel
 
-# How a message that Python shows too names an option: `name`, or with a value `name=value`.
-OPTION = re.compile(r"`(\w+)(?:=([^`]*))?`")
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 # (command, option) -> the default that a command sets itself, in words.
@@ -197,25 +195,6 @@ def split_options(values: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any
     alone = params.lookahead is not None and not proposes
     refuse(alone, "--lookahead needs --draft, or a grammar, whose forced tokens are proposed.")
     return loading, options
-
-
-def in_flags(message: object, command: click.Command | None = None) -> str:
-    """Return ``message`` with the options of ``command``, by default the one that runs, as flags.
-
-    `name` and `name=True` become --name, and `name='value'` --name value.
-    """
-    context = click.get_current_context(silent=True)
-    command = command or (context and context.command)
-    options = [param for param in command.params if isinstance(param, click.Option)] if command else []
-    flags = {option.name: max(option.opts, key=len) for option in options}
-
-    def flag(found: re.Match[str]) -> str:
-        name, value = found.groups()
-        if name not in flags:
-            return found[0]
-        return flags[name] if value in (None, "True", "False") else f"{flags[name]} {value.strip(chr(39))}"
-
-    return OPTION.sub(flag, str(message))
 
 
 def check_grammar(options: Mapping[str, Any]) -> None:

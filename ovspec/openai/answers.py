@@ -265,7 +265,9 @@ class ChunkWriter:
         ends = {"index": index, "finish_reason": None} | ends
         if self._chat:
             logprobs = chat_logprobs(self._tokenizer, places) if places else None
-            return Chunk(**self._head, choices=[ChatPart(delta=delta, logprobs=logprobs, **ends)])
+            part = ChatPart.model_construct(delta=delta, logprobs=logprobs, **ends)
+            return Chunk.model_construct(**self._head, choices=[part])
         tops = bool(self._rows[index].params.logprobs)
         logprobs = completion_logprobs(self._tokenizer, places, tops) if places else None
-        return Chunk(**self._head, choices=[CompletionChoice(text=delta.content, logprobs=logprobs, **ends)])
+        part = CompletionChoice.model_construct(text=delta.content, logprobs=logprobs, **ends)
+        return Chunk.model_construct(**self._head, choices=[part])

@@ -12,8 +12,7 @@ import pytest
 from conftest import ROOT
 
 import ovspec
-from ovspec.cli import cli
-from ovspec.cli.options import in_flags
+from ovspec.cli import cli, in_flags
 
 MESSAGES = {
     "`overwrite` or `overwrite=True`": "`overwrite` or `overwrite=True`",  # not an option of this command
