@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from ovspec.api.model import LanguageModel
     from ovspec.api.session import Session
     from ovspec.api.session_file import Mark
+    from ovspec.api.verify import result_from_json
     from ovspec.base.errors import OvspecError
     from ovspec.drafting.drafter import Drafter
     from ovspec.engine.results import Piece, Result, Stats
@@ -35,6 +36,7 @@ _HOMES = {
     "Stats": "ovspec.engine.results",
     "LanguageModel": "ovspec.api.model",
     "load": "ovspec.api.loading",
+    "result_from_json": "ovspec.api.verify",
     "Mark": "ovspec.api.session_file",
     "Score": "ovspec.engine.scoring",
     "Selection": "ovspec.engine.scoring",
@@ -54,6 +56,7 @@ __all__ = [
     "Stats",
     "__version__",
     "load",
+    "result_from_json",
 ]
 
 

@@ -16,7 +16,7 @@ import ovspec
 from ovspec.engine.scheduler import Scheduler
 from ovspec.params.serving import ServeParams
 from ovspec.server.app import make_app
-from ovspec.server.engine_thread import Engine
+from ovspec.server.engine_thread import EngineThread
 from ovspec.server.guard import Guard
 from ovspec.server.service import Service
 from ovspec.server.texts import TextEndpoints
@@ -91,7 +91,7 @@ def test_the_road_of_a_request_is_the_one_in_the_docs() -> None:
     threading.setprofile(note)
     try:
         lm = ovspec.load(ROOT / "models" / "demo", "none", engine="paged")
-        engine = Engine(lm, rows=4)
+        engine = EngineThread(lm, rows=4)
         engine.start()
         app: Any = Guard(make_app(Service(lm, engine, "demo", ServeParams())), [], True, lambda *_: None)
         asyncio.run(ask())

@@ -165,7 +165,7 @@ class LanguageModel:
         With exact arithmetic every token is the model's choice, whatever has sped the text up.
 
         Args:
-            result: made by this model, in this process or read by ``ovspec.api.verify.result_from_json``.
+            result: made by this model, in this process or read by ``ovspec.result_from_json``.
 
         Raises:
             OvspecError: the text was made by another model, or in a way that can't be repeated (``accept="rejection"``,

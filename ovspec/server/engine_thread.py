@@ -69,7 +69,7 @@ class BackgroundTask:
             self.future.set_exception(error)
 
 
-class Engine:
+class EngineThread:
     """Generates the texts of jobs as one batch that they join and leave between rounds, in a thread of its own.
 
     Args:

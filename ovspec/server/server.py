@@ -21,7 +21,7 @@ from ovspec.base.files import read_text
 from ovspec.params.serving import ServeParams
 from ovspec.server.app import make_app
 from ovspec.server.connections import allow_files, config_of
-from ovspec.server.engine_thread import Engine
+from ovspec.server.engine_thread import EngineThread
 from ovspec.server.guard import LOG, Guard, is_here
 from ovspec.server.service import Service
 
@@ -102,7 +102,7 @@ def serve(lm: LanguageModel, name: str, keys: list[str], opened: socket.socket, 
         raise OvspecError(f"`deterministic`: on this machine the arithmetic is {promise}; leave it out.")
     sys.setswitchinterval(SWITCH_SECONDS)
     size = None if options.cache_size is None else 1e9 * options.cache_size
-    engine = Engine(lm, options.batch_size, size, options.lookup_memory, options.prefill_chunk)
+    engine = EngineThread(lm, options.batch_size, size, options.lookup_memory, options.prefill_chunk)
     engine.start()
     service = Service(lm, engine, name, options)
     api = make_app(service)

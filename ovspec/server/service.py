@@ -20,7 +20,7 @@ from ovspec.openai.bodies import RequestError
 from ovspec.openai.requests import TextRequest
 from ovspec.params import Params, make_params
 from ovspec.params.serving import ServeParams
-from ovspec.server.engine_thread import ENDED, Engine, ServerEnded
+from ovspec.server.engine_thread import ENDED, EngineThread, ServerEnded
 from ovspec.server.errors import ApiError, about_prompt, as_api_error, for_clients, too_long
 
 T = TypeVar("T")
@@ -36,7 +36,7 @@ MOST_LOGPROBS = 300_000  # of a request: tokens, and most likely tokens beside e
 class Service:
     """What the endpoints share; ``name``: the model's name in requests and answers."""
 
-    def __init__(self, lm: LanguageModel, engine: Engine, name: str, options: ServeParams) -> None:
+    def __init__(self, lm: LanguageModel, engine: EngineThread, name: str, options: ServeParams) -> None:
         self.lm, self.engine, self.name, self.options = lm, engine, name, options
         self.metrics = engine.metrics
         self.requests = self._texts = 0  # that are being answered

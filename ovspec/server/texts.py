@@ -23,7 +23,7 @@ from ovspec.openai.logprobs import SILENT, Echo, echo_of, prompt_logprobs
 from ovspec.openai.requests import Kind, TextRequest, read_texts, texts_asked
 from ovspec.params import GRAMMARS, Params, check_samples, refuse_retries
 from ovspec.sampling.logprobs import TokenLogprob
-from ovspec.server.engine_thread import BackgroundTask, Engine, Job
+from ovspec.server.engine_thread import BackgroundTask, EngineThread, Job
 from ovspec.server.errors import ApiError, about_prompt, as_api_error, error_body, too_long
 from ovspec.server.guard import OUTCOME, OWNER
 from ovspec.server.service import Service, Work, unless_gone
@@ -177,7 +177,7 @@ class TextEndpoints:
         self._service.metrics.whole.observe(time.monotonic() - texts.began)
 
 
-async def logprobs_of(engine: Engine, ids: list[int], tops: int) -> list[TokenLogprob | None]:
+async def logprobs_of(engine: EngineThread, ids: list[int], tops: int) -> list[TokenLogprob | None]:
     """Return the log-probabilities of a prompt's tokens, computed in the engine's thread."""
     steps = prompt_logprobs(engine.lm, ids, tops, lambda: BESIDE if engine.running else CHUNK)
     try:

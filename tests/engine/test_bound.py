@@ -23,7 +23,7 @@ from ovspec.drafting.costs import WIDEST, Costs
 from ovspec.ir.compile import CompiledIR
 from ovspec.ir.request import Request
 from ovspec.openai.logprobs import at_once, prompt_logprobs
-from ovspec.server.engine_thread import Engine, Job
+from ovspec.server.engine_thread import EngineThread, Job
 
 MOST = 24
 LONG_TEXT = "".join(PROMPTS[:3])
@@ -105,7 +105,7 @@ def certificates(lm: ovspec.LanguageModel) -> Any:
 
 def a_server(lm: ovspec.LanguageModel) -> Any:
     """Rows that generate, some of which read prompts beside the others."""
-    engine = Engine(lm, rows=6)
+    engine = EngineThread(lm, rows=6)
     engine.start()
     told: queue.SimpleQueue[Any] = queue.SimpleQueue()
     texts = [*PROMPTS[:6], LONG_TEXT, LONG_TEXT[5:]]

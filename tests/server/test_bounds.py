@@ -21,7 +21,7 @@ from ovspec.engine.results import Piece
 from ovspec.engine.scheduler import BatchLimits
 from ovspec.ir.memory import kv_bytes_per_token
 from ovspec.openai.logprobs import at_once, prompt_logprobs
-from ovspec.server.engine_thread import Engine, Job
+from ovspec.server.engine_thread import EngineThread, Job
 from ovspec.server.texts import BESIDE, logprobs_of, pieces_of
 
 ENDLESS: dict[str, Any] = {"prompt": "def f(", "max_tokens": 1900, "ignore_eos": True, "stream": True}
@@ -145,18 +145,18 @@ def test_times_are_those_of_the_request_and_of_the_engine() -> None:
 
 
 @pytest.fixture
-def engine(load: Callable[..., ovspec.LanguageModel]) -> Iterator[Engine]:
-    made = Engine(load(), rows=2)
+def engine(load: Callable[..., ovspec.LanguageModel]) -> Iterator[EngineThread]:
+    made = EngineThread(load(), rows=2)
     made.start()
     yield made
     made.end()
 
 
-def echo(engine: Engine, ids: list[int]) -> Any:
+def echo(engine: EngineThread, ids: list[int]) -> Any:
     return asyncio.run(logprobs_of(engine, ids, 2))
 
 
-def generating(engine: Engine) -> threading.Event:
+def generating(engine: EngineThread) -> threading.Event:
     """Let the engine generate a text; return an event that is set when it has ended."""
     params = engine.lm.runtime.params({"max_tokens": 400, "ignore_eos": True})
     rows = engine.lm.runtime.rows(PROMPTS[0], params, reserved=True)
@@ -173,7 +173,7 @@ def generating(engine: Engine) -> threading.Event:
 
 
 @pytest.fixture
-def read(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
+def read(engine: EngineThread, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
     """What is read of repeated prompts: (tokens of an inference, whether texts were generated then)."""
     feed, read = PagedDecoder.feed, list[tuple[int, bool]]()
 
@@ -186,7 +186,7 @@ def read(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, boo
     return read
 
 
-def test_repeated_prompts_are_read_in_small_steps(engine: Engine, read: list[tuple[int, bool]]) -> None:
+def test_repeated_prompts_are_read_in_small_steps(engine: EngineThread, read: list[tuple[int, bool]]) -> None:
     """While texts are generated, which wait for each step; the log-probabilities stay the same."""
     ids = engine.lm.encode("\n".join(PROMPTS[:3])).tolist()[:300]
     expected = at_once(prompt_logprobs(engine.lm, ids, 2))
@@ -200,7 +200,7 @@ def test_repeated_prompts_are_read_in_small_steps(engine: Engine, read: list[tup
     assert ended.wait(60)
 
 
-def test_a_repeated_prompt_waits_for_room(engine: Engine, read: list[tuple[int, bool]]) -> None:
+def test_a_repeated_prompt_waits_for_room(engine: EngineThread, read: list[tuple[int, bool]]) -> None:
     engine._scheduler.queue._limits = BatchLimits(2, 420)  # for the text, but not for the prompt beside it
     ended = generating(engine)
     assert len(echo(engine, [100] * 40)) == 40

@@ -28,14 +28,14 @@ from ovspec.engine.scheduler import SLOW_STEP
 from ovspec.ir.memory import kv_bytes_per_token
 from ovspec.openai.logprobs import prompt_logprobs
 from ovspec.sampling.constraint import Constraint
-from ovspec.server.engine_thread import BackgroundTask, Engine, Job, ServerEnded
+from ovspec.server.engine_thread import BackgroundTask, EngineThread, Job, ServerEnded
 
 OPTIONS: Any = {"max_tokens": 30, "ignore_eos": True}
 
 
 @pytest.fixture
-def engine(load: Callable[..., ovspec.LanguageModel]) -> Iterator[Engine]:
-    made = Engine(load(draft="lookup,draft", lookahead=3), rows=4)
+def engine(load: Callable[..., ovspec.LanguageModel]) -> Iterator[EngineThread]:
+    made = EngineThread(load(draft="lookup,draft", lookahead=3), rows=4)
     made.start()
     yield made
     made.end()
@@ -45,7 +45,7 @@ def engine(load: Callable[..., ovspec.LanguageModel]) -> Iterator[Engine]:
 class Asked:
     """A job whose pieces are kept."""
 
-    def __init__(self, engine: Engine, prompt: str, **options: Any) -> None:
+    def __init__(self, engine: EngineThread, prompt: str, **options: Any) -> None:
         self._told: queue.SimpleQueue[Any] = queue.SimpleQueue()
         whole: Any = {**OPTIONS, **options}
         self.rows = engine.lm.runtime.rows(prompt, engine.lm.runtime.params(whole), reserved=True)
@@ -70,19 +70,19 @@ class Asked:
         return [row.token_ids for row in self.rows]
 
 
-def counted(engine: Engine, what: str, drafter: str) -> float:
+def counted(engine: EngineThread, what: str, drafter: str) -> float:
     """Return how many tokens of a drafter were proposed or accepted."""
     return engine.metrics.registry.get_sample_value(f"ovspec_{what}_tokens_total", {"drafter": drafter}) or 0
 
 
-def test_texts_are_those_of_generate(engine: Engine) -> None:
+def test_texts_are_those_of_generate(engine: EngineThread) -> None:
     asked = [Asked(engine, prompt) for prompt in PROMPTS[:6]]
     alone = [engine.lm.generate(prompt, **OPTIONS).token_ids for prompt in PROMPTS[:6]]
     assert [each.result()[0] for each in asked] == alone
     assert counted(engine, "accepted", "draft") > 0
 
 
-def test_a_failed_inference_fails_those_in_it_only(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_inference_fails_those_in_it_only(engine: EngineThread, monkeypatch: pytest.MonkeyPatch) -> None:
     target, feed = engine._decoders.target, engine._decoders.target.feed
     all_asked, failures = threading.Event(), [InferenceError("CPU: the inference failed (a test).")]
 
@@ -102,7 +102,7 @@ def test_a_failed_inference_fails_those_in_it_only(engine: Engine, monkeypatch: 
     assert engine.cache_use()[0] == 0
 
 
-def test_blocks_of_the_cache_are_counted(engine: Engine) -> None:
+def test_blocks_of_the_cache_are_counted(engine: EngineThread) -> None:
     used, free = engine.cache_use()
     assert used == 0 and free > 100
     size = engine._decoders.target.block_size  # type: ignore[attr-defined]
@@ -115,7 +115,7 @@ def test_blocks_of_the_cache_are_counted(engine: Engine) -> None:
     assert engine.cache_use() == (0, free)
 
 
-def test_weights_are_moved_into_large_pages_between_rounds(engine: Engine) -> None:
+def test_weights_are_moved_into_large_pages_between_rounds(engine: EngineThread) -> None:
     first = Asked(engine, PROMPTS[0], max_tokens=200)
     first.result()
     irs = engine.lm.runtime.irs()
@@ -137,7 +137,7 @@ class Breaks(Constraint):
         return logits
 
 
-def test_background_tasks_run_one_after_the_other(engine: Engine) -> None:
+def test_background_tasks_run_one_after_the_other(engine: EngineThread) -> None:
     steps, ended = list[str](), threading.Event()
 
     def task(name: str) -> Generator[None]:
@@ -155,7 +155,7 @@ def test_background_tasks_run_one_after_the_other(engine: Engine) -> None:
     assert steps == [*"aaabbb"]
 
 
-def test_a_background_task_that_fails_leaves_the_server_alive(engine: Engine) -> None:
+def test_a_background_task_that_fails_leaves_the_server_alive(engine: EngineThread) -> None:
     def task() -> Generator[None]:
         yield
         raise ValueError("planted")
@@ -171,7 +171,7 @@ def endless() -> Generator[None]:
         yield
 
 
-def test_giving_up_ends_what_is_yet_to_come(engine: Engine) -> None:
+def test_giving_up_ends_what_is_yet_to_come(engine: EngineThread) -> None:
     running, tasks = Asked(engine, PROMPTS[0], max_tokens=1000), [BackgroundTask(endless()), BackgroundTask(endless())]
     engine.do(tasks[0])
     engine.give_up()
@@ -181,7 +181,7 @@ def test_giving_up_ends_what_is_yet_to_come(engine: Engine) -> None:
     assert all(isinstance(each.future.exception(60), ServerEnded) for each in tasks)
 
 
-def test_a_cancelled_background_task_makes_room_for_the_next(engine: Engine) -> None:
+def test_a_cancelled_background_task_makes_room_for_the_next(engine: EngineThread) -> None:
     cancelled = BackgroundTask(endless())
     engine.do(cancelled)
     next_one = BackgroundTask(prompt_logprobs(engine.lm, [100] * 40, 0), 40)
@@ -203,7 +203,7 @@ def test_a_row_waits_only_for_what_nobody_has_read() -> None:
     assert not waits([[*range(20), 7]], []) and not waits([text], [], owner=1)
 
 
-def test_a_text_that_cannot_go_on_fails_alone(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_text_that_cannot_go_on_fails_alone(engine: EngineThread, monkeypatch: pytest.MonkeyPatch) -> None:
     """Although it is a draft's guess that first goes too far."""
     monkeypatch.setattr(Lookahead, "affords", lambda *_: True)
     monkeypatch.setattr(Lookahead, "starts", lambda *_: True)
@@ -216,7 +216,7 @@ def test_a_text_that_cannot_go_on_fails_alone(engine: Engine, monkeypatch: pytes
         assert other.result() == [engine.lm.generate(prompt, **OPTIONS).token_ids]
 
 
-def test_any_other_error_leaves_the_server_alive(engine: Engine) -> None:
+def test_any_other_error_leaves_the_server_alive(engine: EngineThread) -> None:
     broken = Breaks(0, RuntimeError("a defect"))
     failing = Asked(engine, PROMPTS[3], logits_processors=[lambda tokens, logits: broken.process(logits, tokens)])
     found = failing.result()
@@ -228,14 +228,14 @@ class Panic(BaseException):
     """What code in Rust raises when it panics is no Exception."""
 
 
-def test_a_panic_leaves_the_server_alive(engine: Engine) -> None:
+def test_a_panic_leaves_the_server_alive(engine: EngineThread) -> None:
     broken = Breaks(0, Panic("a defect"))  # type: ignore[arg-type]
     failing = Asked(engine, PROMPTS[3], logits_processors=[lambda tokens, logits: broken.process(logits, tokens)])
     assert "Panic: a defect" in str(failing.result())
     assert Asked(engine, PROMPTS[0]).result() == [engine.lm.generate(PROMPTS[0], **OPTIONS).token_ids]
 
 
-def test_a_text_whose_end_cannot_be_judged_fails_alone(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_text_whose_end_cannot_be_judged_fails_alone(engine: EngineThread, monkeypatch: pytest.MonkeyPatch) -> None:
     """A grammar may fail when it is asked whether it is complete, after the round."""
     take = Row.take
 
@@ -270,7 +270,7 @@ def test_a_slow_grammar_ends_before_others_have_waited_long(
 
         return burn
 
-    engine = Engine(load(draft="lookup,draft"), rows=4)
+    engine = EngineThread(load(draft="lookup,draft"), rows=4)
     engine.start()
     slow = Asked(engine, PROMPTS[3], logits_processors=[burning(1.1 * SLOW_STEP)])
     steady = Asked(engine, PROMPTS[1], logits_processors=[burning(0.02)], max_tokens=40)
@@ -282,7 +282,7 @@ def test_a_slow_grammar_ends_before_others_have_waited_long(
 
 def test_a_background_task_waits_for_memory_and_rows_wait_for_it(load: Callable[..., ovspec.LanguageModel]) -> None:
     lm = load(draft="none")
-    engine = Engine(lm, rows=4, cache_bytes=700 * kv_bytes_per_token(lm.target.ir))
+    engine = EngineThread(lm, rows=4, cache_bytes=700 * kv_bytes_per_token(lm.target.ir))
     engine.start()
     assert 600 <= engine.most_tokens <= 700
     order = list[str]()
@@ -306,7 +306,7 @@ def test_a_background_task_waits_for_memory_and_rows_wait_for_it(load: Callable[
     engine.end()
 
 
-def test_cancelled_rows_leave(engine: Engine) -> None:
+def test_cancelled_rows_leave(engine: EngineThread) -> None:
     jobs = [Asked(engine, prompt, max_tokens=150) for prompt in PROMPTS[:6]]
     while not jobs[0].job.started:
         time.sleep(0.005)
@@ -323,7 +323,7 @@ def test_earlier_texts_are_proposed_from(load: Callable[..., ovspec.LanguageMode
     for memory in (0, 5000):
         lm = load(draft="lookup")
         lm.runtime.corpora.clear()
-        engine = Engine(lm, rows=2, lookup_tokens=memory)
+        engine = EngineThread(lm, rows=2, lookup_tokens=memory)
         engine.start()
         texts = [Asked(engine, PROMPTS[1], temperature=1.0, seed=3).result() for _ in range(2)]
         assert texts[0] == texts[1]
@@ -395,7 +395,7 @@ def test_a_chosen_chunk_is_what_rounds_read(
     lm = load(draft="lookup,draft")
     prompts = [f"# {number}\n{' '.join(PROMPTS)[: 200 + 700 * number]}" for number in range(3)]
     alone = [lm.generate(prompt, max_tokens=12, ignore_eos=True).token_ids for prompt in prompts]
-    engine = Engine(lm, rows=3, chunk=chunk)
+    engine = EngineThread(lm, rows=3, chunk=chunk)
     engine.start()
     target, fed = engine._decoders.target, list[list[int]]()
     feed = target.feed
@@ -424,7 +424,7 @@ def test_a_draft_reads_prompts_in_parts(
     alone = [lm.generate(prompt, max_tokens=200, ignore_eos=True).token_ids for prompt in prompts]
     monkeypatch.setattr(Lookahead, "affords", lambda *_: True)
     monkeypatch.setattr(Lookahead, "starts", lambda *_: True)
-    engine = Engine(lm, rows=4)
+    engine = EngineThread(lm, rows=4)
     engine.start()
     draft = engine._decoders.draft
     assert draft
@@ -444,7 +444,7 @@ def test_a_draft_reads_prompts_in_parts(
     assert 0 < max(read) <= CATCHING_UP and sum(read) > 500
 
 
-def test_generating_goes_on_while_prompts_are_read(engine: Engine) -> None:
+def test_generating_goes_on_while_prompts_are_read(engine: EngineThread) -> None:
     first = Asked(engine, PROMPTS[0], max_tokens=300)
     while len(first.times) < 20:
         time.sleep(0.005)
