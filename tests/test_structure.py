@@ -15,11 +15,11 @@ from conftest import ROOT
 import ovspec
 from ovspec.engine.scheduler import Scheduler
 from ovspec.params.serving import ServeParams
+from ovspec.server.admission import Service
 from ovspec.server.app import make_app
+from ovspec.server.endpoints import TextEndpoints
 from ovspec.server.engine_thread import EngineThread
 from ovspec.server.guard import Guard
-from ovspec.server.service import Service
-from ovspec.server.texts import TextEndpoints
 
 HOME = str(ROOT / "ovspec")
 

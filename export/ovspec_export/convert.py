@@ -20,7 +20,7 @@ from ovspec.setup.manifest import MANIFEST_FILE
 from ovspec.text.chat_template import MORE_TEMPLATES
 from ovspec.text.tokenizer import TOKENIZER_FILE
 from ovspec_export.compression import DEFAULT_GROUP_SIZE, WEIGHT_FORMATS, Compression
-from ovspec_export.environments import search_path
+from ovspec_export.environments import prepared_variables
 from ovspec_export.sources import Source
 from ovspec_export.tokenizers import load_tokenizer
 
@@ -135,7 +135,7 @@ def run_job(job: str, model: Source, scratch: Path, **arguments: Any) -> None:
     """
     command = [sys.executable, "-P", "-m", "ovspec_export.worker", job, json.dumps(arguments)]
     scratch.mkdir(parents=True, exist_ok=True)
-    overlay = {} if job in OURS else search_path(model.family.environment, model.model_type)
+    overlay = {} if job in OURS else prepared_variables(model.family.environment, model.model_type)
     with tempfile.TemporaryDirectory(dir=scratch, ignore_cleanup_errors=True) as temporary:
         # Everything needed is already downloaded, with weights as safetensors only; nothing else may be fetched now.
         environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "PYTHONUTF8": "1"}

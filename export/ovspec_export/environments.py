@@ -202,7 +202,7 @@ def prepare_all(needed: dict[Environment, str]) -> None:
         note(f"{environment.name}: {prepare(environment, families)}")
 
 
-def search_path(environment: Environment | None, families: str) -> dict[str, str]:
+def prepared_variables(environment: Environment | None, families: str) -> dict[str, str]:
     """Return the variables that a process needs to see an environment, which is prepared first; {} for our own."""
     if environment is None:
         return {}

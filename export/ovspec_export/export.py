@@ -20,7 +20,7 @@ from ovspec.text.tokenizer_files import TOKENIZER_FILE
 from ovspec.text.vocabulary import differing_ids
 from ovspec_export.compression import INT8, Compression
 from ovspec_export.convert import check_group_size, check_ir, convert, first_layers, layers_of, needed_space, run_job
-from ovspec_export.environments import search_path
+from ovspec_export.environments import prepared_variables
 from ovspec_export.folders import check_output, check_space, replace_folder, work_folder
 from ovspec_export.sources import Source, find_source
 from ovspec_export.text_part import text_part
@@ -82,7 +82,8 @@ def export_pair(
     compressions = [compression, draft_compression or compression]
     for source in sources:
         if not source.is_ir:
-            search_path(source.family.environment, source.model_type)
+            # Prepared before anything is converted, so that a missing version is noticed at once.
+            prepared_variables(source.family.environment, source.model_type)
     for source, wanted in zip(sources, compressions, strict=False):
         check_group_size(source, wanted)
     needed = [needed_space(source, wanted) for source, wanted in zip(sources, compressions, strict=False)]

@@ -187,7 +187,8 @@ class PagedDecoder:
             self._tensors.make_room()
         self._bind()
         self._tensors.copy(copies)
-        # What fills an inference up behind a text's first token has logits, too, which are left out of the result.
+        # What fills an inference up behind a text's first token has logits, too, which are left out of the result. The
+        # rows hold the new tokens by now, so that is what reaches beyond them.
         behind = [begin + len(new) - len(held) for held, (begin, new) in zip(self.rows, computed, strict=True)]
         given = [want + more for want, more in zip(wanted, behind, strict=True)]
         logits_idx = logit_positions(tuple([len(new) for _, new in computed]), tuple(given), packed=True)
@@ -209,7 +210,7 @@ class PagedDecoder:
         twice, and the next token is written over the second one.
         """
         count = sum([len(new) for _, new in computed])
-        for missing in (width - count, self.rule.fewest - count):
+        for missing in (width - count, self.rule.fewest - count):  # what is wished, else what the rule demands
             if missing <= 0:
                 continue
             for row, (begin, new) in enumerate(computed):
@@ -217,7 +218,7 @@ class PagedDecoder:
                     again = self.rows[row].tokens[begin - missing :]
                     computed[row] = begin - missing, np.concatenate((again, new))
                     return computed
-        if count < self.rule.fewest:
+        if count < self.rule.fewest:  # a text's first token alone
             return [(begin, np.repeat(new, self.rule.fewest)) for begin, new in computed]
         return computed
 

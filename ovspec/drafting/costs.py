@@ -24,8 +24,12 @@ MEASURED_CHANGES = 4  # number of changes that a profile's measurement counts fo
 ROUND_SHARE = 0.5
 # One inference counts as no faster or slower than by these factors, and slower by less if it may have made kernels.
 FASTEST, SLOWEST, FIRST_SLOWEST = 0.1, 2.0, 1.1
-# Exponents by which all costs follow an inference's factor, and its own width's besides. Both are larger at first.
+# Exponents by which all costs follow an inference's factor, and those of its own width and wider ones besides. Both are
+# larger at first: FIRST_... divided by the inferences so far. An inference may take longer for many reasons, but hardly
+# ever less time than it needs, so costs fall faster than they rise.
 ALL_FOLLOW, OWN_FOLLOWS = 0.03, 0.06
+FIRST_RISE, FIRST_FALL, FIRST_OWN = 0.5, 1.0, 0.3
+CHANGE_FOLLOWS = 0.1  # share by which the cost of a change of width follows what it took, 1 / their number at first
 # A drafter may lose the time of this many plain rounds, and as much again as it has saved lately. After that it gets
 # this share of all rounds for its trials.
 ALLOWANCE = 1.2
@@ -108,9 +112,10 @@ class Costs:
         self._last = width
 
     def learn(self, width: int, ms: float) -> float:
-        """Learn from an inference of ``width`` tokens: adjust that width's cost and, less, all others.
+        """Learn from an inference of ``width`` tokens: adjust that width's cost most, and all others.
 
-        One wider than ``WIDEST`` only adjusts the cost of such widths. Returns how many milliseconds it usually takes.
+        One wider than ``WIDEST`` only adjusts the cost of such widths. Returns how many milliseconds it usually takes;
+        0.0 for the first one of all, which also makes kernels.
         """
         changed, self._last = width != self._last, width
         if width > WIDEST:
@@ -122,7 +127,7 @@ class Costs:
         self._seen[width] += 1
         same = float(self.ms[width])
         usual = same + changed * self.change
-        if not self.known:  # the first inference of all also makes kernels, so the second one counts
+        if not self.known:  # the second inference counts
             self.known = self._observed > 1
             self.ms, self.change = self.ms * (ms / usual), self.change * (ms / usual)
             return ms if self.known else 0.0
@@ -130,13 +135,12 @@ class Costs:
         if changed and (ms < usual or not first):
             self._changes += 1
             seen = max(0.0, min(ms, SLOWEST * usual) - same)
-            self.change += max(0.1, 1 / self._changes) * (seen - self.change)
+            self.change += max(CHANGE_FOLLOWS, 1 / self._changes) * (seen - self.change)
             usual = same + self.change
         factor = min(max(ms / usual, FASTEST), FIRST_SLOWEST if first else SLOWEST)
-        # An inference may take longer for many reasons, but hardly ever less time than it needs.
-        self.ms *= factor ** max(ALL_FOLLOW, (0.5 if factor > 1 else 1.0) / self._observed)
-        own = factor ** (OWN_FOLLOWS if changed else max(OWN_FOLLOWS, 0.3 / self._seen[width]))
-        self.ms[max(1, width - 1) :] *= own
+        self.ms *= factor ** max(ALL_FOLLOW, (FIRST_RISE if factor > 1 else FIRST_FALL) / self._observed)
+        own = factor ** (OWN_FOLLOWS if changed else max(OWN_FOLLOWS, FIRST_OWN / self._seen[width]))
+        self.ms[max(1, width - 1) :] *= own  # its neighbour and all wider ones
         self.ms[width] *= own
         return usual
 

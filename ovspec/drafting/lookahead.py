@@ -67,7 +67,7 @@ class Lookahead:
     def begin(self, most_ms: float = math.inf, paced: bool = False) -> None:
         """Begin a round, to which proposals may add ``most_ms``; ``paced``: no row may wait long while others read."""
         self.most_ms, self.paced = most_ms, paced
-        self._cut = self._cut_rows = 0  # tokens and rows of this round that ``cut`` has decided on
+        self._decided_tokens = self._decided_rows = 0  # tokens and rows of this round that ``cut`` has decided on
 
     # ------------------------------------------------------------ asked by drafters
 
@@ -107,7 +107,7 @@ class Lookahead:
         if not self.draft.known:
             return []
         acceptance = self._stats_of(source).acceptance
-        width = self._width([len(each) for each in guesses]) + self._cut
+        width = self._width([len(each) for each in guesses]) + self._decided_tokens
         price, mean = self._price(len(guesses)), acceptance.mean
         step = self._draft_ms(len(rows)) / len(rows)
         most = min(WIDEST - width, AHEAD)
@@ -129,13 +129,13 @@ class Lookahead:
 
     def cut(self, proposal: Proposal, rows: int) -> Proposal:
         """Return as much of ``proposal``, which cost nothing, as is worth verifying; asked once for each row."""
-        self._cut_rows += 1
+        self._decided_rows += 1
         if not len(proposal.tokens):
             return NOTHING
         if self.fixed is not None:
             return shorten(proposal, self.fixed)
-        length, _ = self._best_cut(proposal, rows, self._cut)
-        self._cut += length
+        length, _ = self._worth_verifying(proposal, rows, self._decided_tokens)
+        self._decided_tokens += length
         if not length:
             self._stats_of(proposal.source).acceptance.fade(proposal)
             return NOTHING
@@ -151,9 +151,9 @@ class Lookahead:
             return poor
         if not self.affords(source, rows):
             return False
-        others = self._cut - len(proposal.tokens)
-        better = self._plain(rows) - self.gain(source, rows) < self._best_cut(proposal, rows, others)[1]
-        self._cut = others if better else self._cut
+        others = self._decided_tokens - len(proposal.tokens)
+        better = self._plain(rows) - self.gain(source, rows) < self._worth_verifying(proposal, rows, others)[1]
+        self._decided_tokens = others if better else self._decided_tokens
         return better
 
     def gain(self, source: str, rows: int) -> float:
@@ -245,7 +245,7 @@ class Lookahead:
         plain, recent = self._plain(rows), self._together
         return min(plain, recent.ms / recent.tokens) if recent.tokens > FEW else plain
 
-    def _best_cut(self, proposal: Proposal, rows: int, others: int) -> tuple[int, float]:
+    def _worth_verifying(self, proposal: Proposal, rows: int, others: int) -> tuple[int, float]:
         """Return (tokens worth verifying beside ``others`` of other rows, milliseconds that a token then costs)."""
         if not self.target.known:
             return len(proposal.tokens), 0.0
@@ -253,17 +253,19 @@ class Lookahead:
         rates = self._stats_of(proposal.source).acceptance.rates(proposal)[: max(0, WIDEST - width)]
         if not len(rates):
             return 0, plain
-        # For 1, 2, ... tokens: those gained on average, and what they cost.
-        gained = np.cumprod(rates).cumsum()
-        wider = slice(width + 1, width + 1 + len(rates))
-        costs, now = self.target.next(ROUND_SHARE), self.target.next()
-        cost = costs[wider] - costs[max(self._narrowest, width)]
+        narrow, wider = max(self._narrowest, width), slice(width + 1, width + 1 + len(rates))
+        # For 1, 2, ... tokens: those gained on average, and what they cost. A new width usually stays for some rounds,
+        # so it has to earn only its part of the change.
+        gained, usual = np.cumprod(rates).cumsum(), self.target.next(ROUND_SHARE)
+        cost = usual[wider] - usual[narrow]
         saved = gained * self._price(rows) - cost
-        # What the whole round may lose: each row that isn't decided on yet gets its part of what others have left.
+        # This round pays the whole change. Of what it may lose, each row not decided on yet gets its part of the rest.
+        now = self.target.next()
         plain_now = now[max(self._narrowest, rows)]
-        spent = float(now[max(self._narrowest, width)] - plain_now)
-        part = (self._allowance(proposal.source, rows) - spent) / max(1, rows - self._cut_rows + 1)
-        saved[now[wider] - plain_now > max(spent, spent + part, 0.0)] = -math.inf  # what is free is always allowed
+        spent = float(now[narrow] - plain_now)
+        part = (self._allowance(proposal.source, rows) - spent) / max(1, rows - self._decided_rows + 1)
+        most = max(spent, spent + part, 0.0)  # what is free is always allowed
+        saved[now[wider] - plain_now > most] = -math.inf
         best = int(saved.argmax())
         if saved[best] <= 0:
             return 0, plain

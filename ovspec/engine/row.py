@@ -192,7 +192,7 @@ class TextStream:
     """
 
     def __init__(self, pieces: Generator[Piece], row: Row, ended: Callable[[], None] = lambda: None) -> None:
-        self._pieces, self._row, self.mosted = pieces, row, ended
+        self._pieces, self._row, self._ended = pieces, row, ended
 
     def __iter__(self) -> Iterator[Piece]:
         return self._pieces
@@ -201,7 +201,7 @@ class TextStream:
         """End the text here."""
         self._pieces.close()
         self._row.cancel()
-        self.mosted()
+        self._ended()
 
     def result(self) -> Result:
         """Return the whole text and its statistics; generate first what is still missing."""

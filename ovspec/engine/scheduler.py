@@ -44,9 +44,7 @@ class BatchLimits:
 
     rows: int = 1
     tokens: float = math.inf  # that the rows may grow to together
-    prefill_budget: PrefillBudget | None = (
-        None  # decides how much of the prompts a round reads, if rows that generate must not wait long
-    )
+    prefill_budget: PrefillBudget | None = None  # how much of the prompts a round reads, if rows must not wait long
     fail_alone: bool = False  # whether a row whose constraints fail ends by itself, instead of failing the whole round
     constraint_seconds: float = math.inf  # of a row's steps slower than ``SLOW_STEP``, after which its constraints fail
 

@@ -1,1 +1,1 @@
-"""Interfaces to other projects: OpenAI's batch API, the guidance library and GPTFast."""
+"""Interfaces to other projects: the guidance library and GPTFast."""

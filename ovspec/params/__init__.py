@@ -1,4 +1,4 @@
-"""Declares each option once. Python's keywords, the command line and the batch file are made from these tables.
+"""Declares each option once: Python's keywords, the command line, batch file and server are made from these tables.
 
 To add an option, add one entry ``name: Annotated[type, help, Option(...)]``. It becomes a field of ``Params``, and one
 in ``SamplingOptions`` also a field of ``SamplingParams``.
@@ -99,22 +99,22 @@ class SamplingOptions(TypedDict, total=False):
     top_k: Annotated[
         int,
         "Sample only from the K most likely tokens; 0 for all. Needs a temperature.",
-        Option(0, Limits(0, words="0 (all) or more")),
+        Option(0, Limits(0, words="0 (all) or more"), truncates=True),
     ]
     top_p: Annotated[
         float,
         "Sample only from the most likely tokens that add up to this probability; 1 for all. Needs a temperature.",
-        Option(1.0, PROBABILITY),
+        Option(1.0, PROBABILITY, truncates=True),
     ]
     min_p: Annotated[
         float,
         "Sample only from tokens at least this share as likely as the top one; 0 for all. Needs a temperature.",
-        Option(0.0, SHARE),
+        Option(0.0, SHARE, truncates=True),
     ]
     typical_p: Annotated[
         float,
         "Like top-p, but over the most typical tokens (arXiv 2202.00666); 1 for all. Needs a temperature.",
-        Option(1.0, PROBABILITY),
+        Option(1.0, PROBABILITY, truncates=True),
     ]
     repetition_penalty: Annotated[
         float | None,
@@ -157,7 +157,7 @@ class SamplingOptions(TypedDict, total=False):
 
 
 SAMPLING = declared(SamplingOptions)
-TRUNCATING = ("top_k", "top_p", "min_p", "typical_p")  # they need a temperature
+TRUNCATING = tuple(name for name, (_, option) in SAMPLING.items() if option.truncates)
 _SamplingFields = fields_of(SAMPLING)
 
 
@@ -374,8 +374,8 @@ def checked(params: Params) -> Params:
     check_sampling(params)
     check_grammar(params)
     if params.sampler and (params.temperature or params.truncates):
-        listed = "`temperature`, `top_k`, `top_p`, `min_p` and `typical_p`"
-        raise OvspecError(f"The sampler draws the tokens; leave out {listed}.")
+        others = ", ".join(f"`{name}`" for name in ("temperature", *TRUNCATING))
+        raise OvspecError(f"The sampler draws the tokens; leave out {others}.")
     if params.sampler and params.accept == "rejection":
         raise OvspecError("Leave out `accept='rejection'`: it needs probabilities, which a sampler does not return.")
     if params.truncates and not params.temperature:

@@ -48,6 +48,7 @@ class Option:
     request: whether a request, such as a line of a batch file, may set it.
     request_type: its type in a request, if not the one in Python.
     aliases: its other names in a request.
+    truncates: whether it limits sampling to likely tokens, which needs a temperature; see ``sampling/warp.py``.
     help: what it does, in one or two sentences; set by ``declared``.
     """
 
@@ -62,6 +63,7 @@ class Option:
     request: bool = True
     request_type: Any = None
     aliases: tuple[str, ...] = ()
+    truncates: bool = False
     help: str = ""
 
     @property

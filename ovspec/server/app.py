@@ -18,10 +18,10 @@ from ovspec.openai.answers import Answer, ChatCompletion, Completion
 from ovspec.openai.bodies import NO_OBJECT, DetokenizeRequest, RequestError, TokenizeRequest
 from ovspec.openai.requests import template_message
 from ovspec.params import refuse_variables
+from ovspec.server.admission import Service
 from ovspec.server.bodies import BoundedRoute
+from ovspec.server.endpoints import TextEndpoints
 from ovspec.server.errors import ApiError, ErrorAnswer, about_prompt, error_answer
-from ovspec.server.service import Service
-from ovspec.server.texts import TextEndpoints
 from ovspec.text.tokenizer import LONG_TEXT
 
 ERRORS: dict[int | str, str] = {
@@ -34,7 +34,7 @@ ERRORS: dict[int | str, str] = {
     413: "The body is too large.",
     415: "The body isn't JSON.",
     422: "The text can't be continued within its grammar.",
-    429: "Too many requests are waiting.",
+    429: "Too many texts are waiting.",
     500: "An inference failed.",
     503: "The server is shutting down, or the request has waited for too long.",
     504: "The request took too long.",

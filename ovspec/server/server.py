@@ -19,11 +19,11 @@ from ovspec.api.model import LanguageModel
 from ovspec.base.errors import OvspecError
 from ovspec.base.files import read_text
 from ovspec.params.serving import ServeParams
+from ovspec.server.admission import Service
 from ovspec.server.app import make_app
 from ovspec.server.connections import allow_files, config_of
 from ovspec.server.engine_thread import EngineThread
 from ovspec.server.guard import LOG, Guard, is_here
-from ovspec.server.service import Service
 
 # The engine's thread must not wait for the 5 ms that Python grants other threads.
 SWITCH_SECONDS = 0.0005

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ovspec.cache.stateful import Slots
+from ovspec.cache.slots import Slots
 
 # Extend each row by a count, truncate one row by a number of tokens, reorder to the picked rows, or compact.
 OPERATIONS = st.lists(

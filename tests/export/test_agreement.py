@@ -14,7 +14,7 @@ from ovspec_export.agreement import TOLERANCE, check_agreement, compute_in_f32, 
 from transformers import AutoModelForCausalLM
 
 from ovspec.base.errors import OvspecError
-from ovspec.cache.stateful import Slots
+from ovspec.cache.slots import Slots
 
 
 def model(**options: Any) -> Any:

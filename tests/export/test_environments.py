@@ -21,7 +21,7 @@ import pytest
 from conftest import ROOT
 from ovspec_export import environments, families
 from ovspec_export.compression import INT8
-from ovspec_export.environments import OVERLAYS, Environment, prepare, search_path
+from ovspec_export.environments import OVERLAYS, Environment, prepare, prepared_variables
 from ovspec_export.export import describe
 from ovspec_export.sources import Source
 
@@ -66,7 +66,7 @@ def left_in(environment: Environment) -> list[str]:
 
 def test_an_overlay_is_made_once_and_seen_by_a_child_only(toy: Environment, capsys: pytest.CaptureFixture[str]) -> None:
     assert not toy.is_prepared
-    variables = {**os.environ, **search_path(toy, "toys")}
+    variables = {**os.environ, **prepared_variables(toy, "toys")}
     assert toy.is_prepared and left_in(toy) == [toy.folder.name] == ["ovspec-toy-1.0"]
     assert len(capsys.readouterr().err.splitlines()) in (1, 2)  # one line, or two if it took more than a second
     os.environ["PIP_FIND_LINKS"] = ""  # from now on, making it again would fail

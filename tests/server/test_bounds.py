@@ -21,8 +21,8 @@ from ovspec.engine.results import Piece
 from ovspec.engine.scheduler import BatchLimits
 from ovspec.ir.memory import kv_bytes_per_token
 from ovspec.openai.logprobs import at_once, prompt_logprobs
+from ovspec.server.endpoints import BESIDE, logprobs_of, pieces_of
 from ovspec.server.engine_thread import EngineThread, Job
-from ovspec.server.texts import BESIDE, logprobs_of, pieces_of
 
 ENDLESS: dict[str, Any] = {"prompt": "def f(", "max_tokens": 1900, "ignore_eos": True, "stream": True}
 SAMPLED: dict[str, Any] = {"temperature": 1.0, "seed": 1}

@@ -18,9 +18,9 @@ from starlette.responses import Response
 from ovspec.server import bodies, connections
 from ovspec.server.bodies import BoundedRequest
 from ovspec.server.connections import allow_files, config_of
+from ovspec.server.endpoints import EventStream
 from ovspec.server.errors import ApiError, error_answer
 from ovspec.server.guard import Guard
-from ovspec.server.texts import EventStream
 
 HEAD = b"GET / HTTP/1.1\r\nHost: localhost\r\n"
 POST = b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 10\r\n\r\n"

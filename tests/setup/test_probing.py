@@ -15,7 +15,8 @@ from conftest import ROOT
 import ovspec
 import ovspec.setup.probing
 from ovspec.cache.decoder import Rollback
-from ovspec.cache.stateful import Slots, StatefulDecoder
+from ovspec.cache.slots import Slots
+from ovspec.cache.stateful import StatefulDecoder
 from ovspec.ir.attention_mask import UNBOUNDED, mask_bound
 from ovspec.ir.compile import CompiledIR, compile_ir
 from ovspec.ir.config import ModelConfig

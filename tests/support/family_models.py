@@ -16,7 +16,7 @@ import pytest
 from conftest import ROOT
 from families import VOCAB, Family
 from ovspec_export import convert
-from ovspec_export.environments import Environment, search_path
+from ovspec_export.environments import Environment, prepared_variables
 from ovspec_export.families import FAMILIES as REGISTRY
 from ovspec_export.sources import Source
 
@@ -78,7 +78,7 @@ def export(family: Family, folder: Path, spread_of_padding: float | None = None)
 def worker(environment: Environment | None) -> subprocess.Popen[str]:
     """Return a process that has imported everything in this environment; it ends with this one."""
     command = [sys.executable, str(ROOT / "tests" / "support" / "warm_worker.py")]
-    variables = {**os.environ, **search_path(environment, "tests"), "OMP_NUM_THREADS": "1"}
+    variables = {**os.environ, **prepared_variables(environment, "tests"), "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(command, env=variables, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 

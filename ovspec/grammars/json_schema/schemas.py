@@ -152,6 +152,7 @@ class Schemas:
         return Shape({kind: (refused,) if kind in kinds else (make(),) for kind, make in KINDS.items()})
 
     def _evaluated(self, node: Node) -> Shape:
+        """Work out ``shape``: what holds in any case, one option of each union, exactly one of each oneOf."""
         gathered = self._gathered(node)
         shape = self._settled(gathered.shape)
         for at, options in gathered.unions:

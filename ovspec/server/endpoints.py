@@ -23,10 +23,10 @@ from ovspec.openai.logprobs import SILENT, Echo, echo_of, prompt_logprobs
 from ovspec.openai.requests import Kind, TextRequest, read_texts, texts_asked
 from ovspec.params import GRAMMARS, Params, check_samples, refuse_retries
 from ovspec.sampling.logprobs import TokenLogprob
+from ovspec.server.admission import Service, Work, unless_gone
 from ovspec.server.engine_thread import BackgroundTask, EngineThread, Job
 from ovspec.server.errors import ApiError, about_prompt, as_api_error, error_body, too_long
 from ovspec.server.guard import OUTCOME, OWNER
-from ovspec.server.service import Service, Work, unless_gone
 from ovspec.text.tokenizer import LONG_TEXT
 
 LIVES = b": waiting\n\n"  # a comment in a stream, for proxies that close silent connections
