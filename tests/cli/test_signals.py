@@ -182,7 +182,8 @@ main()
 @pytest.mark.slow
 def test_ctrl_c_while_a_command_starts(command_environment: dict[str, str]) -> None:
     for wait in [0.3 + 0.05 * step for step in range(20)]:
-        running = start(command_environment, "generate", str(DEMO), "def f(", "-n", "1500", "--ignore-eos")
+        many = ("-n", "1500", "--ignore-eos", "--samples", "32", "-t", "1")  # takes longer than the longest wait
+        running = start(command_environment, "generate", str(DEMO), "def f(", *many)
         time.sleep(wait)
         running.send_signal(signal.SIGINT)
         _, told = running.communicate(timeout=60)

@@ -113,9 +113,11 @@ def test_no_request_changes_another(
     assert most > 3, "requests must run beside each other"
     assert sum(answer is None for answer in answers) == count // 7 > 2
     metrics = server.get("/metrics").text
+    # Unless the lookahead is fixed, only what pays is proposed: the draft in no batch, and lookup on small
+    # random models only now and then.
+    sure = ("lookup", "draft") if lookahead != "auto" else ("lookup",) if name == "demo-int8" else ()
     for what in ("proposed", "accepted"):
-        # Unless the lookahead is fixed, the draft isn't asked where it doesn't pay in a batch.
-        for drafter in ("lookup",) if lookahead == "auto" else ("lookup", "draft"):
+        for drafter in sure:
             found = re.search(rf'ovspec_{what}_tokens_total{{drafter="{drafter}"}} (\S+)', metrics)
             assert found and float(found[1]) > 0, metrics
     assert server.metric("ovspec_texts_running") == server.metric("ovspec_cache_blocks_used") == 0
