@@ -7,6 +7,7 @@ import gc
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -126,6 +127,22 @@ def export_small_pair(folder: Path) -> None:
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder of the small pair, exported in f32 once for all workers."""
     return made_once(tmp_path_factory, "small-pair", export_small_pair)
+
+
+@pytest.fixture(scope="session")
+def with_generation_config(pair: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[dict[str, Any]], Path]:
+    """Return a function that returns a copy of the small pair with more in its generation config, made once."""
+
+    @functools.cache
+    def made(more: str) -> Path:
+        folder = tmp_path_factory.mktemp("generation-config") / "pair"
+        shutil.copytree(pair, folder)
+        (folder / "ovspec.json").unlink()  # which has the size of the file
+        file = folder / "generation_config.json"
+        file.write_text(json.dumps(json.loads(file.read_text("utf-8")) | json.loads(more)), "utf-8")
+        return folder
+
+    return lambda more: made(json.dumps(more))
 
 
 @pytest.fixture(scope="session")

@@ -25,7 +25,7 @@ EVERY = 10.0  # seconds between two lines of progress if stderr is not a termina
 @system_option
 @generate_options
 def batch(
-    arguments: tuple[str, ...], output: Path, overwrite: bool, chat: bool, system: str | None, **others: Any
+    arguments: tuple[str, ...], output: Path, overwrite: bool, chat: bool | None, system: str | None, **others: Any
 ) -> None:
     """Generate a text for each line of FILE with the model in DIR (by default the embedded demo pair).
 

@@ -50,8 +50,9 @@ def chat(
     The chat stays in the KV cache, so each turn reads only what is new. A line is a message. For several lines,
     end each with a backslash or put three quotes (\"\"\") around them (on a terminal, Alt+Enter begins a new line).
     An empty line continues an answer that was cut off. Ctrl-C stops the answer and keeps the chat. An answer has up
-    to 1024 tokens unless --max-tokens sets another limit. /help lists the commands: /reset, /undo, /system, /save,
-    /load, /stats, /exit.
+    to 1024 tokens unless --max-tokens sets another limit, and is sampled as the model's generation config recommends;
+    if that recommends nothing, or with --temperature 0, it is greedy. /help lists the commands: /reset, /undo,
+    /system, /save, /load, /stats, /exit.
 
     \b
     Examples:
@@ -64,7 +65,12 @@ def chat(
     if folder is None and isinstance(named, Path) and (named / EXPORTED).is_dir():
         # '--draft DIR': the option took what was meant as DIR.
         folder, others["draft"] = named, DraftChoice(model=EXPORTED)
-    loading, options = split_options(others)
+    from ovspec.api.loading import model_folder
+    from ovspec.text.generation_config import recommended_sampling, sampling_in_words
+
+    given = {name: value for name, value in others.items() if value is not None}
+    recommended = recommended_sampling(model_folder(folder), given)
+    loading, options = split_options(given | recommended)
     options.setdefault("max_tokens", CHAT_MAX_TOKENS)
 
     from ovspec.cli import output
@@ -74,6 +80,9 @@ def chat(
     variables = options.pop("chat_template_kwargs", None)
     with lm.session(context, variables) as opened:
         output.show_context(lm, context)
+        if recommended:
+            words = sampling_in_words(recommended)
+            note(f"Sampling as the model recommends: {words}; --temperature 0 for greedy.")
         talk = Chat(opened, options, stats, context or lm.target.ir.context_length, variables)
         if session and session.exists():
             load(talk, session)

@@ -1,11 +1,16 @@
+from __future__ import annotations
+
+import contextlib
 import re
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
+from ovspec.base.errors import OvspecError
 from ovspec.base.interrupts import EndSignal, end_on_signals, leave, undisturbed
+from ovspec.base.progress import on_terminal
 from ovspec.cli.options import (
     StatsCommand,
     chat_option,
@@ -21,6 +26,9 @@ from ovspec.cli.options import (
     system_option,
 )
 from ovspec.drafting.choice import EXPORTED, DraftChoice
+
+if TYPE_CHECKING:
+    from ovspec.api.model import LanguageModel
 
 
 @click.command(cls=StatsCommand)
@@ -52,7 +60,7 @@ def generate(
     prompt_option: str | None,
     prompt_file: str | None,
     token_ids: str | None,
-    chat: bool,
+    chat: bool | None,
     system: str | None,
     stats: str | None,
     as_json: bool,
@@ -110,12 +118,15 @@ def generate(
     if chat and prompt is not None:
         messages = [{"role": "system", "content": system}] if system is not None else []
         prompt = [*messages, {"role": "user", "content": prompt}]
-    lm = load(folder, session=session, chat=chat, **loading)
+    # For somebody who types a question: the demo pair continues code, and --raw says that the prompt is meant as it is.
+    typed = (text or prompt_option) if folder and chat is None and not (as_json or goes_on) else None
+    lm = load(folder, session=session, chat=bool(chat), **loading)
     if compare:
         if not compare_both(lm, prompt, options, stats, as_json):
             sys.exit(1)
     elif several:
         output.samples(lm, prompt, options, stats, as_json)
+        suggest_chat(lm, typed)
     else:
         with lm.session(context) as opened:
             output.show_context(lm, context)
@@ -134,9 +145,21 @@ def generate(
                 if session and (whole or len(opened) > before):
                     with undisturbed():
                         opened.save(session)
+        suggest_chat(lm, typed)
         leave(ended)
         if interrupted:
             raise KeyboardInterrupt
+
+
+def suggest_chat(lm: LanguageModel, prompt: str | None) -> None:
+    """Name ``--chat`` on a terminal, if the model has a chat template and ``prompt`` doesn't look made with one."""
+    from ovspec.text.chat_template import chat_template
+
+    if prompt and on_terminal() and not lm.tokenizer.has_special(prompt):
+        with contextlib.suppress(OvspecError):  # there is no chat template
+            chat_template(lm.folder)
+            told = "The prompt was continued as plain text: --chat asks it as a chat, --raw leaves this line out."
+            click.secho(told, dim=True, err=True)
 
 
 def split_arguments(arguments: tuple[str, ...], prompt_elsewhere: bool) -> tuple[Path | None, str | None]:

@@ -13,7 +13,7 @@ from ovspec.base.errors import OvspecError
 from ovspec.base.progress import step
 from ovspec.cli import in_flags
 from ovspec.drafting.choice import EXPORTED, DraftChoice, names_drafters, parse_draft
-from ovspec.params import GENERATE, GRAMMARS, check_samples, make_params
+from ovspec.params import GENERATE, GRAMMARS, RECOMMENDED, check_samples, make_params
 from ovspec.params.loading import LOAD, RUNTIME
 from ovspec.params.option import LARGEST, Option, alternatives, choices_of, is_repeatable
 
@@ -24,7 +24,7 @@ Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 # (command, option) -> the default that a command sets itself, in words.
 CHAT_MAX_TOKENS = 1024
-DEFAULTS = {("chat", "max_tokens"): str(CHAT_MAX_TOKENS)}
+DEFAULTS = {("chat", name): usual for name, usual in {"max_tokens": str(CHAT_MAX_TOKENS), **RECOMMENDED}.items()}
 
 
 class Parsed(click.ParamType):
@@ -134,7 +134,7 @@ context_option = click.option(
 )
 chat_option = click.option(
     "--chat/--raw",
-    default=False,
+    default=None,
     help="Put the prompt into the model's chat template, or take it as it is.  [default: raw]",
 )
 system_option = click.option("--system", metavar="TEXT", help="System message; needs --chat.")
@@ -172,7 +172,7 @@ def refuse(wrong: Any, sentence: str) -> None:
         raise click.UsageError(sentence)
 
 
-def check_chat(chat: bool, system: str | None, heal: bool | None) -> None:
+def check_chat(chat: bool | None, system: str | None, heal: bool | None) -> None:
     """Raise click.UsageError for options that a chat or a raw prompt can't have."""
     refuse(system is not None and not chat, "--system needs --chat.")
     refuse(chat and heal, "--heal can't be combined with a chat: after a chat template there is nothing to heal.")

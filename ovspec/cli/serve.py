@@ -19,7 +19,8 @@ def serve(folder: Path | None, **others: Any) -> None:
     """Serve the model in DIR over OpenAI's API (by default the embedded demo pair).
 
     Requests join a batch that is generated round by round, with drafts, grammars and samplers. With exact arithmetic
-    a request's text is the one that 'ovspec generate' gives alone, whatever else is asked for at the same time.
+    a request's text is the one that 'ovspec generate' gives alone, whatever else is asked for at the same time. What a
+    request leaves out of its sampling is as the model's generation config recommends; --temperature sets another one.
 
     Only programs on this machine are served, unless there is a key: put keys into a file, one a line, for
     --api-key-file, or one into OVSPEC_API_KEY. SIGTERM or Ctrl-C lets running requests end; a second one ends them.

@@ -20,7 +20,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from ovspec.base.errors import OvspecError
-from ovspec.params import GENERATE, NOT_NEGATIVE, TOKENS, in_words, type_in_words, within
+from ovspec.params import GENERATE, NOT_NEGATIVE, RECOMMENDED, TOKENS, in_words, type_in_words, within
 from ovspec.params.option import LARGEST, Limits, Option, hint
 
 NO_OBJECT = "The body must be a JSON object."
@@ -128,7 +128,7 @@ def in_json(kind: Any) -> Any:
     return kind
 
 
-def field_of(kind: Any, option: Option) -> tuple[Any, Any]:
+def field_of(name: str, kind: Any, option: Option) -> tuple[Any, Any]:
     """Return the type and the field of an option; every field may be left out or null."""
     wanted = in_json(option.request_type or kind) | None
     bounds: dict[str, Any] = {}
@@ -140,7 +140,8 @@ def field_of(kind: Any, option: Option) -> tuple[Any, Any]:
             bounds["exclusiveMinimum" if limits.above else "minimum"] = limits.least
         if limits.most < LARGEST:
             bounds["maximum"] = limits.most
-    shown = option.help + f" Default: {option.initially}." * bool(option.initially)
+    usual = RECOMMENDED.get(name, option.initially)
+    shown = option.help + f" Default: {usual}." * bool(usual)
     return wanted, Field(None, description=shown, json_schema_extra=bounds)
 
 
@@ -150,7 +151,7 @@ TOPS = Annotated[
     Field(json_schema_extra={"minimum": 0, "maximum": 100}),
 ]
 PROMPT = str | Annotated[list[str], FIRST] | IDS | Annotated[list[IDS], FIRST]
-OPTIONS: dict[str, Any] = {spelling: field_of(*GENERATE[name]) for spelling, name in REQUESTED.items()}
+OPTIONS: dict[str, Any] = {spelling: field_of(name, *GENERATE[name]) for spelling, name in REQUESTED.items()}
 IGNORED: dict[str, Any] = {name: (Any, Field(None, description="Has no effect.")) for name in WITHOUT_EFFECT}
 
 

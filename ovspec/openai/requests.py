@@ -9,7 +9,7 @@ from ovspec.base.errors import OvspecError, PromptError
 from ovspec.engine.runtime import Prompt, is_batch
 from ovspec.grammars.response_format import WRAPPING
 from ovspec.openai.bodies import REQUESTED, Fields, RequestError
-from ovspec.params import GRAMMARS, OF_SCHEMAS, Params, checked
+from ovspec.params import GRAMMARS, OF_SCHEMAS, TRUNCATING, Params, checked
 from ovspec.params.option import hint
 from ovspec.text.chat_template import Message
 
@@ -54,6 +54,8 @@ class TextRequest:
         unfit = [*GRAMMARS, "constrain_from"] if own else []
         if (self.own.get("json_schema") if own else defaults.json_schema) is None:
             unfit += OF_SCHEMAS
+        if self.own.get("temperature") == 0:
+            unfit += TRUNCATING
         nothing = Params()
         lifted = {name: getattr(nothing, name) for name in unfit}
         with self.client_names():

@@ -158,6 +158,11 @@ class SamplingOptions(TypedDict, total=False):
 
 SAMPLING = declared(SamplingOptions)
 TRUNCATING = tuple(name for name, (_, option) in SAMPLING.items() if option.truncates)
+SAMPLES_WITH = ("temperature", *TRUNCATING)  # what makes the distribution that a token is drawn from
+# Their defaults in a chat and on a server, in words.
+RECOMMENDED = {
+    name: f"as the model's generation config recommends, or {SAMPLING[name][1].initially}" for name in SAMPLES_WITH
+}
 _SamplingFields = fields_of(SAMPLING)
 
 
@@ -374,7 +379,7 @@ def checked(params: Params) -> Params:
     check_sampling(params)
     check_grammar(params)
     if params.sampler and (params.temperature or params.truncates):
-        others = ", ".join(f"`{name}`" for name in ("temperature", *TRUNCATING))
+        others = ", ".join(f"`{name}`" for name in SAMPLES_WITH)
         raise OvspecError(f"The sampler draws the tokens; leave out {others}.")
     if params.sampler and params.accept == "rejection":
         raise OvspecError("Leave out `accept='rejection'`: it needs probabilities, which a sampler does not return.")

@@ -1,10 +1,10 @@
 """The options of ``ovspec serve``."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal, TypedDict
 
-from ovspec.params import AT_LEAST_1, LOOKAHEAD, NOT_NEGATIVE, POSITIVE, SAMPLING
+from ovspec.params import AT_LEAST_1, LOOKAHEAD, NOT_NEGATIVE, POSITIVE, RECOMMENDED, SAMPLING
 from ovspec.params.option import Limits, Option, declared, fields_of
 
 
@@ -60,6 +60,11 @@ class ServeOptions(TypedDict, total=False):
         int | None,
         "Maximum number of tokens of a request that sets none; -1 for as many as the context holds.",
         SAMPLING["max_tokens"][1],
+    ]
+    temperature: Annotated[
+        float | None,
+        "Sampling temperature of a request that sets none; 0 for greedy.",
+        replace(SAMPLING["temperature"][1], default=None, usual=RECOMMENDED["temperature"]),
     ]
 
 

@@ -22,6 +22,7 @@ from ovspec.params import Params, make_params
 from ovspec.params.serving import ServeParams
 from ovspec.server.engine_thread import ENDED, EngineThread, ServerEnded
 from ovspec.server.errors import ApiError, about_prompt, as_api_error, for_clients, too_long
+from ovspec.text.generation_config import recommended_sampling
 
 T = TypeVar("T")
 
@@ -43,6 +44,10 @@ class Service:
         self.draining = self.given_up = False
         self._preparations = set[asyncio.Task[Any]]()  # those whose requests the engine doesn't have yet
         self.began = int(time.time())
+        given = {} if options.temperature is None else {"temperature": options.temperature}
+        self.recommended = recommended_sampling(lm.folder, given)
+        self.sampling = given | self.recommended  # of requests that set none
+        self.defaults = make_params({"max_tokens": options.max_tokens, **self.sampling})  # type: ignore[typeddict-item]
         self._threads = {work: ThreadPoolExecutor(4, f"ovspec {work}") for work in get_args(Work)}
 
     # ------------------------------------------------------------ who is let in
@@ -116,7 +121,7 @@ class Service:
     def params(self, request: TextRequest) -> Params:
         """Return the params of a request, complete; raises OvspecError for what can't be met or is too much."""
         with request.client_names():
-            params = self.lm.runtime.complete(request.params(make_params({"max_tokens": self.options.max_tokens})))
+            params = self.lm.runtime.complete(request.params(self.defaults))
         stops, characters = len(params.stop_strings), sum(map(len, params.stop_strings))
         if stops > MOST_STOPS or characters > MOST_STOP_CHARACTERS:
             limit = f"at most {MOST_STOPS} with {MOST_STOP_CHARACTERS:,} are allowed"

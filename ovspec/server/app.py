@@ -49,6 +49,7 @@ class Model(Answer):
     created: int
     owned_by: str = "ovspec"
     max_model_len: int | None = Field(description="Tokens that a prompt and its text may have; null if unknown.")
+    sampling: dict[str, float] = Field(description="Sampling of requests that set none; empty if they are greedy.")
 
 
 class Models(Answer):
@@ -106,7 +107,10 @@ def add_endpoints(app: FastAPI, service: Service) -> None:
 
     @app.get("/v1/models", tags=["model"], summary="List the one model that is served.")
     async def models() -> Models:
-        return Models(data=[Model(id=service.name, created=service.began, max_model_len=lm.target.ir.context_length)])
+        most = lm.target.ir.context_length
+        return Models(
+            data=[Model(id=service.name, created=service.began, max_model_len=most, sampling=service.sampling)]
+        )
 
     @app.get("/v1/models/{name:path}", tags=["model"], summary="Describe the model.")
     async def model(name: str) -> Model:

@@ -24,6 +24,7 @@ from ovspec.server.app import make_app
 from ovspec.server.connections import allow_files, config_of
 from ovspec.server.engine_thread import EngineThread
 from ovspec.server.guard import LOG, Guard, is_here
+from ovspec.text.generation_config import sampling_in_words
 
 # The engine's thread must not wait for the 5 ms that Python grants other threads.
 SWITCH_SECONDS = 0.0005
@@ -103,8 +104,8 @@ def serve(lm: LanguageModel, name: str, keys: list[str], opened: socket.socket, 
     sys.setswitchinterval(SWITCH_SECONDS)
     size = None if options.cache_size is None else 1e9 * options.cache_size
     engine = EngineThread(lm, options.batch_size, size, options.lookup_memory, options.prefill_chunk)
-    engine.start()
     service = Service(lm, engine, name, options)
+    engine.start()
     api = make_app(service)
 
     def note(scope: Scope, status: int) -> None:
@@ -114,10 +115,15 @@ def serve(lm: LanguageModel, name: str, keys: list[str], opened: socket.socket, 
     host, port = opened.getsockname()[:2]
     where = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
     how = f"{lm.target.engine} engine, {promise} arithmetic, draft: {lm.runtime.choice or 'none'}"
+    greeting = f"{name} on {where} ({how})"
+    if service.recommended:
+        words = sampling_in_words(service.recommended)
+        told = f"sampling that a request leaves out is as the model recommends: {words}; --temperature 0 for greedy"
+        greeting += f"\n{told}"
     log_to_stderr()
     allow_files()
     try:
-        asyncio.run(Draining(config_of(app), service, f"{name} on {where} ({how})").serve(sockets=[opened]))
+        asyncio.run(Draining(config_of(app), service, greeting).serve(sockets=[opened]))
     finally:
         engine.end(wait=2.0)
         if service.given_up:

@@ -1,12 +1,13 @@
-"""Generation defaults from a model's own files: EOS and BOS tokens, limits and penalties."""
+"""Generation defaults from a model's own files: EOS and BOS tokens, limits, penalties and recommended sampling."""
 
 from __future__ import annotations
 
 import functools
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 from msgspec import Meta
@@ -14,10 +15,13 @@ from msgspec import Meta
 from ovspec.base.errors import OvspecError, PromptError
 from ovspec.base.files import read_as, read_json
 from ovspec.ir.config import ModelConfig
+from ovspec.params import SAMPLES_WITH, SAMPLING, check, make_params
+from ovspec.params.option import Option
 from ovspec.text.tokenizer import Tokenizer
 from ovspec.text.tokenizer_files import TokenId
 
 DEFAULT_MAX_TOKENS = 256
+GENERATION_CONFIG_FILE = "generation_config.json"
 
 # Settings of a generation config that Hugging Face's greedy generate applies and ovspec doesn't; their neutral values.
 NOT_APPLIED = {"no_repeat_ngram_size": 0, "min_length": 0} | dict.fromkeys(
@@ -41,7 +45,7 @@ class GenerationConfig:
     """The generation config in ``folder``; the EOS falls back to ``config``. Warns about settings it can't apply."""
 
     def __init__(self, folder: Path, config: ModelConfig, tokenizer: Tokenizer) -> None:
-        self._file = folder / "generation_config.json"
+        self._file = folder / GENERATION_CONFIG_FILE
         self.values = read_as(GenerationFile, self._file)
         self._config, self._tokenizer = config, tokenizer
         asked = read_json(self._file)
@@ -72,3 +76,32 @@ class GenerationConfig:
         if len(bos := self.bos):
             return bos
         raise PromptError("The prompt is empty, and this model has no BOS token to start from; give a prompt.")
+
+
+def recommended_sampling(folder: Path, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the generation config in ``folder`` recommends for the sampling options that aren't ``given``.
+
+    What it leaves out is off, as it is if not given; nothing is recommended for a ``given`` temperature of 0.
+
+    Raises:
+        OvspecError: a recommended value is invalid.
+    """
+    if given.get("temperature") == 0:
+        return {}
+    file = folder / GENERATION_CONFIG_FILE
+    asked = {name: value for name, value in read_json(file).items() if value is not None}
+    try:
+        check("do_sample", asked.get("do_sample", False), bool, Option())
+        found = {"temperature": 1.0} | {name: asked[name] for name in SAMPLES_WITH if name in asked}
+        if not asked.get("do_sample") or found["temperature"] == 0:
+            return {}
+        make_params(found)  # type: ignore[arg-type]
+    except OvspecError as error:
+        told = str(error).replace("`", "").rstrip(".")  # it is about no option of the caller
+        raise OvspecError(f"{file}: {told}; until that is corrected, give `temperature=0`.") from None
+    return {name: value for name, value in found.items() if name not in given and value != SAMPLING[name][1].default}
+
+
+def sampling_in_words(sampling: Mapping[str, Any]) -> str:
+    """Return sampling options as in "temperature 0.6, top-p 0.95"."""
+    return ", ".join(f"{name.replace('_', '-')} {value:g}" for name, value in sampling.items())

@@ -159,6 +159,10 @@ class Tokenizer:
         """Return the text of a token; a special token is written out, and part of a character as ``\\xe2``."""
         return self.token_bytes(token).decode("utf-8", "backslashreplace")
 
+    def has_special(self, text: str) -> bool:
+        """Return whether ``text`` has the name of a special token, as what a chat template writes does."""
+        return any(name in text.encode() for name in self._special.values())
+
     def detokenizer(self) -> Detokenizer:
         if self.vocabulary:
             return ByteDetokenizer(self.vocabulary)

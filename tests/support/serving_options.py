@@ -23,6 +23,7 @@ SERVING: dict[str, tuple[list[str], Any]] = {
     "lookahead": (["--lookahead", "3"], 3),
     "lookup_memory": (["--lookup-memory", "100"], 100),
     "max_tokens": (["-n", "-1"], -1),
+    "temperature": (["-t", "0.5"], 0.5),
 }
 LOADING: dict[str, tuple[list[str], Any]] = {
     "draft": (["--draft", "lookup,draft"], parse_draft("lookup,draft")),
