@@ -1,0 +1,139 @@
+"""The tokens of a GGUF file: their texts and types, those with a role, and those that end a text.
+
+llama.cpp corrects what files say about special tokens, by the tokens' texts; this follows it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from msgspec import Meta, Struct, ValidationError, convert, field
+from msgspec.structs import fields
+
+from ovspec.base.errors import OvspecError
+
+MOST_TOKENS = 2**20  # four times the largest vocabulary
+LONGEST_TOKEN = 2**12  # characters
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4  # types of tokens
+SPECIAL = (UNKNOWN, CONTROL)  # add nothing to the text
+# Ids that llama.cpp assumes where the metadata names none; here only if that token is a special one.
+ASSUMED = {"gpt2": {"bos": 11, "eos": 11}, "llama": {"bos": 1, "eos": 2, "unknown": 0}}
+ROLES = ("bos", "eos", "unknown", "padding")
+# The tokens, separated by spaces, that have a role which the metadata leaves out. They are special tokens.
+NAMES = {
+    "eot": "<|eot_id|> <|im_end|> <|end|> <end_of_turn> <|endoftext|> <|end_of_text|> <EOT> _<EOT> [EOT] "
+    "<｜end▁of▁sentence｜> <end_of_utterance>",
+    "eom": "<|eom_id|>",
+    "fim_pre": "<|fim_prefix|> <fim-prefix> <fim_prefix> <｜fim▁begin｜> <PRE> ▁<PRE> <|code_prefix|> <|prefix|>",
+    "fim_suf": "<|fim_suffix|> <fim-suffix> <fim_suffix> <｜fim▁hole｜> <SUF> ▁<SUF> <|code_suffix|> <|suffix|>",
+    "fim_mid": "<|fim_middle|> <fim-middle> <fim_middle> <｜fim▁end｜> <MID> ▁<MID> <|code_middle|> <|middle|>",
+    "fim_pad": "<|fim_pad|> <fim-pad> <fim_pad> <PAD> [PAD]",
+    "fim_rep": "<|fim_repo|> <|repo_name|> <fim-repo> <REPO> <reponame>",
+    "fim_sep": "<|file_sep|>",
+}
+ENDING_ROLES = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
+# Tokens that end a text in every vocabulary that has them. They are special tokens, too.
+ENDS = (
+    "<|eot_id|> <|im_end|> <|end|> <|return|> <|call|> <|flush|> <|calls|> <end_of_turn> <|endoftext|> </s> <|eom_id|> "
+    "<EOT> _<EOT> [EOT] [EOS] <|end_of_text|> <end_of_utterance> <eos> <turn|> <|tool_response> <｜end▁of▁sentence｜> "
+    "[e~["
+).split()
+SHOWN = "<|channel|> <|message|> <|start|> <|constrain|>".split()  # of gpt-oss; they are part of the text
+# Where a vocabulary has all tokens of a row, its last one doesn't end a text, and gets this type.
+EXCEPTIONS = {
+    ("<|return|>", "<|call|>", "<|end|>"): USER_DEFINED,
+    ("<|call|>", "<|flush|>", "<|end|>"): USER_DEFINED,
+    ("<|calls|>", "<|flush|>", "<|end|>"): USER_DEFINED,
+    ("<|tool_response>", "</s>"): NORMAL,
+}
+
+
+class Metadata(Struct, rename=lambda name: f"tokenizer.ggml.{name}"):
+    """What is read of a file's metadata, except chat templates and the ids of roles."""
+
+    model: str
+    tokens: Annotated[list[str], Meta(min_length=1, max_length=MOST_TOKENS)]
+    pre: str | None = None
+    token_type: list[int] | None = None
+    scores: list[float] | None = None
+    merges: list[str] | None = None
+    add_bos_token: bool | None = None
+    add_eos_token: bool = False
+    add_space_prefix: bool = True
+    general_name: str = field(default="", name="general.name")
+
+
+@dataclass
+class Vocabulary:
+    """Tokens and their types by id; ``roles`` holds the ids of ROLES that the vocabulary has."""
+
+    tokens: list[str]
+    types: list[int]
+    ids: dict[str, int]
+    roles: dict[str, int]
+    ends: list[int]
+
+
+def read_metadata(metadata: Mapping[str, Any], name: str) -> Metadata:
+    """Return the metadata of the file ``name``; raise OvspecError if something is missing or of another type."""
+    keys = [entry.encode_name for entry in fields(Metadata)]
+    try:
+        return convert({key: metadata[key] for key in keys if key in metadata}, Metadata)
+    except ValidationError as error:
+        problem = str(error).replace("`", "").replace(" - at $.", ": ")
+        raise damaged(name, problem[:200]) from None
+
+
+def read_vocabulary(read: Metadata, metadata: Mapping[str, Any], name: str) -> Vocabulary:
+    """Return the tokens; raise OvspecError if two are equal, one is too long, or lists or ids don't fit them."""
+    tokens = [token or f"[EMPTY_{index}]" for index, token in enumerate(read.tokens)]
+    ids = {token: index for index, token in enumerate(tokens)}
+    if len(ids) < len(tokens):
+        twice = next(token for index, token in enumerate(tokens) if ids[token] != index)
+        raise damaged(name, f"the token {shown(twice)} is there twice")
+    longest = max(tokens, key=len)
+    if len(longest) > LONGEST_TOKEN:
+        raise damaged(name, f"the token {shown(longest)} has {len(longest)} characters")
+    types = list(read.token_type or [NORMAL] * len(tokens))
+    if len(types) < len(tokens):
+        raise damaged(name, f"{len(tokens)} tokens have {len(types)} types")
+    found = {role: role_id(role, metadata, len(tokens), name) for role in (*ROLES, *NAMES)}
+    roles = {role: index for role, index in found.items() if index is not None}
+    for role, index in ASSUMED.get(read.model, {}).items():
+        if index < len(tokens) and types[index] in SPECIAL:
+            roles.setdefault(role, index)
+    for role, names in NAMES.items():
+        index = next((ids[text] for text in names.split() if text in ids), None)
+        if role not in roles and index is not None:
+            roles[role], types[index] = index, CONTROL
+    ends = dict.fromkeys(roles[role] for role in ENDING_ROLES if role in roles)  # in this order
+    for text in ENDS:
+        if text in ids:
+            ends[ids[text]], types[ids[text]] = None, CONTROL
+    for text in SHOWN:
+        if text in ids:
+            types[ids[text]] = USER_DEFINED
+    for texts, kind in EXCEPTIONS.items():
+        if ids.keys() >= set(texts):
+            ends.pop(ids[texts[-1]], None)
+            types[ids[texts[-1]]] = kind
+    return Vocabulary(tokens, types, ids, roles, list(ends))
+
+
+def role_id(role: str, metadata: Mapping[str, Any], size: int, name: str) -> int | None:
+    key = f"tokenizer.ggml.{role}_token_id"
+    index = metadata.get(key)
+    if index is not None and (type(index) is not int or not 0 <= index < size):
+        raise damaged(name, f"{key} is {str(index)[:50]}, and there are {size} tokens")
+    return index
+
+
+def damaged(name: str, problem: str) -> OvspecError:
+    return OvspecError(f"{name}: its tokenizer is damaged ({problem}); download the file again or take another.")
+
+
+def shown(text: str) -> str:
+    """Return the text as it may stand in a message."""
+    return repr(text if len(text) <= 50 else text[:50] + "…")
