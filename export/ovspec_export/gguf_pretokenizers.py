@@ -29,14 +29,14 @@ MARKED_LETTERS = r"[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+"
 CAPITAL, SMALL = r"(?:(?=\p{L})[^a-z])", r"(?:(?=\p{L})[^A-Z])"
 CAMEL = [rf"[^\r\n\p{{L}}\p{{N}}]?{CAPITAL}*{SMALL}+", rf"[^\r\n\p{{L}}\p{{N}}]?{CAPITAL}+{SMALL}*"]
 CAMEL_CONTRACTED = "|".join(rf"{part}(?:{CONTRACTION})?" for part in CAMEL)
-# Digits in groups of three, counted from the last one.
-THOUSANDS = r"\p{N}{1,3}(?=(?:\p{N}{3})*(?!\p{N}))"
+# Digits in groups of three, counted from the last one; the first goes with the text before it, as in llama.cpp.
+THOUSANDS = r"\P{N}*\p{N}{1,3}(?=(?:\p{N}{3})*(?!\p{N}))"
 HAN = (
     "\u4e00-\u9fff\u3400-\u4dbf\U00020000-\U0002a6df\U0002a700-\U0002b73f\U0002b740-\U0002b81f"
     "\U0002b820-\U0002ceaf\U0002ceb0-\U0002ebef\uf900-\ufaff\U0002f800-\U0002fa1f"
 )
 CJK = "[一-龥\u3040-ゟ゠-ヿ]+"
-CJK_AND_HANGUL = "[一-龥ࠀ-一가-\ud7ff]+"
+CJK_AND_HANGUL = r"(?:(?!\s)[一-龥ࠀ-一가-" "\ud7ff])+"  # and all between them except white space
 ASIAN = (
     "[一-\u9fff㐀-\u4dbf豈-\ufaff\u3040-ゟ゠-ヿ･-ﾟ⼀-\u2fdfเ-\u0e7f\u0e80-\u0effក-\u17ffက-႟ꩠ-ꩿꧠ-\ua9ff"
     "가-\ud7afᄀ-ᇿ]+"
@@ -86,7 +86,7 @@ TABLE = {
     "qwen35": PreTokenizer((QWEN35,)),
     "falcon": PreTokenizer((r"[\p{P}$+<=>^~|`]+", GPT2, "[0-9]{3}")),
     "deepseek-llm": PreTokenizer(
-        (r"[\r\n]", rf"\s?[{CASED}]+", r"\s?[!-/:-~！-／：-～‘-‟" "\u3000-。]+", r"\s+$", CJK_AND_HANGUL, r"\p{N}+")
+        (r"[\r\n]", rf"\s?[{CASED}]+", r"\s?[!-/:-~！-／：-～‘-‟、-。]+", r"\s+$", CJK_AND_HANGUL, r"\p{N}+")
     ),
     "deepseek-coder": PreTokenizer((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", CJK_AND_HANGUL, r"\p{N}")),
     "deepseek-v3 hunyuan-dense hy_v4 joyai-llm": PreTokenizer((r"\p{N}{1,3}", CJK, SEEK)),
