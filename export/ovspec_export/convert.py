@@ -21,18 +21,19 @@ from ovspec.text.chat_template import MORE_TEMPLATES
 from ovspec.text.tokenizer import TOKENIZER_FILE
 from ovspec_export.compression import DEFAULT_GROUP_SIZE, WEIGHT_FORMATS, Compression
 from ovspec_export.environments import prepared_variables
-from ovspec_export.sources import Source
+from ovspec_export.sources import GgufSource, Source
 from ovspec_export.tokenizers import load_tokenizer
 
 FAILED = {
     "optimum_cli": "optimum-cli could not export it",
+    "gguf_weights": "its weights could not be unpacked",
     "tokenizer": "its tokenizer could not be converted",
     "first_layers": "its first layers could not be saved as a checkpoint",
     "calibrate": "nncf could not compress it",
     "to_bf16": "it could not be rounded to bf16",
     "evaluate": "it could not be compared with the checkpoint",
 }
-OURS = ("tokenizer", "to_bf16")  # jobs that don't load the model, and run without an overlay
+OURS = ("gguf_weights", "tokenizer", "to_bf16")  # jobs that don't load the model, and run without an overlay
 # Text in the standard error of a failed step -> the reason that is reported instead.
 KNOWN_REASONS = {
     "No space left on device": "the disk is full",
@@ -170,7 +171,7 @@ def reason(told: str, returncode: int) -> str:
 
 def written(folder: Path) -> str:
     """Return the size of the files in ``folder``."""
-    return in_bytes(sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()))
+    return in_bytes(sum(path.stat().st_size for path in folder.iterdir() if path.is_file()))
 
 
 def needed_space(source: Source, compression: Compression) -> float:
@@ -179,8 +180,10 @@ def needed_space(source: Source, compression: Compression) -> float:
         return source.size
     final = source.parameters * WEIGHT_FORMATS[compression.weight_format] / 8
     through_fp32 = compression.calibration or compression.weight_format not in ("fp32", "fp16")
-    text_model = source.size if source.holds_text_model else 0  # copied first
-    return 1.05 * (final + source.parameters * 4 * bool(through_fp32)) + text_model + 20e6
+    copy = source.size if source.holds_text_model else 0  # made first
+    if isinstance(source, GgufSource):
+        copy = source.parameters * (4 if compression.weight_format == "fp32" else 2)
+    return 1.05 * (final + source.parameters * 4 * bool(through_fp32)) + copy + 20e6
 
 
 def check_group_size(source: Source, compression: Compression) -> None:

@@ -22,7 +22,8 @@ from ovspec_export.compression import INT8, Compression
 from ovspec_export.convert import check_group_size, check_ir, convert, first_layers, layers_of, needed_space, run_job
 from ovspec_export.environments import prepared_variables
 from ovspec_export.folders import check_output, check_space, replace_folder, work_folder
-from ovspec_export.sources import Source, find_source
+from ovspec_export.gguf_checkpoint import checkpoint_of
+from ovspec_export.sources import GgufSource, Source, find_source
 from ovspec_export.text_part import text_part
 from ovspec_export.tokenizers import differing_texts, load_tokenizer
 
@@ -44,7 +45,7 @@ def export_pair(
     """Export ``target`` and, if there is one, a draft into ``output``.
 
     Args:
-        target: a folder with a checkpoint or an IR, or a hub id.
+        target: a folder with a checkpoint or an IR, a GGUF file, or a hub id.
         draft: likewise, or None.
         output: the folder to write.
         overwrite: replace, at the very end, a pair that ovspec exported there before.
@@ -96,8 +97,8 @@ def export_pair(
 
     with work_folder(output, overwrite) as work:
         sources = [
-            text_part(source, work / f"text-model-{i}") if source.holds_text_model else source
-            for i, source in enumerate(sources)
+            as_checkpoint(source, work / f"checkpoint-{i}", wanted.weight_format)
+            for i, (source, wanted) in enumerate(zip(sources, compressions, strict=False))
         ]
         if draft_layers is not None:
             layers = work / "first-layers"
@@ -115,7 +116,7 @@ def export_pair(
         for text in differing:
             note(f"warning: OpenVINO's tokenizer splits {text!r} differently from Hugging Face's")
         quality = evaluated(sources, folders, evaluate, work, trust_remote_code) if evaluate else []
-        for folder in (work / "first-layers", work / "text-model-0", work / "text-model-1"):
+        for folder in (work / "first-layers", work / "checkpoint-0", work / "checkpoint-1"):
             shutil.rmtree(folder, ignore_errors=True)
         versions = {name: importlib.metadata.version(name) for name in VERSIONED} | {"ovspec": ovspec.__version__}
         manifest = Manifest(models[0], models[1] if len(models) > 1 else None, versions, {}, differing)
@@ -131,6 +132,13 @@ def export_pair(
     for line in quality_table(quality):
         note(line)
     return manifest
+
+
+def as_checkpoint(source: Source, folder: Path, weight_format: str) -> Source:
+    """Return a source that optimum can read: the same, or one that is written into ``folder``."""
+    if isinstance(source, GgufSource):
+        return checkpoint_of(source, folder, weight_format)
+    return text_part(source, folder) if source.holds_text_model else source
 
 
 def check_pair(target: Source, draft: Source, trust_remote_code: bool) -> None:

@@ -1,4 +1,4 @@
-"""Where a model comes from: a checkpoint or an IR, in a folder or on the Hugging Face hub."""
+"""Where a model comes from: a checkpoint or an IR, in a folder or on the Hugging Face hub, or a GGUF file."""
 
 from __future__ import annotations
 
@@ -15,10 +15,12 @@ from typing import Any
 from ovspec.base.errors import OvspecError
 from ovspec.base.files import read_as, read_json
 from ovspec.ir.compile import MODEL_FILE
-from ovspec.setup.identity import files_revision
+from ovspec.setup.identity import files_of, files_revision
 from ovspec.text.chat_template import MORE_TEMPLATES
 from ovspec.text.tokenizer_files import TOKENIZER_CONFIG_FILE
 from ovspec_export.families import FLAT, TEXT_MODELS, TEXT_ONLY, Family, TextOnly, family_of
+from ovspec_export.gguf_config import config_of
+from ovspec_export.gguf_file import GgufFile, read_gguf
 from ovspec_export.quantised import check_quantisation
 
 # Every file that an export reads. Pickled weights are not among them, because loading them could run code.
@@ -139,8 +141,34 @@ class Source:
         return sum(path.stat().st_size for path in self.folder.iterdir() if path.is_file())
 
 
+@dataclass(frozen=True)
+class GgufSource(Source):
+    """A model in a GGUF file, which ``folder`` names. file: its headers, and those of its other shards."""
+
+    file: GgufFile
+
+    def shapes(self) -> dict[str, list[int]]:
+        """Return the shapes of its tensors, by ggml's names."""
+        return {name: list(info.shape) for name, info in self.file.tensors.items()}
+
+    @functools.cached_property
+    def config(self) -> dict[str, Any]:
+        """The config.json of the checkpoint that the file was made from."""
+        return config_of(self.file)
+
+    def widths(self) -> dict[str, int]:
+        """Return the number of weights that are multiplied with one vector, by layer."""
+        shapes = self.shapes().items()
+        return {name: shape[-1] for name, shape in shapes if name.startswith("blk.") and len(shape) > 1}
+
+    @property
+    def size(self) -> int:
+        """The size of its files in bytes."""
+        return sum(path.stat().st_size for path in files_of(self.folder))
+
+
 def find_source(name: str, trust_remote_code: bool = False) -> Source:
-    """Return the model that ``name`` refers to: a folder, or a hub id that is downloaded into the hub's cache.
+    """Return the model that ``name`` refers to: a folder, a GGUF file, or a hub id, downloaded into the hub's cache.
 
     A hub id may end in ``@`` and a commit, tag or branch.
 
@@ -153,9 +181,12 @@ def find_source(name: str, trust_remote_code: bool = False) -> Source:
     if folder.is_dir():
         source = Source(folder.resolve().name, folder, holds_only_ir(folder), files_revision(folder))
     elif folder.is_file():
-        raise OvspecError(f"{name}: is a file; name the folder that holds the checkpoint's config.json.")
+        stem = re.sub(r"-\d{5}-of-\d{5}$", "", folder.stem)
+        found = GgufSource(stem, folder, False, files_revision(folder), read_gguf(folder))
+        _ = found.family
+        return found
     elif name.startswith((".", "/", "~")) or name.count("/") != 1 or "\\" in name:
-        raise OvspecError(f"{name}: no such folder, and not a hub id like 'org/model'.")
+        raise OvspecError(f"{name}: no such file or folder, and not a hub id like 'org/model'.")
     else:
         source = download(name, trust_remote_code)
     check_source(source, name, trust_remote_code)

@@ -1,4 +1,4 @@
-"""The Hugging Face tokenizer of a checkpoint, and whether OpenVINO's agrees with it."""
+"""The Hugging Face tokenizer of a model, and whether OpenVINO's agrees with it."""
 
 from __future__ import annotations
 
@@ -8,15 +8,18 @@ from typing import Any
 from ovspec.base.errors import OvspecError
 from ovspec.text.pairing import TEXTS
 from ovspec.text.tokenizer import Tokenizer
-from ovspec_export.sources import Source
+from ovspec_export.gguf_tokenizer import build_tokenizer
+from ovspec_export.sources import GgufSource, Source
 
 
 def load_tokenizer(source: Source, trust_remote_code: bool = False) -> Any:
-    """Load a checkpoint's tokenizer.
+    """Load a checkpoint's tokenizer, or build that of a GGUF file.
 
     Raises:
         OvspecError: it has none, or a broken one.
     """
+    if isinstance(source, GgufSource):
+        return build_tokenizer(source.file.metadata, source.name)
     from transformers import AutoTokenizer
 
     try:

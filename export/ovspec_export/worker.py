@@ -75,6 +75,14 @@ def first_layers(source: str, layers: int, folder: str, trust_remote_code: bool)
             shutil.copy(file, folder)
 
 
+def gguf_weights(file: str, folder: str, dtype: str) -> None:
+    """Write the weights of a GGUF file beside the config.json in ``folder``."""
+    from ovspec_export.gguf_checkpoint import write_weights
+    from ovspec_export.gguf_file import read_gguf
+
+    write_weights(read_gguf(Path(file)), Path(folder), dtype)
+
+
 def tokenizer(source: str, folder: str, trust_remote_code: bool) -> None:
     """Convert the tokenizer of ``source`` to OpenVINO's, into ``folder``."""
     from optimum.exporters.openvino.convert import export_tokenizer
@@ -153,7 +161,7 @@ def evaluate(source: str, folder: str, text: str, context: int, output: str, tru
 
 
 JOBS: dict[str, Callable[..., None]] = {
-    job.__name__: job for job in (optimum_cli, tokenizer, first_layers, calibrate, to_bf16, evaluate)
+    job.__name__: job for job in (optimum_cli, gguf_weights, tokenizer, first_layers, calibrate, to_bf16, evaluate)
 }
 
 

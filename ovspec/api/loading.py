@@ -109,7 +109,7 @@ load.__doc__ = f"""{load.__doc__}
 def exported(model: str | Path | None, draft: Any) -> tuple[Path, Any]:
     """Export ``model`` and ``draft`` to the cache unless they are there; return (that folder, the draft to load)."""
     if model is None:
-        raise OvspecError("`export=True` needs the model to export: a checkpoint folder or a hub id.")
+        raise OvspecError("`export=True` needs the model to export: a checkpoint folder, a GGUF file or a hub id.")
     if draft and not isinstance(draft, (str, Path)):
         raise OvspecError("`export=True` needs the draft's checkpoint by name, not `draft=True` or a Drafter.")
     from ovspec.setup.exporting import export_to_cache

@@ -15,7 +15,7 @@ FILE = click.Path(path_type=Path)
 
 @click.command()
 @click.argument("target", nargs=-1, metavar="TARGET")
-@click.option("--draft", metavar="DRAFT", help="Draft model: a checkpoint or IR folder, a hub id, or none.")
+@click.option("--draft", metavar="DRAFT", help="Draft model: a checkpoint or IR folder, a GGUF file, a hub id, or none.")
 @click.option(
     "--draft-layers", type=click.IntRange(1), metavar="N", help="Make the draft of the target's first N layers."
 )
@@ -79,16 +79,18 @@ def export(
     trust_remote_code: bool,
     **options: Any,
 ) -> None:
-    """Export TARGET, a Hugging Face checkpoint, to OpenVINO IR.
+    """Export TARGET, a Hugging Face checkpoint or a GGUF file, to OpenVINO IR.
 
-    TARGET is a folder, a hub id (org/model, or org/model@REVISION), or the short name of a known pair (--list),
-    which includes a draft unless you give --draft none. Target and draft must share a vocabulary. With --overwrite,
+    TARGET is a folder, a GGUF file, a hub id (org/model, or org/model@REVISION), or the short name of a known pair
+    (--list), which includes a draft unless you give --draft none. A GGUF file may be quantised in any way but is
+    quantised anew: int8 loses little, int4 more. Target and draft must share a vocabulary. With --overwrite,
     the old folder is replaced at the very end: an interrupted export leaves it as it was.
 
     \b
     Examples:
       ovspec export models/demo-hf/target --draft models/demo-hf/draft -o my-pair --weight-format int8
       ovspec export qwen3-8b -o qwen3 --weight-format int4 --awq --scale-estimation --calibration notes.txt
+      ovspec export llama-3.2-3b.Q8_0.gguf --draft llama-3.2-1b.Q4_K_M.gguf -o llama
       ovspec export org/model --draft-layers 4 -o my-pair --evaluate notes.txt
     """
     from ovspec.setup.pairs import known_pairs

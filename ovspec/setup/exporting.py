@@ -24,11 +24,11 @@ def export_package() -> ModuleType:
 
 
 def export_to_cache(target: str, draft: str | None) -> Path:
-    """Export a checkpoint (folder or hub id) into the user's cache, unless it is already there; return its folder.
+    """Export a checkpoint (folder, GGUF file or hub id) into the user's cache, unless it is there; return its folder.
 
-    A folder whose files have changed is exported again. A hub id is looked up only the first time.
+    A model whose files have changed is exported again. A hub id is looked up only the first time.
     """
-    sources = [str(Path(name).resolve()) if name and Path(name).is_dir() else name for name in (target, draft)]
+    sources = [str(Path(name).resolve()) if name and Path(name).exists() else name for name in (target, draft)]
     key = hashlib.sha256(repr(sources).encode()).hexdigest()[:12]
     name = re.sub(r"[^\w.-]+", "-", target).strip("-.") or "model"
     folder = default_cache_dir() / "exports" / f"{name[-60:]}-{key}"
@@ -37,7 +37,7 @@ def export_to_cache(target: str, draft: str | None) -> Path:
     except OvspecError:  # damaged
         manifest = None
     models = (manifest.target, manifest.draft) if manifest else ()
-    revisions = [files_revision(Path(name)) if name and Path(name).is_dir() else None for name in (target, draft)]
+    revisions = [files_revision(Path(name)) if name and Path(name).exists() else None for name in (target, draft)]
     changed = [now for now, model in zip(revisions, models, strict=False) if now and model and now != model.revision]
     if not manifest or changed:
         export_package().export_pair(target, draft, folder, overwrite=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from pathlib import Path
 from typing import Any
 
@@ -38,9 +39,19 @@ def model_identity(folder: Path) -> str:
     return found.hexdigest()
 
 
-def files_revision(folder: Path) -> str:
-    """Return a checksum that changes when a file in ``folder`` is added, removed or written, without reading them."""
-    files = sorted((path.name, path.stat()) for path in folder.iterdir() if path.is_file())
+def files_of(place: Path) -> list[Path]:
+    """Return the files of a model, sorted: those in a folder, or a GGUF file and its other shards, there or not."""
+    if place.is_dir():
+        return sorted(path for path in place.iterdir() if path.is_file())
+    shard = re.fullmatch(r"(.*-)\d{5}-of-(\d{5})\.gguf", place.name)
+    if not shard:
+        return [place]
+    return [place.with_name(f"{shard[1]}{number:05}-of-{shard[2]}.gguf") for number in range(1, int(shard[2]) + 1)]
+
+
+def files_revision(place: Path) -> str:
+    """Return a checksum that changes when a file of a model is added, removed or written, without reading them."""
+    files = [(path.name, path.stat()) for path in files_of(place) if path.exists()]
     found = repr([(name, status.st_size, status.st_mtime_ns) for name, status in files])
     return hashlib.sha256(found.encode()).hexdigest()[:40]
 

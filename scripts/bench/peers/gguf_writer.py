@@ -92,6 +92,7 @@ def write(folder: Path, out: Path, kind: str) -> None:
         if name.endswith(("q_proj.weight", "k_proj.weight")):
             values = interleaved(values, heads if name.endswith("q_proj.weight") else kv_heads)
         theirs = names.get_name(name, try_suffixes=(".weight",))
+        assert theirs, name
         if values.ndim == 1:
             writer.add_tensor(theirs, values)
             continue

@@ -1,0 +1,134 @@
+"""A Hugging Face checkpoint made of a GGUF file, which is then exported like any other.
+
+The config and the tokenizer come from the file's metadata, the weights through transformers' names for ggml's tensors.
+"""
+
+from __future__ import annotations
+
+import json
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ovspec.base.errors import OvspecError
+from ovspec.base.progress import in_bytes, step
+from ovspec_export.convert import run_job
+from ovspec_export.gguf_config import generation_config
+from ovspec_export.gguf_file import GgufFile
+from ovspec_export.gguf_tokenizer import end_ids
+from ovspec_export.sources import GgufSource, Source
+from ovspec_export.tokenizers import load_tokenizer
+
+if TYPE_CHECKING:
+    import torch
+
+BF16 = 30  # ggml's number of the type
+SHARD = 4_000_000_000  # bytes of weights that are held in memory before they are written
+IN_CONFIG = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")  # tensors that became config
+
+
+def checkpoint_of(source: GgufSource, folder: Path, weight_format: str) -> Source:
+    """Write the model of a GGUF file as a checkpoint into ``folder`` and return it as a source.
+
+    Its weights are written in f32 for an export in fp32, else in 16 bits.
+
+    Raises:
+        OvspecError: the tokenizer or a tensor isn't understood, or the disk is full.
+    """
+    dtype = dtype_of(source, weight_format)
+    with step(f"{source.name}: unpacking {in_bytes(source.size)} to {dtype}", keep=True):
+        folder.mkdir(parents=True)
+        load_tokenizer(source).save_pretrained(folder)
+        write_json(folder / "config.json", source.config | {"dtype": dtype})
+        write_json(folder / "generation_config.json", generation_config(source.file, end_ids(source.file.metadata)))
+        where = {"file": str(source.folder.absolute()), "folder": str(folder)}
+        run_job("gguf_weights", source, folder, **where, dtype=dtype)
+    return Source(source.name, folder, is_ir=False, revision=source.revision)
+
+
+def dtype_of(source: GgufSource, weight_format: str) -> str:
+    """Return the type of the unpacked weights; f16 holds what quantised ones mean to a part in 2,000."""
+    if weight_format == "fp32":
+        return "float32"
+    return "bfloat16" if any(info.kind == BF16 for info in source.file.tensors.values()) else "float16"
+
+
+def write_json(file: Path, entries: dict[str, Any]) -> None:
+    file.write_text(json.dumps(entries, indent=2), encoding="utf-8")
+
+
+def write_weights(file: GgufFile, folder: Path, dtype: str) -> None:
+    """Write the tensors of a GGUF file beside the config.json in ``folder``, as safetensors files.
+
+    Raises:
+        OvspecError: the model that the config describes has no place for a tensor.
+    """
+    import torch
+    from safetensors.torch import save_file
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.modeling_gguf_pytorch_utils import (
+        TENSOR_PROCESSORS,
+        TensorProcessor,
+        get_gguf_hf_weights_map,
+    )
+
+    config = AutoConfig.from_pretrained(folder)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    processor = TENSOR_PROCESSORS.get(file.architecture, TensorProcessor)(config=config.to_dict())
+    names = get_gguf_hf_weights_map(model, processor)
+    shapes = {name: tuple(weights.shape) for name, weights in model.state_dict().items()}
+    where: dict[str, str] = {}
+    found: dict[str, torch.Tensor] = {}
+
+    def flush() -> None:
+        name = f"model-{len(set(where.values())) + 1:05}.safetensors"
+        save_file({each: weights.contiguous() for each, weights in found.items()}, folder / name, {"format": "pt"})
+        where.update(dict.fromkeys(found, name))
+        found.clear()
+
+    ordered = sorted((layer_of(name), name) for name in file.tensors if name not in IN_CONFIG)
+    for _, layer in groupby(ordered, key=lambda entry: entry[0]):
+        for _, name in layer:
+            convert_tensor(file, name, processor, names, shapes, found)
+        found.update({name: weights.to(getattr(torch, dtype)) for name, weights in found.items()})
+        if sum(weights.nbytes for weights in found.values()) > SHARD:
+            flush()
+    flush()
+    index = {"metadata": {}, "weight_map": where}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
+
+
+def convert_tensor(
+    file: GgufFile,
+    name: str,
+    processor: Any,
+    names: dict[str, str],
+    shapes: dict[str, tuple[int, ...]],
+    found: dict[str, torch.Tensor],
+) -> None:
+    """Add a tensor of the file to ``found``, under the name and in the layout that transformers has for it."""
+    import torch
+
+    options = {"tensor_key_mapping": names, "parsed_parameters": {"tensors": found}}
+    try:
+        done = processor.process(weights=file.tensors[name].read(), name=name, **options)
+    except (KeyError, ValueError) as error:
+        raise OvspecError(f"{file.path}: its tensor {name} can't be converted ({error}).") from None
+    if done.name is None:  # already in ``found``
+        return
+    if done.name not in names:
+        raise OvspecError(f"{file.path}: its tensor {name} has no place in a model of the family {file.architecture}.")
+    weights = np.array(done.weights, np.float32)
+    shape = shapes.get(names[done.name], weights.shape)
+    if [size for size in shape if size > 1] == [size for size in weights.shape if size > 1]:
+        weights = weights.reshape(shape)  # files differ in whether a matrix of one row is stored as a vector
+    found[names[done.name]] = torch.from_numpy(weights)
+
+
+def layer_of(name: str) -> int:
+    """Return the number of the layer that a tensor belongs to; -1 for one outside the layers."""
+    parts = name.split(".")
+    return int(parts[1]) if parts[0] == "blk" and parts[1].isdecimal() else -1

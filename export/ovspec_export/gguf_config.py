@@ -1,0 +1,296 @@
+"""The config of the Hugging Face checkpoint that a GGUF file was made from, written anew from its metadata.
+
+transformers' own reader leaves out what it has no name for (scaled rotary embeddings, soft caps, widths of experts), so
+that its model computes something else. Here an entry that isn't understood is refused.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from ovspec.base.errors import OvspecError
+from ovspec_export.gguf_file import GgufFile
+
+# Entry of the metadata, without the architecture's name -> entry of config.json.
+COMMON = {
+    "context_length": "max_position_embeddings",
+    "block_count": "num_hidden_layers",
+    "embedding_length": "hidden_size",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "rope.freq_base": "rope_theta",
+}
+RMS = {"attention.layer_norm_rms_epsilon": "rms_norm_eps"}
+HEAD = {"attention.key_length": "head_dim"}
+EXPERTS = {
+    "expert_count": "num_experts",
+    "expert_used_count": "num_experts_per_tok",
+    "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+}
+GEMMA = {
+    "attention.sliding_window": "sliding_window",
+    "attn_logit_softcapping": "attn_logit_softcapping",
+    "final_logit_softcapping": "final_logit_softcapping",
+    "rope.freq_base_swa": "rope_local_base_freq",
+}
+TOKENS = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
+# Read elsewhere in this file, or repeated by what is read.
+SEEN = re.compile(r"vocab_size|attention\.value_length|rope\.(dimension_count|scaling\..*)|pooling_type")
+# Kinds of files beside that of a whole model (general.type) -> what to do instead.
+PARTS = {
+    "mmproj": "the part of a model that sees or hears; name the file with its text model",
+    "adapter": "an adapter; merge it into its model and convert that",
+    "imatrix": "an importance matrix; name the file with the model",
+}
+# Entries of general.sampling.* -> entries of generation_config.json.
+SAMPLING = {
+    "temp": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "penalty_repeat": "repetition_penalty",
+}
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """How the config of a family follows from ggml's metadata.
+
+    model_type: transformers' name of the family.
+    keys: entries of the metadata beside ``COMMON``, and what they are called in config.json.
+    more: entries that follow from others or from the tensors.
+    rotary: whether the metadata says how many values of a head are rotated.
+    """
+
+    model_type: str
+    keys: dict[str, str] = field(default_factory=dict)
+    more: Callable[[GgufFile, dict[str, Any]], dict[str, Any]] = lambda *_: {}
+    rotary: bool = True
+
+
+def of_llama(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
+    names = file.tensors
+    return {
+        "attention_bias": "blk.0.attn_q.bias" in names,
+        "mlp_bias": "blk.0.ffn_up.bias" in names,
+        "head_dim": config.get("head_dim") or file.get("rope.dimension_count") or width_of_head(config),
+    }
+
+
+def of_qwen2_moe(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
+    shapes = {name: info.shape for name, info in file.tensors.items()}
+    return {
+        "moe_intermediate_size": shapes["blk.0.ffn_gate_exps.weight"][1],
+        "shared_expert_intermediate_size": shapes["blk.0.ffn_gate_shexp.weight"][0],
+        "intermediate_size": config.get("intermediate_size") or shapes["blk.0.ffn_gate_shexp.weight"][0],
+    }
+
+
+def of_qwen3_moe(_file: GgufFile, _config: dict[str, Any]) -> dict[str, Any]:
+    return {"norm_topk_prob": True}
+
+
+def of_phi3(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "original_max_position_embeddings": file.get("rope.scaling.original_context_length"),
+        "partial_rotary_factor": file.get("rope.dimension_count") / width_of_head(config),
+        "sliding_window": file.get("attention.sliding_window") or None,
+    }
+
+
+def of_gemma(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
+    # Only the 27B models divide by another width than that of a head; llama.cpp knows them by their layers, too.
+    largest = config["num_hidden_layers"] == {"gemma2": 46, "gemma3": 62}[file.architecture]
+    scalar = config["hidden_size"] // config["num_attention_heads"] if largest else config["head_dim"]
+    base = 1e4 if file.architecture == "gemma2" else 1e6
+    return {"query_pre_attn_scalar": scalar, "rope_theta": config.get("rope_theta", base)}
+
+
+def of_gpt2(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
+    return {"n_positions": config["n_ctx"], "n_inner": file.get("feed_forward_length")}
+
+
+def of_starcoder2(file: GgufFile, _config: dict[str, Any]) -> dict[str, Any]:
+    return {"use_bias": "blk.0.attn_q.bias" in file.tensors, "sliding_window": file.get("attention.sliding_window")}
+
+
+def of_stablelm(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "use_qkv_bias": "blk.0.attn_q.bias" in file.tensors,
+        "qk_layernorm": "blk.0.attn_q_norm.weight" in file.tensors,
+        "partial_rotary_factor": file.get("rope.dimension_count") / width_of_head(config),
+        "rope_theta": config.get("rope_theta", 1e4),
+    }
+
+
+def of_lfm2(_file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
+    heads = config["num_key_value_heads"]  # 0 in a layer with a convolution
+    return {
+        "num_key_value_heads": max(heads),
+        "layer_types": ["full_attention" if count else "conv" for count in heads],
+        "block_auto_adjust_ff_dim": False,
+        "block_ff_dim": config["intermediate_size"],
+    }
+
+
+ARCHITECTURES = {
+    "llama": Architecture("llama", RMS | HEAD, of_llama),
+    "qwen2": Architecture("qwen2", RMS),
+    "qwen2moe": Architecture("qwen2_moe", RMS | EXPERTS, of_qwen2_moe),
+    "qwen3": Architecture("qwen3", RMS | HEAD),
+    "qwen3moe": Architecture("qwen3_moe", RMS | HEAD | EXPERTS, of_qwen3_moe),
+    "phi3": Architecture("phi3", RMS | {"attention.sliding_window": "sliding_window"}, of_phi3, rotary=False),
+    "gemma2": Architecture("gemma2", RMS | HEAD | GEMMA, of_gemma),
+    "gemma3": Architecture("gemma3_text", RMS | HEAD | GEMMA, of_gemma),
+    "gpt2": Architecture(
+        "gpt2",
+        {
+            "context_length": "n_ctx",
+            "embedding_length": "n_embd",
+            "block_count": "n_layer",
+            "attention.head_count": "n_head",
+            "feed_forward_length": "n_inner",
+            "attention.layer_norm_epsilon": "layer_norm_epsilon",
+        },
+        of_gpt2,
+    ),
+    "starcoder2": Architecture(
+        "starcoder2",
+        {"attention.layer_norm_epsilon": "norm_epsilon", "attention.sliding_window": "sliding_window"},
+        of_starcoder2,
+    ),
+    "stablelm": Architecture(
+        "stablelm",
+        {"attention.layer_norm_epsilon": "layer_norm_eps", "use_parallel_residual": "use_parallel_residual"},
+        of_stablelm,
+        rotary=False,
+    ),
+    "lfm2": Architecture(
+        "lfm2", {"attention.layer_norm_rms_epsilon": "norm_eps", "shortconv.l_cache": "conv_L_cache"}, of_lfm2
+    ),
+}
+
+
+def config_of(file: GgufFile) -> dict[str, Any]:
+    """Return the entries of config.json for the model in a GGUF file.
+
+    Raises:
+        OvspecError: the family isn't known, the file holds something else than a language model, or its metadata has
+            an entry that isn't understood.
+    """
+    check_kind(file)
+    name, known = file.architecture, ARCHITECTURES[file.architecture]
+    keys = COMMON | known.keys
+    given = {key.removeprefix(f"{name}."): value for key, value in file.metadata.items() if key.startswith(f"{name}.")}
+    unknown = sorted(key for key in given if key not in keys and not SEEN.fullmatch(key))
+    if unknown:
+        raise OvspecError(
+            f"{file.path}: its metadata has {name}.{unknown[0]}, which ovspec doesn't understand, so the model could "
+            "come out wrong; export the checkpoint that the file was made from."
+        )
+    try:
+        config = {keys[key]: value for key, value in given.items() if key in keys}
+        config |= known.more(file, config)
+        if known.rotary and (rotated := given.get("rope.dimension_count")) not in (None, width_of_head(config)):
+            raise ValueError(f"{rotated} values of a head are rotated")
+        config |= {"vocab_size": file.tensors["token_embd.weight"].shape[0]}
+        if (tokens := len(file.metadata.get("tokenizer.ggml.tokens", []))) > config["vocab_size"]:
+            raise ValueError(f"{tokens} tokens, but weights for {config['vocab_size']}")
+        config |= {"tie_word_embeddings": "output.weight" not in file.tensors}
+        config |= scaled_rope(file, config)
+        ids = {name: file.metadata.get(f"tokenizer.ggml.{key}_token_id") for name, key in TOKENS.items()}
+    except (KeyError, TypeError, ValueError, ZeroDivisionError, IndexError) as error:
+        raise OvspecError(
+            f"{file.path}: its metadata is incomplete or not understood ({error}); export the checkpoint that the file "
+            "was made from."
+        ) from None
+    said = {entry: value for entry, value in config.items() if value is not None}
+    return said | ids | {"model_type": known.model_type}  # a family's default for a token would be another's
+
+
+def check_kind(file: GgufFile) -> None:
+    """Raise OvspecError if the file holds no language model, or one of a family that isn't known."""
+    kind = str(file.metadata.get("general.type") or "model")
+    part = PARTS.get("mmproj" if file.architecture == "clip" else kind)
+    if part:
+        raise OvspecError(f"{file.path}: holds {part}.")
+    pooled = file.get("pooling_type") or file.get("attention.causal") is False
+    if pooled or re.search("bert|embedding|encoder", file.architecture):
+        raise OvspecError(f"{file.path}: holds an embedding model; only models that generate text can be exported.")
+    if file.architecture not in ARCHITECTURES:
+        raise OvspecError(
+            f"{file.path}: its architecture is {file.architecture!r}, and ovspec reads only {', '.join(ARCHITECTURES)} "
+            "from GGUF files; export the checkpoint that the file was made from."
+        )
+
+
+def width_of_head(config: dict[str, Any]) -> int:
+    """Return how many values a head of attention has."""
+    width: int = config["n_embd"] if "n_embd" in config else config["hidden_size"]
+    heads: int = config["n_head"] if "n_head" in config else config["num_attention_heads"]
+    return config.get("head_dim") or width // heads
+
+
+def scaled_rope(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
+    """Return ``rope_scaling`` if the rotary embedding is scaled; raises ValueError for a kind that isn't known."""
+    given = {key: file.get(f"rope.scaling.{key}") for key in ("type", "factor", "original_context_length")}
+    kind = given["type"] or "none"
+    if "rope_freqs.weight" in file.tensors:
+        return {"rope_scaling": llama3_rope(file, config)}
+    if "rope_factors_long.weight" in file.tensors:
+        factors = {f"{name}_factor": file.tensors[f"rope_factors_{name}.weight"].read() for name in ("long", "short")}
+        return {"rope_scaling": {"rope_type": "longrope"} | {name: each.tolist() for name, each in factors.items()}}
+    if kind == "none":
+        return {}
+    scaling = {"rope_type": kind, "factor": given["factor"]}
+    if kind == "yarn":
+        scaling |= {"original_max_position_embeddings": given["original_context_length"]}
+        names = {"attn_factor": "attention_factor", "yarn_beta_fast": "beta_fast", "yarn_beta_slow": "beta_slow"}
+        found = {name: file.get(f"rope.scaling.{key}") for key, name in names.items()}
+        scaling |= {name: value for name, value in found.items() if value is not None}
+    elif kind != "linear":
+        raise ValueError(f"rotary embeddings are scaled by the method {kind!r}")
+    if file.architecture == "gemma3":  # its layers with a window aren't scaled, which this form says
+        local = config.get("rope_local_base_freq", 1e4)
+        whole = {"rope_theta": config["rope_theta"], **scaling}
+        return {"rope_parameters": {"full_attention": whole, "sliding_attention": {"rope_theta": local}}}
+    return {"rope_scaling": scaling}
+
+
+def llama3_rope(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
+    """Return the scaling of Llama 3.1 and later, of which the file holds only the resulting factor of each frequency.
+
+    The factors are computed from the parameters that all these models share, and must be the same.
+    """
+    stored = file.tensors["rope_freqs.weight"].read()
+    scaling = {
+        "rope_type": "llama3",
+        "factor": float(stored.max()),
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+    width = width_of_head(config)
+    lengths = 2 * math.pi * config["rope_theta"] ** (np.arange(0, width, 2) / width)
+    smooth = np.clip((8192 / lengths - 1.0) / 3.0, 0, 1)
+    if not np.allclose(stored, 1 / ((1 - smooth) / scaling["factor"] + smooth), rtol=1e-3):
+        raise ValueError("rope_freqs.weight isn't that of Llama 3")
+    return scaling
+
+
+def generation_config(file: GgufFile, eos: list[int]) -> dict[str, Any]:
+    """Return the entries of generation_config.json: the EOS and BOS tokens, and the sampling that is recommended."""
+    found = {"eos_token_id": eos, "bos_token_id": file.metadata.get("tokenizer.ggml.bos_token_id")}
+    asked = {new: file.metadata.get(f"general.sampling.{key}") for key, new in SAMPLING.items()}
+    sampling = {name: value for name, value in asked.items() if value is not None}
+    return {name: value for name, value in found.items() if value is not None} | (
+        {"do_sample": True, **sampling} if sampling else {}
+    )

@@ -1,0 +1,193 @@
+"""Read GGUF files: their metadata and where their tensors are, with every length checked against the file's size.
+
+The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. The ``gguf`` package's own reader isn't used, as
+a damaged length keeps it busy for hours; its tables of quantised types are.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ovspec.base.errors import OvspecError
+from ovspec.setup.identity import files_of
+
+MAGIC, VERSIONS = b"GGUF", (2, 3)
+ALIGNMENT = 32  # of the tensors, where the metadata doesn't say otherwise
+SCALARS = {0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?", 10: "<u8", 11: "<i8", 12: "<f8"}
+FLOAT, STRING, ARRAY = 6, 8, 9
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """Where a tensor's data is.
+
+    shape: as in a checkpoint, the last axis contiguous.
+    kind: ggml's number of its type.
+    """
+
+    file: Path
+    start: int
+    shape: tuple[int, ...]
+    kind: int
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """The shape of its data in bytes."""
+        from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+
+        elements, size = GGML_QUANT_SIZES[GGMLQuantizationType(self.kind)]
+        if not self.shape or self.shape[-1] % elements:
+            raise ValueError(f"rows of {self.shape[-1:]} values cannot be stored in blocks of {elements}")
+        return *self.shape[:-1], self.shape[-1] // elements * size
+
+    def read(self) -> np.ndarray:
+        """Return its values in f32."""
+        from gguf.constants import GGMLQuantizationType
+        from gguf.quants import dequantize
+
+        data = np.memmap(self.file, np.uint8, "r", self.start, self.stored_shape)
+        return dequantize(data, GGMLQuantizationType(self.kind))
+
+
+@dataclass(frozen=True)
+class GgufFile:
+    """What the headers of a model's files say: of all shards, if it has several."""
+
+    path: Path
+    metadata: dict[str, Any]
+    tensors: dict[str, TensorInfo]
+
+    @property
+    def architecture(self) -> str:
+        """ggml's name of the model's family."""
+        return str(self.metadata.get("general.architecture"))
+
+    def get(self, key: str) -> Any:
+        """Return the metadata of the architecture under ``key``; None if there is none."""
+        return self.metadata.get(f"{self.architecture}.{key}")
+
+
+def read_gguf(path: Path) -> GgufFile:
+    """Read the headers of a GGUF file and of its other shards.
+
+    Raises:
+        OvspecError: it isn't a GGUF file, is damaged or cut off, or a shard is missing.
+    """
+    files = files_of(path)
+    metadata, tensors = read_header(files[0])
+    if len(files) != (shards := metadata.get("split.count") or 1):
+        raise OvspecError(f"{path}: the model has {shards} files, of which {len(files)} are here; name the first one.")
+    for file in files[1:]:
+        if not file.is_file():
+            raise OvspecError(f"{file}: is missing; download all {len(files)} files of the model.")
+        tensors |= read_header(file)[1]
+    if not tensors:
+        raise OvspecError(f"{path}: holds no weights; name the file with the whole model.")
+    if len(tensors) != (count := metadata.get("split.tensors.count") or len(tensors)):
+        raise OvspecError(f"{path}: has {len(tensors)} of {count} tensors; download all files of the model again.")
+    return GgufFile(path, metadata, tensors)
+
+
+def read_header(file: Path) -> tuple[dict[str, Any], dict[str, TensorInfo]]:
+    """Return the metadata and the tensors of one file; raises OvspecError like ``read_gguf``."""
+    with file.open("rb") as stream:
+        if stream.read(4) != MAGIC:
+            raise OvspecError(f"{file}: not a GGUF file; name a folder with a checkpoint, or a GGUF file.")
+        data = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+    try:
+        with data:
+            return Header(data, file).read()
+    except (struct.error, ValueError, OverflowError, MemoryError) as error:
+        told = " ".join(str(error).split())[:150]
+        raise OvspecError(f"{file}: damaged or cut off ({told}); download it again.") from None
+
+
+class Header:
+    """Reads the header from its beginning on; ValueError or struct.error where the file ends too early."""
+
+    def __init__(self, data: mmap.mmap, file: Path) -> None:
+        self._data, self._file, self._at = data, file, 4
+
+    def read(self) -> tuple[dict[str, Any], dict[str, TensorInfo]]:
+        (version,) = self._unpack("<I")
+        if version not in VERSIONS:
+            raise ValueError(f"version {version} of the format is not known")
+        tensors, entries = self._unpack("<QQ")
+        metadata = {}
+        for _ in range(entries):
+            key = self._string()
+            metadata[key] = self._value(*self._unpack("<I"))
+        infos = [self._tensor() for _ in range(tensors)]
+        alignment = metadata.get("general.alignment", ALIGNMENT)
+        if not isinstance(alignment, int) or alignment < 1:
+            raise ValueError(f"general.alignment is {alignment}")
+        start = -(-self._at // alignment) * alignment
+        found = {name: TensorInfo(self._file, start + at, shape, kind) for name, shape, kind, at in infos}
+        check_types(found)
+        end = max((info.start + math.prod(info.stored_shape) for info in found.values()), default=0)
+        if end > len(self._data):
+            raise ValueError(f"has {len(self._data)} of {end} bytes")
+        return metadata, found
+
+    def _unpack(self, form: str) -> tuple[Any, ...]:
+        found = struct.unpack_from(form, self._data, self._at)
+        self._at += struct.calcsize(form)
+        return found
+
+    def _bytes(self, count: int) -> bytes:
+        if count > len(self._data) - self._at:
+            raise ValueError(f"an entry of {count} bytes exceeds the file")
+        self._at += count
+        return self._data[self._at - count : self._at]
+
+    def _string(self) -> str:
+        return self._bytes(*self._unpack("<Q")).decode()
+
+    def _value(self, kind: int) -> Any:
+        if kind == STRING:
+            return self._string()
+        if kind != ARRAY:
+            value = self._array(kind, 1)[0]
+            return float(str(np.float32(value))) if kind == FLOAT else value  # 1e-05, not 9.99999974e-06
+        inner, count = self._unpack("<IQ")
+        if inner == ARRAY:
+            raise ValueError("an array of arrays")
+        return [self._string() for _ in range(count)] if inner == STRING else self._array(inner, count)
+
+    def _array(self, kind: int, count: int) -> list[Any]:
+        if kind not in SCALARS:
+            raise ValueError(f"an entry of the unknown type {kind}")
+        dtype = np.dtype(SCALARS[kind])
+        return np.frombuffer(self._bytes(count * dtype.itemsize), dtype).tolist()
+
+    def _tensor(self) -> tuple[str, tuple[int, ...], int, int]:
+        name = self._string()
+        (axes,) = self._unpack("<I")
+        if not 0 < axes <= 4:
+            raise ValueError(f"the tensor {name} has {axes} axes")
+        shape = self._unpack(f"<{axes}Q")
+        return name, tuple(reversed(shape)), *self._unpack("<IQ")
+
+
+def check_types(tensors: dict[str, TensorInfo]) -> None:
+    """Raise OvspecError if weights are stored in a type that can't be converted."""
+    from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+    from gguf.quants import dequantize
+
+    for info in {info.kind: info for info in tensors.values()}.values():
+        try:
+            kind = GGMLQuantizationType(info.kind)
+            dequantize(np.zeros((1, GGML_QUANT_SIZES[kind][1]), np.uint8), kind)
+        except (ValueError, KeyError, NotImplementedError):
+            known = {kind.value: kind.name for kind in GGMLQuantizationType}
+            raise OvspecError(
+                f"{info.file}: has weights of the type {known.get(info.kind, info.kind)}, which can't be read; "
+                "use a file of another one, such as Q8_0."
+            ) from None
