@@ -14,6 +14,7 @@ from ovspec.base.errors import OvspecError
 if TYPE_CHECKING:
     from ovspec.setup.profile import Goal, Profile
 
+WORTHWHILE = 0.9  # share of the time of products from which on another weight format is worth an export
 GOALS = ("decode", "prefill", "balanced", "accuracy")  # profile.GOALS, without importing openvino
 
 
@@ -116,4 +117,20 @@ def report(name: str, folder: Path, profile: Profile) -> list[str]:
         lines.append(f"exact arithmetic, {with_threads}: {found.rule or 'no rule found'}; {differ}")
     if profile.price:
         lines.append(f"price of exact arithmetic: a token takes {profile.price:.2f}x the time of fast arithmetic")
-    return lines
+    return lines + advice(profile.formats_ms)
+
+
+def advice(formats_ms: dict[str, float]) -> list[str]:
+    """Return what the weight formats cost here, and which one is worth an export; ``formats_ms``: the model's first."""
+    from ovspec.setup.weight_formats import export_options
+
+    if not formats_ms:
+        return []
+    own, *others = formats_ms
+    shares = {name: formats_ms[name] / formats_ms[own] for name in others}
+    lines = [f"its weights are {own}; matrix products take with weights in other formats:"]
+    lines += [f"  {name}: {share:.2f}x the time" for name, share in shares.items()]
+    fastest = {name.split(",")[0]: name for name in sorted(others, key=lambda name: -shares[name])}
+    worthwhile = [name for name in fastest.values() if shares[name] <= WORTHWHILE]
+    lines += [f"an export with {export_options(name)} should generate faster here" for name in worthwhile]
+    return lines + ["  (--evaluate tells what each loses)"] * bool(worthwhile)

@@ -85,6 +85,7 @@ class Profile:
     measurements: list[Measurement]  # first the setting used without a profile; others must be clearly better
     exactness: dict[int, Exactness] = field(default_factory=dict)  # of the chosen setting, by number of threads
     price: float | None = None  # of a token in exact arithmetic, in the time that it takes in fast arithmetic
+    formats_ms: dict[str, float] = field(default_factory=dict)  # of a product, by weight format; the model's is first
 
     def choose(self, options: DeviceOptions, engine: EngineChoice) -> Measurement | None:
         """Return the best measurement that agrees with what the user has fixed; None if none does."""

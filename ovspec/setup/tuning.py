@@ -27,7 +27,17 @@ from ovspec.setup.engine_choice import EXACT, CompiledModel, EngineName, check_p
 from ovspec.setup.exactness import FULL as FULL_TRIAL
 from ovspec.setup.exactness import Exactness
 from ovspec.setup.probing import probe_rollback
-from ovspec.setup.profile import Goal, Measurement, Profile, Setting, known_profile, largest_group, profile_file
+from ovspec.setup.profile import (
+    Goal,
+    Measurement,
+    Profile,
+    Setting,
+    known_profile,
+    largest_group,
+    profile_file,
+    weight_shapes,
+)
+from ovspec.setup.weight_formats import formats_of
 from ovspec.text.tokenizer import Tokenizer
 
 TEXT = Path(__file__).with_name("tuning_text.txt")
@@ -96,6 +106,9 @@ def tune(
         found = replace(found, exactness=timer.exactness(best.setting))
         tell(f"{best.setting}: the price of exact arithmetic", 1.0)
         found = replace(found, price=timer.price(best.setting, next(iter(found.exactness.values())).rule))
+    if effort.full:
+        tell("weights in other formats", 1.0)
+        found = replace(found, formats_ms=formats_of(weight_shapes(folder)))
     return replace(found, seconds=time.monotonic() - began)
 
 

@@ -150,6 +150,7 @@ def test_the_command_shows_a_table_and_the_choice(tmp_path: Path, monkeypatch: p
     assert "OpenVINO's own default" in done.stdout
     assert done.stdout.count("\n* ") == 2, "the target's choice and the draft's"
     assert done.stdout.count("chosen for decode") == 2
+    assert done.stdout.count("its weights are int8; matrix products take") == 2
     profile = known_profile(DEMO, DeviceOptions(cache_dir=tmp_path))
     assert profile
     assert profile.goal == "decode"
@@ -158,6 +159,7 @@ def test_the_command_shows_a_table_and_the_choice(tmp_path: Path, monkeypatch: p
     found = json.loads(done.stdout)
     assert found.keys() == {"target", "draft"}
     assert found["target"]["chosen"]["setting"]["engine"] in ("paged", "stateful")
+    assert next(iter(found["target"]["formats_ms"])) == "int8" and "fp16" in found["target"]["formats_ms"]
 
 
 def test_a_profile_that_cannot_be_kept_is_not_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
