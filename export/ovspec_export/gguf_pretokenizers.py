@@ -31,16 +31,16 @@ CAMEL = [rf"[^\r\n\p{{L}}\p{{N}}]?{CAPITAL}*{SMALL}+", rf"[^\r\n\p{{L}}\p{{N}}]?
 CAMEL_CONTRACTED = "|".join(rf"{part}(?:{CONTRACTION})?" for part in CAMEL)
 # Digits in groups of three, counted from the last one; the first goes with the text before it, as in llama.cpp.
 THOUSANDS = r"\P{N}*\p{N}{1,3}(?=(?:\p{N}{3})*(?!\p{N}))"
+# The same for ASCII digits, among others: each match begins where a multiple of three is left of them.
+LEFT = r"(?:[0-9]{3})+(?![0-9])"
+SUPERBPE = (r"\p{N}+", rf"(?={LEFT})\p{{N}}(?:(?!{LEFT})\p{{N}})*")
 HAN = (
     "\u4e00-\u9fff\u3400-\u4dbf\U00020000-\U0002a6df\U0002a700-\U0002b73f\U0002b740-\U0002b81f"
     "\U0002b820-\U0002ceaf\U0002ceb0-\U0002ebef\uf900-\ufaff\U0002f800-\U0002fa1f"
 )
 CJK = "[一-龥\u3040-ゟ゠-ヿ]+"
 CJK_AND_HANGUL = r"(?:(?!\s)[一-龥ࠀ-一가-" "\ud7ff])+"  # and all between them except white space
-ASIAN = (
-    "[一-\u9fff㐀-\u4dbf豈-\ufaff\u3040-ゟ゠-ヿ･-ﾟ⼀-\u2fdfเ-\u0e7f\u0e80-\u0effក-\u17ffက-႟ꩠ-ꩿꧠ-\ua9ff"
-    "가-\ud7afᄀ-ᇿ]+"
-)
+ASIAN = "[一-\u9fff㐀-\u4dbf豈-\ufaff\u3040-ゟ゠-ヿ･-ﾟ⼀-\u2fdfเ-\u0e7f\u0e80-\u0effក-\u17ffက-႟ꩠ-ꩿꧠ-\ua9ff가-\ud7afᄀ-ᇿ]+"
 ASCII_SYMBOL = r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~]"
 SEEK_WORDS = rf"{ASCII_SYMBOL}[A-Za-z]+|[^\r\n\p{{L}}\p{{P}}\p{{S}}]?[\p{{L}}\p{{M}}]+| ?[\p{{P}}\p{{S}}]+"
 SEEK = rf"{SEEK_WORDS}[\r\n]*|{SPACES}"
@@ -100,7 +100,7 @@ TABLE = {
     "tiny_aya cohere2moe": PreTokenizer((THOUSANDS, TINY_AYA)),
     "youtu": PreTokenizer(YOUTU, ignore_merges=True),
     "kimi-k2": PreTokenizer((KIMI,)),
-    "superbpe": PreTokenizer((r"\p{N}+", r"(?=(?:[0-9]{3})+(?![0-9]))")),
+    "superbpe": PreTokenizer(SUPERBPE),
     "bailingmoe bailingmoe2 llada-moe": PreTokenizer((BAILING,)),
     "seed-coder": PreTokenizer((SEED_CODER,)),
     "exaone-moe": PreTokenizer((EXAONE_MOE,)),

@@ -84,7 +84,7 @@ def pre_tokenizer(read: Metadata, name: str) -> PreTokenizer | None:
 
 def byte_level(read: Metadata, vocabulary: Vocabulary, pre: PreTokenizer, name: str) -> Tokenizer:
     """Return BPE of words, which are spelt in bytes or, with a fallback to bytes, in characters."""
-    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
     merges = read_merges(read, vocabulary.ids, name)
     cuts: list[Any] = [pre_tokenizers.Split(Regex(regex), "isolated") for regex in pre.regexes]
@@ -151,7 +151,7 @@ def read_merges(read: Metadata, ids: dict[str, int], name: str) -> list[tuple[st
 
 
 def add_tokens(tokenizer: Tokenizer, vocabulary: Vocabulary, of_phi3: bool) -> None:
-    """Make the tokens that are found in a text before it is cut: special ones, and those that the model's makers added."""
+    """Make the tokens that are found in a text before it is cut: special ones, and those that users defined."""
     from tokenizers import AddedToken
 
     tokenizer.add_tokens(

@@ -39,8 +39,8 @@ ENDS = (
     "<|eot_id|> <|im_end|> <|end|> <|return|> <|call|> <|flush|> <|calls|> <end_of_turn> <|endoftext|> </s> <|eom_id|> "
     "<EOT> _<EOT> [EOT] [EOS] <|end_of_text|> <end_of_utterance> <eos> <turn|> <|tool_response> <｜end▁of▁sentence｜> "
     "[e~["
-).split()
-SHOWN = "<|channel|> <|message|> <|start|> <|constrain|>".split()  # of gpt-oss; they are part of the text
+)
+SHOWN = ["<|channel|>", "<|message|>", "<|start|>", "<|constrain|>"]  # of gpt-oss; they are part of the text
 # Where a vocabulary has all tokens of a row, its last one doesn't end a text, and gets this type.
 EXCEPTIONS = {
     ("<|return|>", "<|call|>", "<|end|>"): USER_DEFINED,
@@ -109,7 +109,7 @@ def read_vocabulary(read: Metadata, metadata: Mapping[str, Any], name: str) -> V
         if role not in roles and index is not None:
             roles[role], types[index] = index, CONTROL
     ends = dict.fromkeys(roles[role] for role in ENDING_ROLES if role in roles)  # in this order
-    for text in ENDS:
+    for text in ENDS.split():
         if text in ids:
             ends[ids[text]], types[ids[text]] = None, CONTROL
     for text in SHOWN:

@@ -19,6 +19,16 @@ def hide_torchvision() -> None:
     sys.modules["torchvision"] = None  # type: ignore[assignment]
 
 
+def keep_splits_apart() -> None:
+    """Make OpenVINO's tokenizers cut a text by one regular expression after the other, not by all of them at once.
+
+    It joins them to alternatives, so that the first one no longer decides what the second gets to see.
+    """
+    from openvino_tokenizers.tokenizer_pipeline import TokenizerPipeline
+
+    TokenizerPipeline.merge_regex_split_steps = lambda _: None
+
+
 def adapt(model_type: str) -> dict[str, Any]:
     """Change optimum as the family needs it; return further arguments for loading the checkpoint."""
     from optimum.exporters.openvino import model_configs  # noqa: F401  (fills the registry)

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ovspec_export.patches import hide_torchvision
+from ovspec_export.patches import hide_torchvision, keep_splits_apart
 
 MODEL = "openvino_model"
 
@@ -33,6 +33,7 @@ def optimum_cli(arguments: list[str], source: str, model_type: str, trust_remote
     from ovspec_export.quantised import load_model
 
     loading = adapt(model_type)
+    keep_splits_apart()
     check_tensors()
     from optimum.commands.export.openvino import OVExportCommand, parse_args_openvino
     from optimum.exporters.openvino import __main__ as exporter
@@ -88,6 +89,7 @@ def tokenizer(source: str, folder: str, trust_remote_code: bool) -> None:
     from optimum.exporters.openvino.convert import export_tokenizer
     from transformers import AutoTokenizer
 
+    keep_splits_apart()
     export_tokenizer(AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code), Path(folder))
 
 
