@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Iterator, Mapping
@@ -106,6 +107,8 @@ def sentencepiece(read: Metadata, vocabulary: Vocabulary, name: str) -> Tokenize
     if not all(map(math.isfinite, scores)):
         raise damaged(name, "a score is not a number")
     if len({score for score, kind in zip(scores, vocabulary.types, strict=False) if kind == NORMAL}) > 1:
+        if not read.add_space_prefix:
+            spell_spaces(vocabulary, scores := list(scores))
         merges = list(merges_by_score(vocabulary, scores))
     else:  # converted from a checkpoint that has merges instead
         merges = read_merges(read, vocabulary.ids, name)
@@ -125,11 +128,32 @@ def of_characters(vocabulary: Vocabulary, merges: list[tuple[str, str]], space_b
     return tokenizer
 
 
+def spell_spaces(vocabulary: Vocabulary, scores: list[float]) -> None:
+    """Make normal tokens of those that users defined for several spaces, as in Gemma's files.
+
+    Merged before all others, they are found where they would be found in the text. OpenVINO's tokenizer would miss
+    some of those.
+    """
+    ids, types = vocabulary.ids, vocabulary.types
+    for length in itertools.count(2):
+        spelt = SPACE * length
+        found = [run for run in (" " * length, spelt) if run in ids]
+        if len(found) != 1 or types[ids[found[0]]] != USER_DEFINED or spelt[1:] not in ids:
+            return
+        index = ids.pop(found[0])
+        ids[spelt], vocabulary.tokens[index], types[index] = index, spelt, NORMAL
+        if found[0] != spelt:
+            scores[index] = math.inf
+
+
 def merges_by_score(vocabulary: Vocabulary, scores: list[float]) -> Iterator[tuple[str, str]]:
-    """Yield the pairs of tokens that make a token, the best token first."""
+    """Yield the pairs of tokens that make a token, the best token first; of equally good ones, the longest first.
+
+    So a run of spaces or of line ends, whose tokens share a score, grows from its left end.
+    """
     ids = vocabulary.ids
-    for index in sorted(range(len(vocabulary.tokens)), key=scores.__getitem__, reverse=True):
-        token = vocabulary.tokens[index]
+    order = sorted(zip(scores, vocabulary.tokens, strict=False), key=lambda it: (it[0], len(it[1])), reverse=True)
+    for _, token in order:
         # Of two pairs that overlap, SentencePiece merges the left one: in "ab a ba", that is the one cut further right.
         for cut in range(len(token) - 1, 0, -1):
             if token[:cut] in ids and token[cut:] in ids:

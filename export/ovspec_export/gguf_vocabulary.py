@@ -125,9 +125,11 @@ def read_vocabulary(read: Metadata, metadata: Mapping[str, Any], name: str) -> V
 def role_id(role: str, metadata: Mapping[str, Any], size: int, name: str) -> int | None:
     key = f"tokenizer.ggml.{role}_token_id"
     index = metadata.get(key)
-    if index is not None and (type(index) is not int or not 0 <= index < size):
-        raise damaged(name, f"{key} is {str(index)[:50]}, and there are {size} tokens")
-    return index
+    if index is None or (type(index) is int and 0 <= index < size):
+        return index
+    if type(index) is int and role not in ("bos", "eos"):
+        return None  # such as 2**32 - 1 for padding, in real files
+    raise damaged(name, f"{key} is {str(index)[:50]}, and there are {size} tokens")
 
 
 def damaged(name: str, problem: str) -> OvspecError:

@@ -29,6 +29,52 @@ def keep_splits_apart() -> None:
     TokenizerPipeline.merge_regex_split_steps = lambda _: None  # type: ignore[method-assign]
 
 
+def find_the_same_tokens() -> None:
+    """Make OpenVINO's BPE find the tokens that Hugging Face's finds.
+
+    It takes a token that no merge makes wherever it stands in a text, such as Gemma's <s>, a normal token; and it
+    misses added tokens such as DeepSeek's "ö", because it takes their text for bytes in the alphabet of byte-level BPE.
+    """
+    from openvino_tokenizers.tokenizer_pipeline import BPETokenizationStep, create_string_constant_node
+
+    from_json, get_subgraph, finalize = (
+        getattr(BPETokenizationStep, name) for name in ("from_hf_json", "get_ov_subgraph", "finalize")
+    )
+
+    def from_hf_json(file: dict[str, Any]) -> Any:
+        made, model = from_json(file), file["model"]
+        pairs = [merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"]]
+        found = {left + right for left, right in pairs} | {*made.added_tokens, model["unk_token"]}
+        made.unmerged = [
+            index
+            for token, index in model["vocab"].items()
+            if len(token) > 1 and token not in found and not re.fullmatch("<0x[0-9A-F]{2}>", token)
+        ]
+        if model.get("ignore_merges"):  # a word that is a token is taken whole, whether or not merges make it
+            made.unmerged = []
+        return made
+
+    def with_bytes(self: Any) -> None:
+        if self.added_tokens and self.get_pipeline().is_byte_level:
+            texts = self.added_tokens.items()
+            self.added_tokens = {text.encode() if isinstance(text, str) else text: index for text, index in texts}
+        finalize(self)
+
+    def without_unmerged(self: Any, input_nodes: list[Any]) -> list[Any]:
+        whole = self.vocab
+        self.vocab = list(whole)
+        for index in getattr(self, "unmerged", []):  # none where there is no tokenizer.json
+            self.vocab[index] = type(whole[0])()
+        nodes: list[Any] = get_subgraph(self, input_nodes)
+        self.vocab = whole
+        self.get_pipeline().vocab_node_outputs = create_string_constant_node(whole)  # for the detokenizer
+        return nodes
+
+    BPETokenizationStep.from_hf_json = from_hf_json  # type: ignore[method-assign]
+    BPETokenizationStep.finalize = with_bytes
+    BPETokenizationStep.get_ov_subgraph = without_unmerged
+
+
 def adapt(model_type: str) -> dict[str, Any]:
     """Change optimum as the family needs it; return further arguments for loading the checkpoint."""
     from optimum.exporters.openvino import model_configs  # noqa: F401  (fills the registry)

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ovspec_export.patches import hide_torchvision, keep_splits_apart
+from ovspec_export.patches import find_the_same_tokens, hide_torchvision, keep_splits_apart
 
 MODEL = "openvino_model"
 
@@ -34,6 +34,7 @@ def optimum_cli(arguments: list[str], source: str, model_type: str, trust_remote
 
     loading = adapt(model_type)
     keep_splits_apart()
+    find_the_same_tokens()
     check_tensors()
     from optimum.commands.export.openvino import OVExportCommand, parse_args_openvino
     from optimum.exporters.openvino import __main__ as exporter
@@ -90,6 +91,7 @@ def tokenizer(source: str, folder: str, trust_remote_code: bool) -> None:
     from transformers import AutoTokenizer
 
     keep_splits_apart()
+    find_the_same_tokens()
     export_tokenizer(AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code), Path(folder))
 
 
