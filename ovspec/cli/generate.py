@@ -118,8 +118,9 @@ def generate(
     if chat and prompt is not None:
         messages = [{"role": "system", "content": system}] if system is not None else []
         prompt = [*messages, {"role": "user", "content": prompt}]
-    # For somebody who types a question: the demo pair continues code, and --raw says that the prompt is meant as it is.
-    typed = (text or prompt_option) if folder and chat is None and not (as_json or goes_on) else None
+    # For somebody who types a question: the demo pair continues code, and some options only suit a raw prompt.
+    raw = chat is not None or goes_on or others["heal"] or others["constrain_from"] is not None
+    typed = (text or prompt_option) if folder and not (raw or as_json) else None
     lm = load(folder, session=session, chat=bool(chat), **loading)
     if compare:
         if not compare_both(lm, prompt, options, stats, as_json):

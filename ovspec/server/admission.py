@@ -46,7 +46,7 @@ class Service:
         self.began = int(time.time())
         given = {} if options.temperature is None else {"temperature": options.temperature}
         self.recommended = recommended_sampling(lm.folder, given)
-        self.sampling = given | self.recommended  # of requests that set none
+        self.sampling = (given if options.temperature else {}) | self.recommended  # of requests that set none
         self.defaults = make_params({"max_tokens": options.max_tokens, **self.sampling})  # type: ignore[typeddict-item]
         self._threads = {work: ThreadPoolExecutor(4, f"ovspec {work}") for work in get_args(Work)}
 

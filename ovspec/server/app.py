@@ -49,7 +49,7 @@ class Model(Answer):
     created: int
     owned_by: str = "ovspec"
     max_model_len: int | None = Field(description="Tokens that a prompt and its text may have; null if unknown.")
-    sampling: dict[str, float] = Field(description="Sampling of requests that set none; empty if they are greedy.")
+    sampling: dict[str, int | float] = Field(description="Sampling of requests that set none; empty: greedy.")
 
 
 class Models(Answer):

@@ -84,7 +84,7 @@ def recommended_sampling(folder: Path, given: Mapping[str, Any]) -> dict[str, An
     What it leaves out is off, as it is if not given; nothing is recommended for a ``given`` temperature of 0.
 
     Raises:
-        OvspecError: a recommended value is invalid.
+        OvspecError: a value that would be taken is invalid.
     """
     if given.get("temperature") == 0:
         return {}
@@ -95,11 +95,13 @@ def recommended_sampling(folder: Path, given: Mapping[str, Any]) -> dict[str, An
         found = {"temperature": 1.0} | {name: asked[name] for name in SAMPLES_WITH if name in asked}
         if not asked.get("do_sample") or found["temperature"] == 0:
             return {}
-        make_params(found)  # type: ignore[arg-type]
+        taken = {name: value for name, value in found.items() if name not in given}
+        make_params({"temperature": 1.0} | taken)  # type: ignore[arg-type]
     except OvspecError as error:
         told = str(error).replace("`", "").rstrip(".")  # it is about no option of the caller
-        raise OvspecError(f"{file}: {told}; until that is corrected, give `temperature=0`.") from None
-    return {name: value for name, value in found.items() if name not in given and value != SAMPLING[name][1].default}
+        remedy = "correct it in the checkpoint and export that again, or give `temperature=0`"
+        raise OvspecError(f"{file}: {told}; {remedy}.") from None
+    return {name: value for name, value in taken.items() if value != SAMPLING[name][1].default}
 
 
 def sampling_in_words(sampling: Mapping[str, Any]) -> str:

@@ -146,7 +146,8 @@ def started(name: str, args: argparse.Namespace, properties: dict[str, str], end
     folder, most = str(args.folder), max(args.clients)
     if kind == "serve":
         command = [sys.executable, "-m", "ovspec", "serve", folder, "--draft", *mode]
-        return over_http(served([*command, "--batch-size", str(max(16, most))], ends), "/v1/completions", "max_tokens")
+        port = served([*command, "--batch-size", str(max(16, most))], ends)
+        return over_http(port, "/v1/completions", "max_tokens", temperature=0.0)
     if kind == "llamacpp":
         size = ["-c", str(most * 1024), "-np", str(most), "-t", str(os.cpu_count())]
         port = served([str(server_of_llamacpp()), "-m", str(args.gguf), *size], ends)

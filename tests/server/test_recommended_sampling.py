@@ -79,6 +79,13 @@ def test_without_a_recommendation(
                 sampling(service, CHAT[0], CHAT[1] | {"top_p": 0.5})
 
 
+def test_what_the_model_list_says(lm: ovspec.LanguageModel) -> None:
+    recommended = {"top_k": 20, "top_p": 0.9}
+    assert served(lm).sampling == {"temperature": 1.5} | recommended
+    assert served(lm, 0.7).sampling == {"temperature": 0.7} | recommended
+    assert served(lm, 0.0).sampling == {}
+
+
 def test_greedy_and_truncated_is_refused(lm: ovspec.LanguageModel) -> None:
     with pytest.raises(ovspec.OvspecError, match="`top_p` needs a `temperature` above 0"):
         sampling(served(lm), CHAT[0], CHAT[1] | {"temperature": 0, "top_p": 0.5})
@@ -88,7 +95,7 @@ def test_a_wrong_recommendation(
     lm: ovspec.LanguageModel, with_generation_config: Callable[[dict[str, Any]], Path]
 ) -> None:
     other = SimpleNamespace(folder=with_generation_config({"do_sample": True, "min_p": 2}), runtime=lm.runtime)
-    with pytest.raises(ovspec.OvspecError, match="min_p is 2; it must be from 0 to 1; until that is corrected"):
+    with pytest.raises(ovspec.OvspecError, match="min_p is 2; it must be from 0 to 1; correct it"):
         served(other)
     assert sampling(served(other, 0.0), *CHAT) == (0, 0, 1)
 
@@ -103,11 +110,14 @@ def test_a_server_says_what_it_samples_with(
         "--temperature 0 for greedy\n"
     ) in log
     expected = {"temperature": 1.5, "top_k": 20, "top_p": 0.9}
-    assert running.get("/v1/models").json()["data"][0]["sampling"] == expected
+    said = running.get("/v1/models").json()["data"][0]["sampling"]
+    assert said == expected
     for (path, prompt), seed in product((CHAT, COMPLETION), (1, 2)):
         body = prompt | {"seed": seed, "max_tokens": 12, "return_record": True}
         texts = []
-        for more in ({}, expected, {"temperature": 0}):
-            choice = running.post(path, body | more).json()["choices"][0]
+        for more in ({}, said, {"temperature": 0}):  # a request takes what the list says
+            answer = running.post(path, body | more)
+            assert answer.status_code == 200, answer.text
+            choice = answer.json()["choices"][0]
             texts.append(choice["message"]["content"] if "message" in choice else choice["text"])
         assert texts[0] == texts[1] != texts[2]

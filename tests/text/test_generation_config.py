@@ -106,9 +106,16 @@ def test_recommended_sampling_is_that_of_hugging_face(
 )
 def test_a_wrong_recommendation_is_refused_where_it_is_used(tmp_path: Path, wrong: dict[str, Any], told: str) -> None:
     saved(tmp_path, {"do_sample": True} | wrong)
-    with pytest.raises(OvspecError, match=f"generation_config.json: {told}.*; until that is corrected, give `temp"):
-        recommended_sampling(tmp_path, {"top_p": 0.5})
+    with pytest.raises(OvspecError, match=f"generation_config.json: {told}.*again, or give `temperature=0`"):
+        recommended_sampling(tmp_path, {"typical_p": 0.5})
     assert recommended_sampling(tmp_path, {"temperature": 0.0}) == {}
+
+
+def test_a_wrong_recommendation_is_no_matter_where_another_value_is_given(tmp_path: Path) -> None:
+    saved(tmp_path, {"do_sample": True, "temperature": 0.6, "top_p": 1.5})
+    assert recommended_sampling(tmp_path, {"top_p": 0.5}) == {"temperature": 0.6}
+    saved(tmp_path, {"do_sample": True, "temperature": -1, "top_p": 0.9})
+    assert recommended_sampling(tmp_path, {"temperature": 0.7}) == {"top_p": 0.9}
 
 
 def test_greedy_is_recommended_by_a_temperature_of_0(tmp_path: Path) -> None:
