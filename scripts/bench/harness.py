@@ -29,6 +29,7 @@ from ovspec.ir.compile import MODEL_FILE
 from ovspec.ir.device import available_devices
 from ovspec.params.loading import RUNTIME
 from ovspec.setup.tuning import TEXT
+from ovspec.text.chat_template import Message
 from ovspec.text.tokenizer import Tokenizer
 
 K = TypeVar("K")
@@ -69,6 +70,32 @@ def edit_of(entry: dict[str, Any]) -> Task:
         edited = edited.replace(old, new)
     first, rest = edited.split("\n", 1)
     return Task(f"{entry['file']}\n\n# The same file, {entry['task']}:\n\n{first}\n", rest)
+
+
+@dataclass(frozen=True)
+class Chat:
+    """Messages of ours that end with a user's. ``judge``: only for judging, so nothing is trained or tuned on it.
+
+    schema: of the JSON that is asked for, in chats of the kind "extract".
+    """
+
+    name: str  # its kind and number
+    kind: str
+    messages: list[Message]
+    judge: bool
+    schema: dict[str, Any] | None = None
+
+
+def chats() -> list[Chat]:
+    """Return the chats of ``chats.json``: kind by kind, those for judging first."""
+    by_kind: dict[str, list[dict[str, Any]]] = {}
+    for entry in json.loads((HERE / "chats.json").read_text("utf-8")):
+        by_kind.setdefault(entry["kind"], []).append(entry)
+    return [
+        Chat(name=f"{kind} {number}", **entry)
+        for kind, entries in by_kind.items()
+        for number, entry in enumerate(sorted(entries, key=lambda entry: not entry["judge"]), 1)
+    ]
 
 
 def with_context(tokenizer: Tokenizer, ids: list[int], context: int) -> list[int]:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import harness
+import jsonschema
 import llguidance.numpy
 import matrix
 import numpy as np
@@ -99,6 +100,24 @@ def test_turns_ratios_and_medians() -> None:
     assert run.compare([[1, 2, 3], [1, 9, 3]], [[1, 2, 3], [1, 2, 3]]) == ("1 of 2", 2.0)
     assert run.middle([None, 3.0, 1.0]) == 2.0
     assert run.middle([None]) is None
+
+
+def test_chats() -> None:
+    """Six kinds of six, of which two are for judging; what is extracted has a schema that the model is told."""
+    found = harness.chats()
+    by_kind = {kind: [chat for chat in found if chat.kind == kind] for kind in dict.fromkeys(c.kind for c in found)}
+    assert [len(chats) for chats in by_kind.values()] == [6] * 6
+    assert all([chat.judge for chat in chats] == [True] * 2 + [False] * 4 for chats in by_kind.values())
+    assert len({chat.name for chat in found}) == len({json.dumps(chat.messages) for chat in found}) == 36
+    for chat in found:
+        roles, last = [message["role"] for message in chat.messages], chat.messages[-1]["content"]
+        assert roles[0] == "system" or roles[0::2] == ["user"] * len(roles[0::2])
+        assert roles[-1] == "user" and (len(roles) >= 4) == (chat.kind == "chat")
+        assert (len(last) > 3000) == (chat.kind == "long document")
+        assert (chat.schema is not None) == (chat.kind == "extract")
+        if chat.schema:
+            jsonschema.Draft202012Validator.check_schema(chat.schema)
+            assert json.dumps(chat.schema) in last
 
 
 def test_lines_of_the_matrix(script: Callable[[str, str], str]) -> None:
