@@ -1,20 +1,23 @@
-"""Make a pair of real size that generates what the demo pair generates, to measure speed with.
+"""Make a model of real size that generates what a small one generates, to measure speed with.
 
     python scripts/train/bench_pair.py OUT [--size 1b|3b|moe] [--attention gqa|mha] [--vocab 32000] [--weight-format F]
+    python scripts/train/bench_pair.py OUT --of CHECKPOINT [--repeat 4] [--mlp UNITS] [--attention gqa|mha]
 
-There are no weights of real size in the repository, so the demo pair is widened without changing its function:
+There are no weights of real size in the repository, so small models are widened without changing their function: the
+demo pair, or with --of another Llama checkpoint, such as SmolLM2-135M-Instruct, whose text is a real model's:
 
-- Hidden units, heads and MLP units are repeated r times, and the weights that read them are divided by r. Noise that
-  cancels between two copies keeps any two copies of a weight from being equal. r is a power of two and the noise a
-  multiple of the last bit, so bf16 holds all of it exactly.
+- Hidden units and heads are repeated r times, MLP units as often as there is room for, and the weights that read
+  them are divided by that number. Noise that cancels between two copies keeps any two copies of a weight from being
+  equal. The number is a power of two and the noise a multiple of the last bit, so bf16 holds all of it exactly.
 - Layers are added whose output projections are random and about 1e-6 (all-zero ones would be stored once).
 - MLP units are added whose outputs are almost zero.
 - Ids are added whose lm_head rows are means of real rows, because a mean of logits is never the largest logit.
 
-OUT/hf/target and OUT/hf/draft are the checkpoints, OUT/FORMAT the exported pairs. The logits are compared with
-the demo pair's, and every export with its checkpoint. 1b takes 2.1 GB of disk for the checkpoints, 1.1 for int8 and
-0.6 for int4, and about 8 GB of memory. 3b has not been built yet. In moe, the target is a mixture of experts (Mixtral):
-each expert computes what the MLP computed, so it doesn't matter which ones a random router chooses.
+OUT/hf/target and OUT/hf/draft are the checkpoints, OUT/FORMAT the exported pairs; with --of there is no draft. The
+logits are compared with the small model's, its weights rounded to bf16, and every export with its checkpoint. 1b takes
+2.1 GB of disk for the checkpoints, 1.1 for int8 and 0.6 for int4, and about 8 GB of memory. 3b has not been built yet.
+In moe, the target is a mixture of experts (Mixtral): each expert computes what the MLP computed, so it doesn't matter
+which ones a random router chooses.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import re
 import shutil
 import subprocess
 import sys
@@ -37,12 +41,18 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 DEMO = ROOT / "models" / "demo-hf"
 CONTEXT = 8192  # of the widened models; texts longer than in the demo pair's training still take their real time
 TINY = 1e-6
+LLAMA_WEIGHTS = (
+    r"(model\.(embed_tokens|norm|layers\.\d+\.(self_attn\.[qkvo]_proj|mlp\.(gate|up|down)_proj"
+    r"|input_layernorm|post_attention_layernorm))|lm_head)\.weight"
+)
 PROMPTS = [entry["text"] for entry in json.loads((ROOT / "models" / "prompts.json").read_text("utf-8"))["prompts"]]
 
 
 @dataclass(frozen=True)
 class Shape:
     """A widened model. ``repeat``: copies of each hidden unit and head, a power of two; ``mlp``: MLP units a layer.
+
+    The MLP units of the small model are copied as often as ``mlp`` has room for, at least twice.
 
     experts: number of MLPs in each layer, of which two are used for a token; 0 for a model without experts.
     """
@@ -82,23 +92,30 @@ def widen(weights: dict[str, torch.Tensor], config: dict[str, Any], shape: Shape
     """Return (weights, config) of a wider Llama model with the same logits for the same ids.
 
     Args:
-        weights: those of a Llama checkpoint with tied embeddings, in bf16.
+        weights: those of a Llama checkpoint; they are rounded to bf16.
         vocab: number of ids, at least the checkpoint's.
         attention: "gqa" keeps the number of query heads that share a key head, "mha" gives each its own.
+
+    Raises:
+        ValueError: the shape isn't wider, or the model has other weights than Llama's.
     """
     r, generator = shape.repeat, torch.Generator().manual_seed(0)
-    hidden, heads, kv_heads = config["hidden_size"], config["num_attention_heads"], config["num_key_value_heads"]
-    head, mlp = config["head_dim"], config["intermediate_size"]
-    if math.log2(r) % 1 or r < 2 or shape.mlp < r * mlp or vocab < config["vocab_size"]:
-        raise ValueError("a model can only be made wider, by a power of two")
+    hidden, heads, mlp = config["hidden_size"], config["num_attention_heads"], config["intermediate_size"]
+    kv_heads = config.get("num_key_value_heads") or heads
+    head = config.get("head_dim") or hidden // heads
+    if math.log2(r) % 1 or r < 2 or shape.mlp < 2 * mlp or vocab < config["vocab_size"]:
+        raise ValueError("a model can only be made wider, by a power of two, with at least twice the MLP units")
+    if unknown := [name for name in weights if not re.fullmatch(LLAMA_WEIGHTS, name)]:
+        raise ValueError(f"{unknown[0]} is not a weight of Llama; give a checkpoint with Llama's layers and no biases")
+    copies = 2 ** int(math.log2(shape.mlp // mlp))  # of each MLP unit
     groups = heads // kv_heads if attention == "mha" else 1
 
     def read(name: str, layer: int) -> torch.Tensor:
         return weights[f"model.layers.{layer}.{name}.weight"].to(torch.bfloat16)
 
-    def rows(matrix: torch.Tensor) -> torch.Tensor:
-        """Widen (out, hidden) to (r * out, r * hidden); each copy of an output has its own noise."""
-        return torch.cat([spread(matrix, r, generator) for _ in range(r)])
+    def rows(matrix: torch.Tensor, outputs: int = r, inputs: int = r) -> torch.Tensor:
+        """Widen (out, in) to (outputs * out, inputs * in); each copy of an output has its own noise."""
+        return torch.cat([spread(matrix, inputs, generator) for _ in range(outputs)])
 
     def shared(matrix: torch.Tensor) -> torch.Tensor:
         """Repeat keys or values (kv_heads * head, hidden): ``groups`` copies of each head."""
@@ -112,8 +129,8 @@ def widen(weights: dict[str, torch.Tensor], config: dict[str, Any], shape: Shape
         if layer >= config["num_hidden_layers"]:
             return [random(shape.mlp, wide, usual), random(shape.mlp, wide, usual), random(wide, shape.mlp, TINY)]
         gate, up, down = (read(f"mlp.{part}_proj", layer) for part in ("gate", "up", "down"))
-        made = [torch.cat([rows(part), random(inert, wide, usual)]) for part in (gate, up)]
-        return [*made, torch.cat([rows(down), random(wide, inert, TINY)], dim=1)]
+        made = [torch.cat([rows(part, outputs=copies), random(inert, wide, usual)]) for part in (gate, up)]
+        return [*made, torch.cat([rows(down, inputs=copies), random(wide, inert, TINY)], dim=1)]
 
     def feed_forward(layer: int) -> dict[str, torch.Tensor]:
         if not shape.experts:
@@ -124,15 +141,20 @@ def widen(weights: dict[str, torch.Tensor], config: dict[str, Any], shape: Shape
             moe |= dict(zip(names, mlp_of(layer), strict=True))
         return moe
 
-    wide, inert = r * hidden, shape.mlp - r * mlp
+    wide, inert = r * hidden, shape.mlp - copies * mlp
     usual = 1 / math.sqrt(wide)
     embedding = weights["model.embed_tokens.weight"].to(torch.bfloat16)
+    known = weights.get("lm_head.weight", embedding).to(torch.bfloat16)
     picked = torch.randint(len(embedding), (vocab - len(embedding), 8), generator=generator)
-    means = torch.cat([embedding[part].float().mean(1).to(torch.bfloat16) for part in picked.split(4096)])
+
+    def with_means(matrix: torch.Tensor) -> torch.Tensor:
+        """Add the rows of the added ids."""
+        return torch.cat([matrix, *(matrix[part].float().mean(1).to(torch.bfloat16) for part in picked.split(4096))])
+
     made = {
-        "model.embed_tokens.weight": torch.cat([embedding, means]).repeat(1, r),
+        "model.embed_tokens.weight": with_means(embedding).repeat(1, r),
         "model.norm.weight": weights["model.norm.weight"].to(torch.bfloat16).repeat(r),
-        "lm_head.weight": torch.cat([spread(part, r, generator) for part in torch.cat([embedding, means]).split(4096)]),
+        "lm_head.weight": torch.cat([spread(part, r, generator) for part in with_means(known).split(4096)]),
     }
     for layer in range(shape.layers):
         name = f"model.layers.{layer}."
@@ -155,8 +177,9 @@ def widen(weights: dict[str, torch.Tensor], config: dict[str, Any], shape: Shape
         "intermediate_size": shape.mlp,
         "num_hidden_layers": shape.layers,
         "vocab_size": vocab,
-        "max_position_embeddings": CONTEXT,
+        "max_position_embeddings": max(CONTEXT, config["max_position_embeddings"]),
         "tie_word_embeddings": False,
+        "dtype": "bfloat16",
     }
     if shape.experts:
         sizes |= {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "sliding_window": None}
@@ -164,9 +187,20 @@ def widen(weights: dict[str, torch.Tensor], config: dict[str, Any], shape: Shape
     return made, config | sizes
 
 
-def make_checkpoint(source: Path, folder: Path, shape: Shape, vocab: int, attention: str) -> int:
-    """Write the widened checkpoint of ``source``; return its number of parameters."""
+def shape_of(source: Path, repeat: int, mlp: int | None) -> Shape:
+    """Return the shape of a widened checkpoint with all its layers; ``mlp``: None takes twice its MLP units."""
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    return Shape(repeat, mlp or 2 * config["intermediate_size"], config["num_hidden_layers"])
+
+
+def make_checkpoint(source: Path, folder: Path, shape: Shape, vocab: int, attention: str) -> int:
+    """Write the widened checkpoint of ``source``; return its number of parameters.
+
+    Args:
+        vocab: as in ``widen``, but never below the number of ids of ``source``.
+    """
+    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    vocab = max(vocab, config["vocab_size"])
     weights, config = widen(load_file(source / "model.safetensors"), config, shape, vocab, attention)
     folder.mkdir(parents=True, exist_ok=True)
     save_file({name: t.contiguous() for name, t in weights.items()}, folder / "model.safetensors", {"format": "pt"})
@@ -179,11 +213,11 @@ def make_checkpoint(source: Path, folder: Path, shape: Shape, vocab: int, attent
 
 @torch.no_grad()
 def logits_of(folder: Path, text: str) -> torch.Tensor:
-    """Return the logits of Hugging Face's model in f32, (tokens, vocab)."""
+    """Return the logits of Hugging Face's model in f32, (tokens, vocab), with the weights rounded to bf16."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     ids = AutoTokenizer.from_pretrained(folder)(text[:1200], return_tensors="pt")["input_ids"]
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).float()
     return model(input_ids=ids).logits[0]
 
 
@@ -204,15 +238,21 @@ def check(source: Path, folder: Path) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--size", choices=SIZES, default="1b")
+    parser.add_argument("--size", choices=SIZES, default="1b", help="of the demo pair's widened models")
+    parser.add_argument("--of", type=Path, metavar="CHECKPOINT", help="widen this Llama checkpoint, without a draft")
+    parser.add_argument("--repeat", type=int, default=4, help="with --of: copies of each hidden unit, a power of two")
+    parser.add_argument("--mlp", type=int, help="with --of: MLP units of a layer  [default: twice the checkpoint's]")
     parser.add_argument("--attention", choices=("gqa", "mha"), default="gqa")
-    parser.add_argument("--vocab", type=int, default=32000)
+    parser.add_argument("--vocab", type=int, default=32000, help="number of ids, unless the checkpoint has more")
     parser.add_argument("--weight-format", nargs="+", default=["int8"], help="as in 'ovspec export'")
     args = parser.parse_args()
     checkpoints = args.out / "hf"
-    for name, shape in SIZES[args.size].items():
-        count = make_checkpoint(DEMO / name, checkpoints / name, shape, args.vocab, args.attention)
-        moved = check(DEMO / name, checkpoints / name)
+    sources = {name: (DEMO / name, shape) for name, shape in SIZES[args.size].items()}
+    if args.of:
+        sources = {"target": (args.of, shape_of(args.of, args.repeat, args.mlp))}
+    for name, (source, shape) in sources.items():
+        count = make_checkpoint(source, checkpoints / name, shape, args.vocab, args.attention)
+        moved = check(source, checkpoints / name)
         print(f"{name}: {count / 1e6:,.0f} M parameters, logits moved by {moved:.0e} of their spread", flush=True)
         if moved > 1e-3:
             sys.exit(f"{name}: widening changed its logits")
@@ -221,10 +261,13 @@ def main() -> None:
         text.write_text("".join(PROMPTS), encoding="utf-8")
         for weight_format in args.weight_format:
             command = [sys.executable, "-m", "ovspec", "export", checkpoints / "target", "-o", args.out / weight_format]
-            command += ["--overwrite", "--draft", checkpoints / "draft"]
+            command += ["--overwrite", *(["--draft", checkpoints / "draft"] if "draft" in sources else [])]
             command += ["--weight-format", weight_format, "--evaluate", text]
             subprocess.run([str(part) for part in command], check=True)
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except (ValueError, OSError) as error:
+        sys.exit(f"Error: {error}")

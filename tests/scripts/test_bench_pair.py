@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from bench_pair import Shape, check, make_checkpoint, spread
+from bench_pair import Shape, check, make_checkpoint, shape_of, spread
 from conftest import CHECKPOINTS
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig, LlamaForCausalLM
 
 
 @pytest.mark.parametrize("attention", ["gqa", "mha"])
@@ -46,3 +50,49 @@ def test_copies_add_up_exactly_and_differ() -> None:
     shares = (copies / weights.to(torch.float64)[:, None] * 4).numpy()
     assert np.abs(shares - 1).max() < 0.51
     assert (copies[:, 0] != copies[:, 1]).double().mean() > 0.9
+
+
+def small_llama(folder: Path, **config: Any) -> None:
+    """Save a random Llama checkpoint in f32 with the demo pair's tokenizer; its config names no head size."""
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2, "vocab_size": 4096}
+    sizes |= {"num_attention_heads": 6, "num_key_value_heads": 3, "initializer_range": 0.3}
+    model = LlamaForCausalLM(LlamaConfig(**sizes | config))
+    model.save_pretrained(folder)
+    about = json.loads((folder / "config.json").read_text("utf-8"))
+    about.pop("head_dim")
+    (folder / "config.json").write_text(json.dumps(about), "utf-8")
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(CHECKPOINTS / "target" / file, folder)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_any_llama_can_be_widened(tmp_path: Path, tied: bool) -> None:
+    """Like SmolLM2's: in f32, four times as wide but with twice the MLP units, and with its own vocabulary."""
+    small_llama(tmp_path / "small", tie_word_embeddings=tied)
+    shape = shape_of(tmp_path / "small", 4, None)
+    assert shape == Shape(4, 160, 2)
+    make_checkpoint(tmp_path / "small", tmp_path / "wide", shape, 1000, "gqa")
+    assert check(tmp_path / "small", tmp_path / "wide") < 1e-4
+    made = load_file(tmp_path / "wide" / "model.safetensors")
+    assert made["lm_head.weight"].shape == (4096, 192)
+    assert made["model.layers.0.mlp.down_proj.weight"].shape == (192, 160)
+    assert (tmp_path / "wide" / "tokenizer.json").exists()
+
+
+def test_a_wrong_widening_moves_the_logits(tmp_path: Path) -> None:
+    small_llama(tmp_path / "small", tie_word_embeddings=True)
+    make_checkpoint(tmp_path / "small", tmp_path / "wide", Shape(4, 160, 2), 4096, "gqa")
+    file = tmp_path / "wide" / "model.safetensors"
+    made = load_file(file)
+    made["model.layers.1.mlp.down_proj.weight"] *= 2
+    save_file(made, file, {"format": "pt"})
+    assert check(tmp_path / "small", tmp_path / "wide") > 1e-3
+
+
+def test_what_is_not_llama_is_refused(tmp_path: Path) -> None:
+    small_llama(tmp_path / "small", attention_bias=True)
+    with pytest.raises(ValueError, match="_proj.bias is not a weight of Llama"):
+        make_checkpoint(tmp_path / "small", tmp_path / "wide", Shape(4, 160, 2), 4096, "gqa")
+    with pytest.raises(ValueError, match="at least twice the MLP units"):
+        make_checkpoint(CHECKPOINTS / "draft", tmp_path / "wide", Shape(4, 600, 2), 4096, "gqa")
