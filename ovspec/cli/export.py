@@ -15,7 +15,9 @@ FILE = click.Path(path_type=Path)
 
 @click.command()
 @click.argument("target", nargs=-1, metavar="TARGET")
-@click.option("--draft", metavar="DRAFT", help="Draft model: a checkpoint or IR folder, a GGUF file, a hub id, or none.")
+@click.option(
+    "--draft", metavar="DRAFT", help="Draft model: a checkpoint or IR folder, a GGUF file, a hub id, or none."
+)
 @click.option(
     "--draft-layers", type=click.IntRange(1), metavar="N", help="Make the draft of the target's first N layers."
 )

@@ -2,9 +2,9 @@
 
     python scripts/bench/formats.py MODEL [--formats int8,int4/64] [--isa AVX2] [--output .cache/formats]
 
-MODEL is a checkpoint or a GGUF file, exported in each format that isn't in the output folder yet. All formats take turns:
-milliseconds for 1, 2, 4 and 8 tokens after 128, in fast arithmetic and f32, with dynamic quantisation in groups as large
-as the weights' (int4) or 128. KL is that of the model's next tokens on a text from fp32's.
+MODEL is a checkpoint or a GGUF file, exported in each format that isn't in the output folder yet. All formats take
+turns: milliseconds for 1, 2, 4 and 8 tokens after 128, in fast arithmetic and f32, with dynamic quantisation in groups
+as large as the weights' (int4) or 128. KL is that of the model's next tokens on a text from fp32's.
 """
 
 from __future__ import annotations

@@ -225,8 +225,8 @@ def test_wrong_sources_are_named(tmp_path: Path) -> None:
     file = tmp_path / "model.gguf"
     file.write_bytes(b"GGUF")
     for source, message in [
-        (str(tmp_path / "nowhere"), "no such folder"),
-        (str(file), "is a file"),
+        (str(tmp_path / "nowhere"), "no such file or folder"),
+        (str(file), "not a GGUF file"),
         (str(tmp_path), "no config.json in it"),
         ("no-such-org/no-such-model", "neither a folder here nor in the hub's cache, and the hub cannot be reached"),
         ("", "is empty"),

@@ -92,7 +92,7 @@ def test_a_wrong_widening_moves_the_logits(tmp_path: Path) -> None:
 
 def test_what_is_not_llama_is_refused(tmp_path: Path) -> None:
     small_llama(tmp_path / "small", attention_bias=True)
-    with pytest.raises(ValueError, match="_proj.bias is not a weight of Llama"):
+    with pytest.raises(ValueError, match=r"_proj\.bias is not a weight of Llama"):
         make_checkpoint(tmp_path / "small", tmp_path / "wide", Shape(4, 160, 2), 4096, "gqa")
     with pytest.raises(ValueError, match="at least twice the MLP units"):
         make_checkpoint(CHECKPOINTS / "draft", tmp_path / "wide", Shape(4, 600, 2), 4096, "gqa")
