@@ -20,7 +20,7 @@ COMMANDS = {
     "bench": "Time the model in DIR without and with each way of proposing tokens.",
     "chat": "Chat with the model in DIR.",
     "devices": "List the devices that a model can run on.",
-    "export": "Export TARGET, a Hugging Face checkpoint, to OpenVINO IR.",
+    "export": "Export TARGET, a Hugging Face checkpoint or a GGUF file, to OpenVINO IR.",
     "generate": "Continue PROMPT with the model in DIR.",
     "inspect": "Describe the models in DIR: weights, context, engine, rollback, memory.",
     "perplexity": "Measure how well the model in DIR predicts the text in FILE.",

@@ -302,7 +302,7 @@ def test_a_bare_draft_option_may_stand_before_the_prompt(ovspec, pair: Path) -> 
         (["inspect", str(ROOT / "tests")], 1, "no openvino_model.xml"),
         (["tune", str(ROOT / "README.md")], 1, "is a file"),
         (["tune", "my-pear"], 1, "no such folder"),
-        (["export", "nowhere/at/all", "-o", "OUT"], 1, "no such folder"),
+        (["export", "nowhere/at/all", "-o", "OUT"], 1, "no such file or folder"),
         (["export", "nowhere/at/all", "-o", "PAIR"], 1, "already exists; name another --output, or add --overwrite."),
         (["export", "PAIR", "-o", "OUT", "--draft-weight-format", "int8"], 2, "needs --draft"),
     ],

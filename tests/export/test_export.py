@@ -226,7 +226,7 @@ def test_wrong_sources_are_named(tmp_path: Path) -> None:
     file.write_bytes(b"GGUF")
     for source, message in [
         (str(tmp_path / "nowhere"), "no such file or folder"),
-        (str(file), "not a GGUF file"),
+        (str(file), "damaged or cut off"),
         (str(tmp_path), "no config.json in it"),
         ("no-such-org/no-such-model", "neither a folder here nor in the hub's cache, and the hub cannot be reached"),
         ("", "is empty"),

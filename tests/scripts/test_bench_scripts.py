@@ -34,6 +34,7 @@ RUNS: dict[str, Any] = {
     "constrained.py": "DEMO --max-tokens 4",
     "engines.py": "DEMO/draft --contexts 16 32 --plot OUT/plot.png",
     "exactness.py": "DEMO --prompts 1 --tokens 8",
+    "formats.py": f"{CHECKPOINTS / 'draft'} --formats int8 --output OUT",
     "grammars.py": f"--tokenizer {TOKENIZER} --steps 2 --out OUT/lines.jsonl",
     "grammars.py, peers": f"--tokenizer {TOKENIZER} --steps 1 --peers",
     "large_pages.py": "DEMO/draft --turns 1",
@@ -51,7 +52,7 @@ RUNS: dict[str, Any] = {
     "sessions.py, program": "program DEMO/draft --steps 3 --rounds 1",
     "sessions.py, chat": "chat DEMO/draft --turns 2 --answer 4 --plot OUT/plot.png",
 }
-MINUTES = ("engines.py", "peers/distribution.py", "processors.py", "readme.py", "schemas.py")
+MINUTES = ("engines.py", "formats.py", "peers/distribution.py", "processors.py", "readme.py", "schemas.py")
 
 
 @pytest.fixture
