@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ovspec.base.errors import OvspecError
+from ovspec.base.files import read_json
 from ovspec.base.progress import in_bytes, step
 from ovspec_export.convert import run_job
 from ovspec_export.gguf_config import generation_config
@@ -60,7 +61,7 @@ def write_json(file: Path, entries: dict[str, Any]) -> None:
 
 
 def write_weights(file: GgufFile, folder: Path, dtype: str) -> None:
-    """Write the tensors of a GGUF file beside the config.json in ``folder``, as safetensors files.
+    """Write the tensors of a GGUF file beside the config.json in ``folder``, and the class of its model into that.
 
     Raises:
         OvspecError: the model that the config describes has no place for a tensor.
@@ -77,6 +78,7 @@ def write_weights(file: GgufFile, folder: Path, dtype: str) -> None:
     config = AutoConfig.from_pretrained(folder)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
+    write_json(folder / "config.json", read_json(folder / "config.json") | {"architectures": [type(model).__name__]})
     processor = TENSOR_PROCESSORS.get(file.architecture, TensorProcessor)(config=config.to_dict())
     names = get_gguf_hf_weights_map(model, processor)
     shapes = {name: tuple(weights.shape) for name, weights in model.state_dict().items()}
