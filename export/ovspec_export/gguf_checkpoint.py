@@ -15,7 +15,7 @@ import numpy as np
 from ovspec.base.errors import OvspecError
 from ovspec.base.files import read_json
 from ovspec.base.progress import in_bytes, step
-from ovspec_export.convert import run_job
+from ovspec_export import convert
 from ovspec_export.gguf_config import generation_config
 from ovspec_export.gguf_file import GgufFile
 from ovspec_export.gguf_tokenizer import end_ids
@@ -45,7 +45,7 @@ def checkpoint_of(source: GgufSource, folder: Path, weight_format: str) -> Sourc
         write_json(folder / "config.json", source.config | {"dtype": dtype})
         write_json(folder / "generation_config.json", generation_config(source.file, end_ids(source.file.metadata)))
         where = {"file": str(source.folder.absolute()), "folder": str(folder)}
-        run_job("gguf_weights", source, folder, **where, dtype=dtype)
+        convert.run_job("gguf_weights", source, folder, **where, dtype=dtype)
     return Source(source.name, folder, is_ir=False, revision=source.revision)
 
 

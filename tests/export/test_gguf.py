@@ -20,7 +20,8 @@ import torch
 import transformers
 from conftest import ROOT, USERS_CACHE, made_once
 from families import FAMILIES, GROUPED, HEADED
-from ovspec_export import export_pair, gguf_checkpoint
+from family_models import warm_jobs
+from ovspec_export import Compression, export_pair, gguf_checkpoint
 from ovspec_export.evaluate import compare
 from ovspec_export.gguf_checkpoint import checkpoint_of, write_json, write_weights
 from ovspec_export.sources import GgufSource, find_source
@@ -60,7 +61,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma2": ("Gemma2Config", FAMILIES["gemma2"].arguments),
     "gemma3": ("Gemma3TextConfig", GEMMA_3),
     "gemma3-linear": ("Gemma3TextConfig", GEMMA_3 | {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}),
-    "gpt2": ("GPT2Config", FAMILIES["gpt2"].arguments | {"n_ctx": 256}),
+    "gpt2": ("GPT2Config", FAMILIES["gpt2"].arguments | {"n_ctx": 256, "bos_token_id": 0, "eos_token_id": 0}),
     "starcoder2": ("Starcoder2Config", GROUPED),
     "stablelm": ("StableLmConfig", GROUPED),
     "lfm2": ("Lfm2Config", FAMILIES["lfm2"].arguments),
@@ -259,9 +260,10 @@ def test_two_vocabularies_are_no_pair(files: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", list(MODELS))
-def test_exported_model_writes_the_original_text(name: str, files: Path, tmp_path: Path) -> None:
-    from ovspec_export import Compression
-
+def test_exported_model_writes_the_original_text(
+    name: str, files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    warm_jobs(monkeypatch)
     export_pair(str(files / f"{name}.gguf"), None, tmp_path / "ir", Compression("fp32"))
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(files / name, dtype=torch.float32).eval()
     prompt = np.random.default_rng(0).integers(5, 4000, 24).tolist()
