@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import os
@@ -24,6 +25,7 @@ from ovspec_export.environments import prepared_variables
 from ovspec_export.sources import GgufSource, Source
 from ovspec_export.tokenizers import load_tokenizer
 
+SMALLEST_GROUP = 16  # weights that share a scale
 FAILED = {
     "optimum_cli": "optimum-cli could not export it",
     "gguf_weights": "its weights could not be unpacked",
@@ -58,7 +60,8 @@ def convert(source: Source, folder: Path, compression: Compression, trust_remote
     runs_code = source.runs_code(trust_remote_code)
     arguments += [*compression.arguments(), *["--trust-remote-code"] * runs_code]
     first = arguments[arguments.index("--weight-format") + 1]
-    with step(f"{source.name}: converting {in_bytes(source.size)} to {first}", keep=True) as converting:
+    groups = f" in groups of {compression.group_size}" if (compression.group_size or 0) > 0 and first == "int4" else ""
+    with step(f"{source.name}: converting {in_bytes(source.size)} to {first}{groups}", keep=True) as converting:
         run_job(
             "optimum_cli",
             source,
@@ -186,20 +189,26 @@ def needed_space(source: Source, compression: Compression) -> float:
     return 1.05 * (final + source.parameters * 4 * bool(through_fp32)) + copy + 20e6
 
 
-def check_group_size(source: Source, compression: Compression) -> None:
-    """Raise OvspecError if weights of a layer can't be cut into groups, which nncf would say after the conversion."""
+def fitted(source: Source, compression: Compression) -> Compression:
+    """Return ``compression`` with groups that divide the rows of the weights, where int4 is asked for and nothing else.
+
+    Raises:
+        OvspecError: a group size that is asked for doesn't divide them, which nncf would say after the conversion.
+    """
     if source.is_ir or compression.weight_format != "int4" or compression.ratio not in (None, 1.0):
-        return  # with a ratio, nncf chooses the layers that are cut
-    size = compression.group_size or (DEFAULT_GROUP_SIZE if compression.options() else -1)  # else optimum knows best
-    widths = source.widths()
+        return compression  # with a ratio, nncf chooses the layers that are cut
+    widths, size = source.widths(), compression.group_size or DEFAULT_GROUP_SIZE
     wrong = next((name for name, width in widths.items() if size != -1 and width % size), None)
-    if wrong:
-        fits = math.gcd(*widths.values(), DEFAULT_GROUP_SIZE)
-        advice = f"{fits}, or -1" if fits >= 16 else "-1"
-        raise OvspecError(
-            f"{source.name}: `group_size` is {size}, but {wrong} has rows of {widths[wrong]} weights; take {advice} "
-            "for a scale per channel."
-        )
+    if not wrong:
+        return compression
+    fits = math.gcd(*widths.values(), DEFAULT_GROUP_SIZE)
+    fits = fits if fits >= SMALLEST_GROUP else -1
+    if not compression.options():  # optimum's own choice for a model that it doesn't know has groups of 128
+        return dataclasses.replace(compression, group_size=fits)
+    raise OvspecError(
+        f"{source.name}: `group_size` is {size}, but {wrong} has rows of {widths[wrong]} weights; take "
+        f"{f'{fits}, or -1' if fits > 0 else fits} for a scale per channel."
+    )
 
 
 def check_ir(source: Source, folder: Path) -> None:

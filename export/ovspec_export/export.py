@@ -19,7 +19,7 @@ from ovspec.text.pairing import check_same_vocabulary
 from ovspec.text.tokenizer_files import TOKENIZER_FILE
 from ovspec.text.vocabulary import differing_ids
 from ovspec_export.compression import INT8, Compression
-from ovspec_export.convert import check_group_size, check_ir, convert, first_layers, layers_of, needed_space, run_job
+from ovspec_export.convert import check_ir, convert, first_layers, fitted, layers_of, needed_space, run_job
 from ovspec_export.environments import prepared_variables
 from ovspec_export.folders import check_output, check_space, replace_folder, work_folder
 from ovspec_export.gguf_checkpoint import checkpoint_of
@@ -80,13 +80,13 @@ def export_pair(
     for source, wanted in zip(sources, (compression, draft_compression), strict=False):
         if source.is_ir and wanted not in (None, INT8):
             raise OvspecError(f"{source.name}: an IR is used as it is; leave out the options for its weights.")
-    compressions = [compression, draft_compression or compression]
     for source in sources:
         if not source.is_ir:
             # Prepared before anything is converted, so that a missing version is noticed at once.
             prepared_variables(source.family.environment, source.model_type)
-    for source, wanted in zip(sources, compressions, strict=False):
-        check_group_size(source, wanted)
+    # A draft of first layers has the target's rows.
+    asked = zip([*sources, sources[0]], (compression, draft_compression or compression), strict=False)
+    compressions = [fitted(source, wanted) for source, wanted in asked]
     needed = [needed_space(source, wanted) for source, wanted in zip(sources, compressions, strict=False)]
     if draft_layers is not None:
         needed.append(needed[0] * layers_of(sources[0], draft_layers))

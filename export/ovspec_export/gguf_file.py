@@ -83,7 +83,10 @@ def read_gguf(path: Path) -> GgufFile:
     files = files_of(path)
     metadata, tensors = read_header(files[0])
     if len(files) != (shards := metadata.get("split.count") or 1):
-        raise OvspecError(f"{path}: the model has {shards} files, of which {len(files)} are here; name the first one.")
+        raise OvspecError(
+            f"{path}: is one of {shards} files of a model; give them the names they had, which end in "
+            f"-00001-of-{shards:05}.gguf and so on, and name one of them."
+        )
     for file in files[1:]:
         if not file.is_file():
             raise OvspecError(f"{file}: is missing; download all {len(files)} files of the model.")

@@ -38,7 +38,11 @@ FILE = click.Path(path_type=Path)
 @click.option(
     "--draft-weight-format", type=click.Choice(FORMATS), help="Format of the draft's weights.  [default: the target's]"
 )
-@click.option("--group-size", type=int, help="int4: weights that share a scale; -1: a whole channel.  [default: 128]")
+@click.option(
+    "--group-size",
+    type=int,
+    help="int4: weights that share a scale; -1: a whole channel.  [default: 128 if it divides all rows]",
+)
 @click.option(
     "--ratio", type=float, help="int4: share of layers with int4, up to 1; the others get int8.  [default: optimum's]"
 )

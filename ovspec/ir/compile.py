@@ -78,6 +78,8 @@ class CompiledIR:
 
 def check_ir_folder(folder: Path) -> None:
     """Raise an OvspecError if ``folder`` holds no exported language model; it says what ``folder`` is instead."""
+    if folder.is_file() and folder.suffix == ".gguf":
+        raise OvspecError(f"{folder}: a GGUF file, not an IR; run 'ovspec export {folder} -o DIR' first.")
     if not folder.is_dir():
         what = "is a file" if folder.is_file() else "no such folder"
         raise OvspecError(f"{folder}: {what}; name a folder made by 'ovspec export' or optimum-cli.")

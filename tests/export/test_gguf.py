@@ -22,6 +22,7 @@ from conftest import ROOT, USERS_CACHE, made_once
 from families import FAMILIES, GROUPED, HEADED
 from family_models import warm_jobs
 from ovspec_export import Compression, export_pair, gguf_checkpoint
+from ovspec_export.convert import fitted
 from ovspec_export.evaluate import compare
 from ovspec_export.gguf_checkpoint import checkpoint_of, write_json, write_weights
 from ovspec_export.sources import GgufSource, find_source
@@ -149,6 +150,9 @@ def test_shards_are_one_model(files: Path, tmp_path: Path) -> None:
     assert len(shards) > 2
     unpack(shards[1], tmp_path / "made")  # any of them names the model
     assert torch.equal(logits(tmp_path / "made"), logits(files / "llama"))
+    shutil.copy(shards[0], tmp_path / "renamed.gguf")
+    with pytest.raises(OvspecError, match=rf"is one of {len(shards)} files of a model; give them the names they had"):
+        find_source(str(tmp_path / "renamed.gguf"))
     shards[-1].unlink()
     with pytest.raises(OvspecError, match=rf"{shards[-1].name}: is missing; download all {len(shards)} files"):
         find_source(str(shards[0]))
@@ -305,6 +309,20 @@ def test_quantised_files_hold_what_llama_cpp_computes_with(tmp_path: Path) -> No
         shutil.copy(file, tmp_path / "Q4_K_M")
     lost = compare(tmp_path / "Q4_K_M", tmp_path / "ir", text.read_text(encoding="utf-8")[:3000], 256, False)
     assert lost["kl"] < 0.02, lost
+
+
+def test_int4_has_groups_that_fit(files: Path) -> None:
+    source = find_source(str(files / "llama.gguf"))  # has rows of 64 and 128 weights
+    assert fitted(source, Compression("int4")) == Compression("int4", group_size=64)
+    assert fitted(source, Compression("int8")) == Compression("int8")
+    assert fitted(source, Compression("int4", group_size=32)).group_size == 32
+    with pytest.raises(OvspecError, match=r"`group_size` is 128, but blk\.\S+ has rows of 64 weights; take 64, or -1"):
+        fitted(source, Compression("int4", awq=True))
+
+
+def test_gguf_is_to_be_exported_first(tmp_path: Path) -> None:
+    with pytest.raises(OvspecError, match="a GGUF file, not an IR; run 'ovspec export"):
+        ovspec.load(written(tmp_path / "model.gguf"))
 
 
 def test_weights_have_16_bits_unless_f32_is_asked_for(files: Path) -> None:
