@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
+import math
 import os
 import platform
 import signal
@@ -76,14 +78,19 @@ def edit_of(entry: dict[str, Any]) -> Task:
 class Chat:
     """Messages of ours that end with a user's. ``judge``: only for judging, so nothing is trained or tuned on it.
 
-    schema: of the JSON that is asked for, in chats of the kind "extract".
+    schema: of the JSON that is asked for in chats of the kind "extract". Their messages only name its keys: told the
+        whole schema, small models repeat it.
     """
 
-    name: str  # its kind and number
     kind: str
+    number: int  # in its kind, from 1
     messages: list[Message]
     judge: bool
     schema: dict[str, Any] | None = None
+
+    @property
+    def name(self) -> str:
+        return f"{self.kind} {self.number}"
 
 
 def chats() -> list[Chat]:
@@ -92,8 +99,8 @@ def chats() -> list[Chat]:
     for entry in json.loads((HERE / "chats.json").read_text("utf-8")):
         by_kind.setdefault(entry["kind"], []).append(entry)
     return [
-        Chat(name=f"{kind} {number}", **entry)
-        for kind, entries in by_kind.items()
+        Chat(number=number, **entry)
+        for entries in by_kind.values()
         for number, entry in enumerate(sorted(entries, key=lambda entry: not entry["judge"]), 1)
     ]
 
@@ -179,6 +186,19 @@ def totals(results: Iterable[Result], *names: str) -> list[int]:
 def ratios(over: Iterable[float], under: Iterable[float]) -> list[float]:
     """Return the ratio of each turn."""
     return [a / b for a, b in zip(over, under, strict=True)]
+
+
+def median_interval(values: Iterable[float], confidence: float = 0.95) -> tuple[float, float]:
+    """Return the values between which the median lies with this confidence; of fewer than six, the extremes.
+
+    They are order statistics: nothing is assumed of the distribution.
+    """
+    ordered = sorted(values)
+    count = len(ordered)
+    tails = itertools.accumulate(math.comb(count, i) for i in range(count // 2))  # in 2^-count
+    outside = sum(2 * tail <= (1 - confidence) * 2**count for tail in tails)
+    place = max(outside - 1, 0)
+    return ordered[place], ordered[-1 - place]
 
 
 def shown(values: Sequence[float], digits: int = 2) -> str:

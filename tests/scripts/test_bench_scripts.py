@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import runpy
 import shutil
+import signal
+import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import chats
 import harness
 import jsonschema
 import llguidance.numpy
@@ -17,6 +22,7 @@ import matrix
 import numpy as np
 import pytest
 import run
+import scipy.stats
 from arrivals import Load
 from conftest import CHECKPOINTS, PROMPTS, ROOT
 from harness import Worker
@@ -85,7 +91,7 @@ def test_every_benchmark_is_run() -> None:
     found = {
         file.relative_to(BENCH).as_posix() for file in BENCH.rglob("*.py") if "def main()" in file.read_text("utf-8")
     }
-    elsewhere = {"peers/install.py", "peers/gguf_writer.py", "peers/report.py"}
+    elsewhere = {"chats.py", "peers/install.py", "peers/gguf_writer.py", "peers/report.py"}
     assert found - elsewhere == {name.partition(",")[0] for name in RUNS}
 
 
@@ -104,11 +110,11 @@ def test_turns_ratios_and_medians() -> None:
 
 
 def test_chats() -> None:
-    """Six kinds of six, of which two are for judging; what is extracted has a schema that the model is told."""
+    """Six kinds of six, of which two are for judging; what is extracted has a schema, whose keys the model is told."""
     found = harness.chats()
     by_kind = {kind: [chat for chat in found if chat.kind == kind] for kind in dict.fromkeys(c.kind for c in found)}
-    assert [len(chats) for chats in by_kind.values()] == [6] * 6
-    assert all([chat.judge for chat in chats] == [True] * 2 + [False] * 4 for chats in by_kind.values())
+    assert [len(each) for each in by_kind.values()] == [6] * 6
+    assert all([chat.judge for chat in each] == [True] * 2 + [False] * 4 for each in by_kind.values())
     assert len({chat.name for chat in found}) == len({json.dumps(chat.messages) for chat in found}) == 36
     for chat in found:
         roles, last = [message["role"] for message in chat.messages], chat.messages[-1]["content"]
@@ -118,7 +124,94 @@ def test_chats() -> None:
         assert (chat.schema is not None) == (chat.kind == "extract")
         if chat.schema:
             jsonschema.Draft202012Validator.check_schema(chat.schema)
-            assert json.dumps(chat.schema) in last
+            assert all(f'"{key}"' in last for key in chat.schema["required"])
+
+
+@pytest.fixture
+def talker(tmp_path: Path) -> Path:
+    """A model with a chat template."""
+    shutil.copytree(DEMO / "draft", tmp_path / "talker")
+    template = "{% for message in messages %}# {{ message.content }}\n{% endfor %}"
+    (tmp_path / "talker" / "chat_template.jinja").write_text(template, "utf-8")
+    return tmp_path / "talker"
+
+
+def test_the_bench_of_chats_can_be_stopped_and_goes_on(
+    script: Callable[[str, str], str], talker: Path, tmp_path: Path
+) -> None:
+    file, options = tmp_path / "chats.jsonl", f"{talker} --out OUT/chats.jsonl --tokens 6 --peers ovspec"
+    options += " --kinds explain,extract --temperatures 0,1"
+    asked = f"{options} --prompts 1 --turns 99".replace("OUT", str(tmp_path)).split()
+    running = subprocess.Popen([sys.executable, str(BENCH / "chats.py"), *asked], stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 60
+    while (not file.exists() or file.read_bytes().count(b"\n") < 3) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    running.send_signal(signal.SIGINT)
+    assert "goes on" in running.communicate(timeout=60)[1] and running.returncode == 1
+    before = file.read_text("utf-8").splitlines()
+    assert len(before) >= 3
+    with file.open("a", encoding="utf-8") as half:
+        half.write(before[-1][:40])  # as if it had been killed in the middle of a line
+    options += " --turns 2"
+    tables = script("chats.py", f"{options} --prompts 1")
+    lines = file.read_text("utf-8").splitlines()
+    assert lines[: len(before)] == before
+    turns = [json.loads(line) for line in lines[1:]]
+    for key in itertools.product(("explain 1", "extract 1"), (0, 1), (0, 1)):
+        [turn] = [turn for turn in turns if (turn["chat"], turn["temperature"], turn["number"]) == key]
+        texts = turn["texts"]
+        assert texts.keys() == {"plain", "lookup", *chats.FIXED} | ({"ovspec"} if not turn["temperature"] else set())
+        assert all(text["tokens"] == texts["plain"]["tokens"] for text in texts.values())
+    assert script("chats.py", f"{options} --prompts 1") == tables, "nothing is left to measure"
+    assert file.read_text("utf-8").splitlines() == lines
+    assert "| explain | 1 |" in tables and "| all |" in tables and "ovspec as a peer" in tables
+    assert "| explain | 1 |" in script("chats.py", options)  # two prompts of each kind
+    assert len(file.read_text("utf-8").splitlines()) == len(lines) + 8
+    with pytest.raises(SystemExit, match="its tokens is 6, not 7; give another --out"):
+        script("chats.py", options.replace("--tokens 6", "--tokens 7"))
+
+
+def test_fixed_lookaheads_find_nothing_of_the_turn_before(talker: Path) -> None:
+    """They share the reading of a prompt, but each proposes what it would in a call of its own."""
+    lm = ovspec.load(talker, "lookup")
+    bench = chats.Bench(lm.with_drafters(None), lm, {}, 24, 2)
+    chat = harness.chats()[0]
+    for temperature in (0.0, 1.0):
+        texts = bench.turn(chat, temperature, 1).texts
+        for way, k in chats.FIXED.items():
+            alone = lm.generate(chat.messages, max_tokens=24, lookahead=k, temperature=temperature, seed=2, top_k=0)
+            counts = (texts[way].rounds, texts[way].proposed, texts[way].accepted)
+            assert counts == (alone.stats.rounds, alone.stats.proposed, alone.stats.accepted)
+
+
+def test_figures_of_chats() -> None:
+    def turn(chat: str, number: int, plain: float, lookup: float, fixed: float, tokens: list[int]) -> chats.Turn:
+        texts = {"plain": chats.Text([1, 2], 50.0, plain, 2), "lookup": chats.Text(tokens, 60.0, lookup, 1, 4, 2)}
+        texts |= {way: chats.Text([1, 2], 50.0, fixed / k, 2) for way, k in chats.FIXED.items()}
+        return chats.Turn(chat, 0.0, number, 10, texts)
+
+    found = chats.Figures([turn("a", 0, 8.0, 4.0, 8.0, [1, 2]), turn("a", 1, 8.0, 10.0, 8.0, [1, 3])])
+    found.turns.append(turn("b", 0, 6.0, 8.0, 24.0, [1, 2]))
+    assert found.speed("lookup") == "0.80 (0.75 to 2.00)"
+    assert found.lowest("lookup") == "0.75"  # of b; a's median is 1.4
+    assert (found.ms("plain"), found.prompt_ms("lookup"), found.ms("genai")) == ("8.0", "6.00", None)
+    assert found.rates("lookup") == ("2.00", "6 of 12")
+    assert found.equal("lookup") == "2 of 3"
+    assert found.best_fixed() == "lookup, 8"
+    assert found.speed("lookup", "lookup, 8") == "0.25 (0.10 to 0.38)"
+
+
+@pytest.mark.parametrize("count", [1, 5, 6, 8, 9, 18, 100])
+def test_the_interval_of_a_median(count: int) -> None:
+    """scipy says how probable it is that the median lies between two order statistics."""
+    least, most = harness.median_interval(range(count))
+    assert least + most == count - 1, "as many are left out below as above"
+
+    def confidence(left_out: float) -> float:
+        return 1 - 2 * float(scipy.stats.binom.cdf(left_out, count, 0.5))
+
+    assert least == 0 or confidence(least) >= 0.95
+    assert count < 6 or confidence(least + 1) < 0.95 <= confidence(least)
 
 
 def test_lines_of_the_matrix(script: Callable[[str, str], str]) -> None:

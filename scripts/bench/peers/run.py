@@ -29,7 +29,7 @@ HERE = Path(__file__).resolve().parent
 sys.path.append(str(HERE.parent))
 
 from harness import Worker, as_json, options, several, take_turns, tasks_of, with_context  # noqa: E402
-from install import FOLDER, python_of, server_of_llamacpp  # noqa: E402
+from peers.install import FOLDER, python_of, server_of_llamacpp  # noqa: E402
 
 from ovspec.ir.device import DeviceOptions, default_kv_precision  # noqa: E402
 from ovspec.setup.profile import known_profile  # noqa: E402
