@@ -99,6 +99,9 @@ def write_weights(file: GgufFile, folder: Path, dtype: str) -> None:
         if sum(weights.nbytes for weights in found.values()) > SHARD:
             flush()
     flush()
+    if len(shards := set(where.values())) == 1:
+        (folder / shards.pop()).rename(folder / "model.safetensors")
+        return
     index = {"metadata": {}, "weight_map": where}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
 

@@ -132,6 +132,13 @@ def test_checkpoint_computes_what_the_original_does(name: str, files: Path, tmp_
     assert torch.equal(logits(tmp_path / "made"), logits(files / name))
 
 
+def test_weights_in_several_files_are_the_same(files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gguf_checkpoint, "SHARD", 100_000)
+    unpack(files / "llama.gguf", tmp_path / "made")
+    assert len(list((tmp_path / "made").glob("*.safetensors"))) > 1
+    assert torch.equal(logits(tmp_path / "made"), logits(files / "llama"))
+
+
 def test_left_out_scaling_would_be_noticed(files: Path, tmp_path: Path) -> None:
     unpack(files / "llama-3.gguf", tmp_path / "made")
     config = json.loads((tmp_path / "made" / "config.json").read_text(encoding="utf-8"))
