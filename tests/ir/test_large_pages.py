@@ -150,11 +150,12 @@ def test_only_a_process_with_much_to_do_moves_them(
 def test_threads_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
     large = LargePages()
-    monkeypatch.setattr(large_pages, "memory_ranges", lambda: [(0, 2000 * PAGE)])
+    begin = 1 << 60  # where this process has no memory: what it had before isn't moved
+    monkeypatch.setattr(large_pages, "memory_ranges", lambda: [(begin, begin + 2000 * PAGE)])
     monkeypatch.setattr(large_pages, "collapse", lambda page: asked.append(page) or 0)
     threads = [threading.Thread(target=large.move, args=(5.0,)) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert sorted(asked) == list(range(0, 2000 * PAGE, PAGE))
+    assert sorted(asked) == list(range(begin, begin + 2000 * PAGE, PAGE))
