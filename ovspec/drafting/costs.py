@@ -20,8 +20,6 @@ FIRST_ACCEPTANCE = 0.75  # conditional acceptance assumed of a drafter that hasn
 FORGET = 0.95  # factor by which each new observation discounts the older ones
 FIRST_CHANGE = 0.2  # share of an inference that a change of width costs until it is known
 MEASURED_CHANGES = 4  # number of changes that a profile's measurement counts for
-# A new width usually stays for some rounds, so the first has to earn this part of the change's cost.
-ROUND_SHARE = 0.5
 # One inference counts as no faster or slower than by these factors, and slower by less if it may have made kernels.
 FASTEST, SLOWEST, FIRST_SLOWEST = 0.1, 2.0, 1.1
 # Exponents by which all costs follow an inference's factor, and those of its own width and wider ones besides. Both are

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ovspec.drafting.costs import FIRST_ACCEPTANCE, ROUND_SHARE, WIDEST, Costs, DrafterStats
+from ovspec.drafting.costs import FIRST_ACCEPTANCE, WIDEST, Costs, DrafterStats
 from ovspec.drafting.proposal import NOTHING, Proposal, shorten
 from ovspec.sampling.samplers import Guess
 
@@ -23,6 +23,9 @@ MOST = 16  # tokens proposed for a row in a round, at most, unless the lookahead
 CATCHING_UP = 64
 POOR = 0.3  # with a fixed lookahead, a lookup with a lower acceptance is passed over
 AHEAD = 4  # further steps of the draft that are looked at together: the first alone may not be worth its time
+# A draft proposes in most rounds, so a new width stays for some: the first has to earn this part of the change's cost.
+# Lookup proposes here and there, so it has to earn all of it.
+ROUND_SHARE = 0.5
 FEW = 4  # rounds or tokens, up to which a mean over them isn't trusted
 
 
@@ -254,18 +257,16 @@ class Lookahead:
         if not len(rates):
             return 0, plain
         narrow, wider = max(self._narrowest, width), slice(width + 1, width + 1 + len(rates))
-        # For 1, 2, ... tokens: those gained on average, and what they cost. A new width usually stays for some rounds,
-        # so it has to earn only its part of the change.
-        gained, usual = np.cumprod(rates).cumsum(), self.target.next(ROUND_SHARE)
-        cost = usual[wider] - usual[narrow]
+        # For 1, 2, ... tokens: those gained on average, and what they cost.
+        gained, costs = np.cumprod(rates).cumsum(), self.target.next()
+        cost = costs[wider] - costs[narrow]
         saved = gained * self._price(rows) - cost
-        # This round pays the whole change. Of what it may lose, each row not decided on yet gets its part of the rest.
-        now = self.target.next()
-        plain_now = now[max(self._narrowest, rows)]
-        spent = float(now[narrow] - plain_now)
+        # Of what this round may lose, each row not decided on yet gets its part of the rest.
+        without = costs[max(self._narrowest, rows)]
+        spent = float(costs[narrow] - without)
         part = (self._allowance(proposal.source, rows) - spent) / max(1, rows - self._decided_rows + 1)
         most = max(spent, spent + part, 0.0)  # what is free is always allowed
-        saved[now[wider] - plain_now > most] = -math.inf
+        saved[costs[wider] - without > most] = -math.inf
         best = int(saved.argmax())
         if saved[best] <= 0:
             return 0, plain

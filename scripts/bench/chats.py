@@ -83,6 +83,7 @@ class Log:
         if whole != written:  # the bench was killed while it wrote
             self.file.write_bytes(whole)
         if not whole:
+            self.file.parent.mkdir(parents=True, exist_ok=True)
             self._append(self.about)
         about, *turns = [json.loads(line) for line in whole.splitlines()] or [self.about]
         for name, value in self.about.items():

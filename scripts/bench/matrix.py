@@ -1,6 +1,6 @@
 """Time a pair without and with each drafter, in every requested combination.
 
-    python scripts/bench/matrix.py [DIR] [--workload ...] [--context ...] [--batch ...] [--lookahead ...] [--plot FILE]
+    python scripts/bench/matrix.py [DIR] [--workload ...] [--context ...] [--batch ...] [--lookahead ...]
 
 'ovspec bench' is the short form for users; this is the one that the figures of docs/benchmarks.md come from. Workloads
 are code to complete, a file to edit and prose, none of which the demo pair was trained on; contexts are tokens of other
@@ -191,30 +191,6 @@ def cells_of(line: dict[str, Any]) -> tuple[Any, ...]:
     return (*what, lookahead, speed, *harness.speedup_cells(line, plain), *rates, *times, line["equal"])
 
 
-def draw(lines: list[dict[str, Any]], file: Path) -> None:
-    """Draw speed-up by lookahead, 1 where none is claimed; dashed what costs and acceptance predict."""
-    groups: dict[str, list[dict[str, Any]]] = {}
-    for line in lines:
-        title = f"{line['workload']}, context {line['context']}, T={line['temperature']:g}"
-        groups.setdefault(title, []).append(line)
-    with harness.picture(file, len(groups)) as axes:
-        for axis, (title, group) in zip(axes, groups.items(), strict=True):
-            for mode, color in (("draft", "tab:blue"), ("lookup", "tab:orange"), ("chain", "tab:green")):
-                points = [line for line in group if line["mode"] == mode and line["lookahead"] != "auto"]
-                ks = [line["lookahead"] for line in points]
-                if points:
-                    axis.plot(ks, [line["speedup"] or 1 for line in points], "o-", color=color, label=mode)
-                if points and all(line["predicted"] for line in points):
-                    axis.plot(ks, [line["predicted"] for line in points], "--", color=color, alpha=0.6)
-            for line in group:
-                if line["mode"] == "auto":
-                    axis.axhline(line["speedup"] or 1, color="tab:red", label="auto")
-            axis.axhline(1, color="grey", linewidth=0.8)
-            axis.set(title=title, xlabel="lookahead")
-        axes[0].set_ylabel("speed-up")
-        axes[0].legend()
-
-
 def lookahead(text: str) -> int | str:
     return text if text == "auto" else int(text)
 
@@ -239,11 +215,8 @@ def main() -> None:
     parser.add_argument("--accept", choices=("compare", "rejection"), default="compare", help="rule for sampled tokens")
     parser.add_argument("--dictate", action="store_true", help="generate the right answers of edits, for small models")
     parser.add_argument("--json", action="store_true", help="print a JSON object a line, as the figures come")
-    parser.add_argument("--plot", type=Path, help="draw speed-up by lookahead")
     harness.add_runtime_options(parser)
     args = parser.parse_args()
-    if args.plot and not args.plot.resolve().parent.is_dir():
-        parser.error(f"--plot {args.plot}: its folder isn't there")
     if 0 in args.lookahead:
         parser.error("--lookahead 0 is the mode plain")
     has_draft = args.draft is not None or (args.folder / DRAFT_FOLDER).is_dir()
@@ -274,8 +247,6 @@ def main() -> None:
                 harness.as_json(line | {"pair": lm.folder.name, "read_gb_s": bandwidth, "versions": versions}),
                 flush=True,
             )
-    if args.plot:
-        draw(lines, args.plot)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,14 @@
 """Record the traces that tests/drafting/test_lookahead.py replays: costs of drafting and verifying, and acceptance.
 
-    python scripts/bench/record_traces.py NAME=DIR [NAME=DIR ...] [-o tests/drafting/traces] [--precision f32] [--prose]
+    python scripts/bench/record_traces.py NAME=DIR [NAME=DIR ...] [-o tests/drafting/traces] [--texts code,prose]
 
-For each pair in DIR, at temperatures 0 and 1, texts are generated without a draft: code, and with --prose also prose,
-in turn. At every position of a text, the draft model and lookup then propose up to --most tokens; the trace holds the
-confidence of each and how many of them match the text. Times are medians at a context of half a text, of inferences as
-wide as the one before and of others. Use an idle machine.
-The traces "small", "shallow" and "prose" were recorded with --prose --prompts 4 --tokens 150 --most 8.
+For each model in DIR, at temperatures 0 and 1, texts are generated without a draft: code, prose, or answers to chats
+that aren't for judging, in turn. At every position of a text, lookup and the draft model, if there is one, then propose
+up to --most tokens; the trace holds the confidence of each and how many of them match the text. Times are medians at a
+context of half a text, of inferences as wide as the one before and of others. Use an idle machine.
+
+The traces "small", "shallow" and "prose" were recorded with --texts prose,code --prompts 4 --tokens 150 --most 8, the
+traces "chats" with --texts chats --prompts 24 --tokens 64, "avx2" with times of OpenVINO capped to AVX2.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from harness import CODE, ROOT, milliseconds, options
+from harness import CODE, ROOT, chats, milliseconds, options, several
 
 import ovspec
 from ovspec.cache.decoder import Decoder
@@ -31,6 +33,7 @@ from ovspec.params import Params
 from ovspec.sampling.constraint import Constraints
 from ovspec.sampling.processors import processing
 from ovspec.sampling.samplers import sampler_of
+from ovspec.setup.manifest import DRAFT_FOLDER
 
 PROSE = [
     "The committee met again in the autumn, and this time everyone agreed on what had to be done before the winter. ",
@@ -38,6 +41,11 @@ PROSE = [
     "Dear Anna,\n\nthank you for your letter. I read it twice on the way home, and I keep thinking about ",
     "You may copy and distribute this work in any medium, provided that you also ",
 ]
+TEXTS: dict[str, list[Any]] = {
+    "code": CODE,
+    "prose": PROSE,
+    "chats": [chat.messages for chat in chats() if not chat.judge],
+}
 WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 13)
 
 
@@ -80,50 +88,49 @@ def trace(drafter: Drafter, text: list[int], start: int, params: Params, most: i
     return found
 
 
-def record(folder: Path, temperature: float, prompts: list[str], args: argparse.Namespace) -> dict[str, Any]:
-    lm = ovspec.load(folder, True, lookahead=0, precision=args.precision)
+def record(folder: Path, temperature: float, prompts: list[Any], args: argparse.Namespace) -> dict[str, Any]:
+    lm = ovspec.load(folder, True if (folder / DRAFT_FOLDER).is_dir() else "lookup", precision=args.precision)
     decoders = lm.runtime.pool.take()
-    model = decoders.drafter
-    assert isinstance(model, DraftModel)
+    drafters: dict[str, Drafter] = {"lookup": Lookup()}
+    if isinstance(decoders.drafter, DraftModel):
+        drafters["draft"] = decoders.drafter
     texts, whole = [], list[int]()
     for seed, prompt in enumerate(prompts):
         params = Params(temperature=temperature, seed=seed)
         ids = lm.encode(prompt).tolist()
-        given: dict[str, Any] = {"temperature": temperature, "seed": seed}
-        whole = ids + lm.generate(ids, max_tokens=args.tokens, ignore_eos=True, **given).token_ids
-        drafters = {"draft": model, "lookup": Lookup()}
+        given: dict[str, Any] = {"temperature": temperature, "seed": seed, "top_k": 0, "lookahead": 0}
+        whole = ids + lm.generate(ids, max_tokens=args.tokens, ignore_eos=isinstance(prompt, str), **given).token_ids
         texts.append({name: trace(each, whole, len(ids), params, args.most) for name, each in drafters.items()})
-    verify_ms, verify_changed_ms = times_by_width(decoders.target, np.array(whole))
-    draft_ms, draft_changed_ms = times_by_width(model.decoder, np.array(whole))
-    return {
-        "temperature": temperature,
-        "verify_ms": verify_ms,
-        "verify_changed_ms": verify_changed_ms,
-        "draft_ms": draft_ms,
-        "draft_changed_ms": draft_changed_ms,
-        "texts": texts,
+    times = {"verify": times_by_width(decoders.target, np.array(whole))}
+    if decoders.draft:
+        times["draft"] = times_by_width(decoders.draft, np.array(whole))
+    curves = {
+        f"{name}{kind}_ms": curve
+        for name, curves in times.items()
+        for kind, curve in zip(("", "_changed"), curves, strict=True)
     }
+    return {"temperature": temperature} | curves | {"texts": texts}
 
 
 def main() -> None:
     parser = options(__doc__)
-    parser.add_argument("pairs", nargs="+", metavar="NAME=DIR")
+    parser.add_argument("models", nargs="+", metavar="NAME=DIR")
     parser.add_argument("-o", "--output", type=Path, default=ROOT / "tests" / "drafting" / "traces")
     parser.add_argument("--precision")
+    parser.add_argument("--texts", type=several(choices=TEXTS), default="code", help="kinds of text, which take turns")
     parser.add_argument("--prompts", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--most", type=int, default=12, help="tokens proposed at each position")
-    parser.add_argument("--prose", action="store_true", help="every second text is prose")
     args = parser.parse_args()
-    texts = [text for pair in zip(PROSE, CODE, strict=False) for text in pair] if args.prose else CODE
+    prompts = [prompt for group in zip(*(TEXTS[kind] for kind in args.texts), strict=False) for prompt in group]
     args.output.mkdir(parents=True, exist_ok=True)
-    for pair in args.pairs:
+    for pair in args.models:
         name, _, folder = pair.partition("=")
         for temperature in (0.0, 1.0):
-            found = record(Path(folder), temperature, texts[: args.prompts], args)
+            found = record(Path(folder), temperature, prompts[: args.prompts], args)
             file = args.output / f"{name}-T{temperature:.0f}.json"
             file.write_text(json.dumps(found, separators=(",", ":")) + "\n", encoding="utf-8")
-            print(f"{file.name}: verify {found['verify_ms']}, draft {found['draft_ms']}", flush=True)
+            print(f"{file.name}: { ({name: ms for name, ms in found.items() if name.endswith('_ms')}) }", flush=True)
 
 
 if __name__ == "__main__":

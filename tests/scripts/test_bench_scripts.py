@@ -43,22 +43,23 @@ RUNS: dict[str, Any] = {
     "formats.py": f"{CHECKPOINTS / 'draft'} --formats int8 --output OUT",
     "grammars.py": f"--tokenizer {TOKENIZER} --steps 2 --out OUT/lines.jsonl",
     "grammars.py, peers": f"--tokenizer {TOKENIZER} --steps 1 --peers",
+    "kv_drift.py": "DEMO/draft",
     "large_pages.py": "DEMO/draft --turns 1",
     "load_cost.py": "DEMO/draft",
     "loop.py": "DEMO/draft --tokens 8 --rounds 1",
-    "matrix.py": "DEMO --workload prose --context 32 -n 4 --prompts 1 --lookahead 1,auto --plot OUT/plot.png",
+    "matrix.py": "DEMO --workload prose --context 32 -n 4 --prompts 1 --lookahead 1,auto",
     "peers/distribution.py": "--texts 8 --k 2",
     "peers/fresh.py": "DEMO/draft --turns 1 --tokens 2,4 --ways ovspec",
     "peers/run.py": "DEMO --row copy-trim --contexts 24 --tokens 4 --prompts 1 --warm-up 0 --out OUT/lines.jsonl",
     "processors.py": "DEMO/draft --here",
-    "readme.py": "--prompts 1 --tokens 4 --json",
     "record_traces.py": "x=DEMO -o OUT --prompts 1 --tokens 8 --most 2",
     "schemas.py": "--part pydantic --names ClientSecret --seconds 0.05 --out OUT/lines.jsonl",
     "serve.py": "DEMO/draft --systems lm.stream;serve --clients 1,2 --turns 1 --every 0.2 --prompts chat --json OUT/x",
+    "startup.py": "DEMO",
     "sessions.py, program": "program DEMO/draft --steps 3 --rounds 1",
     "sessions.py, chat": "chat DEMO/draft --turns 2 --answer 4 --plot OUT/plot.png",
 }
-MINUTES = ("engines.py", "formats.py", "peers/distribution.py", "processors.py", "readme.py", "schemas.py")
+MINUTES = ("engines.py", "formats.py", "peers/distribution.py", "processors.py", "schemas.py")
 
 
 @pytest.fixture
@@ -83,7 +84,7 @@ def test_each_benchmark_runs(name: str, script: Callable[[str, str], str], tmp_p
     for file in tmp_path.iterdir():
         assert file.suffix != ".png" or file.read_bytes().startswith(b"\x89PNG")
     if name == "peers/run.py":
-        assert "| copy and trim | draft |" in script("peers/report.py", "OUT/lines.jsonl --plot OUT/plot.png")
+        assert "| copy and trim | draft |" in script("peers/report.py", "OUT/lines.jsonl")
 
 
 def test_every_benchmark_is_run() -> None:

@@ -1,6 +1,6 @@
-"""Print tables and draw a picture of what run.py has measured.
+"""Print tables of what run.py has measured.
 
-    python scripts/bench/peers/report.py FILE.jsonl [...] [--plot FILE]
+    python scripts/bench/peers/report.py FILE.jsonl [...]
 
 The tables on stdout are Markdown, one for each file. A ratio is how many times as long as ovspec the peer took in the
 same turn.
@@ -15,14 +15,12 @@ from typing import Any
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
-from harness import Table, options, picture
+from harness import Table, options
 
 NAMES = {"genai": "openvino-genai", "optimum": "optimum-intel", "llamacpp": "llama.cpp", "copy_trim": "copy and trim"}
 AUTO = "lookup,draft"  # ovspec's mode with every drafter
 HEADS = ("peer", "mode", "properties", "T", "context", "lookahead", "tokens/s", "same mode", "everything on")
 HEADS = (*HEADS, "first token", "equal to ovspec", "equal to its own")
-PICTURED = 128  # context of the lines in the picture
-OURS = {"ours": ", ovspec's properties"}
 
 
 def name_of(line: dict[str, Any]) -> str:
@@ -61,29 +59,9 @@ def errors_of(lines: list[dict[str, Any]]) -> list[str]:
     return list(dict.fromkeys(f"- {name}: `{line['error']}`" for line, name in names))
 
 
-def draw(lines: list[dict[str, Any]], file: Path) -> None:
-    """Draw how many times as long as ovspec each peer takes per token, greedy, at the shorter context.
-
-    The ratios are within the same turns, because the machine's speed differs from row to row.
-    """
-    lines = [line for line in lines if line["peer"] != "ovspec" and line["ratio"] and line["context"] == PICTURED]
-    lines = [line for line in lines if not line["temperature"] and line["measure"] == "tpot"][::-1]
-    labels = [f"{name_of(line)}, {mode_of(line)}{OURS.get(line['properties'], '')}" for line in lines]
-    with picture(file, size=(8, 0.36 * len(lines) + 1)) as [axis]:
-        ratios, places = list(map(ratios_of, lines)), range(len(lines))
-        alike, auto = [each or 0 for each, _ in ratios], [each or 0 for _, each in ratios]
-        axis.barh([i + 0.2 for i in places], alike, 0.38, color="lightsteelblue", label="ovspec in the same mode = 1")
-        axis.barh([i - 0.2 for i in places], auto, 0.38, color="tab:blue", label="ovspec with everything on = 1")
-        axis.set_yticks(places, labels)
-        axis.axvline(1, color="black", linewidth=0.8)
-        axis.set_xlabel("time per token")
-        axis.legend(loc="upper right")
-
-
 def main() -> None:
     parser = options(__doc__)
     parser.add_argument("files", type=Path, nargs="+")
-    parser.add_argument("--plot", type=Path, help="draw the ratios of the first file")
     args = parser.parse_args()
     for file in args.files:
         lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
@@ -93,8 +71,6 @@ def main() -> None:
             if line["peer"] != "ovspec":
                 table.row(*cells_of(line))
         print("\n".join(["", *errors_of(lines), ""]))
-        if args.plot and file == args.files[0]:
-            draw(lines, args.plot)
 
 
 if __name__ == "__main__":
