@@ -9,14 +9,11 @@ as large as the weights' (int4) or 128. KL is that of the model's next tokens on
 
 from __future__ import annotations
 
-import os
 import statistics
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
-from harness import Table, machine, milliseconds, options, several, take_turns
+from harness import Table, cap, machine, milliseconds, options, several, take_turns
 from ovspec_export import Compression, export_pair
 
 from ovspec.cache.decoder import Decoder
@@ -44,9 +41,7 @@ def main() -> None:
     parser.add_argument("--isa", help="cap OpenVINO to this instruction set")
     parser.add_argument("--output", type=Path, default=Path(".cache/formats"))
     args = parser.parse_args()
-    if args.isa and os.environ.get("OV_CPU_MAX_ISA") != args.isa:
-        capped = {**os.environ, "ONEDNN_MAX_CPU_ISA": args.isa, "OV_CPU_MAX_ISA": args.isa}
-        sys.exit(subprocess.run([sys.executable, *sys.argv], env=capped).returncode)
+    cap(args.isa)
     folders = {name: exported(args.model, name, args.output) for name in {"fp32": None, **dict.fromkeys(args.formats)}}
     decoders = {name: decoder_of(folder, name) for name, folder in folders.items()}
     text = Tokenizer(folders["fp32"]).encode(TEXT.read_text(encoding="utf-8"))[: CONTEXT + max(WIDTHS)]

@@ -156,6 +156,13 @@ def runtime_of(args: argparse.Namespace) -> dict[str, Any]:
 # ---------------------------------------------------------------- times
 
 
+def cap(isa: str | None) -> None:
+    """Run the script again with OpenVINO capped to an instruction set, unless it is."""
+    if isa and os.environ.get("OV_CPU_MAX_ISA") != isa:
+        capped = {**os.environ, "ONEDNN_MAX_CPU_ISA": isa, "OV_CPU_MAX_ISA": isa}
+        sys.exit(subprocess.run([sys.executable, *sys.argv], env=capped).returncode)
+
+
 def milliseconds(work: Callable[[], object]) -> float:
     began = time.perf_counter()
     work()

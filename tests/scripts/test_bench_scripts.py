@@ -56,6 +56,7 @@ RUNS: dict[str, Any] = {
     "schemas.py": "--part pydantic --names ClientSecret --seconds 0.05 --out OUT/lines.jsonl",
     "serve.py": "DEMO/draft --systems lm.stream;serve --clients 1,2 --turns 1 --every 0.2 --prompts chat --json OUT/x",
     "startup.py": "DEMO",
+    "settings.py": "DEMO/draft",
     "sessions.py, program": "program DEMO/draft --steps 3 --rounds 1",
     "sessions.py, chat": "chat DEMO/draft --turns 2 --answer 4 --plot OUT/plot.png",
 }
