@@ -54,7 +54,7 @@ def load(
 
     model: a folder made by ``ovspec export`` or plain optimum-cli; by default the embedded pair. With ``export=True``
         also a Hugging Face checkpoint (folder or hub id).
-    draft: what proposes tokens; by default "lookup" where verifying a guess costs nothing, which the first load
+    draft: what proposes tokens; by default "lookup" where verifying a guess costs next to nothing, which the first load
         measures (exact arithmetic, paged engine), otherwise nothing. "none" proposes nothing, True is the draft in the
         model's folder, "self" the same if it was made of the target's own layers, and "lookup" proposes what followed
         the last tokens earlier. It may also be the folder of a draft model, or a ``Drafter``: a class or function that

@@ -1,11 +1,14 @@
-"""Cuts products that sum over many values, where OpenVINO multiplies few tokens by another kernel than many."""
+"""Joins products of the same values into one, and cuts products that sum over many values into several."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 import openvino as ov
 from openvino import opset13 as ops
 
+MADE_BY = {"Convert", "Multiply", "Subtract", "Reshape"}  # operations between a constant of integers and a product
 # On these instruction sets, products with integer weights over 7,168 values or more take another kernel for up to four
 # tokens.
 CUTTING = ("AVX2",)
@@ -13,8 +16,72 @@ WIDEST = 6144
 INTEGERS = {"i8", "u8", "i4", "u4"}
 
 
+# ---------------------------------------------------------------- joining
+
+
+def join_products(model: ov.Model) -> int:
+    """Join products of the same values, such as a layer's q, k and v, whose weights are integers; return how many.
+
+    Their weights are put one behind the other, so each value is computed as before; one large product takes less time
+    than several small ones.
+    """
+    groups: dict[tuple[Any, ...], list[ov.Node]] = {}
+    for op in model.get_ordered_ops():
+        if op.get_type_name() == "MatMul" and is_plain(op) and integers_of(op.input_value(1)):
+            values = op.input_value(0)
+            alike = (
+                values.get_node().get_friendly_name(),
+                values.get_index(),
+                *recipe(op.input_value(1), op.input_value(1).get_shape()[0]),
+            )
+            groups.setdefault(alike, []).append(op)
+    joined = [group for group in groups.values() if len(group) > 1]
+    for products in joined:
+        weights = [product.input_value(1) for product in products]
+        whole = ops.matmul(products[0].input_value(0), stacked(weights), False, True)
+        parts = ops.variadic_split(whole, -1, [each.get_shape()[0] for each in weights])
+        for product, part in zip(products, parts.outputs(), strict=True):
+            for reader in list(product.output(0).get_target_inputs()):
+                reader.replace_source_output(part)
+    model.validate_nodes_and_infer_types()
+    return sum(map(len, joined))
+
+
+def recipe(weights: ov.Output, rows: int) -> list[str]:
+    """Return how ``weights`` are made, and of what types; as no others are if a part of them hasn't ``rows`` rows."""
+    node, shape = weights.get_node(), list(weights.get_shape())
+    made = [step for value in node.input_values() for step in recipe(value, rows)]
+    alone = [node.get_friendly_name()] if len(shape) > 1 and shape[0] != rows else []
+    return [node.get_type_name(), node.get_element_type().get_type_name(), str(shape[1:]), *alone, *made]
+
+
+def stacked(weights: list[ov.Output]) -> ov.Node:
+    """Return the rows of all ``weights``, made by the same operations."""
+    nodes = [each.get_node() for each in weights]
+    first, kind = nodes[0], nodes[0].get_element_type()
+    if first.get_type_name() == "Constant" and len(weights[0].get_shape()) < 2:
+        return first
+    shape = [sum(each.get_shape()[0] for each in weights), *list(weights[0].get_shape())[1:]]
+    if first.get_type_name() == "Constant":
+        rows = np.concatenate([np.asarray(node.data).reshape(-1).view(np.uint8) for node in nodes])
+        return ov.op.Constant(ov.Tensor(rows, shape, kind), shared_memory=False)
+    made = [stacked([node.input_value(place) for node in nodes]) for place in range(len(first.input_values()))]
+    match first.get_type_name():
+        case "Convert":
+            return ops.convert(*made, kind.get_type_name())
+        case "Reshape":
+            return ops.reshape(made[0], shape, False)
+    return {"Multiply": ops.multiply, "Subtract": ops.subtract}[first.get_type_name()](*made)
+
+
+# ---------------------------------------------------------------- cutting
+
+
 def cut_products(model: ov.Model, widest: int = WIDEST) -> int:
-    """Cut products with integer weights over more than ``widest`` values into parts to add; return how many."""
+    """Cut products with integer weights over more than ``widest`` values into parts to add; return how many.
+
+    OpenVINO multiplies few tokens by another kernel than many there, so that they have other bits.
+    """
     found = [op for op in model.get_ops() if op.get_type_name() == "MatMul" and is_wide(op, widest)]
     for product in found:
         parts = parts_of(product, widest)
@@ -40,10 +107,13 @@ def parts_of(product: ov.Node, widest: int) -> int:
 
 
 def is_wide(product: ov.Node, widest: int) -> bool:
+    return is_plain(product) and summed(product) > widest and integers_of(product.input_value(1)) is not None
+
+
+def is_plain(product: ov.Node) -> bool:
+    """Return whether values are multiplied by rows of weights."""
     attributes, weights = product.get_attributes(), product.input_value(1).get_partial_shape()
-    if attributes["transpose_a"] or not attributes["transpose_b"] or weights.is_dynamic or len(weights) != 2:
-        return False
-    return summed(product) > widest and integers_of(product.input_value(1)) is not None
+    return not attributes["transpose_a"] and attributes["transpose_b"] and not weights.is_dynamic and len(weights) == 2
 
 
 def summed(product: ov.Node) -> int:
@@ -53,7 +123,7 @@ def summed(product: ov.Node) -> int:
 def integers_of(weights: ov.Output) -> ov.Node | None:
     """Return the constant of integers that ``weights`` are made of; None if they are made otherwise."""
     node = weights.get_node()
-    while node.get_type_name() in ("Convert", "Multiply", "Subtract", "Reshape"):
+    while node.get_type_name() in MADE_BY:
         node = node.input_value(0).get_node()
     return node if node.get_type_name() == "Constant" and node.get_element_type().get_type_name() in INTEGERS else None
 

@@ -61,7 +61,7 @@ Make = Callable[[FeedRule], Decoder]
 SHORT = Trial((40,), (1, 2, 1, 1, 3, 8, 1))
 # Also shorter than one block, and, if possible, more blocks than there are threads to share them.
 FULL = Trial((20, 70, 600), tuple(range(1, 18)), (2, 9))
-WAY = "6"  # of probing; another one makes what was found before worthless
+WAY = "7"  # of probing; another one makes what was found before worthless
 UNIT = 16  # tokens of the inferences that wider ones, and tokens alone, are compared with
 # Tokens that are fed alone before that counts as the same: 16 bits hide most differences until one is in the cache.
 ALONE = 64

@@ -301,13 +301,15 @@ def main() -> None:
     parser.add_argument("--fixed", type=int, default=2, help="prompts of each kind that fixed lookaheads are tried on")
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=64, help="of an answer, at most")
+    parser.add_argument("--arithmetic", choices=("exact", "fast"), default="exact")
     parser.add_argument("--temperatures", type=several(float), default="0,1")
     args = parser.parse_args()
     chosen = [chat for chat in chats() if chat.kind in args.kinds and chat.number <= args.prompts]
-    lm = ovspec.load(args.model)
+    lm = ovspec.load(args.model, arithmetic=args.arithmetic)
     plain, lookup = lm.with_drafters(None), lm.with_drafters(DraftChoice(lookup=True))
     here = machine().rpartition(", ")[0]  # without the month
-    log = Log(args.out, {"model": str(args.model.resolve()), "tokens": args.tokens, "machine": here})
+    about = {"model": str(args.model.resolve()), "tokens": args.tokens, "machine": here, "arithmetic": args.arithmetic}
+    log = Log(args.out, about)
     with ExitStack() as stack:
         peers = [peer for peer in args.peers if peer in PEERS]
         workers = {peer: stack.enter_context(start(peer, args.model, args.checkpoint)) for peer in peers}

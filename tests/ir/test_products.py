@@ -1,4 +1,4 @@
-"""Products with wide integer weights are cut into parts that give the same sums."""
+"""Products of the same values are joined, which changes no bit; wide ones are cut into parts with the same sums."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ import pytest
 from openvino import opset13 as ops
 
 from ovspec.ir.device import core
-from ovspec.ir.products import cut_products
+from ovspec.ir.products import cut_products, join_products
 
 ROWS, GROUP = 16, 64
 
 
-def weights(kind: str, width: int) -> ov.Node:
-    """Return random weights [ROWS, width] as nncf writes them: u8 by row, or u4 by groups with u4 zero points."""
-    random = np.random.default_rng(0)
+def weights(kind: str, width: int, count: int = ROWS, seed: int = 0) -> ov.Node:
+    """Return random weights [count, width] as nncf writes them: u8 by row, or u4 by groups with u4 zero points."""
+    random = np.random.default_rng(seed)
     if kind == "f32":
-        return ops.constant(random.standard_normal((ROWS, width)).astype(np.float32))
-    shape = [ROWS, width] if kind == "u8" else [ROWS, width // GROUP, GROUP]
+        return ops.constant(random.standard_normal((count, width)).astype(np.float32))
+    shape = [count, width] if kind == "u8" else [count, width // GROUP, GROUP]
     small = [*shape[:-1], 1]
 
     def integers(shape: list[int]) -> ov.Node:
@@ -29,7 +29,7 @@ def weights(kind: str, width: int) -> ov.Node:
 
     scales = ops.constant(random.random(small).astype(np.float16) / 100)
     made = ops.multiply(ops.subtract(integers(shape), integers(small)), scales)
-    return ops.convert(made if kind == "u8" else ops.reshape(made, [ROWS, width], False), "f32")
+    return ops.convert(made if kind == "u8" else ops.reshape(made, [count, width], False), "f32")
 
 
 def model(kind: str, width: int) -> ov.Model:
@@ -62,3 +62,26 @@ def test_as_many_parts_as_it_takes() -> None:
     cut_products(made, widest=256)
     widths = [op.input_value(1).get_shape()[1] for op in made.get_ops() if op.get_type_name() == "MatMul"]
     assert widths == [256, 256, 256]
+
+
+@pytest.mark.parametrize(("kinds", "joined"), [("u8 u8 u8", 3), ("u4 u4", 2), ("u8 u4 u8", 2), ("f32 f32", 0)])
+def test_joining_changes_no_bit(kinds: str, joined: int) -> None:
+    inputs = ops.parameter([-1, 256], ov.Type.f32)
+    others = ops.relu(inputs)
+    made = [
+        ops.matmul(inputs, weights(kind, 256, 16 * (1 + place), place), False, True)
+        for place, kind in enumerate(kinds.split())
+    ]
+    made.append(ops.matmul(others, weights("u8", 256, 32, 9), False, True))  # of other values
+    whole = ov.Model([ops.result(each) for each in made], [inputs])  # type: ignore[misc]
+    values = np.random.default_rng(1).standard_normal((5, 256)).astype(np.float32)
+
+    def results() -> list[np.ndarray]:
+        request = core().compile_model(whole, "CPU", {"INFERENCE_PRECISION_HINT": "f32"}).create_infer_request()
+        return [request.infer([values])[place].copy() for place in range(len(made))]
+
+    before = results()
+    assert join_products(whole) == joined
+    assert sum(op.get_type_name() == "MatMul" for op in whole.get_ops()) == len(made) - max(0, joined - 1)
+    for old, new in zip(before, results(), strict=True):
+        assert np.array_equal(old, new)
