@@ -54,7 +54,7 @@ class CompiledModel:
     rollback: Rollback
     rule: FeedRule = FAST  # how tokens are fed
     promise: str = "fast"  # or "exact", or that no rule was found for exact arithmetic, in words
-    guess_is_free: bool = False  # whether verifying a token proposed for one text takes next to no time and changes no bit
+    guess_is_free: bool = False  # whether verifying a token proposed for one text takes little time and changes no bit
     profile: str | None = None  # the setting that a profile chose
     verify_ms: dict[int, float] | None = None  # measured, per inference, by width in tokens; the widest is a prompt
     change_ms: float | None = None  # measured, added to an inference of another width than the one before
