@@ -67,8 +67,8 @@ def made(lm: ovspec.LanguageModel, monkeypatch: pytest.MonkeyPatch) -> weakref.W
     alive: weakref.WeakSet[Any] = weakref.WeakSet()
     make = lm.target.decoder
 
-    def decoder(*arguments: Any) -> Any:
-        alive.add(new := make(*arguments))
+    def decoder(*arguments: Any, **named: Any) -> Any:
+        alive.add(new := make(*arguments, **named))
         return new
 
     monkeypatch.setattr(lm.target, "decoder", decoder)

@@ -94,7 +94,8 @@ def load(
     if draft is None and (target.guess_is_free or given.lookup_corpus):
         choice = DraftChoice(lookup=True)
     number = None if given.lookahead == "auto" else given.lookahead
-    return LanguageModel(Runtime(folder, target, proposer, choice, number, corpus))
+    most = None if given.cache_memory is None else 1e9 * given.cache_memory
+    return LanguageModel(Runtime(folder, target, proposer, choice, number, corpus, most))
 
 
 load.__doc__ = f"""{load.__doc__}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import abc
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +21,8 @@ from ovspec.engine.scoring import Score, Selection, check_choices, score_texts
 from ovspec.params import GenerateOptions, check_option, refuse_in_session, refuse_variables
 from ovspec.params.option import takes
 from ovspec.text.chat_template import Message
+
+OWNERS = itertools.count(-1, -1)  # of texts from files; API keys count from 0
 
 
 class Session:
@@ -228,8 +231,10 @@ class Session:
         Raises:
             OvspecError: the file doesn't exist, is damaged, or belongs to another model.
         """
-        mark = load_session(Path(path), self.runtime, self._ready())
+        owner = next(OWNERS)  # a file's caches may be anything, so no other text starts from them
+        mark = load_session(Path(path), self.runtime, self._ready(), owner)
         self._go_to(mark)
+        self.sequence.owner = owner
         self.chat_template_kwargs = mark.chat_template_kwargs
 
     def close(self) -> None:

@@ -110,8 +110,8 @@ def write_arrays(path: Path, arrays: dict[str, Any]) -> None:
         np.savez(file, **arrays)
 
 
-def load_session(path: Path, runtime: Runtime, decoders: Decoders) -> Mark:
-    """Fill ``decoders`` with the saved caches, as far as they fit, and return the text.
+def load_session(path: Path, runtime: Runtime, decoders: Decoders, owner: int) -> Mark:
+    """Fill ``decoders`` with the saved caches of ``owner``, as far as they fit, and return the text.
 
     Raises:
         OvspecError: the file doesn't exist, is damaged, or belongs to another model.
@@ -130,6 +130,7 @@ def load_session(path: Path, runtime: Runtime, decoders: Decoders) -> Mark:
         if cache and about.caches.get(name) == cache_of(loaded, tokens[name]):
             try:
                 decoder.restore(tokens[name], cache)
+                decoder.rows[0].owner = owner
                 continue
             except ValueError:
                 decoder.reset(1)

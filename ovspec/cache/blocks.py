@@ -1,4 +1,4 @@
-"""The blocks of the paged KV cache: which rows hold them, and the tensors that they are in.
+"""The blocks of each row of a paged decoder, and the tensors that they are in.
 
 A block holds the keys and values of a fixed number of tokens, in all layers. A row's blocks need not be adjacent, and
 forked rows share blocks until one of them writes (Kwon et al., arXiv 2309.06180).
@@ -7,75 +7,37 @@ forked rows share blocks until one of them writes (Kwon et al., arXiv 2309.06180
 from __future__ import annotations
 
 import threading
-from collections import Counter
 
 import numpy as np
 import openvino as ov
 
+from ovspec.cache.block_pool import BlockPool
 from ovspec.cache.sequence import EMPTY
 from ovspec.ir.compile import CompiledIR
+from ovspec.ir.paged_attention import CACHE
 
 FIRST_BLOCKS = 8
 
 
-class Pool:
-    """Numbered blocks: how many rows hold each one, and which are free. Forked decoders share a pool."""
-
-    def __init__(self) -> None:
-        self._holders: Counter[int] = Counter()  # block -> number of rows that hold it
-        self._free: list[int] = []  # free blocks, all below ``needed``
-        self.needed = 0  # number of blocks that the tensors must have room for; higher ones were never used
-
-    @property
-    def used(self) -> int:
-        """The number of blocks that at least one row holds."""
-        return self.needed - len(self._free)
-
-    def take(self) -> int:
-        """Return a free block, held by one row from now on."""
-        if self._free:
-            block = self._free.pop()
-        else:
-            block, self.needed = self.needed, self.needed + 1
-        self._holders[block] = 1
-        return block
-
-    def hold(self, blocks: list[int]) -> None:
-        self._holders.update(blocks)
-
-    def release(self, blocks: list[int]) -> None:
-        for block in blocks:
-            self._holders[block] -= 1
-            if not self._holders[block]:
-                self._free.append(block)
-
-    def shared(self, block: int) -> bool:
-        return self._holders[block] > 1
-
-    def reset(self) -> None:
-        self._holders.clear()
-        self._free, self.needed = [], 0
-
-
 class Blocks:
-    """The blocks of a decoder's ``rows``, which start empty. ``size``: tokens in a block."""
+    """The blocks of a decoder's ``rows``, which start empty."""
 
-    def __init__(self, rows: int, size: int, pool: Pool | None = None) -> None:
-        self.size, self.pool = size, pool or Pool()
+    def __init__(self, rows: int, pool: BlockPool) -> None:
+        self.size, self.pool = pool.size, pool
         self.tables: list[list[int]] = [[] for _ in range(rows)]  # each row's blocks, in text order
         self.version = 0  # changes whenever the tables may have changed
 
     def extend(self, row: int, begin: int, new: int) -> list[tuple[int, int]]:
         """Make room for ``new`` tokens from position ``begin`` of ``row`` on, in blocks that no other row holds.
 
-        Returns the (from, to) pairs of blocks to copy first: those that exist and are shared.
+        Returns the (from, to) pairs of blocks to copy first, in this order: those that exist and are shared.
         """
         table = self.tables[row]
         copies: list[tuple[int, int]] = []
-        for index in range(begin // self.size, len(table)) if new else ():
+        for index in reversed(range(begin // self.size, len(table)) if new else ()):
             if self.pool.shared(table[index]):
                 shared, table[index] = table[index], self._take()
-                self._release([shared])
+                self.release([shared])
                 copies.append((shared, table[index]))
         for _ in range(len(table), -(-(begin + new) // self.size)):
             table.append(self._take())
@@ -85,7 +47,7 @@ class Blocks:
         """Release the blocks that the first ``length`` tokens of ``row`` don't need."""
         table, kept = self.tables[row], -(-length // self.size)
         if len(table) > kept:
-            self._release(table[kept:])
+            self.release(table[kept:])
             del table[kept:]
 
     def reorder(self, rows: list[int]) -> None:
@@ -94,40 +56,64 @@ class Blocks:
         for table in self.tables:
             self.pool.hold(table)
         for table in old:
-            self._release(table)
+            self.release(table)
         self.version += 1
 
     def fork(self) -> Blocks:
         """Return a copy whose rows hold the same blocks."""
-        other = Blocks(0, self.size, self.pool)
+        other = Blocks(0, self.pool)
         other.tables = [list(table) for table in self.tables]
         for table in other.tables:
             self.pool.hold(table)
         return other
 
+    def adopt(self, row: int, blocks: list[int]) -> None:
+        """Let ``row`` hold these blocks instead of its own."""
+        self.pool.hold(blocks)
+        self.release(self.tables[row])
+        self.tables[row] = list(blocks)
+
+    def keep(self, row: int, tokens: np.ndarray, owner: int | None) -> None:
+        """Keep what ``row`` holds of ``tokens`` (n,), to be found by other texts."""
+        self.pool.keep(tokens, owner, self.tables[row])
+        self.version += 1
+
+    def release(self, blocks: list[int]) -> None:
+        self.version += 1
+        self.pool.release(blocks)
+
     def _take(self) -> int:
         self.version += 1
         return self.pool.take()
 
-    def _release(self, blocks: list[int]) -> None:
-        self.version += 1
-        self.pool.release(blocks)
-
 
 class BlockTensors:
-    """Keys and values of all layers, in memory of our own, for one decoder or several that were forked from each other.
+    """Keys and values of all layers, in memory of our own, for one decoder or several of the same compiled model.
 
     ``lock`` is held while blocks change owners or an inference runs, so decoders that share blocks take turns.
+    ``most_tokens``: how many may be cached until blocks that no row holds give way; with 0, none of these are kept.
     """
 
-    def __init__(self, ir: CompiledIR, names: list[str]) -> None:
-        self.ports = {name: ir.compiled.input(name) for name in names}
+    def __init__(self, ir: CompiledIR, most_tokens: float = 0) -> None:
+        self.ports = {name: ir.compiled.input(name) for name in ir.inputs if CACHE.fullmatch(name)}
         self.arrays: dict[str, np.ndarray] = {}  # name -> (blocks, heads, block size, width), as raw bits
-        self.pool = Pool()
         self.lock = threading.RLock()
         self.version = 0  # changes whenever the arrays are reallocated
         self.block_size = self.ports["value_cache.0"].get_partial_shape()[2].get_length()
+        self.pool = BlockPool(self.block_size)
+        self.limit(most_tokens)
         self.capacity = 0  # number of blocks that the arrays have room for
+
+    def shape(self, name: str, blocks: int) -> list[int]:
+        return [blocks, *(length.get_length() for length in list(self.ports[name].get_partial_shape())[1:])]
+
+    def limit(self, most_tokens: float) -> None:
+        self.pool.most = int(most_tokens // self.block_size)
+
+    @property
+    def spare(self) -> float:
+        """The bytes of blocks that no row holds."""
+        return sum(array.nbytes for array in list(self.arrays.values())) * self.pool.idle / max(self.capacity, 1)
 
     def make_room(self) -> None:
         """Double the arrays until they have room for all blocks of the pool."""
@@ -138,7 +124,7 @@ class BlockTensors:
             self._allocate(capacity)
 
     def free(self) -> int:
-        """Shrink the arrays if no row holds a block; return the size of the old arrays in bytes, or 0."""
+        """Shrink the arrays if no block is in use; return the size of the old arrays in bytes, or 0."""
         if self.pool.used or self.capacity <= FIRST_BLOCKS:
             return 0
         freed = sum(array.nbytes for array in self.arrays.values())
@@ -161,8 +147,7 @@ class BlockTensors:
         for name, port in self.ports.items():
             # numpy has no bf16. Blocks are only copied, so an integer type of the same size will do.
             bits = {1: np.uint8, 2: np.uint16, 4: np.uint32}[port.get_element_type().size]
-            shape = [capacity, *(length.get_length() for length in list(port.get_partial_shape())[1:])]
-            array = np.zeros(shape, bits)
+            array = np.zeros(self.shape(name, capacity), bits)
             if name in self.arrays:
                 array[: self.capacity] = self.arrays[name]
             self.arrays[name] = array

@@ -142,6 +142,9 @@ class Decoder(Protocol):
         """
         ...
 
+    def adopt(self, sequences: list[Sequence]) -> None:
+        """Let each row with much to read of its text in ``sequences`` start from what other rows or texts have read."""
+
     def truncate(self, row: int, length: int) -> None:
         """Roll ``row`` back to its first ``length`` tokens, or fewer: ``rows[row]`` shows which tokens remain."""
 

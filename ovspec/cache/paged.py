@@ -7,6 +7,7 @@ rolling back only means passing a smaller length.
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 
 import numpy as np
 
@@ -24,10 +25,11 @@ from ovspec.cache.decoder import (
     reordered,
     split_by_row,
 )
-from ovspec.cache.sequence import EMPTY, Sequence
+from ovspec.cache.prefill import WORTH_SHARING
+from ovspec.cache.sequence import EMPTY, Sequence, common_prefix
 from ovspec.ir.compile import CompiledIR
 from ovspec.ir.memory import WORTH_TRIMMING, trim_heap
-from ovspec.ir.paged_attention import CACHE, INPUTS, PAIRS
+from ovspec.ir.paged_attention import INPUTS, PAIRS
 from ovspec.ir.request import Request
 from ovspec.text.vocabulary import ALL_IDS, KnownIds
 
@@ -36,7 +38,9 @@ PREFILL_CHUNK = 256
 
 
 class PagedDecoder:
-    """A ``Decoder`` whose forked rows share blocks until one of them is fed.
+    """A ``Decoder`` whose rows share blocks, which are copied before one of them writes there.
+
+    What rows hold when they end is kept, as far as ``tensors`` allow, for texts that begin in the same way.
 
     OpenVINO has one attention kernel for a single new token and another for several, and they round differently. Where
     the rule demands two queries, attention never gets a row's only new token alone: its query, key and value come
@@ -63,14 +67,14 @@ class PagedDecoder:
         self.context_length, self.rule = ir.context_length, rule
         self._ir, self._vocabulary = ir, vocabulary
         self._request, self._restricts = Request(ir, (*INPUTS, *PAIRS)), vocabulary.restricts(ir.logits_width)
-        self._tensors = tensors or BlockTensors(ir, [name for name in ir.inputs if CACHE.fullmatch(name)])
+        self._tensors = tensors or BlockTensors(ir)
         self.block_size = self._tensors.block_size  # in tokens
         self._bound = -1  # version of the tensors that the request is bound to
-        self._blocks = Blocks(0, self.block_size, self._tensors.pool)
+        self._blocks = Blocks(0, self._tensors.pool)
         self._token_arrays = TokenArrays()
         self._kept_lengths: dict[int, tuple[np.ndarray, np.ndarray]] = {}
         self._longest = np.zeros((), dtype=np.int32)
-        self.reset(1)
+        self._clear(1)
 
     @property
     def seconds(self) -> float:
@@ -82,10 +86,14 @@ class PagedDecoder:
 
     @property
     def blocks_used(self) -> int:
-        """The number of blocks in use, including those of decoders that share the tensors."""
-        return self._tensors.pool.used
+        """The number of blocks that rows hold, including those of decoders that share the tensors."""
+        return self._tensors.pool.used - self._tensors.pool.idle
 
     def reset(self, rows: int) -> None:
+        self._keep(range(len(self.rows)))
+        self._clear(rows)
+
+    def _clear(self, rows: int) -> None:
         self.rows = [Sequence() for _ in range(rows)]
         self._listed: tuple[list[int], int] | None = None  # rows and block version of the current lists
         with self._tensors.lock:
@@ -95,6 +103,25 @@ class PagedDecoder:
         if freed > WORTH_TRIMMING:
             trim_heap()
 
+    def adopt(self, sequences: list[Sequence]) -> None:
+        with self._tensors.lock:
+            for held, sequence in zip(self.rows, sequences, strict=True):
+                held.owner = sequence.owner
+            wanting = [
+                (row, common)
+                for row, (held, sequence) in enumerate(zip(self.rows, sequences, strict=True))
+                if len(sequence) - (common := common_prefix(held, sequence)) > WORTH_SHARING
+            ]
+            if not wanting:
+                return
+            self._keep(range(len(self.rows)), for_now=True)
+            for row, common in wanting:
+                sequence = sequences[row]
+                blocks, count = self._tensors.pool.find(sequence.tokens[:-1], sequence.owner)
+                if count >= common + WORTH_SHARING:
+                    self._blocks.adopt(row, blocks)
+                    self.rows[row] = Sequence(sequence.tokens[:count])
+
     def feed(self, tokens: list[np.ndarray], wanted: list[int], width: int = 0) -> list[np.ndarray]:
         try:
             if sum(map(len, tokens)) > self._most:
@@ -102,17 +129,20 @@ class PagedDecoder:
             with self._tensors.lock:
                 return self._append(tokens, wanted, min(width, self._most))
         except BaseException as error:
-            self.reset(len(self.rows))  # the cache's contents are unknown now; an empty cache fits any text
+            self._clear(len(self.rows))  # what rows hold is unknown now; an empty cache fits any text
             raise feed_error(error, self._ir.device) from None
 
     def truncate(self, row: int, length: int) -> None:
-        self.rows[row].rewind(length)
         with self._tensors.lock:
+            if len(self.rows[row]) - length >= WORTH_SHARING:  # more than a rejected proposal
+                self._keep([row])
+            self.rows[row].rewind(length)
             self._blocks.truncate(row, length)
 
     def reorder(self, rows: list[int]) -> None:
-        self.rows = reordered(self.rows, rows)
         with self._tensors.lock:
+            self._keep({*range(len(self.rows))}.difference(rows))
+            self.rows = reordered(self.rows, rows)
             self._blocks.reorder(rows)
 
     def fork(self) -> PagedDecoder:
@@ -142,6 +172,13 @@ class PagedDecoder:
 
     def joining_chunk(self, counts: list[int]) -> int:
         return self.rule.room_beside(sum(counts), max(JOINING_CHUNK, sum(counts)))
+
+    def _keep(self, rows: Iterable[int], for_now: bool = False) -> None:
+        """Let other texts find what ``rows`` hold; ``for_now``: even if nothing is kept once no row holds it."""
+        with self._tensors.lock:
+            for row in rows if for_now or self._tensors.pool.most else ():
+                if len(self.rows[row]):
+                    self._blocks.keep(row, self.rows[row].tokens, self.rows[row].owner)
 
     @property
     def _most(self) -> int:

@@ -16,7 +16,7 @@ class Sequence:
     What keeps state for a row, such as a KV cache, holds a Sequence of the tokens it has processed, and catches up from
     the ``common_prefix`` of that Sequence and the row.
 
-    owner: whose text it is. Rows of different owners share no prefix, because that would tell one what another wrote.
+    owner: whose text it is. Texts of different owners share no prefix, because that would tell one what another wrote.
     """
 
     __slots__ = ("_buffer", "_length", "owner")
@@ -52,7 +52,9 @@ class Sequence:
         self._length = length
 
     def copy(self) -> Sequence:
-        return Sequence(self.tokens)
+        other = Sequence(self.tokens)
+        other.owner = self.owner
+        return other
 
 
 class Follower(Protocol):
@@ -77,6 +79,7 @@ def common_prefix(a: Sequence, b: Sequence) -> int:
 def catch_up(follower: Follower, row: int, sequence: Sequence) -> np.ndarray:
     """Roll ``row`` back to the prefix it shares with ``sequence``; return the tokens it has not seen yet."""
     held = follower.rows[row]
+    held.owner = sequence.owner
     # If the cache already holds every token, the last one is fed again, because its logits are needed.
     shared = min(common_prefix(held, sequence), len(sequence) - 1)
     if shared < len(held):

@@ -27,6 +27,7 @@ from ovspec.cache.decoder import (
     reordered,
     split_by_row,
 )
+from ovspec.cache.prefill import share_prefixes
 from ovspec.cache.sequence import EMPTY, Sequence
 from ovspec.cache.slots import Slots
 from ovspec.ir.compile import CompiledIR, State
@@ -116,6 +117,9 @@ class StatefulDecoder:
         except BaseException as error:
             self.reset(len(self.rows))  # the cache's contents are unknown now; an empty cache fits any text
             raise feed_error(error, self._ir.device) from None
+
+    def adopt(self, sequences: list[Sequence]) -> None:
+        share_prefixes(self, sequences)
 
     def truncate(self, row: int, length: int) -> None:
         if length <= self._rope_switch < len(self.rows[row]):
@@ -331,6 +335,9 @@ class RowByRow:
             decoder.feed([new], [want])[0] if len(new) else nothing
             for decoder, new, want in zip(self._decoders, tokens, wanted, strict=True)
         ]
+
+    def adopt(self, sequences: list[Sequence]) -> None:
+        share_prefixes(self, sequences)
 
     def truncate(self, row: int, length: int) -> None:
         self._decoders[row].truncate(0, length)

@@ -65,7 +65,7 @@ def bench(
     if draft is None and (folder / DRAFT_FOLDER).is_dir():
         draft = "draft"
     texts = [*prompts, *map(read_text, files)] or json.loads(PROMPTS.read_text("utf-8"))
-    lm = load(folder, ["lookup", draft or "none"], **runtime)
+    lm = load(folder, ["lookup", draft or "none"], cache_memory=0, **runtime)  # each turn reads its prompt
     models = {"plain": lm.with_drafters(None), "lookup": lm.with_drafters(DraftChoice(lookup=True))}
     if lm.draft:
         model = lm.draft.ir.folder

@@ -121,6 +121,8 @@ def generate(
     # For somebody who types a question: the demo pair continues code, and some options only suit a raw prompt.
     raw = chat is not None or goes_on or others["heal"] or others["constrain_from"] is not None
     typed = (text or prompt_option) if folder and not (raw or as_json) else None
+    if compare:
+        loading.setdefault("cache_memory", 0)  # each turn reads its prompt
     lm = load(folder, session=session, chat=bool(chat), **loading)
     if compare:
         if not compare_both(lm, prompt, options, stats, as_json):

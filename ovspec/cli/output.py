@@ -137,6 +137,8 @@ def full(result: Result) -> str:
     stats = result.stats
     ms = f", {stats.tpot_ms:.2f} ms each" if stats.tpot_ms else ""
     cached = f"{stats.cached_tokens} of them cached"
+    if stats.cached_tokens and stats.arithmetic != "exact":
+        cached += " (without exact arithmetic that may change bits)"
     lines = [
         f"prompt: {stats.prompt_tokens} tokens, {cached}; first token after {stats.ttft_ms:.0f} ms",
         f"text: {stats.generated_tokens} tokens{speed(result)}{ms}; ended by {result.finish_reason}",

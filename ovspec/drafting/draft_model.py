@@ -8,7 +8,7 @@ import numpy as np
 
 from ovspec.base.errors import OvspecError
 from ovspec.cache.decoder import Decoder, needed_width
-from ovspec.cache.prefill import PREFILL_ABOVE, share_prefixes
+from ovspec.cache.prefill import PREFILL_ABOVE
 from ovspec.cache.sequence import catch_up, common_prefix
 from ovspec.drafting.costs import WIDEST
 from ovspec.drafting.drafter import Drafter, RowStep
@@ -38,7 +38,7 @@ class DraftModel(Drafter):
         going = [index for index, budget in enumerate(budgets) if budget]
         if not going or not lookahead.affords(self.name, len(going)):
             return [NOTHING] * len(rows)
-        share_prefixes(self.decoder, [row.sequence for row in rows])
+        self.decoder.adopt([row.sequence for row in rows])
         # The draft may hold tokens of another text: after a rewind, or of a text before this one.
         texts = [(rows[index].sequence, self.decoder.rows[index]) for index in going]
         unseen = sum([max(1, len(text) - common_prefix(text, held)) for text, held in texts])

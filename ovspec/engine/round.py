@@ -13,7 +13,7 @@ import numpy as np
 
 from ovspec.base.errors import InferenceError, OvspecError
 from ovspec.cache.decoder import Decoder, needed_width
-from ovspec.cache.prefill import PREFILL_ABOVE, prefill_chunks, share_prefixes
+from ovspec.cache.prefill import PREFILL_ABOVE, prefill_chunks
 from ovspec.cache.sequence import catch_up
 from ovspec.drafting.drafter import Drafter, RowStep
 from ovspec.drafting.lookahead import Lookahead, RoundOutcome
@@ -110,8 +110,7 @@ def propose(rows: list[RowStep], drafter: Drafter | None, lookahead: Lookahead) 
 
 def find_unseen(rows: list[RowStep], target: Decoder) -> Load:
     """Set the tokens of each row that the target has not read; return what the round does besides reading prompts."""
-    if len(rows) > 1:
-        share_prefixes(target, [row.sequence for row in rows])
+    target.adopt([row.sequence for row in rows])
     for index, row in enumerate(rows):
         row.unseen = NO_TOKENS if row.ended else catch_up(target, index, row.sequence)
     generating = [row for row in rows if 0 < len(row.unseen) <= PREFILL_ABOVE]

@@ -15,8 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 
 from ovspec.base.errors import OvspecError, PromptError
+from ovspec.cache.blocks import BlockTensors
 from ovspec.cache.decoder import Decoder
 from ovspec.cache.sequence import Sequence
 from ovspec.drafting.choice import DraftChoice
@@ -107,6 +109,8 @@ class Runtime:
         choice: the drafters.
         lookahead: tokens proposed per round; None to choose automatically.
         corpus: texts that lookup may propose from.
+        cache_bytes: what KV caches may take until those of ended texts give way; with 0, none are kept. By default a
+            quarter of the memory that is free.
     """
 
     def __init__(
@@ -117,6 +121,7 @@ class Runtime:
         choice: DraftChoice | None = None,
         lookahead: int | None = None,
         corpus: Iterable[str] = (),
+        cache_bytes: float | None = None,
     ) -> None:
         self.folder, self.target, self.draft, self.choice, self.lookahead = folder, target, draft, choice, lookahead
         self.tokenizer = Tokenizer(folder)
@@ -126,6 +131,13 @@ class Runtime:
         self.corpora = [corpus_of(self.tokenizer.encode(text.rstrip("\0"), False) for text in corpus)]
         self.pool = DecoderPool(self._make_decoders)
         self._token_bytes = sum(kv_bytes_per_token(ir) + recurrent_bytes(ir) for ir in self.irs())  # upper bound
+        self.cache_bytes = cache_bytes
+        most = psutil.virtual_memory().available / 4 if cache_bytes is None else cache_bytes
+        self.tensors = {
+            id(model): BlockTensors(model.ir, most / self._token_bytes)
+            for model in (target, draft)
+            if model and model.engine == "paged" and most
+        }
 
     def with_drafters(self, choice: DraftChoice | None) -> Runtime:
         """Return a runtime of the same compiled models with other drafters; a draft model must be the loaded one."""
@@ -140,8 +152,11 @@ class Runtime:
         return Decoders(decoders.target.fork(), self._drafter(draft), draft, copy.deepcopy(decoders.lookaheads))
 
     def _make_decoders(self) -> Decoders:
-        draft = self.draft.decoder(self.tokenizer.known) if self.draft else None
-        return Decoders(self.target.decoder(self.tokenizer.known), self._drafter(draft), draft)
+        draft = self._decoder(self.draft) if self.draft else None
+        return Decoders(self._decoder(self.target), self._drafter(draft), draft)
+
+    def _decoder(self, model: CompiledModel) -> Decoder:
+        return model.decoder(self.tokenizer.known, tensors=self.tensors.get(id(model)))
 
     def _drafter(self, draft: Decoder | None) -> Drafter | None:
         return make_drafter(self.choice, draft, self.corpora, self.tokenizer.known)
@@ -189,7 +204,20 @@ class Runtime:
     def check_memory(self, tokens: int, drafts: bool = True) -> None:
         """Raise OvspecError if the states for ``tokens`` more tokens can't fit into free memory."""
         if tokens * self._token_bytes > WORTH_CHECKING:
-            check_memory(self.irs(drafts), tokens)
+            check_memory(self.irs(drafts), tokens, self.spare)
+            if tokens * self._token_bytes > psutil.virtual_memory().available:
+                self.give_way()
+
+    @property
+    def spare(self) -> float:
+        """The bytes of KV caches that are kept, but that no text needs."""
+        return sum(tensors.spare for tensors in self.tensors.values())
+
+    def give_way(self) -> None:
+        """Free the KV caches that no text needs."""
+        for tensors in self.tensors.values():
+            with tensors.lock:
+                tensors.pool.forget()
 
     def check_room(self, tokens: int, context: int | None = None) -> None:
         """Raise OvspecError if a text of ``tokens`` tokens exceeds ``context``, or the model's if that is None."""
@@ -333,7 +361,7 @@ class Runtime:
         try:
             drafter, lookahead = self.drafting(params, decoders)
             most = params.batch_size
-            room = math.inf if count == 1 else token_room(self.irs(drafter is not None), most)
+            room = math.inf if count == 1 else token_room(self.irs(drafter is not None), most, self.spare)
             limits = BatchLimits(1 if count == 1 else most, room, fail_alone=fail_alone)
             yield from run_rows(Scheduler(decoders.target, drafter, lookahead, rows, limits))
         finally:

@@ -22,7 +22,6 @@ from ovspec.drafting.proposal import NO_TOKENS, Proposal, shorten
 from ovspec.engine.results import FinishReason, Piece, Proposals, Stats
 from ovspec.engine.runtime import Decoders
 from ovspec.engine.scheduler import Scheduler
-from ovspec.ir.memory import check_memory
 from ovspec.sampling.samplers import GreedySampler
 
 MOST_BRANCHES = 8
@@ -181,7 +180,7 @@ class Branches:
         """Drop the least recently used branches until ``tokens`` more tokens fit into memory."""
         while True:
             try:
-                return check_memory(self._runtime.irs(self._drafts), tokens)
+                return self._runtime.check_memory(tokens, self._drafts)
             except OvspecError:
                 if len(self._branches) == 1:
                     raise

@@ -34,19 +34,25 @@ def room_for(folder: Path, times: float) -> bool:
     return times * check_weights(folder / MODEL_FILE) <= psutil.virtual_memory().available
 
 
-def token_room(irs: list[CompiledIR], rows: int) -> float:
-    """Return how many tokens, summed over ``rows`` rows, fit into free memory. Counts only models on the CPU."""
+def token_room(irs: list[CompiledIR], rows: int, spare: float = 0) -> float:
+    """Return how many tokens, summed over ``rows`` rows, fit into free memory. Counts only models on the CPU.
+
+    ``spare``: bytes that are in use, but may be taken.
+    """
     on_cpu = [ir for ir in irs if ir.device == "CPU"]
     per_token = sum(map(kv_bytes_per_token, on_cpu))
     if not per_token:
         return math.inf
-    return (psutil.virtual_memory().available - rows * sum(map(recurrent_bytes, on_cpu))) / per_token
+    return (psutil.virtual_memory().available + spare - rows * sum(map(recurrent_bytes, on_cpu))) / per_token
 
 
-def check_memory(irs: list[CompiledIR], tokens: int) -> None:
-    """Raise an OvspecError if the states for ``tokens`` more tokens don't fit into free memory. Counts only the CPU."""
+def check_memory(irs: list[CompiledIR], tokens: int, spare: float = 0) -> None:
+    """Raise an OvspecError if the states for ``tokens`` more tokens don't fit into free memory. Counts only the CPU.
+
+    ``spare``: bytes that are in use, but may be taken.
+    """
     needed = sum(tokens * kv_bytes_per_token(ir) + recurrent_bytes(ir) for ir in irs if ir.device == "CPU")
-    if needed > WORTH_CHECKING and needed > (free := psutil.virtual_memory().available):
+    if needed > WORTH_CHECKING and needed > (free := psutil.virtual_memory().available + spare):
         sizes = f"takes about {needed / 1e9:.1f} GB, but only {free / 1e9:.1f} GB of memory are free"
         advice = "shorten the prompt, lower `max_tokens`, or choose a smaller `kv_precision`"
         raise OvspecError(f"The KV cache of {tokens} tokens {sizes}; {advice}.")

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypedDict
 
-from ovspec.params import AT_LEAST_1, GENERATE, LOOKAHEAD, check, check_names
+from ovspec.params import AT_LEAST_1, GENERATE, LOOKAHEAD, NOT_NEGATIVE, check, check_names
 from ovspec.params.option import Option, declared, fields_of, folder, key_value
 
 
@@ -71,6 +71,12 @@ class LoadOptions(RuntimeOptions, total=False):
     ]
     lookup_corpus: Annotated[
         Sequence[str | Path], "Text file that lookup may also propose from.", Option(tuple, metavar="FILE")
+    ]
+    cache_memory: Annotated[
+        float | None,
+        "Gigabytes that KV caches may take until those of ended texts give way, which are kept for texts that begin "
+        "in the same way; 0 keeps none.",
+        Option(limits=NOT_NEGATIVE, usual="a quarter of the memory that is free after loading", metavar="GB"),
     ]
     verify: Annotated[
         bool, "First check the model's files against the checksums of its export by ovspec.", Option(False)

@@ -38,6 +38,11 @@ class ServeOptions(TypedDict, total=False):
         "Gigabytes that the KV caches of all texts may take together.",
         Option(limits=POSITIVE, usual="80 % of the memory that is free after loading", metavar="GB"),
     ]
+    share_prefixes: Annotated[
+        bool,
+        "Let prompts with other API keys start from the same KV cache, too. Their time then tells what others asked.",
+        Option(False),
+    ]
     prefill_chunk: Annotated[
         int | None,
         "Number of prompt tokens that a round reads. With many, as 256, drafters may bring more, but texts pause "

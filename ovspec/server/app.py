@@ -72,6 +72,9 @@ class Ready(Answer):
     status: str
     arithmetic: str = Field(description="exact, or what the probe found.")
     deterministic: bool = Field(description="Whether texts are independent of the load.")
+    prefix_cache: Literal["exact", "may change bits", "off"] = Field(
+        description="What it means for a text that the beginning of its prompt was cached."
+    )
 
 
 READY: dict[int | str, Any] = {status: {"model": Ready, "description": "Its state."} for status in (200, 503)}
@@ -129,7 +132,9 @@ def add_endpoints(app: FastAPI, service: Service) -> None:
             service.check_open()
         except ApiError as error:
             response.status_code, reason = 503, error.detail
-        return Ready(status=reason, arithmetic=promise, deterministic=promise == "exact")
+        exact = promise == "exact"
+        cache = ("exact" if exact else "may change bits") if lm.runtime.tensors else "off"
+        return Ready(status=reason, arithmetic=promise, deterministic=exact, prefix_cache=cache)
 
     @app.get("/metrics", tags=["server"], summary="Report metrics in Prometheus' format.")
     async def metrics() -> PlainTextResponse:

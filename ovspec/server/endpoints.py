@@ -97,7 +97,7 @@ class TextEndpoints:
             raise about_prompt(error, self._lm, request.prompt_field) from None
         rows = [row for each in found for row in each]
         for row in rows:
-            row.limits, row.sequence.owner = limits, owner
+            row.limits, row.sequence.owner = limits, None if self._service.options.share_prefixes else owner
             if request.only_prompts:
                 row.finish_reason, row.stats.cached_tokens = "length", 0
         return PieceStream(request, params, rows, began, [SILENT] * len(request.prompts))
@@ -172,9 +172,11 @@ class TextEndpoints:
         self._note(texts)
 
     def _note(self, texts: PieceStream) -> None:
-        prompts = texts.rows[:: texts.params.n]
-        self._service.metrics.prompt_tokens.inc(sum(row.stats.prompt_tokens for row in prompts))
-        self._service.metrics.whole.observe(time.monotonic() - texts.began)
+        metrics, prompts = self._service.metrics, [row.stats for row in texts.rows[:: texts.params.n]]
+        metrics.prompt_tokens.inc(sum(stats.prompt_tokens for stats in prompts))
+        metrics.cached_tokens.inc(sum(stats.cached_tokens for stats in prompts))
+        metrics.new_prompts.inc(sum(not stats.cached_tokens for stats in prompts))
+        metrics.whole.observe(time.monotonic() - texts.began)
 
 
 async def logprobs_of(engine: EngineThread, ids: list[int], tops: int) -> list[TokenLogprob | None]:

@@ -11,6 +11,7 @@ import psutil
 
 from ovspec.api.model import LanguageModel
 from ovspec.base.errors import InferenceError, OvspecError
+from ovspec.cache.block_pool import BlockPool
 from ovspec.cache.paged import PagedDecoder
 from ovspec.drafting.costs import Costs
 from ovspec.drafting.drafter import Drafter
@@ -91,6 +92,8 @@ class EngineThread:
         self.metrics.running.set_function(lambda: self.running)
         self.metrics.waiting.set_function(lambda: self.waiting)
         self.metrics.blocks_used.set_function(lambda: self.cache_use()[0])
+        self.metrics.blocks_kept.set_function(lambda: sum(pool.idle for pool in self._pools()))
+        self.metrics.blocks_evicted.set_function(lambda: sum(pool.evicted for pool in self._pools()))
         self.metrics.blocks_free.set_function(lambda: self.cache_use()[1])
         self._orders: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         # The scheduler's number of each row that hasn't ended -> its job, and its index there.
@@ -122,6 +125,10 @@ class EngineThread:
         if self.most_tokens < FEWEST_TOKENS:
             holds = f"The memory for KV caches holds {max(0, self.most_tokens)} tokens"
             raise OvspecError(f"{holds}; free some, or raise `cache_size`.")
+        runtime.give_way()  # what the warm-up has left
+        if runtime.cache_bytes is None:
+            for tensors in runtime.tensors.values():
+                tensors.limit(self.most_tokens)
         limits = BatchLimits(
             self._rows, self.most_tokens, self._prefill_budget, fail_alone=True, constraint_seconds=CONSTRAINT_SECONDS
         )
@@ -193,6 +200,9 @@ class EngineThread:
     def waiting(self) -> int:
         """Number of rows that wait for the batch."""
         return len(self._scheduler.queue)
+
+    def _pools(self) -> list[BlockPool]:
+        return [tensors.pool for tensors in self.lm.runtime.tensors.values()]
 
     def cache_use(self) -> tuple[int, int]:
         """Return (blocks of the target's KV cache in use, blocks that are free); of one token where there are none."""

@@ -12,6 +12,7 @@ import openvino as ov
 from ovspec.base.errors import OvspecError
 from ovspec.base.files import remember, remembered
 from ovspec.base.progress import note
+from ovspec.cache.blocks import BlockTensors
 from ovspec.cache.decoder import FAST, Arithmetic, Decoder, FeedRule, Rollback
 from ovspec.cache.paged import PagedDecoder
 from ovspec.cache.stateful import StatefulDecoder, decoder_of, trimming
@@ -63,11 +64,16 @@ class CompiledModel:
     def arithmetic(self) -> Arithmetic:
         return "exact" if self.promise == "exact" else "fast"
 
-    def decoder(self, vocabulary: KnownIds = ALL_IDS, rule: FeedRule | None = None) -> Decoder:
-        """Return a decoder with its own infer request and KV cache; ``rule`` replaces the model's."""
+    def decoder(
+        self, vocabulary: KnownIds = ALL_IDS, rule: FeedRule | None = None, tensors: BlockTensors | None = None
+    ) -> Decoder:
+        """Return a decoder with its own infer request and KV cache; ``rule`` replaces the model's.
+
+        ``tensors``: blocks that it shares with others, if the engine is paged.
+        """
         rule = rule or self.rule
         if self.engine == "paged":
-            return PagedDecoder(self.ir, vocabulary, rule)
+            return PagedDecoder(self.ir, vocabulary, rule, tensors)
         return decoder_of(self.ir, self.rollback, vocabulary, rule)
 
     def find_exactness(self, trial: Trial = SHORT) -> Exactness:

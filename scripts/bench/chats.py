@@ -305,7 +305,7 @@ def main() -> None:
     parser.add_argument("--temperatures", type=several(float), default="0,1")
     args = parser.parse_args()
     chosen = [chat for chat in chats() if chat.kind in args.kinds and chat.number <= args.prompts]
-    lm = ovspec.load(args.model, arithmetic=args.arithmetic)
+    lm = ovspec.load(args.model, arithmetic=args.arithmetic, cache_memory=0)
     plain, lookup = lm.with_drafters(None), lm.with_drafters(DraftChoice(lookup=True))
     here = machine().rpartition(", ")[0]  # without the month
     about = {"model": str(args.model.resolve()), "tokens": args.tokens, "machine": here, "arithmetic": args.arithmetic}

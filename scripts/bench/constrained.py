@@ -57,7 +57,7 @@ def main() -> None:
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--rounds", type=int, default=1)
     args = parser.parse_args()
-    whole, tasks = ovspec.load(args.folder, "lookup,draft"), prompts()
+    whole, tasks = ovspec.load(args.folder, "lookup,draft", cache_memory=0), prompts()
     models = {way: whole.with_drafters(parse_draft(draft)) for way, draft in WAYS.items()}
     shared = {"temperature": args.temperature, "seed": 1, "max_tokens": args.max_tokens}
 

@@ -221,7 +221,10 @@ def main() -> None:
         parser.error("--lookahead 0 is the mode plain")
     has_draft = args.draft is not None or (args.folder / DRAFT_FOLDER).is_dir()
     lm = ovspec.load(
-        args.folder, f"lookup,{args.draft or 'draft'}" if has_draft else "lookup", **harness.runtime_of(args)
+        args.folder,
+        f"lookup,{args.draft or 'draft'}" if has_draft else "lookup",
+        cache_memory=0,
+        **harness.runtime_of(args),
     )
     modes = args.mode or [mode for mode in MODES if has_draft or mode not in ("draft", "chain")]
     cells = [

@@ -7,12 +7,12 @@
 
 All servers are loaded at once and take turns with the same requests; a first turn, in which kernels are made, is left
 out. "completion": the beginning of a program, 64 tokens are asked for. "chat": a conversation of 64 to 256 tokens, 24
-to 72 tokens are asked for. In a closed loop each client sends its next request when the last one is answered; in an
-open loop each sends one every ten seconds on average (--every), at random times. Texts are greedy. genai runs in its
-own process without HTTP, with its own defaults, or with ovspec's properties ("genai, exact"). "256 at a time": with
---prefill-chunk 256, as genai reads prompts. TTFT is the time to the
-first piece, a gap that between two pieces of a text; a piece has the tokens of one round. Ratios are of tokens/s, turn
-by turn.
+to 72 tokens are asked for. "turns": five turns of a conversation of each client, with one system prompt. In a closed
+loop each client sends its next request when the last one is answered; in an open loop each sends one every ten seconds
+on average (--every), at random times. Texts are greedy. genai runs in its own process without HTTP, with its own
+defaults, or with ovspec's properties ("genai, exact"). "256 at a time": with --prefill-chunk 256, as genai reads
+prompts; "no cache": with --cache-memory 0. TTFT is the time to the first piece, a gap that between two pieces of a
+text; a piece has the tokens of one round. Ratios are of tokens/s, turn by turn.
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ SYSTEMS: dict[str, tuple[str, Any]] = {
     STREAM: ("stream", "plain"),
     f"{STREAM}, lookup,draft": ("stream", "lookup,draft"),
     "serve": ("serve", ["none"]),
+    "serve, no cache": ("serve", ["none", "--cache-memory", "0"]),
     "serve, lookup,draft": ("serve", ["lookup,draft"]),
     "serve, 256 at a time": ("serve", ["none", "--prefill-chunk", "256"]),
     "serve, lookup,draft, 256 at a time": ("serve", ["lookup,draft", "--prefill-chunk", "256"]),
@@ -76,6 +77,8 @@ def load_of(cell: Cell, turn: int, tokenizer: Tokenizer, every: float) -> Load:
     ``every``: seconds between two requests of a client in an open loop, on average.
     """
     chance = random.Random(f"{cell} {turn}")
+    if cell.prompts == "turns":
+        return Load(*conversations(chance, tokenizer, cell.clients), cell.clients)
     prompts, tokens = list[list[int]](), list[int]()
     for number in range(4 + 2 * cell.clients):
         if cell.prompts == "completion":
@@ -92,6 +95,21 @@ def load_of(cell: Cell, turn: int, tokenizer: Tokenizer, every: float) -> Load:
         return Load(prompts, tokens, cell.clients)
     starts = np.cumsum([chance.expovariate(cell.clients / every) for _ in prompts])
     return Load(prompts, tokens, starts=[float(start - starts[0]) for start in starts])
+
+
+def conversations(chance: random.Random, tokenizer: Tokenizer, count: int) -> tuple[list[list[int]], list[int]]:
+    """Return the prompts of conversations that take turns, and how many tokens to ask for: a system prompt, 5 turns."""
+    prompts, tokens = list[list[int]](), list[int]()
+    system = tokenizer.encode(f"System {chance.randrange(10**6)}: " + " ".join(PROSE + CODE)).tolist()[:300]
+    said = [system + tokenizer.encode(f"User {number}:").tolist() for number in range(count)]
+    for _ in range(5):
+        for number in range(count):
+            said[number] = (
+                said[number] + tokenizer.encode(f" {chance.choice(PROSE)}\nAssistant: {chance.choice(CODE)}").tolist()
+            )
+            prompts.append(said[number])
+            tokens.append(chance.randint(24, 72))
+    return prompts, tokens
 
 
 # ---------------------------------------------------------------- systems
@@ -209,7 +227,7 @@ def main() -> None:
     parser.add_argument("--gguf", type=Path, help="the target for llama.cpp")
     parser.add_argument("--clients", type=several(int), default="1,4,8,16")
     parser.add_argument("--loops", type=several(choices=("closed", "open")), default="closed,open")
-    parser.add_argument("--prompts", type=several(choices=("completion", "chat")), default="completion,chat")
+    parser.add_argument("--prompts", type=several(choices=("completion", "chat", "turns")), default="completion,chat")
     parser.add_argument("--systems", type=several(choices=SYSTEMS, separator=";"), default=";".join(SYSTEMS))
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--every", type=float, default=10.0, help="seconds between requests of a client, open loop")

@@ -148,7 +148,7 @@ def main() -> None:
             each.add_argument(f"--{name}", type=int, default=usual)
     talk.add_argument("--plot", type=Path)
     args = parser.parse_args()
-    lm = ovspec.load(args.folder)
+    lm = ovspec.load(args.folder, cache_memory=0)
     if args.what == "program":
         program(lm, args.steps, args.tokens, args.rounds)
     else:

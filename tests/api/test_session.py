@@ -478,7 +478,7 @@ def test_forks_in_threads(load: Load) -> None:
 
 
 def test_turns_do_not_grow_beyond_their_text(load: Load) -> None:
-    lm = load(draft=True)
+    lm = load(draft=True, cache_memory=0)
     with lm.session() as session:
         session.append(PROMPTS[0])
         mark = session.mark()
@@ -509,7 +509,7 @@ def test_closing_frees_the_memory(engine: EngineName, cache_dir: Path) -> None:
 
     import psutil
 
-    lm = ovspec.load(ROOT / "models" / "demo", engine=engine, precision="f32", cache_dir=cache_dir)
+    lm = ovspec.load(ROOT / "models" / "demo", engine=engine, precision="f32", cache_dir=cache_dir, cache_memory=0)
 
     def held(texts: int) -> float:
         sessions = [lm.session() for _ in range(texts)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ovspec.cache.block_pool import BlockPool
 from ovspec.cache.blocks import Blocks
 from ovspec.cache.sequence import EMPTY
 
@@ -26,7 +27,7 @@ def test_what_a_row_reads_is_what_it_wrote(rows: int, operations: list) -> None:
 
     "again" writes the last token of the row once more, in front of the new ones.
     """
-    blocks = Blocks(rows, SIZE)
+    blocks = Blocks(rows, BlockPool(SIZE))
     memory: dict[tuple[int, int], int] = {}
     texts: list[list[int]] = [[] for _ in range(rows)]
     token = 0
@@ -61,7 +62,7 @@ def test_what_a_row_reads_is_what_it_wrote(rows: int, operations: list) -> None:
 
 
 def test_forks_share_until_they_part() -> None:
-    blocks = Blocks(1, SIZE)
+    blocks = Blocks(1, BlockPool(SIZE))
     assert blocks.extend(0, 0, 10) == []
     blocks.reorder([0, 0, 0])
     assert blocks.pool.used == 3
@@ -76,7 +77,7 @@ def test_forks_share_until_they_part() -> None:
 
 
 def test_freed_blocks_are_used_again() -> None:
-    blocks = Blocks(2, SIZE)
+    blocks = Blocks(2, BlockPool(SIZE))
     for _ in range(50):
         blocks.extend(0, 0, 9)
         blocks.extend(1, 0, 9)

@@ -146,6 +146,9 @@ SHARED: dict[str, Case] = {
         lambda f, b: (f.stats.proposed, f.stats.accepted) != (b.stats.proposed, b.stats.accepted),
         ("--draft", "lookup", "--lookahead", "4", "-n", "40"),
     ),
+    "cache_memory": Case(
+        ("--cache-memory", "0"), lambda f, b: f.lm.runtime.cache_bytes == 0 and b.lm.runtime.cache_bytes is None
+    ),
     "accept": Case((*DRAWN, *DRAFT, "-n", "30", "--accept", "rejection"), other_text, (*DRAWN, *DRAFT, "-n", "30")),
     "max_tokens": Case(("-n", "-1", *ENDS, "--min-tokens", "15"), lambda f, b: len(f.tokens) == 16 > len(b.tokens)),
     "min_tokens": Case((*ENDS, "--min-tokens", "4"), lambda f, b: len(f.tokens) == 5 > len(b.tokens), ENDS),

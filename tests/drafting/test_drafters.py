@@ -218,7 +218,7 @@ def test_logprobs_as_hugging_face(load: Load, reference: Reference) -> None:
 @pytest.mark.parametrize("draft", [False, True, "lookup,draft"])
 def test_samples_of_one_prompt(load: Load, draft: Any, engine: EngineName) -> None:
     """The prompt is read once. The texts differ, and each is the same whatever it is generated together with."""
-    lm = load(draft=draft, engine=engine)
+    lm = load(draft=draft, engine=engine, cache_memory=0)
     options: dict[str, Any] = {"temperature": 1.0, "seed": 9, "max_tokens": 20, "ignore_eos": True}
     began = time.perf_counter()
     four = lm.samples(PROMPTS[0], n=4, **options)

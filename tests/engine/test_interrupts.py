@@ -62,7 +62,7 @@ def test_other_threads_do_nothing() -> None:
 def test_a_long_prompt_is_read_no_further(
     load: Callable[..., ovspec.LanguageModel], draft: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lm = load(draft=draft)
+    lm = load(draft=draft, cache_memory=0)
     tokens = (lm.encode("".join(PROMPTS)).tolist() * 10)[: 5 * PREFILL_CHUNK]
     expected = lm.generate(tokens, max_tokens=8).token_ids
     append, calls = PagedDecoder._append, []

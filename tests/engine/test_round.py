@@ -37,6 +37,9 @@ class Counting:
     def reset(self, rows: int) -> None:
         self.rows = [Sequence() for _ in range(rows)]
 
+    def adopt(self, sequences: list[Sequence]) -> None:
+        pass
+
     def feed(self, tokens: list[np.ndarray], wanted: list[int], width: int = 0) -> list[np.ndarray]:  # noqa: ARG002
         self.inferences += 1
         logits = []

@@ -58,7 +58,7 @@ def test_rows_that_join_give_what_hugging_face_gives(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     del reference
-    lm = load(draft=drafter, engine=engine)
+    lm = load(draft=drafter, engine=engine, cache_memory=0)
     # Whether auto proposes anything must not depend on how busy this machine is.
     monkeypatch.setattr(lm.runtime.pool, "_idle", [])
     monkeypatch.setattr(lm.target, "verify_ms", {1: 10.0, 16: 11.0})
@@ -136,7 +136,7 @@ def test_samples_read_their_prompt_once(
     load: Callable[..., ovspec.LanguageModel], monkeypatch: pytest.MonkeyPatch, engine: str, drafted: bool
 ) -> None:
     """Samples of a prompt read it only once, in the target and in the draft."""
-    lm = load(draft=drafted, engine=engine)
+    lm = load(draft=drafted, engine=engine, cache_memory=0)
     prompt = MIXED[0]
     options: Any = {"n": 4, "temperature": 1.0, "seed": 3, "max_tokens": 12}
     alone = lm.runtime.rows(prompt, lm.runtime.params(options))
@@ -163,7 +163,7 @@ def test_samples_read_their_prompt_once(
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_common_beginning_is_read_once(load: Callable[..., ovspec.LanguageModel], engine: str) -> None:
-    lm = load(draft=True, engine=engine)
+    lm = load(draft=True, engine=engine, cache_memory=0)
     header = "\n".join(PROMPTS[:4])
     prompts = [f"{header}\n{prompt}" for prompt in PROMPTS[4:10]]
     alone = texts([lm.generate(prompt, max_tokens=20) for prompt in prompts])
@@ -187,7 +187,7 @@ def test_a_batch_waits_for_memory(load: Callable[..., ovspec.LanguageModel], mon
     expected = texts(lm.generate(PROMPTS[:5], max_tokens=20))
     longest = max(len(lm.encode(prompt)) for prompt in PROMPTS[:5]) + 20
     for room in (1, longest, 2 * longest):  # a row that doesn't fit runs alone
-        monkeypatch.setattr(runtime, "token_room", lambda irs, rows, room=room: room)  # noqa: ARG005
+        monkeypatch.setattr(runtime, "token_room", lambda *_, room=room: room)
         rows = [row_of(lm, prompt, {"max_tokens": 20}) for prompt in PROMPTS[:5]]
         for _ in lm.runtime.run(rows, lm.runtime.params({})):
             held = sum(row.most for row in rows if row.stats.rounds and not row.finish_reason)

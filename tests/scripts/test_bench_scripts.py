@@ -51,6 +51,7 @@ RUNS: dict[str, Any] = {
     "peers/distribution.py": "--texts 8 --k 2",
     "peers/fresh.py": "DEMO/draft --turns 1 --tokens 2,4 --ways ovspec",
     "peers/run.py": "DEMO --row copy-trim --contexts 24 --tokens 4 --prompts 1 --warm-up 0 --out OUT/lines.jsonl",
+    "prefixes.py": "DEMO/draft --prompt 100 --turns 1 --chat 3 --peers none",
     "processors.py": "DEMO/draft --here",
     "record_traces.py": "x=DEMO -o OUT --prompts 1 --tokens 8 --most 2",
     "schemas.py": "--part pydantic --names ClientSecret --seconds 0.05 --out OUT/lines.jsonl",

@@ -321,7 +321,7 @@ def test_earlier_texts_are_proposed_from(load: Callable[..., ovspec.LanguageMode
     """With a lookup memory; the texts stay the same."""
     found = []
     for memory in (0, 5000):
-        lm = load(draft="lookup")
+        lm = load(draft="lookup", lookahead=4)
         lm.runtime.corpora.clear()
         engine = EngineThread(lm, rows=2, lookup_tokens=memory)
         engine.start()

@@ -25,6 +25,9 @@ class Bigrams:
         self.rows[0].commit(tokens[0])
         return [self.table[tokens[0][len(tokens[0]) - wanted[0] :]]]
 
+    def adopt(self, sequences: list[Sequence]) -> None:
+        pass
+
     def truncate(self, row: int, length: int) -> None:
         self.rows[row].rewind(length)
 

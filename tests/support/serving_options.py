@@ -19,6 +19,7 @@ SERVING: dict[str, tuple[list[str], Any]] = {
     "queue_timeout": (["--queue-timeout", "1.5"], 1.5),
     "request_timeout": (["--request-timeout", "2"], 2.0),
     "cache_size": (["--cache-size", "0.5"], 0.5),
+    "share_prefixes": (["--share-prefixes"], True),
     "prefill_chunk": (["--prefill-chunk", "256"], 256),
     "lookahead": (["--lookahead", "3"], 3),
     "lookup_memory": (["--lookup-memory", "100"], 100),
@@ -38,5 +39,6 @@ LOADING: dict[str, tuple[list[str], Any]] = {
     "tune": (["--no-tune"], False),
     "cache_dir": (["--cache-dir", "cache"], Path("cache")),
     "lookup_corpus": (["--lookup-corpus", "corpus"], ["corpus"]),
+    "cache_memory": (["--cache-memory", "0.25"], 0.25),
     "verify": (["--verify"], True),
 }

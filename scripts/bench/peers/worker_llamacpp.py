@@ -1,8 +1,8 @@
 """llama.cpp as a worker that generates texts.
 
 Modes: plain and lookup run in llama-cpp-python, server-plain and server-draft in llama-server. Options: server, the
-path of llama-server; threads; context, the maximum number of tokens of a prompt and its text. ``target`` and ``draft``
-are GGUF files, see ``gguf_writer.py``.
+path of llama-server; threads; context, the maximum number of tokens of a prompt and its text; prefix_caching, for the
+modes in llama-cpp-python. ``target`` and ``draft`` are GGUF files, see ``gguf_writer.py``.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ def by_library(setup: protocol.Setup, threads: int, context: int) -> protocol.Ge
         prompt = request.prompt
         if lookup:
             lookup.num_pred_tokens = request.k or LOOKUP_TOKENS
-        llama.reset()  # otherwise it would reuse what the last prompt and this one share
+        if not setup.options.get("prefix_caching"):
+            llama.reset()  # otherwise it would reuse what the last prompt and this one share
         llama.set_seed(request.seed)
         options = {"temp": request.temperature, "top_k": request.top_k or 0, "top_p": 1.0, "min_p": 0.0}
         tokens: list[int] = []

@@ -19,7 +19,7 @@ MODES = {"plain": "none", "lookup": "lookup", "draft": "draft", "chain": "lookup
 
 
 def load(setup: dict[str, Any]) -> protocol.Answer:
-    base = ovspec.load(setup["folder"], "lookup,draft", **setup["load"])
+    base = ovspec.load(setup["folder"], "lookup,draft", cache_memory=0, **setup["load"])
     assert base.draft
     model = str(base.draft.ir.folder)
     named = MODES | {"default": "lookup" if getattr(base.target, "guess_is_free", False) else "none"}

@@ -17,7 +17,7 @@ def load_model(setup: protocol.Setup) -> ovspec.LanguageModel:
     """Return the model with the drafters of its mode, ready to be timed."""
     named = {"plain": "none", "default": None}.get(setup.mode, setup.mode)
     draft: Any = named and ",".join(setup.draft_folder if part == "draft" else part for part in named.split(","))
-    options = dict(setup.options)
+    options: dict[str, Any] = {"cache_memory": 0, **setup.options}  # each turn reads its prompt
     settle = options.pop("settle", True)
     lm = ovspec.load(setup.target, draft, properties=setup.properties or None, **options)
     if settle:  # as ovspec does by itself between requests; weights are packed when they are first used
