@@ -8,16 +8,18 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import ROOT
+from chat_templates import SPECIAL
+from conftest import ROOT, USERS_CACHE
 from random_pairs import PAIRS, shared_pair
 
 import ovspec
 from ovspec.cache.block_pool import BlockPool
+from ovspec.text.chat_template import ChatTemplate
 
 Load = Callable[..., ovspec.LanguageModel]
 TEXT = "def first(items):\n    return items[0]\n\n\ndef second(items):\n    return items[1]\n\n\n"
 PROMPT = TEXT * 3
-REAL = ROOT / "smollm2"
+REAL, LLAMA_CPP = ROOT / "smollm2", USERS_CACHE / "downloads" / "llama.cpp"
 RELEASE = BlockPool.release
 MANY = 1e-3  # gigabytes; the demo pair's blocks are small
 
@@ -107,6 +109,26 @@ def test_memory_is_bounded_and_given_back(load: Load) -> None:
     assert not off.runtime.tensors
     off.generate(PROMPT, max_tokens=4)
     assert not off.generate(PROMPT, max_tokens=4).stats.cached_tokens
+
+
+@pytest.mark.skipif(not LLAMA_CPP.is_dir(), reason="llama.cpp's templates could not be fetched")
+def test_a_chats_next_turn_begins_with_what_was_read() -> None:
+    """With each real template that takes a plain chat, up to where the answer begins: some drop what was thought."""
+    question, answer = "Explain how a bicycle stays upright. " * 20, "Its front wheel steers into a fall."
+    first = [{"role": "user", "content": question}]
+    more = [*first, {"role": "assistant", "content": answer}, {"role": "user", "content": "And when it stands still?"}]
+    found = {}
+    for file in sorted(LLAMA_CPP.rglob("*.jinja")):
+        template = ChatTemplate(file.read_text("utf-8"), SPECIAL)
+        try:
+            begin, whole = template.render(first), template.render(more)
+        except ovspec.OvspecError:  # it demands tools
+            continue
+        read = begin + answer
+        shared = next((at for at, (one, other) in enumerate(zip(read, whole, strict=False)) if one != other), len(read))
+        assert shared >= len(begin) - 35, file.name
+        found[file.name] = shared == len(read)
+    assert len(found) > 50 and sum(found.values()) > len(found) / 2, "most find the answer, too"
 
 
 # ---------------------------------------------------------------- planted faults
