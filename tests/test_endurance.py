@@ -55,7 +55,7 @@ def ask(lm: ovspec.LanguageModel, number: int) -> list[int]:
 
 @pytest.fixture
 def lm(load: Load, monkeypatch: pytest.MonkeyPatch) -> ovspec.LanguageModel:
-    lm = load(draft=True)
+    lm = load(draft=True, cache_memory=0.005)  # soon full
     monkeypatch.setattr(lm.runtime.pool, "_idle", [])
     lm.use_large_pages()  # or a thread moves the weights at some moment
     return lm
