@@ -107,14 +107,17 @@ class PagedDecoder:
         with self._tensors.lock:
             for held, sequence in zip(self.rows, sequences, strict=True):
                 held.owner = sequence.owner
+            alone = len(self.rows) == 1
             wanting = [
                 (row, common)
                 for row, (held, sequence) in enumerate(zip(self.rows, sequences, strict=True))
                 if len(sequence) - (common := common_prefix(held, sequence)) > WORTH_SHARING
+                and (alone or common < len(held) or not common)  # not while it reads its prompt, round by round
             ]
             if not wanting:
                 return
-            self._keep(range(len(self.rows)), for_now=True)
+            if not alone:
+                self._keep(range(len(self.rows)), for_now=True)
             for row, common in wanting:
                 sequence = sequences[row]
                 blocks, count = self._tensors.pool.find(sequence.tokens[:-1], sequence.owner)

@@ -31,8 +31,7 @@ EngineName = Literal["stateful", "paged"]
 EngineChoice = Literal["auto", "stateful", "paged"]
 # If a model's attention window has at most this many slots, the text that compares the engines is longer than it.
 LONGEST_WINDOW = 256
-# Where an inference of two tokens takes at most this many times as long as the narrowest one, lookup is the default: on
-# real chats it then loses a few percent at worst, and saves a quarter of greedy text's time.
+# Where an inference of two tokens takes at most this many times as long as the narrowest one, lookup is the default.
 FREE = 1.1
 # Bytes of weights up to which products are joined: OpenVINO keeps the joined weights in memory beside its own form of
 # them, and the more a product has to read, the less it matters how many there are.
