@@ -71,13 +71,16 @@ class Guard:
         if self._local and not is_here(re.sub(r":[0-9]*$", "", headers.get("host", "").lower())):
             told = "This server answers to localhost and 127.0.0.1 only; start it with a key to use another name."
             return ApiError(403, told)
-        owner = scope["state"][OWNER] = self._owner_of(headers.get("authorization", ""))
+        scheme, _, bearer = headers.get("authorization", "").partition(" ")
+        sent = (bearer if scheme.lower() == "bearer" else "", headers.get("x-api-key", ""))
+        owners = [self._owner_of(key) for key in sent]
+        owner = scope["state"][OWNER] = next((each for each in owners if each is not None), None)
         if self._keys and scope["path"] not in OPEN and owner is None:
-            return ApiError(401, "The API key is missing or wrong; send it as 'Authorization: Bearer KEY'.")
+            how = "'Authorization: Bearer KEY' or 'x-api-key: KEY'"
+            return ApiError(401, f"The API key is missing or wrong; send it as {how}.")
         return None
 
-    def _owner_of(self, header: str) -> int | None:
-        """Return the number of the key that an Authorization header holds, or None; takes as long for a wrong one."""
-        scheme, _, key = header.partition(" ")
+    def _owner_of(self, key: str) -> int | None:
+        """Return the number of a key, or None; takes as long for a wrong one."""
         found = [secrets.compare_digest(key.strip().encode(), known) for known in self._keys]
-        return found.index(True) if scheme.lower() == "bearer" and any(found) else None
+        return found.index(True) if any(found) else None

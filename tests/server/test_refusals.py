@@ -245,9 +245,28 @@ def test_keys(guarded: Running) -> None:
         answer = ask(guarded, key, max_tokens=1)
         error = answer.json()["error"]
         assert (answer.status_code, error["type"], error["code"]) == (401, "authentication_error", "invalid_api_key")
+        assert "'Authorization: Bearer KEY' or 'x-api-key: KEY'" in error["message"]
     for path, status in (("/health", 200), ("/ready", 200), ("/metrics", 401), ("/v1/models", 401)):
         assert httpx.get(address(guarded) + path).status_code == status
     assert not re.search("first-key|second-key", guarded.log.read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"x-api-key": "second-key"}, 200),
+        ({"X-API-Key": "first-key"}, 200),
+        ({"x-api-key": "first-key", "Authorization": "Bearer wrong"}, 200),
+        ({"x-api-key": "first-key", "Authorization": "Basic wrong"}, 200),
+        ({"x-api-key": "wrong", "Authorization": "Bearer second-key"}, 200),
+        ({"x-api-key": "wrong", "Authorization": "Bearer wrong"}, 401),
+        ({"x-api-key": "Bearer first-key"}, 401),
+        ({"x-api-key": ""}, 401),
+        ({"Authorization": "first-key"}, 401),
+    ],
+)
+def test_keys_in_either_header(guarded: Running, headers: dict[str, str], status: int) -> None:
+    assert httpx.get(f"{address(guarded)}/v1/models", headers=headers).status_code == status
 
 
 def test_what_can_never_fit_is_refused(guarded: Running) -> None:
