@@ -93,7 +93,7 @@ def test_the_road_of_a_request_is_the_one_in_the_docs() -> None:
         lm = ovspec.load(ROOT / "models" / "demo", "none", engine="paged")
         engine = EngineThread(lm, rows=4)
         engine.start()
-        app: Any = Guard(make_app(Service(lm, engine, "demo", ServeParams())), [], True, lambda *_: None)
+        app: Any = Guard(make_app(Service(lm, engine, ["demo"], ServeParams())), [], True, lambda *_: None)
         asyncio.run(ask())
         passed.clear()
         before.clear()

@@ -44,4 +44,4 @@ def serve(folder: Path | None, **others: Any) -> None:
     check_options(options, keys)
     opened = open_socket(options.host, options.port)  # before the model is loaded, which takes long
     lm = load(folder, loading.pop("draft", None), lookahead=options.lookahead, **loading)
-    serve_model(lm, options.model_name or lm.folder.resolve().name, keys, opened, options)
+    serve_model(lm, [*filter(None, options.model_name)] or [lm.folder.resolve().name], keys, opened, options)

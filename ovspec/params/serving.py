@@ -1,5 +1,6 @@
 """The options of ``ovspec serve``."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal, TypedDict
@@ -16,8 +17,11 @@ class ServeOptions(TypedDict, total=False):
     ]
     port: Annotated[int, "Port to listen on; 0 for any free one.", Option(8000, Limits(0, 65535, "from 0 to 65535"))]
     model_name: Annotated[
-        str | None, "The model's name in requests and answers.", Option(usual="the folder's name", metavar="NAME")
+        Sequence[str],
+        "A name of the model. Answers have the first.",
+        Option(tuple, usual="the folder's name", metavar="NAME"),
     ]
+    strict_model: Annotated[bool, "Refuse requests that name another model. Otherwise any name will do.", Option(False)]
     api_key_file: Annotated[
         Path | None,
         "File with the keys that clients may use, one a line.",

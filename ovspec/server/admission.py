@@ -35,10 +35,10 @@ MOST_LOGPROBS = 300_000  # of a request: tokens, and most likely tokens beside e
 
 
 class Service:
-    """What the endpoints share; ``name``: the model's name in requests and answers."""
+    """What the endpoints share; ``names``: those of the model, of which answers have the first."""
 
-    def __init__(self, lm: LanguageModel, engine: EngineThread, name: str, options: ServeParams) -> None:
-        self.lm, self.engine, self.name, self.options = lm, engine, name, options
+    def __init__(self, lm: LanguageModel, engine: EngineThread, names: list[str], options: ServeParams) -> None:
+        self.lm, self.engine, self.names, self.options = lm, engine, names, options
         self.metrics = engine.metrics
         self.requests = self._texts = 0  # that are being answered
         self.draining = self.given_up = False
@@ -81,8 +81,15 @@ class Service:
         self.engine.give_up()
 
     def check_model(self, name: str | None) -> None:
-        if name not in (None, "", self.name):
-            raise ApiError(404, f"There is no model {name!r:.80} here, only {self.name}.", "model", "model_not_found")
+        """Raise ApiError if a request names another model, and the server is strict about it."""
+        if name and self.options.strict_model:
+            self.check_name(name)
+
+    def check_name(self, name: str) -> None:
+        """Raise ApiError for a name that the model doesn't have."""
+        if name not in self.names:
+            only = " and ".join(self.names)
+            raise ApiError(404, f"There is no model {name!r:.80} here, only {only}.", "model", "model_not_found")
 
     # ------------------------------------------------------------ work in threads
 

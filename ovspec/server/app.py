@@ -108,17 +108,15 @@ def add_endpoints(app: FastAPI, service: Service) -> None:
         answers: Any = {200: {"model": answer, "description": "The answer.", "content": STREAM}}
         app.post(path, tags=["texts"], summary=summary, response_model=None, responses=answers)(endpoint)
 
-    @app.get("/v1/models", tags=["model"], summary="List the one model that is served.")
+    @app.get("/v1/models", tags=["model"], summary="List the names of the one model that is served.")
     async def models() -> Models:
-        most = lm.target.ir.context_length
-        return Models(
-            data=[Model(id=service.name, created=service.began, max_model_len=most, sampling=service.sampling)]
-        )
+        return Models(data=[await model(name) for name in service.names])
 
     @app.get("/v1/models/{name:path}", tags=["model"], summary="Describe the model.")
     async def model(name: str) -> Model:
-        service.check_model(name)
-        return (await models()).data[0]
+        service.check_name(name)
+        most = lm.target.ir.context_length
+        return Model(id=name, created=service.began, max_model_len=most, sampling=service.sampling)
 
     @app.head("/health", include_in_schema=False)
     @app.get("/health", tags=["server"], summary="Liveness check.")

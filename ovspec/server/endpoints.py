@@ -62,7 +62,7 @@ class TextEndpoints:
             service.check_model(body.model)
             async with service.preparing(began):
                 texts = await unless_gone(http, self._prepare(kind, body, http, began))
-            head = head_of(kind == "chat", service.name)
+            head = head_of(kind == "chat", service.names[0])
             if texts.request.stream:
                 events = self._events(head, texts)
                 first = await unless_gone(http, anext(events))

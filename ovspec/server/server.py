@@ -96,15 +96,15 @@ class Draining(uvicorn.Server):
         return await super().on_tick(counter)
 
 
-def serve(lm: LanguageModel, name: str, keys: list[str], opened: socket.socket, options: ServeParams) -> None:
-    """Serve ``lm`` under ``name`` on the socket ``opened`` until a signal ends it."""
+def serve(lm: LanguageModel, names: list[str], keys: list[str], opened: socket.socket, options: ServeParams) -> None:
+    """Serve ``lm`` under ``names`` on the socket ``opened`` until a signal ends it."""
     promise = lm.target.promise
     if options.deterministic and promise != "exact":
         raise OvspecError(f"`deterministic`: on this machine the arithmetic is {promise}; leave it out.")
     sys.setswitchinterval(SWITCH_SECONDS)
     size = None if options.cache_size is None else 1e9 * options.cache_size
     engine = EngineThread(lm, options.batch_size, size, options.lookup_memory, options.prefill_chunk)
-    service = Service(lm, engine, name, options)
+    service = Service(lm, engine, names, options)
     engine.start()
     api = make_app(service)
 
@@ -115,7 +115,7 @@ def serve(lm: LanguageModel, name: str, keys: list[str], opened: socket.socket, 
     host, port = opened.getsockname()[:2]
     where = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
     how = f"{lm.target.engine} engine, {promise} arithmetic, draft: {lm.runtime.choice or 'none'}"
-    greeting = f"{name} on {where} ({how})"
+    greeting = f"{names[0]} on {where} ({how})"
     if service.recommended:
         words = sampling_in_words(service.recommended)
         told = f"sampling that a request leaves out is as the model recommends: {words}; --temperature 0 for greedy"

@@ -31,7 +31,7 @@ def lm(with_generation_config: Callable[[dict[str, Any]], Path], cache_dir: Path
 
 def served(lm: Any, temperature: float | None = None) -> Service:
     engine: Any = SimpleNamespace(metrics=None)
-    return Service(lm, engine, "it", ServeParams(temperature=temperature))
+    return Service(lm, engine, ["it"], ServeParams(temperature=temperature))
 
 
 def sampling(service: Service, path: str, body: dict[str, Any]) -> tuple[float, int, float]:

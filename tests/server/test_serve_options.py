@@ -30,8 +30,8 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., dict[s
         seen.update({"loaded": options}, **options, draft=draft)
         return SimpleNamespace(folder=Path(folder))
 
-    def serve(lm: Any, name: str, keys: list[str], opened: socket.socket, options: Any) -> None:
-        seen.update(vars(options), lm=lm, name=name, keys=keys)
+    def serve(lm: Any, names: list[str], keys: list[str], opened: socket.socket, options: Any) -> None:
+        seen.update(vars(options), lm=lm, names=names, keys=keys)
         opened.close()
 
     monkeypatch.setattr(command_module, "load", load)
@@ -52,14 +52,14 @@ def test_option(run: Callable[..., dict[str, Any]], name: str) -> None:
     seen = run(*arguments)
     assert seen[name] == value
     if name == "model_name":
-        assert seen["name"] == "its"
+        assert seen["names"] == ["its", "alias"]
     if name == "api_key_file":
         assert seen["keys"] == ["a"]
 
 
 def test_defaults(run: Callable[..., dict[str, Any]]) -> None:
     seen = run()
-    assert seen["name"] == "my-pair" and seen["keys"] == [] and seen["draft"] is None
+    assert seen["names"] == ["my-pair"] and seen["keys"] == [] and seen["draft"] is None
     assert load_params(seen["loaded"]).lookahead == "auto" and run("--lookahead", "0")["loaded"]["lookahead"] == 0
     assert (seen["host"], seen["batch_size"], seen["queue_size"]) == ("127.0.0.1", 16, 256)
 

@@ -10,7 +10,8 @@ from ovspec.drafting.choice import parse_draft
 SERVING: dict[str, tuple[list[str], Any]] = {
     "host": (["--host", "127.0.0.2"], "127.0.0.2"),
     "port": (["--port", "0"], 0),
-    "model_name": (["--model-name", "its"], "its"),
+    "model_name": (["--model-name", "its", "--model-name", "alias"], ["its", "alias"]),
+    "strict_model": (["--strict-model"], True),
     "api_key_file": (["--api-key-file", "keys"], Path("keys")),
     "insecure": (["--insecure", "--host", "0.0.0.0"], True),
     "deterministic": (["--deterministic"], True),
