@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import json
 import re
 import sys
 from collections.abc import Collection, Iterator
@@ -18,9 +19,11 @@ from ovspec.cli import cli
 from ovspec.compat import gpt_fast
 from ovspec.engine.row import TextStream
 from ovspec.engine.scoring import Perplexity
+from ovspec.openai.bodies import IDLE, UNMET
 from ovspec.params import GENERATE
 from ovspec.params.loading import LOAD
 from ovspec.params.option import Option
+from ovspec.params.serving import ServeParams
 from ovspec.sampling.logprobs import TokenLogprob
 from ovspec.server.app import ERRORS, make_app
 
@@ -78,12 +81,13 @@ def python_reference() -> str:
 
 def endpoints_reference() -> str:
     """Return the endpoints of 'ovspec serve' with the fields of their requests."""
-    document = make_app(SimpleNamespace(lm=None)).openapi()  # type: ignore[arg-type]
+    document = make_app(SimpleNamespace(lm=None, options=ServeParams())).openapi()  # type: ignore[arg-type]
     schemas = document["components"]["schemas"]
     parts = [
         f"# Endpoints\n\n{MADE}\nWhat `ovspec serve` answers ([how to use it](../how-to/serve.md)). The OpenAPI "
-        "document is at `/openapi.json`. Every field may be left out or null unless it is required; a field that isn't "
-        "listed is refused, unless it is null.\n"
+        "document is at `/openapi.json`. Every field may be left out or null unless it is required. A field that isn't "
+        "listed is ignored, and the answer's header `X-Ovspec-Ignored` names it, at most 16 of them; with "
+        "`--strict-fields` it is refused.\n"
     ]
     for path, operations in document["paths"].items():
         for method, operation in operations.items():
@@ -97,17 +101,22 @@ def endpoints_reference() -> str:
 
 
 def field_table(schema: dict[str, Any]) -> str:
-    """Return the fields of a request as a table; those without effect in a line."""
-    lines, idle = ["| field | type | meaning |", "|---|---|---|"], list[str]()
+    """Return the fields of a request as a table; those without effect, and those that aren't supported, in a line."""
+    lines, idle, unmet = ["| field | type | meaning |", "|---|---|---|"], list[str](), list[str]()
     for name, field in schema["properties"].items():
-        if field["description"] == "Has no effect.":
+        if field["description"] == IDLE:
             idle.append(f"`{name}`")
+            continue
+        if field["description"] == UNMET:
+            values = [f"`{json.dumps(value)}`" for value in field.get("enum", ()) if value is not None]
+            unmet.append(f"`{name}`" + f" ({' or '.join(values)})" * bool(values))
             continue
         required = " Required." * (name in schema.get("required", ()))
         told = field["description"].replace("|", "\\|")
         lines.append(f"| `{name}` | {json_type(field)} | {told}{required} |")
     without = f"\nTaken, but without effect: {', '.join(idle)}.\n" if idle else ""
-    return "\n".join(lines) + "\n" + without
+    refused = f"\nRefused, except as null and with these values: {', '.join(unmet)}.\n" if unmet else ""
+    return "\n".join(lines) + "\n" + without + refused
 
 
 def json_type(field: dict[str, Any]) -> str:

@@ -1,9 +1,11 @@
 """The bodies of requests: pydantic models made from the declarations of the options, and what is wrong, in words."""
 
+import json
 import types
 from collections.abc import Collection, Mapping
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
+from itertools import islice
 from numbers import Number
 from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
 
@@ -20,17 +22,19 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from ovspec.base.errors import OvspecError
+from ovspec.openai.foreign import IGNORED_BY_SERVER, OF_PROMPTS, OF_STREAMS, OF_TEXTS, OF_TOKENIZE, WITHOUT_EFFECT
 from ovspec.params import GENERATE, NOT_NEGATIVE, RECOMMENDED, TOKENS, in_words, type_in_words, within
 from ovspec.params.option import LARGEST, Limits, Option, hint
 
 NO_OBJECT = "The body must be a JSON object."
 LONGEST = 80  # characters of a client's name for a field
+MOST_NAMED = 16  # fields that an answer names
 B = TypeVar("B", bound=BaseModel)
 FIRST = Field(fail_fast=True)  # pydantic would keep an error for each wrong item
 IDS = Annotated[list[int], FIRST]
 CHAT = Annotated[list[dict[str, Any]], Field(min_length=1), FIRST]
-# Fields that are accepted and ignored, because they don't affect the text.
-WITHOUT_EFFECT = ("metadata", "prompt_cache_key", "safety_identifier", "service_tier", "store", "user")
+# Descriptions of fields that other servers have.
+IDLE, UNMET = "Has no effect.", "Not supported."
 # Options that the command sets for all lines of a batch file, and a request to the server for itself.
 OF_SERVER = ("accept", "lookahead")
 # Our names and OpenAI's for the options that a request may set, and our name for each.
@@ -66,13 +70,38 @@ class Fields(BaseModel):
         return {name: value for name, value in given.items() if name in cls.model_fields or name == unknown}
 
 
-class StreamOptions(Fields):
+def neutral(values: tuple[Any, ...], value: Any) -> Any:
+    """Return ``value`` if it is one of ``values``; raises PydanticCustomError otherwise."""
+    if value in values:
+        return value
+    short = [json.dumps(each) for each in values if not isinstance(each, list)]
+    but = f", except as {' or '.join(short)}" if short else ""
+    raise PydanticCustomError("unmet", "is not supported{but}; leave it out", {"but": but})
+
+
+def idle(*names: str) -> dict[str, Any]:
+    """Return the fields that are accepted and ignored."""
+    return {name: (Any, Field(None, description=IDLE)) for name in names}
+
+
+def unmet(table: Mapping[str, tuple[Any, ...]]) -> dict[str, Any]:
+    """Return the fields that are refused unless they have one of the values in ``table``."""
+    return {
+        name: (
+            Annotated[Any, AfterValidator(partial(neutral, values))],
+            Field(None, description=UNMET, json_schema_extra={"enum": [*values, None]}),
+        )
+        for name, values in table.items()
+    }
+
+
+class StreamOptions(create_model("Stream", __base__=Fields, **idle("include_obfuscation"), **unmet(OF_STREAMS))):
     """What a stream tells besides the text."""
 
     include_usage: bool | None = Field(None, description="Send the usage in a last chunk.")
 
 
-class TokenizeRequest(Fields):
+class TokenizeRequest(create_model("Prompts", __base__=Fields, **unmet(OF_PROMPTS | OF_TOKENIZE))):
     """A text or chat to be encoded."""
 
     model: str | None = Field(None, description="The model's name.")
@@ -152,13 +181,12 @@ TOPS = Annotated[
 ]
 PROMPT = str | Annotated[list[str], FIRST] | IDS | Annotated[list[IDS], FIRST]
 OPTIONS: dict[str, Any] = {spelling: field_of(name, *GENERATE[name]) for spelling, name in REQUESTED.items()}
-IGNORED: dict[str, Any] = {name: (Any, Field(None, description="Has no effect.")) for name in WITHOUT_EFFECT}
 
 
-class Common(create_model("Options", __base__=Fields, **OPTIONS, **IGNORED)):
+class Common(create_model("Options", __base__=Fields, **OPTIONS, **idle(*WITHOUT_EFFECT))):
     """The fields that all requests for texts have."""
 
-    model: str | None = Field(None, description="The model's name, as GET /v1/models tells it.")
+    model: str | None = Field(None, description="The model's name; any will do, unless the server is strict.")
     response_format: dict[str, Any] | None = Field(
         None,
         description='OpenAI\'s response format: {"type": "text"}, "json_object" or "json_schema". '
@@ -200,14 +228,53 @@ class OwnBody(Common):
     top_logprobs: TOPS = None
 
 
+class Foreign(create_model("Others", __base__=Fields, **idle(*IGNORED_BY_SERVER), **unmet(OF_PROMPTS | OF_TEXTS))):
+    """The fields that clients of other servers send; a batch file doesn't have them."""
+
+
+class ChatRequest(ChatBody, Foreign):
+    """A chat to be continued."""
+
+
+class CompletionRequest(CompletionBody, Foreign):
+    """Texts to be continued."""
+
+
 # ---------------------------------------------------------------- what is wrong, in words
 
 BODIES: dict[str, type[BaseModel]] = {
-    "/v1/completions": CompletionBody,
-    "/v1/chat/completions": ChatBody,
+    "/v1/completions": CompletionRequest,
+    "/v1/chat/completions": ChatRequest,
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,
 }
+
+
+@cache
+def fields_elsewhere(body: type[BaseModel]) -> dict[str, str]:
+    """Return the fields that a request for texts doesn't have, but another request, and the path of that one."""
+    if not issubclass(body, (ChatBody, CompletionBody)):
+        return {}
+    return {
+        name: path
+        for path, other in reversed(BODIES.items())  # of several, the first is named
+        for name, field in other.model_fields.items()
+        if name not in body.model_fields and field.description not in (IDLE, UNMET)
+    }
+
+
+def without_unknown(value: Any, body: type[BaseModel]) -> tuple[Any, list[str]]:
+    """Return ``value``, made from JSON, without the fields that no request has, and the names of the first of them."""
+    if not isinstance(value, dict):
+        return value, []
+    known = body.model_fields.keys() | fields_elsewhere(body).keys()
+    kept = {name: each for name, each in value.items() if name in known}
+    unknown = (name for name, each in value.items() if name not in known and each is not None)
+    names = [*islice(unknown, MOST_NAMED)]
+    if "stream_options" in kept:  # the only field with fields of its own
+        kept["stream_options"], inner = without_unknown(kept["stream_options"], StreamOptions)
+        names += [f"stream_options.{name}" for name in inner]
+    return kept, names[:MOST_NAMED]
 
 
 def read_body(value: Any, body: type[B]) -> B:
@@ -226,7 +293,7 @@ def wrong_field(error: Any, request: type[BaseModel]) -> tuple[str, str | None]:
         return NO_OBJECT, None
     name = shown = path[0]
     inside, own = request, name
-    if name == "stream_options" and len(path) > 1:  # the only field with fields of its own
+    if name == "stream_options" and len(path) > 1:
         inside, own, shown = StreamOptions, path[1], f"{name}.{path[1]}"
     if error["type"] == "extra_forbidden":
         return f"{shown} is not a field of this request{elsewhere(own, inside)}", name
@@ -234,14 +301,14 @@ def wrong_field(error: Any, request: type[BaseModel]) -> tuple[str, str | None]:
         return f"{name} is missing.", name
     if error["type"] == "too_short":
         return f"{shown} must not be empty.", name
-    if error["type"] in ("limits", "bias"):
+    if error["type"] in ("limits", "bias", "unmet"):
         return f"{shown} {error['msg']}.", name
     return f"{shown} must be {type_in_words(inside.model_fields[own].annotation)}.", name
 
 
 def elsewhere(name: str, request: type[BaseModel]) -> str:
     """Return what to do about a field that ``request`` doesn't have, as the end of a sentence."""
-    for path, other in BODIES.items():
-        if request in (ChatBody, CompletionBody) and name in other.model_fields:
-            return f", but of {path}; leave it out."
-    return f"; {hint(name, request.model_fields) or 'leave it out.'}"
+    if path := fields_elsewhere(request).get(name):
+        return f", but of {path}; leave it out."
+    known = [each for each, field in request.model_fields.items() if field.description != UNMET]
+    return f"; {hint(name, known) or 'leave it out.'}"

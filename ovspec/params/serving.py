@@ -22,6 +22,12 @@ class ServeOptions(TypedDict, total=False):
         Option(tuple, usual="the folder's name", metavar="NAME"),
     ]
     strict_model: Annotated[bool, "Refuse requests that name another model. Otherwise any name will do.", Option(False)]
+    strict_fields: Annotated[
+        bool,
+        "Refuse requests with fields that the server doesn't know. Otherwise such a field is ignored, and the answer's "
+        "header X-Ovspec-Ignored names it.",
+        Option(False),
+    ]
     api_key_file: Annotated[
         Path | None,
         "File with the keys that clients may use, one a line.",

@@ -1,6 +1,7 @@
 """The API: OpenAI's endpoints, and those of llama.cpp and vLLM that tell how the server is."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal
 
 from fastapi import FastAPI, Request
@@ -15,7 +16,16 @@ from ovspec import __version__
 from ovspec.api.model import LanguageModel
 from ovspec.base.errors import PromptError
 from ovspec.openai.answers import Answer, ChatCompletion, Completion
-from ovspec.openai.bodies import NO_OBJECT, DetokenizeRequest, RequestError, TokenizeRequest
+from ovspec.openai.bodies import (
+    BODIES,
+    NO_OBJECT,
+    UNMET,
+    DetokenizeRequest,
+    RequestError,
+    StreamOptions,
+    TokenizeRequest,
+    fields_elsewhere,
+)
 from ovspec.openai.requests import template_message
 from ovspec.params import refuse_variables
 from ovspec.server.admission import Service
@@ -91,11 +101,25 @@ def make_app(service: Service) -> FastAPI:
         redirect_slashes=False,  # clients of APIs don't follow it with a body
         responses={status: {"model": ErrorAnswer, "description": told} for status, told in ERRORS.items()},
     )
+    app.state.strict_fields = service.options.strict_fields
+    app.openapi = partial(document_of, app)
     app.router.route_class = BoundedRoute
     add_endpoints(app, service)
     for kind in (RequestValidationError, HTTPException, Exception):
         app.add_exception_handler(kind, answer_error)
     return app
+
+
+def document_of(app: FastAPI) -> dict[str, Any]:
+    """Return the OpenAPI document, which also tells which unknown fields are refused."""
+    document = FastAPI.openapi(app)
+    schemas = document["components"]["schemas"]
+    for body in (*BODIES.values(), StreamOptions):
+        schema = schemas[body.__name__]
+        schema["additionalProperties"] = not app.state.strict_fields
+        for name in sorted(fields_elsewhere(body)):
+            schema["properties"][name] = {"type": "null", "description": UNMET}
+    return document
 
 
 def add_endpoints(app: FastAPI, service: Service) -> None:

@@ -1,6 +1,7 @@
 """Reads bodies, in bounded time and memory: from bytes to the body of a request."""
 
 import asyncio
+import re
 from codecs import BOM_UTF8
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -13,8 +14,9 @@ from pydantic_core import from_json
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
-from ovspec.openai.bodies import BODIES, RequestError, read_body
+from ovspec.openai.bodies import BODIES, LONGEST, RequestError, read_body, without_unknown
 from ovspec.server.errors import ApiError
+from ovspec.server.guard import IGNORED
 
 B = TypeVar("B", bound=BaseModel)
 
@@ -32,9 +34,15 @@ class BoundedRequest(Request):
     async def json(self) -> Any:
         """Return the body as a model; FastAPI would collect an error for each wrong item."""
         raw, model = await self.body(), BODIES[self.url.path]
+        note = None if self.app.state.strict_fields else self._note
         if len(raw) <= LARGE:
-            return parse(raw, model)
-        return await asyncio.get_running_loop().run_in_executor(READER, parse, raw, model)
+            return parse(raw, model, note)
+        return await asyncio.get_running_loop().run_in_executor(READER, parse, raw, model, note)
+
+    def _note(self, names: list[str]) -> None:
+        """Note the names of ignored fields for the guard, without what could deceive who reads them."""
+        safe = (re.sub(r"[^\w.-]", "?", name[:LONGEST], flags=re.ASCII) or "?" for name in names)
+        setattr(self.state, IGNORED, [*dict.fromkeys(safe)])
 
     async def body(self) -> bytes:
         if hasattr(self, "_body"):
@@ -68,12 +76,19 @@ class BoundedRoute(APIRoute):
         return handle
 
 
-def parse(raw: bytes, model: type[B]) -> B:
-    """Return the body in ``raw``; raises ApiError for what isn't JSON, and for the first field that is wrong."""
+def parse(raw: bytes, model: type[B], note: Callable[[list[str]], None] | None = None) -> B:
+    """Return the body in ``raw``; raises ApiError for what isn't JSON, and for the first field that is wrong.
+
+    Fields that no request has are left out, and ``note`` is called with their names. Without ``note`` they are wrong.
+    """
     if raw.count(b",") > MOST_COMMAS:
         raise ApiError(413, f"The body has more than {MOST_COMMAS} commas; send fewer values.")
     try:
-        return read_body(from_json(raw.removeprefix(BOM_UTF8), allow_inf_nan=False), model)
+        value = from_json(raw.removeprefix(BOM_UTF8), allow_inf_nan=False)
+        if note:
+            value, ignored = without_unknown(value, model)
+            note(ignored)
+        return read_body(value, model)
     except ValueError as error:
         raise ApiError(400, f"The body is not JSON: {error}.") from None
     except RequestError as error:

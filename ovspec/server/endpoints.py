@@ -18,7 +18,7 @@ from ovspec.engine.results import Piece
 from ovspec.engine.row import Row
 from ovspec.engine.scoring import CHUNK
 from ovspec.openai.answers import ChunkWriter, head_of, whole
-from ovspec.openai.bodies import ChatBody, CompletionBody
+from ovspec.openai.bodies import ChatRequest, CompletionRequest
 from ovspec.openai.logprobs import SILENT, Echo, echo_of, prompt_logprobs
 from ovspec.openai.requests import Kind, TextRequest, read_texts, texts_asked
 from ovspec.params import GRAMMARS, Params, check_samples, refuse_retries
@@ -49,10 +49,10 @@ class TextEndpoints:
     def __init__(self, service: Service) -> None:
         self._service, self._lm = service, service.lm
 
-    async def chat(self, body: ChatBody, http: Request) -> Response:
+    async def chat(self, body: ChatRequest, http: Request) -> Response:
         return await self._answer("chat", body, http)
 
-    async def complete(self, body: CompletionBody, http: Request) -> Response:
+    async def complete(self, body: CompletionRequest, http: Request) -> Response:
         return await self._answer("completion", body, http)
 
     async def _answer(self, kind: Kind, body: Any, http: Request) -> Response:

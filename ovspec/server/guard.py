@@ -8,13 +8,16 @@ import time
 from collections.abc import Callable
 from urllib.parse import quote
 
-from starlette.datastructures import Headers
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ovspec.server.errors import ApiError, error_answer
 
 OPEN = ("/health", "/ready")  # without a key
-OWNER, OUTCOME = "owner", "outcome"  # what a request's state holds: the number of its key, how its stream has ended
+# What a request's state holds: the number of its key, how its stream has ended, and the fields that are ignored.
+OWNER, OUTCOME, IGNORED = "owner", "outcome", "ignored"
+HEADER = "X-Ovspec-Ignored"
+MOST_TOLD = 100  # ignored fields that the log names
 LOG = logging.getLogger("ovspec.access")
 
 
@@ -29,6 +32,7 @@ def is_here(host: str) -> bool:
 class Guard:
     """Refuses requests without a key or with a foreign host, before their bodies are read, and logs each.
 
+    It also names the fields of a request that are ignored: in a header of the answer, and once in the log.
     FastAPI reads a body before it asks for a key, and Starlette answers a foreign host in plain text.
 
     Args:
@@ -41,6 +45,7 @@ class Guard:
     def __init__(self, app: ASGIApp, keys: list[str], local: bool, note: Callable[[Scope, int], None]) -> None:
         self._app, self._local, self._note = app, local, note
         self._keys = [key.encode() for key in keys]
+        self._told = set[str]()  # ignored fields that the log has named
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         began, status, state = time.monotonic(), 0, scope.setdefault("state", {})
@@ -49,6 +54,8 @@ class Guard:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
+                if ignored := state.get(IGNORED):
+                    MutableHeaders(scope=message)[HEADER] = ", ".join(ignored)
             await send(message)
 
         try:
@@ -63,7 +70,15 @@ class Guard:
             client = (scope.get("client") or ("-",))[0]
             path = quote(scope["path"][:80])  # without what could deceive the log's reader
             LOG.info("%s %s %s %s %.0f ms", client, scope["method"], path, status, ms)
+            self._tell(state.get(IGNORED, []))
             self._note(scope, status)
+
+    def _tell(self, ignored: list[str]) -> None:
+        """Name ignored fields in the log, each once, and not more than strangers may fill it with."""
+        for name in ignored:
+            if name not in self._told and len(self._told) < MOST_TOLD:
+                self._told.add(name)
+                LOG.info("requests have the field %s, which is unknown and ignored", name)
 
     def _refusal(self, scope: Scope) -> ApiError | None:
         """Return the error that a request is answered with, if it may not pass; note the owner of its key."""

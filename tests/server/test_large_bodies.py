@@ -11,7 +11,7 @@ import pytest
 from pydantic import ValidationError
 from servers import Running
 
-from ovspec.openai.bodies import BODIES, ChatBody, CompletionBody, DetokenizeRequest, Fields
+from ovspec.openai.bodies import BODIES, ChatRequest, CompletionRequest, DetokenizeRequest, Fields
 from ovspec.server.bodies import MOST_COMMAS, parse
 from ovspec.server.errors import ApiError
 
@@ -22,14 +22,14 @@ def hostile(many: int) -> list[tuple[type[Fields], Any, str]]:
     """Return requests, bodies with ``many`` wrong items, and what is told of them."""
     numbered = {str(number): "" for number in range(many)}
     return [
-        (ChatBody, {"messages": [0] * many}, "messages must be a list of objects"),
-        (CompletionBody, {"prompt": [None] * many}, "prompt must be a string"),
-        (CompletionBody, {"prompt": ["a"] * many + [0]}, "prompt must be a string"),
-        (CompletionBody, {"prompt": [[5], ["a"] * many]}, "prompt must be a string"),
-        (CompletionBody, {**TEXT, "stop": [0] * many}, "stop must be a string or a list of strings"),
-        (CompletionBody, {**TEXT, "logit_bias": numbered}, "logit_bias must map token ids to numbers"),
-        (CompletionBody, {**TEXT, **numbered}, "0 is not a field"),
-        (CompletionBody, {**TEXT, "stream_options": numbered}, "stream_options.0 is not a field"),
+        (ChatRequest, {"messages": [0] * many}, "messages must be a list of objects"),
+        (CompletionRequest, {"prompt": [None] * many}, "prompt must be a string"),
+        (CompletionRequest, {"prompt": ["a"] * many + [0]}, "prompt must be a string"),
+        (CompletionRequest, {"prompt": [[5], ["a"] * many]}, "prompt must be a string"),
+        (CompletionRequest, {**TEXT, "stop": [0] * many}, "stop must be a string or a list of strings"),
+        (CompletionRequest, {**TEXT, "logit_bias": numbered}, "logit_bias must map token ids to numbers"),
+        (CompletionRequest, {**TEXT, "max_tokens": 1, **numbered}, "0 is not a field"),
+        (CompletionRequest, {**TEXT, "stream_options": numbered}, "stream_options.0 is not a field"),
         (DetokenizeRequest, {"tokens": ["a"] * many}, "tokens must be a list of whole numbers"),
     ]
 
@@ -47,16 +47,16 @@ def test_few_errors_are_kept(request_type: type[Fields], body: Any, message: str
 def test_long_values_are_read_whole() -> None:
     """Long ones are checked in parts."""
     for prompt in ([5] * 250, ["a"] * 250, [[5] * 250] * 3, [[5]] * 250):
-        read: Any = parse(json.dumps({"prompt": prompt}).encode(), CompletionBody)
+        read: Any = parse(json.dumps({"prompt": prompt}).encode(), CompletionRequest)
         assert read.prompt == prompt
     bias = {str(number): 1.0 for number in range(250)}
-    read: Any = parse(json.dumps({**TEXT, "logit_bias": bias}).encode(), CompletionBody)
+    read: Any = parse(json.dumps({**TEXT, "logit_bias": bias}).encode(), CompletionRequest)
     assert read.logit_bias == dict.fromkeys(range(250), 1.0)
 
 
 def test_more_values_than_any_prompt_has() -> None:
     with pytest.raises(ApiError, match="more than 1000000 commas") as found:
-        parse(b'{"prompt":[5' + b",5" * (MOST_COMMAS + 1) + b"]}", CompletionBody)
+        parse(b'{"prompt":[5' + b",5" * (MOST_COMMAS + 1) + b"]}", CompletionRequest)
     assert found.value.status_code == 413
 
 
@@ -76,5 +76,9 @@ def test_others_are_answered_meanwhile(server: Running, many: int) -> None:
             assert answer.status_code == 200, answer.text
             asked += 1
     thread.join()
-    assert [answer.status_code for answer in answers] == [400] * len(sent), answers
-    assert all(len(answer.content) < 1000 for answer in answers)
+    unknown = [len(body) > many for _, body in sent]  # fields of a request, which are ignored
+    assert [answer.status_code for answer in answers] == [200 if each else 400 for each in unknown], answers
+    assert [len(answer.headers.get("X-Ovspec-Ignored", "").split(",")) > 15 for answer in answers] == [
+        each or "stream_options" in body for each, (_, body) in zip(unknown, sent, strict=True)
+    ]
+    assert all(len(answer.content) + len(str(answer.headers)) < 3000 for answer in answers)

@@ -29,9 +29,6 @@ TEXT = {"prompt": "a"}
 WRONG: list[tuple[str, Any, str, str | None]] = [
     ("/v1/completions", {}, "prompt is missing", "prompt"),
     ("/v1/completions", [], "must be a JSON object", None),
-    ("/v1/completions", {**TEXT, "temprature": 1}, "did you mean temperature", "temprature"),
-    ("/v1/completions", {**TEXT, "tools": []}, "tools is not a field", "tools"),
-    ("/v1/completions", {**TEXT, "x" * 1000: 1}, "^x{80} is not a field of this request; leave it out.$", "x" * 80),
     ("/v1/completions", {"prompt": None}, "prompt is missing", "prompt"),
     ("/v1/completions", {"prompt": 5}, "prompt must be a string, a list of strings.* or a list of lists of", "prompt"),
     ("/v1/completions", {"prompt": ["a", 5]}, "prompt must be a string", "prompt"),
@@ -58,12 +55,6 @@ WRONG: list[tuple[str, Any, str, str | None]] = [
     ("/v1/completions", {**TEXT, "draft": "medusa"}, "this server has lookup and draft", "draft"),
     ("/v1/completions", {**TEXT, "draft": ""}, 'this server has lookup and draft, and "none"', "draft"),
     ("/v1/completions", {**TEXT, "stream_options": {"include_usage": True}}, "needs stream", "stream_options"),
-    (
-        "/v1/completions",
-        {**TEXT, "stream": True, "stream_options": {"x": 1}},
-        "x is not a field.*; leave it out",
-        "stream_options",
-    ),
     (
         "/v1/completions",
         {**TEXT, "stream_options": {"include_usage": 1}},

@@ -12,6 +12,7 @@ SERVING: dict[str, tuple[list[str], Any]] = {
     "port": (["--port", "0"], 0),
     "model_name": (["--model-name", "its", "--model-name", "alias"], ["its", "alias"]),
     "strict_model": (["--strict-model"], True),
+    "strict_fields": (["--strict-fields"], True),
     "api_key_file": (["--api-key-file", "keys"], Path("keys")),
     "insecure": (["--insecure", "--host", "0.0.0.0"], True),
     "deterministic": (["--deterministic"], True),
