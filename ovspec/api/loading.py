@@ -95,7 +95,7 @@ def load(
         choice = DraftChoice(lookup=True)
     number = None if given.lookahead == "auto" else given.lookahead
     most = None if given.cache_memory is None else 1e9 * given.cache_memory
-    return LanguageModel(Runtime(folder, target, proposer, choice, number, corpus, most))
+    return LanguageModel(Runtime(folder, target, proposer, choice, number, corpus, most, given.tool_format))
 
 
 load.__doc__ = f"""{load.__doc__}

@@ -133,7 +133,7 @@ class Session:
         decoders = self._ready()
         before, held = self.mark(), len(decoders.target.rows[0])
         try:
-            row = self.runtime.row(self.sequence, params, Origin(self._healable, self._context))
+            row = self.runtime.row(self.sequence, params, Origin(False, self._healable, self._context))
             self.runtime.reserve(row, params, held)
             drafter, lookahead = self.runtime.drafting(params, decoders)
         except BaseException:
@@ -280,7 +280,7 @@ class Session:
             raise OvspecError("Chat messages can't follow a text that isn't a chat; start another session.")
         check_option("chat_template_kwargs", self.chat_template_kwargs)
         chat, tokenizer = [*self.messages, *messages], self.runtime.tokenizer
-        text = self.runtime.chat_template.render(chat, variables=self.chat_template_kwargs)
+        text = self.runtime.chat_format.prompt(chat, variables=self.chat_template_kwargs)
         kept = without_eos(self.sequence.tokens, self.runtime.generation_config.eos_ids)
         spelt = tokenizer.spell(kept)
         if spelt and text.startswith(spelt):

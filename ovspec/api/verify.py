@@ -154,6 +154,7 @@ def record_as_json(result: Result) -> dict[str, Any] | None:
         "prompt_token_ids": [int(token) for token in record.prompt_ids],
         "healed_token_ids": list(record.healed_ids),
         "options": {name: option_as_json(name, value) for name, value in record.params.recorded().items()},
+        "chat": record.origin.chat,
         "healable": record.origin.healable,
         "context": record.origin.context,
         "sample": record.origin.sample,
@@ -200,12 +201,17 @@ def result_from_json(data: Any) -> Result:
     """
     try:
         record = data["record"]
-        text = data["text"][record.get("echo", 0) :] if "text" in data else data["message"]["content"]
+        text = data["text"][record.get("echo", 0) :] if "text" in data else data["message"]["content"] or ""
         model = dict(record["model"])
         made = Provenance(
             prompt_ids=np.array([int(token) for token in record["prompt_token_ids"]], dtype=np.int64),
             params=params_from_json(dict(record["options"])),
-            origin=Origin(int(record["healable"]), record["context"] and int(record["context"]), int(record["sample"])),
+            origin=Origin(
+                bool(record.get("chat")),
+                int(record["healable"]),
+                record["context"] and int(record["context"]),
+                int(record["sample"]),
+            ),
             model=lambda: model,
             healed_ids=[int(token) for token in record["healed_token_ids"]],
         )

@@ -10,6 +10,7 @@ import numpy as np
 
 from ovspec.params import Params
 from ovspec.sampling.logprobs import TokenLogprob
+from ovspec.text.answer import ToolCall
 
 FinishReason = Literal["stop", "length", "eos", "cancelled"]
 
@@ -20,7 +21,8 @@ class Piece:
 
     ``logprobs`` has one entry for each token if they were requested. ``sources`` names the origin of each token:
     "target", the name of the drafter that proposed it ("draft", "lookup" or that of your own drafter), or "forced" if
-    constraints left no other choice.
+    constraints left no other choice. ``thinking`` and ``tool_calls`` are the other parts of an answer in a chat, which
+    aren't in ``text``.
     """
 
     text: str
@@ -28,6 +30,13 @@ class Piece:
     finish_reason: FinishReason | None = None
     logprobs: list[TokenLogprob] | None = None
     sources: list[str] = field(default_factory=list)
+    thinking: str = ""
+    tool_calls: list[ToolCall] = field(default_factory=list)
+
+    @property
+    def empty(self) -> bool:
+        """Whether the answer says nothing new."""
+        return not (self.text or self.thinking or self.tool_calls)
 
 
 @dataclass(kw_only=True)
@@ -76,15 +85,16 @@ class Stats(Proposals):
     ``ttft_ms`` runs from the prompt's token ids to the first token; ``tpot_ms`` is the mean time of each later one.
     ``target_ms`` and ``draft_ms`` are spent in inference; ``other_ms`` is everything else, including what the caller
     does between two pieces of a stream. In a batch, times are those of the whole batch from when the row joined until
-    it finished. ``cached_tokens`` counts prompt tokens found in the KV cache. ``reached`` counts proposed tokens that
-    were compared with the target's choice. ``forced`` counts tokens that needed no choice because constraints left no
-    other. ``drafters`` has the proposed and accepted tokens of each drafter by its name. ``seed`` is None if the text
-    is greedy.
+    it finished. ``cached_tokens`` counts prompt tokens found in the KV cache. ``thinking_tokens``
+    counts generated tokens of thinking, in chats. ``reached`` counts proposed tokens that were compared with the
+    target's choice. ``forced`` counts tokens that needed no choice because constraints left no other. ``drafters`` has
+    the proposed and accepted tokens of each drafter by its name. ``seed`` is None if the text is greedy.
     """
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
     generated_tokens: int = 0
+    thinking_tokens: int = 0
     ttft_ms: float = 0.0
     tpot_ms: float = 0.0
     rounds: int = 0
@@ -111,6 +121,7 @@ class Stats(Proposals):
 class Origin:
     """Where a text begins, besides its tokens."""
 
+    chat: bool = False  # whether the text is the answer in a chat
     healable: int = 0  # position of the first token that healing may take back
     context: int | None = None  # maximum length of the text in tokens, if less than the model's context
     sample: int = 0  # number of the text among those of its prompt
@@ -141,7 +152,9 @@ class Result:
     "length" (``max_tokens`` or the context) or "cancelled". ``token_ids`` holds every generated token, including the
     EOS or stop id that ended the text; ``text`` leaves out what stopped it. ``logprobs`` has one entry for each of
     ``token_ids`` if they were requested. ``record`` tells how the text was made, for ``LanguageModel.verify``.
-    ``schema_errors``: how the text breaks its JSON schema, in the mode checked; [] if it doesn't.
+    ``schema_errors``: how the text breaks its JSON schema, in the mode checked; [] if it doesn't. In a chat, ``text``
+    has neither the model's ``thinking`` nor its ``tool_calls``, whose last one may be cut off where ``finish_reason``
+    is "length".
     """
 
     text: str
@@ -151,3 +164,25 @@ class Result:
     logprobs: list[TokenLogprob] | None = None
     record: Provenance | None = field(default=None, repr=False, compare=False)
     schema_errors: list[str] | None = None
+    thinking: str = ""
+    tool_calls: list[ToolCall] = field(default_factory=list)
+
+    @property
+    def message(self) -> dict[str, Any]:
+        """The answer as a message to append to the chat."""
+        message: dict[str, Any] = {"role": "assistant", "content": self.text}
+        if self.thinking:
+            message["reasoning_content"] = self.thinking
+        if self.tool_calls:
+            message["tool_calls"] = [call_as_json(call) for call in self.tool_calls]
+        return message
+
+
+def said_as_json(result: Result) -> dict[str, Any]:
+    """Return what an answer says beside its text, as in its message."""
+    return {name: value for name, value in result.message.items() if name not in ("role", "content")}
+
+
+def call_as_json(call: ToolCall) -> dict[str, Any]:
+    """Return a call as OpenAI's API has it."""
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}

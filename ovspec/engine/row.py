@@ -13,6 +13,7 @@ from ovspec.params import Params
 from ovspec.sampling.healing import Healing
 from ovspec.sampling.logprobs import TokenLogprob, token_logprob
 from ovspec.sampling.samplers import Sampler
+from ovspec.text.answer import AnswerReader, Said, ToolCall
 from ovspec.text.tokenizer import Detokenizer
 
 
@@ -54,6 +55,7 @@ class Row:
         context: maximum number of tokens, prompt included.
         record: how the text is made; ``take`` adds to its ``healed_ids``.
         healing: holds the tokens that were taken back, if any; the text must begin with their bytes.
+        reader: reads the text of an answer in a chat, whose detokenizer tells tags as it wants them.
     """
 
     def __init__(
@@ -68,12 +70,13 @@ class Row:
         context: float = math.inf,
         record: Provenance | None = None,
         healing: Healing | None = None,
+        reader: AnswerReader | None = None,
     ) -> None:
         self.params, self.record = params, record
         self.limits = ANYTHING  # of what is proposed
         self.error: OvspecError | None = None  # why the text couldn't go on; its finish reason is then "cancelled"
         self.sequence, self.sampler, self.stats, self.healing = sequence, sampler, stats, healing
-        self.text = ""
+        self.text, self.thinking, self._reader = "", "", reader
         self.token_ids: list[int] = []
         self.logprobs: list[TokenLogprob] | None = None if params.logprobs is None else []
         self.finish_reason: FinishReason | None = None
@@ -100,7 +103,7 @@ class Row:
             return self.cancel()
         tokens = step.tokens.tolist()
         begin = len(self.sequence) - len(tokens)
-        shown, stopped = "", False
+        said, stopped = Said(), False
         first = used = 0  # tokens[first:used] are in the text; those before spell only its prompt
         for used, token in enumerate(tokens, 1):
             length, healed = begin + used, 0
@@ -121,7 +124,7 @@ class Row:
             text = self._detokenizer.push(token, healed)
             if len(self.token_ids) + used - first > self._min_tokens:
                 text, stopped = self._stops.push(text)
-            shown += text
+            self._say(text, said)
             if stopped:
                 self.finish_reason = "stop"
             elif token in self._eos:
@@ -135,8 +138,8 @@ class Row:
         self._count(step, used)
         self.sequence.rewind(begin + used)
         if self.finish_reason and not stopped:
-            shown += self._rest()
-        self.text += shown
+            self._say(self._rest(), said)
+        self._add(said)
         self.token_ids += tokens[first:used]
         self.stats.generated_tokens = len(self.token_ids)
         logprobs = None
@@ -146,25 +149,52 @@ class Row:
             self.logprobs += logprobs
         sources = ["forced"] * len(step.forced) + [step.proposal.source] * step.accepted
         sources += ["target"] * (len(tokens) - len(sources))
-        return Piece(shown, tokens[first:used], self.finish_reason, logprobs, sources[first:used])
+        parts = tokens[first:used], self.finish_reason, logprobs, sources[first:used]
+        return Piece(said.text, *parts, said.thinking, said.calls)
 
     def cancel(self) -> Piece:
         """End the text where it is, unless it has already ended."""
         if self.finish_reason:
             return Piece("", [], self.finish_reason)
         self.finish_reason = "cancelled"
-        rest = self._rest()
-        self.text += rest
-        return Piece(rest, [], "cancelled")
+        said = Said()
+        self._say(self._rest(), said)
+        self._add(said)
+        return Piece(said.text, [], "cancelled", thinking=said.thinking, tool_calls=said.calls)
 
     def result(self) -> Result:
         """Return the result of a text that has ended; its first call judges the text, which may take seconds."""
         assert self.finish_reason
         judge = self.sampler.constraints.judge
         if judge and self._schema_errors is None:
-            self._schema_errors = judge(self.text)
-        errors = self._schema_errors
-        return Result(self.text, self.token_ids, self.finish_reason, self.stats, self.logprobs, self.record, errors)
+            self._schema_errors = judge(self.text, self.tool_calls)
+        parts = self.stats, self.logprobs, self.record, self._schema_errors, self.thinking, self.tool_calls
+        return Result(self.text, self.token_ids, self.finish_reason, *parts)
+
+    @property
+    def reads(self) -> bool:
+        """Whether the text is read as an answer, which may have parts that aren't text."""
+        return self._reader is not None
+
+    @property
+    def tool_calls(self) -> list[ToolCall]:
+        """The calls in the text so far."""
+        return self._reader.calls if self._reader else []
+
+    def _say(self, text: str, said: Said) -> None:
+        """Add to ``said`` what ``text`` says."""
+        if self._reader:
+            self.stats.thinking_tokens += self._reader.phase == "thinking"
+            self._reader.push(text, said)
+        else:
+            said.text += text
+
+    def _add(self, said: Said) -> None:
+        """Add to the text what was said since the last piece."""
+        if self._reader and self.finish_reason:
+            self._reader.flush(said)
+        self.text += said.text
+        self.thinking += said.thinking
 
     def _count(self, step: RowStep, used: int) -> None:
         stats, forced = self.stats, len(step.forced)

@@ -9,6 +9,7 @@ import secrets
 import sys
 import threading
 import time
+from collections import abc
 from collections.abc import Callable, Generator, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -32,13 +33,15 @@ from ovspec.engine.row import Row
 from ovspec.engine.scheduler import BatchLimits, Scheduler, run_rows
 from ovspec.ir.compile import CompiledIR
 from ovspec.ir.memory import WORTH_CHECKING, check_memory, kv_bytes_per_token, recurrent_bytes, token_room
-from ovspec.params import GenerateOptions, Params, make_params, refuse_variables
+from ovspec.params import GenerateOptions, Params, make_params, refuse_variables, refuse_without_chat
 from ovspec.sampling.constraint import Constraints
 from ovspec.sampling.constraint_maker import ConstraintMaker
 from ovspec.sampling.samplers import sampler_of
 from ovspec.setup.engine_choice import CompiledModel
 from ovspec.setup.identity import fingerprint
-from ovspec.text.chat_template import ChatTemplate, Message, chat_template
+from ovspec.text.answer import AnswerFormat, AnswerReader
+from ovspec.text.chat_format import ChatFormat
+from ovspec.text.chat_template import Message, chat_template
 from ovspec.text.generation_config import DEFAULT_MAX_TOKENS, GenerationConfig
 from ovspec.text.tokenizer import Tokenizer
 
@@ -47,6 +50,7 @@ Prompt = str | list[int] | np.ndarray | list[Message] | Message
 Variables = Mapping[str, Any]  # of the chat template
 PLAIN = Lookahead(0)  # proposes nothing, and keeps constraints from forcing tokens
 UNPLACED = Origin()
+LONGEST_TAG = 32  # tokens
 KEPT_IDLE = 60.0  # seconds after which decoders that nobody took are dropped, when others are given back
 
 
@@ -111,6 +115,7 @@ class Runtime:
         corpus: texts that lookup may propose from.
         cache_bytes: what KV caches may take until those of ended texts give way; with 0, none are kept. By default a
             quarter of the memory that is free.
+        tool_format: the name of the format in which the model writes tool calls; by default that of its chat template.
     """
 
     def __init__(
@@ -122,7 +127,9 @@ class Runtime:
         lookahead: int | None = None,
         corpus: Iterable[str] = (),
         cache_bytes: float | None = None,
+        tool_format: str | None = None,
     ) -> None:
+        self._tool_format = tool_format
         self.folder, self.target, self.draft, self.choice, self.lookahead = folder, target, draft, choice, lookahead
         self.tokenizer = Tokenizer(folder)
         self.generation_config = GenerationConfig(folder, target.ir.config, self.tokenizer)
@@ -167,9 +174,9 @@ class Runtime:
         return fingerprint(self.target)
 
     @functools.cached_property
-    def chat_template(self) -> ChatTemplate:
-        """The model's chat template; raises OvspecError if it has none."""
-        return chat_template(self.folder)
+    def chat_format(self) -> ChatFormat:
+        """How the model's chats are written; raises OvspecError if it has no chat template."""
+        return ChatFormat(chat_template(self.folder), self._tool_format)
 
     def irs(self, drafts: bool = True) -> list[CompiledIR]:
         """Return the compiled IRs of the target and, with ``drafts``, of the draft model."""
@@ -177,11 +184,21 @@ class Runtime:
 
     # ------------------------------------------------------------ text and tokens
 
-    def encode(self, prompt: Prompt, begins: bool = True, variables: Variables | None = None) -> np.ndarray:
-        """Return the token ids, (n,) int64. A prompt that ``begins`` a text gets the model's BOS if it has one."""
+    def encode(
+        self,
+        prompt: Prompt,
+        begins: bool = True,
+        variables: Variables | None = None,
+        tools: abc.Sequence[Any] = (),
+        effort: str | None = None,
+    ) -> np.ndarray:
+        """Return the token ids, (n,) int64. A prompt that ``begins`` a text gets the model's BOS if it has one.
+
+        The last three are for chats; see ``ChatFormat.prompt``.
+        """
         if is_chat(prompt):
             messages: Any = [prompt] if isinstance(prompt, dict) else prompt
-            return self.tokenizer.encode(self.chat_template.render(messages, variables=variables), special=False)
+            return self.tokenizer.encode(self.chat_format.prompt(messages, tools, effort, variables), special=False)
         if not isinstance(prompt, (str, list, tuple, np.ndarray)):
             raise PromptError(f"A prompt must be a string, token ids or chat messages, not {prompt!r:.80}.")
         refuse_variables(variables)
@@ -262,9 +279,14 @@ class Runtime:
         Raises:
             OvspecError: the prompt can't be encoded or doesn't fit, or the grammar is wrong.
         """
-        tokens = self.encode(prompt, variables=params.chat_template_kwargs)
-        params, healable = with_seed(params), len(tokens) if is_chat(prompt) else 0
-        rows = [self.row(Sequence(tokens), params, Origin(healable, None, sample)) for sample in range(params.n)]
+        chat = is_chat(prompt)
+        if not chat:
+            refuse_without_chat(params)
+        tokens = self.encode(
+            prompt, variables=params.chat_template_kwargs, tools=params.tools, effort=params.reasoning_effort
+        )
+        params, healable = with_seed(params), len(tokens) if chat else 0
+        rows = [self.row(Sequence(tokens), params, Origin(chat, healable, None, sample)) for sample in range(params.n)]
         for row in rows if not reserved else ():
             self.reserve(row, params)
         return rows
@@ -286,22 +308,47 @@ class Runtime:
         if not prompt_tokens:
             sequence.commit(config.beginning)
         constraints, healing = self._unconstrained(eos | frozenset(params.stop_ids)), None
+        answer = self._answer_format(sequence.tokens, params) if origin.chat else None
         if params.constrains:
-            constraints, healing = self.constraints.make(sequence.tokens, params, eos, config.bos, origin.healable)
+            made = self.constraints.make(sequence.tokens, params, eos, config.bos, origin.healable, answer)
+            constraints, healing = made
         record = Provenance(sequence.tokens.copy(), params, origin, lambda: self.identity)
         sampler = sampler_of(params, origin.sample, constraints)
         if healing:  # nothing can fail from here on
             healing.take_back(sequence)
+        reader = None
+        if answer:
+            answer = replace(answer, tools=answer.tools if params.tool_use.names else None)
+            key = sequence.tokens.tobytes() + origin.sample.to_bytes(4)
+            reader = AnswerReader(answer, self.constraints.strings(params, answer), key)
         return Row(
             sequence,
             params,
             sampler,
-            self.tokenizer.detokenizer(),
+            self.tokenizer.detokenizer(answer.marks if answer else None),
             self._stats(params, prompt_tokens),
             eos=eos,
             context=context,
             record=record,
             healing=healing,
+            reader=reader,
+        )
+
+    def _answer_format(self, prompt: np.ndarray, params: Params) -> AnswerFormat | None:
+        """Return how the answer to a chat, whose tokens are ``prompt`` (n,), is written; None if it is only text."""
+        format, tokenizer, use = self.chat_format, self.tokenizer, params.tool_use
+        if not (format.thinking or params.tools):
+            return None
+        end = (tokenizer.spell(prompt[-LONGEST_TAG:]) or "").rstrip()
+        opened = format.thinking is not None and end.endswith(format.thinking.open.rstrip())
+        return AnswerFormat(
+            format.tools if params.tools else None,
+            format.thinking,
+            use.names or tuple(tool["function"]["name"] for tool in params.tools),
+            "thinking" if opened else "start",
+            not (use.required or params.grammar_option),
+            tokenizer.special,
+            tokenizer.added,
         )
 
     def reserve(self, row: Row, params: Params, cached: int = 0) -> None:

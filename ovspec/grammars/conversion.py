@@ -18,9 +18,11 @@ from ovspec.base.errors import OvspecError
 from ovspec.base.files import read_text
 from ovspec.base.sandbox import Stopped, Worker, serve
 from ovspec.grammars import sources
+from ovspec.grammars.tools import MARKS, tools_grammar
 from ovspec.grammars.wording import in_words, worded
 
 MAX_SECONDS = 5.0
+TOOLS_SECONDS = 2.0  # for the schemas of all tools of a request
 MAX_BYTES = 1_000_000_000
 MAX_SPECIAL = 50  # special tokens named in a grammar
 MAX_NUMBER = 300_000  # empty tokens added for a grammar that refers to tokens by id
@@ -29,14 +31,16 @@ WALKS, WALK_BYTES, WALK_SECONDS = 4, 100, 0.3
 DEAD_END = "NoExtension"  # begins llguidance's error where no byte may follow
 
 CONVERTER = Worker("ovspec.grammars.conversion", MAX_SECONDS, MAX_BYTES)
+TOOLS_CONVERTER = Worker("ovspec.grammars.conversion", TOOLS_SECONDS, MAX_BYTES)
 
 
 def converted(kind: str, given: Any, what: str, **reading: bool) -> str:
     """Return a grammar in llguidance's own notation, which is known to be valid and to have a finite text.
 
     Args:
-        kind: json_schema, regex, choice, grammar (Lark) or gbnf.
-        given: its text; a Path to a file with it; a schema as Python's values; or a list of choices.
+        kind: json_schema, regex, choice, grammar (Lark), gbnf or tools.
+        given: its text; a Path to a file with it; a schema as Python's values; a list of choices; or for tools, what
+            ``tools.tools_grammar`` takes.
         what: the grammar's name in errors and warnings, such as "--grammar words.lark".
         reading: fields of ``json_schema.Reading``.
 
@@ -60,16 +64,31 @@ def converted(kind: str, given: Any, what: str, **reading: bool) -> str:
 @functools.lru_cache(maxsize=64)
 def ask(request: str) -> tuple[str, str]:
     """Return (grammar, warning) for a request to the worker; a refusal is an exception, so it isn't remembered."""
-    what = json.loads(request)["what"]
+    asked = json.loads(request)
+    what, of_tools = asked["what"], asked["kind"] == "tools"
     try:
-        found = CONVERTER.ask(request)
+        found = (TOOLS_CONVERTER if of_tools else CONVERTER).ask(request)
     except Stopped as why:
-        raise OvspecError(f"{what}: the check {why}; simplify it.") from None
+        slow = slowest(asked) if of_tools and len(asked["given"]["tools"]) > 1 else what
+        raise OvspecError(f"{slow}: the check {why}; simplify it.") from None
     except (OSError, ValueError):
         raise OvspecError(f"{what}: the process that checks it ended without an answer; simplify it.") from None
     if "error" in found:
         raise OvspecError(found["error"])
     return found["grammar"], found["warning"]
+
+
+def slowest(asked: dict[str, Any]) -> str:
+    """Return the tool whose schema alone takes too long, as messages name it; all of them if none does."""
+    given, until = asked["given"], time.monotonic() + TOOLS_SECONDS
+    for tool in given["tools"]:
+        if time.monotonic() > until:
+            break
+        try:
+            TOOLS_CONVERTER.ask(json.dumps({**asked, "given": {**given, "tools": [tool], "other": None}}))
+        except Stopped:
+            return f"{asked['what']}: the schema of {tool['name']}"
+    return f"{asked['what']}: the schemas together"
 
 
 # ---------------------------------------------------------------- in that process
@@ -103,6 +122,8 @@ def answer(request: dict[str, Any]) -> dict[str, str]:
     try:
         if kind == "json_schema":
             grammar, warning = sources.json_schema(given, what, **request["reading"])
+        elif kind == "tools":
+            grammar, warning = tools_grammar(given, what)
         else:
             grammar, warning = READERS[kind](given, what), ""
     except OvspecError as error:
@@ -114,7 +135,7 @@ def answer(request: dict[str, Any]) -> dict[str, str]:
 
 def problem_with(grammar: str) -> str:
     """Return what follows a refused grammar's name in the error message; "" for a good grammar."""
-    special: list[str] = []
+    special = [*json.loads(grammar).get(MARKS, ())]
     while True:
         vocabulary = Bytes(special, MAX_NUMBER if "<[" in grammar else 0)
         matcher = LLMatcher(LLTokenizer(vocabulary), grammar, log_level=0, limits=sources.LIMITS)  # type: ignore

@@ -9,8 +9,9 @@ from pydantic import BaseModel, ConfigDict, Field
 from ovspec.api.verify import record_as_json
 from ovspec.engine.results import Piece, Result, Stats
 from ovspec.engine.row import Row
-from ovspec.openai.logprobs import Echo, Place, PlaceStream
+from ovspec.openai.logprobs import Echo, Place, PlaceStream, places_of
 from ovspec.openai.requests import TextRequest
+from ovspec.text.answer import ToolCall
 from ovspec.text.tokenizer import Tokenizer
 
 LEAST = -9999.0  # what OpenAI's API writes for a log-probability of -inf, which JSON can't hold
@@ -29,6 +30,7 @@ class PromptDetails(Answer):
 class CompletionDetails(Answer):
     accepted_prediction_tokens: int = Field(description="Proposed tokens that were accepted.")
     rejected_prediction_tokens: int = Field(description="Proposed tokens that were rejected.")
+    reasoning_tokens: int = Field(description="Tokens of thinking.")
 
 
 class Usage(Answer):
@@ -65,14 +67,30 @@ class Part(Answer):
     """A text, or a part of it in a stream, where all but the last part have a finish reason of null."""
 
     index: int
-    finish_reason: Literal["stop", "length"] | None
+    finish_reason: Literal["stop", "length", "tool_calls"] | None
     record: dict[str, Any] = Field(default={}, description="With return_record: what 'ovspec verify' checks.")
     schema_errors: list[str] = Field(default=[], description="In the mode checked: how the text breaks its schema.")
 
 
+class FunctionCall(Answer):
+    name: str = ""
+    arguments: str = Field("", description="JSON; the last call may be cut off where the finish reason is length.")
+
+
+class ToolCallAnswer(Answer):
+    """A call of a tool, or a part of it in a stream, where only the first part has id, type and name."""
+
+    index: int = Field(0, description="In a stream: which call this belongs to.")
+    id: str = ""
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
 class ChatMessage(Answer):
     role: Literal["assistant"]
-    content: str
+    content: str | None
+    reasoning_content: str = Field("", description="The model's thinking.")
+    tool_calls: list[ToolCallAnswer] = []
 
 
 class ChatChoice(Part):
@@ -88,6 +106,8 @@ class CompletionChoice(Part):
 class Delta(Answer):
     role: Literal["assistant"] = "assistant"
     content: str = ""
+    reasoning_content: str = ""
+    tool_calls: list[ToolCallAnswer] = Field(default=[], description="Parts of calls.")
 
 
 class ChatPart(Part):
@@ -138,11 +158,13 @@ def whole(
         echo, places = echoes[index // n], None
         if result.logprobs is not None:
             piece = Piece(result.text, result.token_ids, logprobs=result.logprobs)
-            places = [*(echo.places or []), *PlaceStream(tokenizer, len(echo.text)).push(piece)]
+            told = result.thinking or result.tool_calls  # then the text isn't what the tokens spell
+            own = places_of(piece) if told else PlaceStream(tokenizer, len(echo.text)).push(piece)
+            places = [*(echo.places or []), *own]
         ends = {"index": index, **ending(request, result, echo.text)}
         if request.kind == "chat":
             logprobs = None if places is None else chat_logprobs(tokenizer, places)
-            message = ChatMessage(role="assistant", content=result.text)
+            message = message_of(result)
             choices.append(ChatChoice(message=message, logprobs=logprobs, **ends))
         else:
             logprobs = None if places is None else completion_logprobs(tokenizer, places, bool(tops_of(result)))
@@ -153,9 +175,30 @@ def whole(
     return Completion(**head, object="text_completion", choices=choices, usage=usage)
 
 
+def message_of(result: Result) -> ChatMessage:
+    """Return the message of an answer; without text beside calls its content is null, as OpenAI's is."""
+    parts: dict[str, Any] = {"content": result.text if result.text or not result.tool_calls else None}
+    if result.thinking:
+        parts["reasoning_content"] = result.thinking
+    if result.tool_calls:
+        parts["tool_calls"] = [call_of(call, False) for call in result.tool_calls]
+    return ChatMessage.model_construct(role="assistant", **parts)
+
+
+def call_of(call: ToolCall, stream: bool = True) -> ToolCallAnswer:
+    """Return a call, or a part of one in a stream."""
+    head: dict[str, Any] = {"index": call.index} if stream else {}
+    function: dict[str, Any] = {"arguments": call.arguments}
+    if call.name is not None:
+        head |= {"id": call.id, "type": "function"}
+        function["name"] = call.name
+    return ToolCallAnswer.model_construct(**head, function=FunctionCall.model_construct(**function))
+
+
 def ending(request: TextRequest, result: Result, before: str) -> dict[str, Any]:
     """Return how a text ends, as fields of a choice; ``before``: the prompt, if that is repeated."""
-    found: dict[str, Any] = {"finish_reason": "length" if result.finish_reason == "length" else "stop"}
+    reason = "length" if result.finish_reason == "length" else "tool_calls" if result.tool_calls else "stop"
+    found: dict[str, Any] = {"finish_reason": reason}
     if request.return_record:
         found["record"] = record_of(result, before)
     if result.schema_errors is not None:
@@ -215,7 +258,9 @@ def usage_of(stats: list[Stats], n: int) -> Usage:
         total_tokens=prompt + generated,
         prompt_tokens_details=PromptDetails(cached_tokens=cached),
         completion_tokens_details=CompletionDetails(
-            accepted_prediction_tokens=accepted, rejected_prediction_tokens=proposed - accepted
+            accepted_prediction_tokens=accepted,
+            rejected_prediction_tokens=proposed - accepted,
+            reasoning_tokens=sum(s.thinking_tokens for s in stats),
         ),
     )
 
@@ -248,9 +293,15 @@ class ChunkWriter:
 
     def more(self, index: int, piece: Piece) -> list[Chunk]:
         """Return the chunks for a piece of a text; there are none if it has nothing to tell yet."""
-        places, chunks = self._places[index].push(piece) if self._places else None, list[Chunk]()
-        if piece.text or places:
-            chunks.append(self._chunk(index, Delta(content=piece.text), places))
+        places, chunks = None, list[Chunk]()
+        if self._places:
+            places = places_of(piece) if self._rows[index].reads else self._places[index].push(piece)
+        deltas = [Delta(reasoning_content=piece.thinking)] if piece.thinking else []
+        deltas += [Delta(content=piece.text)] if piece.text else []
+        deltas += [Delta(tool_calls=[call_of(call)]) for call in piece.tool_calls]
+        for delta in deltas or [Delta(content="")] * bool(places):
+            chunks.append(self._chunk(index, delta, places))
+            places = None
         if piece.finish_reason:
             chunks.append(self._chunk(index, Delta(), **ending(self._request, self._rows[index].result(), "")))
         return chunks

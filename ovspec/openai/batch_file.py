@@ -21,7 +21,7 @@ from ovspec.api.model import LanguageModel, retried
 from ovspec.api.verify import option_as_json
 from ovspec.base.errors import InferenceError, OvspecError
 from ovspec.base.files import read_text, write_atomically
-from ovspec.engine.results import Piece, Result
+from ovspec.engine.results import Piece, Result, said_as_json
 from ovspec.engine.row import Row
 from ovspec.openai.answers import head_of, record_of, tops_of, whole
 from ovspec.openai.bodies import OF_SERVER, ChatBody, CompletionBody, OwnBody, read_body
@@ -364,6 +364,7 @@ def own_choice(lm: LanguageModel, result: Result, prompt: Any, echo: bool) -> di
     """Return one text of a request in ovspec's own format."""
     before = echo_in(lm, prompt, result, logprobs=False).text if echo else ""
     found: dict[str, Any] = {"text": before + result.text, "finish_reason": result.finish_reason}
+    found |= said_as_json(result)
     if result.logprobs is not None:
         found["logprobs"] = [each.as_json(lm.tokenizer.token_text) for each in result.logprobs]
     if result.schema_errors is not None:

@@ -33,6 +33,12 @@ B = TypeVar("B", bound=BaseModel)
 FIRST = Field(fail_fast=True)  # pydantic would keep an error for each wrong item
 IDS = Annotated[list[int], FIRST]
 CHAT = Annotated[list[dict[str, Any]], Field(min_length=1), FIRST]
+# Fields of a message: OpenAI's, and what chat templates read. The last is refused.
+OF_MESSAGES = {
+    "role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", "reasoning", "thinking",
+    "function_call",
+}  # fmt: skip
+OF_PARTS = {"type", "text"}  # of a message's content
 # Descriptions of fields that other servers have.
 IDLE, UNMET = "Has no effect.", "Not supported."
 # Options that the command sets for all lines of a batch file, and a request to the server for itself.
@@ -111,6 +117,7 @@ class TokenizeRequest(create_model("Prompts", __base__=Fields, **unmet(OF_PROMPT
     chat_template_kwargs: dict[str, Any] | None = Field(
         None, description="Variables for the chat template; only with messages."
     )
+    tools: list[dict[str, Any]] | None = Field(None, description="The chat's tools; only with messages.")
     add_special_tokens: bool | None = Field(
         None, description="Whether the text begins with the model's BOS; not with messages. Default: true."
     )
@@ -274,7 +281,32 @@ def without_unknown(value: Any, body: type[BaseModel]) -> tuple[Any, list[str]]:
     if "stream_options" in kept:  # the only field with fields of its own
         kept["stream_options"], inner = without_unknown(kept["stream_options"], StreamOptions)
         names += [f"stream_options.{name}" for name in inner]
+    if isinstance(kept.get("messages"), list):
+        inner = dict[str, None]()
+        kept["messages"] = [without_unknown_of_message(message, inner) for message in kept["messages"]]
+        names += inner
     return kept, names[:MOST_NAMED]
+
+
+def without_unknown_of_message(message: Any, names: dict[str, None]) -> Any:
+    """Return a message without the fields that no message has; add their names to ``names``."""
+    if not isinstance(message, dict):
+        return message
+
+    def known(given: dict[str, Any], fields: set[str], where: str) -> dict[str, Any]:
+        unknown = (name for name, each in given.items() if name not in fields and each not in (None, []))
+        names.update((f"{where}.{name[:LONGEST]}", None) for name in islice(unknown, MOST_NAMED - len(names)))
+        return {name: each for name, each in given.items() if name in fields}
+
+    message = known(message, OF_MESSAGES, "messages")
+    if isinstance(content := message.get("content"), list):
+        parts = (known(part, OF_PARTS, "content") if is_text(part) else part for part in content)
+        message["content"] = [*parts]
+    return message
+
+
+def is_text(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") == "text"
 
 
 def read_body(value: Any, body: type[B]) -> B:

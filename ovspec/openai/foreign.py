@@ -24,8 +24,6 @@ OF_PROMPTS: dict[str, tuple[Any, ...]] = {
     "chat_template": (),
     "continue_final_message": (False,),
     "documents": ([],),
-    "reasoning_effort": (),
-    "tools": ([],),
 }
 OF_TEXTS: dict[str, tuple[Any, ...]] = {
     # OpenAI's
@@ -35,9 +33,7 @@ OF_TEXTS: dict[str, tuple[Any, ...]] = {
     "functions": ([],),
     "modalities": (["text"],),
     "moderation": (),
-    "parallel_tool_calls": (True, False),
     "suffix": ("",),
-    "tool_choice": ("none", "auto"),
     "verbosity": ("medium",),
     "web_search_options": (),
     # llama.cpp's
@@ -55,8 +51,7 @@ OF_TEXTS: dict[str, tuple[Any, ...]] = {
     "n_probs": (0,),
     "penalize_nl": (False,),
     "post_sampling_probs": (False,),
-    "reasoning_budget_tokens": (-1,),
-    "reasoning_format": ("none", "auto"),
+    "reasoning_format": ("auto", "deepseek"),
     "repeat_last_n": (64, -1),
     "repeat_penalty": (1,),
     "response_fields": ([],),
@@ -67,7 +62,6 @@ OF_TEXTS: dict[str, tuple[Any, ...]] = {
     ),
     "t_max_predict_ms": (-1, 0),
     "tfs_z": (1,),
-    "thinking_budget_tokens": (-1,),
     "top_n_sigma": (-1, 0),
     "typ_p": (1,),
     "verbose": (False,),
@@ -96,7 +90,6 @@ OF_TEXTS: dict[str, tuple[Any, ...]] = {
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
     "structured_outputs": (),
-    "thinking_token_budget": (-1,),
     "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
     "vllm_xargs": (),

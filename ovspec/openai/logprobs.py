@@ -63,6 +63,11 @@ class PlaceStream:
         return [replace(place, offset=self._begin + max(0, place.offset - healed)) for place in told]
 
 
+def places_of(piece: Piece) -> list[Place]:
+    """Return the tokens of a piece of an answer in a chat, where places in the text mean nothing."""
+    return [Place(token, 0, each) for token, each in zip(piece.token_ids, piece.logprobs or [], strict=True)]
+
+
 def echo_of(tokenizer: Tokenizer, prompt: Prompt, ids: list[int], logprobs: list[TokenLogprob | None] | None) -> Echo:
     """Return what is repeated of a prompt with these ``ids``."""
     text = prompt if isinstance(prompt, str) else tokenizer.decode(ids)

@@ -8,14 +8,12 @@ from typing import Any, Literal
 from ovspec.base.errors import OvspecError, PromptError
 from ovspec.engine.runtime import Prompt, is_batch
 from ovspec.grammars.response_format import WRAPPING
-from ovspec.openai.bodies import REQUESTED, Fields, RequestError
+from ovspec.openai.bodies import OF_MESSAGES, OF_PARTS, REQUESTED, Fields, RequestError
 from ovspec.params import GRAMMARS, OF_SCHEMAS, TRUNCATING, Params, checked
 from ovspec.params.option import hint
 from ovspec.text.chat_template import Message
 
 Kind = Literal["own", "completion", "chat"]
-# Fields of a message: OpenAI's, and what chat templates read.
-OF_MESSAGES = ("role", "content", "name", "tool_call_id", "reasoning_content", "thinking")
 # What each response format has besides its type; the schema of a json_object is llama.cpp's way to give one.
 FORMATS = {"text": set[str](), "json_object": {"schema"}, "json_schema": {"json_schema"}}
 
@@ -45,7 +43,8 @@ class TextRequest:
     def size(self) -> int:
         """The number of characters, and of ids, in all prompts together."""
         if self.kind == "chat":
-            return sum(len(message["content"]) for chat in self.prompts for message in chat)  # type: ignore[index]
+            messages = [message for chat in self.prompts for message in chat]
+            return sum(map(message_size, messages)) + len(repr(self.own.get("tools") or ""))  # type: ignore[arg-type]
         return sum(map(len, self.prompts))
 
     def params(self, defaults: Params) -> Params:
@@ -181,15 +180,49 @@ def template_message(message: Message) -> Message:
     """Return ``message`` as chat templates take it: its content a string, and its role one that they know."""
     # What is null or empty says nothing; OpenAI's clients send it back with the assistant's answers.
     made = {name: value for name, value in message.items() if value not in (None, [])}
-    if call := next((name for name in ("tool_calls", "function_call") if name in made), None):
-        raise wrong(f"{call} can't be read, as there are no tools yet; leave it out.")
+    if "function_call" in made:
+        raise wrong("function_call can't be read; send the call in tool_calls.")
+    if "reasoning" in made:  # vLLM's name
+        made.setdefault("reasoning_content", made.pop("reasoning"))
     refuse_unknown(made, OF_MESSAGES, "messages: {name} is not a field of a message", "messages")
+    for name in ("name", "tool_call_id", "reasoning_content", "thinking"):
+        if not isinstance(made.get(name, ""), str):
+            raise wrong(f"{name} must be a string.")
     if not isinstance(made.get("role"), str):
         raise wrong("each needs a role, such as user.")
     if made["role"] == "developer":  # OpenAI's newer name
         made["role"] = "system"
-    made["content"] = text_of(made.get("content"))
+    if "tool_calls" in made:
+        made["tool_calls"] = [*map(template_call, listed(made["tool_calls"]))]
+    # An answer that only calls or thinks has no content.
+    silent = made["role"] == "assistant" and "content" not in made and made.keys() - {"role", "name"}
+    made["content"] = "" if silent else text_of(made.get("content"))
     return made
+
+
+def message_size(message: Message) -> int:
+    """Return the number of characters in a message that ``template_message`` has made."""
+    calls = (call["function"] for call in message.get("tool_calls", ()))
+    return len(message["content"]) + sum(len(str(function["arguments"])) for function in calls)
+
+
+def template_call(call: Any) -> dict[str, Any]:
+    """Return a call of a tool in a message; raises RequestError for what isn't one."""
+    function = call.get("function") if isinstance(call, dict) and call.get("type", "function") == "function" else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise wrong("each of tool_calls must be of the type function and have a function with a name.")
+    if not isinstance(arguments := function.get("arguments") or "{}", (str, dict)):
+        raise wrong(f"the arguments of {function['name']:.80} must be a string with a JSON object.")
+    if not isinstance(id := call.get("id") or "", str):
+        raise wrong(f"the id of a call of {function['name']:.80} must be a string.")
+    made = {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
+    return {"id": id, **made} if id else made
+
+
+def listed(calls: Any) -> list[Any]:
+    if not isinstance(calls, list):
+        raise wrong("tool_calls must be a list.")
+    return calls
 
 
 def text_of(content: Any) -> str:
@@ -205,7 +238,7 @@ def text_of(content: Any) -> str:
             raise wrong("a part of the type text needs a text, which is a string.")
         given = [name for name in part if part[name] is not None]
         told = "messages: {name} is not a field of a part of the type text"
-        refuse_unknown(given, ("type", "text"), told, "messages")
+        refuse_unknown(given, OF_PARTS, told, "messages")
     return "\n".join(part["text"] for part in content)
 
 

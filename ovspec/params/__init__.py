@@ -7,7 +7,7 @@ in ``SamplingOptions`` also a field of ``SamplingParams``.
 import json
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Integral, Number, Real
 from pathlib import Path
 from types import UnionType
@@ -33,6 +33,7 @@ from ovspec.params.option import (
     schema_or_file,
     token_bias,
 )
+from ovspec.params.tools import NO_TOOLS, ToolUse, tool_use, tools_of
 
 AcceptRule = Literal["compare", "rejection"]
 # (logits (1, vocab) float32, all tokens so far (n,) int64, **keywords) -> token id
@@ -243,6 +244,44 @@ class GenerateOptions(SamplingOptions, total=False):
             parse=json_object,
         ),
     ]
+    tools: Annotated[
+        Sequence[Any],
+        "The functions that the model may call: a list of OpenAI's tools. Needs chat messages. Arguments always fit "
+        "the schemas.",
+        Option(
+            tuple,
+            more="Also Python functions with type hints and a docstring. The calls are the result's ``tool_calls``.",
+            flags=(),
+            request_type=list[dict[str, Any]],
+        ),
+    ]
+    tool_choice: Annotated[
+        str | Mapping[str, Any] | None,
+        "What may be called: auto, none, required (an answer that only calls), or OpenAI's objects that name a tool or "
+        "allow some.",
+        Option(usual="auto", flags=()),
+    ]
+    parallel_tool_calls: Annotated[
+        bool, "Whether an answer may have several calls, where the model's format has that.", Option(True, flags=())
+    ]
+    reasoning_effort: Annotated[
+        Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None,
+        "How much the model thinks before it answers, where its chat template can be told; none for not at all. "
+        "Needs chat messages.",
+        Option(usual="up to the template", commands=("batch",)),
+    ]
+    max_thinking_tokens: Annotated[
+        int | None,
+        "Maximum number of tokens of thinking; then it is ended, and the answer begins. -1 for no limit. Needs chat "
+        "messages.",
+        Option(
+            limits=Limits(0, words="0 or more, or -1 for no limit", special=-1),
+            usual="no limit",
+            commands=("batch",),
+            metavar="N",
+            aliases=("reasoning_budget_tokens", "thinking_budget_tokens", "thinking_token_budget"),
+        ),
+    ]
     json_schema: Annotated[
         Any,
         "The text must be JSON that matches this schema; '{}' allows any JSON. Not with another grammar option.",
@@ -315,6 +354,10 @@ GENERATE = declared(GenerateOptions)
 # The options that set a grammar; only one of them may be given.
 GRAMMARS = ("json_schema", "regex", "grammar", "gbnf", "choice")
 OF_SCHEMAS = ("json_schema_mode", "retries", "additional_properties", "compact_json")  # they need a schema
+# They need chat messages.
+OF_CHATS = (
+    "chat_template_kwargs", "tools", "tool_choice", "parallel_tool_calls", "reasoning_effort", "max_thinking_tokens",
+)  # fmt: skip
 ONLY_SPEED = ("lookahead", "batch_size", "retries")  # they don't change the text that a seed gives
 CHECKED_WHERE_USED = {*GRAMMARS, "constrain_from", "logits_processors"}
 _OtherFields = fields_of({name: entry for name, entry in GENERATE.items() if name not in {*SAMPLING, "sampling"}})
@@ -336,6 +379,18 @@ class Params(SamplingParams, _OtherFields):
         return bool(self.temperature or self.sampler)
 
     @property
+    def thinking_budget(self) -> int | None:
+        """The maximum number of tokens of thinking; None if there is none."""
+        if self.max_thinking_tokens is None:
+            return 0 if self.reasoning_effort == "none" else None
+        return None if self.max_thinking_tokens < 0 else self.max_thinking_tokens
+
+    @property
+    def tool_use(self) -> ToolUse:
+        """What may be called."""
+        return tool_use(self.tools, self.tool_choice) if self.tools else NO_TOOLS
+
+    @property
     def grammar_option(self) -> str | None:
         """The name of the option that sets the grammar, if one does."""
         return next((name for name in GRAMMARS if getattr(self, name) is not None), None)
@@ -344,12 +399,15 @@ class Params(SamplingParams, _OtherFields):
     def constrains(self) -> bool:
         """Whether an option changes the logits or limits the tokens that may come next."""
         changes = self.logit_bias or self.min_tokens or self.penalizes or self.logits_processors
-        return bool(self.grammar_option or self.heal or changes)
+        return bool(self.grammar_option or self.heal or changes or self.tools or self.thinking_budget is not None)
 
     def recorded(self) -> dict[str, Any]:
         """Return what decides the text: the options that change it and aren't at their defaults."""
         values = {name: getattr(self, name) for name in GENERATE if name not in ("sampling", *ONLY_SPEED)}
         return {name: v for name, v in values.items() if hasattr(v, "dtype") or v != GENERATE[name][1].initial}
+
+
+UNSET = Params()  # all options at their defaults
 
 
 for _made, _table in ((SamplingParams, SamplingOptions), (GenerateOptions, GenerateOptions)):
@@ -378,6 +436,7 @@ def checked(params: Params) -> Params:
     """Return ``params``, whose values are valid one by one; raises OvspecError for those that exclude each other."""
     check_sampling(params)
     check_grammar(params)
+    params = check_tools(params)
     if params.sampler and (params.temperature or params.truncates):
         others = ", ".join(f"`{name}`" for name in SAMPLES_WITH)
         raise OvspecError(f"The sampler draws the tokens; leave out {others}.")
@@ -400,6 +459,21 @@ def check_sampling(params: SamplingParams) -> None:
         raise OvspecError(more)
 
 
+def check_tools(params: Params) -> Params:
+    """Return ``params`` with the tools as OpenAI's; raises OvspecError for what can't be called."""
+    if "tools" in (params.chat_template_kwargs or {}) and params.tools:
+        raise OvspecError("`tools` and `chat_template_kwargs` both have tools; give them once.")
+    if not params.tools:
+        if params.tool_choice is not None:
+            tool_use((), params.tool_choice)
+        return params
+    if params.ignore_eos:
+        raise OvspecError("`tools` can't be combined with `ignore_eos`: a call decides where the text ends.")
+    params = replace(params, tools=tools_of(params.tools))
+    tool_use(params.tools, params.tool_choice)
+    return params
+
+
 def check_grammar(params: Params) -> None:
     """Raise OvspecError for options of grammars that exclude or need each other."""
     given = [name for name in GRAMMARS if getattr(params, name) is not None]
@@ -411,7 +485,7 @@ def check_grammar(params: Params) -> None:
     if not given and params.constrain_from is not None:
         raise OvspecError("`constrain_from` sets where a grammar begins; give a grammar too.")
     more = [name for name in OF_SCHEMAS if getattr(params, name) != GENERATE[name][1].default]
-    if more and params.json_schema is None:
+    if more and params.json_schema is None and (more[0] == "retries" or not params.tools):
         raise OvspecError(f"`{more[0]}` is for JSON schemas; give `json_schema` too.")
     if params.retries and params.json_schema_mode != "checked":
         raise OvspecError("`retries` needs `json_schema_mode` checked: in the mode strict no text breaks the schema.")
@@ -443,14 +517,23 @@ def refuse_variables(variables: Mapping[str, Any] | None) -> None:
         raise OvspecError("`chat_template_kwargs` needs chat messages, and the prompt is a text or ids; leave it out.")
 
 
+def refuse_without_chat(params: Params) -> None:
+    """Raise OvspecError if ``params`` have an option that only chats can meet, for a prompt that isn't one."""
+    for name in OF_CHATS:
+        if getattr(params, name) != getattr(UNSET, name):
+            raise OvspecError(f"`{name}` needs chat messages, and the prompt is a text or ids; leave it out.")
+
+
 def refuse_in_session(params: Params) -> None:
     """Raise OvspecError if ``params`` have an option that comes too late in a session."""
     refuse_retries(params, "a session, which continues from its text")
-    if params.chat_template_kwargs:
-        raise OvspecError(
-            "`chat_template_kwargs` can't be given when a session generates: the messages are in the text already; set "
-            "`chat_template_kwargs` of the session before you append them."
-        )
+    for name in OF_CHATS:
+        if getattr(params, name) != getattr(UNSET, name):
+            instead = "set `chat_template_kwargs` of the session before you append them"
+            instead = instead if name == OF_CHATS[0] else "call `generate` of the model with the messages"
+            raise OvspecError(
+                f"`{name}` can't be given when a session generates: the messages are in the text already; {instead}."
+            )
 
 
 # ---------------------------------------------------------------- checking values

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal, TypedDict
 
 from ovspec.params import AT_LEAST_1, GENERATE, LOOKAHEAD, NOT_NEGATIVE, check, check_names
 from ovspec.params.option import Option, declared, fields_of, folder, key_value
+from ovspec.params.tools import ToolFormatName
 
 
 class RuntimeOptions(TypedDict, total=False):
@@ -77,6 +78,11 @@ class LoadOptions(RuntimeOptions, total=False):
         "Gigabytes that KV caches may take until those of ended texts give way, which are kept for texts that begin "
         "in the same way; 0 keeps none.",
         Option(limits=NOT_NEGATIVE, usual="a quarter of the memory that is free after loading", metavar="GB"),
+    ]
+    tool_format: Annotated[
+        ToolFormatName | None,
+        "How the model writes tool calls.",
+        Option(usual="found from its chat template", commands=("batch", "serve")),
     ]
     verify: Annotated[
         bool, "First check the model's files against the checksums of its export by ovspec.", Option(False)

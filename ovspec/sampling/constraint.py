@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 
 from ovspec.sampling.masks import holds, masked
+from ovspec.text.answer import ToolCall
 
 
 class Constraint:
@@ -64,7 +65,8 @@ class Constraints:
         self.guesses = bool(self._guessing)  # whether any of them can propose tokens
         self.may_complete = bool(self._forcing)  # whether they may end the text
         self.forces = self.may_complete and not ask_always  # whether tokens may be committed without the model
-        self.judge: Callable[[str], list[str]] | None = None  # says what is wrong with the finished text
+        # Says what is wrong with the finished text and its calls of tools.
+        self.judge: Callable[[str, Sequence[ToolCall]], list[str]] | None = None
 
     def process(self, logits: np.ndarray, tokens: np.ndarray) -> np.ndarray:
         """Return ``logits``, (vocab,), changed by all constraints but not masked; the argument is left as it is."""

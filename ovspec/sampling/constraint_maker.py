@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,11 +19,15 @@ from ovspec.sampling.constraint import Constraint, Constraints
 from ovspec.sampling.healing import ByteTokens, Healing, healable
 from ovspec.sampling.judging import schema_errors
 from ovspec.sampling.processors import PromptLength, processing
+from ovspec.text.answer import AnswerFormat, ToolCall
 from ovspec.text.tokenizer import Tokenizer
 from ovspec.text.tokenizer_files import TOKENIZER_FILE
 
 if TYPE_CHECKING:
-    from ovspec.sampling.grammar_constraint import Grammars
+    from ovspec.sampling.answer_grammar import AnswerGrammar
+    from ovspec.sampling.grammar_constraint import Grammar, Grammars
+
+STRINGS = "strings"  # see grammars/tools.py
 
 
 class ConstraintMaker:
@@ -45,7 +51,13 @@ class ConstraintMaker:
         return Grammars(read_json(self._tokenizer.folder / TOKENIZER_FILE), list(self.tokens.vocabulary))
 
     def make(
-        self, tokens: np.ndarray, params: Params, eos: frozenset[int], bos: np.ndarray, healable_from: int = 0
+        self,
+        tokens: np.ndarray,
+        params: Params,
+        eos: frozenset[int],
+        bos: np.ndarray,
+        healable_from: int = 0,
+        answer: AnswerFormat | None = None,
     ) -> tuple[Constraints, Healing | None]:
         """Return the constraints of the text after a prompt, and the healing of the prompt's end, if there is any.
 
@@ -54,6 +66,7 @@ class ConstraintMaker:
             eos: ids that end the text, besides ``params.stop_ids``.
             bos: (n,) int64, replaces a prompt that is taken back entirely; empty if that isn't possible.
             healable_from: position of the first token that healing may take back.
+            answer: how the model writes the answer, if the prompt is a chat and it has thinking or tools.
 
         Raises:
             OvspecError: the grammar is wrong, or doesn't allow the prompt.
@@ -70,18 +83,47 @@ class ConstraintMaker:
                 healing = Healing(tokens, count, self.tokens, bos)
                 masks.append(healing)
                 healed, start = healing.text, healing.start
-        if grammar is not None:
-            # A stop id that spells text is an ordinary token to the grammar, and doesn't end it.
-            spelt = self.tokens.vocabulary
-            stops = {token for token in params.stop_ids if not (token < len(spelt) and spelt[token])}
-            masks.append(self.grammars.constraint(grammar, start, eos | stops, tail, healed, name))
+        if answer and not tail and (limits := self._answer_grammar(start, params, eos, answer)):
+            masks.append(limits)
+        elif grammar is not None:
+            masks.append(self.grammars.constraint(grammar, start, self._ends(params, eos), tail, healed, name))
         prompt_length: PromptLength = healing.prompt_length if healing else lambda _: start
         processors = processing(params, prompt_length, ends, params.logits_processors)
         excludes = bool(params.logits_processors) or -math.inf in params.logit_bias.values()
         made = Constraints([*processors, *masks], ends, params.logprobs is not None or excludes)
         if params.json_schema_mode == "checked":
-            made.judge = functools.partial(schema_errors, readable("json_schema", params.json_schema), tail.decode())
+            made.judge = functools.partial(errors_of, params, tail.decode())
         return made, healing
+
+    def _ends(self, params: Params, eos: frozenset[int]) -> frozenset[int]:
+        """Return the ids that end a grammar's text. A stop id that spells text is an ordinary token to the grammar."""
+        spelt = self.tokens.vocabulary
+        return eos | {token for token in params.stop_ids if not (token < len(spelt) and spelt[token])}
+
+    def _answer_grammar(
+        self, start: int, params: Params, eos: frozenset[int], answer: AnswerFormat
+    ) -> AnswerGrammar | None:
+        """Return the constraint of an answer after ``start`` tokens of prompt; None if nothing is constrained."""
+        from ovspec.sampling.answer_grammar import AnswerGrammar  # deferred, because it imports llguidance
+
+        grammar, budget, make = grammar_of_answer(params, answer), params.thinking_budget, None
+        budget = budget if answer.thinking else None
+        if grammar is not None:
+            make = partial(self._grammar_of_answer, grammar, self._ends(params, eos))
+        elif budget is None and not params.tools:
+            return None
+        closing = self._tokenizer.encode_more(answer.thinking.close).tolist() if answer.thinking else ()
+        whole = grammar is not None and not answer.anywhere
+        return AnswerGrammar(start, answer, self.tokens, make, whole, budget, closing)
+
+    def _grammar_of_answer(self, grammar: str, ends: frozenset[int], start: int, begun: list[bytes | int]) -> Grammar:
+        return self.grammars.constraint(grammar, start, ends, begun=begun, what="grammar of the tools")
+
+    def strings(self, params: Params, answer: AnswerFormat) -> dict[str, list[str]]:
+        """Return for each tool the arguments that are written without quotes."""
+        if not (answer.tools and answer.tools.parameters):
+            return {}
+        return json.loads(grammar_of_answer(params, answer) or "{}").get(STRINGS, {})
 
     def check(self, params: Params) -> None:
         """Raise OvspecError if the grammar in ``params`` is invalid."""
@@ -130,6 +172,46 @@ def grammar_of(params: Params) -> tuple[str | None, str]:
         "compact": bool(params.compact_json),
     }
     return converted(name, value, what, **reading), what
+
+
+def grammar_of_answer(params: Params, answer: AnswerFormat) -> str | None:
+    """Return the grammar of calls, or of all that follows thinking; None if it is the grammar of ``params`` or none.
+
+    Raises:
+        OvspecError: a tool's schema can't be used; the message names the tool.
+    """
+    use = params.tool_use
+    other = None if use.required else grammar_of(params)[0]
+    if not use.names and not (other and answer.thinking):
+        return None
+    from ovspec.grammars.conversion import converted
+
+    called = [tool["function"] for tool in params.tools if tool["function"]["name"] in use.names]
+    given = {
+        "format": answer.tools.name if answer.tools else "generic",
+        "tools": [{"name": tool["name"], "parameters": tool["parameters"]} for tool in called],
+        "parallel": params.parallel_tool_calls and not use.once,
+        "tokens": [*answer.tokens],
+        "header": answer.thinking.header if answer.thinking else "",
+        "text": answer.thinking.text if answer.thinking else "",
+        "other": other,
+        "reading": {
+            "lenient": params.json_schema_mode == "checked",
+            "close": params.additional_properties is not True,
+            "compact": params.compact_json,
+        },
+    }
+    return converted("tools", given, "`tools`")
+
+
+def errors_of(params: Params, before: str, text: str, calls: Sequence[ToolCall]) -> list[str]:
+    """Return how an answer, ``before + text`` with calls of tools, breaks its schemas; see ``schema_errors``."""
+    found, schemas = list[str](), {tool["function"]["name"]: tool["function"]["parameters"] for tool in params.tools}
+    if params.json_schema is not None and (text or not calls):
+        found += schema_errors(readable("json_schema", params.json_schema), before, text)
+    for call in calls:
+        found += (f"{call.name}: {error}" for error in schema_errors(schemas[call.name or ""], "", call.arguments))
+    return found
 
 
 def readable(name: str, value: Any) -> Any:

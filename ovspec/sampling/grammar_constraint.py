@@ -10,6 +10,7 @@ import json
 import re
 import secrets
 import threading
+from collections import abc
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,7 @@ from llguidance import LLMatcher, LLTokenizer
 from ovspec.base.errors import OvspecError
 from ovspec.cache.sequence import Sequence
 from ovspec.grammars.sources import LARK, LIMITS, UNIQUE_ITEMS
+from ovspec.grammars.tools import MARKS, STRINGS
 from ovspec.grammars.wording import in_words
 from ovspec.sampling.constraint import Constraint
 from ovspec.sampling.masks import holds, pack
@@ -207,6 +209,7 @@ class Grammars:
         self._size = len(vocabulary)
         # As Lark writes them, such as <|im_end|>. <[INST]> can't be written, because brackets hold token ids.
         names = ((token["content"], token["id"]) for token in special_tokens(tokenizer_json))
+        self._added = {token["content"]: token["id"] for token in tokenizer_json.get("added_tokens", [])}
         self._special = {f"<{name.removeprefix('<').removesuffix('>')}>": number for name, number in names}
         self._own_end, self._tokens = grammar_tokenizer(tokenizer_json, self._size)
         # Threads share them, so a matcher in it is copied before it moves.
@@ -222,6 +225,7 @@ class Grammars:
         inside: bytes = b"",
         healed: bytes = b"",
         what: str = "grammar",
+        begun: abc.Sequence[bytes | int] = (),
     ) -> Grammar:
         """Return the constraint that keeps the text after ``start`` tokens of prompt within ``grammar``.
 
@@ -232,9 +236,18 @@ class Grammars:
             healed: bytes of the tokens that were taken back from the prompt. They are the end of ``inside`` if that is
                 given; otherwise the text begins with them, and the grammar's text follows.
             what: the grammar's name in errors.
+            begun: what of the grammar's text was generated before ``start``: bytes, and ids of tokens.
         """
         matcher, unique = self._compile(grammar, what)
         cursor: JsonCursor | None = JsonCursor()
+        if begun:
+            matcher = matcher.deep_copy()
+            for part in begun:
+                tokens = self._tokens.tokenize_bytes(part) if isinstance(part, bytes) else [part]
+                if matcher.try_consume_tokens(tokens) < len(tokens):
+                    raise OvspecError(f"The {what} doesn't allow what was generated.")
+                if unique and cursor and isinstance(part, bytes):
+                    cursor = unique.follow(cursor, part)
         if inside:
             self._follow(matcher.deep_copy(), inside)  # all of it must fit
             matcher, before = matcher.deep_copy(), inside[: len(inside) - len(healed)]
@@ -252,7 +265,7 @@ class Grammars:
         with self._lock:
             found = self._compiled.pop(grammar, None)
         if not found:
-            text, tracks = with_numbers(grammar, self._special)
+            text, tracks = with_numbers(grammar, self._special, self._added)
             matcher = LLMatcher(self._tokens, text, log_level=0, limits=LIMITS)
             if matcher.is_error():
                 raise OvspecError(f"{what}: {in_words(matcher.get_error())}")
@@ -317,10 +330,13 @@ def special_tokens(tokenizer_json: dict[str, Any]) -> list[dict[str, Any]]:
     return [token for token in tokenizer_json.get("added_tokens", []) if token.get("special")]
 
 
-def with_numbers(grammar: str, special: dict[str, int]) -> tuple[str, Tracks | None]:
+def with_numbers(grammar: str, special: dict[str, int], added: dict[str, int]) -> tuple[str, Tracks | None]:
     """Return a grammar that refers to special tokens by id, because ``grammar_tokenizer`` has renamed them.
 
     What it says of different items comes apart from it.
+
+    Args:
+        special, added: ids of special tokens by their names in Lark, and of all added tokens by their texts.
     """
 
     def numbered(found: re.Match[str]) -> str:
@@ -328,6 +344,8 @@ def with_numbers(grammar: str, special: dict[str, int]) -> tuple[str, Tracks | N
 
     whole = json.loads(grammar)
     tracks = whole.pop(UNIQUE_ITEMS, None)
+    special = special | {name: added[text] for name, text in whole.pop(MARKS, {}).items()}
+    whole.pop(STRINGS, None)
     for part in whole["grammars"]:
         if part.get("lark_grammar"):
             part["lark_grammar"] = LARK.sub(numbered, part["lark_grammar"])

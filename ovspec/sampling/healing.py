@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import bisect
 import collections.abc
+import functools
 import math
 
 import numpy as np
@@ -44,6 +45,12 @@ class ByteTokens:
         # The tokens that begin with ``text`` are adjacent, and all of them are shorter than this many 0xFF.
         last = bisect.bisect_left(self._bytes, text + b"\xff" * (self.longest + 1))
         return found + self._ids[first:last]
+
+    @functools.lru_cache(64)  # noqa: B019 - one for each model
+    def containing(self, text: bytes) -> list[int]:
+        """Return the ids of the tokens that have ``text`` in them, but don't begin with it."""
+        pairs = zip(self._ids, self._bytes, strict=True)
+        return [index for index, token in pairs if text in token and not token.startswith(text)]
 
     def spell(self, tokens: np.ndarray) -> bytes:
         """Return the bytes that ``tokens``, (n,), add to a text."""

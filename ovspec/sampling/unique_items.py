@@ -236,7 +236,7 @@ class Walk:
         if self.within == "string":
             return self._read_in_string(byte, at)
         if self.within == "scalar":
-            if byte not in b",]} \n\t\r":
+            if byte not in b",]} \n\t\r{[":
                 return True
             self.within = ""
             if not self._complete(at):

@@ -28,6 +28,7 @@ from ovspec.openai.bodies import (
 )
 from ovspec.openai.requests import template_message
 from ovspec.params import refuse_variables
+from ovspec.params.tools import tools_of
 from ovspec.server.admission import Service
 from ovspec.server.bodies import BoundedRoute
 from ovspec.server.endpoints import TextEndpoints
@@ -188,11 +189,17 @@ def encode(lm: LanguageModel, body: TokenizeRequest) -> list[int]:
         raise RequestError("Give one of prompt, content and messages.")
     if body.messages is None:
         refuse_variables(body.chat_template_kwargs)
+        if body.tools:
+            raise RequestError("tools need messages; leave them out.", "tools")
         return lm.tokenizer.encode(texts[0], body.add_special_tokens is not False).tolist()
     if body.add_special_tokens is not None:
         raise RequestError("add_special_tokens can't be combined with messages; leave it out.", "add_special_tokens")
     messages = [template_message(message) for message in body.messages]
-    return lm.runtime.encode(messages, variables=body.chat_template_kwargs).tolist()
+    tools = tools_of(body.tools or ())
+    try:
+        return lm.runtime.encode(messages, variables=body.chat_template_kwargs, tools=tools).tolist()
+    except PromptError as error:
+        raise about_prompt(error, lm, "messages") from None
 
 
 def decode(lm: LanguageModel, body: DetokenizeRequest) -> str:

@@ -75,7 +75,7 @@ class TextEndpoints:
         """Return the texts that are asked for, with their rows and what is repeated of their prompts."""
         service = self._service
         request = await service.apart(read_texts, body, kind)
-        grammar = any(request.own.get(name) is not None for name in GRAMMARS)
+        grammar = any(request.own.get(name) is not None for name in (*GRAMMARS, "tools"))
         work: Work = "grammars" if grammar else "long" if request.size > LONG_TEXT else "texts"
         texts = await service.apart(self._texts, request, getattr(http.state, OWNER, None), began, work=work)
         service.check_room(request, texts.rows)

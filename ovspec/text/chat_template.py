@@ -5,6 +5,7 @@ Nothing else in ovspec renders templates.
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -37,12 +38,24 @@ class ChatTemplate:
     special_tokens: dict[str, str]
     tool_use: str | None = None
 
-    def render(self, messages: list[Message], open: bool = True, variables: Mapping[str, Any] | None = None) -> str:
+    @functools.cached_property
+    def variables(self) -> frozenset[str]:
+        """The variables that the template reads."""
+        return frozenset(self._ask({"source": self.tool_use or self.source}).get("reads", ()))
+
+    def render(
+        self,
+        messages: list[Message],
+        open: bool = True,
+        variables: Mapping[str, Any] | None = None,
+        strict: bool = True,
+    ) -> str:
         """Return the prompt for ``messages``; with ``open`` it ends where the assistant's answer begins.
 
         Args:
             variables: what else the template reads, such as "enable_thinking". "tools" are JSON schemas of functions,
                 as in OpenAI's API; "documents" are objects for models that answer from them.
+            strict: refuse variables that the template doesn't read.
 
         Raises:
             OvspecError: the template fails, rejects these messages, doesn't read a variable, or takes too much time or
@@ -59,22 +72,26 @@ class ChatTemplate:
             "source": self.source if given["tools"] is None else self.tool_use or self.source,
             "variables": {**self.special_tokens, **given, "messages": messages, "add_generation_prompt": open},
             # An empty list says that there are none.
-            "needed": [name for name in given if given[name] or name not in ("tools", "documents")],
+            "needed": [name for name in given if strict and (given[name] or name not in ("tools", "documents"))],
         }
-        try:
-            request = json.dumps(asked)
-        except (TypeError, ValueError) as error:
-            raise OvspecError(f"The chat messages cannot be passed to the chat template as JSON: {error}.") from None
-        try:
-            answer = RENDERER.ask(request)
-        except Stopped as why:
-            raise OvspecError(f"The model's chat template {why}; give plain text, not chat messages.") from None
+        answer = self._ask(asked)
         if "unread" in answer:
             reads = f"it reads {', '.join(answer['reads'])}" if answer["reads"] else "it reads no variables"
             raise OvspecError(f"The model's chat template doesn't read {answer['unread']}; leave it out ({reads}).")
         if "error" in answer:
             raise OvspecError(f"The model's chat template cannot render these messages: {answer['error']}.")
         return answer["text"]
+
+    def _ask(self, asked: dict[str, Any]) -> dict[str, Any]:
+        """Return the answer of the process that renders."""
+        try:
+            request = json.dumps(asked)
+        except (TypeError, ValueError) as error:
+            raise OvspecError(f"The chat messages cannot be passed to the chat template as JSON: {error}.") from None
+        try:
+            return RENDERER.ask(request)
+        except Stopped as why:
+            raise OvspecError(f"The model's chat template {why}; give plain text, not chat messages.") from None
 
 
 # Templates come from the internet. Jinja's sandbox keeps them from reaching anything, but not from running for hours.

@@ -66,10 +66,13 @@ def variables_of(source: str) -> frozenset[str]:
 def answer(request: dict[str, Any]) -> dict[str, Any]:
     """Return {"text": ...} or {"error": one line} for a request {"source", "variables", "needed"}.
 
-    If the template doesn't read a variable that is "needed", return {"unread": its name, "reads": others}.
+    If the template doesn't read a variable that is "needed", return {"unread": its name, "reads": others}. Without
+    "variables", return {"reads": those that it reads}.
     """
-    source, variables = request["source"], request["variables"]
+    source, variables = request["source"], request.get("variables")
     try:
+        if variables is None:
+            return {"reads": sorted(variables_of(source))}
         for name in request["needed"]:
             if name not in (reads := variables_of(source)):
                 own = {"messages", "add_generation_prompt", *(name for name in reads if name.endswith("_token"))}

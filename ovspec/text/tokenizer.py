@@ -5,7 +5,7 @@ from __future__ import annotations
 import codecs
 import functools
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -95,6 +95,9 @@ class Tokenizer:
         self._idle: list[ov.InferRequest] = []  # one for each thread that encodes at the same time
         file = read_as(TokenizerFile, folder / TOKENIZER_FILE)
         self._special = {token.id: token.content.encode() for token in file.special_tokens}
+        # Of tokens outside of the model's own vocabulary, text -> id: the special ones, which add no text, and others.
+        self.special = {token.content: token.id for token in file.special_tokens}
+        self.added = {token.content: token.id for token in file.added_tokens if not token.special}
         self.vocabulary = byte_vocabulary(file)
         tokens = file.tokens_by_id()
         self.known = known_ids(tokens)
@@ -163,9 +166,10 @@ class Tokenizer:
         """Return whether ``text`` has the name of a special token, as what a chat template writes does."""
         return any(name in text.encode() for name in self._special.values())
 
-    def detokenizer(self) -> Detokenizer:
+    def detokenizer(self, marks: Mapping[int, str] | None = None) -> Detokenizer:
+        """Return a new detokenizer; ``marks``: token id -> what it adds to the text instead of its own."""
         if self.vocabulary:
-            return ByteDetokenizer(self.vocabulary)
+            return ByteDetokenizer(self.vocabulary, marks)
         return WindowDetokenizer(self._window_model.create_infer_request())
 
     @functools.cached_property
@@ -188,12 +192,14 @@ class Tokenizer:
 class ByteDetokenizer:
     """Turns tokens into text one at a time, never returning half a character, by their bytes."""
 
-    def __init__(self, vocabulary: list[bytes | None]) -> None:
-        self._vocabulary = vocabulary
+    def __init__(self, vocabulary: list[bytes | None], marks: Mapping[int, str] | None = None) -> None:
+        self._vocabulary, self._marks = vocabulary, marks or {}
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def push(self, token: int, without: int = 0) -> str:
         """Return the text that ``token`` completes, possibly empty; skips the first ``without`` bytes of the token."""
+        if token in self._marks:
+            return self.flush() + self._marks[token]
         return self._utf8.decode(bytes_of(self._vocabulary, token)[without:])
 
     def flush(self) -> str:

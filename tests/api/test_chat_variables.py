@@ -17,6 +17,7 @@ from ovspec.api.verify import record_as_json, result_from_json
 from ovspec.cli import cli
 from ovspec.cli.compare import compare
 from ovspec.openai.batch_file import requests_of, run_file
+from ovspec.text.chat_format import ChatFormat
 from ovspec.text.chat_template import ChatTemplate
 
 Load = Callable[..., ovspec.LanguageModel]
@@ -31,7 +32,7 @@ QUIET: dict[str, Any] = {"think": False}
 @pytest.fixture
 def lm(load: Load, monkeypatch: pytest.MonkeyPatch) -> ovspec.LanguageModel:
     lm = load()
-    monkeypatch.setattr(lm.runtime, "chat_template", ChatTemplate(SOURCE, {}))
+    monkeypatch.setattr(lm.runtime, "chat_format", ChatFormat(ChatTemplate(SOURCE, {})))
     return lm
 
 

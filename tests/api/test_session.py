@@ -541,7 +541,7 @@ def test_each_turn_goes_on_from_the_last(session: ovspec.Session, load: Load) ->
         assert result.token_ids == lm.generate(prompt, max_tokens=12).token_ids
         assert session.messages[-1] == {"role": "assistant", "content": result.text}
         assert result.stats.cached_tokens >= before - 1, "only the new turn is read"
-        rendered = lm.runtime.chat_template.render(session.messages[:-1])
+        rendered = lm.runtime.chat_format.template.render(session.messages[:-1])
         assert lm.tokenizer.spell(session.sequence.tokens[: len(prompt)]) == rendered
     session.append("more")
     assert session.messages[-1]["content"].endswith("more"), "a string continues the answer"
@@ -549,13 +549,14 @@ def test_each_turn_goes_on_from_the_last(session: ovspec.Session, load: Load) ->
 
 def test_a_template_that_forgets_is_followed(session: ovspec.Session, monkeypatch: pytest.MonkeyPatch) -> None:
     """Templates of reasoning models leave out the reasoning of earlier turns."""
+    from ovspec.text.chat_format import ChatFormat
     from ovspec.text.chat_template import ChatTemplate
 
     source = (
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content.split('</think>')[-1] }}<|im_end|>\n"
         "{% endfor %}<|im_start|>assistant\n"
     )
-    monkeypatch.setattr(session.runtime, "chat_template", ChatTemplate(source, {}))
+    monkeypatch.setattr(session.runtime, "chat_format", ChatFormat(ChatTemplate(source, {})))
     session.append({"role": "user", "content": "hi"})
     question = len(session)
     session.append("thinking</think>the answer")

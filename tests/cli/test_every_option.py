@@ -53,7 +53,7 @@ def generating(run: Callable[..., Outcome], command: str, *options: Any, prompt:
         options = ("-n", "12", *options)
     if "--engine" not in options:
         options = ("--engine", "stateful", *options)  # which loads sooner
-    folder = damaged() if "--verify" in options else talkative() if "--chat-template-kwargs" in options else FOLDER
+    folder = damaged() if "--verify" in options else talkative() if "--chat" in options or TALKS in options else FOLDER
     if command == "generate":
         return run(command, folder, *options, "--json", "-p", prompt)
     if command == "chat":
@@ -77,7 +77,7 @@ def talkative() -> Path:
     if not folder.exists():
         shutil.copytree(FOLDER, folder)
         (folder / "ovspec.json").unlink()
-        (folder / "chat_template.jinja").write_text("{{ messages[-1].content }}{{ word }}", encoding="utf-8")
+        (folder / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
     return folder
 
 
@@ -96,6 +96,12 @@ class Case:
 
 def refusal(sentence: str) -> Effect:
     return lambda found, _: found.code in (1, 2) and sentence in found.err
+
+
+TALKS = "--chat-template-kwargs"
+# Thinks if it is told to.
+TEMPLATE = "{{ messages[-1].content }}{{ word }}{% if reasoning_effort == 'high' %}<think>{% endif %}{# </think> #}"
+HARD = ("--chat", "--reasoning-effort", "high")
 
 
 def other_text(found: Outcome, base: Outcome) -> bool:
@@ -172,6 +178,11 @@ SHARED: dict[str, Case] = {
         longer_prompt,
         ("--chat", "--chat-template-kwargs", '{"word": ""}'),
     ),
+    "reasoning_effort": Case(HARD, lambda f, b: f.stats.thinking_tokens > 0 == b.stats.thinking_tokens, ("--chat",)),
+    "max_thinking_tokens": Case(
+        (*HARD, "--max-thinking-tokens", "0"), lambda f, b: f.stats.thinking_tokens < b.stats.thinking_tokens, HARD
+    ),
+    "tool_format": Case(("--tool-format", "llama3"), lambda f, _: f.lm.runtime.chat_format.tools.name == "llama3"),
     "json_schema": Case(("--json-schema", '{"enum": ["yes"]}'), text_is('"yes"')),
     "json_schema_mode": Case((*ODD, "--json-schema-mode", "checked"), lambda f, _: int(f.text) in range(10)),
     "retries": Case(
@@ -215,7 +226,10 @@ OWN: dict[tuple[str, str], Case] = {
     ),
     ("chat", "constrain_from"): Case(("--regex", "a", "--constrain-from", "("), refusal("'(' is not in the prompt")),
 }
-NOT_TAKEN = {*product(("generate", "chat"), ("batch_size",)), *product(("chat",), ("n", "logprobs", "heal"))}
+NOT_TAKEN = {
+    *product(("generate", "chat"), ("batch_size", "tool_format", "reasoning_effort", "max_thinking_tokens")),
+    *product(("chat",), ("n", "logprobs", "heal")),
+}
 
 
 @pytest.mark.parametrize("name", SHARED)

@@ -113,8 +113,7 @@ def test_what_cannot_be_had_is_refused_unless_it_asks_for_nothing(name: str) -> 
     ("body", "told"),
     [
         ({"best_of": 3}, "best_of is not supported, except as 1; leave it out."),
-        ({"reasoning_format": "deepseek"}, 'reasoning_format is not supported, except as "none" or "auto"'),
-        ({"tools": [{"type": "function"}]}, "tools is not supported; leave it out."),
+        ({"reasoning_format": "none"}, 'reasoning_format is not supported, except as "auto" or "deepseek"'),
         ({"guided_json": {}}, "guided_json is not supported; leave it out."),
         ({"stream": True, "stream_options": {"continuous_usage_stats": True}}, "stream_options.continuous_usage_stats"),
     ],
@@ -133,6 +132,15 @@ def test_unknown_fields_are_ignored_and_named(server: Running, path: str, body: 
     found = [{name: each.json()[name] for name in each.json() if name not in changing} for each in (plain, answer)]
     assert found[0] == found[1]
     assert HEADER not in plain.headers
+
+
+def test_unknown_fields_of_messages_are_ignored_and_named(server: Running) -> None:
+    part = {"type": "text", "text": "Hi", "cache_control": {"type": "ephemeral"}}
+    message = {"role": "user", "content": [part], "annotations": [], "prefix": True, "audio": None}
+    body = {"messages": [message, {"role": "assistant", "content": "Ho", "prefix": 1}, *CHAT], "max_tokens": 3}
+    for path in ("/v1/chat/completions", "/tokenize"):
+        answer = server.post(path, body | {"max_tokens": 3} if "chat" in path else {"messages": body["messages"]})
+        assert (answer.status_code, answer.headers[HEADER]) == (200, "messages.prefix, content.cache_control")
 
 
 def test_streams_and_errors_name_them_too(server: Running) -> None:
@@ -177,7 +185,25 @@ def test_the_log_names_each_once_and_not_without_end(start: Start) -> None:
     [
         ("/v1/completions", {**TEXT, "temprature": 1}, "did you mean temperature", "temprature"),
         ("/v1/completions", {**TEXT, "x" * 1000: 1}, "^x{80} is not a field of this request; leave it out.$", "x" * 80),
-        ("/v1/chat/completions", {"messages": CHAT, "tool": 1}, "tool is not a .*; leave it out", "tool"),
+        ("/v1/chat/completions", {"messages": CHAT, "tool": 1}, "tool is not a .*; did you mean tools", "tool"),
+        (
+            "/v1/chat/completions",
+            {"messages": [{**CHAT[0], "nmae": "Eve"}]},
+            "nmae is not a field of a message; did you mean name",
+            "messages",
+        ),
+        (
+            "/tokenize",
+            {"messages": [{"role": "assistant", "content": "Hi", "prefix": True}]},
+            "prefix is not a field of a message; leave it out",
+            "messages",
+        ),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": "Hi", "cache_control": {}}]}]},
+            "cache_control is not a field of a part",
+            "messages",
+        ),
         ("/v1/completions", {**TEXT, "stream": True, "stream_options": {"x": 1}}, "x is not a field", "stream_options"),
         ("/tokenize", {"prompt": "a", "zz": 1}, "zz is not a field of this request; leave it out.", "zz"),
         ("/detokenize", {"tokens": [65], "token": 1}, "token is not a field of .*; did you mean tokens", "token"),

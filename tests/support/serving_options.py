@@ -39,6 +39,7 @@ LOADING: dict[str, tuple[list[str], Any]] = {
     "threads": (["--threads", "1"], 1),
     "properties": (["--property", "NUM_STREAMS=1"], {"NUM_STREAMS": "1"}),
     "tune": (["--no-tune"], False),
+    "tool_format": (["--tool-format", "hermes"], "hermes"),
     "cache_dir": (["--cache-dir", "cache"], Path("cache")),
     "lookup_corpus": (["--lookup-corpus", "corpus"], ["corpus"]),
     "cache_memory": (["--cache-memory", "0.25"], 0.25),

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from typing import Any
 
 from ovspec.base.errors import OvspecError
 from ovspec.grammars.json_schema.checking import Checker, Schema, listed, need
+from ovspec.grammars.json_schema.parameters import Around, grammar_of_parameters
 from ovspec.grammars.json_schema.schemas import Circular, Schemas
 from ovspec.grammars.json_schema.shapes import Strings
 from ovspec.grammars.json_schema.writing import RuleWriter, Style, grammar_of, string_schema, tracks_of
@@ -18,6 +19,7 @@ from ovspec.grammars.json_schema.writing import RuleWriter, Style, grammar_of, s
 WHITE_SPACE = r" |\n[ \t]{0,20}"
 # Older versions of llguidance bound neither white space nor escapes.
 OLDEST = (1, 8)
+DUMPED = Style(None, ", ", ": ")  # as json.dumps and chat templates lay out values
 SETTINGS = ("item_separator", "key_separator", "whitespace_flexible", "whitespace_pattern")
 
 
@@ -26,11 +28,13 @@ class Compiled:
     """``lark``: the grammar. ``warning``: what is ignored, or "".
 
     ``tracks``: where the items of arrays must differ, which the grammar doesn't enforce; None: nowhere.
+    ``strings``: with ``Around``, the properties that are written as text without quotes.
     """
 
     lark: str
     warning: str
     tracks: list[list[dict[str, Any]]] | None = None
+    strings: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -46,11 +50,14 @@ class Reading:
     compact: bool = False
 
 
-def compiled(schema: Any, problem: Callable[[Schema], str], reading: Reading = Reading()) -> Compiled:
+def compiled(
+    schema: Any, problem: Callable[[Schema], str], reading: Reading = Reading(), around: Around | None = None
+) -> Compiled:
     """Return the grammar of a schema, as parsed from JSON; the schema is changed.
 
     Args:
         problem: returns why llguidance can't use a schema of a string, as a sentence; "" if it can.
+        around: for an object whose properties are written one by one, not as JSON: what is around them.
 
     Raises:
         OvspecError: the schema is invalid or can't be enforced; the message begins with the JSON pointer of the place.
@@ -76,11 +83,14 @@ def compiled(schema: Any, problem: Callable[[Schema], str], reading: Reading = R
         return unsatisfiable(problem({"type": "string", "allOf": [{"pattern": one}, {"pattern": other}]}))
 
     compact = {"whitespace_flexible": False} if reading.compact else {}
-    style = styled(schema.pop("x-guidance", {}), compact)
+    style = styled(schema.pop("x-guidance", {}), compact) if around is None else DUMPED
     checker = Checker(schema, problem, reading.lenient)
     checker.check()
     try:
         rules = RuleWriter(Schemas(schema, reading.lenient, no_text), style, apart)
+        if around:
+            lark, strings = grammar_of_parameters(rules, reading.close, around)
+            return Compiled(lark, checker.warning(), None, strings)
         lark = grammar_of(rules, reading.close)
         return Compiled(lark, checker.warning(), tracks_of(rules.schemas) if rules.repeats else None)
     except Circular as error:

@@ -107,8 +107,11 @@ def _differs(words: frozenset[str]) -> str:
     return "|".join(found if ends else [*found, ""])
 
 
-def escaped(character: str) -> str:
-    return re.escape(character) if character.isascii() else character
+def escaped(text: str) -> str:
+    """Return the expression of ``text`` itself."""
+    return "".join(
+        f"\\x{ord(each):02x}" if each < " " else re.escape(each) if each.isascii() else each for each in text
+    )
 
 
 def slashed(expression: str) -> str:

@@ -1,0 +1,119 @@
+"""Writes the grammar of an object whose properties are written one by one, strings without quotes, others as JSON."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from ovspec.base.errors import OvspecError
+from ovspec.grammars.json_schema.expressions import escaped, in_ascii, options, slashed
+from ovspec.grammars.json_schema.shapes import Node, Objects, Refused, Strings, closed
+from ovspec.grammars.json_schema.writing import RuleWriter, in_order, lengths, options_of, quoted_text
+
+# llguidance 1.9 fails where a token follows what has no way on but by the negation in its expression.
+SPACE = "/ ?/"
+
+
+@dataclass(frozen=True)
+class Around:
+    """What is around names and values.
+
+    open, middle, after: expressions of Lark in front of a name, between name and value, and behind ``close``.
+    close: text behind a value.
+    token: whether ``after`` begins with a token; otherwise no string may have ``close`` in it.
+    """
+
+    open: str
+    middle: str
+    close: str
+    after: str
+    token: bool
+
+
+def grammar_of_parameters(rules: RuleWriter, close: bool, around: Around) -> tuple[str, list[str]]:
+    """Return (the whole grammar, the properties that are written as text without quotes).
+
+    Args:
+        close: as for ``writing.grammar_of``.
+
+    Raises:
+        OvspecError: no object matches, or something can't be enforced.
+    """
+    objects, strings, alternatives = list[str](), set[str](), rules.schemas.shape(rules.schemas.root).kinds
+    for each in alternatives.get("object", ()):
+        if isinstance(each, Refused):
+            raise OvspecError(f"{each.at}: {each.why}; rewrite it, or set `json_schema_mode='checked'`.")
+        assert isinstance(each, Objects)
+        objects.append(parameters(rules, closed(each) if close else each, around, strings))
+    if not objects:
+        raise OvspecError("#: no object satisfies this schema.")
+    while rules.waiting:
+        node, name = rules.waiting.pop()
+        rules.lines.append(f"{name}: {options_of(rules, node, close)}")
+    if rules.repeats:
+        raise OvspecError("#: uniqueItems can't be enforced in this tool format; leave it out.")
+    return "\n".join([f"start: {' | '.join(objects)}", *rules.lines]), sorted(strings)
+
+
+def parameters(rules: RuleWriter, each: Objects, around: Around, strings: set[str]) -> str:
+    """Return the properties of an object; add those that are texts to ``strings``."""
+    if each.patterns or not rules.schemas.empty(each.rest):
+        rules.refuse("#", "properties that aren't listed can't be written in this tool format")
+    items = list[tuple[str, bool]]()
+    for name, node in each.properties:
+        if rules.schemas.empty(node):
+            continue
+        text = text_of(rules, node, around)
+        if text:
+            strings.add(name)
+        elif name in strings:
+            raise OvspecError(f"#: in this tool format {name} can't be both a string and another value.")
+        value = text or f"{rules.value(node)} {quoted_text(around.close) if around.close else SPACE}"
+        head = f"{around.open} {quoted_text(name)} {around.middle}"
+        items.append((rules.rule(f"{head} {value} {around.after}"), name in each.required))
+    return in_order(rules, items, (each.least, each.most), None, "")
+
+
+def text_of(rules: RuleWriter, node: Node, around: Around) -> str | None:
+    """Return the terminals of a node's texts with ``around.close`` behind them; None if some values are no texts."""
+    kinds = {kind: alternatives for kind, alternatives in rules.schemas.shape(node).kinds.items() if alternatives}
+    found = list[str]()
+    if kinds.keys() != {"string"}:
+        return None
+    for each in kinds["string"]:
+        patterns = (
+            [in_text(in_ascii(pattern)) for pattern in sorted(each.patterns)] if isinstance(each, Strings) else []
+        )
+        if not isinstance(each, Strings) or each.formats or each.absent or None in patterns:
+            return None
+        if each.excluded and around.token:  # see SPACE
+            return None
+        found.append(terminal(rules, each, [*filter(None, patterns)], around))
+    return f"({' | '.join(found)})"
+
+
+def terminal(rules: RuleWriter, each: Strings, patterns: list[str], around: Around) -> str:
+    end = slashed(escaped(around.close))
+    parts = [f"/(?s:.){lengths(each)}{end}/", *(f"/{slashed(pattern)}{end}/" for pattern in patterns)]
+    if each.values is not None:
+        parts.append(f"({' | '.join(quoted_text(value + around.close) for value in each.values)})")
+    if each.excluded:
+        parts.append(f"~({' | '.join(quoted_text(value + around.close) for value in sorted(each.excluded))})")
+    if not around.token:
+        parts.append(f"~/(?s:.*){end}(?s:.+)/")
+    return rules.terminal(" & ".join(parts))
+
+
+def in_text(pattern: str) -> str | None:
+    """Return the expression of whole texts in which ``pattern`` is found; None if that isn't easy."""
+    texts = list[str]()
+    for option in options(pattern):
+        begins, ends = option.startswith("^"), re.search(r"(?<!\\)(?:\\\\)*\$$", option) is not None
+        inner = option[begins : len(option) - ends]
+        if re.search(r"\(\?[=!<]|\\[bBAzZ]", inner) or re.search(
+            r"(?<!\\)(?:\\\\)*(?<!\[)\^|(?<!\\)(?:\\\\)*\$", inner
+        ):
+            return None
+        before, after = ("" if anchored else "(?s:.*)" for anchored in (begins, ends))
+        texts.append(f"{before}({inner}){after}")
+    return f"({'|'.join(texts)})"

@@ -1,0 +1,145 @@
+"""Makes the grammar of an answer's tool calls, in the format of a family of models."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from ovspec.base.errors import OvspecError
+from ovspec.grammars.json_schema import Around, Compiled, Reading, compiled
+from ovspec.grammars.sources import UNIQUE_ITEMS, bounded, schema_problem, shallow
+from ovspec.text.tool_formats import BY_NAME
+from ovspec.text.tool_formats.layout import PATTERNS, ToolFormat
+
+MARKS = "marks"  # beside llguidance's own keys: names of tokens in the grammar -> those in the vocabulary
+STRINGS = "strings"  # and tool -> the parameters that are written as text without quotes
+GAP = "/[ \\t\\n]{1,4}/"  # white space behind thinking
+# Beside those of an object: what may be where in a text that isn't JSON as a whole, but in which arguments are.
+WRAPPED = ("arguments", "parameters")
+
+
+def tools_grammar(given: dict[str, Any], what: str) -> tuple[str, str]:
+    """Return the grammar of answers that call tools, and what is ignored of their schemas or "".
+
+    Args:
+        given: "format": the name of the tool format; "tools": {"name", "parameters"} of those that may be called;
+            "parallel": whether there may be several calls; "reading": fields of ``json_schema.Reading``; "tokens": the
+            tags that are tokens; "header": what may come first, "" for white space; "other": the grammar of answers
+            without calls, or null for none; "text": the tag in front of such an answer.
+        what: the tools' name in messages.
+
+    Raises:
+        OvspecError: a schema is invalid or can't be enforced; the message names the tool.
+    """
+    format, marks = BY_NAME[given["format"]], {f"<mark{index}>": name for index, name in enumerate(given["tokens"])}
+    around = None
+    if parts := format.parameters:
+        around = Around(literal(parts.open, marks), literal(parts.middle, marks), *split_close(parts.close, marks))
+    reading = Reading(**given["reading"])
+    made = {tool["name"]: arguments(tool, reading, around, what) for tool in given["tools"]}
+    names = {name: f"tool_{index}" for index, name in enumerate(made)}
+    header = literal(given["header"], marks) or GAP
+    options = ["calls"] if made else []
+    options += [f"{literal(given['text'], marks)} @other"] if given["other"] else []
+    lines = [f"start: ({header})? ({' | '.join(options)})"]
+    lines += rules_of(format, names, given["parallel"], marks) if made else []
+    grammars = [{"name": "tools", "lark_grammar": "\n".join(lines)}]
+    grammars += [{"name": names[name], "lark_grammar": each.lark} for name, each in made.items()]
+    tracks = [each.tracks for each in made.values() if each.tracks]
+    if given["other"]:
+        other = json.loads(given["other"])
+        grammars += [{**other["grammars"][0], "name": "other"}, *other["grammars"][1:]]
+        tracks += [other[UNIQUE_ITEMS]] if UNIQUE_ITEMS in other else []
+    whole: dict[str, Any] = {"grammars": grammars, MARKS: marks}
+    whole[STRINGS] = {name: each.strings for name, each in made.items() if each.strings}
+    if tracks:
+        whole[UNIQUE_ITEMS] = merged(tracks)
+    warnings = (f"{name}: {each.warning}" for name, each in made.items() if each.warning)
+    return json.dumps(whole), " ".join(warnings)
+
+
+def arguments(tool: dict[str, Any], reading: Reading, around: Around | None, what: str) -> Compiled:
+    """Return the grammar of a tool's arguments."""
+    what = f"{what}: the schema of {tool['name']}"
+    schema = dict(tool["parameters"] or {})
+    text = json.dumps(schema)
+    bounded(text, what)
+    shallow(text, what)
+    if schema.setdefault("type", "object") != "object":
+        raise OvspecError(f"{what}, at #/type: arguments are an object; set the type to object.")
+    if not schema.get("properties") and not schema.keys() - {"type", "properties", "description", "title", "required"}:
+        schema["additionalProperties"] = False
+    try:
+        return compiled(schema, schema_problem, reading, around)
+    except OvspecError as error:
+        raise OvspecError(f"{what}, at {error}") from None
+
+
+def rules_of(format: ToolFormat, names: dict[str, str], parallel: bool, marks: dict[str, str]) -> list[str]:
+    """Return the rules of all calls; ``names``: those of the grammars of the tools' arguments."""
+    several = parallel and format.between is not None
+    between = f"({literal(format.between or '', marks)} call)*" if several else ""
+    lines = [f"calls: {literal(format.begin, marks)} call {between} {literal(format.end, marks)}"]
+    options = [way_of(way, name, rule, marks) for name, rule in names.items() for way in format.calls]
+    lines.append(f"call: {' | '.join(options)}")
+    return [*lines, *(f"{slot}: /{pattern}/" for slot, pattern in PATTERNS.items() if slot in sum(format.calls, ()))]
+
+
+def way_of(way: Sequence[str], name: str, rule: str, marks: dict[str, str]) -> str:
+    """Return a call of the tool ``name``."""
+    named = (name if part == "NAME" else part for part in way)
+    parts = list[str]()
+    for slot, texts in itertools.groupby(named, lambda part: part if part in (*PATTERNS, "ARGUMENTS") else ""):
+        parts.append(f"@{rule}" if slot == "ARGUMENTS" else slot or literal("".join(texts), marks))
+    return " ".join(parts)
+
+
+def literal(text: str, marks: dict[str, str]) -> str:
+    """Return the expression of ``text``; ``marks``: names of the tokens that may be in it."""
+    return " ".join(piece if piece in marks else json.dumps(piece, ensure_ascii=False) for piece in pieces(text, marks))
+
+
+def pieces(text: str, marks: dict[str, str]) -> list[str]:
+    """Return ``text`` split at tokens, which have their names in the grammar."""
+    by_text = {token: name for name, token in marks.items()}
+    longest_first = "|".join(map(re.escape, sorted(by_text, key=len, reverse=True)))
+    parts = re.split(f"({longest_first})", text) if by_text else [text]
+    return [by_text.get(part, part) for part in parts if part]
+
+
+def split_close(text: str, marks: dict[str, str]) -> tuple[str, str, bool]:
+    """Return (the text in front of the first token, the expression of the rest, whether there is a token)."""
+    before = next(iter(pieces(text, marks)), "")
+    before = "" if before in marks else before
+    rest = literal(text[len(before) :], marks)
+    return before, rest, len(before) < len(text)
+
+
+def merged(tracks: Iterable[list[list[dict[str, Any]]]]) -> list[list[dict[str, Any]]]:
+    """Return where items must differ in texts that hold JSON of several schemas, alone, in objects or in lists."""
+    roots, found = list[dict[str, Any]](), list[list[dict[str, Any]]]([[], []])
+    for each in tracks:
+        shifted = [[shift(one, len(found)) for one in alternatives] for alternatives in each]
+        roots += shifted[0]
+        found += shifted
+    nothing = len(found)
+    found.append([])
+    found[0] = [
+        *roots,
+        {"properties": dict.fromkeys(WRAPPED, 1), "patterns": [], "rest": nothing},
+        {"unique": False, "prefix": [], "items": 0},
+    ]
+    found[1] = roots
+    return found
+
+
+def shift(one: dict[str, Any], by: int) -> dict[str, Any]:
+    """Return an alternative of ``json_schema.writing.tracks_of`` whose nodes have numbers that are higher."""
+    if "items" in one:
+        return {**one, "prefix": [number + by for number in one["prefix"]], "items": one["items"] + by}
+    properties = {name: number + by for name, number in one["properties"].items()}
+    patterns = [(pattern, number + by) for pattern, number in one["patterns"]]
+    return {"properties": properties, "patterns": patterns, "rest": one["rest"] + by}

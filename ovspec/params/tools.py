@@ -1,0 +1,143 @@
+"""The tools that a model may call: what users give, and what they ask of them."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from ovspec.base.errors import OvspecError
+
+# Each is a file in text/tool_formats, which is what the model's family writes.
+ToolFormatName = Literal[
+    "hermes", "qwen-xml", "llama3", "mistral", "mistral-list", "harmony", "deepseek", "deepseek-r1", "kimi", "glm",
+    "glm-dense", "seed-oss", "granite3", "nemotron", "smollm3", "generic",
+]  # fmt: skip
+NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
+CHOICES = ("auto", "none", "required")
+CHOICE = '"auto", "none", "required", {"type": "function", "function": {"name": …}} or {"type": "allowed_tools", …}'
+
+
+@dataclass(frozen=True)
+class ToolUse:
+    """What an answer may call.
+
+    names: the tools that it may call.
+    required: it must, and says nothing else.
+    once: it has one call at most.
+    """
+
+    names: tuple[str, ...]
+    required: bool
+    once: bool = False
+
+
+NO_TOOLS = ToolUse((), False)
+
+
+def tools_of(given: Sequence[Any]) -> list[dict[str, Any]]:
+    """Return tools as OpenAI's API has them; each given so, as the function within, or as a Python function.
+
+    Raises:
+        OvspecError: one isn't a function with a name and a schema, or two have the same name.
+    """
+    tools = list(map(tool_of, given))
+    names = [tool["function"]["name"] for tool in tools]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise OvspecError(f"`tools` has {twice} twice; give each tool another name.")
+    return tools
+
+
+def tool_of(given: Any) -> dict[str, Any]:
+    if callable(given):
+        return {"type": "function", "function": described(given)}
+    if not isinstance(given, Mapping):
+        raise OvspecError(f"`tools` has {given!r:.80}; each must be a function, or an object that describes one.")
+    kind, function = given.get("type", "function"), given.get("function", given)
+    if kind != "function" or not isinstance(function, Mapping):
+        raise OvspecError(f"`tools` has a tool of the type {kind!s:.40}; only functions can be called here.")
+    name, parameters = function.get("name"), function.get("parameters")
+    if not isinstance(name, str) or not NAME.fullmatch(name):
+        raise OvspecError(f"`tools`: a name is {name!r:.80}; it must have 1 to 128 letters, digits, _, . or -.")
+    if not isinstance(parameters, (Mapping, type(None))):
+        raise OvspecError(f"`tools`: the parameters of {name} must be a JSON schema, which is an object.")
+    if not isinstance(function.get("description") or "", str):
+        raise OvspecError(f"`tools`: the description of {name} must be a string.")
+    kept = {key: value for key, value in function.items() if key != "type" and value is not None}
+    return {"type": "function", "function": {**kept, "parameters": dict(parameters or EMPTY)}}
+
+
+EMPTY = {"type": "object", "properties": {}}
+
+
+def described(function: Callable[..., Any]) -> dict[str, Any]:
+    """Return name, description and parameters of a Python function, from its type hints and its docstring.
+
+    The docstring is one of Google's style: "Args:" with a line "name: what it is" for each parameter.
+    """
+    from pydantic import Field, create_model  # deferred, because few need it
+
+    text = inspect.cleandoc(function.__doc__ or "")
+    about, _, arguments = text.partition("Args:\n")
+    notes = dict(
+        re.findall(r"^ +(\w+)(?: \([^)]*\))?: (.+(?:\n {6,}.+)*)", arguments.split("\nReturns:")[0], re.MULTILINE)
+    )
+    fields: dict[str, Any] = {}
+    for name, parameter in inspect.signature(function, eval_str=True).parameters.items():
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            continue
+        if parameter.annotation is parameter.empty:
+            raise OvspecError(f"`tools`: {function.__name__} needs a type hint for its parameter {name}.")
+        default = ... if parameter.default is parameter.empty else parameter.default
+        note = " ".join(notes[name].split()) if name in notes else None
+        fields[name] = (parameter.annotation, Field(default, description=note))
+    schema = create_model(function.__name__, **fields).model_json_schema()
+    return {
+        "name": function.__name__,
+        "description": about.split("\nReturns:")[0].strip(),
+        "parameters": {key: untitled(value) for key, value in schema.items() if key != "title"},
+    }
+
+
+def untitled(schema: Any) -> Any:
+    """Return a schema without the titles that pydantic makes of names."""
+    if isinstance(schema, list):
+        return [untitled(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return {key: untitled(each) for key, each in schema.items() if not (key == "title" and isinstance(each, str))}
+
+
+def tool_use(tools: Sequence[Any], choice: Any) -> ToolUse:
+    """Return what an answer may call; ``tools`` are OpenAI's, ``choice`` is the option ``tool_choice``.
+
+    Raises:
+        OvspecError: the choice isn't one, or names a tool that isn't there.
+    """
+    names = tuple(tool["function"]["name"] for tool in tools)
+    if choice is None or choice in CHOICES:
+        if choice == "required" and not names:
+            raise OvspecError("`tool_choice` is required, which needs `tools`.")
+        return ToolUse(() if choice == "none" else names, choice == "required")
+    kind = choice.get("type") if isinstance(choice, Mapping) else None
+    inner = choice.get(kind, choice) if kind in ("function", "allowed_tools") else None
+    if kind == "function" and isinstance(inner, Mapping):
+        return ToolUse(known([inner.get("name")], names), True, True)
+    if isinstance(inner, Mapping) and inner.get("mode", "auto") in ("auto", "required"):
+        listed = inner.get("tools")
+        if isinstance(listed, list) and all(isinstance(each, Mapping) for each in listed):
+            given = [each.get("function", each) for each in listed]
+            wanted = [each.get("name") if isinstance(each, Mapping) else None for each in given]
+            return ToolUse(known(wanted, names), inner.get("mode") == "required")
+    raise OvspecError(f"`tool_choice` is {choice!r:.80}; it must be {CHOICE}.")
+
+
+def known(wanted: Sequence[Any], names: tuple[str, ...]) -> tuple[str, ...]:
+    """Return ``wanted`` names; raises OvspecError for one that no tool has."""
+    for name in wanted:
+        if name not in names:
+            there = f"the tools are {', '.join(names)}" if names else "there are no tools"
+            raise OvspecError(f"`tool_choice` names {name!r:.80}, but {there:.300}.")
+    return tuple(wanted)

@@ -1,0 +1,401 @@
+"""Reads an assistant's answer as it grows: what is thinking, what is text, and which tools it calls with what.
+
+Tags are found as tokens where the vocabulary has a token for them, otherwise as text. In the texts here such a token is
+a single character that no text can have (a lone surrogate), so that a tag that was only spelt out stays text.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import itertools
+import json
+import re
+from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+from ovspec.text.tool_formats.layout import PATTERNS, ToolFormat
+
+# start: nothing but white space yet; after: the same behind thinking; between: the header of a message (harmony).
+Phase = Literal["start", "thinking", "after", "text", "between", "calls"]
+FIRST_MARK, MOST_MARKS = 0xD800, 0x800
+NAME = r"(?P<name>[A-Za-z0-9_.-]+)(?=[^A-Za-z0-9_.-])"  # of a tool
+
+
+@dataclass(frozen=True)
+class Tag:
+    """A text that leads from one of the phases ``at`` to the phase ``to``. That of calls belongs to them."""
+
+    text: str
+    at: tuple[Phase, ...]
+    to: Phase
+
+
+@dataclass(frozen=True)
+class Thinking:
+    """How a model marks its thinking.
+
+    open, close: the tags around it.
+    more: further tags of a format that has a header for each part.
+    header, text: what is between thinking and such a header, and the header of the text for the user.
+    """
+
+    open: str
+    close: str
+    more: tuple[Tag, ...] = ()
+    header: str = ""
+    text: str = ""
+
+    @property
+    def tags(self) -> tuple[Tag, ...]:
+        after: Phase = "between" if self.header else "after"
+        return (
+            Tag(self.open, ("start", "after", "between"), "thinking"),
+            Tag(self.close, ("thinking",), after),
+            *self.more,
+        )
+
+
+HEADERS: tuple[Phase, ...] = ("start", "between")
+HARMONY = Thinking(
+    "<|channel|>analysis<|message|>",
+    "<|end|>",
+    (
+        Tag("<|channel|>final<|message|>", HEADERS, "text"),
+        Tag("<|channel|>commentary<|message|>", HEADERS, "text"),
+        Tag("<|end|>", ("text",), "between"),
+    ),
+    header="<|start|>assistant",
+    text="<|channel|>final<|message|>",
+)
+THINKING = (
+    HARMONY,
+    Thinking("<think>", "</think>"),
+    Thinking("[THINK]", "[/THINK]"),
+    Thinking("<seed:think>", "</seed:think>"),
+    Thinking("<|START_THINKING|>", "<|END_THINKING|>"),
+    Thinking("<|inner_prefix|>", "<|inner_suffix|>"),
+    Thinking("<|channel>thought\n", "<channel|>"),
+)
+
+
+def find_thinking(source: str) -> Thinking | None:
+    """Return the tags of thinking in a chat template."""
+    return next((each for each in THINKING if each.close in source and each.open in source.replace("\\n", "\n")), None)
+
+
+# ---------------------------------------------------------------- phases
+
+
+class State(NamedTuple):
+    """Where an answer is. ``held``: text at its end that may be the beginning of a tag, or white space before one."""
+
+    phase: Phase = "start"
+    held: str = ""
+
+
+def advance(tags: Sequence[Tag], state: State, text: str) -> tuple[State, list[tuple[Phase, str]]]:
+    """Return the state after ``text``, and what is now known of it: (phase, text) pairs.
+
+    White space around tags is gone.
+    """
+    phase, held, found = state.phase, state.held + text, list[tuple[Phase, str]]()
+    while held and phase != "calls":
+        usable = [tag for tag in tags if phase in tag.at]
+        if phase in ("start", "after"):
+            begun = held.lstrip()
+            if tag := longest(tag for tag in usable if begun.startswith(tag.text)):
+                held, phase = begun if tag.to == "calls" else begun[len(tag.text) :], tag.to
+            elif not begun or any(tag.text.startswith(begun) for tag in usable):
+                break
+            else:
+                held, phase = held if phase == "start" else begun, "text"
+            continue
+        places = [(at, -len(tag.text), tag) for tag in usable if (at := held.find(tag.text)) >= 0]
+        if places:
+            at, _, tag = min(places, key=lambda place: place[:2])
+            found.append((phase, held[:at].rstrip()))
+            held, phase = held[at if tag.to == "calls" else at + len(tag.text) :], tag.to
+            continue
+        end = unfinished(held, usable)
+        found.append((phase, held[:end]))
+        held = held[end:]
+        break
+    if phase == "calls":
+        found.append((phase, held))
+        held = ""
+    return State(phase, held), [(each, part) for each, part in found if part and each != "between"]
+
+
+def longest(tags: Iterable[Tag]) -> Tag | None:
+    return max(tags, key=lambda tag: len(tag.text), default=None)
+
+
+def unfinished(text: str, tags: Collection[Tag]) -> int:
+    """Return where the end of ``text`` begins that may turn out to be a tag with white space before it."""
+    return len(text[: min(cut(text, tag.text) for tag in tags)].rstrip()) if tags else len(text)
+
+
+# ---------------------------------------------------------------- a model's answers
+
+
+@dataclass(frozen=True)
+class AnswerFormat:
+    """How a model's answers to a request are written.
+
+    tools: the tool format, if there are tools.
+    thinking: the tags of thinking, if there are any.
+    names: the tools whose calls are looked for.
+    begins: the phase in which an answer begins.
+    anywhere: whether calls may follow text.
+    special: text -> id of tokens that add nothing to a text.
+    added: text -> id of other tokens that are never a part of what was spelt out.
+    """
+
+    tools: ToolFormat | None = None
+    thinking: Thinking | None = None
+    names: tuple[str, ...] = ()
+    begins: Phase = "start"
+    anywhere: bool = True
+    special: Mapping[str, int] = field(default_factory=dict)
+    added: Mapping[str, int] = field(default_factory=dict)
+
+    @functools.cached_property
+    def tokens(self) -> dict[str, int]:
+        """The tokens that are tags or parts of them: text -> id."""
+        around = [] if not self.thinking else [self.thinking.header, *(tag.text for tag in self.thinking.tags)]
+        around += self.tools.triggers if self.tools else ()
+        texts = [*around, *(self.tools.texts() if self.tools else ())]
+        special = {name: token for name, token in self.special.items() if any(name in text for text in texts)}
+        return special | {name: token for name, token in self.added.items() if any(name in text for text in around)}
+
+    @functools.cached_property
+    def marks(self) -> dict[int, str]:
+        """The character that stands for each of these tokens, by id."""
+        return {token: chr(FIRST_MARK + index) for index, token in enumerate(self.tokens.values())}
+
+    @property
+    def tags(self) -> list[Tag]:
+        """All tags, with characters for tokens."""
+        tags = list(self.thinking.tags if self.thinking else ())
+        if self.tools:
+            anywhere = self.anywhere and self.tools.anywhere
+            at: tuple[Phase, ...] = ("start", "after", "between", *(("text",) if anywhere else ()))
+            for trigger in self.tools.triggers:
+                for name in self.names if "{NAME}" in trigger else ("",):
+                    tags.append(Tag(trigger.replace("{NAME}", name), at, "calls"))
+        return [Tag(self.marked(tag.text), tag.at, tag.to) for tag in tags]
+
+    def marked(self, text: str) -> str:
+        """Return ``text`` with characters for tokens."""
+        for name in sorted(self.tokens, key=len, reverse=True):
+            text = text.replace(name, self.marks[self.tokens[name]])
+        return text
+
+    def plain(self, text: str) -> str:
+        """Return ``text`` with tokens spelt out."""
+        names = {self.marks[token]: name for name, token in self.tokens.items()}
+        return "".join(names.get(each, each) for each in text) if any(map(is_mark, text)) else text
+
+
+def is_mark(character: str) -> bool:
+    """Return whether a character stands for a token."""
+    return FIRST_MARK <= ord(character) < FIRST_MARK + MOST_MARKS
+
+
+# ---------------------------------------------------------------- what an answer says
+
+
+@dataclass(slots=True)
+class ToolCall:
+    """A call of a tool, or what a stream adds to one. ``arguments``: JSON, or a part of it.
+
+    ``index``: among the calls of the answer. ``name``, ``id``: in a stream, only with the first part.
+    """
+
+    index: int
+    name: str | None
+    arguments: str = ""
+    id: str | None = None
+
+
+@dataclass(slots=True)
+class Said:
+    """What an answer says, or a part of it."""
+
+    text: str = ""
+    thinking: str = ""
+    calls: list[ToolCall] = field(default_factory=list)
+
+
+class AnswerReader:
+    """Reads an answer piece by piece.
+
+    Args:
+        strings: for each tool the parameters that are written as text without quotes.
+        key: makes ids of calls differ from those of other answers.
+    """
+
+    def __init__(
+        self, format: AnswerFormat, strings: Mapping[str, Collection[str]] | None = None, key: bytes = b""
+    ) -> None:
+        self._format, self._tags, self._state, self._key = format, format.tags, State(format.begins), key
+        self._thought = False  # whether thinking has begun: white space before it is gone
+        self._calls = CallReader(format, strings or {}) if format.tools else None
+        self.calls: list[ToolCall] = []  # whole ones, or cut off where the text was
+
+    @property
+    def phase(self) -> Phase:
+        return self._state.phase
+
+    def push(self, text: str, said: Said) -> None:
+        """Add to ``said`` what ``text`` says."""
+        self._state, parts = advance(self._tags, self._state, text)
+        self._add(parts, said)
+
+    def flush(self, said: Said) -> None:
+        """Add to ``said`` what was held back at the end of the answer, because a tag might have come."""
+        phase, held = self._state
+        self._state = State(phase)
+        if phase == "thinking":
+            self._add([(phase, held.rstrip())], said)
+        elif phase in ("start", "text"):
+            self._add([("text", held)], said)
+
+    def _add(self, parts: list[tuple[Phase, str]], said: Said) -> None:
+        for phase, part in parts:
+            if phase == "thinking":
+                part = part if self._thought else part.lstrip()
+                self._thought = self._thought or bool(part)
+                said.thinking += self._format.plain(part)
+            elif phase == "calls":
+                assert self._calls
+                for call in self._calls.push(part):
+                    if call.index == len(self.calls):
+                        call.id = self._id(call.index)
+                        self.calls.append(ToolCall(call.index, call.name, "", call.id))
+                    self.calls[call.index].arguments += call.arguments
+                    said.calls.append(call)
+            else:
+                said.text += self._format.plain(part)
+
+    def _id(self, index: int) -> str:
+        """Return a call's id: the same for the same answer, so that it doesn't depend on how often it is asked for."""
+        digest = hashlib.blake2b(self._key + index.to_bytes(4), digest_size=12).hexdigest()
+        assert self._format.tools
+        length = self._format.tools.id_length
+        return digest[:length] if length else f"call_{digest}"
+
+
+class CallReader:
+    """Reads calls piece by piece. They follow the grammar of their format, but may be cut off anywhere."""
+
+    def __init__(self, format: AnswerFormat, strings: Mapping[str, Collection[str]]) -> None:
+        layout = format.tools
+        assert layout
+        patterns = {"NAME": NAME, **PATTERNS}
+        heads = (itertools.takewhile("ARGUMENTS".__ne__, way) for way in layout.calls)
+        texts = ["".join(patterns.get(part) or re.escape(format.marked(part)) for part in head) for head in heads]
+        self._heads = [re.compile(text) for text in texts]
+        self._around = layout.parameters and tuple(
+            map(format.marked, (layout.parameters.open, layout.parameters.middle, layout.parameters.close))
+        )
+        self._strings, self._plain = strings, format.plain
+        self._rest, self._parts = "", list[ToolCall]()  # what isn't read yet; what has been since the last piece
+        self._steps = self._read()
+        next(self._steps)
+
+    def push(self, text: str) -> list[ToolCall]:
+        """Add ``text``; return the parts of calls that it has brought."""
+        self._rest += text
+        next(self._steps)
+        parts, self._parts = self._parts, []
+        return parts
+
+    def _read(self) -> Generator[None]:
+        """Read as far as the text goes, wait for more, and go on."""
+        for index in itertools.count():
+            while not (heads := [found for head in self._heads if (found := head.search(self._rest))]):
+                yield
+            head = min(heads, key=lambda found: found.start())
+            self._rest = self._rest[head.end() :]
+            self._parts.append(ToolCall(index, head["name"]))
+            if self._around:
+                yield from self._parameters(index, self._strings.get(head["name"], ()), *self._around)
+            else:
+                yield from self._object(index)
+
+    def _object(self, index: int) -> Generator[None]:
+        """Read a JSON object."""
+        depth, quoted, escaped = 0, False, False
+        while True:
+            for at, character in enumerate(self._rest):
+                if quoted:
+                    quoted, escaped = escaped or character != '"', character == "\\" and not escaped
+                elif character == '"':
+                    quoted = True
+                elif character in "{[":
+                    depth += 1
+                elif character in "}]":
+                    depth -= 1
+                    if not depth:
+                        self._tell(index, self._take(at + 1))
+                        return
+            self._tell(index, self._take(len(self._rest)))
+            yield
+
+    def _parameters(self, index: int, strings: Collection[str], open: str, middle: str, close: str) -> Generator[None]:
+        """Read parameters, and tell them as a JSON object."""
+        separator = "{"
+        while True:
+            while open.startswith(self._rest):  # all of it, or the beginning, or nothing yet
+                if self._rest == open:
+                    break
+                yield
+            if not self._rest.startswith(open):
+                self._tell(index, "{}" if separator == "{" else "}")
+                return
+            self._take(len(open))
+            name = yield from self._until(middle)
+            self._tell(index, f"{separator}{json.dumps(name)}: ")
+            separator = ", "
+            if name not in strings:
+                value = yield from self._until(close)
+                self._tell(index, value.strip())
+                continue
+            self._tell(index, '"')
+            while (at := self._rest.find(close)) < 0:
+                self._tell(index, quoted_part(self._take(cut(self._rest, close))))
+                yield
+            self._tell(index, quoted_part(self._take(at)) + '"')
+            self._take(len(close))
+
+    def _until(self, end: str) -> Generator[None, None, str]:
+        """Return the text before ``end``, and go past it."""
+        while (at := self._rest.find(end)) < 0:
+            yield
+        text = self._take(at)
+        self._take(len(end))
+        return text
+
+    def _take(self, count: int) -> str:
+        taken, self._rest = self._rest[:count], self._rest[count:]
+        return taken
+
+    def _tell(self, index: int, arguments: str) -> None:
+        if arguments:
+            self._parts.append(ToolCall(index, None, self._plain(arguments)))
+
+
+def quoted_part(text: str) -> str:
+    """Return ``text`` as it is written within a JSON string."""
+    return json.dumps(text, ensure_ascii=False)[1:-1]
+
+
+def cut(text: str, end: str) -> int:
+    """Return where the end of ``text`` begins that may turn out to be ``end``."""
+    for at in range(max(0, len(text) - len(end) + 1), len(text)):
+        if end.startswith(text[at:]):
+            return at
+    return len(text)

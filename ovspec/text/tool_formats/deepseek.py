@@ -1,0 +1,22 @@
+"""DeepSeek R1 with its distillations, and V3.1."""
+
+from ovspec.text.tool_formats.layout import ToolFormat
+
+CALLS_BEGIN, CALL_BEGIN, SEPARATOR = "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>"
+CALL_END, CALLS_END = "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"
+DEEPSEEK_R1 = ToolFormat(
+    name="deepseek-r1",
+    calls=((f"{CALL_BEGIN}function{SEPARATOR}", "NAME", "\n```json\n", "ARGUMENTS", f"\n```{CALL_END}"),),
+    triggers=(CALLS_BEGIN,),
+    begin=CALLS_BEGIN,
+    between="\n",
+    end=CALLS_END,
+)
+DEEPSEEK = ToolFormat(
+    name="deepseek",
+    calls=((CALL_BEGIN, "NAME", SEPARATOR, "ARGUMENTS", CALL_END),),
+    triggers=(CALLS_BEGIN,),
+    begin=CALLS_BEGIN,
+    between="",
+    end=CALLS_END,
+)

@@ -1,0 +1,16 @@
+"""Granite 3: a list of JSON objects after a special token. Its template doesn't render calls."""
+
+from dataclasses import replace
+
+from ovspec.text.tool_formats.layout import ToolFormat, in_content
+
+CALLS = ToolFormat(
+    name="granite3",
+    marks=("<|start_of_role|>", "<|tool_call|>"),
+    calls=(('{"name": "', "NAME", '", "arguments": ', "ARGUMENTS", "}"),),
+    triggers=("<|tool_call|>",),
+    begin="<|tool_call|>[",
+    between=", ",
+    end="]",
+)
+GRANITE3 = replace(CALLS, history=in_content(CALLS))

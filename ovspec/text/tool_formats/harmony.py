@@ -1,0 +1,29 @@
+"""Harmony, the format of gpt-oss: a call is a message to functions.NAME, in the channel commentary.
+
+https://github.com/openai/harmony describes it.
+"""
+
+from ovspec.text.tool_formats.layout import Message, ToolFormat, one_call_each
+
+
+def history(messages: list[Message]) -> list[Message]:
+    """Put what comes before a call into "thinking", from where the template takes it."""
+    made = list[Message]()
+    for message in one_call_each(messages):
+        if message.get("tool_calls") and (reasoning := message.get("reasoning_content")):
+            thought = "\n\n".join(filter(None, (reasoning, message["content"])))
+            message = {**message, "thinking": thought, "content": ""}
+        made.append(message)
+    return made
+
+
+HARMONY = ToolFormat(
+    name="harmony",
+    calls=(
+        ("<|channel|>commentary to=functions.", "NAME", " <|constrain|>json<|message|>", "ARGUMENTS"),
+        (" to=functions.", "NAME", "<|channel|>commentary json<|message|>", "ARGUMENTS"),
+        (" to=functions.", "NAME", "<|channel|>commentary <|constrain|>json<|message|>", "ARGUMENTS"),
+    ),
+    triggers=("<|channel|>commentary to=functions.", " to=functions."),
+    history=history,
+)

@@ -1,0 +1,11 @@
+"""Hermes: Nous Hermes 2 and 3, Qwen 2.5 and 3, Granite 4, and many that followed them."""
+
+from ovspec.text.tool_formats.layout import ToolFormat
+
+CALL = ('<tool_call>\n{"name": "', "NAME", '", "arguments": ', "ARGUMENTS", "}\n</tool_call>")
+HERMES = ToolFormat(
+    name="hermes",
+    calls=(CALL,),
+    triggers=("<tool_call>",),
+    between="\n",
+)

@@ -1,0 +1,168 @@
+"""What a tool format is: how a family of models writes tool calls, and how its chat template takes them back."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from ovspec.params.tools import ToolFormatName
+
+Message = dict[str, Any]
+Slot = Literal["NAME", "ID", "INDEX", "ARGUMENTS"]  # the parts of a call that aren't the same in every call
+SLOTS: tuple[Slot, ...] = ("NAME", "ID", "INDEX", "ARGUMENTS")
+PATTERNS = {"ID": "[a-zA-Z0-9]{9}", "INDEX": "[0-9]{1,3}"}  # of slots whose text nothing depends on
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """Arguments that are written one by one, strings without quotes: what surrounds each name and value."""
+
+    open: str
+    middle: str
+    close: str
+
+
+@dataclass(frozen=True)
+class ToolFormat:
+    """How a family of models writes tool calls. Special tokens are spelt out.
+
+    name: as the option ``tool_format`` has it.
+    calls: the ways to write a call, as texts and slots; the first is the usual one.
+    triggers: each begins calls in an answer, and so begins ``begin`` and one of ``calls``. With {NAME} there is one for
+        each tool.
+    begin, between, end: around all calls, and between two; without ``between`` an answer has one call.
+    anywhere: whether calls may follow text; otherwise they are the whole answer.
+    parameters: for arguments that aren't one JSON object.
+    tools_variable: what the template calls the tools.
+    history: changes OpenAI's messages for the template; their arguments are objects.
+    native: whether the template renders tools; otherwise the system prompt tells of them.
+    id_length: number of characters of a call's id, if the template demands that.
+    marks: texts of a chat template by which the format is known, where the template doesn't render calls.
+    """
+
+    name: ToolFormatName
+    calls: tuple[tuple[str, ...], ...]
+    triggers: tuple[str, ...]
+    begin: str = ""
+    between: str | None = None
+    end: str = ""
+    anywhere: bool = True
+    parameters: Parameters | None = None
+    tools_variable: str = "tools"
+    history: Callable[[list[Message]], list[Message]] = list
+    native: bool = True
+    id_length: int | None = None
+    marks: tuple[str, ...] = ()
+
+    def texts(self) -> Iterable[str]:
+        """Yield all texts that surround what calls say."""
+        around = self.parameters
+        yield from (self.begin, self.between or "", self.end, *self.triggers)
+        yield from (part for call in self.calls for part in call if part not in SLOTS)
+        yield from (around.open, around.middle, around.close) if around else ()
+
+    def written(self, calls: Iterable[tuple[str, Any]]) -> str:
+        """Return the text of calls, each (name, arguments as an object), in the usual spelling."""
+        texts = [self.spellings(name, arguments, index)[0] for index, (name, arguments) in enumerate(calls)]
+        return self.begin + (self.between or "").join(texts) + self.end
+
+    def spellings(self, name: str, arguments: Any, index: int = 0) -> list[str]:
+        """Return the texts that a call may have, one for each way to write it."""
+        values = {"NAME": name, "ID": "0" * 9, "INDEX": str(index), "ARGUMENTS": self._arguments(arguments)}
+        return ["".join(values.get(part, part) for part in call) for call in self.calls]
+
+    def _arguments(self, arguments: Any) -> str:
+        around = self.parameters
+        if not around:
+            return json.dumps(arguments, ensure_ascii=False)
+        values = {k: v if isinstance(v, str) else json.dumps(v, ensure_ascii=False) for k, v in arguments.items()}
+        return "".join(f"{around.open}{name}{around.middle}{value}{around.close}" for name, value in values.items())
+
+
+SYSTEM = """You may call functions to help with the user's request. These are their signatures:
+<tools>
+{tools}
+</tools>
+
+To call functions, write their names and arguments in this format, and nothing after it:
+{example}"""
+
+
+def described(format: ToolFormat, tools: Sequence[Any]) -> str:
+    """Return what the system prompt says of tools, where the chat template doesn't."""
+    example = format.written([("function-name", {"argument-name": "value"})])
+    signatures = (json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
+    return SYSTEM.format(tools="\n".join(signatures), example=example)
+
+
+# ---------------------------------------------------------------- messages
+
+
+def with_system(messages: list[Message], text: str) -> list[Message]:
+    """Add ``text`` to the system prompt of a chat."""
+    if messages and messages[0]["role"] == "system":
+        return [{**messages[0], "content": f"{messages[0]['content']}\n\n{text}"}, *messages[1:]]
+    return [{"role": "system", "content": text}, *messages]
+
+
+def call_of(call: Mapping[str, Any]) -> tuple[str, Any]:
+    """Return (name, arguments) of a call in a message."""
+    function = call.get("function", call)
+    return function["name"], function["arguments"]
+
+
+def one_call_each(messages: list[Message]) -> list[Message]:
+    """Split messages with several calls, each call followed by its result: for templates that take one at a time."""
+    made, waiting = list[Message](), list[Message]()  # the calls whose results haven't come
+    for message in messages:
+        if message["role"] == "tool" and waiting:
+            call = next((each for each in waiting if each["id"] == message.get("tool_call_id")), waiting[0])
+            waiting.remove(call)
+            if not (made and made[-1].get("tool_calls") == [call]):
+                made.append({"role": "assistant", "content": "", "tool_calls": [call]})
+        made.append(message)
+        if len(calls := message.get("tool_calls") or ()) > 1:
+            made[-1] = {**message, "tool_calls": calls[:1]}
+            waiting = list(calls)
+        elif message["role"] != "tool":
+            waiting = []
+    return made
+
+
+def in_content(format: ToolFormat) -> Callable[[list[Message]], list[Message]]:
+    """Return a function that writes calls into the text of messages: for templates that don't render them."""
+
+    def write(messages: list[Message]) -> list[Message]:
+        made = list[Message]()
+        for message in messages:
+            if calls := message.get("tool_calls"):
+                text = "\n".join(filter(None, (message["content"], format.written(map(call_of, calls)))))
+                message = {name: value for name, value in message.items() if name != "tool_calls"} | {"content": text}
+            made.append(message)
+        return made
+
+    return write
+
+
+def results_as_user(messages: list[Message]) -> list[Message]:
+    """Turn tool results into messages of the user, those that follow each other into one."""
+    made = list[Message]()
+    for index, message in enumerate(messages):
+        if message["role"] == "tool":
+            text = f"<tool_response>\n{message['content']}\n</tool_response>"
+            if index and messages[index - 1]["role"] == "tool":
+                made[-1] = {**made[-1], "content": f"{made[-1]['content']}\n{text}"}
+                continue
+            message = {"role": "user", "content": text}
+        made.append(message)
+    return made
+
+
+def short_id(id: str, length: int) -> str:
+    """Return ``id``, or one made of it, with ``length`` letters and digits."""
+    if len(id) == length and id.isascii() and id.isalnum():
+        return id
+    return hashlib.sha256(id.encode()).hexdigest()[:length]

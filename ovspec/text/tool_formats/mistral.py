@@ -1,0 +1,23 @@
+"""Mistral: up to Nemo a list of JSON objects; from Small 3.2, Devstral and Magistral on a name and its arguments."""
+
+from ovspec.text.tool_formats.layout import ToolFormat
+
+MISTRAL_LIST = ToolFormat(
+    name="mistral-list",
+    calls=(('{"name": "', "NAME", '", "arguments": ', "ARGUMENTS", ', "id": "', "ID", '"}'),),
+    triggers=("[TOOL_CALLS]",),
+    begin="[TOOL_CALLS][",
+    between=", ",
+    end="]",
+    id_length=9,
+)
+MISTRAL = ToolFormat(
+    name="mistral",
+    calls=(
+        ("[TOOL_CALLS]", "NAME", "[ARGS]", "ARGUMENTS"),
+        ("[TOOL_CALLS]", "NAME", "[CALL_ID]", "ID", "[ARGS]", "ARGUMENTS"),
+    ),
+    triggers=("[TOOL_CALLS]",),
+    between="",
+    id_length=9,
+)

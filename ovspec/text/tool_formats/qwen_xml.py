@@ -1,0 +1,11 @@
+"""Qwen3-Coder and Qwen3.5: the arguments as XML elements, strings without quotes."""
+
+from ovspec.text.tool_formats.layout import Parameters, ToolFormat
+
+QWEN_XML = ToolFormat(
+    name="qwen-xml",
+    calls=(("<tool_call>\n<function=", "NAME", ">\n", "ARGUMENTS", "</function>\n</tool_call>"),),
+    triggers=("<tool_call>",),
+    between="\n",
+    parameters=Parameters("<parameter=", ">\n", "\n</parameter>\n"),
+)

@@ -1,0 +1,10 @@
+"""SmolLM3: Hermes' calls, but the template calls tools "xml_tools" and doesn't render calls."""
+
+from dataclasses import replace
+
+from ovspec.text.tool_formats.hermes import HERMES
+from ovspec.text.tool_formats.layout import in_content
+
+SMOLLM3 = replace(
+    HERMES, name="smollm3", tools_variable="xml_tools", history=in_content(HERMES), marks=("xml_tools", "<tool_call>")
+)
