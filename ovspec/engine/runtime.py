@@ -347,7 +347,6 @@ class Runtime:
             use.names or tuple(tool["function"]["name"] for tool in params.tools),
             "thinking" if opened else "start",
             not (use.required or params.grammar_option),
-            tokenizer.special,
             tokenizer.added,
         )
 

@@ -26,10 +26,14 @@ MakeGrammar = Callable[[int, list[bytes | int]], Grammar]
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where an answer is after some tokens. ``thought``: tokens of thinking so far. ``grammar``: of what follows."""
+    """Where an answer is after some tokens.
+
+    thought: tokens of thinking so far. closing: those of them that have to end it. grammar: of what follows.
+    """
 
     state: State
     thought: int = 0
+    closing: int = 0
     grammar: Grammar | None = None
 
 
@@ -70,7 +74,7 @@ class AnswerGrammar(Constraint):
         self._path = Tokens()
         begins = State(format.begins)
         grammar = self._grammar(start, "") if whole and begins.phase == "start" else None
-        self._places = [Place(begins, 0, grammar)]
+        self._places = [Place(begins, grammar=grammar)]
         self._free_masks: dict[State, np.ndarray | None] = {}
 
     def mask(self, tokens: np.ndarray) -> np.ndarray | None:
@@ -122,10 +126,11 @@ class AnswerGrammar(Constraint):
             return place
         state, rest = self._follow(before, token)
         thought = place.thought + (before.phase == "thinking")
+        closing = place.closing + 1 if state.phase == "thinking" and self._closing_at(place) else 0
         if grammar:  # unless thinking begins after all
             kept = grammar.allows(token, tokens) and state.phase != "thinking"
-            return Place(state, thought, grammar if kept else None)
-        return Place(state, thought, None if rest is None else self._grammar(len(tokens) + 1, rest))
+            return Place(state, thought, closing, grammar if kept else None)
+        return Place(state, thought, closing, None if rest is None else self._grammar(len(tokens) + 1, rest))
 
     def _follow(self, state: State, token: int) -> tuple[State, str | None]:
         """Return the state after ``token``, and what it has of the grammar's text if that begins with it."""
@@ -166,7 +171,7 @@ class AnswerGrammar(Constraint):
         """Return the ids that must follow because there was enough thinking."""
         if self._budget is None or place.state.phase != "thinking" or place.thought < self._budget:
             return []
-        return self._closing[place.thought - self._budget :]
+        return self._closing[place.closing :]
 
     def _opening(self, state: State) -> list[int]:
         """Return the ids that may begin thinking, or go on with its tag."""

@@ -299,12 +299,15 @@ def prefixed(grammar: str, prefix: bytes) -> str:
 def grammar_tokenizer(tokenizer_json: dict[str, Any], size: int) -> tuple[int, LLTokenizer]:
     """Return (the matcher's end id, llguidance's tokenizer) for a model's ``tokenizer.json``.
 
-    Special tokens get names that no grammar can spell, so a text that looks like one is spelt in ordinary tokens.
+    Special tokens and tags get names that no grammar can spell, so a text that looks like one is spelt in ordinary
+    tokens.
     """
     mark = secrets.token_hex(8)
     added, special = tokenizer_json.get("added_tokens", []), special_tokens(tokenizer_json)
-    names = {token["content"]: f"\0{mark} {token['id']}\0" for token in special}
-    if not names:
+    # llguidance takes what looks like a tag for special, too.
+    tags = [token for token in added if token.get("special") or re.fullmatch("<.*>", token["content"], re.DOTALL)]
+    names = {token["content"]: f"\0{mark} {token['id']}\0" for token in tags}
+    if not special:
         raise OvspecError("This model's tokenizer has no special token that could end a text, which a grammar needs.")
     model: Any = tokenizer_json.get("model")
     vocab = model.get("vocab") if isinstance(model, dict) else None

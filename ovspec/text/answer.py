@@ -149,8 +149,7 @@ class AnswerFormat:
     names: the tools whose calls are looked for.
     begins: the phase in which an answer begins.
     anywhere: whether calls may follow text.
-    special: text -> id of tokens that add nothing to a text.
-    added: text -> id of other tokens that are never a part of what was spelt out.
+    added: text -> id of the tokens outside of the model's own vocabulary.
     """
 
     tools: ToolFormat | None = None
@@ -158,17 +157,14 @@ class AnswerFormat:
     names: tuple[str, ...] = ()
     begins: Phase = "start"
     anywhere: bool = True
-    special: Mapping[str, int] = field(default_factory=dict)
     added: Mapping[str, int] = field(default_factory=dict)
 
     @functools.cached_property
     def tokens(self) -> dict[str, int]:
         """The tokens that are tags or parts of them: text -> id."""
-        around = [] if not self.thinking else [self.thinking.header, *(tag.text for tag in self.thinking.tags)]
-        around += self.tools.triggers if self.tools else ()
-        texts = [*around, *(self.tools.texts() if self.tools else ())]
-        special = {name: token for name, token in self.special.items() if any(name in text for text in texts)}
-        return special | {name: token for name, token in self.added.items() if any(name in text for text in around)}
+        texts = [] if not self.thinking else [self.thinking.header, *(tag.text for tag in self.thinking.tags)]
+        texts += self.tools.texts() if self.tools else ()
+        return {name: token for name, token in self.added.items() if any(name in text for text in texts)}
 
     @functools.cached_property
     def marks(self) -> dict[int, str]:

@@ -95,9 +95,7 @@ class Tokenizer:
         self._idle: list[ov.InferRequest] = []  # one for each thread that encodes at the same time
         file = read_as(TokenizerFile, folder / TOKENIZER_FILE)
         self._special = {token.id: token.content.encode() for token in file.special_tokens}
-        # Of tokens outside of the model's own vocabulary, text -> id: the special ones, which add no text, and others.
-        self.special = {token.content: token.id for token in file.special_tokens}
-        self.added = {token.content: token.id for token in file.added_tokens if not token.special}
+        self.added = {token.content: token.id for token in file.added_tokens}
         self.vocabulary = byte_vocabulary(file)
         tokens = file.tokens_by_id()
         self.known = known_ids(tokens)
