@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from servers import Running, Start
 import ovspec
 from ovspec.api.verify import result_from_json
 
-FEW, MANY = 21, 36  # requests in quick and in slow runs
+FEW, MANY = 28, 64  # requests in quick and in slow runs
 WAYS: list[dict[str, Any]] = [
     {},
     {"temperature": 0.9},
@@ -35,18 +36,64 @@ WAYS: list[dict[str, Any]] = [
     {"heal": True},
     {"temperature": 0.7, "logit_bias": {"12": 2.0}, "ignore_eos": True},
 ]
+SCHEMA = {"type": "object", "properties": {"where": {"type": "string", "maxLength": 9}, "days": {"enum": [1, 2, 30]}}}
+TOOLS = [
+    {"type": "function", "function": {"name": name, "parameters": {**SCHEMA, "required": ["where"]}}}
+    for name in ("get_weather", "book")
+]
+THINK = {"chat_template_kwargs": {"think": True}}
+CHAT_WAYS: list[dict[str, Any]] = [
+    {"tools": TOOLS, "tool_choice": "required"},
+    {"tools": TOOLS, "tool_choice": "required", "temperature": 1.0, "n": 2},
+    {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "book"}}, **THINK, "max_thinking_tokens": 3},
+    {**THINK, "max_thinking_tokens": 6, "temperature": 0.8},
+    {**THINK, "max_thinking_tokens": 4, "json_schema": SCHEMA, "draft": "lookup"},
+    {"tools": TOOLS, "logprobs": True, "top_logprobs": 1},
+]
+TEMPLATE = """{% for message in messages %}<|im_start|>{{ message.role }}
+{{ message.content }}<|im_end|>
+{% endfor %}<|im_start|>assistant
+{% if think %}<think>{% endif %}{# </think> #}"""
 
 
 def requests(chance: random.Random, count: int) -> list[dict[str, Any]]:
     """Return bodies with prompts of all lengths, some of which share their beginning."""
     bodies = []
     for number in range(count):
-        way = dict(WAYS[number % len(WAYS)])
+        way = dict((WAYS + CHAT_WAYS)[number % len(WAYS + CHAT_WAYS)])
         if way.get("temperature"):
             way["seed"] = chance.randrange(2**31)
         long = "\n".join(PROMPTS[: chance.randint(1, 4)]) if number % 3 == 0 else chance.choice(PROMPTS)
-        bodies.append({"prompt": long, "max_tokens": chance.randint(8, 32), "return_record": True, **way})
+        most = chance.randint(8, 32)
+        prompt: dict[str, Any] = {"prompt": long, "max_tokens": most}
+        if "tools" in way or "chat_template_kwargs" in way:
+            system = {"role": "system", "content": PROMPTS[0]}
+            user = {"role": "user", "content": chance.choice(PROMPTS)}
+            prompt = {"messages": [system, user], "max_tokens": 2 * most}
+        bodies.append({**prompt, "return_record": True, **way})
     return bodies
+
+
+def path_of(body: dict[str, Any]) -> str:
+    return "/v1/chat/completions" if "messages" in body else "/v1/completions"
+
+
+def options_of(body: dict[str, Any]) -> dict[str, Any]:
+    """Return the options of a request as Python takes them, without anything that proposes tokens."""
+    others = ("prompt", "messages", "return_record", "draft", "top_logprobs")
+    options = {name: value for name, value in body.items() if name not in others} | {"lookahead": 0}
+    if "logit_bias" in options:
+        options["logit_bias"] = {int(token): bias for token, bias in options["logit_bias"].items()}
+    if options.get("logprobs") is True:
+        options["logprobs"] = body["top_logprobs"]
+    return options
+
+
+def said(choice: dict[str, Any]) -> Any:
+    """Return what an answer says."""
+    if "text" in choice:
+        return choice["text"]
+    return {**choice["message"], "content": choice["message"]["content"] or ""}
 
 
 async def send_all(server: Running, bodies: list[dict[str, Any]], chance: random.Random) -> tuple[list[Any], float]:
@@ -57,11 +104,11 @@ async def send_all(server: Running, bodies: list[dict[str, Any]], chance: random
         async def send(number: int, body: dict[str, Any], delay: float) -> Any:
             await asyncio.sleep(delay)
             if number % 7 == 5:
-                async with client.stream("POST", "/v1/completions", json={**body, "stream": True}) as response:
+                async with client.stream("POST", path_of(body), json={**body, "stream": True}) as response:
                     async for _ in response.aiter_bytes():
                         return None
                 return None
-            answer = await client.post("/v1/completions", json=body)
+            answer = await client.post(path_of(body), json=body)
             assert answer.status_code == 200, answer.text
             return answer.json()
 
@@ -90,26 +137,31 @@ SLOW = [
 def test_no_request_changes_another(
     name: str, lookahead: str, count: int, start: Start, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    folder = shared_pair(name, tmp_path_factory) if name in PAIRS else ROOT / "models" / "demo"
+    made = shared_pair(name, tmp_path_factory) if name in PAIRS else ROOT / "models" / "demo"
+    folder = tmp_path / "model"
+    shutil.copytree(made, folder, ignore=shutil.ignore_patterns("checkpoint", "uncompressed"))
+    (folder / "ovspec.json").unlink(missing_ok=True)
+    (folder / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
     server = start(folder, "--draft", "lookup,draft", "--lookahead", lookahead, "--batch-size", "6", "--deterministic")
     chance = random.Random(7)
     bodies = requests(chance, count)
     answers, most = asyncio.run(send_all(server, bodies, chance))
     lm = ovspec.load(folder, cache_dir=tmp_path / "cache")
     assert lm.target.promise == "exact"
+    calls = thoughts = 0
     for body, answer in zip(bodies, answers, strict=True):
         if answer is None:
             continue
-        options = {name: value for name, value in body.items() if name not in ("prompt", "return_record", "draft")}
-        options["lookahead"] = 0
-        if "logit_bias" in options:
-            options["logit_bias"] = {int(token): bias for token, bias in options["logit_bias"].items()}
-        alone = lm.samples(body["prompt"], **options)
-        assert [choice["text"] for choice in answer["choices"]] == [result.text for result in alone], body
+        alone = lm.samples(body.get("prompt") or body["messages"], **options_of(body))
+        ours = [result.text if "prompt" in body else result.message for result in alone]
+        assert [said(choice) for choice in answer["choices"]] == ours, body
+        calls += sum(len(result.tool_calls) for result in alone)
+        thoughts += sum(bool(result.thinking) for result in alone)
         for choice, result in zip(answer["choices"], alone, strict=True):
             assert choice["record"]["token_ids"] == result.token_ids
             verified = lm.verify(result_from_json(choice))
             assert verified.ok, (body, str(verified))
+    assert calls and thoughts
     assert most > 3, "requests must run beside each other"
     assert sum(answer is None for answer in answers) == count // 7 > 2
     metrics = server.get("/metrics").text
