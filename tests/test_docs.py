@@ -70,7 +70,13 @@ def constraints(names: dict[str, Any]) -> None:
     assert names["answer"].text in ("yes", "no")
 
 
+def tools(names: dict[str, Any]) -> None:
+    assert names["answer"].tool_calls[0].name == "get_weather"
+    assert [message["role"] for message in names["chat"]] == ["user", "assistant", "tool"]
+
+
 CHECKS = {
+    "docs/how-to/use-tools.md": tools,
     "README.md": readme,
     "docs/how-to/sessions-and-chats.md": sessions,
     "docs/how-to/write-a-drafter.md": own_drafter,

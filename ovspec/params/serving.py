@@ -76,6 +76,12 @@ class ServeOptions(TypedDict, total=False):
         "Maximum number of tokens of a request that sets none; -1 for as many as the context holds.",
         SAMPLING["max_tokens"][1],
     ]
+    json_schema_mode: Annotated[
+        Literal["strict", "checked"],
+        "How a request that doesn't say takes a schema, also of a tool, that can't be enforced as a whole: strict "
+        "refuses it, checked reports how the finished text breaks it.",
+        Option("strict"),
+    ]
     temperature: Annotated[
         float | None,
         "Sampling temperature of a request that sets none; 0 for greedy.",

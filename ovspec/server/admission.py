@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, TypeVar, get_args
 
@@ -127,6 +128,9 @@ class Service:
 
     def params(self, request: TextRequest) -> Params:
         """Return the params of a request, complete; raises OvspecError for what can't be met or is too much."""
+        own = request.own
+        if own.get("tools") or own.get("json_schema") is not None:
+            request = replace(request, own={"json_schema_mode": self.options.json_schema_mode, **own})
         with request.client_names():
             params = self.lm.runtime.complete(request.params(self.defaults))
         stops, characters = len(params.stop_strings), sum(map(len, params.stop_strings))

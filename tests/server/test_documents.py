@@ -19,10 +19,11 @@ from servers import DEMO, Running, Start
 
 from ovspec.openai.answers import ChatCompletion, Completion
 
-PAGE = ROOT / "docs" / "how-to" / "serve.md"
+PAGE, TOOLS_PAGE = (ROOT / "docs" / "how-to" / name for name in ("serve.md", "use-tools.md"))
 CURLS = [line.replace("\\\n", "") for line in re.findall(r"(?m)^curl (?:.*\\\n)*.*$", PAGE.read_text(encoding="utf-8"))]
 KEY = "the-key"
 CHAT = [{"role": "user", "content": "Hello"}]
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": {"enum": [1]}}}}}
 CHECKED = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "integer", "maximum": 99}}}
 LOOSE = {"json_schema_mode": "checked", "return_record": True}
 UNCHECKED = (
@@ -58,6 +59,15 @@ def test_python_of_the_docs(server: Running) -> None:
     names: dict[str, Any] = {}
     exec(code.replace("http://127.0.0.1:8000", server.url).replace('"my-pair"', '"demo"'), names)
     assert names["answer"].choices[0].message.content
+
+
+def test_tools_of_the_docs(server: Running) -> None:
+    blocks = re.findall(r"(?s)```python\n(.*?)```", TOOLS_PAGE.read_text(encoding="utf-8"))
+    [code] = [block for block in blocks if "openai" in block]
+    names: dict[str, Any] = {}
+    exec(code.replace("http://127.0.0.1:8000", server.url), names)
+    call = names["answer"].choices[0].message.tool_calls[0]
+    assert call.function.name == "get_weather" and call.function.arguments.lstrip().startswith("{")
 
 
 def test_there_are_lines() -> None:
@@ -102,10 +112,11 @@ def test_no_request_is_a_server_error(api: Any, examples: int) -> None:
         (Completion, "/v1/completions", {"prompt": "def f(", "logprobs": 0, "return_record": True}),
         (ChatCompletion, "/v1/chat/completions", {"messages": CHAT, "logprobs": True, "top_logprobs": 2}),
         (ChatCompletion, "/v1/chat/completions", {"messages": CHAT, "response_format": CHECKED, **LOOSE}),
+        (ChatCompletion, "/v1/chat/completions", {"messages": CHAT, "tools": [TOOL], "tool_choice": "required"}),
     ],
 )
 def test_answers_have_the_shape_of_the_document(server: Running, model: Any, path: str, body: Any) -> None:
-    answer = server.post(path, {**body, "max_tokens": 4})
+    answer = server.post(path, {**body, "max_tokens": 40 if "tools" in body else 4})
     assert answer.status_code == 200, answer.text
     found = model.model_validate_json(answer.text, strict=True)
     assert found.model_dump(exclude_unset=True) == answer.json()

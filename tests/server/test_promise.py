@@ -41,11 +41,12 @@ TOOLS = [
     {"type": "function", "function": {"name": name, "parameters": {**SCHEMA, "required": ["where"]}}}
     for name in ("get_weather", "book")
 ]
+BOOK = {"type": "function", "function": {"name": "book"}}
 THINK = {"chat_template_kwargs": {"think": True}}
 CHAT_WAYS: list[dict[str, Any]] = [
     {"tools": TOOLS, "tool_choice": "required"},
     {"tools": TOOLS, "tool_choice": "required", "temperature": 1.0, "n": 2},
-    {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "book"}}, **THINK, "max_thinking_tokens": 3},
+    {"tools": TOOLS, "tool_choice": BOOK, **THINK, "max_thinking_tokens": 3},
     {**THINK, "max_thinking_tokens": 6, "temperature": 0.8},
     {**THINK, "max_thinking_tokens": 4, "json_schema": SCHEMA, "draft": "lookup"},
     {"tools": TOOLS, "logprobs": True, "top_logprobs": 1},
@@ -81,7 +82,7 @@ def path_of(body: dict[str, Any]) -> str:
 def options_of(body: dict[str, Any]) -> dict[str, Any]:
     """Return the options of a request as Python takes them, without anything that proposes tokens."""
     others = ("prompt", "messages", "return_record", "draft", "top_logprobs")
-    options = {name: value for name, value in body.items() if name not in others} | {"lookahead": 0}
+    options: dict[str, Any] = {name: value for name, value in body.items() if name not in others} | {"lookahead": 0}
     if "logit_bias" in options:
         options["logit_bias"] = {int(token): bias for token, bias in options["logit_bias"].items()}
     if options.get("logprobs") is True:

@@ -26,6 +26,7 @@ SERVING: dict[str, tuple[list[str], Any]] = {
     "lookahead": (["--lookahead", "3"], 3),
     "lookup_memory": (["--lookup-memory", "100"], 100),
     "max_tokens": (["-n", "-1"], -1),
+    "json_schema_mode": (["--json-schema-mode", "checked"], "checked"),
     "temperature": (["-t", "0.5"], 0.5),
 }
 LOADING: dict[str, tuple[list[str], Any]] = {
