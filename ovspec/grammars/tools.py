@@ -27,8 +27,8 @@ def tools_grammar(given: dict[str, Any], what: str) -> tuple[str, str]:
     Args:
         given: "format": the name of the tool format; "tools": {"name", "parameters"} of those that may be called;
             "parallel": whether there may be several calls; "reading": fields of ``json_schema.Reading``; "tokens": the
-            tags that are tokens; "header": what may come first, "" for white space; "other": the grammar of answers
-            without calls, or null for none; "text": the tag in front of such an answer.
+            tags that are tokens; "header": what may come first, "" for white space and null for nothing; "other": the
+            grammar of answers without calls, or null for none; "text": the tag in front of such an answer.
         what: the tools' name in messages.
 
     Raises:
@@ -41,10 +41,10 @@ def tools_grammar(given: dict[str, Any], what: str) -> tuple[str, str]:
     reading = Reading(**given["reading"])
     made = {tool["name"]: arguments(tool, reading, around, what) for tool in given["tools"]}
     names = {name: f"tool_{index}" for index, name in enumerate(made)}
-    header = literal(given["header"], marks) or GAP
+    header = "" if given["header"] is None else f"({literal(given['header'], marks) or GAP})?"
     options = ["calls"] if made else []
     options += [f"{literal(given['text'], marks)} @other"] if given["other"] else []
-    lines = [f"start: ({header})? ({' | '.join(options)})"]
+    lines = [f"start: {header} ({' | '.join(options)})"]
     lines += rules_of(format, names, given["parallel"], marks) if made else []
     grammars = [{"name": "tools", "lark_grammar": "\n".join(lines)}]
     grammars += [{"name": names[name], "lark_grammar": each.lark} for name, each in made.items()]

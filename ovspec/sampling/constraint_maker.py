@@ -192,7 +192,7 @@ def grammar_of_answer(params: Params, answer: AnswerFormat) -> str | None:
         "tools": [{"name": tool["name"], "parameters": tool["parameters"]} for tool in called],
         "parallel": params.parallel_tool_calls and not use.once,
         "tokens": [*answer.tokens],
-        "header": answer.thinking.header if answer.thinking else "",
+        "header": answer.thinking.header if answer.thinking else None,
         "text": answer.thinking.text if answer.thinking else "",
         "other": other,
         "reading": {

@@ -65,6 +65,7 @@ HARMONY = Thinking(
         Tag("<|channel|>final<|message|>", HEADERS, "text"),
         Tag("<|channel|>commentary<|message|>", HEADERS, "text"),
         Tag("<|end|>", ("text",), "between"),
+        Tag("<|start|>assistant", ("start",), "between"),
     ),
     header="<|start|>assistant",
     text="<|channel|>final<|message|>",
@@ -105,9 +106,10 @@ def advance(tags: Sequence[Tag], state: State, text: str) -> tuple[State, list[t
         usable = [tag for tag in tags if phase in tag.at]
         if phase in ("start", "after"):
             begun = held.lstrip()
-            if tag := longest(tag for tag in usable if begun.startswith(tag.text)):
-                held, phase = begun if tag.to == "calls" else begun[len(tag.text) :], tag.to
-            elif not begun or any(tag.text.startswith(begun) for tag in usable):
+            if tag := longest(tag for tag in usable if begun.startswith(tag.text.lstrip())):
+                rest = begun[len(tag.text.lstrip()) :]
+                held, phase = tag.text + rest if tag.to == "calls" else rest, tag.to
+            elif not begun or any(tag.text.lstrip().startswith(begun) for tag in usable):
                 break
             else:
                 held, phase = held if phase == "start" else begun, "text"

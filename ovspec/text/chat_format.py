@@ -113,6 +113,10 @@ class ChatFormat:
         messages = list(map(style.styled, messages))
         if tools and format.native and format.tools_variable in self.template.variables:
             given[format.tools_variable] = list(tools)
+            try:
+                return self.template.render(messages, variables=given)
+            except OvspecError:  # some templates take a description for granted
+                given[format.tools_variable] = [*map(with_description, tools)]
         elif tools:
             messages = with_system(messages, described(format, tools))
         return self.template.render(messages, variables=given)
@@ -143,6 +147,10 @@ def found_format(template: ChatTemplate) -> tuple[ToolFormat, CallStyle]:
             if not format.marks and format is not GENERIC and any(call in sample for call in calls):
                 return format, style
     return GENERIC, CallStyle()
+
+
+def with_description(tool: dict[str, Any]) -> dict[str, Any]:
+    return {**tool, "function": {"description": "", **tool["function"]}}
 
 
 def with_objects(message: Message) -> Message:
