@@ -121,6 +121,8 @@ class TokenizeRequest(create_model("Prompts", __base__=Fields, **unmet(OF_PROMPT
     add_special_tokens: bool | None = Field(
         None, description="Whether the text begins with the model's BOS; not with messages. Default: true."
     )
+    add_special: bool | None = Field(None, description="llama.cpp's name for add_special_tokens.")
+    with_pieces: bool | None = Field(None, description="Return each token as an object with its id and its piece.")
 
 
 class DetokenizeRequest(Fields):

@@ -47,7 +47,6 @@ OF_TEXTS: dict[str, tuple[Any, ...]] = {
     "mirostat": (0,),
     "n_cmpl": (1,),
     "n_indent": (0,),
-    "n_predict": (),
     "n_probs": (0,),
     "penalize_nl": (False,),
     "post_sampling_probs": (False,),
@@ -96,9 +95,7 @@ OF_TEXTS: dict[str, tuple[Any, ...]] = {
     "watermarking": (False,),
 }
 OF_TOKENIZE: dict[str, tuple[Any, ...]] = {
-    "add_special": (True,),
     "parse_special": (True,),
     "return_token_strs": (False,),
-    "with_pieces": (False,),
 }
 OF_STREAMS: dict[str, tuple[Any, ...]] = {"continuous_usage_stats": (False,)}

@@ -49,16 +49,18 @@ class TextRequest:
 
     def params(self, defaults: Params) -> Params:
         """Return the params of the request; options that it doesn't set are those of ``defaults`` that fit its own."""
-        own = any(name in self.own for name in GRAMMARS)
-        unfit = [*GRAMMARS, "constrain_from"] if own else []
-        if (self.own.get("json_schema") if own else defaults.json_schema) is None:
+        own, nothing = self.own, Params()
+        grammar = any(name in own for name in GRAMMARS)
+        unfit = [*GRAMMARS, "constrain_from"] if grammar else []
+        if (own.get("json_schema") if grammar else defaults.json_schema) is None:
             unfit += OF_SCHEMAS
-        if self.own.get("temperature") == 0:
+        if own.get("temperature") == 0:
             unfit += TRUNCATING
-        nothing = Params()
+            if self.kind != "own":  # clients send top_p beside a temperature of 0, which it can't change
+                own = {name: value for name, value in own.items() if name not in TRUNCATING}
         lifted = {name: getattr(nothing, name) for name in unfit}
         with self.client_names():
-            return checked(replace(defaults, **(lifted | self.own)))
+            return checked(replace(defaults, **(lifted | own)))
 
     @contextmanager
     def client_names(self) -> Iterator[None]:

@@ -74,7 +74,7 @@ class SamplingOptions(TypedDict, total=False):
             more="At the end of the context a text ends anyway.",
             flags=("-n", "--max-tokens"),
             metavar="N",
-            aliases=("max_completion_tokens",),
+            aliases=("max_completion_tokens", "n_predict"),
         ),
     ]
     min_tokens: Annotated[

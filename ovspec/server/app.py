@@ -50,6 +50,7 @@ ERRORS: dict[int | str, str] = {
     503: "The server is shutting down, or the request has waited for too long.",
     504: "The request took too long.",
 }
+ADDS = ("add_special_tokens", "add_special")  # vLLM's and llama.cpp's names of the same field
 NOWHERE = {404: "There is no such path; /openapi.json lists them.", 405: ERRORS[405]}
 STREAM = {"text/event-stream": {"schema": {"type": "string", "description": "With stream: chunks, as OpenAI's."}}}
 
@@ -68,10 +69,15 @@ class Models(Answer):
     data: list[Model]
 
 
+class TokenPiece(Answer):
+    id: int
+    piece: str | list[int] = Field(description="The token's text, or its bytes where it is part of a character.")
+
+
 class Tokens(Answer):
     count: int
     max_model_len: int | None
-    tokens: list[int]
+    tokens: list[int] | list[TokenPiece]
 
 
 class Text(Answer):
@@ -173,8 +179,7 @@ def add_endpoints(app: FastAPI, service: Service) -> None:
 
     @app.post("/tokenize", tags=["tokens"], summary="Return the tokens of a text or a chat.")
     async def tokenize(body: TokenizeRequest, http: Request) -> Tokens:
-        tokens = await translated(encode, body, http)
-        return Tokens(count=len(tokens), max_model_len=lm.target.ir.context_length, tokens=tokens)
+        return await translated(tokens_of, body, http)
 
     @app.post("/detokenize", tags=["tokens"], summary="Return the text of tokens.")
     async def detokenize(body: DetokenizeRequest, http: Request) -> Text:
@@ -182,18 +187,34 @@ def add_endpoints(app: FastAPI, service: Service) -> None:
         return Text(prompt=text, content=text)
 
 
+def tokens_of(lm: LanguageModel, body: TokenizeRequest) -> Tokens:
+    """Return the tokens of a text or a chat."""
+    ids = encode(lm, body)
+    pieces = [TokenPiece(id=id, piece=piece_of(lm.tokenizer.token_bytes(id))) for id in ids if body.with_pieces]
+    return Tokens(count=len(ids), max_model_len=lm.target.ir.context_length, tokens=pieces or ids)
+
+
+def piece_of(token: bytes) -> str | list[int]:
+    """Return the text of a token, or its bytes, if they are part of a character."""
+    try:
+        return token.decode()
+    except UnicodeDecodeError:
+        return list(token)
+
+
 def encode(lm: LanguageModel, body: TokenizeRequest) -> list[int]:
     """Return the tokens of the text or chat in ``body``; raises OvspecError for fields that can't be met together."""
     texts = [text for text in (body.prompt, body.content) if text is not None]
+    given = {name: getattr(body, name) for name in ADDS if getattr(body, name) is not None}
     if len(texts) + (body.messages is not None) != 1:
         raise RequestError("Give one of prompt, content and messages.")
     if body.messages is None:
         refuse_variables(body.chat_template_kwargs)
         if body.tools:
             raise RequestError("tools need messages; leave them out.", "tools")
-        return lm.tokenizer.encode(texts[0], body.add_special_tokens is not False).tolist()
-    if body.add_special_tokens is not None:
-        raise RequestError("add_special_tokens can't be combined with messages; leave it out.", "add_special_tokens")
+        return lm.tokenizer.encode(texts[0], False not in given.values()).tolist()
+    if name := next(iter(given), None):
+        raise RequestError(f"{name} can't be combined with messages; leave it out.", name)
     messages = [template_message(message) for message in body.messages]
     tools = tools_of(body.tools or ())
     try:
