@@ -22,7 +22,15 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from ovspec.base.errors import OvspecError
-from ovspec.openai.foreign import IGNORED_BY_SERVER, OF_PROMPTS, OF_STREAMS, OF_TEXTS, OF_TOKENIZE, WITHOUT_EFFECT
+from ovspec.openai.foreign import (
+    IGNORED_BY_SERVER,
+    INSTEAD,
+    OF_PROMPTS,
+    OF_STREAMS,
+    OF_TEXTS,
+    OF_TOKENIZE,
+    WITHOUT_EFFECT,
+)
 from ovspec.params import GENERATE, NOT_NEGATIVE, RECOMMENDED, TOKENS, in_words, type_in_words, within
 from ovspec.params.option import LARGEST, Limits, Option, hint
 
@@ -76,13 +84,13 @@ class Fields(BaseModel):
         return {name: value for name, value in given.items() if name in cls.model_fields or name == unknown}
 
 
-def neutral(values: tuple[Any, ...], value: Any) -> Any:
+def neutral(values: tuple[Any, ...], instead: str, value: Any) -> Any:
     """Return ``value`` if it is one of ``values``; raises PydanticCustomError otherwise."""
     if value in values:
         return value
     short = [json.dumps(each) for each in values if not isinstance(each, list)]
     but = f", except as {' or '.join(short)}" if short else ""
-    raise PydanticCustomError("unmet", "is not supported{but}; leave it out", {"but": but})
+    raise PydanticCustomError("unmet", "is not supported{but}; {instead}", {"but": but, "instead": instead})
 
 
 def idle(*names: str) -> dict[str, Any]:
@@ -94,7 +102,7 @@ def unmet(table: Mapping[str, tuple[Any, ...]]) -> dict[str, Any]:
     """Return the fields that are refused unless they have one of the values in ``table``."""
     return {
         name: (
-            Annotated[Any, AfterValidator(partial(neutral, values))],
+            Annotated[Any, AfterValidator(partial(neutral, values, INSTEAD.get(name, "leave it out")))],
             Field(None, description=UNMET, json_schema_extra={"enum": [*values, None]}),
         )
         for name, values in table.items()

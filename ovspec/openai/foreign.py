@@ -94,6 +94,20 @@ OF_TEXTS: dict[str, tuple[Any, ...]] = {
     "vllm_xargs": (),
     "watermarking": (False,),
 }
+# What to do instead of giving a field that is refused.
+INSTEAD = {
+    "functions": "give them in tools",
+    "function_call": "give tool_choice",
+    "n_cmpl": "give n",
+    "n_probs": "give logprobs",
+    "repeat_penalty": "give repetition_penalty",
+    "typ_p": "give typical_p",
+    "guided_choice": "give choice",
+    "guided_grammar": "give grammar, or gbnf",
+    "guided_json": "give json_schema",
+    "guided_regex": "give regex",
+    "structured_outputs": "give json_schema, regex, choice or grammar",
+}
 OF_TOKENIZE: dict[str, tuple[Any, ...]] = {
     "parse_special": (True,),
     "return_token_strs": (False,),

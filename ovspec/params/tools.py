@@ -61,6 +61,9 @@ def tool_of(given: Any) -> dict[str, Any]:
     name, parameters = function.get("name"), function.get("parameters")
     if not isinstance(name, str) or not NAME.fullmatch(name):
         raise OvspecError(f"`tools`: a name is {name!r:.80}; it must have 1 to 128 letters, digits, _, . or -.")
+    for other in ("input_schema", "inputSchema"):  # Anthropic's and MCP's
+        if other in function:
+            raise OvspecError(f"`tools`: {name} has its schema in {other}; give it in parameters.")
     if not isinstance(parameters, (Mapping, type(None))):
         raise OvspecError(f"`tools`: the parameters of {name} must be a JSON schema, which is an object.")
     if not isinstance(function.get("description") or "", str):
@@ -78,6 +81,7 @@ def described(function: Callable[..., Any]) -> dict[str, Any]:
     The docstring is one of Google's style: "Args:" with a line "name: what it is" for each parameter.
     """
     from pydantic import Field, create_model  # deferred, because few need it
+    from pydantic.errors import PydanticUserError
 
     text = inspect.cleandoc(function.__doc__ or "")
     about, _, arguments = text.partition("Args:\n")
@@ -85,7 +89,11 @@ def described(function: Callable[..., Any]) -> dict[str, Any]:
         re.findall(r"^ +(\w+)(?: \([^)]*\))?: (.+(?:\n {6,}.+)*)", arguments.split("\nReturns:")[0], re.MULTILINE)
     )
     fields: dict[str, Any] = {}
-    for name, parameter in inspect.signature(function, eval_str=True).parameters.items():
+    try:
+        parameters = inspect.signature(function, eval_str=True).parameters
+    except (NameError, TypeError, ValueError) as error:
+        raise OvspecError(f"`tools`: the parameters of {function!r:.80} can't be read ({error!s:.80}).") from None
+    for name, parameter in parameters.items():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
             continue
         if parameter.annotation is parameter.empty:
@@ -93,7 +101,12 @@ def described(function: Callable[..., Any]) -> dict[str, Any]:
         default = ... if parameter.default is parameter.empty else parameter.default
         note = " ".join(notes[name].split()) if name in notes else None
         fields[name] = (parameter.annotation, Field(default, description=note))
-    schema = create_model(function.__name__, **fields).model_json_schema()
+    try:
+        schema = create_model(function.__name__, **fields).model_json_schema()
+    except (PydanticUserError, NameError) as error:
+        first = str(error).split("\n")[0].split(". ")[0]
+        told = f"`tools`: the type hints of {function.__name__} make no JSON schema ({first:.200})"
+        raise OvspecError(f"{told}; use types that JSON has.") from None
     return {
         "name": function.__name__,
         "description": about.split("\nReturns:")[0].strip(),

@@ -1,0 +1,109 @@
+"""What users give as tools, and what is wrong with it."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import pydantic
+import pytest
+
+from ovspec.base.errors import OvspecError
+from ovspec.params.tools import tools_of
+
+
+class Place:
+    pass
+
+
+def weather(city: str, unit: Literal["C", "F"] = "C") -> str:
+    """Tell the weather.
+
+    Args:
+        city: The city,
+            in English.
+        unit (str): Of the temperature.
+
+    Returns:
+        A sentence.
+    """
+    return city + unit
+
+
+class Weather(pydantic.BaseModel):
+    """Tell the weather."""
+
+    city: Annotated[str, pydantic.Field(max_length=9)]
+
+
+def untyped(city):  # type: ignore[no-untyped-def]
+    return city
+
+
+def of_a_class(place: Place) -> Place:
+    return place
+
+
+def of_nothing(place: Nowhere) -> None:  # type: ignore[name-defined]  # noqa: F821
+    pass
+
+
+SCHEMA: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "integer"}}}
+
+
+def test_functions_are_described_by_their_hints_and_docstrings() -> None:
+    assert [tool["function"] for tool in tools_of([weather, Weather])] == [
+        {
+            "name": "weather",
+            "description": "Tell the weather.",
+            "parameters": {
+                "type": "object",
+                "properties": {
+                    "city": {"type": "string", "description": "The city, in English."},
+                    "unit": {
+                        "type": "string",
+                        "enum": ["C", "F"],
+                        "default": "C",
+                        "description": "Of the temperature.",
+                    },
+                },
+                "required": ["city"],
+            },
+        },
+        {
+            "name": "Weather",
+            "description": "Tell the weather.",
+            "parameters": {
+                "type": "object",
+                "properties": {"city": {"type": "string", "maxLength": 9}},
+                "required": ["city"],
+            },
+        },
+    ]
+
+
+def test_tools_may_be_given_without_what_is_around_them() -> None:
+    function = {"name": "f", "parameters": SCHEMA}
+    whole = {"type": "function", "function": function}
+    for given in (whole, function, {"type": "function", **function}):
+        assert tools_of([given]) == [whole]
+
+
+@pytest.mark.parametrize(
+    ("tool", "message"),
+    [
+        (untyped, "untyped needs a type hint for its parameter city.$"),
+        (of_a_class, "hints of of_a_class make no JSON schema .*Place.*; use types that JSON has.$"),
+        (of_nothing, "parameters of <function of_nothing .* can't be read .*Nowhere"),
+        ("f", " has 'f'; each must be a function, or an object that describes one.$"),
+        ({"type": "web_search"}, "a tool of the type web_search; only functions can be called here.$"),
+        ({"name": "get weather"}, "a name is 'get weather'; it must have 1 to 128 letters"),
+        ({"name": "f", "parameters": "{}"}, "the parameters of f must be a JSON schema, which is an object.$"),
+        ({"name": "f", "input_schema": SCHEMA}, "f has its schema in input_schema; give it in parameters.$"),
+        ({"name": "f", "inputSchema": SCHEMA}, "f has its schema in inputSchema; give it in parameters.$"),
+        ({"name": "f", "description": 5}, "the description of f must be a string.$"),
+    ],
+)
+def test_what_is_no_tool(tool: Any, message: str) -> None:
+    with pytest.raises(OvspecError, match=f"^`tools`.*{message}") as found:
+        tools_of([tool])
+    assert "\n" not in str(found.value) and len(str(found.value)) < 300
