@@ -124,6 +124,7 @@ class Row:
             text = self._detokenizer.push(token, healed)
             if len(self.token_ids) + used - first > self._min_tokens:
                 text, stopped = self._stops.push(text)
+            self.stats.thinking_tokens += bool(self._reader and self._reader.phase == "thinking")
             self._say(text, said)
             if stopped:
                 self.finish_reason = "stop"
@@ -184,7 +185,6 @@ class Row:
     def _say(self, text: str, said: Said) -> None:
         """Add to ``said`` what ``text`` says."""
         if self._reader:
-            self.stats.thinking_tokens += self._reader.phase == "thinking"
             self._reader.push(text, said)
         else:
             said.text += text

@@ -16,6 +16,9 @@ from ovspec.text.tool_formats.layout import PATTERNS, ToolFormat
 
 MARKS = "marks"  # beside llguidance's own keys: names of tokens in the grammar -> those in the vocabulary
 STRINGS = "strings"  # and tool -> the parameters that are written as text without quotes
+# The first character of the grammar's texts, which isn't generated, tells what they are: calls, calls behind thinking,
+# or the other answer, behind thinking or not.
+CALLS, CALLS_AFTER, OTHER, OTHER_AFTER = b"c", b"C", b"o", b"O"
 GAP = "/[ \\t\\n]{1,4}/"  # white space behind thinking
 # Beside those of an object: what may be where in a text that isn't JSON as a whole, but in which arguments are.
 WRAPPED = ("arguments", "parameters")
@@ -27,8 +30,8 @@ def tools_grammar(given: dict[str, Any], what: str) -> tuple[str, str]:
     Args:
         given: "format": the name of the tool format; "tools": {"name", "parameters"} of those that may be called;
             "parallel": whether there may be several calls; "reading": fields of ``json_schema.Reading``; "tokens": the
-            tags that are tokens; "header": what may come first, "" for white space and null for nothing; "other": the
-            grammar of answers without calls, or null for none; "text": the tag in front of such an answer.
+            tags that are tokens; "header": what may come behind thinking, "" for white space and null if there is none;
+            "other": the grammar of answers without calls, or null for none; "text": the tag in front of such an answer.
         what: the tools' name in messages.
 
     Raises:
@@ -37,14 +40,20 @@ def tools_grammar(given: dict[str, Any], what: str) -> tuple[str, str]:
     format, marks = BY_NAME[given["format"]], {f"<mark{index}>": name for index, name in enumerate(given["tokens"])}
     around = None
     if parts := format.parameters:
-        around = Around(literal(parts.open, marks), literal(parts.middle, marks), *split_close(parts.close, marks))
+        middle = "" if any(token in parts.middle for token in given["tokens"]) else parts.middle
+        around = Around(
+            literal(parts.open, marks), literal(parts.middle, marks), middle, *split_close(parts.close, marks)
+        )
     reading = Reading(**given["reading"])
     made = {tool["name"]: arguments(tool, reading, around, what) for tool in given["tools"]}
     names = {name: f"tool_{index}" for index, name in enumerate(made)}
-    header = "" if given["header"] is None else f"({literal(given['header'], marks) or GAP})?"
-    options = ["calls"] if made else []
-    options += [f"{literal(given['text'], marks)} @other"] if given["other"] else []
-    lines = [f"start: {header} ({' | '.join(options)})"]
+    answers = [(CALLS, CALLS_AFTER, "calls")] if made else []
+    answers += [(OTHER, OTHER_AFTER, f"{literal(given['text'], marks)} @other")] if given["other"] else []
+    starts = [f'"{kind.decode()}" {answer}' for kind, _, answer in answers]
+    if given["header"] is not None:
+        header = literal(given["header"], marks) or GAP
+        starts += [f'"{kind.decode()}" ({header})? {answer}' for _, kind, answer in answers]
+    lines = [f"start: {' | '.join(starts)}"]
     lines += rules_of(format, names, given["parallel"], marks) if made else []
     grammars = [{"name": "tools", "lark_grammar": "\n".join(lines)}]
     grammars += [{"name": names[name], "lark_grammar": each.lark} for name, each in made.items()]

@@ -6,21 +6,22 @@ A call that has begun can only go on validly. Until then no token is masked but 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from ovspec.base.errors import OvspecError
 from ovspec.cache.sequence import Sequence as Tokens
+from ovspec.grammars.tools import CALLS, CALLS_AFTER, OTHER, OTHER_AFTER
 from ovspec.sampling.constraint import Constraint
 from ovspec.sampling.grammar_constraint import Grammar
 from ovspec.sampling.healing import ByteTokens
 from ovspec.sampling.masks import holds, pack
-from ovspec.text.answer import AnswerFormat, State, Tag, advance, is_mark
+from ovspec.text.answer import WHITE, AnswerFormat, State, Tag, advance, is_mark
 
 # (tokens before the grammar, what of its text is there already: bytes, and ids of tags) -> the grammar of the rest.
-# Raises OvspecError if the grammar doesn't allow it.
+# The first bytes tell which texts of the grammar: see grammars/tools.py. Raises OvspecError if it doesn't allow that.
 MakeGrammar = Callable[[int, list[bytes | int]], Grammar]
 
 
@@ -28,13 +29,13 @@ MakeGrammar = Callable[[int, list[bytes | int]], Grammar]
 class Place:
     """Where an answer is after some tokens.
 
-    thought: tokens of thinking so far. closing: those of them that have to end it. grammar: of what follows.
+    thought: tokens of thinking so far; behind it, no more than the budget.
+    grammars: of what follows; one of them allows it.
     """
 
     state: State
     thought: int = 0
-    closing: int = 0
-    grammar: Grammar | None = None
+    grammars: tuple[Grammar, ...] = ()
 
 
 class AnswerGrammar(Constraint):
@@ -46,6 +47,7 @@ class AnswerGrammar(Constraint):
         vocabulary: the tokens by their bytes.
         make: makes the grammar; None if no call may begin.
         whole: whether all that isn't thinking is in the grammar; otherwise it begins with the tag of a call.
+        ends: ids that end the text, which must not end in thinking if it must go on.
         budget: maximum number of tokens of thinking; None for no limit.
         closing: ids that end thinking.
     """
@@ -57,39 +59,42 @@ class AnswerGrammar(Constraint):
         vocabulary: ByteTokens,
         make: MakeGrammar | None,
         whole: bool,
+        ends: Collection[int] = (),
         budget: int | None = None,
         closing: Sequence[int] = (),
     ) -> None:
-        self._start, self._marks, self._vocabulary, self._make, self._whole = (
-            start,
-            format.marks,
-            vocabulary,
-            make,
-            whole,
-        )
-        self._ids = {mark: token for token, mark in format.marks.items()}
+        self._start, self._vocabulary, self._make, self._whole = start, vocabulary, make, whole
+        self._marks, self._ids = format.marks, {mark: token for token, mark in format.marks.items()}
         self._budget, self._closing = budget, list(closing)
+        self._ends = [token for token in ends if token < vocabulary.size]
         # Bytes as characters, because a token may end inside of a character.
         self._tags = [Tag(bytewise(tag.text), tag.at, tag.to) for tag in format.tags]
         self._path = Tokens()
-        begins = State(format.begins)
-        grammar = self._grammar(start, "") if whole and begins.phase == "start" else None
-        self._places = [Place(begins, grammar=grammar)]
-        self._free_masks: dict[State, np.ndarray | None] = {}
+        begins, kinds = State(format.begins), (CALLS, OTHER)
+        self._places = [Place(begins, 0, self._grammars(start, kinds) if whole and begins.phase == "start" else ())]
+        self._wrong: dict[State, np.ndarray | None] = {}
 
     def mask(self, tokens: np.ndarray) -> np.ndarray | None:
         place = self._place(tokens)
         if closing := self._closing_at(place):
             return pack(closing[:1], self._vocabulary.size)
-        if not self._whole or place.state.phase != "start":
-            return place.grammar.mask(tokens) if place.grammar else self._free_mask(place.state)
-        opening = pack(self._opening(place.state), self._vocabulary.size)
-        return opening | place.grammar.mask(tokens) if place.grammar else opening
+        if self._within(place):
+            return place.grammars[0].mask(tokens)
+        wrong = self._wrong_after(place.state)
+        if not self._whole or place.state.phase == "thinking":
+            return None if wrong is None else ~wrong
+        mask = pack(self._opening(place.state), self._vocabulary.size)
+        for grammar in place.grammars:
+            mask |= grammar.mask(tokens)
+        mask = mask if wrong is None else mask & ~wrong
+        if not mask.any() and not self.complete(tokens):
+            raise OvspecError("No token of this model can continue the answer within its format.")
+        return mask
 
     def allows(self, token: int, tokens: np.ndarray) -> bool:
         place = self._place(tokens)
-        if place.grammar and not self._closing_at(place) and place.grammar.allows(token, tokens):
-            return True
+        if self._within(place):
+            return place.grammars[0].allows(token, tokens)
         mask = self.mask(tokens)
         return mask is None or holds(mask, token)
 
@@ -97,12 +102,18 @@ class AnswerGrammar(Constraint):
         place = self._place(tokens)
         if closing := self._closing_at(place):
             return closing
-        may_open = self._whole and place.state.phase == "start" and len(self._opening(place.state))
-        return place.grammar.forced(tokens) if place.grammar and not may_open else []
+        found, state = place.grammars[0].forced(tokens) if self._one(place) else [], place.state
+        for count, token in enumerate(found if not self._within(place) else ()):
+            after, kinds, _ = self._follow(state, token)
+            if kinds:  # another grammar goes on
+                return found[: count + self._may_follow(state, token)]
+            state = after
+        return found
 
     def complete(self, tokens: np.ndarray) -> bool:
-        grammar = self._place(tokens).grammar
-        return grammar is not None and grammar.complete(tokens)
+        return any(grammar.complete(tokens) for grammar in self._place(tokens).grammars)
+
+    # ------------------------------------------------------------ where an answer is
 
     def _place(self, tokens: np.ndarray) -> Place:
         """Follow ``tokens``, and return where the answer is."""
@@ -113,57 +124,75 @@ class AnswerGrammar(Constraint):
             shared = int(differ.argmax())
         if shared < len(text):
             self._path.rewind(shared)
-            self._path.commit(text[shared:])
             del self._places[shared + 1 :]
             for at in range(shared, len(text)):
                 self._places.append(self._after(self._places[at], tokens[: self._start + at], int(text[at])))
+                self._path.commit(text[at : at + 1])
         return self._places[len(text)]
 
     def _after(self, place: Place, tokens: np.ndarray, token: int) -> Place:
         """Return the place after ``token``, which follows ``tokens``."""
-        before, grammar = place.state, place.grammar
-        if grammar and before.phase != "start":
+        if self._within(place):
             return place
-        state, rest = self._follow(before, token)
-        thought = place.thought + (before.phase == "thinking")
-        closing = place.closing + 1 if state.phase == "thinking" and self._closing_at(place) else 0
-        if grammar:  # unless thinking begins after all
-            kept = grammar.allows(token, tokens) and state.phase != "thinking"
-            return Place(state, thought, closing, grammar if kept else None)
-        return Place(state, thought, closing, None if rest is None else self._grammar(len(tokens) + 1, rest))
+        before, grammars = place.state.phase, place.grammars
+        state, kinds, begun = self._follow(place.state, token)
+        thought = place.thought + (before == "thinking")
+        if self._budget is not None and state.phase != "thinking":
+            thought = min(thought, self._budget)
+        if kinds:
+            grammars = self._grammars(len(tokens) + 1, kinds, begun)
+        else:
+            grammars = tuple(each for each in grammars if each.allows(token, tokens))
+        after = Place(state, thought, grammars if state.phase != "thinking" else ())
+        if self._within(after) and not grammars:
+            raise OvspecError("The format of the answer doesn't allow what was generated.")
+        return after
 
-    def _follow(self, state: State, token: int) -> tuple[State, str | None]:
-        """Return the state after ``token``, and what it has of the grammar's text if that begins with it."""
+    def _within(self, place: Place) -> bool:
+        """Return whether the rest of the answer is in its grammar, so that no tag matters any more."""
+        return place.state.phase == "calls" or (self._whole and place.state.phase == "text")
+
+    def _one(self, place: Place) -> bool:
+        """Return whether all that may follow is in one grammar."""
+        return self._within(place) or (len(place.grammars) == 1 and not self._opening(place.state))
+
+    def _follow(self, state: State, token: int) -> tuple[State, tuple[bytes, ...], str]:
+        """Return the state after ``token``; if grammars begin with it, also their kinds, and what they have of it."""
         text = self._text(token)
         after = advance(self._tags, state, text)[0]
-        if after.phase == state.phase or state.phase == "calls":
-            return after, None
+        if after.phase == state.phase:
+            return after, (), ""
+        kinds, begun = (), ""
         for at, character in enumerate(text):
-            before, state = state, advance(self._tags, state, character)[0]
-            if self._whole and before.phase == "thinking" != state.phase:
-                return after, text[at + 1 :]
-            if state.phase == "calls" != before.phase and not self._whole:
-                tag = next(tag.text for tag in self._tags if tag.to == "calls" and self._ends(before, character, tag))
-                return after, tag + text[at + 1 :]
-        return after, None
-
-    def _ends(self, state: State, character: str, tag: Tag) -> bool:
-        return state.phase in tag.at and (state.held + character).endswith(tag.text)
+            before, (state, parts) = state.phase, advance(self._tags, state, character)
+            if state.phase == "calls":
+                return state, (CALLS,), parts[-1][1] + text[at + 1 :]
+            if self._whole and before == "thinking" != state.phase:
+                kinds, begun = (CALLS_AFTER, OTHER_AFTER), text[at + 1 :]
+        return state, kinds, begun
 
     def _text(self, token: int) -> str:
         """Return the bytes of a token as characters, or the one that stands for it."""
         spelt = self._vocabulary.vocabulary[token] if token < self._vocabulary.size else None
         return self._marks.get(token) or (spelt or b"").decode("latin-1")
 
-    def _grammar(self, start: int, text: str) -> Grammar:
-        """Return the grammar after ``start`` tokens, which already have ``text`` of it."""
-        if not self._make:
-            raise OvspecError("No tool may be called.")
-        parts: list[bytes | int] = []
+    def _grammars(self, start: int, kinds: Sequence[bytes], text: str = "") -> tuple[Grammar, ...]:
+        """Return the grammars of some kinds after ``start`` tokens, which already have ``text`` of them."""
+        parts, found = list[bytes | int](), list[Grammar]()
         for marks, group in itertools.groupby(text, is_mark):
             characters = "".join(group)
             parts += [self._ids[mark] for mark in characters] if marks else [characters.encode("latin-1")]
-        return self._make(start, parts)
+        if not self._make:
+            raise OvspecError("No tool may be called.")
+        why = None
+        for kind in kinds:
+            try:
+                found.append(self._make(start, [kind, *parts]))
+            except OvspecError as error:
+                why = error
+        if why and not found:
+            raise why
+        return tuple(found)
 
     # ------------------------------------------------------------ thinking
 
@@ -171,35 +200,42 @@ class AnswerGrammar(Constraint):
         """Return the ids that must follow because there was enough thinking."""
         if self._budget is None or place.state.phase != "thinking" or place.thought < self._budget:
             return []
-        return self._closing[place.closing :]
+        return self._closing[place.thought - self._budget :]
 
     def _opening(self, state: State) -> list[int]:
-        """Return the ids that may begin thinking, or go on with its tag."""
-        found, begun = list[int](), state.held.lstrip()
+        """Return the ids that may begin thinking, or go on with its tag, where the grammar doesn't."""
+        found, begun = list[int](), state.held.lstrip(WHITE)
         for tag in self._tags:
-            if tag.to == "thinking" and state.phase in tag.at and tag.text.startswith(begun):
+            if self._whole and tag.to == "thinking" and state.phase in tag.at and tag.text.startswith(begun):
                 text, mark = split_at_mark(tag.text[len(begun) :])
-                if not text:
-                    found.append(self._ids[mark])
-                    continue
-                ids = self._vocabulary.along(text.encode("latin-1"))
-                found += [each for each in ids if not mark or len(self._text(each)) <= len(text)]
+                ids = self._vocabulary.along(text.encode("latin-1")) if text else [self._ids[mark]]
+                found += [each for each in ids if self._opens(tag, state, each)]
         return found
+
+    def _opens(self, tag: Tag, state: State, token: int) -> bool:
+        after = self._follow(state, token)[0]
+        return after.phase == "thinking" or (
+            after.phase == state.phase and tag.text.startswith(after.held.lstrip(WHITE))
+        )
 
     # ------------------------------------------------------------ what is free
 
-    def _free_mask(self, state: State) -> np.ndarray | None:
-        """Return the mask of all tokens but those that would begin what the grammar doesn't allow; None for all."""
-        if state not in self._free_masks:
-            wrong = [token for token in self._beginning(state) if not self._may_begin(state, token)]
-            self._free_masks[state] = ~pack(wrong, self._vocabulary.size) if wrong else None
-        return self._free_masks[state]
+    def _wrong_after(self, state: State) -> np.ndarray | None:
+        """Return the set of tokens that would begin what the grammar doesn't allow, as a mask; None if there are none.
 
-    def _may_begin(self, state: State, token: int) -> bool:
+        So would the end of an answer that must go on after thinking.
+        """
+        if state not in self._wrong:
+            wrong = [token for token in self._beginning(state) if not self._may_follow(state, token)]
+            wrong += self._ends if self._whole and state.phase == "thinking" else []
+            self._wrong[state] = pack(wrong, self._vocabulary.size) if wrong else None
+        return self._wrong[state]
+
+    def _may_follow(self, state: State, token: int) -> bool:
         try:
-            _, rest = self._follow(state, token)
-            if rest is not None:
-                self._grammar(0, rest)
+            _, kinds, begun = self._follow(state, token)
+            if kinds:
+                self._grammars(0, kinds, begun)
             return True
         except OvspecError:
             return False
@@ -207,20 +243,18 @@ class AnswerGrammar(Constraint):
     def _beginning(self, state: State) -> Iterator[int]:
         """Yield the ids after which the grammar may begin, and some others."""
         for tag in self._tags:
-            if state.phase not in tag.at or (tag.to != "calls" if not self._whole else state.phase != "thinking"):
+            if tag.to != "calls" and not (self._whole and "thinking" in tag.at):
                 continue
-            for length in range(min(len(state.held), len(tag.text) - 1) + 1):
-                if not state.held.endswith(tag.text[:length]):
-                    continue
+            for length in range(len(tag.text)):
                 text, mark = split_at_mark(tag.text[length:])
-                if mark and not text:
+                if not state.held.endswith(tag.text[:length]) or (mark and text):
+                    continue
+                if mark:
                     yield self._ids[mark]
-                elif not mark:
-                    yield from (
-                        each for each in self._vocabulary.along(text.encode("latin-1")) if text in self._text(each)
-                    )
-            if not split_at_mark(tag.text)[1]:
-                yield from self._vocabulary.containing(tag.text.encode("latin-1"))
+                elif length:
+                    yield from self._vocabulary.beginning(text.encode("latin-1"))
+                else:
+                    yield from self._vocabulary.containing(text.encode("latin-1"))
 
 
 def bytewise(text: str) -> str:

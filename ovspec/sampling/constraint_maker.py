@@ -106,15 +106,15 @@ class ConstraintMaker:
         """Return the constraint of an answer after ``start`` tokens of prompt; None if nothing is constrained."""
         from ovspec.sampling.answer_grammar import AnswerGrammar  # deferred, because it imports llguidance
 
-        grammar, budget, make = grammar_of_answer(params, answer), params.thinking_budget, None
-        budget = budget if answer.thinking else None
+        grammar, ends, make = grammar_of_answer(params, answer), self._ends(params, eos), None
+        budget = params.thinking_budget if answer.thinking else None
         if grammar is not None:
-            make = partial(self._grammar_of_answer, grammar, self._ends(params, eos))
-        elif budget is None and not params.tools:
+            make = partial(self._grammar_of_answer, grammar, ends)
+        elif params.grammar_option or (budget is None and not params.tools):
             return None
         closing = self._tokenizer.encode_more(answer.thinking.close).tolist() if answer.thinking else ()
         whole = grammar is not None and not answer.anywhere
-        return AnswerGrammar(start, answer, self.tokens, make, whole, budget, closing)
+        return AnswerGrammar(start, answer, self.tokens, make, whole, ends, budget, closing)
 
     def _grammar_of_answer(self, grammar: str, ends: frozenset[int], start: int, begun: list[bytes | int]) -> Grammar:
         return self.grammars.constraint(grammar, start, ends, begun=begun, what="grammar of the tools")

@@ -299,15 +299,13 @@ def prefixed(grammar: str, prefix: bytes) -> str:
 def grammar_tokenizer(tokenizer_json: dict[str, Any], size: int) -> tuple[int, LLTokenizer]:
     """Return (the matcher's end id, llguidance's tokenizer) for a model's ``tokenizer.json``.
 
-    Special tokens and tags get names that no grammar can spell, so a text that looks like one is spelt in ordinary
-    tokens.
+    Special tokens get names that no grammar can spell, so a text that looks like one is spelt in ordinary tokens.
     """
     mark = secrets.token_hex(8)
-    added, special = tokenizer_json.get("added_tokens", []), special_tokens(tokenizer_json)
-    # llguidance takes what looks like a tag for special, too.
-    tags = [token for token in added if token.get("special") or re.fullmatch("<.*>", token["content"], re.DOTALL)]
-    names = {token["content"]: f"\0{mark} {token['id']}\0" for token in tags}
-    if not special:
+    names = {token["content"]: f"\0{mark} {token['id']}\0" for token in special_tokens(tokenizer_json)}
+    added: list[dict[str, Any]] = tokenizer_json.get("added_tokens", [])
+    own_end = next((token["id"] for token in added if token.get("special")), None)
+    if own_end is None:
         raise OvspecError("This model's tokenizer has no special token that could end a text, which a grammar needs.")
     model: Any = tokenizer_json.get("model")
     vocab = model.get("vocab") if isinstance(model, dict) else None
@@ -315,11 +313,10 @@ def grammar_tokenizer(tokenizer_json: dict[str, Any], size: int) -> tuple[int, L
         raise OvspecError(f"{UNUSABLE}: its {TOKENIZER_FILE} doesn't map tokens to ids; export the model again.")
     renamed = {
         **tokenizer_json,
-        "added_tokens": [{**token, "content": names.get(token["content"], token["content"])} for token in added],
+        "added_tokens": [renamed_token(token, names) for token in added],
         "model": {**model, "vocab": {names.get(piece, piece): index for piece, index in vocab.items()}},
         "post_processor": None,
     }
-    own_end = special[0]["id"]
     try:
         return own_end, LLTokenizer(json.dumps(renamed), n_vocab=size, eos_token=own_end)
     except BaseException as error:
@@ -329,8 +326,15 @@ def grammar_tokenizer(tokenizer_json: dict[str, Any], size: int) -> tuple[int, L
         raise
 
 
+def renamed_token(token: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
+    name = names.get(token["content"])
+    return {**token, "content": name, "special": True} if name else token
+
+
 def special_tokens(tokenizer_json: dict[str, Any]) -> list[dict[str, Any]]:
-    return [token for token in tokenizer_json.get("added_tokens", []) if token.get("special")]
+    """Return the tokens that are no text to llguidance: the special ones, and added ones that look like <tags>."""
+    added = tokenizer_json.get("added_tokens", [])
+    return [token for token in added if token.get("special") or re.fullmatch("(?s)<.*>", token["content"])]
 
 
 def with_numbers(grammar: str, special: dict[str, int], added: dict[str, int]) -> tuple[str, Tracks | None]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import bisect
 import collections.abc
 import functools
+import itertools
 import math
 
 import numpy as np
@@ -41,16 +42,30 @@ class ByteTokens:
             first = bisect.bisect_left(self._bytes, text[:length])
             last = bisect.bisect_right(self._bytes, text[:length])
             found += self._ids[first:last]
-        first = bisect.bisect_left(self._bytes, text)
-        # The tokens that begin with ``text`` are adjacent, and all of them are shorter than this many 0xFF.
-        last = bisect.bisect_left(self._bytes, text + b"\xff" * (self.longest + 1))
-        return found + self._ids[first:last]
+        return found + self.beginning(text)
 
-    @functools.lru_cache(64)  # noqa: B019 - one for each model
+    def beginning(self, text: bytes) -> list[int]:
+        """Return the ids of the tokens that begin with ``text``."""
+        first = bisect.bisect_left(self._bytes, text)
+        # They are adjacent, and all of them are shorter than this many 0xFF.
+        last = bisect.bisect_left(self._bytes, text + b"\xff" * (self.longest + 1))
+        return self._ids[first:last]
+
     def containing(self, text: bytes) -> list[int]:
-        """Return the ids of the tokens that have ``text`` in them, but don't begin with it."""
-        pairs = zip(self._ids, self._bytes, strict=True)
-        return [index for index, token in pairs if text in token and not token.startswith(text)]
+        """Return the ids of the tokens that have ``text``, of UTF-8, in them."""
+        whole, starts = self._joined
+        found, at = list[int](), whole.find(text)
+        while at >= 0:
+            index = bisect.bisect_right(starts, at) - 1
+            found.append(self._ids[index])
+            at = whole.find(text, starts[index + 1])
+        return found
+
+    @functools.cached_property
+    def _joined(self) -> tuple[bytes, list[int]]:
+        """All tokens with 0xFF between them, which UTF-8 never has, and where each begins; at last, the length."""
+        lengths = (len(token) + 1 for token in self._bytes)
+        return b"\xff".join([*self._bytes, b""]), list(itertools.accumulate(lengths, initial=0))
 
     def spell(self, tokens: np.ndarray) -> bytes:
         """Return the bytes that ``tokens``, (n,), add to a text."""

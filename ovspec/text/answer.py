@@ -19,6 +19,7 @@ from ovspec.text.tool_formats.layout import PATTERNS, ToolFormat
 
 # start: nothing but white space yet; after: the same behind thinking; between: the header of a message (harmony).
 Phase = Literal["start", "thinking", "after", "text", "between", "calls"]
+WHITE = " \t\r\n"  # only ASCII, so that it is the same in bytes
 FIRST_MARK, MOST_MARKS = 0xD800, 0x800
 NAME = r"(?P<name>[A-Za-z0-9_.-]+)(?=[^A-Za-z0-9_.-])"  # of a tool
 
@@ -105,11 +106,11 @@ def advance(tags: Sequence[Tag], state: State, text: str) -> tuple[State, list[t
     while held and phase != "calls":
         usable = [tag for tag in tags if phase in tag.at]
         if phase in ("start", "after"):
-            begun = held.lstrip()
-            if tag := longest(tag for tag in usable if begun.startswith(tag.text.lstrip())):
-                rest = begun[len(tag.text.lstrip()) :]
-                held, phase = tag.text + rest if tag.to == "calls" else rest, tag.to
-            elif not begun or any(tag.text.lstrip().startswith(begun) for tag in usable):
+            fits = any(tag.text.startswith(held) or held.startswith(tag.text) for tag in usable)
+            begun = held if fits else held.lstrip(WHITE)  # some tags begin with white space themselves
+            if tag := longest(tag for tag in usable if begun.startswith(tag.text)):
+                held, phase = begun if tag.to == "calls" else begun[len(tag.text) :], tag.to
+            elif not begun or any(tag.text.startswith(begun) for tag in usable):
                 break
             else:
                 held, phase = held if phase == "start" else begun, "text"
@@ -117,7 +118,7 @@ def advance(tags: Sequence[Tag], state: State, text: str) -> tuple[State, list[t
         places = [(at, -len(tag.text), tag) for tag in usable if (at := held.find(tag.text)) >= 0]
         if places:
             at, _, tag = min(places, key=lambda place: place[:2])
-            found.append((phase, held[:at].rstrip()))
+            found.append((phase, held[:at].rstrip(WHITE)))
             held, phase = held[at if tag.to == "calls" else at + len(tag.text) :], tag.to
             continue
         end = unfinished(held, usable)
@@ -136,7 +137,7 @@ def longest(tags: Iterable[Tag]) -> Tag | None:
 
 def unfinished(text: str, tags: Collection[Tag]) -> int:
     """Return where the end of ``text`` begins that may turn out to be a tag with white space before it."""
-    return len(text[: min(cut(text, tag.text) for tag in tags)].rstrip()) if tags else len(text)
+    return len(text[: min(cut(text, tag.text) for tag in tags)].rstrip(WHITE)) if tags else len(text)
 
 
 # ---------------------------------------------------------------- a model's answers
@@ -177,6 +178,8 @@ class AnswerFormat:
     def tags(self) -> list[Tag]:
         """All tags, with characters for tokens."""
         tags = list(self.thinking.tags if self.thinking else ())
+        if not self.anywhere:  # what isn't free has thinking only before it
+            tags = [Tag(tag.text, ("start",), tag.to) if tag.to == "thinking" else tag for tag in tags]
         if self.tools:
             anywhere = self.anywhere and self.tools.anywhere
             at: tuple[Phase, ...] = ("start", "after", "between", *(("text",) if anywhere else ()))
@@ -257,14 +260,14 @@ class AnswerReader:
         phase, held = self._state
         self._state = State(phase)
         if phase == "thinking":
-            self._add([(phase, held.rstrip())], said)
+            self._add([(phase, held.rstrip(WHITE))], said)
         elif phase in ("start", "text"):
             self._add([("text", held)], said)
 
     def _add(self, parts: list[tuple[Phase, str]], said: Said) -> None:
         for phase, part in parts:
             if phase == "thinking":
-                part = part if self._thought else part.lstrip()
+                part = part if self._thought else part.lstrip(WHITE)
                 self._thought = self._thought or bool(part)
                 said.thinking += self._format.plain(part)
             elif phase == "calls":
@@ -322,17 +325,25 @@ class CallReader:
             if self._around:
                 yield from self._parameters(index, self._strings.get(head["name"], ()), *self._around)
             else:
-                yield from self._object(index)
+                yield from self._json(index)
 
-    def _object(self, index: int) -> Generator[None]:
-        """Read a JSON object."""
+    def _json(self, index: int, close: str = "") -> Generator[None]:
+        """Read a JSON object; or, if given, any JSON up to ``close``, and go past that."""
         depth, quoted, escaped = 0, False, False
         while True:
+            at = 0
             for at, character in enumerate(self._rest):
                 if quoted:
                     quoted, escaped = escaped or character != '"', character == "\\" and not escaped
                 elif character == '"':
                     quoted = True
+                elif close:
+                    if self._rest.startswith(close, at):
+                        self._tell(index, self._take(at))
+                        self._take(len(close))
+                        return
+                    if close.startswith(self._rest[at:]):
+                        break
                 elif character in "{[":
                     depth += 1
                 elif character in "}]":
@@ -340,7 +351,9 @@ class CallReader:
                     if not depth:
                         self._tell(index, self._take(at + 1))
                         return
-            self._tell(index, self._take(len(self._rest)))
+            else:
+                at = len(self._rest)
+            self._tell(index, self._take(at))
             yield
 
     def _parameters(self, index: int, strings: Collection[str], open: str, middle: str, close: str) -> Generator[None]:
@@ -356,11 +369,10 @@ class CallReader:
                 return
             self._take(len(open))
             name = yield from self._until(middle)
-            self._tell(index, f"{separator}{json.dumps(name)}: ")
+            self._tell(index, f"{separator}{json.dumps(name, ensure_ascii=False)}: ")
             separator = ", "
             if name not in strings:
-                value = yield from self._until(close)
-                self._tell(index, value.strip())
+                yield from self._json(index, close)
                 continue
             self._tell(index, '"')
             while (at := self._rest.find(close)) < 0:

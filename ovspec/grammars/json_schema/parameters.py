@@ -19,12 +19,14 @@ class Around:
     """What is around names and values.
 
     open, middle, after: expressions of Lark in front of a name, between name and value, and behind ``close``.
+    name_end: the text that ends a name; "" if there is a token in it.
     close: text behind a value.
     token: whether ``after`` begins with a token; otherwise no string may have ``close`` in it.
     """
 
     open: str
     middle: str
+    name_end: str
     close: str
     after: str
     token: bool
@@ -63,6 +65,8 @@ def parameters(rules: RuleWriter, each: Objects, around: Around, strings: set[st
     for name, node in each.properties:
         if rules.schemas.empty(node):
             continue
+        if around.name_end and (name + around.name_end).find(around.name_end) < len(name):
+            raise OvspecError(f"#: in this tool format no parameter can be called {name!r:.80}; rename it.")
         text = text_of(rules, node, around)
         if text:
             strings.add(name)

@@ -25,5 +25,6 @@ HARMONY = ToolFormat(
         (" to=functions.", "NAME", "<|channel|>commentary <|constrain|>json<|message|>", "ARGUMENTS"),
     ),
     triggers=("<|channel|>commentary to=functions.", " to=functions."),
+    anywhere=False,  # after a text, a call begins another message
     history=history,
 )
