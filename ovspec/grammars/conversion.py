@@ -32,6 +32,7 @@ DEAD_END = "NoExtension"  # begins llguidance's error where no byte may follow
 
 CONVERTER = Worker("ovspec.grammars.conversion", MAX_SECONDS, MAX_BYTES)
 TOOLS_CONVERTER = Worker("ovspec.grammars.conversion", TOOLS_SECONDS, MAX_BYTES)
+TOOL_CONVERTER = Worker("ovspec.grammars.conversion", TOOLS_SECONDS / 2, MAX_BYTES)  # for the search for the slowest
 
 
 def converted(kind: str, given: Any, what: str, **reading: bool) -> str:
@@ -69,8 +70,7 @@ def ask(request: str) -> tuple[str, str]:
     try:
         found = (TOOLS_CONVERTER if of_tools else CONVERTER).ask(request)
     except Stopped as why:
-        slow = slowest(asked) if of_tools and len(asked["given"]["tools"]) > 1 else what
-        raise OvspecError(f"{slow}: the check {why}; simplify it.") from None
+        raise OvspecError(f"{slowest(asked) if of_tools else what}: the check {why}; simplify it.") from None
     except (OSError, ValueError):
         raise OvspecError(f"{what}: the process that checks it ended without an answer; simplify it.") from None
     if "error" in found:
@@ -79,16 +79,28 @@ def ask(request: str) -> tuple[str, str]:
 
 
 def slowest(asked: dict[str, Any]) -> str:
-    """Return the tool whose schema alone takes too long, as messages name it; all of them if none does."""
-    given, until = asked["given"], time.monotonic() + TOOLS_SECONDS
-    for tool in given["tools"]:
+    """Return the tool whose schema takes too long, as messages name it; all of them if none does alone."""
+    until = time.monotonic() + TOOLS_SECONDS
+    each_alone = alone(asked)
+    if len(each_alone) == 1:
+        return next(iter(each_alone))
+    for name, request in each_alone.items():
         if time.monotonic() > until:
             break
         try:
-            TOOLS_CONVERTER.ask(json.dumps({**asked, "given": {**given, "tools": [tool], "other": None}}))
+            TOOL_CONVERTER.ask(json.dumps(request))
         except Stopped:
-            return f"{asked['what']}: the schema of {tool['name']}"
+            return name
     return f"{asked['what']}: the schemas together"
+
+
+def alone(asked: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return a request for each tool alone, by the name that messages give to its schema."""
+    given = asked["given"]
+    return {
+        f"{asked['what']}: the schema of {tool['name']}": {**asked, "given": {**given, "tools": [tool], "other": None}}
+        for tool in given["tools"]
+    }
 
 
 # ---------------------------------------------------------------- in that process
@@ -129,8 +141,16 @@ def answer(request: dict[str, Any]) -> dict[str, str]:
     except OvspecError as error:
         return {"error": str(error)}
     if why := problem_with(grammar):
-        return {"error": what + why}
+        return {"error": culprit(request, why) if kind == "tools" else what + why}
     return {"grammar": grammar, "warning": warning}
+
+
+def culprit(request: dict[str, Any], why: str) -> str:
+    """Return what is wrong with the schema of a tool, if there is one; otherwise ``why``, which is wrong with all."""
+    for name, one in alone(request).items():
+        if found := problem_with(tools_grammar(one["given"], one["what"])[0]):
+            return name + found
+    return f"{request['what']}: the schemas together{why}"
 
 
 def problem_with(grammar: str) -> str:
