@@ -12,8 +12,9 @@ from ovspec.base.errors import OvspecError
 
 # Each is a file in text/tool_formats, which is what the model's family writes.
 ToolFormatName = Literal[
-    "hermes", "qwen-xml", "llama3", "mistral", "mistral-list", "harmony", "deepseek", "deepseek-r1", "kimi", "glm",
-    "glm-dense", "seed-oss", "granite3", "nemotron", "smollm3", "generic",
+    "hermes", "hermes-dense", "qwen-xml", "qwen-xml-dense", "llama3", "mistral", "mistral-list", "mistral-v3",
+    "harmony", "deepseek", "deepseek-r1", "kimi", "glm", "glm-dense", "ling", "seed-oss", "granite3", "nemotron",
+    "minimax", "command-r7b", "functionary", "apriel", "gigachat", "smollm3", "generic",
 ]  # fmt: skip
 NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 CHOICES = ("auto", "none", "required")

@@ -14,16 +14,23 @@ from ovspec.text.answer import find_thinking
 from ovspec.text.chat_template import ChatTemplate, Message
 from ovspec.text.tool_formats import BY_NAME, FORMATS
 from ovspec.text.tool_formats.generic import GENERIC
-from ovspec.text.tool_formats.layout import ToolFormat, described, short_id, with_system
+from ovspec.text.tool_formats.layout import ToolFormat, described, one_call_each, short_id, with_system
 
-# A chat with a tool and a call of it, whose rendering shows the format.
-PROBE, PROBE_ARGUMENTS = "probe", {"key": "value"}
+# A chat with a tool and two calls of it, whose rendering shows the format.
+PROBE, PROBE_SYSTEM = "probe", "You probe."
+PROBE_CALLS: list[tuple[str, dict[str, Any]]] = [(PROBE, {"key": "value", "count": 1}), (PROBE, {})]
 PROBE_TOOL = {
     "type": "function",
     "function": {
         "name": PROBE,
         "description": "A probe.",
-        "parameters": {"type": "object", "properties": {"key": {"type": "string", "description": "A key."}}},
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "key": {"type": "string", "description": "A key."},
+                "count": {"type": "integer", "description": "A number."},
+            },
+        },
     },
 }
 PROBE_CHAT: list[Message] = [
@@ -32,10 +39,11 @@ PROBE_CHAT: list[Message] = [
         "role": "assistant",
         "content": "",
         "tool_calls": [
-            {"id": "0" * 9, "type": "function", "function": {"name": PROBE, "arguments": PROBE_ARGUMENTS}},
+            {"id": "0" * 9, "type": "function", "function": {"name": name, "arguments": arguments}}
+            for name, arguments in PROBE_CALLS
         ],
     },
-    {"role": "tool", "tool_call_id": "0" * 9, "name": PROBE, "content": "1"},
+    *({"role": "tool", "tool_call_id": "0" * 9, "name": name, "content": "1"} for name, _ in PROBE_CALLS),
 ]
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
 # Variables of templates that switch thinking on or off.
@@ -44,24 +52,34 @@ SWITCHES = ("enable_thinking", "thinking")
 
 @dataclass(frozen=True)
 class CallStyle:
-    """How a template wants a message with calls: arguments as an object or as text, no content as "" or null."""
+    """How a template wants messages with calls.
+
+    arguments_as_text: arguments as JSON texts, not as objects.
+    null_content: no content is null, not ""; the text before calls is in a message of its own.
+    """
 
     arguments_as_text: bool = False
     null_content: bool = False
 
-    def styled(self, message: Message) -> Message:
-        """Return a message whose arguments are objects in this style."""
-        if not message.get("tool_calls"):
-            return message
-        made = {**message, "content": message["content"] or (None if self.null_content else "")}
-        if self.arguments_as_text:
-            functions = [call["function"] for call in message["tool_calls"]]
-            texts = [json.dumps(function["arguments"], ensure_ascii=False) for function in functions]
-            made["tool_calls"] = [
-                {**call, "function": {**function, "arguments": text}}
-                for call, function, text in zip(message["tool_calls"], functions, texts, strict=True)
-            ]
+    def styled(self, messages: list[Message]) -> list[Message]:
+        """Return messages, in which arguments are objects, in this style."""
+        made = list[Message]()
+        for message in messages:
+            if calls := message.get("tool_calls"):
+                if self.null_content:
+                    if text := message["content"]:
+                        made.append({"role": message["role"], "content": text})
+                    message = {**message, "content": None}
+                if self.arguments_as_text:
+                    message = {**message, "tool_calls": list(map(with_text, calls))}
+            made.append(message)
         return made
+
+
+def with_text(call: dict[str, Any]) -> dict[str, Any]:
+    """Return a call with its arguments as a JSON text."""
+    function = call["function"]
+    return {**call, "function": {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}}
 
 
 STYLES = [CallStyle(*flags) for flags in itertools.product((False, True), repeat=2)]
@@ -84,6 +102,11 @@ class ChatFormat:
         found, style = found_format(self.template)
         return (BY_NAME[self._given], style) if self._given else (found, style)
 
+    @functools.cached_property
+    def _takes_system(self) -> bool:
+        """Whether the template takes a system prompt."""
+        return PROBE_SYSTEM in rendered(self.template, [{"role": "system", "content": PROBE_SYSTEM}, *PROBE_CHAT[:1]])
+
     def prompt(
         self,
         messages: list[Message],
@@ -101,7 +124,7 @@ class ChatFormat:
 
         Raises:
             OvspecError: the template can't render them.
-        PromptError: a call's arguments aren't a JSON object.
+            PromptError: a call's arguments aren't a JSON object.
         """
         given = dict(variables or {})
         if effort is not None:
@@ -109,8 +132,8 @@ class ChatFormat:
         if not tools and not any(message.get("tool_calls") or message.get("role") == "tool" for message in messages):
             return self.template.render(messages, variables=given)
         format, style = self._found
-        messages = format.history(with_names(list(map(with_objects, messages)), format.id_length))
-        messages = list(map(style.styled, messages))
+        messages = with_names(in_order(list(map(with_objects, messages))), format.id_length)
+        messages = style.styled(format.history(messages))
         if tools and format.native and format.tools_variable in self.template.variables:
             given[format.tools_variable] = list(tools)
             try:
@@ -118,7 +141,7 @@ class ChatFormat:
             except OvspecError:  # some templates take a description for granted
                 given[format.tools_variable] = [*map(with_description, tools)]
         elif tools:
-            messages = with_system(messages, described(format, tools))
+            messages = with_system(messages, described(format, tools), self._takes_system)
         return self.template.render(messages, variables=given)
 
     def _effort(self, effort: str) -> dict[str, Any]:
@@ -132,25 +155,39 @@ class ChatFormat:
 def found_format(template: ChatTemplate) -> tuple[ToolFormat, CallStyle]:
     """Return the tool format of a template, and the style in which it takes calls.
 
-    The template renders a call; what comes out shows how the model writes calls.
+    The template renders two calls; what comes out shows how the model writes them.
     """
     for format in FORMATS:
         if format.marks and all(mark in template.source for mark in format.marks):
             return format, CallStyle()
-    for style in STYLES:
-        try:
-            sample = template.render([*map(style.styled, PROBE_CHAT)], variables={"tools": [PROBE_TOOL]}, strict=False)
-        except OvspecError:
-            continue
+    # Two calls in a message show what is between them; but a template may take one at a time.
+    for chat, parts in ((PROBE_CHAT, [PROBE_CALLS]), (one_call_each(PROBE_CHAT), [[call] for call in PROBE_CALLS])):
+        samples = {style: rendered(template, style.styled(chat)) for style in STYLES}
         for format in FORMATS:
-            calls = (format.begin + text for text in format.spellings(PROBE, PROBE_ARGUMENTS))
-            if not format.marks and format is not GENERIC and any(call in sample for call in calls):
-                return format, style
+            if format.marks or not format.native or (len(parts) == 1 and format.between is None):
+                continue
+            if fitting := [style for style in STYLES if shows_calls(samples[style], format, parts)]:
+                # What is longer has a "None", or an empty text of its own.
+                return format, min(fitting, key=lambda style: len(samples[style]))
     return GENERIC, CallStyle()
 
 
 def with_description(tool: dict[str, Any]) -> dict[str, Any]:
     return {**tool, "function": {"description": "", **tool["function"]}}
+
+
+def rendered(template: ChatTemplate, messages: list[Message]) -> str:
+    """Return what a template makes of a chat with the tool; "" if it can't."""
+    try:
+        return template.render(messages, variables={"tools": [PROBE_TOOL]}, strict=False)
+    except OvspecError:
+        return ""
+
+
+def shows_calls(sample: str, format: ToolFormat, parts: list[list[tuple[str, Any]]]) -> bool:
+    """Return whether each part of the calls is in ``sample`` as ``format`` writes it."""
+    ways = range(len(format.calls))
+    return any(all(format.written(calls, way) in sample for calls in parts) for way in ways)
 
 
 def with_objects(message: Message) -> Message:
@@ -167,7 +204,17 @@ def with_objects(message: Message) -> Message:
             told = f"messages: the arguments of {function.get('name')!s:.80} must be a JSON object"
             raise PromptError(f"{told}; repeat those of the answer.")
         calls.append({**call, "type": "function", "function": {**function, "arguments": arguments}})
-    return {"content": "", **message, "tool_calls": calls} if calls else message
+    return {**message, "content": message.get("content") or "", "tool_calls": calls} if calls else message
+
+
+def in_order(messages: list[Message]) -> list[Message]:
+    """Put the results of tools in the order of their calls: most templates don't render to which call they belong."""
+    made, order = list[Message](), dict[str, int]()
+    for results, group in itertools.groupby(messages, lambda message: message["role"] == "tool"):
+        part = list(group)
+        made += sorted(part, key=lambda each: order.get(each.get("tool_call_id", ""), len(order))) if results else part
+        order = {call.get("id", ""): index for index, call in enumerate(part[-1].get("tool_calls") or ())}
+    return made
 
 
 def with_names(messages: list[Message], id_length: int | None) -> list[Message]:

@@ -5,6 +5,7 @@ The templates in ``chat_templates/`` were written for these tests; none is a mod
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,17 @@ TEMPLATES = {
 
 SPECIAL = {"bos_token": "<bos>", "eos_token": "</eos>", "sep_token": "<sep>", "cls_token": "<cls>"}
 SPECIAL |= {"image_token": "<img>", "boi_token": "<start_of_image>"}
+
+
+@functools.cache
+def template_tokenizer() -> Any:
+    """Return a tokenizer of Hugging Face that renders templates, with special tokens of its own."""
+    from tokenizers import AddedToken, Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    tokens: dict[str, Any] = {**SPECIAL, "eos_token": AddedToken(SPECIAL["eos_token"], special=True)}
+    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()), **tokens)
+
 
 WEATHER = {
     "type": "function",

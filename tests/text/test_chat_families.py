@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from chat_templates import CHATS, DOCUMENTS, SPECIAL, TEMPLATES, TOOLS, WAYS
+from chat_templates import CHATS, DOCUMENTS, SPECIAL, TEMPLATES, TOOLS, WAYS, template_tokenizer
 
 from ovspec.base.errors import OvspecError
 from ovspec.setup.identity import prompt_identity
@@ -23,12 +23,7 @@ Ways = dict[str, Any]
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Any:
-    """A tokenizer of Hugging Face, with special tokens of its own."""
-    from tokenizers import AddedToken, Tokenizer, models
-    from transformers import PreTrainedTokenizerFast
-
-    tokens: dict[str, Any] = {**SPECIAL, "eos_token": AddedToken(SPECIAL["eos_token"], special=True)}
-    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()), **tokens)
+    return template_tokenizer()
 
 
 def hugging_face(tokenizer: Any, messages: list[Any], source: str | None, ways: Ways) -> str | None:

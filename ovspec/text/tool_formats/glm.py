@@ -1,4 +1,4 @@
-"""GLM 4.5 to 4.7: the arguments as pairs of XML elements, with new lines between them or without."""
+"""GLM 4.5 to 4.7 and Ling 3: the arguments as pairs of XML elements, with new lines between them or without."""
 
 from ovspec.text.tool_formats.layout import Parameters, ToolFormat
 
@@ -15,4 +15,11 @@ GLM_DENSE = ToolFormat(
     triggers=("<tool_call>",),
     between="",
     parameters=Parameters("<arg_key>", "</arg_key><arg_value>", "</arg_value>"),
+)
+LING = ToolFormat(
+    name="ling",
+    calls=(("<tool_call>", "NAME", "\n", "ARGUMENTS", "\n</tool_call>"),),
+    triggers=("<tool_call>",),
+    between="\n",
+    parameters=Parameters("<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>"),
 )

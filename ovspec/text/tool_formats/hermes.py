@@ -1,5 +1,7 @@
 """Hermes: Nous Hermes 2 and 3, Qwen 2.5 and 3, Granite 4, and many that followed them."""
 
+from dataclasses import replace
+
 from ovspec.text.tool_formats.layout import ToolFormat
 
 CALL = ('<tool_call>\n{"name": "', "NAME", '", "arguments": ', "ARGUMENTS", "}\n</tool_call>")
@@ -9,3 +11,4 @@ HERMES = ToolFormat(
     triggers=("<tool_call>",),
     between="\n",
 )
+HERMES_DENSE = replace(HERMES, name="hermes-dense", between="")  # Reka Edge

@@ -34,7 +34,7 @@ class ToolFormat:
     triggers: each begins calls in an answer, and so begins ``begin`` and one of ``calls``. With {NAME} there is one for
         each tool.
     begin, between, end: around all calls, and between two; without ``between`` an answer has one call.
-    anywhere: whether calls may follow text; otherwise they are the whole answer.
+    anywhere: whether calls may be found within text; otherwise they are the whole answer, or a message of it.
     parameters: for arguments that aren't one JSON object.
     tools_variable: what the template calls the tools.
     history: changes OpenAI's messages for the template; their arguments are objects.
@@ -64,15 +64,13 @@ class ToolFormat:
         yield from (part for call in self.calls for part in call if part not in SLOTS)
         yield from (around.open, around.middle, around.close) if around else ()
 
-    def written(self, calls: Iterable[tuple[str, Any]]) -> str:
-        """Return the text of calls, each (name, arguments as an object), in the usual spelling."""
-        texts = [self.spellings(name, arguments, index)[0] for index, (name, arguments) in enumerate(calls)]
+    def written(self, calls: Iterable[tuple[str, Any]], way: int = 0) -> str:
+        """Return the text of calls, each (name, arguments as an object), in the usual or another ``way``."""
+        texts = list[str]()
+        for index, (name, arguments) in enumerate(calls):
+            values = {"NAME": name, "ID": "0" * 9, "INDEX": str(index), "ARGUMENTS": self._arguments(arguments)}
+            texts.append("".join(values.get(part, part) for part in self.calls[way]))
         return self.begin + (self.between or "").join(texts) + self.end
-
-    def spellings(self, name: str, arguments: Any, index: int = 0) -> list[str]:
-        """Return the texts that a call may have, one for each way to write it."""
-        values = {"NAME": name, "ID": "0" * 9, "INDEX": str(index), "ARGUMENTS": self._arguments(arguments)}
-        return ["".join(values.get(part, part) for part in call) for call in self.calls]
 
     def _arguments(self, arguments: Any) -> str:
         around = self.parameters
@@ -101,10 +99,12 @@ def described(format: ToolFormat, tools: Sequence[Any]) -> str:
 # ---------------------------------------------------------------- messages
 
 
-def with_system(messages: list[Message], text: str) -> list[Message]:
-    """Add ``text`` to the system prompt of a chat."""
+def with_system(messages: list[Message], text: str, own_message: bool = True) -> list[Message]:
+    """Add ``text`` to the system prompt of a chat; to the user's first message if ``own_message`` is false."""
     if messages and messages[0]["role"] == "system":
         return [{**messages[0], "content": f"{messages[0]['content']}\n\n{text}"}, *messages[1:]]
+    if messages and not own_message:
+        return [{**messages[0], "content": f"{text}\n\n{messages[0]['content']}"}, *messages[1:]]
     return [{"role": "system", "content": text}, *messages]
 
 

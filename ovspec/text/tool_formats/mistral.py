@@ -1,5 +1,7 @@
 """Mistral: up to Nemo a list of JSON objects; from Small 3.2, Devstral and Magistral on a name and its arguments."""
 
+from dataclasses import replace
+
 from ovspec.text.tool_formats.layout import ToolFormat
 
 MISTRAL_LIST = ToolFormat(
@@ -11,6 +13,7 @@ MISTRAL_LIST = ToolFormat(
     end="]",
     id_length=9,
 )
+MISTRAL_V3 = replace(MISTRAL_LIST, name="mistral-v3", begin="[TOOL_CALLS] [")  # 7B v0.3 and 8x22B
 MISTRAL = ToolFormat(
     name="mistral",
     calls=(

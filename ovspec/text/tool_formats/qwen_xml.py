@@ -1,5 +1,7 @@
 """Qwen3-Coder and Qwen3.5: the arguments as XML elements, strings without quotes."""
 
+from dataclasses import replace
+
 from ovspec.text.tool_formats.layout import Parameters, ToolFormat
 
 QWEN_XML = ToolFormat(
@@ -9,3 +11,4 @@ QWEN_XML = ToolFormat(
     between="\n",
     parameters=Parameters("<parameter=", ">\n", "\n</parameter>\n"),
 )
+QWEN_XML_DENSE = replace(QWEN_XML, name="qwen-xml-dense", between="")  # Step 3.5

@@ -1,0 +1,13 @@
+"""Apriel 1.5 and 1.6: a list of JSON objects within one tag; calls have ids only in what the template renders."""
+
+from ovspec.text.tool_formats.layout import ToolFormat
+
+CALL = ('{"name": "', "NAME", '", "arguments": ', "ARGUMENTS")
+APRIEL = ToolFormat(
+    name="apriel",
+    calls=((*CALL, "}"), (*CALL, ', "id": "', "ID", '"}')),
+    triggers=("<tool_calls>",),
+    begin="<tool_calls>[",
+    between=", ",
+    end="]</tool_calls>",
+)

@@ -1,0 +1,12 @@
+"""Cohere's Command R7B and A: a list of JSON objects with numbers."""
+
+from ovspec.text.tool_formats.layout import ToolFormat
+
+COMMAND_R7B = ToolFormat(
+    name="command-r7b",
+    calls=(('{"tool_call_id": "', "INDEX", '", "tool_name": "', "NAME", '", "parameters": ', "ARGUMENTS", "}"),),
+    triggers=("<|START_ACTION|>",),
+    begin="<|START_ACTION|>[\n    ",
+    between=",\n    ",
+    end="\n]<|END_ACTION|>",
+)

@@ -1,0 +1,13 @@
+"""MiniMax M2: the arguments as XML elements, strings without quotes, all calls within one tag."""
+
+from ovspec.text.tool_formats.layout import Parameters, ToolFormat
+
+MINIMAX = ToolFormat(
+    name="minimax",
+    calls=(('<invoke name="', "NAME", '">\n', "ARGUMENTS", "</invoke>\n"),),
+    triggers=("<minimax:tool_call>",),
+    begin="<minimax:tool_call>\n",
+    between="",
+    end="</minimax:tool_call>",
+    parameters=Parameters('<parameter name="', '">', "</parameter>\n"),
+)
