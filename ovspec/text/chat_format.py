@@ -124,8 +124,10 @@ class ChatFormat:
 
         Raises:
             OvspecError: the template can't render them.
-            PromptError: a call's arguments aren't a JSON object.
+            PromptError: a message isn't one, or a call's arguments aren't a JSON object.
         """
+        if others := [each for each in messages if not isinstance(each, Mapping)]:
+            raise PromptError(f"A chat has {others[0]!r:.60}; append messages, such as the `message` of a result.")
         given = dict(variables or {})
         if effort is not None:
             given = self._effort(effort) | given

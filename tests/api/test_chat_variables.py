@@ -61,6 +61,7 @@ def test_what_no_template_gets_is_refused(lm: ovspec.LanguageModel) -> None:
     cases: list[tuple[Any, Any, str]] = [
         ("def f(", QUIET, "`chat_template_kwargs` needs chat messages"),
         ([5, 6], QUIET, "`chat_template_kwargs` needs chat messages"),
+        ([*CHAT, None], None, "A chat has None; append messages"),
         (CHAT, "think", "`chat_template_kwargs` is 'think', which has the wrong type; it must be an object"),
         (CHAT, {1: False}, "it must be an object"),
         (CHAT, {"thnk": False}, r"doesn't read thnk; leave it out \(it reads think, tools\)"),
