@@ -86,6 +86,30 @@ def test_requests_of_openai(lm: ovspec.LanguageModel, tmp_path: Path) -> None:
     assert "/v1/embeddings" in written[3]["error"]["message"]
 
 
+def test_tools(lm: ovspec.LanguageModel, tmp_path: Path) -> None:
+    """Lines of either kind call tools as Python does; what was said before can be sent back."""
+    schema = {"type": "object", "properties": {"day": {"enum": [1, 2]}}, "required": ["day"]}
+    tool = {"type": "function", "function": {"name": "forecast", "parameters": schema}}
+    messages: list[Any] = [{"role": "user", "content": "Will it rain?"}]
+    asked: dict[str, Any] = {"messages": messages, "tools": [tool], "tool_choice": "required", "max_tokens": 90}
+    once = {"parallel_tool_calls": False}
+    refused = {**asked, "tools": [{"name": "f", "parameters": {"type": "array"}}]}
+    openai_line = {"custom_id": "c", "method": "POST", "url": "/v1/chat/completions", "body": asked | once}
+    own, of_openai, failed = run(lm, tmp_path, [{"id": "a", **asked, **once}, openai_line, {"id": "b", **refused}])
+    result = lm.generate(messages, tools=[tool], tool_choice="required", max_tokens=90, parallel_tool_calls=False)
+    [call] = result.message["tool_calls"]
+    assert json.loads(call["function"]["arguments"])["day"] in (1, 2)
+    assert own["tool_calls"] == [call] and own["text"] == ""
+    answer = openai.types.chat.ChatCompletion.model_validate(of_openai["response"]["body"], strict=True)
+    assert answer.choices[0].finish_reason == "tool_calls" and answer.choices[0].message.tool_calls
+    assert answer.choices[0].message.tool_calls[0].model_dump() == call
+    assert "the schema of f, at #/type" in failed["error"]
+    later: Any = [*messages, result.message, {"role": "tool", "tool_call_id": call["id"], "content": "no"}]
+    [line] = run(lm, tmp_path / "later", [{"messages": later, "tools": [tool], "max_tokens": 5}])
+    assert line["text"] == lm.generate(later, tools=[tool], max_tokens=5).text
+    assert lm.verify(result_from_json(own)).ok
+
+
 def test_plain_prompts(lm: ovspec.LanguageModel, tmp_path: Path) -> None:
     ids = lm.encode(PROMPTS[2]).tolist()
     lines = [PROMPTS[0], {"prompt": PROMPTS[1], "max_tokens": 5}, {"id": "mine", "prompt": ids}]
