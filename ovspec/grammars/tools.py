@@ -20,6 +20,8 @@ STRINGS = "strings"  # and tool -> the parameters that are written as text witho
 # or the other answer, behind thinking or not.
 CALLS, CALLS_AFTER, OTHER, OTHER_AFTER = b"c", b"C", b"o", b"O"
 GAP = "/[ \\t\\n]{1,4}/"  # white space behind thinking
+# Keywords of a schema that say nothing of an object's properties, where there are none.
+SILENT = {"type", "properties", "required", "title", "description", "$schema", "$id", "$comment"}
 # Beside those of an object: what may be where in a text that isn't JSON as a whole, but in which arguments are.
 WRAPPED = ("arguments", "parameters")
 
@@ -79,8 +81,8 @@ def arguments(tool: dict[str, Any], reading: Reading, around: Around | None, wha
     shallow(text, what)
     if schema.setdefault("type", "object") != "object":
         raise OvspecError(f"{what}, at #/type: arguments are an object; set the type to object.")
-    if not schema.get("properties") and not schema.keys() - {"type", "properties", "description", "title", "required"}:
-        schema["additionalProperties"] = False
+    if reading.close and not schema.get("properties") and not schema.get("required") and not schema.keys() - SILENT:
+        schema["additionalProperties"] = False  # a function without parameters
     try:
         return compiled(schema, schema_problem, reading, around)
     except OvspecError as error:
@@ -99,10 +101,10 @@ def rules_of(format: ToolFormat, names: dict[str, str], parallel: bool, marks: d
 
 def way_of(way: Sequence[str], name: str, rule: str, marks: dict[str, str]) -> str:
     """Return a call of the tool ``name``."""
-    named = (name if part == "NAME" else part for part in way)
     parts = list[str]()
-    for slot, texts in itertools.groupby(named, lambda part: part if part in (*PATTERNS, "ARGUMENTS") else ""):
-        parts.append(f"@{rule}" if slot == "ARGUMENTS" else slot or literal("".join(texts), marks))
+    for slot, texts in itertools.groupby(way, lambda part: part if part in (*PATTERNS, "ARGUMENTS") else ""):
+        text = "".join(name if part == "NAME" else part for part in texts)
+        parts.append(f"@{rule}" if slot == "ARGUMENTS" else slot or literal(text, marks))
     return " ".join(parts)
 
 

@@ -195,6 +195,18 @@ def test_schemas_that_are_refused() -> None:
         make_params({"tools": [with_schema("find", {}), with_schema("find", {})]})
 
 
+@pytest.mark.parametrize("format", [each.name for each in FORMATS])
+def test_tools_that_are_called_as_parts_of_calls_are(format: str) -> None:
+    for name in ("NAME", "ID", "INDEX", "ARGUMENTS"):
+        calls(answers(format, [tool(name, x={"type": "integer", "maximum": 9})], tool_choice="required"), 1)
+
+
+@pytest.mark.parametrize("more", [{}, {"properties": {}}, {"properties": {}, "required": [], "$schema": "x:y"}])
+def test_a_function_without_parameters_gets_none(more: dict[str, Any]) -> None:
+    made = answers("hermes", [with_schema("f", {"type": "object", **more})], tool_choice="required")
+    assert calls(made, 2)[:2] == [("f", {})] * 2
+
+
 def test_names_of_parameters_in_xml() -> None:
     for name in ("a b", 'q"', "é", "x/y", "<a", "", "arg_key", "{", "a\nb"):
         calls(answers("seed-oss", [tool("f", **{name: {"type": "string", "maxLength": 3}})], tool_choice="required"), 2)

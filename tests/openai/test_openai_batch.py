@@ -92,11 +92,11 @@ def test_tools(lm: ovspec.LanguageModel, tmp_path: Path) -> None:
     tool = {"type": "function", "function": {"name": "forecast", "parameters": schema}}
     messages: list[Any] = [{"role": "user", "content": "Will it rain?"}]
     asked: dict[str, Any] = {"messages": messages, "tools": [tool], "tool_choice": "required", "max_tokens": 90}
-    once = {"parallel_tool_calls": False}
+    once: dict[str, Any] = {"parallel_tool_calls": False}
     refused = {**asked, "tools": [{"name": "f", "parameters": {"type": "array"}}]}
     openai_line = {"custom_id": "c", "method": "POST", "url": "/v1/chat/completions", "body": asked | once}
     own, of_openai, failed = run(lm, tmp_path, [{"id": "a", **asked, **once}, openai_line, {"id": "b", **refused}])
-    result = lm.generate(messages, tools=[tool], tool_choice="required", max_tokens=90, parallel_tool_calls=False)
+    result: Any = lm.generate(messages, tools=[tool], tool_choice="required", max_tokens=90, **once)
     [call] = result.message["tool_calls"]
     assert json.loads(call["function"]["arguments"])["day"] in (1, 2)
     assert own["tool_calls"] == [call] and own["text"] == ""
