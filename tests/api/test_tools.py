@@ -244,6 +244,7 @@ WAYS: dict[str, dict[str, Any]] = {
         "logit_bias": {TAG: 4.0},
     },
 }
+DRAWN = {"temperature": 1.0, "seed": 7}
 DRAFTS: dict[str, Any] = {"lookup": "lookup", "draft": True, "lookup,draft": "lookup,draft"}
 
 
@@ -259,7 +260,7 @@ def check_verified(lm: ovspec.LanguageModel, result: ovspec.Result) -> None:
 
 
 @pytest.mark.parametrize("draft", DRAFTS)
-@pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0, "seed": 7}], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("sampling", [{}, pytest.param(DRAWN, marks=pytest.mark.slow)], ids=["greedy", "sampled"])
 def test_accelerators_change_no_call(
     tagged: Path, cache_dir: Path, templates: Any, draft: str, sampling: dict[str, Any]
 ) -> None:

@@ -80,7 +80,9 @@ TREE = {
 LARGE = [*map(filled, range(127)), with_schema("tree", TREE)]
 
 
-@pytest.mark.parametrize("format", ["hermes", "llama3", "qwen-xml", "harmony"])
+@pytest.mark.parametrize(
+    "format", ["hermes", "qwen-xml", *(pytest.param(name, marks=pytest.mark.slow) for name in ("llama3", "harmony"))]
+)
 def test_large_sets_of_tools_are_quick(format: str) -> None:
     assert len(json.dumps(LARGE)) > 100_000
     vocabulary, grammars = real_vocabulary()
@@ -150,7 +152,7 @@ HOSTILE: list[Any] = [
 TOO_MUCH = (0, 1, 11)  # of these
 
 
-@pytest.mark.parametrize("format", ["hermes", "qwen-xml"])
+@pytest.mark.parametrize("format", ["hermes", pytest.param("qwen-xml", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("index", range(len(HOSTILE)))
 def test_hostile_schemas_are_used_or_refused_in_time(index: int, format: str) -> None:
     harmless, began = tool("find", text={"type": "string"}), time.perf_counter()

@@ -61,7 +61,7 @@ RUNS: dict[str, Any] = {
     "sessions.py, program": "program DEMO/draft --steps 3 --rounds 1",
     "sessions.py, chat": "chat DEMO/draft --turns 2 --answer 4 --plot OUT/plot.png",
 }
-MINUTES = ("engines.py", "formats.py", "peers/distribution.py", "processors.py", "schemas.py")
+QUICK = ("matrix.py", "prefixes.py", "serve.py")
 
 
 @pytest.fixture
@@ -80,7 +80,7 @@ def script(
     return run
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in MINUTES)) for name in RUNS])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK)) for name in RUNS])
 def test_each_benchmark_runs(name: str, script: Callable[[str, str], str], tmp_path: Path) -> None:
     assert script(name.partition(",")[0], RUNS[name])
     for file in tmp_path.iterdir():
