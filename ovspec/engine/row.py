@@ -122,7 +122,9 @@ class Row:
                 self.finish_reason = "stop"
                 break
             text = self._detokenizer.push(token, healed)
-            if len(self.token_ids) + used - first > self._min_tokens:
+            if self._reader and self._reader.phase == "calls":  # a call isn't stopped in its middle
+                text = self._stops.flush() + text
+            elif len(self.token_ids) + used - first > self._min_tokens:
                 text, stopped = self._stops.push(text)
             self.stats.thinking_tokens += bool(self._reader and self._reader.phase == "thinking")
             self._say(text, said)

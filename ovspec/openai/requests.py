@@ -14,6 +14,7 @@ from ovspec.params.option import hint
 from ovspec.text.chat_template import Message
 
 Kind = Literal["own", "completion", "chat"]
+MOST_CALLS = 1000  # of a message
 # What each response format has besides its type; the schema of a json_object is llama.cpp's way to give one.
 FORMATS = {"text": set[str](), "json_object": {"schema"}, "json_schema": {"json_schema"}}
 
@@ -196,6 +197,8 @@ def template_message(message: Message) -> Message:
         made["role"] = "system"
     if "tool_calls" in made:
         made["tool_calls"] = [*map(template_call, listed(made["tool_calls"]))]
+        if len(made["tool_calls"]) > MOST_CALLS:
+            raise wrong(f"one has {len(made['tool_calls'])} tool_calls; at most {MOST_CALLS} are allowed.")
     # An answer that only calls or thinks has no content.
     silent = made["role"] == "assistant" and "content" not in made and made.keys() - {"role", "name"}
     made["content"] = "" if silent else text_of(made.get("content"))
@@ -204,8 +207,7 @@ def template_message(message: Message) -> Message:
 
 def message_size(message: Message) -> int:
     """Return the number of characters in a message that ``template_message`` has made."""
-    calls = (call["function"] for call in message.get("tool_calls", ()))
-    return len(message["content"]) + sum(len(str(function["arguments"])) for function in calls)
+    return len(message["content"]) + len(repr(message.get("tool_calls", "")))
 
 
 def template_call(call: Any) -> dict[str, Any]:

@@ -16,6 +16,7 @@ ToolFormatName = Literal[
     "harmony", "deepseek", "deepseek-r1", "kimi", "glm", "glm-dense", "ling", "seed-oss", "granite3", "nemotron",
     "minimax", "command-r7b", "functionary", "apriel", "gigachat", "smollm3", "generic",
 ]  # fmt: skip
+MOST = 1000  # tools
 NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 CHOICES = ("auto", "none", "required")
 CHOICE = '"auto", "none", "required", {"type": "function", "function": {"name": …}} or {"type": "allowed_tools", …}'
@@ -44,16 +45,19 @@ def tools_of(given: Sequence[Any]) -> list[dict[str, Any]]:
     Raises:
         OvspecError: one isn't a function with a name and a schema, or two have the same name.
     """
-    tools = list(map(tool_of, given))
-    names = [tool["function"]["name"] for tool in tools]
-    if twice := next((name for name in names if names.count(name) > 1), None):
-        raise OvspecError(f"`tools` has {twice} twice; give each tool another name.")
+    if len(given) > MOST:
+        raise OvspecError(f"`tools` has {len(given)} tools; at most {MOST} are allowed.")
+    tools, names = list(map(tool_of, given)), set[str]()
+    for name in (tool["function"]["name"] for tool in tools):
+        if name in names:
+            raise OvspecError(f"`tools` has {name} twice; give each tool another name.")
+        names.add(name)
     return tools
 
 
 def tool_of(given: Any) -> dict[str, Any]:
     if callable(given):
-        return {"type": "function", "function": described(given)}
+        given = described(given)
     if not isinstance(given, Mapping):
         raise OvspecError(f"`tools` has {given!r:.80}; each must be a function, or an object that describes one.")
     kind, function = given.get("type", "function"), given.get("function", given)
@@ -67,6 +71,8 @@ def tool_of(given: Any) -> dict[str, Any]:
             raise OvspecError(f"`tools`: {name} has its schema in {other}; give it in parameters.")
     if not isinstance(parameters, (Mapping, type(None))):
         raise OvspecError(f"`tools`: the parameters of {name} must be a JSON schema, which is an object.")
+    if not isinstance(function.get("strict", False), (bool, type(None))):
+        raise OvspecError(f"`tools`: strict of {name} must be true or false.")
     if not isinstance(function.get("description") or "", str):
         raise OvspecError(f"`tools`: the description of {name} must be a string.")
     kept = {key: value for key, value in function.items() if key != "type" and value is not None}
@@ -84,10 +90,16 @@ def described(function: Callable[..., Any]) -> dict[str, Any]:
     from pydantic import Field, create_model  # deferred, because few need it
     from pydantic.errors import PydanticUserError
 
+    called = getattr(function, "__name__", None)
+    if not isinstance(called, str):
+        raise OvspecError(f"`tools` has {function!r:.80}, which has no name; give a function made with def.")
     text = inspect.cleandoc(function.__doc__ or "")
     about, _, arguments = text.partition("Args:\n")
     notes = dict(
-        re.findall(r"^ +(\w+)(?: \([^)]*\))?: (.+(?:\n {6,}.+)*)", arguments.split("\nReturns:")[0], re.MULTILINE)
+        found[1:]
+        for found in re.findall(
+            r"^( +)(\w+)(?: \([^)]*\))?: (.+(?:\n\1 +.+)*)", arguments.split("\nReturns:")[0], re.MULTILINE
+        )
     )
     fields: dict[str, Any] = {}
     try:
@@ -98,18 +110,19 @@ def described(function: Callable[..., Any]) -> dict[str, Any]:
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
             continue
         if parameter.annotation is parameter.empty:
-            raise OvspecError(f"`tools`: {function.__name__} needs a type hint for its parameter {name}.")
+            raise OvspecError(f"`tools`: {called} needs a type hint for its parameter {name}.")
         default = ... if parameter.default is parameter.empty else parameter.default
         note = " ".join(notes[name].split()) if name in notes else None
-        fields[name] = (parameter.annotation, Field(default, description=note))
+        # Under another name, because pydantic has names of its own.
+        fields[f"parameter_{len(fields)}"] = (parameter.annotation, Field(default, alias=name, description=note))
     try:
-        schema = create_model(function.__name__, **fields).model_json_schema()
+        schema = create_model(called, **fields).model_json_schema()
     except (PydanticUserError, NameError) as error:
         first = str(error).split("\n")[0].split(". ")[0]
-        told = f"`tools`: the type hints of {function.__name__} make no JSON schema ({first:.200})"
+        told = f"`tools`: the type hints of {called} make no JSON schema ({first:.200})"
         raise OvspecError(f"{told}; use types that JSON has.") from None
     return {
-        "name": function.__name__,
+        "name": called,
         "description": about.split("\nReturns:")[0].strip(),
         "parameters": {key: untitled(value) for key, value in schema.items() if key != "title"},
     }
@@ -130,11 +143,11 @@ def tool_use(tools: Sequence[Any], choice: Any) -> ToolUse:
     Raises:
         OvspecError: the choice isn't one, or names a tool that isn't there.
     """
-    names = tuple(tool["function"]["name"] for tool in tools)
+    names = dict.fromkeys(tool["function"]["name"] for tool in tools)
     if choice is None or choice in CHOICES:
         if choice == "required" and not names:
             raise OvspecError("`tool_choice` is required, which needs `tools`.")
-        return ToolUse(() if choice == "none" else names, choice == "required")
+        return ToolUse(() if choice == "none" else (*names,), choice == "required")
     kind = choice.get("type") if isinstance(choice, Mapping) else None
     inner = choice.get(kind, choice) if kind in ("function", "allowed_tools") else None
     if kind == "function" and isinstance(inner, Mapping):
@@ -144,14 +157,16 @@ def tool_use(tools: Sequence[Any], choice: Any) -> ToolUse:
         if isinstance(listed, list) and all(isinstance(each, Mapping) for each in listed):
             given = [each.get("function", each) for each in listed]
             wanted = [each.get("name") if isinstance(each, Mapping) else None for each in given]
+            if not wanted and inner.get("mode") == "required":
+                raise OvspecError("`tool_choice` is required, but allows no tool; name some.")
             return ToolUse(known(wanted, names), inner.get("mode") == "required")
     raise OvspecError(f"`tool_choice` is {choice!r:.80}; it must be {CHOICE}.")
 
 
-def known(wanted: Sequence[Any], names: tuple[str, ...]) -> tuple[str, ...]:
-    """Return ``wanted`` names; raises OvspecError for one that no tool has."""
+def known(wanted: Sequence[Any], names: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return ``wanted`` names, each once; raises OvspecError for one that no tool has."""
     for name in wanted:
-        if name not in names:
+        if not isinstance(name, str) or name not in names:
             there = f"the tools are {', '.join(names)}" if names else "there are no tools"
             raise OvspecError(f"`tool_choice` names {name!r:.80}, but {there:.300}.")
-    return tuple(wanted)
+    return tuple(dict.fromkeys(wanted))

@@ -143,8 +143,8 @@ class Service:
         context = self.lm.runtime.target.ir.context_length
         most = self.lm.runtime.tokenizer.most_characters(context) if context else math.inf
         for prompt in request.prompts:
-            parts = [prompt] if isinstance(prompt, str) else [m["content"] for m in prompt if isinstance(m, dict)]
-            if (size := sum(map(len, parts))) > most:
+            size = len(prompt) if isinstance(prompt, str) else request.size if request.kind == "chat" else 0
+            if size > most:
                 told = f"The prompt has {size} characters, but the context is {context} tokens; shorten the prompt."
                 raise about_prompt(PromptError(told, too_long=True), self.lm, request.prompt_field)
         return params

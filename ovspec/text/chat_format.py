@@ -193,20 +193,39 @@ def shows_calls(sample: str, format: ToolFormat, parts: list[list[tuple[str, Any
 
 
 def with_objects(message: Message) -> Message:
-    """Return a message whose calls have their arguments as objects; raises PromptError for what is no JSON object."""
-    calls = list[Any]()
-    for call in message.get("tool_calls") or ():
-        function = call.get("function", call)
-        arguments = function.get("arguments") or {}
-        try:
-            arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
-        except (ValueError, RecursionError):
-            arguments = None
-        if not isinstance(arguments, dict):
-            told = f"messages: the arguments of {function.get('name')!s:.80} must be a JSON object"
-            raise PromptError(f"{told}; repeat those of the answer.")
-        calls.append({**call, "type": "function", "function": {**function, "arguments": arguments}})
-    return {**message, "content": message.get("content") or "", "tool_calls": calls} if calls else message
+    """Return a message with text as its content, and the arguments of its calls as objects.
+
+    Raises:
+        PromptError: it isn't such a message, or arguments aren't a JSON object.
+    """
+    role, content, calls = message.get("role"), message.get("content"), message.get("tool_calls") or ()
+    if isinstance(content, list) and all(isinstance(part, Mapping) and "text" in part for part in content):
+        content = "\n".join(part["text"] for part in content)
+    if not isinstance(role, str) or not isinstance(content if content is not None or not calls else "", str):
+        raise PromptError(
+            f"In a chat with tools each message needs a role, and a text as content, not {message!r:.80}."
+        )
+    read = list(map(with_object, calls)) if isinstance(calls, (list, tuple)) else None
+    if read is None:
+        raise PromptError("messages: tool_calls must be a list, such as that of a result's `message`.")
+    message = {**message, "content": content or ""}
+    return {**message, "tool_calls": read} if read else message
+
+
+def with_object(call: Any) -> dict[str, Any]:
+    """Return a call with its arguments as an object; raises PromptError for what isn't a call."""
+    function = call.get("function", call) if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise PromptError(f"messages: {call!r:.80} is no call; append the `message` of a result.")
+    arguments = function.get("arguments") or {}
+    try:
+        arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+    except (ValueError, RecursionError):
+        arguments = None
+    if not isinstance(arguments, dict) or not isinstance(call.get("id", ""), str):
+        told = f"messages: the arguments of {function['name']:.80} must be a JSON object, and its id a string"
+        raise PromptError(f"{told}; a call that was cut off can't be sent back.")
+    return {**call, "type": "function", "function": {**function, "arguments": arguments}}
 
 
 def in_order(messages: list[Message]) -> list[Message]:

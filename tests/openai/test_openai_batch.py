@@ -110,6 +110,39 @@ def test_tools(lm: ovspec.LanguageModel, tmp_path: Path) -> None:
     assert lm.verify(result_from_json(own)).ok
 
 
+def test_a_stop_string_ends_no_call(lm: ovspec.LanguageModel) -> None:
+    tool = {"name": "forecast", "parameters": {"type": "object", "properties": {"day": {"enum": [12]}}}}
+    chat: Any = [{"role": "user", "content": "Will it rain?"}]
+    options: dict[str, Any] = {
+        "tools": [tool],
+        "tool_choice": "required",
+        "max_tokens": 90,
+        "parallel_tool_calls": False,
+    }
+    plain: Any = lm.generate(chat, **options)
+    for stop in ("forecast", "fore", "12", "}", "day"):
+        stopped: Any = lm.generate(chat, **options, stop=[stop])
+        assert stopped.tool_calls == plain.tool_calls and stopped.token_ids == plain.token_ids
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"content": "no role"},
+        {"role": "tool", "tool_call_id": "1"},
+        {"role": "assistant", "tool_calls": "abc"},
+        {"role": "assistant", "tool_calls": [{"function": {}}]},
+        {"role": "assistant", "tool_calls": [object()]},
+        {"role": "assistant", "tool_calls": [{"id": [], "function": {"name": "f", "arguments": "{}"}}]},
+        {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": '{"a": '}}]},
+        {"role": "tool", "content": {"a": 1}},
+    ],
+)
+def test_messages_that_no_chat_with_tools_takes(lm: ovspec.LanguageModel, message: Any) -> None:
+    with pytest.raises(ovspec.OvspecError, match=r"append the `message`|each message needs a role|sent back|list"):
+        lm.generate([{"role": "user", "content": "Hi"}, message], tools=[{"name": "f"}], max_tokens=2)
+
+
 def test_plain_prompts(lm: ovspec.LanguageModel, tmp_path: Path) -> None:
     ids = lm.encode(PROMPTS[2]).tolist()
     lines = [PROMPTS[0], {"prompt": PROMPTS[1], "max_tokens": 5}, {"id": "mine", "prompt": ids}]

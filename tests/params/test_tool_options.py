@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+import time
 from typing import Annotated, Any, Literal
 
 import pydantic
 import pytest
 
 from ovspec.base.errors import OvspecError
-from ovspec.params.tools import tools_of
+from ovspec.params.tools import tool_use, tools_of
 
 
 class Place:
@@ -107,3 +109,40 @@ def test_what_is_no_tool(tool: Any, message: str) -> None:
     with pytest.raises(OvspecError, match=f"^`tools`.*{message}") as found:
         tools_of([tool])
     assert "\n" not in str(found.value) and len(str(found.value)) < 300
+
+
+def test_names_of_functions_and_of_their_parameters() -> None:
+    def copy(schema: int, model_config: str = "a") -> None:
+        """Copy.
+
+        Args:
+          schema (int): first,
+            and more
+        """
+
+    [made] = tools_of([copy])
+    properties = made["function"]["parameters"]["properties"]
+    assert [*properties] == ["schema", "model_config"] and properties["schema"]["description"] == "first, and more"
+
+    def prüfe(a: int) -> None: ...
+
+    for function, told in ((prüfe, "a name is 'prüfe'"), (lambda: 1, "a name is '<lambda>'")):
+        with pytest.raises(OvspecError, match=told):
+            tools_of([function])
+    with pytest.raises(OvspecError, match="which has no name; give a function made with def"):
+        tools_of([functools.partial(copy, 1)])
+
+
+def test_many_tools_and_many_names_take_no_time() -> None:
+    began = time.perf_counter()
+    with pytest.raises(OvspecError, match="`tools` has 100000 tools; at most 1000 are allowed"):
+        tools_of([{"name": f"f{number}"} for number in range(100_000)])
+    tools = tools_of([{"name": "f"}, {"name": "g"}])
+    names = [{"name": "f"}] * 100_000
+    allowed = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": names}}
+    assert tool_use(tools, allowed).names == ("f",)
+    assert time.perf_counter() - began < 1
+    with pytest.raises(OvspecError, match="allows no tool"):
+        tool_use(tools, {"type": "allowed_tools", "mode": "required", "tools": []})
+    with pytest.raises(OvspecError, match="strict of f must be true or false"):
+        tools_of([{"name": "f", "strict": "yes"}])

@@ -52,14 +52,14 @@ def grammar_of_parameters(rules: RuleWriter, close: bool, around: Around) -> tup
     while rules.waiting:
         node, name = rules.waiting.pop()
         rules.lines.append(f"{name}: {options_of(rules, node, close)}")
-    if rules.repeats:
+    if rules.repeats and not rules.schemas.lenient:
         raise OvspecError("#: uniqueItems can't be enforced in this tool format; leave it out.")
     return "\n".join([f"start: {' | '.join(objects)}", *rules.lines]), sorted(strings)
 
 
 def parameters(rules: RuleWriter, each: Objects, around: Around, strings: set[str]) -> str:
     """Return the properties of an object; add those that are texts to ``strings``."""
-    if each.patterns or not rules.schemas.empty(each.rest):
+    if not each.properties and (each.patterns or not rules.schemas.empty(each.rest)):
         rules.refuse("#", "properties that aren't listed can't be written in this tool format")
     items = list[tuple[str, bool]]()
     for name, node in each.properties:
