@@ -45,7 +45,7 @@ class TextRequest:
         """The number of characters, and of ids, in all prompts together."""
         if self.kind == "chat":
             messages = [message for chat in self.prompts for message in chat]
-            return sum(map(message_size, messages)) + len(repr(self.own.get("tools") or ""))  # type: ignore[arg-type]
+            return sum(map(message_size, messages)) + written_size(self.own.get("tools"))  # type: ignore[arg-type]
         return sum(map(len, self.prompts))
 
     def params(self, defaults: Params) -> Params:
@@ -207,7 +207,12 @@ def template_message(message: Message) -> Message:
 
 def message_size(message: Message) -> int:
     """Return the number of characters in a message that ``template_message`` has made."""
-    return len(message["content"]) + len(repr(message.get("tool_calls", "")))
+    return len(message["content"]) + written_size(message.get("tool_calls"))
+
+
+def written_size(values: list[Any] | None) -> int:
+    """Return about how many characters values take as JSON; 0 for none."""
+    return len(repr(values)) if values else 0
 
 
 def template_call(call: Any) -> dict[str, Any]:
