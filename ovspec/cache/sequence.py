@@ -51,6 +51,15 @@ class Sequence:
             raise ValueError(f"cannot rewind a sequence of {self._length} tokens to {length}")
         self._length = length
 
+    def shared(self, tokens: np.ndarray) -> int:
+        """Return the number of leading tokens that are the same in ``tokens``, (n,) int64."""
+        n = min(self._length, len(tokens))
+        if not n:
+            return 0
+        differ = self._buffer[:n] != tokens[:n]
+        first = int(differ.argmax())
+        return first if differ[first] else n
+
     def copy(self) -> Sequence:
         other = Sequence(self.tokens)
         other.owner = self.owner
@@ -68,12 +77,7 @@ class Follower(Protocol):
 
 def common_prefix(a: Sequence, b: Sequence) -> int:
     """Return the number of leading tokens that ``a`` and ``b`` share."""
-    n = min(a._length, b._length)
-    if not n:
-        return 0
-    differ = a._buffer[:n] != b._buffer[:n]
-    first = int(differ.argmax())
-    return first if differ[first] else n
+    return a.shared(b.tokens)
 
 
 def catch_up(follower: Follower, row: int, sequence: Sequence) -> np.ndarray:

@@ -117,11 +117,8 @@ class AnswerGrammar(Constraint):
 
     def _place(self, tokens: np.ndarray) -> Place:
         """Follow ``tokens``, and return where the answer is."""
-        text, path = tokens[self._start :], self._path.tokens
-        shared = min(len(text), len(path))
-        differ = text[:shared] != path[:shared]
-        if differ.any():
-            shared = int(differ.argmax())
+        text = tokens[self._start :]
+        shared = self._path.shared(text)
         if shared < len(text):
             self._path.rewind(shared)
             del self._places[shared + 1 :]

@@ -161,11 +161,8 @@ class Grammar(Constraint):
 
     def _seek(self, tokens: np.ndarray) -> int:
         """Follow ``tokens``; return how many of them come after the prompt."""
-        text, path = tokens[self._start :], self._path.tokens
-        shared = min(len(text), len(path))
-        differ = text[:shared] != path[:shared]
-        if differ.any():
-            shared = int(differ.argmax())
+        text = tokens[self._start :]
+        shared = self._path.shared(text)
         if shared < len(text):
             self._path.rewind(shared)
             self._path.commit(text[shared:])
