@@ -122,7 +122,8 @@ def test_openai(real: Running, kitchen: Kitchen, ask: Callable[..., Any]) -> Non
     tools = [openai.pydantic_function_tool(TakeStep, name="take_step")]
     messages: list[Any] = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": QUESTION}]
     while text is None:
-        answer = ask(client, model="any", messages=messages, tools=tools, max_tokens=60, **kitchen.settings)
+        limits = {"max_tokens": 160, "parallel_tool_calls": False}
+        answer = ask(client, model="any", messages=messages, tools=tools, **limits, **kitchen.settings)
         message = answer.choices[0].message
         kitchen.note(message, answer.usage)
         messages.append(message)
