@@ -262,18 +262,18 @@ class GenerateOptions(SamplingOptions, total=False):
         Option(usual="auto", flags=()),
     ]
     parallel_tool_calls: Annotated[
-        bool, "Whether an answer may have several calls, where the model's format has that.", Option(True, flags=())
+        bool, "Whether an answer may have several calls, if the model's format allows it.", Option(True, flags=())
     ]
     reasoning_effort: Annotated[
         Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None,
-        "How much the model thinks before it answers, where its chat template can be told; none for not at all. "
+        "How much the model thinks before it answers, if its chat template has a switch for that; none: not at all. "
         "Needs chat messages.",
         Option(usual="up to the template", commands=("batch",)),
     ]
     max_thinking_tokens: Annotated[
         int | None,
-        "Maximum number of tokens of thinking; then it is ended, and the answer begins. -1 for no limit. Needs chat "
-        "messages.",
+        "Maximum number of tokens of thinking, after which it is closed and the answer begins; -1 for no limit. Needs "
+        "chat messages.",
         Option(
             limits=Limits(0, words="0 or more, or -1 for no limit", special=-1),
             usual="no limit",

@@ -78,8 +78,8 @@ class ServeOptions(TypedDict, total=False):
     ]
     json_schema_mode: Annotated[
         Literal["strict", "checked"],
-        "How a request that doesn't say takes a schema, also of a tool, that can't be enforced as a whole: strict "
-        "refuses it, checked reports how the finished text breaks it.",
+        "What to do with a schema, also a tool's, that can't be enforced as a whole, unless the request says: strict "
+        "refuses it; checked enforces what it can, and reports how the finished text breaks the rest.",
         Option("strict"),
     ]
     temperature: Annotated[

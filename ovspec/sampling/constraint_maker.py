@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from ovspec.sampling.answer_grammar import AnswerGrammar
     from ovspec.sampling.grammar_constraint import Grammar, Grammars
 
-STRINGS = "strings"  # see grammars/tools.py
-
 
 class ConstraintMaker:
     """Makes constraints for one model's vocabulary."""
@@ -123,6 +121,8 @@ class ConstraintMaker:
         """Return for each tool the arguments that are written without quotes."""
         if not (answer.tools and answer.tools.parameters):
             return {}
+        from ovspec.grammars.tools import STRINGS  # deferred, because it imports llguidance
+
         return json.loads(grammar_of_answer(params, answer) or "{}").get(STRINGS, {})
 
     def check(self, params: Params) -> None:

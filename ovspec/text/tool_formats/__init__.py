@@ -22,7 +22,7 @@ from ovspec.text.tool_formats.qwen_xml import QWEN_XML, QWEN_XML_DENSE
 from ovspec.text.tool_formats.seed_oss import SEED_OSS
 from ovspec.text.tool_formats.smollm3 import SMOLLM3
 
-# The first that fits a chat template is its format; the last one fits all.
+# The first that fits a chat template is its format; GENERIC is for all others.
 FORMATS = (
     SMOLLM3, HERMES, HERMES_DENSE, QWEN_XML, QWEN_XML_DENSE, LLAMA3, MISTRAL, MISTRAL_LIST, MISTRAL_V3, HARMONY,
     DEEPSEEK, DEEPSEEK_R1, KIMI, GLM, GLM_DENSE, LING, SEED_OSS, GRANITE3, NEMOTRON, MINIMAX, COMMAND_R7B, FUNCTIONARY,
