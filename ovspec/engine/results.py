@@ -154,7 +154,7 @@ class Result:
     ``token_ids`` if they were requested. ``record`` tells how the text was made, for ``LanguageModel.verify``.
     ``schema_errors``: how the text breaks its JSON schema, in the mode checked; [] if it doesn't. In a chat, ``text``
     has neither the model's ``thinking`` nor its ``tool_calls``, whose last one may be cut off where ``finish_reason``
-    is "length".
+    is "length". ``stop_string``: that which ended the text, if one did.
     """
 
     text: str
@@ -166,6 +166,7 @@ class Result:
     schema_errors: list[str] | None = None
     thinking: str = ""
     tool_calls: list[ToolCall] = field(default_factory=list)
+    stop_string: str | None = None
 
     @property
     def message(self) -> dict[str, Any]:

@@ -23,15 +23,15 @@ class StopStrings:
     def __init__(self, stops: list[str]) -> None:
         self._stops, self._firsts, self._held = stops, {stop[0] for stop in stops}, ""
 
-    def push(self, text: str) -> tuple[str, bool]:
-        """Add ``text``; return (text that may be shown, whether a stop string follows it)."""
+    def push(self, text: str) -> tuple[str, str | None]:
+        """Add ``text``; return (text that may be shown, the stop string that follows it, if any)."""
         if not self._stops:
-            return text, False
+            return text, None
         held = self._held + text
-        places = [at for stop in self._stops if (at := held.find(stop)) >= 0]
-        end = min(places) if places else self._unfinished(held)
+        places = [(at, stop) for stop in self._stops if (at := held.find(stop)) >= 0]
+        end, stop = min(places) if places else (self._unfinished(held), None)
         self._held = "" if places else held[end:]
-        return held[:end], bool(places)
+        return held[:end], stop
 
     def flush(self) -> str:
         shown, self._held = self._held, ""
@@ -80,6 +80,7 @@ class Row:
         self.token_ids: list[int] = []
         self.logprobs: list[TokenLogprob] | None = None if params.logprobs is None else []
         self.finish_reason: FinishReason | None = None
+        self.stop_string: str | None = None  # that ended the text
         self._schema_errors: list[str] | None = None
         self.start = len(sequence)
         stats.cached_tokens, self._read = self.start, 0  # corrected as the prompt is read
@@ -103,7 +104,7 @@ class Row:
             return self.cancel()
         tokens = step.tokens.tolist()
         begin = len(self.sequence) - len(tokens)
-        said, stopped = Said(), False
+        said = Said()
         first = used = 0  # tokens[first:used] are in the text; those before spell only its prompt
         for used, token in enumerate(tokens, 1):
             length, healed = begin + used, 0
@@ -125,10 +126,10 @@ class Row:
             if self._reader and self._reader.phase == "calls":  # a call isn't stopped in its middle
                 text = self._stops.flush() + text
             elif len(self.token_ids) + used - first > self._min_tokens:
-                text, stopped = self._stops.push(text)
+                text, self.stop_string = self._stops.push(text)
             self.stats.thinking_tokens += bool(self._reader and self._reader.phase == "thinking")
             self._say(text, said)
-            if stopped:
+            if self.stop_string is not None:
                 self.finish_reason = "stop"
             elif token in self._eos:
                 self.finish_reason = "eos"
@@ -140,7 +141,7 @@ class Row:
                 break
         self._count(step, used)
         self.sequence.rewind(begin + used)
-        if self.finish_reason and not stopped:
+        if self.finish_reason and self.stop_string is None:
             self._say(self._rest(), said)
         self._add(said)
         self.token_ids += tokens[first:used]
@@ -171,7 +172,8 @@ class Row:
         judge = self.sampler.constraints.judge
         if judge and self._schema_errors is None:
             self._schema_errors = judge(self.text, self.tool_calls)
-        parts = self.stats, self.logprobs, self.record, self._schema_errors, self.thinking, self.tool_calls
+        said = self.thinking, self.tool_calls, self.stop_string
+        parts = self.stats, self.logprobs, self.record, self._schema_errors, *said
         return Result(self.text, self.token_ids, self.finish_reason, *parts)
 
     @property
@@ -213,8 +215,8 @@ class Row:
             stats.count_proposal(step.proposal.source, proposed, accepted)
 
     def _rest(self) -> str:
-        shown, stopped = self._stops.push(self._detokenizer.flush())
-        return shown if stopped else shown + self._stops.flush()
+        shown, stop = self._stops.push(self._detokenizer.flush())
+        return shown if stop else shown + self._stops.flush()
 
 
 class TextStream:

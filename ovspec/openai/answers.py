@@ -9,8 +9,10 @@ from pydantic import BaseModel, ConfigDict, Field
 from ovspec.api.verify import record_as_json
 from ovspec.engine.results import Piece, Result, Stats
 from ovspec.engine.row import Row
+from ovspec.openai.errors import Failure, openai_error
 from ovspec.openai.logprobs import Echo, Place, PlaceStream, places_of
 from ovspec.openai.requests import TextRequest
+from ovspec.openai.streams import DONE, WAITING, Events
 from ovspec.text.answer import ToolCall
 from ovspec.text.tokenizer import Tokenizer
 
@@ -143,10 +145,9 @@ class Chunk(Answer):
     usage: Usage | None = None
 
 
-def head_of(chat: bool, model: str, name: str | None = None) -> dict[str, Any]:
-    """Return the fields that an answer, or each chunk of it, begins with; ``name``: its own part of the id."""
-    id = f"{'chatcmpl' if chat else 'cmpl'}-{name or secrets.token_hex(12)}"
-    return {"id": id, "created": int(time.time()), "model": model}
+def head_of(prefix: str, model: str, name: str | None = None) -> dict[str, Any]:
+    """Return the fields that an answer, or each chunk of it, begins with; its id: ``prefix`` and ``name``."""
+    return {"id": prefix + (name or secrets.token_hex(12)), "created": int(time.time()), "model": model}
 
 
 def whole(
@@ -284,14 +285,14 @@ class ChunkWriter:
         if rows[0].logprobs is not None:
             self._places = [PlaceStream(tokenizer, len(echo.text)) for echo in self._echoes]
 
-    def first(self) -> list[Chunk]:
+    def first(self) -> Events:
         """Return the chunks that come before the texts: their roles, or the prompts that are repeated."""
         if self._chat:
             return [self._chunk(index, Delta(role="assistant", content="")) for index in range(len(self._rows))]
         echoes = enumerate(self._echoes)
         return [self._chunk(index, Delta(content=echo.text), echo.places) for index, echo in echoes if echo.text]
 
-    def more(self, index: int, piece: Piece) -> list[Chunk]:
+    def more(self, index: int, piece: Piece) -> Events:
         """Return the chunks for a piece of a text; there are none if it has nothing to tell yet."""
         places, chunks = None, list[Chunk]()
         if self._places:
@@ -306,11 +307,19 @@ class ChunkWriter:
             chunks.append(self._chunk(index, Delta(), **ending(self._request, self._rows[index].result(), "")))
         return chunks
 
-    def usage(self) -> Chunk:
-        """Return the last chunk, if the usage was asked for."""
+    def last(self) -> Events:
+        """Return the last events: the usage, if it was asked for, and the end."""
+        if not self._request.include_usage:
+            return [DONE]
         chunk = Chunk(**self._head, choices=[])
         chunk.usage = usage_of([row.stats for row in self._rows], self._n)
-        return chunk
+        return [chunk, DONE]
+
+    def waiting(self) -> Events:
+        return [WAITING]
+
+    def failed(self, failure: Failure) -> Events:
+        return [openai_error(failure)]
 
     def _chunk(self, index: int, delta: Delta, places: list[Place] | None = None, **ends: Any) -> Chunk:
         ends = {"index": index, "finish_reason": None} | ends

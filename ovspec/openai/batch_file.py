@@ -346,7 +346,7 @@ def result_line(lm: LanguageModel, request: BatchRequest, results: list[Result])
         choices = [own_choice(lm, result, asked.prompts[i // n], asked.echo) for i, result in enumerate(results)]
         return {"id": request.id, **choices[0]} if len(choices) == 1 else {"id": request.id, "samples": choices}
     echoes = [echo_in(lm, prompt, results[i * n]) if asked.echo else SILENT for i, prompt in enumerate(asked.prompts)]
-    head = head_of(asked.kind == "chat", asked.model or "", request.id)
+    head = head_of("chatcmpl-" if asked.kind == "chat" else "cmpl-", asked.model or "", request.id)
     answer = whole(lm.tokenizer, head, asked, results, echoes)
     body = answer.model_dump(exclude_unset=True, exclude=NOT_KEPT)
     response = {"status_code": 200, "request_id": request.id, "body": body}

@@ -270,7 +270,7 @@ BODIES: dict[str, type[BaseModel]] = {
 @cache
 def fields_elsewhere(body: type[BaseModel]) -> dict[str, str]:
     """Return the fields that a request for texts doesn't have, but another request, and the path of that one."""
-    if not issubclass(body, (ChatBody, CompletionBody)):
+    if not issubclass(body, Common) or body is OwnBody:
         return {}
     return {
         name: path
@@ -291,7 +291,7 @@ def without_unknown(value: Any, body: type[BaseModel]) -> tuple[Any, list[str]]:
     if "stream_options" in kept:  # the only field with fields of its own
         kept["stream_options"], inner = without_unknown(kept["stream_options"], StreamOptions)
         names += [f"stream_options.{name}" for name in inner]
-    if isinstance(kept.get("messages"), list):
+    if isinstance(kept.get("messages"), list) and issubclass(body, (ChatBody, OwnBody, TokenizeRequest)):
         inner = dict[str, None]()
         kept["messages"] = [without_unknown_of_message(message, inner) for message in kept["messages"]]
         names += inner

@@ -13,7 +13,10 @@ from ovspec.params import GRAMMARS, OF_SCHEMAS, TRUNCATING, Params, checked
 from ovspec.params.option import hint
 from ovspec.text.chat_template import Message
 
-Kind = Literal["own", "completion", "chat"]
+Kind = Literal["own", "completion", "chat", "response", "message", "infill"]
+CHATS = ("chat", "response", "message")
+# Where requests have their prompts.
+PROMPT_FIELDS = {"chat": "messages", "response": "input", "message": "messages", "infill": "input_prefix"}
 MOST_CALLS = 1000  # of a message
 # What each response format has besides its type; the schema of a json_object is llama.cpp's way to give one.
 FORMATS = {"text": set[str](), "json_object": {"schema"}, "json_schema": {"json_schema"}}
@@ -34,16 +37,23 @@ class TextRequest:
     include_usage: bool = False
     return_record: bool = False
     draft: str | None = None
+    body: Any = None  # as it came, where an answer repeats parts of it
+    ignored: tuple[str, ...] = ()  # what is in the body, but left out
 
     @property
     def prompt_field(self) -> str:
         """The field that has the prompts."""
-        return "messages" if self.kind == "chat" else "prompt"
+        return PROMPT_FIELDS.get(self.kind, "prompt")
+
+    @property
+    def is_chat(self) -> bool:
+        """Whether the prompt is a chat."""
+        return self.kind in CHATS
 
     @property
     def size(self) -> int:
         """The number of characters, and of ids, in all prompts together."""
-        if self.kind == "chat":
+        if self.is_chat:
             messages = [message for chat in self.prompts for message in chat]
             return sum(map(message_size, messages)) + written_size(self.own.get("tools"))  # type: ignore[arg-type]
         return sum(map(len, self.prompts))

@@ -17,12 +17,14 @@ from ovspec.api.model import LanguageModel
 from ovspec.base.errors import OvspecError, PromptError
 from ovspec.drafting.drafter import DraftLimits
 from ovspec.engine.row import Row
+from ovspec.openai.apis import TextApi
 from ovspec.openai.bodies import RequestError
 from ovspec.openai.requests import TextRequest
 from ovspec.params import Params, make_params
 from ovspec.params.serving import ServeParams
 from ovspec.server.engine_thread import ENDED, EngineThread, ServerEnded
 from ovspec.server.errors import ApiError, about_prompt, as_api_error, for_clients, too_long
+from ovspec.server.guard import IGNORED
 from ovspec.text.generation_config import recommended_sampling
 
 T = TypeVar("T")
@@ -94,6 +96,15 @@ class Service:
 
     # ------------------------------------------------------------ work in threads
 
+    async def read(self, api: TextApi, body: Any, http: Request) -> TextRequest:
+        """Return the request in a body; what it leaves out is noted for the guard, or wrong if the server is strict."""
+        request: TextRequest = await self.apart(api.read, body)
+        if request.ignored:
+            if self.options.strict_fields:
+                raise ApiError(400, f"{request.ignored[0]} is not supported; leave it out.", request.ignored[0])
+            setattr(http.state, IGNORED, [*getattr(http.state, IGNORED, ()), *request.ignored])
+        return request
+
     async def apart(self, function: Callable[..., Any], *arguments: Any, work: Work = "texts") -> Any:
         """Return what a function returns, run in a thread, so that other requests go on; OvspecErrors become 400s."""
         try:
@@ -102,7 +113,7 @@ class Service:
             raise ApiError(400, str(error), error.param) from None
         except OvspecError as error:
             message = for_clients(error, self.lm)
-            field = re.search(r"`(\w+)`", message)
+            field = re.search(r"`([\w.]+)`", message)
             raise ApiError(400, message, field and field[1]) from None
 
     @asynccontextmanager
@@ -143,7 +154,7 @@ class Service:
         context = self.lm.runtime.target.ir.context_length
         most = self.lm.runtime.tokenizer.most_characters(context) if context else math.inf
         for prompt in request.prompts:
-            size = len(prompt) if isinstance(prompt, str) else request.size if request.kind == "chat" else 0
+            size = len(prompt) if isinstance(prompt, str) else request.size if request.is_chat else 0
             if size > most:
                 told = f"The prompt has {size} characters, but the context is {context} tokens; shorten the prompt."
                 raise about_prompt(PromptError(told, too_long=True), self.lm, request.prompt_field)
@@ -172,7 +183,7 @@ class Service:
         tokens = sum(row.most - (0 if request.echo else row.start) for row in rows)
         if (count := tokens * (1 + tops)) > MOST_LOGPROBS:
             told = f"The answer could have {count:,} log-probabilities; at most {MOST_LOGPROBS:,} are allowed"
-            name = "top_logprobs" if request.kind == "chat" else "logprobs"
+            name = "top_logprobs" if request.is_chat else "logprobs"
             raise ApiError(400, f"{told}: lower max_tokens, n or {name}.", name)
 
 

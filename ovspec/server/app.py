@@ -15,9 +15,9 @@ from starlette.responses import Response
 from ovspec import __version__
 from ovspec.api.model import LanguageModel
 from ovspec.base.errors import PromptError
-from ovspec.openai.answers import Answer, ChatCompletion, Completion
+from ovspec.openai.answers import Answer
+from ovspec.openai.apis import APIS, BODIES, TextApi
 from ovspec.openai.bodies import (
-    BODIES,
     NO_OBJECT,
     UNMET,
     DetokenizeRequest,
@@ -26,13 +26,14 @@ from ovspec.openai.bodies import (
     TokenizeRequest,
     fields_elsewhere,
 )
+from ovspec.openai.errors import ErrorAnswer
 from ovspec.openai.requests import template_message
 from ovspec.params import refuse_variables
 from ovspec.params.tools import tools_of
 from ovspec.server.admission import Service
 from ovspec.server.bodies import BoundedRoute
 from ovspec.server.endpoints import TextEndpoints
-from ovspec.server.errors import ApiError, ErrorAnswer, about_prompt, error_answer
+from ovspec.server.errors import ApiError, about_prompt, error_answer
 from ovspec.text.tokenizer import LONG_TEXT
 
 ERRORS: dict[int | str, str] = {
@@ -132,12 +133,10 @@ def document_of(app: FastAPI) -> dict[str, Any]:
 def add_endpoints(app: FastAPI, service: Service) -> None:
     lm, texts = service.lm, TextEndpoints(service)
 
-    for path, endpoint, summary, answer in (
-        ("/v1/chat/completions", texts.chat, "Answer a chat.", ChatCompletion),
-        ("/v1/completions", texts.complete, "Continue texts.", Completion),
-    ):
-        answers: Any = {200: {"model": answer, "description": "The answer.", "content": STREAM}}
-        app.post(path, tags=["texts"], summary=summary, response_model=None, responses=answers)(endpoint)
+    for path, api in APIS.items():
+        answers: Any = {200: {"model": api.answer, "description": "The answer.", "content": STREAM}}
+        described: Any = {"tags": ["texts"], "summary": api.summary, "response_model": None, "responses": answers}
+        app.post(path, **described)(endpoint_of(texts, api))
 
     @app.get("/v1/models", tags=["model"], summary="List the names of the one model that is served.")
     async def models() -> Models:
@@ -187,6 +186,16 @@ def add_endpoints(app: FastAPI, service: Service) -> None:
         return Text(prompt=text, content=text)
 
 
+def endpoint_of(texts: TextEndpoints, api: TextApi) -> Callable[..., Any]:
+    """Return the endpoint of an API, whose type of bodies FastAPI reads from its signature."""
+
+    async def answer(body: Any, http: Request) -> Response:
+        return await texts.answer(api, body, http)
+
+    answer.__annotations__["body"] = api.body
+    return answer
+
+
 def tokens_of(lm: LanguageModel, body: TokenizeRequest) -> Tokens:
     """Return the tokens of a text or a chat."""
     ids = encode(lm, body)
@@ -232,11 +241,11 @@ def decode(lm: LanguageModel, body: DetokenizeRequest) -> str:
     return lm.tokenizer.spell(ids) or lm.tokenizer.decode(ids)
 
 
-async def answer_error(_: Request, error: Exception) -> Response:
+async def answer_error(http: Request, error: Exception) -> Response:
     if isinstance(error, RequestValidationError):  # no body at all; for what is wrong in it there are ApiErrors
         error = ApiError(400, NO_OBJECT)
     elif not isinstance(error, HTTPException):
         error = ApiError(500, f"The server failed ({type(error).__name__}).")
     elif not isinstance(error, ApiError):  # Starlette's own
         error.detail = NOWHERE.get(error.status_code, error.detail)
-    return error_answer(error)
+    return error_answer(error, http.scope)

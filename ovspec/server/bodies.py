@@ -1,7 +1,6 @@
 """Reads bodies, in bounded time and memory: from bytes to the body of a request."""
 
 import asyncio
-import re
 from codecs import BOM_UTF8
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +13,8 @@ from pydantic_core import from_json
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
-from ovspec.openai.bodies import BODIES, LONGEST, RequestError, read_body, without_unknown
+from ovspec.openai.apis import BODIES
+from ovspec.openai.bodies import RequestError, read_body, without_unknown
 from ovspec.server.errors import ApiError
 from ovspec.server.guard import IGNORED
 
@@ -40,9 +40,8 @@ class BoundedRequest(Request):
         return await asyncio.get_running_loop().run_in_executor(READER, parse, raw, model, note)
 
     def _note(self, names: list[str]) -> None:
-        """Note the names of ignored fields for the guard, without what could deceive who reads them."""
-        safe = (re.sub(r"[^\w.-]", "?", name[:LONGEST], flags=re.ASCII) or "?" for name in names)
-        setattr(self.state, IGNORED, [*dict.fromkeys(safe)])
+        """Note the names of ignored fields for the guard."""
+        setattr(self.state, IGNORED, names)
 
     async def body(self) -> bytes:
         if hasattr(self, "_body"):

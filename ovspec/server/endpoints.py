@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from fastapi import Request
-from pydantic import BaseModel
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
@@ -17,20 +16,21 @@ from ovspec.base.errors import OvspecError, PromptError
 from ovspec.engine.results import Piece
 from ovspec.engine.row import Row
 from ovspec.engine.scoring import CHUNK
-from ovspec.openai.answers import ChunkWriter, head_of, whole
-from ovspec.openai.bodies import ChatRequest, CompletionRequest
+from ovspec.openai.answers import head_of
+from ovspec.openai.apis import TextApi
+from ovspec.openai.errors import Failure
 from ovspec.openai.logprobs import SILENT, Echo, echo_of, prompt_logprobs
-from ovspec.openai.requests import Kind, TextRequest, read_texts, texts_asked
+from ovspec.openai.requests import TextRequest, texts_asked
+from ovspec.openai.streams import Events, Writer, event
 from ovspec.params import GRAMMARS, Params, check_samples, refuse_retries
 from ovspec.sampling.logprobs import TokenLogprob
 from ovspec.server.admission import Service, Work, unless_gone
 from ovspec.server.engine_thread import BackgroundTask, EngineThread, Job
-from ovspec.server.errors import ApiError, about_prompt, as_api_error, error_body, too_long
+from ovspec.server.errors import ApiError, about_prompt, as_api_error, failure_of, too_long
 from ovspec.server.guard import OUTCOME, OWNER
 from ovspec.text.tokenizer import LONG_TEXT
 
-LIVES = b": waiting\n\n"  # a comment in a stream, for proxies that close silent connections
-EVERY = 15.0  # seconds between two of them
+EVERY = 15.0  # seconds after which a silent stream tells that it is alive
 BESIDE = 8  # tokens of a prompt that an inference reads for its log-probabilities while texts wait for it
 
 
@@ -38,6 +38,8 @@ BESIDE = 8  # tokens of a prompt that an inference reads for its log-probabiliti
 class PieceStream:
     """The texts of a request that is being answered."""
 
+    api: TextApi
+    head: dict[str, Any]  # of the answer
     request: TextRequest
     params: Params
     rows: list[Row]  # those of the first prompt first, ``n`` for each prompt
@@ -49,41 +51,36 @@ class TextEndpoints:
     def __init__(self, service: Service) -> None:
         self._service, self._lm = service, service.lm
 
-    async def chat(self, body: ChatRequest, http: Request) -> Response:
-        return await self._answer("chat", body, http)
-
-    async def complete(self, body: CompletionRequest, http: Request) -> Response:
-        return await self._answer("completion", body, http)
-
-    async def _answer(self, kind: Kind, body: Any, http: Request) -> Response:
+    async def answer(self, api: TextApi, body: Any, http: Request) -> Response:
+        """Answer a request with texts."""
         began, service = time.monotonic(), self._service
         with ExitStack() as leaving:
             leaving.enter_context(service.counted(texts_asked(body)))
             service.check_model(body.model)
             async with service.preparing(began):
-                texts = await unless_gone(http, self._prepare(kind, body, http, began))
-            head = head_of(kind == "chat", service.names[0])
+                texts = await unless_gone(http, self._prepare(api, body, http, began))
             if texts.request.stream:
-                events = self._events(head, texts)
+                writer = api.writer(*self._parts(texts), texts.rows, texts.echoes)
+                events = self._events(writer, texts)
                 first = await unless_gone(http, anext(events))
-                return EventStream(first, events, leaving.pop_all().close)
+                return EventStream(first, events, writer.failed, leaving.pop_all().close)
             await unless_gone(http, self._generate(texts))
             work: Work = "texts" if texts.params.logprobs is None else "long"
-            return await service.apart(self._whole, head, texts, work=work)
+            return await service.apart(self._whole, texts, work=work)
 
-    async def _prepare(self, kind: Kind, body: Any, http: Request, began: float) -> PieceStream:
+    async def _prepare(self, api: TextApi, body: Any, http: Request, began: float) -> PieceStream:
         """Return the texts that are asked for, with their rows and what is repeated of their prompts."""
         service = self._service
-        request = await service.apart(read_texts, body, kind)
+        request = await service.read(api, body, http)
         grammar = any(request.own.get(name) is not None for name in (*GRAMMARS, "tools"))
         work: Work = "grammars" if grammar else "long" if request.size > LONG_TEXT else "texts"
-        texts = await service.apart(self._texts, request, getattr(http.state, OWNER, None), began, work=work)
+        texts = await service.apart(self._texts, api, request, getattr(http.state, OWNER, None), began, work=work)
         service.check_room(request, texts.rows)
         if request.echo:
             texts.echoes = await self._echoes(texts)
         return texts
 
-    def _texts(self, request: TextRequest, owner: int | None, began: float) -> PieceStream:
+    def _texts(self, api: TextApi, request: TextRequest, owner: int | None, began: float) -> PieceStream:
         """Return a request's texts. May take long: grammars are compiled."""
         params = self._service.params(request)
         check_samples(params)
@@ -100,7 +97,12 @@ class TextEndpoints:
             row.limits, row.sequence.owner = limits, None if self._service.options.share_prefixes else owner
             if request.only_prompts:
                 row.finish_reason, row.stats.cached_tokens = "length", 0
-        return PieceStream(request, params, rows, began, [SILENT] * len(request.prompts))
+        head = head_of(api.prefix, self._service.names[0])
+        return PieceStream(api, head, request, params, rows, began, [SILENT] * len(request.prompts))
+
+    def _parts(self, texts: PieceStream) -> tuple[Any, ...]:
+        """Return what answers and streams are made from, besides their texts."""
+        return self._lm.runtime.tokenizer, texts.head, texts.request
 
     async def _echoes(self, texts: PieceStream) -> list[Echo]:
         """Return what is repeated of each prompt."""
@@ -144,31 +146,28 @@ class TextEndpoints:
         if row.sampler.constraints.judge:
             await self._service.apart(row.result, work="grammars")
 
-    def _whole(self, head: dict[str, Any], texts: PieceStream) -> Response:
+    def _whole(self, texts: PieceStream) -> Response:
         results = [row.result() for row in texts.rows]
-        answer = whole(self._lm.runtime.tokenizer, head, texts.request, results, texts.echoes)
+        answer = texts.api.whole(*self._parts(texts), results, texts.echoes)
         return Response(answer.model_dump_json(exclude_unset=True), media_type="application/json")
 
     # ------------------------------------------------------------ streams
 
-    async def _events(self, head: dict[str, Any], texts: PieceStream) -> AsyncGenerator[bytes]:
-        writer = ChunkWriter(self._lm.runtime.tokenizer, head, texts.request, texts.rows, texts.echoes)
-        chunks = writer.first()
+    async def _events(self, writer: Writer, texts: PieceStream) -> AsyncGenerator[bytes]:
+        events = [*writer.first()]
         async with aclosing(pieces_of(self._service, texts.rows, texts.began)) as pieces:
             async for found in pieces:
                 if not found:
-                    yield LIVES
-                    continue
+                    events += writer.waiting()
                 for index, piece in found:
                     if piece.finish_reason:
                         await self._judge(texts.rows[index])
-                    chunks += writer.more(index, piece)
-                for chunk in chunks:
-                    yield event(chunk)
-                chunks = []
-        if texts.request.include_usage:
-            yield event(writer.usage())
-        yield event(b"[DONE]")
+                    events += writer.more(index, piece)
+                for each in events:
+                    yield event(each)
+                events = []
+        for each in writer.last():
+            yield event(each)
         self._note(texts)
 
     def _note(self, texts: PieceStream) -> None:
@@ -240,14 +239,21 @@ class EventStream(StreamingResponse):
 
     Args:
         first: the first event, which its maker has awaited, so that an error before it is an ordinary answer.
+        failed: makes the events of an error.
         ended: called when the stream has ended, in whichever way.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, first: bytes, events: AsyncGenerator[bytes], ended: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        first: bytes,
+        events: AsyncGenerator[bytes],
+        failed: Callable[[Failure], Events],
+        ended: Callable[[], None],
+    ) -> None:
         super().__init__(events, headers={"Cache-Control": "no-cache"})
-        self._first, self._events, self._ended = first, events, ended
+        self._first, self._events, self._failed, self._ended = first, events, failed, ended
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         state = scope["state"]
@@ -268,14 +274,8 @@ class EventStream(StreamingResponse):
             state[OUTCOME] = 200
         except ApiError as error:
             state[OUTCOME] = error.status_code
-            yield event(error_body(error))
+            for each in self._failed(failure_of(error)):
+                yield event(each)
         except Exception:
             state[OUTCOME] = 500
             raise
-
-
-def event(data: BaseModel | bytes) -> bytes:
-    """Return a server-sent event."""
-    if isinstance(data, BaseModel):
-        data = data.model_dump_json(exclude_unset=True).encode()
-    return b"data: " + data + b"\n\n"

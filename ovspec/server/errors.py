@@ -1,15 +1,16 @@
-"""Errors of the API, in OpenAI's shape."""
+"""Errors of the API."""
 
-from pydantic import BaseModel, Field
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
+from starlette.types import Scope
 
 from ovspec.api.model import LanguageModel
 from ovspec.base.errors import InferenceError, OvspecError, PromptError
+from ovspec.openai.errors import Failure, anthropic_error, openai_error
 from ovspec.server.engine_thread import ServerEnded
 
-KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
-CODES = {401: "invalid_api_key", 429: "rate_limit_exceeded"}  # OpenAI's
+MESSAGES = "/v1/messages"
+REQUEST_ID = "request_id"  # what a request's state has its id as
 FOR_PYTHON = ", or a Path for a file"  # in a message on a grammar
 
 
@@ -60,27 +61,23 @@ def too_long(seconds: float) -> ApiError:
     return ApiError(504, f"The request took longer than {seconds:g} seconds.", code="timeout")
 
 
-class ErrorText(BaseModel):
-    message: str = Field(description="A sentence that says what to do.")
-    type: str = Field(description='The kind of error, such as "invalid_request_error".')
-    param: str | None = Field(description="The field that is wrong.")
-    code: str | None = Field(description='A word for programs, such as "model_not_found".')
+def failure_of(error: HTTPException) -> Failure:
+    return Failure(error.status_code, error.detail, getattr(error, "param", None), getattr(error, "code", None))
 
 
-class ErrorAnswer(BaseModel):
-    """The body of every answer that is an error."""
-
-    error: ErrorText
-
-
-def error_body(error: HTTPException) -> bytes:
-    """Return the body of an error's answer."""
-    status, param, code = error.status_code, getattr(error, "param", None), getattr(error, "code", None)
-    kind = KINDS.get(status, "invalid_request_error" if status < 500 else "server_error")
-    text = ErrorText(message=error.detail, type=kind, param=param, code=code or CODES.get(status))
-    return ErrorAnswer(error=text).model_dump_json().encode()
+def error_body(error: HTTPException, path: str = "", request_id: str | None = None) -> bytes:
+    """Return the body of an error's answer, in the shape of the API that ``path`` belongs to."""
+    failure = failure_of(error)
+    made = anthropic_error(failure, request_id) if is_anthropics(path) else openai_error(failure)
+    return made.model_dump_json().encode()
 
 
-def error_answer(error: HTTPException) -> Response:
-    """Return the answer that is an error."""
-    return Response(error_body(error), error.status_code, error.headers, "application/json")
+def is_anthropics(path: str) -> bool:
+    """Return whether a path belongs to Anthropic's API."""
+    return path == MESSAGES or path.startswith(f"{MESSAGES}/")
+
+
+def error_answer(error: HTTPException, scope: Scope) -> Response:
+    """Return the answer to a request that is an error."""
+    body = error_body(error, scope["path"], scope["state"].get(REQUEST_ID))
+    return Response(body, error.status_code, error.headers, "application/json")

@@ -6,12 +6,15 @@ import re
 import secrets
 import time
 from collections.abc import Callable
+from itertools import islice
+from typing import Any
 from urllib.parse import quote
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ovspec.server.errors import ApiError, error_answer
+from ovspec.openai.bodies import LONGEST, MOST_NAMED
+from ovspec.server.errors import REQUEST_ID, ApiError, error_answer, is_anthropics
 
 OPEN = ("/health", "/ready")  # without a key
 # What a request's state holds: the number of its key, how its stream has ended, and the fields that are ignored.
@@ -27,6 +30,12 @@ def is_here(host: str) -> bool:
         return host == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
         return False
+
+
+def ignored_in(state: dict[str, Any]) -> list[str]:
+    """Return what was ignored of a request, without what could deceive who reads it."""
+    safe = (re.sub(r"[^\w.-]", "?", name[:LONGEST], flags=re.ASCII) or "?" for name in state.get(IGNORED, ()))
+    return [*islice(dict.fromkeys(safe), MOST_NAMED)]
 
 
 class Guard:
@@ -50,17 +59,20 @@ class Guard:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         began, status, state = time.monotonic(), 0, scope.setdefault("state", {})
 
+        id = state[REQUEST_ID] = f"req_{secrets.token_hex(12)}"
+
         async def noted(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
-                status = message["status"]
-                if ignored := state.get(IGNORED):
-                    MutableHeaders(scope=message)[HEADER] = ", ".join(ignored)
+                status, headers = message["status"], MutableHeaders(scope=message)
+                headers["request-id" if is_anthropics(scope["path"]) else "x-request-id"] = id
+                if ignored := ignored_in(state):
+                    headers[HEADER] = ", ".join(ignored)
             await send(message)
 
         try:
             refused = self._refusal(scope)
-            await (error_answer(refused) if refused else self._app)(scope, receive, noted)
+            await (error_answer(refused, scope) if refused else self._app)(scope, receive, noted)
         except Exception:
             status = 500  # whatever a stream has begun with
             raise
@@ -70,7 +82,7 @@ class Guard:
             client = (scope.get("client") or ("-",))[0]
             path = quote(scope["path"][:80])  # without what could deceive the log's reader
             LOG.info("%s %s %s %s %.0f ms", client, scope["method"], path, status, ms)
-            self._tell(state.get(IGNORED, []))
+            self._tell(ignored_in(state))
             self._note(scope, status)
 
     def _tell(self, ignored: list[str]) -> None:

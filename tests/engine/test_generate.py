@@ -32,23 +32,22 @@ def load(load: Load, request: pytest.FixtureRequest) -> Load:
 @given(st.text("ab\n", max_size=30), st.lists(st.text("ab\n", min_size=1, max_size=4), max_size=3), st.data())
 def test_stop_strings_in_any_pieces(text: str, stops: list[str], data: st.DataObject) -> None:
     finder, shown, rest = StopStrings(stops), "", text
-    stopped = False
-    while rest and not stopped:
+    found = None
+    while rest and found is None:
         size = data.draw(st.integers(1, len(rest)))
         piece, rest = rest[:size], rest[size:]
-        new, stopped = finder.push(piece)
+        new, found = finder.push(piece)
         shown += new
-    if not stopped:
+    if found is None:
         shown += finder.flush()
     seen = text[: len(text) - len(rest)]
     places = [at for stop in stops if (at := seen.find(stop)) >= 0]
-    assert stopped == bool(places)
-    if not places:
-        assert shown == text
+    if found is None:
+        assert not places and shown == text
     else:
         # The text stops at the first piece that completes a stop string; no part of the string is ever shown.
         assert text.startswith(shown)
-        assert any(text.startswith(stop, len(shown)) for stop in stops)
+        assert found in stops and text.startswith(found, len(shown))
         assert not any(stop in shown for stop in stops)
 
 
@@ -58,6 +57,7 @@ def test_stop_string_is_left_out(load: Load, draft: bool) -> None:
     whole = lm.generate(PROMPTS[0], max_tokens=40, ignore_eos=True)
     stop = whole.text.strip()[4:8]
     result = lm.generate(PROMPTS[0], max_tokens=40, ignore_eos=True, stop=["never there", stop])
+    assert result.stop_string == stop and whole.stop_string is None
     assert result.finish_reason == "stop"
     assert result.text == whole.text[: whole.text.index(stop)]
     assert result.token_ids == whole.token_ids[: len(result.token_ids)]

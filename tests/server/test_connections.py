@@ -15,6 +15,7 @@ import pytest
 import uvicorn
 from starlette.responses import Response
 
+from ovspec.openai.errors import openai_error
 from ovspec.server import bodies, connections
 from ovspec.server.bodies import BoundedRequest
 from ovspec.server.connections import allow_files, config_of
@@ -38,8 +39,10 @@ class Streaming:
             try:
                 await BoundedRequest(scope, receive).body()
             except ApiError as error:
-                return await error_answer(error)(scope, receive, send)
-        return await EventStream(b"", self._events(), self._note)(scope, receive, send)
+                return await error_answer(error, scope)(scope, receive, send)
+        return await EventStream(b"", self._events(), lambda failure: [openai_error(failure)], self._note)(
+            scope, receive, send
+        )
 
     async def _events(self) -> AsyncGenerator[bytes]:
         for _ in range(self._parts):

@@ -33,7 +33,9 @@ def tool(name: str, argument: str, schema: Any, about: str = "") -> dict[str, An
 
 
 TEST = tool("test", "success", {"type": "boolean", "const": True})
-PYTHON = tool("python", "code", {"type": "string", "description": "The code to run."}, "Runs Python code.")
+# Where the code may be longer, the small model doesn't end it on every processor.
+CODE_TEXT = {"type": "string", "description": "The code to run.", "maxLength": 200}
+PYTHON = tool("python", "code", CODE_TEXT, "Runs Python code.")
 WEATHER = tool(
     "get_current_weather",
     "location",

@@ -1,0 +1,49 @@
+"""The ways to ask for texts: OpenAI's chats and completions."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from pydantic import BaseModel
+
+from ovspec.openai import bodies
+from ovspec.openai.answers import ChatCompletion, ChunkWriter, Completion, whole
+from ovspec.openai.bodies import ChatRequest, CompletionRequest
+from ovspec.openai.requests import TextRequest, read_texts
+from ovspec.openai.streams import Writer
+
+
+@dataclass(frozen=True)
+class TextApi:
+    """A way to ask for texts.
+
+    summary: what it does, in a sentence.
+    body: a request.
+    answer: a whole answer.
+    prefix: of an answer's id.
+    read: returns the request in a body; raises RequestError for what can't be met.
+    whole: returns a whole answer, from a tokenizer, the answer's head, the request, its results and echoes.
+    writer: returns what makes the events of a stream, from the same, but with rows.
+    """
+
+    summary: str
+    body: type[bodies.Common]
+    answer: type[BaseModel]
+    prefix: str
+    read: Callable[[Any], TextRequest]
+    whole: Callable[..., BaseModel]
+    writer: Callable[..., Writer]
+
+
+APIS = {
+    "/v1/chat/completions": TextApi(
+        "Answer a chat.", ChatRequest, ChatCompletion, "chatcmpl-", partial(read_texts, kind="chat"), whole, ChunkWriter
+    ),
+    "/v1/completions": TextApi(
+        "Continue texts.", CompletionRequest, Completion, "cmpl-", partial(read_texts, kind="completion"), whole,
+        ChunkWriter,
+    ),
+}  # fmt: skip
+# The bodies of all requests that have one.
+BODIES: dict[str, type[BaseModel]] = {path: api.body for path, api in APIS.items()} | bodies.BODIES

@@ -1,0 +1,46 @@
+"""Server-sent events, and what makes the events of a stream."""
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from pydantic import BaseModel
+
+from ovspec.engine.results import Piece
+from ovspec.openai.errors import Failure
+
+WAITING = b": waiting\n\n"  # a comment, for proxies that close silent connections
+DONE = b"data: [DONE]\n\n"  # OpenAI's last event
+Events = Sequence[BaseModel | bytes]
+
+
+class Writer(Protocol):
+    """Makes the events of a stream from the pieces of a request's texts. Events as bytes are complete."""
+
+    def first(self) -> Events:
+        """Return the events that come before the texts."""
+        ...
+
+    def more(self, index: int, piece: Piece) -> Events:
+        """Return the events for a piece of the text ``index``; there are none if it has nothing to tell yet."""
+        ...
+
+    def last(self) -> Events:
+        """Return the events that come after the texts."""
+        ...
+
+    def waiting(self) -> Events:
+        """Return what tells a client that its stream is alive, while there is nothing to say."""
+        ...
+
+    def failed(self, failure: Failure) -> Events:
+        """Return the events that end the stream where it has failed."""
+        ...
+
+
+def event(data: Any) -> bytes:
+    """Return a server-sent event, which is named if its data has a type."""
+    if isinstance(data, bytes):
+        return data
+    name = getattr(data, "type", None)
+    head = f"event: {name}\n".encode() if name else b""
+    return head + b"data: " + data.model_dump_json(exclude_unset=True).encode() + b"\n\n"
