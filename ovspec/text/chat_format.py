@@ -14,7 +14,15 @@ from ovspec.text.answer import find_thinking
 from ovspec.text.chat_template import ChatTemplate, Message
 from ovspec.text.tool_formats import BY_NAME, FORMATS
 from ovspec.text.tool_formats.generic import GENERIC
-from ovspec.text.tool_formats.layout import ToolFormat, described, one_call_each, short_id, with_system
+from ovspec.text.tool_formats.layout import (
+    ToolFormat,
+    described,
+    one_call_each,
+    short_id,
+    with_one_system,
+    with_system,
+    with_turns,
+)
 
 # A chat with a tool and two calls of it, whose rendering shows the format.
 PROBE, PROBE_SYSTEM = "probe", "You probe."
@@ -44,6 +52,10 @@ PROBE_CHAT: list[Message] = [
         ],
     },
     *({"role": "tool", "tool_call_id": "0" * 9, "name": name, "content": "1"} for name, _ in PROBE_CALLS),
+]
+PROBE_SYSTEMS: list[Message] = [
+    {"role": role, "content": f"You {role} {index}."}
+    for index, role in enumerate(("system", "system", "user", "assistant", "system", "user"))
 ]
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
 # Variables of templates that switch thinking on or off.
@@ -107,6 +119,12 @@ class ChatFormat:
         """Whether the template takes a system prompt."""
         return PROBE_SYSTEM in rendered(self.template, [{"role": "system", "content": PROBE_SYSTEM}, *PROBE_CHAT[:1]])
 
+    @functools.cached_property
+    def _takes_systems(self) -> bool:
+        """Whether the template takes further system messages, anywhere."""
+        sample = rendered(self.template, PROBE_SYSTEMS)
+        return all(message["content"] in sample for message in PROBE_SYSTEMS)
+
     def prompt(
         self,
         messages: list[Message],
@@ -132,19 +150,40 @@ class ChatFormat:
         if effort is not None:
             given = self._effort(effort) | given
         if not tools and not any(message.get("tool_calls") or message.get("role") == "tool" for message in messages):
-            return self.template.render(messages, variables=given)
+            return self._rendered(messages, given)
         format, style = self._found
         messages = with_names(in_order(list(map(with_objects, messages))), format.id_length)
         messages = style.styled(format.history(messages))
         if tools and format.native and format.tools_variable in self.template.variables:
             given[format.tools_variable] = list(tools)
             try:
-                return self.template.render(messages, variables=given)
+                return self._rendered(messages, given)
             except OvspecError:  # some templates take a description for granted
                 given[format.tools_variable] = [*map(with_description, tools)]
         elif tools:
             messages = with_system(messages, described(format, tools), self._takes_system)
-        return self.template.render(messages, variables=given)
+        return self._rendered(messages, given)
+
+    def _rendered(self, messages: list[Message], variables: Mapping[str, Any]) -> str:
+        """Render messages. Agents send system messages anywhere, and several of the user; not all templates take these.
+
+        Raises:
+            OvspecError: the template can't render them.
+        """
+        first, more = (any(each.get("role") == "system" for each in part) for part in (messages[:1], messages[1:]))
+        plain = all(isinstance(each.get("content"), str) for each in messages)
+        if plain and ((first and not self._takes_system) or (more and not self._takes_systems)):
+            messages = with_one_system(messages, self._takes_system)
+        try:
+            return self.template.render(messages, variables=variables)
+        except OvspecError:
+            if not plain or (joined := with_turns(messages)) == messages:
+                raise
+            try:
+                return self.template.render(joined, variables=variables)
+            except OvspecError:
+                pass  # the first error is about what was given
+            raise
 
     def _effort(self, effort: str) -> dict[str, Any]:
         """Return the variables that tell the template how much to think."""

@@ -227,8 +227,6 @@ def assert_calls_are_in(prompt: str, format: ChatFormat, calls: list[tuple[str, 
 @pytest.mark.parametrize("name", [name for name in FOUND if name not in KNOWN])
 def test_other_templates_are_told_of_tools_and_calls(name: str) -> None:
     format, chat = ChatFormat(template_of(name)), [*chat_of(CALLS, "I look.", ""), answer("Rain."), user("Oh")]
-    if name.endswith("-gemma-2-2b-it"):  # has no system prompt
-        chat = chat[1:]
     if name in ("CohereForAI-c4ai-command-r-plus-tool_use", "fireworks-ai-llama-3-firefunction-v2"):
         with pytest.raises(OvspecError, match=r"cannot render these messages: 'NoneType'|'functions' is undefined"):
             format.prompt(chat, TOOLS)  # they have no chats without tools of their own kind
@@ -238,6 +236,33 @@ def test_other_templates_are_told_of_tools_and_calls(name: str) -> None:
     assert format.tools.written(CALLS) in prompt
     assert "I look." in prompt
     assert "<tool_response>\n10\n</tool_response>\n<tool_response>\n20\n</tool_response>" in prompt
+
+
+AGENTS = [
+    system("One."), system("Two."), user("Three?"), user("Four?"), answer("Five."), system("Six."), user("Seven?"),
+]  # fmt: skip
+
+
+@needs_templates
+@pytest.mark.parametrize("name", FOUND)
+def test_system_messages_may_be_anywhere(name: str) -> None:
+    template = template_of(name)
+    try:
+        template.render(AGENTS[2:3])
+    except OvspecError:
+        pytest.skip("the template renders no chats without tools of its own kind")
+    prompt = ChatFormat(template).prompt(AGENTS)
+    theirs: Any = {"chat_template": template.source, "add_generation_prompt": True, "tokenize": False}
+    try:
+        expected = template_tokenizer().apply_chat_template(AGENTS, **theirs)
+    except Exception:
+        expected = ""
+    if all(message["content"] in expected for message in AGENTS):
+        assert prompt == expected
+    else:  # the template can't render them so, or loses some
+        assert all(message["content"] in prompt for message in AGENTS)
+        said = [prompt.index(message["content"]) for message in AGENTS if message["role"] != "system"]
+        assert sorted(said) == said
 
 
 @needs_templates

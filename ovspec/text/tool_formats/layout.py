@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -106,6 +107,32 @@ def with_system(messages: list[Message], text: str, own_message: bool = True) ->
     if messages and not own_message:
         return [{**messages[0], "content": f"{text}\n\n{messages[0]['content']}"}, *messages[1:]]
     return [{"role": "system", "content": text}, *messages]
+
+
+def with_one_system(messages: list[Message], own_message: bool) -> list[Message]:
+    """Join the system messages that a chat begins with, and let the user say the later ones.
+
+    If ``own_message`` is false, the user says all of them.
+    """
+    first = list(itertools.takewhile(lambda message: message["role"] == "system", messages))
+    rest = [
+        {**message, "role": "user"} if message["role"] == "system" else message for message in messages[len(first) :]
+    ]
+    text = "\n\n".join(message["content"] for message in first)
+    if not own_message and not (rest and rest[0]["role"] == "user"):
+        return [{"role": "user", "content": text}, *rest]
+    return with_system(rest, text, own_message) if first else rest
+
+
+def with_turns(messages: list[Message]) -> list[Message]:
+    """Join messages of the user that follow each other."""
+    made = list[Message]()
+    for message in messages:
+        if made and message["role"] == made[-1]["role"] == "user":
+            last = made.pop()
+            message = {**last, "content": f"{last['content']}\n\n{message['content']}"}
+        made.append(message)
+    return made
 
 
 def call_of(call: Mapping[str, Any]) -> tuple[str, Any]:
