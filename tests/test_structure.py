@@ -72,7 +72,7 @@ def test_the_road_of_a_request_is_the_one_in_the_docs() -> None:
     scheduling = {each.__code__ for each in (Scheduler.step, Scheduler.remove, Scheduler.reset)}
 
     def note(frame: Any, event: str, _: Any) -> None:
-        if frame.f_code is TextEndpoints.chat.__code__ and not before:
+        if frame.f_code is TextEndpoints.answer.__code__ and not before:
             outer = frame.f_back
             while outer:  # the guard and the route, which wrap the endpoint
                 before.add(file_of(outer))

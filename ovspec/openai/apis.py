@@ -1,4 +1,4 @@
-"""The ways to ask for texts: OpenAI's chats and completions."""
+"""The ways to ask for texts."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,6 +11,9 @@ from ovspec.openai import bodies
 from ovspec.openai.answers import ChatCompletion, ChunkWriter, Completion, whole
 from ovspec.openai.bodies import ChatRequest, CompletionRequest
 from ovspec.openai.requests import TextRequest, read_texts
+from ovspec.openai.responses.answer import Response, ResponseWriter, whole_response
+from ovspec.openai.responses.body import ResponseRequest
+from ovspec.openai.responses.request import read_response
 from ovspec.openai.streams import Writer
 
 
@@ -28,7 +31,7 @@ class TextApi:
     """
 
     summary: str
-    body: type[bodies.Common]
+    body: type[bodies.TextBody]
     answer: type[BaseModel]
     prefix: str
     read: Callable[[Any], TextRequest]
@@ -43,6 +46,9 @@ APIS = {
     "/v1/completions": TextApi(
         "Continue texts.", CompletionRequest, Completion, "cmpl-", partial(read_texts, kind="completion"), whole,
         ChunkWriter,
+    ),
+    "/v1/responses": TextApi(
+        "Answer a chat of items.", ResponseRequest, Response, "resp_", read_response, whole_response, ResponseWriter
     ),
 }  # fmt: skip
 # The bodies of all requests that have one.

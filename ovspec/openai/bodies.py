@@ -200,23 +200,33 @@ PROMPT = str | Annotated[list[str], FIRST] | IDS | Annotated[list[IDS], FIRST]
 OPTIONS: dict[str, Any] = {spelling: field_of(name, *GENERATE[name]) for spelling, name in REQUESTED.items()}
 
 
-class Common(create_model("Options", __base__=Fields, **OPTIONS, **idle(*WITHOUT_EFFECT))):
-    """The fields that all requests for texts have."""
+def options_but(*names: str) -> dict[str, Any]:
+    """Return the fields of all options but those with these names of ours, which an API has in another form."""
+    return {spelling: each for spelling, each in OPTIONS.items() if REQUESTED[spelling] not in names}
+
+
+class TextBody(create_model("Texts", __base__=Fields, **idle(*WITHOUT_EFFECT))):
+    """The fields that all requests for texts have, besides options."""
 
     model: str | None = Field(None, description="The model's name; any will do, unless the server is strict.")
-    response_format: dict[str, Any] | None = Field(
-        None,
-        description='OpenAI\'s response format: {"type": "text"}, "json_object" or "json_schema". '
-        'Beside "json_object" a "schema" may be given, as in llama.cpp. Not with a grammar option.',
-    )
     stream: bool | None = Field(None, description="Send the text as server-sent events while it is generated.")
-    stream_options: StreamOptions | None = Field(None, description="What a stream tells besides the text.")
     draft: str | None = Field(
         None, description='What may propose tokens: "none", or some of what the server was started with.'
     )
     return_record: bool | None = Field(
         None, description="Add to each choice the record that 'ovspec verify' checks; it names the model's folder."
     )
+
+
+class Common(create_model("Options", __base__=TextBody, **OPTIONS)):
+    """The fields that all requests of OpenAI's older APIs have."""
+
+    response_format: dict[str, Any] | None = Field(
+        None,
+        description='OpenAI\'s response format: {"type": "text"}, "json_object" or "json_schema". '
+        'Beside "json_object" a "schema" may be given, as in llama.cpp. Not with a grammar option.',
+    )
+    stream_options: StreamOptions | None = Field(None, description="What a stream tells besides the text.")
 
 
 class ChatBody(Common):
@@ -270,7 +280,7 @@ BODIES: dict[str, type[BaseModel]] = {
 @cache
 def fields_elsewhere(body: type[BaseModel]) -> dict[str, str]:
     """Return the fields that a request for texts doesn't have, but another request, and the path of that one."""
-    if not issubclass(body, Common) or body is OwnBody:
+    if not issubclass(body, TextBody) or body is OwnBody:
         return {}
     return {
         name: path

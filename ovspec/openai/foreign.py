@@ -107,6 +107,9 @@ INSTEAD = {
     "guided_json": "give json_schema",
     "guided_regex": "give regex",
     "structured_outputs": "give json_schema, regex, choice or grammar",
+    "conversation": "send the whole chat in input",
+    "previous_response_id": "send the whole chat in input",
+    "prompt": "send instructions and input",
 }
 OF_TOKENIZE: dict[str, tuple[Any, ...]] = {
     "parse_special": (True,),

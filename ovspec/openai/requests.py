@@ -90,7 +90,7 @@ class TextRequest:
 def texts_asked(body: Any) -> int:
     """Return how many texts a body asks for."""
     prompt: Any = getattr(body, "prompt", None)
-    return (body.n or 1) * (len(prompt) if is_batch(prompt) else 1)
+    return (getattr(body, "n", None) or 1) * (len(prompt) if is_batch(prompt) else 1)
 
 
 def read_texts(body: Any, kind: Kind) -> TextRequest:
@@ -127,8 +127,8 @@ def read_texts(body: Any, kind: Kind) -> TextRequest:
     )
 
 
-def options_of(body: Fields) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the options that a body sets by our names, and the client's name for each."""
+def given_options(body: Fields) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the options whose fields a body sets by our names, and the client's name for each."""
     options, names = dict[str, Any](), dict[str, str]()
     for name, ours in REQUESTED.items():  # of an option's names ours comes first
         if name not in body.model_fields_set:
@@ -138,13 +138,23 @@ def options_of(body: Fields) -> tuple[dict[str, Any], dict[str, str]]:
             told = f"`{names[ours]}` and `{name}` are names of the same option, but their values differ; give one."
             raise RequestError(told, names[ours])
         names.setdefault(ours, name)
+    return options, names
+
+
+def options_of(body: Fields) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the options that a body sets by our names, and the client's name for each."""
+    options, names = given_options(body)
     if (format := getattr(body, "response_format", None)) is not None:
-        for name in GRAMMARS:
-            if name in options:
-                both = f"`response_format` and `{name}` can't be combined; leave one of them out."
-                raise RequestError(both, "response_format")
-        options["json_schema"], names["json_schema"] = schema_of(format), "response_format"
+        set_schema(options, names, schema_of(format), "response_format")
     return options | logprobs_of(body), names
+
+
+def set_schema(options: dict[str, Any], names: dict[str, str], schema: Any, field: str) -> None:
+    """Set the schema that a client gives in ``field``, which can't be combined with a grammar."""
+    for name in GRAMMARS:
+        if name in options:
+            raise RequestError(f"`{field}` and `{name}` can't be combined; leave one of them out.", field)
+    options["json_schema"], names["json_schema"] = schema, field
 
 
 def logprobs_of(body: Any) -> dict[str, Any]:

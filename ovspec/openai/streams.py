@@ -1,7 +1,7 @@
-"""Server-sent events, and what makes the events of a stream."""
+"""What makes the events of a stream."""
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 from pydantic import BaseModel
 
@@ -35,12 +35,3 @@ class Writer(Protocol):
     def failed(self, failure: Failure) -> Events:
         """Return the events that end the stream where it has failed."""
         ...
-
-
-def event(data: Any) -> bytes:
-    """Return a server-sent event, which is named if its data has a type."""
-    if isinstance(data, bytes):
-        return data
-    name = getattr(data, "type", None)
-    head = f"event: {name}\n".encode() if name else b""
-    return head + b"data: " + data.model_dump_json(exclude_unset=True).encode() + b"\n\n"

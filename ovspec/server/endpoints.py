@@ -21,7 +21,7 @@ from ovspec.openai.apis import TextApi
 from ovspec.openai.errors import Failure
 from ovspec.openai.logprobs import SILENT, Echo, echo_of, prompt_logprobs
 from ovspec.openai.requests import TextRequest, texts_asked
-from ovspec.openai.streams import Events, Writer, event
+from ovspec.openai.streams import Events, Writer
 from ovspec.params import GRAMMARS, Params, check_samples, refuse_retries
 from ovspec.sampling.logprobs import TokenLogprob
 from ovspec.server.admission import Service, Work, unless_gone
@@ -279,3 +279,12 @@ class EventStream(StreamingResponse):
         except Exception:
             state[OUTCOME] = 500
             raise
+
+
+def event(data: Any) -> bytes:
+    """Return a server-sent event, which is named if its data has a type."""
+    if isinstance(data, bytes):
+        return data
+    name = getattr(data, "type", None)
+    head = f"event: {name}\n".encode() if name else b""
+    return head + b"data: " + data.model_dump_json(exclude_unset=True).encode() + b"\n\n"

@@ -60,12 +60,13 @@ class Guard:
         began, status, state = time.monotonic(), 0, scope.setdefault("state", {})
 
         id = state[REQUEST_ID] = f"req_{secrets.token_hex(12)}"
+        id_header = "request-id" if is_anthropics(scope["path"]) else "x-request-id"
 
         async def noted(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status, headers = message["status"], MutableHeaders(scope=message)
-                headers["request-id" if is_anthropics(scope["path"]) else "x-request-id"] = id
+                headers[id_header] = id
                 if ignored := ignored_in(state):
                     headers[HEADER] = ", ".join(ignored)
             await send(message)
@@ -90,7 +91,7 @@ class Guard:
         for name in ignored:
             if name not in self._told and len(self._told) < MOST_TOLD:
                 self._told.add(name)
-                LOG.info("requests have the field %s, which is unknown and ignored", name)
+                LOG.info("requests have %s, which is ignored", name)
 
     def _refusal(self, scope: Scope) -> ApiError | None:
         """Return the error that a request is answered with, if it may not pass; note the owner of its key."""

@@ -137,6 +137,59 @@ def test_openai(real: Running, kitchen: Kitchen, ask: Callable[..., Any]) -> Non
     kitchen.check(text)
 
 
+def whole_response(client: openai.OpenAI, **body: Any) -> Any:
+    tools = [{"type": "function", **tool["function"]} for tool in body.pop("tools")]
+    return client.responses.create(tools=tools, **body)
+
+
+def streamed_response(client: openai.OpenAI, **body: Any) -> Any:
+    with client.responses.stream(**body) as stream:
+        events = list(stream)
+        answer = stream.get_final_response()
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    text = "".join(event.delta for event in events if event.type == "response.output_text.delta")
+    calls = [event.arguments for event in events if event.type == "response.function_call_arguments.done"]
+    assert text == answer.output_text
+    assert calls == [item.arguments for item in answer.output if item.type == "function_call"]
+    return answer
+
+
+def parsed_response(client: openai.OpenAI, **body: Any) -> Any:
+    answer = client.responses.parse(**body)
+    for item in answer.output:
+        assert item.type != "function_call" or isinstance(item.parsed_arguments, TakeStep)
+    return answer
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [streamed_response, *(pytest.param(way, marks=pytest.mark.slow) for way in (whole_response, parsed_response))],
+)
+def test_openai_responses(real: Running, kitchen: Kitchen, ask: Callable[..., Any]) -> None:
+    client, text = client_of(real), ""
+    tools = [openai.pydantic_function_tool(TakeStep, name="take_step")]
+    items: list[Any] = [{"role": "user", "content": QUESTION}]
+    while not text:
+        settings = kitchen.settings
+        bias = {"logit_bias": settings.pop("logit_bias")} if "logit_bias" in settings else None
+        limits = {"max_output_tokens": 160, "parallel_tool_calls": False, "store": False}
+        answer = ask(
+            client, model="any", instructions=SYSTEM, input=items, tools=tools, extra_body=bias, **limits, **settings
+        )
+        kitchen.cached.append(answer.usage.input_tokens_details.cached_tokens)
+        for item in answer.output:
+            items.append(item.to_dict())
+            if item.type == "function_call":
+                kitchen.asked.append(item.call_id)
+                result = kitchen.take(**json.loads(item.arguments))
+                items.append({"type": "function_call_output", "call_id": item.call_id, "output": result})
+                kitchen.told.append(item.call_id)
+        calls = [item for item in answer.output if item.type == "function_call"]
+        assert answer.status == "completed" if calls else answer.status in ("completed", "incomplete")
+        text = "" if calls else answer.output_text
+    kitchen.check(text)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("stream", [False, True])
 def test_langchain(real: Running, kitchen: Kitchen, stream: bool) -> None:
@@ -173,7 +226,8 @@ def test_langchain(real: Running, kitchen: Kitchen, stream: bool) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stream", [False, True])
-def test_openai_agents(real: Running, kitchen: Kitchen, stream: bool) -> None:
+@pytest.mark.parametrize("api", ["OpenAIChatCompletionsModel", "OpenAIResponsesModel"])
+def test_openai_agents(real: Running, kitchen: Kitchen, api: str, stream: bool) -> None:
     agents: Any = pytest.importorskip("agents")
     agents.set_tracing_disabled(True)
 
@@ -195,7 +249,7 @@ def test_openai_agents(real: Running, kitchen: Kitchen, stream: bool) -> None:
 
     async def run() -> Any:
         client = openai.AsyncOpenAI(base_url=f"{real.url}/v1", api_key="none", max_retries=0, timeout=120)
-        model = agents.OpenAIChatCompletionsModel("any", client)
+        model = getattr(agents, api)("any", client)
         agent = agents.Agent(
             "cook", instructions=SYSTEM, model=model, tools=[take_step], model_settings=settings(),
             reset_tool_choice=False,

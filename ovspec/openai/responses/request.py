@@ -1,0 +1,202 @@
+"""Reads requests to the Responses API: from items to a chat."""
+
+from collections.abc import Iterable
+from typing import Any, get_args
+
+from ovspec.openai.bodies import RequestError
+from ovspec.openai.requests import FORMATS, MOST_CALLS, TextRequest, given_options, schema_of, set_schema
+from ovspec.params import GENERATE
+from ovspec.text.chat_template import Message
+
+ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
+TEXTS = ("input_text", "output_text", "text", "refusal", "summary_text", "reasoning_text")
+CALLS = ("function_call", "custom_tool_call")
+RESULTS = ("function_call_output", "custom_tool_call_output")
+# Items with pictures or files. Others that can't be read are left out: they tell of tools that ran elsewhere.
+REFUSED = ("computer_call", "computer_call_output", "file_search_call", "image_generation_call")
+LOGPROBS = "message.output_text.logprobs"
+INCLUDED = (LOGPROBS, "reasoning.encrypted_content")  # thinking is never encrypted, so there is nothing to include
+EFFORTS: tuple[str, ...] = get_args(get_args(GENERATE["reasoning_effort"][0])[0])
+SHAPE = '{"type": "text"}, {"type": "json_object"} or {"type": "json_schema", "name": …, "schema": …}'
+
+
+def read_response(body: Any) -> TextRequest:
+    """Return the request in a body; raises RequestError for what can't be met."""
+    own, names = given_options(body)
+    ignored = dict[str, None]()
+    if body.max_output_tokens is not None:
+        own["max_tokens"], names["max_tokens"] = body.max_output_tokens, "max_output_tokens"
+    if own.get("max_tokens") == 0:
+        raise wrong("max_output_tokens", "it must be at least 1, or -1.")
+    read_reasoning(body.reasoning or {}, own, names, ignored)
+    read_text(body.text or {}, own, names, ignored)
+    include = body.include or []
+    ignored |= {f"include.{name}": None for name in include if name not in INCLUDED}
+    if LOGPROBS in include or body.top_logprobs:
+        own["logprobs"], names["logprobs"] = body.top_logprobs or 0, "top_logprobs"
+    if body.tools:
+        own["tools"] = [tool for tool, _, _ in functions_of(body.tools, ignored)]
+    messages = read_items(body.input, ignored)
+    if body.instructions:
+        messages = [{"role": "system", "content": body.instructions}, *messages]
+    return TextRequest(
+        "response",
+        [messages],
+        own,
+        names,
+        body.model,
+        stream=bool(body.stream),
+        return_record=bool(body.return_record),
+        draft=body.draft,
+        body=body,
+        ignored=tuple(ignored),
+    )
+
+
+def wrong(field: str, message: str) -> RequestError:
+    return RequestError(f"{field}: {message}", field)
+
+
+def read_reasoning(given: dict[str, Any], own: dict[str, Any], names: dict[str, str], ignored: dict[str, None]) -> None:
+    """Read ``reasoning``: how much to think."""
+    ignored |= {f"reasoning.{name}": None for name in given if name not in ("effort", "summary", "generate_summary")}
+    if (effort := given.get("effort")) is None:
+        return
+    if effort not in EFFORTS:
+        raise wrong("reasoning", f"effort is {effort!r:.40}; it must be {', '.join(EFFORTS[:-1])} or {EFFORTS[-1]}.")
+    own["reasoning_effort"], names["reasoning_effort"] = effort, "reasoning"
+
+
+def read_text(given: dict[str, Any], own: dict[str, Any], names: dict[str, str], ignored: dict[str, None]) -> None:
+    """Read ``text``: the format of the answer."""
+    ignored |= {f"text.{name}": None for name in given if name not in ("format", "verbosity")}
+    if given.get("verbosity") not in (None, "medium"):
+        ignored["text.verbosity"] = None
+    if (format := given.get("format")) is None:
+        return
+    kind = format.get("type") if isinstance(format, dict) else None
+    if kind not in FORMATS or (kind == "json_schema" and not isinstance(format.get("schema"), dict)):
+        raise wrong("text", f"format must be {SHAPE}.")
+    if kind == "json_schema":  # as chat completions have it
+        format = {"type": kind, kind: {name: each for name, each in format.items() if name != "type"}}
+    try:
+        schema = schema_of(format)
+    except RequestError as error:
+        told = str(error).replace("`response_format`", "format").replace("json_schema.", "")
+        raise wrong("text", told) from None
+    set_schema(own, names, schema, "text")
+
+
+# ---------------------------------------------------------------- tools
+
+
+def functions_of(tools: Iterable[Any], ignored: dict[str, None]) -> list[tuple[dict[str, Any], str, str | None]]:
+    """Return the functions among ``tools``, as chat completions have them, each with its own name and its namespace.
+
+    Kinds that can't be called here are left out; their names are added to ``ignored``.
+    """
+    found = list[tuple[dict[str, Any], str, str | None]]()
+    for tool in tools:
+        kind, inner = tool.get("type", "function"), tool.get("tools")
+        if kind == "function":
+            found.append((tool, str(tool.get("name")), None))
+        elif kind == "namespace" and isinstance(inner, list) and isinstance(space := tool.get("name"), str):
+            for each in inner:
+                if isinstance(each, dict) and each.get("type") == "function" and isinstance(each.get("name"), str):
+                    named = {**each, "name": full_name(space, each["name"])}
+                    found.append((named, each["name"], space))
+                else:
+                    ignored[f"tools.{space}"] = None
+        else:
+            ignored[f"tools.{kind}"] = None
+    return found
+
+
+def full_name(namespace: str | None, name: str) -> str:
+    """Return the name by which the model knows a tool in a namespace."""
+    return f"{namespace.removesuffix('__')}__{name}" if namespace else name
+
+
+# ---------------------------------------------------------------- items
+
+
+def read_items(given: str | list[dict[str, Any]], ignored: dict[str, None]) -> list[Message]:
+    """Return the messages that items make; names of what is left out are added to ``ignored``."""
+    if isinstance(given, str):
+        return [{"role": "user", "content": given}]
+    messages = list[Message]()
+    for item in given:
+        kind = item.get("type") or ("message" if "role" in item else None)
+        if kind == "message":
+            read_message(item, messages)
+        elif kind == "reasoning":
+            parts = item.get("content") or item.get("summary") or []
+            if text := text_of(parts, kind):
+                messages.append({"role": "assistant", "content": "", "reasoning_content": text})
+        elif kind in CALLS:
+            read_call(item, messages)
+        elif kind in RESULTS:
+            id, output = text_field(item, "call_id"), item.get("output")
+            messages.append({"role": "tool", "tool_call_id": id, "content": text_of(output, kind)})
+        elif kind == "item_reference":
+            raise wrong("input", "an item_reference can't be met, because nothing is stored; send the item itself.")
+        elif kind in REFUSED or not isinstance(kind, str):
+            raise wrong("input", f"an item of the type {kind!s:.40} can't be read; only text and calls can.")
+        else:
+            ignored[f"input.{kind}"] = None
+    if not messages:
+        raise wrong("input", "it has nothing to answer; send a message.")
+    return messages
+
+
+def read_message(item: dict[str, Any], messages: list[Message]) -> None:
+    """Add the message in an item; what the model said belongs to what it thought before."""
+    role = item.get("role")
+    if role not in ROLES:
+        raise wrong("input", f"the role of a message is {role!r:.40}; it must be {', '.join(ROLES)}.")
+    content, last = text_of(item.get("content"), "message"), messages[-1] if messages else {}
+    if role == "assistant" and last.get("role") == role and not last["content"] and "tool_calls" not in last:
+        last["content"] = content
+    else:
+        messages.append({"role": ROLES[role], "content": content})
+
+
+def read_call(item: dict[str, Any], messages: list[Message]) -> None:
+    """Add the call in an item to what the model said before it."""
+    name, space = text_field(item, "name"), item.get("namespace")
+    if not isinstance(space, (str, type(None))):
+        raise wrong("input", f"the namespace of a call of {name:.80} must be a string.")
+    if item["type"] == "function_call":
+        arguments: Any = text_field(item, "arguments") or "{}"
+    else:
+        arguments = {"input": text_field(item, "input")}
+    function = {"name": full_name(space, name), "arguments": arguments}
+    if not messages or messages[-1]["role"] != "assistant":
+        messages.append({"role": "assistant", "content": ""})
+    calls = messages[-1].setdefault("tool_calls", [])
+    calls.append({"id": text_field(item, "call_id"), "type": "function", "function": function})
+    if len(calls) > MOST_CALLS:
+        raise wrong("input", f"an answer has more than {MOST_CALLS} calls; send fewer.")
+
+
+def text_field(item: dict[str, Any], name: str) -> str:
+    if not isinstance(value := item.get(name), str):
+        raise wrong("input", f"an item of the type {item['type']} needs {name}, which is a string.")
+    return value
+
+
+def text_of(content: Any, kind: str) -> str:
+    """Return the text of a string or of parts; raises RequestError for what isn't text."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
+        raise wrong("input", f"the content of an item of the type {kind} must be a string or a list of parts.")
+    texts = list[str]()
+    for part in content:
+        if (type := part.get("type")) not in TEXTS:
+            raise wrong("input", f"a part of the type {type!s:.40} can't be read; only text can.")
+        text = part.get("refusal" if type == "refusal" else "text")
+        if not isinstance(text, str):
+            raise wrong("input", f"a part of the type {type} needs a text, which is a string.")
+        texts.append(text)
+    return "\n".join(texts)
