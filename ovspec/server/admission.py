@@ -174,10 +174,17 @@ class Service:
         return DraftLimits(wanted, params.lookahead)
 
     def check_room(self, request: TextRequest, rows: list[Row]) -> None:
-        """Raise ApiError for texts that never fit into memory, or log-probabilities that no answer can hold."""
-        if (longest := max(row.most for row in rows)) > (most := self.engine.most_tokens):
-            told = f"The prompt and `max_tokens` need room for {longest} tokens, but this server has {most}"
-            raise ApiError(400, f"{told}; shorten the prompt or lower `max_tokens`.", "max_tokens")
+        """Let texts end where memory ends, as they do where the context ends: agents ask for the most of any model.
+
+        Raises:
+            ApiError: a prompt doesn't fit into memory, or no answer can hold the log-probabilities.
+        """
+        most = self.engine.most_tokens
+        for row in rows:
+            if row.start >= most:
+                told = f"The prompt has {row.start} tokens, but this server has room for {most}; shorten the prompt."
+                raise about_prompt(PromptError(told, too_long=True), self.lm, request.prompt_field)
+            row.most = min(row.most, most)
         if (tops := rows[0].params.logprobs) is None:
             return
         tokens = sum(row.most - (0 if request.echo else row.start) for row in rows)

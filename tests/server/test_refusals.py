@@ -258,9 +258,14 @@ def test_keys_in_either_header(guarded: Running, headers: dict[str, str], status
     assert httpx.get(f"{address(guarded)}/v1/models", headers=headers).status_code == status
 
 
-def test_what_can_never_fit_is_refused(guarded: Running) -> None:
-    answer = ask(guarded, max_tokens=2000)
-    assert answer.status_code == 400 and "this server has" in answer.json()["error"]["message"], answer.text
+def test_a_text_ends_where_memory_ends(guarded: Running) -> None:
+    asked = ask(guarded, max_tokens=2000, ignore_eos=True)
+    room = asked.json()["usage"]["total_tokens"]
+    assert asked.json()["choices"][0]["finish_reason"] == "length" and room < 2000
+    answer = ask(guarded, prompt=[5] * room, max_tokens=1)
+    error = answer.json()["error"]
+    assert answer.status_code == 400 and f"this server has room for {room};" in error["message"], answer.text
+    assert (error["param"], error["code"]) == ("prompt", "context_length_exceeded")
 
 
 def test_a_full_queue_and_one_that_waits_too_long(guarded: Running) -> None:
