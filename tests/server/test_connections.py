@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import uvicorn
+from servers import wait_until
 from starlette.responses import Response
 
 from ovspec.openai.errors import openai_error
@@ -102,13 +103,6 @@ def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Serve]:
     yield serve
     for each in served:
         each.end()
-
-
-def wait_until(holds: Any, seconds: float = 20.0) -> None:
-    ends = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < ends
-        time.sleep(0.02)
 
 
 def read_all(client: socket.socket) -> bytes:

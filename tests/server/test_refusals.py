@@ -16,7 +16,7 @@ import click
 import httpx
 import pytest
 from click.testing import CliRunner
-from servers import DEMO, Running, Start
+from servers import DEMO, Running, Start, wait_until
 
 from ovspec.base.errors import OvspecError
 from ovspec.cli import cli
@@ -363,13 +363,6 @@ def test_clients_that_go_away(server: Running) -> None:
         assert server.metric("ovspec_generated_tokens_total") - before < 1000, "the text was not generated to its end"
     assert server.metric("ovspec_cache_blocks_used") == 0
     assert server.post("/v1/completions", {**TEXT, "max_tokens": 3}).status_code == 200
-
-
-def wait_until(holds: Any, seconds: float = 30.0) -> None:
-    ends = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < ends
-        time.sleep(0.02)
 
 
 @pytest.mark.parametrize(

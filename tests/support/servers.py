@@ -72,6 +72,14 @@ def start_server(log: Path, environment: dict[str, str], *arguments: str | Path)
     raise AssertionError(log.read_text(encoding="utf-8"))
 
 
+def wait_until(holds: Callable[[], bool], seconds: float = 30.0) -> None:
+    """Wait until a condition holds; fails if it doesn't in so many seconds."""
+    ends = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < ends
+        time.sleep(0.02)
+
+
 @pytest.fixture(scope="module")
 def start(tmp_path_factory: pytest.TempPathFactory, command_environment: dict[str, str]) -> Iterator[Start]:
     """Return a function that starts a server, which ends with the module."""
