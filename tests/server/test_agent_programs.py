@@ -46,7 +46,7 @@ class Agent:
     path: str
 
 
-def codex(home: Path, project: Path, url: str) -> tuple[list[str], dict[str, str]]:
+def codex(home: Path, _: Path, url: str) -> tuple[list[str], dict[str, str]]:
     system = home / "system.md"
     system.write_text(SYSTEM, encoding="utf-8")
     (home / "config.toml").write_text(
@@ -71,7 +71,7 @@ multi_agent = false
     return ["exec", "--skip-git-repo-check", "--sandbox", "danger-full-access", QUESTION], {"CODEX_HOME": str(home)}
 
 
-def opencode(home: Path, project: Path, url: str) -> tuple[list[str], dict[str, str]]:
+def opencode(_: Path, project: Path, url: str) -> tuple[list[str], dict[str, str]]:
     model = {"name": "SmolLM2", "limit": {"context": 8192, "output": 512}}
     provider = {"npm": "@ai-sdk/openai-compatible", "options": {"baseURL": f"{url}/v1"}, "models": {"smollm2": model}}
     settings = {
