@@ -22,6 +22,7 @@ from ovspec.text.answer import ToolCall
 
 EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 GO = {"type": "function", "name": "go", "parameters": {"type": "object", "properties": {}}}
+FUNCTION = {name: value for name, value in GO.items() if name != "type"}
 SPACE = {"type": "namespace", "name": "mcp__maps", "description": "Maps.", "tools": [GO]}
 TOOLS = [GO, {"type": "web_search"}, {"type": "custom", "name": "patch"}, SPACE]
 HI = {"role": "user", "content": "Hi"}
@@ -140,7 +141,11 @@ SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}}}
         ({"seed": 3, "regex": "a+", "draft": "none", "lookahead": 2}, {"seed": 3, "regex": "a+", "lookahead": 2}),
         (
             {"tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False},
-            {"tools": [GO, GO | {"name": "mcp__maps__go"}], "tool_choice": "required", "parallel_tool_calls": False},
+            {
+                "tools": [FUNCTION, FUNCTION | {"name": "mcp__maps__go"}],
+                "tool_choice": "required",
+                "parallel_tool_calls": False,
+            },
         ),
     ],
 )
@@ -152,7 +157,11 @@ def test_what_is_left_out_is_named() -> None:
     old = {"type": "web_search_call", "id": "x", "status": "completed"}
     asked = read(
         input=[old, HI],
-        tools=[*TOOLS, SPACE | {"tools": [{"type": "custom", "name": "x"}]}],
+        tools=[
+            GO | {"strict": False, "defer_loading": True},
+            *TOOLS[1:],
+            SPACE | {"tools": [{"type": "custom", "name": "x"}]},
+        ],
         text={"verbosity": "low"},
         include=["reasoning.encrypted_content", "file_search_call.results"],
         reasoning={"context": "all"},
@@ -160,7 +169,8 @@ def test_what_is_left_out_is_named() -> None:
         truncation="auto",
     )
     assert asked.ignored == (
-        "reasoning.context", "text.verbosity", "include.file_search_call.results", "tools.web_search", "tools.custom",
+        "reasoning.context", "text.verbosity", "include.file_search_call.results", "tools.defer_loading",
+        "tools.web_search", "tools.custom",
         "tools.mcp__maps", "input.web_search_call",
     )  # fmt: skip
     assert asked.prompts == [[HI]]

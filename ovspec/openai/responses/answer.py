@@ -117,7 +117,7 @@ class ResponseEvent(Answer):
 def response_of(head: dict[str, Any], request: TextRequest, params: Params) -> Response:
     """Return the answer to a request before anything was generated."""
     body = request.body
-    kept = [tool | {"name": name} for tool, name, space in functions_of(body.tools or [], {}) if not space]
+    kept = [tool for tool, _, space in functions_of(body.tools or [], {}) if not space]
     spaces = [tool for tool in body.tools or [] if tool.get("type") == "namespace"]
     defaults = {"type": "function", "description": None, "parameters": None, "strict": False}
     return Response.model_construct(

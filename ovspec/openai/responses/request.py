@@ -12,6 +12,7 @@ ROLES = {"user": "user", "assistant": "assistant", "system": "system", "develope
 TEXTS = ("input_text", "output_text", "text", "refusal", "summary_text", "reasoning_text")
 CALLS = ("function_call", "custom_tool_call")
 RESULTS = ("function_call_output", "custom_tool_call_output")
+OF_FUNCTIONS = ("type", "name", "description", "parameters", "strict")
 # Items with pictures or files. Others that can't be read are left out: they tell of tools that ran elsewhere.
 REFUSED = ("computer_call", "computer_call_output", "file_search_call", "image_generation_call")
 LOGPROBS = "message.output_text.logprobs"
@@ -99,17 +100,24 @@ def functions_of(tools: Iterable[Any], ignored: dict[str, None]) -> list[tuple[d
     for tool in tools:
         kind, inner = tool.get("type", "function"), tool.get("tools")
         if kind == "function":
-            found.append((tool, str(tool.get("name")), None))
+            found.append((function_of(tool, ignored), str(tool.get("name")), None))
         elif kind == "namespace" and isinstance(inner, list) and isinstance(space := tool.get("name"), str):
             for each in inner:
                 if isinstance(each, dict) and each.get("type") == "function" and isinstance(each.get("name"), str):
-                    named = {**each, "name": full_name(space, each["name"])}
+                    named = function_of(each, ignored) | {"name": full_name(space, each["name"])}
                     found.append((named, each["name"], space))
                 else:
                     ignored[f"tools.{space}"] = None
         else:
             ignored[f"tools.{kind}"] = None
     return found
+
+
+def function_of(tool: dict[str, Any], ignored: dict[str, None]) -> dict[str, Any]:
+    """Return a function without what the model needn't see."""
+    ignored |= {f"tools.{name}": None for name in tool if name not in OF_FUNCTIONS}
+    # That a schema isn't strict needn't be said: a call always fits it.
+    return {name: tool[name] for name in OF_FUNCTIONS if name != "type" and tool.get(name) not in (None, False)}
 
 
 def full_name(namespace: str | None, name: str) -> str:
