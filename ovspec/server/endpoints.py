@@ -285,6 +285,5 @@ def event(data: Any) -> bytes:
     """Return a server-sent event, which is named if its data has a type."""
     if isinstance(data, bytes):
         return data
-    name = getattr(data, "type", None)
-    head = f"event: {name}\n".encode() if name else b""
+    head = f"event: {data.type}\n".encode() if "type" in type(data).model_fields else b""
     return head + b"data: " + data.model_dump_json(exclude_unset=True).encode() + b"\n\n"

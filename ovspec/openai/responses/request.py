@@ -63,6 +63,7 @@ def read_reasoning(given: dict[str, Any], own: dict[str, Any], names: dict[str, 
     ignored |= {f"reasoning.{name}": None for name in given if name not in ("effort", "summary", "generate_summary")}
     if (effort := given.get("effort")) is None:
         return
+    effort = "xhigh" if effort == "max" else effort
     if effort not in EFFORTS:
         raise wrong("reasoning", f"effort is {effort!r:.40}; it must be {', '.join(EFFORTS[:-1])} or {EFFORTS[-1]}.")
     own["reasoning_effort"], names["reasoning_effort"] = effort, "reasoning"
