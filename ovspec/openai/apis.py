@@ -10,6 +10,7 @@ from pydantic import BaseModel
 from ovspec.openai import bodies
 from ovspec.openai.answers import ChatCompletion, ChunkWriter, Completion, whole
 from ovspec.openai.bodies import ChatRequest, CompletionRequest
+from ovspec.openai.infill import InfillAnswer, InfillRequest, InfillWriter, read_infill, whole_infill
 from ovspec.openai.requests import TextRequest, read_texts
 from ovspec.openai.streams import Writer
 
@@ -43,6 +44,10 @@ APIS = {
     "/v1/completions": TextApi(
         "Continue texts.", CompletionRequest, Completion, "cmpl-", partial(read_texts, kind="completion"), whole,
         ChunkWriter,
+    ),
+    "/infill": TextApi(
+        "Fill a place in a text, as llama.cpp's editors ask for it.", InfillRequest, InfillAnswer, "infill-",
+        read_infill, whole_infill, InfillWriter,
     ),
 }  # fmt: skip
 # The bodies of all requests that have one.

@@ -256,6 +256,12 @@ class ChatRequest(ChatBody, Foreign):
 class CompletionRequest(CompletionBody, Foreign):
     """Texts to be continued."""
 
+    suffix: str | None = Field(
+        None,
+        description="What comes behind the text, which is generated between the prompt and this; for models whose "
+        "vocabulary has fill-in-the-middle tokens. Not with echo, several prompts or token ids.",
+    )
+
 
 # ---------------------------------------------------------------- what is wrong, in words
 
