@@ -10,7 +10,7 @@ from pydantic import BaseModel
 from ovspec.openai import bodies
 from ovspec.openai.answers import ChatCompletion, ChunkWriter, Completion, whole
 from ovspec.openai.bodies import ChatRequest, CompletionRequest
-from ovspec.openai.infill import InfillAnswer, InfillRequest, InfillWriter, read_infill, whole_infill
+from ovspec.openai.infill import InfillAnswers, InfillRequest, InfillWriter, read_infill, whole_infill
 from ovspec.openai.requests import TextRequest, read_texts
 from ovspec.openai.streams import Writer
 
@@ -46,7 +46,7 @@ APIS = {
         ChunkWriter,
     ),
     "/infill": TextApi(
-        "Fill a place in a text, as llama.cpp's editors ask for it.", InfillRequest, InfillAnswer, "infill-",
+        "Fill a place in a text, as llama.cpp's editors ask for it.", InfillRequest, InfillAnswers, "infill-",
         read_infill, whole_infill, InfillWriter,
     ),
 }  # fmt: skip

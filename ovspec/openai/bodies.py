@@ -180,7 +180,8 @@ def field_of(name: str, kind: Any, option: Option) -> tuple[Any, Any]:
     bounds: dict[str, Any] = {}
     if limits := option.limits:
         if limits == TOKENS:
-            limits = replace(limits, least=0)  # with echo a prompt's log-probabilities may be all that is wanted
+            # The prompt may be all that is wanted: its log-probabilities, or its KV cache.
+            limits = replace(limits, least=0, words="0 or more, or -1 for as many as the context holds")
         wanted = Annotated[wanted, AfterValidator(partial(limited, limits))]
         if limits.special is None and limits.least > -LARGEST:
             bounds["exclusiveMinimum" if limits.above else "minimum"] = limits.least

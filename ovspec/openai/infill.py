@@ -75,7 +75,7 @@ class InfillPart(Answer):
 
 
 class InfillAnswer(InfillPart):
-    """A text. For several there is a list of them; with response_fields, those alone."""
+    """A text."""
 
     model: str
     tokens_predicted: int
@@ -89,6 +89,10 @@ class InfillAnswer(InfillPart):
     generation_settings: dict[str, Any] = Field(description="As in /props, and n_ctx.")
     timings: Timings
     record: dict[str, Any] = Field(default={}, description="With return_record: what 'ovspec verify' checks.")
+
+
+class InfillAnswers(RootModel[InfillAnswer | list[InfillAnswer | dict[str, Any]] | dict[str, Any]]):
+    """A text, or a list of several; with response_fields, each has only these."""
 
 
 def read_infill(body: InfillRequest) -> TextRequest:
@@ -130,6 +134,7 @@ def answer_of(tokenizer: Tokenizer, head: dict[str, Any], request: TextRequest, 
     stats, record = result.stats, result.record
     assert record
     context, used = request.context, stats.prompt_tokens + stats.generated_tokens
+    settings = settings_of(record.params) | ({"n_predict": 0, "max_tokens": 0} if request.only_prompts else {})
     answer = InfillAnswer(
         index=index,
         content=result.text,
@@ -144,7 +149,7 @@ def answer_of(tokenizer: Tokenizer, head: dict[str, Any], request: TextRequest, 
         stopping_word=result.stop_string or "",
         has_new_line="\n" in result.text,
         prompt=tokenizer.spell(record.prompt_ids) or tokenizer.decode(record.prompt_ids),
-        generation_settings={"n_ctx": context, **settings_of(record.params)},
+        generation_settings={"n_ctx": context, **settings},
         timings=timings_of(stats),
     )
     if request.return_record:
@@ -154,11 +159,11 @@ def answer_of(tokenizer: Tokenizer, head: dict[str, Any], request: TextRequest, 
 
 def whole_infill(
     tokenizer: Tokenizer, head: dict[str, Any], request: TextRequest, results: list[Result], _: list[Echo]
-) -> RootModel[Any]:
-    """Return the answer to a request: an object, or a list of several."""
+) -> InfillAnswers:
+    """Return the answer to a request."""
     answers = [answer_of(tokenizer, head, request, index, result) for index, result in enumerate(results)]
     made = [selected(answer, request.body.response_fields) for answer in answers]
-    return RootModel[Any](made if len(made) > 1 else made[0])
+    return InfillAnswers.model_construct(made if len(made) > 1 else made[0])
 
 
 class InfillWriter:
@@ -178,7 +183,7 @@ class InfillWriter:
             return events
         answer = answer_of(self._tokenizer, self._head, self._request, index, self._rows[index].result())
         answer.content = ""  # it has been told
-        return [*events, RootModel[Any](selected(answer, self._request.body.response_fields))]
+        return [*events, InfillAnswers.model_construct(selected(answer, self._request.body.response_fields))]
 
     def last(self) -> Events:
         return []
