@@ -180,8 +180,7 @@ def field_of(name: str, kind: Any, option: Option) -> tuple[Any, Any]:
     bounds: dict[str, Any] = {}
     if limits := option.limits:
         if limits == TOKENS:
-            # The prompt may be all that is wanted: its log-probabilities, or its KV cache.
-            limits = replace(limits, least=0, words="0 or more, or -1 for as many as the context holds")
+            limits = replace(limits, least=0)  # the prompt's KV cache or log-probabilities may be all that is wanted
         wanted = Annotated[wanted, AfterValidator(partial(limited, limits))]
         if limits.special is None and limits.least > -LARGEST:
             bounds["exclusiveMinimum" if limits.above else "minimum"] = limits.least
