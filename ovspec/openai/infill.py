@@ -27,9 +27,9 @@ STOP_TYPES: dict[str, StopType] = {"eos": "eos", "stop": "eos", "length": "limit
 def chunks_of(value: Any) -> tuple[Chunk, ...]:
     """Return ``input_extra``; fields that editors add for themselves are left out."""
     if isinstance(value, list) and all(isinstance(each, Mapping) for each in value):
-        made = [Chunk(each.get("text") or "", each.get("filename") or UNNAMED) for each in value]
+        made = [Chunk(each.get("text"), each.get("filename", UNNAMED)) for each in value]
         if all(isinstance(part, str) for chunk in made for part in chunk):
-            return tuple(chunk for chunk in made if chunk.text)
+            return tuple(made)
     raise PydanticCustomError("limits", "must be a list of objects with a text and a filename, which are strings")
 
 

@@ -92,8 +92,7 @@ class SamplingOptions(TypedDict, total=False):
     ]
     min_indent: Annotated[
         int,
-        "End the text before its first line, but the one that it begins in, that is indented by fewer spaces and tabs; "
-        "0 for never.",
+        "End the text before the first line break that fewer than this many spaces and tabs follow; 0 for never.",
         Option(0, NOT_NEGATIVE, metavar="N", aliases=("n_indent",)),
     ]
     ignore_eos: Annotated[bool, "Continue after an end-of-sequence token.", Option(False)]

@@ -123,7 +123,7 @@ class TextEndpoints:
         """Generate all texts of a request; again with other seeds, where ``retries`` asks for it."""
         service, rows = self._service, texts.rows
         await self._finish(rows, texts.began)
-        for _ in range(texts.params.retries):
+        for _ in range(0 if texts.request.only_prompts else texts.params.retries):
             results = [row.result() for row in rows]
             asked = self._lm.runtime, texts.request.prompts, texts.params, results, True
             async with service.preparing(texts.began):

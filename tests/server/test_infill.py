@@ -317,6 +317,7 @@ def test_a_model_without_the_tokens(server: Running, path: str, body: Any, field
         ({"input_extra": "x"}, "input_extra must be a list of objects with a text and a filename"),
         ({"input_extra": [5]}, "input_extra must be a list of objects"),
         ({"input_extra": [{"text": 5}]}, "input_extra must be a list of objects"),
+        ({"input_extra": [{"filename": "a"}]}, "input_extra must be a list of objects"),
         ({"input_extra": [{"text": "a", "filename": ["b"]}]}, "input_extra must be a list of objects"),
         ({"input_prefix": None}, "input_prefix is missing."),
         ({"input_suffix": 5}, "input_suffix must be a string."),
