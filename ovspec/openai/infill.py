@@ -38,7 +38,7 @@ class InfillRequest(Common, Foreign):
 
     input_prefix: str = Field(description="What comes before the text.")
     input_suffix: str = Field(description="What comes behind it.")
-    input_extra: Annotated[Any, PlainValidator(chunks_of, json_schema_input_type=list[dict[str, str]])] = Field(
+    input_extra: Annotated[Any, PlainValidator(chunks_of, json_schema_input_type=list[dict[str, Any]])] = Field(
         (),
         description="Parts of other files, as objects with filename and text. Where the prompt is too long, the first "
         "ones are left out.",
