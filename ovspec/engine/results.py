@@ -149,9 +149,10 @@ class Result:
     """A finished text.
 
     ``finish_reason`` is "eos" (the model ended the text), "stop" (a stop string or id, or a grammar that is complete),
-    "length" (``max_tokens`` or the context) or "cancelled". ``token_ids`` holds every generated token, including the
-    EOS or stop id that ended the text; ``text`` leaves out what stopped it. ``logprobs`` has one entry for each of
-    ``token_ids`` if they were requested. ``record`` tells how the text was made, for ``LanguageModel.verify``.
+    "length" (``max_tokens``, the context, ``min_indent`` or ``max_predict_ms``) or "cancelled". ``token_ids`` holds
+    every generated token, including the EOS or stop id that ended the text; ``text`` leaves out what stopped it.
+    ``logprobs`` has one entry for each of ``token_ids`` if they were requested. ``record`` tells how the text was made,
+    for ``LanguageModel.verify``.
     ``schema_errors``: how the text breaks its JSON schema, in the mode checked; [] if it doesn't. In a chat, ``text``
     has neither the model's ``thinking`` nor its ``tool_calls``, whose last one may be cut off where ``finish_reason``
     is "length". ``stop_string``: that which ended the text, if one did.

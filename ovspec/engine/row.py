@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+import re
+import time
 from collections.abc import Callable, Generator, Iterator
+from dataclasses import replace
 
 from ovspec.base.errors import OvspecError
 from ovspec.cache.sequence import Sequence
@@ -45,6 +48,30 @@ class StopStrings:
         return len(text)
 
 
+class Indentation:
+    """Holds back the beginning of a line, and ends the text before one that is indented less than ``least``."""
+
+    def __init__(self, least: int) -> None:
+        self._least, self._held = least, ""
+
+    def push(self, text: str) -> tuple[str, bool]:
+        """Add ``text``; return (text that may be shown, whether the text ends behind it)."""
+        if not self._least:
+            return text, False
+        held, self._held = self._held + text, ""
+        for line in re.finditer(r"\n([ \t]*)", held):
+            if line.end() == len(held):
+                self._held = line[0]
+                return held[: line.start()], False
+            if len(line[1]) < self._least:
+                return held[: line.start()], True
+        return held, False
+
+    def flush(self) -> str:
+        shown, self._held = self._held, ""
+        return shown
+
+
 class Row:
     """One text that is being generated: its tokens, the text they spell so far, and when it ends.
 
@@ -74,6 +101,7 @@ class Row:
     ) -> None:
         self.params, self.record = params, record
         self.limits = ANYTHING  # of what is proposed
+        self.only_reads = False  # whether the text ends before its first token, when its prompt is in the KV cache
         self.error: OvspecError | None = None  # why the text couldn't go on; its finish reason is then "cancelled"
         self.sequence, self.sampler, self.stats, self.healing = sequence, sampler, stats, healing
         self.text, self.thinking, self._reader = "", "", reader
@@ -89,6 +117,8 @@ class Row:
         self._min_tokens = params.min_tokens or 0
         self._eos, self._stop_ids = eos, frozenset(params.stop_ids)
         self._detokenizer, self._stops = detokenizer, StopStrings(params.stop_strings)
+        self._indentation, self._outdented = Indentation(params.min_indent), False
+        self._began: float | None = None  # when the first token came
         self._may_complete = sampler.constraints.may_complete
 
     def row_step(self) -> RowStep:
@@ -104,6 +134,12 @@ class Row:
             return self.cancel()
         tokens = step.tokens.tolist()
         begin = len(self.sequence) - len(tokens)
+        if self.only_reads and tokens:
+            self.finish_reason = "length"
+            self._count(step, 0)
+            self.sequence.rewind(begin)
+            return Piece("", [], "length")
+        late = self._is_late() if tokens else False
         said = Said()
         first = used = 0  # tokens[first:used] are in the text; those before spell only its prompt
         for used, token in enumerate(tokens, 1):
@@ -122,26 +158,34 @@ class Row:
             if token in self._stop_ids:
                 self.finish_reason = "stop"
                 break
-            text = self._detokenizer.push(token, healed)
+            text, timed_out = self._detokenizer.push(token, healed), False
             if self._reader and self._reader.phase == "calls":  # a call isn't stopped in its middle
-                text = self._stops.flush() + text
+                text = self._indentation.flush() + self._stops.flush() + text
             elif len(self.token_ids) + used - first > self._min_tokens:
-                text, self.stop_string = self._stops.push(text)
+                timed_out = late and "\n" in text
+                text = self._cut(text)
             self.stats.thinking_tokens += bool(self._reader and self._reader.phase == "thinking")
             self._say(text, said)
             if self.stop_string is not None:
                 self.finish_reason = "stop"
+            elif self._outdented:
+                self.finish_reason = "length"
             elif token in self._eos:
                 self.finish_reason = "eos"
             elif self._may_complete and self.sampler.constraints.complete(self.sequence.tokens[:length]):
                 self.finish_reason = "stop"
             elif length >= self.most:
                 self.finish_reason = "length"
+            elif timed_out:
+                self.finish_reason = "length"
+                if self.record:  # the same text is made without a clock
+                    count = len(self.token_ids) + used - first
+                    self.record = replace(self.record, params=replace(self.record.params, max_tokens=count))
             if self.finish_reason:
                 break
         self._count(step, used)
         self.sequence.rewind(begin + used)
-        if self.finish_reason and self.stop_string is None:
+        if self.finish_reason and self.stop_string is None and not self._outdented:
             self._say(self._rest(), said)
         self._add(said)
         self.token_ids += tokens[first:used]
@@ -216,7 +260,24 @@ class Row:
 
     def _rest(self) -> str:
         shown, stop = self._stops.push(self._detokenizer.flush())
-        return shown if stop else shown + self._stops.flush()
+        shown, outdented = self._indentation.push(shown if stop else shown + self._stops.flush())
+        return shown if outdented else shown + self._indentation.flush()
+
+    def _cut(self, text: str) -> str:
+        """Return what may be shown once ``text`` has come, and note what has ended the text."""
+        shown, self.stop_string = self._stops.push(text)
+        shown, self._outdented = self._indentation.push(shown)
+        if self._outdented:  # before any stop string
+            self.stop_string = None
+        elif self.stop_string is not None:
+            shown += self._indentation.flush()
+        return shown
+
+    def _is_late(self) -> bool:
+        """Return whether the time is over that the text may take; its first call begins to count."""
+        now = time.monotonic()
+        self._began = now if self._began is None else self._began
+        return 0 < self.params.max_predict_ms < 1e3 * (now - self._began)
 
 
 class TextStream:

@@ -43,10 +43,11 @@ from ovspec.text.answer import AnswerFormat, AnswerReader
 from ovspec.text.chat_format import ChatFormat
 from ovspec.text.chat_template import Message, chat_template
 from ovspec.text.generation_config import DEFAULT_MAX_TOKENS, GenerationConfig
+from ovspec.text.infill import Infill, InfillTokens, infill_tokens, within
 from ovspec.text.tokenizer import Tokenizer
 
-# A text, token ids, or chat messages for the model's chat template.
-Prompt = str | list[int] | np.ndarray | list[Message] | Message
+# A text, token ids, chat messages for the model's chat template, or what is around the text.
+Prompt = str | list[int] | np.ndarray | list[Message] | Message | Infill
 Variables = Mapping[str, Any]  # of the chat template
 PLAIN = Lookahead(0)  # proposes nothing, and keeps constraints from forcing tokens
 UNPLACED = Origin()
@@ -218,6 +219,21 @@ class Runtime:
             raise PromptError(f"Token id {unknown} is not in the vocabulary{upto}.")
         return ids
 
+    def infill_tokens(self, prompt: Infill, params: Params) -> InfillTokens:
+        """Return the tokens of a prompt for infilling, with as many of its chunks as the context has room for.
+
+        Raises PromptError if the vocabulary has no FIM tokens.
+        """
+        room = (self.target.ir.context_length or math.inf) - min(self.most_tokens(params), DEFAULT_MAX_TOKENS)
+        if room < math.inf:  # chunks that can't fit aren't encoded, which would take long
+            prompt = within(prompt, self.tokenizer.most_characters(int(room)))
+        return infill_tokens(prompt, self.tokenizer.fim, self.tokenizer.encode_spelt, self.tokenizer.bos, room)
+
+    def most_tokens(self, params: Params) -> float:
+        """Return the maximum number of tokens of a text; inf if only the context limits it."""
+        most = self.generation_config.values.max_new_tokens or DEFAULT_MAX_TOKENS
+        return params.most_tokens if params.max_tokens else most
+
     def check_memory(self, tokens: int, drafts: bool = True) -> None:
         """Raise OvspecError if the states for ``tokens`` more tokens can't fit into free memory."""
         if tokens * self._token_bytes > WORTH_CHECKING:
@@ -282,10 +298,16 @@ class Runtime:
         chat = is_chat(prompt)
         if not chat:
             refuse_without_chat(params)
-        tokens = self.encode(
-            prompt, variables=params.chat_template_kwargs, tools=params.tools, effort=params.reasoning_effort
-        )
-        params, healable = with_seed(params), len(tokens) if chat else 0
+        if isinstance(prompt, Infill):
+            tokens, healable = self.infill_tokens(prompt, params)
+            ends = self.tokenizer.fim.ends if self.tokenizer.fim and not params.ignore_eos else ()
+            params = replace(params, stop_ids=[*params.stop_ids, *ends])
+        else:
+            tokens = self.encode(
+                prompt, variables=params.chat_template_kwargs, tools=params.tools, effort=params.reasoning_effort
+            )
+            healable = len(tokens) if chat else 0
+        params = with_seed(params)
         rows = [self.row(Sequence(tokens), params, Origin(chat, healable, None, sample)) for sample in range(params.n)]
         for row in rows if not reserved else ():
             self.reserve(row, params)
@@ -302,8 +324,7 @@ class Runtime:
         if (left := context - max(prompt_tokens, 1)) < 1:
             told = f"The prompt has {prompt_tokens} tokens, but the context is {context}; shorten the prompt."
             raise PromptError(told, too_long=True)
-        most = params.most_tokens if params.max_tokens else config.values.max_new_tokens or DEFAULT_MAX_TOKENS
-        params = replace(params, max_tokens=int(min(most, left, sys.maxsize)))
+        params = replace(params, max_tokens=int(min(self.most_tokens(params), left, sys.maxsize)))
         eos = frozenset() if params.ignore_eos else config.eos_ids
         if not prompt_tokens:
             sequence.commit(config.beginning)
@@ -312,7 +333,8 @@ class Runtime:
         if params.constrains:
             made = self.constraints.make(sequence.tokens, params, eos, config.bos, origin.healable, answer)
             constraints, healing = made
-        record = Provenance(sequence.tokens.copy(), params, origin, lambda: self.identity)
+        recorded = replace(params, max_predict_ms=0.0)  # a verification takes another time
+        record = Provenance(sequence.tokens.copy(), recorded, origin, lambda: self.identity)
         sampler = sampler_of(params, origin.sample, constraints)
         if healing:  # nothing can fail from here on
             healing.take_back(sequence)

@@ -10,6 +10,7 @@ from pydantic import BaseModel
 from ovspec.openai import bodies
 from ovspec.openai.answers import ChatCompletion, ChunkWriter, Completion, whole
 from ovspec.openai.bodies import ChatRequest, CompletionRequest
+from ovspec.openai.infill import InfillAnswers, InfillRequest, InfillWriter, read_infill, whole_infill
 from ovspec.openai.requests import TextRequest, read_texts
 from ovspec.openai.responses.answer import Response, ResponseWriter, whole_response
 from ovspec.openai.responses.body import ResponseRequest
@@ -49,6 +50,10 @@ APIS = {
     ),
     "/v1/responses": TextApi(
         "Answer a chat of items.", ResponseRequest, Response, "resp_", read_response, whole_response, ResponseWriter
+    ),
+    "/infill": TextApi(
+        "Fill a place in a text, as llama.cpp's editors ask for it.", InfillRequest, InfillAnswers, "infill-",
+        read_infill, whole_infill, InfillWriter,
     ),
 }  # fmt: skip
 # The bodies of all requests that have one.

@@ -180,7 +180,7 @@ def field_of(name: str, kind: Any, option: Option) -> tuple[Any, Any]:
     bounds: dict[str, Any] = {}
     if limits := option.limits:
         if limits == TOKENS:
-            limits = replace(limits, least=0)  # with echo a prompt's log-probabilities may be all that is wanted
+            limits = replace(limits, least=0)  # the prompt's KV cache or log-probabilities may be all that is wanted
         wanted = Annotated[wanted, AfterValidator(partial(limited, limits))]
         if limits.special is None and limits.least > -LARGEST:
             bounds["exclusiveMinimum" if limits.above else "minimum"] = limits.least
@@ -265,6 +265,12 @@ class ChatRequest(ChatBody, Foreign):
 
 class CompletionRequest(CompletionBody, Foreign):
     """Texts to be continued."""
+
+    suffix: str | None = Field(
+        None,
+        description="What comes behind the text, which is generated between the prompt and this; for models whose "
+        "vocabulary has fill-in-the-middle tokens. Not with echo, several prompts or token ids.",
+    )
 
 
 # ---------------------------------------------------------------- what is wrong, in words

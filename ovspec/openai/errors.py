@@ -6,6 +6,7 @@ from typing import Literal
 from pydantic import BaseModel, Field
 
 KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
+KINDS |= {501: "not_supported_error"}  # llama.cpp's
 ANTHROPICS = {413: "request_too_large", 503: "overloaded_error", 504: "timeout_error"}
 CODES = {401: "invalid_api_key", 429: "rate_limit_exceeded"}  # OpenAI's
 

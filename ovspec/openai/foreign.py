@@ -12,7 +12,7 @@ IGNORED_BY_SERVER = (
     *("backend_sampling", "cache_prompt", "id_slot", "n_cache_reuse", "n_discard", "n_keep", "reasoning_control"),
     *("return_progress", "slot_id", "sse_ping_interval", "timings_per_token"),
     *("adaptive_decay", "dry_allowed_length", "dry_base", "dry_penalty_last_n", "dry_sequence_breakers"),
-    *("dynatemp_exponent", "mirostat_eta", "mirostat_tau", "xtc_threshold"),
+    *("dynatemp_exponent", "mirostat_eta", "mirostat_tau", "t_max_prompt_ms", "xtc_threshold"),
     # vLLM's
     *("ec_transfer_params", "guided_decoding_backend", "kv_transfer_params", "media_io_kwargs", "mm_processor_kwargs"),
     *("priority", "request_id", "return_mm_kwargs", "return_token_offsets", "session_id", "stream_interval"),
@@ -33,7 +33,6 @@ OF_TEXTS: dict[str, tuple[Any, ...]] = {
     "functions": ([],),
     "modalities": (["text"],),
     "moderation": (),
-    "suffix": ("",),
     "verbosity": ("medium",),
     "web_search_options": (),
     # llama.cpp's
@@ -45,21 +44,22 @@ OF_TEXTS: dict[str, tuple[Any, ...]] = {
     "lora": ([],),
     "min_keep": (0,),
     "mirostat": (0,),
-    "n_cmpl": (1,),
-    "n_indent": (0,),
     "n_probs": (0,),
     "penalize_nl": (False,),
     "post_sampling_probs": (False,),
     "reasoning_format": ("auto", "deepseek"),
     "repeat_last_n": (64, -1),
     "repeat_penalty": (1,),
-    "response_fields": ([],),
+    "response_fields": ([], [""]),  # llama.cpp applies it only to its own answers
     "return_tokens": (False,),
     "samplers": (
         ["penalties", "dry", "top_n_sigma", "top_k", "typ_p", "top_p", "min_p", "xtc", "temperature"],
         ["top_k", "typ_p", "top_p", "min_p", "temperature"],
+        # Those of llama.cpp's editors. "infill" has no effect.
+        ["top_k", "top_p", "infill"],
+        ["min_p", "temperature"],
+        [],
     ),
-    "t_max_predict_ms": (-1, 0),
     "tfs_z": (1,),
     "top_n_sigma": (-1, 0),
     "typ_p": (1,),
@@ -98,7 +98,6 @@ OF_TEXTS: dict[str, tuple[Any, ...]] = {
 INSTEAD = {
     "functions": "give them in tools",
     "function_call": "give tool_choice",
-    "n_cmpl": "give n",
     "n_probs": "give logprobs",
     "repeat_penalty": "give repetition_penalty",
     "typ_p": "give typical_p",

@@ -12,6 +12,7 @@ from ovspec.openai.bodies import OF_MESSAGES, OF_PARTS, REQUESTED, Fields, Reque
 from ovspec.params import GRAMMARS, OF_SCHEMAS, TRUNCATING, Params, checked
 from ovspec.params.option import hint
 from ovspec.text.chat_template import Message
+from ovspec.text.infill import Infill
 
 Kind = Literal["own", "completion", "chat", "response", "message", "infill"]
 CHATS = ("chat", "response", "message")
@@ -32,12 +33,13 @@ class TextRequest:
     names: dict[str, str] = field(default_factory=dict)  # the client's name for each of these
     model: str | None = None
     echo: bool = False
-    only_prompts: bool = False  # no token is generated: the prompts' log-probabilities are all that is wanted
+    only_prompts: bool = False  # no token is generated: the prompts are read into the KV cache, or only repeated
     stream: bool = False
     include_usage: bool = False
     return_record: bool = False
     draft: str | None = None
     body: Any = None  # as it came, where an answer repeats parts of it
+    context: int | None = None  # the model's, in tokens, if known
     ignored: tuple[str, ...] = ()  # what is in the body, but left out
 
     @property
@@ -51,16 +53,25 @@ class TextRequest:
         return self.kind in CHATS
 
     @property
+    def infills(self) -> bool:
+        """Whether texts are generated between others."""
+        return isinstance(self.prompts[0], Infill)
+
+    @property
     def size(self) -> int:
         """The number of characters, and of ids, in all prompts together."""
         if self.is_chat:
-            messages = [message for chat in self.prompts for message in chat]
+            chats: Any = self.prompts
+            messages = [message for chat in chats for message in chat]
             return sum(map(message_size, messages)) + written_size(self.own.get("tools"))  # type: ignore[arg-type]
         return sum(map(len, self.prompts))
 
     def params(self, defaults: Params) -> Params:
         """Return the params of the request; options that it doesn't set are those of ``defaults`` that fit its own."""
         own, nothing = self.own, Params()
+        if self.kind == "infill" and not own.get("temperature", defaults.temperature):
+            # Editors send these, and take the temperature that they mean for granted.
+            own = {name: value for name, value in own.items() if name not in (*TRUNCATING, "n")}
         grammar = any(name in own for name in GRAMMARS)
         unfit = [*GRAMMARS, "constrain_from"] if grammar else []
         if (own.get("json_schema") if grammar else defaults.json_schema) is None:
@@ -90,7 +101,8 @@ class TextRequest:
 def texts_asked(body: Any) -> int:
     """Return how many texts a body asks for."""
     prompt: Any = getattr(body, "prompt", None)
-    return (getattr(body, "n", None) or 1) * (len(prompt) if is_batch(prompt) else 1)
+    n = getattr(body, "n", None) or getattr(body, "n_cmpl", None) or 1
+    return n * (len(prompt) if is_batch(prompt) else 1)
 
 
 def read_texts(body: Any, kind: Kind) -> TextRequest:
@@ -103,18 +115,26 @@ def read_texts(body: Any, kind: Kind) -> TextRequest:
         if echo:
             raise RequestError("echo can't be combined with messages; leave it out.", "echo")
         prompt = messages if kind == "own" else [template_message(message) for message in messages]
+    if suffix := getattr(body, "suffix", None):
+        if echo:
+            raise RequestError("suffix can't be combined with echo; leave one of them out.", "suffix")
+        if not isinstance(prompt, str):
+            raise RequestError("suffix needs a prompt that is one string.", "suffix")
+        prompt = Infill(prompt, suffix)
+    return asked_for(body, kind, prompt if is_batch(prompt) else [prompt], echo)  # type: ignore[arg-type]
+
+
+def asked_for(body: Any, kind: Kind, prompts: list[Prompt], echo: bool = False) -> TextRequest:
+    """Return the request for the texts of prompts, with what ``body`` asks for besides; see ``read_texts``."""
     own, names = options_of(body)
     only_prompts = own.get("max_tokens") == 0
-    if only_prompts and not echo:
-        name = names["max_tokens"]
-        raise RequestError(f"`{name}` is 0, which needs echo; it must be at least 1, or -1.", name)
     if only_prompts:  # a row needs room for a token, although none is generated
         own["max_tokens"] = 1
     if body.stream_options and not body.stream:
         raise RequestError("stream_options needs stream to be true.", "stream_options")
     return TextRequest(
         kind,
-        prompt if is_batch(prompt) else [prompt],  # type: ignore[arg-type]
+        prompts,
         own,
         names,
         body.model,
@@ -159,7 +179,7 @@ def set_schema(options: dict[str, Any], names: dict[str, str], schema: Any, fiel
 
 def logprobs_of(body: Any) -> dict[str, Any]:
     """Return OpenAI's ``logprobs``, a number, or true or false with ``top_logprobs`` beside it, as an option."""
-    wanted, top = body.logprobs, getattr(body, "top_logprobs", None)
+    wanted, top = getattr(body, "logprobs", None), getattr(body, "top_logprobs", None)
     if top is not None and wanted is not True:
         raise RequestError("`top_logprobs` needs `logprobs` to be true.", "top_logprobs")
     if wanted is None:

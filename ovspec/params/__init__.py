@@ -90,6 +90,11 @@ class SamplingOptions(TypedDict, total=False):
         "End the text at this token id; the token adds no text.",
         Option(list, flags=("--stop-id",), metavar="ID", aliases=("stop_token_ids",)),
     ]
+    min_indent: Annotated[
+        int,
+        "End the text before the first line break that fewer than this many spaces and tabs follow; 0 for never.",
+        Option(0, NOT_NEGATIVE, metavar="N", aliases=("n_indent",)),
+    ]
     ignore_eos: Annotated[bool, "Continue after an end-of-sequence token.", Option(False)]
     temperature: Annotated[
         float,
@@ -147,7 +152,7 @@ class SamplingOptions(TypedDict, total=False):
     n: Annotated[
         int,
         "Number of texts for each prompt; above 1 needs a temperature.",
-        Option(1, TEXTS, flags=("--samples",), commands=("generate", "batch")),
+        Option(1, TEXTS, flags=("--samples",), commands=("generate", "batch"), aliases=("n_cmpl",)),
     ]
     logprobs: Annotated[
         int | None,
@@ -334,6 +339,13 @@ class GenerateOptions(SamplingOptions, total=False):
             parse=place_or_text,
         ),
     ]
+    max_predict_ms: Annotated[
+        float,
+        "Milliseconds since its first token after which the text ends at its next line break; 0 or -1 for no limit.",
+        Option(
+            0.0, Limits(0, words="0 or more, or -1 for no limit", special=-1), flags=(), aliases=("t_max_predict_ms",)
+        ),
+    ]
     heal: Annotated[
         bool | None,
         "Token healing: generate the last tokens of the prompt again, so that a token may span the prompt's end.",
@@ -358,7 +370,8 @@ OF_SCHEMAS = ("json_schema_mode", "retries", "additional_properties", "compact_j
 OF_CHATS = (
     "chat_template_kwargs", "tools", "tool_choice", "parallel_tool_calls", "reasoning_effort", "max_thinking_tokens",
 )  # fmt: skip
-ONLY_SPEED = ("lookahead", "batch_size", "retries")  # they don't change the text that a seed gives
+# They don't change the text that a seed gives; where time ends it, its number of tokens is recorded.
+ONLY_SPEED = ("lookahead", "batch_size", "retries", "max_predict_ms")
 CHECKED_WHERE_USED = {*GRAMMARS, "constrain_from", "logits_processors"}
 _OtherFields = fields_of({name: entry for name, entry in GENERATE.items() if name not in {*SAMPLING, "sampling"}})
 

@@ -26,6 +26,7 @@ from ovspec.server.engine_thread import ENDED, EngineThread, ServerEnded
 from ovspec.server.errors import ApiError, about_prompt, as_api_error, for_clients, too_long
 from ovspec.server.guard import IGNORED
 from ovspec.text.generation_config import recommended_sampling
+from ovspec.text.infill import NO_FIM, Infill
 
 T = TypeVar("T")
 
@@ -99,6 +100,7 @@ class Service:
     async def read(self, api: TextApi, body: Any, http: Request) -> TextRequest:
         """Return the request in a body; what it leaves out is noted for the guard, or wrong if the server is strict."""
         request: TextRequest = await self.apart(api.read, body)
+        request = replace(request, context=self.lm.target.ir.context_length)
         if request.ignored:
             if self.options.strict_fields:
                 raise ApiError(400, f"{request.ignored[0]} is not supported; leave it out.", request.ignored[0])
@@ -140,6 +142,8 @@ class Service:
     def params(self, request: TextRequest) -> Params:
         """Return the params of a request, complete; raises OvspecError for what can't be met or is too much."""
         own = request.own
+        if request.infills and not self.lm.tokenizer.fim:
+            raise ApiError(501, NO_FIM, "suffix" if request.kind == "completion" else None)
         if own.get("tools") or own.get("json_schema") is not None:
             request = replace(request, own={"json_schema_mode": self.options.json_schema_mode, **own})
         with request.client_names():
@@ -155,6 +159,7 @@ class Service:
         most = self.lm.runtime.tokenizer.most_characters(context) if context else math.inf
         for prompt in request.prompts:
             size = len(prompt) if isinstance(prompt, str) else request.size if request.is_chat else 0
+            size = prompt.needed if isinstance(prompt, Infill) else size
             if size > most:
                 told = f"The prompt has {size} characters, but the context is {context} tokens; shorten the prompt."
                 raise about_prompt(PromptError(told, too_long=True), self.lm, request.prompt_field)

@@ -27,6 +27,7 @@ from ovspec.openai.bodies import (
     fields_elsewhere,
 )
 from ovspec.openai.errors import ErrorAnswer
+from ovspec.openai.models import Model, Models, Props, catalogue_entry, model_of, props_of
 from ovspec.openai.requests import template_message
 from ovspec.params import refuse_variables
 from ovspec.params.tools import tools_of
@@ -48,26 +49,13 @@ ERRORS: dict[int | str, str] = {
     422: "The text can't be continued within its grammar.",
     429: "Too many texts are waiting.",
     500: "An inference failed.",
+    501: "The model can't do that.",
     503: "The server is shutting down, or the request has waited for too long.",
     504: "The request took too long.",
 }
 ADDS = ("add_special_tokens", "add_special")  # vLLM's and llama.cpp's names of the same field
 NOWHERE = {404: "There is no such path; /openapi.json lists them.", 405: ERRORS[405]}
 STREAM = {"text/event-stream": {"schema": {"type": "string", "description": "With stream: chunks, as OpenAI's."}}}
-
-
-class Model(Answer):
-    id: str
-    object: Literal["model"] = "model"
-    created: int
-    owned_by: str = "ovspec"
-    max_model_len: int | None = Field(description="Tokens that a prompt and its text may have; null if unknown.")
-    sampling: dict[str, int | float] = Field(description="Sampling of requests that set none; empty: greedy.")
-
-
-class Models(Answer):
-    object: Literal["list"] = "list"
-    data: list[Model]
 
 
 class TokenPiece(Answer):
@@ -140,13 +128,18 @@ def add_endpoints(app: FastAPI, service: Service) -> None:
 
     @app.get("/v1/models", tags=["model"], summary="List the names of the one model that is served.")
     async def models() -> Models:
-        return Models(data=[await model(name) for name in service.names])
+        entries = [catalogue_entry(lm, name) for name in service.names]
+        return Models(data=[await model(name) for name in service.names], models=entries)
 
     @app.get("/v1/models/{name:path}", tags=["model"], summary="Describe the model.")
     async def model(name: str) -> Model:
         service.check_name(name)
-        most = lm.target.ir.context_length
-        return Model(id=name, created=service.began, max_model_len=most, sampling=service.sampling)
+        return model_of(lm, name, service.began, service.sampling)
+
+    @app.get("/v1/props", include_in_schema=False)
+    @app.get("/props", tags=["model"], summary="Describe the server, as llama.cpp's does.")
+    async def props() -> Props:
+        return await service.apart(props_of, lm, service.names[0], service.defaults, service.options.batch_size)
 
     @app.head("/health", include_in_schema=False)
     @app.get("/health", tags=["server"], summary="Liveness check.")

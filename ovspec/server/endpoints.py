@@ -13,6 +13,7 @@ from starlette.types import Receive, Scope, Send
 
 from ovspec.api.model import rows_again
 from ovspec.base.errors import OvspecError, PromptError
+from ovspec.drafting.drafter import DraftLimits
 from ovspec.engine.results import Piece
 from ovspec.engine.row import Row
 from ovspec.engine.scoring import CHUNK
@@ -95,8 +96,10 @@ class TextEndpoints:
         rows = [row for each in found for row in each]
         for row in rows:
             row.limits, row.sequence.owner = limits, None if self._service.options.share_prefixes else owner
-            if request.only_prompts:
+            if request.echo and request.only_prompts:
                 row.finish_reason, row.stats.cached_tokens = "length", 0
+            elif request.only_prompts:
+                row.only_reads, row.limits = True, DraftLimits(frozenset(), 0)  # nor is a token forced
         head = head_of(api.prefix, self._service.names[0])
         return PieceStream(api, head, request, params, rows, began, [SILENT] * len(request.prompts))
 
@@ -120,7 +123,7 @@ class TextEndpoints:
         """Generate all texts of a request; again with other seeds, where ``retries`` asks for it."""
         service, rows = self._service, texts.rows
         await self._finish(rows, texts.began)
-        for _ in range(texts.params.retries):
+        for _ in range(0 if texts.request.only_prompts else texts.params.retries):
             results = [row.result() for row in rows]
             asked = self._lm.runtime, texts.request.prompts, texts.params, results, True
             async with service.preparing(texts.began):

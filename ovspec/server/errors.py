@@ -33,7 +33,8 @@ class ApiError(HTTPException):
         close: bool = False,
     ) -> None:
         headers = {} if retry_after is None else {"Retry-After": str(retry_after)}
-        headers |= {"X-Should-Retry": "false"} if status == 504 else {}  # OpenAI's client would do the same work again
+        # OpenAI's client would do the same work again.
+        headers |= {"X-Should-Retry": "false"} if status in (501, 504) else {}
         headers |= {"WWW-Authenticate": "Bearer"} if status == 401 else {}
         headers |= {"Connection": "close"} if close else {}
         super().__init__(status, message, headers)

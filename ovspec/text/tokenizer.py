@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import functools
+import itertools
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -16,6 +17,7 @@ from ovspec.base.errors import OvspecError
 from ovspec.base.files import read_as
 from ovspec.ir.compile import check_weights, last_line
 from ovspec.ir.device import core
+from ovspec.text.infill import NAMES, find_fim
 from ovspec.text.tokenizer_files import TOKENIZER_FILE, DecodingStep, TokenizerFile
 from ovspec.text.vocabulary import known_ids
 
@@ -99,6 +101,7 @@ class Tokenizer:
         self.vocabulary = byte_vocabulary(file)
         tokens = file.tokens_by_id()
         self.known = known_ids(tokens)
+        self.fim = find_fim({name: index for index, name in tokens.items() if name in NAMES})
         self._longest = max(map(len, tokens.values()), default=1)
         empty, one = self._encode(""), self._encode("a")
         # Tokens that encoding puts around every text: BOS before it for some models, EOS after it for a few.
@@ -132,6 +135,27 @@ class Tokenizer:
             return ids
         before, both = self.encode("\n", special=False), self.encode("\n" + text, special=False)
         return both[len(before) :] if np.array_equal(both[: len(before)], before) else ids
+
+    def encode_spelt(self, text: str, first: bool = False) -> np.ndarray:
+        """Return the token ids of ``text``, (n,) int64; the name of a special token in it is spelt by other tokens.
+
+        Unless ``first``, the text is the continuation of another one, as in ``encode_more``.
+        """
+        cuts = [0, *(name.start() + 1 for name in self._names.finditer(text)), len(text)]
+        parts = [text[start:end] for start, end in itertools.pairwise(cuts)]
+        beginning = [self.encode(parts.pop(0), special=False)] if first else []
+        return np.concatenate([*beginning, *map(self.encode_more, parts)])
+
+    @functools.cached_property
+    def _names(self) -> re.Pattern[str]:
+        """Finds where the names of special and FIM tokens begin."""
+        names = {name.decode() for name in self._special.values()} | {*(self.fim.names if self.fim else ())}
+        return re.compile("|".join(f"(?={re.escape(name)})" for name in sorted(names) if len(name) > 1) or "(?!)")
+
+    @functools.cached_property
+    def bos(self) -> list[int]:
+        """The tokens that encoding puts in front of every text."""
+        return self._encode("")[: self._prefix].tolist()
 
     def decode(self, tokens: Iterable[int]) -> str:
         """Return the text of ``tokens`` as it reads inside a longer text, without special tokens."""

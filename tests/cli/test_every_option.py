@@ -158,6 +158,7 @@ SHARED: dict[str, Case] = {
     "accept": Case((*DRAWN, *DRAFT, "-n", "30", "--accept", "rejection"), other_text, (*DRAWN, *DRAFT, "-n", "30")),
     "max_tokens": Case(("-n", "-1", *ENDS, "--min-tokens", "15"), lambda f, b: len(f.tokens) == 16 > len(b.tokens)),
     "min_tokens": Case((*ENDS, "--min-tokens", "4"), lambda f, b: len(f.tokens) == 5 > len(b.tokens), ENDS),
+    "min_indent": Case(("--regex", "a\n   b\n c", "--min-indent", "2"), text_is("a\n   b")),
     "ignore_eos": Case((*ENDS, "--ignore-eos"), lambda f, b: len(f.tokens) == 12 > len(b.tokens), ENDS),
     "stop": Case(("--stop", "TEXT"), lambda f, b: f.stopped and len(f.text) < len(b.text)),
     "stop_ids": Case(("--stop-id", "STOP"), lambda f, b: f.stopped and len(f.tokens) < len(b.tokens)),

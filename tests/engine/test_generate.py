@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import signal
 from collections import Counter
 from collections.abc import Callable
@@ -17,7 +18,8 @@ from hypothesis import strategies as st
 
 import ovspec
 from ovspec.api.model import LanguageModel
-from ovspec.engine.row import StopStrings
+from ovspec.api.verify import record_as_json, result_from_json
+from ovspec.engine.row import Indentation, StopStrings
 from ovspec.text.generation_config import GenerationFile
 
 Load = Callable[..., LanguageModel]
@@ -49,6 +51,63 @@ def test_stop_strings_in_any_pieces(text: str, stops: list[str], data: st.DataOb
         assert text.startswith(shown)
         assert found in stops and text.startswith(found, len(shown))
         assert not any(stop in shown for stop in stops)
+
+
+@given(st.text("a \t\n", max_size=30), st.integers(0, 4), st.data())
+def test_indentation_in_any_pieces(text: str, least: int, data: st.DataObject) -> None:
+    finder, shown, rest, ended = Indentation(least), "", text, False
+    while rest and not ended:
+        size = data.draw(st.integers(1, len(rest)))
+        piece, rest = rest[:size], rest[size:]
+        new, ended = finder.push(piece)
+        shown += new
+        assert text.startswith(shown)
+    if not ended:
+        shown += finder.flush()
+    first, *lines = text.split("\n")
+    kept = [first]
+    for number, line in enumerate(lines, 1):
+        # The last line of what has come may yet be indented further, if it is nothing but an indentation.
+        known = line.strip(" \t") or number < len(lines)
+        if known and len(line) - len(line.lstrip(" \t")) < least:
+            break
+        kept.append(line)
+    assert shown == "\n".join(kept)
+    assert ended == (len(kept) <= len(lines))
+
+
+def test_a_text_ends_before_a_line_that_is_indented_less(load: Load) -> None:
+    lm = load()
+    whole = lm.generate(PROMPTS[0], regex=r"a\n    b\n  c\n    d", max_tokens=60)
+    assert whole.text == "a\n    b\n  c\n    d" and whole.finish_reason != "length"
+    options: Any = {"regex": r"a\n    b\n  c\n    d", "max_tokens": 60, "min_indent": 4}
+    result = lm.generate(PROMPTS[0], **options)
+    assert (result.text, result.finish_reason, result.stop_string) == ("a\n    b", "length", None)
+    assert result.token_ids == whole.token_ids[: len(result.token_ids)] != whole.token_ids
+    assert "".join(piece.text for piece in lm.stream(PROMPTS[0], **options)) == result.text
+    assert lm.verify(result).ok
+    early = lm.generate(PROMPTS[0], **options, stop=["c", "  b"])
+    assert (early.text, early.finish_reason, early.stop_string) == ("a\n  ", "stop", "  b")
+    late = lm.generate(PROMPTS[0], **options, stop="d")
+    assert (late.text, late.finish_reason, late.stop_string) == ("a\n    b", "length", None)
+
+
+def test_a_text_ends_at_a_line_break_when_its_time_is_over(load: Load) -> None:
+    lm = load()
+    options: Any = {"regex": r"([ab]{2}\n){40}", "max_tokens": 200, "lookahead": 0, "temperature": 1.0, "seed": 1}
+    whole, result = lm.generate(PROMPTS[0], **options), lm.generate(PROMPTS[0], **options, max_predict_ms=0.001)
+    assert whole.text.startswith(result.text) and result.text.endswith("\n") and len(result.text) < len(whole.text)
+    assert result.finish_reason == "length" and lm.verify(result).ok
+    again = result_from_json(json.loads(json.dumps({**as_json(result), "record": record_as_json(result)})))
+    assert lm.verify(again).ok
+    for unlimited in (-1, 0, 60_000):
+        assert lm.generate(PROMPTS[0], **options, max_predict_ms=unlimited).text == whole.text
+    patient = lm.generate(PROMPTS[0], **options, max_predict_ms=0.001, min_tokens=30)
+    assert len(patient.token_ids) > 30 and patient.text.startswith(result.text) and lm.verify(patient).ok
+
+
+def as_json(result: ovspec.Result) -> dict[str, Any]:
+    return {"text": result.text, "token_ids": result.token_ids, "finish_reason": result.finish_reason}
 
 
 @pytest.mark.parametrize("draft", [False, True])

@@ -1,0 +1,186 @@
+"""Fill-in-the-middle (FIM): the tokens that vocabularies have for it, and the prompts that are made with them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from ovspec.base.errors import PromptError
+
+
+@dataclass(frozen=True)
+class FimNames:
+    """How a family of models calls its tokens.
+
+    prefix, suffix, middle: what comes before each part; a family whose prompt ends with the prefix has no ``middle``.
+    repository, file: what comes before the names of a repository and of a file.
+    others: tokens that end a text, besides all of these.
+    suffix_first: whether the suffix comes before the prefix.
+    """
+
+    prefix: str
+    suffix: str
+    middle: str | None
+    repository: str | None = None
+    file: str | None = None
+    others: tuple[str, ...] = ()
+    suffix_first: bool = False
+
+    @property
+    def parts(self) -> list[str]:
+        """The tokens that a prompt needs."""
+        return [each for each in (self.prefix, self.suffix, self.middle) if each]
+
+    @property
+    def all(self) -> list[str]:
+        return [*self.parts, *(each for each in (self.repository, self.file) if each), *self.others]
+
+
+FAMILIES = (
+    # Qwen2.5-Coder and later, CodeGemma
+    FimNames(
+        "<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", "<|repo_name|>", "<|file_sep|>",
+        ("<|fim_pad|>", "<|file_separator|>"),
+    ),
+    # StarCoder 2
+    FimNames("<fim_prefix>", "<fim_suffix>", "<fim_middle>", "<repo_name>", "<file_sep>", ("<fim_pad>",)),
+    # StarCoder, Granite
+    FimNames("<fim_prefix>", "<fim_suffix>", "<fim_middle>", "<reponame>", "<filename>", ("<fim_pad>",)),
+    # SantaCoder
+    FimNames("<fim-prefix>", "<fim-suffix>", "<fim-middle>", others=("<fim-pad>",)),
+    # Code Llama, in both spellings
+    FimNames("▁<PRE>", "▁<SUF>", "▁<MID>", others=("▁<EOT>",)),
+    FimNames("<PRE>", "<SUF>", "<MID>", others=("<EOT>",)),
+    # DeepSeek Coder
+    FimNames("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),
+    # Codestral
+    FimNames("[PREFIX]", "[SUFFIX]", None, others=("[MIDDLE]",), suffix_first=True),
+    # GLM 4
+    FimNames("<|code_prefix|>", "<|code_suffix|>", "<|code_middle|>"),
+    # Seed-Coder
+    FimNames("<[fim-prefix]>", "<[fim-suffix]>", "<[fim-middle]>", suffix_first=True),
+    # Falcon-H1 Coder
+    FimNames("<|prefix|>", "<|suffix|>", "<|middle|>"),
+)  # fmt: skip
+# Further tokens that end a middle, in models whose configs may name only one of them.
+ENDS = ("<|endoftext|>", "<|end_of_text|>", "<|im_end|>", "<|eot_id|>", "<end_of_turn>")
+NAMES = {name for family in FAMILIES for name in family.all} | {*ENDS}
+NO_FIM = "This model's vocabulary has no fill-in-the-middle tokens; serve one that has, such as Qwen2.5-Coder."
+# What llama.cpp writes where editors give no names, and between chunks where there is no token for that.
+REPOSITORY, FILE, UNNAMED, SNIPPET = "myproject\n", "filename\n", "tmp", "\n\n--- snippet ---\n\n"
+
+
+@dataclass(frozen=True)
+class FimTokens:
+    """The ids of a vocabulary's FIM tokens, and of all that ``end`` a text; see ``FimNames``."""
+
+    prefix: int
+    suffix: int
+    middle: int | None
+    repository: int | None
+    file: int | None
+    ends: tuple[int, ...]
+    suffix_first: bool
+    names: tuple[str, ...]  # of the tokens that only infilling uses
+
+
+def find_fim(ids: Mapping[str, int]) -> FimTokens | None:
+    """Return the FIM tokens among ``ids``, name -> id, or None; of several families, the one with the most of them."""
+    found = [family for family in FAMILIES if all(name in ids for name in family.parts)]
+    if not found:
+        return None
+    best = max(found, key=lambda family: sum(name in ids for name in family.all))
+    names = [name for name in best.all if name in ids]
+    repository, file = ids.get(best.repository or ""), ids.get(best.file or "")
+    ends = tuple(sorted({ids[name] for name in (*names, *ENDS) if name in ids}))
+    parts = ids[best.prefix], ids[best.suffix], ids[best.middle] if best.middle else None
+    return FimTokens(*parts, repository, file, ends, best.suffix_first, tuple(names))
+
+
+class Chunk(NamedTuple):
+    """A part of another file."""
+
+    text: str
+    filename: str = UNNAMED
+
+
+@dataclass(frozen=True)
+class Infill:
+    """A prompt for the text between ``prefix`` and ``suffix``.
+
+    extra: parts of other files; those that don't fit are left out, the first of them first.
+    beginning: what the text begins with.
+    """
+
+    prefix: str
+    suffix: str
+    extra: tuple[Chunk, ...] = ()
+    beginning: str = ""
+
+    def __len__(self) -> int:
+        """Return the number of characters."""
+        return self.needed + sum(len(chunk.text) + len(chunk.filename) for chunk in self.extra)
+
+    @property
+    def needed(self) -> int:
+        """The number of characters that can't be left out."""
+        return len(self.prefix) + len(self.suffix) + len(self.beginning)
+
+
+class Encode(Protocol):
+    """Encodes a part of a prompt without special tokens; ``first``: as the beginning of a text."""
+
+    def __call__(self, text: str, first: bool = False) -> np.ndarray: ...
+
+
+class InfillTokens(NamedTuple):
+    """The tokens of such a prompt, (n,) int64; from ``begins`` on they are the beginning of the text."""
+
+    ids: np.ndarray
+    begins: int
+
+
+def infill_tokens(
+    infill: Infill, fim: FimTokens | None, encode: Encode, bos: Sequence[int], room: float
+) -> InfillTokens:
+    """Return the prompt in llama.cpp's layout; raises PromptError if the vocabulary has no FIM tokens.
+
+    Args:
+        bos: the tokens that every text begins with.
+        room: number of tokens that the prompt may have; chunks are left out until it fits.
+    """
+    if not fim:
+        raise PromptError(NO_FIM)
+    before, name, chunks = [*bos], list[int](), list[list[int]]()
+    if fim.repository is not None:
+        before += [fim.repository, *encode(REPOSITORY)]
+    for chunk in infill.extra:
+        begin = [*encode(SNIPPET)] if fim.file is None else [fim.file, *encode(f"{chunk.filename}\n")]
+        chunks.append([*begin, *encode(chunk.text)])
+    if fim.file is not None:
+        name = [fim.file, *encode(FILE)]
+    # Some tokenizers put a space in front of a text; models have learned the prefix with it.
+    prefix, suffix = [fim.prefix, *encode(infill.prefix, first=True)], [fim.suffix, *encode(infill.suffix)]
+    parts = [*suffix, *prefix] if fim.suffix_first else [*prefix, *suffix]
+    parts = [*name, *parts, *([] if fim.middle is None else [fim.middle])]
+    beginning = encode(infill.beginning)
+    left = room - len(before) - len(parts) - len(beginning)
+    while chunks and sum(map(len, chunks)) > left:
+        del chunks[0]
+    ids = [*before, *itertools.chain(*chunks), *parts]
+    return InfillTokens(np.array([*ids, *beginning], dtype=np.int64), len(ids))
+
+
+def within(infill: Infill, characters: float) -> Infill:
+    """Return a prompt without the first chunks that make it longer than so many characters."""
+    kept, left = list[Chunk](), characters - infill.needed
+    for chunk in reversed(infill.extra):
+        left -= len(chunk.text)
+        if left < 0:
+            break
+        kept.append(chunk)
+    return replace(infill, extra=tuple(reversed(kept)))

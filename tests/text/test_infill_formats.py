@@ -1,0 +1,148 @@
+"""The layouts of fill-in-the-middle prompts, with small vocabularies of our own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ovspec.base.errors import PromptError
+from ovspec.text.infill import Chunk, FimTokens, Infill, find_fim, infill_tokens, within
+from ovspec.text.tokenizer import Tokenizer
+
+FIRST = 0x200000  # above all characters, whose own ids are their numbers
+BOS = FIRST - 1
+INFILL = Infill("def f():\n", "\nend", (Chunk("x = 1\n", "a.py"), Chunk("y\n")), "  ret")
+EXTRA = "--- snippet ---"
+
+
+def vocabulary(*names: str) -> dict[str, int]:
+    return {name: FIRST + number for number, name in enumerate(names)}
+
+
+def encode(text: str, first: bool = False) -> np.ndarray:
+    """Encode characters; a text that is ``first`` begins with an underscore, as SentencePiece's with a space."""
+    return np.array([ord(each) for each in "_" * first + text], dtype=np.int64)
+
+
+def written(ids: dict[str, int], infill: Infill = INFILL, room: float = 1e9) -> str:
+    """Return the prompt that a vocabulary makes, spelt."""
+    names = {number: name for name, number in ids.items()} | {BOS: "<s>"}
+    made = infill_tokens(infill, find_fim(ids), encode, [BOS], room)
+    assert "".join(map(chr, made.ids[made.begins :].tolist())) == infill.beginning
+    return "".join(names.get(token) or chr(token) for token in made.ids.tolist())
+
+
+QWEN = ("<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>", "<|fim_pad|>", "<|repo_name|>", "<|file_sep|>")
+STARCODER = ("<fim_prefix>", "<fim_middle>", "<fim_suffix>", "<fim_pad>")
+GEMMA = ("<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>", "<|file_separator|>")
+SNIPPETS = f"\n\n{EXTRA}\n\nx = 1\n\n\n{EXTRA}\n\ny\n"
+FAMILIES: dict[str, tuple[tuple[str, ...], str]] = {
+    "qwen": (
+        (*QWEN, "<|endoftext|>"),
+        "<s><|repo_name|>myproject\n<|file_sep|>a.py\nx = 1\n<|file_sep|>tmp\ny\n<|file_sep|>filename\n"
+        "<|fim_prefix|>_def f():\n<|fim_suffix|>\nend<|fim_middle|>  ret",
+    ),
+    "codegemma": (GEMMA, f"<s>{SNIPPETS}<|fim_prefix|>_def f():\n<|fim_suffix|>\nend<|fim_middle|>  ret"),
+    "starcoder2": (
+        (*STARCODER, "<repo_name>", "<file_sep>"),
+        "<s><repo_name>myproject\n<file_sep>a.py\nx = 1\n<file_sep>tmp\ny\n<file_sep>filename\n"
+        "<fim_prefix>_def f():\n<fim_suffix>\nend<fim_middle>  ret",
+    ),
+    "granite": (
+        (*STARCODER, "<reponame>", "<filename>"),
+        "<s><reponame>myproject\n<filename>a.py\nx = 1\n<filename>tmp\ny\n<filename>filename\n"
+        "<fim_prefix>_def f():\n<fim_suffix>\nend<fim_middle>  ret",
+    ),
+    "santacoder": (
+        ("<fim-prefix>", "<fim-middle>", "<fim-suffix>", "<fim-pad>"),
+        f"<s>{SNIPPETS}<fim-prefix>_def f():\n<fim-suffix>\nend<fim-middle>  ret",
+    ),
+    "codellama": (
+        ("▁<PRE>", "▁<MID>", "▁<SUF>", "▁<EOT>"),
+        f"<s>{SNIPPETS}▁<PRE>_def f():\n▁<SUF>\nend▁<MID>  ret",
+    ),
+    "deepseek": (
+        ("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),
+        f"<s>{SNIPPETS}<｜fim▁begin｜>_def f():\n<｜fim▁hole｜>\nend<｜fim▁end｜>  ret",
+    ),
+    "codestral": (("[PREFIX]", "[SUFFIX]", "[MIDDLE]"), f"<s>{SNIPPETS}[SUFFIX]\nend[PREFIX]_def f():\n  ret"),
+    "glm": (
+        ("<|code_prefix|>", "<|code_middle|>", "<|code_suffix|>"),
+        f"<s>{SNIPPETS}<|code_prefix|>_def f():\n<|code_suffix|>\nend<|code_middle|>  ret",
+    ),
+    "seed-coder": (
+        ("<[fim-prefix]>", "<[fim-suffix]>", "<[fim-middle]>"),
+        f"<s>{SNIPPETS}<[fim-suffix]>\nend<[fim-prefix]>_def f():\n<[fim-middle]>  ret",
+    ),
+    "falcon": (
+        ("<|prefix|>", "<|middle|>", "<|suffix|>"),
+        f"<s>{SNIPPETS}<|prefix|>_def f():\n<|suffix|>\nend<|middle|>  ret",
+    ),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_each_familys_layout(family: str) -> None:
+    names, expected = FAMILIES[family]
+    ids = vocabulary(*names)
+    assert written(ids) == expected
+    found = find_fim(ids)
+    assert found and {*found.ends} == {*ids.values()}, "each of these tokens ends a text"
+
+
+def test_of_several_families_the_one_with_most_tokens_is_meant() -> None:
+    """General vocabularies have tokens of some that their models haven't learned."""
+    both = vocabulary("[PREFIX]", "[SUFFIX]", *QWEN, "<reponame>")
+    assert written(both).endswith("<|fim_prefix|>_def f():\n<|fim_suffix|>\nend<|fim_middle|>  ret")
+
+
+@pytest.mark.parametrize("names", [(), ("<|fim_prefix|>", "<|fim_middle|>"), ("<|repo_name|>", "<|file_sep|>")])
+def test_vocabularies_without_the_tokens(names: tuple[str, ...]) -> None:
+    with pytest.raises(PromptError, match=r"^This model's vocabulary has no fill-in-the-middle tokens; .*[.]$"):
+        written(vocabulary(*names))
+
+
+def test_chunks_are_left_out_from_the_front() -> None:
+    ids = vocabulary(*QWEN)
+    whole = written(ids)
+    lengths = {room: written(ids, room=room) for room in range(200)}
+    size = len(infill_tokens(INFILL, find_fim(ids), encode, [BOS], 1e9).ids)
+    assert lengths[size] == whole and lengths[size - 1] == whole.replace("<|file_sep|>a.py\nx = 1\n", "")
+    assert lengths[0] == lengths[1] and "tmp" not in lengths[0] and "filename" in lengths[0]
+    assert len(set(lengths.values())) == 3
+
+
+@pytest.mark.parametrize(("characters", "kept"), [(1e9, 2), (26, 2), (25, 1), (19, 0), (0, 0)])
+def test_chunks_that_can_never_fit_are_not_encoded(characters: float, kept: int) -> None:
+    assert INFILL.needed == 18 and within(INFILL, characters).extra == INFILL.extra[2 - kept :]
+
+
+def test_names_that_a_text_spells_are_no_tokens(pair: Path) -> None:
+    tokenizer = Tokenizer(pair)
+    assert tokenizer.fim is None
+    special = next(name.decode() for name in tokenizer._special.values() if len(name) > 1)
+    text = f"{special}a{special}{special} b"
+    plain, spelt = tokenizer.encode(text, special=False), tokenizer.encode_spelt(text)
+    names = {*tokenizer._special}
+    assert names & {*plain.tolist()} and not names & {*spelt.tolist()}
+    assert tokenizer.decode(spelt) == text
+    for each in ("", "a", "def f(x):\n    return x"):
+        assert tokenizer.encode_spelt(each).tolist() == tokenizer.encode(each, special=False).tolist()
+
+
+def test_the_tokens_are_found_in_the_whole_vocabulary(pair: Path, tmp_path: Path) -> None:
+    """Code Llama's aren't among its added tokens."""
+    import json
+    import shutil
+
+    shutil.copytree(pair, tmp_path / "model", ignore=lambda *_: {"draft"})
+    file = tmp_path / "model" / "tokenizer.json"
+    content: Any = json.loads(file.read_text(encoding="utf-8"))
+    size = max(content["model"]["vocab"].values()) + 1000
+    content["model"]["vocab"] |= {name: size + n for n, name in enumerate(("▁<PRE>", "▁<SUF>", "▁<MID>"))}
+    file.write_text(json.dumps(content), encoding="utf-8")
+    found = Tokenizer(tmp_path / "model").fim
+    assert isinstance(found, FimTokens) and (found.prefix, found.suffix, found.middle) == (size, size + 1, size + 2)
