@@ -193,18 +193,19 @@ def strict(start: Start, tmp_path_factory: pytest.TempPathFactory) -> Running:
 
 @every
 def test_strictness_keys_and_time_limits(strict: Running, api: Api) -> None:
-    def post(key: str = "secret", **more: Any) -> httpx.Response:
+    def post(more: dict[str, Any], key: str = "secret") -> httpx.Response:
         return strict.post(api.path, {**api.body, api.limit: 1, **more}, headers={"x-api-key": key})
 
-    assert post().status_code == 200
+    assert post({}).status_code == 200
+    endless = {api.limit: 1900, "ignore_eos": True}
     for answer, status, kind in (
-        (post("wrong"), 401, "authentication_error"),
-        (post(model="other"), 404, "not_found_error"),
-        (post(no_such_field=1), 400, "invalid_request_error"),
-        (post(**{api.limit: 1900}, ignore_eos=True), 504, None),
+        (post({}, "wrong"), 401, "authentication_error"),
+        (post({"model": "other"}), 404, "not_found_error"),
+        (post({"no_such_field": 1}), 400, "invalid_request_error"),
+        (post(endless), 504, None),
     ):
         assert answer.status_code == status, answer.text
         assert kind is None or api.error(answer.json())[0] == kind
-    late = post(**{api.limit: 1900}, ignore_eos=True, stream=True)
+    late = post({**endless, "stream": True})
     assert late.status_code == 200 and "longer than 0.4 seconds" in late.text
     assert list(events_of(late.content))
