@@ -271,6 +271,14 @@ class Runtime:
 
     # ------------------------------------------------------------ rows
 
+    def encode_for(self, prompt: Prompt, params: Params) -> np.ndarray:
+        """Return the token ids of a prompt, (n,) int64, with the options of chats in ``params``."""
+        if not is_chat(prompt):
+            refuse_without_chat(params)
+        return self.encode(
+            prompt, variables=params.chat_template_kwargs, tools=params.tools, effort=params.reasoning_effort
+        )
+
     def rows(self, prompt: Prompt, params: Params, reserved: bool = False) -> list[Row]:
         """Return a row for each of the ``n`` texts of a prompt.
 
@@ -279,12 +287,7 @@ class Runtime:
         Raises:
             OvspecError: the prompt can't be encoded or doesn't fit, or the grammar is wrong.
         """
-        chat = is_chat(prompt)
-        if not chat:
-            refuse_without_chat(params)
-        tokens = self.encode(
-            prompt, variables=params.chat_template_kwargs, tools=params.tools, effort=params.reasoning_effort
-        )
+        chat, tokens = is_chat(prompt), self.encode_for(prompt, params)
         params, healable = with_seed(params), len(tokens) if chat else 0
         rows = [self.row(Sequence(tokens), params, Origin(chat, healable, None, sample)) for sample in range(params.n)]
         for row in rows if not reserved else ():

@@ -1,4 +1,4 @@
-"""The ways to ask for texts: OpenAI's chats and completions."""
+"""The ways to ask for texts: OpenAI's chats and completions, and Anthropic's messages."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,6 +10,9 @@ from pydantic import BaseModel
 from ovspec.openai import bodies
 from ovspec.openai.answers import ChatCompletion, ChunkWriter, Completion, whole
 from ovspec.openai.bodies import ChatRequest, CompletionRequest
+from ovspec.openai.messages.answer import Message, MessageWriter, whole_message
+from ovspec.openai.messages.body import MessageBody
+from ovspec.openai.messages.request import read_message
 from ovspec.openai.requests import TextRequest, read_texts
 from ovspec.openai.streams import Writer
 
@@ -28,7 +31,7 @@ class TextApi:
     """
 
     summary: str
-    body: type[bodies.Common]
+    body: type[bodies.TextFields]
     answer: type[BaseModel]
     prefix: str
     read: Callable[[Any], TextRequest]
@@ -44,6 +47,13 @@ APIS = {
         "Continue texts.", CompletionRequest, Completion, "cmpl-", partial(read_texts, kind="completion"), whole,
         ChunkWriter,
     ),
+    "/v1/messages": TextApi(
+        "Answer a conversation, as Anthropic's API does.", MessageBody, Message, "msg_", read_message, whole_message,
+        MessageWriter,
+    ),
 }  # fmt: skip
+COUNT = "/v1/messages/count_tokens"
 # The bodies of all requests that have one.
-BODIES: dict[str, type[BaseModel]] = {path: api.body for path, api in APIS.items()} | bodies.BODIES
+BODIES: dict[str, type[BaseModel]] = (
+    {path: api.body for path, api in APIS.items()} | {COUNT: MessageBody} | bodies.BODIES
+)

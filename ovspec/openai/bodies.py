@@ -200,23 +200,28 @@ PROMPT = str | Annotated[list[str], FIRST] | IDS | Annotated[list[IDS], FIRST]
 OPTIONS: dict[str, Any] = {spelling: field_of(name, *GENERATE[name]) for spelling, name in REQUESTED.items()}
 
 
-class Common(create_model("Options", __base__=Fields, **OPTIONS, **idle(*WITHOUT_EFFECT))):
-    """The fields that all requests for texts have."""
+class TextFields(Fields):
+    """The fields that all requests for texts have, in any API."""
 
     model: str | None = Field(None, description="The model's name; any will do, unless the server is strict.")
+    stream: bool | None = Field(None, description="Send the text as server-sent events while it is generated.")
+    draft: str | None = Field(
+        None, description='What may propose tokens: "none", or some of what the server was started with.'
+    )
+    return_record: bool | None = Field(
+        None, description="Add to each text the record that 'ovspec verify' checks; it names the model's folder."
+    )
+
+
+class Common(create_model("Options", __base__=TextFields, **OPTIONS, **idle(*WITHOUT_EFFECT))):
+    """The fields that OpenAI's requests for texts have."""
+
     response_format: dict[str, Any] | None = Field(
         None,
         description='OpenAI\'s response format: {"type": "text"}, "json_object" or "json_schema". '
         'Beside "json_object" a "schema" may be given, as in llama.cpp. Not with a grammar option.',
     )
-    stream: bool | None = Field(None, description="Send the text as server-sent events while it is generated.")
     stream_options: StreamOptions | None = Field(None, description="What a stream tells besides the text.")
-    draft: str | None = Field(
-        None, description='What may propose tokens: "none", or some of what the server was started with.'
-    )
-    return_record: bool | None = Field(
-        None, description="Add to each choice the record that 'ovspec verify' checks; it names the model's folder."
-    )
 
 
 class ChatBody(Common):
@@ -270,7 +275,7 @@ BODIES: dict[str, type[BaseModel]] = {
 @cache
 def fields_elsewhere(body: type[BaseModel]) -> dict[str, str]:
     """Return the fields that a request for texts doesn't have, but another request, and the path of that one."""
-    if not issubclass(body, Common) or body is OwnBody:
+    if not issubclass(body, TextFields) or body is OwnBody:
         return {}
     return {
         name: path
@@ -302,17 +307,18 @@ def without_unknown_of_message(message: Any, names: dict[str, None]) -> Any:
     """Return a message without the fields that no message has; add their names to ``names``."""
     if not isinstance(message, dict):
         return message
-
-    def known(given: dict[str, Any], fields: set[str], where: str) -> dict[str, Any]:
-        unknown = (name for name, each in given.items() if name not in fields and each not in (None, []))
-        names.update((f"{where}.{name[:LONGEST]}", None) for name in islice(unknown, MOST_NAMED - len(names)))
-        return {name: each for name, each in given.items() if name in fields}
-
-    message = known(message, OF_MESSAGES, "messages")
+    message = only_known(message, OF_MESSAGES, "messages", names)
     if isinstance(content := message.get("content"), list):
-        parts = (known(part, OF_PARTS, "content") if is_text(part) else part for part in content)
+        parts = (only_known(part, OF_PARTS, "content", names) if is_text(part) else part for part in content)
         message["content"] = [*parts]
     return message
+
+
+def only_known(given: dict[str, Any], fields: Collection[str], where: str, names: dict[str, None]) -> dict[str, Any]:
+    """Return ``given`` without the fields that aren't known; add their names, inside of ``where``, to ``names``."""
+    unknown = (name for name, each in given.items() if name not in fields and each not in (None, []))
+    names.update((f"{where}.{name[:LONGEST]}", None) for name in islice(unknown, MOST_NAMED - len(names)))
+    return {name: each for name, each in given.items() if name in fields}
 
 
 def is_text(part: Any) -> bool:

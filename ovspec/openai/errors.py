@@ -47,7 +47,7 @@ class MessageErrorText(BaseModel):
 class MessageError(BaseModel):
     """The body of an answer of /v1/messages that is an error."""
 
-    type: Literal["error"] = "error"
+    type: Literal["error"]
     error: MessageErrorText
     request_id: str | None = None
 
@@ -64,4 +64,4 @@ def anthropic_error(failure: Failure, request_id: str | None = None) -> MessageE
     """Return an error as Anthropic's API has it."""
     status = failure.status
     kind = (KINDS | ANTHROPICS).get(status, "invalid_request_error" if status < 500 else "api_error")
-    return MessageError(error=MessageErrorText(type=kind, message=failure.message), request_id=request_id)
+    return MessageError(type="error", error=MessageErrorText(type=kind, message=failure.message), request_id=request_id)

@@ -90,7 +90,7 @@ class TextRequest:
 def texts_asked(body: Any) -> int:
     """Return how many texts a body asks for."""
     prompt: Any = getattr(body, "prompt", None)
-    return (body.n or 1) * (len(prompt) if is_batch(prompt) else 1)
+    return (getattr(body, "n", None) or 1) * (len(prompt) if is_batch(prompt) else 1)
 
 
 def read_texts(body: Any, kind: Kind) -> TextRequest:
@@ -149,7 +149,7 @@ def options_of(body: Fields) -> tuple[dict[str, Any], dict[str, str]]:
 
 def logprobs_of(body: Any) -> dict[str, Any]:
     """Return OpenAI's ``logprobs``, a number, or true or false with ``top_logprobs`` beside it, as an option."""
-    wanted, top = body.logprobs, getattr(body, "top_logprobs", None)
+    wanted, top = getattr(body, "logprobs", None), getattr(body, "top_logprobs", None)
     if top is not None and wanted is not True:
         raise RequestError("`top_logprobs` needs `logprobs` to be true.", "top_logprobs")
     if wanted is None:
