@@ -8,6 +8,8 @@ from pydantic import BaseModel, Field
 KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 ANTHROPICS = {413: "request_too_large", 503: "overloaded_error", 504: "timeout_error"}
 CODES = {401: "invalid_api_key", 429: "rate_limit_exceeded"}  # OpenAI's
+TOO_LONG = "context_length_exceeded"  # OpenAI's code
+TOO_LONG_HERE = "Prompt is too long"  # Anthropic's words, at which agents make their conversations shorter
 
 
 @dataclass(frozen=True)
@@ -64,4 +66,5 @@ def anthropic_error(failure: Failure, request_id: str | None = None) -> MessageE
     """Return an error as Anthropic's API has it."""
     status = failure.status
     kind = (KINDS | ANTHROPICS).get(status, "invalid_request_error" if status < 500 else "api_error")
-    return MessageError(type="error", error=MessageErrorText(type=kind, message=failure.message), request_id=request_id)
+    message = f"{TOO_LONG_HERE}: {failure.message}" if failure.code == TOO_LONG else failure.message
+    return MessageError(type="error", error=MessageErrorText(type=kind, message=message), request_id=request_id)

@@ -107,6 +107,12 @@ class ChatFormat:
         """Whether the template takes a system prompt."""
         return PROBE_SYSTEM in rendered(self.template, [{"role": "system", "content": PROBE_SYSTEM}, *PROBE_CHAT[:1]])
 
+    @functools.cached_property
+    def _takes_late_system(self) -> bool:
+        """Whether the template takes system messages behind others; some refuse them, or leave them out."""
+        late = [*PROBE_CHAT[:1], {"role": "system", "content": PROBE_SYSTEM}]
+        return self._takes_system and PROBE_SYSTEM in rendered(self.template, late)
+
     def prompt(
         self,
         messages: list[Message],
@@ -128,6 +134,8 @@ class ChatFormat:
         """
         if others := [each for each in messages if not isinstance(each, Mapping)]:
             raise PromptError(f"A chat has {others[0]!r:.60}; append messages, such as the `message` of a result.")
+        if (late := late_system(messages)) and not self._takes_late_system:
+            messages = of_user(messages, late)
         given = dict(variables or {})
         if effort is not None:
             given = self._effort(effort) | given
@@ -190,6 +198,29 @@ def shows_calls(sample: str, format: ToolFormat, parts: list[list[tuple[str, Any
     """Return whether each part of the calls is in ``sample`` as ``format`` writes it."""
     ways = range(len(format.calls))
     return any(all(format.written(calls, way) in sample for calls in parts) for way in ways)
+
+
+def late_system(messages: list[Message]) -> set[int]:
+    """Return where system messages are that have others before them."""
+    roles = [message.get("role") for message in messages]
+    first = next((index for index, role in enumerate(roles) if role != "system"), len(roles))
+    return {index for index, role in enumerate(roles) if role == "system" and index > first}
+
+
+def of_user(messages: list[Message], late: set[int]) -> list[Message]:
+    """Let the messages at ``late`` be the user's, each in one with its neighbours: roles may have to alternate."""
+    made, joins = list[Message](), False  # joins: whether the last one has such a message in it
+    for index, message in enumerate(messages):
+        if moved := index in late:
+            message = {**message, "role": "user"}
+        both = [*made[-1:], message]
+        joins = (joins or moved) and [each.get("role") for each in both] == ["user"] * 2
+        if joins and all(isinstance(each.get("content"), str) for each in both):
+            made[-1] = {**message, "content": "\n\n".join(each["content"] for each in both)}
+        else:
+            made.append(message)
+        joins = joins or moved
+    return made
 
 
 def with_objects(message: Message) -> Message:
