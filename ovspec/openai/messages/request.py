@@ -85,8 +85,8 @@ def ignore(name: str, ignored: Ignored) -> None:
 
 def read_tools(body: MessageBody, options: Options, ignored: Ignored) -> None:
     """Set the options of tools."""
-    if tools := [made for tool in body.tools or () if (made := tool_of(tool, ignored))]:
-        options.own["tools"] = tools
+    if body.tools:
+        options.own["tools"] = [made for tool in body.tools if (made := tool_of(tool, ignored))]
     if (given := body.tool_choice) is None:
         return
     choice = only_known(given, ("type", "name", "disable_parallel_tool_use"), "tool_choice", ignored)
@@ -98,7 +98,7 @@ def read_tools(body: MessageBody, options: Options, ignored: Ignored) -> None:
     else:
         told = '{"type": "auto"}, {"type": "any"}, {"type": "tool", "name": …} or {"type": "none"}'
         raise RequestError(f"`tool_choice` must be {told}.", "tool_choice")
-    if kind == "any" and not tools:
+    if kind == "any" and not options.own.get("tools"):
         raise RequestError("`tool_choice` is any, which needs `tools` that can be called here.", "tool_choice")
     if not isinstance(alone, (bool, type(None))):
         raise RequestError("`tool_choice`: disable_parallel_tool_use must be true or false.", "tool_choice")
@@ -211,10 +211,10 @@ def blocks_of(content: Any, kinds: tuple[str, ...], ignored: Ignored) -> list[di
         return [{"type": "text", "text": content}]
     if not isinstance(content, list) or not content or not all(isinstance(block, dict) for block in content):
         raise wrong("each needs content, which is a string or a list of blocks.")
-    for kind in (block.get("type") for block in content):
-        if not isinstance(kind, str) or kind not in kinds:
-            where = f"here; only {' and '.join(kinds)} can" if kind in BLOCKS.keys() - kinds else "only text can"
-            raise wrong(f"content of the type {kind!s:.40} can't be read; {where}.")
+    for kind in (str(block.get("type")) for block in content):
+        if kind not in kinds:
+            told = f" here; only {', '.join(kinds)} can" if kind in BLOCKS else "; only text can"
+            raise wrong(f"content of the type {kind:.40} can't be read{told}.")
     return [only_known(block, BLOCKS[block["type"]], block["type"], ignored) for block in content]
 
 
