@@ -9,6 +9,7 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, Literal
 
 import anthropic
@@ -211,6 +212,15 @@ def test_tokens_are_counted_as_answers_report_them(real: Running, body: dict[str
     counted = MessageTokensCount.model_validate_json(raw.text(), strict=True).input_tokens
     assert counted == prompt_tokens(whole(client, max_tokens=1, **body).usage) > 0
     assert (HEADER in raw.headers) == (WEB in body.get("tools", ()) or BILLING in str(body))
+
+
+def test_answers_are_verified(server: Running, tmp_path: Path, ovspec_command: Any) -> None:
+    """A whole answer is a file that 'ovspec verify' reads."""
+    body = {"messages": ASK, "max_tokens": 20, "temperature": 0.7, "seed": 2, "return_record": True}
+    for more in ({}, {"tools": [TOOL], "tool_choice": {"type": "any"}, "max_tokens": 80}):
+        (tmp_path / "answer.json").write_bytes(server.post("/v1/messages", {**body, **more}).content)
+        done = ovspec_command("verify", tmp_path / "answer.json")
+        assert not done.returncode and re.search(r"(?m)^exact: (\d+) of \1$", done.stdout), done.stdout + done.stderr
 
 
 @needs_real
