@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 from dataclasses import replace
@@ -14,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
+from ovspec.base.errors import OvspecError
 from ovspec.engine.results import Piece, Result, Stats
 from ovspec.openai.bodies import MOST_NAMED, RequestError, read_body, without_unknown
 from ovspec.openai.errors import Failure
@@ -129,6 +131,8 @@ def test_the_billing_header_is_left_out() -> None:
         assert request.prompts == [[{"role": "system", "content": "S"}, USER]]
         assert request.ignored == (f"system.{BILLING}",)
     assert read(system=[text(f"{BILLING}: cc=1;")]).prompts == [[USER]]
+    whole = f"{BILLING}: cc=1;\nS"  # there is no telling where it ends
+    assert read(system=whole).prompts == [[{"role": "system", "content": whole}, USER]]
 
 
 # ---------------------------------------------------------------- options
@@ -314,8 +318,51 @@ def test_refusals(body: dict[str, Any], message: str, field: str) -> None:
     ],
 )  # fmt: skip
 def test_params_that_cannot_be_met_are_named_as_the_client_does(body: dict[str, Any], told: str) -> None:
-    with pytest.raises(Exception, match=told):
+    with pytest.raises(OvspecError, match=told):
         read(**body).params(Params())
+
+
+SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=3)
+KEYS = ["type", "role", "content", "text", "thinking", "id", "name", "input", "tool_use_id", "input_schema", "schema"]
+KEYS += ["budget_tokens", "effort", "format", "disable_parallel_tool_use", "x"]
+WORDS = [
+    "text",
+    "user",
+    "assistant",
+    "system",
+    "tool_use",
+    "tool_result",
+    "thinking",
+    "custom",
+    "tool",
+    "any",
+    "enabled",
+]
+JSON = st.recursive(
+    SCALARS | st.sampled_from([*WORDS, "json_schema"]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(KEYS), inner, max_size=5),
+    max_leaves=12,
+)
+FIELDS = [
+    "system",
+    "tools",
+    "tool_choice",
+    "thinking",
+    "output_config",
+    "output_format",
+    "stop_sequences",
+    "max_tokens",
+]
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    messages=JSON | st.lists(st.fixed_dictionaries({"role": st.sampled_from(WORDS[1:4]), "content": JSON}), max_size=3),
+    more=st.dictionaries(st.sampled_from(FIELDS), JSON, max_size=4),
+)
+def test_whatever_is_sent_is_read_or_refused(messages: Any, more: dict[str, Any]) -> None:
+    with contextlib.suppress(RequestError):
+        assert read(messages=messages, **more).size >= 0
 
 
 # ---------------------------------------------------------------- answers

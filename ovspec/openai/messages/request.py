@@ -76,6 +76,7 @@ def read_message(body: MessageBody) -> TextRequest:
 
 
 def ignore(name: str, ignored: Ignored) -> None:
+    """Add a name to what is left out, unless there are enough."""
     if len(ignored) < MOST_NAMED:
         ignored[name] = None
 
@@ -110,7 +111,8 @@ def tool_of(tool: dict[str, Any], ignored: Ignored) -> dict[str, Any] | None:
     """Return a tool as OpenAI's API has it; None for one that only Anthropic's servers have."""
     kind = tool.get("type") or "custom"
     if isinstance(kind, str) and SERVERS_TOOL.fullmatch(kind):
-        return ignore(f"tools.{kind}", ignored)
+        ignore(f"tools.{kind}", ignored)
+        return None
     if kind != "custom":
         raise RequestError(f"`tools` has a tool of the type {kind!s:.40}; only custom ones can be called.", "tools")
     tool = only_known(tool, OF_TOOLS, "tools", ignored)
@@ -153,8 +155,8 @@ def read_format(body: MessageBody, options: Options, ignored: Ignored) -> None:
             continue
         schema = format.get("schema") if isinstance(format, dict) and format.get("type") == "json_schema" else None
         if not isinstance(schema, dict):
-            told = f'the format in `{field}` must be {{"type": "json_schema", "schema": …}}.'
-            raise RequestError(told[0].upper() + told[1:], field)
+            told = f'The format in `{field}` must be {{"type": "json_schema", "schema": …}}.'
+            raise RequestError(told, field)
         only_known(format, ("type", "schema"), field, ignored)
         if other := next((name for name in GRAMMARS if name in options.own and options.names[name] == name), None):
             raise RequestError(f"`{field}` and `{other}` can't be combined; leave one of them out.", field)
@@ -183,26 +185,29 @@ def messages_of(message: Message, ignored: Ignored) -> Iterator[Message]:
     if not isinstance(role, str) or role not in ROLES:
         raise wrong(f"a role is {role!r:.40}; it must be user, assistant or system.")
     blocks = blocks_of(content, ROLES[role], ignored)
-    for block in blocks:
-        if block["type"] == "tool_result":
-            told = "" if block.get("content") is None else block["content"]
-            text = joined(blocks_of(told, ("text",), ignored), "text")
-            yield {"role": "tool", "tool_call_id": text_in(block, "tool_use_id"), "content": text}
-    made: Message = {"role": role}
-    kinds = {block["type"] for block in blocks}
-    if role == "system":
-        kept = [block for block in blocks if not text_in(block, "text").startswith(BILLING)]
-        if len(kept) < len(blocks):
-            ignore(f"system.{BILLING}", ignored)
-        blocks, kinds = kept, kinds if kept else set[str]()
-    if kinds <= {"tool_result"}:
+    if role == "system" and isinstance(content, list):
+        blocks = without_billing(blocks, ignored)
+    results = [block for block in blocks if block["type"] == "tool_result"]
+    for block in results:
+        told = "" if block.get("content") is None else block["content"]
+        text = joined(blocks_of(told, ("text",), ignored), "text")
+        yield {"role": "tool", "tool_call_id": text_in(block, "tool_use_id"), "content": text}
+    if len(results) == len(blocks):
         return
-    made["content"] = joined(blocks, "text")
+    made: Message = {"role": role, "content": joined(blocks, "text")}
     if thinking := joined(blocks, "thinking"):
         made["reasoning_content"] = thinking
     if calls := [call_of(block) for block in blocks if block["type"] == "tool_use"]:
         made["tool_calls"] = calls
     yield made
+
+
+def without_billing(blocks: list[dict[str, Any]], ignored: Ignored) -> list[dict[str, Any]]:
+    """Return the blocks of a system prompt without Claude Code's billing header."""
+    kept = [block for block in blocks if not text_in(block, "text").startswith(BILLING)]
+    if len(kept) < len(blocks):
+        ignore(f"system.{BILLING}", ignored)
+    return kept
 
 
 def blocks_of(content: Any, kinds: tuple[str, ...], ignored: Ignored) -> list[dict[str, Any]]:
