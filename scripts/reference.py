@@ -82,7 +82,7 @@ def python_reference() -> str:
 def endpoints_reference() -> str:
     """Return the endpoints of 'ovspec serve' with the fields of their requests."""
     document = make_app(SimpleNamespace(lm=None, options=ServeParams())).openapi()  # type: ignore[arg-type]
-    schemas = document["components"]["schemas"]
+    schemas, listed = document["components"]["schemas"], dict[str, str]()  # the first path of each body
     parts = [
         f"# Endpoints\n\n{MADE}\nWhat `ovspec serve` answers ([how to use it](../how-to/serve.md)). The OpenAPI "
         "document is at `/openapi.json`. Every field may be left out or null unless it is required. A field that isn't "
@@ -94,8 +94,14 @@ def endpoints_reference() -> str:
             parts.append(f"## {method.upper()} {path}\n\n{operation['summary']}\n")
             if "requestBody" in operation:
                 name = operation["requestBody"]["content"]["application/json"]["schema"]["$ref"].rsplit("/", 1)[1]
-                parts.append(field_table(schemas[name]))
-    parts.append('## Errors\n\nThe body is `{"error": {"message", "type", "param", "code"}}`.\n')
+                if (first := listed.setdefault(name, path)) == path:
+                    parts.append(field_table(schemas[name]))
+                else:
+                    parts.append(f"The fields are those of `{first}`.\n")
+    parts.append(
+        '## Errors\n\nThe body is `{"error": {"message", "type", "param", "code"}}`, as OpenAI\'s. On `/v1/messages` '
+        'and below it is `{"type": "error", "error": {"type", "message"}, "request_id"}`, as Anthropic\'s.\n'
+    )
     parts.append("\n".join(["| status | meaning |", "|---|---|", *(f"| {n} | {told} |" for n, told in ERRORS.items())]))
     return "\n".join(parts) + "\n"
 

@@ -193,15 +193,20 @@ def params_from_json(options: dict[str, Any]) -> Params:
     return replace(make_params(cast(GenerateOptions, known)), **functions)
 
 
+def said(content: Any) -> str:
+    """Return the text of a message, which may be in blocks."""
+    return "".join(block.get("text", "") for block in content) if isinstance(content, list) else content or ""
+
+
 def result_from_json(data: Any) -> Result:
-    """Return the result that ``ovspec generate --json`` printed, or a choice in the output of ``ovspec batch``.
+    """Return the result that ``ovspec generate --json`` printed, a choice of OpenAI's API, or a message of Anthropic's.
 
     Raises:
         OvspecError: it has no record, or isn't such a result.
     """
     try:
         record = data["record"]
-        text = data["text"][record.get("echo", 0) :] if "text" in data else data["message"]["content"] or ""
+        text = data["text"][record.get("echo", 0) :] if "text" in data else said(data.get("message", data)["content"])
         model = dict(record["model"])
         made = Provenance(
             prompt_ids=np.array([int(token) for token in record["prompt_token_ids"]], dtype=np.int64),

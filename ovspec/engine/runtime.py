@@ -287,6 +287,14 @@ class Runtime:
 
     # ------------------------------------------------------------ rows
 
+    def encode_for(self, prompt: Prompt, params: Params) -> np.ndarray:
+        """Return the token ids of a prompt, (n,) int64, with the options of chats in ``params``."""
+        if not is_chat(prompt):
+            refuse_without_chat(params)
+        return self.encode(
+            prompt, variables=params.chat_template_kwargs, tools=params.tools, effort=params.reasoning_effort
+        )
+
     def rows(self, prompt: Prompt, params: Params, reserved: bool = False) -> list[Row]:
         """Return a row for each of the ``n`` texts of a prompt.
 
@@ -296,16 +304,13 @@ class Runtime:
             OvspecError: the prompt can't be encoded or doesn't fit, or the grammar is wrong.
         """
         chat = is_chat(prompt)
-        if not chat:
-            refuse_without_chat(params)
         if isinstance(prompt, Infill):
+            refuse_without_chat(params)
             tokens, healable = self.infill_tokens(prompt, params)
             ends = self.tokenizer.fim.ends if self.tokenizer.fim and not params.ignore_eos else ()
             params = replace(params, stop_ids=[*params.stop_ids, *ends])
         else:
-            tokens = self.encode(
-                prompt, variables=params.chat_template_kwargs, tools=params.tools, effort=params.reasoning_effort
-            )
+            tokens = self.encode_for(prompt, params)
             healable = len(tokens) if chat else 0
         params = with_seed(params)
         rows = [self.row(Sequence(tokens), params, Origin(chat, healable, None, sample)) for sample in range(params.n)]

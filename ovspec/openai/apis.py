@@ -11,6 +11,9 @@ from ovspec.openai import bodies
 from ovspec.openai.answers import ChatCompletion, ChunkWriter, Completion, whole
 from ovspec.openai.bodies import ChatRequest, CompletionRequest
 from ovspec.openai.infill import InfillAnswers, InfillRequest, InfillWriter, read_infill, whole_infill
+from ovspec.openai.messages.answer import Message, MessageWriter, whole_message
+from ovspec.openai.messages.body import MessageRequest
+from ovspec.openai.messages.request import read_messages
 from ovspec.openai.requests import TextRequest, read_texts
 from ovspec.openai.responses.answer import Response, ResponseWriter, whole_response
 from ovspec.openai.responses.body import ResponseRequest
@@ -51,10 +54,17 @@ APIS = {
     "/v1/responses": TextApi(
         "Answer a chat of items.", ResponseRequest, Response, "resp_", read_response, whole_response, ResponseWriter
     ),
+    "/v1/messages": TextApi(
+        "Answer a conversation, as Anthropic's API does.", MessageRequest, Message, "msg_", read_messages,
+        whole_message, MessageWriter,
+    ),
     "/infill": TextApi(
         "Fill a place in a text, as llama.cpp's editors ask for it.", InfillRequest, InfillAnswers, "infill-",
         read_infill, whole_infill, InfillWriter,
     ),
 }  # fmt: skip
+COUNT = "/v1/messages/count_tokens"
 # The bodies of all requests that have one.
-BODIES: dict[str, type[BaseModel]] = {path: api.body for path, api in APIS.items()} | bodies.BODIES
+BODIES: dict[str, type[BaseModel]] = (
+    {path: api.body for path, api in APIS.items()} | {COUNT: MessageRequest} | bodies.BODIES
+)

@@ -205,8 +205,8 @@ def options_but(*names: str) -> dict[str, Any]:
     return {spelling: each for spelling, each in OPTIONS.items() if REQUESTED[spelling] not in names}
 
 
-class TextBody(create_model("Texts", __base__=Fields, **idle(*WITHOUT_EFFECT))):
-    """The fields that all requests for texts have, besides options."""
+class TextBody(Fields):
+    """The fields that all requests for texts have, in any API."""
 
     model: str | None = Field(None, description="The model's name; any will do, unless the server is strict.")
     stream: bool | None = Field(None, description="Send the text as server-sent events while it is generated.")
@@ -214,11 +214,11 @@ class TextBody(create_model("Texts", __base__=Fields, **idle(*WITHOUT_EFFECT))):
         None, description='What may propose tokens: "none", or some of what the server was started with.'
     )
     return_record: bool | None = Field(
-        None, description="Add to each choice the record that 'ovspec verify' checks; it names the model's folder."
+        None, description="Add to each text the record that 'ovspec verify' checks; it names the model's folder."
     )
 
 
-class Common(create_model("Options", __base__=TextBody, **OPTIONS)):
+class Common(create_model("Options", __base__=TextBody, **OPTIONS, **idle(*WITHOUT_EFFECT))):
     """The fields that all requests of OpenAI's older APIs have."""
 
     response_format: dict[str, Any] | None = Field(
@@ -318,17 +318,18 @@ def without_unknown_of_message(message: Any, names: dict[str, None]) -> Any:
     """Return a message without the fields that no message has; add their names to ``names``."""
     if not isinstance(message, dict):
         return message
-
-    def known(given: dict[str, Any], fields: set[str], where: str) -> dict[str, Any]:
-        unknown = (name for name, each in given.items() if name not in fields and each not in (None, []))
-        names.update((f"{where}.{name[:LONGEST]}", None) for name in islice(unknown, MOST_NAMED - len(names)))
-        return {name: each for name, each in given.items() if name in fields}
-
-    message = known(message, OF_MESSAGES, "messages")
+    message = only_known(message, OF_MESSAGES, "messages", names)
     if isinstance(content := message.get("content"), list):
-        parts = (known(part, OF_PARTS, "content") if is_text(part) else part for part in content)
+        parts = (only_known(part, OF_PARTS, "content", names) if is_text(part) else part for part in content)
         message["content"] = [*parts]
     return message
+
+
+def only_known(given: dict[str, Any], fields: Collection[str], where: str, names: dict[str, None]) -> dict[str, Any]:
+    """Return ``given`` without the fields that aren't known; add their names, inside of ``where``, to ``names``."""
+    unknown = (name for name, each in given.items() if name not in fields and each not in (None, []))
+    names.update((f"{where}.{name[:LONGEST]}", None) for name in islice(unknown, MOST_NAMED - len(names)))
+    return {name: each for name, each in given.items() if name in fields}
 
 
 def is_text(part: Any) -> bool:

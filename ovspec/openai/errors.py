@@ -9,6 +9,8 @@ KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_e
 KINDS |= {501: "not_supported_error"}  # llama.cpp's
 ANTHROPICS = {413: "request_too_large", 503: "overloaded_error", 504: "timeout_error"}
 CODES = {401: "invalid_api_key", 429: "rate_limit_exceeded"}  # OpenAI's
+TOO_LONG = "context_length_exceeded"  # OpenAI's code
+TOO_LONG_HERE = "Prompt is too long"  # Anthropic's words, at which agents make their conversations shorter
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,7 @@ class MessageErrorText(BaseModel):
 class MessageError(BaseModel):
     """The body of an answer of /v1/messages that is an error."""
 
-    type: Literal["error"] = "error"
+    type: Literal["error"]
     error: MessageErrorText
     request_id: str | None = None
 
@@ -65,4 +67,5 @@ def anthropic_error(failure: Failure, request_id: str | None = None) -> MessageE
     """Return an error as Anthropic's API has it."""
     status = failure.status
     kind = (KINDS | ANTHROPICS).get(status, "invalid_request_error" if status < 500 else "api_error")
-    return MessageError(error=MessageErrorText(type=kind, message=failure.message), request_id=request_id)
+    message = f"{TOO_LONG_HERE}: {failure.message}" if failure.code == TOO_LONG else failure.message
+    return MessageError(type="error", error=MessageErrorText(type=kind, message=message), request_id=request_id)

@@ -20,7 +20,7 @@ class Writer(Protocol):
         """Return the events that come before the texts."""
         ...
 
-    def more(self, index: int, piece: Piece) -> Events:
+    def more(self, index: int, piece: Piece, /) -> Events:
         """Return the events for a piece of the text ``index``; there are none if it has nothing to tell yet."""
         ...
 

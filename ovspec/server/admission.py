@@ -151,7 +151,8 @@ class Service:
         stops, characters = len(params.stop_strings), sum(map(len, params.stop_strings))
         if stops > MOST_STOPS or characters > MOST_STOP_CHARACTERS:
             limit = f"at most {MOST_STOPS} with {MOST_STOP_CHARACTERS:,} are allowed"
-            raise RequestError(f"stop has {stops} strings with {characters} characters in all; {limit}.", "stop")
+            name = request.names.get("stop", "stop")
+            raise RequestError(f"{name} has {stops} strings with {characters} characters in all; {limit}.", name)
         if (texts := params.n * len(request.prompts)) > MOST_TEXTS:
             raise RequestError(f"The request asks for {texts} texts; at most {MOST_TEXTS} are allowed.", "n")
         # A text that the context can't hold is refused before it is encoded, which would take long.

@@ -16,7 +16,7 @@ from ovspec import __version__
 from ovspec.api.model import LanguageModel
 from ovspec.base.errors import PromptError
 from ovspec.openai.answers import Answer
-from ovspec.openai.apis import APIS, BODIES, TextApi
+from ovspec.openai.apis import APIS, BODIES, COUNT, TextApi
 from ovspec.openai.bodies import (
     NO_OBJECT,
     UNMET,
@@ -26,7 +26,9 @@ from ovspec.openai.bodies import (
     TokenizeRequest,
     fields_elsewhere,
 )
-from ovspec.openai.errors import ErrorAnswer
+from ovspec.openai.errors import ErrorAnswer, MessageError
+from ovspec.openai.messages.answer import TokenCount
+from ovspec.openai.messages.body import MessageRequest
 from ovspec.openai.models import Model, Models, Props, catalogue_entry, model_of, props_of
 from ovspec.openai.requests import template_message
 from ovspec.params import refuse_variables
@@ -34,7 +36,7 @@ from ovspec.params.tools import tools_of
 from ovspec.server.admission import Service
 from ovspec.server.bodies import BoundedRoute
 from ovspec.server.endpoints import TextEndpoints
-from ovspec.server.errors import ApiError, about_prompt, error_answer
+from ovspec.server.errors import MESSAGES, ApiError, about_prompt, error_answer, is_anthropics
 from ovspec.text.tokenizer import LONG_TEXT
 
 ERRORS: dict[int | str, str] = {
@@ -55,7 +57,7 @@ ERRORS: dict[int | str, str] = {
 }
 ADDS = ("add_special_tokens", "add_special")  # vLLM's and llama.cpp's names of the same field
 NOWHERE = {404: "There is no such path; /openapi.json lists them.", 405: ERRORS[405]}
-STREAM = {"text/event-stream": {"schema": {"type": "string", "description": "With stream: chunks, as OpenAI's."}}}
+STREAM = {"text/event-stream": {"schema": {"type": "string", "description": "With stream: events of the API."}}}
 
 
 class TokenPiece(Answer):
@@ -95,7 +97,7 @@ def make_app(service: Service) -> FastAPI:
         docs_url=None,  # their pages load scripts from elsewhere
         redoc_url=None,
         redirect_slashes=False,  # clients of APIs don't follow it with a body
-        responses={status: {"model": ErrorAnswer, "description": told} for status, told in ERRORS.items()},
+        responses=errors_of(""),
     )
     app.state.strict_fields = service.options.strict_fields
     app.openapi = partial(document_of, app)
@@ -104,6 +106,12 @@ def make_app(service: Service) -> FastAPI:
     for kind in (RequestValidationError, HTTPException, Exception):
         app.add_exception_handler(kind, answer_error)
     return app
+
+
+def errors_of(path: str) -> dict[int | str, dict[str, Any]]:
+    """Return the answers of a path that are errors, for the OpenAPI document."""
+    model = MessageError if is_anthropics(path) else ErrorAnswer
+    return {status: {"model": model, "description": told} for status, told in ERRORS.items()}
 
 
 def document_of(app: FastAPI) -> dict[str, Any]:
@@ -122,7 +130,8 @@ def add_endpoints(app: FastAPI, service: Service) -> None:
     lm, texts = service.lm, TextEndpoints(service)
 
     for path, api in APIS.items():
-        answers: Any = {200: {"model": api.answer, "description": "The answer.", "content": STREAM}}
+        answered = {"model": api.answer, "description": "The answer.", "content": STREAM}
+        answers: Any = {200: answered, **errors_of(path)}
         described: Any = {"tags": ["texts"], "summary": api.summary, "response_model": None, "responses": answers}
         app.post(path, **described)(endpoint_of(texts, api))
 
@@ -172,6 +181,10 @@ def add_endpoints(app: FastAPI, service: Service) -> None:
     @app.post("/tokenize", tags=["tokens"], summary="Return the tokens of a text or a chat.")
     async def tokenize(body: TokenizeRequest, http: Request) -> Tokens:
         return await translated(tokens_of, body, http)
+
+    @app.post(COUNT, tags=["tokens"], summary="Count the tokens of a conversation.", responses=errors_of(COUNT))
+    async def count_tokens(body: MessageRequest, http: Request) -> TokenCount:
+        return TokenCount(input_tokens=await texts.count(APIS[MESSAGES], body, http))
 
     @app.post("/detokenize", tags=["tokens"], summary="Return the text of tokens.")
     async def detokenize(body: DetokenizeRequest, http: Request) -> Text:

@@ -69,6 +69,21 @@ class TextEndpoints:
             work: Work = "texts" if texts.params.logprobs is None else "long"
             return await service.apart(self._whole, texts, work=work)
 
+    async def count(self, api: TextApi, body: Any, http: Request) -> int:
+        """Return how many tokens the prompt of a request has."""
+        service = self._service
+        service.check_model(body.model)
+        with service.counted():
+            request = await service.read(api, body, http)
+            return await service.apart(self._tokens, request, work="long" if request.size > LONG_TEXT else "texts")
+
+    def _tokens(self, request: TextRequest) -> int:
+        params = self._service.params(request)
+        try:
+            return sum(len(self._lm.runtime.encode_for(prompt, params)) for prompt in request.prompts)
+        except PromptError as error:
+            raise about_prompt(error, self._lm, request.prompt_field) from None
+
     async def _prepare(self, api: TextApi, body: Any, http: Request, began: float) -> PieceStream:
         """Return the texts that are asked for, with their rows and what is repeated of their prompts."""
         service = self._service

@@ -6,7 +6,7 @@ from starlette.types import Scope
 
 from ovspec.api.model import LanguageModel
 from ovspec.base.errors import InferenceError, OvspecError, PromptError
-from ovspec.openai.errors import Failure, anthropic_error, openai_error
+from ovspec.openai.errors import TOO_LONG, Failure, anthropic_error, openai_error
 from ovspec.server.engine_thread import ServerEnded
 
 MESSAGES = "/v1/messages"
@@ -48,8 +48,7 @@ def for_clients(error: OvspecError, lm: LanguageModel) -> str:
 
 def about_prompt(error: PromptError, lm: LanguageModel, field: str) -> ApiError:
     """Return the answer to a prompt that can't be used; ``field``: where it was given."""
-    code = "context_length_exceeded" if error.too_long else None  # OpenAI's
-    return ApiError(400, for_clients(error, lm), field, code)
+    return ApiError(400, for_clients(error, lm), field, TOO_LONG if error.too_long else None)
 
 
 def as_api_error(error: OvspecError, lm: LanguageModel) -> ApiError:

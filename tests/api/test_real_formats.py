@@ -9,13 +9,12 @@ from typing import Any
 import jsonschema
 import pytest
 from conftest import made_once
-from real_families import DOWNLOADS, FAMILIES, Family, export
+from real_families import DOWNLOADS, FAMILIES, TEMPLATES, Family, export
 
 import ovspec
 from ovspec.api.verify import record_as_json, result_from_json
 
 pytestmark = pytest.mark.slow
-TEMPLATES = DOWNLOADS / "llama.cpp" / "models" / "templates"
 CHAT: Any = [{"role": "user", "content": "What is the weather in Paris?"}]
 SCHEMA = {
     "type": "object",

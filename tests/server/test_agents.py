@@ -138,7 +138,7 @@ def test_openai(real: Running, kitchen: Kitchen, ask: Callable[..., Any]) -> Non
 
 
 def whole_response(client: openai.OpenAI, **body: Any) -> Any:
-    tools = [{"type": "function", **tool["function"]} for tool in body.pop("tools")]
+    tools: Any = [{"type": "function", **tool["function"]} for tool in body.pop("tools")]
     return client.responses.create(tools=tools, **body)
 
 

@@ -18,6 +18,7 @@ from schemathesis.specs.openapi.checks import response_schema_conformance, statu
 from servers import DEMO, Running, Start
 
 from ovspec.openai.answers import ChatCompletion, Completion
+from ovspec.openai.messages.answer import Message, TokenCount
 
 PAGE, TOOLS_PAGE = (ROOT / "docs" / "how-to" / name for name in ("serve.md", "use-tools.md"))
 CURLS = [line.replace("\\\n", "") for line in re.findall(r"(?m)^curl (?:.*\\\n)*.*$", PAGE.read_text(encoding="utf-8"))]
@@ -25,6 +26,8 @@ KEY = "the-key"
 CHAT = [{"role": "user", "content": "Hello"}]
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": {"enum": [1]}}}}}
 CHECKED = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "integer", "maximum": 99}}}
+OUTPUT = {"type": "json_schema", "schema": {"type": "integer", "maximum": 99}}
+NAMED = {"name": "f", "input_schema": {"properties": {"a": {"enum": [1]}}}}
 LOOSE = {"json_schema_mode": "checked", "return_record": True}
 UNCHECKED = (
     HealthCheck.too_slow,
@@ -102,7 +105,8 @@ def test_no_request_is_a_server_error(api: Any, examples: int) -> None:
             case.validate_response(answer, checks=[response_schema_conformance, status_code_conformance])
 
         check()
-    assert {"/v1/chat/completions", "/v1/completions", "/infill", "/props", "/tokenize", "/ready"} <= tried
+    assert {"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/infill"} <= tried
+    assert {"/v1/messages/count_tokens", "/props", "/tokenize", "/ready"} <= tried
 
 
 @pytest.mark.parametrize(
@@ -113,6 +117,9 @@ def test_no_request_is_a_server_error(api: Any, examples: int) -> None:
         (ChatCompletion, "/v1/chat/completions", {"messages": CHAT, "logprobs": True, "top_logprobs": 2}),
         (ChatCompletion, "/v1/chat/completions", {"messages": CHAT, "response_format": CHECKED, **LOOSE}),
         (ChatCompletion, "/v1/chat/completions", {"messages": CHAT, "tools": [TOOL], "tool_choice": "required"}),
+        (Message, "/v1/messages", {"messages": CHAT, "output_format": OUTPUT, **LOOSE}),
+        (Message, "/v1/messages", {"messages": CHAT, "tools": [NAMED], "tool_choice": {"type": "any"}}),
+        (TokenCount, "/v1/messages/count_tokens", {"messages": CHAT, "system": "Hi"}),
     ],
 )
 def test_answers_have_the_shape_of_the_document(server: Running, model: Any, path: str, body: Any) -> None:

@@ -11,7 +11,9 @@ import pytest
 from pydantic import ValidationError
 from servers import Running
 
-from ovspec.openai.bodies import BODIES, ChatRequest, CompletionRequest, DetokenizeRequest, Fields
+from ovspec.openai.apis import BODIES
+from ovspec.openai.bodies import ChatRequest, CompletionRequest, DetokenizeRequest, Fields
+from ovspec.openai.messages.body import MessageRequest
 from ovspec.server.bodies import MOST_COMMAS, parse
 from ovspec.server.errors import ApiError
 
@@ -31,6 +33,9 @@ def hostile(many: int) -> list[tuple[type[Fields], Any, str]]:
         (CompletionRequest, {**TEXT, "max_tokens": 1, **numbered}, "0 is not a field"),
         (CompletionRequest, {**TEXT, "stream_options": numbered}, "stream_options.0 is not a field"),
         (DetokenizeRequest, {"tokens": ["a"] * many}, "tokens must be a list of whole numbers"),
+        (MessageRequest, {"messages": [0] * many}, "messages must be a list of objects"),
+        (MessageRequest, {"messages": [{}], "tools": [0] * many}, "tools must be a list of objects"),
+        (MessageRequest, {"messages": [{}], "stop_sequences": [0] * many}, "stop_sequences must be a list of strings"),
     ]
 
 

@@ -12,8 +12,8 @@ import pytest
 from conftest import PROMPTS
 from servers import DEMO, Running, Start
 
+from ovspec.openai.apis import BODIES
 from ovspec.openai.bodies import (
-    BODIES,
     MOST_NAMED,
     ChatRequest,
     CompletionRequest,
@@ -31,6 +31,8 @@ GIVEN: list[tuple[str, dict[str, Any]]] = [
     ("/v1/completions", TEXT),
     ("/tokenize", {"prompt": "a"}),
     ("/detokenize", {"tokens": [65]}),
+    ("/v1/messages", {"messages": CHAT, "max_tokens": 3}),
+    ("/v1/messages/count_tokens", {"messages": CHAT}),
 ]
 # What the web page of llama.cpp, and agents, send beside what they want.
 OF_AGENTS: dict[str, Any] = {

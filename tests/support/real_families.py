@@ -13,6 +13,7 @@ import pytest
 from conftest import USERS_CACHE
 
 DOWNLOADS = USERS_CACHE / "downloads"
+TEMPLATES = DOWNLOADS / "llama.cpp" / "models" / "templates"
 
 
 @dataclass(frozen=True)

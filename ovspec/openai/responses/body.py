@@ -4,10 +4,11 @@ from typing import Annotated, Any
 
 from pydantic import Field, create_model
 
+from ovspec.openai import foreign
 from ovspec.openai.bodies import FIRST, OPTIONS, TOPS, Foreign, TextBody, idle, options_but, unmet
 
 # Accepted and ignored: what doesn't affect the text, and limits that are never reached here.
-WITHOUT_EFFECT = ("context_management", "max_tool_calls", "stream_options", "truncation")
+WITHOUT_EFFECT = (*foreign.WITHOUT_EFFECT, "context_management", "max_tool_calls", "stream_options", "truncation")
 # Refused, unless the value is one of these, which ask for nothing.
 REFUSED: dict[str, tuple[Any, ...]] = {
     "background": (False,),

@@ -1,0 +1,1 @@
+"""Anthropic's API of messages: its bodies, requests and answers."""

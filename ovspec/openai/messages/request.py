@@ -1,0 +1,242 @@
+"""Reads requests of Anthropic's API: from a body to a chat and options as all others have them."""
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from ovspec.openai.bodies import MOST_NAMED, RequestError, only_known
+from ovspec.openai.messages.body import MessageRequest
+from ovspec.openai.requests import TextRequest, options_of, template_message, wrong
+from ovspec.params import GRAMMARS
+from ovspec.params.option import LARGEST
+from ovspec.text.chat_template import Message
+
+EFFORTS = {"low": "low", "medium": "medium", "high": "high", "xhigh": "xhigh", "max": "xhigh"}
+CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+# The blocks that each role may have.
+ROLES = {
+    "user": ("text", "tool_result"),
+    "assistant": ("text", "thinking", "redacted_thinking", "tool_use"),
+    "system": ("text",),
+}
+ANY = ("type", "cache_control")
+# The fields of each block, with those that have no effect.
+BLOCKS: dict[str, tuple[str, ...]] = {
+    "text": (*ANY, "text", "citations"),
+    "thinking": (*ANY, "thinking", "signature"),
+    "redacted_thinking": (*ANY, "data"),
+    "tool_use": (*ANY, "id", "name", "input", "caller", "toolset_name"),
+    "tool_result": (*ANY, "tool_use_id", "content", "is_error", "toolset_name"),
+}
+OF_TOOLS = (
+    *ANY, "name", "description", "input_schema", "allowed_callers", "defer_loading", "eager_input_streaming", "strict",
+)  # fmt: skip
+SERVERS_TOOL = re.compile(r"\w+_20\d{6}", re.ASCII)  # the type of a tool that comes with Anthropic's API
+# Claude Code's first block of the system prompt. It changes with each request, so that nothing behind it is cached.
+BILLING = "x-anthropic-billing-header"
+Ignored = dict[str, None]  # the names of what is left out; at most MOST_NAMED
+
+
+class Options:
+    """The options that a body sets, by our names, and the client's name for each."""
+
+    def __init__(self, body: MessageRequest) -> None:
+        self.own, self.names = options_of(body)
+
+    def set(self, name: str, value: Any, field: str) -> None:
+        """Set an option from a field; raises RequestError if another field has set it to something else."""
+        if self.own.setdefault(name, value) != value:
+            told = f"`{self.names[name]}` and `{field}` ask for different things; leave one of them out."
+            raise RequestError(told, field)
+        self.names.setdefault(name, field)
+
+
+def read_messages(body: MessageRequest) -> TextRequest:
+    """Return the request in a body; raises RequestError for what can't be met."""
+    options, ignored = Options(body), Ignored()
+    if options.own.get("max_tokens") == 0:
+        raise RequestError("`max_tokens` is 0; it must be at least 1, or -1.", "max_tokens")
+    if body.stop_sequences:
+        options.set("stop", body.stop_sequences, "stop_sequences")
+    read_tools(body, options, ignored)
+    read_thinking(body, options, ignored)
+    read_format(body, options, ignored)
+    chat = read_chat(body, ignored)
+    return TextRequest(
+        "message",
+        [chat],
+        options.own,
+        options.names,
+        body.model,
+        stream=bool(body.stream),
+        return_record=bool(body.return_record),
+        draft=body.draft,
+        ignored=(*ignored,),
+    )
+
+
+def ignore(name: str, ignored: Ignored) -> None:
+    """Add a name to what is left out, unless there are enough."""
+    if len(ignored) < MOST_NAMED:
+        ignored[name] = None
+
+
+# ---------------------------------------------------------------- options
+
+
+def read_tools(body: MessageRequest, options: Options, ignored: Ignored) -> None:
+    """Set the options of tools."""
+    if body.tools:
+        options.own["tools"] = [made for tool in body.tools if (made := tool_of(tool, ignored))]
+    if (given := body.tool_choice) is None:
+        return
+    choice = only_known(given, ("type", "name", "disable_parallel_tool_use"), "tool_choice", ignored)
+    kind, alone = choice.get("type"), choice.get("disable_parallel_tool_use")
+    if kind == "tool" and isinstance(choice.get("name"), str):
+        options.own["tool_choice"] = {"type": "function", "function": {"name": choice["name"]}}
+    elif isinstance(kind, str) and kind in CHOICES:
+        options.own["tool_choice"] = CHOICES[kind]
+    else:
+        told = '{"type": "auto"}, {"type": "any"}, {"type": "tool", "name": …} or {"type": "none"}'
+        raise RequestError(f"`tool_choice` must be {told}.", "tool_choice")
+    if kind == "any" and not options.own.get("tools"):
+        raise RequestError("`tool_choice` is any, which needs `tools` that can be called here.", "tool_choice")
+    if not isinstance(alone, (bool, type(None))):
+        raise RequestError("`tool_choice`: disable_parallel_tool_use must be true or false.", "tool_choice")
+    if alone:
+        options.own["parallel_tool_calls"] = False
+
+
+def tool_of(tool: dict[str, Any], ignored: Ignored) -> dict[str, Any] | None:
+    """Return a tool as OpenAI's API has it; None for one that only Anthropic's servers have."""
+    kind = tool.get("type") or "custom"
+    if isinstance(kind, str) and SERVERS_TOOL.fullmatch(kind):
+        ignore(f"tools.{kind}", ignored)
+        return None
+    if kind != "custom":
+        raise RequestError(f"`tools` has a tool of the type {kind!s:.40}; only custom ones can be called.", "tools")
+    tool = only_known(tool, OF_TOOLS, "tools", ignored)
+    if not isinstance(schema := tool.get("input_schema"), dict):
+        told = f"`tools`: {tool.get('name')!s:.80} needs an input_schema, which is a JSON schema of an object."
+        raise RequestError(told, "tools")
+    function = {"name": tool.get("name"), "description": tool.get("description"), "parameters": schema}
+    return {"type": "function", "function": {name: each for name, each in function.items() if each is not None}}
+
+
+def read_thinking(body: MessageRequest, options: Options, ignored: Ignored) -> None:
+    """Set how much the model thinks."""
+    effort, kind = (body.output_config or {}).get("effort"), None
+    if effort is not None and (not isinstance(effort, str) or effort not in EFFORTS):
+        told = f"`output_config` has an effort of {effort!r:.40}; it must be one of {', '.join(EFFORTS)}."
+        raise RequestError(told, "output_config")
+    if body.thinking is not None:
+        thinking = only_known(body.thinking, ("type", "budget_tokens", "display"), "thinking", ignored)
+        kind, budget = thinking.get("type"), thinking.get("budget_tokens")
+        if kind not in ("enabled", "adaptive", "disabled"):
+            told = '{"type": "enabled", "budget_tokens": …}, {"type": "adaptive"} or {"type": "disabled"}'
+            raise RequestError(f"`thinking` must be {told}.", "thinking")
+        if kind == "enabled" and budget is not None:
+            if type(budget) is not int or not 0 < budget <= LARGEST:
+                raise RequestError("`thinking`: budget_tokens must be a whole number of 1 or more.", "thinking")
+            options.set("max_thinking_tokens", budget, "thinking")
+    if kind == "disabled":
+        options.set("reasoning_effort", "none", "thinking")
+    elif effort is not None:
+        options.set("reasoning_effort", EFFORTS[effort], "output_config")
+    elif kind == "enabled":  # which switches thinking on where a chat template has a switch
+        options.own.setdefault("reasoning_effort", "medium")
+
+
+def read_format(body: MessageRequest, options: Options, ignored: Ignored) -> None:
+    """Set the schema that the text must match."""
+    config = only_known(body.output_config or {}, ("effort", "format"), "output_config", ignored)
+    for field, format in (("output_config", config.get("format")), ("output_format", body.output_format)):
+        if format is None:
+            continue
+        schema = format.get("schema") if isinstance(format, dict) and format.get("type") == "json_schema" else None
+        if not isinstance(schema, dict):
+            told = f'The format in `{field}` must be {{"type": "json_schema", "schema": …}}.'
+            raise RequestError(told, field)
+        only_known(format, ("type", "schema"), field, ignored)
+        if other := next((name for name in GRAMMARS if name in options.own and options.names[name] == name), None):
+            raise RequestError(f"`{field}` and `{other}` can't be combined; leave one of them out.", field)
+        options.set("json_schema", schema, field)
+
+
+# ---------------------------------------------------------------- messages
+
+
+def read_chat(body: MessageRequest, ignored: Ignored) -> list[Message]:
+    """Return the messages as chat templates take them."""
+    chat = [*messages_of({"role": "system", "content": body.system}, ignored)] if body.system else []
+    for message in body.messages:
+        chat += messages_of(message, ignored)
+    if body.messages[-1].get("role") == "assistant":
+        raise wrong("the last is the assistant's, which can't be continued here; end with a message of the user.")
+    return [*map(template_message, chat)]
+
+
+def messages_of(message: Message, ignored: Ignored) -> Iterator[Message]:
+    """Yield a message as OpenAI's API has it: the results of tools are messages of their own."""
+    message = only_known(message, ("role", "content"), "messages", ignored)
+    role, content = message.get("role"), message.get("content")
+    if role == "developer":
+        role = "system"
+    if not isinstance(role, str) or role not in ROLES:
+        raise wrong(f"a role is {role!r:.40}; it must be user, assistant or system.")
+    blocks = blocks_of(content, ROLES[role], ignored)
+    if role == "system" and isinstance(content, list):
+        blocks = without_billing(blocks, ignored)
+    results = [block for block in blocks if block["type"] == "tool_result"]
+    for block in results:
+        told = "" if block.get("content") is None else block["content"]
+        text = joined(blocks_of(told, ("text",), ignored), "text")
+        yield {"role": "tool", "tool_call_id": text_in(block, "tool_use_id"), "content": text}
+    if len(results) == len(blocks):
+        return
+    made: Message = {"role": role, "content": joined(blocks, "text")}
+    if thinking := joined(blocks, "thinking"):
+        made["reasoning_content"] = thinking
+    if calls := [call_of(block) for block in blocks if block["type"] == "tool_use"]:
+        made["tool_calls"] = calls
+    yield made
+
+
+def without_billing(blocks: list[dict[str, Any]], ignored: Ignored) -> list[dict[str, Any]]:
+    """Return the blocks of a system prompt without Claude Code's billing header."""
+    kept = [block for block in blocks if not text_in(block, "text").startswith(BILLING)]
+    if len(kept) < len(blocks):
+        ignore(f"system.{BILLING}", ignored)
+    return kept
+
+
+def blocks_of(content: Any, kinds: tuple[str, ...], ignored: Ignored) -> list[dict[str, Any]]:
+    """Return the blocks of a content, a string or blocks of these ``kinds``, without unknown fields."""
+    if isinstance(content, str):
+        return [{"type": "text", "text": content}]
+    if not isinstance(content, list) or not content or not all(isinstance(block, dict) for block in content):
+        raise wrong("each needs content, which is a string or a list of blocks.")
+    for kind in (str(block.get("type")) for block in content):
+        if kind not in kinds:
+            told = f" here; only {', '.join(kinds)} can" if kind in BLOCKS else "; only text can"
+            raise wrong(f"content of the type {kind:.40} can't be read{told}.")
+    return [only_known(block, BLOCKS[block["type"]], block["type"], ignored) for block in content]
+
+
+def joined(blocks: list[dict[str, Any]], kind: str) -> str:
+    """Return the text of the blocks of a kind."""
+    return "\n".join(text_in(block, kind) for block in blocks if block["type"] == kind)
+
+
+def text_in(block: dict[str, Any], name: str) -> str:
+    if not isinstance(text := block.get(name), str):
+        raise wrong(f"a block of the type {block['type']} needs a {name}, which is a string.")
+    return text
+
+
+def call_of(block: dict[str, Any]) -> dict[str, Any]:
+    """Return a call as OpenAI's API has it."""
+    name = text_in(block, "name")
+    if not isinstance(block.get("input"), dict):
+        raise wrong(f"the input of {name:.80} must be an object.")
+    return {"id": text_in(block, "id"), "type": "function", "function": {"name": name, "arguments": block["input"]}}

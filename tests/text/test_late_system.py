@@ -1,0 +1,60 @@
+"""System messages behind others, as agents send them, reach the model whatever its chat template thinks of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from chat_templates import SPECIAL, TEMPLATES
+
+from ovspec.base.errors import OvspecError
+from ovspec.text.chat_format import ChatFormat
+from ovspec.text.chat_template import ChatTemplate
+
+FIRST = {"deepseek"}  # templates that put all system messages first
+CHATS = ("user system", "user system user", "user assistant system user", "user assistant user system system")
+# Some of those that don't take them.
+REFUSING = {"command_r", "gemma2", "gemma3", "gpt_oss", "mistral_v3", "qwen35", "smollm3"}
+
+
+def chat_of(roles: str) -> list[dict[str, Any]]:
+    return [{"role": role, "content": f"It is {number} o'clock."} for number, role in enumerate(roles.split())]
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_late_system_messages_are_rendered(name: str) -> None:
+    template = ChatTemplate(TEMPLATES[name], SPECIAL)
+    format, plain = ChatFormat(template), chat_of("user assistant user")
+    try:
+        expected = template.render(plain)
+    except OvspecError:
+        pytest.skip("the template needs more than messages")
+    assert format.prompt(plain) == expected
+    for roles in CHATS:
+        chat = chat_of(roles)
+        prompt = format.prompt(chat)
+        places = [prompt.find(message["content"]) for message in chat]
+        assert min(places) >= 0 and (name in FIRST or places == sorted(places)), prompt
+        try:
+            same = template.render(chat) == prompt
+        except OvspecError:
+            same = False
+        assert not (same and name in REFUSING)
+
+
+def test_they_are_one_with_the_users_messages_beside_them() -> None:
+    format = ChatFormat(ChatTemplate(TEMPLATES["gemma3"], SPECIAL))
+    joined = [{"role": "user", "content": "a\n\nb\n\nc"}, {"role": "assistant", "content": "d"}]
+    chat = [{"role": role, "content": text} for role, text in zip(("user", "system", "user"), "abc", strict=True)]
+    end = {"role": "user", "content": "e"}
+    assert format.prompt([*chat, joined[1], end]) == format.prompt([*joined, end])
+    with pytest.raises(OvspecError, match="alternate"):
+        format.template.render([chat[0], chat[2]])
+    assert format.prompt([chat[0], chat[2]]) == format.prompt([{"role": "user", "content": "a\n\nc"}])
+
+
+def test_a_first_system_message_stays_one() -> None:
+    format = ChatFormat(ChatTemplate(TEMPLATES["qwen35"], SPECIAL))
+    chat = chat_of("system user system")
+    assert format.prompt(chat).startswith(format.template.render(chat[:2], open=False)[:40])
+    assert format.prompt(chat[:2]) == format.template.render(chat[:2])
