@@ -193,20 +193,27 @@ def params_from_json(options: dict[str, Any]) -> Params:
     return replace(make_params(cast(GenerateOptions, known)), **functions)
 
 
-def said(content: Any) -> str:
-    """Return the text of a message, which may be in blocks."""
+def text_of(data: Any) -> str:
+    """Return the text of a result, a choice, a response or a message."""
+    if "output" in data:  # whose field text is its format
+        return "".join(text_of(item) for item in data["output"] if item["type"] == "message")
+    if "text" in data:
+        return data["text"]
+    content = data.get("message", data)["content"]
     return "".join(block.get("text", "") for block in content) if isinstance(content, list) else content or ""
 
 
 def result_from_json(data: Any) -> Result:
-    """Return the result that ``ovspec generate --json`` printed, a choice of OpenAI's API, or a message of Anthropic's.
+    """Return the result that ``ovspec generate --json`` printed, or that an answer of the server has.
+
+    That is a choice of OpenAI's older APIs, a response, or a message of Anthropic's API.
 
     Raises:
         OvspecError: it has no record, or isn't such a result.
     """
     try:
         record = data["record"]
-        text = data["text"][record.get("echo", 0) :] if "text" in data else said(data.get("message", data)["content"])
+        text = text_of(data)[record.get("echo", 0) :]
         model = dict(record["model"])
         made = Provenance(
             prompt_ids=np.array([int(token) for token in record["prompt_token_ids"]], dtype=np.int64),

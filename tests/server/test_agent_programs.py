@@ -85,7 +85,22 @@ def opencode(_: Path, project: Path, url: str) -> tuple[list[str], dict[str, str
     return ["run", QUESTION], {}
 
 
+def claude(home: Path, _: Path, url: str) -> tuple[list[str], dict[str, str]]:
+    variables = {
+        "ANTHROPIC_BASE_URL": url,
+        "ANTHROPIC_AUTH_TOKEN": "none",
+        "ANTHROPIC_MODEL": "smollm2",
+        "ANTHROPIC_SMALL_FAST_MODEL": "smollm2",
+        "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+        "CLAUDE_CONFIG_DIR": str(home),
+    }
+    return ["-p", QUESTION, "--tools", "Read", "--system-prompt", SYSTEM], variables
+
+
 AGENTS = {
+    "claude": Agent(
+        "@anthropic-ai/claude-code-*/claude", "Read", lambda file: {"file_path": str(file)}, claude, "/v1/messages"
+    ),
     "codex": Agent(
         "@openai/codex-*/vendor/*/bin/codex", "exec_command", lambda file: {"cmd": f"cat {file.name}"}, codex,
         "/v1/responses",

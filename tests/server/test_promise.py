@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 import re
 import shutil
@@ -12,6 +13,7 @@ from typing import Any
 import httpx
 import pytest
 from conftest import PROMPTS, ROOT
+from pydantic_core import from_json
 from random_pairs import PAIRS, shared_pair
 from servers import Running, Start
 
@@ -75,8 +77,27 @@ def requests(chance: random.Random, count: int) -> list[dict[str, Any]]:
     return bodies
 
 
-def path_of(body: dict[str, Any]) -> str:
-    return "/v1/chat/completions" if "messages" in body else "/v1/completions"
+def sent(number: int, body: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Return the path and the body of a request: chats are asked for in turns through each API that has chats."""
+    if "messages" not in body:
+        return "/v1/completions", body
+    turn = (number % len(WAYS + CHAT_WAYS) + number // len(WAYS + CHAT_WAYS)) % 3
+    if "n" in body or "logprobs" in body or turn == 1:  # some have what only OpenAI's older API has
+        return "/v1/chat/completions", body
+    tools = [tool["function"] for tool in body.get("tools", ())]
+    choice = body.get("tool_choice")
+    if turn == 0:
+        made = {name: value for name, value in body.items() if name not in ("messages", "max_tokens")}
+        made |= {"input": body["messages"], "max_output_tokens": body["max_tokens"]}
+        if tools:
+            made["tools"] = [{"type": "function", **tool} for tool in tools]
+            made["tool_choice"] = {"type": "function", "name": "book"} if choice == BOOK else choice
+        return "/v1/responses", made
+    made = dict(body)
+    if tools:
+        made["tools"] = [{"name": tool["name"], "input_schema": tool["parameters"]} for tool in tools]
+        made["tool_choice"] = {"type": "tool", "name": "book"} if choice == BOOK else {"type": "any"}
+    return "/v1/messages", made
 
 
 def options_of(body: dict[str, Any]) -> dict[str, Any]:
@@ -90,11 +111,33 @@ def options_of(body: dict[str, Any]) -> dict[str, Any]:
     return options
 
 
-def said(choice: dict[str, Any]) -> Any:
-    """Return what an answer says."""
-    if "text" in choice:
-        return choice["text"]
-    return {**choice["message"], "content": choice["message"]["content"] or ""}
+def said(answer: dict[str, Any]) -> list[Any]:
+    """Return what the texts of an answer say, as a completion or as messages."""
+    if "choices" in answer:
+        texts = [choice.get("text", choice.get("message")) for choice in answer["choices"]]
+        return [text if isinstance(text, str) else {**text, "content": text["content"] or ""} for text in texts]
+    message: dict[str, Any] = {"role": "assistant", "content": ""}
+    for part in answer.get("output") or answer["content"]:
+        if part["type"] in ("message", "text"):
+            message["content"] += part["text"] if "text" in part else part["content"][0]["text"]
+        elif part["type"] in ("reasoning", "thinking"):
+            message["reasoning_content"] = part.get("thinking") or part["content"][0]["text"]
+        else:
+            arguments = part["arguments"] if "arguments" in part else part["input"]
+            function = {"name": part["name"], "arguments": arguments}
+            call = {"id": part.get("call_id") or part["id"], "type": "function", "function": function}
+            message.setdefault("tool_calls", []).append(call)
+    return [message]
+
+
+def as_objects(message: Any) -> Any:
+    """Return a message with the arguments of its calls as objects, as Anthropic's API has them."""
+    if not isinstance(message, dict) or "tool_calls" not in message:
+        return message
+    calls = json.loads(json.dumps(message["tool_calls"]))
+    for call in calls:
+        call["function"]["arguments"] = from_json(call["function"]["arguments"] or "{}", allow_partial=True)
+    return {**message, "tool_calls": calls}
 
 
 async def send_all(server: Running, bodies: list[dict[str, Any]], chance: random.Random) -> tuple[list[Any], float]:
@@ -104,12 +147,13 @@ async def send_all(server: Running, bodies: list[dict[str, Any]], chance: random
 
         async def send(number: int, body: dict[str, Any], delay: float) -> Any:
             await asyncio.sleep(delay)
+            path, asked = sent(number, body)
             if number % 7 == 5:
-                async with client.stream("POST", path_of(body), json={**body, "stream": True}) as response:
+                async with client.stream("POST", path, json={**asked, "stream": True}) as response:
                     async for _ in response.aiter_bytes():
                         return None
                 return None
-            answer = await client.post(path_of(body), json=body)
+            answer = await client.post(path, json=asked)
             assert answer.status_code == 200, answer.text
             return answer.json()
 
@@ -150,19 +194,22 @@ def test_no_request_changes_another(
     lm = ovspec.load(folder, cache_dir=tmp_path / "cache")
     assert lm.target.promise == "exact"
     calls = thoughts = 0
-    for body, answer in zip(bodies, answers, strict=True):
+    paths = dict[str, int]()
+    for number, (body, answer) in enumerate(zip(bodies, answers, strict=True)):
         if answer is None:
             continue
+        path, _ = sent(number, body)
+        paths[path] = paths.get(path, 0) + 1
         alone = lm.samples(body.get("prompt") or body["messages"], **options_of(body))
         ours = [result.text if "prompt" in body else result.message for result in alone]
-        assert [said(choice) for choice in answer["choices"]] == ours, body
+        assert said(answer) == ([*map(as_objects, ours)] if path == "/v1/messages" else ours), body
         calls += sum(len(result.tool_calls) for result in alone)
         thoughts += sum(bool(result.thinking) for result in alone)
-        for choice, result in zip(answer["choices"], alone, strict=True):
+        for choice, result in zip(answer.get("choices") or [answer], alone, strict=True):
             assert choice["record"]["token_ids"] == result.token_ids
             verified = lm.verify(result_from_json(choice))
             assert verified.ok, (body, str(verified))
-    assert calls and thoughts
+    assert calls and thoughts and len(paths) == 4, paths
     assert most > 3, "requests must run beside each other"
     assert sum(answer is None for answer in answers) == count // 7 > 2
     metrics = server.get("/metrics").text

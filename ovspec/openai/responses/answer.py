@@ -240,10 +240,13 @@ class Output:
     def add(self, piece: Piece, logprobs: list[ChatToken]) -> list[ResponseEvent]:
         """Return the events for a piece of the text."""
         events = list[ResponseEvent]()
-        if piece.thinking:
-            events += self._say("reasoning", piece.thinking, [])
-        if piece.text:
-            events += self._say("message", piece.text, logprobs)
+        parts: dict[str, tuple[str, list[ChatToken]]] = {
+            "reasoning": (piece.thinking, []),
+            "message": (piece.text, logprobs),
+        }
+        for kind in sorted(parts, key=lambda kind: not self._is_open(kind)):  # what is open goes on first
+            if parts[kind][0]:
+                events += self._say(kind, *parts[kind])
         for call in piece.tool_calls:
             events += self._call(call)
         return events
@@ -271,12 +274,15 @@ class Output:
 
     def _say(self, kind: str, text: str, logprobs: list[ChatToken]) -> list[ResponseEvent]:
         """Add to a message or to thinking; what is open and another ends."""
-        events = [] if self._open and self._open.item.type == kind else self._begin(kind)
+        events = [] if self._is_open(kind) else self._begin(kind)
         assert self._open
         self._open.parts.append(text)
         self._open.logprobs += logprobs
         more: dict[str, Any] = {"logprobs": logprobs} if kind == "message" else {}
         return [*events, self._inside(f"response.{PARTS[kind]}.delta", content_index=0, delta=text, **more)]
+
+    def _is_open(self, kind: str) -> bool:
+        return self._open is not None and self._open.item.type == kind
 
     def _call(self, call: ToolCall) -> list[ResponseEvent]:
         """Add a call, or a part of one."""
