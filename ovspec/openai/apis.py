@@ -3,12 +3,12 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel
 
 from ovspec.openai import bodies
-from ovspec.openai.answers import ChatCompletion, ChunkWriter, Completion, whole
+from ovspec.openai.answers import Answer, ChatCompletion, ChunkWriter, Completion, whole
 from ovspec.openai.bodies import ChatRequest, CompletionRequest
 from ovspec.openai.infill import InfillAnswers, InfillRequest, InfillWriter, read_infill, whole_infill
 from ovspec.openai.messages.answer import Message, MessageWriter, whole_message
@@ -63,8 +63,18 @@ APIS = {
         read_infill, whole_infill, InfillWriter,
     ),
 }  # fmt: skip
-COUNT = "/v1/messages/count_tokens"
+# Where the tokens of a request's prompt are counted, and the API that takes the request.
+COUNTS = {"/v1/responses/input_tokens": "/v1/responses", "/v1/messages/count_tokens": "/v1/messages"}
 # The bodies of all requests that have one.
-BODIES: dict[str, type[BaseModel]] = (
-    {path: api.body for path, api in APIS.items()} | {COUNT: MessageRequest} | bodies.BODIES
-)
+BODIES: dict[str, type[BaseModel]] = {
+    **{path: api.body for path, api in APIS.items()},
+    **{path: APIS[api].body for path, api in COUNTS.items()},
+    **bodies.BODIES,
+}
+
+
+class TokenCount(Answer):
+    """How many tokens a prompt has."""
+
+    object: Literal["response.input_tokens"] = "response.input_tokens"  # OpenAI's
+    input_tokens: int

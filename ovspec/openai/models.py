@@ -1,5 +1,6 @@
 """What is told of the model: OpenAI's list of models, and what llama.cpp's clients and Codex read beside it."""
 
+from datetime import UTC, datetime
 from typing import Any, Literal
 
 from pydantic import Field
@@ -32,11 +33,19 @@ class Model(Answer):
     max_model_len: int | None = Field(description="Tokens that a prompt and its text may have; null if unknown.")
     sampling: dict[str, int | float] = Field(description="Sampling of requests that set none; empty: greedy.")
     meta: ModelMeta
+    type: Literal["model"] = Field("model", description="This and the next are Anthropic's.")
+    display_name: str
+    created_at: datetime
+    max_input_tokens: int | None
+    lifecycle: Literal["active"] = "active"
 
 
 class Models(Answer):
     object: Literal["list"] = "list"
     data: list[Model]
+    has_more: bool = False  # this and the next two are Anthropic's
+    first_id: str
+    last_id: str
     models: list[dict[str, Any]] = Field(description="The same as llama.cpp's clients and OpenAI's Codex read it.")
 
 
@@ -71,7 +80,8 @@ def model_of(lm: LanguageModel, name: str, created: int, sampling: dict[str, int
     context, known = lm.target.ir.context_length, lm.tokenizer.known.size
     size = (lm.folder / MODEL_FILE).with_suffix(".bin").stat().st_size
     meta = ModelMeta(n_ctx=context, n_ctx_train=context, n_vocab=known or lm.target.ir.logits_width, size=size)
-    return Model(id=name, created=created, max_model_len=context, sampling=sampling, meta=meta)
+    told = {"display_name": name, "created_at": datetime.fromtimestamp(created, UTC), "max_input_tokens": context}
+    return Model(id=name, created=created, max_model_len=context, sampling=sampling, meta=meta, **told)
 
 
 def catalogue_entry(lm: LanguageModel, name: str) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """The API: OpenAI's endpoints, and those of llama.cpp and vLLM that tell how the server is."""
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any, Literal
 
@@ -8,7 +8,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import PlainTextResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
-from pydantic import Field
+from pydantic import BaseModel, Field
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
@@ -16,7 +16,7 @@ from ovspec import __version__
 from ovspec.api.model import LanguageModel
 from ovspec.base.errors import PromptError
 from ovspec.openai.answers import Answer
-from ovspec.openai.apis import APIS, BODIES, COUNT, TextApi
+from ovspec.openai.apis import APIS, BODIES, COUNTS, TokenCount
 from ovspec.openai.bodies import (
     NO_OBJECT,
     UNMET,
@@ -27,8 +27,6 @@ from ovspec.openai.bodies import (
     fields_elsewhere,
 )
 from ovspec.openai.errors import ErrorAnswer, MessageError
-from ovspec.openai.messages.answer import TokenCount
-from ovspec.openai.messages.body import MessageRequest
 from ovspec.openai.models import Model, Models, Props, catalogue_entry, model_of, props_of
 from ovspec.openai.requests import template_message
 from ovspec.params import refuse_variables
@@ -36,7 +34,7 @@ from ovspec.params.tools import tools_of
 from ovspec.server.admission import Service
 from ovspec.server.bodies import BoundedRoute
 from ovspec.server.endpoints import TextEndpoints
-from ovspec.server.errors import MESSAGES, ApiError, about_prompt, error_answer, is_anthropics
+from ovspec.server.errors import ApiError, about_prompt, error_answer, is_anthropics
 from ovspec.text.tokenizer import LONG_TEXT
 
 ERRORS: dict[int | str, str] = {
@@ -133,12 +131,17 @@ def add_endpoints(app: FastAPI, service: Service) -> None:
         answered = {"model": api.answer, "description": "The answer.", "content": STREAM}
         answers: Any = {200: answered, **errors_of(path)}
         described: Any = {"tags": ["texts"], "summary": api.summary, "response_model": None, "responses": answers}
-        app.post(path, **described)(endpoint_of(texts, api))
+        app.post(path, **described)(endpoint_of(partial(texts.answer, api), api.body))
+    for path, name in COUNTS.items():
+        described = {"tags": ["tokens"], "summary": f"Count the tokens of a request to {name}."}
+        count = endpoint_of(partial(texts.count, APIS[name]), APIS[name].body)
+        app.post(path, response_model=TokenCount, responses=errors_of(path), **described)(count)
 
     @app.get("/v1/models", tags=["model"], summary="List the names of the one model that is served.")
     async def models() -> Models:
         entries = [catalogue_entry(lm, name) for name in service.names]
-        return Models(data=[await model(name) for name in service.names], models=entries)
+        data, ends = [await model(name) for name in service.names], (service.names[0], service.names[-1])
+        return Models(data=data, first_id=ends[0], last_id=ends[1], models=entries)
 
     @app.get("/v1/models/{name:path}", tags=["model"], summary="Describe the model.")
     async def model(name: str) -> Model:
@@ -182,24 +185,20 @@ def add_endpoints(app: FastAPI, service: Service) -> None:
     async def tokenize(body: TokenizeRequest, http: Request) -> Tokens:
         return await translated(tokens_of, body, http)
 
-    @app.post(COUNT, tags=["tokens"], summary="Count the tokens of a conversation.", responses=errors_of(COUNT))
-    async def count_tokens(body: MessageRequest, http: Request) -> TokenCount:
-        return TokenCount(input_tokens=await texts.count(APIS[MESSAGES], body, http))
-
     @app.post("/detokenize", tags=["tokens"], summary="Return the text of tokens.")
     async def detokenize(body: DetokenizeRequest, http: Request) -> Text:
         text = await translated(decode, body, http)
         return Text(prompt=text, content=text)
 
 
-def endpoint_of(texts: TextEndpoints, api: TextApi) -> Callable[..., Any]:
-    """Return the endpoint of an API, whose type of bodies FastAPI reads from its signature."""
+def endpoint_of(function: Callable[[Any, Request], Awaitable[Any]], body: type[BaseModel]) -> Callable[..., Any]:
+    """Return an endpoint that calls a function; FastAPI reads the type of its bodies from its signature."""
 
-    async def answer(body: Any, http: Request) -> Response:
-        return await texts.answer(api, body, http)
+    async def endpoint(body: Any, http: Request) -> Any:
+        return await function(body, http)
 
-    answer.__annotations__["body"] = api.body
-    return answer
+    endpoint.__annotations__["body"] = body
+    return endpoint
 
 
 def tokens_of(lm: LanguageModel, body: TokenizeRequest) -> Tokens:

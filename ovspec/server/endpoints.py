@@ -18,7 +18,7 @@ from ovspec.engine.results import Piece
 from ovspec.engine.row import Row
 from ovspec.engine.scoring import CHUNK
 from ovspec.openai.answers import head_of
-from ovspec.openai.apis import TextApi
+from ovspec.openai.apis import TextApi, TokenCount
 from ovspec.openai.errors import Failure
 from ovspec.openai.logprobs import SILENT, Echo, echo_of, prompt_logprobs
 from ovspec.openai.requests import TextRequest, texts_asked
@@ -69,13 +69,14 @@ class TextEndpoints:
             work: Work = "texts" if texts.params.logprobs is None else "long"
             return await service.apart(self._whole, texts, work=work)
 
-    async def count(self, api: TextApi, body: Any, http: Request) -> int:
-        """Return how many tokens the prompt of a request has."""
+    async def count(self, api: TextApi, body: Any, http: Request) -> TokenCount:
+        """Count the tokens of a request's prompt."""
         service = self._service
         service.check_model(body.model)
         with service.counted():
             request = await service.read(api, body, http)
-            return await service.apart(self._tokens, request, work="long" if request.size > LONG_TEXT else "texts")
+            work: Work = "long" if request.size > LONG_TEXT else "texts"
+            return TokenCount(input_tokens=await service.apart(self._tokens, request, work=work))
 
     def _tokens(self, request: TextRequest) -> int:
         params = self._service.params(request)

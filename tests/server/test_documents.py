@@ -18,7 +18,8 @@ from schemathesis.specs.openapi.checks import response_schema_conformance, statu
 from servers import DEMO, Running, Start
 
 from ovspec.openai.answers import ChatCompletion, Completion
-from ovspec.openai.messages.answer import Message, TokenCount
+from ovspec.openai.apis import TokenCount
+from ovspec.openai.messages.answer import Message
 
 PAGE, TOOLS_PAGE = (ROOT / "docs" / "how-to" / name for name in ("serve.md", "use-tools.md"))
 CURLS = [line.replace("\\\n", "") for line in re.findall(r"(?m)^curl (?:.*\\\n)*.*$", PAGE.read_text(encoding="utf-8"))]

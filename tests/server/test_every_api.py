@@ -11,9 +11,11 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
+import anthropic
 import httpx
+import openai
 import pytest
-from anthropic.types import Message, RawMessageStreamEvent
+from anthropic.types import Message, ModelInfo, RawMessageStreamEvent
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.responses import Response, ResponseStreamEvent
@@ -128,6 +130,26 @@ def test_a_second_request_finds_its_prompt(server: Running, api: Api) -> None:
     body = json.loads(json.dumps(api.body).replace(QUESTION, "Count to ten. " * 40 + api.path))
     answers = [server.post(api.path, {**body, api.limit: 1}).json() for _ in range(2)]
     assert api.cached(answers[1]) > max(0, api.cached(answers[0]))
+
+
+def test_prompts_are_counted_as_they_are_read(server: Running) -> None:
+    counts = {}
+    for path, api in (("/v1/responses/input_tokens", "responses"), ("/v1/messages/count_tokens", "messages")):
+        counted = server.post(path, APIS[api].body)
+        assert counted.status_code == 200, counted.text
+        counts[api] = counted.json()["input_tokens"]
+    usage = ask(server, APIS["chat"])["usage"]
+    assert counts == dict.fromkeys(counts, usage["prompt_tokens"])
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+    assert client.responses.input_tokens.count(model="any", input=QUESTION).input_tokens == usage["prompt_tokens"]
+
+
+def test_both_clients_list_the_models(server: Running) -> None:
+    theirs = anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0).models.list()
+    ours = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0).models.list()
+    TypeAdapter(ModelInfo).validate_python(theirs.data[0].to_dict())
+    assert [model.id for model in theirs] == [model.id for model in ours] == ["demo"]
+    assert theirs.data[0].display_name == "demo" and not theirs.has_more
 
 
 def raw_request(server: Running, api: Api, **more: Any) -> socket.socket:

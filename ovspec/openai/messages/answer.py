@@ -65,10 +65,6 @@ class Message(MessageEnd):
     usage: MessageUsage
 
 
-class TokenCount(Answer):
-    input_tokens: int
-
-
 # ---------------------------------------------------------------- events
 
 
