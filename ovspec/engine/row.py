@@ -121,6 +121,12 @@ class Row:
         self._began: float | None = None  # when the first token came
         self._may_complete = sampler.constraints.may_complete
 
+    def limit(self, most: int) -> None:
+        """Let the text have at most so many tokens, prompt included, as if its params said so."""
+        if most < self.most:
+            self.most = most
+            self._record_tokens(most - self.start)
+
     def row_step(self) -> RowStep:
         """Return the row for the next round. Drafters aren't asked before the first token, which must not wait."""
         budget = self.most - len(self.sequence)
@@ -178,9 +184,7 @@ class Row:
                 self.finish_reason = "length"
             elif timed_out:
                 self.finish_reason = "length"
-                if self.record:  # the same text is made without a clock
-                    count = len(self.token_ids) + used - first
-                    self.record = replace(self.record, params=replace(self.record.params, max_tokens=count))
+                self._record_tokens(len(self.token_ids) + used - first)  # the same text is made without a clock
             if self.finish_reason:
                 break
         self._count(step, used)
@@ -272,6 +276,11 @@ class Row:
         elif self.stop_string is not None:
             shown += self._indentation.flush()
         return shown
+
+    def _record_tokens(self, count: int) -> None:
+        """Record that the text may have so many tokens."""
+        if self.record:
+            self.record = replace(self.record, params=replace(self.record.params, max_tokens=count))
 
     def _is_late(self) -> bool:
         """Return whether the time is over that the text may take; its first call begins to count."""

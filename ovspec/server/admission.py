@@ -190,7 +190,7 @@ class Service:
             if row.start >= most:
                 told = f"The prompt has {row.start} tokens, but this server has room for {most}; shorten the prompt."
                 raise about_prompt(PromptError(told, too_long=True), self.lm, request.prompt_field)
-            row.most = min(row.most, most)
+            row.limit(most)
         if (tops := rows[0].params.logprobs) is None:
             return
         tokens = sum(row.most - (0 if request.echo else row.start) for row in rows)

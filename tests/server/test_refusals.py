@@ -18,6 +18,8 @@ import pytest
 from click.testing import CliRunner
 from servers import DEMO, Running, Start, wait_until
 
+import ovspec
+from ovspec.api.verify import result_from_json
 from ovspec.base.errors import OvspecError
 from ovspec.cli import cli
 from ovspec.server.bodies import LARGEST_BODY
@@ -261,8 +263,13 @@ def test_keys_in_either_header(guarded: Running, headers: dict[str, str], status
     assert httpx.get(f"{address(guarded)}/v1/models", headers=headers).status_code == status
 
 
-def test_a_text_ends_where_memory_ends(guarded: Running) -> None:
-    asked = ask(guarded, max_tokens=2000, ignore_eos=True)
+def test_a_text_ends_where_memory_ends(guarded: Running, cache_dir: Path) -> None:
+    asked = ask(guarded, max_tokens=2000, ignore_eos=True, return_record=True)
+    assert (
+        ovspec.load(DEMO, "none", precision="f32", cache_dir=cache_dir)
+        .verify(result_from_json(asked.json()["choices"][0]))
+        .ok
+    )
     room = asked.json()["usage"]["total_tokens"]
     assert asked.json()["choices"][0]["finish_reason"] == "length" and room < 2000
     answer = ask(guarded, prompt=[5] * room, max_tokens=1)
