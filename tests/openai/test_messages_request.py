@@ -33,6 +33,7 @@ TOOL: dict[str, Any] = {"name": "f", "description": "A tool.", "input_schema": {
 OURS = {"type": "function", "function": {"name": "f", "description": "A tool.", "parameters": {"type": "object"}}}
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 FORMAT = {"type": "json_schema", "schema": SCHEMA}
+NAMED = {"name": "output", "schema": SCHEMA}
 CACHE = {"cache_control": {"type": "ephemeral"}}
 
 
@@ -174,8 +175,8 @@ OPTIONS: list[tuple[dict[str, Any], dict[str, Any]]] = [
         {"max_thinking_tokens": 9, "reasoning_effort": "low"},
     ),
     ({"thinking": {"type": "enabled"}, "reasoning_effort": "high"}, {"reasoning_effort": "high"}),
-    ({"output_config": {"format": FORMAT}}, {"json_schema": SCHEMA}),
-    ({"output_format": FORMAT, "output_config": {"effort": None, "format": FORMAT}}, {"json_schema": SCHEMA}),
+    ({"output_config": {"format": FORMAT}}, {"json_schema": NAMED}),
+    ({"output_format": FORMAT, "output_config": {"effort": None, "format": FORMAT}}, {"json_schema": NAMED}),
     ({name: {"a": [1]} for name in WITHOUT_EFFECT}, {}),
     ({"mcp_servers": [], "thinking": None}, {}),
 ]  # fmt: skip

@@ -16,9 +16,8 @@ import anthropic
 import httpx
 import pytest
 from anthropic.types import Message, MessageTokensCount, RawMessageStreamEvent
-from conftest import ROOT, made_once
+from conftest import ROOT
 from pydantic import BaseModel, Field, TypeAdapter
-from real_families import DOWNLOADS, FAMILIES, export
 from servers import DEMO, Running, Start
 
 import ovspec
@@ -320,18 +319,6 @@ def test_thinking(thinker: Running) -> None:
         for content in ([block, answer], [answer], [{"type": "redacted_thinking", "data": "x"}, answer])
     ]
     assert counted[0] > counted[1] == counted[2]
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not (DOWNLOADS / "tokenizers").is_dir(), reason="the tokenizers could not be fetched")
-def test_thinking_whose_tags_are_tokens(start: Start, tmp_path_factory: pytest.TempPathFactory) -> None:
-    family = FAMILIES["qwen3"]
-    folder = made_once(tmp_path_factory, f"real-{family.tokenizer}", lambda place: export(family, place))
-    server = start(folder, "--draft", "lookup", "--temperature", "0")
-    assert family.thinks
-    [opens], [closes] = (server.post("/tokenize", {"content": tag}).json()["tokens"] for tag in family.thinks)
-    bias = {str(opens): 30.0, str(closes): -100.0}
-    check_thinking(client_of(server), extra_body={"logit_bias": bias, "regex": "[a-z]{9}"})
 
 
 # ---------------------------------------------------------------- what is refused

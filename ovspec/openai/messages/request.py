@@ -160,7 +160,7 @@ def read_format(body: MessageRequest, options: Options, ignored: Ignored) -> Non
         only_known(format, ("type", "schema"), field, ignored)
         if other := next((name for name in GRAMMARS if name in options.own and options.names[name] == name), None):
             raise RequestError(f"`{field}` and `{other}` can't be combined; leave one of them out.", field)
-        options.set("json_schema", schema, field)
+        options.set("json_schema", {"name": "output", "schema": schema}, field)  # as other response formats
 
 
 # ---------------------------------------------------------------- messages
