@@ -124,7 +124,7 @@ class Row:
     def limit(self, most: int) -> None:
         """Let the text have at most so many tokens, prompt included, as if its params said so."""
         if most < self.most:
-            self.most = most
+            self.most, self._context = most, min(self._context, most)
             self._record_tokens(most - self.start)
 
     def row_step(self) -> RowStep:

@@ -1,11 +1,11 @@
 """The ways to ask for texts."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
 
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
 from ovspec.openai import bodies
 from ovspec.openai.answers import Answer, ChatCompletion, ChunkWriter, Completion, whole
@@ -32,6 +32,7 @@ class TextApi:
     read: returns the request in a body; raises RequestError for what can't be met.
     whole: returns a whole answer, from a tokenizer, the answer's head, the request, its results and echoes.
     writer: returns what makes the events of a stream, from the same, but with rows.
+    counts: fields of an answer that counts tokens.
     """
 
     summary: str
@@ -41,6 +42,7 @@ class TextApi:
     read: Callable[[Any], TextRequest]
     whole: Callable[..., BaseModel]
     writer: Callable[..., Writer]
+    counts: dict[str, Any] = field(default_factory=dict)
 
 
 APIS = {
@@ -52,7 +54,8 @@ APIS = {
         ChunkWriter,
     ),
     "/v1/responses": TextApi(
-        "Answer a chat of items.", ResponseRequest, Response, "resp_", read_response, whole_response, ResponseWriter
+        "Answer a chat of items.", ResponseRequest, Response, "resp_", read_response, whole_response, ResponseWriter,
+        {"object": "response.input_tokens"},
     ),
     "/v1/messages": TextApi(
         "Answer a conversation, as Anthropic's API does.", MessageRequest, Message, "msg_", read_messages,
@@ -76,5 +79,5 @@ BODIES: dict[str, type[BaseModel]] = {
 class TokenCount(Answer):
     """How many tokens a prompt has."""
 
-    object: Literal["response.input_tokens"] = "response.input_tokens"  # OpenAI's
+    object: Literal["response.input_tokens"] = Field("response.input_tokens", description="OpenAI's.")
     input_tokens: int

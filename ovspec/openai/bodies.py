@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import cache, partial
 from itertools import islice
 from numbers import Number
-from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, ClassVar, TypeVar, Union, get_args, get_origin
 
 from pydantic import (
     AfterValidator,
@@ -206,8 +206,12 @@ def options_but(*names: str) -> dict[str, Any]:
 
 
 class TextBody(Fields):
-    """The fields that all requests for texts have, in any API."""
+    """The fields that all requests for texts have, in any API.
 
+    instead: other APIs' fields, and what to give instead.
+    """
+
+    instead: ClassVar[dict[str, str]] = {}
     model: str | None = Field(None, description="The model's name; any will do, unless the server is strict.")
     stream: bool | None = Field(None, description="Send the text as server-sent events while it is generated.")
     draft: str | None = Field(
@@ -368,6 +372,7 @@ def wrong_field(error: Any, request: type[BaseModel]) -> tuple[str, str | None]:
 def elsewhere(name: str, request: type[BaseModel]) -> str:
     """Return what to do about a field that ``request`` doesn't have, as the end of a sentence."""
     if path := fields_elsewhere(request).get(name):
-        return f", but of {path}; leave it out."
+        instead = getattr(request, "instead", {}).get(name)
+        return f", but of {path}; {f'give {instead}' if instead else 'leave it out'}."
     known = [each for each, field in request.model_fields.items() if field.description != UNMET]
     return f"; {hint(name, known) or 'leave it out.'}"

@@ -68,4 +68,5 @@ def anthropic_error(failure: Failure, request_id: str | None = None) -> MessageE
     status = failure.status
     kind = (KINDS | ANTHROPICS).get(status, "invalid_request_error" if status < 500 else "api_error")
     message = f"{TOO_LONG_HERE}: {failure.message}" if failure.code == TOO_LONG else failure.message
-    return MessageError(type="error", error=MessageErrorText(type=kind, message=message), request_id=request_id)
+    error = MessageError(type="error", error=MessageErrorText(type=kind, message=message))
+    return error if request_id is None else error.model_copy(update={"request_id": request_id})

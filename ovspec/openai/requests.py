@@ -69,17 +69,17 @@ class TextRequest:
     def params(self, defaults: Params) -> Params:
         """Return the params of the request; options that it doesn't set are those of ``defaults`` that fit its own."""
         own, nothing = self.own, Params()
-        if self.kind == "infill" and not own.get("temperature", defaults.temperature):
-            # Editors send these, and take the temperature that they mean for granted.
-            own = {name: value for name, value in own.items() if name not in (*TRUNCATING, "n")}
+        greedy = not own.get("temperature", defaults.temperature)
+        if greedy and self.kind != "own":
+            # Clients send these to greedy requests, whose text they can't change, and editors ask for several texts.
+            idle = (*TRUNCATING, "n") if self.kind == "infill" else TRUNCATING
+            own = {name: value for name, value in own.items() if name not in idle}
         grammar = any(name in own for name in GRAMMARS)
         unfit = [*GRAMMARS, "constrain_from"] if grammar else []
         if (own.get("json_schema") if grammar else defaults.json_schema) is None:
             unfit += OF_SCHEMAS
         if own.get("temperature") == 0:
             unfit += TRUNCATING
-            if self.kind != "own":  # clients send top_p beside a temperature of 0, which it can't change
-                own = {name: value for name, value in own.items() if name not in TRUNCATING}
         lifted = {name: getattr(nothing, name) for name in unfit}
         with self.client_names():
             return checked(replace(defaults, **(lifted | own)))

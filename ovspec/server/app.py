@@ -135,7 +135,8 @@ def add_endpoints(app: FastAPI, service: Service) -> None:
     for path, name in COUNTS.items():
         described = {"tags": ["tokens"], "summary": f"Count the tokens of a request to {name}."}
         count = endpoint_of(partial(texts.count, APIS[name]), APIS[name].body)
-        app.post(path, response_model=TokenCount, responses=errors_of(path), **described)(count)
+        described |= {"response_model": TokenCount, "response_model_exclude_unset": True, "responses": errors_of(path)}
+        app.post(path, **described)(count)
 
     @app.get("/v1/models", tags=["model"], summary="List the names of the one model that is served.")
     async def models() -> Models:
@@ -246,6 +247,15 @@ def decode(lm: LanguageModel, body: DetokenizeRequest) -> str:
     return lm.tokenizer.spell(ids) or lm.tokenizer.decode(ids)
 
 
+def base_url_hint(path: str) -> str | None:
+    """Return what is wrong with the base URL of a client that asks for this path, if that is it."""
+    if path.startswith("/v1/v1/"):
+        return "There is no such path: the client adds /v1 by itself; leave it out of its base URL."
+    if f"/v1{path}" in BODIES or path == "/models":
+        return "There is no such path: the client doesn't add /v1 by itself; end its base URL with /v1."
+    return None
+
+
 async def answer_error(http: Request, error: Exception) -> Response:
     if isinstance(error, RequestValidationError):  # no body at all; for what is wrong in it there are ApiErrors
         error = ApiError(400, NO_OBJECT)
@@ -253,4 +263,6 @@ async def answer_error(http: Request, error: Exception) -> Response:
         error = ApiError(500, f"The server failed ({type(error).__name__}).")
     elif not isinstance(error, ApiError):  # Starlette's own
         error.detail = NOWHERE.get(error.status_code, error.detail)
+        if error.status_code == 404:
+            error.detail = base_url_hint(http.url.path) or error.detail
     return error_answer(error, http.scope)

@@ -74,9 +74,14 @@ class TextEndpoints:
         service = self._service
         service.check_model(body.model)
         with service.counted():
-            request = await service.read(api, body, http)
-            work: Work = "long" if request.size > LONG_TEXT else "texts"
-            return TokenCount(input_tokens=await service.apart(self._tokens, request, work=work))
+            async with service.preparing(time.monotonic()):
+                return await unless_gone(http, self._count(api, body, http))
+
+    async def _count(self, api: TextApi, body: Any, http: Request) -> TokenCount:
+        request = await self._service.read(api, body, http)
+        work: Work = "long" if request.size > LONG_TEXT else "texts"
+        count = await self._service.apart(self._tokens, request, work=work)
+        return TokenCount(input_tokens=count, **api.counts)
 
     def _tokens(self, request: TextRequest) -> int:
         params = self._service.params(request)

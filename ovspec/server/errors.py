@@ -1,5 +1,7 @@
 """Errors of the API."""
 
+import re
+
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import Scope
@@ -9,7 +11,7 @@ from ovspec.base.errors import InferenceError, OvspecError, PromptError
 from ovspec.openai.errors import TOO_LONG, Failure, anthropic_error, openai_error
 from ovspec.server.engine_thread import ServerEnded
 
-MESSAGES = "/v1/messages"
+ANTHROPICS_PATH = re.compile(r"(/v1)*/messages(/|$)")  # with a wrong base URL, too
 REQUEST_ID = "request_id"  # what a request's state has its id as
 FOR_PYTHON = ", or a Path for a file"  # in a message on a grammar
 
@@ -48,7 +50,8 @@ def for_clients(error: OvspecError, lm: LanguageModel) -> str:
 
 def about_prompt(error: PromptError, lm: LanguageModel, field: str) -> ApiError:
     """Return the answer to a prompt that can't be used; ``field``: where it was given."""
-    return ApiError(400, for_clients(error, lm), field, TOO_LONG if error.too_long else None)
+    message = re.sub("^messages: ", f"{field}: ", for_clients(error, lm))
+    return ApiError(400, message, field, TOO_LONG if error.too_long else None)
 
 
 def as_api_error(error: OvspecError, lm: LanguageModel) -> ApiError:
@@ -74,7 +77,7 @@ def error_body(error: HTTPException, path: str = "", request_id: str | None = No
 
 def is_anthropics(path: str) -> bool:
     """Return whether a path belongs to Anthropic's API."""
-    return path == MESSAGES or path.startswith(f"{MESSAGES}/")
+    return bool(ANTHROPICS_PATH.match(path))
 
 
 def error_answer(error: HTTPException, scope: Scope) -> Response:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import json
@@ -22,6 +23,7 @@ from ovspec.text.tool_formats.layout import (
     with_one_system,
     with_system,
     with_turns,
+    with_users_in_results,
 )
 
 # A chat with a tool and two calls of it, whose rendering shows the format.
@@ -158,31 +160,31 @@ class ChatFormat:
             given[format.tools_variable] = list(tools)
             try:
                 return self._rendered(messages, given)
-            except OvspecError:  # some templates take a description for granted
-                given[format.tools_variable] = [*map(with_description, tools)]
+            except OvspecError:
+                given[format.tools_variable] = [*map(completed, tools)]
         elif tools:
             messages = with_system(messages, described(format, tools), self._takes_system)
         return self._rendered(messages, given)
 
     def _rendered(self, messages: list[Message], variables: Mapping[str, Any]) -> str:
-        """Render messages. Agents send system messages anywhere, and several of the user; not all templates take these.
+        """Render messages. Agents send system messages anywhere, and several of a side; not all templates take these.
 
         Raises:
             OvspecError: the template can't render them.
         """
         first, more = (any(each.get("role") == "system" for each in part) for part in (messages[:1], messages[1:]))
-        plain = all(isinstance(each.get("content"), str) for each in messages)
+        plain = all(isinstance(each.get("content") or "", str) for each in messages)
         if plain and ((first and not self._takes_system) or (more and not self._takes_systems)):
             messages = with_one_system(messages, self._takes_system)
         try:
             return self.template.render(messages, variables=variables)
         except OvspecError:
-            if not plain or (joined := with_turns(messages)) == messages:
-                raise
-            try:
-                return self.template.render(joined, variables=variables)
-            except OvspecError:
-                pass  # the first error is about what was given
+            tried = [messages]
+            for joined in (with_turns, with_users_in_results) if plain else ():
+                tried.append(joined(tried[-1]))
+                if tried[-1] != tried[-2]:
+                    with contextlib.suppress(OvspecError):  # the first error is about what was given
+                        return self.template.render(tried[-1], variables=variables)
             raise
 
     def _effort(self, effort: str) -> dict[str, Any]:
@@ -213,8 +215,10 @@ def found_format(template: ChatTemplate) -> tuple[ToolFormat, CallStyle]:
     return GENERIC, CallStyle()
 
 
-def with_description(tool: dict[str, Any]) -> dict[str, Any]:
-    return {**tool, "function": {"description": "", **tool["function"]}}
+def completed(tool: dict[str, Any]) -> dict[str, Any]:
+    """Return a tool with a description and properties, which some templates take for granted."""
+    function = {"description": "", **tool["function"]}
+    return {**tool, "function": {**function, "parameters": {"properties": {}, **function["parameters"]}}}
 
 
 def rendered(template: ChatTemplate, messages: list[Message]) -> str:

@@ -169,9 +169,12 @@ def infill_tokens(
     parts = [*name, *parts, *([] if fim.middle is None else [fim.middle])]
     beginning = encode(infill.beginning)
     left = room - len(before) - len(parts) - len(beginning)
-    while chunks and sum(map(len, chunks)) > left:
-        del chunks[0]
-    ids = [*before, *itertools.chain(*chunks), *parts]
+    left -= sum(map(len, chunks))
+    leave_out = 0
+    while left < 0 and leave_out < len(chunks):
+        left += len(chunks[leave_out])
+        leave_out += 1
+    ids = [*before, *itertools.chain(*chunks[leave_out:]), *parts]
     return InfillTokens(np.array([*ids, *beginning], dtype=np.int64), len(ids))
 
 
@@ -179,7 +182,7 @@ def within(infill: Infill, characters: float) -> Infill:
     """Return a prompt without the first chunks that make it longer than so many characters."""
     kept, left = list[Chunk](), characters - infill.needed
     for chunk in reversed(infill.extra):
-        left -= len(chunk.text)
+        left -= len(chunk.text) + 1  # what separates it takes at least a token
         if left < 0:
             break
         kept.append(chunk)

@@ -95,7 +95,7 @@ CHATS: list[tuple[dict[str, Any], list[dict[str, Any]]]] = [
                     use(),
                     use(id="toolu_2", x=2),
                 ),
-                of("user", text("Go on."), result("toolu_2", content=[text("a"), text("b")], is_error=True), result()),
+                of("user", text("Go on."), result("toolu_2", content=[text("a"), text("b")], is_error=False), result()),
             ]
         },
         [
@@ -206,6 +206,7 @@ IGNORED: list[tuple[dict[str, Any], tuple[str, ...]]] = [
         {"messages": [HI, of("assistant", {**use(), "hue": 1}), of("user", result(content=[text("a", hue=1)]))]},
         ("tool_use.hue", "text.hue"),
     ),
+    ({"messages": [HI, of("assistant", use()), of("user", result(is_error=True))]}, ("tool_result.is_error",)),
     ({"thinking": {"type": "adaptive", "depth": 1}}, ("thinking.depth",)),
     ({"output_config": {"task_budget": {"type": "tokens"}}}, ("output_config.task_budget",)),
     ({"tools": [TOOL], "tool_choice": {"type": "auto", "mood": 1}}, ("tool_choice.mood",)),
@@ -265,7 +266,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"temperature": -1}, "temperature is -1", "temperature"),
     ({"stop_sequences": "a"}, "stop_sequences must be a list of strings", "stop_sequences"),
     ({"stop": ["a"]}, "stop is not a field of this request, but of /v1/", "stop"),
-    ({"n": 2}, "n is not a field of this request, but of", "n"),
+    ({"n": 2}, "n is not supported, except as 1; leave it out", "n"),
     ({"logprobs": True}, "logprobs is not a field of this request, but of", "logprobs"),
     ({"response_format": {"type": "json_object"}}, "response_format is not a field of this", "response_format"),
     ({"parallel_tool_calls": False}, "parallel_tool_calls is not a field of this", "parallel_tool_calls"),

@@ -64,7 +64,9 @@ wire_api = "responses"
 [features]
 apps = false
 goals = false
-multi_agent = false
+
+[agents]
+enabled = false
 """,
         encoding="utf-8",
     )

@@ -212,6 +212,14 @@ def test_wrong_fields_are_refused_in_the_shape_of_the_api(server: Running, api: 
 
 
 @every
+def test_a_wrong_base_url_is_told(server: Running, api: Api) -> None:
+    for path, told in ((f"/v1{api.path}", "leave it out of its base URL"), (api.path[3:], "end its base URL with /v1")):
+        answer = server.post(path, api.body)
+        kind, message = api.error(answer.json())
+        assert (answer.status_code, kind) == (404, "not_found_error") and message.endswith(f"{told}.")
+
+
+@every
 def test_unknown_fields_are_named(server: Running, api: Api) -> None:
     answer = server.post(api.path, {**api.body, api.limit: 1, "no_such_field": 1})
     assert answer.status_code == 200 and "no_such_field" in answer.headers["X-Ovspec-Ignored"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -115,7 +117,7 @@ def test_chunks_are_left_out_from_the_front() -> None:
     assert len(set(lengths.values())) == 3
 
 
-@pytest.mark.parametrize(("characters", "kept"), [(1e9, 2), (26, 2), (25, 1), (19, 0), (0, 0)])
+@pytest.mark.parametrize(("characters", "kept"), [(1e9, 2), (28, 2), (27, 1), (20, 0), (0, 0)])
 def test_chunks_that_can_never_fit_are_not_encoded(characters: float, kept: int) -> None:
     assert INFILL.needed == 18 and within(INFILL, characters).extra == INFILL.extra[2 - kept :]
 
@@ -146,3 +148,12 @@ def test_the_tokens_are_found_in_the_whole_vocabulary(pair: Path, tmp_path: Path
     file.write_text(json.dumps(content), encoding="utf-8")
     found = Tokenizer(tmp_path / "model").fim
     assert isinstance(found, FimTokens) and (found.prefix, found.suffix, found.middle) == (size, size + 1, size + 2)
+
+
+def test_many_chunks_are_left_out_at_once() -> None:
+    """A square would take minutes."""
+    began = time.monotonic()
+    many = replace(INFILL, extra=tuple(Chunk("x") for _ in range(100_000)))
+    assert len(infill_tokens(many, find_fim(vocabulary(*QWEN)), encode, [BOS], 100).ids) <= 100
+    assert time.monotonic() - began < 20
+    assert len(within(replace(INFILL, extra=(Chunk(""),) * 9), INFILL.needed + 8).extra) == 8

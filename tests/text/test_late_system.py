@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from chat_templates import SPECIAL, TEMPLATES
 from ovspec.base.errors import OvspecError
 from ovspec.text.chat_format import ChatFormat
 from ovspec.text.chat_template import ChatTemplate
+from ovspec.text.tool_formats.layout import results_as_user, with_turns, with_users_in_results
 
 FIRST = {"deepseek"}  # templates that put all system messages first
 CHATS = ("user system", "user system user", "user assistant system user", "user assistant user system system")
@@ -58,3 +60,33 @@ def test_a_first_system_message_stays_one() -> None:
     chat = chat_of("system user system")
     assert format.prompt(chat).startswith(format.template.render(chat[:2], open=False)[:40])
     assert format.prompt(chat[:2]) == format.template.render(chat[:2])
+
+
+TOOL = {"type": "function", "function": {"name": "go", "description": "Go.", "parameters": {"type": "object"}}}
+CALL = {"id": "123456789", "type": "function", "function": {"name": "go", "arguments": "{}"}}
+CALLS = {"role": "assistant", "content": "", "tool_calls": [CALL]}
+RESULT = {"role": "tool", "tool_call_id": "123456789", "content": "Done."}
+ASKED, THOUGHT = {"role": "user", "content": "Go?"}, {"role": "assistant", "content": "", "reasoning_content": "Hm."}
+HISTORIES = {
+    "a user after a result": [ASKED, CALLS, RESULT, {"role": "user", "content": "And now?"}],
+    "a system message after a result": [ASKED, CALLS, RESULT, {"role": "system", "content": "Hurry."}],
+    "two answers": [ASKED, *({"role": "assistant", "content": text} for text in ("Yes.", "No.")), ASKED],
+    "a call after a text": [ASKED, {"role": "assistant", "content": "Yes."}, CALLS, RESULT],
+    "an answer that was cut off while thinking": [ASKED, THOUGHT, {"role": "user", "content": "Well?"}],
+}
+
+
+@pytest.mark.parametrize("chat", HISTORIES.values(), ids=HISTORIES)
+@pytest.mark.parametrize("name", [name for name in TEMPLATES if name != "command_r_tools"])  # has tools of its own kind
+def test_what_agents_send_is_rendered(name: str, chat: list[dict[str, Any]]) -> None:
+    prompt = ChatFormat(ChatTemplate(TEMPLATES[name], SPECIAL)).prompt(chat, [TOOL])
+    assert all(message["content"] in prompt for message in chat)
+
+
+def test_the_time_of_repairs_grows_with_the_chat() -> None:
+    """A square would take minutes."""
+    many = [*([ASKED] * 50_000), CALLS, *([RESULT] * 50_000), ASKED]
+    began = time.monotonic()
+    assert len(with_turns(many)) == 50_003 and len(results_as_user(many)) == 50_003
+    assert len(with_users_in_results(many)) == len(many) - 1
+    assert time.monotonic() - began < 10

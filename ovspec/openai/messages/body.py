@@ -1,6 +1,6 @@
 """The body of a request of Anthropic's API."""
 
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, create_model
 
@@ -8,12 +8,13 @@ from ovspec.openai.bodies import CHAT, FIRST, OPTIONS, REQUESTED, TextBody, idle
 
 # Accepted and ignored: fields that don't affect the text.
 WITHOUT_EFFECT = (
+    "stream_options",
     *("anthropic_beta", "anthropic_version", "betas", "billing_policy", "cache_control", "diagnostics"),
     *("fallback_credit_token", "fallbacks", "inference_geo", "metadata", "service_tier", "speed"),
     *("user_profile_id", "workspace_id"),
 )
 # Refused, unless the value is one of these, which ask for nothing.
-REFUSED: dict[str, tuple[Any, ...]] = {"mcp_servers": ([],)}
+REFUSED: dict[str, tuple[Any, ...]] = {"mcp_servers": ([],), "n": (1,)}
 # Our options that Anthropic's API has in other fields, or can't have.
 ELSEWHERE = ("stop", "n", "tools", "tool_choice", "parallel_tool_calls")
 OWN = {name: field for name, field in OPTIONS.items() if REQUESTED[name] == name and name not in ELSEWHERE}
@@ -22,6 +23,11 @@ OWN = {name: field for name, field in OPTIONS.items() if REQUESTED[name] == name
 class MessageRequest(create_model("Settings", __base__=TextBody, **OWN, **idle(*WITHOUT_EFFECT), **unmet(REFUSED))):
     """A conversation to be continued."""
 
+    instead: ClassVar = {
+        "stop": "stop_sequences",
+        "max_completion_tokens": "max_tokens",
+        "response_format": "output_config",
+    }
     messages: CHAT = Field(
         description="The conversation so far: objects with role (user, assistant or system) and content, a string or "
         "blocks of the types text, thinking, tool_use and tool_result."

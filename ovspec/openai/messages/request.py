@@ -190,6 +190,8 @@ def messages_of(message: Message, ignored: Ignored) -> Iterator[Message]:
     results = [block for block in blocks if block["type"] == "tool_result"]
     for block in results:
         told = "" if block.get("content") is None else block["content"]
+        if block.get("is_error"):  # no chat template tells it
+            ignore("tool_result.is_error", ignored)
         text = joined(blocks_of(told, ("text",), ignored), "text")
         yield {"role": "tool", "tool_call_id": text_in(block, "tool_use_id"), "content": text}
     if len(results) == len(blocks):

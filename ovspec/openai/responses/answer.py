@@ -267,10 +267,11 @@ class Output:
         return [*events, self._event(f"response.{status}", response=response)]
 
     def fail(self, failure: Failure) -> list[ResponseEvent]:
-        """Return the event that ends an answer which has failed."""
+        """Return the events that end an answer which has failed."""
+        events = self._close("incomplete")
         code = "server_error" if failure.status >= 500 else "invalid_prompt"
         self.response.status, self.response.error = "failed", {"code": code, "message": failure.message}
-        return [self._event("response.failed", response=self.response)]
+        return [*events, self._event("response.failed", response=self.response)]
 
     def _say(self, kind: str, text: str, logprobs: list[ChatToken]) -> list[ResponseEvent]:
         """Add to a message or to thinking; what is open and another ends."""

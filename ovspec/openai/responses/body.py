@@ -1,6 +1,6 @@
 """The body of a request to the Responses API."""
 
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, create_model
 
@@ -14,6 +14,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "background": (False,),
     "conversation": (),
     "multi_agent": (),
+    "n": (1,),
     "previous_response_id": (),
     "prompt": (),
 }
@@ -27,6 +28,14 @@ OWN = options_but(*ELSEWHERE) | {"max_output_tokens": OPTIONS["max_tokens"]} | i
 
 class ResponseRequest(create_model("Options", __base__=TextBody, **OWN), Foreign):
     """A chat to be continued, as items."""
+
+    instead: ClassVar = {
+        "max_tokens": "max_output_tokens",
+        "max_completion_tokens": "max_output_tokens",
+        "messages": "input",
+        "response_format": "text.format",
+        "reasoning_effort": "reasoning.effort",
+    }
 
     input: str | ITEMS = Field(description="The chat so far: a text, or items such as messages and calls.")
     instructions: str | None = Field(None, description="The system prompt, which comes first.")

@@ -77,7 +77,11 @@ def read_text(given: dict[str, Any], own: dict[str, Any], names: dict[str, str],
     if (format := given.get("format")) is None:
         return
     kind = format.get("type") if isinstance(format, dict) else None
-    if kind not in FORMATS or (kind == "json_schema" and not isinstance(format.get("schema"), dict)):
+    if (
+        not isinstance(kind, str)
+        or kind not in FORMATS
+        or (kind == "json_schema" and not isinstance(format.get("schema"), dict))
+    ):
         raise wrong("text", f"format must be {SHAPE}.")
     if kind == "json_schema":  # as chat completions have it
         format = {"type": kind, kind: {name: each for name, each in format.items() if name != "type"}}
@@ -101,6 +105,7 @@ def functions_of(tools: Iterable[Any], ignored: dict[str, None]) -> list[tuple[d
     for tool in tools:
         kind, inner = tool.get("type", "function"), tool.get("tools")
         if kind == "function":
+            tool = tool["function"] if isinstance(tool.get("function"), dict) else tool  # chat completions' form
             found.append((function_of(tool, ignored), str(tool.get("name")), None))
         elif kind == "namespace" and isinstance(inner, list) and isinstance(space := tool.get("name"), str):
             for each in inner:
@@ -139,9 +144,8 @@ def read_items(given: str | list[dict[str, Any]], ignored: dict[str, None]) -> l
         if kind == "message":
             read_message(item, messages)
         elif kind == "reasoning":
-            parts = item.get("content") or item.get("summary") or []
-            if text := text_of(parts, kind):
-                messages.append({"role": "assistant", "content": "", "reasoning_content": text})
+            if text := text_of(item.get("content") or item.get("summary") or [], kind):
+                read_reasoning_item(text, messages)
         elif kind in CALLS:
             read_call(item, messages)
         elif kind in RESULTS:
@@ -161,13 +165,22 @@ def read_items(given: str | list[dict[str, Any]], ignored: dict[str, None]) -> l
 def read_message(item: dict[str, Any], messages: list[Message]) -> None:
     """Add the message in an item; what the model said belongs to what it thought before."""
     role = item.get("role")
-    if role not in ROLES:
+    if not isinstance(role, str) or role not in ROLES:
         raise wrong("input", f"the role of a message is {role!r:.40}; it must be {', '.join(ROLES)}.")
     content, last = text_of(item.get("content"), "message"), messages[-1] if messages else {}
     if role == "assistant" and last.get("role") == role and not last["content"] and "tool_calls" not in last:
         last["content"] = content
     else:
         messages.append({"role": ROLES[role], "content": content})
+
+
+def read_reasoning_item(text: str, messages: list[Message]) -> None:
+    """Add what the model thought to what it said right before, or as the beginning of an answer."""
+    last = messages[-1] if messages else {}
+    if last.get("role") == "assistant" and "tool_calls" not in last and "reasoning_content" not in last:
+        last["reasoning_content"] = text
+    else:
+        messages.append({"role": "assistant", "content": "", "reasoning_content": text})
 
 
 def read_call(item: dict[str, Any], messages: list[Message]) -> None:

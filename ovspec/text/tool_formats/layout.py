@@ -125,12 +125,35 @@ def with_one_system(messages: list[Message], own_message: bool) -> list[Message]
 
 
 def with_turns(messages: list[Message]) -> list[Message]:
-    """Join messages of the user that follow each other."""
+    """Join messages of the user, and of the assistant, that follow each other; leave out answers that say nothing."""
+    turns = list[list[Message]]()
+    for message in messages:
+        role, last = message["role"], turns[-1][-1] if turns else {}
+        if role == "assistant" and not message["content"] and not message.get("tool_calls"):
+            continue
+        if role in ("user", "assistant") and role == last.get("role") and not last.get("tool_calls"):
+            turns[-1].append(message)
+        else:
+            turns.append([message])
+    return [turn[0] if len(turn) == 1 else one_message(turn) for turn in turns]
+
+
+def one_message(turn: list[Message]) -> Message:
+    """Return one message that says what several say; only the last of them may call."""
+    texts = {
+        name: "\n\n".join(message[name] for message in turn if message.get(name))
+        for name in ("content", "reasoning_content")
+    }
+    return {**turn[-1], **{name: text for name, text in texts.items() if text or name == "content"}}
+
+
+def with_users_in_results(messages: list[Message]) -> list[Message]:
+    """Add what the user says right after the results of tools to the last of them."""
     made = list[Message]()
     for message in messages:
-        if made and message["role"] == made[-1]["role"] == "user":
-            last = made.pop()
-            message = {**last, "content": f"{last['content']}\n\n{message['content']}"}
+        if message["role"] == "user" and made and made[-1]["role"] == "tool":
+            result = made.pop()
+            message = {**result, "content": f"{result['content']}\n\n{message['content']}"}
         made.append(message)
     return made
 
@@ -177,14 +200,12 @@ def in_content(format: ToolFormat) -> Callable[[list[Message]], list[Message]]:
 def results_as_user(messages: list[Message]) -> list[Message]:
     """Turn tool results into messages of the user, those that follow each other into one."""
     made = list[Message]()
-    for index, message in enumerate(messages):
-        if message["role"] == "tool":
-            text = f"<tool_response>\n{message['content']}\n</tool_response>"
-            if index and messages[index - 1]["role"] == "tool":
-                made[-1] = {**made[-1], "content": f"{made[-1]['content']}\n{text}"}
-                continue
-            message = {"role": "user", "content": text}
-        made.append(message)
+    for results, group in itertools.groupby(messages, lambda message: message["role"] == "tool"):
+        if results:
+            texts = [f"<tool_response>\n{message['content']}\n</tool_response>" for message in group]
+            made.append({"role": "user", "content": "\n".join(texts)})
+        else:
+            made += group
     return made
 
 
