@@ -55,7 +55,9 @@ ERRORS: dict[int | str, str] = {
 }
 ADDS = ("add_special_tokens", "add_special")  # vLLM's and llama.cpp's names of the same field
 NOWHERE = {404: "There is no such path; /openapi.json lists them.", 405: ERRORS[405]}
-STREAM = {"text/event-stream": {"schema": {"type": "string", "description": "With stream: events of the API."}}}
+# An event; its data is JSON, or [DONE].
+EVENT = {"type": "object", "properties": {name: {"type": "string"} for name in ("event", "data")}}
+STREAM = {"text/event-stream": {"schema": {**EVENT, "description": "With stream: an event of the API."}}}
 
 
 class TokenPiece(Answer):
