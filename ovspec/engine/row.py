@@ -284,9 +284,11 @@ class Row:
 
     def _is_late(self) -> bool:
         """Return whether the time is over that the text may take; its first call begins to count."""
+        if self.params.max_predict_ms <= 0:
+            return False
         now = time.monotonic()
         self._began = now if self._began is None else self._began
-        return 0 < self.params.max_predict_ms < 1e3 * (now - self._began)
+        return self.params.max_predict_ms < 1e3 * (now - self._began)
 
 
 class TextStream:

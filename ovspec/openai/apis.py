@@ -1,4 +1,4 @@
-"""The ways to ask for texts."""
+"""The APIs that generate text, each with its requests, answers and streams."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -23,7 +23,7 @@ from ovspec.openai.streams import Writer
 
 @dataclass(frozen=True)
 class TextApi:
-    """A way to ask for texts.
+    """An API that generates text.
 
     summary: what it does, in a sentence.
     body: a request.
@@ -54,8 +54,8 @@ APIS = {
         ChunkWriter,
     ),
     "/v1/responses": TextApi(
-        "Answer a chat of items.", ResponseRequest, Response, "resp_", read_response, whole_response, ResponseWriter,
-        {"object": "response.input_tokens"},
+        "Answer a chat that is given as items.", ResponseRequest, Response, "resp_", read_response, whole_response,
+        ResponseWriter, {"object": "response.input_tokens"},
     ),
     "/v1/messages": TextApi(
         "Answer a conversation, as Anthropic's API does.", MessageRequest, Message, "msg_", read_messages,

@@ -1,4 +1,4 @@
-"""The API: OpenAI's endpoints, and those of llama.cpp and vLLM that tell how the server is."""
+"""The API: the endpoints of OpenAI, Anthropic and llama.cpp that generate text, and those that tell of the server."""
 
 from collections.abc import Awaitable, Callable
 from functools import partial

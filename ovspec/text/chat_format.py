@@ -119,13 +119,17 @@ class ChatFormat:
     @functools.cached_property
     def _takes_system(self) -> bool:
         """Whether the template takes a system prompt."""
-        return PROBE_SYSTEM in rendered(self.template, [{"role": "system", "content": PROBE_SYSTEM}, *PROBE_CHAT[:1]])
+        return self._shows_systems([{"role": "system", "content": PROBE_SYSTEM}, *PROBE_CHAT[:1]])
 
     @functools.cached_property
     def _takes_systems(self) -> bool:
         """Whether the template takes further system messages, anywhere."""
-        sample = rendered(self.template, PROBE_SYSTEMS)
-        return all(message["content"] in sample for message in PROBE_SYSTEMS)
+        return self._shows_systems(PROBE_SYSTEMS)
+
+    def _shows_systems(self, chat: list[Message]) -> bool:
+        """Return whether the template renders all of a chat, be it with tools or without."""
+        samples = (rendered(self.template, chat, tools) for tools in (False, True))
+        return any(all(message["content"] in sample for message in chat) for sample in samples)
 
     def prompt(
         self,
@@ -221,10 +225,10 @@ def completed(tool: dict[str, Any]) -> dict[str, Any]:
     return {**tool, "function": {**function, "parameters": {"properties": {}, **function["parameters"]}}}
 
 
-def rendered(template: ChatTemplate, messages: list[Message]) -> str:
-    """Return what a template makes of a chat with the tool; "" if it can't."""
+def rendered(template: ChatTemplate, messages: list[Message], tools: bool = True) -> str:
+    """Return what a template makes of a chat, with the tool or without ``tools``; "" if it can't."""
     try:
-        return template.render(messages, variables={"tools": [PROBE_TOOL]}, strict=False)
+        return template.render(messages, variables={"tools": [PROBE_TOOL]} if tools else {}, strict=False)
     except OvspecError:
         return ""
 

@@ -4,7 +4,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, create_model
 
-from ovspec.openai.bodies import CHAT, FIRST, OPTIONS, REQUESTED, TextBody, idle, unmet
+from ovspec.openai.bodies import CHAT, FIRST, TextBody, idle, options_but, unmet
 
 # Accepted and ignored: fields that don't affect the text.
 WITHOUT_EFFECT = (
@@ -17,15 +17,15 @@ WITHOUT_EFFECT = (
 REFUSED: dict[str, tuple[Any, ...]] = {"mcp_servers": ([],), "n": (1,)}
 # Our options that Anthropic's API has in other fields, or can't have.
 ELSEWHERE = ("stop", "n", "tools", "tool_choice", "parallel_tool_calls")
-OWN = {name: field for name, field in OPTIONS.items() if REQUESTED[name] == name and name not in ELSEWHERE}
 
 
-class MessageRequest(create_model("Settings", __base__=TextBody, **OWN, **idle(*WITHOUT_EFFECT), **unmet(REFUSED))):
+class MessageRequest(
+    create_model("Settings", __base__=TextBody, **options_but(*ELSEWHERE), **idle(*WITHOUT_EFFECT), **unmet(REFUSED))
+):
     """A conversation to be continued."""
 
     instead: ClassVar = {
         "stop": "stop_sequences",
-        "max_completion_tokens": "max_tokens",
         "response_format": "output_config",
     }
     messages: CHAT = Field(

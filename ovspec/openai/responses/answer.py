@@ -114,10 +114,8 @@ class ResponseEvent(Answer):
     logprobs: list[ChatToken] = Field(default=[])
 
 
-def response_of(head: dict[str, Any], request: TextRequest, params: Params) -> Response:
-    """Return the answer to a request before anything was generated."""
-    body = request.body
-    kept = [tool for tool, _, space in functions_of(body.tools or [], {}) if not space]
+def response_of(head: dict[str, Any], body: Any, params: Params, functions: list[dict[str, Any]]) -> Response:
+    """Return the answer to a request before anything was generated; ``functions``: those that aren't in namespaces."""
     spaces = [tool for tool in body.tools or [] if tool.get("type") == "namespace"]
     defaults = {"type": "function", "description": None, "parameters": None, "strict": False}
     return Response.model_construct(
@@ -137,7 +135,7 @@ def response_of(head: dict[str, Any], request: TextRequest, params: Params) -> R
         temperature=params.temperature or 0.0,
         text={"format": (body.text or {}).get("format") or {"type": "text"}},
         tool_choice=body.tool_choice or "auto",
-        tools=[defaults | tool for tool in kept] + spaces,
+        tools=[defaults | tool for tool in functions] + spaces,
         top_logprobs=body.top_logprobs or 0,
         top_p=params.top_p or 1.0,
         usage=None,
@@ -165,7 +163,7 @@ def usage_of(stats: Stats) -> ResponseUsage:
 
 
 @dataclass
-class Open:
+class OpenItem:
     """The item that is being generated: what it says so far."""
 
     item: Item
@@ -228,11 +226,12 @@ class Output:
     """An answer as it grows, item by item, and the events that tell of it."""
 
     def __init__(self, head: dict[str, Any], request: TextRequest, params: Params) -> None:
-        self.response = response_of(head, request, params)
-        self._request, self._number = request, 0
         functions = functions_of(request.body.tools or [], {})
+        alone = [tool for tool, _, space in functions if not space]
+        self.response = response_of(head, request.body, params, alone)
+        self._request, self._number = request, 0
         self._names = {tool["name"]: (name, space) for tool, name, space in functions if space}
-        self._open: Open | None = None
+        self._open: OpenItem | None = None
 
     def begin(self) -> list[ResponseEvent]:
         return [self._event(f"response.{kind}", response=self.response) for kind in ("created", "in_progress")]
@@ -306,7 +305,7 @@ class Output:
         given = {"role": "assistant", "content": []} if kind == "message" else fields
         given = {"summary": [], "content": []} if kind == "reasoning" else given
         item = Item.model_construct(type=kind, id=id, status="in_progress", **given)
-        self._open = Open(item, index)
+        self._open = OpenItem(item, index)
         events.append(self._event("response.output_item.added", output_index=index, item=item.model_copy()))
         if kind in PARTS:
             part = part_of(kind, "", [])
