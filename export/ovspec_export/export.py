@@ -89,7 +89,7 @@ def export_pair(
     if isinstance(sources[0], HeadSource):
         raise OvspecError(f"{sources[0].name}: an EAGLE-3 head, which only drafts; name its target, and it as `draft`.")
     head = sources[1] if len(sources) == 2 and isinstance(sources[1], HeadSource) else None
-    if evaluate and any(source.is_ir for source in sources):
+    if evaluate and any(source.is_ir for source in sources if source is not head):
         raise OvspecError("`evaluate` compares with a checkpoint, but an existing IR has none; leave it out.")
     for source, wanted in zip(sources, (compression, draft_compression), strict=False):
         if source.is_ir and wanted not in (None, INT8):

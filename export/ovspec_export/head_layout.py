@@ -89,9 +89,11 @@ class HeadLayout:
 
 def is_head(config: Mapping[str, Any]) -> bool:
     """Return whether a config.json is that of an EAGLE-3 head."""
-    names = config.get("architectures")
-    known = isinstance(names, list) and bool({*ARCHITECTURES} & {str(name) for name in names})
-    return known or config.get("speculators_model_type") == "eagle3"
+    given = config.get("architectures")
+    names = {str(name) for name in given} if isinstance(given, list) else set()
+    # EAGLE's authors call theirs a Llama.
+    theirs = names == {"LlamaForCausalLM"} and "draft_vocab_size" in config
+    return theirs or bool({*ARCHITECTURES} & names) or config.get("speculators_model_type") == "eagle3"
 
 
 def flattened(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -183,7 +185,7 @@ def layer_ids(config: Mapping[str, Any]) -> tuple[int, ...] | None:
 
 
 def check_supported(config: Mapping[str, Any], found: Mapping[str, Any], name: str) -> None:
-    """Raise OvspecError if a head has parts that ``EagleHead`` doesn't have."""
+    """Raise OvspecError if a head has parts that ``EagleHead`` doesn't have. found: its tensors, if known yet."""
     family = config.get("model_type", "llama")
     if family not in FAMILIES:
         raise OvspecError(

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import openvino as ov
@@ -163,7 +164,7 @@ class EagleHead(nn.Module):
     ) -> tuple[Tensor, Tensor, Cache]:
         """Return logits, the next features and the longer cache. tokens: ids, or embeddings if it has none itself."""
         embedded = tokens if self.embed_tokens is None else self.embed_tokens(tokens)
-        mask = causal_mask(attention_mask, embedded.shape[1])
+        mask = causal_mask(attention_mask, position_ids.shape[1])
         states, cache = self.step(embedded, features, mask, position_ids, past)
         return self.logits(states), self.next_features(states), cache
 
@@ -181,13 +182,14 @@ def causal_mask(attention_mask: Tensor, new: int) -> Tensor:
 
 
 def rotary_config(layout: HeadLayout) -> LlamaConfig:
-    """Return a config with what transformers' rotary embedding reads."""
-    rope = dict(layout.rope)
+    """Return a config with what transformers' rotary embedding reads: of the sizes, only head_dim."""
+    found: dict[str, Any] = dict(layout.rope)
     for name in ("rope_scaling", "rope_parameters"):
-        if name in rope:
-            rope[name] = {**rope[name], "rope_type": rope_type(rope[name])}
-    sizes = {"hidden_size": layout.hidden, "num_attention_heads": layout.heads, "head_dim": layout.head_dim}
-    return LlamaConfig(**sizes, **rope)
+        if name in found:
+            found[name] = {**found[name], "rope_type": rope_type(found[name])}
+    found |= {"hidden_size": layout.heads * layout.head_dim, "num_attention_heads": layout.heads}
+    found |= {"head_dim": layout.head_dim}
+    return LlamaConfig(**found)
 
 
 def load_head(folder: Path, name: str = "", embedding: Tensor | None = None) -> EagleHead:

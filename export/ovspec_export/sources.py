@@ -22,7 +22,7 @@ from ovspec.text.tokenizer_files import TOKENIZER_CONFIG_FILE
 from ovspec_export.families import FLAT, TEXT_MODELS, TEXT_ONLY, Family, TextOnly, family_of
 from ovspec_export.gguf_config import config_of
 from ovspec_export.gguf_file import GgufFile, read_gguf
-from ovspec_export.head_layout import HeadLayout, flattened, head_layout, is_head, our_name
+from ovspec_export.head_layout import HeadLayout, check_supported, flattened, head_layout, is_head, our_name
 from ovspec_export.pickled import pickled_tensors
 from ovspec_export.quantised import check_quantisation
 
@@ -324,6 +324,8 @@ def check_config(source: Source, name: str) -> None:
     if (source.folder / ADAPTER).is_file():
         raise OvspecError(f"{name}: an adapter; merge it into its model (merge_and_unload) and export that.")
     check_quantisation(source.config, name)
+    if isinstance(source, HeadSource):
+        check_supported(flattened(source.config), {}, name)
     if source.config.get("is_encoder_decoder"):
         raise OvspecError(f"{name}: an encoder-decoder model; only decoder-only language models can be exported.")
     _ = source.family

@@ -98,7 +98,7 @@ def eagle_head(
         from optimum.intel.openvino.quantization import _weight_only_quantization
 
         model = _weight_only_quantization(model, OVWeightQuantizationConfig(**quantization))
-    elif weight_format == "bf16":
+    if weight_format == "bf16" or quantization.get("backup_precision") == "none":
         round_weights(model)
     ov.save_model(model, Path(folder) / f"{MODEL}.xml", compress_to_fp16=weight_format == "fp16")
 

@@ -16,7 +16,9 @@ FILE = click.Path(path_type=Path)
 @click.command()
 @click.argument("target", nargs=-1, metavar="TARGET")
 @click.option(
-    "--draft", metavar="DRAFT", help="Draft model: a checkpoint or IR folder, a GGUF file, a hub id, or none."
+    "--draft",
+    metavar="DRAFT",
+    help="Draft model, or an EAGLE-3 head trained for TARGET: a checkpoint or IR folder, a GGUF file, a hub id, or none.",
 )
 @click.option(
     "--draft-layers", type=click.IntRange(1), metavar="N", help="Make the draft of the target's first N layers."
@@ -89,8 +91,9 @@ def export(
 
     TARGET is a folder, a GGUF file, a hub id (org/model, or org/model@REVISION), or the short name of a known pair
     (--list), which includes a draft unless you give --draft none. A GGUF file may be quantised in any way but is
-    quantised anew: int8 loses little, int4 more. Target and draft must share a vocabulary. With --overwrite,
-    the old folder is replaced at the very end: an interrupted export leaves it as it was.
+    quantised anew: int8 loses little, int4 more. Target and draft must share a vocabulary; an EAGLE-3 head must
+    also fit the target's width and layers. With --overwrite, the old folder is replaced at the very end: an
+    interrupted export leaves it as it was.
 
     \b
     Examples:
