@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -17,8 +18,9 @@ from ovspec.cache.decoder import FAST, Arithmetic, Decoder, FeedRule, Rollback
 from ovspec.cache.paged import PagedDecoder
 from ovspec.cache.stateful import StatefulDecoder, decoder_of, trimming
 from ovspec.ir.attention_mask import UNBOUNDED, narrowest_window
-from ovspec.ir.compile import MODEL_FILE, CompiledIR, check_weights, compile_ir, last_line
+from ovspec.ir.compile import MODEL_FILE, CompiledIR, check_weights, compile_ir, compiled, last_line
 from ovspec.ir.device import DeviceOptions, check_device
+from ovspec.ir.heads import give_features, read_head
 from ovspec.ir.instruction_set import instruction_set
 from ovspec.ir.memory import room_for
 from ovspec.ir.paged_attention import NotPaged, attention_windows, pair_queries, to_paged
@@ -52,12 +54,18 @@ class CompiledModel:
     engine: EngineName
     reason: str  # why this engine was chosen
     rollback: Rollback
+    ids: np.ndarray | None = None  # of a head: the target's id of each of its logits, (n,) int64
     rule: FeedRule = FAST  # how tokens are fed
     promise: str = "fast"  # or "exact", or that no rule was found for exact arithmetic, in words
     guess_is_free: bool = False  # whether verifying a token proposed for one text takes little time and changes no bit
     profile: str | None = None  # the setting that a profile chose
     verify_ms: dict[int, float] | None = None  # measured, per inference, by width in tokens; the widest is a prompt
     change_ms: float | None = None  # measured, added to an inference of another width than the one before
+
+    @property
+    def drafter(self) -> str:
+        """The name under which it proposes for another model."""
+        return "draft" if self.ids is None else "head"
 
     @property
     def arithmetic(self) -> Arithmetic:
@@ -102,35 +110,40 @@ def load_ir(
     options: DeviceOptions,
     wanted: EngineChoice = "auto",
     arithmetic: Arithmetic = "fast",
+    head: Path | None = None,
 ) -> CompiledModel:
     """Compile the model in ``folder`` for the ``wanted`` engine; "auto" takes paged if it agrees with stateful.
 
     With exact arithmetic, the first load probes which rule gives every token the same bits. Raises OvspecError like
     ``compile_ir``, or if the wanted engine can't run this model.
+
+    ``head``: the folder of a head that the model gives features to.
     """
     reason = "as requested"
     if wanted != "stateful":
         paged = check_paged(folder, options)
         if paged.usable:
             try:
-                return load_paged(folder, options, reason if wanted == "paged" else paged.reason, arithmetic)
+                return load_paged(folder, options, reason if wanted == "paged" else paged.reason, arithmetic, head)
             except OvspecError as error:  # not every cache type works with every precision
                 paged = PagedCheck(False, last_line(error))
         if wanted == "paged":
             raise OvspecError(f"{folder}: `engine='paged'` is not possible: {paged.reason}.")
         reason = paged.reason
-    ir = compile_ir(folder, options)
+    ir = compile_ir(folder, options, partial(give_features, head=head) if head else None)
     loaded = CompiledModel(ir, "stateful", reason, find_probe(ir, options.cache_folder).rollback)
     if arithmetic == "exact":
         loaded.keep_to(known_exactness(folder, options, "stateful") or probed(loaded, folder, options))
     return loaded
 
 
-def load_paged(folder: Path, options: DeviceOptions, reason: str, arithmetic: Arithmetic) -> CompiledModel:
+def load_paged(
+    folder: Path, options: DeviceOptions, reason: str, arithmetic: Arithmetic, head: Path | None = None
+) -> CompiledModel:
     """Compile for the paged engine, rewritten for exact arithmetic only where that is what makes it exact."""
 
     def compiled(paired: bool) -> CompiledModel:
-        return CompiledModel(compile_paged(folder, options, paired), "paged", reason, PagedDecoder.rollback)
+        return CompiledModel(compile_paged(folder, options, paired, head), "paged", reason, PagedDecoder.rollback)
 
     known = known_exactness(folder, options, "paged") if arithmetic == "exact" else None
     loaded = compiled(arithmetic == "exact" and (not known or known.needs_pairs))
@@ -156,15 +169,36 @@ def probed(loaded: CompiledModel, folder: Path, options: DeviceOptions) -> Exact
     return remember(exactness_file(folder, options, loaded.engine), found)
 
 
-def compile_paged(folder: Path, options: DeviceOptions, paired: bool = True) -> CompiledIR:
+def load_head(folder: Path, target: CompiledModel, options: DeviceOptions) -> CompiledModel:
+    """Compile the head in ``folder`` as its ``target`` was, on the device of ``options``.
+
+    Raises OvspecError if the device can't compile it, or it was made for another model.
+    """
+    same = options.device == target.ir.device
+    properties = {**(target.ir.properties if same else options.properties), "CACHE_DIR": ""}
+    options = replace(options, properties=properties)
+    head = read_head(folder, target.ir.folder)
+    paged = same and target.engine == "paged"
+    if paged:
+        to_paged(head.model)
+    join_products(head.model)
+    ir = compiled(head.model, folder, head.states, True, options)
+    engine: EngineName = "paged" if paged else "stateful"
+    return CompiledModel(ir, engine, "as its target", PagedDecoder.rollback if paged else Rollback("mask"), head.ids)
+
+
+def compile_paged(folder: Path, options: DeviceOptions, paired: bool = True, head: Path | None = None) -> CompiledIR:
     """Compile like ``compile_ir``, rewritten for the paged decoder by ``to_paged`` and ``join_products``.
 
     Raises NotPaged if that is impossible.
 
     ``paired``: whether it is rewritten for exact arithmetic by ``pair_queries`` and, if need be, ``cut_products``.
+    ``head``: the folder of a head that the model gives features to.
     """
 
     def rewrite(model: ov.Model) -> None:
+        if head:
+            give_features(model, head)
         to_paged(model)
         if check_weights(folder / MODEL_FILE) <= JOINED:
             join_products(model)

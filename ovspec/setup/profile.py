@@ -117,10 +117,11 @@ def load_with(
     options: DeviceOptions,
     engine: EngineChoice,
     arithmetic: Arithmetic = "fast",
+    head: Path | None = None,
 ) -> CompiledModel:
     """Load like ``load_ir``, with the best setting of ``profile`` where the user has named nothing."""
     best = profile.choose(options, engine) if profile else None
-    loaded = load_ir(folder, completed(options, best.setting) if best else options, engine, arithmetic)
+    loaded = load_ir(folder, completed(options, best.setting) if best else options, engine, arithmetic, head)
     if profile and best:
         loaded.profile, loaded.change_ms = str(best.setting), best.change_ms
         loaded.verify_ms = {profile.tokens: best.prefill_ms * profile.tokens} | best.verify_ms
