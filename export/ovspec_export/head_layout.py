@@ -199,13 +199,14 @@ def check_supported(config: Mapping[str, Any], found: Mapping[str, Any], name: s
         raise OvspecError(f"{name}: the head's attention has a sliding window; ovspec exports heads without one.")
     if config.get("norm_before_fc") and config.get("fc_norm"):
         raise OvspecError(f"{name}: its config.json has both norm_before_fc and fc_norm; leave one out.")
-    for rope in (config.get("rope_parameters"), config.get("rope_scaling"), config):
-        kind = rope_type(rope) if isinstance(rope, dict) and rope is not config else "default"
-        if kind not in ROPES or ((rope or {}).get("partial_rotary_factor") or 1) != 1:
-            raise OvspecError(
-                f"{name}: the head's rotary embedding is one that ovspec doesn't export ({kind}, or partial); it "
-                f"exports {', '.join(ROPES)}."
-            )
+    ropes = [rope for rope in (config.get("rope_parameters"), config.get("rope_scaling")) if isinstance(rope, dict)]
+    kind = next((rope_type(rope) for rope in ropes if rope_type(rope) not in ROPES), None)
+    partial = any(part.get("partial_rotary_factor") not in (None, 1) for part in (config, *ropes))
+    if kind or partial:
+        raise OvspecError(
+            f"{name}: the head's rotary embedding is {kind or 'partial'}; ovspec exports heads where it is whole and "
+            f"one of {', '.join(ROPES)}."
+        )
 
 
 def rope_type(rope: Mapping[str, Any]) -> str:

@@ -28,7 +28,9 @@ class PickledTensor:
     start: int
 
     def read(self, file: Path) -> np.ndarray:
-        """Return the elements of a tensor of integers."""
+        """Return the elements of a tensor of integers; raises OvspecError if they are something else."""
+        if self.kind not in KINDS:
+            raise OvspecError(f"{file}: its d2t or t2d holds no integers ({self.kind}).")
         with zipfile.ZipFile(file) as archive:
             data = archive.read(self.entry)
         kind = np.dtype(KINDS[self.kind])
@@ -76,7 +78,7 @@ def pickled_tensors(file: Path) -> dict[str, PickledTensor]:
                 found = reader.load()
         if not isinstance(found, dict) or not all(isinstance(each, PickledTensor) for each in found.values()):
             raise pickle.UnpicklingError("it holds more than tensors by name")
-    except (zipfile.BadZipFile, StopIteration, pickle.UnpicklingError, ValueError, TypeError, EOFError) as error:
+    except Exception as error:  # damaged bytes of a pickle may raise anything
         why = error if isinstance(error, pickle.UnpicklingError) else "not a file of torch.save, or cut off"
         raise OvspecError(f"{file}: cannot be read ({why}); save its tensors as model.safetensors.") from None
     return dict(found)

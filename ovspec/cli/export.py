@@ -18,7 +18,7 @@ FILE = click.Path(path_type=Path)
 @click.option(
     "--draft",
     metavar="DRAFT",
-    help="Draft model, or an EAGLE-3 head trained for TARGET: a checkpoint or IR folder, a GGUF file, a hub id, or none.",
+    help="Draft model or EAGLE-3 head: a checkpoint or IR folder, a GGUF file, a hub id, or none.",
 )
 @click.option(
     "--draft-layers", type=click.IntRange(1), metavar="N", help="Make the draft of the target's first N layers."

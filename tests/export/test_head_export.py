@@ -89,7 +89,7 @@ class Plain:
         """Turn pairs of values [heads, entries, head_dim] by angles that grow with the position."""
         width, scaling = states.shape[-1], self.config.get("rope_scaling")
         frequencies, factor = self.config["rope_theta"] ** (-torch.arange(0, width, 2) / width), 1.0
-        if scaling:
+        if scaling and "mrope_section" not in scaling:  # whose three axes are one for text
             names = ("hidden_size", "num_attention_heads", "head_dim", "max_position_embeddings", "rope_theta")
             options = {name: self.config[name] for name in names} | {"rope_scaling": scaling}
             config = LlamaConfig(**options)
@@ -211,6 +211,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "speculators, 3.1": {"style": "speculators", "fc_norm": True, "norm_output": True, "model_type": "qwen3"},
     "llama3": {"rope_scaling": LLAMA_3 | {"original_max_position_embeddings": 64}, "rope_theta": 5e5},
     "yarn": {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}},
+    "mrope": {"rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]}},
     "linear": {"rope_scaling": {"rope_type": "linear", "factor": 4.0}},
 }
 
@@ -564,9 +565,9 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
         "rope",
         {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
         {},
-        r"\(dynamic, or partial\); it exports default",
+        "rotary embedding is dynamic; ovspec exports heads where",
     ),
-    ("part", {"partial_rotary_factor": 0.5}, {}, r"\(default, or partial\)"),
+    ("part", {"partial_rotary_factor": 0.5}, {}, "rotary embedding is partial"),
     ("norms", {"norm_before_fc": True, "fc_norm": True}, {}, "has both norm_before_fc and fc_norm"),
     ("unknown", {}, {"midlayer__mlp__router": IDS}, r"a tensor that ovspec doesn't know \(layer.mlp.router\)"),
     ("lacking", {}, {"midlayer__hidden_norm__weight": None}, "the head lacks the tensor layer.hidden_norm.weight"),
