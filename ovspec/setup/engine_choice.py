@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -25,7 +26,15 @@ from ovspec.ir.instruction_set import instruction_set
 from ovspec.ir.memory import room_for
 from ovspec.ir.paged_attention import NotPaged, attention_windows, pair_queries, to_paged
 from ovspec.ir.products import CUTTING, cut_products, join_products
-from ovspec.setup.exactness import SHORT, Exactness, Trial, exactness_file, find_exactness, known_exactness
+from ovspec.setup.exactness import (
+    SHORT,
+    Exactness,
+    Trial,
+    exactness_file,
+    find_exactness,
+    known_exactness,
+    logits_bits,
+)
 from ovspec.setup.probing import find_probe, memory_file
 from ovspec.text.vocabulary import ALL_IDS, KnownIds
 
@@ -86,6 +95,10 @@ class CompiledModel:
     def find_exactness(self, trial: Trial = SHORT) -> Exactness:
         return find_exactness(lambda rule: self.decoder(rule=rule), self.engine, self.ir.logits_width, trial)
 
+    def bits(self) -> list[bytes]:
+        """Return the bits of the logits after each token of a random text."""
+        return logits_bits(self.decoder(), self.ir.logits_width)
+
     def keep_to(self, found: Exactness) -> None:
         """Feed tokens by the rule that was found; without one, as fast arithmetic does."""
         if not found.rule:
@@ -117,7 +130,7 @@ def load_ir(
     With exact arithmetic, the first load probes which rule gives every token the same bits. Raises OvspecError like
     ``compile_ir``, or if the wanted engine can't run this model.
 
-    ``head``: the folder of a head that the model gives features to.
+    ``head``: the folder of a head that the model gives features to; see ``load_with_features``.
     """
     reason = "as requested"
     if wanted != "stateful":
@@ -134,6 +147,29 @@ def load_ir(
     loaded = CompiledModel(ir, "stateful", reason, find_probe(ir, options.cache_folder).rollback)
     if arithmetic == "exact":
         loaded.keep_to(known_exactness(folder, options, "stateful") or probed(loaded, folder, options))
+    return loaded
+
+
+def load_with_features(
+    folder: Path, options: DeviceOptions, wanted: EngineChoice, arithmetic: Arithmetic, head: Path
+) -> CompiledModel:
+    """Load like ``load_ir`` a model that gives features to ``head``; it is exact only if that changes no bit.
+
+    A value that is also an output may be computed in other kernels. That is tried once, and remembered.
+    """
+    if arithmetic == "fast":
+        return load_ir(folder, options, wanted, "fast", head)
+    graph = hashlib.sha256((head / MODEL_FILE).read_bytes()).hexdigest()
+    file = exactness_file(folder, options, f"{wanted} with {graph}")
+    found = remembered(Exactness, file)
+    if not found:
+        without, given = ((load_ir(folder, options, wanted, arithmetic, each)).bits() for each in (None, head))
+        differing = sum(ours != theirs for ours, theirs in zip(given, without, strict=True))
+        found = remember(file, Exactness(None, len(given), differing))
+    if not found.differing:
+        return load_ir(folder, options, wanted, arithmetic, head)
+    loaded = load_ir(folder, options, wanted, "fast", head)
+    loaded.promise = f"fast, not exact here (features change {found.differing} of {found.positions} probed positions)"
     return loaded
 
 
