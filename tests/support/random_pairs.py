@@ -54,7 +54,8 @@ PAIRS = {
     ),
 }
 HEADS = {
-    f"{name}-head": replace(PAIRS[name], draft_layers=0, later=later) for name, later in (("qwen2-int8", 0.1), ("gpt2-int4", 0.03))
+    f"{name}-head": replace(PAIRS[name], draft_layers=0, later=later)
+    for name, later in {"qwen2-int8": 0.1, "gpt2-int4": 0.03}.items()
 }
 PAIRS |= HEADS
 
