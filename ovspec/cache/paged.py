@@ -204,11 +204,13 @@ class PagedDecoder:
     def _places(self, row: int, begin: int, end: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the block of each position from ``begin`` to ``end``, and its place there."""
         positions = np.arange(begin, end)
-        return np.array(self._blocks.tables[row])[positions // self.block_size], positions % self.block_size
+        table = np.array(self._blocks.tables[row], dtype=np.int64)
+        return table[positions // self.block_size], positions % self.block_size
 
     def _feed_in_parts(self, tokens: list[np.ndarray], wanted: list[int], features: Features) -> list[np.ndarray]:
         """Feed more tokens than an inference may have, row after row."""
         logits: list[list[np.ndarray]] = [[] for _ in tokens]
+        hidden: list[list[np.ndarray]] = [[] for _ in tokens]
         firsts = [len(new) - want for new, want in zip(tokens, wanted, strict=True)]
         for parts in inferences([len(new) for new in tokens], self._most):
             check_interrupts()
@@ -220,8 +222,9 @@ class PagedDecoder:
             for row, want in enumerate(wants):
                 if want:
                     logits[row].append(found[row].copy())
-        nothing = np.empty((0, self._ir.logits_width), dtype=np.float32)
-        return [np.concatenate(each) if each else nothing for each in logits]
+                    hidden[row] += [self.hidden[row].copy()] if self._head_width else []
+        self.hidden = joined(hidden, self._head_width)
+        return joined(logits, self._ir.logits_width)
 
     def _append(
         self, tokens: list[np.ndarray], wanted: list[int], width: int = 0, features: Features = None
@@ -324,6 +327,12 @@ class PagedDecoder:
             for name in self._tensors.arrays.keys() & self._tensors.ports.keys():
                 self._request.raw.set_tensor(self._tensors.ports[name], self._tensors.tensor(name))
             self._bound = self._tensors.version
+
+
+def joined(parts: list[list[np.ndarray]], width: int) -> list[np.ndarray]:
+    """Return the parts of each row as one array (n, width) float32."""
+    nothing = np.empty((0, width), dtype=np.float32)
+    return [np.concatenate(each) if each else nothing for each in parts]
 
 
 @functools.lru_cache(maxsize=256)

@@ -327,7 +327,7 @@ class StatefulDecoder:
 
     def _beside(self, features: Features, width: int) -> np.ndarray:
         """Return the input of a head that holds each token's features, (rows, width, values) float32."""
-        found = np.zeros((len(features or ()), width, self._head_width), dtype=np.float32)
+        found = np.zeros((len(self.rows) if self._head_width else 0, width, self._head_width), dtype=np.float32)
         for row, values in enumerate(features or ()):
             found[row, : len(values)] = values
         return found
