@@ -13,8 +13,8 @@ from ovspec.base.errors import OvspecError
 from ovspec.base.files import read_text
 from ovspec.base.progress import in_bytes, note, step
 from ovspec.engine.scoring import DEFAULT_CONTEXT
-from ovspec.ir.compile import MODEL_FILE, model_states, read_ir
-from ovspec.ir.device import core
+from ovspec.ir.compile import read_ir
+from ovspec.ir.heads import give_features, read_head
 from ovspec.setup.manifest import DRAFT_FOLDER, MANIFEST_FILE, ExportedFile, ExportedModel, Manifest, sha256
 from ovspec.text.pairing import check_same_vocabulary
 from ovspec.text.tokenizer_files import TOKENIZER_FILE
@@ -180,9 +180,16 @@ def check_pair(target: Source, draft: Source, trust_remote_code: bool) -> None:
 
 
 def describe(source: Source, folder: Path, compression: Compression) -> ExportedModel:
-    """Return the manifest entry of one model, which is read to see that it is supported."""
-    if isinstance(source, HeadSource):  # which has inputs that only a drafter gives it
-        states = model_states(core().read_model(folder / MODEL_FILE))
+    """Return the manifest entry of one model, which is read to see that it is supported.
+
+    A head is read with its target, in whose folder it is.
+    """
+    if isinstance(source, HeadSource):
+        try:
+            read_ir(folder.parent, lambda model: give_features(model, folder))
+            states = read_head(folder, folder.parent).states
+        except OvspecError as error:
+            raise OvspecError(str(error).replace(str(folder), source.name)) from None
     else:
         _, states, _ = read_ir(folder)
     return ExportedModel(

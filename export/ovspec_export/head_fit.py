@@ -10,6 +10,7 @@ import numpy as np
 from ovspec.base.errors import OvspecError
 from ovspec.ir.compile import MODEL_FILE, check_weights
 from ovspec.ir.device import core
+from ovspec.ir.heads import FUSED, FUSES, HIDDEN, IDS, LAYERS
 from ovspec_export.head_layout import USUAL_TAPS
 from ovspec_export.sources import HeadSource, Source
 
@@ -72,14 +73,13 @@ def sizes_in_ir(head: HeadSource) -> HeadSizes:
         inputs, outputs = (
             {port.get_any_name(): port for port in ports if port.get_names()} for ports in (model.inputs, model.outputs)
         )
-        place = ["ovspec", "target_layers"]
-        if "fused" not in outputs or not model.has_rt_info(place):
+        if FUSED not in outputs or not model.has_rt_info(LAYERS):
             raise OvspecError(f"{head.name}: an IR of a head that ovspec can't use; {AGAIN}.")
-        offsets = outputs["d2t"].get_node().input_value(0).get_node().get_data().astype(np.int64)  # type: ignore[attr-defined]
-        layers = [int(layer) for layer in str(model.get_rt_info(place).astype(str)).split()]
+        offsets = outputs[IDS].get_node().input_value(0).get_node().get_data().astype(np.int64)  # type: ignore[attr-defined]
+        layers = [int(layer) for layer in str(model.get_rt_info(LAYERS).astype(str)).split()]
         return HeadSizes(
-            hidden=outputs["hidden"].get_partial_shape()[2].get_length(),
-            width=inputs["target_hidden_states"].get_partial_shape()[2].get_length(),
+            hidden=outputs[HIDDEN].get_partial_shape()[2].get_length(),
+            width=inputs[FUSES].get_partial_shape()[2].get_length(),
             taps=len(layers),
             vocab=head.entry("vocab"),
             ids=np.arange(len(offsets)) + offsets,

@@ -30,6 +30,7 @@ from transformers.models.llama.modeling_llama import (
 
 from ovspec.base.errors import OvspecError
 from ovspec.base.files import read_json
+from ovspec.ir.heads import FUSED, FUSES, HIDDEN, IDS, LAYERS
 from ovspec_export.head_layout import HeadLayout, head_layout, our_name, rope_type
 
 # Ends of the name that families have for the embedding of tokens.
@@ -290,7 +291,7 @@ def convert_head(head: EagleHead, tap_layers: list[int]) -> ov.Model:
         "hidden_states": [-1, -1, layout.hidden],
         "attention_mask": [-1, -1],
         "position_ids": [-1, -1],
-        "target_hidden_states": [-1, -1, layout.taps * layout.target_hidden],
+        FUSES: [-1, -1, layout.taps * layout.target_hidden],
         "past_key_values.0.key": cache,
         "past_key_values.0.value": cache,
     }
@@ -298,14 +299,14 @@ def convert_head(head: EagleHead, tap_layers: list[int]) -> ov.Model:
         port.get_tensor().set_names({name})
         port.get_node().set_friendly_name(name)
         port.get_node().set_partial_shape(ov.PartialShape(shape))  # type: ignore[attr-defined]
-    outputs = ("logits", "hidden", "fused", "present.0.key", "present.0.value")
+    outputs = ("logits", HIDDEN, FUSED, "present.0.key", "present.0.value")
     for port, name in zip(model.outputs, outputs, strict=True):
         port.get_tensor().set_names({name})
     d2t = ops.constant(head.d2t.numpy().astype(np.int64))
-    d2t.output(0).get_tensor().set_names({"d2t"})
+    d2t.output(0).get_tensor().set_names({IDS})
     model.add_results([ops.result(d2t)])  # type: ignore[list-item]
     model.validate_nodes_and_infer_types()
     patch_stateful_decoder(head.rotary.config, model)
-    model.set_rt_info(tap_layers, ["ovspec", "target_layers"])
+    model.set_rt_info(tap_layers, LAYERS)
     model.set_rt_info(True, ["eagle3_mode"])
     return model

@@ -13,12 +13,10 @@ import numpy as np
 import openvino as ov
 import pytest
 import torch
-from conftest import DRAFT, TARGET
+from conftest import DRAFT, PROMPTS, TARGET
 from families import HEADED, LOCAL_EXPERTS, WINDOWS, Family
 from family_models import make, warm_jobs
 from heads import write_head
-from openvino import opset13 as ops
-from openvino._offline_transformations import paged_attention_transformation
 from ovspec_export import Compression, export_pair
 from ovspec_export import export as exporting
 from ovspec_export import heads as torch_heads
@@ -35,10 +33,13 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+import ovspec
 from ovspec.base.errors import OvspecError
 from ovspec.ir.compile import model_states
 from ovspec.ir.config import model_config
 from ovspec.ir.device import core
+from ovspec.ir.heads import read_head
+from ovspec.ir.paged_attention import to_paged
 from ovspec.setup.manifest import read_manifest
 
 TARGET_CONFIG: dict[str, Any] = json.loads((TARGET / "config.json").read_text(encoding="utf-8"))
@@ -280,30 +281,10 @@ def test_the_interface(tmp_path: Path) -> None:
     assert model.has_rt_info("eagle3_mode")
 
 
-def drafting_part(model: ov.Model, embedding: np.ndarray) -> None:
-    """Leave what drafts: without the branch that fuses, and with the target's embedding."""
-    for result in model.get_results():
-        if result.output(0).get_names() & {"fused", "d2t"}:
-            model.remove_result(result)
-    for parameter in model.get_parameters():
-        if "target_hidden_states" in parameter.output(0).get_names():
-            model.remove_parameter(parameter)
-        if "inputs_embeds" in parameter.output(0).get_names():
-            ids = ops.parameter([-1, -1], ov.Type.i64, name="input_ids")
-            ids.output(0).get_tensor().set_names({"input_ids"})
-            rows = ops.gather(ops.constant(embedding), ids, ops.constant(0))
-            for use in parameter.output(0).get_target_inputs():
-                use.replace_source_output(rows.output(0))
-            model.remove_parameter(parameter)
-            model.add_parameters([ids])
-    model.validate_nodes_and_infer_types()
-
-
-def test_what_drafts_can_be_paged(tmp_path: Path) -> None:
-    head = load_head(write_head(tmp_path / "head", target=TARGET_CONFIG, embedding=False))
-    model, embedding = convert_head(head, LAYERS), target_embedding().float()
-    drafting_part(model, embedding.numpy())
-    paged_attention_transformation(model)
+def test_what_drafts_can_be_paged(pair: Path, tmp_path: Path) -> None:
+    checkpoint = write_head(tmp_path / "head", target=TARGET_CONFIG, embedding=False)
+    model = read_head(converted(checkpoint, tmp_path / "ir"), pair).model
+    to_paged(model)
     request = core().compile_model(model, "CPU", F32).create_infer_request()
     for port in request.model_inputs:
         if "cache" in port.get_any_name():
@@ -322,13 +303,15 @@ def test_what_drafts_can_be_paged(tmp_path: Path) -> None:
             "block_indices": np.zeros(1, np.int32),
             "block_indices_begins": np.array([0, 1], np.int32),
             "max_context_len": np.array(end, np.int32),
+            "logits_idx": np.arange(end - start),
         }
         for name, value in feed.items():
             request.set_tensor(name, ov.Tensor(value.copy()))
         request.infer()
-        found.append({name: request.get_tensor(name).data[:, 0].copy() for name in ("logits", "hidden")})
+        found.append({name: request.get_tensor(name).data[0].copy() for name in ("logits", "hidden")})
+    head, embedded = load_head(checkpoint), target_embedding().float()[ids][None]
     ones = torch.ones((1, 9), dtype=torch.int64)
-    expected = head(embedding[ids][None], features[None], ones, ones.cumsum(1) - 1, head.no_cache())
+    expected = head(embedded, features[None], ones, ones.cumsum(1) - 1, head.no_cache())
     for name, theirs in zip(("logits", "hidden"), expected, strict=False):
         assert np.allclose(np.concatenate([each[name] for each in found]), theirs[0], atol=1e-4)
 
@@ -390,13 +373,24 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
+def check_drafting(folder: Path, cache_dir: Path) -> None:
+    """Check that a pair generates the target's own text while its head proposes tokens."""
+    options: dict[str, Any] = {"precision": "f32", "cache_dir": cache_dir}
+    ours, theirs = (
+        ovspec.load(folder, draft, **options).generate(PROMPTS[0], max_tokens=16, ignore_eos=True)
+        for draft in (True, False)
+    )
+    assert ours.token_ids == theirs.token_ids
+    assert ours.stats.proposed > 0
+
+
 def head_for_the_pair(folder: Path, **options: Any) -> Path:
     """Write a head for the small pair's target, whose layers aren't enough for the default ones."""
     return write_head(folder, target=TARGET_CONFIG, layer_ids=OUTPUTS, **options)
 
 
 @pytest.mark.usefixtures("warm")
-def test_a_head_for_an_ir(pair: Path, tmp_path: Path) -> None:
+def test_a_head_for_an_ir(pair: Path, tmp_path: Path, cache_dir: Path) -> None:
     head = head_for_the_pair(tmp_path / "head", embedding=False)
     manifest = export_pair(str(pair), str(head), tmp_path / "out", draft_compression=Compression("fp32"))
     assert manifest.draft
@@ -407,6 +401,7 @@ def test_a_head_for_an_ir(pair: Path, tmp_path: Path) -> None:
     assert {file.name for file in draft.iterdir()} == {"config.json", "openvino_model.xml", "openvino_model.bin"}
     assert model_config(draft).context_length == 512
     assert max(differences(draft, head).values()) < 1e-4
+    check_drafting(tmp_path / "out", cache_dir)
     # The IR of a head is copied as it is, and looks for the same target.
     manifest = export_pair(str(pair), str(draft), tmp_path / "again")
     assert manifest.draft
@@ -415,13 +410,26 @@ def test_a_head_for_an_ir(pair: Path, tmp_path: Path) -> None:
     with pytest.raises(OvspecError, match=r"it reads 3 layers, 384 values in all, but the target is 64 wide"):
         export_pair(str(pair / "draft"), str(draft), tmp_path / "other")
     model = core().read_model(draft / "openvino_model.xml")
-    drafting_part(model, np.zeros((TARGET_CONFIG["vocab_size"], 128), np.float32))
+    model.remove_result(model.output("fused").get_node())
     foreign = tmp_path / "foreign"
     foreign.mkdir()
     ov.save_model(model, foreign / "openvino_model.xml")
     shutil.copy(draft / "config.json", foreign)
     with pytest.raises(OvspecError, match="an IR of a head that ovspec can't use; name the head's checkpoint instead"):
         export_pair(str(pair), str(foreign), tmp_path / "other")
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("warm")
+def test_a_head_is_read_with_its_target(pair: Path, tmp_path: Path) -> None:
+    """Whose graph may have fewer layers to read than its config says."""
+    target = tmp_path / "target"
+    shutil.copytree(pair, target)
+    (target / "config.json").write_text(json.dumps(TARGET_CONFIG | {"num_hidden_layers": 9}), encoding="utf-8")
+    head = write_head(tmp_path / "head", target=TARGET_CONFIG)
+    with pytest.raises(OvspecError, match=r"^head: the head reads layer 6, but its target has 2 layers"):
+        export_pair(str(target), str(head), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.slow
@@ -485,7 +493,7 @@ PUBLIC: dict[str, tuple[Family, dict[str, Any], list[int]]] = {
 @pytest.mark.slow
 @pytest.mark.usefixtures("warm")
 @pytest.mark.parametrize("name", PUBLIC)
-def test_public_shapes(name: str, tmp_path: Path) -> None:
+def test_public_shapes(name: str, tmp_path: Path, cache_dir: Path) -> None:
     family, options, layers = PUBLIC[name]
     make(family.model_type or "llama", family, 0, tmp_path / "target", [], 0)
     config = json.loads((tmp_path / "target" / "config.json").read_text(encoding="utf-8"))
@@ -495,12 +503,13 @@ def test_public_shapes(name: str, tmp_path: Path) -> None:
     model = core().read_model(draft / "openvino_model.xml")
     assert model.get_rt_info(["ovspec", "target_layers"]).astype(str) == " ".join(map(str, layers))
     assert max(differences(draft, head, tmp_path / "target").values()) < 1e-4
+    check_drafting(tmp_path / "out", cache_dir)
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("warm")
 @pytest.mark.skipif(not LLAMA_CPP.is_dir(), reason="llama.cpp's files could not be fetched")
-def test_a_head_for_a_gguf_file(tmp_path: Path) -> None:
+def test_a_head_for_a_gguf_file(tmp_path: Path, cache_dir: Path) -> None:
     gguf_files(tmp_path / "gguf", ("qwen3",))
     config = json.loads((tmp_path / "gguf" / "qwen3" / "config.json").read_text(encoding="utf-8"))
     rows = load_file(tmp_path / "gguf" / "qwen3" / "model.safetensors")["model.embed_tokens.weight"]
@@ -512,6 +521,7 @@ def test_a_head_for_a_gguf_file(tmp_path: Path) -> None:
     inputs = {port.get_any_name() for port in core().read_model(draft / "openvino_model.xml").inputs}
     assert "inputs_embeds" in inputs, "the file's embedding is the same"
     assert max(differences(draft, head, tmp_path / "gguf" / "qwen3").values()) < 1e-4
+    check_drafting(tmp_path / "out", cache_dir)
     small = write_head(tmp_path / "small", target=config | {"vocab_size": 4000}, layer_ids=OUTPUTS)
     with pytest.raises(OvspecError, match="was made for 4000 tokens, but the target has 4096"):
         export_pair(str(file), str(small), tmp_path / "other")
