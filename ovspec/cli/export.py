@@ -90,10 +90,10 @@ def export(
     """Export TARGET, a Hugging Face checkpoint or a GGUF file, to OpenVINO IR.
 
     TARGET is a folder, a GGUF file, a hub id (org/model, or org/model@REVISION), or the short name of a known pair
-    (--list), which includes a draft unless you give --draft none, or --draft head for its EAGLE-3 head. A GGUF file may be quantised in any way but is
-    quantised anew: int8 loses little, int4 more. Target and draft must share a vocabulary; an EAGLE-3 head must
-    also fit the target's width and layers. With --overwrite, the old folder is replaced at the very end: an
-    interrupted export leaves it as it was.
+    (--list), which includes a draft unless you give --draft none; --draft head takes its EAGLE-3 head instead. A
+    GGUF file may be quantised in any way but is quantised anew: int8 loses little, int4 more. Target and draft must
+    share a vocabulary; an EAGLE-3 head must also fit the target's width and layers. With --overwrite, the old folder
+    is replaced at the very end: an interrupted export leaves it as it was.
 
     \b
     Examples:

@@ -54,7 +54,7 @@ def give_features(model: ov.Model, head: Path) -> None:
         OvspecError: the head was made for another model.
     """
     fusing = read_model(head)
-    layers = [int(layer) for layer in re.findall(r"\d+", fusing.get_rt_info(LAYERS).astype(str))]
+    layers = target_layers(fusing)
     try:
         found = layer_inputs(model, model_states(model))
     except OvspecError as error:
@@ -74,6 +74,11 @@ def give_features(model: ov.Model, head: Path) -> None:
     result.output(0).get_tensor().set_names({FEATURES})
     model.add_results([result])
     model.validate_nodes_and_infer_types()
+
+
+def target_layers(head: ov.Model) -> list[int]:
+    """Return the layers of the target whose inputs a head reads."""
+    return [int(layer) for layer in re.findall(r"\d+", head.get_rt_info(LAYERS).astype(str))]
 
 
 def read_head(folder: Path, target: Path) -> Head:
