@@ -94,21 +94,21 @@ def export_pair(
     for source, wanted in zip(sources, (compression, draft_compression), strict=False):
         if source.is_ir and wanted not in (None, INT8):
             raise OvspecError(f"{source.name}: an IR is used as it is; leave out the options for its weights.")
+    tapped = check_fits(sources[0], head) if head else None
     for source in sources:
         if not source.is_ir:
             # Prepared before anything is converted, so that a missing version is noticed at once.
             prepared_variables(source.family.environment, source.model_type)
-    # A draft of first layers has the target's rows.
     if head and (draft_compression or compression).calibration:
         note(f"{head.name}: a head is compressed without a text to calibrate on")
         draft_compression = (draft_compression or compression).without_text()
+    # A draft of first layers has the target's rows.
     asked = zip([*sources, sources[0]], (compression, draft_compression or compression), strict=False)
     compressions = [fitted(source, wanted) for source, wanted in asked]
     needed = [needed_space(source, wanted) for source, wanted in zip(sources, compressions, strict=False)]
     if draft_layers is not None:
         needed.append(needed[0] * layers_of(sources[0], draft_layers))
     check_space(output, sum(needed))
-    tapped = check_fits(sources[0], head) if head else None
     if len(sources) == 2 and not head:
         with step(f"{sources[1].name}: comparing its vocabulary with that of {sources[0].name}"):
             check_pair(sources[0], sources[1], trust_remote_code)

@@ -11,7 +11,6 @@ from ovspec.base.errors import OvspecError
 from ovspec.ir.compile import MODEL_FILE, check_weights
 from ovspec.ir.device import core
 from ovspec.ir.heads import FUSED, FUSES, HIDDEN, IDS, LAYERS
-from ovspec_export.head_layout import USUAL_TAPS
 from ovspec_export.sources import HeadSource, Source
 
 AGAIN = "name the head's checkpoint instead, which ovspec exports itself"
@@ -114,8 +113,6 @@ def check_fits(target: Source, head: HeadSource) -> list[int]:
         raise OvspecError(f"{refused} it was made for {sizes.vocab} tokens, but the target has {vocab}.")
     check_ids(sizes, vocab, head.name)
     found = list(sizes.layers or [2, layers // 2, layers - 3])
-    if sizes.taps != USUAL_TAPS and not sizes.layers:
-        raise OvspecError(f"{refused} its config.json doesn't name the {sizes.taps} layers that it reads.")
     wrong = next((layer for layer in found if not 0 <= layer < layers), None)
     if wrong is not None:
         raise OvspecError(
