@@ -186,7 +186,7 @@ def describe(source: Source, folder: Path, compression: Compression) -> Exported
     """
     if isinstance(source, HeadSource):
         try:
-            read_ir(folder.parent, lambda model: give_features(model, folder))
+            read_ir(folder.parent, lambda model: give_features(model, folder.parent, folder))
             states = read_head(folder, folder.parent).states
         except OvspecError as error:
             raise OvspecError(str(error).replace(str(folder), source.name)) from None

@@ -17,6 +17,7 @@ from openvino import opset13 as ops
 
 from ovspec.base.errors import OvspecError
 from ovspec.ir.compile import MODEL_FILE, State, last_line, model_states
+from ovspec.ir.config import model_config
 from ovspec.ir.device import core
 from ovspec.ir.hidden_states import embedding, layer_inputs
 
@@ -43,12 +44,12 @@ def is_head(folder: Path) -> bool:
     return file.is_file() and f'"{FUSES}"'.encode() in file.read_bytes()
 
 
-def give_features(model: ov.Model, head: Path) -> None:
+def give_features(model: ov.Model, target: Path, head: Path) -> None:
     """Add the output ``FEATURES`` to a target, [..., width of the head] f32; rewrites in place.
 
     Args:
         model: the target, as exported.
-        head: the folder of its head.
+        target, head: the folders of the two.
 
     Raises:
         OvspecError: the head was made for another model.
@@ -59,8 +60,12 @@ def give_features(model: ov.Model, head: Path) -> None:
         found = layer_inputs(model, model_states(model))
     except OvspecError as error:
         raise OvspecError(f"{head}: a head can't be used with this target: {error}.") from None
-    if max(layers) >= len(found):
-        told = f"reads layer {max(layers)}, but its target has {len(found)} layers with keys and values"
+    count = model_config(target).layers or len(found)
+    if count != len(found):
+        told = f"only {len(found)} of its {count} layers have keys and values of their own"
+        raise OvspecError(f"{head}: a head can't be used with this target: {told}.")
+    if max(layers) >= count:
+        told = f"reads layer {max(layers)}, but its target has {count} layers"
         raise OvspecError(f"{head}: the head {told}; use it with the model that it was trained for.")
     hidden = ops.concat([found[layer] for layer in layers], -1)
     parameter = fusing.input(FUSES).get_node()

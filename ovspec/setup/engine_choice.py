@@ -143,7 +143,7 @@ def load_ir(
         if wanted == "paged":
             raise OvspecError(f"{folder}: `engine='paged'` is not possible: {paged.reason}.")
         reason = paged.reason
-    ir = compile_ir(folder, options, partial(give_features, head=head) if head else None)
+    ir = compile_ir(folder, options, partial(give_features, target=folder, head=head) if head else None)
     loaded = CompiledModel(ir, "stateful", reason, find_probe(ir, options.cache_folder).rollback)
     if arithmetic == "exact":
         loaded.keep_to(known_exactness(folder, options, "stateful") or probed(loaded, folder, options))
@@ -234,7 +234,7 @@ def compile_paged(folder: Path, options: DeviceOptions, paired: bool = True, hea
 
     def rewrite(model: ov.Model) -> None:
         if head:
-            give_features(model, head)
+            give_features(model, folder, head)
         to_paged(model)
         if check_weights(folder / MODEL_FILE) <= JOINED:
             join_products(model)

@@ -64,8 +64,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def load_headed(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., ovspec.LanguageModel]:
     cache = tmp_path_factory.mktemp("cache")
 
-    def load(engine: str = "paged", draft: str = "head", **options: Any) -> ovspec.LanguageModel:
-        return ovspec.load(folder / "pair", draft, precision="f32", cache_dir=cache, engine=engine, **options)
+    def load(engine: Any = "paged") -> ovspec.LanguageModel:
+        return ovspec.load(folder / "pair", "head", precision="f32", cache_dir=cache, engine=engine)
 
     return load
 
@@ -189,5 +189,6 @@ def test_planted_bugs_are_found(
         lm.draft.ids = np.arange(len(lm.draft.ids))
     options: dict[str, Any] = {"lookahead": LOOKAHEAD, "max_tokens": TOKENS, "ignore_eos": True}
     found = lm.generate(PROMPTS[0], **options)
-    assert found.token_ids == expected.generate(PROMPTS[0], **options | {"lookahead": 0}).token_ids
+    options["lookahead"] = 0
+    assert found.token_ids == expected.generate(PROMPTS[0], **options).token_ids
     assert proposals and not all(map(torch_head.agrees, proposals))

@@ -1,6 +1,6 @@
 """Time an EAGLE-3 head on real chats: plain decoding, the head alone and behind lookup, and openvino-genai, in turns.
 
-    python scripts/bench/heads.py MODEL HEAD [--genai DIR] [--ks 1,2,3,4] [--prompts 1] [--turns 3] [--tokens 96]
+    python scripts/bench/head_speed.py MODEL HEAD [--genai DIR] [--ks 1,2,3,4] [--prompts 1] [--turns 3] [--tokens 96]
 
 MODEL is an exported model with a chat template, HEAD the folder of its exported head. DIR is the same head, exported by
 'optimum-cli export openvino --task text-generation-with-past --trust-remote-code', for openvino-genai, with each of
@@ -63,14 +63,14 @@ def genai_worker(model: Path, head: Path, layers: list[int] | None, scratch: Pat
 def step_ms(lm: ovspec.LanguageModel) -> float:
     """Return the median milliseconds of a step of the head."""
     decoders = lm.runtime.pool.take()
-    drafter = decoders.drafter
-    assert isinstance(drafter, Head)
+    assert isinstance(decoders.drafter, Head)
+    reader = decoders.drafter.decoder
     text = np.random.default_rng(0).integers(0, lm.target.ir.logits_width, CONTEXT)
     decoders.reset(1)
     decoders.target.feed([text], [1])
-    drafter.decoder.adopt([Sequence(text)])
-    drafter.decoder.feed([text], [1])
-    times = [milliseconds(lambda: drafter.decoder.feed([text[:1]], [1])) for _ in range(STEPS)]
+    reader.adopt([Sequence(text)])
+    reader.feed([text], [1])
+    times = [milliseconds(lambda: reader.feed([text[:1]], [1])) for _ in range(STEPS)]
     return statistics.median(times)
 
 
