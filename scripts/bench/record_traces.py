@@ -8,7 +8,8 @@ propose up to --most tokens; the trace holds the confidence of each and how many
 medians at a context of half a text, of inferences as wide as the one before and of others. Use an idle machine.
 
 The traces "small", "shallow" and "prose" were recorded with --texts prose,code --prompts 4 --tokens 150 --most 8, the
-traces "chats" with --texts chats --prompts 24 --tokens 64, "avx2" with times of OpenVINO capped to AVX2.
+traces "chats" with --texts chats --prompts 24 --tokens 64, "head" the same with a head and --most 6, "avx2" with times
+of OpenVINO capped to AVX2.
 """
 
 from __future__ import annotations
