@@ -268,7 +268,8 @@ class PagedDecoder:
                 begin = computed[row][0]
                 self._tensors.arrays[FEATURES][self._places(row, begin, begin + len(found))] = found
         if self._head_width:
-            self.hidden = split_by_row(self._request.output(HIDDEN), given)
+            hidden = split_by_row(self._request.output(HIDDEN), given)
+            self.hidden = [found[:want] for found, want in zip(hidden, wanted, strict=True)]
         for row in fed:  # a block that only a second query has begun
             self._blocks.truncate(row, len(self.rows[row]))
         logits = self._vocabulary.restrict(logits) if self._restricts else logits
@@ -280,30 +281,31 @@ class PagedDecoder:
         """Return the input of a head that holds each token's features, (tokens, 1, width) float32."""
         if features is None:
             return NOTHING_BESIDE
-        if count not in self._feature_arrays:
+        array = self._feature_arrays.get(count)
+        if array is None:
             array = np.zeros((count, 1, self._head_width), dtype=np.float32)
-            if count > KEPT_WIDTH:
-                return np.concatenate(features, out=array[:, 0]).reshape(array.shape)
-            self._feature_arrays[count] = array
-        np.concatenate(features, out=self._feature_arrays[count][:, 0])
-        return self._feature_arrays[count]
+            if count <= KEPT_WIDTH:
+                self._feature_arrays[count] = array
+        array[:, 0] = np.concatenate(features)  # a token that comes twice has the same features
+        return array
 
     def _fill_up(self, computed: list[tuple[int, np.ndarray]], width: int) -> list[tuple[int, np.ndarray]]:
         """Return ``computed``, each row's (position, new tokens (n,)), with more tokens, up to ``width`` or the rule's.
 
         One row computes the last tokens of its cache once more. A text's first token has none before it, so it comes
-        twice, and the next token is written over the second one.
+        twice, and the next token is written over the second one. A head's tokens come twice, too, because what it has
+        read beside earlier ones isn't kept.
         """
         count = sum([len(new) for _, new in computed])
         for missing in (width - count, self.rule.fewest - count):  # what is wished, else what the rule demands
-            if missing <= 0:
+            if missing <= 0 or self._head_width:
                 continue
             for row, (begin, new) in enumerate(computed):
                 if len(new) and begin >= missing:
                     again = self.rows[row].tokens[begin - missing :]
                     computed[row] = begin - missing, np.concatenate((again, new))
                     return computed
-        if count < self.rule.fewest:  # a text's first token alone
+        if count < self.rule.fewest:  # a text's first token alone, or a head's
             return [(begin, np.repeat(new, self.rule.fewest)) for begin, new in computed]
         return computed
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import time
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -21,7 +22,7 @@ from ovspec.cache.stateful import StatefulDecoder, decoder_of, trimming
 from ovspec.ir.attention_mask import UNBOUNDED, narrowest_window
 from ovspec.ir.compile import MODEL_FILE, CompiledIR, check_weights, compile_ir, compiled, last_line
 from ovspec.ir.device import DeviceOptions, check_device
-from ovspec.ir.heads import give_features, read_head
+from ovspec.ir.heads import HIDDEN, give_features, read_head
 from ovspec.ir.instruction_set import instruction_set
 from ovspec.ir.memory import room_for
 from ovspec.ir.paged_attention import NotPaged, attention_windows, pair_queries, to_paged
@@ -47,6 +48,11 @@ FREE = 1.1
 # Bytes of weights up to which products are joined: OpenVINO keeps the joined weights in memory beside its own form of
 # them, and the more a product has to read, the less it matters how many there are.
 JOINED = 5e8
+# A head proposes, so that rounding matters less than speed: activations share a scale in larger groups than usual.
+HEAD_PROPERTIES = {"DYNAMIC_QUANTIZATION_GROUP_SIZE": "128"}
+# A head's tokens come twice where two take at most this part of the time of one, as products of a single row may be
+# slower; timed so often.
+PAIRED, TIMED_PAIRS = 0.97, 6
 LONG_PROBE = 1e8  # bytes of weights from which probing takes so long that it is told
 # The properties that round least. Models compiled with them are needed only briefly, so they are not cached.
 EXACT = {
@@ -210,8 +216,8 @@ def load_head(folder: Path, target: CompiledModel, options: DeviceOptions) -> Co
 
     Raises OvspecError if the device can't compile it, or it was made for another model.
     """
-    same = options.device == target.ir.device
-    properties = {**(target.ir.properties if same else options.properties), "CACHE_DIR": ""}
+    same = check_device(options.device) == target.ir.device
+    properties = (target.ir.properties | HEAD_PROPERTIES if same else {}) | options.fixed | {"CACHE_DIR": ""}
     options = replace(options, properties=properties)
     head = read_head(folder, target.ir.folder)
     paged = same and target.engine == "paged"
@@ -219,8 +225,25 @@ def load_head(folder: Path, target: CompiledModel, options: DeviceOptions) -> Co
         to_paged(head.model)
     join_products(head.model)
     ir = compiled(head.model, folder, head.states, True, options)
-    engine: EngineName = "paged" if paged else "stateful"
-    return CompiledModel(ir, engine, "as its target", PagedDecoder.rollback if paged else Rollback("mask"), head.ids)
+    if not paged:
+        return CompiledModel(ir, "stateful", "as its target", Rollback("mask"), head.ids)
+    loaded = CompiledModel(ir, "paged", "as its target", PagedDecoder.rollback, head.ids)
+    if pair_cost(loaded) < PAIRED:
+        loaded.rule = FeedRule(fewest=2)
+    return loaded
+
+
+def pair_cost(head: CompiledModel) -> float:
+    """Return how many times as long a head takes for two tokens as for one."""
+    decoder, width, times = head.decoder(), head.ir.width_of(HIDDEN), dict[int, list[float]]()
+    features, tokens = np.ones((2, width), dtype=np.float32), np.zeros(2, dtype=np.int64)
+    decoder.feed([tokens], [1], 0, [features])
+    for count in (1, 1, 2, 2) * TIMED_PAIRS:
+        decoder.truncate(0, 2)
+        began = time.perf_counter()
+        decoder.feed([tokens[:count]], [1], 0, [features[:count]])
+        times.setdefault(count, []).append(time.perf_counter() - began)
+    return min(times[2]) / min(times[1])
 
 
 def compile_paged(folder: Path, options: DeviceOptions, paired: bool = True, head: Path | None = None) -> CompiledIR:
