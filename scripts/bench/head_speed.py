@@ -129,6 +129,11 @@ def main() -> None:
                 for way, tokens in texts.items() if turn >= 0 else ():
                     same[way] += tokens == texts["plain"]
                 print(f"turn {turn + 1}, {chat.name}", file=sys.stderr, flush=True)
+            if turn < 0:
+                for model in {
+                    id(runner): runner for runner, _ in ways.values() if not isinstance(runner, Worker)
+                }.values():
+                    model.use_large_pages()
         step = step_ms(head)
     print(
         f"{args.model.name} with the head {args.head.name} on {machine()}; speeds are multiples of plain decoding's\n"
