@@ -79,6 +79,20 @@ def reference_logits(model: Any, tokens: np.ndarray, width: int) -> np.ndarray:
         return model(input_ids=torch.from_numpy(tokens[None])).logits[0, :, :width].float().numpy()
 
 
+def save_states(model: Any, layers: list[int], file: Path) -> None:
+    """Write what these layers of a transformers model read of a short text, (positions, width) each, side by side.
+
+    Writes nothing if the model doesn't tell.
+    """
+    import torch
+
+    tokens = np.random.default_rng(0).integers(0, model.get_input_embeddings().weight.shape[0], SHORTEST)
+    with torch.no_grad():
+        states = model(input_ids=torch.from_numpy(tokens[None]), output_hidden_states=True).hidden_states
+    if states and all(states[layer].ndim == 3 for layer in layers):
+        np.save(file, np.concatenate([states[layer][0].float().numpy() for layer in layers], 1))
+
+
 def difference(ours: list[np.ndarray], theirs: list[np.ndarray]) -> float:
     """Return by how much positions differ: the root mean square over the logits, in standard deviations of them.
 

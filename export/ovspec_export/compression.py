@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +82,8 @@ class Compression:
 
     def quantization_config(self) -> dict[str, Any]:
         """Return the arguments of optimum-intel's OVWeightQuantizationConfig, except the texts and the tokenizer."""
+        if self.weight_format == "int8":
+            return {"bits": 8, "sym": self.sym}
         options: dict[str, Any] = {
             "bits": 4,
             "sym": self.sym,
@@ -94,6 +96,11 @@ class Compression:
             "backup_precision": self.backup_precision,
         }
         return {name: value for name, value in options.items() if value is not None}
+
+    def without_text(self) -> Compression:
+        """Return the same without the methods that need a text to calibrate on."""
+        data_aware = {"scale_estimation": False, "gptq": False, "lora_correction": False}
+        return replace(self, **data_aware, calibration=None, samples=None)
 
     def options(self) -> dict[str, Any]:
         """Return the requested options for the manifest, without paths of this machine."""

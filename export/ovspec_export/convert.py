@@ -22,12 +22,14 @@ from ovspec.text.chat_template import MORE_TEMPLATES
 from ovspec.text.tokenizer import TOKENIZER_FILE
 from ovspec_export.compression import DEFAULT_GROUP_SIZE, WEIGHT_FORMATS, Compression
 from ovspec_export.environments import prepared_variables
-from ovspec_export.sources import GgufSource, Source
+from ovspec_export.head_layout import flattened
+from ovspec_export.sources import GgufSource, HeadSource, Source
 from ovspec_export.tokenizers import load_tokenizer
 
 SMALLEST_GROUP = 16  # weights that share a scale
 FAILED = {
     "optimum_cli": "optimum-cli could not export it",
+    "eagle_head": "the head could not be converted",
     "gguf_weights": "its weights could not be unpacked",
     "tokenizer": "its tokenizer could not be converted",
     "first_layers": "its first layers could not be saved as a checkpoint",
@@ -45,8 +47,17 @@ KNOWN_REASONS = {
 }
 
 
-def convert(source: Source, folder: Path, compression: Compression, trust_remote_code: bool = False) -> None:
+def convert(
+    source: Source,
+    folder: Path,
+    compression: Compression,
+    trust_remote_code: bool = False,
+    layers: list[int] | None = None,
+    states: Path | None = None,
+) -> None:
     """Write the IR and the tokenizer of ``source`` into ``folder``.
+
+    What ``layers`` of it read of a short text goes to the file ``states``, for the comparison of a head.
 
     Raises:
         OvspecError: optimum or nncf rejects the model or the options, or disk space or memory runs out.
@@ -70,6 +81,7 @@ def convert(source: Source, folder: Path, compression: Compression, trust_remote
             source=str(source.folder),
             model_type=source.model_type,
             trust_remote_code=runs_code,
+            **({"layers": layers, "states": str(states)} if layers else {}),
         )
         if not (folder / "openvino_tokenizer.xml").is_file():  # the overlay can't read what a newer transformers wrote
             where = {"source": str(source.folder), "folder": str(folder)}
@@ -97,6 +109,35 @@ def convert(source: Source, folder: Path, compression: Compression, trust_remote
             rounding.result = written(folder)
 
 
+def convert_head(
+    source: HeadSource, folder: Path, compression: Compression, target: Source, layers: list[int], states: Path
+) -> None:
+    """Write the IR of a head into ``folder``. layers: those of ``target`` whose inputs it reads; states: as they are.
+
+    Raises:
+        OvspecError: like ``convert``.
+    """
+    folder.mkdir(parents=True)
+    format_ = compression.weight_format
+    with step(f"{source.name}: converting the head of {in_bytes(source.size)} to {format_}", keep=True) as converting:
+        where = {"source": source.folder, "folder": folder, "target": "" if target.is_ir else target.folder}
+        run_job(
+            "eagle_head",
+            source,
+            folder,
+            **{each: str(place) for each, place in where.items()},
+            name=source.name,
+            layers=layers,
+            weight_format=format_,
+            quantization=compression.quantization_config() if format_.startswith("int") else {},
+            states=str(states),
+        )
+        # Its attention has no window, whatever its config says of one.
+        config = flattened(source.config) | {"sliding_window": None}
+        (folder / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
+        converting.result = written(folder)
+
+
 def first_layers(source: Source, layers: int, folder: Path, trust_remote_code: bool) -> Source:
     """Save the first ``layers`` layers of ``source`` as a checkpoint in ``folder`` and return it as a source."""
     with step(f"{source.name}: making a draft from its first {layers} layers", keep=True):
@@ -110,9 +151,7 @@ def layers_of(source: Source, layers: int) -> float:
     """Return ``layers`` as a share of all layers; raises OvspecError for an IR or a number out of range."""
     if source.is_ir:
         raise OvspecError(f"{source.name}: `draft_layers` needs a checkpoint, but this is already an IR.")
-    config = source.text_config or source.config
-    names = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
-    total = next((config[name] for name in names if isinstance(config.get(name), int)), None)
+    total = source.entry("layers")
     if total is None:
         return 1.0  # not in the config by any of these names; transformers will know
     if not 0 < layers < total:

@@ -14,16 +14,27 @@ from ovspec.base.files import read_text
 from ovspec.base.progress import in_bytes, note, step
 from ovspec.engine.scoring import DEFAULT_CONTEXT
 from ovspec.ir.compile import read_ir
+from ovspec.ir.heads import give_features, read_head
 from ovspec.setup.manifest import DRAFT_FOLDER, MANIFEST_FILE, ExportedFile, ExportedModel, Manifest, sha256
 from ovspec.text.pairing import check_same_vocabulary
 from ovspec.text.tokenizer_files import TOKENIZER_FILE
 from ovspec.text.vocabulary import differing_ids
 from ovspec_export.compression import INT8, Compression
-from ovspec_export.convert import check_ir, convert, first_layers, fitted, layers_of, needed_space, run_job
+from ovspec_export.convert import (
+    check_ir,
+    convert,
+    convert_head,
+    first_layers,
+    fitted,
+    layers_of,
+    needed_space,
+    run_job,
+)
 from ovspec_export.environments import prepared_variables
 from ovspec_export.folders import check_output, check_space, replace_folder, work_folder
 from ovspec_export.gguf_checkpoint import checkpoint_of
-from ovspec_export.sources import GgufSource, Source, find_source
+from ovspec_export.head_fit import check_fits
+from ovspec_export.sources import GgufSource, HeadSource, Source, find_source
 from ovspec_export.text_part import text_part
 from ovspec_export.tokenizers import differing_texts, load_tokenizer
 
@@ -46,7 +57,7 @@ def export_pair(
 
     Args:
         target: a folder with a checkpoint or an IR, a GGUF file, or a hub id.
-        draft: likewise, or None.
+        draft: likewise, or an EAGLE-3 head that was trained for the target, or None.
         output: the folder to write.
         overwrite: replace, at the very end, a pair that ovspec exported there before.
         compression: how the target's weights are stored.
@@ -75,15 +86,22 @@ def export_pair(
         where = source.folder.resolve()
         if output == where or where in output.parents or output in where.parents:
             raise OvspecError(f"{output}: is, contains or is inside the source {source.name}; name another `output`.")
-    if evaluate and any(source.is_ir for source in sources):
+    if isinstance(sources[0], HeadSource):
+        raise OvspecError(f"{sources[0].name}: an EAGLE-3 head, which only drafts; name its target, and it as `draft`.")
+    head = sources[1] if len(sources) == 2 and isinstance(sources[1], HeadSource) else None
+    if evaluate and any(source.is_ir for source in sources if source is not head):
         raise OvspecError("`evaluate` compares with a checkpoint, but an existing IR has none; leave it out.")
     for source, wanted in zip(sources, (compression, draft_compression), strict=False):
         if source.is_ir and wanted not in (None, INT8):
             raise OvspecError(f"{source.name}: an IR is used as it is; leave out the options for its weights.")
+    tapped = check_fits(sources[0], head) if head else None
     for source in sources:
         if not source.is_ir:
             # Prepared before anything is converted, so that a missing version is noticed at once.
             prepared_variables(source.family.environment, source.model_type)
+    if head and (draft_compression or compression).calibration:
+        note(f"{head.name}: a head is compressed without a text to calibrate on")
+        draft_compression = (draft_compression or compression).without_text()
     # A draft of first layers has the target's rows.
     asked = zip([*sources, sources[0]], (compression, draft_compression or compression), strict=False)
     compressions = [fitted(source, wanted) for source, wanted in asked]
@@ -91,7 +109,7 @@ def export_pair(
     if draft_layers is not None:
         needed.append(needed[0] * layers_of(sources[0], draft_layers))
     check_space(output, sum(needed))
-    if len(sources) == 2:
+    if len(sources) == 2 and not head:
         with step(f"{sources[1].name}: comparing its vocabulary with that of {sources[0].name}"):
             check_pair(sources[0], sources[1], trust_remote_code)
 
@@ -105,10 +123,14 @@ def export_pair(
             sources.append(first_layers(sources[0], draft_layers, layers, trust_remote_code))
         folders = [work, work / DRAFT_FOLDER]
         models = []
+        states = work / "states.npy"
         for source, folder, wanted in zip(sources, folders, compressions, strict=False):
-            convert(source, folder, wanted, trust_remote_code)
+            if tapped and isinstance(source, HeadSource) and not source.is_ir:
+                convert_head(source, folder, wanted, sources[0], tapped, states)
+            else:
+                convert(source, folder, wanted, trust_remote_code, tapped, states)
             check_ir(source, folder)
-            if source.is_ir and folder != work:
+            if source.is_ir and folder != work and not head:
                 check_same_vocabulary(work, folder)
             models.append(describe(source, folder, wanted))
         with step(f"{sources[0].name}: comparing the tokenizers"):
@@ -116,6 +138,7 @@ def export_pair(
         for text in differing:
             note(f"warning: OpenVINO's tokenizer splits {text!r} differently from Hugging Face's")
         quality = evaluated(sources, folders, evaluate, work, trust_remote_code) if evaluate else []
+        states.unlink(missing_ok=True)
         for folder in (work / "first-layers", work / "checkpoint-0", work / "checkpoint-1"):
             shutil.rmtree(folder, ignore_errors=True)
         versions = {name: importlib.metadata.version(name) for name in VERSIONED} | {"ovspec": ovspec.__version__}
@@ -157,8 +180,18 @@ def check_pair(target: Source, draft: Source, trust_remote_code: bool) -> None:
 
 
 def describe(source: Source, folder: Path, compression: Compression) -> ExportedModel:
-    """Return the manifest entry of one model, which is read to see that it is supported."""
-    _, states, _ = read_ir(folder)
+    """Return the manifest entry of one model, which is read to see that it is supported.
+
+    A head is read with its target, in whose folder it is.
+    """
+    if isinstance(source, HeadSource):
+        try:
+            read_ir(folder.parent, lambda model: give_features(model, folder.parent, folder))
+            states = read_head(folder, folder.parent).states
+        except OvspecError as error:
+            raise OvspecError(str(error).replace(str(folder), source.name)) from None
+    else:
+        _, states, _ = read_ir(folder)
     return ExportedModel(
         source=source.name,
         revision=source.revision,
@@ -175,6 +208,8 @@ def evaluated(
     """Compare each model with its checkpoint, by name; a draft of first layers is compared with those layers."""
     found = []
     for source, folder in zip(sources, folders, strict=False):
+        if isinstance(source, HeadSource):  # says nothing without the target
+            continue
         with step(f"{source.name}: comparing with the checkpoint of {in_bytes(source.size)} on {text.name}", keep=True):
             result = work / "evaluation.json"
             where = {"source": str(source.folder), "folder": str(folder), "text": str(text.absolute())}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import json
 import math
@@ -11,6 +10,8 @@ import struct
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from ovspec.base.errors import OvspecError
 from ovspec.base.files import read_as, read_json
@@ -21,11 +22,15 @@ from ovspec.text.tokenizer_files import TOKENIZER_CONFIG_FILE
 from ovspec_export.families import FLAT, TEXT_MODELS, TEXT_ONLY, Family, TextOnly, family_of
 from ovspec_export.gguf_config import config_of
 from ovspec_export.gguf_file import GgufFile, read_gguf
+from ovspec_export.head_layout import HeadLayout, check_supported, flattened, head_layout, is_head, our_name
+from ovspec_export.pickled import pickled_tensors
 from ovspec_export.quantised import check_quantisation
 
 # Every file that an export reads. Pickled weights are not among them, because loading them could run code.
 PATTERNS = ["model*.safetensors", "*.json", "*.model", "*.txt", "*.jinja", "openvino_*"]
 CODE = ["*.py"]
+# Of heads alone, of which only tensors are read.
+PICKLED = ["pytorch_model*.bin", "pytorch_model*.json"]
 ADAPTER = "adapter_config.json"
 # Small files that tell whether the rest is worth downloading. A graph without weights beside it belongs to an IR.
 TELLING = ["config.json", TOKENIZER_CONFIG_FILE, ADAPTER, MODEL_FILE]
@@ -41,6 +46,13 @@ LEFT_OUT = re.compile(
 )
 # Entries of a config that has those of the text model beside them.
 OF_IMAGES = re.compile(r"(vision|image|video)_|(architectures|model_type|text_config|transformers_version)$")
+
+# Numbers that families name differently in their config.
+ENTRIES = {
+    "layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
+    "hidden": ("hidden_size", "n_embd", "d_model"),
+    "vocab": ("vocab_size",),
+}
 
 
 @dataclass(frozen=True)
@@ -92,6 +104,12 @@ class Source:
                 "model_type": f"{outer}_text"
             }
         return config["text_config"] if isinstance(config.get("text_config"), dict) else None
+
+    def entry(self, what: str) -> int | None:
+        """Return a number of ``ENTRIES`` for the text model, or None if the config doesn't say."""
+        config = self.text_config or self.config.get("text_config") or self.config
+        config = (self.text_only.defaults if self.text_only else {}) | config
+        return next((config[name] for name in ENTRIES[what] if type(config.get(name)) is int), None)
 
     @property
     def holds_text_model(self) -> bool:
@@ -167,6 +185,60 @@ class GgufSource(Source):
         return sum(path.stat().st_size for path in files_of(self.folder))
 
 
+@dataclass(frozen=True)
+class HeadSource(Source):
+    """An EAGLE-3 head, which drafts from the hidden states of the target that it was trained for."""
+
+    @functools.cached_property
+    def layout(self) -> HeadLayout:
+        """What a checkpoint holds; raises OvspecError if it can't be exported."""
+        return head_layout(self.config, self.shapes(), self.name)
+
+    @functools.cached_property
+    def text_config(self) -> dict[str, Any] | None:
+        """None: it is never one among others."""
+        return None
+
+    @property
+    def model_type(self) -> str:
+        """The family of its layer."""
+        return str(flattened(self.config).get("model_type", "llama"))
+
+    @property
+    def family(self) -> Family:
+        """How it is exported: as this package does it."""
+        return Family()
+
+    def pickled(self) -> list[Path]:
+        """Return the files of a checkpoint without safetensors."""
+        return [] if super().headers() else sorted(self.folder.glob(PICKLED[0]))
+
+    def headers(self) -> dict[str, dict[str, Any]]:
+        """Return the shapes of a checkpoint's tensors."""
+        found = {name: tensor for file in self.pickled() for name, tensor in pickled_tensors(file).items()}
+        return super().headers() or {name: {"shape": tensor.shape} for name, tensor in found.items()}
+
+    def integers(self, name: str) -> np.ndarray | None:
+        """Return the tensor ``d2t`` or ``t2d`` of a checkpoint, or None if it has none."""
+        from safetensors import safe_open
+
+        for file in self.pickled():
+            for stored, tensor in pickled_tensors(file).items():
+                if our_name(stored) == name:
+                    return tensor.read(file)
+        for file in self.folder.glob("model*.safetensors"):
+            for stored in safetensors_header(file):
+                if our_name(stored) == name:
+                    with safe_open(file, "np") as tensors:
+                        return tensors.get_tensor(stored)
+        return None
+
+    def widths(self) -> dict[str, int]:
+        """Return the number of weights that are multiplied with one vector, by layer."""
+        fused = {name: shape[1] for name, shape in self.shapes().items() if our_name(name) == "fc.weight"}
+        return super().widths() | fused
+
+
 def find_source(name: str, trust_remote_code: bool = False) -> Source:
     """Return the model that ``name`` refers to: a folder, a GGUF file, or a hub id, downloaded into the hub's cache.
 
@@ -179,7 +251,7 @@ def find_source(name: str, trust_remote_code: bool = False) -> Source:
         raise OvspecError("The name of the model to export is empty; give a folder or a hub id.")
     folder = Path(name).expanduser()
     if folder.is_dir():
-        source = Source(folder.resolve().name, folder, holds_only_ir(folder), files_revision(folder))
+        source = source_in(folder, folder.resolve().name, files_revision(folder))
     elif folder.is_file():
         stem = re.sub(r"-\d{5}-of-\d{5}$", "", folder.stem)
         found = GgufSource(stem, folder, False, files_revision(folder), read_gguf(folder))
@@ -193,11 +265,21 @@ def find_source(name: str, trust_remote_code: bool = False) -> Source:
     return source
 
 
+def source_in(folder: Path, name: str, revision: str) -> Source:
+    """Return the model in a folder."""
+    if is_head(read_json(folder / "config.json")):
+        return HeadSource(name, folder, holds_only_ir(folder) and not list(folder.glob(PICKLED[0])), revision)
+    return Source(name, folder, holds_only_ir(folder), revision)
+
+
 def check_source(source: Source, name: str, trust_remote_code: bool) -> None:
     """Raise OvspecError if the folder holds no model that can be exported."""
     folder = source.folder
     check_config(source, name)
     if source.is_ir:
+        return
+    if isinstance(source, HeadSource):
+        check_head_files(source, name)
         return
     if not any((folder / weights).is_file() for weights in WEIGHTS):  # or transformers would look for pickled ones
         raise OvspecError(
@@ -211,10 +293,26 @@ def check_source(source: Source, name: str, trust_remote_code: bool) -> None:
     shards = set(read_as(WeightIndex, folder / WEIGHTS[1]).weight_map.values())
     if pickled := next((shard for shard in shards if not shard.endswith(".safetensors")), None):
         raise OvspecError(f"{name}: {WEIGHTS[1]} names {pickled}, which is not a safetensors file.")
+    check_shards(folder, WEIGHTS[1], name)
+    check_code(source, name, trust_remote_code)
+
+
+def check_head_files(source: HeadSource, name: str) -> None:
+    """Raise OvspecError if a head's checkpoint has no weights, or a file of them is damaged or missing."""
+    files = [*source.folder.glob("model*.safetensors"), *source.pickled()]
+    if not files:
+        raise OvspecError(f"{name}: no model.safetensors and no pytorch_model.bin in it; download the head again.")
+    index = f"{'pytorch_model.bin' if source.pickled() else 'model.safetensors'}.index.json"
+    check_shards(source.folder, index, name)
+    _ = source.layout
+
+
+def check_shards(folder: Path, index: str, name: str) -> None:
+    """Raise OvspecError if a file that the index names is missing."""
+    shards = set(read_as(WeightIndex, folder / index).weight_map.values())
     missing = sorted(shard for shard in shards if not (folder / shard).is_file())
     if missing:
         raise OvspecError(f"{name}: {missing[0]} is missing ({len(missing)} missing in all); download the model again.")
-    check_code(source, name, trust_remote_code)
 
 
 def check_config(source: Source, name: str) -> None:
@@ -226,6 +324,8 @@ def check_config(source: Source, name: str) -> None:
     if (source.folder / ADAPTER).is_file():
         raise OvspecError(f"{name}: an adapter; merge it into its model (merge_and_unload) and export that.")
     check_quantisation(source.config, name)
+    if isinstance(source, HeadSource):
+        check_supported(flattened(source.config), {}, name)
     if source.config.get("is_encoder_decoder"):
         raise OvspecError(f"{name}: an encoder-decoder model; only decoder-only language models can be exported.")
     _ = source.family
@@ -278,12 +378,15 @@ def download(name: str, trust_remote_code: bool) -> Source:
     if at and not revision:
         raise OvspecError(f"{name}: no revision after the @; write org/model@REVISION, or leave the @ out.")
     folder = snapshot(name, model, revision or None, TELLING + TEMPLATES, DEEPER_FOLDERS)
-    source = Source(name, folder, holds_only_ir(folder), folder.name)  # the snapshot's folder is named by its commit
+    source = source_in(folder, name, folder.name)  # the snapshot's folder is named by its commit
     check_config(source, name)
-    if not source.is_ir:
+    is_head = isinstance(source, HeadSource)
+    if not source.is_ir and not is_head:
         check_code(source, name, trust_remote_code)
-    snapshot(name, model, source.revision, PATTERNS + CODE * trust_remote_code, FOLDERS)
-    return dataclasses.replace(source, is_ir=holds_only_ir(folder))
+    snapshot(name, model, source.revision, PATTERNS + CODE * (trust_remote_code and not is_head), FOLDERS)
+    if is_head and not list(folder.glob("model*.safetensors")):
+        snapshot(name, model, source.revision, PICKLED, FOLDERS)
+    return source_in(folder, name, source.revision)
 
 
 def snapshot(name: str, model: str, revision: str | None, patterns: list[str], but: str) -> Path:

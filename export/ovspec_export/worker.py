@@ -21,14 +21,22 @@ from ovspec_export.patches import find_the_same_tokens, hide_torchvision, keep_s
 MODEL = "openvino_model"
 
 
-def optimum_cli(arguments: list[str], source: str, model_type: str, trust_remote_code: bool) -> None:
+def optimum_cli(
+    arguments: list[str],
+    source: str,
+    model_type: str,
+    trust_remote_code: bool,
+    layers: list[int] | None = None,
+    states: str = "",
+) -> None:
     """Run 'optimum-cli export openvino', changed as the family needs it, and compare the IR with ``source``.
 
-    The comparison comes before the weights are compressed, which changes what the IR computes.
+    The comparison comes before the weights are compressed, which changes what the IR computes. What ``layers`` of the
+    checkpoint read of a short text goes to the file ``states``, for the comparison of a head.
     """
     import argparse
 
-    from ovspec_export.agreement import check_agreement
+    from ovspec_export.agreement import check_agreement, save_states
     from ovspec_export.patches import adapt, check_tensors
     from ovspec_export.quantised import load_model
 
@@ -44,7 +52,11 @@ def optimum_cli(arguments: list[str], source: str, model_type: str, trust_remote
 
     def export_and_compare(*, output: Path, **options: Any) -> None:
         export(output=output, model_loading_kwargs=loading, **options)
-        check_agreement(load_model(source, trust_remote_code, **loading), output)
+        model = load_model(source, trust_remote_code, **loading)
+        check_agreement(model, output)
+        if layers:
+            save_states(model, layers, Path(states))
+        del model
         for call in put_off:
             compress(*call)
 
@@ -55,6 +67,40 @@ def optimum_cli(arguments: list[str], source: str, model_type: str, trust_remote
     parse_args_openvino(parser)
     # Not through its main function, which would also register the command of the optimum-intel beneath an overlay.
     OVExportCommand.run(argparse.Namespace(args=parser.parse_args(arguments)))  # type: ignore[arg-type]
+
+
+def eagle_head(
+    source: str,
+    name: str,
+    folder: str,
+    layers: list[int],
+    weight_format: str,
+    quantization: dict[str, Any],
+    target: str,
+    states: str,
+) -> None:
+    """Write the EAGLE-3 head ``source`` as an IR into ``folder``.
+
+    layers: those of the target whose inputs it reads. target: the target's checkpoint, or "". states: a file with what
+    they read of a text.
+    """
+    import numpy as np
+    import openvino as ov
+
+    from ovspec_export.head_agreement import check_head
+    from ovspec_export.heads import convert_head, load_head, target_embedding
+
+    head = load_head(Path(source), name, target_embedding(Path(target)) if target else None)
+    model = convert_head(head, layers)
+    check_head(head, model, np.load(states) if Path(states).is_file() else None)
+    if quantization:
+        from optimum.intel import OVWeightQuantizationConfig
+        from optimum.intel.openvino.quantization import _weight_only_quantization
+
+        model = _weight_only_quantization(model, OVWeightQuantizationConfig(**quantization))
+    if weight_format == "bf16" or quantization.get("backup_precision") == "none":
+        round_weights(model)
+    ov.save_model(model, Path(folder) / f"{MODEL}.xml", compress_to_fp16=weight_format == "fp16")
 
 
 def first_layers(source: str, layers: int, folder: str, trust_remote_code: bool) -> None:
@@ -165,7 +211,8 @@ def evaluate(source: str, folder: str, text: str, context: int, output: str, tru
 
 
 JOBS: dict[str, Callable[..., None]] = {
-    job.__name__: job for job in (optimum_cli, gguf_weights, tokenizer, first_layers, calibrate, to_bf16, evaluate)
+    job.__name__: job
+    for job in (optimum_cli, eagle_head, gguf_weights, tokenizer, first_layers, calibrate, to_bf16, evaluate)
 }
 
 

@@ -13,12 +13,14 @@ from typing import TYPE_CHECKING, Any, Unpack
 from ovspec.api.model import LanguageModel
 from ovspec.base.errors import OvspecError
 from ovspec.base.files import read_text
-from ovspec.drafting.choice import EXPORTED, SELF, DraftChoice, parse_draft
+from ovspec.drafting.choice import EXPORTED, HEAD, SELF, DraftChoice, parse_draft
 from ovspec.engine.runtime import Runtime
 from ovspec.ir.compile import check_ir_folder
 from ovspec.ir.device import DeviceOptions, check_device
+from ovspec.ir.heads import is_head
 from ovspec.params.loading import LoadOptions, LoadParams, load_params
 from ovspec.params.option import documentation, takes
+from ovspec.setup.engine_choice import load_head
 from ovspec.setup.manifest import DRAFT_FOLDER, Manifest, read_manifest, restore_backup
 from ovspec.setup.profile import load_with
 from ovspec.setup.tuning import tune_if_new
@@ -56,10 +58,10 @@ def load(
         also a Hugging Face checkpoint (folder or hub id).
     draft: what proposes tokens; by default "lookup" where verifying a guess costs next to nothing, which the first load
         measures (exact arithmetic, paged engine), otherwise nothing. "none" proposes nothing, True is the draft in the
-        model's folder, "self" the same if it was made of the target's own layers, and "lookup" proposes what followed
-        the last tokens earlier. It may also be the folder of a draft model, or a ``Drafter``: a class or function that
-        makes one for each session or batch, or an instance, which all share. Two of these, as "lookup,draft" or in a
-        list, make a chain: the second proposes if the first finds nothing good.
+        model's folder, "self" the same if it was made of the target's own layers, "head" if it is an EAGLE-3 head, and
+        "lookup" proposes what followed the last tokens earlier. It may also be the folder of a draft model or head, or
+        a ``Drafter``: a class or function that makes one for each session or batch, or an instance, which all share.
+        Two of these, as "lookup,draft" or in a list, make a chain: the second proposes if the first finds nothing good.
     """
     given = load_params(options)
     for name in ("device", "draft_device"):  # before an export, which takes minutes
@@ -79,18 +81,22 @@ def load(
     device = device_options(given)
     corpus = [read_text(Path(file)) for file in given.lookup_corpus]
     draft_folder = Path(choice.model) if choice and choice.model else None
+    head = draft_folder if draft_folder and is_head(draft_folder) else None
     if draft_folder:
         check_ir_folder(draft_folder)
-        if not (manifest and manifest.draft and draft_folder == folder / DRAFT_FOLDER):
+        if not head and not (manifest and manifest.draft and draft_folder == folder / DRAFT_FOLDER):
             check_same_vocabulary(folder, draft_folder)
     # Measuring takes memory, so all profiles are known before a model is loaded.
     tune = os.environ.get("OVSPEC_TUNE") != "0" if given.tune is None else given.tune
     profile = tune_if_new(folder, device) if tune else None
     draft_device = replace(device, device=given.draft_device or given.device)
-    draft_profile = tune_if_new(draft_folder, draft_device) if tune and draft_folder else None
-    target = load_with(profile, folder, device, given.engine, given.arithmetic)
+    draft_profile = tune_if_new(draft_folder, draft_device) if tune and draft_folder and not head else None
+    target = load_with(profile, folder, device, given.engine, given.arithmetic, head)
     # The draft's proposals are verified, so they needn't be exact.
-    proposer = load_with(draft_profile, draft_folder, draft_device, given.engine) if draft_folder else None
+    if head:
+        proposer = load_head(head, target, draft_device)
+    else:
+        proposer = load_with(draft_profile, draft_folder, draft_device, given.engine) if draft_folder else None
     if draft is None and (target.guess_is_free or given.lookup_corpus):
         choice = DraftChoice(lookup=True)
     number = None if given.lookahead == "auto" else given.lookahead
@@ -122,9 +128,10 @@ def exported(model: str | Path | None, draft: Any) -> tuple[Path, Any]:
 def resolve_draft(choice: DraftChoice | None, folder: Path, manifest: Manifest | None = None) -> DraftChoice | None:
     """Return ``choice`` with the folder of the draft that was exported beside the target in ``folder``.
 
-    Raises OvspecError if there is no such draft, or if "self" names one that isn't made of the target's own layers.
+    Raises OvspecError if there is no such draft, or if it isn't made of the target's own layers, as "self" says, or not
+    a head, as "head" does.
     """
-    if not choice or choice.model not in (EXPORTED, SELF):
+    if not choice or choice.model not in (EXPORTED, SELF, HEAD):
         return choice
     beside = folder / DRAFT_FOLDER
     if not beside.is_dir():
@@ -134,6 +141,8 @@ def resolve_draft(choice: DraftChoice | None, folder: Path, manifest: Manifest |
         raise OvspecError(
             f"{beside}: not made of the target's own layers; run 'ovspec export --draft-layers N' for 'self'."
         )
+    if choice.model == HEAD and not is_head(beside):
+        raise OvspecError(f"{beside}: a draft model, not an EAGLE-3 head; name it 'draft', or export a head.")
     return replace(choice, model=beside)
 
 

@@ -197,4 +197,6 @@ def cache_of(loaded: CompiledModel, tokens: np.ndarray) -> SavedCache:
 def parts(runtime: Runtime, decoders: Decoders) -> list[tuple[str, CompiledModel, Decoder]]:
     """Return (name, model, decoder) of the target and, if there is one, the draft."""
     found = [("target", runtime.target, decoders.target)]
-    return [*found, ("draft", runtime.draft, decoders.draft)] if runtime.draft and decoders.draft else found
+    if not (runtime.draft and decoders.draft) or runtime.draft.ids is not None:  # a head reads the target's features
+        return found
+    return [*found, ("draft", runtime.draft, decoders.draft)]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter, OrderedDict
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -62,7 +63,7 @@ class BlockPool:
         self._free: list[int] = []  # free blocks, all below ``needed``
         self._kept: dict[int, Entry] = {}
         self._idle: OrderedDict[int, None] = OrderedDict()
-        self._roots: dict[int | None, Entry] = {}
+        self._roots: dict[Hashable, Entry] = {}
         self.needed = 0  # number of blocks that the tensors must have room for; higher ones were never used
         self.evicted = 0  # blocks so far
 
@@ -112,7 +113,7 @@ class BlockPool:
 
     # ------------------------------------------------------------ beginnings of texts
 
-    def find(self, tokens: np.ndarray, owner: int | None) -> tuple[list[int], int]:
+    def find(self, tokens: np.ndarray, owner: Hashable) -> tuple[list[int], int]:
         """Return the blocks of the longest known beginning of ``tokens`` (n,), and how many tokens that is."""
         text, blocks, entry = encoded(tokens), list[int](), self._roots.get(owner)
         found, shared, width = 0, self.size, self.size * TOKEN_BYTES
@@ -124,7 +125,7 @@ class BlockPool:
                 found += shared
         return blocks, found
 
-    def keep(self, tokens: np.ndarray, owner: int | None, table: list[int]) -> None:
+    def keep(self, tokens: np.ndarray, owner: Hashable, table: list[int]) -> None:
         """Keep the blocks ``table`` of a row with ``tokens`` (n,); those that are known already replace the row's."""
         text, width = encoded(tokens), self.size * TOKEN_BYTES
         entry = self._roots.setdefault(owner, Entry(b"", -1, None))

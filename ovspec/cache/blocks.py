@@ -7,6 +7,7 @@ forked rows share blocks until one of them writes (Kwon et al., arXiv 2309.06180
 from __future__ import annotations
 
 import threading
+from collections.abc import Hashable
 
 import numpy as np
 import openvino as ov
@@ -14,6 +15,7 @@ import openvino as ov
 from ovspec.cache.block_pool import BlockPool
 from ovspec.cache.sequence import EMPTY
 from ovspec.ir.compile import CompiledIR
+from ovspec.ir.heads import FEATURES
 from ovspec.ir.paged_attention import CACHE
 
 FIRST_BLOCKS = 8
@@ -73,7 +75,7 @@ class Blocks:
         self.release(self.tables[row])
         self.tables[row] = list(blocks)
 
-    def keep(self, row: int, tokens: np.ndarray, owner: int | None) -> None:
+    def keep(self, row: int, tokens: np.ndarray, owner: Hashable) -> None:
         """Keep what ``row`` holds of ``tokens`` (n,), to be found by other texts."""
         self.pool.keep(tokens, owner, self.tables[row])
         self.version += 1
@@ -96,16 +98,15 @@ class BlockTensors:
 
     def __init__(self, ir: CompiledIR, most_tokens: float = 0) -> None:
         self.ports = {name: ir.compiled.input(name) for name in ir.inputs if CACHE.fullmatch(name)}
-        self.arrays: dict[str, np.ndarray] = {}  # name -> (blocks, heads, block size, width), as raw bits
+        self._features = ir.width_of(FEATURES)
+        # name -> (blocks, heads, block size, width), as raw bits; features, if any, (blocks, block size, width) float32
+        self.arrays: dict[str, np.ndarray] = {}
         self.lock = threading.RLock()
         self.version = 0  # changes whenever the arrays are reallocated
         self.block_size = self.ports["value_cache.0"].get_partial_shape()[2].get_length()
         self.pool = BlockPool(self.block_size)
         self.limit(most_tokens)
         self.capacity = 0  # number of blocks that the arrays have room for
-
-    def shape(self, name: str, blocks: int) -> list[int]:
-        return [blocks, *(length.get_length() for length in list(self.ports[name].get_partial_shape())[1:])]
 
     def limit(self, most_tokens: float) -> None:
         self.pool.most = int(most_tokens // self.block_size)
@@ -142,12 +143,23 @@ class BlockTensors:
         array = self.arrays[name]
         return ov.Tensor(array, ov.Shape(list(array.shape)), self.ports[name].get_element_type())
 
+    def _kinds(self) -> dict[str, tuple[list[int], type]]:
+        """Return the shape of a block and the type of each array."""
+        # numpy has no bf16. Blocks are only copied, so an integer type of the same size will do.
+        bits = {1: np.uint8, 2: np.uint16, 4: np.uint32}
+        kinds: dict[str, tuple[list[int], type]] = {
+            name: (
+                [length.get_length() for length in list(port.get_partial_shape())[1:]],
+                bits[port.get_element_type().size],
+            )
+            for name, port in self.ports.items()
+        }
+        return kinds | ({FEATURES: ([self.block_size, self._features], np.float32)} if self._features else {})
+
     def _allocate(self, capacity: int) -> None:
         """Enlarge the arrays one by one, keeping the blocks. Memory that no block has used is only reserved."""
-        for name, port in self.ports.items():
-            # numpy has no bf16. Blocks are only copied, so an integer type of the same size will do.
-            bits = {1: np.uint8, 2: np.uint16, 4: np.uint32}[port.get_element_type().size]
-            array = np.zeros(self.shape(name, capacity), bits)
+        for name, (shape, kind) in self._kinds().items():
+            array = np.zeros((capacity, *shape), kind)
             if name in self.arrays:
                 array[: self.capacity] = self.arrays[name]
             self.arrays[name] = array

@@ -64,6 +64,7 @@ class FeedRule:
 
 
 FAST = FeedRule()
+Features = list[np.ndarray] | None  # of each row (tokens, width) float32; None for a model that isn't a head
 
 
 def inferences(counts: list[int], most: int) -> Iterator[list[tuple[int, int]]]:
@@ -107,10 +108,9 @@ class Rollback:
         return self.label
 
 
-class Decoder(Protocol):
-    """A language model with its KV cache, for a batch of rows; see ``sequence.catch_up``."""
+class Reader(Protocol):
+    """What reads the tokens of a batch of rows and gives logits; see ``sequence.catch_up``."""
 
-    rollback: Rollback
     context_length: int | None
     rule: FeedRule
     fills: bool  # whether an inference can be filled up to a width, see ``feed``
@@ -151,6 +151,30 @@ class Decoder(Protocol):
     def reorder(self, rows: list[int]) -> None:
         """Make new row i a copy of old row ``rows[i]``, or an empty row if ``rows[i]`` is EMPTY."""
 
+
+class Decoder(Reader, Protocol):
+    """A language model with its KV cache, for a batch of rows."""
+
+    rollback: Rollback
+
+    def feed(
+        self, tokens: list[np.ndarray], wanted: list[int], width: int = 0, features: Features = None
+    ) -> list[np.ndarray]:
+        """The same as in ``Reader``. ``features``: what the model reads beside each token, if it is a head."""
+        ...
+
+    def features(self, row: int, begin: int, end: int) -> np.ndarray:
+        """Return what the model's head reads of the tokens from ``begin`` to ``end`` of ``row``, (n, width) float32.
+
+        They are part of the cache, so whatever keeps, shares or copies keys and values does so with them.
+        """
+        ...
+
+    @property
+    def hidden(self) -> list[np.ndarray]:
+        """What a head reads in place of features: for each row (wanted, width) float32, of its last inference."""
+        ...
+
     def joining_chunk(self, counts: list[int]) -> int:
         """Return how many tokens a joining row may read beside other rows' ``counts`` without delaying them much."""
         ...
@@ -187,7 +211,7 @@ def logit_positions(counts: tuple[int, ...], wanted: tuple[int, ...], packed: bo
     return np.concatenate([*indices, filling])
 
 
-def needed_width(decoder: Decoder, tokens: list[np.ndarray]) -> int:
+def needed_width(decoder: Reader, tokens: list[np.ndarray]) -> int:
     """Return how many tokens ``decoder`` computes if it is fed ``tokens`` and not filled up."""
     count = sum(map(len, tokens))
     return count and max(decoder.rule.fewest, count)

@@ -16,6 +16,8 @@ from ovspec.cache.blocks import Blocks, BlockTensors
 from ovspec.cache.decoder import (
     FAST,
     JOINING_CHUNK,
+    KEPT_WIDTH,
+    Features,
     FeedRule,
     Rollback,
     TokenArrays,
@@ -28,6 +30,7 @@ from ovspec.cache.decoder import (
 from ovspec.cache.prefill import WORTH_SHARING
 from ovspec.cache.sequence import EMPTY, Sequence, common_prefix
 from ovspec.ir.compile import CompiledIR
+from ovspec.ir.heads import FEATURES, HIDDEN
 from ovspec.ir.memory import WORTH_TRIMMING, trim_heap
 from ovspec.ir.paged_attention import INPUTS, PAIRS
 from ovspec.ir.request import Request
@@ -35,6 +38,7 @@ from ovspec.text.vocabulary import ALL_IDS, KnownIds
 
 # The most tokens fed in one inference. The limit bounds the memory of activations and the time until Ctrl-C is heard.
 PREFILL_CHUNK = 256
+NOTHING_BESIDE = np.empty((0, 1, 0), dtype=np.float32)
 
 
 class PagedDecoder:
@@ -74,6 +78,9 @@ class PagedDecoder:
         self._token_arrays = TokenArrays()
         self._kept_lengths: dict[int, tuple[np.ndarray, np.ndarray]] = {}
         self._longest = np.zeros((), dtype=np.int32)
+        self._feature_arrays: dict[int, np.ndarray] = {}
+        self._head_width, self._gives_features = ir.width_of(HIDDEN), FEATURES in ir.outputs
+        self.hidden: list[np.ndarray] = []
         self._clear(1)
 
     @property
@@ -125,15 +132,22 @@ class PagedDecoder:
                     self._blocks.adopt(row, blocks)
                     self.rows[row] = Sequence(sequence.tokens[:count])
 
-    def feed(self, tokens: list[np.ndarray], wanted: list[int], width: int = 0) -> list[np.ndarray]:
+    def feed(
+        self, tokens: list[np.ndarray], wanted: list[int], width: int = 0, features: Features = None
+    ) -> list[np.ndarray]:
         try:
             if sum(map(len, tokens)) > self._most:
-                return self._feed_in_parts(tokens, wanted)
+                return self._feed_in_parts(tokens, wanted, features)
             with self._tensors.lock:
-                return self._append(tokens, wanted, min(width, self._most))
+                return self._append(tokens, wanted, min(width, self._most), features)
         except BaseException as error:
             self._clear(len(self.rows))  # what rows hold is unknown now; an empty cache fits any text
             raise feed_error(error, self._ir.device) from None
+
+    def features(self, row: int, begin: int, end: int) -> np.ndarray:
+        with self._tensors.lock:
+            blocks, places = self._places(row, begin, end)
+            return self._tensors.arrays[FEATURES][blocks, places]
 
     def truncate(self, row: int, length: int) -> None:
         with self._tensors.lock:
@@ -187,23 +201,34 @@ class PagedDecoder:
     def _most(self) -> int:
         return min(PREFILL_CHUNK, self.rule.most or PREFILL_CHUNK)
 
-    def _feed_in_parts(self, tokens: list[np.ndarray], wanted: list[int]) -> list[np.ndarray]:
+    def _places(self, row: int, begin: int, end: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the block of each position from ``begin`` to ``end``, and its place there."""
+        positions = np.arange(begin, end)
+        table = np.array(self._blocks.tables[row], dtype=np.int64)
+        return table[positions // self.block_size], positions % self.block_size
+
+    def _feed_in_parts(self, tokens: list[np.ndarray], wanted: list[int], features: Features) -> list[np.ndarray]:
         """Feed more tokens than an inference may have, row after row."""
         logits: list[list[np.ndarray]] = [[] for _ in tokens]
+        hidden: list[list[np.ndarray]] = [[] for _ in tokens]
         firsts = [len(new) - want for new, want in zip(tokens, wanted, strict=True)]
         for parts in inferences([len(new) for new in tokens], self._most):
             check_interrupts()
             fed = [new[begin:end] for new, (begin, end) in zip(tokens, parts, strict=True)]
             wants = [max(0, end - max(begin, first)) for first, (begin, end) in zip(firsts, parts, strict=True)]
+            beside = features and [new[begin:end] for new, (begin, end) in zip(features, parts, strict=True)]
             with self._tensors.lock:
-                found = self._append(fed, wants)
+                found = self._append(fed, wants, features=beside)
             for row, want in enumerate(wants):
                 if want:
                     logits[row].append(found[row].copy())
-        nothing = np.empty((0, self._ir.logits_width), dtype=np.float32)
-        return [np.concatenate(each) if each else nothing for each in logits]
+                    hidden[row] += [self.hidden[row].copy()] if self._head_width else []
+        self.hidden = joined(hidden, self._head_width)
+        return joined(logits, self._ir.logits_width)
 
-    def _append(self, tokens: list[np.ndarray], wanted: list[int], width: int = 0) -> list[np.ndarray]:
+    def _append(
+        self, tokens: list[np.ndarray], wanted: list[int], width: int = 0, features: Features = None
+    ) -> list[np.ndarray]:
         """Run an inference that appends ``tokens`` to the rows; the arguments and the result are those of ``feed``."""
         computed = self._fill_up([(len(held), new) for held, new in zip(self.rows, tokens, strict=True)], width)
         fed = [row for row, (_, new) in enumerate(computed) if len(new)]
@@ -234,8 +259,17 @@ class PagedDecoder:
         logits_idx = logit_positions(tuple([len(new) for _, new in computed]), tuple(given), packed=True)
         blocks, block_begins = self._block_lists(fed)
         paired = pairs(counts, queries)
-        arrays = (ids, positions, past, query_begins, blocks, block_begins, self._longest, logits_idx, *paired)
+        beside = self._beside(features, start)
+        arrays = (ids, positions, past, query_begins, blocks, block_begins, self._longest, logits_idx, beside, *paired)
         logits = self._request.infer(arrays, logits_idx)
+        if self._gives_features:
+            computed_features = np.split(self._request.output(FEATURES), np.cumsum(counts)[:-1])
+            for row, found in zip(fed, computed_features, strict=True):
+                begin = computed[row][0]
+                self._tensors.arrays[FEATURES][self._places(row, begin, begin + len(found))] = found
+        if self._head_width:
+            hidden = split_by_row(self._request.output(HIDDEN), given)
+            self.hidden = [found[:want] for found, want in zip(hidden, wanted, strict=True)]
         for row in fed:  # a block that only a second query has begun
             self._blocks.truncate(row, len(self.rows[row]))
         logits = self._vocabulary.restrict(logits) if self._restricts else logits
@@ -243,22 +277,35 @@ class PagedDecoder:
             return [logits[: wanted[0]]]
         return [found[:want] for found, want in zip(split_by_row(logits, given), wanted, strict=True)]
 
+    def _beside(self, features: Features, count: int) -> np.ndarray:
+        """Return the input of a head that holds each token's features, (tokens, 1, width) float32."""
+        if features is None:
+            return NOTHING_BESIDE
+        array = self._feature_arrays.get(count)
+        if array is None:
+            array = np.zeros((count, 1, self._head_width), dtype=np.float32)
+            if count <= KEPT_WIDTH:
+                self._feature_arrays[count] = array
+        array[:, 0] = np.concatenate(features)  # a token that comes twice has the same features
+        return array
+
     def _fill_up(self, computed: list[tuple[int, np.ndarray]], width: int) -> list[tuple[int, np.ndarray]]:
         """Return ``computed``, each row's (position, new tokens (n,)), with more tokens, up to ``width`` or the rule's.
 
         One row computes the last tokens of its cache once more. A text's first token has none before it, so it comes
-        twice, and the next token is written over the second one.
+        twice, and the next token is written over the second one. A head's tokens come twice, too, because what it has
+        read beside earlier ones isn't kept.
         """
         count = sum([len(new) for _, new in computed])
         for missing in (width - count, self.rule.fewest - count):  # what is wished, else what the rule demands
-            if missing <= 0:
+            if missing <= 0 or self._head_width:
                 continue
             for row, (begin, new) in enumerate(computed):
                 if len(new) and begin >= missing:
                     again = self.rows[row].tokens[begin - missing :]
                     computed[row] = begin - missing, np.concatenate((again, new))
                     return computed
-        if count < self.rule.fewest:  # a text's first token alone
+        if count < self.rule.fewest:  # a text's first token alone, or a head's
             return [(begin, np.repeat(new, self.rule.fewest)) for begin, new in computed]
         return computed
 
@@ -279,9 +326,15 @@ class PagedDecoder:
 
     def _bind(self) -> None:
         if self._bound != self._tensors.version:
-            for name in self._tensors.arrays:
+            for name in self._tensors.arrays.keys() & self._tensors.ports.keys():
                 self._request.raw.set_tensor(self._tensors.ports[name], self._tensors.tensor(name))
             self._bound = self._tensors.version
+
+
+def joined(parts: list[list[np.ndarray]], width: int) -> list[np.ndarray]:
+    """Return the parts of each row as one array (n, width) float32."""
+    nothing = np.empty((0, width), dtype=np.float32)
+    return [np.concatenate(each) if each else nothing for each in parts]
 
 
 @functools.lru_cache(maxsize=256)

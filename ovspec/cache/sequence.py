@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from typing import Protocol
 
 import numpy as np
@@ -22,7 +22,7 @@ class Sequence:
     __slots__ = ("_buffer", "_length", "owner")
 
     def __init__(self, tokens: Iterable[int] = ()) -> None:
-        self.owner: int | None = None
+        self.owner: Hashable = None
         start = np.fromiter(tokens, dtype=np.int64)
         self._length = len(start)
         self._buffer = np.empty(max(64, 2 * len(start)), dtype=np.int64)

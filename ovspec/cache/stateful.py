@@ -19,6 +19,7 @@ from ovspec.cache.decoder import (
     FAST,
     JOINING_CHUNK,
     Decoder,
+    Features,
     FeedRule,
     Rollback,
     TokenArrays,
@@ -32,6 +33,7 @@ from ovspec.cache.sequence import EMPTY, Sequence
 from ovspec.cache.slots import Slots
 from ovspec.ir.compile import CompiledIR, State
 from ovspec.ir.device import EXACT_KV_PRECISIONS
+from ovspec.ir.heads import FEATURES, HIDDEN
 from ovspec.ir.memory import trim_heap
 from ovspec.ir.request import Request
 from ovspec.text.vocabulary import ALL_IDS, KnownIds
@@ -40,7 +42,9 @@ COMPACT_AT = 256  # dead slots, which cost attention time and memory, until a co
 REPLAY_AT = 8  # maximum tokens that each replay feeds again; for more, an inference renews the snapshot
 KEPT_SLOTS = 256  # whose memory a decoder without rows may keep for its next text
 SNAPSHOT_EVERY = 64  # tokens of plain decoding
-INPUTS = ("input_ids", "attention_mask", "position_ids", "beam_idx", "logits_idx", "cache_position")
+INPUTS = (
+    "input_ids", "attention_mask", "position_ids", "beam_idx", "logits_idx", "cache_position", "hidden_states",
+)  # fmt: skip
 
 
 class StatefulDecoder:
@@ -76,6 +80,8 @@ class StatefulDecoder:
         self._conv_kernel = ir.config.convolution_width if "cache_position" in ir.inputs else 0
         self._rope_switch = ir.config.rope_switch or sys.maxsize
         self._request = Request(ir, INPUTS)
+        self._head_width, self._feature_width = ir.width_of(HIDDEN), ir.width_of(FEATURES)
+        self.hidden: list[np.ndarray] = []
         self._token_arrays = TokenArrays()
         self._slots = Slots(1)
         self.rows: list[Sequence] = []
@@ -97,6 +103,7 @@ class StatefulDecoder:
         if rows not in (0, len(self.rows)) and not self._exact:
             self._request.renew()
         self.rows = [Sequence() for _ in range(rows)]
+        self._features = [FeatureRow(self._feature_width) for _ in range(rows)]
         self._slots = Slots(rows)
         self._in_order = np.arange(rows, dtype=np.int32)
         self._beam = self._in_order  # rows of the physical cache that the next inference gathers
@@ -104,7 +111,13 @@ class StatefulDecoder:
         self._returns_here = False  # whether rollbacks to the end of the last feed are likely
         self._request.raw.reset_state()
 
-    def feed(self, tokens: list[np.ndarray], wanted: list[int], width: int = 0) -> list[np.ndarray]:  # noqa: ARG002
+    def feed(
+        self,
+        tokens: list[np.ndarray],
+        wanted: list[int],
+        width: int = 0,  # noqa: ARG002
+        features: Features = None,
+    ) -> list[np.ndarray]:
         count = len(tokens[0])
         if len(self.rows) == 1 and count > self._first_part(count):
             return [self._feed_in_parts(tokens[0], wanted[0])]
@@ -113,7 +126,7 @@ class StatefulDecoder:
                 return [self._feed_across_the_switch(tokens[0], wanted[0])]
             if self.rollback.replay:
                 tokens = [self._prepare_replay(tokens[0], wanted[0])]
-            return split_by_row(self._append(tokens, wanted), wanted)
+            return split_by_row(self._append(tokens, wanted, features), wanted)
         except BaseException as error:
             self.reset(len(self.rows))  # the cache's contents are unknown now; an empty cache fits any text
             raise feed_error(error, self._ir.device) from None
@@ -128,6 +141,7 @@ class StatefulDecoder:
         if self.rollback.replay:
             length = self._restore_snapshot(length)
         self.rows[row].rewind(length)
+        self._features[row].rewind(length)
         self._slots.truncate(row, length)
 
     def reorder(self, rows: list[int]) -> None:
@@ -135,6 +149,8 @@ class StatefulDecoder:
             self.reset(len(rows))  # an empty state has no rows to gather
             return
         self.rows = reordered(self.rows, rows)
+        kept = self._features
+        self._features = [FeatureRow(self._feature_width) if row == EMPTY else kept[row].copy() for row in rows]
         self._slots.reorder(rows)
         self._beam = self._beam[rows]  # for an empty row any other will do, because all its slots are dead
         self._in_order = np.arange(len(rows), dtype=np.int32)
@@ -161,11 +177,18 @@ class StatefulDecoder:
             return {}
         if self.rollback.kv:
             self.compact()
-        return read_states(self._request.raw, self._ir.states)
+        features = {FEATURES: self._features[0].values} if self._feature_width else {}
+        return read_states(self._request.raw, self._ir.states) | features
 
     def restore(self, tokens: np.ndarray, arrays: dict[str, np.ndarray]) -> None:
         self.reset(1)
         states = self._ir.states
+        if self._feature_width:
+            arrays = dict(arrays)
+            features = arrays.pop(FEATURES, self._features[0].values)
+            if features.shape != (len(tokens), self._feature_width) or features.dtype != np.float32:
+                raise ValueError("the features are of another model")
+            self._features[0].append(features)
         sizes = {s.name: s.width * (1 if s.sequence_axis is None else len(tokens)) for s in states}
         if {name: array.size for name, array in arrays.items()} != sizes:
             raise ValueError("the states are of another model")
@@ -181,6 +204,7 @@ class StatefulDecoder:
     def copy_to(self, other: StatefulDecoder) -> None:
         """Copy this decoder's rows and states to ``other``, of the same model. Exact only if ``_exact`` is true."""
         other.rows = [row.copy() for row in self.rows]
+        other._features = [row.copy() for row in self._features]
         other._slots = copy.deepcopy(self._slots)
         other._in_order, other._beam = self._in_order, self._beam
         other._snapshot, other._snapshot_length = self._snapshot, self._snapshot_length
@@ -265,7 +289,10 @@ class StatefulDecoder:
         write_states(self._request.raw, self._snapshot)
         return self._snapshot_length
 
-    def _append(self, tokens: list[np.ndarray], wanted: list[int]) -> np.ndarray:
+    def features(self, row: int, begin: int, end: int) -> np.ndarray:
+        return self._features[row].values[begin:end]
+
+    def _append(self, tokens: list[np.ndarray], wanted: list[int], features: Features = None) -> np.ndarray:
         """Run one inference; return at least the ``wanted`` logits, all rows' in one array."""
         counts = [len(new) for new in tokens]
         logits_idx = logit_positions(tuple(counts), tuple(wanted))
@@ -287,9 +314,52 @@ class StatefulDecoder:
             # A single token's input goes to the place of its position in the window, where the first ones stand wrong.
             last = np.maximum(positions[0], self._conv_kernel - 1)
             mask, cache_position = np.ones_like(ids), last if positions[0, 0] else np.arange(self._conv_kernel)
-        logits = self._request.infer((ids, mask, positions, self._beam, logits_idx, cache_position), logits_idx)
+        arrays = (ids, mask, positions, self._beam, logits_idx, cache_position, self._beside(features, width))
+        logits = self._request.infer(arrays, logits_idx)
         self._beam = self._in_order  # the inference has gathered the rows
+        if self._feature_width:
+            found = self._request.output(FEATURES).reshape(len(tokens), width, -1)
+            for row, (kept, count) in enumerate(zip(self._features, counts, strict=True)):
+                kept.append(found[row, :count])
+        if self._head_width:
+            self.hidden = split_by_row(self._request.output(HIDDEN), wanted)
         return self._vocabulary.restrict(logits)
+
+    def _beside(self, features: Features, width: int) -> np.ndarray:
+        """Return the input of a head that holds each token's features, (rows, width, values) float32."""
+        found = np.zeros((len(self.rows) if self._head_width else 0, width, self._head_width), dtype=np.float32)
+        for row, values in enumerate(features or ()):
+            found[row, : len(values)] = values
+        return found
+
+
+class FeatureRow:
+    """The features of a row's tokens, which grow and shrink with it as in ``Sequence``."""
+
+    def __init__(self, width: int) -> None:
+        self._buffer, self._length = np.empty((64 if width else 0, width), dtype=np.float32), 0
+
+    @property
+    def values(self) -> np.ndarray:
+        """The features (tokens, width) float32, as a view that is valid until more are added."""
+        return self._buffer[: self._length]
+
+    def append(self, values: np.ndarray) -> None:
+        end = self._length + len(values)
+        if end > len(self._buffer):
+            grown = np.empty((2 * end, self._buffer.shape[1]), dtype=np.float32)
+            grown[: self._length] = self.values
+            self._buffer = grown
+        self._buffer[self._length : end] = values
+        self._length = end
+
+    def rewind(self, length: int) -> None:
+        self._length = min(length, self._length)
+
+    def copy(self) -> FeatureRow:
+        other = FeatureRow(self._buffer.shape[1])
+        other.append(self.values)
+        return other
 
 
 class RowByRow:
@@ -329,12 +399,25 @@ class RowByRow:
         for decoder in self._spare:
             decoder.reset(0)
 
-    def feed(self, tokens: list[np.ndarray], wanted: list[int], width: int = 0) -> list[np.ndarray]:  # noqa: ARG002
+    def feed(
+        self,
+        tokens: list[np.ndarray],
+        wanted: list[int],
+        width: int = 0,  # noqa: ARG002
+        features: Features = None,  # noqa: ARG002
+    ) -> list[np.ndarray]:
         nothing = np.empty((0, 0), dtype=np.float32)
         return [
             decoder.feed([new], [want])[0] if len(new) else nothing
             for decoder, new, want in zip(self._decoders, tokens, wanted, strict=True)
         ]
+
+    def features(self, row: int, begin: int, end: int) -> np.ndarray:
+        return self._decoders[row].features(0, begin, end)
+
+    @property
+    def hidden(self) -> list[np.ndarray]:
+        return []  # a head has no states that need rows of their own
 
     def adopt(self, sequences: list[Sequence]) -> None:
         share_prefixes(self, sequences)

@@ -69,8 +69,9 @@ def bench(
     models = {"plain": lm.with_drafters(None), "lookup": lm.with_drafters(DraftChoice(lookup=True))}
     if lm.draft:
         model = lm.draft.ir.folder
-        models["draft"] = lm.with_drafters(DraftChoice(model=model))
-        models["lookup,draft"] = lm.with_drafters(DraftChoice(lookup=True, model=model))
+        name = lm.draft.drafter
+        models[name] = lm.with_drafters(DraftChoice(model=model))
+        models[f"lookup,{name}"] = lm.with_drafters(DraftChoice(lookup=True, model=model))
     lookahead = "auto" if lookahead is None else lookahead
     options = {"lookahead": lookahead, "max_tokens": max_tokens, "temperature": temperature or 0.0, "ignore_eos": True}
     results = measure(models, texts, options, repeats)

@@ -16,7 +16,9 @@ FILE = click.Path(path_type=Path)
 @click.command()
 @click.argument("target", nargs=-1, metavar="TARGET")
 @click.option(
-    "--draft", metavar="DRAFT", help="Draft model: a checkpoint or IR folder, a GGUF file, a hub id, or none."
+    "--draft",
+    metavar="DRAFT",
+    help="Draft model or EAGLE-3 head: a checkpoint or IR folder, a GGUF file, a hub id, or none.",
 )
 @click.option(
     "--draft-layers", type=click.IntRange(1), metavar="N", help="Make the draft of the target's first N layers."
@@ -88,9 +90,10 @@ def export(
     """Export TARGET, a Hugging Face checkpoint or a GGUF file, to OpenVINO IR.
 
     TARGET is a folder, a GGUF file, a hub id (org/model, or org/model@REVISION), or the short name of a known pair
-    (--list), which includes a draft unless you give --draft none. A GGUF file may be quantised in any way but is
-    quantised anew: int8 loses little, int4 more. Target and draft must share a vocabulary. With --overwrite,
-    the old folder is replaced at the very end: an interrupted export leaves it as it was.
+    (--list), which includes a draft unless you give --draft none; --draft head takes its EAGLE-3 head instead. A
+    GGUF file may be quantised in any way but is quantised anew: int8 loses little, int4 more. Target and draft must
+    share a vocabulary; an EAGLE-3 head must also fit the target's width and layers. With --overwrite, the old folder
+    is replaced at the very end: an interrupted export leaves it as it was.
 
     \b
     Examples:
@@ -99,6 +102,7 @@ def export(
       ovspec export llama-3.2-3b.Q8_0.gguf --draft llama-3.2-1b.Q4_K_M.gguf -o llama
       ovspec export org/model --draft-layers 4 -o my-pair --evaluate notes.txt
     """
+    from ovspec.drafting.choice import HEAD
     from ovspec.setup.pairs import known_pairs
 
     pairs = known_pairs()
@@ -124,8 +128,13 @@ def export(
         raise click.UsageError("Name the model to export and the folder to write: ovspec export TARGET -o DIR.")
     model = target[0]
     if model in pairs and not Path(model).exists():
-        draft = draft or (pairs[model].draft if draft_layers is None else None)
-        model = pairs[model].target
+        pair = pairs[model]
+        if draft == HEAD:
+            refuse(not pair.eagle3, f"No public head is known for {model}; name a draft.")
+            draft = pair.eagle3
+        elif draft_layers is None:
+            draft = draft or pair.draft or pair.eagle3
+        model = pair.target
     draft = None if draft == "none" else draft
     alone = not draft and draft_layers is None
     refuse(draft_weight_format and alone, "--draft-weight-format needs --draft or --draft-layers.")

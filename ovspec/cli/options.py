@@ -113,10 +113,10 @@ draft_option = click.option(
     is_flag=False,
     flag_value=EXPORTED,
     metavar="[DRAFT]",
-    help="Speculate with the draft in DIR, or with DRAFT: the folder of a draft model; self (a draft in DIR that "
-    "--draft-layers made); lookup (what followed the last tokens earlier in the text); lookup,draft or "
-    "lookup,FOLDER (the model where lookup finds nothing good); or none.  [default: lookup where a guess costs "
-    "nothing, which the first load measures (exact arithmetic, paged engine); otherwise none]",
+    help="Speculate with the draft in DIR, or with DRAFT: the folder of a draft model or of an EAGLE-3 head; head (a "
+    "head in DIR); self (a draft in DIR that --draft-layers made); lookup (what followed the last tokens earlier in "
+    "the text); lookup,draft or lookup,FOLDER (the model where lookup finds nothing good); or none.  [default: lookup "
+    "where a guess costs nothing, which the first load measures (exact arithmetic, paged engine); otherwise none]",
 )
 session_option = click.option(
     "--session",
@@ -182,7 +182,9 @@ def split_options(values: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any
     """Return the given ``generate_options`` as keywords (for ``load``, for ``generate``)."""
     given = {name: value for name, value in values.items() if value is not None}
     if isinstance(draft := given.get("draft"), str):
-        raise click.UsageError(f"--draft {draft}: no such folder; name the folder of a draft, lookup, self or none.")
+        raise click.UsageError(
+            f"--draft {draft}: no such folder; name the folder of a draft, lookup, head, self or none."
+        )
     options = {name: value for name, value in given.items() if name in GENERATE}
     loading = {name: value for name, value in given.items() if name not in GENERATE}
     try:

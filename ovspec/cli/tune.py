@@ -54,6 +54,7 @@ def tune(folder: Path | None, goal: Goal, as_json: bool, cache_dir: str | None) 
     from ovspec.base.files import remember
     from ovspec.ir.compile import MODEL_FILE
     from ovspec.ir.device import DeviceOptions
+    from ovspec.ir.heads import is_head
     from ovspec.setup.manifest import DRAFT_FOLDER
     from ovspec.setup.profile import profile_file
     from ovspec.setup.tuning import tune as measure
@@ -70,7 +71,7 @@ def tune(folder: Path | None, goal: Goal, as_json: bool, cache_dir: str | None) 
         raise OvspecError(f"{file.parent}: {why}; name another folder with --cache-dir.") from None
     found: dict[str, Any] = {}
     for name, part in (("target", folder), ("draft", folder / DRAFT_FOLDER)):
-        if not (part / MODEL_FILE).is_file():
+        if not (part / MODEL_FILE).is_file() or is_head(part):  # a head runs with its target's settings
             continue
         shown: Any = click.progressbar(length=1000, label=name, file=sys.stderr, item_show_func=lambda s: str(s or ""))
         with shown as bar:

@@ -12,7 +12,8 @@ from ovspec.base.errors import OvspecError
 if TYPE_CHECKING:
     from ovspec.drafting.drafter import Drafter
 
-EXPORTED, SELF = "draft", "self"  # the draft exported with the target: any, or one made of the target's layers
+# The draft exported with the target: any, one made of the target's layers, or an EAGLE-3 head.
+EXPORTED, SELF, HEAD = "draft", "self", "head"
 
 
 @dataclass(frozen=True)
@@ -20,7 +21,7 @@ class DraftChoice:
     """Up to two drafters, asked in the order lookup, own, model. A choice without any is false.
 
     own: a user's drafter, or what makes one for each session or batch.
-    model: the draft model's folder; ``EXPORTED`` or ``SELF`` until the target's folder is known.
+    model: the folder of the draft model or head; ``EXPORTED``, ``SELF`` or ``HEAD`` until the target's is known.
     """
 
     lookup: bool = False
@@ -59,11 +60,13 @@ def parse_draft(draft: Draft | Sequence[Draft] | None) -> DraftChoice | None:
         elif part is True:
             choice = replace(choice, model=EXPORTED)
         elif isinstance(part, (str, Path)) and str(part):
-            choice = replace(choice, model=part if part in (EXPORTED, SELF) else Path(part))
+            choice = replace(choice, model=part if part in (EXPORTED, SELF, HEAD) else Path(part))
         elif hasattr(part, "propose") or callable(part):
             choice = replace(choice, own=part)
         else:
-            raise OvspecError(f"`draft={part!r}` is not a draft: give a folder, lookup, self or none, or a Drafter.")
+            raise OvspecError(
+                f"`draft={part!r}` is not a draft: give a folder, lookup, head, self or none, or a Drafter."
+            )
     if choice.lookup + (choice.own is not None) + (choice.model is not None) < len(parts) or len(parts) > 2:
         raise OvspecError("A chain has at most two drafters, which must differ, such as 'lookup,DRAFT'.")
     return choice or None
@@ -83,5 +86,5 @@ def split_draft(draft: Draft | Sequence[Draft] | None) -> list[Draft]:
 def names_drafters(text: str) -> bool:
     """Return whether each part of a chain is the name of a drafter or an existing folder."""
     parts = [part for part in split_draft(text) if isinstance(part, str)]
-    names = ("lookup", EXPORTED, SELF, "none")
+    names = ("lookup", EXPORTED, SELF, HEAD, "none")
     return Path(text).is_dir() or all(part in names or Path(part).is_dir() for part in parts)

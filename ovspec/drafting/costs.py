@@ -32,7 +32,10 @@ CHANGE_FOLLOWS = 0.1  # share by which the cost of a change of width follows wha
 # this share of all rounds for its trials.
 ALLOWANCE = 1.2
 TRIALS = 0.003
-RECENT = 24  # tokens that savings count for: text that follows may be of another kind
+# Tokens that savings count for. What repeats for lookup is a matter of the text's kind, which may change at once; a
+# model is about as good at one kind as at another.
+RECENT, RECENT_OF_MODELS = 24, 400
+MOST_SAVED = 16  # plain rounds: a drafter that is suddenly useless loses no more of what it has saved
 
 
 class Costs:
@@ -192,9 +195,13 @@ class Acceptance:
 
 
 class Balance:
-    """Plain rounds that drafting saved lately, less those it lost: it may lose no more than ``allowance``."""
+    """Plain rounds that drafting saved lately, less those it lost: it may lose no more than ``allowance``.
 
-    def __init__(self) -> None:
+    ``recent``: tokens that savings count for.
+    """
+
+    def __init__(self, recent: float = RECENT_OF_MODELS) -> None:
+        self._recent = recent
         self._saved = 0.0
         self._waited = 0.0  # tokens since the last round with a proposal
 
@@ -211,20 +218,20 @@ class Balance:
         """Note that ``tokens`` were generated for each row, by whichever means."""
         self._waited += tokens
         if self._saved > 0:
-            self._saved *= math.exp(-tokens / RECENT)
+            self._saved *= math.exp(-tokens / self._recent)
 
     def add(self, saved: float) -> None:
         """Note that a round saved the time of ``saved`` plain rounds, or lost it."""
         if self._saved < 0:
             self._saved = min(0.0, self._saved + self.trials)
-        self._saved, self._waited = self._saved + saved, 0.0
+        self._saved, self._waited = min(self._saved + saved, MOST_SAVED), 0.0
 
 
 class DrafterStats:
-    """How often a drafter is right, and what its recent rounds have saved."""
+    """How often a drafter is right, and what its recent rounds have saved; ``recent`` as in ``Balance``."""
 
-    def __init__(self) -> None:
-        self.acceptance, self.balance = Acceptance(), Balance()
+    def __init__(self, recent: float = RECENT_OF_MODELS) -> None:
+        self.acceptance, self.balance = Acceptance(), Balance(recent)
         self.tokens = self.ms = self.rounds = 0.0  # sums over its recent rounds
 
     def learn(self, tokens: int, ms: float) -> None:

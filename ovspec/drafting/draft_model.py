@@ -7,14 +7,14 @@ import time
 import numpy as np
 
 from ovspec.base.errors import OvspecError
-from ovspec.cache.decoder import Decoder, needed_width
+from ovspec.cache.decoder import Reader, needed_width
 from ovspec.cache.prefill import PREFILL_ABOVE
 from ovspec.cache.sequence import catch_up, common_prefix
 from ovspec.drafting.costs import WIDEST
 from ovspec.drafting.drafter import Drafter, RowStep
 from ovspec.drafting.lookahead import Lookahead
 from ovspec.drafting.proposal import NO_TOKENS, NOTHING, Proposal
-from ovspec.sampling.samplers import Guess
+from ovspec.sampling.samplers import DraftVocabulary, Guess
 from ovspec.sampling.warp import certain
 
 
@@ -26,15 +26,15 @@ class DraftModel(Drafter):
 
     name = "draft"
 
-    def __init__(self, decoder: Decoder) -> None:
-        self.decoder = decoder
+    def __init__(self, decoder: Reader, vocabulary: DraftVocabulary | None = None) -> None:
+        self.decoder, self._vocabulary = decoder, vocabulary
 
     @property
     def seconds(self) -> float:  # type: ignore[override]
         return self.decoder.seconds
 
     def propose(self, rows: list[RowStep], lookahead: Lookahead) -> list[Proposal]:
-        budgets = [self._budget(row, lookahead) for row in rows]
+        budgets = [self._budget(index, row, lookahead) for index, row in enumerate(rows)]
         going = [index for index, budget in enumerate(budgets) if budget]
         if not going or not lookahead.affords(self.name, len(going)):
             return [NOTHING] * len(rows)
@@ -45,7 +45,7 @@ class DraftModel(Drafter):
         left = [row.draftable(self.name) if budget else 0 for row, budget in zip(rows, budgets, strict=True)]
         if not lookahead.starts(self.name, unseen, left):
             return [NOTHING] * len(rows)
-        drafts = [Drafting(row, budget) for row, budget in zip(rows, budgets, strict=True)]
+        drafts = [Drafting(row, budget, self._vocabulary) for row, budget in zip(rows, budgets, strict=True)]
         # First feed the tokens that the draft has not read yet, then its own guesses; the last guess is never fed.
         feed = [NO_TOKENS] * len(rows)
         for index in going:
@@ -76,7 +76,7 @@ class DraftModel(Drafter):
     def reorder(self, rows: list[int]) -> None:
         self.decoder.reorder(rows)
 
-    def _budget(self, row: RowStep, lookahead: Lookahead) -> int:
+    def _budget(self, index: int, row: RowStep, lookahead: Lookahead) -> int:  # noqa: ARG002
         """Return the maximum number of tokens to guess; 0 if the draft's own context is full."""
         limit = self.decoder.context_length
         room = row.budget if limit is None else max(0, limit - len(row.sequence))
@@ -84,11 +84,11 @@ class DraftModel(Drafter):
 
 
 class Drafting:
-    """The guesses for one row, at most ``budget`` of them."""
+    """The guesses for one row, at most ``budget`` of them, from logits of ``vocabulary``."""
 
-    def __init__(self, row: RowStep, budget: int) -> None:
+    def __init__(self, row: RowStep, budget: int, vocabulary: DraftVocabulary | None) -> None:
         self.guesses: list[Guess] = []
-        self._row, self._budget = row, budget
+        self._row, self._budget, self._vocabulary = row, budget, vocabulary
         self._text = np.concatenate((row.sequence.tokens, np.empty(budget, dtype=np.int64)))
         self._end = self._fed = len(row.sequence)
 
@@ -104,7 +104,7 @@ class Drafting:
         sampler, began = self._row.sampler, time.thread_time()
         self._fed = self._end
         try:
-            guess = sampler.guess(logits, self._text[: self._end])
+            guess = sampler.guess(logits, self._text[: self._end], self._vocabulary)
             if not guess:
                 return False
             self._add(guess)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ovspec.drafting.costs import FIRST_ACCEPTANCE, WIDEST, Costs, DrafterStats
+from ovspec.drafting.costs import FIRST_ACCEPTANCE, RECENT, RECENT_OF_MODELS, WIDEST, Costs, DrafterStats
 from ovspec.drafting.proposal import NOTHING, Proposal, shorten
 from ovspec.sampling.samplers import Guess
 
@@ -213,7 +213,7 @@ class Lookahead:
 
     def _stats_of(self, source: str) -> DrafterStats:
         if source not in self._drafter_stats:
-            self._drafter_stats[source] = DrafterStats()
+            self._drafter_stats[source] = DrafterStats(RECENT if source == "lookup" else RECENT_OF_MODELS)
         return self._drafter_stats[source]
 
     def _width(self, proposed: list[int]) -> int:

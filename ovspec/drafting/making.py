@@ -8,21 +8,35 @@ from typing import Any
 
 from ovspec.base.errors import OvspecError
 from ovspec.cache.decoder import Decoder
+from ovspec.cache.head import HeadDecoder
 from ovspec.drafting.choice import DraftChoice
 from ovspec.drafting.draft_model import DraftModel
 from ovspec.drafting.drafter import Drafter, RowStep
+from ovspec.drafting.head import Head
 from ovspec.drafting.lookahead import Lookahead
 from ovspec.drafting.lookup import Index, Lookup
 from ovspec.drafting.proposal import NOTHING, Proposal
+from ovspec.sampling.samplers import DraftVocabulary
 from ovspec.text.vocabulary import KnownIds
 
 
 def make_drafter(
-    choice: DraftChoice | None, draft: Decoder | None, corpora: list[Index], known: KnownIds
+    choice: DraftChoice | None,
+    target: Decoder,
+    draft: Decoder | None,
+    vocabulary: DraftVocabulary | None,
+    corpora: list[Index],
+    known: KnownIds,
 ) -> Drafter | None:
     """Return the drafter that ``choice`` names, a chain if there are two; None for plain decoding.
 
-    ``draft`` is a decoder of the draft model; lookup may propose from ``corpora``. Only ``known`` ids are proposed.
+    Args:
+        choice: what the call names.
+        target: has the features that a head reads.
+        draft: the decoder of the draft model or head, if ``choice`` names one.
+        vocabulary: that of a head; None for a draft model.
+        corpora: lookup may propose from these, too.
+        known: the ids that may be proposed.
     """
     if not choice:
         return None
@@ -30,7 +44,7 @@ def make_drafter(
     if choice.own is not None:
         drafters.append(OwnDrafter(choice.own, known))
     if draft:
-        drafters.append(DraftModel(draft))
+        drafters.append(Head(HeadDecoder(draft, target), vocabulary) if vocabulary else DraftModel(draft))
     for drafter in drafters:
         drafter.vocabulary = known
     return Chain(*drafters) if len(drafters) > 1 else drafters[0]

@@ -36,7 +36,7 @@ from ovspec.ir.memory import WORTH_CHECKING, check_memory, kv_bytes_per_token, r
 from ovspec.params import GenerateOptions, Params, make_params, refuse_variables, refuse_without_chat
 from ovspec.sampling.constraint import Constraints
 from ovspec.sampling.constraint_maker import ConstraintMaker
-from ovspec.sampling.samplers import sampler_of
+from ovspec.sampling.samplers import DraftVocabulary, sampler_of
 from ovspec.setup.engine_choice import CompiledModel
 from ovspec.setup.identity import fingerprint
 from ovspec.text.answer import AnswerFormat, AnswerReader
@@ -45,6 +45,7 @@ from ovspec.text.chat_template import Message, chat_template
 from ovspec.text.generation_config import DEFAULT_MAX_TOKENS, GenerationConfig
 from ovspec.text.infill import Infill, InfillTokens, infill_tokens, within
 from ovspec.text.tokenizer import Tokenizer
+from ovspec.text.vocabulary import KnownIds
 
 # A text, token ids, chat messages for the model's chat template, or what is around the text.
 Prompt = str | list[int] | np.ndarray | list[Message] | Message | Infill
@@ -156,18 +157,23 @@ class Runtime:
 
     def fork(self, decoders: Decoders) -> Decoders:
         """Return other decoders that continue from what ``decoders`` hold."""
-        draft = decoders.draft.fork() if decoders.draft else None
-        return Decoders(decoders.target.fork(), self._drafter(draft), draft, copy.deepcopy(decoders.lookaheads))
+        target, draft = decoders.target.fork(), decoders.draft.fork() if decoders.draft else None
+        return Decoders(target, self._drafter(target, draft), draft, copy.deepcopy(decoders.lookaheads))
 
     def _make_decoders(self) -> Decoders:
-        draft = self._decoder(self.draft) if self.draft else None
-        return Decoders(self._decoder(self.target), self._drafter(draft), draft)
+        target, draft = self._decoder(self.target), self._decoder(self.draft) if self.draft else None
+        return Decoders(target, self._drafter(target, draft), draft)
 
     def _decoder(self, model: CompiledModel) -> Decoder:
-        return model.decoder(self.tokenizer.known, tensors=self.tensors.get(id(model)))
+        known = self.tokenizer.known
+        if model.ids is not None:
+            known = KnownIds(gaps=np.flatnonzero([token not in known for token in model.ids]))
+        return model.decoder(known, tensors=self.tensors.get(id(model)))
 
-    def _drafter(self, draft: Decoder | None) -> Drafter | None:
-        return make_drafter(self.choice, draft, self.corpora, self.tokenizer.known)
+    def _drafter(self, target: Decoder, draft: Decoder | None) -> Drafter | None:
+        ids = self.draft.ids if self.draft else None
+        vocabulary = None if ids is None else DraftVocabulary(ids, self.target.ir.logits_width)
+        return make_drafter(self.choice, target, draft, vocabulary, self.corpora, self.tokenizer.known)
 
     @functools.cached_property
     def identity(self) -> dict[str, Any]:

@@ -46,6 +46,7 @@ class CompiledIR:
     states: list[State]
     config: ModelConfig
     inputs: dict[str, int]  # name -> index, for the fast setters
+    outputs: dict[str, int]  # the same of outputs, for the fast getters
     picks_logits: bool  # whether it has the input logits_idx
     properties: dict[str, str]  # that it was compiled with
     large_pages: LargePages  # moves its weights into large pages
@@ -69,7 +70,13 @@ class CompiledIR:
     @property
     def logits_width(self) -> int:
         """Width of the logits, which may exceed the tokenizer's vocabulary."""
-        return self.compiled.output(0).get_partial_shape()[-1].get_length()
+        return self.width_of("logits")
+
+    def width_of(self, output: str) -> int:
+        """Return how many values the output ``output`` has for each token; 0 if the model doesn't have it."""
+        if output not in self.outputs:
+            return 0
+        return self.compiled.output(self.outputs[output]).get_partial_shape()[-1].get_length()
 
     @functools.cached_property
     def context_length(self) -> int | None:
@@ -186,19 +193,24 @@ def compile_ir(folder: Path, options: DeviceOptions, rewrite: Callable[[ov.Model
     Raises OvspecError if the folder holds no stateful text model, or the device is missing or can't compile it.
     """
     check_ir_folder(folder)
-    device = check_device(options.device)
+    check_device(options.device)
     check_weights(folder / MODEL_FILE)
     with READING:
         model, states, picks = read_ir(folder, rewrite)
-    properties = compile_properties(options)
-    large_pages = LargePages()
+    return compiled(model, folder, states, picks, options)
+
+
+def compiled(model: ov.Model, folder: Path, states: list[State], picks: bool, options: DeviceOptions) -> CompiledIR:
+    """Compile ``model``, which was read from ``folder``; raises OvspecError if the device can't."""
+    device, properties, large_pages = check_device(options.device), compile_properties(options), LargePages()
     try:
-        compiled = core().compile_model(model, device, properties)
+        made = core().compile_model(model, device, properties)
     except RuntimeError as error:
         raise OvspecError(f"{folder}: {device} cannot compile this model ({last_line(error)}).") from None
-    inputs = {port.get_any_name(): i for i, port in enumerate(compiled.inputs)}
+    inputs = {port.get_any_name(): i for i, port in enumerate(made.inputs)}
+    outputs = {name: i for i, port in enumerate(made.outputs) for name in port.names}
     config = model_config(folder)
-    return CompiledIR(folder, compiled, device, states, config, inputs, picks, properties, large_pages)
+    return CompiledIR(folder, made, device, states, config, inputs, outputs, picks, properties, large_pages)
 
 
 def last_line(error: Exception) -> str:

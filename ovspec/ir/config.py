@@ -10,6 +10,7 @@ from typing import Any
 from ovspec.base.files import read_as
 
 CONTEXTS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
+LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 WINDOWS = ("sliding_window", "window_size", "attention_chunk_size")
 
 
@@ -28,6 +29,10 @@ class ModelConfig:
     max_seq_len: Any = None
     seq_length: Any = None
     n_ctx: Any = None
+    num_hidden_layers: Any = None
+    n_layer: Any = None
+    num_layers: Any = None
+    n_layers: Any = None
     conv_kernel: Any = None
     rope_scaling: Any = None
     rope_parameters: Any = None
@@ -43,6 +48,11 @@ class ModelConfig:
     def context_length(self) -> int | None:
         """Number of positions that the model was made for; None if the config doesn't say."""
         return next(self.text._lengths(CONTEXTS), None)
+
+    @property
+    def layers(self) -> int | None:
+        """Number of layers; None if the config doesn't say."""
+        return next(self.text._lengths(LAYERS), None)
 
     @property
     def attention_window(self) -> int | None:

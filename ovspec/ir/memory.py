@@ -12,6 +12,7 @@ import psutil
 
 from ovspec.base.errors import OvspecError
 from ovspec.ir.compile import MODEL_FILE, CompiledIR, check_weights
+from ovspec.ir.heads import FEATURES
 
 BYTES = {"f32": 4.0, "bf16": 2.0, "f16": 2.0, "u8": 1.1}  # per value in the cache; u8 includes its scales
 WORTH_CHECKING = 100e6  # bytes; finding out how much is free takes a system call
@@ -21,7 +22,7 @@ WORTH_TRIMMING = 8_000_000  # bytes; giving free memory back takes milliseconds
 def kv_bytes_per_token(ir: CompiledIR) -> float:
     """Return the bytes by which a row's KV cache grows with each token."""
     value = BYTES.get(ir.properties.get("KV_CACHE_PRECISION", ""), 2.0)
-    return sum(state.width for state in ir.kv_states) * value
+    return sum(state.width for state in ir.kv_states) * value + BYTES["f32"] * ir.width_of(FEATURES)
 
 
 def recurrent_bytes(ir: CompiledIR) -> float:

@@ -13,7 +13,7 @@ from ovspec.ir.device import core
 
 INPUTS = (
     "input_ids", "position_ids", "past_lens", "subsequence_begins",
-    "block_indices", "block_indices_begins", "max_context_len", "logits_idx",
+    "block_indices", "block_indices_begins", "max_context_len", "logits_idx", "hidden_states",
 )  # fmt: skip
 PAIRS = ("query_tokens", "token_queries")  # what ``pair_queries`` adds
 CACHE = re.compile(r"(key|value)_cache\.\d+")  # names of the inputs that hold the blocks

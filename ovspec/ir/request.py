@@ -20,6 +20,7 @@ class Request:
         self.seconds, self.inferences = 0.0, 0
         self._compiled, self._folder = ir.compiled, ir.folder
         self._picks_logits, self._large_pages = ir.picks_logits, ir.large_pages
+        self._outputs, self._logits = ir.outputs, ir.outputs["logits"]
         self._inputs = [ir.inputs.get(name) for name in inputs]
         self.renew()
 
@@ -55,8 +56,13 @@ class Request:
             if pages.seconds >= large_pages.PATIENCE:
                 pages.start()
         self.inferences += 1
-        logits = request.get_output_tensor(0).data
+        logits = request.get_output_tensor(self._logits).data
         logits = logits[0] if self._picks_logits else logits.reshape(-1, logits.shape[-1])[logits_idx]
         if not np.isfinite(logits.max()):  # NaN if any of them is
             raise InferenceError(f"{self._folder}: the model's logits are not numbers here; try `precision='f32'`.")
         return logits
+
+    def output(self, name: str) -> np.ndarray:
+        """Return another output of the last inference, (tokens, width) float32, valid until the next one."""
+        found = self.raw.get_output_tensor(self._outputs[name]).data
+        return found.reshape(-1, found.shape[-1])

@@ -7,6 +7,7 @@ any drafter. ``RejectionSampler`` uses the other rule, rejection sampling.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -27,6 +28,23 @@ class Guess(NamedTuple):
     q: WarpedLogits | None = None
 
 
+@dataclass(frozen=True)
+class DraftVocabulary:
+    """The ids that a draft proposes, if they aren't all of the target's.
+
+    ids: the target's id of each of the draft's logits, (n,) int64. width: of the target's logits.
+    """
+
+    ids: np.ndarray
+    width: int
+
+    def spread(self, logits: np.ndarray) -> np.ndarray:
+        """Return ``logits`` (n,) as logits of the target, (width,), in which all other ids are impossible."""
+        found = np.full(self.width, -np.inf, dtype=np.float32)
+        found[self.ids] = logits
+        return found
+
+
 # The distribution that each proposed token was drawn from; None if the tokens weren't drawn.
 Distributions = list[WarpedLogits] | None
 
@@ -45,8 +63,11 @@ class Sampler(Protocol):
         """
         ...
 
-    def guess(self, logits: np.ndarray, tokens: np.ndarray) -> Guess | None:
-        """Return a guess from a draft's ``logits`` (vocab,) after ``tokens`` (n,); None if no token may follow."""
+    def guess(self, logits: np.ndarray, tokens: np.ndarray, vocabulary: DraftVocabulary | None = None) -> Guess | None:
+        """Return a guess from a draft's ``logits`` after ``tokens`` (n,); None if no token may follow.
+
+        ``logits`` (vocab,) are of the target's ids, or of those of ``vocabulary``.
+        """
         ...
 
 
@@ -97,9 +118,10 @@ class GreedySampler(ComparingSampler):
                 return choices[: first + 1]
         return choices
 
-    def guess(self, logits: np.ndarray, tokens: np.ndarray) -> Guess | None:
+    def guess(self, logits: np.ndarray, tokens: np.ndarray, vocabulary: DraftVocabulary | None = None) -> Guess | None:
         if not self.constraints.active:
-            return most_likely(logits)
+            return most_likely(logits, vocabulary)
+        logits = vocabulary.spread(logits) if vocabulary else logits
         logits = self.constraints.process(logits, tokens)
         # If the most likely token of all may follow, it is the choice, and the mask isn't needed.
         if not self.constraints.allow(int(logits.argmax()), tokens):
@@ -114,11 +136,12 @@ class GreedySampler(ComparingSampler):
         return required(most_likely(self.constraints.mask(logits, tokens)))
 
 
-def most_likely(logits: np.ndarray) -> Guess | None:
+def most_likely(logits: np.ndarray, vocabulary: DraftVocabulary | None = None) -> Guess | None:
     token = int(logits.argmax())
     if not logits[token] > -np.inf:  # NaN isn't, either
         return None
-    return Guess(token, 1 / float(np.exp(logits - logits[token]).sum()))
+    confidence = 1 / float(np.exp(logits - logits[token]).sum())
+    return Guess(int(vocabulary.ids[token]) if vocabulary else token, confidence)
 
 
 def required(guess: Guess | None) -> int:
@@ -144,8 +167,10 @@ class SharedNoiseSampler(ComparingSampler):
         self._noise = {position: bits for position, bits in self._noise.items() if position >= passed}
         return chosen
 
-    def guess(self, logits: np.ndarray, tokens: np.ndarray) -> Guess | None:
-        logits = self.constraints.process(logits, tokens)
+    def guess(self, logits: np.ndarray, tokens: np.ndarray, vocabulary: DraftVocabulary | None = None) -> Guess | None:
+        if vocabulary and not self.constraints.active:
+            return self._draw(logits, len(tokens), vocabulary) if logits.max() > -np.inf else None
+        logits = self.constraints.process(vocabulary.spread(logits) if vocabulary else logits, tokens)
         # If the token drawn from all may follow, it also wins among those that may, and the mask isn't needed.
         if self.constraints.active and not self._params.truncates and logits.max() > -np.inf:
             guess = self._draw(logits, len(tokens))
@@ -157,12 +182,12 @@ class SharedNoiseSampler(ComparingSampler):
     def choose(self, logits: np.ndarray, tokens: np.ndarray) -> int:
         return required(self.guess(logits, tokens))
 
-    def _draw(self, logits: np.ndarray, position: int) -> Guess:
-        bits = self._noise.get(position)
-        if bits is None or len(bits) < len(logits):
-            bits = noise(self._params.seed, self._sample, position, len(logits), CHOICE)
+    def _draw(self, logits: np.ndarray, position: int, vocabulary: DraftVocabulary | None = None) -> Guess:
+        width, bits = vocabulary.width if vocabulary else len(logits), self._noise.get(position)
+        if bits is None or len(bits) < width:
+            bits = noise(self._params.seed, self._sample, position, width, CHOICE)
             self._noise[position] = bits
-        return Guess(*draw(warp(logits, self._params), bits[: len(logits)]))
+        return Guess(*draw(warp(logits, self._params, vocabulary and vocabulary.ids), bits[:width]))
 
 
 class RejectionSampler:
@@ -195,8 +220,8 @@ class RejectionSampler:
         last = self._warped(logits[-1], tokens)
         return np.array([*chosen, draw(last, noise(seed, sample, len(tokens), vocab, CHOICE))[0]], dtype=np.int64)
 
-    def guess(self, logits: np.ndarray, tokens: np.ndarray) -> Guess | None:
-        logits = self.constraints(logits, tokens)
+    def guess(self, logits: np.ndarray, tokens: np.ndarray, vocabulary: DraftVocabulary | None = None) -> Guess | None:
+        logits = self.constraints(vocabulary.spread(logits) if vocabulary else logits, tokens)
         if logits.max() == -np.inf:
             return None
         q = warp(logits, self._params)
@@ -217,8 +242,8 @@ class UserSampler(ComparingSampler):
         super().__init__(constraints)
         self._function, self._keywords = function, params.sampler_options or {}
 
-    def guess(self, logits: np.ndarray, tokens: np.ndarray) -> Guess | None:
-        return most_likely(self.constraints(logits, tokens))
+    def guess(self, logits: np.ndarray, tokens: np.ndarray, vocabulary: DraftVocabulary | None = None) -> Guess | None:
+        return most_likely(self.constraints(vocabulary.spread(logits) if vocabulary else logits, tokens))
 
     def choose(self, logits: np.ndarray, tokens: np.ndarray) -> int:
         # Copies, because the function may keep or modify its arguments.

@@ -41,8 +41,8 @@ def certain(token: int) -> WarpedLogits:
     return WarpedLogits(np.array([token]), np.zeros(1, dtype=np.float32))
 
 
-def warp(logits: np.ndarray, params: SamplingParams) -> WarpedLogits:
-    """Apply temperature, top-k, top-p, min-p and typical-p, in this order, to ``logits`` (vocab,).
+def warp(logits: np.ndarray, params: SamplingParams, ids: np.ndarray | None = None) -> WarpedLogits:
+    """Apply temperature, top-k, top-p, min-p and typical-p, in this order, to ``logits`` (vocab,), or of ``ids`` (n,).
 
     The vocabulary is never sorted as a whole. Raises OvspecError if no token is left.
     """
@@ -51,8 +51,7 @@ def warp(logits: np.ndarray, params: SamplingParams) -> WarpedLogits:
         raise OvspecError(NOTHING_LEFT)
     logits = (logits - most) * np.float32(1 / max(params.temperature, 1e-30))  # the largest is 0
     if not params.truncates:
-        return WarpedLogits(None, logits)
-    ids: np.ndarray | None = None
+        return WarpedLogits(ids, logits)
     if 0 < params.top_k < len(logits):
         ids, logits = narrow(ids, logits, largest(logits, params.top_k))
     if params.top_p < 1:

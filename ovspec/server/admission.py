@@ -170,8 +170,8 @@ class Service:
         """Return what may be proposed for a request; raises RequestError for drafters that the server doesn't have."""
         if (draft := request.draft) is None:
             return DraftLimits(None, params.lookahead)
-        choice = self.lm.runtime.choice
-        loaded = ("lookup",) * bool(choice and choice.lookup) + ("draft",) * bool(choice and choice.model)
+        choice, model = self.lm.runtime.choice, self.lm.runtime.draft
+        loaded = ("lookup",) * bool(choice and choice.lookup) + ((model.drafter,) if model else ())
         wanted = frozenset() if draft == "none" else frozenset(draft.split(","))
         if not wanted <= {*loaded}:
             has = " and ".join(loaded) or "no drafters"

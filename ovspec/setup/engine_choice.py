@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
+import time
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -17,13 +20,22 @@ from ovspec.cache.decoder import FAST, Arithmetic, Decoder, FeedRule, Rollback
 from ovspec.cache.paged import PagedDecoder
 from ovspec.cache.stateful import StatefulDecoder, decoder_of, trimming
 from ovspec.ir.attention_mask import UNBOUNDED, narrowest_window
-from ovspec.ir.compile import MODEL_FILE, CompiledIR, check_weights, compile_ir, last_line
+from ovspec.ir.compile import MODEL_FILE, CompiledIR, check_weights, compile_ir, compiled, last_line
 from ovspec.ir.device import DeviceOptions, check_device
+from ovspec.ir.heads import HIDDEN, give_features, read_head
 from ovspec.ir.instruction_set import instruction_set
 from ovspec.ir.memory import room_for
 from ovspec.ir.paged_attention import NotPaged, attention_windows, pair_queries, to_paged
 from ovspec.ir.products import CUTTING, cut_products, join_products
-from ovspec.setup.exactness import SHORT, Exactness, Trial, exactness_file, find_exactness, known_exactness
+from ovspec.setup.exactness import (
+    SHORT,
+    Exactness,
+    Trial,
+    exactness_file,
+    find_exactness,
+    known_exactness,
+    logits_bits,
+)
 from ovspec.setup.probing import find_probe, memory_file
 from ovspec.text.vocabulary import ALL_IDS, KnownIds
 
@@ -36,6 +48,11 @@ FREE = 1.1
 # Bytes of weights up to which products are joined: OpenVINO keeps the joined weights in memory beside its own form of
 # them, and the more a product has to read, the less it matters how many there are.
 JOINED = 5e8
+# A head proposes, so that rounding matters less than speed: activations share a scale in larger groups than usual.
+HEAD_PROPERTIES = {"DYNAMIC_QUANTIZATION_GROUP_SIZE": "128"}
+# A head's tokens come twice where two take at most this part of the time of one, as products of a single row may be
+# slower; timed so often.
+PAIRED, TIMED_PAIRS = 0.97, 6
 LONG_PROBE = 1e8  # bytes of weights from which probing takes so long that it is told
 # The properties that round least. Models compiled with them are needed only briefly, so they are not cached.
 EXACT = {
@@ -52,12 +69,18 @@ class CompiledModel:
     engine: EngineName
     reason: str  # why this engine was chosen
     rollback: Rollback
+    ids: np.ndarray | None = None  # of a head: the target's id of each of its logits, (n,) int64
     rule: FeedRule = FAST  # how tokens are fed
     promise: str = "fast"  # or "exact", or that no rule was found for exact arithmetic, in words
     guess_is_free: bool = False  # whether verifying a token proposed for one text takes little time and changes no bit
     profile: str | None = None  # the setting that a profile chose
     verify_ms: dict[int, float] | None = None  # measured, per inference, by width in tokens; the widest is a prompt
     change_ms: float | None = None  # measured, added to an inference of another width than the one before
+
+    @property
+    def drafter(self) -> str:
+        """The name under which it proposes for another model."""
+        return "draft" if self.ids is None else "head"
 
     @property
     def arithmetic(self) -> Arithmetic:
@@ -77,6 +100,10 @@ class CompiledModel:
 
     def find_exactness(self, trial: Trial = SHORT) -> Exactness:
         return find_exactness(lambda rule: self.decoder(rule=rule), self.engine, self.ir.logits_width, trial)
+
+    def bits(self) -> list[bytes]:
+        """Return the bits of the logits after each token of a random text."""
+        return logits_bits(self.decoder(), self.ir.logits_width)
 
     def keep_to(self, found: Exactness) -> None:
         """Feed tokens by the rule that was found; without one, as fast arithmetic does."""
@@ -102,35 +129,63 @@ def load_ir(
     options: DeviceOptions,
     wanted: EngineChoice = "auto",
     arithmetic: Arithmetic = "fast",
+    head: Path | None = None,
 ) -> CompiledModel:
     """Compile the model in ``folder`` for the ``wanted`` engine; "auto" takes paged if it agrees with stateful.
 
     With exact arithmetic, the first load probes which rule gives every token the same bits. Raises OvspecError like
     ``compile_ir``, or if the wanted engine can't run this model.
+
+    ``head``: the folder of a head that the model gives features to; see ``load_with_features``.
     """
     reason = "as requested"
     if wanted != "stateful":
         paged = check_paged(folder, options)
         if paged.usable:
             try:
-                return load_paged(folder, options, reason if wanted == "paged" else paged.reason, arithmetic)
+                return load_paged(folder, options, reason if wanted == "paged" else paged.reason, arithmetic, head)
             except OvspecError as error:  # not every cache type works with every precision
                 paged = PagedCheck(False, last_line(error))
         if wanted == "paged":
             raise OvspecError(f"{folder}: `engine='paged'` is not possible: {paged.reason}.")
         reason = paged.reason
-    ir = compile_ir(folder, options)
+    ir = compile_ir(folder, options, partial(give_features, target=folder, head=head) if head else None)
     loaded = CompiledModel(ir, "stateful", reason, find_probe(ir, options.cache_folder).rollback)
     if arithmetic == "exact":
         loaded.keep_to(known_exactness(folder, options, "stateful") or probed(loaded, folder, options))
     return loaded
 
 
-def load_paged(folder: Path, options: DeviceOptions, reason: str, arithmetic: Arithmetic) -> CompiledModel:
+def load_with_features(
+    folder: Path, options: DeviceOptions, wanted: EngineChoice, arithmetic: Arithmetic, head: Path
+) -> CompiledModel:
+    """Load like ``load_ir`` a model that gives features to ``head``; it is exact only if that changes no bit.
+
+    A value that is also an output may be computed in other kernels. That is tried once, and remembered.
+    """
+    if arithmetic == "fast":
+        return load_ir(folder, options, wanted, "fast", head)
+    graph = hashlib.sha256((head / MODEL_FILE).read_bytes()).hexdigest()
+    file = exactness_file(folder, options, f"{wanted} with {graph}")
+    found = remembered(Exactness, file)
+    if not found:
+        without, given = ((load_ir(folder, options, wanted, arithmetic, each)).bits() for each in (None, head))
+        differing = sum(ours != theirs for ours, theirs in zip(given, without, strict=True))
+        found = remember(file, Exactness(None, len(given), differing))
+    if not found.differing:
+        return load_ir(folder, options, wanted, arithmetic, head)
+    loaded = load_ir(folder, options, wanted, "fast", head)
+    loaded.promise = f"fast, not exact here (features change {found.differing} of {found.positions} probed positions)"
+    return loaded
+
+
+def load_paged(
+    folder: Path, options: DeviceOptions, reason: str, arithmetic: Arithmetic, head: Path | None = None
+) -> CompiledModel:
     """Compile for the paged engine, rewritten for exact arithmetic only where that is what makes it exact."""
 
     def compiled(paired: bool) -> CompiledModel:
-        return CompiledModel(compile_paged(folder, options, paired), "paged", reason, PagedDecoder.rollback)
+        return CompiledModel(compile_paged(folder, options, paired, head), "paged", reason, PagedDecoder.rollback)
 
     known = known_exactness(folder, options, "paged") if arithmetic == "exact" else None
     loaded = compiled(arithmetic == "exact" and (not known or known.needs_pairs))
@@ -156,15 +211,53 @@ def probed(loaded: CompiledModel, folder: Path, options: DeviceOptions) -> Exact
     return remember(exactness_file(folder, options, loaded.engine), found)
 
 
-def compile_paged(folder: Path, options: DeviceOptions, paired: bool = True) -> CompiledIR:
+def load_head(folder: Path, target: CompiledModel, options: DeviceOptions) -> CompiledModel:
+    """Compile the head in ``folder`` as its ``target`` was, on the device of ``options``.
+
+    Raises OvspecError if the device can't compile it, or it was made for another model.
+    """
+    same = check_device(options.device) == target.ir.device
+    properties = (target.ir.properties | HEAD_PROPERTIES if same else {}) | options.fixed | {"CACHE_DIR": ""}
+    options = replace(options, properties=properties)
+    head = read_head(folder, target.ir.folder)
+    paged = same and target.engine == "paged"
+    if paged:
+        to_paged(head.model)
+    join_products(head.model)
+    ir = compiled(head.model, folder, head.states, True, options)
+    if not paged:
+        return CompiledModel(ir, "stateful", "as its target", Rollback("mask"), head.ids)
+    loaded = CompiledModel(ir, "paged", "as its target", PagedDecoder.rollback, head.ids)
+    if pair_cost(loaded) < PAIRED:
+        loaded.rule = FeedRule(fewest=2)
+    return loaded
+
+
+def pair_cost(head: CompiledModel) -> float:
+    """Return how many times as long a head takes for two tokens as for one."""
+    decoder, width, times = head.decoder(), head.ir.width_of(HIDDEN), dict[int, list[float]]()
+    features, tokens = np.ones((2, width), dtype=np.float32), np.zeros(2, dtype=np.int64)
+    decoder.feed([tokens], [1], 0, [features])
+    for count in (1, 1, 2, 2) * TIMED_PAIRS:
+        decoder.truncate(0, 2)
+        began = time.perf_counter()
+        decoder.feed([tokens[:count]], [1], 0, [features[:count]])
+        times.setdefault(count, []).append(time.perf_counter() - began)
+    return min(times[2]) / min(times[1])
+
+
+def compile_paged(folder: Path, options: DeviceOptions, paired: bool = True, head: Path | None = None) -> CompiledIR:
     """Compile like ``compile_ir``, rewritten for the paged decoder by ``to_paged`` and ``join_products``.
 
     Raises NotPaged if that is impossible.
 
     ``paired``: whether it is rewritten for exact arithmetic by ``pair_queries`` and, if need be, ``cut_products``.
+    ``head``: the folder of a head that the model gives features to.
     """
 
     def rewrite(model: ov.Model) -> None:
+        if head:
+            give_features(model, folder, head)
         to_paged(model)
         if check_weights(folder / MODEL_FILE) <= JOINED:
             join_products(model)

@@ -173,6 +173,18 @@ def guess_cost(decoder: Decoder, text: np.ndarray) -> float:
     return least[2] / least[1]
 
 
+def logits_bits(decoder: Decoder, vocabulary: int) -> list[bytes]:
+    """Return the bits of the logits after each token of a random text, fed in pieces of many widths."""
+    text, found, begin = random_text(decoder, vocabulary), list[bytes](), 0
+    for width in itertools.cycle((40, *SHORT.widths)):
+        piece = text[begin : begin + width]
+        if not len(piece):
+            return found
+        found += bits(decoder.feed([piece], [len(piece)])[0])
+        begin += width
+    raise AssertionError("the widths are cycled")
+
+
 def bits(logits: np.ndarray) -> list[bytes]:
     return [hashlib.blake2b(row, digest_size=8).digest() for row in np.ascontiguousarray(logits)]
 

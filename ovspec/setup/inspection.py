@@ -12,8 +12,9 @@ import numpy as np
 from ovspec.cache.decoder import Arithmetic
 from ovspec.ir.compile import MODEL_FILE, compile_ir
 from ovspec.ir.device import DeviceOptions, core
+from ovspec.ir.heads import is_head
 from ovspec.ir.memory import kv_bytes_per_token
-from ovspec.setup.engine_choice import CompiledModel, EngineChoice
+from ovspec.setup.engine_choice import CompiledModel, EngineChoice, load_head
 from ovspec.setup.manifest import DRAFT_FOLDER, ExportedModel, read_manifest
 from ovspec.setup.probing import find_probe
 from ovspec.setup.profile import known_profile, load_with
@@ -35,28 +36,32 @@ def inspect(
     ``engine``, ``arithmetic`` and ``verify`` are as in ``load``; ``tuned`` applies the profile, if there is one. Sizes
     are in bytes. Raises like ``load``.
     """
-    manifest = read_manifest(folder, verify)
-    found = {}
-    for name, part in (("target", folder), ("draft", folder / DRAFT_FOLDER)):
-        if name == "target" or (part / MODEL_FILE).is_file():
-            profile = known_profile(part, options) if tuned else None
-            loaded = load_with(profile, part, options, engine, arithmetic if name == "target" else "fast")
-            found[name] = inspected(loaded, options, getattr(manifest, name, None))
+    manifest, draft = read_manifest(folder, verify), folder / DRAFT_FOLDER
+
+    def load(part: Path, arithmetic: Arithmetic) -> CompiledModel:
+        return load_with(known_profile(part, options) if tuned else None, part, options, engine, arithmetic)
+
+    target = load(folder, arithmetic)
+    found = {"target": inspected(target, options, manifest.target if manifest else None)}
+    if (draft / MODEL_FILE).is_file():
+        loaded = load_head(draft, target, options) if is_head(draft) else load(draft, "fast")
+        found["draft"] = inspected(loaded, options, manifest.draft if manifest else None)
     return found
 
 
 def inspected(loaded: CompiledModel, options: DeviceOptions, exported: ExportedModel | None) -> dict[str, Any]:
-    folder, ir = loaded.ir.folder, loaded.ir
-    if loaded.engine == "paged":
-        used = {name: value for name, value in ir.properties.items() if name != "CACHE_DIR"}
-        ir = compile_ir(folder, replace(options, properties=options.properties | used))
-    probe = find_probe(ir, options.cache_folder)
+    folder, ir, probe = loaded.ir.folder, loaded.ir, None
+    if loaded.ids is None:
+        if loaded.engine == "paged":
+            used = {name: value for name, value in ir.properties.items() if name != "CACHE_DIR"}
+            ir = compile_ir(folder, replace(options, properties=options.properties | used))
+        probe = find_probe(ir, options.cache_folder)
     parameters, weights = weight_shares(folder)
     return {
         "folder": str(folder),
         "source": exported.source if exported else None,
         "options": exported.options if exported else {},
-        "model_type": ir.config.text.model_type,
+        "model_type": "EAGLE-3 head" if loaded.ids is not None else ir.config.text.model_type,
         "parameters": parameters,
         "weights": weights,
         "size": sum(path.stat().st_size for path in folder.iterdir() if path.is_file()),
@@ -69,8 +74,8 @@ def inspected(loaded: CompiledModel, options: DeviceOptions, exported: ExportedM
         "arithmetic": loaded.promise,
         "rule": str(loaded.rule),
         "profile": loaded.profile,
-        "rollback": str(probe.rollback),
-        "probed": asdict(probe),
+        "rollback": str(probe.rollback if probe else loaded.rollback),
+        "probed": probe and asdict(probe),
         "kv_precision": ir.properties.get("KV_CACHE_PRECISION", "the device's own"),
         "kv_bytes_per_1000_tokens": round(1000 * kv_bytes_per_token(ir)),
     }
@@ -92,9 +97,10 @@ def weight_shares(folder: Path) -> tuple[int, dict[str, float]]:
 def summary(name: str, found: dict[str, Any]) -> list[str]:
     """Return the lines that ``ovspec inspect`` prints for one model."""
     shares = ", ".join(f"{kind} {share:.1%}" for kind, share in found["weights"].items())
+    probe = found["probed"]
     fixed = sum(state["sequence_axis"] is None for state in found["states"])
     states = f"{len(found['states']) - fixed} for keys and values" + (f", {fixed} that can't be cut" if fixed else "")
-    probed = f"probed on {found['probed']['setting']} in {found['probed']['seconds']:.2f} s"
+    probed = f" on the stateful engine (probed on {probe['setting']} in {probe['seconds']:.2f} s)" if probe else ""
     cache = f"{found['kv_bytes_per_1000_tokens'] / 1e6:,.1f} MB per 1000 tokens (KV cache: {found['kv_precision']})"
     lines = {
         name: found["folder"] + (f", exported from {found['source']}" if found["source"] else ""),
@@ -106,7 +112,7 @@ def summary(name: str, found: dict[str, Any]) -> list[str]:
         "engine": f"{found['engine']} ({found['engine_reason']})",
         "arithmetic": found["arithmetic"] + (f": {found['rule']}" if found["arithmetic"] == "exact" else ""),
         "profile": found["profile"] or "none; a first load or 'ovspec tune' measures one",
-        "rollback": f"{found['rollback']} on the stateful engine ({probed})",
+        "rollback": found["rollback"] + probed,
         "memory": f"{cache}, {found['size'] / 1e6:,.1f} MB for the weights",
     }
     return [f"{key:11}{value}" for key, value in lines.items()]

@@ -23,7 +23,7 @@ class Pair:
     note: str = ""
 
     def __str__(self) -> str:
-        head = f"EAGLE-3 head {self.eagle3}, not used yet" if self.eagle3 else ""
+        head = f"EAGLE-3 head {self.eagle3}" if self.eagle3 else ""
         notes = "; ".join(filter(None, (self.note, head)))
         return f"{self.name:20} {self.target}" + f"  +  {self.draft}" * bool(self.draft) + f"  ({notes})" * bool(notes)
 

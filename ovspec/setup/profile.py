@@ -13,7 +13,7 @@ from ovspec.base.files import remembered
 from ovspec.cache.decoder import Arithmetic
 from ovspec.ir.compile import MODEL_FILE
 from ovspec.ir.device import DeviceOptions, check_device, machine_key
-from ovspec.setup.engine_choice import CompiledModel, EngineChoice, EngineName, load_ir
+from ovspec.setup.engine_choice import CompiledModel, EngineChoice, EngineName, load_ir, load_with_features
 from ovspec.setup.exactness import Exactness
 
 Goal = Literal["decode", "prefill", "balanced", "accuracy"]
@@ -117,10 +117,15 @@ def load_with(
     options: DeviceOptions,
     engine: EngineChoice,
     arithmetic: Arithmetic = "fast",
+    head: Path | None = None,
 ) -> CompiledModel:
     """Load like ``load_ir``, with the best setting of ``profile`` where the user has named nothing."""
     best = profile.choose(options, engine) if profile else None
-    loaded = load_ir(folder, completed(options, best.setting) if best else options, engine, arithmetic)
+    options = completed(options, best.setting) if best else options
+    if head:
+        loaded = load_with_features(folder, options, engine, arithmetic, head)
+    else:
+        loaded = load_ir(folder, options, engine, arithmetic)
     if profile and best:
         loaded.profile, loaded.change_ms = str(best.setting), best.change_ms
         loaded.verify_ms = {profile.tokens: best.prefill_ms * profile.tokens} | best.verify_ms

@@ -316,8 +316,12 @@ def read_bandwidth(size: int = 1 << 29) -> float:
 
 def bytes_a_step(folder: Path) -> int:
     """Return the bytes of weights that a step of a model reads: all except the embedding, of which it reads a row."""
+    return weight_bytes(ov.Core().read_model(folder / MODEL_FILE))
+
+
+def weight_bytes(model: ov.Model) -> int:
     read = 0
-    for op in ov.Core().read_model(folder / MODEL_FILE).get_ops():
+    for op in model.get_ops():
         if op.get_type_name() == "Constant":
             users = {use.get_node().get_type_name() for use in op.output(0).get_target_inputs()}
             embedding = "embed_tokens" in op.get_friendly_name() or users == {"Gather"}

@@ -3,12 +3,13 @@
     python scripts/bench/record_traces.py NAME=DIR [NAME=DIR ...] [-o tests/drafting/traces] [--texts code,prose]
 
 For each model in DIR, at temperatures 0 and 1, texts are generated without a draft: code, prose, or answers to chats
-that aren't for judging, in turn. At every position of a text, lookup and the draft model, if there is one, then propose
-up to --most tokens; the trace holds the confidence of each and how many of them match the text. Times are medians at a
-context of half a text, of inferences as wide as the one before and of others. Use an idle machine.
+that aren't for judging, in turn. At every position of a text, lookup and the draft model or head, if there is one, then
+propose up to --most tokens; the trace holds the confidence of each and how many of them match the text. Times are
+medians at a context of half a text, of inferences as wide as the one before and of others. Use an idle machine.
 
 The traces "small", "shallow" and "prose" were recorded with --texts prose,code --prompts 4 --tokens 150 --most 8, the
-traces "chats" with --texts chats --prompts 24 --tokens 64, "avx2" with times of OpenVINO capped to AVX2.
+traces "chats" with --texts chats --prompts 24 --tokens 64, "head" the same with a head and --most 6, "avx2" with times
+of OpenVINO capped to AVX2.
 """
 
 from __future__ import annotations
@@ -23,12 +24,14 @@ import numpy as np
 from harness import CODE, ROOT, chats, milliseconds, options, several
 
 import ovspec
-from ovspec.cache.decoder import Decoder
+from ovspec.cache.decoder import Reader
 from ovspec.cache.sequence import Sequence
 from ovspec.drafting.draft_model import DraftModel
 from ovspec.drafting.drafter import Drafter, RowStep
+from ovspec.drafting.head import Head
 from ovspec.drafting.lookahead import Lookahead
 from ovspec.drafting.lookup import Lookup
+from ovspec.engine.runtime import Decoders
 from ovspec.params import Params
 from ovspec.sampling.constraint import Constraints
 from ovspec.sampling.processors import processing
@@ -49,13 +52,14 @@ TEXTS: dict[str, list[Any]] = {
 WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 13)
 
 
-def times_by_width(decoder: Decoder, text: np.ndarray) -> tuple[dict[int, float], dict[int, float]]:
+def times_by_width(decoder: Reader, text: np.ndarray) -> tuple[dict[int, float], dict[int, float]]:
     """Return the milliseconds of an inference by its width, at a context of half of ``text``.
 
     The first are those of inferences as wide as the one before them; the second, of those after one of another width,
     for which the engine has to prepare.
     """
     decoder.reset(1)
+    decoder.adopt([Sequence(text)])
     half = len(text) // 2
     decoder.feed([text[:half]], [1])
     same: dict[int, list[float]] = {width: [] for width in WIDTHS}
@@ -88,8 +92,18 @@ def trace(drafter: Drafter, text: list[int], start: int, params: Params, most: i
     return found
 
 
+def reading(decoders: Decoders, text: np.ndarray) -> Reader:
+    """Return what a draft's steps are timed on; a head reads with the target's features of ``text``."""
+    if not isinstance(decoders.drafter, Head):
+        assert decoders.draft
+        return decoders.draft
+    decoders.target.reset(1)
+    decoders.target.feed([text], [1])
+    return decoders.drafter.decoder
+
+
 def record(folder: Path, temperature: float, prompts: list[Any], args: argparse.Namespace) -> dict[str, Any]:
-    lm = ovspec.load(folder, True if (folder / DRAFT_FOLDER).is_dir() else "lookup", precision=args.precision)
+    lm = ovspec.load(folder, args.draft or (folder / DRAFT_FOLDER).is_dir() or "lookup", precision=args.precision)
     decoders = lm.runtime.pool.take()
     drafters: dict[str, Drafter] = {"lookup": Lookup()}
     if isinstance(decoders.drafter, DraftModel):
@@ -100,10 +114,12 @@ def record(folder: Path, temperature: float, prompts: list[Any], args: argparse.
         ids = lm.encode(prompt).tolist()
         given: dict[str, Any] = {"temperature": temperature, "seed": seed, "top_k": 0, "lookahead": 0}
         whole = ids + lm.generate(ids, max_tokens=args.tokens, ignore_eos=isinstance(prompt, str), **given).token_ids
+        decoders.target.reset(1)
+        decoders.target.feed([np.array(whole)], [1])  # which has the features that a head reads
         texts.append({name: trace(each, whole, len(ids), params, args.most) for name, each in drafters.items()})
     times = {"verify": times_by_width(decoders.target, np.array(whole))}
     if decoders.draft:
-        times["draft"] = times_by_width(decoders.draft, np.array(whole))
+        times["draft"] = times_by_width(reading(decoders, np.array(whole)), np.array(whole))
     curves = {
         f"{name}{kind}_ms": curve
         for name, curves in times.items()
@@ -117,6 +133,7 @@ def main() -> None:
     parser.add_argument("models", nargs="+", metavar="NAME=DIR")
     parser.add_argument("-o", "--output", type=Path, default=ROOT / "tests" / "drafting" / "traces")
     parser.add_argument("--precision")
+    parser.add_argument("--draft", help="what proposes besides lookup; by default the draft in DIR")
     parser.add_argument("--texts", type=several(choices=TEXTS), default="code", help="kinds of text, which take turns")
     parser.add_argument("--prompts", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=128)

@@ -34,6 +34,7 @@ SLOWEST_48 = {
     "shallow-T0-draft-learning-2": 0.958,
     "shallow-T1-chain-learning-1": 0.925,
     "shallow-T1-chain-learning-2": 0.967,
+    "shallow-T1-chain-profile-2": 0.96,
     "shallow-T1-draft-learning-1": 0.925,
     "shallow-T1-draft-learning-2": 0.955,
     "shallow-T1-draft-profile-2": 0.969,
@@ -46,6 +47,7 @@ SLOWEST_48 = {
     "small-T1-chain-profile-2": 0.926,
     "small-T1-draft-learning-1": 0.929,
     "small-T1-draft-learning-2": 0.937,
+    "small-T1-draft-profile-2": 0.969,
 }
 SLOWEST_500 = {
     "shallow-T0-draft-learning-2": 0.988,

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from conftest import CHECKPOINTS
+from heads import write_head
 from ovspec_export.sources import Source
 
 COMMIT = hashlib.sha1(b"a commit").hexdigest()
@@ -21,26 +23,44 @@ REQUESTED: list[str] = []
 TEMPLATE = "additional_chat_templates/tool_use.jinja"
 UNKNOWN = b'{"model_type": "unknowable"}'
 SEQ2SEQ = b'{"model_type": "t5", "is_encoder_decoder": true}'
+DEEP = b'{"speculators_model_type": "eagle3", "num_hidden_layers": 2}'
 IR = {"openvino_model.xml": b"<net/>", "openvino_model.bin": b"weights"}
 # By repository, the files that the checkpoint of the draft doesn't have.
 REPOSITORIES = {"model": {}, "unknown": {"config.json": UNKNOWN}, "seq2seq": {"config.json": SEQ2SEQ}, "unknown-ir": IR}
+REPOSITORIES |= {
+    "head": {},
+    "deep-head": {"config.json": b'{"speculators_model_type": "eagle3", "num_hidden_layers": 2}'},
+}
 
 
 def files_of(repository: str) -> dict[str, bytes]:
     """Return a repository's files by path."""
     if repository == "unknown-ir":
         return IR | {"config.json": UNKNOWN}
+    if repository == "head":
+        return HEAD | {"optimizer.bin": b"a pickle", "modeling_x.py": b"raise SystemExit"}
     files = {path.name: path.read_bytes() for path in (CHECKPOINTS / "draft").iterdir()}
     files |= {"pytorch_model.bin": b"a pickle", "modeling_x.py": b"raise SystemExit"}
     files |= {TEMPLATE: b"{{ tools }}", "additional_chat_templates/old/a.jinja": b"", "onnx/config.json": b"{}"}
     return files | REPOSITORIES[repository]
 
 
+def head_files() -> dict[str, bytes]:
+    """Return the files of a head whose weights are pickled."""
+    config = json.loads((CHECKPOINTS / "draft" / "config.json").read_text(encoding="utf-8"))
+    with tempfile.TemporaryDirectory() as folder:
+        head = write_head(Path(folder) / "head", target=config, pickled=True, shards=2)
+        return {path.name: path.read_bytes() for path in head.iterdir()}
+
+
+HEAD = head_files()
+
+
 class Hub(BaseHTTPRequestHandler):
     """A hub with ``org/model``, which also has pickled weights, and ``org/gated``, which requires consent.
 
     The others are of a family that can't be exported: ``org/unknown``, ``org/unknown-ir``, which is an IR, and
-    ``org/seq2seq``.
+    ``org/seq2seq``. ``org/head`` and ``org/deep-head`` are heads for speculation.
     """
 
     protocol_version = "HTTP/1.1"
@@ -175,6 +195,7 @@ def test_models_that_cannot_be_had(hub: str, tmp_path: Path) -> None:
 
 def test_what_cannot_be_exported_is_refused_before_its_weights_come(hub: str, tmp_path: Path) -> None:
     expected = {"org/unknown": "of the family unknowable", "org/seq2seq": "encoder-decoder"}
+    expected |= {"org/deep-head": "more than one layer"}
     # The second time without a network: what was fetched suffices to refuse it.
     for endpoint in (hub, "http://127.0.0.1:9"):
         found = refusals([*expected], tmp_path / "out", endpoint, tmp_path / "home")
@@ -190,6 +211,12 @@ def test_an_ir_needs_no_known_family(hub: str, tmp_path: Path) -> None:
     assert source.is_ir and source.revision == COMMIT
     assert (source.folder / "openvino_model.bin").is_file()
     assert find("org/unknown-ir", "http://127.0.0.1:9", tmp_path / "home") == source
+
+
+def test_a_head_may_have_pickled_weights(hub: str, tmp_path: Path) -> None:
+    source = find("org/head", hub, tmp_path / "home")
+    assert {path.name for path in source.folder.iterdir()} == set(HEAD)
+    assert find("org/head", "http://127.0.0.1:9", tmp_path / "home") == source
 
 
 def test_all_files_come_from_one_commit(hub: str, tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from ovspec.grammars.sources import regex
 from ovspec.params import AcceptRule, Params
 from ovspec.sampling.constraint import Constraints
 from ovspec.sampling.grammar_constraint import Grammars
-from ovspec.sampling.samplers import Guess, sampler_of
+from ovspec.sampling.samplers import DraftVocabulary, Guess, sampler_of
 from ovspec.sampling.warp import softmax, warp
 
 UNLIKELY = 1e-4
@@ -58,6 +58,7 @@ GRAMMARS = Grammars(TOKENIZER, VOCABULARY)
 RANDOM = np.random.default_rng(11)
 TARGET = (1.1 * RANDOM.standard_normal((6, 6))).astype(np.float32)
 DRAFT = (TARGET + 0.7 * RANDOM.standard_normal((6, 6))).astype(np.float32)
+HEAD = DraftVocabulary(np.array([5, 1, 3, 2]), 6)  # a head's: it can't propose every token
 
 
 class Cyclic(Drafter):
@@ -96,6 +97,7 @@ def draw_texts(accept: AcceptRule, drafter: str, params: Params, draws: int) -> 
     """Return how often each text was drawn, and how many tokens were forced, proposed and accepted."""
     target = Bigrams(TARGET)
     drafters: dict[str, Any] = {"model": DraftModel(Bigrams(DRAFT)), "cyclic": Cyclic(), "none": None}
+    drafters["head"] = DraftModel(Bigrams(DRAFT, HEAD.ids), HEAD)  # type: ignore[arg-type]
     counts, done = Counter[Any](), Counter[str]()
     ends = frozenset({END})
     for seed in range(draws):
@@ -142,15 +144,19 @@ def check(accept: AcceptRule, drafter: str, params: Params, draws: int) -> None:
 
 @pytest.mark.parametrize("draws", [DRAWS, pytest.param(3 * DRAWS, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("accept", ["compare", "rejection"])
-def test_constrained_speculation_keeps_the_distribution(accept: AcceptRule, draws: int) -> None:
-    check(accept, "model", PLAIN, draws)
+@pytest.mark.parametrize("drafter", ["model", pytest.param("head", marks=pytest.mark.slow)])
+def test_constrained_speculation_keeps_the_distribution(accept: AcceptRule, drafter: str, draws: int) -> None:
+    check(accept, drafter, PLAIN, draws)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("params", [PLAIN, WARPED], ids=["T=1", "T=0.8, top-k"])
 @pytest.mark.parametrize(
     ("accept", "drafter"),
-    [("compare", "model"), ("compare", "none"), ("rejection", "model"), ("rejection", "cyclic")],
+    [
+        *[("compare", drafter) for drafter in ("model", "head", "none")],
+        *[("rejection", drafter) for drafter in ("model", "head", "cyclic")],
+    ],
 )
 def test_with_many_draws(accept: AcceptRule, drafter: str, params: Params) -> None:
     check(accept, drafter, params, 50_000)
@@ -164,7 +170,7 @@ def test_planted_bugs_are_found(bug: str, monkeypatch: pytest.MonkeyPatch) -> No
     if bug.startswith("a masked"):
         accept: AcceptRule = "compare"
 
-        def choose(self: Any, logits: np.ndarray, tokens: np.ndarray) -> Guess:
+        def choose(self: Any, logits: np.ndarray, tokens: np.ndarray, _: Any = None) -> Guess:
             guess = self._draw(logits, len(tokens))
             if self.constraints.allow(guess.token, tokens):
                 return guess
@@ -175,8 +181,8 @@ def test_planted_bugs_are_found(bug: str, monkeypatch: pytest.MonkeyPatch) -> No
         accept = "rejection"
         real = sampler_module.RejectionSampler.guess
 
-        def guess(self: Any, logits: np.ndarray, tokens: np.ndarray) -> Guess | None:
-            found = real(self, logits, tokens)
+        def guess(self: Any, logits: np.ndarray, tokens: np.ndarray, vocabulary: Any) -> Guess | None:
+            found = real(self, logits, tokens, vocabulary)
             return found and found._replace(q=warp(logits, self._params))
 
         monkeypatch.setattr(sampler_module.RejectionSampler, "guess", guess)

@@ -30,7 +30,7 @@ from ovspec.sampling import samplers as sampler_module
 from ovspec.sampling.constraint import UNCONSTRAINED, Constraints
 from ovspec.sampling.noise import draw, noise
 from ovspec.sampling.processors import processing
-from ovspec.sampling.samplers import Sampler, sampler_of
+from ovspec.sampling.samplers import DraftVocabulary, Sampler, sampler_of
 from ovspec.sampling.warp import WarpedLogits, largest, leading, softmax, warp
 
 VOCAB = 300
@@ -233,6 +233,7 @@ def test_noise_of_a_smaller_vocabulary_is_the_same() -> None:
 RANDOM = np.random.default_rng(7)
 TARGET = (1.2 * RANDOM.standard_normal((5, 5))).astype(np.float32)
 DRAFT = (TARGET + 0.8 * RANDOM.standard_normal((5, 5))).astype(np.float32)
+HEAD = DraftVocabulary(np.array([4, 1, 0]), 5)  # a head's: it can't propose every token
 LENGTH = 3
 
 
@@ -247,7 +248,8 @@ def texts(accept: AcceptRule, drafter: str, params: Params, draws: int, k: int =
     """Return how often each text of three tokens was generated, (125,)."""
     counts = np.zeros(5**LENGTH, dtype=int)
     target = Bigrams(TARGET)
-    drafters = {"model": DraftModel(Bigrams(DRAFT)), "cyclic": Cyclic(), "none": None}  # type: ignore[dict-item]
+    head = DraftModel(Bigrams(DRAFT, HEAD.ids), HEAD)  # type: ignore[arg-type]
+    drafters = {"model": DraftModel(Bigrams(DRAFT)), "head": head, "cyclic": Cyclic(), "none": None}  # type: ignore[dict-item]
     for seed in range(draws):
         sequence = Sequence([0])
         target.reset(1)
@@ -272,7 +274,7 @@ NARROW = Params(temperature=1.5, top_k=4, top_p=0.85)
 
 @pytest.mark.parametrize("draws", [DRAWS, pytest.param(5 * DRAWS, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("params", [PLAIN, pytest.param(NARROW, marks=pytest.mark.slow)], ids=["T=1", "narrow"])
-@pytest.mark.parametrize("drafter", ["model", pytest.param("cyclic", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("drafter", ["model", "head", pytest.param("cyclic", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("accept", ["compare", pytest.param("rejection", marks=pytest.mark.slow)])
 def test_speculation_keeps_the_distribution(accept: AcceptRule, drafter: str, params: Params, draws: int) -> None:
     assert fits(texts(accept, drafter, params, draws), exact(params)) > UNLIKELY
@@ -323,8 +325,8 @@ def test_planted_bugs_are_found(bug: str, monkeypatch: pytest.MonkeyPatch) -> No
     if bug == "the draft not warped":
         real = sampler_module.RejectionSampler.guess
 
-        def guess(self: Any, logits: np.ndarray, tokens: np.ndarray) -> Any:
-            guess = real(self, logits, tokens)
+        def guess(self: Any, logits: np.ndarray, tokens: np.ndarray, vocabulary: Any) -> Any:
+            guess = real(self, logits, tokens, vocabulary)
             return guess and guess._replace(q=WarpedLogits(None, logits))
 
         monkeypatch.setattr(sampler_module.RejectionSampler, "guess", guess)

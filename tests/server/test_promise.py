@@ -171,10 +171,10 @@ async def send_all(server: Running, bodies: list[dict[str, Any]], chance: random
         return answers, most
 
 
-NAMES = ("qwen2-int8", "gpt2-int4", "demo-int8")
+NAMES, TWO = ("qwen2-int8", "gpt2-int4", "demo-int8"), ("gpt2-int4", "qwen2-int8-head", "gpt2-int4-head")
 SLOW = [
     pytest.param(name, lookahead, MANY, marks=pytest.mark.slow)
-    for name, lookahead in (*((name, "auto") for name in NAMES), ("qwen2-int8", "2"), ("gpt2-int4", "2"))
+    for name, lookahead in (*((name, "auto") for name in NAMES), *((name, "2") for name in ("qwen2-int8", *TWO)))
 ]
 
 
@@ -187,9 +187,13 @@ def test_no_request_changes_another(
     shutil.copytree(made, folder, ignore=shutil.ignore_patterns("checkpoint", "uncompressed"))
     (folder / "ovspec.json").unlink(missing_ok=True)
     (folder / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
-    server = start(folder, "--draft", "lookup,draft", "--lookahead", lookahead, "--batch-size", "6", "--deterministic")
+    model = "head" if name.endswith("head") else "draft"
+    drafting = ("--draft", f"lookup,{model}", "--lookahead", lookahead)
+    server = start(folder, *drafting, "--batch-size", "6", "--deterministic")
     chance = random.Random(7)
     bodies = requests(chance, count)
+    for body in bodies:
+        body |= {"draft": model} if body.get("draft") == "draft" else {}
     answers, most = asyncio.run(send_all(server, bodies, chance))
     lm = ovspec.load(folder, cache_dir=tmp_path / "cache")
     assert lm.target.promise == "exact"
@@ -215,7 +219,7 @@ def test_no_request_changes_another(
     metrics = server.get("/metrics").text
     # Unless the lookahead is fixed, only what pays is proposed: the draft in no batch, and lookup on small
     # random models only now and then.
-    sure = ("lookup", "draft") if lookahead != "auto" else ("lookup",) if name == "demo-int8" else ()
+    sure = ("lookup", model) if lookahead != "auto" else ("lookup",) if name == "demo-int8" else ()
     for what in ("proposed", "accepted"):
         for drafter in sure:
             found = re.search(rf'ovspec_{what}_tokens_total{{drafter="{drafter}"}} (\S+)', metrics)

@@ -83,9 +83,9 @@ def test_the_rule_for_kernels_that_round_differently(
         pytest.skip("this processor computes f32 in other ways")
     inner = PagedDecoder._append
 
-    def append(self: PagedDecoder, tokens: list[np.ndarray], wanted: list[int], width: int = 0) -> list[np.ndarray]:
+    def append(self: PagedDecoder, tokens: list[np.ndarray], wanted: list[int], *more: Any, **named: Any) -> Any:
         computed = max(self.rule.fewest, sum(map(len, tokens)))
-        found = inner(self, tokens, wanted, width)
+        found = inner(self, tokens, wanted, *more, **named)
         return [logits + 1e-3 for logits in found] if differs(computed, sum(wanted)) else found
 
     monkeypatch.setattr(PagedDecoder, "_append", append)
@@ -100,9 +100,9 @@ def test_differences_that_rounding_mostly_hides_are_found(make: Make, monkeypatc
     """
     inner = PagedDecoder._append
 
-    def append(self: PagedDecoder, tokens: list[np.ndarray], wanted: list[int], width: int = 0) -> list[np.ndarray]:
+    def append(self: PagedDecoder, tokens: list[np.ndarray], wanted: list[int], *more: Any, **named: Any) -> Any:
         single = max(self.rule.fewest, sum(map(len, tokens))) == 1
-        found = inner(self, tokens, wanted, width)
+        found = inner(self, tokens, wanted, *more, **named)
         return [logits + 1e-3 for logits in found] if single and len(self.rows[0]) == 70 else found
 
     monkeypatch.setattr(PagedDecoder, "_append", append)

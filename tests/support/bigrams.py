@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from ovspec.cache.decoder import FAST, Decoder, Rollback
+from ovspec.cache.decoder import FAST, Decoder, Features, Rollback
 from ovspec.cache.sequence import Sequence
 
 
 class Bigrams:
-    """A decoder whose logits depend on the last token."""
+    """A decoder whose logits depend on the last token; a head's are those of its ids only, (n,)."""
 
     rollback = Rollback("mask")
     context_length: int | None = None
@@ -17,13 +17,26 @@ class Bigrams:
     fills = False
     seconds, inferences = 0.0, 0
 
-    def __init__(self, table: np.ndarray) -> None:
-        self.table = table
+    def __init__(self, table: np.ndarray, ids: np.ndarray | None = None) -> None:
+        self.table = table if ids is None else table[:, ids]
         self.rows = [Sequence()]
 
-    def feed(self, tokens: list[np.ndarray], wanted: list[int], width: int = 0) -> list[np.ndarray]:  # noqa: ARG002
+    def feed(
+        self,
+        tokens: list[np.ndarray],
+        wanted: list[int],
+        width: int = 0,  # noqa: ARG002
+        features: Features = None,  # noqa: ARG002
+    ) -> list[np.ndarray]:
         self.rows[0].commit(tokens[0])
         return [self.table[tokens[0][len(tokens[0]) - wanted[0] :]]]
+
+    def features(self, row: int, begin: int, end: int) -> np.ndarray:
+        raise NotImplementedError
+
+    @property
+    def hidden(self) -> list[np.ndarray]:
+        raise NotImplementedError
 
     def adopt(self, sequences: list[Sequence]) -> None:
         pass

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import hybrid
 import pytest
+import torch
 from conftest import ROOT, made_once
+from heads import write_head
+from safetensors.torch import load_file, save_file
 
 VOCAB = 4096
 SPECIAL = {"vocab_size": VOCAB, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
@@ -20,7 +23,8 @@ SPECIAL = {"vocab_size": VOCAB, "bos_token_id": 0, "eos_token_id": 0, "pad_token
 class RandomPair:
     """A transformers config class with its arguments; the draft is made of the target's first ``draft_layers``.
 
-    bits: of a weight. later: how much the layers after the draft's contribute.
+    bits: of a weight. later: how much the layers after the draft's contribute. With no ``draft_layers``, the draft is
+    an EAGLE-3 head, and ``later`` how much all layers contribute.
     """
 
     config: str
@@ -49,6 +53,11 @@ PAIRS = {
         0.3,
     ),
 }
+HEADS = {
+    f"{name}-head": replace(PAIRS[name], draft_layers=0, later=later)
+    for name, later in {"qwen2-int8": 0.1, "gpt2-int4": 0.03}.items()
+}
+PAIRS |= HEADS
 
 
 def shared_pair(name: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -61,7 +70,6 @@ def make_pair(pair: RandomPair, folder: Path) -> Path:
 
     Each token has a twin, whose weights in the lm_head differ in a single place.
     """
-    import torch
     import transformers
 
     torch.manual_seed(1)
@@ -76,12 +84,52 @@ def make_pair(pair: RandomPair, folder: Path) -> Path:
     head[1::2] = head[::2]
     rows = torch.arange(VOCAB // 2)
     head[1::2][rows, rows % head.shape[1]] += head.abs().max() / 127  # a step or two of an int8 weight
+    if not pair.draft_layers:
+        return export_with_head(model, folder, pair.bits)
     layers = "n_layer" if hasattr(config, "n_layer") else "num_hidden_layers"
     few = getattr(transformers, pair.config)(**pair.arguments | {layers: pair.draft_layers})
     draft = transformers.AutoModelForCausalLM.from_config(few).eval()
     draft.load_state_dict(model.state_dict(), strict=False)
     export(model, folder, pair.bits)
     export(draft, folder / "draft", pair.bits)
+    return folder
+
+
+def export_with_head(model: Any, folder: Path, bits: int) -> Path:
+    """Export a target and a head that guesses what would follow if the target had no layers."""
+    from ovspec_export import Compression, export_pair
+
+    width, target = model.config.hidden_size, folder / "target"
+    export(model, target, bits)
+    checkpoint = write_head(
+        folder / "head",
+        "speculators",
+        target={"vocab_size": VOCAB, "hidden_size": width},
+        draft_vocab=3 * VOCAB // 4,
+        embedding=False,
+        layer_ids=[0, 1, 2],
+        norm_before_residual=True,
+        num_attention_heads=width // 16,
+        num_key_value_heads=width // 16,
+        max_position_embeddings=640,
+    )
+    tensors = load_file(checkpoint / "model.safetensors")
+    ids = tensors["d2t"] + torch.arange(len(tensors["d2t"]))
+    alike = torch.eye(width).repeat(1, 2) * torch.cat((torch.ones(width), torch.zeros(width)))
+    layer = "layers.0.self_attn"
+    tensors |= {
+        "lm_head.weight": model.get_output_embeddings().weight.data[ids],
+        "layers.0.hidden_norm.weight": torch.full((width,), 1e-3),
+        "layers.0.mlp.down_proj.weight": 1e-6 * tensors["layers.0.mlp.down_proj.weight"],
+        # An entry attends to those of the same token, and so gets the token's embedding.
+        **{f"{layer}.{name}_proj.weight": size * alike for name, size in {"q": 2, "k": 2, "v": 1}.items()},
+        f"{layer}.o_proj.weight": torch.eye(width),
+        **{name: torch.ones_like(tensors[name]) for name in ("norm.weight", "layers.0.input_layernorm.weight")},
+    }
+    save_file({name: values.contiguous() for name, values in tensors.items()}, checkpoint / "model.safetensors")
+    export_pair(str(target), str(checkpoint), folder / "pair", draft_compression=Compression("int8"))
+    for file in (folder / "pair").iterdir():
+        file.rename(folder / file.name)
     return folder
 
 

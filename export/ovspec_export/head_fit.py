@@ -1,0 +1,133 @@
+"""Check that an EAGLE-3 head fits its target: its width, vocabulary and layers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ovspec.base.errors import OvspecError
+from ovspec.ir.compile import MODEL_FILE, check_weights
+from ovspec.ir.device import core
+from ovspec.ir.heads import FUSED, FUSES, HIDDEN, IDS, LAYERS
+from ovspec_export.sources import HeadSource, Source
+
+AGAIN = "name the head's checkpoint instead, which ovspec exports itself"
+
+
+@dataclass(frozen=True)
+class HeadSizes:
+    """What has to fit a target.
+
+    width: of the states that it reads, of ``taps`` layers together. layers: these, or None for the default.
+    ids: the target's ids of the tokens that it can propose. known: for each of the target's, whether it can.
+    own_embedding, own_lm_head: whether it has them; else they are made of the target's embedding.
+    """
+
+    hidden: int
+    width: int
+    taps: int
+    vocab: int | None
+    ids: np.ndarray
+    layers: Sequence[int] | None = None
+    known: np.ndarray | None = None
+    own_embedding: bool = True
+    own_lm_head: bool = True
+
+
+def sizes_of(head: HeadSource) -> HeadSizes:
+    """Return the sizes of a head; raises OvspecError if it can't be used."""
+    if head.is_ir:
+        return sizes_in_ir(head)
+    layout = head.layout
+    offsets = head.integers("d2t")
+    ids = np.arange(layout.draft_vocab)
+    if offsets is not None:
+        if offsets.shape != ids.shape:
+            raise OvspecError(f"{head.name}: its d2t has {len(offsets)} entries for {len(ids)} tokens.")
+        ids = ids + offsets
+    elif layout.draft_vocab != layout.vocab:
+        raise OvspecError(
+            f"{head.name}: it proposes {layout.draft_vocab} of {layout.vocab} tokens, but has no d2t that says which."
+        )
+    return HeadSizes(
+        hidden=layout.hidden,
+        width=layout.tensors()["fc.weight"][1],
+        taps=layout.taps,
+        vocab=layout.vocab,
+        ids=ids,
+        layers=layout.tap_layers,
+        known=head.integers("t2d"),
+        own_embedding=layout.own_embedding,
+        own_lm_head=layout.own_lm_head,
+    )
+
+
+def sizes_in_ir(head: HeadSource) -> HeadSizes:
+    """Return the sizes of a head that ovspec exported."""
+    check_weights(head.folder / MODEL_FILE)
+    try:
+        model = core().read_model(head.folder / MODEL_FILE)
+        inputs, outputs = (
+            {port.get_any_name(): port for port in ports if port.get_names()} for ports in (model.inputs, model.outputs)
+        )
+        if FUSED not in outputs or not model.has_rt_info(LAYERS):
+            raise OvspecError(f"{head.name}: an IR of a head that ovspec can't use; {AGAIN}.")
+        offsets = outputs[IDS].get_node().input_value(0).get_node().get_data().astype(np.int64)  # type: ignore[attr-defined]
+        layers = [int(layer) for layer in str(model.get_rt_info(LAYERS).astype(str)).split()]
+        return HeadSizes(
+            hidden=outputs[HIDDEN].get_partial_shape()[2].get_length(),
+            width=inputs[FUSES].get_partial_shape()[2].get_length(),
+            taps=len(layers),
+            vocab=head.entry("vocab"),
+            ids=np.arange(len(offsets)) + offsets,
+            layers=layers,
+            own_embedding="input_ids" in inputs,
+        )
+    except (RuntimeError, KeyError, ValueError):
+        raise OvspecError(f"{head.name}: the head's IR cannot be read; {AGAIN}.") from None
+
+
+def check_fits(target: Source, head: HeadSource) -> list[int]:
+    """Return the target's layers whose inputs the head reads.
+
+    Raises:
+        OvspecError: the head was made for a target of another width, vocabulary or number of layers.
+    """
+    sizes, refused = sizes_of(head), f"{head.name} cannot draft for {target.name}:"
+    hidden, vocab, layers = (target.entry(what) for what in ("hidden", "vocab", "layers"))
+    if hidden is None or vocab is None or layers is None:
+        raise OvspecError(f"{refused} the target's config.json doesn't say its width, vocabulary and layers.")
+    if sizes.width != sizes.taps * hidden:
+        raise OvspecError(
+            f"{refused} it reads {sizes.taps} layers, {sizes.width} values in all, but the target is {hidden} wide."
+        )
+    if not sizes.own_embedding and sizes.hidden != hidden:
+        raise OvspecError(
+            f"{refused} it has no embedding of its own and is {sizes.hidden} wide, but the target's embedding {hidden}."
+        )
+    if not sizes.own_embedding and not sizes.own_lm_head and target.is_ir:
+        raise OvspecError(f"{refused} its lm_head is made of the target's embedding; name the target's checkpoint.")
+    if sizes.vocab != vocab:
+        raise OvspecError(f"{refused} it was made for {sizes.vocab} tokens, but the target has {vocab}.")
+    check_ids(sizes, vocab, head.name)
+    found = list(sizes.layers or [2, layers // 2, layers - 3])
+    wrong = next((layer for layer in found if not 0 <= layer < layers), None)
+    if wrong is not None:
+        raise OvspecError(
+            f"{refused} it reads the inputs of its layers {', '.join(map(str, found))}, but the target has {layers} "
+            f"(0 to {layers - 1})."
+        )
+    return found
+
+
+def check_ids(sizes: HeadSizes, vocab: int, name: str) -> None:
+    """Raise OvspecError if the tokens that a head can propose aren't different tokens of the target."""
+    ids = sizes.ids
+    if ids.min() < 0 or ids.max() >= vocab:
+        raise OvspecError(f"{name}: its d2t names the token {ids.min() if ids.min() < 0 else ids.max()} of {vocab}.")
+    if len(np.unique(ids)) < len(ids):
+        raise OvspecError(f"{name}: its d2t names a token twice.")
+    if sizes.known is not None and not np.array_equal(np.flatnonzero(sizes.known), np.sort(ids)):
+        raise OvspecError(f"{name}: its t2d and its d2t name different tokens.")

@@ -1,0 +1,312 @@
+"""EAGLE-3 heads in torch, read from a checkpoint, and their conversion to an IR.
+
+The IR has the inputs ``input_ids`` [batch, new] (or ``inputs_embeds`` [batch, new, hidden] for a head without
+embeddings), ``hidden_states`` [batch, new, hidden], ``attention_mask`` [batch, past + new], ``position_ids`` and
+``beam_idx``, and the outputs ``logits`` [batch, new, draft vocabulary] and ``hidden`` [batch, new, hidden], which is
+the next entry's feature. A branch of its own makes ``fused`` [batch, new, hidden] of ``target_hidden_states``
+[batch, new, taps * width]. ``d2t`` [draft vocabulary] is constant: the target's id of token i is i + d2t[i].
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import openvino as ov
+import torch
+from openvino import opset13 as ops
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import LlamaConfig
+from transformers.activations import ACT2FN
+from transformers.models.llama.modeling_llama import (
+    LlamaRMSNorm,
+    LlamaRotaryEmbedding,
+    apply_rotary_pos_emb,
+    repeat_kv,
+)
+
+from ovspec.base.errors import OvspecError
+from ovspec.base.files import read_json
+from ovspec.ir.heads import FUSED, FUSES, HIDDEN, IDS, LAYERS
+from ovspec_export.head_layout import HeadLayout, head_layout, our_name, rope_type
+
+# Ends of the name that families have for the embedding of tokens.
+EMBEDDINGS = [[name, "weight"] for name in ("embed_tokens", "wte", "word_embeddings", "embed_in")]
+Cache = tuple[Tensor, Tensor]  # keys and values, each [batch, KV heads, slots, head_dim]
+
+
+class Attention(nn.Module):
+    """Attention whose queries, keys and values are made of an embedding and a feature, side by side."""
+
+    def __init__(self, layout: HeadLayout) -> None:
+        super().__init__()
+        self.layout = layout
+        queries, keys = layout.heads * layout.head_dim, layout.kv_heads * layout.head_dim
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (
+            linear(layout, f"layer.self_attn.{name}_proj", *sizes)
+            for name, sizes in {
+                "q": (2 * layout.hidden, queries),
+                "k": (2 * layout.hidden, keys),
+                "v": (2 * layout.hidden, keys),
+                "o": (queries, layout.hidden),
+            }.items()
+        )
+        self.q_norm, self.k_norm = (
+            LlamaRMSNorm(layout.head_dim, layout.eps) if layout.qk_norm else nn.Identity() for _ in "qk"
+        )
+
+    def forward(self, states: Tensor, mask: Tensor, rotary: Cache, past: Cache) -> tuple[Tensor, Cache]:
+        """Return what each entry sees, and the cache with its keys and values. rotary: cosines and sines."""
+        shape = (*states.shape[:2], -1, self.layout.head_dim)
+        queries = self.q_norm(self.q_proj(states).view(shape)).transpose(1, 2)
+        keys = self.k_norm(self.k_proj(states).view(shape)).transpose(1, 2)
+        values = self.v_proj(states).view(shape).transpose(1, 2)
+        queries, keys = apply_rotary_pos_emb(queries, keys, *rotary)
+        keys, values = torch.cat((past[0], keys), 2), torch.cat((past[1], values), 2)
+        groups = self.layout.heads // self.layout.kv_heads
+        seen = scaled_dot_product_attention(queries, repeat_kv(keys, groups), repeat_kv(values, groups), mask)
+        return self.o_proj(seen.transpose(1, 2).reshape(*states.shape[:2], -1)), (keys, values)
+
+
+class GatedMLP(nn.Module):
+    """The gated MLP of a decoder layer."""
+
+    def __init__(self, layout: HeadLayout) -> None:
+        super().__init__()
+        self.gate_proj = linear(layout, "layer.mlp.gate_proj", layout.hidden, layout.intermediate)
+        self.up_proj = linear(layout, "layer.mlp.up_proj", layout.hidden, layout.intermediate)
+        self.down_proj = linear(layout, "layer.mlp.down_proj", layout.intermediate, layout.hidden)
+        self.activation = ACT2FN[layout.activation]
+
+    def forward(self, states: Tensor) -> Tensor:
+        return self.down_proj(self.activation(self.gate_proj(states)) * self.up_proj(states))
+
+
+class HeadLayer(nn.Module):
+    """The decoder layer of a head."""
+
+    def __init__(self, layout: HeadLayout) -> None:
+        super().__init__()
+        self.layout = layout
+        self.input_layernorm, self.hidden_norm, self.post_attention_layernorm = (
+            LlamaRMSNorm(layout.hidden, layout.eps) for _ in range(3)
+        )
+        self.self_attn = Attention(layout)
+        self.mlp = GatedMLP(layout)
+
+    def forward(
+        self, embedded: Tensor, features: Tensor, mask: Tensor, rotary: Cache, past: Cache
+    ) -> tuple[Tensor, Cache]:
+        normed = self.hidden_norm(features)
+        residual = normed if self.layout.norm_before_residual else features
+        seen, cache = self.self_attn(torch.cat((self.input_layernorm(embedded), normed), -1), mask, rotary, past)
+        states = residual + seen
+        return states + self.mlp(self.post_attention_layernorm(states)), cache
+
+
+class EagleHead(nn.Module):
+    """An EAGLE-3 head. The target's embedding takes the place of ``embed_tokens`` where it has none."""
+
+    def __init__(self, layout: HeadLayout) -> None:
+        super().__init__()
+        self.layout = layout
+        fused = layout.taps * layout.target_hidden
+        self.embed_tokens = nn.Embedding(layout.vocab, layout.hidden) if layout.own_embedding else None
+        self.input_norm = LlamaRMSNorm(fused, layout.eps) if layout.norms == "before_fc" else None
+        each = [LlamaRMSNorm(layout.target_hidden, layout.eps) for _ in range(layout.taps * (layout.norms == "fc"))]
+        self.fc_norm = nn.ModuleList(each)
+        self.fc = linear(layout, "fc", fused, layout.hidden)
+        self.layer = HeadLayer(layout)
+        self.norm = LlamaRMSNorm(layout.hidden, layout.eps)
+        self.lm_head = linear(layout, "lm_head", layout.hidden, layout.draft_vocab)
+        self.rotary = LlamaRotaryEmbedding(rotary_config(layout))
+        self.d2t: Tensor
+        self.register_buffer("d2t", torch.zeros(layout.draft_vocab, dtype=torch.int64), persistent=False)
+
+    def fuse(self, target_hidden_states: Tensor) -> Tensor:
+        """Return features [batch, new, hidden] of the inputs of the target's layers, side by side."""
+        states = target_hidden_states if self.input_norm is None else self.input_norm(target_hidden_states)
+        if self.fc_norm:
+            parts = states.chunk(self.layout.taps, -1)
+            states = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], -1)
+        return self.fc(states)
+
+    def step(
+        self, embedded: Tensor, features: Tensor, mask: Tensor, position_ids: Tensor, past: Cache
+    ) -> tuple[Tensor, Cache]:
+        """Return the layer's output [batch, new, hidden] and the longer cache.
+
+        mask: added to the attention's scores, [batch, 1, new, past + new].
+        """
+        return self.layer(embedded, features, mask, self.rotary(embedded, position_ids), past)
+
+    def next_features(self, states: Tensor) -> Tensor:
+        """Return what the next entries have in place of features of the target."""
+        return self.norm(states) if self.layout.norm_output else states
+
+    def logits(self, states: Tensor) -> Tensor:
+        """Return the logits [batch, new, draft vocabulary] of the layer's output."""
+        return self.lm_head(self.norm(states) if self.layout.norm_before_head else states)
+
+    def no_cache(self, batch: int = 1, slots: int = 0) -> Cache:
+        shape = (batch, self.layout.kv_heads, slots, self.layout.head_dim)
+        return torch.zeros(shape), torch.zeros(shape)
+
+    def forward(
+        self,
+        tokens: Tensor,
+        features: Tensor,
+        attention_mask: Tensor,
+        position_ids: Tensor,
+        past: Cache,
+    ) -> tuple[Tensor, Tensor, Cache]:
+        """Return logits, the next features and the longer cache. tokens: ids, or embeddings if it has none itself."""
+        embedded = tokens if self.embed_tokens is None else self.embed_tokens(tokens)
+        mask = causal_mask(attention_mask, position_ids.shape[1])
+        states, cache = self.step(embedded, features, mask, position_ids, past)
+        return self.logits(states), self.next_features(states), cache
+
+
+def linear(layout: HeadLayout, name: str, inputs: int, outputs: int) -> nn.Linear:
+    return nn.Linear(inputs, outputs, bias=name in layout.biases)
+
+
+def causal_mask(attention_mask: Tensor, new: int) -> Tensor:
+    """Return what is added to the scores of the last ``new`` slots, [batch, 1, new, slots]; dead slots have a 0."""
+    slots = torch.arange(attention_mask.shape[1])
+    before = slots[None] <= slots[-new:, None]
+    seen = before[None, None] & (attention_mask[:, None, None] > 0)
+    return torch.where(seen, torch.zeros(()), torch.full((), torch.finfo(torch.float32).min))
+
+
+def rotary_config(layout: HeadLayout) -> LlamaConfig:
+    """Return a config with what transformers' rotary embedding reads: of the sizes, only head_dim."""
+    found: dict[str, Any] = dict(layout.rope)
+    for name in ("rope_scaling", "rope_parameters"):
+        if name in found:
+            found[name] = {**found[name], "rope_type": rope_type(found[name])}
+    found |= {"hidden_size": layout.heads * layout.head_dim, "num_attention_heads": layout.heads}
+    found |= {"head_dim": layout.head_dim}
+    return LlamaConfig(**found)
+
+
+def load_head(folder: Path, name: str = "", embedding: Tensor | None = None) -> EagleHead:
+    """Return the head of a checkpoint, with weights in f32. embedding: the target's.
+
+    An embedding that equals the target's to the bit is left out. A head without an lm_head gets the rows of its tokens
+    in the embedding.
+    """
+    tensors = read_tensors(folder)
+    shapes = {each: list(tensor.shape) for each, tensor in tensors.items()}
+    layout = head_layout(read_json(folder / "config.json"), shapes, name or folder.name)
+    ours = {our_name(each): tensor for each, tensor in tensors.items()}
+    own = ours.get("embed_tokens.weight")
+    if own is not None and embedding is not None and same(own, embedding):
+        layout, own = dataclasses.replace(layout, own_embedding=False), None
+    with torch.device("meta"):
+        head = EagleHead(layout)
+    head.rotary = LlamaRotaryEmbedding(rotary_config(layout))
+    d2t = ours.get("d2t")
+    head.d2t = torch.zeros(layout.draft_vocab, dtype=torch.int64) if d2t is None else d2t.long()
+    if not layout.own_lm_head:
+        rows = embedding if own is None else own
+        if rows is None:
+            raise OvspecError(f"{name}: the head has no lm_head, and no embedding to take its rows from.")
+        ours["lm_head.weight"] = rows[torch.arange(layout.draft_vocab) + head.d2t]
+    weights = {each: ours[each].float() for each in (*layout.tensors(), "lm_head.weight")}
+    head.load_state_dict(weights, assign=True)
+    return head.eval().requires_grad_(False)
+
+
+def same(ours: Tensor, theirs: Tensor) -> bool:
+    """Return whether two matrices have the same values, whatever their types."""
+    if ours.shape != theirs.shape:
+        return False
+    return all(torch.equal(a.float(), b.float()) for a, b in zip(ours.split(4096), theirs.split(4096), strict=True))
+
+
+def target_embedding(folder: Path) -> Tensor | None:
+    """Return the embedding of a checkpoint's tokens, or None if it has none of a usual name."""
+    from safetensors import safe_open
+
+    for file in sorted(folder.glob("model*.safetensors")):
+        with safe_open(file, "pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118
+                if name.split(".")[-2:] in EMBEDDINGS:
+                    return tensors.get_tensor(name)
+    return None
+
+
+def read_tensors(folder: Path) -> dict[str, Tensor]:
+    """Return the tensors of a checkpoint: safetensors, or else pickled ones, of which only tensors are read."""
+    from safetensors.torch import load_file
+
+    files = sorted(folder.glob("model*.safetensors"))
+    if files:
+        return {name: tensor for file in files for name, tensor in load_file(file).items()}
+    found = [torch.load(file, "cpu", weights_only=True) for file in sorted(folder.glob("pytorch_model*.bin"))]
+    return {name: tensor for part in found for name, tensor in part.items()}
+
+
+class Traced(nn.Module):
+    """A head with flat inputs and outputs, as it is converted."""
+
+    def __init__(self, head: EagleHead) -> None:
+        super().__init__()
+        self.head = head
+
+    def forward(
+        self,
+        tokens: Tensor,
+        hidden_states: Tensor,
+        attention_mask: Tensor,
+        position_ids: Tensor,
+        target_hidden_states: Tensor,
+        key: Tensor,
+        value: Tensor,
+    ) -> tuple[Tensor, ...]:
+        found = self.head(tokens, hidden_states, attention_mask, position_ids, (key, value))
+        return found[0], found[1], self.head.fuse(target_hidden_states), *found[2]
+
+
+def convert_head(head: EagleHead, tap_layers: list[int]) -> ov.Model:
+    """Return a head as a stateful model. tap_layers: the target's layers whose inputs it reads."""
+    from optimum.exporters.openvino.stateful import patch_stateful_decoder
+
+    layout, batch, new, past = head.layout, 2, 3, 2
+    ids = torch.zeros((batch, new), dtype=torch.int64)
+    features = torch.zeros((batch, new, layout.hidden))
+    taps = torch.zeros((batch, new, layout.taps * layout.target_hidden))
+    tokens = ids if head.embed_tokens is not None else features
+    mask = torch.ones((batch, past + new), dtype=torch.int64)
+    example = (tokens, features, mask, ids, taps, *head.no_cache(batch, past))
+    with torch.no_grad():
+        model = ov.convert_model(Traced(head), example_input=example)
+    cache = [-1, layout.kv_heads, -1, layout.head_dim]
+    inputs = {
+        **({"input_ids": [-1, -1]} if head.embed_tokens is not None else {"inputs_embeds": [-1, -1, layout.hidden]}),
+        "hidden_states": [-1, -1, layout.hidden],
+        "attention_mask": [-1, -1],
+        "position_ids": [-1, -1],
+        FUSES: [-1, -1, layout.taps * layout.target_hidden],
+        "past_key_values.0.key": cache,
+        "past_key_values.0.value": cache,
+    }
+    for port, (name, shape) in zip(model.inputs, inputs.items(), strict=True):
+        port.get_tensor().set_names({name})
+        port.get_node().set_friendly_name(name)
+        port.get_node().set_partial_shape(ov.PartialShape(shape))  # type: ignore[attr-defined]
+    outputs = ("logits", HIDDEN, FUSED, "present.0.key", "present.0.value")
+    for port, name in zip(model.outputs, outputs, strict=True):
+        port.get_tensor().set_names({name})
+    d2t = ops.constant(head.d2t.numpy().astype(np.int64))
+    d2t.output(0).get_tensor().set_names({IDS})
+    model.add_results([ops.result(d2t)])  # type: ignore[list-item]
+    model.validate_nodes_and_infer_types()
+    patch_stateful_decoder(head.rotary.config, model)
+    model.set_rt_info(tap_layers, LAYERS)
+    model.set_rt_info(True, ["eagle3_mode"])
+    return model

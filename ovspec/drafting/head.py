@@ -1,0 +1,38 @@
+"""Drafting with an EAGLE-3 head on the target's own hidden states (Li et al., arXiv 2503.01840)."""
+
+from __future__ import annotations
+
+from ovspec.cache.head import HeadDecoder
+from ovspec.drafting.draft_model import DraftModel
+from ovspec.drafting.drafter import RowStep
+from ovspec.drafting.lookahead import Lookahead
+from ovspec.drafting.proposal import Proposal
+from ovspec.sampling.samplers import DraftVocabulary
+
+# The most tokens, forced or not read yet, that the head reads one by one because they have no features.
+MOST_WITHOUT_FEATURES = 8
+
+
+class Head(DraftModel):
+    """Proposes the head's tokens, which are some of the target's, chosen as those of a draft model are.
+
+    It needs the features of the text, so it doesn't propose where the target has much to read first.
+    """
+
+    name = "head"
+
+    def __init__(self, decoder: HeadDecoder, vocabulary: DraftVocabulary) -> None:
+        super().__init__(decoder, vocabulary)
+        self._head = decoder
+
+    def propose(self, rows: list[RowStep], lookahead: Lookahead) -> list[Proposal]:
+        try:
+            return super().propose(rows, lookahead)
+        finally:
+            self._head.settle()
+
+    def _budget(self, index: int, row: RowStep, lookahead: Lookahead) -> int:
+        known = self._head.known(index, row.sequence)
+        if not known or len(row.sequence) - 1 - known > MOST_WITHOUT_FEATURES:
+            return 0
+        return super()._budget(index, row, lookahead)

@@ -1,0 +1,150 @@
+"""The graph of an EAGLE-3 head (Li et al., arXiv 2503.01840), and the parts that it and its target exchange.
+
+A head is one layer on its target's own hidden states. Its IR has two parts. One fuses hidden states of several of the
+target's layers into features; it is moved into the target, which then computes them for each token that it reads. The
+other proposes tokens from features; if it has no embedding of its own, it gets the target's.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import openvino as ov
+from openvino import opset13 as ops
+
+from ovspec.base.errors import OvspecError
+from ovspec.ir.compile import MODEL_FILE, State, last_line, model_states
+from ovspec.ir.config import model_config
+from ovspec.ir.device import core
+from ovspec.ir.hidden_states import embedding, layer_inputs
+
+FEATURES = "features"  # output that a target gets: what the head reads beside each token
+FUSES = "target_hidden_states"  # input of the part that is moved into the target, whose output is FUSED
+FUSED = "fused"
+HIDDEN = "hidden"  # output of the head: what it reads beside a token of which the target has no features yet
+IDS = "d2t"  # output of the head, a constant: what is added to an id of the head for the target's id
+LAYERS = ["ovspec", "target_layers"]  # in the IR's rt_info: the layers of the target whose inputs are fused
+
+
+@dataclass(frozen=True)
+class Head:
+    """A head's graph, ready to be compiled. ids: the target's id of each of the head's, (n,) int64."""
+
+    model: ov.Model
+    states: list[State]
+    ids: np.ndarray
+
+
+def is_head(folder: Path) -> bool:
+    """Return whether the IR in ``folder`` is a head that ``ovspec export`` made."""
+    file = folder / MODEL_FILE
+    return file.is_file() and f'"{FUSES}"'.encode() in file.read_bytes()
+
+
+def give_features(model: ov.Model, target: Path, head: Path) -> None:
+    """Add the output ``FEATURES`` to a target, [..., width of the head] f32; rewrites in place.
+
+    Args:
+        model: the target, as exported.
+        target, head: the folders of the two.
+
+    Raises:
+        OvspecError: the head was made for another model.
+    """
+    fusing = read_model(head)
+    layers = target_layers(fusing)
+    try:
+        found = layer_inputs(model, model_states(model))
+    except OvspecError as error:
+        raise OvspecError(f"{head}: a head can't be used with this target: {error}.") from None
+    count = model_config(target).layers or len(found)
+    if count != len(found):
+        told = f"only {len(found)} of its {count} layers have keys and values of their own"
+        raise OvspecError(f"{head}: a head can't be used with this target: {told}.")
+    if max(layers) >= count:
+        told = f"reads layer {max(layers)}, but its target has {count} layers"
+        raise OvspecError(f"{head}: the head {told}; use it with the model that it was trained for.")
+    hidden = ops.concat([found[layer] for layer in layers], -1)
+    parameter = fusing.input(FUSES).get_node()
+    ours, theirs = hidden.get_output_partial_shape(0)[-1], parameter.get_output_partial_shape(0)[-1]
+    if ours != theirs:
+        told = f"reads {theirs} hidden states a token, but its target has {ours}"
+        raise OvspecError(f"{head}: the head {told}; use it with the model that it was trained for.")
+    parameter.output(0).replace(hidden.output(0))
+    fused = fusing.output(FUSED).get_node().input_value(0)
+    result = ops.result(fused)
+    result.output(0).get_tensor().set_names({FEATURES})
+    model.add_results([result])
+    model.validate_nodes_and_infer_types()
+
+
+def target_layers(head: ov.Model) -> list[int]:
+    """Return the layers of the target whose inputs a head reads."""
+    return [int(layer) for layer in re.findall(r"\d+", head.get_rt_info(LAYERS).astype(str))]
+
+
+def read_head(folder: Path, target: Path) -> Head:
+    """Return the part of the head in ``folder`` that proposes, with the embedding of ``target`` if it has none.
+
+    It has the input ``logits_idx`` like other models, which also picks what is in ``HIDDEN``.
+
+    Raises:
+        OvspecError: the IR can't be read, or the head was made for another model.
+    """
+    model = read_model(folder)
+    states = model_states(model)
+    offsets = model.output(IDS).get_node().input_value(0).get_node().get_data()  # type: ignore[attr-defined]
+    for name in (FUSED, IDS):
+        model.remove_result(model.output(name).get_node())
+    model.remove_parameter(model.input(FUSES).get_node())
+    names = {name for port in model.inputs for name in port.names}
+    if "input_ids" not in names:
+        share_embedding(model, folder, target)
+    pick_rows(model)
+    model.validate_nodes_and_infer_types()
+    return Head(model, states, np.arange(len(offsets)) + offsets.astype(np.int64))
+
+
+def read_model(folder: Path) -> ov.Model:
+    try:
+        return core().read_model(folder / MODEL_FILE)
+    except RuntimeError as error:
+        raise OvspecError(f"{folder / MODEL_FILE}: cannot be read ({last_line(error)}); export it again.") from None
+
+
+def share_embedding(model: ov.Model, folder: Path, target: Path) -> None:
+    """Replace the input ``inputs_embeds`` of a head by ``input_ids`` and the embedding of ``target``."""
+    parameter = model.input("inputs_embeds").get_node()
+    table = embedding(read_model(target)).input_value(0)
+    ours, theirs = table.get_partial_shape()[-1], parameter.get_output_partial_shape(0)[-1]
+    if ours != theirs:
+        told = f"embeds tokens in {theirs} values, but its target in {ours}"
+        raise OvspecError(f"{folder}: the head {told}; use it with the model that it was trained for.")
+    ids = ops.parameter([-1, -1], ov.Type.i64, name="input_ids")
+    ids.output(0).get_tensor().set_names({"input_ids"})
+    found: ov.Node = ops.gather(table, ids, ops.constant(0, dtype=ov.Type.i64))
+    if table.get_element_type() != ov.Type.f32:
+        found = ops.convert(found, "f32")
+    parameter.output(0).replace(found.output(0))
+    model.remove_parameter(parameter)
+    model.add_parameters([ids])
+
+
+def pick_rows(model: ov.Model) -> None:
+    """Add the input ``logits_idx`` [n] i64: flat indices of the tokens whose logits and hidden states are computed."""
+    hidden = model.output(HIDDEN).get_node().input_value(0)
+    width = hidden.get_partial_shape()[-1].get_length()
+    readers = list(hidden.get_target_inputs())
+    index = ops.parameter([-1], ov.Type.i64, name="logits_idx")
+    index.output(0).get_tensor().set_names({"logits_idx"})
+    zero = ops.constant(0, dtype=ov.Type.i64)
+    flat = ops.reshape(hidden, ops.constant([-1, width], dtype=ov.Type.i64), special_zero=False)
+    picked = ops.unsqueeze(ops.gather(flat, index, zero), zero)
+    hidden.get_tensor().set_names(set())
+    picked.output(0).get_tensor().set_names({HIDDEN})
+    for reader in readers:
+        reader.replace_source_output(picked.output(0))
+    model.add_parameters([index])

@@ -1,0 +1,202 @@
+"""EAGLE-3 heads: what they propose is what torch proposes, and whatever they propose, the text stays the same.
+
+A wrong feature changes no text, only what is accepted. So each proposal is compared with torch's, which knows nothing
+of caches, and planted bugs must be found.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import PROMPTS, TARGET, Reference, made_once
+from family_models import warm_jobs
+from heads import write_head
+from ovspec_export import Compression, export_pair
+from ovspec_export.heads import EagleHead, load_head
+
+import ovspec
+from ovspec.cache.decoder import FeedRule
+from ovspec.cache.paged import PagedDecoder
+from ovspec.drafting.drafter import RowStep
+from ovspec.drafting.head import Head
+from ovspec.drafting.lookahead import Lookahead
+from ovspec.ir import heads as head_graphs
+from ovspec.ir.heads import FEATURES
+
+LAYERS = [1, 0, 1]
+LOOKAHEAD = 3
+TOKENS = 24
+CLEAR = 1e-3  # logits that are nearer than this may come in another order
+SLOW = pytest.mark.slow
+
+
+@dataclass
+class Proposed:
+    """What a head proposed after ``text``, of which the target had read the first ``known`` tokens."""
+
+    text: np.ndarray
+    known: int
+    tokens: np.ndarray
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with a random head of the small target, exported in f32, as "pair", and its "checkpoint"."""
+
+    def make(place: Path) -> None:
+        config = json.loads((TARGET / "config.json").read_text(encoding="utf-8"))
+        options: dict[str, Any] = {"draft_vocab": 900, "embedding": False, "layer_ids": LAYERS}
+        write_head(place / "checkpoint", "speculators", target=config, **options)
+        with pytest.MonkeyPatch.context() as patched:
+            warm_jobs(patched)
+            export_pair(str(TARGET), str(place / "checkpoint"), place / "pair", Compression("fp32"))
+
+    return made_once(tmp_path_factory, "small-head", make)
+
+
+@pytest.fixture(scope="module")
+def load_headed(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., ovspec.LanguageModel]:
+    cache = tmp_path_factory.mktemp("cache")
+
+    def load(engine: Any = "paged") -> ovspec.LanguageModel:
+        return ovspec.load(folder / "pair", "head", precision="f32", cache_dir=cache, engine=engine)
+
+    return load
+
+
+class TorchHead:
+    """Proposes as the checkpoint does, reading each text from its beginning."""
+
+    def __init__(self, target: Any, head: EagleHead) -> None:
+        self.target, self.head = target, head
+        self.ids = (torch.arange(len(head.d2t)) + head.d2t).numpy()
+
+    @torch.no_grad()
+    def agrees(self, proposed: Proposed) -> bool:
+        """Return whether each proposed token is the head's most likely one, but for rounding."""
+        text, begin = np.concatenate((proposed.text, proposed.tokens)), len(proposed.text)
+        states = self.target(torch.from_numpy(text[None, : proposed.known]), output_hidden_states=True).hidden_states
+        features = self.head.fuse(torch.cat([states[layer] for layer in LAYERS], -1))
+        embedded = self.target.get_input_embeddings()(torch.from_numpy(text[None, 1:]))
+        for entries in range(proposed.known, len(text) - 1):
+            ones = torch.ones((1, entries), dtype=torch.int64)
+            read = embedded[:, :entries], features, ones, ones.cumsum(1) - 1, self.head.no_cache()
+            logits, hidden, _ = self.head(*read)
+            features = torch.cat((features, hidden[:, -1:]), 1)
+            likely = self.ids[(logits[0, -1] >= logits[0, -1].max() - CLEAR).numpy()]
+            if entries + 1 >= begin and text[entries + 1] not in likely:
+                return False
+        return True
+
+
+@pytest.fixture(scope="module")
+def torch_head(folder: Path, reference: Reference) -> TorchHead:
+    embedding = reference.model.get_input_embeddings().weight
+    return TorchHead(reference.model, load_head(folder / "checkpoint", embedding=embedding))
+
+
+@pytest.fixture
+def proposals(monkeypatch: pytest.MonkeyPatch) -> list[Proposed]:
+    """Return a list to which each proposal of a head is added."""
+    found: list[Proposed] = []
+    propose = Head.propose
+
+    def noted(self: Head, rows: list[RowStep], lookahead: Lookahead) -> Any:
+        made = propose(self, rows, lookahead)
+        for index, (row, proposal) in enumerate(zip(rows, made, strict=True)):
+            if len(proposal.tokens):
+                known = self._head.known(index, row.sequence)
+                found.append(Proposed(row.sequence.tokens.copy(), known, proposal.tokens))
+        return made
+
+    monkeypatch.setattr(Head, "propose", noted)
+    return found
+
+
+def texts(lm: ovspec.LanguageModel, lookahead: int) -> list[list[int]]:
+    """Generate texts in all the ways that move what a head has read; return their tokens."""
+    options: dict[str, Any] = {"lookahead": lookahead, "max_tokens": TOKENS, "ignore_eos": True}
+    found = [result.token_ids for result in lm.generate(PROMPTS[:5], batch_size=3, **options)]
+    with lm.session() as session:
+        session.append(PROMPTS[0])
+        mark = session.mark()
+        found.append(session.generate(**options).token_ids)
+        session.rewind(mark)
+        session.append("\n# and more\n")
+        found.append(session.generate(**options).token_ids)
+        fork = session.fork()
+        found.append(session.generate(**options).token_ids)
+        fork.append("x = 1")
+        found.append(fork.generate(**options).token_ids)
+    return found
+
+
+@pytest.mark.parametrize(("engine", "fewest"), [("paged", 1), ("paged", 2), pytest.param("stateful", 1, marks=SLOW)])
+def test_each_proposal_is_that_of_torch(
+    load_headed: Callable[..., ovspec.LanguageModel],
+    torch_head: TorchHead,
+    proposals: list[Proposed],
+    engine: str,
+    fewest: int,
+) -> None:
+    """On either engine, and where a token comes twice because that is faster."""
+    headed = load_headed(engine)
+    assert headed.draft
+    headed.draft.rule = FeedRule(fewest=fewest)
+    found = texts(headed, LOOKAHEAD)
+    assert len(proposals) > len(found) * TOKENS / 2 and all(map(torch_head.agrees, proposals))
+    assert found == texts(headed, 0)
+
+
+BUGS = ["wrong layer", "off by one", "rejected token", "no d2t"]
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_planted_bugs_are_found(
+    load_headed: Callable[..., ovspec.LanguageModel],
+    torch_head: TorchHead,
+    proposals: list[Proposed],
+    bug: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """No bug changes the text: only the proposals show it."""
+    expected = load_headed().with_drafters(None)
+    features, truncate, inputs = PagedDecoder.features, PagedDecoder.truncate, head_graphs.layer_inputs
+    if bug == "wrong layer":
+        monkeypatch.setattr(head_graphs, "layer_inputs", lambda *given: inputs(*given)[::-1])
+    elif bug == "off by one":
+
+        def earlier(self: PagedDecoder, row: int, begin: int, end: int) -> np.ndarray:
+            return features(self, row, max(0, begin - 1), end)[: end - begin]
+
+        monkeypatch.setattr(PagedDecoder, "features", earlier)
+    elif bug == "rejected token":
+        rejected: dict[int, np.ndarray] = {}
+
+        def noting(self: PagedDecoder, row: int, length: int) -> None:
+            if FEATURES in self._tensors.arrays:
+                rejected.update({at: features(self, row, at, at + 1)[0] for at in range(length, len(self.rows[row]))})
+            truncate(self, row, length)
+
+        def stale(self: PagedDecoder, row: int, begin: int, end: int) -> np.ndarray:
+            found = features(self, row, begin, end)
+            return np.array([rejected.get(begin + at, values) for at, values in enumerate(found)]).reshape(found.shape)
+
+        monkeypatch.setattr(PagedDecoder, "truncate", noting)
+        monkeypatch.setattr(PagedDecoder, "features", stale)
+    lm = load_headed()
+    if bug == "no d2t":
+        assert lm.draft and lm.draft.ids is not None
+        lm.draft.ids = np.arange(len(lm.draft.ids))
+    options: dict[str, Any] = {"lookahead": LOOKAHEAD, "max_tokens": TOKENS, "ignore_eos": True}
+    found = lm.generate(PROMPTS[0], **options)
+    options["lookahead"] = 0
+    assert found.token_ids == expected.generate(PROMPTS[0], **options).token_ids
+    assert proposals and not all(map(torch_head.agrees, proposals))
