@@ -42,7 +42,7 @@ class HeadDecoder:
 
     def known(self, row: int, sequence: Sequence) -> int:
         """Return how many of the tokens before the last one of ``sequence`` have features."""
-        return min(self._target.rows[row].shared(sequence.tokens), len(sequence) - 1)
+        return max(0, min(self._target.rows[row].shared(sequence.tokens), len(sequence) - 1))
 
     def reset(self, rows: int) -> None:
         self._entries.reset(rows)

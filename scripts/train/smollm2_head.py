@@ -1,8 +1,19 @@
-"""Train an EAGLE-3 head for SmolLM2-135M-Instruct.
+"""Train an EAGLE-3 head for SmolLM2-135M-Instruct on what ``smollm2_data.py`` wrote.
 
-Writes a checkpoint in AngelSlim's format. The data is what ``smollm2_data.py`` wrote. Entry i of the head has the token
-after position i and the target's features at i, and guesses the token after that. A later step has the true next token
-and the head's own output of the step before, so the head learns to go on from its own guesses (training-time test).
+Writes a checkpoint in AngelSlim's format. Entry i of the head has the token after position i and the target's features
+at i, and guesses the token after that. A later step has the true next token and the head's own output of the step
+before, so the head learns to go on from its own guesses (training-time test). The state is saved every two minutes, and
+the same command goes on from there, also with more data.
+
+    MALLOC_MMAP_MAX_=0 OMP_WAIT_POLICY=passive \
+        python scripts/train/smollm2_head.py "$(python scripts/fetch.py model)" --minutes 36
+
+On 2 cores of a Xeon with AVX-512 VNNI, which others used too: 30 minutes for 906 chats of 262,000 tokens, 15 for their
+features, 36 of training (2,833 steps, 2.3 million tokens, 600 to 2,400 a second), partly at the same time, so 70 in
+all. The first 22 minutes of training and the draft vocabulary had two thirds of the chats. On held-out answers, the
+head's guess is the target's first choice at depth 1, 2 and 3 in 0.468, 0.430 and 0.388 of the positions of greedy texts
+(0.82 guesses in a row) and 0.394, 0.343 and 0.322 at T=1. Before any training, the linear guess that it starts from has
+0.25 to 0.28 at depth 1.
 """
 
 from __future__ import annotations

@@ -155,6 +155,26 @@ def test_sessions_forks_and_files(headed: Headed, plain: list[ovspec.Result], tm
     assert sum(result.stats.drafters["head"]["accepted"] for result in found if result.stats.drafters) > 0
 
 
+@pytest.mark.filterwarnings("ignore:.*the text is read again")
+def test_a_session_goes_on_without_its_head_or_with_one(headed: Headed, tmp_path: Path) -> None:
+    """Features in a file are left out without a head; without them in it, the text is read again."""
+    options: dict[str, Any] = {"ignore_eos": True, "lookahead": 3, "max_tokens": 12}
+    plain = ovspec.load(headed.lm.target.ir.folder, "lookup", cache_dir=tmp_path)
+    for number, (first, second) in enumerate(((headed.head, plain), (plain, headed.head))):
+        found = []
+        for lm in (first, second):
+            with lm.session() as session:
+                if lm is first:
+                    session.append(headed.prompts[0])
+                else:
+                    session.load(tmp_path / f"{number}.ov")
+                found.append(session.generate(**options))
+                session.save(tmp_path / f"{number}.ov")
+        assert (found[1].stats.cached_tokens > 0) == (second is plain)
+        expected = headed.texts(plain, headed.prompts[:1], max_tokens=24, lookahead=0)[0].token_ids
+        assert [token for result in found for token in result.token_ids] == expected
+
+
 def test_texts_that_begin_as_others_did(headed: Headed, plain: list[ovspec.Result]) -> None:
     """The prefix cache gives a text what another has read, features included."""
     begin = headed.lm.encode("\n".join(PROMPTS[:2])).tolist()
