@@ -57,17 +57,21 @@ class Headed:
 QUICK = "qwen2-int8-head"
 
 
-@pytest.fixture(
-    scope="module", params=[QUICK, *[pytest.param(name, marks=SLOW) for name in HEADS if name != QUICK], "real"]
-)
-def headed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Headed:
-    cache = tmp_path_factory.mktemp("cache")
-    if request.param != "real":
-        folder = shared_pair(request.param, tmp_path_factory)
-        return Headed(folder, folder / "draft", cache, [*PROMPTS[:12:3]], 80)
+def real(cache: Path) -> Headed:
     if not REAL.is_dir():
         pytest.skip("the real model could not be fetched")
     return Headed(REAL, REAL_HEAD, cache, [[{"role": "user", "content": text}] for text in CHATS], 40)
+
+
+@pytest.fixture(
+    scope="module", params=[QUICK, *[pytest.param(name, marks=SLOW) for name in (*HEADS, "real") if name != QUICK]]
+)
+def headed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Headed:
+    cache = tmp_path_factory.mktemp("cache")
+    if request.param == "real":
+        return real(cache)
+    folder = shared_pair(request.param, tmp_path_factory)
+    return Headed(folder, folder / "draft", cache, [*PROMPTS[:12:3]], 80)
 
 
 @pytest.fixture(scope="module")
@@ -94,6 +98,14 @@ def test_greedy(headed: Headed, plain: list[ovspec.Result], draft: str, lookahea
     """With the head alone, and behind lookup."""
     found = headed.texts(getattr(headed, draft), headed.prompts, lookahead=lookahead)
     headed.check(found, plain, lookahead != "auto")
+
+
+def test_a_real_model(tmp_path: Path) -> None:
+    """The other tests run on it in slow runs."""
+    headed = real(tmp_path)
+    prompts = headed.prompts[:2]
+    expected = headed.texts(headed.lm, prompts, lookahead=0)
+    headed.check(headed.texts(headed.head, prompts, lookahead=4), expected)
 
 
 @pytest.mark.parametrize("way", [pytest.param(way, marks=() if way == "forced" else SLOW) for way in WAYS])

@@ -67,11 +67,11 @@ def test_a_long_prompt_is_read_no_further(
     expected = lm.generate(tokens, max_tokens=8).token_ids
     append, calls = PagedDecoder._append, []
 
-    def pressing(decoder: PagedDecoder, *arguments: Any) -> Any:
+    def pressing(decoder: PagedDecoder, *arguments: Any, **named: Any) -> Any:
         calls.append(decoder)
         if len(calls) == 2:
             signal.raise_signal(signal.SIGINT)
-        return append(decoder, *arguments)
+        return append(decoder, *arguments, **named)
 
     before = signal.getsignal(signal.SIGINT)
     with lm.session() as session:
