@@ -22,8 +22,11 @@ from ovspec_export import Compression, export_pair
 from ovspec_export.heads import EagleHead, load_head
 
 import ovspec
+from ovspec.cache.blocks import BlockTensors
 from ovspec.cache.decoder import FeedRule
+from ovspec.cache.head import HeadDecoder
 from ovspec.cache.paged import PagedDecoder
+from ovspec.cache.sequence import EMPTY, Sequence, catch_up
 from ovspec.drafting.drafter import RowStep
 from ovspec.drafting.head import Head
 from ovspec.drafting.lookahead import Lookahead
@@ -200,3 +203,34 @@ def test_planted_bugs_are_found(
     options["lookahead"] = 0
     assert found.token_ids == expected.generate(PROMPTS[0], **options).token_ids
     assert proposals and not all(map(torch_head.agrees, proposals))
+
+
+def test_entries_outlast_a_pause(load_headed: Callable[..., ovspec.LanguageModel]) -> None:
+    """What a head has read remains when rows join or a text forks, even if nothing is proposed then."""
+    lm, text = load_headed(), Sequence(range(1, 50))
+    assert lm.draft
+    target, entries = lm.target.decoder(), lm.draft.decoder()
+    head = HeadDecoder(entries, target)
+    target.feed([text.tokens[:-1]], [0])
+    head.adopt([text])
+    head.feed([catch_up(head, 0, text)], [1])
+    head.settle()
+    head.reorder([0, EMPTY])
+    head.settle()
+    HeadDecoder(other := entries.fork(), target.fork()).settle()
+    assert [len(row) for row in entries.rows] == [len(row) for row in other.rows] == [len(text) - 1, 0]
+
+
+def test_no_text_finds_entries_without_features(load_headed: Callable[..., ovspec.LanguageModel]) -> None:
+    lm, text = load_headed(), Sequence(range(1, 50))
+    assert lm.draft
+    tensors = BlockTensors(lm.draft.ir, most_tokens=1000)
+    target, entries = lm.target.decoder(), lm.draft.decoder(tensors=tensors)
+    head = HeadDecoder(entries, target)
+    target.feed([text.tokens[:9]], [0])
+    head.adopt([text])
+    head.feed([catch_up(head, 0, text)], [1])
+    owner = entries.rows[0].owner
+    head.settle()
+    head.reset(1)
+    assert tensors.pool.find(text.tokens[1:], owner)[1] == 9
