@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,9 @@ from ovspec.drafting.drafter import RowStep
 from ovspec.drafting.head import Head
 from ovspec.drafting.lookahead import Lookahead
 from ovspec.ir import heads as head_graphs
+from ovspec.ir.device import DeviceOptions
 from ovspec.ir.heads import FEATURES
+from ovspec.setup import engine_choice
 
 LAYERS = [1, 0, 1]
 LOOKAHEAD = 3
@@ -234,3 +236,14 @@ def test_no_text_finds_entries_without_features(load_headed: Callable[..., ovspe
     head.settle()
     head.reset(1)
     assert tensors.pool.find(text.tokens[1:], owner)[1] == 9
+
+
+def test_a_head_with_more_tokens_than_its_target_is_refused(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, load_headed: Callable[..., ovspec.LanguageModel]
+) -> None:
+    lm = load_headed()
+    assert lm.draft
+    read = engine_choice.read_head(folder / "pair" / "draft", folder / "pair")
+    monkeypatch.setattr(engine_choice, "read_head", lambda *_: replace(read, ids=read.ids + lm.target.ir.logits_width))
+    with pytest.raises(ovspec.OvspecError, match=r"the head proposes token .* but its target has"):
+        engine_choice.load_head(folder / "pair" / "draft", lm.target, DeviceOptions())
