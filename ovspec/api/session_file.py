@@ -21,6 +21,7 @@ from ovspec.base.errors import OvspecError
 from ovspec.base.files import replaced
 from ovspec.cache.decoder import Decoder
 from ovspec.engine.runtime import Decoders, Runtime, Variables
+from ovspec.ir.heads import FEATURES
 from ovspec.setup.engine_choice import CompiledModel
 from ovspec.setup.identity import cache_setting, model_identity
 from ovspec.text.chat_template import Message
@@ -127,7 +128,10 @@ def load_session(path: Path, runtime: Runtime, decoders: Decoders, owner: int) -
         decoder.reset(1)
         begin = f"{name}/cache/"
         cache = {key.removeprefix(begin): values for key, values in layers.items() if key.startswith(begin)}
-        if cache and about.caches.get(name) == cache_of(loaded, tokens[name]):
+        headed, same = FEATURES in loaded.ir.outputs, about.caches.get(name) == cache_of(loaded, tokens[name])
+        if not headed:  # the head that it was saved with isn't there now
+            cache.pop(FEATURES, None)
+        if cache and same:
             try:
                 decoder.restore(tokens[name], cache)
                 decoder.rows[0].owner = owner
@@ -136,6 +140,8 @@ def load_session(path: Path, runtime: Runtime, decoders: Decoders, owner: int) -
                 decoder.reset(1)
         if name == "target" and len(tokens[name]):
             why = f"with other settings ({about.caches[name].setting})" if cache else "without its KV cache"
+            if cache and same and headed and FEATURES not in cache:
+                why = "without the head"
             text = f"{path}: saved {why}; the text is read again, and may continue differently at near-ties"
             warnings.warn(text, stacklevel=3)
     return mark

@@ -96,8 +96,9 @@ class HeadDecoder:
 
     def settle(self) -> None:
         """Drop the entries that were made without features."""
-        for row, known in enumerate(self._known):
-            if len(self._entries.rows[row]) > known:
+        for row, (known, held) in enumerate(zip(self._known, self._entries.rows, strict=True)):
+            if len(held) > known:
+                held.rewind(known)  # first, so that no other text finds them
                 self._entries.truncate(row, known)
 
     def truncate(self, row: int, length: int) -> None:
@@ -112,7 +113,8 @@ class HeadDecoder:
 
     def _forget(self, rows: int) -> None:
         self.rows = [Sequence() for _ in range(rows)]  # the text that each row has read, its first token included
-        self._known = [0] * rows  # tokens of the text with features
+        # Tokens of the text with features: at least those of the entries that remain.
+        self._known = [len(held) for held in self._entries.rows]
         self._last: list[np.ndarray | None] = [None] * rows  # what the head computed for the last entry, (1, width)
 
     def _begun(self, row: int, new: np.ndarray) -> np.ndarray:

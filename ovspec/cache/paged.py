@@ -204,9 +204,9 @@ class PagedDecoder:
 
     def _places(self, row: int, begin: int, end: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the block of each position from ``begin`` to ``end``, and its place there."""
-        positions = np.arange(begin, end)
-        table = np.array(self._blocks.tables[row], dtype=np.int64)
-        return table[positions // self.block_size], positions % self.block_size
+        first, positions = begin // self.block_size, np.arange(begin, end)
+        table = np.array(self._blocks.tables[row][first : -(-end // self.block_size)], dtype=np.int64)
+        return table[positions // self.block_size - first], positions % self.block_size
 
     def _feed_in_parts(self, tokens: list[np.ndarray], wanted: list[int], features: Features) -> list[np.ndarray]:
         """Feed more tokens than an inference may have, row after row."""

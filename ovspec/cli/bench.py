@@ -23,7 +23,7 @@ PROMPTS = Path(__file__).with_name("bench_prompts.json")
 
 @click.command()
 @click.argument("folder", required=False, type=FILE, metavar="[DIR]")
-@click.option("--draft", metavar="PATH", help="Folder of a draft model, or none.  [default: the draft in DIR]")
+@click.option("--draft", metavar="PATH", help="Folder of a draft model or head, or none.  [default: that in DIR]")
 @click.option("--prompt", "prompts", multiple=True, metavar="TEXT", help="Your own prompt. May be repeated.")
 @click.option("--prompt-file", "files", multiple=True, type=FILE, metavar="FILE", help="The same, read from a file.")
 @click.option("-n", "--max-tokens", type=click.IntRange(2), default=128, show_default=True, help="Tokens per text.")
@@ -45,10 +45,10 @@ def bench(
 ) -> None:
     """Time the model in DIR (by default the embedded demo pair) without and with each way of proposing tokens.
 
-    The modes are plain decoding, lookup, the draft model if there is one, and both. For each prompt the modes take
-    turns, and each turn begins with another mode. The speed-up is that of the median turn: the time of plain decoding
-    divided by the mode's. No gain is shown if speculation saved no inferences. Texts don't end before --max-tokens.
-    The prompts are code, an edit and prose unless you give your own. Use an idle machine.
+    The modes are plain decoding, lookup, the draft model or head if there is one, and both. For each prompt the modes
+    take turns, and each turn begins with another mode. The speed-up is that of the median turn: the time of plain
+    decoding divided by the mode's. No gain is shown if speculation saved no inferences. Texts don't end before
+    --max-tokens. The prompts are code, an edit and prose unless you give your own. Use an idle machine.
 
     \b
     Examples:

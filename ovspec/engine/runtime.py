@@ -167,7 +167,7 @@ class Runtime:
     def _decoder(self, model: CompiledModel) -> Decoder:
         known = self.tokenizer.known
         if model.ids is not None:
-            known = KnownIds(gaps=np.flatnonzero([token not in known for token in model.ids]))
+            known = KnownIds(gaps=np.flatnonzero(known.unknown(model.ids)))
         return model.decoder(known, tensors=self.tensors.get(id(model)))
 
     def _drafter(self, target: Decoder, draft: Decoder | None) -> Drafter | None:

@@ -220,6 +220,9 @@ def load_head(folder: Path, target: CompiledModel, options: DeviceOptions) -> Co
     properties = (target.ir.properties | HEAD_PROPERTIES if same else {}) | options.fixed | {"CACHE_DIR": ""}
     options = replace(options, properties=properties)
     head = read_head(folder, target.ir.folder)
+    if head.ids.max() >= target.ir.logits_width:
+        told = f"proposes token {head.ids.max()}, but its target has {target.ir.logits_width}"
+        raise OvspecError(f"{folder}: the head {told}; use it with the model that it was trained for.")
     paged = same and target.engine == "paged"
     if paged:
         to_paged(head.model)

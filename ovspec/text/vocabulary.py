@@ -34,8 +34,12 @@ class KnownIds:
 
     def first_unknown(self, ids: np.ndarray) -> int | None:
         """Return the first of ``ids`` (n,), integers of any size, that has no token, or None."""
-        unknown = ids[(ids < 0) | np.isin(ids, self.gaps) | (ids >= (self.size or np.iinfo(np.int64).max))]
+        unknown = ids[self.unknown(ids)]
         return int(unknown[0]) if len(unknown) else None
+
+    def unknown(self, ids: np.ndarray) -> np.ndarray:
+        """Return for each of ``ids`` (n,) whether it has no token."""
+        return (ids < 0) | np.isin(ids, self.gaps) | (ids >= (self.size or np.iinfo(np.int64).max))
 
 
 ALL_IDS = KnownIds()

@@ -6,9 +6,10 @@ of caches, and planted bugs must be found.
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +23,18 @@ from ovspec_export import Compression, export_pair
 from ovspec_export.heads import EagleHead, load_head
 
 import ovspec
+from ovspec.cache.blocks import BlockTensors
 from ovspec.cache.decoder import FeedRule
+from ovspec.cache.head import HeadDecoder
 from ovspec.cache.paged import PagedDecoder
+from ovspec.cache.sequence import EMPTY, Sequence, catch_up
 from ovspec.drafting.drafter import RowStep
 from ovspec.drafting.head import Head
 from ovspec.drafting.lookahead import Lookahead
 from ovspec.ir import heads as head_graphs
+from ovspec.ir.device import DeviceOptions
 from ovspec.ir.heads import FEATURES
+from ovspec.setup import engine_choice
 
 LAYERS = [1, 0, 1]
 LOOKAHEAD = 3
@@ -200,3 +206,68 @@ def test_planted_bugs_are_found(
     options["lookahead"] = 0
     assert found.token_ids == expected.generate(PROMPTS[0], **options).token_ids
     assert proposals and not all(map(torch_head.agrees, proposals))
+
+
+def test_entries_outlast_a_pause(load_headed: Callable[..., ovspec.LanguageModel]) -> None:
+    """What a head has read remains when rows join or a text forks, even if nothing is proposed then."""
+    lm, text = load_headed(), Sequence(range(1, 50))
+    assert lm.draft
+    target, entries = lm.target.decoder(), lm.draft.decoder()
+    head = HeadDecoder(entries, target)
+    target.feed([text.tokens[:-1]], [0])
+    head.adopt([text])
+    head.feed([catch_up(head, 0, text)], [1])
+    head.settle()
+    head.reorder([0, EMPTY])
+    head.settle()
+    HeadDecoder(other := entries.fork(), target.fork()).settle()
+    assert [len(row) for row in entries.rows] == [len(row) for row in other.rows] == [len(text) - 1, 0]
+
+
+def test_no_text_finds_entries_without_features(load_headed: Callable[..., ovspec.LanguageModel]) -> None:
+    lm, text = load_headed(), Sequence(range(1, 50))
+    assert lm.draft
+    tensors = BlockTensors(lm.draft.ir, most_tokens=1000)
+    target, entries = lm.target.decoder(), lm.draft.decoder(tensors=tensors)
+    head = HeadDecoder(entries, target)
+    target.feed([text.tokens[:9]], [0])
+    head.adopt([text])
+    head.feed([catch_up(head, 0, text)], [1])
+    owner = entries.rows[0].owner
+    head.settle()
+    head.reset(1)
+    assert tensors.pool.find(text.tokens[1:], owner)[1] == 9
+
+
+def test_a_head_with_more_tokens_than_its_target_is_refused(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, load_headed: Callable[..., ovspec.LanguageModel]
+) -> None:
+    lm = load_headed()
+    assert lm.draft
+    read = engine_choice.read_head(folder / "pair" / "draft", folder / "pair")
+    monkeypatch.setattr(engine_choice, "read_head", lambda *_: replace(read, ids=read.ids + lm.target.ir.logits_width))
+    with pytest.raises(ovspec.OvspecError, match=r"the head proposes token .* but its target has"):
+        engine_choice.load_head(folder / "pair" / "draft", lm.target, DeviceOptions())
+
+
+def test_session_files_with_and_without_a_head(
+    load_headed: Callable[..., ovspec.LanguageModel], folder: Path, tmp_path: Path
+) -> None:
+    """Without a head, a file that was saved with one fits; with one, the text is read again."""
+    headed = load_headed()
+    plain = ovspec.load(folder / "pair", "none", precision="f32", cache_dir=tmp_path, engine="paged")
+    options: dict[str, Any] = {"max_tokens": 9, "ignore_eos": True}
+    texts = []
+    for saving, loading in ((headed, plain), (plain, headed)):
+        with saving.session() as session:
+            session.append(PROMPTS[0])
+            session.generate(max_tokens=5, ignore_eos=True)
+            session.save(tmp_path / "text")
+        with loading.session() as session:
+            told = pytest.warns(UserWarning, match="saved without the head; the text is read again")
+            with told if loading is headed else contextlib.nullcontext():
+                session.load(tmp_path / "text")
+            result = session.generate(**options)
+            assert bool(result.stats.cached_tokens) == (loading is plain)
+            texts.append(result.token_ids)
+    assert texts[0] == texts[1]
