@@ -20,7 +20,7 @@ from ovspec.ir.device import DeviceOptions, check_device
 from ovspec.ir.heads import is_head
 from ovspec.params.loading import LoadOptions, LoadParams, load_params
 from ovspec.params.option import documentation, takes
-from ovspec.setup.engine_choice import load_head
+from ovspec.setup.engine_choice import in_pairs, load_head
 from ovspec.setup.manifest import DRAFT_FOLDER, Manifest, read_manifest, restore_backup
 from ovspec.setup.profile import load_with
 from ovspec.setup.tuning import tune_if_new
@@ -43,6 +43,8 @@ def model_folder(model: str | Path | None) -> Path:
     folder = embedded_pair() if model is None else Path(model)
     restore_backup(folder)
     check_ir_folder(folder)
+    if is_head(folder):
+        raise OvspecError(f"{folder}: an EAGLE-3 head, not a model; name its target, and the head as the draft.")
     return folder
 
 
@@ -92,11 +94,11 @@ def load(
     draft_device = replace(device, device=given.draft_device or given.device)
     draft_profile = tune_if_new(draft_folder, draft_device) if tune and draft_folder and not head else None
     target = load_with(profile, folder, device, given.engine, given.arithmetic, head)
-    # The draft's proposals are verified, so they needn't be exact.
+    proposer = None
     if head:
         proposer = load_head(head, target, draft_device)
-    else:
-        proposer = load_with(draft_profile, draft_folder, draft_device, given.engine) if draft_folder else None
+    elif draft_folder:  # its proposals are verified, so they needn't be exact
+        proposer = in_pairs(load_with(draft_profile, draft_folder, draft_device, given.engine), draft_device)
     if draft is None and (target.guess_is_free or given.lookup_corpus):
         choice = DraftChoice(lookup=True)
     number = None if given.lookahead == "auto" else given.lookahead
@@ -135,7 +137,8 @@ def resolve_draft(choice: DraftChoice | None, folder: Path, manifest: Manifest |
         return choice
     beside = folder / DRAFT_FOLDER
     if not beside.is_dir():
-        raise OvspecError(f"{folder}: it was exported without a draft; name one, or export it again with one.")
+        what = "head" if choice.model == HEAD else "draft"
+        raise OvspecError(f"{folder}: it was exported without a {what}; name one, or export it again with one.")
     source = manifest.draft.source if manifest and manifest.draft else ""
     if choice.model == SELF and not re.fullmatch(r".*, first \d+ layers", source):
         raise OvspecError(

@@ -179,7 +179,6 @@ class PagedDecoder:
             self._tensors.make_room()
             self._bind()
             table, ours = self._blocks.tables[0], self._tensors.arrays
-            arrays = {name: array for name, array in arrays.items() if name in ours or name != FEATURES}
             expected = {name: ((len(table), *array.shape[1:]), array.dtype) for name, array in ours.items()}
             if {name: (array.shape, array.dtype) for name, array in arrays.items()} != expected:
                 self.reset(1)

@@ -182,9 +182,10 @@ class StatefulDecoder:
 
     def restore(self, tokens: np.ndarray, arrays: dict[str, np.ndarray]) -> None:
         self.reset(1)
-        states, arrays = self._ir.states, dict(arrays)
-        features = arrays.pop(FEATURES, self._features[0].values)  # a session of a head goes on without one
+        states = self._ir.states
         if self._feature_width:
+            arrays = dict(arrays)
+            features = arrays.pop(FEATURES, self._features[0].values)
             if features.shape != (len(tokens), self._feature_width) or features.dtype != np.float32:
                 raise ValueError("the features are of another model")
             self._features[0].append(features)

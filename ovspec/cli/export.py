@@ -133,8 +133,9 @@ def export(
             refuse(not pair.eagle3, f"No public head is known for {model}; name a draft.")
             draft = pair.eagle3
         elif draft_layers is None:
-            draft = draft or pair.draft or pair.eagle3
+            draft = draft or pair.draft
         model = pair.target
+    refuse(draft == HEAD, "--draft head is for the short names of known pairs (--list); name the head's checkpoint.")
     draft = None if draft == "none" else draft
     alone = not draft and draft_layers is None
     refuse(draft_weight_format and alone, "--draft-weight-format needs --draft or --draft-layers.")

@@ -54,7 +54,7 @@ def parse_draft(draft: Draft | Sequence[Draft] | None) -> DraftChoice | None:
         if choice and part == "lookup":
             raise OvspecError("lookup costs nothing, so it must come first in a chain: write 'lookup,DRAFT'.")
         if choice.model:
-            raise OvspecError("A draft model always has something to propose, so it must come last in a chain.")
+            raise OvspecError("A draft model or head always has something to propose, so it must come last in a chain.")
         if part == "lookup":
             choice = replace(choice, lookup=True)
         elif part is True:

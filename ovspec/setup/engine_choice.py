@@ -50,9 +50,8 @@ FREE = 1.1
 JOINED = 5e8
 # A head proposes, so that rounding matters less than speed: activations share a scale in larger groups than usual.
 HEAD_PROPERTIES = {"DYNAMIC_QUANTIZATION_GROUP_SIZE": "128"}
-# A head's tokens come twice where two take at most this part of the time of one, as products of a single row may be
-# slower; timed so often.
-PAIRED, TIMED_PAIRS = 0.97, 6
+# A token of a draft comes with another one where two take at most this part of the time of one; timed so often.
+PAIRED, TIMED_PAIRS, PAIR_CONTEXT = 0.97, 6, 16
 LONG_PROBE = 1e8  # bytes of weights from which probing takes so long that it is told
 # The properties that round least. Models compiled with them are needed only briefly, so they are not cached.
 EXACT = {
@@ -167,15 +166,17 @@ def load_with_features(
         return load_ir(folder, options, wanted, "fast", head)
     graph = hashlib.sha256((head / MODEL_FILE).read_bytes()).hexdigest()
     file = exactness_file(folder, options, f"{wanted} with {graph}")
-    found = remembered(Exactness, file)
-    if not found:
-        without, given = ((load_ir(folder, options, wanted, arithmetic, each)).bits() for each in (None, head))
-        differing = sum(ours != theirs for ours, theirs in zip(given, without, strict=True))
-        found = remember(file, Exactness(None, len(given), differing))
-    if not found.differing:
-        return load_ir(folder, options, wanted, arithmetic, head)
-    loaded = load_ir(folder, options, wanted, "fast", head)
-    loaded.promise = f"fast, not exact here (features change {found.differing} of {found.positions} probed positions)"
+    known = remembered(Exactness, file)
+    if not known and check_weights(folder / MODEL_FILE) > LONG_PROBE:
+        note(f"{folder}: finding out whether its head's features change a bit, once; this loads the model twice.")
+    without = [] if known else load_ir(folder, options, wanted, arithmetic).bits()
+    loaded = load_ir(folder, options, wanted, "fast" if known and known.differing else arithmetic, head)
+    if not known:
+        differing = sum(ours != theirs for ours, theirs in zip(loaded.bits(), without, strict=True))
+        known = remember(file, Exactness(None, len(without), differing))
+    if known.differing:
+        told = f"features change {known.differing} of {known.positions} probed positions"
+        loaded.rule, loaded.promise, loaded.guess_is_free = FAST, f"fast, not exact here ({told})", False
     return loaded
 
 
@@ -217,8 +218,7 @@ def load_head(folder: Path, target: CompiledModel, options: DeviceOptions) -> Co
     Raises OvspecError if the device can't compile it, or it was made for another model.
     """
     same = check_device(options.device) == target.ir.device
-    properties = (target.ir.properties | HEAD_PROPERTIES if same else {}) | options.fixed | {"CACHE_DIR": ""}
-    options = replace(options, properties=properties)
+    properties = (target.ir.properties | HEAD_PROPERTIES if same else {}) | options.fixed
     head = read_head(folder, target.ir.folder)
     if head.ids.max() >= target.ir.logits_width:
         told = f"proposes token {head.ids.max()}, but its target has {target.ir.logits_width}"
@@ -227,24 +227,42 @@ def load_head(folder: Path, target: CompiledModel, options: DeviceOptions) -> Co
     if paged:
         to_paged(head.model)
     join_products(head.model)
-    ir = compiled(head.model, folder, head.states, True, options)
+    uncached = replace(options, properties=properties | {"CACHE_DIR": ""})
+    ir = compiled(head.model, folder, head.states, True, uncached)
     if not paged:
         return CompiledModel(ir, "stateful", "as its target", Rollback("mask"), head.ids)
     loaded = CompiledModel(ir, "paged", "as its target", PagedDecoder.rollback, head.ids)
-    if pair_cost(loaded) < PAIRED:
-        loaded.rule = FeedRule(fewest=2)
-    return loaded
+    return in_pairs(loaded, options)
 
 
-def pair_cost(head: CompiledModel) -> float:
-    """Return how many times as long a head takes for two tokens as for one."""
-    decoder, width, times = head.decoder(), head.ir.width_of(HIDDEN), dict[int, list[float]]()
-    features, tokens = np.ones((2, width), dtype=np.float32), np.zeros(2, dtype=np.int64)
-    decoder.feed([tokens], [1], 0, [features])
-    for count in (1, 1, 2, 2) * TIMED_PAIRS:
-        decoder.truncate(0, 2)
+def in_pairs(proposer: CompiledModel, options: DeviceOptions) -> CompiledModel:
+    """Let a draft model or head compute two tokens at least if that is faster: products of one row may be slower.
+
+    Timed once, and remembered.
+    """
+    if proposer.engine == "paged":
+        setting = repr(("pairs", sorted(proposer.ir.properties.items())))
+        file = memory_file("pairs", proposer.ir.folder, setting, options.cache_folder)
+        found = remembered(PairCost, file) or remember(file, PairCost(pair_cost(proposer)))
+        proposer.rule = FeedRule(fewest=2) if found.cost < PAIRED else FAST
+    return proposer
+
+
+@dataclass(frozen=True)
+class PairCost:
+    """How many times as long an inference of two tokens takes as one of a single token."""
+
+    cost: float
+
+
+def pair_cost(proposer: CompiledModel) -> float:
+    decoder, tokens, times = proposer.decoder(), np.zeros(PAIR_CONTEXT, dtype=np.int64), dict[int, list[float]]()
+    beside = np.ones((len(tokens), proposer.ir.width_of(HIDDEN)), dtype=np.float32)
+    decoder.feed([tokens], [1], 0, [beside])
+    for count in (1, 1, 2, 2) * TIMED_PAIRS:  # the first inference after one of another width takes longer
+        decoder.truncate(0, len(tokens))
         began = time.perf_counter()
-        decoder.feed([tokens[:count]], [1], 0, [features[:count]])
+        decoder.feed([tokens[:count]], [1], 0, [beside[:count]])
         times.setdefault(count, []).append(time.perf_counter() - began)
     return min(times[2]) / min(times[1])
 

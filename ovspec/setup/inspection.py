@@ -38,13 +38,15 @@ def inspect(
     """
     manifest, draft = read_manifest(folder, verify), folder / DRAFT_FOLDER
 
-    def load(part: Path, arithmetic: Arithmetic) -> CompiledModel:
-        return load_with(known_profile(part, options) if tuned else None, part, options, engine, arithmetic)
+    head = draft if is_head(draft) else None
 
-    target = load(folder, arithmetic)
+    def load(part: Path, arithmetic: Arithmetic, head: Path | None = None) -> CompiledModel:
+        return load_with(known_profile(part, options) if tuned else None, part, options, engine, arithmetic, head)
+
+    target = load(folder, arithmetic, head)
     found = {"target": inspected(target, options, manifest.target if manifest else None)}
     if (draft / MODEL_FILE).is_file():
-        loaded = load_head(draft, target, options) if is_head(draft) else load(draft, "fast")
+        loaded = load_head(draft, target, options) if head else load(draft, "fast")
         found["draft"] = inspected(loaded, options, manifest.draft if manifest else None)
     return found
 

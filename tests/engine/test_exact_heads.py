@@ -119,7 +119,7 @@ def test_sampled_and_constrained(headed: Headed, way: str) -> None:
 
 @SLOW
 def test_rejection_keeps_to_its_own_rule(headed: Headed) -> None:
-    """Its texts depend on what is proposed, so only their verification shows that they may be drawn."""
+    """Its texts depend on what is proposed; that their distribution doesn't is shown on small vocabularies."""
     options: dict[str, Any] = {"temperature": 1.0, "seed": 5, "accept": "rejection", "lookahead": 3}
     found = headed.texts(headed.head, headed.prompts, **options)
     assert sum(result.stats.drafters["head"]["accepted"] for result in found) > 0

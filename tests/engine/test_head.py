@@ -16,13 +16,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import PROMPTS, TARGET, Reference, made_once
+from conftest import PROMPTS, ROOT, TARGET, Reference, made_once
 from family_models import warm_jobs
 from heads import write_head
 from ovspec_export import Compression, export_pair
 from ovspec_export.heads import EagleHead, load_head
 
 import ovspec
+from ovspec.base.errors import OvspecError
 from ovspec.cache.blocks import BlockTensors
 from ovspec.cache.decoder import FeedRule
 from ovspec.cache.head import HeadDecoder
@@ -271,3 +272,18 @@ def test_session_files_with_and_without_a_head(
             assert bool(result.stats.cached_tokens) == (loading is plain)
             texts.append(result.token_ids)
     assert texts[0] == texts[1]
+
+
+def test_wrong_heads_are_refused_in_a_sentence(folder: Path, pair: Path) -> None:
+    head = folder / "pair" / "draft"
+    cases = {
+        (pair, "head"): "a draft model, not an EAGLE-3 head",
+        (ROOT / "models" / "demo" / "draft", "head"): "exported without a head",
+        (head, "none"): "an EAGLE-3 head, not a model; name its target",
+        (ROOT / "models" / "demo", head): "use it with the model that it was trained for",
+    }
+    for (model, draft), expected in cases.items():
+        with pytest.raises(OvspecError, match=expected):
+            ovspec.load(model, draft)
+    with pytest.raises(OvspecError, match="must come last in a chain"):
+        ovspec.load(folder / "pair", "head,lookup")
