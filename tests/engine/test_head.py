@@ -285,5 +285,5 @@ def test_wrong_heads_are_refused_in_a_sentence(folder: Path, pair: Path) -> None
     for (model, draft), expected in cases.items():
         with pytest.raises(OvspecError, match=expected):
             ovspec.load(model, draft)
-    with pytest.raises(OvspecError, match="must come last in a chain"):
+    with pytest.raises(OvspecError, match="must come first in a chain"):
         ovspec.load(folder / "pair", "head,lookup")
