@@ -79,11 +79,17 @@ def plain(headed: Headed) -> list[ovspec.Result]:
     return headed.texts(headed.lm, headed.prompts, lookahead=0)
 
 
+YEARS = {"type": "array", "items": {"type": "integer", "minimum": 1}, "minItems": 9}
+SCHEMA = {
+    "type": "object",
+    "properties": {"capital": {"type": "string", "maxLength": 40}, "years": YEARS},
+    "required": ["capital", "years"],
+}
 WAYS: dict[str, dict[str, Any]] = {
     "T=1": {"temperature": 1.0, "seed": 3},
     "warped": {"temperature": 0.8, "top_p": 0.9, "repetition_penalty": 1.1, "seed": 4, "logprobs": 2},
     "grammar": {"regex": r"([a-z_ ]{1,9}[(),.=\n]{1,3})+"},
-    "forced": {"json_schema": {"type": "object", "properties": {"capital": {"type": "string", "maxLength": 40}}}},
+    "forced": {"json_schema": SCHEMA},
     "biased": {"logit_bias": {12: -5.0, 300: 2.0}, "presence_penalty": 0.4},
 }
 CASES = [

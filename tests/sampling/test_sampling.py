@@ -296,7 +296,7 @@ def no_residual(p: np.ndarray, q: np.ndarray) -> np.ndarray:
     return p
 
 
-def warps_in_another_order(logits: np.ndarray, params: SamplingParams) -> WarpedLogits:
+def warps_in_another_order(logits: np.ndarray, params: SamplingParams, _: Any = None) -> WarpedLogits:
     first = warp(logits, dataclasses.replace(params, temperature=1.0))
     return WarpedLogits(first.ids, first.logits / np.float32(params.temperature))
 
