@@ -427,9 +427,7 @@ def test_a_head_is_read_with_its_target(pair: Path, tmp_path: Path) -> None:
     shutil.copytree(pair, target)
     (target / "config.json").write_text(json.dumps(TARGET_CONFIG | {"num_hidden_layers": 9}), encoding="utf-8")
     head = write_head(tmp_path / "head", target=TARGET_CONFIG)
-    with pytest.raises(
-        OvspecError, match=r"^head: a head can.t be used with this target: only 2 of its 9 layers have keys"
-    ):
+    with pytest.raises(OvspecError, match=r"^head: a head can.t be used .*: only 2 of its 9 layers have keys"):
         export_pair(str(target), str(head), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
