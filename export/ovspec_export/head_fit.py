@@ -10,7 +10,7 @@ import numpy as np
 from ovspec.base.errors import OvspecError
 from ovspec.ir.compile import MODEL_FILE, check_weights
 from ovspec.ir.device import core
-from ovspec.ir.heads import FUSED, FUSES, HIDDEN, IDS, LAYERS
+from ovspec.ir.heads import FUSED, FUSES, HIDDEN, LAYERS, target_ids, target_layers
 from ovspec_export.sources import HeadSource, Source
 
 AGAIN = "name the head's checkpoint instead, which ovspec exports itself"
@@ -74,14 +74,13 @@ def sizes_in_ir(head: HeadSource) -> HeadSizes:
         )
         if FUSED not in outputs or not model.has_rt_info(LAYERS):
             raise OvspecError(f"{head.name}: an IR of a head that ovspec can't use; {AGAIN}.")
-        offsets = outputs[IDS].get_node().input_value(0).get_node().get_data().astype(np.int64)  # type: ignore[attr-defined]
-        layers = [int(layer) for layer in str(model.get_rt_info(LAYERS).astype(str)).split()]
+        layers = target_layers(model)
         return HeadSizes(
             hidden=outputs[HIDDEN].get_partial_shape()[2].get_length(),
             width=inputs[FUSES].get_partial_shape()[2].get_length(),
             taps=len(layers),
             vocab=head.entry("vocab"),
-            ids=np.arange(len(offsets)) + offsets,
+            ids=target_ids(model),
             layers=layers,
             own_embedding="input_ids" in inputs,
         )

@@ -272,7 +272,7 @@ class Traced(nn.Module):
         return found[0], found[1], self.head.fuse(target_hidden_states), *found[2]
 
 
-def convert_head(head: EagleHead, tap_layers: list[int]) -> ov.Model:
+def head_ir(head: EagleHead, tap_layers: list[int]) -> ov.Model:
     """Return a head as a stateful model. tap_layers: the target's layers whose inputs it reads."""
     from optimum.exporters.openvino.stateful import patch_stateful_decoder
 

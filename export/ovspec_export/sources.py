@@ -16,6 +16,7 @@ import numpy as np
 from ovspec.base.errors import OvspecError
 from ovspec.base.files import read_as, read_json
 from ovspec.ir.compile import MODEL_FILE
+from ovspec.ir.config import LAYERS
 from ovspec.setup.identity import files_of, files_revision
 from ovspec.text.chat_template import MORE_TEMPLATES
 from ovspec.text.tokenizer_files import TOKENIZER_CONFIG_FILE
@@ -49,7 +50,7 @@ OF_IMAGES = re.compile(r"(vision|image|video)_|(architectures|model_type|text_co
 
 # Numbers that families name differently in their config.
 ENTRIES = {
-    "layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
+    "layers": LAYERS,
     "hidden": ("hidden_size", "n_embd", "d_model"),
     "vocab": ("vocab_size",),
 }

@@ -88,10 +88,10 @@ def eagle_head(
     import openvino as ov
 
     from ovspec_export.head_agreement import check_head
-    from ovspec_export.heads import convert_head, load_head, target_embedding
+    from ovspec_export.heads import head_ir, load_head, target_embedding
 
     head = load_head(Path(source), name, target_embedding(Path(target)) if target else None)
-    model = convert_head(head, layers)
+    model = head_ir(head, layers)
     check_head(head, model, np.load(states) if Path(states).is_file() else None)
     if quantization:
         from optimum.intel import OVWeightQuantizationConfig

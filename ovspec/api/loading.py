@@ -20,9 +20,9 @@ from ovspec.ir.device import DeviceOptions, check_device
 from ovspec.ir.heads import is_head
 from ovspec.params.loading import LoadOptions, LoadParams, load_params
 from ovspec.params.option import documentation, takes
-from ovspec.setup.engine_choice import in_pairs, load_head
 from ovspec.setup.manifest import DRAFT_FOLDER, Manifest, read_manifest, restore_backup
 from ovspec.setup.profile import load_with
+from ovspec.setup.proposers import in_pairs, load_head
 from ovspec.setup.tuning import tune_if_new
 from ovspec.text.pairing import check_same_vocabulary
 

@@ -197,10 +197,12 @@ def compile_ir(folder: Path, options: DeviceOptions, rewrite: Callable[[ov.Model
     check_weights(folder / MODEL_FILE)
     with READING:
         model, states, picks = read_ir(folder, rewrite)
-    return compiled(model, folder, states, picks, options)
+    return compile_graph(model, folder, states, picks, options)
 
 
-def compiled(model: ov.Model, folder: Path, states: list[State], picks: bool, options: DeviceOptions) -> CompiledIR:
+def compile_graph(
+    model: ov.Model, folder: Path, states: list[State], picks: bool, options: DeviceOptions
+) -> CompiledIR:
     """Compile ``model``, which was read from ``folder``; raises OvspecError if the device can't."""
     device, properties, large_pages = check_device(options.device), compile_properties(options), LargePages()
     try:

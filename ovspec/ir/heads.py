@@ -86,6 +86,12 @@ def target_layers(head: ov.Model) -> list[int]:
     return [int(layer) for layer in re.findall(r"\d+", head.get_rt_info(LAYERS).astype(str))]
 
 
+def target_ids(head: ov.Model) -> np.ndarray:
+    """Return the target's id of each of a head's, (n,) int64."""
+    offsets = head.output(IDS).get_node().input_value(0).get_node().get_data()  # type: ignore[attr-defined]
+    return np.arange(len(offsets)) + offsets.astype(np.int64)
+
+
 def read_head(folder: Path, target: Path) -> Head:
     """Return the part of the head in ``folder`` that proposes, with the embedding of ``target`` if it has none.
 
@@ -96,7 +102,7 @@ def read_head(folder: Path, target: Path) -> Head:
     """
     model = read_model(folder)
     states = model_states(model)
-    offsets = model.output(IDS).get_node().input_value(0).get_node().get_data()  # type: ignore[attr-defined]
+    ids = target_ids(model)
     for name in (FUSED, IDS):
         model.remove_result(model.output(name).get_node())
     model.remove_parameter(model.input(FUSES).get_node())
@@ -105,7 +111,7 @@ def read_head(folder: Path, target: Path) -> Head:
         share_embedding(model, folder, target)
     pick_rows(model)
     model.validate_nodes_and_infer_types()
-    return Head(model, states, np.arange(len(offsets)) + offsets.astype(np.int64))
+    return Head(model, states, ids)
 
 
 def read_model(folder: Path) -> ov.Model:

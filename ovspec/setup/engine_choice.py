@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import time
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -20,9 +19,9 @@ from ovspec.cache.decoder import FAST, Arithmetic, Decoder, FeedRule, Rollback
 from ovspec.cache.paged import PagedDecoder
 from ovspec.cache.stateful import StatefulDecoder, decoder_of, trimming
 from ovspec.ir.attention_mask import UNBOUNDED, narrowest_window
-from ovspec.ir.compile import MODEL_FILE, CompiledIR, check_weights, compile_ir, compiled, last_line
+from ovspec.ir.compile import MODEL_FILE, CompiledIR, check_weights, compile_ir, last_line
 from ovspec.ir.device import DeviceOptions, check_device
-from ovspec.ir.heads import HIDDEN, give_features, read_head
+from ovspec.ir.heads import give_features
 from ovspec.ir.instruction_set import instruction_set
 from ovspec.ir.memory import room_for
 from ovspec.ir.paged_attention import NotPaged, attention_windows, pair_queries, to_paged
@@ -48,10 +47,6 @@ FREE = 1.1
 # Bytes of weights up to which products are joined: OpenVINO keeps the joined weights in memory beside its own form of
 # them, and the more a product has to read, the less it matters how many there are.
 JOINED = 5e8
-# A head proposes, so that rounding matters less than speed: activations share a scale in larger groups than usual.
-HEAD_PROPERTIES = {"DYNAMIC_QUANTIZATION_GROUP_SIZE": "128"}
-# A token of a draft comes with another one where two take at most this part of the time of one; timed so often.
-PAIRED, TIMED_PAIRS, PAIR_CONTEXT = 0.97, 6, 16
 LONG_PROBE = 1e8  # bytes of weights from which probing takes so long that it is told
 # The properties that round least. Models compiled with them are needed only briefly, so they are not cached.
 EXACT = {
@@ -210,61 +205,6 @@ def probed(loaded: CompiledModel, folder: Path, options: DeviceOptions) -> Exact
         # A text is computed anew where its frequencies change, in a single inference.
         found = replace(found, rule=None, differing=found.positions)
     return remember(exactness_file(folder, options, loaded.engine), found)
-
-
-def load_head(folder: Path, target: CompiledModel, options: DeviceOptions) -> CompiledModel:
-    """Compile the head in ``folder`` as its ``target`` was, on the device of ``options``.
-
-    Raises OvspecError if the device can't compile it, or it was made for another model.
-    """
-    same = check_device(options.device) == target.ir.device
-    properties = (target.ir.properties | HEAD_PROPERTIES if same else {}) | options.fixed
-    head = read_head(folder, target.ir.folder)
-    if head.ids.max() >= target.ir.logits_width:
-        told = f"proposes token {head.ids.max()}, but its target has {target.ir.logits_width}"
-        raise OvspecError(f"{folder}: the head {told}; use it with the model that it was trained for.")
-    paged = same and target.engine == "paged"
-    if paged:
-        to_paged(head.model)
-    join_products(head.model)
-    uncached = replace(options, properties=properties | {"CACHE_DIR": ""})
-    ir = compiled(head.model, folder, head.states, True, uncached)
-    if not paged:
-        return CompiledModel(ir, "stateful", "as its target", Rollback("mask"), head.ids)
-    loaded = CompiledModel(ir, "paged", "as its target", PagedDecoder.rollback, head.ids)
-    return in_pairs(loaded, options)
-
-
-def in_pairs(proposer: CompiledModel, options: DeviceOptions) -> CompiledModel:
-    """Let a draft model or head compute two tokens at least if that is faster: products of one row may be slower.
-
-    Timed once, and remembered.
-    """
-    if proposer.engine == "paged":
-        setting = repr(("pairs", sorted(proposer.ir.properties.items())))
-        file = memory_file("pairs", proposer.ir.folder, setting, options.cache_folder)
-        found = remembered(PairCost, file) or remember(file, PairCost(pair_cost(proposer)))
-        proposer.rule = FeedRule(fewest=2) if found.cost < PAIRED else FAST
-    return proposer
-
-
-@dataclass(frozen=True)
-class PairCost:
-    """How many times as long an inference of two tokens takes as one of a single token."""
-
-    cost: float
-
-
-def pair_cost(proposer: CompiledModel) -> float:
-    decoder, tokens, times = proposer.decoder(), np.zeros(PAIR_CONTEXT, dtype=np.int64), dict[int, list[float]]()
-    beside = np.ones((len(tokens), proposer.ir.width_of(HIDDEN)), dtype=np.float32)
-    decoder.feed([tokens], [1], 0, [beside])
-    for count in (1, 1, 2, 2) * TIMED_PAIRS:  # the first inference after one of another width takes longer
-        decoder.truncate(0, len(tokens))
-        began = time.perf_counter()
-        decoder.feed([tokens[:count]], [1], 0, [beside[:count]])
-        times.setdefault(count, []).append(time.perf_counter() - began)
-    return min(times[2]) / min(times[1])
 
 
 def compile_paged(folder: Path, options: DeviceOptions, paired: bool = True, head: Path | None = None) -> CompiledIR:

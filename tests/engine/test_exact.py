@@ -15,6 +15,7 @@ from conftest import PROMPTS, ROOT
 from random_pairs import PAIRS, shared_pair
 
 import ovspec
+from ovspec.cache.decoder import FeedRule
 from ovspec.cache.paged import PagedDecoder
 from ovspec.drafting.choice import parse_draft
 
@@ -98,6 +99,18 @@ def test_any_drafter_and_lookahead(load: Make, plain: list[ovspec.Result], draft
     check(lm, found, plain)
     if lookahead != "auto" and "draft" in draft:  # a random model's text has little to look up
         assert sum(result.stats.accepted for result in found) > 20
+
+
+def test_a_draft_that_computes_two_tokens_at_least(
+    load: Make, plain: list[ovspec.Result], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where two take less time than one, a draft's token comes with the one before it."""
+    lm = load("draft")
+    assert lm.draft
+    monkeypatch.setattr(lm.draft, "rule", FeedRule(fewest=2))
+    check(lm, texts(lm, lookahead=3), plain)
+    draft = lm.runtime.pool.take().draft
+    assert draft and draft.rule.fewest == 2
 
 
 def test_plain_text_is_one_forward_pass(load: Make, plain: list[ovspec.Result]) -> None:

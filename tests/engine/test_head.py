@@ -35,7 +35,8 @@ from ovspec.drafting.lookahead import Lookahead
 from ovspec.ir import heads as head_graphs
 from ovspec.ir.device import DeviceOptions
 from ovspec.ir.heads import FEATURES
-from ovspec.setup import engine_choice
+from ovspec.setup import proposers
+from ovspec.setup.engine_choice import CompiledModel
 
 LAYERS = [1, 0, 1]
 LOOKAHEAD = 3
@@ -245,10 +246,10 @@ def test_a_head_with_more_tokens_than_its_target_is_refused(
 ) -> None:
     lm = load_headed()
     assert lm.draft
-    read = engine_choice.read_head(folder / "pair" / "draft", folder / "pair")
-    monkeypatch.setattr(engine_choice, "read_head", lambda *_: replace(read, ids=read.ids + lm.target.ir.logits_width))
+    read = proposers.read_head(folder / "pair" / "draft", folder / "pair")
+    monkeypatch.setattr(proposers, "read_head", lambda *_: replace(read, ids=read.ids + lm.target.ir.logits_width))
     with pytest.raises(ovspec.OvspecError, match=r"the head proposes token .* but its target has"):
-        engine_choice.load_head(folder / "pair" / "draft", lm.target, DeviceOptions())
+        proposers.load_head(folder / "pair" / "draft", lm.target, DeviceOptions())
 
 
 def test_session_files_with_and_without_a_head(
@@ -287,3 +288,25 @@ def test_wrong_heads_are_refused_in_a_sentence(folder: Path, pair: Path) -> None
             ovspec.load(model, draft)
     with pytest.raises(OvspecError, match="must come first in a chain"):
         ovspec.load(folder / "pair", "head,lookup")
+
+
+def test_features_that_change_bits_are_told(
+    folder: Path, load_headed: Callable[..., ovspec.LanguageModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Then texts may differ from those without a head, and arithmetic isn't called exact; the answer is remembered."""
+    assert load_headed().target.promise == "exact"
+    bits = CompiledModel.bits
+    monkeypatch.setattr(CompiledModel, "bits", lambda self: [bytes(FEATURES in self.ir.outputs), *bits(self)[1:]])
+    for _ in range(2):
+        lm = ovspec.load(folder / "pair", "head", precision="f32", cache_dir=tmp_path)
+        assert "features change 1 of" in lm.target.promise and lm.target.arithmetic == "fast"
+        monkeypatch.setattr(CompiledModel, "bits", bits)
+
+
+def test_a_draft_computes_two_tokens_where_that_is_faster(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for cost, fewest in ((1.1, 1), (0.9, 2)):
+        monkeypatch.setattr(proposers, "pair_cost", lambda _, cost=cost: cost)
+        lm = ovspec.load(folder / "pair", "head", precision="f32", cache_dir=tmp_path / str(fewest))
+        assert lm.draft and lm.draft.rule.fewest == fewest

@@ -22,7 +22,7 @@ from ovspec_export import export as exporting
 from ovspec_export import heads as torch_heads
 from ovspec_export.head_agreement import check_head
 from ovspec_export.head_layout import is_head
-from ovspec_export.heads import EagleHead, convert_head, load_head
+from ovspec_export.heads import EagleHead, head_ir, load_head
 from ovspec_export.sources import find_source
 from ovspec_export.worker import eagle_head
 from safetensors.torch import load_file, save_file
@@ -339,7 +339,7 @@ def one_head(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def its_ir(one_head: Path) -> ov.Model:
-    return convert_head(load_head(one_head), LAYERS)
+    return head_ir(load_head(one_head), LAYERS)
 
 
 @pytest.mark.parametrize("spoil", [None, other_frequencies, no_residual, other_fc, other_norm])
@@ -358,7 +358,7 @@ def test_a_wrong_ir_is_found(spoil: Callable[[EagleHead], None] | None, one_head
 def test_padding_that_is_seen_is_found(one_head: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mask = torch_heads.causal_mask
     monkeypatch.setattr(torch_heads, "causal_mask", lambda given, new: mask(torch.ones_like(given), new))
-    model = convert_head(load_head(one_head), LAYERS)
+    model = head_ir(load_head(one_head), LAYERS)
     monkeypatch.undo()
     with pytest.raises(OvspecError, match="computes other logits"):
         check_head(load_head(one_head), model)

@@ -1,0 +1,81 @@
+"""Load what proposes for a target: its head, and how draft models and heads compute a token fastest."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from ovspec.base.errors import OvspecError
+from ovspec.base.files import remember, remembered
+from ovspec.cache.decoder import FAST, FeedRule, Rollback
+from ovspec.cache.paged import PagedDecoder
+from ovspec.ir.compile import compile_graph
+from ovspec.ir.device import DeviceOptions, check_device
+from ovspec.ir.heads import HIDDEN, read_head
+from ovspec.ir.paged_attention import to_paged
+from ovspec.ir.products import join_products
+from ovspec.setup.engine_choice import CompiledModel
+from ovspec.setup.probing import memory_file
+
+# A head proposes, so that rounding matters less than speed: activations share a scale in larger groups than usual.
+HEAD_PROPERTIES = {"DYNAMIC_QUANTIZATION_GROUP_SIZE": "128"}
+# A token of a draft comes with another one where two take at most this part of the time of one; timed so often.
+PAIRED, TIMED_PAIRS, PAIR_CONTEXT = 0.97, 6, 16
+
+
+def load_head(folder: Path, target: CompiledModel, options: DeviceOptions) -> CompiledModel:
+    """Compile the head in ``folder`` as its ``target`` was, on the device of ``options``.
+
+    Raises OvspecError if the device can't compile it, or it was made for another model.
+    """
+    same = check_device(options.device) == target.ir.device
+    properties = (target.ir.properties | HEAD_PROPERTIES if same else {}) | options.fixed
+    head = read_head(folder, target.ir.folder)
+    if head.ids.max() >= target.ir.logits_width:
+        told = f"proposes token {head.ids.max()}, but its target has {target.ir.logits_width}"
+        raise OvspecError(f"{folder}: the head {told}; use it with the model that it was trained for.")
+    paged = same and target.engine == "paged"
+    if paged:
+        to_paged(head.model)
+    join_products(head.model)
+    uncached = replace(options, properties=properties | {"CACHE_DIR": ""})
+    ir = compile_graph(head.model, folder, head.states, True, uncached)
+    if not paged:
+        return CompiledModel(ir, "stateful", "as its target", Rollback("mask"), head.ids)
+    loaded = CompiledModel(ir, "paged", "as its target", PagedDecoder.rollback, head.ids)
+    return in_pairs(loaded, options)
+
+
+def in_pairs(proposer: CompiledModel, options: DeviceOptions) -> CompiledModel:
+    """Let a draft model or head compute two tokens at least if that is faster: products of one row may be slower.
+
+    Timed once, and remembered.
+    """
+    if proposer.engine == "paged":
+        setting = repr(("pairs", sorted(proposer.ir.properties.items())))
+        file = memory_file("pairs", proposer.ir.folder, setting, options.cache_folder)
+        found = remembered(PairCost, file) or remember(file, PairCost(pair_cost(proposer)))
+        proposer.rule = FeedRule(fewest=2) if found.cost < PAIRED else FAST
+    return proposer
+
+
+@dataclass(frozen=True)
+class PairCost:
+    """How many times as long an inference of two tokens takes as one of a single token."""
+
+    cost: float
+
+
+def pair_cost(proposer: CompiledModel) -> float:
+    decoder, tokens, times = proposer.decoder(), np.zeros(PAIR_CONTEXT, dtype=np.int64), dict[int, list[float]]()
+    beside = np.ones((len(tokens), proposer.ir.width_of(HIDDEN)), dtype=np.float32)
+    decoder.feed([tokens], [1], 0, [beside])
+    for count in (1, 1, 2, 2) * TIMED_PAIRS:  # the first inference after one of another width takes longer
+        decoder.truncate(0, len(tokens))
+        began = time.perf_counter()
+        decoder.feed([tokens[:count]], [1], 0, [beside[:count]])
+        times.setdefault(count, []).append(time.perf_counter() - began)
+    return min(times[2]) / min(times[1])
