@@ -6,7 +6,6 @@ of caches, and planted bugs must be found.
 
 from __future__ import annotations
 
-import contextlib
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -250,29 +249,6 @@ def test_a_head_with_more_tokens_than_its_target_is_refused(
     monkeypatch.setattr(proposers, "read_head", lambda *_: replace(read, ids=read.ids + lm.target.ir.logits_width))
     with pytest.raises(ovspec.OvspecError, match=r"the head proposes token .* but its target has"):
         proposers.load_head(folder / "pair" / "draft", lm.target, DeviceOptions())
-
-
-def test_session_files_with_and_without_a_head(
-    load_headed: Callable[..., ovspec.LanguageModel], folder: Path, tmp_path: Path
-) -> None:
-    """Without a head, a file that was saved with one fits; with one, the text is read again."""
-    headed = load_headed()
-    plain = ovspec.load(folder / "pair", "none", precision="f32", cache_dir=tmp_path, engine="paged")
-    options: dict[str, Any] = {"max_tokens": 9, "ignore_eos": True}
-    texts = []
-    for saving, loading in ((headed, plain), (plain, headed)):
-        with saving.session() as session:
-            session.append(PROMPTS[0])
-            session.generate(max_tokens=5, ignore_eos=True)
-            session.save(tmp_path / "text")
-        with loading.session() as session:
-            told = pytest.warns(UserWarning, match="saved without the head; the text is read again")
-            with told if loading is headed else contextlib.nullcontext():
-                session.load(tmp_path / "text")
-            result = session.generate(**options)
-            assert bool(result.stats.cached_tokens) == (loading is plain)
-            texts.append(result.token_ids)
-    assert texts[0] == texts[1]
 
 
 def test_wrong_heads_are_refused_in_a_sentence(folder: Path, pair: Path) -> None:
