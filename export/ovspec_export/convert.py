@@ -11,6 +11,8 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +87,7 @@ def convert(
         )
         if not (folder / "openvino_tokenizer.xml").is_file():  # the overlay can't read what a newer transformers wrote
             where = {"source": str(source.folder), "folder": str(folder)}
-            run_job("tokenizer", source, folder, **where, trust_remote_code=trust_remote_code)
+            run_job("tokenizer", source, folder, None, **where, trust_remote_code=trust_remote_code)
         if not (folder / TOKENIZER_FILE).is_file():  # has the byte vocabulary; optimum-cli omits it for some
             load_tokenizer(source, trust_remote_code).save_pretrained(folder)
         converting.result = written(folder)
@@ -125,6 +127,7 @@ def convert_head(
             "eagle_head",
             source,
             folder,
+            None,
             **{each: str(place) for each, place in where.items()},
             name=source.name,
             layers=layers,
@@ -170,8 +173,15 @@ def copy_ir(source: Source, folder: Path) -> None:
         shutil.copyfile(file, folder / MORE_TEMPLATES / file.name)
 
 
-def run_job(job: str, model: Source, scratch: Path, **arguments: Any) -> None:
+def run_job(
+    job: str, model: Source, scratch: Path, told: Callable[[dict[str, Any]], None] | None = None, **arguments: Any
+) -> bool:
     """Run a job of ``worker.py`` in the environment of the model's family, with temporary files in ``scratch``.
+
+    told: is called with each message about the job's progress. With it, Ctrl-C asks the job to write what it has and to
+    end, and a second Ctrl-C ends it.
+
+    Returns whether the job came to its own end.
 
     Raises:
         OvspecError: the job fails, with the reason, or its environment can't be prepared.
@@ -179,23 +189,53 @@ def run_job(job: str, model: Source, scratch: Path, **arguments: Any) -> None:
     command = [sys.executable, "-P", "-m", "ovspec_export.worker", job, json.dumps(arguments)]
     scratch.mkdir(parents=True, exist_ok=True)
     overlay = {} if job in OURS else prepared_variables(model.family.environment, model.model_type)
+    asked = False
     with tempfile.TemporaryDirectory(dir=scratch, ignore_cleanup_errors=True) as temporary:
         # Everything needed is already downloaded, with weights as safetensors only; nothing else may be fetched now.
         environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "PYTHONUTF8": "1"}
         environment |= {"TMPDIR": temporary, "TEMP": temporary, "TMP": temporary} | overlay
-        # The worker ends when this pipe closes, even if this process is killed.
-        with subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=environment
-        ) as process:
+        errors = Path(temporary) / "errors"
+        # The worker ends when its input closes, even if this process is killed. Ctrl-C is for this process alone.
+        with (
+            errors.open("wb") as noise,
+            subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=noise,
+                env=environment,
+                start_new_session=True,
+            ) as process,
+        ):
+            assert process.stdin
+            listening = threading.Thread(target=listen, args=(process, told), daemon=True)
+            listening.start()
             try:
-                assert process.stderr
-                told = process.stderr.read().decode("utf-8", errors="replace")
-                process.wait()
+                while process.poll() is None:
+                    try:
+                        process.wait()
+                    except KeyboardInterrupt:
+                        if not told or asked:
+                            raise
+                        asked = True
+                        process.stdin.write(b"stop\n")
+                        process.stdin.flush()
             except BaseException:
                 process.kill()
                 raise
+            listening.join()
+        noisy = errors.read_text(encoding="utf-8", errors="replace")
     if process.returncode:
-        raise OvspecError(f"{model.name}: {FAILED[job]} ({reason(told, process.returncode)}).")
+        raise OvspecError(f"{model.name}: {FAILED[job]} ({reason(noisy, process.returncode)}).")
+    return not asked
+
+
+def listen(process: subprocess.Popen[bytes], told: Callable[[dict[str, Any]], None] | None) -> None:
+    """Hand on what a worker tells, until it ends."""
+    assert process.stdout
+    for line in process.stdout:
+        if told:
+            told(json.loads(line))
 
 
 def reason(told: str, returncode: int) -> str:

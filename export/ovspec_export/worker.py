@@ -2,20 +2,19 @@
 
     python -m ovspec_export.worker JOB JSON-ARGUMENTS
 
-The worker ends when its standard input closes, so that it doesn't outlive a parent that was killed.
+It tells how far it is as ``channel.py`` says.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import sys
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from ovspec_export.channel import open_channel
 from ovspec_export.patches import find_the_same_tokens, hide_torchvision, keep_splits_apart
 
 MODEL = "openvino_model"
@@ -216,13 +215,7 @@ JOBS: dict[str, Callable[..., None]] = {
 }
 
 
-def end_with_parent() -> None:
-    while os.read(0, 1024):  # not through sys.stdin, whose lock would be held when the interpreter ends
-        pass
-    os._exit(1)
-
-
 if __name__ == "__main__":
-    threading.Thread(target=end_with_parent, daemon=True).start()
+    open_channel()
     hide_torchvision()
     JOBS[sys.argv[1]](**json.loads(sys.argv[2]))

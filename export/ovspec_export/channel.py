@@ -1,0 +1,41 @@
+"""What a worker tells the process that started it, and the other way round: its progress, and that it is to stop.
+
+Progress goes through the worker's standard output, a JSON object a line; what libraries print there goes to its
+standard error instead. The worker ends when its standard input closes, so that it doesn't outlive a parent that was
+killed, and is asked to stop by anything written there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from typing import Any
+
+_stop = threading.Event()
+_out: int | None = None
+
+
+def open_channel() -> None:
+    """Take the standard input and output of this process for the channel."""
+    global _out
+    _out = os.dup(1)
+    os.dup2(2, 1)
+    threading.Thread(target=_listen, daemon=True).start()
+
+
+def tell(**figures: Any) -> None:
+    """Tell the parent how far the job is; without one, nothing happens."""
+    if _out is not None:
+        os.write(_out, (json.dumps(figures) + "\n").encode())
+
+
+def stopping() -> bool:
+    """Return whether the parent wants the job to write what it has, and to end."""
+    return _stop.is_set()
+
+
+def _listen() -> None:
+    while os.read(0, 1024):  # not through sys.stdin, whose lock would be held when the interpreter ends
+        _stop.set()
+    os._exit(1)
