@@ -132,7 +132,7 @@ def export_pair(
             check_ir(source, folder)
             if source.is_ir and folder != work and not head:
                 check_same_vocabulary(work, folder)
-            models.append(describe(source, folder, wanted))
+            models.append(describe(source, folder, wanted, work))
         with step(f"{sources[0].name}: comparing the tokenizers"):
             differing = [] if sources[0].is_ir else differing_texts(load_tokenizer(sources[0], trust_remote_code), work)
         for text in differing:
@@ -141,20 +141,29 @@ def export_pair(
         states.unlink(missing_ok=True)
         for folder in (work / "first-layers", work / "checkpoint-0", work / "checkpoint-1"):
             shutil.rmtree(folder, ignore_errors=True)
-        versions = {name: importlib.metadata.version(name) for name in VERSIONED} | {"ovspec": ovspec.__version__}
-        manifest = Manifest(models[0], models[1] if len(models) > 1 else None, versions, {}, differing)
-        with step(f"{output.name}: computing checksums", keep=True) as computing:
-            files = sorted(path for path in work.rglob("*") if path.is_file() and path != work / MANIFEST_FILE)
-            manifest.files = {
-                path.relative_to(work).as_posix(): ExportedFile(path.stat().st_size, sha256(path)) for path in files
-            }
-            size = sum(file.size for file in manifest.files.values())
-            computing.result = f"{in_bytes(size)} in {len(files)} files"
-        manifest.write(work)
-        replace_folder(work, output)
+        manifest = Manifest(models[0], models[1] if len(models) > 1 else None, installed_versions(), {}, differing)
+        complete(manifest, work, output)
     for line in quality_table(quality):
         note(line)
     return manifest
+
+
+def complete(manifest: Manifest, work: Path, output: Path) -> None:
+    """Write the manifest of the files in ``work``, and move them to ``output``."""
+    with step(f"{output.name}: computing checksums", keep=True) as computing:
+        files = sorted(path for path in work.rglob("*") if path.is_file() and path != work / MANIFEST_FILE)
+        manifest.files = {
+            path.relative_to(work).as_posix(): ExportedFile(path.stat().st_size, sha256(path)) for path in files
+        }
+        size = sum(file.size for file in manifest.files.values())
+        computing.result = f"{in_bytes(size)} in {len(files)} files"
+    manifest.write(work)
+    replace_folder(work, output)
+
+
+def installed_versions() -> dict[str, str]:
+    """Return the versions of the packages that an export depends on."""
+    return {name: importlib.metadata.version(name) for name in VERSIONED} | {"ovspec": ovspec.__version__}
 
 
 def as_checkpoint(source: Source, folder: Path, weight_format: str) -> Source:
@@ -179,15 +188,15 @@ def check_pair(target: Source, draft: Source, trust_remote_code: bool) -> None:
         )
 
 
-def describe(source: Source, folder: Path, compression: Compression) -> ExportedModel:
-    """Return the manifest entry of one model, which is read to see that it is supported.
+def describe(source: Source, folder: Path, compression: Compression, target: Path) -> ExportedModel:
+    """Return the manifest entry of the model in ``folder``, which is read to see that it is supported.
 
-    A head is read with its target, in whose folder it is.
+    A head is read with its ``target``.
     """
     if isinstance(source, HeadSource):
         try:
-            read_ir(folder.parent, lambda model: give_features(model, folder.parent, folder))
-            states = read_head(folder, folder.parent).states
+            read_ir(target, lambda model: give_features(model, target, folder))
+            states = read_head(folder, target).states
         except OvspecError as error:
             raise OvspecError(str(error).replace(str(folder), source.name)) from None
     else:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ovspec_export.channel import open_channel
+from ovspec_export.distill.gain import measure_gain
 from ovspec_export.patches import find_the_same_tokens, hide_torchvision, keep_splits_apart
 
 MODEL = "openvino_model"
@@ -211,7 +212,10 @@ def evaluate(source: str, folder: str, text: str, context: int, output: str, tru
 
 JOBS: dict[str, Callable[..., None]] = {
     job.__name__: job
-    for job in (optimum_cli, eagle_head, gguf_weights, tokenizer, first_layers, calibrate, to_bf16, evaluate)
+    for job in (
+        *(optimum_cli, eagle_head, gguf_weights, tokenizer, first_layers, calibrate, to_bf16, evaluate),
+        measure_gain,
+    )
 }
 
 

@@ -90,11 +90,15 @@ def read_by_heads(model: ov.Model, target: Path, named: Path) -> list[ov.Output]
         found = layer_inputs(model, model_states(model))
     except OvspecError as error:
         raise OvspecError(f"{named}: a head can't be used with this target: {error}.") from None
-    count = model_config(target).layers or len(found)
-    if count != len(found):
-        told = f"only {len(found)} of its {count} layers have keys and values of their own"
-        raise OvspecError(f"{named}: a head can't be used with this target: {told}.")
+    check_own_keys(len(found), model_config(target).layers or len(found), str(named))
     return found
+
+
+def check_own_keys(found: int, layers: int, named: str) -> None:
+    """Raise OvspecError if fewer than all ``layers`` of a target have keys and values of their own."""
+    if found != layers:
+        told = f"only {found} of its {layers} layers have keys and values of their own"
+        raise OvspecError(f"{named}: a head can't be used with this target: {told}.")
 
 
 def target_layers(head: ov.Model) -> list[int]:
