@@ -16,7 +16,7 @@ KINDS = {
     "draft": "A draft model",
     "trimmed draft": "A draft model with a smaller vocabulary",
 }
-SOURCES = {"own": "written by the model itself", "chats": "given chats", "text": "given text"}
+SOURCES = {"own": "written by the model itself", "chats": "of given chats", "text": "of given text"}
 
 
 @dataclass(frozen=True)
@@ -74,14 +74,14 @@ def card(made: Made, name: str) -> str:
     revision = f", revision {made.revision[:12]}" if made.revision else ""
     taught = f" It was made of {made.draft}." if made.draft else ""
     head = " It reads the model's own hidden states and works with no other model." if made.kind == "head" else ""
-    model = made.model.rpartition("/")[2]
     parts = [
         f"# {KINDS[made.kind]} for {made.model}",
         f"It proposes tokens for {made.model}{revision}, so that it generates faster; the model alone decides what is "
         f"generated.{head}{taught} Made by `ovspec distill`.",
         "## Use it",
-        f'```sh\novspec generate {model} --draft {name} --chat "..."     # the exported model\n'
-        f"ovspec export {made.model} --draft {name} -o {model}-fast    # or export both into one folder\n```",
+        f"MODEL is an export of {made.model}, CHECKPOINT what it was exported from.",
+        f'```sh\novspec generate MODEL "Once upon a time" --draft {name} --stats\n'
+        f"ovspec export CHECKPOINT --draft {name} -o MODEL    # both in one folder, for --draft alone\n```",
         "## How it was made",
         "\n".join(f"- {line}" for line in facts(made)),
     ]

@@ -131,7 +131,7 @@ def planned(options: DistillOptions) -> Plan:
     for place in (output, work):
         if place == where or where in place.parents or place in where.parents:
             name = "output" if place == output else "work"
-            raise OvspecError(f"{place}: is, contains or is inside the model {target.name}; name another `{name}`.")
+            raise OvspecError(f"{place}: is, contains or is inside the source {target.name}; name another `{name}`.")
     if work == output or output in work.parents or work in output.parents:
         raise OvspecError(f"{work}: is, contains or is inside the output; name another `work`.")
     draft = find_draft(options.draft) if options.draft else None

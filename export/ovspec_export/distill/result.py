@@ -97,7 +97,7 @@ def write_result(plan: Plan, work: Work, made: Made) -> ExportedModel:
     check_place(plan.output, work.run, plan.options.overwrite)
     unwanted = shutil.ignore_patterns(MANIFEST_FILE, f"*{PARTIAL}")
     with work_folder(plan.output, overwrite=True) as partial:
-        for folder in (work.ir, work.checkpoint):  # which have the same config
+        for folder in (work.checkpoint, work.ir):  # whose config says more
             shutil.copytree(folder, partial, dirs_exist_ok=True, ignore=unwanted)
         write_made(made, plan.name, partial)
         entry = describe(result_source(plan, work), partial, INT8, exported_target(plan, work))

@@ -180,7 +180,8 @@ def progress(plan: Plan, work: Work, stage: str) -> str:
     left = plan.budget - spent.seconds_of()
     if plan.options.tokens and stage == TRAINING and speed:
         left = min(left, (plan.options.tokens - spent.tokens.get(stage, 0)) / speed)
-    return ", ".join([*parts, f"{max(left, 0) / 60:.0f} min left"])
+    left = max(left, 0)
+    return ", ".join([*parts, f"{left / 60:.0f} min left" if left > 90 else f"{left:.0f} s left"])
 
 
 # ---------------------------------------------------------------- the end

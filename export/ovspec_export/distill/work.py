@@ -139,7 +139,8 @@ class Stopwatch:
     def tell(self, figures: dict[str, Any]) -> None:
         """Take what the job has told of this run: its ``tokens``, and other figures."""
         spent = self._work.spent
-        spent.tokens[self._stage] = self._tokens + figures.get("tokens", 0)
+        if "tokens" in figures:
+            spent.tokens[self._stage] = self._tokens + figures["tokens"]
         spent.told[self._stage] = spent.told.get(self._stage, {}) | figures
         self.count()
         if time.monotonic() - self._saved > SAVED:
@@ -203,7 +204,10 @@ def open_work(folder: Path, run: str, settings: Settings) -> Iterator[Work]:
             write_atomically(folder / SETTINGS, json.dumps(asdict(begun := Begun(run, settings)), indent=1))
         work = Work(folder, begun.run, read_as(Spent, folder / SPENT))
         shutil.rmtree(work.scratch, ignore_errors=True)  # of a run that was killed
-        yield work
+        try:
+            yield work
+        finally:
+            shutil.rmtree(work.scratch, ignore_errors=True)
     finally:
         lock.release()
 
