@@ -119,7 +119,7 @@ def test_errors_that_follow_ctrl_c(
 
 
 def test_every_command_shows_an_example(ovspec) -> None:
-    for command in ("generate", "export", "devices", "inspect", "perplexity", "tune"):
+    for command in ("generate", "distill", "export", "devices", "inspect", "perplexity", "tune"):
         assert "Example" in ovspec(command, "--help").stdout
 
 

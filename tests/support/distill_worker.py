@@ -2,9 +2,9 @@
 
     python -m distill_worker JOB JSON-ARGUMENTS
 
-The variable STAND_IN holds JSON: ``checkpoint`` is what training leaves; ``ir`` what it is exported to, and ``rows``
-what was gained, without which the real jobs run; ``began`` a folder in which each job leaves a file when it has begun;
-``stall`` the job that goes on until it is asked to stop.
+The variable STAND_IN holds JSON: ``checkpoint`` is what training leaves; ``ir`` what a head is exported to,
+``exported`` what a model is exported to, and ``rows`` what was gained (without one of these three, the real job runs);
+``began`` a folder in which each job leaves its arguments; ``stall`` the job that goes on until it is asked to stop.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def eagle_head(folder: str, **_: Any) -> None:
 
 
 def optimum_cli(arguments: list[str], **_: Any) -> None:
-    shutil.copytree(GIVEN["ir"], arguments[-1], dirs_exist_ok=True)
+    shutil.copytree(GIVEN["exported"], arguments[-1], dirs_exist_ok=True)
 
 
 def measure_gain(output: str, **_: Any) -> None:
@@ -74,7 +74,8 @@ def measure_gain(output: str, **_: Any) -> None:
 STAND_INS: dict[str, Callable[..., None]] = {
     job.__name__: job for job in (write_texts, write_features, train_head, trim_vocabulary)
 } | {"teach_draft": train_head}
-STAND_INS |= {"eagle_head": eagle_head, "optimum_cli": optimum_cli} if "ir" in GIVEN else {}
+STAND_INS |= {"eagle_head": eagle_head} if "ir" in GIVEN else {}
+STAND_INS |= {"optimum_cli": optimum_cli} if "exported" in GIVEN else {}
 STAND_INS |= {"measure_gain": measure_gain} if "rows" in GIVEN else {}
 
 
