@@ -42,6 +42,7 @@ PLACE = click.Path(path_type=Path)
 @click.option(
     "--minutes",
     type=click.FloatRange(1),
+    metavar="N",
     help="Time for all texts and training, over all runs.  [default: 180; 10 with --trim-vocabulary]",
 )
 @click.option(

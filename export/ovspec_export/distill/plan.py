@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -17,7 +19,7 @@ from ovspec.ir.heads import check_own_keys, read_by_heads
 from ovspec.setup.identity import model_identity
 from ovspec.setup.manifest import DRAFT_FOLDER, ExportedModel, is_ours, read_manifest, restore_backup
 from ovspec_export.compression import INT8, WEIGHT_FORMATS
-from ovspec_export.convert import needed_space
+from ovspec_export.convert import needed_space, reason
 from ovspec_export.distill.card import made_in
 from ovspec_export.distill.work import Settings, begun_in, check_settings
 from ovspec_export.export import check_pair
@@ -199,16 +201,12 @@ def check_place(output: Path, run: str | None, overwrite: bool) -> None:
 def check_torch_device(name: str) -> None:
     if name == "cpu":
         return
-    import torch  # which takes seconds to import
-
-    try:
-        torch.empty(1, device=name)
-    except (RuntimeError, AssertionError) as error:
-        raise OvspecError(f"`torch_device={name!r}`: torch can't use it ({first_sentence(error)}).") from None
-
-
-def first_sentence(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0].partition(". ")[0].rstrip(".")
+    # In a process of its own: torch is large, and would hold on to the device.
+    command = [sys.executable, "-P", "-c", "import sys, torch; torch.empty(1, device=sys.argv[1])", name]
+    done = subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace", check=False)
+    if done.returncode:
+        why = reason(done.stderr, done.returncode)
+        raise OvspecError(f"`torch_device={name!r}`: torch can't use it ({why}).")
 
 
 def check_target(folder: Path, name: str, kind: Kind) -> None:
@@ -308,15 +306,17 @@ def check_room(plan: Plan) -> None:
 def needed_memory(plan: Plan) -> float:
     """Estimate the memory that distilling takes, in bytes: that of its largest stage, as each is a process of its own.
 
-    Writing and reading texts holds the target's weights. Training holds ``PER_WEIGHT`` bytes of each weight that is
-    trained, and of a head also the target's embedding and lm_head in 16 bits.
+    Writing and reading texts holds the target's weights, and the comparison with an old draft holds them twice.
+    Training holds ``PER_WEIGHT`` bytes of each weight that is trained, and of a head also the target's embedding and
+    lm_head in 16 bits.
     """
+    copies = 2 if plan.draft or (plan.target.is_ir and (plan.target.folder / DRAFT_FOLDER).is_dir()) else 1
     if plan.target.is_ir:
         generating = float(check_weights(plan.target.folder / MODEL_FILE))
     else:
         generating = plan.target.parameters * WEIGHT_FORMATS["int8"] / 8
     training = PER_WEIGHT * trained_weights(plan) + (4 * embedding_weights(plan.target) if plan.of_head else 0)
-    return max(generating, 0 if plan.kind == "trimmed draft" else training) + WORKING
+    return max(copies * generating, 0 if plan.kind == "trimmed draft" else training) + WORKING
 
 
 def trained_weights(plan: Plan) -> float:

@@ -92,8 +92,8 @@ def made(plan: Plan, work: Work, complete: bool, rows: list[dict[str, object]]) 
     )
 
 
-def write_result(plan: Plan, work: Work, made: Made) -> ExportedModel:
-    """Write the result into the output, completely or not at all, and return its entry in a manifest."""
+def write_result(plan: Plan, work: Work, made: Made) -> None:
+    """Write the result into the output, completely or not at all."""
     check_place(plan.output, work.run, plan.options.overwrite)
     unwanted = shutil.ignore_patterns(MANIFEST_FILE, f"*{PARTIAL}")
     with work_folder(plan.output, overwrite=True) as partial:
@@ -102,7 +102,6 @@ def write_result(plan: Plan, work: Work, made: Made) -> ExportedModel:
         write_made(made, plan.name, partial)
         entry = describe(result_source(plan, work), partial, INT8, exported_target(plan, work))
         complete(Manifest(entry, None, installed_versions(), {}), partial, plan.output)
-    return entry
 
 
 def put_beside(plan: Plan, ir: Path, entry: ExportedModel) -> None:

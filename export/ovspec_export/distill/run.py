@@ -16,9 +16,10 @@ from ovspec.base.errors import OvspecError
 from ovspec.base.files import read_json
 from ovspec.base.progress import note, step
 from ovspec.ir.compile import MODEL_FILE
-from ovspec.setup.manifest import DRAFT_FOLDER
+from ovspec.setup.manifest import DRAFT_FOLDER, read_manifest
 from ovspec_export.compression import INT8
 from ovspec_export.distill import stages
+from ovspec_export.distill.card import made_in
 from ovspec_export.distill.gain import gained, no_gain
 from ovspec_export.distill.plan import DistillOptions, Plan, check_target, planned
 from ovspec_export.distill.result import export_draft, export_result, made, put_beside, write_result
@@ -188,15 +189,18 @@ def progress(plan: Plan, work: Work, stage: str) -> str:
 
 
 def finish(plan: Plan, work: Work) -> Ended:
-    """Export the result, measure what it brings, and put everything into its place."""
-    export_result(plan, work)
-    rows = measured(plan, work)
-    entry = write_result(plan, work, made(plan, work, True, rows))
-    if not gained(rows):
-        note(no_gain(plan.name, rows))
+    """Export the result, measure what it brings, and put everything into its place, as far as that isn't done."""
+    before = made_in(plan.output)
+    if not (before and before.run == work.run and before.complete and before.seconds == work.spent.seconds):
+        export_result(plan, work)
+        write_result(plan, work, made(plan, work, True, measured(plan, work)))
+    finished, manifest = made_in(plan.output), read_manifest(plan.output)
+    assert finished and manifest
+    if not gained(finished.rows):
+        note(no_gain(plan.name, finished.rows))
         return Ended.NOTHING_GAINED
-    note(f"{plan.output}: written")
-    put_beside(plan, work.ir, entry)
+    note(f"{plan.output}: finished")
+    put_beside(plan, work.ir, manifest.target)
     return Ended.GAINED
 
 

@@ -230,6 +230,9 @@ def test_a_work_folder_that_is_named_is_kept(distil: Distilling) -> None:
     assert distil.run(work=work, tokens=1500) == 0, "more training replaces its own result"
     made = made_in(distil.output)
     assert made and made.tokens == 1500
+    assert len(distil.began("measure_gain")) == 2
+    assert distil.run(work=work, tokens=1500) == 0, "there is nothing left to do"
+    assert len(distil.began("measure_gain")) == 2
     other = distil.folder / "mine"
     other.mkdir()
     (other / "thesis.txt").touch()
