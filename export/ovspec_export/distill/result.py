@@ -22,13 +22,13 @@ from ovspec.setup.manifest import (
     sha256,
 )
 from ovspec_export.compression import INT8
-from ovspec_export.convert import check_ir, convert_head
+from ovspec_export.convert import check_ir, convert, convert_head
 from ovspec_export.distill.card import Data, Made, write_made
 from ovspec_export.distill.documents import read_documents
 from ovspec_export.distill.plan import Plan, check_place
 from ovspec_export.distill.stages import exported_target
 from ovspec_export.distill.work import TRAINING, Work
-from ovspec_export.export import complete, describe, export_pair, installed_versions
+from ovspec_export.export import complete, describe, installed_versions
 from ovspec_export.folders import foreign_file, replace_folder, work_folder
 from ovspec_export.head_fit import check_fits
 from ovspec_export.sources import HeadSource, Source, source_in
@@ -48,9 +48,9 @@ def export_draft(plan: Plan, work: Work, draft: Source, folder: Path) -> None:
     if isinstance(draft, HeadSource):
         target = target_source(plan, work)
         convert_head(draft, partial, INT8, target, check_fits(target, draft), work.scratch / "no states")
-        check_ir(draft, partial)
     else:
-        export_pair(str(draft.folder), None, partial, INT8)
+        convert(draft, partial, INT8)
+    check_ir(draft, partial)
     partial.rename(folder)
 
 
@@ -64,7 +64,7 @@ def target_source(plan: Plan, work: Work) -> Source:
     return Source(plan.target.name, exported_target(plan, work), is_ir=True, revision=plan.target.revision)
 
 
-def made(plan: Plan, work: Work, complete: bool, rows: list[dict[str, object]]) -> Made:
+def describe_made(plan: Plan, work: Work, finished: bool, rows: list[dict[str, object]]) -> Made:
     """Return what was made, and how."""
     data, held_out, spent = dict[str, Data](), Data(), work.spent
     for document in read_documents(work.documents):
@@ -81,7 +81,7 @@ def made(plan: Plan, work: Work, complete: bool, rows: list[dict[str, object]]) 
         model=name,
         revision=revision,
         draft=plan.draft.name if plan.draft else None,
-        complete=complete,
+        complete=finished,
         seconds=spent.seconds,
         tokens=spent.tokens.get(TRAINING, 0),
         data=data,
@@ -111,6 +111,8 @@ def put_beside(plan: Plan, ir: Path, entry: ExportedModel) -> None:
         return
     try:
         manifest, foreign = read_manifest(model), foreign_file(model)
+        if manifest and manifest.draft == entry:
+            return
         if not manifest or manifest.draft or (model / DRAFT_FOLDER).exists():
             note(f"{model.name}: has a draft, which stays there; name {plan.name} to use the new one")
         elif foreign:

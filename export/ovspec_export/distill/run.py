@@ -22,7 +22,7 @@ from ovspec_export.distill import stages
 from ovspec_export.distill.card import made_in
 from ovspec_export.distill.gain import gained, no_gain
 from ovspec_export.distill.plan import DistillOptions, Plan, check_target, planned
-from ovspec_export.distill.result import export_draft, export_result, made, put_beside, write_result
+from ovspec_export.distill.result import describe_made, export_draft, export_result, put_beside, write_result
 from ovspec_export.distill.work import DATA, READING, TEXTS, TRAINING, Work, delete_work, open_work
 from ovspec_export.export import as_checkpoint, export_pair
 
@@ -193,7 +193,7 @@ def finish(plan: Plan, work: Work) -> Ended:
     before = made_in(plan.output)
     if not (before and before.run == work.run and before.complete and before.seconds == work.spent.seconds):
         export_result(plan, work)
-        write_result(plan, work, made(plan, work, True, measured(plan, work)))
+        write_result(plan, work, describe_made(plan, work, True, measured(plan, work)))
     finished, manifest = made_in(plan.output), read_manifest(plan.output)
     assert finished and manifest
     if not gained(finished.rows):
@@ -232,7 +232,7 @@ def keep(plan: Plan, work: Work) -> None:
     """Write the result so far, if there is one, and say how to go on."""
     if work.has_result:
         export_result(plan, work)
-        write_result(plan, work, made(plan, work, False, []))
+        write_result(plan, work, describe_made(plan, work, False, []))
         note(f"{plan.output}: the result so far; the same command goes on")
     else:
         note(f"{plan.name}: stopped before anything was trained; the same command goes on")
