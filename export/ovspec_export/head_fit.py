@@ -11,6 +11,7 @@ from ovspec.base.errors import OvspecError
 from ovspec.ir.compile import MODEL_FILE, check_weights
 from ovspec.ir.device import core
 from ovspec.ir.heads import FUSED, FUSES, HIDDEN, LAYERS, target_ids, target_layers
+from ovspec_export.head_layout import usual_layers
 from ovspec_export.sources import HeadSource, Source
 
 AGAIN = "name the head's checkpoint instead, which ovspec exports itself"
@@ -111,7 +112,7 @@ def check_fits(target: Source, head: HeadSource) -> list[int]:
     if sizes.vocab != vocab:
         raise OvspecError(f"{refused} it was made for {sizes.vocab} tokens, but the target has {vocab}.")
     check_ids(sizes, vocab, head.name)
-    found = list(sizes.layers or [2, layers // 2, layers - 3])
+    found = list(sizes.layers or usual_layers(layers))
     wrong = next((layer for layer in found if not 0 <= layer < layers), None)
     if wrong is not None:
         raise OvspecError(

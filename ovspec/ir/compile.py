@@ -134,20 +134,26 @@ def model_states(model: ov.Model) -> list[State]:
     return sorted(states, key=lambda state: state.name)
 
 
+def lm_head(model: ov.Model) -> ov.Node | None:
+    """Return the MatMul that makes logits of hidden states, or None if it isn't found."""
+    node = model.output("logits").get_node().input_value(0).get_node()
+    while node.get_type_name() in ELEMENTWISE:
+        sources = [node.input_value(i).get_node() for i in range(node.get_input_size())]
+        moving = [source for source in sources if source.get_type_name() not in ("Constant", "Convert")]
+        if len(moving) != 1:
+            return None
+        node = moving[0]
+    return node if node.get_type_name() == "MatMul" else None
+
+
 def pick_logits(model: ov.Model) -> bool:
     """Add the input ``logits_idx`` [n] i64: flat indices (row * width + column) whose logits are computed.
 
     The hidden states are gathered before the lm_head, so ``logits`` becomes [1, n, vocab].
     Returns False, and leaves the model unchanged, if the lm_head is not found.
     """
-    node = model.output("logits").get_node().input_value(0).get_node()
-    while node.get_type_name() in ELEMENTWISE:
-        sources = [node.input_value(i).get_node() for i in range(node.get_input_size())]
-        moving = [source for source in sources if source.get_type_name() not in ("Constant", "Convert")]
-        if len(moving) != 1:
-            return False
-        node = moving[0]
-    if node.get_type_name() != "MatMul":
+    node = lm_head(model)
+    if node is None:
         return False
     hidden = node.input_value(0)
     shape = hidden.get_partial_shape()
