@@ -8,6 +8,7 @@ It tells how far it is as ``channel.py`` says.
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sys
 from collections.abc import Callable
@@ -209,9 +210,49 @@ def evaluate(source: str, folder: str, text: str, context: int, output: str, tru
     Path(output).write_text(json.dumps(result), encoding="utf-8")
 
 
+def write_features(**arguments: Any) -> None:
+    """Compute what a student learns from."""
+    from ovspec_export.distill.features import write_features
+
+    write_features(**arguments)
+
+
+def train_head(**arguments: Any) -> None:
+    """Teach a head."""
+    share_processor()
+    from ovspec_export.distill.head import train_head
+
+    train_head(**arguments)
+
+
+def train_draft(**arguments: Any) -> None:
+    """Teach a draft model."""
+    share_processor()
+    from ovspec_export.distill.draft import train_draft
+
+    train_draft(**arguments)
+
+
+def share_processor() -> None:
+    """Let threads that wait sleep, before torch is imported: a night's training shouldn't slow down other programs."""
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+
 JOBS: dict[str, Callable[..., None]] = {
     job.__name__: job
-    for job in (optimum_cli, eagle_head, gguf_weights, tokenizer, first_layers, calibrate, to_bf16, evaluate)
+    for job in (
+        optimum_cli,
+        eagle_head,
+        gguf_weights,
+        tokenizer,
+        first_layers,
+        calibrate,
+        to_bf16,
+        evaluate,
+        write_features,
+        train_head,
+        train_draft,
+    )
 }
 
 

@@ -35,6 +35,7 @@ SHARD = 64e6  # bytes
 DOCUMENTS, FEATURES, TARGET = "documents.jsonl", "features", "target.safetensors"
 # Activations share a scale in larger groups than usual: a long text is read faster, and a head learns as well.
 PROPERTIES = {"DYNAMIC_QUANTIZATION_GROUP_SIZE": "128", "CACHE_DIR": ""}
+REPORT = 2.0  # seconds between two reports of progress
 ROWS = 4096  # of the embedding that are read at once
 
 
@@ -76,13 +77,16 @@ def write_features(model: str, work: str, layers: list[int], seconds: float, mos
     size = sum(shard.file.stat().st_size for shard in shards)
     compute = computing(Path(model), layers)
     tokens, began = 0, time.monotonic()
+    told = began
     while done < len(documents) and size < most and not over(began, seconds):
         parts, taken = list[dict[str, Tensor]](), 0
         while done + len(parts) < len(documents) and taken < SHARD and not (parts and over(began, seconds)):
             parts.append(compute(documents[done + len(parts)].ids))
             taken += sum(part.nbytes for part in parts[-1].values())
             tokens += len(parts[-1]["ids"])
-            tell(tokens=tokens, per_second=tokens / (time.monotonic() - began))
+            if (now := time.monotonic()) - told > REPORT:
+                tell(tokens=tokens, per_second=tokens / (now - began))
+                told = now
         write_shard(folder / f"{done:07}.safetensors", done, parts)
         done, size = done + len(parts), size + taken
 

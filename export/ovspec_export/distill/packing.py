@@ -46,40 +46,39 @@ class Batch:
         return before & (self.document == self.document[entries, None])
 
 
-def pack(examples: Sequence[Example], steps: int, share: float) -> Batch:
-    """Return a batch in which a random ``share`` of the entries with enough tokens after them is deep."""
-    lengths = [len(example.ids) - 1 for example in examples]
+def pack(examples: Sequence[Example], steps: int, share: float, ahead: int = 1) -> Batch:
+    """Return a batch in which a random ``share`` of the entries with enough tokens after them is deep.
+
+    ahead: how many tokens an entry's token is ahead of its features: 1 for a head, 0 for a draft model.
+    """
+    lengths = [len(example.ids) - ahead for example in examples]
     able = torch.cat([torch.arange(a, max(a, b - steps + 1)) for a, b in pairwise((0, *accumulate(lengths)))])
     chosen = torch.randperm(len(able))[: max(1, round(share * len(able)))].sort().values
+    parts = list(zip(examples, lengths, strict=True))
     return Batch(
-        ids=torch.cat([example.ids[1:] for example in examples]).long(),
+        ids=torch.cat([example.ids[ahead:] for example in examples]).long(),
         positions=torch.cat([torch.arange(length) for length in lengths]),
         document=torch.repeat_interleave(torch.tensor(lengths)),
-        features=torch.cat([example.features[:-1] for example in examples]).float(),
-        choices=torch.cat([example.choices[1:] for example in examples]).long(),
-        logprobs=torch.cat([example.logprobs[1:] for example in examples]).float(),
-        final=torch.cat([example.final[1:] for example in examples]).float(),
+        features=torch.cat([example.features[:length] for example, length in parts]).float(),
+        choices=torch.cat([example.choices[ahead:] for example in examples]).long(),
+        logprobs=torch.cat([example.logprobs[ahead:] for example in examples]).float(),
+        final=torch.cat([example.final[ahead:] for example in examples]).float(),
         deep=able[chosen],
-        answers=torch.cat(
-            [
-                torch.arange(length) >= max(0, example.document.answer - 2)
-                for example, length in zip(examples, lengths, strict=True)
-            ]
-        ),
+        answers=torch.cat([torch.arange(n) + ahead + 1 >= example.document.answer for example, n in parts]),
     )
 
 
 def batches(
-    examples: Sequence[Example], numbers: Sequence[int], tokens: int, steps: int, share: float
+    examples: Sequence[Example], numbers: Sequence[int], tokens: int, steps: int, share: float, ahead: int = 1
 ) -> Iterator[Batch]:
     """Yield batches of about ``tokens`` entries of the examples of these ``numbers``, in random order, without end."""
     while True:
         taken, count = list[Example](), 0
         for index in torch.randperm(len(numbers)).tolist():
             taken.append(examples[numbers[index]])
-            count += len(taken[-1].ids) - 1
+            count += len(taken[-1].ids) - ahead
             if count >= tokens:
-                yield pack(taken, steps, share)
+                yield pack(taken, steps, share, ahead)
                 taken, count = [], 0
         if taken:
-            yield pack(taken, steps, share)
+            yield pack(taken, steps, share, ahead)

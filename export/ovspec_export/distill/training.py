@@ -6,6 +6,9 @@ the last tenth of the steps: so nothing depends on when the training ends, and i
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -24,6 +27,7 @@ WARM_UP, STEADY = 100, 4000  # steps until the rate is the highest, and until it
 REPORT, SAVE, JUDGE = 5.0, 120.0, 60.0  # seconds between progress, states and judgements
 AVERAGED = 12  # the larger, the shorter the average
 BETAS = (0.9, 0.95)
+M_MMAP_MAX, M_TRIM_THRESHOLD = -4, -1  # of glibc's mallopt
 LONGEST = 1.0  # norm of a step's gradient
 
 
@@ -52,6 +56,7 @@ def train(student: Student, work: Path, state: dict[str, Any], kept: dict[str, A
         work: the work folder.
         kept: what else the state is to hold.
     """
+    keep_heap()
     examples = Examples(work)
     numbers = [i for i in range(len(examples)) if not examples.documents[i].held_out]
     held_out = [examples[i] for i in range(len(examples)) if examples.documents[i].held_out]
@@ -116,6 +121,15 @@ def train(student: Student, work: Path, state: dict[str, Any], kept: dict[str, A
     with_average(lambda: student.write(work / CHECKPOINT))
     shown = with_average(lambda: student.judge(held_out))
     tell(tokens=seen, steps=step, **shown)
+
+
+def keep_heap() -> None:
+    """Let the C library (glibc) keep what is freed: else the new pages of each step take as long as its arithmetic."""
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError, AttributeError):
+            library = ctypes.CDLL(None)
+            library.mallopt(M_MMAP_MAX, 0)
+            library.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
 
 
 def moved(rows: Tensor, old: Tensor, new: Tensor, fresh: Tensor) -> Tensor:

@@ -37,6 +37,8 @@ def unrolled(head: EagleHead, batch: Batch, embedding: Tensor, steps: int) -> li
     states, cache = step(torch.arange(len(batch)), 0, head.fuse(batch.features), mask, head.no_cache())
     outputs, own = [states], hidden_where(~torch.eye(len(deep), dtype=torch.bool))
     states, mask = states[deep], mask[deep]
+    if not len(deep):
+        return [*outputs, *[states] * (steps - 1)]
     for depth in range(1, steps):
         # Of what was guessed, an entry sees only what came of itself.
         mask = torch.cat((mask, own), 1)
