@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ovspec_export.distill.features import Example, Examples
 from ovspec_export.distill.packing import Batch, batches, pack
-from ovspec_export.distill.training import STATE, train
+from ovspec_export.distill.training import STATE, Effort, train
 
 STEP_TOKENS = 1024
 RATE = 1e-4  # the highest
@@ -22,8 +22,8 @@ ALIKE = 1e-2  # largest difference of logits, as a share of their spread, betwee
 class DraftStudent:
     """A draft model that learns. packed: whether documents can share an inference without seeing each other."""
 
-    def __init__(self, model: nn.Module, packed: bool) -> None:
-        self.module, self.packed = model.requires_grad_(True), packed
+    def __init__(self, model: nn.Module, packed: bool, device: str = "cpu") -> None:
+        self.module, self.packed, self.device = model.requires_grad_(True).to(device), packed, torch.device(device)
 
     def groups(self) -> list[dict[str, Any]]:
         weights = list(self.module.parameters())
@@ -33,7 +33,8 @@ class DraftStudent:
         ]
 
     def batches(self, examples: Sequence[Example], numbers: Sequence[int]) -> Iterator[Batch]:
-        return batches(examples, numbers, STEP_TOKENS if self.packed else 1, 1, 0, ahead=0)
+        tokens = STEP_TOKENS if self.packed else 1
+        return (batch.to(self.device) for batch in batches(examples, numbers, tokens, 1, 0, ahead=0))
 
     def loss(self, batch: Batch) -> Tensor:
         """Return the cross-entropy with the target's likeliest tokens."""
@@ -48,7 +49,7 @@ class DraftStudent:
         """Return how often the draft agrees with the target, and how many guesses in a row are right."""
         agree, runs = list[Tensor](), list[Tensor]()
         for example in examples:
-            batch = pack([example], 1, 0, ahead=0)
+            batch = pack([example], 1, 0, ahead=0).to(self.device)
             right = (logits_of(self.module, batch).argmax(-1) == batch.choices[:, 0])[batch.answers].float()
             agree.append(right)
             if len(right) >= RUN:
@@ -69,7 +70,15 @@ def logits_of(model: nn.Module, batch: Batch) -> Tensor:
     return model(input_ids=batch.ids[None], position_ids=batch.positions[None], use_cache=False).logits[0].float()
 
 
-def train_draft(source: str, model_type: str, work: str, seconds: float, tokens: int, trust_remote_code: bool) -> None:
+def train_draft(
+    source: str,
+    model_type: str,
+    work: str,
+    seconds: float,
+    tokens: int,
+    trust_remote_code: bool,
+    torch_device: str = "cpu",
+) -> None:
     """Teach the draft model of the checkpoint ``source`` for about ``seconds``, or until it has seen ``tokens``."""
     from ovspec_export.patches import adapt
     from ovspec_export.quantised import load_model
@@ -78,9 +87,10 @@ def train_draft(source: str, model_type: str, work: str, seconds: float, tokens:
     model = load_model(source, trust_remote_code, dtype=torch.float32, **adapt(model_type))
     state: dict[str, Any] = {}
     if (folder / STATE).is_file():
-        state = torch.load(folder / STATE, weights_only=True)
+        state = torch.load(folder / STATE, "cpu", weights_only=True)
         model.load_state_dict(state["weights"])
-    train(DraftStudent(model, can_pack(model, Examples(folder))), folder, state, {}, seconds, tokens)
+    student = DraftStudent(model, can_pack(model, Examples(folder)), torch_device)
+    train(student, folder, state, {}, Effort(seconds, tokens, torch_device))
 
 
 @torch.no_grad()

@@ -60,13 +60,25 @@ class Example:
     logprobs: Tensor
 
 
-def write_features(model: str, work: str, layers: list[int], seconds: float, most: float) -> None:
+def write_features(
+    model: str,
+    work: str,
+    layers: list[int],
+    seconds: float,
+    most: float,
+    checkpoint: str = "",
+    model_type: str = "",
+    torch_device: str = "",
+    trust_remote_code: bool = False,
+) -> None:
     """Compute on documents that have no shard yet, for about ``seconds``, while shards have less than ``most`` bytes.
 
     Args:
         model: the exported target.
         work: the work folder.
         layers: the target's layers whose inputs are kept; none for a draft model, which learns from choices alone.
+        checkpoint: the target's, of which torch computes them in place of OpenVINO, on ``torch_device``.
+        model_type: its family.
     """
     folder = Path(work) / FEATURES
     folder.mkdir(exist_ok=True)
@@ -75,7 +87,10 @@ def write_features(model: str, work: str, layers: list[int], seconds: float, mos
     if layers and not (Path(work) / TARGET).is_file():
         write_target(Path(model), Path(work) / TARGET)
     size = sum(shard.file.stat().st_size for shard in shards)
-    compute = computing(Path(model), layers)
+    if checkpoint:
+        compute = computing_in_torch(checkpoint, model_type, layers, torch_device, trust_remote_code)
+    else:
+        compute = computing(Path(model), layers)
     tokens, began = 0, time.monotonic()
     told = began
     while done < len(documents) and size < most and not over(began, seconds):
@@ -155,6 +170,31 @@ def computing(model: Path, layers: list[int]) -> Callable[[list[int]], dict[str,
         request.reset_state()
         request.infer({port: given[port.get_any_name()] for port in compiled.inputs})
         found = {name: torch.from_numpy(request.get_tensor(name).data.reshape(len(ids), -1)) for name in names}
+        return in_shard(ids, found)
+
+    return compute
+
+
+def computing_in_torch(
+    checkpoint: str, model_type: str, layers: list[int], device: str, trust_remote_code: bool
+) -> Callable[[list[int]], dict[str, Tensor]]:
+    """Return a function that computes what a shard keeps of a document's ids, with the checkpoint in torch."""
+    from ovspec_export.patches import adapt
+    from ovspec_export.quantised import load_model
+
+    own = {"dtype": torch.float32} if device == "cpu" else {}  # a GPU computes in the checkpoint's own type
+    model = load_model(checkpoint, trust_remote_code, **own, **adapt(model_type)).to(device)
+
+    @torch.no_grad()
+    def compute(ids: list[int]) -> dict[str, Tensor]:
+        given = torch.tensor([ids], device=device)
+        output = model(input_ids=given, use_cache=False, output_hidden_states=bool(layers))
+        logprobs, choices = output.logits[0].float().log_softmax(-1).topk(TOP)
+        found = {"logprobs": logprobs.cpu(), "choices": choices.cpu()}
+        if layers:
+            states = output.hidden_states  # what each layer reads, and last what the lm_head reads
+            found["features"] = torch.cat([states[layer][0] for layer in layers], -1).cpu()
+            found["final"] = states[-1][0].cpu()
         return in_shard(ids, found)
 
     return compute

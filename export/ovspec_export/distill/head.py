@@ -16,8 +16,8 @@ from ovspec.base.files import read_json, replaced, write_atomically
 from ovspec.ir.config import CONTEXTS, LAYERS
 from ovspec_export.distill.features import TARGET, Example, Examples
 from ovspec_export.distill.packing import Batch, batches, pack
-from ovspec_export.distill.start import begin
-from ovspec_export.distill.training import STATE, moved, train
+from ovspec_export.distill.start import begin, root_mean_square
+from ovspec_export.distill.training import STATE, Effort, moved, train
 from ovspec_export.distill.unroll import agreement, loss_of
 from ovspec_export.head_layout import LAYER_IDS, HeadLayout, head_layout, usual_layers
 from ovspec_export.heads import EagleHead, load_head
@@ -33,13 +33,15 @@ class HeadStudent:
     """A head that learns. divisor: what its features are divided by; ids: the target's id of each of its own."""
 
     def __init__(
-        self, head: EagleHead, embedding: Tensor, ids: Tensor, divisor: Tensor, config: dict[str, Any]
+        self, head: EagleHead, embedding: Tensor, ids: Tensor, divisor: Tensor, config: dict[str, Any], device: str
     ) -> None:
-        self.module = head.requires_grad_(True)
+        self.module = head.requires_grad_(True).to(device)
         if head.embed_tokens is not None:
             head.embed_tokens.requires_grad_(False)
-        self.embedding, self.ids, self.divisor, self.config = embedding, ids, divisor, config
-        self.draft_ids = torch.full((len(embedding),), -1).index_put_((ids,), torch.arange(len(ids)))
+        draft_ids = torch.full((len(embedding),), -1).index_put_((ids,), torch.arange(len(ids)))
+        tables = (embedding, ids, divisor, draft_ids)
+        self.embedding, self.ids, self.divisor, self.draft_ids = (each.to(device) for each in tables)
+        self.config, self.device = config, torch.device(device)
 
     def groups(self) -> list[dict[str, Any]]:
         named = [(name, weight) for name, weight in self.module.named_parameters() if weight.requires_grad]
@@ -55,6 +57,7 @@ class HeadStudent:
         return map(self.scaled, batches(examples, numbers, STEP_TOKENS, STEPS, SHARE))
 
     def scaled(self, batch: Batch) -> Batch:
+        batch = batch.to(self.device)
         return replace(batch, features=batch.features / self.divisor)
 
     def loss(self, batch: Batch) -> Tensor:
@@ -78,7 +81,7 @@ class HeadStudent:
         weights = {name: weight.detach() for name, weight in self.module.state_dict().items()}
         weights["fc.weight"] = weights["fc.weight"] / self.divisor
         tensors = {their_name(name): weight.bfloat16().contiguous() for name, weight in weights.items()}
-        tensors["d2t"] = self.ids - torch.arange(len(self.ids))
+        tensors["d2t"] = self.ids - torch.arange(len(self.ids), device=self.device)
         tensors["t2d"] = self.draft_ids >= 0
         with replaced(folder / WEIGHTS) as partial:
             save_file(tensors, partial, {"format": "pt"})
@@ -91,7 +94,14 @@ def their_name(name: str) -> str:
 
 
 def train_head(
-    model: str, work: str, layers: list[int], seconds: float, tokens: int, draft_vocabulary: int, start: str = ""
+    model: str,
+    work: str,
+    layers: list[int],
+    seconds: float,
+    tokens: int,
+    draft_vocabulary: int,
+    start: str = "",
+    torch_device: str = "cpu",
 ) -> None:
     """Teach a head for about ``seconds``, or until it has seen ``tokens`` over all runs.
 
@@ -110,7 +120,7 @@ def train_head(
     ids = most_expected(training, len(rows), draft_vocabulary)
     state: dict[str, Any] = {}
     if (folder / STATE).is_file():
-        state = torch.load(folder / STATE, weights_only=True)
+        state = torch.load(folder / STATE, "cpu", weights_only=True)
         change_vocabulary(state, ids, rows)
         shapes = {name: list(weight.shape) for name, weight in state["weights"].items()}
         head = EagleHead(head_layout(state["config"], shapes, "the head"))
@@ -122,12 +132,16 @@ def train_head(
         old = torch.arange(len(head.d2t)) + head.d2t
         head.lm_head.weight = nn.Parameter(moved(head.lm_head.weight, old, ids, rows[ids].float()))
         divisor = torch.ones(len(training[0].features[0]))
+        if not head.layout.norms:  # as in a new one
+            divisor = root_mean_square([example.features[1:] for example in training])
+            head.fc.weight.mul_(divisor)
     else:
         config = new_config(read_json(Path(model) / "config.json"), embedding, layers, len(ids))
         head = EagleHead(new_layout(config, embedding, layers))
         divisor = begin(head, training, embedding, rows[ids].float())
-    student = HeadStudent(head, embedding, ids, divisor, config)
-    train(student, folder, state, {"config": config, "divisor": divisor, "ids": ids}, seconds, tokens)
+    student = HeadStudent(head, embedding, ids, divisor, config, torch_device)
+    kept = {"config": config, "divisor": divisor, "ids": ids}
+    train(student, folder, state, kept, Effort(seconds, tokens, torch_device))
 
 
 def layers_of(count: int) -> list[int]:

@@ -8,7 +8,7 @@ positions count from its beginning, as in Hugging Face's padding-free collation.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import accumulate, pairwise
 
 import torch
@@ -40,9 +40,13 @@ class Batch:
     def __len__(self) -> int:
         return len(self.ids)
 
+    def to(self, device: torch.device) -> Batch:
+        """Return the batch on a device."""
+        return Batch(*(getattr(self, field.name).to(device) for field in fields(self)))
+
     def seen(self, entries: Tensor) -> Tensor:
         """Return which entries each of ``entries`` sees, itself included: (entries, n) bool."""
-        before = torch.arange(len(self)) <= entries[:, None]
+        before = torch.arange(len(self), device=entries.device) <= entries[:, None]
         return before & (self.document == self.document[entries, None])
 
 

@@ -11,6 +11,7 @@ import ctypes
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -48,24 +49,38 @@ class Student(Protocol):
     def write(self, folder: Path) -> None: ...
 
 
-def train(student: Student, work: Path, state: dict[str, Any], kept: dict[str, Any], seconds: float, most: int) -> None:
-    """Train for ``seconds``, or until ``most`` tokens were seen over all runs, and write the state and the result.
+@dataclass(frozen=True)
+class Effort:
+    """How long a job trains: for ``seconds``, or until ``tokens`` were seen over all runs; and where torch does it."""
+
+    seconds: float
+    tokens: int
+    device: str = "cpu"
+
+
+def train(student: Student, work: Path, state: dict[str, Any], kept: dict[str, Any], effort: Effort) -> None:
+    """Train a student on the documents in the work folder, and write the state and the result.
 
     Args:
         student: with the weights of ``state``, if that isn't empty.
-        work: the work folder.
         kept: what else the state is to hold.
     """
+    with torch.device(effort.device):
+        go_on(student, work, state, kept, effort)
+
+
+def go_on(student: Student, work: Path, state: dict[str, Any], kept: dict[str, Any], effort: Effort) -> None:
     keep_heap()
     examples = Examples(work)
     numbers = [i for i in range(len(examples)) if not examples.documents[i].held_out]
     held_out = [examples[i] for i in range(len(examples)) if examples.documents[i].held_out]
     judged = held_out[:: max(1, len(held_out) // HELD_BACK)]
     named = {name: weight for name, weight in student.module.named_parameters() if weight.requires_grad}
-    averaged = state.get("averaged") or {name: weight.detach().clone() for name, weight in named.items()}
+    given = state.get("averaged") or {name: weight.detach() for name, weight in named.items()}
+    averaged = {name: weight.clone().to(effort.device) for name, weight in given.items()}
     optimizer = torch.optim.AdamW(student.groups(), betas=BETAS, fused=True)
     for name, values in state.get("optimizer", {}).items():
-        optimizer.state[named[name]] = values
+        optimizer.state[named[name]] = {each: value.to(effort.device) for each, value in values.items()}
     step, seen = state.get("step", 0), state.get("seen", 0)
     torch.manual_seed(step)
 
@@ -90,10 +105,10 @@ def train(student: Student, work: Path, state: dict[str, Any], kept: dict[str, A
 
     began = reported = saved = time.monotonic()
     at_report, taken, shown = seen, 0, dict[str, Any]()
-    judged_at = began - JUDGE + min(JUDGE, seconds / 4)
+    judged_at = began - JUDGE + min(JUDGE, effort.seconds / 4)
     for batch in student.batches(examples, numbers):
         now = time.monotonic()
-        if stopping() or now - began > seconds or seen >= most:
+        if stopping() or now - began > effort.seconds or seen >= effort.tokens:
             break
         rate = min((step + 1) / WARM_UP, 1.0, (STEADY / (step + 1)) ** 0.5)
         for group in optimizer.param_groups:

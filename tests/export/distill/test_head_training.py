@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from ovspec_export.distill import unroll
 from ovspec_export.distill.documents import Document
-from ovspec_export.distill.features import Example, computing, write_target
+from ovspec_export.distill.features import Example, computing, computing_in_torch, write_target
 from ovspec_export.distill.head import layers_of, most_expected, new_config, new_layout
 from ovspec_export.distill.packing import Batch, pack
 from ovspec_export.distill.start import begin
@@ -41,10 +41,18 @@ def apart(ours: torch.Tensor, theirs: torch.Tensor) -> float:
     return float((ours.float() - theirs).norm() / theirs.norm())
 
 
+ROADS = {
+    "OpenVINO": lambda: computing(DEMO, LAYERS),
+    "torch": lambda: computing_in_torch(str(CHECKPOINT), "llama", LAYERS, "cpu", False),
+}
+
+
+@pytest.mark.parametrize("road", ROADS)
 @torch.no_grad()
-def test_features_are_what_the_checkpoint_computes(checkpoint) -> None:
+def test_features_are_what_the_checkpoint_computes(checkpoint, road: str) -> None:
+    compute = ROADS[road]()
     ids = torch.randint(1, 4096, (60,), generator=torch.Generator().manual_seed(0))
-    found = computing(DEMO, LAYERS)(ids.tolist())
+    found = compute(ids.tolist())
     theirs = checkpoint(ids[None], output_hidden_states=True)
     states = [state[0] for state in theirs.hidden_states]
     expected = torch.cat([states[layer] for layer in LAYERS], -1)
