@@ -191,7 +191,7 @@ def describe(source: Source, folder: Path, compression: Compression) -> Exported
         except OvspecError as error:
             raise OvspecError(str(error).replace(str(folder), source.name)) from None
     else:
-        _, states, _ = read_ir(folder)
+        states = read_ir(folder).states
     return ExportedModel(
         source=source.name,
         revision=source.revision,
