@@ -37,33 +37,32 @@ def write_ids(folder: Path, ids: np.ndarray) -> None:
     write_atomically(folder / VOCABULARY_FILE, json.dumps({"ids": ids.tolist()}) + "\n")
 
 
-def proposed_ids(source: Source) -> np.ndarray | None:
-    """Return the ids that a draft model proposes, (n,) int64; None if it proposes all.
-
-    Raises:
-        OvspecError: they aren't different ids of the model, or their file can't be read.
-    """
-    if isinstance(source, HeadSource) or not is_trimmed(source):
-        return None
-    if source.is_ir:
-        check_weights(source.folder / MODEL_FILE)
-        ids = target_ids(read_model(source.folder))
-        assert ids is not None
-    else:
-        ids = np.array(read_as(VocabularyFile, source.folder / VOCABULARY_FILE).ids, dtype=np.int64)
-    vocabulary = source.entry("vocab") or np.iinfo(np.int64).max
-    if not len(ids):
-        raise OvspecError(f"{source.name}: its draft vocabulary is empty; trim it again.")
-    if len(wrong := ids[(ids < 0) | (ids >= vocabulary)]):
-        raise OvspecError(f"{source.name}: its draft vocabulary names the token {wrong[0]} of {vocabulary}.")
-    if len(np.unique(ids)) < len(ids):
-        raise OvspecError(f"{source.name}: its draft vocabulary names a token twice.")
-    return ids
-
-
 def is_trimmed(source: Source) -> bool:
     """Return whether a model proposes only some ids."""
     return proposes_only(source.folder) if source.is_ir else (source.folder / VOCABULARY_FILE).is_file()
+
+
+def proposed_ids(draft: Source, target: Source) -> np.ndarray | None:
+    """Return the ids that a draft model proposes, (n,) int64; None for a head, or if it proposes all.
+
+    Raises:
+        OvspecError: they aren't different ids of both models, or they can't be read.
+    """
+    if isinstance(draft, HeadSource) or not is_trimmed(draft):
+        return None
+    if draft.is_ir:
+        check_weights(draft.folder / MODEL_FILE)
+        ids = target_ids(read_model(draft.folder))
+    else:
+        ids = np.array(read_as(VocabularyFile, draft.folder / VOCABULARY_FILE).ids, dtype=np.int64)
+    if ids is None or not len(ids):
+        raise OvspecError(f"{draft.name}: its draft vocabulary is empty; trim the draft again.")
+    most = min(source.entry("vocab") or np.iinfo(np.int64).max for source in (draft, target))
+    if len(wrong := ids[(ids < 0) | (ids >= most)]):
+        raise OvspecError(f"{draft.name}: its draft vocabulary names the token {wrong[0]} of {most}.")
+    if len(np.unique(ids)) < len(ids):
+        raise OvspecError(f"{draft.name}: its draft vocabulary names a token twice.")
+    return ids
 
 
 def trim_ir(folder: Path, ids: np.ndarray, name: str) -> None:
