@@ -229,6 +229,8 @@ def read_ir(folder: Path, rewrite: Callable[[ov.Model], None] | None = None) -> 
         if parameter.get_friendly_name() == "cache_position" and not parameter.output(0).get_target_inputs():
             model.remove_parameter(parameter)
     if (ids := target_ids(model)) is not None:
+        if model.output("logits").get_partial_shape()[-1] != len(ids):
+            raise OvspecError(f"{folder}: its {IDS} doesn't name an id for each of its logits; export it again.")
         model.remove_result(model.output(IDS).get_node())
     picks = pick_logits(model)
     if rewrite:

@@ -197,11 +197,17 @@ def test_what_cannot_be_is_refused_in_a_sentence(
 ) -> None:
     with pytest.raises(OvspecError, match="a draft with a trimmed vocabulary; name its target"):
         ovspec.load(draft)
-    shutil.copytree(pair / DRAFT_FOLDER, tmp_path / "draft")
-    monkeypatch.setattr(draft_vocabulary, "give_ids", lambda model, ids: give_ids(model, ids + 4096 - ids[-1]))
-    trim_ir(tmp_path / "draft", ids, "draft")
-    with pytest.raises(OvspecError, match="it proposes token 4096, but its target has 4096; use it with the model"):
-        load_with(tmp_path / "draft")
+    cases = {
+        "it proposes token 4096, but its target has 4096; use it with the model": ids + 4096 - ids[-1],
+        "it proposes token -1, but its target has 4096": ids - 1,
+        "its d2t doesn't name an id for each of its logits": ids[1:],
+    }
+    for number, (told, wrong) in enumerate(cases.items()):
+        shutil.copytree(pair / DRAFT_FOLDER, tmp_path / f"{number}")
+        monkeypatch.setattr(draft_vocabulary, "give_ids", lambda model, _, wrong=wrong: give_ids(model, wrong))
+        trim_ir(tmp_path / f"{number}", ids, "draft")
+        with pytest.raises(OvspecError, match=told):
+            load_with(tmp_path / f"{number}")
 
 
 def test_inspection_shows_how_many_ids_are_proposed(draft: Path, load_with: Load, cache_dir: Path) -> None:
