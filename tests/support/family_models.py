@@ -94,7 +94,7 @@ def run(environment: Environment | None, job: str, **arguments: Any) -> str:
 def warm_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Run the jobs of exports in processes that have imported everything before; test_export.py runs new ones."""
 
-    def run_job(job: str, model: Source, scratch: Path, **arguments: Any) -> None:
+    def run_job(job: str, model: Source, scratch: Path, _told: Any = None, **arguments: Any) -> None:
         scratch.mkdir(parents=True, exist_ok=True)
         told = run(None if job in convert.OURS else model.family.environment, job, **arguments)
         if told:
