@@ -43,8 +43,7 @@ FAILED = {
     "write_texts": "it could not write texts",
     "write_features": "its hidden states could not be computed",
     "train_head": "a head could not be trained",
-    "teach_draft": "the draft could not be taught",
-    "trim_vocabulary": "its vocabulary could not be trimmed",
+    "train_draft": "the draft could not be taught",
     "measure_gain": "the gain could not be measured",
 }
 # Jobs that don't load the model with transformers, and run without an overlay.
@@ -52,8 +51,6 @@ OURS = (
     *("gguf_weights", "tokenizer", "to_bf16"),
     *("write_texts", "write_features", "train_head", "measure_gain"),
 )
-# glibc would give the memory of each step of training back to the system, and ask for it again, which halves its speed.
-TRAINING, HEAP = ("train_head", "teach_draft"), {"MALLOC_MMAP_MAX_": "0"}
 # Text in the standard error of a failed step -> the reason that is reported instead.
 KNOWN_REASONS = {
     "No space left on device": "the disk is full",
@@ -207,7 +204,6 @@ def run_job(
         # Everything needed is already downloaded, with weights as safetensors only; nothing else may be fetched now.
         environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "PYTHONUTF8": "1"}
         environment |= {"TMPDIR": temporary, "TEMP": temporary, "TMP": temporary} | overlay
-        environment |= HEAP if job in TRAINING else {}
         errors = Path(temporary) / "errors"
         # The worker ends when its input closes, even if this process is killed. Ctrl-C is for this process alone.
         with (

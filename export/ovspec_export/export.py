@@ -30,6 +30,7 @@ from ovspec_export.convert import (
     needed_space,
     run_job,
 )
+from ovspec_export.draft_vocabulary import is_trimmed, proposed_ids, trim_ir
 from ovspec_export.environments import prepared_variables
 from ovspec_export.folders import check_output, check_space, replace_folder, work_folder
 from ovspec_export.gguf_checkpoint import checkpoint_of
@@ -88,7 +89,11 @@ def export_pair(
             raise OvspecError(f"{output}: is, contains or is inside the source {source.name}; name another `output`.")
     if isinstance(sources[0], HeadSource):
         raise OvspecError(f"{sources[0].name}: an EAGLE-3 head, which only drafts; name its target, and it as `draft`.")
+    if is_trimmed(sources[0]):
+        told = "a draft with a trimmed vocabulary; name its target, and it as `draft`"
+        raise OvspecError(f"{sources[0].name}: {told}.")
     head = sources[1] if len(sources) == 2 and isinstance(sources[1], HeadSource) else None
+    ids = proposed_ids(sources[1], sources[0]) if len(sources) == 2 else None
     if evaluate and any(source.is_ir for source in sources if source is not head):
         raise OvspecError("`evaluate` compares with a checkpoint, but an existing IR has none; leave it out.")
     for source, wanted in zip(sources, (compression, draft_compression), strict=False):
@@ -138,18 +143,21 @@ def export_pair(
         for text in differing:
             note(f"warning: OpenVINO's tokenizer splits {text!r} differently from Hugging Face's")
         quality = evaluated(sources, folders, evaluate, work, trust_remote_code) if evaluate else []
+        if ids is not None and not sources[1].is_ir:
+            with step(f"{sources[1].name}: keeping {len(ids):,} of its ids", keep=True):
+                trim_ir(folders[1], ids, sources[1].name)
         states.unlink(missing_ok=True)
         for folder in (work / "first-layers", work / "checkpoint-0", work / "checkpoint-1"):
             shutil.rmtree(folder, ignore_errors=True)
-        manifest = Manifest(models[0], models[1] if len(models) > 1 else None, installed_versions(), {}, differing)
-        complete(manifest, work, output)
+        manifest = Manifest(models[0], models[1] if len(models) > 1 else None, versions(), {}, differing)
+        complete(work, output, manifest)
     for line in quality_table(quality):
         note(line)
     return manifest
 
 
-def complete(manifest: Manifest, work: Path, output: Path) -> None:
-    """Write the manifest of the files in ``work``, and move them to ``output``."""
+def complete(work: Path, output: Path, manifest: Manifest) -> None:
+    """Complete what was written into ``work`` by its manifest, with checksums, and move it to ``output``."""
     with step(f"{output.name}: computing checksums", keep=True) as computing:
         files = sorted(path for path in work.rglob("*") if path.is_file() and path != work / MANIFEST_FILE)
         manifest.files = {
@@ -161,8 +169,8 @@ def complete(manifest: Manifest, work: Path, output: Path) -> None:
     replace_folder(work, output)
 
 
-def installed_versions() -> dict[str, str]:
-    """Return the versions of the packages that an export depends on."""
+def versions() -> dict[str, str]:
+    """Return the versions of the installed packages that an export depends on."""
     return {name: importlib.metadata.version(name) for name in VERSIONED} | {"ovspec": ovspec.__version__}
 
 
@@ -188,19 +196,20 @@ def check_pair(target: Source, draft: Source, trust_remote_code: bool) -> None:
         )
 
 
-def describe(source: Source, folder: Path, compression: Compression, target: Path) -> ExportedModel:
+def describe(source: Source, folder: Path, compression: Compression, target: Path | None = None) -> ExportedModel:
     """Return the manifest entry of the model in ``folder``, which is read to see that it is supported.
 
-    A head is read with its ``target``.
+    A head is read with its ``target``, by default the model above it.
     """
     if isinstance(source, HeadSource):
         try:
+            target = target or folder.parent
             read_ir(target, lambda model: give_features(model, target, folder))
             states = read_head(folder, target).states
         except OvspecError as error:
             raise OvspecError(str(error).replace(str(folder), source.name)) from None
     else:
-        _, states, _ = read_ir(folder)
+        states = read_ir(folder).states
     return ExportedModel(
         source=source.name,
         revision=source.revision,

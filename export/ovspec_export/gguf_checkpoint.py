@@ -45,7 +45,7 @@ def checkpoint_of(source: GgufSource, folder: Path, weight_format: str) -> Sourc
         write_json(folder / "config.json", source.config | {"dtype": dtype})
         write_json(folder / "generation_config.json", generation_config(source.file, end_ids(source.file.metadata)))
         where = {"file": str(source.folder.absolute()), "folder": str(folder)}
-        convert.run_job("gguf_weights", source, folder, **where, dtype=dtype)
+        convert.run_job("gguf_weights", source, folder, None, **where, dtype=dtype)
     return Source(source.name, folder, is_ir=False, revision=source.revision)
 
 

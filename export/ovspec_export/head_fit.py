@@ -8,9 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from ovspec.base.errors import OvspecError
-from ovspec.ir.compile import MODEL_FILE, check_weights
+from ovspec.ir.compile import MODEL_FILE, check_weights, target_ids
 from ovspec.ir.device import core
-from ovspec.ir.heads import FUSED, FUSES, HIDDEN, LAYERS, target_ids, target_layers
+from ovspec.ir.heads import FUSED, FUSES, HIDDEN, LAYERS, target_layers
+from ovspec_export.head_layout import usual_layers
 from ovspec_export.sources import HeadSource, Source
 
 AGAIN = "name the head's checkpoint instead, which ovspec exports itself"
@@ -72,7 +73,8 @@ def sizes_in_ir(head: HeadSource) -> HeadSizes:
         inputs, outputs = (
             {port.get_any_name(): port for port in ports if port.get_names()} for ports in (model.inputs, model.outputs)
         )
-        if FUSED not in outputs or not model.has_rt_info(LAYERS):
+        ids = target_ids(model)
+        if FUSED not in outputs or ids is None or not model.has_rt_info(LAYERS):
             raise OvspecError(f"{head.name}: an IR of a head that ovspec can't use; {AGAIN}.")
         layers = target_layers(model)
         return HeadSizes(
@@ -80,7 +82,7 @@ def sizes_in_ir(head: HeadSource) -> HeadSizes:
             width=inputs[FUSES].get_partial_shape()[2].get_length(),
             taps=len(layers),
             vocab=head.entry("vocab"),
-            ids=target_ids(model),
+            ids=ids,
             layers=layers,
             own_embedding="input_ids" in inputs,
         )
@@ -111,7 +113,7 @@ def check_fits(target: Source, head: HeadSource) -> list[int]:
     if sizes.vocab != vocab:
         raise OvspecError(f"{refused} it was made for {sizes.vocab} tokens, but the target has {vocab}.")
     check_ids(sizes, vocab, head.name)
-    found = list(sizes.layers or [2, layers // 2, layers - 3])
+    found = list(sizes.layers or usual_layers(layers))
     wrong = next((layer for layer in found if not 0 <= layer < layers), None)
     if wrong is not None:
         raise OvspecError(

@@ -184,6 +184,11 @@ def layer_ids(config: Mapping[str, Any]) -> tuple[int, ...] | None:
     return tuple(int(each) for each in given) if given else None
 
 
+def usual_layers(count: int) -> list[int]:
+    """Return the layers of a target with ``count`` layers whose inputs a head reads if its config names none."""
+    return [2, count // 2, count - 3]
+
+
 def check_supported(config: Mapping[str, Any], found: Mapping[str, Any], name: str) -> None:
     """Raise OvspecError if a head has parts that ``EagleHead`` doesn't have. found: its tensors, if known yet."""
     family = config.get("model_type", "llama")

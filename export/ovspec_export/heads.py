@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 import openvino as ov
 import torch
-from openvino import opset13 as ops
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import LlamaConfig
@@ -30,7 +29,8 @@ from transformers.models.llama.modeling_llama import (
 
 from ovspec.base.errors import OvspecError
 from ovspec.base.files import read_json
-from ovspec.ir.heads import FUSED, FUSES, HIDDEN, IDS, LAYERS
+from ovspec.ir.compile import give_ids
+from ovspec.ir.heads import FUSED, FUSES, HIDDEN, LAYERS
 from ovspec_export.head_layout import HeadLayout, head_layout, our_name, rope_type
 
 # Ends of the name that families have for the embedding of tokens.
@@ -302,9 +302,7 @@ def head_ir(head: EagleHead, tap_layers: list[int]) -> ov.Model:
     outputs = ("logits", HIDDEN, FUSED, "present.0.key", "present.0.value")
     for port, name in zip(model.outputs, outputs, strict=True):
         port.get_tensor().set_names({name})
-    d2t = ops.constant(head.d2t.numpy().astype(np.int64))
-    d2t.output(0).get_tensor().set_names({IDS})
-    model.add_results([ops.result(d2t)])  # type: ignore[list-item]
+    give_ids(model, head.d2t.numpy() + np.arange(len(head.d2t)))
     model.validate_nodes_and_infer_types()
     patch_stateful_decoder(head.rotary.config, model)
     model.set_rt_info(tap_layers, LAYERS)

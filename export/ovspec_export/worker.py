@@ -8,6 +8,7 @@ It tells how far it is as ``channel.py`` says.
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sys
 from collections.abc import Callable
@@ -15,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from ovspec_export.channel import open_channel
-from ovspec_export.distill.gain import measure_gain
 from ovspec_export.patches import find_the_same_tokens, hide_torchvision, keep_splits_apart
 
 MODEL = "openvino_model"
@@ -210,10 +210,63 @@ def evaluate(source: str, folder: str, text: str, context: int, output: str, tru
     Path(output).write_text(json.dumps(result), encoding="utf-8")
 
 
+def write_texts(**arguments: Any) -> None:
+    """Let a model write what its student learns from."""
+    from ovspec_export.distill.texts import write_texts
+
+    write_texts(**arguments)
+
+
+def write_features(**arguments: Any) -> None:
+    """Compute what a student learns from."""
+    from ovspec_export.distill.features import write_features
+
+    write_features(**arguments)
+
+
+def train_head(**arguments: Any) -> None:
+    """Teach a head."""
+    share_processor()
+    from ovspec_export.distill.head import train_head
+
+    train_head(**arguments)
+
+
+def train_draft(**arguments: Any) -> None:
+    """Teach a draft model."""
+    share_processor()
+    from ovspec_export.distill.draft import train_draft
+
+    train_draft(**arguments)
+
+
+def measure_gain(**arguments: Any) -> None:
+    """Time a model with what was made for it."""
+    from ovspec_export.distill.gain import measure_gain
+
+    measure_gain(**arguments)
+
+
+def share_processor() -> None:
+    """Let threads that wait sleep, before torch is imported: a night's training shouldn't slow down other programs."""
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+
 JOBS: dict[str, Callable[..., None]] = {
     job.__name__: job
     for job in (
-        *(optimum_cli, eagle_head, gguf_weights, tokenizer, first_layers, calibrate, to_bf16, evaluate),
+        optimum_cli,
+        eagle_head,
+        gguf_weights,
+        tokenizer,
+        first_layers,
+        calibrate,
+        to_bf16,
+        evaluate,
+        write_texts,
+        write_features,
+        train_head,
+        train_draft,
         measure_gain,
     )
 }

@@ -15,14 +15,14 @@ from ovspec.base.errors import OvspecError
 from ovspec.base.files import read_text
 from ovspec.drafting.choice import EXPORTED, HEAD, SELF, DraftChoice, parse_draft
 from ovspec.engine.runtime import Runtime
-from ovspec.ir.compile import check_ir_folder
+from ovspec.ir.compile import check_ir_folder, proposes_only
 from ovspec.ir.device import DeviceOptions, check_device
 from ovspec.ir.heads import is_head
 from ovspec.params.loading import LoadOptions, LoadParams, load_params
 from ovspec.params.option import documentation, takes
 from ovspec.setup.manifest import DRAFT_FOLDER, Manifest, read_manifest, restore_backup
 from ovspec.setup.profile import load_with
-from ovspec.setup.proposers import in_pairs, load_head
+from ovspec.setup.proposers import load_draft, load_head
 from ovspec.setup.tuning import tune_if_new
 from ovspec.text.pairing import check_same_vocabulary
 
@@ -45,6 +45,8 @@ def model_folder(model: str | Path | None) -> Path:
     check_ir_folder(folder)
     if is_head(folder):
         raise OvspecError(f"{folder}: an EAGLE-3 head, not a model; name its target, and the head as the draft.")
+    if proposes_only(folder):
+        raise OvspecError(f"{folder}: a draft with a trimmed vocabulary; name its target, and this as the draft.")
     return folder
 
 
@@ -97,8 +99,8 @@ def load(
     proposer = None
     if head:
         proposer = load_head(head, target, draft_device)
-    elif draft_folder:  # its proposals are verified, so they needn't be exact
-        proposer = in_pairs(load_with(draft_profile, draft_folder, draft_device, given.engine), draft_device)
+    elif draft_folder:
+        proposer = load_draft(draft_folder, target, draft_device, given.engine, draft_profile)
     if draft is None and (target.guess_is_free or given.lookup_corpus):
         choice = DraftChoice(lookup=True)
     number = None if given.lookahead == "auto" else given.lookahead

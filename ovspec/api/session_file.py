@@ -203,6 +203,6 @@ def cache_of(loaded: CompiledModel, tokens: np.ndarray) -> SavedCache:
 def parts(runtime: Runtime, decoders: Decoders) -> list[tuple[str, CompiledModel, Decoder]]:
     """Return (name, model, decoder) of the target and, if there is one, the draft."""
     found = [("target", runtime.target, decoders.target)]
-    if not (runtime.draft and decoders.draft) or runtime.draft.ids is not None:  # a head reads the target's features
+    if not (runtime.draft and decoders.draft) or runtime.draft.is_head:  # a head reads the target's features
         return found
     return [*found, ("draft", runtime.draft, decoders.draft)]

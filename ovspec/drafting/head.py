@@ -21,7 +21,7 @@ class Head(DraftModel):
 
     name = "head"
 
-    def __init__(self, decoder: HeadDecoder, vocabulary: DraftVocabulary) -> None:
+    def __init__(self, decoder: HeadDecoder, vocabulary: DraftVocabulary | None) -> None:
         super().__init__(decoder, vocabulary)
         self._head = decoder
 

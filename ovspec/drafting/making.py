@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from ovspec.base.errors import OvspecError
-from ovspec.cache.decoder import Decoder
+from ovspec.cache.decoder import Reader
 from ovspec.cache.head import HeadDecoder
 from ovspec.drafting.choice import DraftChoice
 from ovspec.drafting.draft_model import DraftModel
@@ -22,8 +22,7 @@ from ovspec.text.vocabulary import KnownIds
 
 def make_drafter(
     choice: DraftChoice | None,
-    target: Decoder,
-    draft: Decoder | None,
+    draft: Reader | None,
     vocabulary: DraftVocabulary | None,
     corpora: list[Index],
     known: KnownIds,
@@ -32,9 +31,8 @@ def make_drafter(
 
     Args:
         choice: what the call names.
-        target: has the features that a head reads.
         draft: the decoder of the draft model or head, if ``choice`` names one.
-        vocabulary: that of a head; None for a draft model.
+        vocabulary: the ids that it proposes; None for all.
         corpora: lookup may propose from these, too.
         known: the ids that may be proposed.
     """
@@ -44,7 +42,8 @@ def make_drafter(
     if choice.own is not None:
         drafters.append(OwnDrafter(choice.own, known))
     if draft:
-        drafters.append(Head(HeadDecoder(draft, target), vocabulary) if vocabulary else DraftModel(draft))
+        is_head = isinstance(draft, HeadDecoder)
+        drafters.append(Head(draft, vocabulary) if is_head else DraftModel(draft, vocabulary))
     for drafter in drafters:
         drafter.vocabulary = known
     return Chain(*drafters) if len(drafters) > 1 else drafters[0]

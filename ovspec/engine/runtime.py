@@ -21,6 +21,7 @@ import psutil
 from ovspec.base.errors import OvspecError, PromptError
 from ovspec.cache.blocks import BlockTensors
 from ovspec.cache.decoder import Decoder
+from ovspec.cache.head import HeadDecoder
 from ovspec.cache.sequence import Sequence
 from ovspec.drafting.choice import DraftChoice
 from ovspec.drafting.costs import Costs
@@ -166,14 +167,15 @@ class Runtime:
 
     def _decoder(self, model: CompiledModel) -> Decoder:
         known = self.tokenizer.known
-        if model.ids is not None:
-            known = KnownIds(gaps=np.flatnonzero(known.unknown(model.ids)))
+        if model.ir.ids is not None:
+            known = KnownIds(gaps=np.flatnonzero(known.unknown(model.ir.ids)))
         return model.decoder(known, tensors=self.tensors.get(id(model)))
 
     def _drafter(self, target: Decoder, draft: Decoder | None) -> Drafter | None:
-        ids = self.draft.ids if self.draft else None
+        ids = self.draft.ir.ids if self.draft else None
         vocabulary = None if ids is None else DraftVocabulary(ids, self.target.ir.logits_width)
-        return make_drafter(self.choice, target, draft, vocabulary, self.corpora, self.tokenizer.known)
+        reader = HeadDecoder(draft, target) if draft and self.draft and self.draft.is_head else draft
+        return make_drafter(self.choice, reader, vocabulary, self.corpora, self.tokenizer.known)
 
     @functools.cached_property
     def identity(self) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import openvino as ov
 from openvino import opset13 as ops
 
@@ -23,6 +24,9 @@ MODEL_FILE = "openvino_model.xml"
 ELEMENTWISE = {"Add", "Multiply", "Divide", "Subtract", "Tanh", "Convert", "Clamp"}
 # Two threads that read their first model at once may wait for each other for ever, inside OpenVINO's Python binding.
 READING = threading.Lock()
+# Output of a head or a draft that proposes only some ids, a constant: what is added to the number of a logit for the
+# target's id.
+IDS = "d2t"
 KNOWN_INPUTS = {"input_ids", "attention_mask", "position_ids", "beam_idx", "cache_position"}
 
 
@@ -36,6 +40,20 @@ class State:
     width: int  # values per row and slot, or per row if there are no slots
 
 
+@dataclass(frozen=True)
+class Graph:
+    """A language model or head, ready to be compiled.
+
+    picks_logits: whether it has the input ``logits_idx``.
+    ids: the target's id of each of its logits, (n,) int64; None if it has logits of all ids.
+    """
+
+    model: ov.Model
+    states: list[State]
+    picks_logits: bool
+    ids: np.ndarray | None
+
+
 @dataclass
 class CompiledIR:
     """A language model compiled by OpenVINO, with its inputs and states. ``Request`` runs it."""
@@ -47,7 +65,8 @@ class CompiledIR:
     config: ModelConfig
     inputs: dict[str, int]  # name -> index, for the fast setters
     outputs: dict[str, int]  # the same of outputs, for the fast getters
-    picks_logits: bool  # whether it has the input logits_idx
+    picks_logits: bool  # as in ``Graph``
+    ids: np.ndarray | None  # as in ``Graph``
     properties: dict[str, str]  # that it was compiled with
     large_pages: LargePages  # moves its weights into large pages
 
@@ -134,20 +153,26 @@ def model_states(model: ov.Model) -> list[State]:
     return sorted(states, key=lambda state: state.name)
 
 
+def lm_head(model: ov.Model) -> ov.Node | None:
+    """Return the MatMul that makes logits of hidden states, or None if it isn't found."""
+    node = model.output("logits").get_node().input_value(0).get_node()
+    while node.get_type_name() in ELEMENTWISE:
+        sources = [node.input_value(i).get_node() for i in range(node.get_input_size())]
+        moving = [source for source in sources if source.get_type_name() not in ("Constant", "Convert")]
+        if len(moving) != 1:
+            return None
+        node = moving[0]
+    return node if node.get_type_name() == "MatMul" else None
+
+
 def pick_logits(model: ov.Model) -> bool:
     """Add the input ``logits_idx`` [n] i64: flat indices (row * width + column) whose logits are computed.
 
     The hidden states are gathered before the lm_head, so ``logits`` becomes [1, n, vocab].
     Returns False, and leaves the model unchanged, if the lm_head is not found.
     """
-    node = model.output("logits").get_node().input_value(0).get_node()
-    while node.get_type_name() in ELEMENTWISE:
-        sources = [node.input_value(i).get_node() for i in range(node.get_input_size())]
-        moving = [source for source in sources if source.get_type_name() not in ("Constant", "Convert")]
-        if len(moving) != 1:
-            return False
-        node = moving[0]
-    if node.get_type_name() != "MatMul":
+    node = lm_head(model)
+    if node is None:
         return False
     hidden = node.input_value(0)
     shape = hidden.get_partial_shape()
@@ -163,8 +188,30 @@ def pick_logits(model: ov.Model) -> bool:
     return True
 
 
-def read_ir(folder: Path, rewrite: Callable[[ov.Model], None] | None = None) -> tuple[ov.Model, list[State], bool]:
-    """Read the language model in ``folder`` and apply ``rewrite``; return (model, its states, ``pick_logits``)."""
+def proposes_only(folder: Path) -> bool:
+    """Return whether the IR in ``folder`` has logits of only some ids, so that it can't be a target."""
+    file = folder / MODEL_FILE
+    return file.is_file() and f'"{IDS}"'.encode() in file.read_bytes()
+
+
+def target_ids(model: ov.Model) -> np.ndarray | None:
+    """Return the target's id of each of a model's logits, (n,) int64; None if it has logits of all ids."""
+    found = [port for port in model.outputs if IDS in port.names]
+    if not found:
+        return None
+    offsets = found[0].get_node().input_value(0).get_node().get_data()  # type: ignore[attr-defined]
+    return np.arange(len(offsets)) + offsets.astype(np.int64)
+
+
+def give_ids(model: ov.Model, ids: np.ndarray) -> None:
+    """Let a model say that its logits are those of ``ids`` (n,) of its target."""
+    offsets = ops.constant(ids - np.arange(len(ids)), dtype=ov.Type.i64)
+    offsets.output(0).get_tensor().set_names({IDS})
+    model.add_results([ops.result(offsets)])  # type: ignore[list-item]
+
+
+def read_ir(folder: Path, rewrite: Callable[[ov.Model], None] | None = None) -> Graph:
+    """Read the language model in ``folder``, and apply ``pick_logits`` and ``rewrite``."""
     try:
         model = core().read_model(folder / MODEL_FILE)
     except RuntimeError as error:
@@ -181,10 +228,14 @@ def read_ir(folder: Path, rewrite: Callable[[ov.Model], None] | None = None) -> 
     for parameter in model.get_parameters():
         if parameter.get_friendly_name() == "cache_position" and not parameter.output(0).get_target_inputs():
             model.remove_parameter(parameter)
+    if (ids := target_ids(model)) is not None:
+        if model.output("logits").get_partial_shape()[-1] != len(ids):
+            raise OvspecError(f"{folder}: its {IDS} doesn't name an id for each of its logits; export it again.")
+        model.remove_result(model.output(IDS).get_node())
     picks = pick_logits(model)
     if rewrite:
         rewrite(model)
-    return model, states, picks
+    return Graph(model, states, picks, ids)
 
 
 def compile_ir(folder: Path, options: DeviceOptions, rewrite: Callable[[ov.Model], None] | None = None) -> CompiledIR:
@@ -196,23 +247,32 @@ def compile_ir(folder: Path, options: DeviceOptions, rewrite: Callable[[ov.Model
     check_device(options.device)
     check_weights(folder / MODEL_FILE)
     with READING:
-        model, states, picks = read_ir(folder, rewrite)
-    return compile_graph(model, folder, states, picks, options)
+        graph = read_ir(folder, rewrite)
+    return compile_graph(graph, folder, options)
 
 
-def compile_graph(
-    model: ov.Model, folder: Path, states: list[State], picks: bool, options: DeviceOptions
-) -> CompiledIR:
-    """Compile ``model``, which was read from ``folder``; raises OvspecError if the device can't."""
+def compile_graph(graph: Graph, folder: Path, options: DeviceOptions) -> CompiledIR:
+    """Compile ``graph``, which was read from ``folder``; raises OvspecError if the device can't."""
     device, properties, large_pages = check_device(options.device), compile_properties(options), LargePages()
     try:
-        made = core().compile_model(model, device, properties)
+        made = core().compile_model(graph.model, device, properties)
     except RuntimeError as error:
         raise OvspecError(f"{folder}: {device} cannot compile this model ({last_line(error)}).") from None
     inputs = {port.get_any_name(): i for i, port in enumerate(made.inputs)}
     outputs = {name: i for i, port in enumerate(made.outputs) for name in port.names}
-    config = model_config(folder)
-    return CompiledIR(folder, made, device, states, config, inputs, outputs, picks, properties, large_pages)
+    return CompiledIR(
+        folder,
+        made,
+        device,
+        graph.states,
+        model_config(folder),
+        inputs,
+        outputs,
+        graph.picks_logits,
+        graph.ids,
+        properties,
+        large_pages,
+    )
 
 
 def last_line(error: Exception) -> str:

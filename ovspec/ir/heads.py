@@ -8,15 +8,13 @@ other proposes tokens from features; if it has no embedding of its own, it gets 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import openvino as ov
 from openvino import opset13 as ops
 
 from ovspec.base.errors import OvspecError
-from ovspec.ir.compile import MODEL_FILE, State, last_line, model_states
+from ovspec.ir.compile import IDS, MODEL_FILE, Graph, last_line, model_states, target_ids
 from ovspec.ir.config import model_config
 from ovspec.ir.device import core
 from ovspec.ir.hidden_states import embedding, layer_inputs
@@ -25,17 +23,7 @@ FEATURES = "features"  # output that a target gets: what the head reads beside e
 FUSES = "target_hidden_states"  # input of the part that is moved into the target, whose output is FUSED
 FUSED = "fused"
 HIDDEN = "hidden"  # output of the head: what it reads beside a token of which the target has no features yet
-IDS = "d2t"  # output of the head, a constant: what is added to an id of the head for the target's id
 LAYERS = ["ovspec", "target_layers"]  # in the IR's rt_info: the layers of the target whose inputs are fused
-
-
-@dataclass(frozen=True)
-class Head:
-    """A head's graph, ready to be compiled. ids: the target's id of each of the head's, (n,) int64."""
-
-    model: ov.Model
-    states: list[State]
-    ids: np.ndarray
 
 
 def is_head(folder: Path) -> bool:
@@ -106,13 +94,7 @@ def target_layers(head: ov.Model) -> list[int]:
     return [int(layer) for layer in re.findall(r"\d+", head.get_rt_info(LAYERS).astype(str))]
 
 
-def target_ids(head: ov.Model) -> np.ndarray:
-    """Return the target's id of each of a head's, (n,) int64."""
-    offsets = head.output(IDS).get_node().input_value(0).get_node().get_data()  # type: ignore[attr-defined]
-    return np.arange(len(offsets)) + offsets.astype(np.int64)
-
-
-def read_head(folder: Path, target: Path) -> Head:
+def read_head(folder: Path, target: Path) -> Graph:
     """Return the part of the head in ``folder`` that proposes, with the embedding of ``target`` if it has none.
 
     It has the input ``logits_idx`` like other models, which also picks what is in ``HIDDEN``.
@@ -131,7 +113,7 @@ def read_head(folder: Path, target: Path) -> Head:
         share_embedding(model, folder, target)
     pick_rows(model)
     model.validate_nodes_and_infer_types()
-    return Head(model, states, ids)
+    return Graph(model, states, True, ids)
 
 
 def read_model(folder: Path) -> ov.Model:

@@ -21,7 +21,7 @@ from ovspec.cache.stateful import StatefulDecoder, decoder_of, trimming
 from ovspec.ir.attention_mask import UNBOUNDED, narrowest_window
 from ovspec.ir.compile import MODEL_FILE, CompiledIR, check_weights, compile_ir, last_line
 from ovspec.ir.device import DeviceOptions, check_device
-from ovspec.ir.heads import give_features
+from ovspec.ir.heads import HIDDEN, give_features
 from ovspec.ir.instruction_set import instruction_set
 from ovspec.ir.memory import room_for
 from ovspec.ir.paged_attention import NotPaged, attention_windows, pair_queries, to_paged
@@ -63,7 +63,6 @@ class CompiledModel:
     engine: EngineName
     reason: str  # why this engine was chosen
     rollback: Rollback
-    ids: np.ndarray | None = None  # of a head: the target's id of each of its logits, (n,) int64
     rule: FeedRule = FAST  # how tokens are fed
     promise: str = "fast"  # or "exact", or that no rule was found for exact arithmetic, in words
     guess_is_free: bool = False  # whether verifying a token proposed for one text takes little time and changes no bit
@@ -72,9 +71,13 @@ class CompiledModel:
     change_ms: float | None = None  # measured, added to an inference of another width than the one before
 
     @property
+    def is_head(self) -> bool:
+        return HIDDEN in self.ir.outputs
+
+    @property
     def drafter(self) -> str:
         """The name under which it proposes for another model."""
-        return "draft" if self.ids is None else "head"
+        return "head" if self.is_head else "draft"
 
     @property
     def arithmetic(self) -> Arithmetic:

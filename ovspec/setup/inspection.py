@@ -54,7 +54,7 @@ def inspect(
 
 def inspected(loaded: CompiledModel, options: DeviceOptions, exported: ExportedModel | None) -> dict[str, Any]:
     folder, ir, probe = loaded.ir.folder, loaded.ir, None
-    if loaded.ids is None:
+    if not loaded.is_head:
         if loaded.engine == "paged":
             used = {name: value for name, value in ir.properties.items() if name != "CACHE_DIR"}
             ir = compile_ir(folder, replace(options, properties=options.properties | used))
@@ -64,7 +64,7 @@ def inspected(loaded: CompiledModel, options: DeviceOptions, exported: ExportedM
         "folder": str(folder),
         "source": exported.source if exported else None,
         "options": exported.options if exported else {},
-        "model_type": "EAGLE-3 head" if loaded.ids is not None else ir.config.text.model_type,
+        "model_type": "EAGLE-3 head" if loaded.is_head else ir.config.text.model_type,
         "parameters": parameters,
         "weights": weights,
         "size": sum(path.stat().st_size for path in folder.iterdir() if path.is_file()),

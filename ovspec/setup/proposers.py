@@ -17,8 +17,9 @@ from ovspec.ir.device import DeviceOptions, check_device
 from ovspec.ir.heads import HIDDEN, read_head
 from ovspec.ir.paged_attention import to_paged
 from ovspec.ir.products import join_products
-from ovspec.setup.engine_choice import CompiledModel
+from ovspec.setup.engine_choice import CompiledModel, EngineChoice
 from ovspec.setup.probing import memory_file
+from ovspec.setup.profile import Profile, load_with
 
 # A head proposes, so that rounding matters less than speed: activations share a scale in larger groups than usual.
 HEAD_PROPERTIES = {"DYNAMIC_QUANTIZATION_GROUP_SIZE": "128"}
@@ -34,19 +35,36 @@ def load_head(folder: Path, target: CompiledModel, options: DeviceOptions) -> Co
     same = check_device(options.device) == target.ir.device
     properties = (target.ir.properties | HEAD_PROPERTIES if same else {}) | options.fixed
     head = read_head(folder, target.ir.folder)
-    if head.ids.max() >= target.ir.logits_width:
-        told = f"proposes token {head.ids.max()}, but its target has {target.ir.logits_width}"
-        raise OvspecError(f"{folder}: the head {told}; use it with the model that it was trained for.")
+    check_ids(head.ids, folder, target)
     paged = same and target.engine == "paged"
     if paged:
         to_paged(head.model)
     join_products(head.model)
     uncached = replace(options, properties=properties | {"CACHE_DIR": ""})
-    ir = compile_graph(head.model, folder, head.states, True, uncached)
+    ir = compile_graph(head, folder, uncached)
     if not paged:
-        return CompiledModel(ir, "stateful", "as its target", Rollback("mask"), head.ids)
-    loaded = CompiledModel(ir, "paged", "as its target", PagedDecoder.rollback, head.ids)
+        return CompiledModel(ir, "stateful", "as its target", Rollback("mask"))
+    return in_pairs(CompiledModel(ir, "paged", "as its target", PagedDecoder.rollback), options)
+
+
+def load_draft(
+    folder: Path, target: CompiledModel, options: DeviceOptions, engine: EngineChoice, profile: Profile | None
+) -> CompiledModel:
+    """Load the draft model in ``folder``; its proposals are verified, so they needn't be exact.
+
+    Raises OvspecError like ``load_ir``, or if it was made for another target.
+    """
+    loaded = load_with(profile, folder, options, engine)
+    check_ids(loaded.ir.ids, folder, target)
     return in_pairs(loaded, options)
+
+
+def check_ids(ids: np.ndarray | None, folder: Path, target: CompiledModel) -> None:
+    """Raise OvspecError if the draft or head in ``folder`` proposes ``ids`` (n,) that its ``target`` lacks."""
+    width = target.ir.logits_width
+    if ids is not None and (len(wrong := ids[(ids < 0) | (ids >= width)])):
+        told = f"proposes token {wrong[0]}, but its target has {width}"
+        raise OvspecError(f"{folder}: it {told}; use it with the model that it was made for.")
 
 
 def in_pairs(proposer: CompiledModel, options: DeviceOptions) -> CompiledModel:

@@ -1,6 +1,7 @@
 """With an EAGLE-3 head, too, no token changes in the default arithmetic: on random targets and on a real model.
 
-``test_head.py`` shows that heads propose what they should; here they are crossed with all else that moves a text.
+``test_head.py`` shows that heads propose what they should; here they are crossed with all else that moves a text. So
+are draft models with a trimmed vocabulary, of which ``test_trimmed_draft.py`` shows the same.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any
 
 import pytest
 from conftest import PROMPTS, ROOT
-from random_pairs import HEADS, shared_pair
+from random_pairs import HEADS, TRIMMED, shared_pair
 
 import ovspec
 from ovspec.drafting.choice import DraftChoice
@@ -29,12 +30,12 @@ Ask = Callable[..., list[ovspec.Result]]
 
 
 class Headed:
-    """A target with its head, and prompts that it answers."""
+    """A target with its head or draft, and prompts that it answers."""
 
     def __init__(self, folder: Path, head: Path, cache: Path, prompts: list[Any], tokens: int) -> None:
         self.lm = ovspec.load(folder, ["lookup", head], cache_dir=cache)
-        assert self.lm.target.promise == "exact"
-        self.prompts, self.tokens = prompts, tokens
+        assert self.lm.target.promise == "exact" and self.lm.draft
+        self.prompts, self.tokens, self.name = prompts, tokens, self.lm.draft.drafter
         self.head = self.lm.with_drafters(DraftChoice(model=head))
 
     def texts(self, lm: ovspec.LanguageModel, prompts: list[Any], **options: Any) -> list[ovspec.Result]:
@@ -50,7 +51,7 @@ class Headed:
         for result in found:
             verified = self.lm.verify(result)
             assert verified.ok and verified.tokens, str(verified)
-        used = [result.stats.drafters.get("head", {"proposed": 0, "accepted": 0}) for result in found]
+        used = [result.stats.drafters.get(self.name, {"proposed": 0, "accepted": 0}) for result in found]
         assert sum(each["proposed"] for each in used) > 0
         assert not sure or sum(each["accepted"] for each in used) > 0
 
@@ -65,7 +66,8 @@ def real(cache: Path) -> Headed:
 
 
 @pytest.fixture(
-    scope="module", params=[QUICK, *[pytest.param(name, marks=SLOW) for name in (*HEADS, "real") if name != QUICK]]
+    scope="module",
+    params=[QUICK, *[pytest.param(name, marks=SLOW) for name in (*HEADS, *TRIMMED, "real") if name != QUICK]],
 )
 def headed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Headed:
     cache = tmp_path_factory.mktemp("cache")
@@ -129,7 +131,7 @@ def test_rejection_keeps_to_its_own_rule(headed: Headed) -> None:
     """Its texts depend on what is proposed; that their distribution doesn't is shown on small vocabularies."""
     options: dict[str, Any] = {"temperature": 1.0, "seed": 5, "accept": "rejection", "lookahead": 3}
     found = headed.texts(headed.head, headed.prompts, **options)
-    assert sum(result.stats.drafters["head"]["accepted"] for result in found) > 0
+    assert sum(result.stats.drafters[headed.name]["accepted"] for result in found) > 0
 
 
 @SLOW
@@ -171,11 +173,13 @@ def test_sessions_forks_and_files(headed: Headed, plain: list[ovspec.Result], tm
     session.close()
     tokens = [token for result in found for token in result.token_ids]
     assert tokens == expected.token_ids[: len(tokens)]
-    assert sum(result.stats.drafters["head"]["accepted"] for result in found if result.stats.drafters) > 0
+    assert sum(result.stats.drafters[headed.name]["accepted"] for result in found if result.stats.drafters) > 0
 
 
 def test_a_session_goes_on_without_its_head_or_with_one(headed: Headed, tmp_path: Path) -> None:
     """Features in a file are left out without a head; without them in it, the text is read again."""
+    if headed.name != "head":
+        pytest.skip("a draft model reads no features")
     options: dict[str, Any] = {"ignore_eos": True, "lookahead": 3, "max_tokens": 12}
     plain = ovspec.load(headed.lm.target.ir.folder, "lookup", cache_dir=tmp_path)
     for number, (first, second) in enumerate(((headed.head, plain), (plain, headed.head))):

@@ -200,8 +200,8 @@ def test_planted_bugs_are_found(
         monkeypatch.setattr(PagedDecoder, "features", stale)
     lm = load_headed()
     if bug == "no d2t":
-        assert lm.draft and lm.draft.ids is not None
-        lm.draft.ids = np.arange(len(lm.draft.ids))
+        assert lm.draft and lm.draft.ir.ids is not None
+        lm.draft.ir.ids = np.arange(len(lm.draft.ir.ids))
     options: dict[str, Any] = {"lookahead": LOOKAHEAD, "max_tokens": TOKENS, "ignore_eos": True}
     found = lm.generate(PROMPTS[0], **options)
     options["lookahead"] = 0
@@ -246,8 +246,10 @@ def test_a_head_with_more_tokens_than_its_target_is_refused(
     lm = load_headed()
     assert lm.draft
     read = proposers.read_head(folder / "pair" / "draft", folder / "pair")
-    monkeypatch.setattr(proposers, "read_head", lambda *_: replace(read, ids=read.ids + lm.target.ir.logits_width))
-    with pytest.raises(ovspec.OvspecError, match=r"the head proposes token .* but its target has"):
+    assert read.ids is not None
+    beyond = read.ids + lm.target.ir.logits_width
+    monkeypatch.setattr(proposers, "read_head", lambda *_: replace(read, ids=beyond))
+    with pytest.raises(ovspec.OvspecError, match=r"proposes token .* but its target has"):
         proposers.load_head(folder / "pair" / "draft", lm.target, DeviceOptions())
 
 

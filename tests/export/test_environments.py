@@ -236,9 +236,9 @@ def test_each_model_has_the_versions_of_its_own_environment(tmp_path: Path) -> N
     for family in ("lfm2", "granitemoehybrid", "llama"):
         (tmp_path / family).mkdir()
         (tmp_path / family / "config.json").write_text(json.dumps({"model_type": family}), encoding="utf-8")
-        models.append(describe(Source(family, tmp_path / family, False, "1"), demo, INT8, demo))
+        models.append(describe(Source(family, tmp_path / family, False, "1"), demo, INT8))
     assert [model.versions for model in models] == [{"transformers": "5.2.0"}, {"optimum-intel": "2.2.0"}, {}]
-    assert not describe(Source("demo", demo, True, "1"), demo, INT8, demo).versions
+    assert not describe(Source("demo", demo, True, "1"), demo, INT8).versions
     written = Manifest(models[0], models[1], {"transformers": "5.5.0"}, {})
     written.write(tmp_path)
     assert read_manifest(tmp_path) == written

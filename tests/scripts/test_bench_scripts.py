@@ -39,6 +39,7 @@ RUNS: dict[str, Any] = {
     "arithmetic.py": "DEMO --contexts 16 --temperatures 0 --modes default,chain --tokens 4 --turns 1",
     "batches.py": "DEMO --batches 1,2 --temperatures 1 --tokens 4 --turns 1",
     "constrained.py": "DEMO --max-tokens 4",
+    "distill_speed.py": f"DEMO {CHECKPOINTS / 'target'} --documents 4 --turns 1 --draft-vocabulary 500",
     "engines.py": "DEMO/draft --contexts 16 32 --plot OUT/plot.png",
     "exactness.py": "DEMO --prompts 1 --tokens 8",
     "formats.py": f"{CHECKPOINTS / 'draft'} --formats int8 --output OUT",

@@ -171,7 +171,8 @@ async def send_all(server: Running, bodies: list[dict[str, Any]], chance: random
         return answers, most
 
 
-NAMES, TWO = ("qwen2-int8", "gpt2-int4", "demo-int8"), ("gpt2-int4", "qwen2-int8-head", "gpt2-int4-head")
+NAMES = ("qwen2-int8", "gpt2-int4", "demo-int8")
+TWO = ("gpt2-int4", "qwen2-int8-head", "gpt2-int4-head", "qwen2-int8-trimmed")
 SLOW = [
     pytest.param(name, lookahead, MANY, marks=pytest.mark.slow)
     for name, lookahead in (*((name, "auto") for name in NAMES), *((name, "2") for name in ("qwen2-int8", *TWO)))

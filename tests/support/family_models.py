@@ -94,12 +94,11 @@ def run(environment: Environment | None, job: str, **arguments: Any) -> str:
 def warm_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Run the jobs of exports in processes that have imported everything before; test_export.py runs new ones."""
 
-    def run_job(job: str, model: Source, scratch: Path, _: Any = None, /, **arguments: Any) -> bool:
+    def run_job(job: str, model: Source, scratch: Path, _told: Any = None, **arguments: Any) -> None:
         scratch.mkdir(parents=True, exist_ok=True)
         told = run(None if job in convert.OURS else model.family.environment, job, **arguments)
         if told:
             raise OvspecError(f"{model.name}: {convert.FAILED[job]} ({convert.reason(told, 1)}).")
-        return True
 
     monkeypatch.setattr(convert, "run_job", run_job)
 

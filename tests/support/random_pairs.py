@@ -13,6 +13,7 @@ import pytest
 import torch
 from conftest import ROOT, made_once
 from heads import write_head
+from ovspec_export.draft_vocabulary import trim_ir
 from safetensors.torch import load_file, save_file
 
 VOCAB = 4096
@@ -24,7 +25,7 @@ class RandomPair:
     """A transformers config class with its arguments; the draft is made of the target's first ``draft_layers``.
 
     bits: of a weight. later: how much the layers after the draft's contribute. With no ``draft_layers``, the draft is
-    an EAGLE-3 head, and ``later`` how much all layers contribute.
+    an EAGLE-3 head, and ``later`` how much all layers contribute. kept: ids that the draft proposes, of ``VOCAB``.
     """
 
     config: str
@@ -32,6 +33,7 @@ class RandomPair:
     bits: int
     draft_layers: int
     later: float
+    kept: int = VOCAB
 
 
 PAIRS = {
@@ -57,7 +59,8 @@ HEADS = {
     f"{name}-head": replace(PAIRS[name], draft_layers=0, later=later)
     for name, later in {"qwen2-int8": 0.1, "gpt2-int4": 0.03}.items()
 }
-PAIRS |= HEADS
+TRIMMED = {f"{name}-trimmed": replace(PAIRS[name], kept=3 * VOCAB // 4) for name in ("qwen2-int8", "gpt2-int4")}
+PAIRS |= HEADS | TRIMMED
 
 
 def shared_pair(name: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -92,6 +95,8 @@ def make_pair(pair: RandomPair, folder: Path) -> Path:
     draft.load_state_dict(model.state_dict(), strict=False)
     export(model, folder, pair.bits)
     export(draft, folder / "draft", pair.bits)
+    if pair.kept < VOCAB:
+        trim_ir(folder / "draft", torch.randperm(VOCAB)[: pair.kept].sort().values.numpy(), "draft")
     return folder
 
 

@@ -1,0 +1,101 @@
+"""Teach a draft model what its target would say: it learns the target's likeliest tokens (distillation)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ovspec_export.distill.features import Example, Examples
+from ovspec_export.distill.packing import Batch, batches, pack
+from ovspec_export.distill.training import STATE, Effort, train
+
+STEP_TOKENS = 1024
+RATE = 1e-4  # the highest
+RUN = 3  # guesses in a row that are judged
+ALIKE = 1e-2  # largest difference of logits, as a share of their spread, between documents packed and alone
+
+
+class DraftStudent:
+    """A draft model that learns. packed: whether documents can share an inference without seeing each other."""
+
+    def __init__(self, model: nn.Module, packed: bool, device: str = "cpu") -> None:
+        self.module, self.packed, self.device = model.requires_grad_(True).to(device), packed, torch.device(device)
+
+    def groups(self) -> list[dict[str, Any]]:
+        weights = list(self.module.parameters())
+        return [
+            {"params": [weight for weight in weights if weight.ndim > 1], "most": RATE, "weight_decay": 0.01},
+            {"params": [weight for weight in weights if weight.ndim <= 1], "most": RATE, "weight_decay": 0.0},
+        ]
+
+    def batches(self, examples: Sequence[Example], numbers: Sequence[int]) -> Iterator[Batch]:
+        tokens = STEP_TOKENS if self.packed else 1
+        return (batch.to(self.device) for batch in batches(examples, numbers, tokens, 1, 0, ahead=0))
+
+    def loss(self, batch: Batch) -> Tensor:
+        """Return the cross-entropy with the target's likeliest tokens."""
+        logits = logits_of(self.module, batch)
+        known = batch.choices < logits.shape[-1]
+        probabilities = batch.logprobs.exp() * known
+        expected = (probabilities * logits.gather(1, batch.choices * known)).sum(-1)
+        return (probabilities.sum(-1) * logits.logsumexp(-1) - expected).mean()
+
+    @torch.no_grad()
+    def judge(self, examples: list[Example]) -> dict[str, Any]:
+        """Return how often the draft agrees with the target, and how many guesses in a row are right."""
+        agree, runs = list[Tensor](), list[Tensor]()
+        for example in examples:
+            batch = pack([example], 1, 0, ahead=0).to(self.device)
+            right = (logits_of(self.module, batch).argmax(-1) == batch.choices[:, 0])[batch.answers].float()
+            agree.append(right)
+            if len(right) >= RUN:
+                runs.append(right.unfold(0, RUN, 1).cumprod(1).sum(1))
+        if not runs:
+            return {}
+        rate = torch.cat(agree).mean().item()
+        return {"agreement": [round(rate, 4)], "accepted": round(torch.cat(runs).mean().item(), 4)}
+
+    def write(self, folder: Path) -> None:
+        """Write the draft as a checkpoint in bf16."""
+        weights = {name: weight.bfloat16() for name, weight in self.module.state_dict().items()}
+        self.module.save_pretrained(folder, state_dict=weights)  # type: ignore[operator]
+
+
+def logits_of(model: nn.Module, batch: Batch) -> Tensor:
+    """Return the logits [n, vocabulary] after each token; positions that begin anew tell where a document begins."""
+    return model(input_ids=batch.ids[None], position_ids=batch.positions[None], use_cache=False).logits[0].float()
+
+
+def train_draft(
+    source: str,
+    model_type: str,
+    work: str,
+    seconds: float,
+    tokens: int,
+    trust_remote_code: bool,
+    torch_device: str = "cpu",
+) -> None:
+    """Teach the draft model of the checkpoint ``source`` for about ``seconds``, or until it has seen ``tokens``."""
+    from ovspec_export.patches import adapt
+    from ovspec_export.quantised import load_model
+
+    folder = Path(work)
+    model = load_model(source, trust_remote_code, dtype=torch.float32, **adapt(model_type))
+    state: dict[str, Any] = {}
+    if (folder / STATE).is_file():
+        state = torch.load(folder / STATE, "cpu", weights_only=True)
+        model.load_state_dict(state["weights"])
+    student = DraftStudent(model, can_pack(model, Examples(folder)), torch_device)
+    train(student, folder, state, {}, Effort(seconds, tokens, torch_device))
+
+
+@torch.no_grad()
+def can_pack(model: nn.Module, examples: Sequence[Example]) -> bool:
+    """Return whether documents that share an inference get the logits that each gets alone."""
+    some = [examples[0], examples[1]]
+    both, second = (logits_of(model, pack(each, 1, 0, ahead=0)) for each in (some, some[1:]))
+    return bool((both[-len(second) :] - second).abs().max() < ALIKE * second.std())

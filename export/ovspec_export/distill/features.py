@@ -1,0 +1,267 @@
+"""What the target computes on the documents: kept in shards, because computing it takes longer than reading it.
+
+For each token of a document a shard has ``features`` [tokens, layers * hidden] (what some layers read, side by side),
+``final`` [tokens, hidden] (what the lm_head reads), and ``choices`` and ``logprobs`` [tokens, TOP] (the likeliest next
+tokens). They are computed by OpenVINO from the exported model, which is what a head will draft for.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import openvino as ov
+import torch
+from openvino import opset13 as ops
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from ovspec.base.errors import OvspecError
+from ovspec.base.files import replaced
+from ovspec.ir.compile import MODEL_FILE, compile_ir, lm_head, model_states
+from ovspec.ir.device import DeviceOptions, compile_properties, core
+from ovspec.ir.hidden_states import embedding, layer_inputs
+from ovspec_export.channel import stopping, tell
+from ovspec_export.distill.documents import Document, read_documents
+
+TOP = 16  # of the likeliest tokens that are kept
+SHARD = 64e6  # bytes
+DOCUMENTS, FEATURES, TARGET = "documents.jsonl", "features", "target.safetensors"
+# Activations share a scale in larger groups than usual: a long text is read faster, and a head learns as well.
+PROPERTIES = {"DYNAMIC_QUANTIZATION_GROUP_SIZE": "128", "CACHE_DIR": ""}
+REPORT = 2.0  # seconds between two reports of progress
+ROWS = 4096  # of the embedding that are read at once
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A file with what the target computes on ``count`` documents from the one numbered ``first``."""
+
+    file: Path
+    first: int
+    count: int
+
+
+@dataclass(frozen=True)
+class Example:
+    """A document and what the target computes on it, a row for each token; features and final are bf16."""
+
+    document: Document
+    ids: Tensor
+    features: Tensor
+    final: Tensor
+    choices: Tensor
+    logprobs: Tensor
+
+
+def write_features(
+    model: str,
+    work: str,
+    layers: list[int],
+    seconds: float,
+    most: float,
+    checkpoint: str = "",
+    model_type: str = "",
+    torch_device: str = "",
+    trust_remote_code: bool = False,
+) -> None:
+    """Compute on documents that have no shard yet, for about ``seconds``, while shards have less than ``most`` bytes.
+
+    Args:
+        model: the exported target.
+        work: the work folder.
+        layers: the target's layers whose inputs are kept; none for a draft model, which learns from choices alone.
+        checkpoint: the target's, of which torch computes them in place of OpenVINO, on ``torch_device``.
+        model_type: its family.
+    """
+    folder = Path(work) / FEATURES
+    folder.mkdir(exist_ok=True)
+    documents, shards = read_documents(Path(work) / DOCUMENTS), shards_in(folder)
+    done = shards[-1].first + shards[-1].count if shards else 0
+    if layers and not (Path(work) / TARGET).is_file():
+        write_target(Path(model), Path(work) / TARGET)
+    size = sum(shard.file.stat().st_size for shard in shards)
+    if checkpoint:
+        compute = computing_in_torch(checkpoint, model_type, layers, torch_device, trust_remote_code)
+    else:
+        compute = computing(Path(model), layers)
+    tokens, began = 0, time.monotonic()
+    told = began
+    while done < len(documents) and size < most and not over(began, seconds):
+        parts, taken = list[dict[str, Tensor]](), 0
+        while done + len(parts) < len(documents) and taken < SHARD and not (parts and over(began, seconds)):
+            parts.append(compute(documents[done + len(parts)].ids))
+            taken += sum(part.nbytes for part in parts[-1].values())
+            tokens += len(parts[-1]["ids"])
+            if (now := time.monotonic()) - told > REPORT:
+                tell(tokens=tokens, per_second=tokens / (now - began))
+                told = now
+        write_shard(folder / f"{done:07}.safetensors", done, parts)
+        done, size = done + len(parts), size + taken
+
+
+def over(began: float, seconds: float) -> bool:
+    return stopping() or time.monotonic() - began > seconds
+
+
+def write_shard(file: Path, first: int, parts: list[dict[str, Tensor]]) -> None:
+    """Write what was computed on documents from number ``first`` on, and where each begins."""
+    tensors = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+    tensors["starts"] = torch.tensor([0, *(len(part["ids"]) for part in parts)]).cumsum(0)
+    with replaced(file) as partial:
+        save_file(tensors, partial, {"first": str(first), "count": str(len(parts))})
+
+
+def shards_in(folder: Path) -> list[Shard]:
+    """Return the shards, in order; a file after a gap is left out, and written again."""
+    found = list[Shard]()
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, "pt") as opened:
+            shard = Shard(file, int(opened.metadata()["first"]), int(opened.metadata()["count"]))
+        if shard.first != (found[-1].first + found[-1].count if found else 0):
+            break
+        found.append(shard)
+    return found
+
+
+class Examples(Sequence[Example]):
+    """The documents that have a shard, read from the disk when they are asked for."""
+
+    def __init__(self, work: Path) -> None:
+        self.documents = read_documents(work / DOCUMENTS)
+        self._places = list[tuple[Any, int, int]]()
+        for shard in shards_in(work / FEATURES):
+            opened = safe_open(shard.file, "pt")
+            starts = opened.get_tensor("starts").tolist()
+            self._places += [(opened, a, b) for a, b in pairwise(starts)]
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __getitem__(self, index: int) -> Example:  # type: ignore[override]
+        opened, start, end = self._places[index]
+        kept = {name: opened.get_slice(name)[start:end] for name in opened.keys() if name != "starts"}  # noqa: SIM118
+        if kept["ids"].tolist() != self.documents[index].ids:
+            raise OvspecError("The features in the work folder belong to other texts; delete the folder.")
+        empty = torch.empty((end - start, 0))
+        return Example(self.documents[index], **{"features": empty, "final": empty, **kept})
+
+
+def computing(model: Path, layers: list[int]) -> Callable[[list[int]], dict[str, Tensor]]:
+    """Return a function that computes what a shard keeps of a document's ids."""
+    options = DeviceOptions(precision="f32", properties=PROPERTIES)
+    compiled = compile_ir(model, options, lambda graph: add_outputs(graph, layers)).compiled
+    request, names = compiled.create_infer_request(), {port.get_any_name() for port in compiled.outputs}
+
+    def compute(ids: list[int]) -> dict[str, Tensor]:
+        given = {
+            "input_ids": np.array([ids]),
+            "attention_mask": np.ones((1, len(ids)), dtype=np.int64),
+            "position_ids": np.arange(len(ids))[None],
+            "beam_idx": np.zeros(1, dtype=np.int32),
+            "logits_idx": np.arange(len(ids)),
+        }
+        request.reset_state()
+        request.infer({port: given[port.get_any_name()] for port in compiled.inputs})
+        found = {name: torch.from_numpy(request.get_tensor(name).data.reshape(len(ids), -1)) for name in names}
+        return in_shard(ids, found)
+
+    return compute
+
+
+def computing_in_torch(
+    checkpoint: str, model_type: str, layers: list[int], device: str, trust_remote_code: bool
+) -> Callable[[list[int]], dict[str, Tensor]]:
+    """Return a function that computes what a shard keeps of a document's ids, with the checkpoint in torch."""
+    from ovspec_export.patches import adapt
+    from ovspec_export.quantised import load_model
+
+    own = {"dtype": torch.float32} if device == "cpu" else {}  # a GPU computes in the checkpoint's own type
+    model = load_model(checkpoint, trust_remote_code, **own, **adapt(model_type)).to(device)
+
+    @torch.no_grad()
+    def compute(ids: list[int]) -> dict[str, Tensor]:
+        given = torch.tensor([ids], device=device)
+        output = model(input_ids=given, use_cache=False, output_hidden_states=bool(layers))
+        logprobs, choices = output.logits[0].float().log_softmax(-1).topk(TOP)
+        found = {"logprobs": logprobs.cpu(), "choices": choices.cpu()}
+        if layers:
+            states = output.hidden_states  # what each layer reads, and last what the lm_head reads
+            found["features"] = torch.cat([states[layer][0] for layer in layers], -1).cpu()
+            found["final"] = states[-1][0].cpu()
+        return in_shard(ids, found)
+
+    return compute
+
+
+def in_shard(ids: list[int], found: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return what was computed in the types that a shard has."""
+    types = {"features": torch.bfloat16, "final": torch.bfloat16, "choices": torch.int32, "logprobs": torch.float16}
+    return {"ids": torch.tensor(ids, dtype=torch.int32)} | {
+        name: each.to(types[name], copy=True) for name, each in found.items()
+    }
+
+
+def add_outputs(model: ov.Model, layers: list[int]) -> None:
+    """Add the outputs features and final, if there are layers to read, choices and logprobs, in place of the logits."""
+    logits = model.output("logits").get_node()
+    likeliest = ops.topk(
+        ops.log_softmax(logits.input_value(0), -1), ops.constant(TOP, dtype=ov.Type.i64), -1, "max", "value"
+    )
+    outputs = {"logprobs": likeliest.output(0), "choices": likeliest.output(1)}
+    if layers:
+        inputs = layer_inputs(model, model_states(model))
+        outputs["features"] = ops.concat([inputs[layer] for layer in layers], -1).output(0)
+        outputs["final"] = head_of(model).input_value(0)
+    for name, value in outputs.items():
+        result = ops.result(value)
+        result.output(0).get_tensor().set_names({name})
+        model.add_results([result])
+    model.remove_result(logits)
+
+
+def head_of(model: ov.Model) -> ov.Node:
+    """Return the lm_head of a graph; raises OvspecError if it isn't found."""
+    found = lm_head(model)
+    if found is None:
+        raise OvspecError("its lm_head can't be found in the graph")
+    return found
+
+
+def write_target(folder: Path, file: Path) -> None:
+    """Write the target's ``embedding`` and ``lm_head`` [vocabulary, hidden], as its IR has them, in bf16.
+
+    One that is tied to the other is left out.
+    """
+    model = core().read_model(folder / MODEL_FILE)
+    product = head_of(model)
+    table, weights = embedding(model).input_value(0), product.input_value(1)
+    rows = 0 if product.get_attributes()["transpose_b"] else 1
+    tensors = {"embedding": constant_rows(table, 0), "lm_head": constant_rows(weights, rows)}
+    if torch.equal(*tensors.values()):
+        del tensors["lm_head"]
+    with replaced(file) as partial:
+        save_file(tensors, partial)
+
+
+def constant_rows(matrix: ov.Output, axis: int) -> Tensor:
+    """Return the rows along ``axis`` of a matrix in a graph that follows from constants, in bf16."""
+    index = ops.parameter([-1], ov.Type.i64)
+    picked: ov.Node = ops.gather(matrix, index, ops.constant(axis, dtype=ov.Type.i64))
+    if axis:
+        picked = ops.transpose(picked, ops.constant([1, 0], dtype=ov.Type.i64))
+    graph = ov.Model([ops.result(ops.convert(picked, "f32"))], [index])  # type: ignore[call-overload]
+    properties = compile_properties(DeviceOptions(precision="f32", properties={"CACHE_DIR": ""}))
+    request = core().compile_model(graph, "CPU", properties).create_infer_request()
+    count = matrix.get_partial_shape()[axis].get_length()
+    parts = list[Tensor]()
+    for start in range(0, count, ROWS):
+        request.infer([np.arange(start, min(start + ROWS, count))])
+        parts.append(torch.from_numpy(request.get_output_tensor(0).data).bfloat16())
+    return torch.cat(parts)

@@ -1,0 +1,229 @@
+"""Teach a head: a new one, or one that was trained before."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from ovspec.base.files import read_json, replaced, write_atomically
+from ovspec.ir.config import CONTEXTS, LAYERS
+from ovspec_export.distill.features import TARGET, Example, Examples
+from ovspec_export.distill.packing import Batch, batches, pack
+from ovspec_export.distill.start import begin, root_mean_square
+from ovspec_export.distill.training import STATE, Effort, moved, train
+from ovspec_export.distill.unroll import agreement, loss_of
+from ovspec_export.head_layout import LAYER_IDS, HeadLayout, head_layout, usual_layers
+from ovspec_export.heads import EagleHead, load_head
+
+STEPS = 3  # of the unroll
+SHARE = 0.25  # of the entries, for which the unroll goes beyond its first step
+STEP_TOKENS = 640
+RATE, LM_HEAD = 5e-4, 0.2  # the highest rate, and the lm_head's share of it: it begins near its goal
+WEIGHTS = "model.safetensors"
+
+
+class HeadStudent:
+    """A head that learns. divisor: what its features are divided by; ids: the target's id of each of its own."""
+
+    def __init__(
+        self, head: EagleHead, embedding: Tensor, ids: Tensor, divisor: Tensor, config: dict[str, Any], device: str
+    ) -> None:
+        self.module = head.requires_grad_(True).to(device)
+        if head.embed_tokens is not None:
+            head.embed_tokens.requires_grad_(False)
+        draft_ids = torch.full((len(embedding),), -1).index_put_((ids,), torch.arange(len(ids)))
+        tables = (embedding, ids, divisor, draft_ids)
+        self.embedding, self.ids, self.divisor, self.draft_ids = (each.to(device) for each in tables)
+        self.config, self.device = config, torch.device(device)
+
+    def groups(self) -> list[dict[str, Any]]:
+        named = [(name, weight) for name, weight in self.module.named_parameters() if weight.requires_grad]
+        last = [weight for name, weight in named if name.startswith("lm_head.")]
+        inner = [(name, weight) for name, weight in named if not name.startswith("lm_head.")]
+        return [
+            {"params": [w for _, w in inner if w.ndim > 1], "most": RATE, "weight_decay": 0.01},
+            {"params": [w for _, w in inner if w.ndim == 1], "most": RATE, "weight_decay": 0.0},
+            {"params": last, "most": RATE * LM_HEAD, "weight_decay": 0.0},
+        ]
+
+    def batches(self, examples: Sequence[Example], numbers: Sequence[int]) -> Iterator[Batch]:
+        return map(self.scaled, batches(examples, numbers, STEP_TOKENS, STEPS, SHARE))
+
+    def scaled(self, batch: Batch) -> Batch:
+        batch = batch.to(self.device)
+        return replace(batch, features=batch.features / self.divisor)
+
+    def loss(self, batch: Batch) -> Tensor:
+        return loss_of(self.module, batch, self.embedding, self.draft_ids, STEPS)
+
+    def judge(self, examples: list[Example]) -> dict[str, Any]:
+        """Return how often the head agrees with the target at each depth, and how many guesses in a row are right."""
+        found = [
+            agreement(self.module, self.scaled(pack([each], STEPS, 1.0)), self.embedding, self.ids, STEPS)
+            for each in examples
+        ]
+        agree = torch.cat([torch.zeros(0, STEPS, dtype=torch.bool), *found]).float()
+        if not len(agree):
+            return {}
+        rates = [round(rate, 4) for rate in agree.mean(0).tolist()]
+        return {"agreement": rates, "accepted": round(agree.cumprod(1).sum(1).mean().item(), 4)}
+
+    def write(self, folder: Path) -> None:
+        """Write the head as a checkpoint in AngelSlim's format; one that had another keeps its config."""
+        folder.mkdir(exist_ok=True)
+        weights = {name: weight.detach() for name, weight in self.module.state_dict().items()}
+        weights["fc.weight"] = weights["fc.weight"] / self.divisor
+        tensors = {their_name(name): weight.bfloat16().contiguous() for name, weight in weights.items()}
+        tensors["d2t"] = self.ids - torch.arange(len(self.ids), device=self.device)
+        tensors["t2d"] = self.draft_ids >= 0
+        with replaced(folder / WEIGHTS) as partial:
+            save_file(tensors, partial, {"format": "pt"})
+        write_atomically(folder / "config.json", json.dumps(self.config, indent=2) + "\n")
+
+
+def their_name(name: str) -> str:
+    """Return AngelSlim's name of a tensor."""
+    return name.replace("layer.", "midlayer.", 1) if name.startswith("layer.") else name
+
+
+def train_head(
+    model: str,
+    work: str,
+    layers: list[int],
+    seconds: float,
+    tokens: int,
+    draft_vocabulary: int,
+    start: str = "",
+    torch_device: str = "cpu",
+) -> None:
+    """Teach a head for about ``seconds``, or until it has seen ``tokens`` over all runs.
+
+    Args:
+        model: the exported target.
+        work: the work folder, with the documents and what the target computes on them.
+        layers: the target's layers whose inputs it reads.
+        draft_vocabulary: how many of the target's tokens it can propose.
+        start: the checkpoint of a head to begin with; a new one by default.
+    """
+    folder = Path(work)
+    target = load_file(folder / TARGET)
+    embedding, rows = target["embedding"], target.get("lm_head", target["embedding"])
+    examples = Examples(folder)
+    training = [examples[i] for i in range(len(examples)) if not examples.documents[i].held_out]
+    ids = most_expected(training, len(rows), draft_vocabulary)
+    state: dict[str, Any] = {}
+    if (folder / STATE).is_file():
+        state = torch.load(folder / STATE, "cpu", weights_only=True)
+        change_vocabulary(state, ids, rows)
+        shapes = {name: list(weight.shape) for name, weight in state["weights"].items()}
+        head = EagleHead(head_layout(state["config"], shapes, "the head"))
+        head.load_state_dict(state["weights"])
+        divisor, config = state["divisor"], state["config"]
+    elif start:
+        head, config = load_head(Path(start), embedding=embedding), read_json(Path(start) / "config.json")
+        config |= {"draft_vocab_size": len(ids)}
+        old = torch.arange(len(head.d2t)) + head.d2t
+        head.lm_head.weight = nn.Parameter(moved(head.lm_head.weight, old, ids, rows[ids].float()))
+        divisor = torch.ones(len(training[0].features[0]))
+        if not head.layout.norms:  # as in a new one
+            divisor = root_mean_square([example.features[1:] for example in training])
+            head.fc.weight.mul_(divisor)
+    else:
+        config = new_config(read_json(Path(model) / "config.json"), embedding, layers, len(ids))
+        head = EagleHead(new_layout(config, embedding, layers))
+        divisor = begin(head, training, embedding, rows[ids].float())
+    student = HeadStudent(head, embedding, ids, divisor, config, torch_device)
+    kept = {"config": config, "divisor": divisor, "ids": ids}
+    train(student, folder, state, kept, Effort(seconds, tokens, torch_device))
+
+
+def layers_of(count: int) -> list[int]:
+    """Return the layers of a target with ``count`` layers whose inputs a new head reads."""
+    usual = usual_layers(count)
+    return usual if usual[0] < usual[1] < usual[2] else sorted({count // 4, count // 2, count - 1})
+
+
+def most_expected(examples: list[Example], vocabulary: int, count: int) -> Tensor:
+    """Return the ``count`` ids that the target expects most often, sorted; of unseen ones the smaller come first.
+
+    Small ids are frequent in most tokenizers, because merges are numbered in the order in which they were found.
+    """
+    counts = torch.linspace(1e-6, 0, vocabulary, dtype=torch.float64)
+    for example in examples:
+        counts.index_add_(0, example.choices.flatten().long(), example.logprobs.flatten().double().exp())
+        counts.index_add_(0, example.ids.long(), torch.ones(len(example.ids), dtype=torch.float64))
+    return counts.topk(min(count, vocabulary)).indices.sort().values
+
+
+def change_vocabulary(state: dict[str, Any], ids: Tensor, rows: Tensor) -> None:
+    """Give a state the lm_head for other ``ids``; new ones begin as the target's ``rows``."""
+    old, name = state["ids"], "lm_head.weight"
+    fresh = rows[ids].float()
+    for values in (state["weights"], state["averaged"]):
+        values[name] = moved(values[name], old, ids, fresh)
+    moments = state["optimizer"][name]
+    for moment in ("exp_avg", "exp_avg_sq"):
+        moments[moment] = moved(moments[moment], old, ids, torch.zeros_like(fresh))
+    state["ids"] = ids
+    state["config"]["draft_vocab_size"] = len(ids)
+
+
+def new_config(target: dict[str, Any], embedding: Tensor, layers: list[int], draft_vocabulary: int) -> dict[str, Any]:
+    """Return the config.json of a new head, which has the target's sizes where its config says them."""
+    target = target.get("text_config") or target
+    vocab, hidden = embedding.shape
+    heads = number(target, ("num_attention_heads", "n_head")) or max(1, hidden // 64)
+    wide = number(target, ("intermediate_size",)) or 0  # of a mixture of experts, perhaps that of one expert
+    rope = target.get("rope_parameters") or {}
+    base = target.get("rope_theta") or rope.get("rope_theta") or 10_000.0
+    count = number(target, LAYERS) or 0
+    config = {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        "hidden_size": hidden,
+        "intermediate_size": wide if hidden <= wide <= 6 * hidden else 3 * hidden,
+        "num_hidden_layers": 1,
+        "num_attention_heads": heads,
+        "num_key_value_heads": number(target, ("num_key_value_heads",)) or heads,
+        "head_dim": number(target, ("head_dim",)) or hidden // heads,
+        "vocab_size": vocab,
+        "draft_vocab_size": draft_vocabulary,
+        "max_position_embeddings": number(target, CONTEXTS) or 2048,
+        "rms_norm_eps": target.get("rms_norm_eps") or 1e-6,
+        "rope_theta": base,
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        **{name: target[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id") if name in target},
+    }
+    return config if layers == usual_layers(count) else config | {LAYER_IDS: layers}
+
+
+def number(config: dict[str, Any], names: Sequence[str]) -> int | None:
+    """Return the first of these entries that is a positive number."""
+    return next((config[name] for name in names if type(config.get(name)) is int and config[name] > 0), None)
+
+
+def new_layout(config: dict[str, Any], embedding: Tensor, layers: list[int]) -> HeadLayout:
+    """Return the layout of a new head, by its config."""
+    return HeadLayout(
+        hidden=config["hidden_size"],
+        intermediate=config["intermediate_size"],
+        heads=config["num_attention_heads"],
+        kv_heads=config["num_key_value_heads"],
+        head_dim=config["head_dim"],
+        vocab=len(embedding),
+        draft_vocab=config["draft_vocab_size"],
+        taps=len(layers),
+        target_hidden=embedding.shape[1],
+        eps=config["rms_norm_eps"],
+        rope={name: config[name] for name in ("rope_theta", "max_position_embeddings")},
+        own_embedding=False,
+    )

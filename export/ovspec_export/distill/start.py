@@ -1,0 +1,90 @@
+"""What a head begins with: the best linear guess of what the target's lm_head will read, found in closed form."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ovspec_export.distill.features import Example
+from ovspec_export.heads import EagleHead
+
+MOST = 80_000  # tokens that it is fitted to
+RIDGE = 1e-3  # as a share of each value's own square
+SURE = 0.6  # a guess is less sure than what it guesses
+
+
+@torch.no_grad()
+def begin(head: EagleHead, examples: Sequence[Example], embedding: Tensor, rows: Tensor) -> Tensor:
+    """Set the weights of a new head, and return what its features are to be divided by.
+
+    Some features are a thousand times as large as others, so fc learns in units of each one's usual size. The features
+    go into the guess through fc, and the next token's embedding through one attention head of each group, which begins
+    by looking at its own position. What the MLP adds begins at nothing.
+
+    Args:
+        embedding: of the target's tokens, [vocabulary, hidden].
+        rows: the target's lm_head of the tokens that the head can propose.
+    """
+    layout = head.layout
+    hidden, kv_heads, width = layout.hidden, layout.kv_heads, layout.head_dim
+    some, tokens = list[Example](), 0
+    for example in examples:
+        if tokens < MOST:
+            some.append(example)
+            tokens += len(example.ids)
+    usual = root_mean_square([example.features[1:] for example in some])
+    final = root_mean_square([example.final[1:] for example in some])
+    of_features, of_token, directions = linear_guess(some, usual, final, embedding, kv_heads * width)
+    for weight in head.parameters():
+        if weight.ndim > 1:
+            weight.normal_(std=0.5 / math.sqrt(weight.shape[-1]))
+        else:
+            weight.fill_(1.0)
+    head.fc.weight.copy_(of_features)
+    attention = head.layer.self_attn
+    for weight in (attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight, attention.o_proj.weight):
+        weight.normal_(std=0.01)
+    own = torch.randn(kv_heads, width, hidden) / math.sqrt(hidden)
+    attention.k_proj.weight[:, :hidden] = own.flatten(0, 1)
+    groups = (kv_heads, layout.heads // kv_heads, width)
+    attention.q_proj.weight.view(*groups, -1)[:, 0, :, :hidden] = own
+    known = directions.shape[1]  # fewer than the values are wide if the target is narrow
+    attention.v_proj.weight[:known, :hidden] = directions.T @ of_token
+    padded = F.pad(directions, (0, kv_heads * width - known))
+    attention.o_proj.weight.view(hidden, *groups)[:, :, 0] = padded.view(hidden, kv_heads, width)
+    head.layer.mlp.down_proj.weight.zero_()
+    head.norm.weight.copy_(SURE * final)
+    head.lm_head.weight.copy_(rows)
+    return usual
+
+
+def root_mean_square(parts: list[Tensor]) -> Tensor:
+    squares = torch.stack([part.float().square().sum(0) for part in parts]).sum(0)
+    return (squares / sum(len(part) for part in parts)).sqrt().clamp(min=1e-6)
+
+
+def linear_guess(
+    examples: list[Example], usual: Tensor, final: Tensor, embedding: Tensor, rank: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Fit what the lm_head reads, in units of ``final``, to the features and the next token's normalised embedding.
+
+    Returns the weights of the features, those of the embedding, and the ``rank`` directions in which these matter most.
+    """
+    wide, hidden = len(usual), embedding.shape[1]
+    squares, products = torch.zeros(wide + hidden, wide + hidden), torch.zeros(wide + hidden, len(final))
+    for example in examples:
+        token = F.rms_norm(embedding[example.ids[2:].long()].float(), [hidden])
+        x = torch.cat((example.features[1:-1].float() / usual, token), -1)
+        squares += x.T @ x
+        products += x.T @ (example.final[2:].float() / final)
+    exact = squares.double()
+    exact += torch.diag(RIDGE * exact.diagonal() + 1e-6)
+    weights = torch.linalg.solve(exact, products.double()).T
+    of_token = weights[:, wide:]
+    effect = of_token @ exact[wide:, wide:] @ of_token.T
+    directions = torch.linalg.eigh(effect).eigenvectors[:, -rank:]
+    return weights[:, :wide].float(), of_token.float(), directions.float()

@@ -1,0 +1,156 @@
+"""The loop that teaches a student, a head or a draft model, what its target computes. It can end at any time.
+
+The rate stays the same for long and then falls slowly, and the result is a running average of the weights, over about
+the last tenth of the steps: so nothing depends on when the training ends, and it can always go on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from ovspec.base.files import replaced
+from ovspec_export.channel import stopping, tell
+from ovspec_export.distill.features import Example, Examples
+
+STATE, CHECKPOINT = "training.pt", "checkpoint"
+HELD_BACK = 24  # held-out documents that are judged while it trains
+WARM_UP, STEADY = 100, 4000  # steps until the rate is the highest, and until it falls
+REPORT, SAVE, JUDGE = 5.0, 120.0, 60.0  # seconds between progress, states and judgements
+AVERAGED = 12  # the larger, the shorter the average
+BETAS = (0.9, 0.95)
+M_MMAP_MAX, M_TRIM_THRESHOLD = -4, -1  # of glibc's mallopt
+LONGEST = 1.0  # norm of a step's gradient
+
+
+class Student(Protocol):
+    """What is taught. A group has parameters and ``most``, their highest rate, and AdamW's options."""
+
+    @property
+    def module(self) -> nn.Module: ...
+
+    def groups(self) -> list[dict[str, Any]]: ...
+
+    def batches(self, examples: Sequence[Example], numbers: Sequence[int]) -> Iterator[Any]: ...
+
+    def loss(self, batch: Any) -> Tensor: ...
+
+    def judge(self, examples: list[Example]) -> dict[str, Any]: ...
+
+    def write(self, folder: Path) -> None: ...
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How long a job trains: for ``seconds``, or until ``tokens`` were seen over all runs; and where torch does it."""
+
+    seconds: float
+    tokens: int
+    device: str = "cpu"
+
+
+def train(student: Student, work: Path, state: dict[str, Any], kept: dict[str, Any], effort: Effort) -> None:
+    """Train a student on the documents in the work folder, and write the state and the result.
+
+    Args:
+        student: with the weights of ``state``, if that isn't empty.
+        kept: what else the state is to hold.
+    """
+    with torch.device(effort.device):
+        go_on(student, work, state, kept, effort)
+
+
+def go_on(student: Student, work: Path, state: dict[str, Any], kept: dict[str, Any], effort: Effort) -> None:
+    keep_heap()
+    examples = Examples(work)
+    numbers = [i for i in range(len(examples)) if not examples.documents[i].held_out]
+    held_out = [examples[i] for i in range(len(examples)) if examples.documents[i].held_out]
+    judged = held_out[:: max(1, len(held_out) // HELD_BACK)]
+    named = {name: weight for name, weight in student.module.named_parameters() if weight.requires_grad}
+    given = state.get("averaged") or {name: weight.detach() for name, weight in named.items()}
+    averaged = {name: weight.clone().to(effort.device) for name, weight in given.items()}
+    optimizer = torch.optim.AdamW(student.groups(), betas=BETAS, fused=True)
+    for name, values in state.get("optimizer", {}).items():
+        optimizer.state[named[name]] = {each: value.to(effort.device) for each, value in values.items()}
+    step, seen = state.get("step", 0), state.get("seen", 0)
+    torch.manual_seed(step)
+
+    def save() -> None:
+        optimized = {name: optimizer.state[weight] for name, weight in named.items()}
+        weights = student.module.state_dict()
+        with replaced(work / STATE) as partial:
+            figures = {"step": step, "seen": seen, "averaged": averaged, "optimizer": optimized, "weights": weights}
+            torch.save(kept | figures, partial)
+
+    def with_average(use: Any) -> Any:
+        """Call ``use`` while the student has the averaged weights."""
+        with torch.no_grad():
+            own = {name: weight.detach().clone() for name, weight in named.items()}
+            for name, weight in named.items():
+                weight.copy_(averaged[name])
+            try:
+                return use()
+            finally:
+                for name, weight in named.items():
+                    weight.copy_(own[name])
+
+    began = reported = saved = time.monotonic()
+    at_report, taken, shown = seen, 0, dict[str, Any]()
+    judged_at = began - JUDGE + min(JUDGE, effort.seconds / 4)
+    for batch in student.batches(examples, numbers):
+        now = time.monotonic()
+        if stopping() or now - began > effort.seconds or seen >= effort.tokens:
+            break
+        rate = min((step + 1) / WARM_UP, 1.0, (STEADY / (step + 1)) ** 0.5)
+        for group in optimizer.param_groups:
+            group["lr"] = rate * group["most"]
+        loss = student.loss(batch)
+        loss.backward()
+        nn.utils.clip_grad_norm_(list(named.values()), LONGEST)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        step, seen, taken = step + 1, seen + len(batch), taken + 1
+        share = (AVERAGED + 1) / (step + AVERAGED)
+        for name, weight in named.items():
+            averaged[name].lerp_(weight.detach(), share)
+        if now - judged_at > JUDGE:
+            shown = with_average(lambda: student.judge(judged))
+            judged_at = time.monotonic()
+        if now - reported > REPORT:
+            speed = (seen - at_report) / (now - reported)
+            tell(tokens=seen, per_second=speed, loss=loss.item(), steps=step, **shown)
+            reported, at_report = now, seen
+        if now - saved > SAVE:
+            save()
+            saved = time.monotonic()
+    save()
+    with_average(lambda: student.write(work / CHECKPOINT))
+    shown = with_average(lambda: student.judge(held_out))
+    tell(tokens=seen, steps=step, **shown)
+
+
+def keep_heap() -> None:
+    """Let the C library (glibc) keep what is freed: else the new pages of each step take as long as its arithmetic."""
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError, AttributeError):
+            library = ctypes.CDLL(None)
+            library.mallopt(M_MMAP_MAX, 0)
+            library.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
+
+
+def moved(rows: Tensor, old: Tensor, new: Tensor, fresh: Tensor) -> Tensor:
+    """Return rows for the ids ``new`` from those for the ids ``old``, and from ``fresh`` [len(new), …] for others."""
+    place = torch.full((int(max(old.max(), new.max())) + 1,), -1).index_put_((old,), torch.arange(len(old)))[new]
+    known = place >= 0
+    result = fresh.clone()
+    result[known] = rows[place[known]]
+    return result

@@ -1,0 +1,91 @@
+"""Give a draft model fewer ids, without training: its lm_head takes less time, and proposes what is used most.
+
+Wherever the target's token is among the ids that are left, the draft still proposes it if it did before. So the share
+of the target's tokens that are not among them bounds what is lost of the share that is accepted.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from ovspec.base.errors import OvspecError
+from ovspec.setup.manifest import MANIFEST_FILE, ExportedModel, Manifest
+from ovspec.text.chat_template import MORE_TEMPLATES
+from ovspec_export.compression import INT8
+from ovspec_export.convert import copy_ir
+from ovspec_export.draft_vocabulary import is_trimmed, trim_ir, write_ids
+from ovspec_export.export import complete, describe, versions
+from ovspec_export.folders import check_output, check_space, work_folder
+from ovspec_export.sources import GgufSource, HeadSource, Source
+
+FEWEST = 64  # ids; with fewer, hardly anything can be proposed
+
+
+def most_used(texts: Iterable[Sequence[int]], count: int, vocabulary: int, special: Iterable[int] = ()) -> np.ndarray:
+    """Return the ``count`` ids that texts use most, sorted, (count,) int64.
+
+    Args:
+        texts: token ids of what the target reads and writes.
+        count: as many ids.
+        vocabulary: the draft's number of ids. If the texts use too few, the smallest of the others are added: those are
+            the most frequent ones in vocabularies of merges.
+        special: ids of special tokens, which are kept if the texts use them at all.
+
+    Raises:
+        OvspecError: so many ids can't be kept.
+    """
+    if not FEWEST <= count <= vocabulary:
+        told = f"it must be from {FEWEST} to {vocabulary}, the draft's number of ids"
+        raise OvspecError(f"`trim_vocabulary` is {count}; {told}.")
+    counts = np.bincount(joined(texts), minlength=vocabulary)[:vocabulary]
+    marks = np.array([token for token in special if token < vocabulary and counts[token]], dtype=np.int64)
+    counts[marks] += counts.max()
+    return np.sort(np.argsort(-counts, kind="stable")[:count])
+
+
+def share_without(texts: Iterable[Sequence[int]], ids: np.ndarray) -> float:
+    """Return the share of the tokens of ``texts``, answers of the target, that are not among ``ids`` (n,)."""
+    tokens = joined(texts)
+    return float(np.isin(tokens, ids, invert=True).mean()) if len(tokens) else 0.0
+
+
+def joined(texts: Iterable[Sequence[int]]) -> np.ndarray:
+    """Return the ids of all texts, (n,) int64."""
+    return np.concatenate([np.empty(0, np.int64), *(np.asarray(text, np.int64) for text in texts)])
+
+
+def trim(draft: Source, ids: np.ndarray, output: Path, overwrite: bool = False) -> None:
+    """Write the draft model with logits of only ``ids`` (n,), sorted, into ``output``.
+
+    An IR stays an IR. A checkpoint stays what it is, with a file that names the ids; ``export_pair`` cuts the lm_head.
+
+    Raises:
+        OvspecError: it is no draft model or has few ids already, its lm_head isn't found, a folder is in the way, or
+            the disk has too little space.
+    """
+    if isinstance(draft, (HeadSource, GgufSource)):
+        what = "an EAGLE-3 head" if isinstance(draft, HeadSource) else "a GGUF file"
+        raise OvspecError(f"{draft.name}: {what}, whose vocabulary can't be trimmed; name a checkpoint or an IR.")
+    if is_trimmed(draft):
+        raise OvspecError(f"{draft.name}: its vocabulary is trimmed already; name the draft that it was made from.")
+    output = output.expanduser().resolve()
+    check_output(output, overwrite)
+    check_space(output, draft.size)
+    with work_folder(output, overwrite) as work:
+        if draft.is_ir:
+            copy_ir(draft, work)
+            trim_ir(work, ids, draft.name)
+            described = describe(draft, work, INT8)
+        else:
+            for file in draft.folder.iterdir():
+                if file.is_file() and file.name != MANIFEST_FILE:
+                    shutil.copyfile(file, work / file.name)
+            if (draft.folder / MORE_TEMPLATES).is_dir():
+                shutil.copytree(draft.folder / MORE_TEMPLATES, work / MORE_TEMPLATES)
+            write_ids(work, ids)
+            described = ExportedModel(draft.name, "as it was", {}, [], draft.revision)
+        complete(work, output, Manifest(described, None, versions(), {}))

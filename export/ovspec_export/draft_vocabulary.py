@@ -1,0 +1,157 @@
+"""Drafts that propose only some of their target's ids: which, and an IR with the lm_head's rows of these alone.
+
+A checkpoint of such a draft has the file ``VOCABULARY_FILE`` with the ids; its weights are those of any other. The rows
+are cut when it is exported. Its IR names the ids in the output ``IDS``.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import openvino as ov
+from openvino import opset13 as ops
+
+from ovspec.base.errors import OvspecError
+from ovspec.base.files import read_as, write_atomically
+from ovspec.ir.compile import MODEL_FILE, check_weights, give_ids, lm_head, proposes_only, target_ids
+from ovspec.ir.heads import read_model
+from ovspec_export.sources import HeadSource, Source
+
+VOCABULARY_FILE = "draft_vocabulary.json"
+MADE_BY = {"Convert", "Multiply", "Subtract", "Add", "Divide"}  # operations that make weights of constants
+
+
+@dataclass(frozen=True)
+class VocabularyFile:
+    """A ``VOCABULARY_FILE``. ids: those that the draft proposes, sorted."""
+
+    ids: list[int]
+
+
+def write_ids(folder: Path, ids: np.ndarray) -> None:
+    """Let the checkpoint in ``folder`` propose only ``ids`` (n,)."""
+    write_atomically(folder / VOCABULARY_FILE, json.dumps({"ids": ids.tolist()}) + "\n")
+
+
+def is_trimmed(source: Source) -> bool:
+    """Return whether a model proposes only some ids."""
+    return proposes_only(source.folder) if source.is_ir else (source.folder / VOCABULARY_FILE).is_file()
+
+
+def proposed_ids(draft: Source, target: Source) -> np.ndarray | None:
+    """Return the ids that a draft model proposes, (n,) int64; None for a head, or if it proposes all.
+
+    Raises:
+        OvspecError: they aren't different ids of both models, or they can't be read.
+    """
+    if isinstance(draft, HeadSource) or not is_trimmed(draft):
+        return None
+    if draft.is_ir:
+        check_weights(draft.folder / MODEL_FILE)
+        ids = target_ids(read_model(draft.folder))
+    else:
+        ids = np.array(read_as(VocabularyFile, draft.folder / VOCABULARY_FILE).ids, dtype=np.int64)
+    if ids is None or not len(ids):
+        raise OvspecError(f"{draft.name}: its draft vocabulary is empty; trim the draft again.")
+    most = min(source.entry("vocab") or np.iinfo(np.int64).max for source in (draft, target))
+    if len(wrong := ids[(ids < 0) | (ids >= most)]):
+        raise OvspecError(f"{draft.name}: its draft vocabulary names the token {wrong[0]} of {most}.")
+    if len(np.unique(ids)) < len(ids):
+        raise OvspecError(f"{draft.name}: its draft vocabulary names a token twice.")
+    return ids
+
+
+def trim_ir(folder: Path, ids: np.ndarray, name: str) -> None:
+    """Keep of the lm_head of the IR in ``folder`` only the rows of ``ids`` (n,); the embedding keeps all.
+
+    ``name`` is for messages.
+
+    Raises:
+        OvspecError: the lm_head isn't found, or its weights are made in an unknown way.
+    """
+    try:
+        model = with_few_logits(folder, ids)
+    except ValueError as error:
+        raise OvspecError(f"{name}: its vocabulary can't be trimmed, because {error}; choose another draft.") from None
+    give_ids(model, ids)
+    ov.save_model(model, folder / "trimmed.xml", compress_to_fp16=False)
+    del model  # it maps the file that is replaced next
+    for suffix in (".bin", ".xml"):
+        (folder / f"trimmed{suffix}").replace((folder / MODEL_FILE).with_suffix(suffix))
+
+
+def with_few_logits(folder: Path, ids: np.ndarray) -> ov.Model:
+    """Return the graph of the model in ``folder`` with logits of only ``ids`` (n,); ValueError if that can't be."""
+    # The embedding may have the lm_head's weights, so those that are cut come from a second reading.
+    model, copy = read_model(folder), read_model(folder)
+    path, same = logits_path(model), logits_path(copy)
+    moving, axis = path[0].input_value(0).get_node(), -2 if path[0].get_attributes()["transpose_b"] else -1
+    for node, twin in zip(path, same, strict=True):
+        for port, value in zip(node.inputs(), twin.input_values(), strict=True):
+            if port.get_source_output().get_node().get_name() != moving.get_name():
+                port.replace_source_output(value)
+                keep_entries(port, axis, ids)
+        moving, axis = node, -1
+    model.validate_nodes_and_infer_types()
+    if model.output("logits").get_partial_shape()[-1] != len(ids):
+        raise ValueError("its logits don't have one value for each row of its lm_head")
+    return model
+
+
+def logits_path(model: ov.Model) -> list[ov.Node]:
+    """Return the operations that make logits of hidden states, the lm_head's MatMul first; ValueError if unknown."""
+    node, path = lm_head(model), list[ov.Node]()
+    while node and node.get_type_name() != "Result":
+        path.append(node)
+        readers = node.output(0).get_target_inputs()
+        node = next(iter(readers)).get_node() if len(readers) == 1 else None
+    if not node:
+        raise ValueError("its lm_head can't be found in the graph")
+    return path
+
+
+def keep_entries(port: ov.Input, axis: int, ids: np.ndarray) -> None:
+    """Keep of what an operation reads at ``port`` only the entries ``ids`` along ``axis``, which counts from the end.
+
+    Raises ValueError if that is made in an unknown way.
+    """
+    value = port.get_source_output()
+    node, shape = value.get_node(), list(value.get_shape())
+    if len(shape) < -axis or shape[axis] == 1:
+        return
+    match node.get_type_name():
+        case "Constant":
+            port.replace_source_output(entries(node, axis, ids).output(0))
+        case "Transpose":
+            order = node.input_value(1).get_node().get_data()  # type: ignore[attr-defined]
+            keep_entries(node.input(0), int(order[axis]) - len(shape), ids)
+        case "Reshape":  # of groups, which follow the rows
+            inner = list(node.input_value(0).get_shape())
+            if axis != -len(shape) or inner[0] != shape[0]:
+                raise ValueError("the rows of its lm_head are reshaped")
+            keep_entries(node.input(0), -len(inner), ids)
+            pattern = ops.constant([len(ids), *shape[1:]], dtype=ov.Type.i64)
+            node.input(1).replace_source_output(pattern.output(0))
+        case kind if kind in MADE_BY:
+            for each in node.inputs():
+                keep_entries(each, axis, ids)
+        case kind:
+            raise ValueError(f"its lm_head is made by {kind}")
+
+
+def entries(constant: ov.Node, axis: int, ids: np.ndarray) -> ov.Node:
+    """Return the entries ``ids`` of a constant along ``axis``, which counts from the end."""
+    shape, kind = list(constant.get_output_shape(0)), constant.get_element_type()
+    stored = np.asarray(constant.data).reshape(-1).view(np.uint8)  # type: ignore[attr-defined]
+    if kind.bitwidth == 4:  # two share a byte, the lower half first
+        stored = np.stack((stored & 15, stored >> 4), -1).reshape(-1)[: math.prod(shape)]
+    taken = stored.reshape(*shape, -1).take(ids, axis - 1)
+    if kind.bitwidth == 4:
+        taken = np.append(taken, np.zeros(taken.size % 2, np.uint8))
+        taken = taken[::2] | taken[1::2] << 4
+    shape[axis] = len(ids)
+    return ov.op.Constant(ov.Tensor(np.ascontiguousarray(taken), shape, kind), shared_memory=False)
