@@ -146,9 +146,9 @@ def is_held_out(ids: Sequence[int]) -> bool:
 
 
 def held_out_of(checksums: Iterable[int]) -> set[int]:
-    """Return which of the texts with these checksums are held out: a twentieth, or one of at least four."""
+    """Return which of the texts with these checksums are held out: a twentieth, if there are at least four."""
     known = sorted(set(checksums))
-    return set(known[: max(len(known) // HELD_OUT, len(known) >= 4)])
+    return set(known[: -(-len(known) // HELD_OUT)]) if len(known) >= 4 else set()
 
 
 # ---------------------------------------------------------------- what the user gives

@@ -48,7 +48,7 @@ PREFIX = (32, 128)  # tokens of the user's texts, at least and at most, that the
 UNFINISHED = 32  # tokens from which on an answer is kept when the time is over
 LOOKED_AT = 64  # tokens after which an answer is searched for a loop again
 TOLD_APART = 256  # last tokens of a prompt, which tell it from others
-# The texts may differ at near-ties from what the user's settings give, but are written in half the time.
+# The texts may differ at near-ties from what the user's settings give, but are written half again as fast.
 SETTINGS: dict[str, Any] = {
     "arithmetic": "fast",
     "kv_precision": "u8",
@@ -309,7 +309,7 @@ class Writer:
                 pieces = scheduler.step() or []
                 now = time.monotonic()
                 costs.append((now - began) / max(1, len(pieces)))
-                rows = min(batch, max(FEWEST_ROWS, int(seconds / ROUNDS / median(costs))))
+                rows = int(min(batch, max(FEWEST_ROWS, seconds / ROUNDS / median(costs))))
                 scheduler.remove(self._ended(pieces))
                 if now - since > EVERY:
                     yield self._take()

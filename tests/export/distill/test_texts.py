@@ -224,11 +224,11 @@ def test_it_asks_and_answers_and_goes_on(lm: ovspec.LanguageModel, write: Write,
     assert not misplaced(lm, second)
     assert len(misplaced(lm, [replace(each, answer=each.answer + 1) for each in second])) == len(second)
     shares = {greedy: [greedy_share(lm, each) for each in second if each.greedy is greedy] for greedy in (True, False)}
-    assert np.mean(shares[True]) > 0.97 > 0.9 > np.mean(shares[False])
+    assert np.mean(shares[True]) > 0.9 > 0.8 > np.mean(shares[False]), "but for near-ties"
 
 
 def test_what_is_asked_is_what_is_held_out(lm: ovspec.LanguageModel, write: Write) -> None:
-    found = write(6000, answer=8)
+    found = write(4500, answer=8)
     assert len({document.held_out for document in found}) == 2
     before, after = around_user(lm.runtime.chat_format, None)
     for document in found:
