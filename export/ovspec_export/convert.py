@@ -46,11 +46,7 @@ FAILED = {
     "train_draft": "the draft could not be taught",
     "measure_gain": "the gain could not be measured",
 }
-# Jobs that don't load the model with transformers, and run without an overlay.
-OURS = (
-    *("gguf_weights", "tokenizer", "to_bf16"),
-    *("write_texts", "write_features", "train_head", "measure_gain"),
-)
+OURS = ("gguf_weights", "tokenizer", "to_bf16")  # jobs that don't load the model, and run without an overlay
 # Text in the standard error of a failed step -> the reason that is reported instead.
 KNOWN_REASONS = {
     "No space left on device": "the disk is full",
@@ -198,7 +194,7 @@ def run_job(
     """
     command = [sys.executable, "-P", "-m", WORKER, job, json.dumps(arguments)]
     scratch.mkdir(parents=True, exist_ok=True)
-    overlay = {} if job in OURS else prepared_variables(model.family.environment, model.model_type)
+    overlay = {} if model.is_ir or job in OURS else prepared_variables(model.family.environment, model.model_type)
     asked = False
     with tempfile.TemporaryDirectory(dir=scratch, ignore_cleanup_errors=True) as temporary:
         # Everything needed is already downloaded, with weights as safetensors only; nothing else may be fetched now.

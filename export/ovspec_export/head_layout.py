@@ -189,6 +189,12 @@ def usual_layers(count: int) -> list[int]:
     return [2, count // 2, count - 3]
 
 
+def new_head_layers(count: int) -> list[int]:
+    """Return the layers of a target with ``count`` layers whose inputs a new head reads."""
+    usual = usual_layers(count)
+    return usual if usual[0] < usual[1] < usual[2] else sorted({count // 4, count // 2, count - 1})
+
+
 def check_supported(config: Mapping[str, Any], found: Mapping[str, Any], name: str) -> None:
     """Raise OvspecError if a head has parts that ``EagleHead`` doesn't have. found: its tensors, if known yet."""
     family = config.get("model_type", "llama")

@@ -6,6 +6,7 @@ import functools
 import json
 import math
 import re
+import shutil
 import struct
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -419,6 +420,14 @@ def snapshot(name: str, model: str, revision: str | None, patterns: list[str], b
         raise OvspecError(
             f"{name}: neither a folder here nor in the hub's cache, and the hub cannot be reached; check the network."
         ) from None
+
+
+def copy_what_is_missing(checkpoint: Path, folder: Path) -> None:
+    """Copy to ``folder`` the files of a checkpoint beside its weights, such as its tokenizer, that aren't there."""
+    for file in checkpoint.iterdir():
+        wanted = file.suffix in (".json", ".model", ".txt", ".jinja", ".py") and not file.name.startswith("model")
+        if file.is_file() and wanted and not (folder / file.name).exists():
+            shutil.copy(file, folder)
 
 
 def holds_only_ir(folder: Path) -> bool:

@@ -108,6 +108,7 @@ def first_layers(source: str, layers: int, folder: str, trust_remote_code: bool)
     from transformers import AutoConfig
 
     from ovspec_export.quantised import load_model
+    from ovspec_export.sources import copy_what_is_missing
 
     config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
     config.num_hidden_layers = layers
@@ -117,10 +118,7 @@ def first_layers(source: str, layers: int, folder: str, trust_remote_code: bool)
     # transformers can't quantise again what it has dequantised, and would leave it out.
     dequantised = {"save_original_format": False} if "quantization_config" in config else {}
     model.save_pretrained(folder, **dequantised)
-    for file in Path(source).iterdir():
-        wanted = file.suffix in (".json", ".model", ".txt", ".jinja", ".py") and not file.name.startswith("model")
-        if file.is_file() and wanted and not (Path(folder) / file.name).exists():
-            shutil.copy(file, folder)
+    copy_what_is_missing(Path(source), Path(folder))
 
 
 def gguf_weights(file: str, folder: str, dtype: str) -> None:

@@ -30,7 +30,6 @@ from ovspec_export.distill.head import (
     STEP_TOKENS,
     STEPS,
     HeadStudent,
-    layers_of,
     most_expected,
     new_config,
     new_layout,
@@ -39,6 +38,7 @@ from ovspec_export.distill.packing import Batch, pack
 from ovspec_export.distill.start import begin
 from ovspec_export.distill.training import BETAS, keep_heap
 from ovspec_export.export import as_checkpoint
+from ovspec_export.head_layout import new_head_layers
 from ovspec_export.heads import EagleHead
 from ovspec_export.sources import find_source
 from safetensors.torch import load_file
@@ -106,7 +106,7 @@ def main() -> None:
     parser.add_argument("--draft-vocabulary", type=int, default=16384)
     args = parser.parse_args()
     documents, count = texts(args.model, args.documents), model_config(args.model).layers or 1
-    layers, tokens = layers_of(count), sum(map(len, documents))
+    layers, tokens = new_head_layers(count), sum(map(len, documents))
     print(f"{machine()}. {len(documents)} documents, {tokens:,} tokens, layers {layers}.\n", flush=True)
 
     source = find_source(args.checkpoint)

@@ -36,6 +36,7 @@ class Made:
     complete: whether the time or the tokens that were asked for are reached.
     seconds: of each stage. tokens: trained on, counted as often as they were read.
     data: what was learnt from, by its source. held_out: what was only judged on.
+    lost: of a trimmed vocabulary, the share of the target's tokens that it doesn't have.
     machine: the name of the processor. agreement: how often the guess at depth 1, 2, ... is the model's choice.
     rows: of the benchmark, as ``ovspec bench --json`` prints them.
     """
@@ -52,6 +53,7 @@ class Made:
     held_out: Data
     machine: str
     agreement: list[float] = field(default_factory=list)
+    lost: float | None = None
     rows: list[dict[str, Any]] = field(default_factory=list)
 
 
@@ -108,6 +110,7 @@ def facts(made: Made) -> list[str]:
         f"**Data**: {'; '.join(data)}; {made.held_out.documents:,} more documents were held out" if data else "",
         f"**Hours**: {sum(hours.values()):.1f} ({times})" if hours else "",
         f"**Machine**: {made.machine}",
+        f"**Vocabulary**: without {made.lost:.1%} of the tokens in held-out texts" if made.lost is not None else "",
         f"**Agreement** with the model's own choice on held-out texts: {depths(made.agreement)}"
         if made.agreement
         else "",

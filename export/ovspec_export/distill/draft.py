@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -62,7 +63,11 @@ class DraftStudent:
     def write(self, folder: Path) -> None:
         """Write the draft as a checkpoint in bf16."""
         weights = {name: weight.bfloat16() for name, weight in self.module.state_dict().items()}
-        self.module.save_pretrained(folder, state_dict=weights)  # type: ignore[operator]
+        partial = folder.with_name(f"{folder.name}.partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        self.module.save_pretrained(partial, state_dict=weights)  # type: ignore[operator]
+        shutil.rmtree(folder, ignore_errors=True)
+        partial.rename(folder)
 
 
 def logits_of(model: nn.Module, batch: Batch) -> Tensor:

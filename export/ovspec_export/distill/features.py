@@ -91,8 +91,8 @@ def write_features(
         compute = computing_in_torch(checkpoint, model_type, layers, torch_device, trust_remote_code)
     else:
         compute = computing(Path(model), layers)
-    tokens, began = 0, time.monotonic()
-    told = began
+    before = tokens = sum(len(document.ids) for document in documents[:done])
+    told = began = time.monotonic()
     while done < len(documents) and size < most and not over(began, seconds):
         parts, taken = list[dict[str, Tensor]](), 0
         while done + len(parts) < len(documents) and taken < SHARD and not (parts and over(began, seconds)):
@@ -100,10 +100,11 @@ def write_features(
             taken += sum(part.nbytes for part in parts[-1].values())
             tokens += len(parts[-1]["ids"])
             if (now := time.monotonic()) - told > REPORT:
-                tell(tokens=tokens, per_second=tokens / (now - began))
+                tell(tokens=tokens, per_second=(tokens - before) / (now - began))
                 told = now
         write_shard(folder / f"{done:07}.safetensors", done, parts)
         done, size = done + len(parts), size + taken
+    tell(tokens=tokens)
 
 
 def over(began: float, seconds: float) -> bool:

@@ -144,12 +144,6 @@ def train_head(
     train(student, folder, state, kept, Effort(seconds, tokens, torch_device))
 
 
-def layers_of(count: int) -> list[int]:
-    """Return the layers of a target with ``count`` layers whose inputs a new head reads."""
-    usual = usual_layers(count)
-    return usual if usual[0] < usual[1] < usual[2] else sorted({count // 4, count // 2, count - 1})
-
-
 def most_expected(examples: list[Example], vocabulary: int, count: int) -> Tensor:
     """Return the ``count`` ids that the target expects most often, sorted; of unseen ones the smaller come first.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -14,26 +15,27 @@ import psutil
 from ovspec.base.errors import OvspecError
 from ovspec.base.files import read_text
 from ovspec.base.progress import in_bytes, note
-from ovspec.ir.compile import MODEL_FILE, check_ir_folder, check_weights, read_ir
+from ovspec.ir.compile import MODEL_FILE, check_ir_folder, check_weights, lm_head, read_ir
 from ovspec.ir.heads import check_own_keys, read_by_heads
 from ovspec.setup.identity import model_identity
 from ovspec.setup.manifest import DRAFT_FOLDER, ExportedModel, is_ours, read_manifest, restore_backup
 from ovspec_export.compression import INT8, WEIGHT_FORMATS
 from ovspec_export.convert import needed_space, reason
 from ovspec_export.distill.card import made_in
+from ovspec_export.distill.documents import read_given
+from ovspec_export.distill.trimming import check_trimmable, most_used
 from ovspec_export.distill.work import Settings, begun_in, check_settings
 from ovspec_export.export import check_pair
 from ovspec_export.folders import check_output, check_space, manifest_in
 from ovspec_export.head_fit import check_fits
-from ovspec_export.head_layout import USUAL_TAPS, HeadLayout
-from ovspec_export.sources import HeadSource, Source, find_source
+from ovspec_export.head_layout import USUAL_TAPS, HeadLayout, new_head_layers
+from ovspec_export.sources import GgufSource, HeadSource, Source, find_source
 
 Kind = Literal["head", "draft", "trimmed draft"]
 DRAFT_VOCABULARY = 16384
 MINUTES = 180.0
 MINUTES_TO_TRIM = 10.0  # of texts, in which the ids are counted
 SIZE_LIMIT = 10.0  # GB
-USUAL_LAYERS = 7  # from which on a target has all three layers that heads usually read
 PER_WEIGHT = 20  # bytes of a weight in training: itself, its gradient, two of Adam and its mean, 4 each
 STORED = 18  # bytes of a weight on the disk: the same without the gradient, and the result in 16 bits
 WITH_KEYS = ("full_attention", "sliding_attention", "chunked_attention", "attention")  # kinds of layers in configs
@@ -79,7 +81,8 @@ class Plan:
     """A checked distillation.
 
     target: the model as it was given. origin: the name and revision of the checkpoint behind it.
-    draft: a checkpoint, or None.
+    checkpoint: the target's, if torch is to compute hidden states on another device.
+    draft: a checkpoint, or None; to be trimmed, perhaps an IR.
     layers: those of the target whose inputs a head reads; none for a draft model.
     """
 
@@ -89,6 +92,7 @@ class Plan:
     work: Path
     target: Source
     origin: tuple[str, str | None]
+    checkpoint: Source | None
     draft: Source | None
     layers: list[int]
     settings: Settings
@@ -110,8 +114,9 @@ class Plan:
 
     @property
     def vocabulary(self) -> int:
-        """How many ids a head can propose."""
-        return self.options.draft_vocabulary or DRAFT_VOCABULARY
+        """How many ids a head can propose; one that is trained further keeps their number."""
+        usual = self.draft.layout.draft_vocab if isinstance(self.draft, HeadSource) else DRAFT_VOCABULARY
+        return self.options.draft_vocabulary or usual
 
 
 def planned(options: DistillOptions) -> Plan:
@@ -129,31 +134,8 @@ def planned(options: DistillOptions) -> Plan:
     target = find_source(options.model)
     if isinstance(target, HeadSource):
         raise OvspecError(f"{target.name}: an EAGLE-3 head, not a model; name the model that it drafts for.")
-    where = target.folder.resolve()
-    for place in (output, work):
-        if place == where or where in place.parents or place in where.parents:
-            name = "output" if place == output else "work"
-            raise OvspecError(f"{place}: is, contains or is inside the source {target.name}; name another `{name}`.")
-    if work == output or output in work.parents or work in output.parents:
-        raise OvspecError(f"{work}: is, contains or is inside the output; name another `work`.")
-    draft = find_draft(options.draft) if options.draft else None
-    kind: Kind = "trimmed draft" if options.trim_vocabulary else "head" if is_for_a_head(draft) else "draft"
-    if draft and isinstance(draft, HeadSource) and options.trim_vocabulary:
-        raise OvspecError(
-            f"{draft.name}: a head, whose vocabulary is its own already; `trim_vocabulary` is for drafts."
-        )
-    if kind != "head" and options.draft_vocabulary:
-        raise OvspecError("`draft_vocabulary` is for heads; for a draft model use `trim_vocabulary`.")
-    if target.is_ir:
-        check_target(target.folder, target.name, kind)
-    elif kind == "head":
-        check_checkpoint(target)
-    if isinstance(draft, HeadSource):
-        layers = check_fits(target, draft)
-    else:
-        layers = read_layers(target) if kind == "head" else []
-        if draft:
-            check_pair(target, draft, trust_remote_code=False)
+    check_places(target, output, work)
+    kind, draft, layers = asked_for(options, target)
     settings = Settings(
         model=model_identity(target.folder) if target.is_ir else target.revision,
         text=[str(place.expanduser().resolve()) for place in options.text],
@@ -163,7 +145,8 @@ def planned(options: DistillOptions) -> Plan:
         draft_vocabulary=options.draft_vocabulary,
     )
     check_settings(work, begun, settings)
-    plan = Plan(options, kind, output, work, target, origin(target), draft, layers, settings)
+    checkpoint = for_torch(target) if options.torch_device != "cpu" else None
+    plan = Plan(options, kind, output, work, target, origin(target), checkpoint, draft, layers, settings)
     check_room(plan)
     return plan
 
@@ -174,14 +157,65 @@ def origin(target: Source) -> tuple[str, str | None]:
     return (manifest.target.source, manifest.target.revision) if manifest else (target.name, target.revision)
 
 
-def is_for_a_head(draft: Source | None) -> bool:
-    return draft is None or isinstance(draft, HeadSource)
+def for_torch(target: Source) -> Source | None:
+    """Return the checkpoint of which torch can compute hidden states; None if there is none."""
+    found = exported_from(target) if target.is_ir else target
+    if found is None or isinstance(found, GgufSource) or found.holds_text_model:
+        note(f"{target.name}: its checkpoint can't be used, so OpenVINO computes the hidden states, on the CPU")
+        return None
+    return found
+
+
+def asked_for(options: DistillOptions, target: Source) -> tuple[Kind, Source | None, list[int]]:
+    """Return what is to be made, the draft that it is made of, and the target's layers that it reads.
+
+    Raises:
+        OvspecError: the draft doesn't fit the target or can't be used, or the target can't have a head.
+    """
+    draft, trimmed = None, options.trim_vocabulary
+    if options.draft:
+        draft = find_source(options.draft) if trimmed else find_draft(options.draft)
+    for_head = not trimmed and (draft is None or isinstance(draft, HeadSource))
+    if not for_head and options.draft_vocabulary:
+        raise OvspecError("`draft_vocabulary` is for heads; for a draft model use `trim_vocabulary`.")
+    if target.is_ir:
+        check_target(target.folder, target.name, for_head)
+    elif for_head:
+        check_checkpoint(target)
+    if isinstance(draft, HeadSource) and not trimmed:
+        return "head", draft, check_fits(target, draft)
+    if draft is None:
+        return "head", None, new_head_layers(number_of(target, "layers"))
+    if trimmed:
+        check_trimmable(draft)
+        most_used([], trimmed, number_of(draft, "vocab"))  # which refuses a wrong number
+    check_pair(target, draft, trust_remote_code=False)
+    return "trimmed draft" if trimmed else "draft", draft, []
+
+
+def number_of(source: Source, what: str) -> int:
+    """Return a number in a config; raises OvspecError if it isn't there."""
+    number = source.entry(what)
+    if number is None:
+        told = {"layers": "layers", "vocab": "ids"}[what]
+        raise OvspecError(f"{source.name}: its config.json doesn't say how many {told} it has; add that.")
+    return number
+
+
+def check_places(target: Source, output: Path, work: Path) -> None:
+    """Raise OvspecError if a folder that is written holds the target or the other one, or is in it."""
+    where = target.folder.resolve()
+    for name, place in (("output", output), ("work", work)):
+        if place == where or where in place.parents or place in where.parents:
+            raise OvspecError(f"{place}: is, contains or is inside the source {target.name}; name another `{name}`.")
+    if work == output or output in work.parents or work in output.parents:
+        raise OvspecError(f"{work}: is, contains or is inside the output; name another `work`.")
 
 
 def check_files(options: DistillOptions) -> None:
-    for place in options.text:
-        if not place.expanduser().exists():
-            raise OvspecError(f"{place}: no such file or folder; name `text` to learn from.")
+    """Raise OvspecError if a file isn't there, or holds something else than texts, chats or topics."""
+    if skipped := read_given(place.expanduser() for place in options.text).skipped:
+        note(f"{skipped} file{'s' * (skipped > 1)} in the folders hold no text, and are left out")
     if options.topics:
         read_text(options.topics.expanduser())
 
@@ -209,14 +243,16 @@ def check_torch_device(name: str) -> None:
         raise OvspecError(f"`torch_device={name!r}`: torch can't use it ({why}).")
 
 
-def check_target(folder: Path, name: str, kind: Kind) -> None:
+def check_target(folder: Path, name: str, for_head: bool) -> None:
     """Raise OvspecError if the exported model can't be run here, or can't have a head and is to get one."""
     check_ir_folder(folder)
     check_weights(folder / MODEL_FILE)
 
     def check(model: ov.Model) -> None:
-        if kind == "head":
+        if for_head:
             read_by_heads(model, folder, Path(name))
+            if lm_head(model) is None:
+                raise OvspecError(f"{name}: a head can't be used with this target: its lm_head can't be found.")
 
     read_ir(folder, check)
 
@@ -231,16 +267,6 @@ def check_checkpoint(target: Source) -> None:
     if layers and isinstance(kinds, list) and len(kinds) == layers:
         shared = int(config.get("num_kv_shared_layers") or 0)
         check_own_keys(sum(kind in WITH_KEYS for kind in kinds) - shared, layers, target.name)
-
-
-def read_layers(target: Source) -> list[int]:
-    """Return the layers whose inputs a new head reads: near the beginning, in the middle and near the end."""
-    count = target.entry("layers")
-    if count is None:
-        raise OvspecError(f"{target.name}: its config.json doesn't say how many layers it has, which a head must know.")
-    if count >= USUAL_LAYERS:
-        return [2, count // 2, count - 3]
-    return [min(max(layer, 1), count - 1) for layer in (count // 4, count // 2, count - 1)]
 
 
 # ---------------------------------------------------------------- the draft
@@ -260,19 +286,32 @@ def find_draft(name: str) -> Source:
     entry = exported_as(source.folder)
     if entry is None:
         raise OvspecError(f"{name}: an IR, which can't be taught, and nothing says of what; name the checkpoint.")
+    if not (found := exported_from(source)):
+        raise OvspecError(
+            f"{name}: its checkpoint, {entry.source}, is needed and isn't here; name its folder or hub id."
+        )
+    note(f"{name}: taught from its checkpoint {found.folder}")
+    return found
+
+
+def exported_from(source: Source) -> Source | None:
+    """Return the checkpoint of an export by what its manifest says: beside it, or on the hub; None if it isn't there.
+
+    The network need not be there for what is in the hub's cache.
+    """
+    entry = exported_as(source.folder)
+    if entry is None:
+        return None
     beside = [parent / entry.source for parent in list(source.folder.resolve().parents)[:2]]
     places = [str(place) for place in beside if (place / "config.json").is_file()]
     if entry.source.count("/") == 1:
         places.append(f"{entry.source.partition('@')[0]}@{entry.revision}")
     for place in places:
-        try:
+        with contextlib.suppress(OvspecError):
             found = find_source(place)
-        except OvspecError:
-            continue
-        if not found.is_ir and isinstance(found, HeadSource) == isinstance(source, HeadSource):
-            note(f"{name}: taught from its checkpoint {place}")
-            return found
-    raise OvspecError(f"{name}: its checkpoint, {entry.source}, is needed and isn't here; name its folder or hub id.")
+            if not found.is_ir and not isinstance(found, HeadSource):
+                return found
+    return None
 
 
 def exported_as(folder: Path) -> ExportedModel | None:
@@ -330,7 +369,7 @@ def trained_weights(plan: Plan) -> float:
     heads = int(config.get("num_attention_heads") or 1)
     layout = HeadLayout(
         hidden=hidden,
-        intermediate=int(config.get("intermediate_size") or 4 * hidden),
+        intermediate=min(int(config.get("intermediate_size") or 3 * hidden), 6 * hidden),
         heads=heads,
         kv_heads=int(config.get("num_key_value_heads") or heads),
         head_dim=int(config.get("head_dim") or hidden // heads),

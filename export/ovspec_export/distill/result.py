@@ -26,16 +26,19 @@ from ovspec_export.convert import check_ir, convert, convert_head
 from ovspec_export.distill.card import Data, Made, write_made
 from ovspec_export.distill.documents import read_documents
 from ovspec_export.distill.plan import Plan, check_place
-from ovspec_export.distill.stages import exported_target
+from ovspec_export.distill.stages import draft_checkpoint, exported_target
 from ovspec_export.distill.work import TRAINING, Work
-from ovspec_export.export import complete, describe, installed_versions
+from ovspec_export.draft_vocabulary import proposed_ids, trim_ir
+from ovspec_export.export import complete, describe, versions
 from ovspec_export.folders import foreign_file, replace_folder, work_folder
 from ovspec_export.head_fit import check_fits
-from ovspec_export.sources import HeadSource, Source, source_in
+from ovspec_export.sources import HeadSource, Source, copy_what_is_missing, source_in
 
 
 def export_result(plan: Plan, work: Work) -> None:
     """Export the result so far into ``work.ir``."""
+    if plan.kind == "draft":
+        copy_what_is_missing(draft_checkpoint(plan, work).folder, work.checkpoint)
     export_draft(plan, work, result_source(plan, work), work.ir)
 
 
@@ -43,25 +46,22 @@ def export_draft(plan: Plan, work: Work, draft: Source, folder: Path) -> None:
     """Export a head or a draft model into ``folder``, unless it is there."""
     if folder.is_dir():
         return
-    partial = work.scratch / folder.name
+    partial, target = work.scratch / folder.name, exported_target(plan, work)
     shutil.rmtree(partial, ignore_errors=True)
     if isinstance(draft, HeadSource):
-        target = target_source(plan, work)
         convert_head(draft, partial, INT8, target, check_fits(target, draft), work.scratch / "no states")
     else:
         convert(draft, partial, INT8)
+        ids = proposed_ids(draft, target)
+        if ids is not None and not draft.is_ir:
+            trim_ir(partial, ids, draft.name)
     check_ir(draft, partial)
     partial.rename(folder)
 
 
 def result_source(plan: Plan, work: Work) -> Source:
-    """Return the checkpoint so far as a source, which has the result's name."""
+    """Return the result so far as a source, which has the result's name: a checkpoint, or a trimmed IR."""
     return source_in(work.checkpoint, plan.name, files_revision(work.checkpoint))
-
-
-def target_source(plan: Plan, work: Work) -> Source:
-    """Return the exported target as a source."""
-    return Source(plan.target.name, exported_target(plan, work), is_ir=True, revision=plan.target.revision)
 
 
 def describe_made(plan: Plan, work: Work, finished: bool, rows: list[dict[str, object]]) -> Made:
@@ -83,11 +83,12 @@ def describe_made(plan: Plan, work: Work, finished: bool, rows: list[dict[str, o
         draft=plan.draft.name if plan.draft else None,
         complete=finished,
         seconds=spent.seconds,
-        tokens=spent.tokens.get(TRAINING, 0),
+        tokens=spent.tokens(TRAINING),
         data=data,
         held_out=held_out,
         machine=dict(available_devices()).get("CPU", "an unknown processor"),
         agreement=spent.told.get(TRAINING, {}).get("agreement") or [],
+        lost=spent.told.get("trimming", {}).get("lost"),
         rows=rows,
     )
 
@@ -100,8 +101,8 @@ def write_result(plan: Plan, work: Work, made: Made) -> None:
         for folder in (work.checkpoint, work.ir):  # whose config says more
             shutil.copytree(folder, partial, dirs_exist_ok=True, ignore=unwanted)
         write_made(made, plan.name, partial)
-        entry = describe(result_source(plan, work), partial, INT8, exported_target(plan, work))
-        complete(Manifest(entry, None, installed_versions(), {}), partial, plan.output)
+        entry = describe(result_source(plan, work), partial, INT8, exported_target(plan, work).folder)
+        complete(partial, plan.output, Manifest(entry, None, versions(), {}))
 
 
 def put_beside(plan: Plan, ir: Path, entry: ExportedModel) -> None:

@@ -17,12 +17,15 @@ from ovspec.base.files import read_json
 from ovspec.base.progress import note, step
 from ovspec.ir.compile import MODEL_FILE
 from ovspec.setup.manifest import DRAFT_FOLDER, read_manifest
+from ovspec.text.tokenizer import Tokenizer
 from ovspec_export.compression import INT8
 from ovspec_export.distill import stages
 from ovspec_export.distill.card import made_in
+from ovspec_export.distill.documents import read_documents
 from ovspec_export.distill.gain import gained, no_gain
-from ovspec_export.distill.plan import DistillOptions, Plan, check_target, planned
+from ovspec_export.distill.plan import DistillOptions, Plan, check_target, number_of, planned
 from ovspec_export.distill.result import describe_made, export_draft, export_result, put_beside, write_result
+from ovspec_export.distill.trimming import most_used, share_without, trim
 from ovspec_export.distill.work import DATA, READING, TEXTS, TRAINING, Work, delete_work, open_work
 from ovspec_export.export import as_checkpoint, export_pair
 
@@ -68,11 +71,11 @@ def prepare(plan: Plan, work: Work) -> None:
         if not work.target.is_dir():
             export_pair(plan.options.model, None, work.target, INT8)
         try:
-            check_target(work.target, plan.target.name, plan.kind)
+            check_target(work.target, plan.target.name, plan.of_head)
         except OvspecError:
             delete_work(work)  # which is of no use
             raise
-    if plan.draft and not plan.of_head and not work.draft.is_dir():
+    if plan.draft and plan.kind == "draft" and not work.draft.is_dir():
         partial = work.scratch / "draft"
         if as_checkpoint(plan.draft, partial, "bf16") is not plan.draft:
             partial.rename(work.draft)
@@ -95,13 +98,17 @@ def run(plan: Plan, work: Work) -> bool:
     """Run all rounds that are left; return whether they came to their end, and weren't stopped."""
     if plan.kind == "trimmed draft":
         return run_trimming(plan, work)
-    for number, end in enumerate(round_ends(plan.budget), 1):
+    ends = round_ends(plan.budget)
+    for number, end in enumerate(ends, 1):
         if is_full(plan, work):
             end = plan.budget
         elif not run_data(plan, work, number, end):
             return False
-        if work.has_features and not run_stage(plan, work, number, TRAINING, end - work.spent.seconds_of()):
+        left = end - work.spent.seconds_of()
+        if work.has_features and not run_stage(plan, work, number, TRAINING, left):
             return False
+    if work.has_features and not work.has_result and not run_stage(plan, work, len(ends), TRAINING, LEAST):
+        return False
     if not work.has_result:
         raise OvspecError(f"{plan.name}: nothing was trained in so short a time; give more `minutes`.")
     return True
@@ -112,9 +119,23 @@ def run_trimming(plan: Plan, work: Work) -> bool:
     if not run_stage(plan, work, 1, TEXTS, plan.budget - work.spent.seconds_of()):
         return False
     if not work.has_result:
-        with step(f"{plan.name}: trimming the vocabulary", keep=True):
-            stages.trim(plan, work)
+        trim_draft(plan, work)
     return True
+
+
+def trim_draft(plan: Plan, work: Work) -> None:
+    """Leave the draft the ids that the texts use most, and say how many tokens it can't propose any more."""
+    draft, count = plan.draft, plan.options.trim_vocabulary
+    assert draft and count
+    tokenizer = Tokenizer(stages.exported_target(plan, work).folder)
+    documents = read_documents(work.documents)
+    learnt = [document.ids for document in documents if not document.held_out]
+    ids = most_used(learnt, count, number_of(draft, "vocab"), tokenizer.added.values())
+    lost = share_without([document.ids[document.answer :] for document in documents if document.held_out], ids)
+    note(f"{plan.name}: {count:,} ids, without which are {lost:.1%} of the tokens in the texts that were held out")
+    trim(draft, ids, work.checkpoint)
+    work.spent.told["trimming"] = {"lost": lost}
+    work.save_spent()
 
 
 def is_full(plan: Plan, work: Work) -> bool:
@@ -141,18 +162,17 @@ def seconds_for_texts(work: Work, left: float) -> float:
 
     left: seconds for both.
     """
-    seconds, tokens = work.spent.seconds, work.spent.tokens
-    if not all(tokens.get(stage) and seconds.get(stage) for stage in DATA):
+    spent = work.spent
+    if not all(spent.tokens(stage) and spent.seconds_of(stage) for stage in DATA):
         return USUAL_TEXTS * left
-    written, read = (seconds[stage] / tokens[stage] for stage in DATA)  # per token
-    behind = max(0, tokens[TEXTS] - tokens[READING]) * read
+    written, read = (spent.seconds_of(stage) / spent.tokens(stage) for stage in DATA)  # per token
+    behind = max(0, spent.tokens(TEXTS) - spent.tokens(READING)) * read
     return max((left - behind) * written / (written + read), LEAST_TEXTS * left)
 
 
 def run_stage(plan: Plan, work: Work, number: int, stage: str, seconds: float) -> bool:
     """Run a stage for about so many seconds and show how far it is; return whether it wasn't stopped."""
-    tokens = plan.options.tokens and plan.options.tokens - work.spent.tokens.get(TRAINING, 0)
-    if seconds < LEAST or (tokens is not None and tokens <= 0):
+    if seconds < LEAST or (plan.options.tokens and work.spent.tokens(TRAINING) >= plan.options.tokens):
         return True
     what = f"{plan.name}: round {number}, {stage}"
     with step(what, keep=True) as shown, work.timed(stage) as watch:
@@ -167,20 +187,20 @@ def run_stage(plan: Plan, work: Work, number: int, stage: str, seconds: float) -
         if stage == READING:
             return stages.write_features(plan, work, seconds, told)
         shutil.rmtree(work.ir, ignore_errors=True)  # of an earlier result
-        return stages.train(plan, work, seconds, tokens, told)
+        return stages.train(plan, work, seconds, told)
 
 
 def progress(plan: Plan, work: Work, stage: str) -> str:
     """Return how far a distillation is, for the line that is shown while a stage runs."""
     spent, speed = work.spent, work.spent.told.get(stage, {}).get("per_second")
-    parts = [f"{spent.tokens.get(stage, 0):,} tokens"]
+    parts = [f"{spent.tokens(stage):,} tokens"]
     if speed:
         parts.append(f"{speed:,.0f} tokens/s")
     if accepted := spent.told.get(TRAINING, {}).get("accepted"):
         parts.append(f"{accepted:.2f} accepted tokens a round")
     left = plan.budget - spent.seconds_of()
     if plan.options.tokens and stage == TRAINING and speed:
-        left = min(left, (plan.options.tokens - spent.tokens.get(stage, 0)) / speed)
+        left = min(left, (plan.options.tokens - spent.tokens(stage)) / speed)
     left = max(left, 0)
     return ", ".join([*parts, f"{left / 60:.0f} min left" if left > 90 else f"{left:.0f} s left"])
 

@@ -1,8 +1,8 @@
 """The jobs of a distillation, as the parent calls them: each runs for about some seconds in a process of its own.
 
-Each returns whether it came to its own end, and not because Ctrl-C asked it to stop. A job tells ``tokens`` (of this
-run), ``per_second``, and in training ``accepted`` (tokens a round beside the model's own) and ``agreement`` (at each
-depth).
+Each returns whether it came to its own end, and not because Ctrl-C asked it to stop. A job tells how many ``tokens`` it
+has got through over all runs, how many ``per_second``, and in training how many are ``accepted`` in a round and how
+often a guess at each depth is right, its ``agreement``.
 """
 
 from __future__ import annotations
@@ -11,78 +11,73 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from ovspec.base.files import read_text
 from ovspec_export.convert import run_job
 from ovspec_export.distill.plan import Plan
 from ovspec_export.distill.work import Work
 from ovspec_export.sources import HeadSource, Source
 
 Told = Callable[[dict[str, Any]], None]
+EVER = 2**62  # tokens, which no time is enough for
 
 
-def exported_target(plan: Plan, work: Work) -> Path:
-    """Return the folder of the exported target."""
-    return plan.target.folder.resolve() if plan.target.is_ir else work.target
+def exported_target(plan: Plan, work: Work) -> Source:
+    """Return the exported target."""
+    folder = plan.target.folder.resolve() if plan.target.is_ir else work.target
+    return Source(plan.target.name, folder, is_ir=True, revision=plan.target.revision)
 
 
 def write_texts(plan: Plan, work: Work, seconds: float, told: Told) -> bool:
     """Let the model write, and take in given texts."""
-    return run_job(
-        "write_texts",
-        plan.target,
-        work.scratch,
-        told,
-        model=str(exported_target(plan, work)),
-        work=str(work.folder),
-        seconds=seconds,
-        texts=plan.settings.text,
-        topics=plan.settings.topics,
-    )
+    target, topics = exported_target(plan, work), list[str]()
+    if plan.options.topics:
+        lines = read_text(plan.options.topics.expanduser()).splitlines()
+        topics = [line.strip() for line in lines if line.strip()]
+    where = {"model": str(target.folder), "work": str(work.folder)}
+    given = {"texts": plan.settings.text, "topics": topics}
+    return run_job("write_texts", target, work.scratch, told, **where, seconds=seconds, tokens=EVER, **given)
 
 
 def write_features(plan: Plan, work: Work, seconds: float, told: Told) -> bool:
     """Compute what the target makes of the texts."""
+    target, by_torch = exported_target(plan, work), dict[str, Any]()
+    if plan.checkpoint:
+        by_torch = {"checkpoint": str(plan.checkpoint.folder), "model_type": plan.checkpoint.model_type}
+        by_torch |= {"torch_device": plan.options.torch_device}
     return run_job(
         "write_features",
-        plan.target,
+        plan.checkpoint or target,
         work.scratch,
         told,
-        model=str(exported_target(plan, work)),
+        model=str(target.folder),
         work=str(work.folder),
         layers=plan.layers,
         seconds=seconds,
         most=plan.options.size_limit * 1e9,
+        **by_torch,
     )
 
 
-def train(plan: Plan, work: Work, seconds: float, tokens: int | None, told: Told) -> bool:
-    """Train a head, or teach a draft, with up to so many ``tokens``."""
-    common: dict[str, Any] = {
-        "model": str(exported_target(plan, work)),
-        "work": str(work.folder),
-        "seconds": seconds,
-        "tokens": tokens,
-        "device": plan.options.torch_device,
-    }
-    if not plan.of_head:
-        draft = draft_checkpoint(plan, work)
-        return run_job("teach_draft", draft, work.scratch, told, **common, draft=str(draft.folder))
-    start = str(plan.draft.folder) if isinstance(plan.draft, HeadSource) else None
-    layers = {"layers": plan.layers, "draft_vocabulary": plan.vocabulary, "start": start}
-    return run_job("train_head", plan.target, work.scratch, told, **common, **layers)
-
-
-def trim(plan: Plan, work: Work) -> None:
-    """Write the draft with the ids that the texts use most as the result."""
+def train(plan: Plan, work: Work, seconds: float, told: Told) -> bool:
+    """Train a head, or teach a draft."""
+    common: dict[str, Any] = {"work": str(work.folder), "seconds": seconds, "tokens": plan.options.tokens or EVER}
+    common |= {"torch_device": plan.options.torch_device}
+    if plan.of_head:
+        target = exported_target(plan, work)
+        head = {"layers": plan.layers, "draft_vocabulary": plan.vocabulary}
+        head |= {"start": str(plan.draft.folder) if isinstance(plan.draft, HeadSource) else ""}
+        return run_job("train_head", target, work.scratch, told, model=str(target.folder), **head, **common)
     draft = draft_checkpoint(plan, work)
-    where = {"draft": str(draft.folder), "documents": str(work.documents), "folder": str(work.checkpoint)}
-    run_job("trim_vocabulary", draft, work.scratch, None, **where, vocabulary=plan.options.trim_vocabulary)
+    given = {"source": str(draft.folder), "model_type": draft.model_type, "trust_remote_code": False}
+    return run_job("train_draft", draft, work.scratch, told, **given, **common)
 
 
 def measure_gain(plan: Plan, work: Work, old: Path | None, output: Path) -> None:
     """Time plain decoding, the old draft and the new one; Ctrl-C ends it at once."""
-    where = {"model": exported_target(plan, work), "new": work.ir, "documents": work.documents, "output": output}
+    target = exported_target(plan, work)
+    where = {"model": target.folder, "new": work.ir, "documents": work.documents, "output": output}
     arguments: dict[str, Any] = {name: str(place) for name, place in where.items()} | {"old": str(old) if old else ""}
-    run_job("measure_gain", plan.target, work.scratch, None, **arguments)
+    run_job("measure_gain", target, work.scratch, None, **arguments)
 
 
 def draft_checkpoint(plan: Plan, work: Work) -> Source:

@@ -58,6 +58,15 @@ def joined(texts: Iterable[Sequence[int]]) -> np.ndarray:
     return np.concatenate([np.empty(0, np.int64), *(np.asarray(text, np.int64) for text in texts)])
 
 
+def check_trimmable(draft: Source) -> None:
+    """Raise OvspecError if a draft is no draft model, or has few ids already."""
+    if isinstance(draft, (HeadSource, GgufSource)):
+        what = "an EAGLE-3 head" if isinstance(draft, HeadSource) else "a GGUF file"
+        raise OvspecError(f"{draft.name}: {what}, whose vocabulary can't be trimmed; name a checkpoint or an IR.")
+    if is_trimmed(draft):
+        raise OvspecError(f"{draft.name}: its vocabulary is trimmed already; name the draft that it was made from.")
+
+
 def trim(draft: Source, ids: np.ndarray, output: Path, overwrite: bool = False) -> None:
     """Write the draft model with logits of only ``ids`` (n,), sorted, into ``output``.
 
@@ -67,11 +76,7 @@ def trim(draft: Source, ids: np.ndarray, output: Path, overwrite: bool = False) 
         OvspecError: it is no draft model or has few ids already, its lm_head isn't found, a folder is in the way, or
             the disk has too little space.
     """
-    if isinstance(draft, (HeadSource, GgufSource)):
-        what = "an EAGLE-3 head" if isinstance(draft, HeadSource) else "a GGUF file"
-        raise OvspecError(f"{draft.name}: {what}, whose vocabulary can't be trimmed; name a checkpoint or an IR.")
-    if is_trimmed(draft):
-        raise OvspecError(f"{draft.name}: its vocabulary is trimmed already; name the draft that it was made from.")
+    check_trimmable(draft)
     output = output.expanduser().resolve()
     check_output(output, overwrite)
     check_space(output, draft.size)

@@ -18,6 +18,7 @@ from filelock import FileLock, Timeout
 
 from ovspec.base.errors import OvspecError
 from ovspec.base.files import read_as, write_atomically
+from ovspec.ir.compile import MODEL_FILE
 
 SETTINGS, SPENT, LOCK = "settings.json", "spent.json", "lock"
 SAVED = 10.0  # seconds after which what is spent is written again
@@ -49,11 +50,14 @@ class Begun:
 
 @dataclass
 class Spent:
-    """What each stage has taken, over all runs: seconds and tokens; and the last figures that its job has told."""
+    """What each stage has taken, over all runs: its seconds, and the last figures that its job has told."""
 
     seconds: dict[str, float] = field(default_factory=dict)
-    tokens: dict[str, int] = field(default_factory=dict)
     told: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    def tokens(self, stage: str) -> int:
+        """Return the tokens that a stage has got through."""
+        return self.told.get(stage, {}).get("tokens", 0)
 
     def seconds_of(self, *stages: str) -> float:
         """Return the seconds of these stages, or of all."""
@@ -116,7 +120,10 @@ class Work:
 
     @property
     def has_result(self) -> bool:
-        return (self.checkpoint / "model.safetensors").is_file()
+        return any(self.checkpoint.glob("model*.safetensors")) or (self.checkpoint / MODEL_FILE).is_file()
+
+    def save_spent(self) -> None:
+        write_atomically(self.folder / SPENT, json.dumps(asdict(self.spent), indent=1))
 
     @contextlib.contextmanager
     def timed(self, stage: str) -> Iterator[Stopwatch]:
@@ -134,14 +141,11 @@ class Stopwatch:
     def __init__(self, work: Work, stage: str) -> None:
         self._work, self._stage, self._began, self._saved = work, stage, time.monotonic(), time.monotonic()
         self._seconds = work.spent.seconds.get(stage, 0.0)
-        self._tokens = work.spent.tokens.get(stage, 0)
 
     def tell(self, figures: dict[str, Any]) -> None:
-        """Take what the job has told of this run: its ``tokens``, and other figures."""
-        spent = self._work.spent
-        if "tokens" in figures:
-            spent.tokens[self._stage] = self._tokens + figures["tokens"]
-        spent.told[self._stage] = spent.told.get(self._stage, {}) | figures
+        """Take the figures that the job has told."""
+        told = self._work.spent.told
+        told[self._stage] = told.get(self._stage, {}) | figures
         self.count()
         if time.monotonic() - self._saved > SAVED:
             self.save()
@@ -152,7 +156,7 @@ class Stopwatch:
     def save(self) -> None:
         self.count()
         self._saved = time.monotonic()
-        write_atomically(self._work.folder / SPENT, json.dumps(asdict(self._work.spent), indent=1))
+        self._work.save_spent()
 
 
 def begun_in(folder: Path) -> Begun | None:

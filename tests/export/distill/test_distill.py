@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from distilling import Distilling, distilling, made_head, row
@@ -71,16 +72,16 @@ def test_a_head_for_an_exported_model(distil: Distilling, capsys: pytest.Capture
 def test_what_the_jobs_are_asked(distil: Distilling) -> None:
     notes, topics = distil.folder / "notes.txt", distil.folder / "topics"
     notes.write_text("import os", encoding="utf-8")
-    topics.write_text("cats", encoding="utf-8")
+    topics.write_text("cats\n\n a dog \n", encoding="utf-8")
     options = {"text": (notes,), "topics": topics, "draft_vocabulary": 256, "size_limit": 0.5}
     assert distil.run(tokens=1500, minutes=4, **options) == 0
     texts, features, training = (distil.began(job) for job in STAGES[:3])
-    assert (texts[0]["texts"], texts[0]["topics"]) == ([str(notes)], str(topics))
+    assert (texts[0]["texts"], texts[0]["topics"]) == ([str(notes)], ["cats", "a dog"])
     assert texts[0]["model"] == str(distil.model)
     assert texts[0]["seconds"] == pytest.approx(40, abs=1), "two thirds of half of the first round is for data"
-    assert (features[0]["most"], features[0]["layers"]) == (0.5e9, [1, 1, 1])
-    assert [each["tokens"] for each in training] == [1500, 500], "the second round trains on what is left"
-    assert (training[0]["draft_vocabulary"], training[0]["start"]) == (256, None)
+    assert (features[0]["most"], features[0]["layers"]) == (0.5e9, [0, 1])
+    assert [each["tokens"] for each in training] == [1500, 1500], "a second round was needed"
+    assert (training[0]["draft_vocabulary"], training[0]["start"], training[0]["layers"]) == (256, "", [0, 1])
     assert training[0]["seconds"] == pytest.approx(120, abs=5), "what the stand-ins left of the first round"
 
 
@@ -105,7 +106,8 @@ def test_rounds_grow_and_end_with_the_time() -> None:
 def test_texts_get_the_time_that_leaves_enough_for_their_features() -> None:
     def seconds(texts: tuple[float, int], features: tuple[float, int]) -> float:
         both = {"texts": texts, "features": features}
-        spent = Spent({name: each[0] for name, each in both.items()}, {name: each[1] for name, each in both.items()})
+        told: dict[str, dict[str, Any]] = {name: {"tokens": tokens} for name, (_, tokens) in both.items()}
+        spent = Spent({name: seconds for name, (seconds, _) in both.items()}, told)
         return seconds_for_texts(Work(Path(), "", spent), 90)
 
     assert seconds_for_texts(Work(Path(), "", Spent()), 90) == 60

@@ -39,7 +39,10 @@ def refused(distil: Distilling, message: str, **options: Any) -> None:
 
 def test_files_and_folders(distil: Distilling) -> None:
     head = distil.given["checkpoint"]
-    refused(distil, "nowhere: no such file or folder", text=(Path("nowhere"),))
+    refused(distil, "nowhere: no such file or folder; name a text file", text=(Path("nowhere"),))
+    chats = distil.folder / "chats.jsonl"
+    chats.write_text("[1, 2]\n", encoding="utf-8")
+    refused(distil, "chats.jsonl, line 1: not a chat", text=(chats,))
     refused(distil, "nowhere: no such file", topics=Path("nowhere"))
     refused(distil, "nowhere: no such file or folder, and not a hub id", model="./nowhere")
     refused(distil, "checkpoint: an EAGLE-3 head, not a model; name the model that it drafts for", model=head)
@@ -87,7 +90,7 @@ def test_targets_that_have_no_heads(distil: Distilling) -> None:
         checkpoint = copied(TARGET, distil.folder / f"checkpoint-{len(list(distil.folder.iterdir()))}", **more)
         refused(distil, f"{checkpoint.name}: {told.format(own, 2)}", model=str(checkpoint))
     windows = copied(TARGET, distil.folder / "windows", layer_types=["sliding_attention", "full_attention"])
-    assert planned(DistillOptions(str(windows), distil.output)).layers == [1, 1, 1]
+    assert planned(DistillOptions(str(windows), distil.output)).layers == [0, 1]
 
 
 def copied(checkpoint: Path, folder: Path, **entries: Any) -> Path:
@@ -100,7 +103,8 @@ def copied(checkpoint: Path, folder: Path, **entries: Any) -> Path:
 
 def test_drafts(distil: Distilling, pair: Path) -> None:
     head = distil.given["checkpoint"]
-    refused(distil, "checkpoint: a head, whose vocabulary is its own already", draft=head, trim_vocabulary=9)
+    refused(distil, "checkpoint: an EAGLE-3 head, whose vocabulary can't be trimmed", draft=head, trim_vocabulary=99)
+    refused(distil, "`trim_vocabulary` is 9; it must be from 64 to 4096", draft=str(DRAFT), trim_vocabulary=9)
     refused(distil, "`draft_vocabulary` is for heads", draft=str(DRAFT), draft_vocabulary=9)
     refused(distil, "ir: only the IR of a head, which can't be trained", draft=distil.given["ir"])
     wide = write_head(distil.folder / "wide", target=TARGET_CONFIG | {"hidden_size": 192}, layer_ids=LAYERS)
@@ -155,7 +159,7 @@ def test_torch_devices(distil: Distilling) -> None:
 
 
 def test_layers_that_a_head_reads(distil: Distilling) -> None:
-    for layers, read in ((2, [1, 1, 1]), (6, [1, 3, 5]), (7, [2, 3, 4]), (30, [2, 15, 27])):
+    for layers, read in ((2, [0, 1]), (6, [1, 3, 5]), (7, [2, 3, 4]), (30, [2, 15, 27])):
         folder = copied(TARGET, distil.folder / f"of {layers}", num_hidden_layers=layers)
         assert planned(DistillOptions(str(folder), distil.output)).layers == read
         assert find_source(str(folder)).entry("layers") == layers

@@ -12,12 +12,12 @@ import torch.nn.functional as F
 from ovspec_export.distill import unroll
 from ovspec_export.distill.documents import Document
 from ovspec_export.distill.features import Example, computing, computing_in_torch, write_target
-from ovspec_export.distill.head import layers_of, most_expected, new_config, new_layout
+from ovspec_export.distill.head import most_expected, new_config, new_layout
 from ovspec_export.distill.packing import Batch, pack
 from ovspec_export.distill.start import begin
 from ovspec_export.distill.training import moved
 from ovspec_export.distill.unroll import agreement, loss_of, unrolled
-from ovspec_export.head_layout import usual_layers
+from ovspec_export.head_layout import new_head_layers, usual_layers
 from ovspec_export.heads import EagleHead
 from safetensors.torch import load_file
 
@@ -248,7 +248,7 @@ def test_rows_move_with_their_ids() -> None:
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 6, 7, 12, 30])
 def test_layers_are_different_ones_of_the_target(count: int) -> None:
-    layers = layers_of(count)
+    layers = new_head_layers(count)
     assert layers == sorted(set(layers)) and layers[0] >= 0 and layers[-1] < count
     assert count < 7 or layers == usual_layers(count)
 
