@@ -98,8 +98,9 @@ def card(made: Made, name: str) -> str:
 
 def facts(made: Made) -> list[str]:
     """Return how it was made, a line each."""
-    hours = {stage: seconds / 3600 for stage, seconds in made.seconds.items() if seconds}
-    times = ", ".join(f"{stage} {time:.1f}" for stage, time in hours.items())
+    total = sum(made.seconds.values())
+    unit, name = (3600, "hours") if total >= 3600 else (60, "minutes")
+    times = ", ".join(f"{stage} {seconds / unit:.1f}" for stage, seconds in made.seconds.items() if seconds)
     data = [
         f"{found.tokens:,} tokens {told} ({found.documents:,} documents)"
         for source, told in SOURCES.items()
@@ -108,7 +109,7 @@ def facts(made: Made) -> list[str]:
     lines = [
         f"**Trained on** {made.tokens:,} tokens, counted as often as they were read" if made.tokens else "",
         f"**Data**: {'; '.join(data)}; {made.held_out.documents:,} more documents were held out" if data else "",
-        f"**Hours**: {sum(hours.values()):.1f} ({times})" if hours else "",
+        f"**Time**: {total / unit:.1f} {name} ({times})" if times else "",
         f"**Machine**: {made.machine}",
         f"**Vocabulary**: without {made.lost:.1%} of the tokens in held-out texts" if made.lost is not None else "",
         f"**Agreement** with the model's own choice on held-out texts: {depths(made.agreement)}"

@@ -195,7 +195,7 @@ def test_the_card() -> None:
         "**Trained on** 1,234,567 tokens",
         "250,000 tokens written by the model itself (900 documents); 30,000 tokens of given text (12 documents)",
         "; 48 more documents were held out",
-        "**Hours**: 1.5 (texts 0.5, features 0.2, training 0.8)",
+        "**Time**: 1.5 hours (texts 0.5, features 0.2, training 0.8)",
         "**Machine**: A processor",
         "0.47 for the first token, 0.43 and 0.39 for the next",
         "| old draft | 10.00 | 100.0 | none | 30 of 90 | 1.34 |",
