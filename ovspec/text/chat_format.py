@@ -117,7 +117,7 @@ class ChatFormat:
         return (BY_NAME[self._given], style) if self._given else (found, style)
 
     @functools.cached_property
-    def _takes_system(self) -> bool:
+    def takes_system(self) -> bool:
         """Whether the template takes a system prompt."""
         return self._shows_systems([{"role": "system", "content": PROBE_SYSTEM}, *PROBE_CHAT[:1]])
 
@@ -137,6 +137,7 @@ class ChatFormat:
         tools: Sequence[Any] = (),
         effort: str | None = None,
         variables: Mapping[str, Any] | None = None,
+        open: bool = True,
     ) -> str:
         """Return the prompt for ``messages``.
 
@@ -145,6 +146,7 @@ class ChatFormat:
             tools: OpenAI's.
             effort: how much to think, if the template can be told.
             variables: what else the template reads; see ``ChatTemplate.render``.
+            open: end where the assistant's answer begins.
 
         Raises:
             OvspecError: the template can't render them.
@@ -156,21 +158,21 @@ class ChatFormat:
         if effort is not None:
             given = self._effort(effort) | given
         if not tools and not any(message.get("tool_calls") or message.get("role") == "tool" for message in messages):
-            return self._rendered(messages, given)
+            return self._rendered(messages, given, open)
         format, style = self._found
         messages = with_names(in_order(list(map(with_objects, messages))), format.id_length)
         messages = style.styled(format.history(messages))
         if tools and format.native and format.tools_variable in self.template.variables:
             given[format.tools_variable] = list(tools)
             try:
-                return self._rendered(messages, given)
+                return self._rendered(messages, given, open)
             except OvspecError:
                 given[format.tools_variable] = [*map(completed, tools)]
         elif tools:
-            messages = with_system(messages, described(format, tools), self._takes_system)
-        return self._rendered(messages, given)
+            messages = with_system(messages, described(format, tools), self.takes_system)
+        return self._rendered(messages, given, open)
 
-    def _rendered(self, messages: list[Message], variables: Mapping[str, Any]) -> str:
+    def _rendered(self, messages: list[Message], variables: Mapping[str, Any], open: bool) -> str:
         """Render messages. Agents send system messages anywhere, and several of a side; not all templates take these.
 
         Raises:
@@ -178,17 +180,17 @@ class ChatFormat:
         """
         first, more = (any(each.get("role") == "system" for each in part) for part in (messages[:1], messages[1:]))
         plain = all(isinstance(each.get("content") or "", str) for each in messages)
-        if plain and ((first and not self._takes_system) or (more and not self._takes_systems)):
-            messages = with_one_system(messages, self._takes_system)
+        if plain and ((first and not self.takes_system) or (more and not self._takes_systems)):
+            messages = with_one_system(messages, self.takes_system)
         try:
-            return self.template.render(messages, variables=variables)
+            return self.template.render(messages, open, variables)
         except OvspecError:
             tried = [messages]
             for joined in (with_turns, with_users_in_results) if plain else ():
                 tried.append(joined(tried[-1]))
                 if tried[-1] != tried[-2]:
                     with contextlib.suppress(OvspecError):  # the first error is about what was given
-                        return self.template.render(tried[-1], variables=variables)
+                        return self.template.render(tried[-1], open, variables)
             raise
 
     def _effort(self, effort: str) -> dict[str, Any]:

@@ -1,0 +1,382 @@
+"""What a model writes itself, for a head or a draft to learn from: questions and its answers, or continuations."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+import ovspec
+from ovspec.base.errors import OvspecError
+from ovspec.engine.results import Piece
+from ovspec.engine.row import Row
+from ovspec.engine.runtime import PLAIN, Runtime
+from ovspec.engine.scheduler import BatchLimits, Scheduler
+from ovspec.ir.memory import token_room
+from ovspec.text.chat_format import ChatFormat
+from ovspec.text.chat_template import Message
+from ovspec_export.channel import stopping, tell
+from ovspec_export.distill.documents import (
+    MOST_TOKENS,
+    Document,
+    Seen,
+    append_documents,
+    checksum,
+    create_documents,
+    given_documents,
+    given_prompts,
+    is_held_out,
+    read_documents,
+    read_given,
+    repeats,
+)
+
+DOCUMENTS = "documents.jsonl"
+MOST_QUESTION, MOST_ANSWER = 160, 320  # tokens
+BATCH = 128  # rows; twice as many gain a fifth, and end twice as late
+FEWEST_ROWS, ROUNDS = 8, 120  # the rows are as many as leave time for so many rounds
+EVERY = 5.0  # seconds after which documents are written
+BEGINNING = 32  # tokens of a text that the model draws before it goes on
+PREFIX = (32, 128)  # tokens of the user's texts, at least and at most, that the model continues
+UNFINISHED = 32  # tokens from which on an answer is kept when the time is over
+LOOKED_AT = 64  # tokens after which an answer is searched for a loop again
+TOLD_APART = 256  # last tokens of a prompt, which tell it from others
+# The texts may differ at near-ties from what the user's settings give, but are written half again as fast.
+SETTINGS: dict[str, Any] = {
+    "arithmetic": "fast",
+    "kv_precision": "u8",
+    "properties": {"DYNAMIC_QUANTIZATION_GROUP_SIZE": "128"},
+    "tune": False,
+}
+SAID = "Xq7zv"  # stands for what a user says
+TOPIC = "I have a question about {}: "
+# Without a system message a small model invents more noise than questions; None is the template's own.
+SYSTEMS = (
+    None,
+    "You are a programmer. You write code and explain it.",
+    None,
+    "You are a helpful assistant. Answer briefly.",
+    None,
+    "You are a writer who edits and corrects texts.",
+)
+
+
+def write_texts(
+    model: str,
+    work: str,
+    seconds: float,
+    tokens: float,
+    texts: Sequence[str] = (),
+    topics: Sequence[str] = (),
+    seed: int = 0,
+    batch: int = BATCH,
+    question: int = MOST_QUESTION,
+    answer: int = MOST_ANSWER,
+) -> None:
+    """Append documents to those in ``work`` for about ``seconds``, or until they have ``tokens`` tokens together.
+
+    The first call begins with the user's own. What a later one draws depends on how many tokens there are already, so
+    that it repeats nothing.
+
+    Args:
+        model: the exported model.
+        work: the work folder.
+        texts: files and folders of the user's; see ``read_given``.
+        topics: what is asked about; by default anything.
+        batch: maximum number of texts that are written at a time.
+        question, answer: maximum numbers of their tokens.
+    """
+    began = time.monotonic()
+    runtime = ovspec.load(model, "none", **SETTINGS).runtime
+    file, given, seen = Path(work) / DOCUMENTS, read_given(texts), Seen()
+    if file.is_file():
+        documents = read_documents(file)
+        for document in documents:
+            seen.add(document.ids)
+    else:
+        documents = given_documents(given, runtime, seen)
+        create_documents(file, documents)
+    count, total = len(documents), sum(len(document.ids) for document in documents)
+    tell(tokens=total, per_second=0, documents=count, skipped=given.skipped)
+    prompts = unanswered(given_prompts(given, runtime), documents, runtime)
+    writer = Writer(runtime, asker(runtime, topics, seen, question), seen, documents, prompts, seed + total, answer)
+    before, since = total, time.monotonic()
+
+    def over() -> bool:
+        return stopping() or total >= tokens or time.monotonic() - began > seconds
+
+    for written in writer.write(over, batch, seconds):
+        append_documents(file, written)
+        count, total = count + len(written), total + sum(len(document.ids) for document in written)
+        tell(tokens=total, per_second=(total - before) / (time.monotonic() - since), documents=count)
+
+
+# ---------------------------------------------------------------- what is answered or continued
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What the model answers or continues."""
+
+    ids: list[int]
+    held_out: bool
+
+
+@dataclass(frozen=True)
+class Lead:
+    """A beginning with which the model goes on until it has asked something, or begun a text.
+
+    options: how it goes on.
+    system, effort: of the chat in which it asks.
+    """
+
+    ids: list[int]
+    options: dict[str, Any]
+    system: str | None = None
+    effort: str | None = None
+
+
+def asker(runtime: Runtime, topics: Sequence[str], seen: Seen, most: int) -> Questions | Beginnings:
+    """Return what makes prompts: questions, unless the model has no chat template that shows what a user says."""
+    try:
+        around_user(runtime.chat_format, None)
+    except OvspecError:
+        return Beginnings(runtime, seen)
+    return Questions(runtime, topics, seen, most)
+
+
+class Questions:
+    """Lets the model ask, by going on with an empty turn of the user (Magpie, arXiv 2406.08464)."""
+
+    def __init__(self, runtime: Runtime, topics: Sequence[str], seen: Seen, most: int) -> None:
+        self._runtime, self._topics, self._seen, self._most = runtime, topics, seen, most
+        self._systems = SYSTEMS if runtime.chat_format.takes_system and not topics else (None,)
+        self._asked = self._ended = 0
+        self._leads = functools.cache(self._lead)
+
+    def lead(self, drawn: np.random.Generator) -> Lead:
+        system = self._systems[int(drawn.integers(len(self._systems)))]
+        topic = self._topics[int(drawn.integers(len(self._topics)))] if self._topics else None
+        # Where the template can be told how much to think, half of the answers think less.
+        return self._leads(system, topic, "none" if drawn.integers(2) else None)
+
+    def _lead(self, system: str | None, topic: str | None, effort: str | None) -> Lead:
+        tokenizer = self._runtime.tokenizer
+        before, after = around_user(self._runtime.chat_format, system, TOPIC.format(topic) if topic else "")
+        stop_ids, stop = ending(after, tokenizer.added)
+        options = {"temperature": 1.0, "top_p": 0.95, "max_tokens": self._most, "stop_ids": stop_ids, "stop": stop}
+        return Lead(tokenizer.encode(before, special=False).tolist(), options, system, effort)
+
+    def prompt(self, lead: Lead, row: Row) -> Prompt | None:
+        """Return what the model has asked; None if it is no question, or was asked before."""
+        tokenizer, text, ended = self._runtime.tokenizer, row.text.strip(), row.finish_reason != "length"
+        tokens = row.token_ids[: -1 if ended else None]
+        self._asked, self._ended = self._asked + 1, self._ended + ended
+        if not ended and self._ended > self._asked / 4:  # few models end hardly any question
+            return None
+        if not text or repeats(tokens) or tokenizer.has_special("".join(map(tokenizer.token_text, tokens))):
+            return None
+        try:
+            question = tokenizer.encode(text, special=False).tolist()
+            ids = self._runtime.encode(in_chat(text, lead.system), effort=lead.effort).tolist()
+        except OvspecError:  # the text is strange, or the template takes too long on a busy machine
+            return None
+        if self._seen.has(question):
+            return None
+        self._seen.add(question)
+        return Prompt(ids, is_held_out(question))
+
+
+class Beginnings:
+    """Lets the model begin texts, if it has no chat template."""
+
+    def __init__(self, runtime: Runtime, seen: Seen) -> None:
+        tokenizer, config = runtime.tokenizer, runtime.generation_config
+        self._bos, self._seen = tokenizer.bos, seen
+        # A text begins behind BOS or, without one, behind the end of another text, or on a new line.
+        start = config.bos.tolist() or sorted(config.eos_ids)[:1] or tokenizer.encode("\n", special=False).tolist()
+        self._lead = Lead(start, {"temperature": 1.0, "max_tokens": BEGINNING})
+
+    def lead(self, drawn: np.random.Generator) -> Lead:
+        del drawn
+        return self._lead
+
+    def prompt(self, lead: Lead, row: Row) -> Prompt | None:
+        """Return what the model has begun; None if it has ended it, or has begun like this before."""
+        del lead
+        if row.finish_reason != "length" or repeats(row.token_ids) or self._seen.has(row.token_ids):
+            return None
+        self._seen.add(row.token_ids)
+        return Prompt([*self._bos, *row.token_ids], is_held_out(row.token_ids))
+
+
+def in_chat(text: str, system: str | None) -> list[Message]:
+    before = [{"role": "system", "content": system}] if system else []
+    return [*before, {"role": "user", "content": text}]
+
+
+def around_user(format: ChatFormat, system: str | None, lead: str = "") -> tuple[str, str]:
+    """Return what a template writes before what a user says, and after it; the user begins with ``lead``.
+
+    Raises:
+        OvspecError: the template can't render that, or doesn't show what a user says.
+    """
+    before, found, after = format.prompt(in_chat(lead + SAID, system)).partition(SAID)
+    if not found:
+        raise OvspecError("The model's chat template doesn't show what a user says.")
+    return before.rstrip(" "), after  # most vocabularies have words with the space before them
+
+
+def ending(after: str, added: Mapping[str, int]) -> tuple[list[int], list[str]]:
+    """Return the ids and the strings that end a user's turn: what the template writes first after it.
+
+    added: the ids of tokens that the vocabulary has for names, such as "<|im_end|>".
+    """
+    places = {name: after.find(name) for name in added if name.strip() and name in after}
+    first = min(places, key=lambda name: (places[name], -len(name)), default="")
+    text = (after[: places[first]] if first else after).strip()
+    if text:
+        return [], [text]
+    return [added[first]] if first else [], []
+
+
+def unanswered(prompts: Iterable[list[int]], documents: Iterable[Document], runtime: Runtime) -> list[Prompt]:
+    """Return the user's prompts that have no answer yet, and that the model's context has room for."""
+    done = {checksum(document.ids[: document.answer][-TOLD_APART:]) for document in documents}
+    room = runtime.target.ir.context_length or np.inf
+    return [
+        Prompt(ids, is_held_out(ids)) for ids in prompts if len(ids) < room and checksum(ids[-TOLD_APART:]) not in done
+    ]
+
+
+# ---------------------------------------------------------------- writing
+
+
+@dataclass(frozen=True)
+class Writing:
+    """A text that is being written: what the model asks after a ``Lead``, or answers to a ``Prompt``."""
+
+    row: Row
+    after: Lead | Prompt
+    greedy: bool
+
+
+class Writer:
+    """Keeps a batch full of questions and answers, and makes documents of the answers.
+
+    Args:
+        documents: those so far; the model continues pieces of what the user gave.
+        prompts: what is answered first.
+        number: of the first text. What is drawn for a text follows from its number.
+        answer: maximum number of tokens of an answer.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        asking: Questions | Beginnings,
+        seen: Seen,
+        documents: Iterable[Document],
+        prompts: Iterable[Prompt],
+        number: int,
+        answer: int,
+    ) -> None:
+        self._runtime, self._asking, self._seen, self._answer = runtime, asking, seen, answer
+        self._given = [each for each in documents if each.source != "own" and len(each.ids) > PREFIX[0]]
+        self._ready, self._number = deque(prompts), number
+        self._running: dict[int, Writing] = {}  # by the scheduler's number of its row
+        self._written: list[Document] = []
+
+    def write(self, over: Callable[[], bool], batch: int, seconds: float) -> Iterator[list[Document]]:
+        """Yield documents every few seconds until it is ``over``, which should be after ``seconds``."""
+        decoders = self._runtime.pool.take()
+        limits = BatchLimits(batch, token_room(self._runtime.irs(), batch, self._runtime.spare))
+        scheduler = Scheduler(decoders.target, None, PLAIN, (), limits)
+        rows, costs, since = min(batch, FEWEST_ROWS), deque[float](maxlen=16), time.monotonic()
+        try:
+            while not over():
+                while len(self._running) < rows:
+                    writing = self._next()
+                    self._running[scheduler.queue.add(writing.row)] = writing
+                began = time.monotonic()
+                pieces = scheduler.step() or []
+                now = time.monotonic()
+                costs.append((now - began) / max(1, len(pieces)))
+                rows = int(min(batch, max(FEWEST_ROWS, seconds / ROUNDS / median(costs))))
+                scheduler.remove(self._ended(pieces))
+                if now - since > EVERY:
+                    yield self._take()
+                    since = now
+            for writing in self._running.values():
+                if isinstance(writing.after, Prompt) and len(writing.row.token_ids) >= UNFINISHED:
+                    self._keep(writing, writing.after)
+            yield self._take()
+        finally:
+            self._runtime.pool.give_back(decoders)
+
+    def _next(self) -> Writing:
+        """Return the next text, not begun yet: an answer, if there is something to answer, or a question."""
+        drawn = np.random.default_rng(self._number)
+        greedy, seed = bool(drawn.integers(2)), self._number
+        self._number += 1
+        if self._ready:
+            after = self._ready.popleft()
+        elif self._given and drawn.integers(2):
+            after = self._piece(drawn)
+        else:
+            lead = self._asking.lead(drawn)
+            return Writing(self._row(lead.ids, seed=seed, **lead.options), lead, False)
+        options = {"temperature": 0.0 if greedy else 1.0, "max_tokens": self._answer}
+        return Writing(self._row(after.ids, seed=seed, **options), after, greedy)
+
+    def _piece(self, drawn: np.random.Generator) -> Prompt:
+        """Return a prompt that the user gave an answer to, or a piece of a text, to be continued by the model."""
+        document, bos = self._given[int(drawn.integers(len(self._given)))], self._runtime.tokenizer.bos
+        if document.answer:
+            return Prompt(document.ids[: document.answer], document.held_out)
+        body = document.ids[len(bos) if document.ids[: len(bos)] == bos else 0 :]
+        length = min(int(drawn.integers(PREFIX[0], PREFIX[1] + 1)), len(body))
+        start = int(drawn.integers(len(body) - length + 1))
+        return Prompt([*bos, *body[start : start + length]], document.held_out)
+
+    def _row(self, ids: list[int], **options: Any) -> Row:
+        [row] = self._runtime.rows(ids, self._runtime.params(options))  # type: ignore[arg-type]
+        return row
+
+    def _ended(self, pieces: Iterable[tuple[int, Piece]]) -> list[int]:
+        """Take the texts that have ended; return the numbers of those that have got into a loop, which end now."""
+        looping = list[int]()
+        for number, piece in pieces:
+            writing = self._running[number]
+            row, after = writing.row, writing.after
+            if not piece.finish_reason:
+                if len(row.token_ids) % LOOKED_AT or not row.token_ids or not repeats(row.token_ids):
+                    continue
+                looping.append(number)
+            elif isinstance(after, Prompt):
+                self._keep(writing, after)
+            elif prompt := self._asking.prompt(after, row):
+                self._ready.append(prompt)
+            del self._running[number]
+        return looping
+
+    def _keep(self, writing: Writing, prompt: Prompt) -> None:
+        """Make a document of an answer, unless it loops or is a near-duplicate."""
+        tokens = writing.row.token_ids
+        if repeats(tokens) or self._seen.has(tokens):
+            return
+        ids = [*prompt.ids, *tokens]
+        self._seen.add(ids)
+        answer = max(0, min(len(prompt.ids), MOST_TOKENS - len(tokens)))
+        self._written.append(Document(ids[-MOST_TOKENS:], answer, "own", writing.greedy, prompt.held_out))
+
+    def _take(self) -> list[Document]:
+        written, self._written = self._written, []
+        return written
