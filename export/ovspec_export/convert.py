@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -28,6 +29,7 @@ from ovspec_export.head_layout import flattened
 from ovspec_export.sources import GgufSource, HeadSource, Source
 from ovspec_export.tokenizers import load_tokenizer
 
+WORKER = "ovspec_export.worker"  # the module that runs jobs
 SMALLEST_GROUP = 16  # weights that share a scale
 FAILED = {
     "optimum_cli": "optimum-cli could not export it",
@@ -38,8 +40,17 @@ FAILED = {
     "calibrate": "nncf could not compress it",
     "to_bf16": "it could not be rounded to bf16",
     "evaluate": "it could not be compared with the checkpoint",
+    "write_texts": "it could not write texts",
+    "write_features": "its hidden states could not be computed",
+    "train_head": "a head could not be trained",
+    "train_draft": "the draft could not be taught",
+    "measure_gain": "the gain could not be measured",
 }
-OURS = ("gguf_weights", "tokenizer", "to_bf16")  # jobs that don't load the model, and run without an overlay
+# Jobs that don't load the model with transformers, and run without an overlay.
+OURS = (
+    *("gguf_weights", "tokenizer", "to_bf16"),
+    *("write_texts", "write_features", "train_head", "measure_gain"),
+)
 # Text in the standard error of a failed step -> the reason that is reported instead.
 KNOWN_REASONS = {
     "No space left on device": "the disk is full",
@@ -87,7 +98,7 @@ def convert(
         )
         if not (folder / "openvino_tokenizer.xml").is_file():  # the overlay can't read what a newer transformers wrote
             where = {"source": str(source.folder), "folder": str(folder)}
-            run_job("tokenizer", source, folder, None, **where, trust_remote_code=trust_remote_code)
+            run_job("tokenizer", source, folder, **where, trust_remote_code=trust_remote_code)
         if not (folder / TOKENIZER_FILE).is_file():  # has the byte vocabulary; optimum-cli omits it for some
             load_tokenizer(source, trust_remote_code).save_pretrained(folder)
         converting.result = written(folder)
@@ -127,7 +138,6 @@ def convert_head(
             "eagle_head",
             source,
             folder,
-            None,
             **{each: str(place) for each, place in where.items()},
             name=source.name,
             layers=layers,
@@ -174,19 +184,19 @@ def copy_ir(source: Source, folder: Path) -> None:
 
 
 def run_job(
-    job: str, model: Source, scratch: Path, told: Callable[[dict[str, Any]], None] | None = None, **arguments: Any
+    job: str, model: Source, scratch: Path, told: Callable[[dict[str, Any]], None] | None = None, /, **arguments: Any
 ) -> bool:
     """Run a job of ``worker.py`` in the environment of the model's family, with temporary files in ``scratch``.
 
     told: is called with each message about the job's progress. With it, Ctrl-C asks the job to write what it has and to
-    end, and a second Ctrl-C ends it.
+    end, which ``{"stopping": True}`` tells, and a second Ctrl-C ends it.
 
     Returns whether the job came to its own end.
 
     Raises:
         OvspecError: the job fails, with the reason, or its environment can't be prepared.
     """
-    command = [sys.executable, "-P", "-m", "ovspec_export.worker", job, json.dumps(arguments)]
+    command = [sys.executable, "-P", "-m", WORKER, job, json.dumps(arguments)]
     scratch.mkdir(parents=True, exist_ok=True)
     overlay = {} if job in OURS else prepared_variables(model.family.environment, model.model_type)
     asked = False
@@ -218,8 +228,10 @@ def run_job(
                         if not told or asked:
                             raise
                         asked = True
-                        process.stdin.write(b"stop\n")
-                        process.stdin.flush()
+                        told({"stopping": True})
+                        with contextlib.suppress(OSError):  # it has just ended
+                            process.stdin.write(b"stop\n")
+                            process.stdin.flush()
             except BaseException:
                 process.kill()
                 raise

@@ -137,7 +137,7 @@ def export_pair(
             check_ir(source, folder)
             if source.is_ir and folder != work and not head:
                 check_same_vocabulary(work, folder)
-            models.append(describe(source, folder, wanted))
+            models.append(describe(source, folder, wanted, work))
         with step(f"{sources[0].name}: comparing the tokenizers"):
             differing = [] if sources[0].is_ir else differing_texts(load_tokenizer(sources[0], trust_remote_code), work)
         for text in differing:
@@ -196,15 +196,16 @@ def check_pair(target: Source, draft: Source, trust_remote_code: bool) -> None:
         )
 
 
-def describe(source: Source, folder: Path, compression: Compression) -> ExportedModel:
-    """Return the manifest entry of one model, which is read to see that it is supported.
+def describe(source: Source, folder: Path, compression: Compression, target: Path | None = None) -> ExportedModel:
+    """Return the manifest entry of the model in ``folder``, which is read to see that it is supported.
 
-    A head is read with its target, in whose folder it is.
+    A head is read with its ``target``, by default the model above it.
     """
     if isinstance(source, HeadSource):
         try:
-            read_ir(folder.parent, lambda model: give_features(model, folder.parent, folder))
-            states = read_head(folder, folder.parent).states
+            target = target or folder.parent
+            read_ir(target, lambda model: give_features(model, target, folder))
+            states = read_head(folder, target).states
         except OvspecError as error:
             raise OvspecError(str(error).replace(str(folder), source.name)) from None
     else:

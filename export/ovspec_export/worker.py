@@ -210,6 +210,13 @@ def evaluate(source: str, folder: str, text: str, context: int, output: str, tru
     Path(output).write_text(json.dumps(result), encoding="utf-8")
 
 
+def write_texts(**arguments: Any) -> None:
+    """Let a model write what its student learns from."""
+    from ovspec_export.distill.texts import write_texts
+
+    write_texts(**arguments)
+
+
 def write_features(**arguments: Any) -> None:
     """Compute what a student learns from."""
     from ovspec_export.distill.features import write_features
@@ -233,6 +240,13 @@ def train_draft(**arguments: Any) -> None:
     train_draft(**arguments)
 
 
+def measure_gain(**arguments: Any) -> None:
+    """Time a model with what was made for it."""
+    from ovspec_export.distill.gain import measure_gain
+
+    measure_gain(**arguments)
+
+
 def share_processor() -> None:
     """Let threads that wait sleep, before torch is imported: a night's training shouldn't slow down other programs."""
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -249,9 +263,11 @@ JOBS: dict[str, Callable[..., None]] = {
         calibrate,
         to_bf16,
         evaluate,
+        write_texts,
         write_features,
         train_head,
         train_draft,
+        measure_gain,
     )
 }
 

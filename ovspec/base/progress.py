@@ -9,13 +9,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 QUIET = 1.0  # seconds that a step may take before it is shown
-CLEAR = "\r\x1b[K"  # removes what a terminal shows in the line
+AGAIN = 60.0  # seconds until it is shown again where lines stay, if its text has changed
+REST = "\x1b[K"  # removes what a terminal shows in the rest of the line
+CLEAR = f"\r{REST}"
 
 
 @dataclass
 class Step:
-    """A step in progress. ``result``, such as a size, is set before it ends, and shown after its time."""
+    """A step in progress. ``text`` may change meanwhile; ``result``, such as a size, is shown after its time."""
 
+    text: str
     result: str = ""
 
 
@@ -27,17 +30,22 @@ def note(text: str) -> None:
 @contextlib.contextmanager
 def step(text: str, keep: bool = False) -> Iterator[Step]:
     """Show ``text`` while the block runs, if that takes long. With ``keep``, leave a line with the time it took."""
-    made, began, ended, live = Step(), time.monotonic(), threading.Event(), on_terminal()
+    made, began, ended, live = Step(text), time.monotonic(), threading.Event(), on_terminal()
 
     def show() -> None:
         if ended.wait(QUIET):
             return
-        if not live:
-            note(f"{text} …")
-            return
+        told = ""
+        while not live:
+            if made.text != told:
+                told = made.text
+                note(f"{told} …")
+            if ended.wait(AGAIN):
+                return
         while not ended.wait(0.5):
-            line = f"{text} … {time.monotonic() - began:.0f} s "
-            print("\r" + line[: shutil.get_terminal_size().columns - 1], end="", file=sys.stderr, flush=True)
+            line = f"{made.text} … {time.monotonic() - began:.0f} s "
+            line = line[: shutil.get_terminal_size().columns - 1]
+            print(f"\r{line}{REST}", end="", file=sys.stderr, flush=True)
         print(CLEAR, end="", file=sys.stderr, flush=True)
 
     shown = threading.Thread(target=show, daemon=True)
@@ -48,7 +56,7 @@ def step(text: str, keep: bool = False) -> Iterator[Step]:
         ended.set()
         shown.join()
     if keep:
-        note(f"{text}: {time.monotonic() - began:.1f} s" + (f", {made.result}" if made.result else ""))
+        note(f"{made.text}: {time.monotonic() - began:.1f} s" + (f", {made.result}" if made.result else ""))
 
 
 def on_terminal() -> bool:

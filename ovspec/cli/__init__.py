@@ -20,6 +20,7 @@ COMMANDS = {
     "bench": "Time the model in DIR without and with each way of proposing tokens.",
     "chat": "Chat with the model in DIR.",
     "devices": "List the devices that a model can run on.",
+    "distill": "Make a head for MODEL, or teach it a draft, on this machine: it then generates faster.",
     "export": "Export TARGET, a Hugging Face checkpoint or a GGUF file, to OpenVINO IR.",
     "generate": "Continue PROMPT with the model in DIR.",
     "inspect": "Describe the models in DIR: weights, context, engine, rollback, memory.",
@@ -67,7 +68,7 @@ def cli() -> None:
 
 
 def main() -> None:
-    """Run the command line and exit with 0, 1 (the work failed), 2 (wrong usage) or 130 (Ctrl-C)."""
+    """Run the command line and exit with 0, 1 (the work failed), 2 (wrong usage), 3 (no gain) or 130 (Ctrl-C)."""
     # A text may have characters that the console's own encoding lacks.
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):

@@ -44,14 +44,8 @@ def give_features(model: ov.Model, target: Path, head: Path) -> None:
     """
     fusing = read_model(head)
     layers = target_layers(fusing)
-    try:
-        found = layer_inputs(model, model_states(model))
-    except OvspecError as error:
-        raise OvspecError(f"{head}: a head can't be used with this target: {error}.") from None
-    count = model_config(target).layers or len(found)
-    if count != len(found):
-        told = f"only {len(found)} of its {count} layers have keys and values of their own"
-        raise OvspecError(f"{head}: a head can't be used with this target: {told}.")
+    found = read_by_heads(model, target, head)
+    count = len(found)
     if max(layers) >= count:
         told = f"reads layer {max(layers)}, but its target has {count} layers"
         raise OvspecError(f"{head}: the head {told}; use it with the model that it was trained for.")
@@ -67,6 +61,32 @@ def give_features(model: ov.Model, target: Path, head: Path) -> None:
     result.output(0).get_tensor().set_names({FEATURES})
     model.add_results([result])
     model.validate_nodes_and_infer_types()
+
+
+def read_by_heads(model: ov.Model, target: Path, named: Path) -> list[ov.Output]:
+    """Return what each layer of a target reads, in order: some of these hidden states are what a head reads.
+
+    Args:
+        model: the target, as exported.
+        target: its folder.
+        named: the folder that an error names first.
+
+    Raises:
+        OvspecError: a head can't be used with this target, because some layers have no keys and values of their own.
+    """
+    try:
+        found = layer_inputs(model, model_states(model))
+    except OvspecError as error:
+        raise OvspecError(f"{named}: a head can't be used with this target: {error}.") from None
+    check_own_keys(len(found), model_config(target).layers or len(found), str(named))
+    return found
+
+
+def check_own_keys(found: int, layers: int, named: str) -> None:
+    """Raise OvspecError if fewer than all ``layers`` of a target have keys and values of their own."""
+    if found != layers:
+        told = f"only {found} of its {layers} layers have keys and values of their own"
+        raise OvspecError(f"{named}: a head can't be used with this target: {told}.")
 
 
 def target_layers(head: ov.Model) -> list[int]:

@@ -13,13 +13,13 @@ from ovspec.setup.identity import files_revision
 from ovspec.setup.manifest import read_manifest
 
 
-def export_package() -> ModuleType:
-    """Import and return ``ovspec_export``; raises OvspecError, naming what to install, if a package is missing."""
+def export_package(what: str = "Exporting") -> ModuleType:
+    """Import and return ``ovspec_export``; raises OvspecError, naming what to install, if ``what`` lacks a package."""
     try:
         import ovspec_export
     except ModuleNotFoundError as error:
         how = "which is not installed; run pip install '.[export]' in a clone of ovspec"
-        raise OvspecError(f"Exporting needs the package {error.name}, {how}.") from None
+        raise OvspecError(f"{what} needs the package {error.name}, {how}.") from None
     return ovspec_export
 
 

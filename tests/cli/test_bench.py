@@ -16,8 +16,9 @@ from commands_here import Command, commands_here
 from conftest import PROMPTS, ROOT
 
 import ovspec
+from ovspec.api.timing import HEADS, measure, row_of, table
 from ovspec.base.errors import OvspecError
-from ovspec.cli.bench import HEADS, bench, measure, row_of, table
+from ovspec.cli.bench import bench
 from ovspec.engine.results import Result, Stats
 
 DEMO = ROOT / "models" / "demo"

@@ -81,6 +81,23 @@ def test_progress_is_a_line_a_step_and_moves_on_a_terminal(
         assert ("\r" in told) is terminal
 
 
+def test_the_text_of_a_step_may_change(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    from ovspec.base import progress
+
+    monkeypatch.setattr(progress, "QUIET", 0.0)
+    monkeypatch.setattr(progress, "AGAIN", 0.2)
+    for terminal in (False, True):
+        monkeypatch.setattr(sys.stderr, "isatty", lambda terminal=terminal: terminal)
+        with progress.step("training", keep=True) as training:
+            time.sleep(0.7)
+            training.text = "training, 12 tokens/s"
+            time.sleep(0.7)
+        told = re.split(r"[\r\n]+", capsys.readouterr().err.replace("\x1b[K", "").strip("\r\n"))
+        lines = [re.sub(r"(?<=…) \d s $|: \d\.\d s$", "", line) for line in told]
+        assert list(dict.fromkeys(lines)) == ["training …", "training, 12 tokens/s …", "training, 12 tokens/s"]
+        assert terminal or len(lines) == 3, "a text that hasn't changed is not shown again"
+
+
 @pytest.mark.parametrize(("error", "code"), [(OvspecError, 1), (ValueError, 130)])
 def test_errors_that_follow_ctrl_c(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: type[Exception], code: int
@@ -102,7 +119,7 @@ def test_errors_that_follow_ctrl_c(
 
 
 def test_every_command_shows_an_example(ovspec) -> None:
-    for command in ("generate", "export", "devices", "inspect", "perplexity", "tune"):
+    for command in ("generate", "distill", "export", "devices", "inspect", "perplexity", "tune"):
         assert "Example" in ovspec(command, "--help").stdout
 
 

@@ -20,7 +20,7 @@ import pytest
 from command_runs import Outcome, runs
 from conftest import ROOT, TARGET
 from serving_options import LOADING, SERVING
-from test_options_of_tools import OTHERS_OF_EXPORT, TO_COMPRESSION, TO_EXPORT
+from test_options_of_tools import OTHERS_OF_EXPORT, TO_COMPRESSION, TO_DISTILL, TO_EXPORT
 
 from ovspec.cli import COMMANDS, cli
 from ovspec.params.loading import RUNTIME
@@ -331,6 +331,7 @@ TESTED: dict[str, set[str]] = {
     "verify": {*OF_TARGET, "folder", "as_json"},  # tests/cli/test_verify_command.py
     "tune": {"goal", "as_json", "cache_dir"},
     "export": {*TO_COMPRESSION, *TO_EXPORT, *OTHERS_OF_EXPORT},
+    "distill": {*TO_DISTILL},
     "devices": set(),
     "serve": {*SERVING, *LOADING},  # tests/server/test_serve_options.py
     # tests/cli/test_bench.py runs these.

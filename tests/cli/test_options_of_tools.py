@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -92,6 +94,65 @@ def test_tune(run: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(tuning, "tune", measured)
     found = run("tune", DEMO, "--for", "decode", "--cache-dir", "here", "--json")
     assert "would tune for decode and keep it in here" in found.err
+
+
+# ---------------------------------------------------------------- distill
+
+TO_DISTILL: dict[str, tuple[tuple[str, ...], Any]] = {
+    "output": (("-o", "out"), Path("out")),
+    "text": (("--text", "notes", "--text", "src"), (Path("notes"), Path("src"))),
+    "topics": (("--topics", "topics.txt"), Path("topics.txt")),
+    "draft": (("--draft", "small"), "small"),
+    "trim_vocabulary": (("--trim-vocabulary", "8000"), 8000),
+    "draft_vocabulary": (("--draft-vocabulary", "4096"), 4096),
+    "minutes": (("--minutes", "2.5"), 2.5),
+    "tokens": (("--tokens", "7"), 7),
+    "torch_device": (("--torch-device", "cuda"), "cuda"),
+    "size_limit": (("--size-limit", "0.5"), 0.5),
+    "work": (("--work", "there"), Path("there")),
+    "overwrite": (("--overwrite",), True),
+}
+
+
+def test_options_of_distill(run: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The options reach the distillation, which tests/export/distill checks; its end is the exit code."""
+    import ovspec_export
+
+    calls: list[Any] = []
+    monkeypatch.setattr(ovspec_export, "distill_model", lambda options: calls.append(options) or len(calls) * 3 - 3)
+    given = [part for flags, _ in TO_DISTILL.values() for part in flags]
+    assert [run("distill", "a-model", *given).code for _ in range(2)] == [0, 3]
+    assert calls[0].model == "a-model"
+    assert {name: getattr(calls[0], name) for name in TO_DISTILL} == {name: v for name, (_, v) in TO_DISTILL.items()}
+    assert run("distill", "a-model", "-o", "out").code == 6
+    usual = ovspec_export.DistillOptions("a-model", Path("out"))
+    assert calls[2] == usual, "the defaults are the same"
+    for wrong, told in (
+        ((), "Missing option '-o'"),
+        (("-o", "out", "--trim-vocabulary", "9"), "--trim-vocabulary needs --draft"),
+        (("-o", "out", "--minutes", "0.5"), "--minutes"),
+        (("-o", "out", "--size-limit", "0"), "--size-limit"),
+    ):
+        found = run("distill", "a-model", *wrong)
+        assert found.code == 2 and told in found.err
+    assert len(calls) == 3
+
+
+def test_refusals_of_distill_name_flags(run: Callable[..., Outcome]) -> None:
+    found = run("distill", DEMO, "-o", "out", "--text", "nowhere")
+    assert found.code == 1 and "nowhere: no such file or folder; name --text to learn from" in found.err
+
+
+def test_distill_without_the_packages(run: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] == "ovspec_export"]:
+        monkeypatch.delitem(sys.modules, name)
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: None if name == "torch" else find(name, *more))
+    found = run("distill", DEMO, "-o", "out")
+    assert (found.code, found.out) == (1, "")
+    assert found.err == (
+        "Distilling needs the package torch, which is not installed; run pip install '.[export]' in a clone of ovspec."
+    )
 
 
 # ---------------------------------------------------------------- export

@@ -1,0 +1,134 @@
+"""What a distillation has made, and how: for programs in ``distill.json``, for people in the card, ``README.md``."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ovspec.base.errors import OvspecError
+from ovspec.base.files import read_as
+
+MADE_FILE, CARD = "distill.json", "README.md"
+KINDS = {
+    "head": "An EAGLE-3 head",
+    "draft": "A draft model",
+    "trimmed draft": "A draft model with a smaller vocabulary",
+}
+SOURCES = {"own": "written by the model itself", "chats": "of given chats", "text": "of given text"}
+
+
+@dataclass(frozen=True)
+class Data:
+    """Documents of one source and their tokens."""
+
+    documents: int = 0
+    tokens: int = 0
+
+
+@dataclass(frozen=True)
+class Made:
+    """What was made, and how.
+
+    run: tells runs apart; a stopped one replaces its own result when it goes on.
+    kind: "head", "draft" or "trimmed draft". model, revision: the target's name and revision. draft: what was taught.
+    complete: whether the time or the tokens that were asked for are reached.
+    seconds: of each stage. tokens: trained on, counted as often as they were read.
+    data: what was learnt from, by its source. held_out: what was only judged on.
+    machine: the name of the processor. agreement: how often the guess at depth 1, 2, ... is the model's choice.
+    rows: of the benchmark, as ``ovspec bench --json`` prints them.
+    """
+
+    run: str
+    kind: str
+    model: str
+    revision: str | None
+    draft: str | None
+    complete: bool
+    seconds: dict[str, float]
+    tokens: int
+    data: dict[str, Data]
+    held_out: Data
+    machine: str
+    agreement: list[float] = field(default_factory=list)
+    rows: list[dict[str, Any]] = field(default_factory=list)
+
+
+def made_in(folder: Path) -> Made | None:
+    """Return what ``distill.json`` in a folder says, or None if it isn't a result."""
+    try:
+        return read_as(Made, folder / MADE_FILE) if (folder / MADE_FILE).is_file() else None
+    except OvspecError:
+        return None
+
+
+def write_made(made: Made, name: str, folder: Path) -> None:
+    """Write both files into ``folder``. name: of the result."""
+    (folder / MADE_FILE).write_text(json.dumps(asdict(made), indent=1) + "\n", encoding="utf-8")
+    (folder / CARD).write_text(card(made, name), encoding="utf-8")
+
+
+def card(made: Made, name: str) -> str:
+    """Return the card of a result called ``name``."""
+    revision = f", revision {made.revision[:12]}" if made.revision else ""
+    taught = f" It was made of {made.draft}." if made.draft else ""
+    head = " It reads the model's own hidden states and works with no other model." if made.kind == "head" else ""
+    parts = [
+        f"# {KINDS[made.kind]} for {made.model}",
+        f"It proposes tokens for {made.model}{revision}, so that it generates faster; the model alone decides what is "
+        f"generated.{head}{taught} Made by `ovspec distill`.",
+        "## Use it",
+        f"MODEL is an export of {made.model}, CHECKPOINT what it was exported from.",
+        f'```sh\novspec generate MODEL "Once upon a time" --draft {name} --stats\n'
+        f"ovspec export CHECKPOINT --draft {name} -o MODEL    # both in one folder, for --draft alone\n```",
+        "## How it was made",
+        "\n".join(f"- {line}" for line in facts(made)),
+    ]
+    if made.rows:
+        parts += ["## What it brings", f"Measured on {made.machine}, on texts that were held out.", table(made.rows)]
+    parts += [
+        "## License",
+        f"The license of {made.model} holds for what is made of it; the texts that you gave may have their own.",
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def facts(made: Made) -> list[str]:
+    """Return how it was made, a line each."""
+    hours = {stage: seconds / 3600 for stage, seconds in made.seconds.items() if seconds}
+    times = ", ".join(f"{stage} {time:.1f}" for stage, time in hours.items())
+    data = [
+        f"{found.tokens:,} tokens {told} ({found.documents:,} documents)"
+        for source, told in SOURCES.items()
+        if (found := made.data.get(source, Data())).documents
+    ]
+    lines = [
+        f"**Trained on** {made.tokens:,} tokens, counted as often as they were read" if made.tokens else "",
+        f"**Data**: {'; '.join(data)}; {made.held_out.documents:,} more documents were held out" if data else "",
+        f"**Hours**: {sum(hours.values()):.1f} ({times})" if hours else "",
+        f"**Machine**: {made.machine}",
+        f"**Agreement** with the model's own choice on held-out texts: {depths(made.agreement)}"
+        if made.agreement
+        else "",
+        "" if made.complete else "**Not finished**: it was stopped before the time that was asked for",
+    ]
+    return [line for line in lines if line]
+
+
+def depths(agreement: list[float]) -> str:
+    """Return the share of right guesses at each depth."""
+    first, *more = [f"{rate:.2f}" for rate in agreement]
+    return f"{first} for the first token" + (f", {' and '.join(more)} for the next" if more else "")
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Return the rows of a benchmark as a table in Markdown."""
+    lines = ["| | ms/token | tokens/s | speed-up | accepted of proposed | tokens/round |", "|---|---|---|---|---|---|"]
+    for row in rows:
+        plain = row["mode"] == "plain"
+        speedup = "" if plain else f"{row['speedup']:.2f}" if row["speedup"] else "none"
+        accepted = "" if plain else f"{row['accepted']} of {row['proposed']}"
+        times = f"{row['tpot_ms']:.2f} | {row['tokens_per_s']:.1f}"
+        lines.append(f"| {row['mode']} | {times} | {speedup} | {accepted} | {row['tokens_per_round']:.2f} |")
+    return "\n".join(lines)

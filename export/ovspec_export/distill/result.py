@@ -1,0 +1,150 @@
+"""What a distillation leaves: a checkpoint, its export and its card in one folder, and the export beside its target."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+from ovspec.base.errors import OvspecError
+from ovspec.base.files import PARTIAL
+from ovspec.base.progress import note
+from ovspec.ir.device import available_devices
+from ovspec.setup.identity import files_revision
+from ovspec.setup.manifest import (
+    DRAFT_FOLDER,
+    MANIFEST_FILE,
+    ExportedFile,
+    ExportedModel,
+    Manifest,
+    is_ours,
+    read_manifest,
+    sha256,
+)
+from ovspec_export.compression import INT8
+from ovspec_export.convert import check_ir, convert, convert_head
+from ovspec_export.distill.card import Data, Made, write_made
+from ovspec_export.distill.documents import read_documents
+from ovspec_export.distill.plan import Plan, check_place
+from ovspec_export.distill.stages import exported_target
+from ovspec_export.distill.work import TRAINING, Work
+from ovspec_export.export import complete, describe, installed_versions
+from ovspec_export.folders import foreign_file, replace_folder, work_folder
+from ovspec_export.head_fit import check_fits
+from ovspec_export.sources import HeadSource, Source, source_in
+
+
+def export_result(plan: Plan, work: Work) -> None:
+    """Export the result so far into ``work.ir``."""
+    export_draft(plan, work, result_source(plan, work), work.ir)
+
+
+def export_draft(plan: Plan, work: Work, draft: Source, folder: Path) -> None:
+    """Export a head or a draft model into ``folder``, unless it is there."""
+    if folder.is_dir():
+        return
+    partial = work.scratch / folder.name
+    shutil.rmtree(partial, ignore_errors=True)
+    if isinstance(draft, HeadSource):
+        target = target_source(plan, work)
+        convert_head(draft, partial, INT8, target, check_fits(target, draft), work.scratch / "no states")
+    else:
+        convert(draft, partial, INT8)
+    check_ir(draft, partial)
+    partial.rename(folder)
+
+
+def result_source(plan: Plan, work: Work) -> Source:
+    """Return the checkpoint so far as a source, which has the result's name."""
+    return source_in(work.checkpoint, plan.name, files_revision(work.checkpoint))
+
+
+def target_source(plan: Plan, work: Work) -> Source:
+    """Return the exported target as a source."""
+    return Source(plan.target.name, exported_target(plan, work), is_ir=True, revision=plan.target.revision)
+
+
+def describe_made(plan: Plan, work: Work, finished: bool, rows: list[dict[str, object]]) -> Made:
+    """Return what was made, and how."""
+    data, held_out, spent = dict[str, Data](), Data(), work.spent
+    for document in read_documents(work.documents):
+        before = held_out if document.held_out else data.get(document.source, Data())
+        now = Data(before.documents + 1, before.tokens + len(document.ids))
+        if document.held_out:
+            held_out = now
+        else:
+            data[document.source] = now
+    name, revision = plan.origin
+    return Made(
+        run=work.run,
+        kind=plan.kind,
+        model=name,
+        revision=revision,
+        draft=plan.draft.name if plan.draft else None,
+        complete=finished,
+        seconds=spent.seconds,
+        tokens=spent.tokens.get(TRAINING, 0),
+        data=data,
+        held_out=held_out,
+        machine=dict(available_devices()).get("CPU", "an unknown processor"),
+        agreement=spent.told.get(TRAINING, {}).get("agreement") or [],
+        rows=rows,
+    )
+
+
+def write_result(plan: Plan, work: Work, made: Made) -> None:
+    """Write the result into the output, completely or not at all."""
+    check_place(plan.output, work.run, plan.options.overwrite)
+    unwanted = shutil.ignore_patterns(MANIFEST_FILE, f"*{PARTIAL}")
+    with work_folder(plan.output, overwrite=True) as partial:
+        for folder in (work.checkpoint, work.ir):  # whose config says more
+            shutil.copytree(folder, partial, dirs_exist_ok=True, ignore=unwanted)
+        write_made(made, plan.name, partial)
+        entry = describe(result_source(plan, work), partial, INT8, exported_target(plan, work))
+        complete(Manifest(entry, None, installed_versions(), {}), partial, plan.output)
+
+
+def put_beside(plan: Plan, ir: Path, entry: ExportedModel) -> None:
+    """Put the exported result into an exported target that has no draft, and say so."""
+    model = plan.target.folder.resolve()
+    if not plan.target.is_ir or not is_ours(model):
+        return
+    try:
+        manifest, foreign = read_manifest(model), foreign_file(model)
+        if manifest and manifest.draft == entry:
+            return
+        if not manifest or manifest.draft or (model / DRAFT_FOLDER).exists():
+            note(f"{model.name}: has a draft, which stays there; name {plan.name} to use the new one")
+        elif foreign:
+            note(f"{model.name}: holds a file that ovspec did not export ({foreign}), so {plan.name} isn't put into it")
+        else:
+            add_draft(model, manifest, ir, entry)
+            note(f"{model.name}: {plan.name} is its draft now")
+    except (OvspecError, OSError) as error:
+        note(f"warning: {plan.name} could not be put into {model.name} ({error})")
+
+
+def add_draft(model: Path, manifest: Manifest, ir: Path, entry: ExportedModel) -> None:
+    """Replace an exported model by itself with a draft; a kill leaves one or the other, as of an export.
+
+    The new folder's files are links to the old one's, where the disk has links.
+    """
+    with work_folder(model, overwrite=True) as work:
+        for name in manifest.files:
+            (work / name).parent.mkdir(parents=True, exist_ok=True)
+            link_or_copy((model / name).resolve(), work / name)
+        shutil.copytree(ir, work / DRAFT_FOLDER, ignore=shutil.ignore_patterns(MANIFEST_FILE))
+        new = [path for path in (work / DRAFT_FOLDER).rglob("*") if path.is_file()]
+        manifest.draft = entry
+        manifest.files |= {
+            path.relative_to(work).as_posix(): ExportedFile(path.stat().st_size, sha256(path)) for path in new
+        }
+        manifest.write(work)
+        replace_folder(work, model)
+
+
+def link_or_copy(file: Path, new: Path) -> None:
+    try:
+        os.link(file, new)
+    except OSError:
+        shutil.copy2(file, new)

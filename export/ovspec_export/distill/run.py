@@ -1,0 +1,238 @@
+"""Distil a head or a draft: rounds of texts, features and training until the time is over, then the result.
+
+A round is the unit in which data and training take turns, so that there is a head after minutes. Rounds grow; what has
+been done is in the work folder, from which the same command goes on.
+"""
+
+from __future__ import annotations
+
+import enum
+import secrets
+import shutil
+from pathlib import Path
+from typing import Any
+
+from ovspec.base.errors import OvspecError
+from ovspec.base.files import read_json
+from ovspec.base.progress import note, step
+from ovspec.ir.compile import MODEL_FILE
+from ovspec.setup.manifest import DRAFT_FOLDER, read_manifest
+from ovspec_export.compression import INT8
+from ovspec_export.distill import stages
+from ovspec_export.distill.card import made_in
+from ovspec_export.distill.gain import gained, no_gain
+from ovspec_export.distill.plan import DistillOptions, Plan, check_target, planned
+from ovspec_export.distill.result import describe_made, export_draft, export_result, put_beside, write_result
+from ovspec_export.distill.work import DATA, READING, TEXTS, TRAINING, Work, delete_work, open_work
+from ovspec_export.export import as_checkpoint, export_pair
+
+FIRST, GROWTH = 360.0, 1.6  # seconds of the first round, and how much longer than the one before each later one takes
+LEAST = 5.0  # seconds; no job is started for less
+USUAL_TEXTS, LEAST_TEXTS = 2 / 3, 0.2  # of the time for data: before speeds are known, and in any case
+
+
+class Ended(enum.IntEnum):
+    """How a distillation ended: the exit codes of ``ovspec distill``."""
+
+    GAINED = 0
+    NOTHING_GAINED = 3
+    STOPPED = 130
+
+
+def distill_model(options: DistillOptions) -> Ended:
+    """Make a head or a draft in ``options.output``.
+
+    The first Ctrl-C ends it with the result so far, and the same options go on later; the second one ends it at once.
+
+    Raises:
+        OvspecError: an option, a model or a folder can't be used, or a job failed.
+    """
+    plan = planned(options)
+    with open_work(plan.work, secrets.token_hex(8), plan.settings) as work:
+        try:
+            prepare(plan, work)
+            ended = finish(plan, work) if run(plan, work) else None
+        except KeyboardInterrupt:
+            ended = None
+        if ended is None:
+            keep(plan, work)
+            return Ended.STOPPED
+    if not plan.options.work:
+        delete_work(work)
+    return ended
+
+
+def prepare(plan: Plan, work: Work) -> None:
+    """Export the target, and make a checkpoint of the draft, where they are something else."""
+    if not plan.target.is_ir:
+        if not work.target.is_dir():
+            export_pair(plan.options.model, None, work.target, INT8)
+        try:
+            check_target(work.target, plan.target.name, plan.kind)
+        except OvspecError:
+            delete_work(work)  # which is of no use
+            raise
+    if plan.draft and not plan.of_head and not work.draft.is_dir():
+        partial = work.scratch / "draft"
+        if as_checkpoint(plan.draft, partial, "bf16") is not plan.draft:
+            partial.rename(work.draft)
+
+
+# ---------------------------------------------------------------- rounds
+
+
+def round_ends(budget: float) -> list[float]:
+    """Return when rounds end, in seconds of all stages together; none is much shorter than the one before."""
+    length, end, ends = min(FIRST, budget / 2), 0.0, list[float]()
+    while end + 1.5 * length < budget:
+        end += length
+        ends.append(end)
+        length *= GROWTH
+    return [*ends, budget]
+
+
+def run(plan: Plan, work: Work) -> bool:
+    """Run all rounds that are left; return whether they came to their end, and weren't stopped."""
+    if plan.kind == "trimmed draft":
+        return run_trimming(plan, work)
+    for number, end in enumerate(round_ends(plan.budget), 1):
+        if is_full(plan, work):
+            end = plan.budget
+        elif not run_data(plan, work, number, end):
+            return False
+        if work.has_features and not run_stage(plan, work, number, TRAINING, end - work.spent.seconds_of()):
+            return False
+    if not work.has_result:
+        raise OvspecError(f"{plan.name}: nothing was trained in so short a time; give more `minutes`.")
+    return True
+
+
+def run_trimming(plan: Plan, work: Work) -> bool:
+    """Write the texts in which ids are counted, and trim the draft's vocabulary; return whether it wasn't stopped."""
+    if not run_stage(plan, work, 1, TEXTS, plan.budget - work.spent.seconds_of()):
+        return False
+    if not work.has_result:
+        with step(f"{plan.name}: trimming the vocabulary", keep=True):
+            stages.trim(plan, work)
+    return True
+
+
+def is_full(plan: Plan, work: Work) -> bool:
+    """Return whether the features have reached their limit."""
+    return work.features_size >= plan.options.size_limit * 1e9
+
+
+def run_data(plan: Plan, work: Work, number: int, end: float) -> bool:
+    """Write texts and compute features, so that data take half of the time up to ``end``, or all if there are none."""
+    spent = work.spent
+    left = end / 2 - spent.seconds_of(*DATA) if work.has_features else end - spent.seconds_of()
+    if left < LEAST:
+        return True
+    share = 1 if work.has_features else 0.5
+    began, texts = spent.seconds_of(), share * seconds_for_texts(work, left)
+    if not run_stage(plan, work, number, TEXTS, texts):
+        return False
+    reading = max(share * left - (spent.seconds_of() - began), LEAST)
+    return run_stage(plan, work, number, READING, reading)
+
+
+def seconds_for_texts(work: Work, left: float) -> float:
+    """Return for how long texts are to be written, so that there is time left to compute the features of all of them.
+
+    left: seconds for both.
+    """
+    seconds, tokens = work.spent.seconds, work.spent.tokens
+    if not all(tokens.get(stage) and seconds.get(stage) for stage in DATA):
+        return USUAL_TEXTS * left
+    written, read = (seconds[stage] / tokens[stage] for stage in DATA)  # per token
+    behind = max(0, tokens[TEXTS] - tokens[READING]) * read
+    return max((left - behind) * written / (written + read), LEAST_TEXTS * left)
+
+
+def run_stage(plan: Plan, work: Work, number: int, stage: str, seconds: float) -> bool:
+    """Run a stage for about so many seconds and show how far it is; return whether it wasn't stopped."""
+    tokens = plan.options.tokens and plan.options.tokens - work.spent.tokens.get(TRAINING, 0)
+    if seconds < LEAST or (tokens is not None and tokens <= 0):
+        return True
+    what = f"{plan.name}: round {number}, {stage}"
+    with step(what, keep=True) as shown, work.timed(stage) as watch:
+
+        def told(figures: dict[str, Any]) -> None:
+            stopping = figures.pop("stopping", False)
+            watch.tell(figures)
+            shown.text = f"{what}: {progress(plan, work, stage)}{', stopping' if stopping else ''}"
+
+        if stage == TEXTS:
+            return stages.write_texts(plan, work, seconds, told)
+        if stage == READING:
+            return stages.write_features(plan, work, seconds, told)
+        shutil.rmtree(work.ir, ignore_errors=True)  # of an earlier result
+        return stages.train(plan, work, seconds, tokens, told)
+
+
+def progress(plan: Plan, work: Work, stage: str) -> str:
+    """Return how far a distillation is, for the line that is shown while a stage runs."""
+    spent, speed = work.spent, work.spent.told.get(stage, {}).get("per_second")
+    parts = [f"{spent.tokens.get(stage, 0):,} tokens"]
+    if speed:
+        parts.append(f"{speed:,.0f} tokens/s")
+    if accepted := spent.told.get(TRAINING, {}).get("accepted"):
+        parts.append(f"{accepted:.2f} accepted tokens a round")
+    left = plan.budget - spent.seconds_of()
+    if plan.options.tokens and stage == TRAINING and speed:
+        left = min(left, (plan.options.tokens - spent.tokens.get(stage, 0)) / speed)
+    left = max(left, 0)
+    return ", ".join([*parts, f"{left / 60:.0f} min left" if left > 90 else f"{left:.0f} s left"])
+
+
+# ---------------------------------------------------------------- the end
+
+
+def finish(plan: Plan, work: Work) -> Ended:
+    """Export the result, measure what it brings, and put everything into its place, as far as that isn't done."""
+    before = made_in(plan.output)
+    if not (before and before.run == work.run and before.complete and before.seconds == work.spent.seconds):
+        export_result(plan, work)
+        write_result(plan, work, describe_made(plan, work, True, measured(plan, work)))
+    finished, manifest = made_in(plan.output), read_manifest(plan.output)
+    assert finished and manifest
+    if not gained(finished.rows):
+        note(no_gain(plan.name, finished.rows))
+        return Ended.NOTHING_GAINED
+    note(f"{plan.output}: finished")
+    put_beside(plan, work.ir, manifest.target)
+    return Ended.GAINED
+
+
+def measured(plan: Plan, work: Work) -> list[dict[str, Any]]:
+    """Return the rows of a benchmark of plain decoding, the old draft if there is one, and the result."""
+    from ovspec.api.timing import table
+
+    old, output = old_draft(plan, work), work.scratch / "gain.json"
+    with step(f"{plan.name}: measuring what it brings on texts that were held out", keep=True):
+        stages.measure_gain(plan, work, old, output)
+    rows = read_json(output)["rows"]
+    note(table(rows))
+    return rows
+
+
+def old_draft(plan: Plan, work: Work) -> Path | None:
+    """Return the folder of the draft that the result is compared with: what was taught, or what the target has."""
+    if plan.draft:
+        given = Path(plan.options.draft or "").expanduser()
+        if (given / MODEL_FILE).is_file():
+            return given.resolve()
+        export_draft(plan, work, plan.draft if plan.of_head else stages.draft_checkpoint(plan, work), work.old)
+        return work.old
+    beside = plan.target.folder.resolve() / DRAFT_FOLDER
+    return beside if plan.target.is_ir and beside.is_dir() else None
+
+
+def keep(plan: Plan, work: Work) -> None:
+    """Write the result so far, if there is one, and say how to go on."""
+    if work.has_result:
+        export_result(plan, work)
+        write_result(plan, work, describe_made(plan, work, False, []))
+        note(f"{plan.output}: the result so far; the same command goes on")
+    else:
+        note(f"{plan.name}: stopped before anything was trained; the same command goes on")

@@ -1,0 +1,167 @@
+"""What can't be distilled is refused in a sentence, before any work."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+from conftest import DRAFT, ROOT, TARGET
+from distilling import LAYERS, TARGET_CONFIG, Distilling, distilling, made_head
+from heads import write_head
+from ovspec_export.distill import stages
+from ovspec_export.distill.plan import DistillOptions, needed_memory, planned
+from ovspec_export.sources import find_source
+
+from ovspec.base.errors import OvspecError
+
+
+@pytest.fixture
+def distil(
+    pair: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> Distilling:
+    monkeypatch.setattr(stages, "run_job", lambda *_, **__: pytest.fail("a job ran"))
+    return distilling(pair, made_head(tmp_path_factory), tmp_path)
+
+
+def refused(distil: Distilling, message: str, **options: Any) -> None:
+    """A distillation is refused with this message and leaves nothing behind."""
+    before = sorted(distil.folder.rglob("*"))
+    with pytest.raises(OvspecError, match=message) as error:
+        planned(DistillOptions(**{"model": str(distil.model), "output": distil.output} | options))
+    assert "\n" not in str(error.value) and str(error.value).endswith(".")
+    assert sorted(distil.folder.rglob("*")) == before
+
+
+def test_files_and_folders(distil: Distilling) -> None:
+    head = distil.given["checkpoint"]
+    refused(distil, "nowhere: no such file or folder", text=(Path("nowhere"),))
+    refused(distil, "nowhere: no such file", topics=Path("nowhere"))
+    refused(distil, "nowhere: no such file or folder, and not a hub id", model="./nowhere")
+    refused(distil, "checkpoint: an EAGLE-3 head, not a model; name the model that it drafts for", model=head)
+    refused(distil, "is inside the source model; name another `output`", output=distil.model / "head")
+    refused(distil, "is inside the source model; name another `work`", work=distil.model / "work")
+    refused(distil, "is inside the output; name another `work`", work=distil.output / "work")
+    refused(distil, "thesis: is a file; name another `output`", output=touched(distil.folder / "thesis"))
+    refused(distil, "thesis: is a file; name another `work`", work=distil.folder / "thesis")
+    shutil.copytree(distil.model, distil.folder / "exported")
+    for overwrite in (False, True):
+        told = "exported: holds an exported model, not what was distilled; name another `output`"
+        refused(distil, told, output=distil.folder / "exported", overwrite=overwrite)
+
+
+def touched(file: Path) -> Path:
+    file.touch()
+    return file
+
+
+def test_what_is_no_language_model(distil: Distilling) -> None:
+    file = distil.model / "openvino_model.xml"
+    text = file.read_text(encoding="utf-8")
+    file.write_text(text.replace('"logits"', '"other"'), encoding="utf-8")
+    refused(distil, "not a language model that generates text")
+    file.write_text(text, encoding="utf-8")
+    weights = file.with_suffix(".bin")
+    weights.write_bytes(weights.read_bytes()[:1000])
+    refused(distil, "openvino_model.bin: cut off")
+
+
+def test_targets_that_have_no_heads(distil: Distilling) -> None:
+    """Hybrids and shared keys, exported or not: the same sentence; a draft model may be taught for them."""
+    entries = {"num_hidden_layers": 3}
+    config = distil.model / "config.json"
+    config.write_text(json.dumps(TARGET_CONFIG | entries), encoding="utf-8")
+    told = "a head can't be used with this target: only {} of its {} layers have keys and values of their own"
+    refused(distil, f"model: {told.format(2, 3)}")
+    (distil.model / "ovspec.json").unlink()  # which has the size of the config
+    assert not planned(DistillOptions(str(distil.model), distil.output, draft=str(DRAFT))).layers
+    for more, own in (
+        ({"layer_types": ["linear_attention", "full_attention"]}, 1),
+        ({"layer_types": ["sliding_attention", "full_attention"], "num_kv_shared_layers": 1}, 1),
+        ({"layer_types": ["conv", "conv"]}, 0),
+    ):
+        checkpoint = copied(TARGET, distil.folder / f"checkpoint-{len(list(distil.folder.iterdir()))}", **more)
+        refused(distil, f"{checkpoint.name}: {told.format(own, 2)}", model=str(checkpoint))
+    windows = copied(TARGET, distil.folder / "windows", layer_types=["sliding_attention", "full_attention"])
+    assert planned(DistillOptions(str(windows), distil.output)).layers == [1, 1, 1]
+
+
+def copied(checkpoint: Path, folder: Path, **entries: Any) -> Path:
+    """Copy a checkpoint, with more entries in its config."""
+    shutil.copytree(checkpoint, folder)
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8")) | entries
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    return folder
+
+
+def test_drafts(distil: Distilling, pair: Path) -> None:
+    head = distil.given["checkpoint"]
+    refused(distil, "checkpoint: a head, whose vocabulary is its own already", draft=head, trim_vocabulary=9)
+    refused(distil, "`draft_vocabulary` is for heads", draft=str(DRAFT), draft_vocabulary=9)
+    refused(distil, "ir: only the IR of a head, which can't be trained", draft=distil.given["ir"])
+    wide = write_head(distil.folder / "wide", target=TARGET_CONFIG | {"hidden_size": 192}, layer_ids=LAYERS)
+    refused(distil, "wide cannot draft for model: it reads 3 layers, 576 values in all", draft=str(wide))
+    tokenizer = json.loads((DRAFT / "tokenizer.json").read_text(encoding="utf-8"))
+    vocabulary = tokenizer["model"]["vocab"]
+    a, b = list(vocabulary)[300:302]
+    vocabulary[a], vocabulary[b] = vocabulary[b], vocabulary[a]
+    other = copied(DRAFT, distil.folder / "other")
+    (other / "tokenizer.json").write_text(json.dumps(tokenizer), encoding="utf-8")
+    refused(distil, "other cannot draft for model: .*; choose a draft with the same tokenizer", draft=str(other))
+    # An exported draft, of which the checkpoint is needed.
+    shutil.copytree(pair, distil.folder / "pair")
+    exported = str(distil.folder / "pair" / "draft")
+    refused(distil, "draft: its checkpoint, small-hf, is needed and isn't here; name its folder", draft=exported)
+    shutil.copytree(DRAFT, distil.folder / "small-hf")
+    plan = planned(DistillOptions(str(distil.model), distil.output, draft=exported))
+    assert plan.draft and plan.draft.folder == distil.folder / "small-hf"
+    (distil.folder / "pair" / "ovspec.json").unlink()
+    refused(distil, "draft: an IR, which can't be taught, and nothing says of what", draft=exported)
+
+
+def test_room(distil: Distilling, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(total=2e9, used=1e9, free=1e9))
+        told = r"\.out\.distill: distilling with this `size_limit` needs about 10\.\d\d GB there, but only 1\.00 GB"
+        refused(distil, told)
+        assert planned(DistillOptions(str(distil.model), distil.output, size_limit=0.5))
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=0.9e9))
+    refused(distil, r"model: distilling needs about \d\.\d\d GB of memory, but only 900\.0 MB are free; close other")
+
+
+def test_the_memory_of_larger_models(distil: Distilling, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model of 1 B fits into 16 GB and not into 4, one of 3 B fits into 32 GB."""
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=1e12))
+    sizes = {
+        1: {"hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 32, "num_key_value_heads": 8},
+        3: {"hidden_size": 3072, "intermediate_size": 8192, "num_attention_heads": 24, "num_key_value_heads": 8},
+    }
+    needed = {}
+    for billions, size in sizes.items():
+        entries = {"vocab_size": 128256, "num_hidden_layers": 16, "head_dim": 2048 // 32, **size}
+        folder = copied(TARGET, distil.folder / f"{billions}b", **entries)
+        monkeypatch.setattr("ovspec_export.sources.Source.parameters", billions * 10**9)
+        needed[billions] = needed_memory(planned(DistillOptions(str(folder), distil.output)))
+    assert 4e9 < needed[1] < 8e9
+    assert needed[1] < needed[3] < 16e9
+
+
+def test_torch_devices(distil: Distilling) -> None:
+    refused(distil, r"`torch_device='nonsense'`: torch can't use it", torch_device="nonsense")
+
+
+def test_layers_that_a_head_reads(distil: Distilling) -> None:
+    for layers, read in ((2, [1, 1, 1]), (6, [1, 3, 5]), (7, [2, 3, 4]), (30, [2, 15, 27])):
+        folder = copied(TARGET, distil.folder / f"of {layers}", num_hidden_layers=layers)
+        assert planned(DistillOptions(str(folder), distil.output)).layers == read
+        assert find_source(str(folder)).entry("layers") == layers
+
+
+def test_the_demo_pair_can_be_distilled(tmp_path: Path) -> None:
+    """It has no manifest entry that a distillation would need."""
+    plan = planned(DistillOptions(str(ROOT / "models" / "demo"), tmp_path / "out"))
+    assert (plan.kind, plan.layers, plan.name) == ("head", [1, 2, 4], "out")

@@ -1,0 +1,98 @@
+"""Runs the jobs of exports and distillations, with quick stand-ins for those that take minutes.
+
+    python -m distill_worker JOB JSON-ARGUMENTS
+
+The variable STAND_IN holds JSON: ``checkpoint`` is what training leaves; ``ir`` what a head is exported to,
+``exported`` what a model is exported to, and ``rows`` what was gained (without one of these three, the real job runs);
+``began`` a folder in which each job leaves its arguments; ``stall`` the job that goes on until it is asked to stop.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+EXPORT = Path(__file__).resolve().parent.parent.parent / "export" / "ovspec_export"
+GIVEN: dict[str, Any] = json.loads(os.environ.get("STAND_IN", "{}"))
+DOCUMENTS, TOKENS = 20, 30  # that the stand-in writes
+TRAINED = 1000  # tokens that the stand-in trains on
+
+# Without the package, which takes a second to import.
+_spec = importlib.util.spec_from_file_location("channel", EXPORT / "channel.py")
+assert _spec and _spec.loader
+channel: Any = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(channel)
+
+
+def write_texts(work: str, **_: Any) -> None:
+    file = Path(work) / "documents.jsonl"
+    first = len(file.read_text(encoding="utf-8").splitlines()) if file.exists() else 0
+    with file.open("a", encoding="utf-8") as documents:
+        for i in range(first, first + DOCUMENTS):
+            ids = [5 + (i + place) % 50 for place in range(TOKENS)]
+            document = {"ids": ids, "answer": 10, "source": ("own", "text")[i % 2], "greedy": True}
+            documents.write(json.dumps(document | {"held_out": i % 10 == 0}) + "\n")
+    channel.tell(tokens=DOCUMENTS * TOKENS, per_second=1234.0)
+
+
+def write_features(work: str, **_: Any) -> None:
+    folder = Path(work) / "features"
+    folder.mkdir(exist_ok=True)
+    (folder / f"{len(list(folder.iterdir())):07}.safetensors").write_bytes(bytes(1000))
+    channel.tell(tokens=DOCUMENTS * TOKENS, per_second=2345.0)
+
+
+def train_head(work: str, tokens: int | None, **_: Any) -> None:
+    shutil.copytree(GIVEN["checkpoint"], Path(work) / "checkpoint", dirs_exist_ok=True)
+    told = min(tokens or TRAINED, TRAINED)
+    channel.tell(tokens=told, per_second=345.0, accepted=0.34, agreement=[0.5, 0.25, 0.125])
+
+
+def trim_vocabulary(draft: str, folder: str, **_: Any) -> None:
+    shutil.copytree(draft, folder)
+
+
+def eagle_head(folder: str, **_: Any) -> None:
+    shutil.copytree(GIVEN["ir"], folder, dirs_exist_ok=True)
+
+
+def optimum_cli(arguments: list[str], **_: Any) -> None:
+    shutil.copytree(GIVEN["exported"], arguments[-1], dirs_exist_ok=True)
+
+
+def measure_gain(output: str, **_: Any) -> None:
+    Path(output).write_text(json.dumps({"rows": GIVEN["rows"]}), encoding="utf-8")
+
+
+STAND_INS: dict[str, Callable[..., None]] = {
+    job.__name__: job for job in (write_texts, write_features, train_head, trim_vocabulary)
+} | {"teach_draft": train_head}
+STAND_INS |= {"eagle_head": eagle_head} if "ir" in GIVEN else {}
+STAND_INS |= {"optimum_cli": optimum_cli} if "exported" in GIVEN else {}
+STAND_INS |= {"measure_gain": measure_gain} if "rows" in GIVEN else {}
+
+
+def main(name: str, arguments: dict[str, Any]) -> None:
+    job = STAND_INS.get(name)
+    if job is None:
+        from ovspec_export.worker import JOBS
+
+        job = JOBS[name]
+    channel.open_channel()
+    job(**arguments)
+    if "began" in GIVEN:
+        with (Path(GIVEN["began"]) / name).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(arguments) + "\n")
+    while GIVEN.get("stall") == name and not channel.stopping():
+        time.sleep(0.02)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], json.loads(sys.argv[2]))
