@@ -40,7 +40,7 @@ from ovspec_export.distill.documents import (
 
 DOCUMENTS = "documents.jsonl"
 MOST_QUESTION, MOST_ANSWER = 160, 320  # tokens
-BATCH = 128  # rows; twice as many gain a fifth, and end twice as late
+BATCH = 64  # rows; twice as many gain a twelfth, and end twice as late
 FEWEST_ROWS, ROUNDS = 8, 120  # the rows are as many as leave time for so many rounds
 EVERY = 5.0  # seconds after which documents are written
 BEGINNING = 32  # tokens of a text that the model draws before it goes on
