@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from ovspec.base.files import replaced
 from ovspec_export.channel import stopping, tell
 from ovspec_export.distill.features import Example, Examples
+from ovspec_export.distill.optimizer import Optimizer
 
 STATE, CHECKPOINT = "training.pt", "checkpoint"
 HELD_BACK = 24  # held-out documents that are judged while it trains
@@ -28,7 +29,7 @@ LONGEST = 1.0  # norm of a step's gradient
 
 
 class Student(Protocol):
-    """What is taught. A group has parameters and ``most``, their highest rate, and AdamW's options."""
+    """What is taught. A group has parameters and ``most``, their highest rate, and the optimizer's options."""
 
     @property
     def module(self) -> nn.Module: ...
@@ -58,7 +59,7 @@ def train(student: Student, work: Path, state: dict[str, Any], kept: dict[str, A
     judged = held_out[:: max(1, len(held_out) // HELD_BACK)]
     named = {name: weight for name, weight in student.module.named_parameters() if weight.requires_grad}
     averaged = state.get("averaged") or {name: weight.detach().clone() for name, weight in named.items()}
-    optimizer = torch.optim.AdamW(student.groups(), betas=BETAS, fused=True)
+    optimizer = Optimizer(student.groups(), betas=BETAS, fused=True)
     for name, values in state.get("optimizer", {}).items():
         optimizer.state[named[name]] = values
     step, seen = state.get("step", 0), state.get("seen", 0)
