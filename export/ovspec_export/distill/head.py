@@ -24,6 +24,8 @@ from ovspec_export.heads import EagleHead, load_head
 
 STEPS = 3  # of the unroll
 SHARE = 0.25  # of the entries, for which the unroll goes beyond its first step
+# After 500,000 tokens of SmolLM2's chats 0.62 guesses in a row are right, with AdamW at 5e-4 for all and steps of 640
+# tokens 0.57. A token costs a sixth more, but 250,000 bring nearly what 500,000 did. Twice Muon's rate is worse.
 STEP_TOKENS = 320
 MATRICES, RATE = 5e-4, 3e-4  # the highest rates: by Muon, and by AdamW of all else
 FC, LM_HEAD = 0.3, 0.2  # their shares of these: they begin near their goals
