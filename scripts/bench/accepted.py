@@ -3,7 +3,7 @@
     python scripts/bench/accepted.py MODEL DRAFT... [--documents FILE] [--prompts 24] [--lookahead 3] [--tokens 128]
 
 MODEL is an exported model, each DRAFT the folder of an exported head or draft model. Prompts are the chats for judging
-in chats.json, and the documents that 'ovspec distill --work DIR' has held out (DIR/documents.jsonl). Each round proposes
+in chats.json, and what 'ovspec distill --work DIR' has held out (DIR/documents.jsonl). Each round proposes
 --lookahead tokens, at T=0 and T=1, so that speed and the choice of the lookahead play no part.
 """
 
