@@ -36,6 +36,7 @@ TOKENIZER = CHECKPOINTS / "target" / "tokenizer.json"
 # A script and its arguments; OUT is an empty folder.
 REAL = ROOT / "smollm2"
 RUNS: dict[str, Any] = {
+    "accepted.py": "DEMO DEMO/draft --prompts 1 --tokens 8",
     "arithmetic.py": "DEMO --contexts 16 --temperatures 0 --modes default,chain --tokens 4 --turns 1",
     "batches.py": "DEMO --batches 1,2 --temperatures 1 --tokens 4 --turns 1",
     "constrained.py": "DEMO --max-tokens 4",

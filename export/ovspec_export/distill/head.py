@@ -24,8 +24,11 @@ from ovspec_export.heads import EagleHead, load_head
 
 STEPS = 3  # of the unroll
 SHARE = 0.25  # of the entries, for which the unroll goes beyond its first step
-STEP_TOKENS = 640
-RATE, LM_HEAD = 5e-4, 0.2  # the highest rate, and the lm_head's share of it: it begins near its goal
+# After 500,000 tokens of SmolLM2's chats 0.62 guesses in a row are right, with AdamW at 5e-4 for all and steps of 640
+# tokens 0.57. A token costs a sixth more, but 250,000 bring nearly what 500,000 did. Twice Muon's rate is worse.
+STEP_TOKENS = 320
+MATRICES, RATE = 5e-4, 3e-4  # the highest rates: by Muon, and by AdamW of all else
+FC, LM_HEAD = 0.3, 0.2  # their shares of these: they begin near their goals
 WEIGHTS = "model.safetensors"
 
 
@@ -47,9 +50,13 @@ class HeadStudent:
         named = [(name, weight) for name, weight in self.module.named_parameters() if weight.requires_grad]
         last = [weight for name, weight in named if name.startswith("lm_head.")]
         inner = [(name, weight) for name, weight in named if not name.startswith("lm_head.")]
+        first = [weight for name, weight in inner if name == "fc.weight"]
+        matrices = [weight for name, weight in inner if weight.ndim > 1 and name != "fc.weight"]
+        muon = {"weight_decay": 0.01, "orthogonal": True}
         return [
-            {"params": [w for _, w in inner if w.ndim > 1], "most": RATE, "weight_decay": 0.01},
-            {"params": [w for _, w in inner if w.ndim == 1], "most": RATE, "weight_decay": 0.0},
+            {"params": first, "most": MATRICES * FC} | muon,
+            {"params": matrices, "most": MATRICES} | muon,
+            {"params": [weight for _, weight in inner if weight.ndim == 1], "most": RATE, "weight_decay": 0.0},
             {"params": last, "most": RATE * LM_HEAD, "weight_decay": 0.0},
         ]
 

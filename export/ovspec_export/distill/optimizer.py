@@ -1,0 +1,58 @@
+"""What steps a student's weights: AdamW, and Muon for matrices of a group that says so (Jordan et al., 2024).
+
+Muon makes all singular values of a step equal, so directions that are rare in the gradient are learned as fast as
+others. It does so for blocks of rows, each alone: for a small batch on a CPU, the whole matrix costs as much as the
+gradient.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+ROWS = 96  # most rows of a block
+MOMENTUM = 0.95
+USUAL = 0.2  # root mean square of a step at rate 1, as AdamW's, so rates can be compared (Moonlight, arXiv 2502.16982)
+# Coefficients of Newton-Schulz iterations, for singular values between about 0.7 and 1.2 after five of them.
+SLOPE, CUBE, FIFTH, ITERATIONS = 3.4445, -4.7750, 2.0315, 5
+
+
+class Optimizer(torch.optim.AdamW):
+    """AdamW, and Muon for the groups with ``orthogonal``."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            if group.get("orthogonal"):
+                for weight in group["params"]:
+                    self.step_orthogonal(weight, group["lr"], group["weight_decay"])
+        return super().step(closure)
+
+    def step_orthogonal(self, weight: Tensor, rate: float, decay: float) -> None:
+        """Step a matrix, and leave it out of AdamW's step."""
+        if weight.grad is None:
+            return
+        state = self.state[weight]
+        average = state.setdefault("exp_avg", torch.zeros_like(weight)).lerp_(weight.grad, 1 - MOMENTUM)
+        direction = weight.grad.lerp(average, MOMENTUM)
+        weight.grad = None
+        weight.mul_(1 - rate * decay).add_(orthogonal(direction), alpha=-rate * USUAL)
+
+
+def orthogonal(matrix: Tensor) -> Tensor:
+    """Return a matrix with about equal singular values in each block of rows, and a root mean square of about 1."""
+    if len(matrix) > matrix.shape[1]:
+        return orthogonal(matrix.T).T
+    rows, columns = matrix.shape
+    count = next(count for count in range(-(-rows // ROWS), rows + 1) if rows % count == 0)
+    blocks = matrix.reshape(count, -1, columns)
+    blocks = blocks / (1.01 * blocks.norm(dim=(1, 2), keepdim=True) + 1e-9)
+    # The iteration needs the rows' products only, which are far smaller than the blocks.
+    products, identity = blocks @ blocks.mT, torch.eye(rows // count)
+    factor = identity.expand_as(products)
+    for _ in range(ITERATIONS):
+        each = torch.baddbmm(products, products, products, beta=CUBE, alpha=FIFTH) + SLOPE * identity
+        factor, products = factor @ each, each @ products @ each
+    return (factor @ blocks).reshape(rows, columns) * columns**0.5
