@@ -139,8 +139,10 @@ def test_options_of_distill(run: Callable[..., Outcome], monkeypatch: pytest.Mon
 
 
 def test_refusals_of_distill_name_flags(run: Callable[..., Outcome]) -> None:
-    found = run("distill", DEMO, "-o", "out", "--text", "nowhere")
-    assert found.code == 1 and "nowhere: no such file or folder; name --text to learn from" in found.err
+    draft = ROOT / "models" / "demo-hf" / "draft"
+    found = run("distill", DEMO, "-o", "out", "--draft", draft, "--draft-vocabulary", "99")
+    assert found.code == 1
+    assert "--draft-vocabulary is for heads; for a draft model use --trim-vocabulary." in found.err
 
 
 def test_distill_without_the_packages(run: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch) -> None:

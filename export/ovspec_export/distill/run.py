@@ -210,8 +210,7 @@ def progress(plan: Plan, work: Work, stage: str) -> str:
 
 def finish(plan: Plan, work: Work) -> Ended:
     """Export the result, measure what it brings, and put everything into its place, as far as that isn't done."""
-    before = made_in(plan.output)
-    if not (before and before.run == work.run and before.complete and before.seconds == work.spent.seconds):
+    if not is_finished(plan, work):
         export_result(plan, work)
         write_result(plan, work, describe_made(plan, work, True, measured(plan, work)))
     finished, manifest = made_in(plan.output), read_manifest(plan.output)
@@ -222,6 +221,12 @@ def finish(plan: Plan, work: Work) -> Ended:
     note(f"{plan.output}: finished")
     put_beside(plan, work.ir, manifest.target)
     return Ended.GAINED
+
+
+def is_finished(plan: Plan, work: Work) -> bool:
+    """Return whether the output has the result of all that has been done."""
+    found = made_in(plan.output)
+    return bool(found and found.run == work.run and found.complete and found.seconds == work.spent.seconds)
 
 
 def measured(plan: Plan, work: Work) -> list[dict[str, Any]]:
@@ -250,7 +255,9 @@ def old_draft(plan: Plan, work: Work) -> Path | None:
 
 def keep(plan: Plan, work: Work) -> None:
     """Write the result so far, if there is one, and say how to go on."""
-    if work.has_result:
+    if is_finished(plan, work):
+        note(f"{plan.output}: finished, but perhaps not put beside its target; the same command does that")
+    elif work.has_result:
         export_result(plan, work)
         write_result(plan, work, describe_made(plan, work, False, []))
         note(f"{plan.output}: the result so far; the same command goes on")

@@ -242,6 +242,21 @@ def test_a_work_folder_that_is_named_is_kept(distil: Distilling) -> None:
         distil.run(work=other, overwrite=True)
 
 
+@posix
+def test_ctrl_c_at_the_very_end_leaves_what_is_finished(distil: Distilling, monkeypatch: pytest.MonkeyPatch) -> None:
+    def press(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr("ovspec_export.distill.run.put_beside", press)
+        assert distil.run() == 130
+    made = made_in(distil.output)
+    assert made and made.complete and made.rows
+    assert distil.run() == 0
+    assert len(distil.began("measure_gain")) == 1
+    assert (distil.model / "draft").is_dir() and not distil.work.exists()
+
+
 def test_a_time_too_short_is_said(distil: Distilling, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ovspec_export.distill.stages.train", lambda *_: True)
     with pytest.raises(OvspecError, match="out: nothing was trained in so short a time; give more `minutes`"):
