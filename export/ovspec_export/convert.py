@@ -44,6 +44,7 @@ FAILED = {
     "write_features": "its hidden states could not be computed",
     "train_head": "a head could not be trained",
     "train_draft": "the draft could not be taught",
+    "measure_costs": "it could not be timed",
     "measure_gain": "the gain could not be measured",
 }
 OURS = ("gguf_weights", "tokenizer", "to_bf16")  # jobs that don't load the model, and run without an overlay

@@ -238,6 +238,13 @@ def train_draft(**arguments: Any) -> None:
     train_draft(**arguments)
 
 
+def measure_costs(**arguments: Any) -> None:
+    """Time a target."""
+    from ovspec_export.distill.expected import measure_costs
+
+    measure_costs(**arguments)
+
+
 def measure_gain(**arguments: Any) -> None:
     """Time a model with what was made for it."""
     from ovspec_export.distill.gain import measure_gain
@@ -265,6 +272,7 @@ JOBS: dict[str, Callable[..., None]] = {
         write_features,
         train_head,
         train_draft,
+        measure_costs,
         measure_gain,
     )
 }

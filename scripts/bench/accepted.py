@@ -32,7 +32,8 @@ def main() -> None:
         lm = ovspec.load(args.model, draft, tune=False)
         prompts = {"chats": [lm.encode(chat.messages).tolist() for chat in chats() if chat.judge][: args.prompts]}
         if args.documents:
-            prompts["held out"] = prompts_in(args.documents, args.prompts)
+            found = {source: prompts_in(args.documents, args.prompts, source) for source in ("own", "chats", "text")}
+            prompts |= {f"held out, {source}": given for source, given in found.items() if given}
         for name, given in prompts.items():
             for temperature in (0.0, 1.0):
                 fixed = {"lookahead": args.lookahead, "max_tokens": args.tokens}

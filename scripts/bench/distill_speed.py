@@ -31,9 +31,8 @@ from ovspec_export.distill.head import (
     STEPS,
     HeadStudent,
     most_expected,
-    new_config,
-    new_layout,
 )
+from ovspec_export.distill.new_head import new_config, new_layout
 from ovspec_export.distill.packing import Batch, pack
 from ovspec_export.distill.start import begin
 from ovspec_export.distill.training import BETAS, keep_heap
@@ -91,8 +90,8 @@ def new_student(model: Path, layers: list[int], examples: list[Example], draft_v
         target = load_file(Path(folder) / TARGET)
     embedding, rows = target["embedding"], target.get("lm_head", target["embedding"])
     ids = most_expected(examples, len(rows), draft_vocabulary)
-    config = new_config(read_json(model / "config.json"), embedding, layers, len(ids))
-    head = EagleHead(new_layout(config, embedding, layers))
+    config = new_config(read_json(model / "config.json"), *embedding.shape, layers, len(ids))
+    head = EagleHead(new_layout(config, layers))
     divisor = begin(head, examples, embedding, rows[ids].float())
     return HeadStudent(head, embedding, ids, divisor, config, "cpu")
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ovspec_export.distill.features import Example, Examples
 from ovspec_export.distill.packing import Batch, batches, pack
-from ovspec_export.distill.training import STATE, Effort, train
+from ovspec_export.distill.training import STATE, Effort, in_a_row, train
 
 STEP_TOKENS = 1024
 RATE = 1e-4  # the highest
@@ -47,18 +47,18 @@ class DraftStudent:
 
     @torch.no_grad()
     def judge(self, examples: list[Example]) -> dict[str, Any]:
-        """Return how often the draft agrees with the target, and how many guesses in a row are right."""
+        """Return how often the draft agrees with the target, and how many of 1, 2, … guesses are accepted."""
         agree, runs = list[Tensor](), list[Tensor]()
         for example in examples:
             batch = pack([example], 1, 0, ahead=0).to(self.device)
             right = (logits_of(self.module, batch).argmax(-1) == batch.choices[:, 0])[batch.answers].float()
             agree.append(right)
             if len(right) >= RUN:
-                runs.append(right.unfold(0, RUN, 1).cumprod(1).sum(1))
+                runs.append(right.unfold(0, RUN, 1))
         if not runs:
             return {}
         rate = torch.cat(agree).mean().item()
-        return {"agreement": [round(rate, 4)], "accepted": round(torch.cat(runs).mean().item(), 4)}
+        return {"agreement": [round(rate, 4)], "accepted": in_a_row(torch.cat(runs))}
 
     def write(self, folder: Path) -> None:
         """Write the draft as a checkpoint in bf16."""

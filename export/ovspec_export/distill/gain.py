@@ -37,9 +37,12 @@ def measure_gain(model: str, new: str, old: str, documents: str, output: str) ->
     Path(output).write_text(json.dumps({"rows": rows}), encoding="utf-8")
 
 
-def prompts_in(documents: Path, most: int = PROMPTS) -> list[list[int]]:
-    """Return the beginnings of ``most`` texts that are held out, spread over all of them: each up to its answer."""
-    held_out = [document for document in read_documents(documents) if document.held_out]
+def prompts_in(documents: Path, most: int = PROMPTS, source: str = "") -> list[list[int]]:
+    """Return the beginnings of ``most`` texts that are held out, spread over all of them: each up to its answer.
+
+    source: of the documents; by default any.
+    """
+    held_out = [each for each in read_documents(documents) if each.held_out and source in ("", each.source)]
     prompts = [each.ids[: each.answer or min(BEGINNING, len(each.ids) // 2)] for each in held_out]
     prompts = [prompt for prompt in prompts if prompt]
     count = min(most, len(prompts))

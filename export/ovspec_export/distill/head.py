@@ -13,13 +13,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from ovspec.base.files import read_json, replaced, write_atomically
-from ovspec.ir.config import CONTEXTS, LAYERS
 from ovspec_export.distill.features import TARGET, Example, Examples
+from ovspec_export.distill.new_head import new_config, new_layout
 from ovspec_export.distill.packing import Batch, batches, pack
 from ovspec_export.distill.start import begin, root_mean_square
-from ovspec_export.distill.training import STATE, Effort, moved, train
+from ovspec_export.distill.training import STATE, Effort, in_a_row, moved, train
 from ovspec_export.distill.unroll import agreement, loss_of
-from ovspec_export.head_layout import LAYER_IDS, HeadLayout, head_layout, usual_layers
+from ovspec_export.head_layout import head_layout
 from ovspec_export.heads import EagleHead, load_head
 
 STEPS = 3  # of the unroll
@@ -71,7 +71,7 @@ class HeadStudent:
         return loss_of(self.module, batch, self.embedding, self.draft_ids, STEPS)
 
     def judge(self, examples: list[Example]) -> dict[str, Any]:
-        """Return how often the head agrees with the target at each depth, and how many guesses in a row are right."""
+        """Return how often the head agrees with the target at each depth, and how many of 1, 2, … are accepted."""
         found = [
             agreement(self.module, self.scaled(pack([each], STEPS, 1.0)), self.embedding, self.ids, STEPS)
             for each in examples
@@ -80,7 +80,7 @@ class HeadStudent:
         if not len(agree):
             return {}
         rates = [round(rate, 4) for rate in agree.mean(0).tolist()]
-        return {"agreement": rates, "accepted": round(agree.cumprod(1).sum(1).mean().item(), 4)}
+        return {"agreement": rates, "accepted": in_a_row(agree)}
 
     def write(self, folder: Path) -> None:
         """Write the head as a checkpoint in AngelSlim's format; one that had another keeps its config."""
@@ -143,8 +143,8 @@ def train_head(
             divisor = root_mean_square([example.features[1:] for example in training])
             head.fc.weight.mul_(divisor)
     else:
-        config = new_config(read_json(Path(model) / "config.json"), embedding, layers, len(ids))
-        head = EagleHead(new_layout(config, embedding, layers))
+        config = new_config(read_json(Path(model) / "config.json"), *embedding.shape, layers, len(ids))
+        head = EagleHead(new_layout(config, layers))
         divisor = begin(head, training, embedding, rows[ids].float())
     student = HeadStudent(head, embedding, ids, divisor, config, torch_device)
     kept = {"config": config, "divisor": divisor, "ids": ids}
@@ -174,57 +174,3 @@ def change_vocabulary(state: dict[str, Any], ids: Tensor, rows: Tensor) -> None:
         moments[moment] = moved(moments[moment], old, ids, torch.zeros_like(fresh))
     state["ids"] = ids
     state["config"]["draft_vocab_size"] = len(ids)
-
-
-def new_config(target: dict[str, Any], embedding: Tensor, layers: list[int], draft_vocabulary: int) -> dict[str, Any]:
-    """Return the config.json of a new head, which has the target's sizes where its config says them."""
-    target = target.get("text_config") or target
-    vocab, hidden = embedding.shape
-    heads = number(target, ("num_attention_heads", "n_head")) or max(1, hidden // 64)
-    wide = number(target, ("intermediate_size",)) or 0  # of a mixture of experts, perhaps that of one expert
-    rope = target.get("rope_parameters") or {}
-    base = target.get("rope_theta") or rope.get("rope_theta") or 10_000.0
-    count = number(target, LAYERS) or 0
-    config = {
-        "architectures": ["LlamaForCausalLMEagle3"],
-        "model_type": "llama",
-        "hidden_size": hidden,
-        "intermediate_size": wide if hidden <= wide <= 6 * hidden else 3 * hidden,
-        "num_hidden_layers": 1,
-        "num_attention_heads": heads,
-        "num_key_value_heads": number(target, ("num_key_value_heads",)) or heads,
-        "head_dim": number(target, ("head_dim",)) or hidden // heads,
-        "vocab_size": vocab,
-        "draft_vocab_size": draft_vocabulary,
-        "max_position_embeddings": number(target, CONTEXTS) or 2048,
-        "rms_norm_eps": target.get("rms_norm_eps") or 1e-6,
-        "rope_theta": base,
-        "hidden_act": "silu",
-        "tie_word_embeddings": False,
-        "torch_dtype": "bfloat16",
-        **{name: target[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id") if name in target},
-    }
-    return config if layers == usual_layers(count) else config | {LAYER_IDS: layers}
-
-
-def number(config: dict[str, Any], names: Sequence[str]) -> int | None:
-    """Return the first of these entries that is a positive number."""
-    return next((config[name] for name in names if type(config.get(name)) is int and config[name] > 0), None)
-
-
-def new_layout(config: dict[str, Any], embedding: Tensor, layers: list[int]) -> HeadLayout:
-    """Return the layout of a new head, by its config."""
-    return HeadLayout(
-        hidden=config["hidden_size"],
-        intermediate=config["intermediate_size"],
-        heads=config["num_attention_heads"],
-        kv_heads=config["num_key_value_heads"],
-        head_dim=config["head_dim"],
-        vocab=len(embedding),
-        draft_vocab=config["draft_vocab_size"],
-        taps=len(layers),
-        target_hidden=embedding.shape[1],
-        eps=config["rms_norm_eps"],
-        rope={name: config[name] for name in ("rope_theta", "max_position_embeddings")},
-        own_embedding=False,
-    )

@@ -23,12 +23,13 @@ from ovspec_export.compression import INT8, WEIGHT_FORMATS
 from ovspec_export.convert import needed_space, reason
 from ovspec_export.distill.card import made_in
 from ovspec_export.distill.documents import read_given
+from ovspec_export.distill.new_head import new_config, new_layout
 from ovspec_export.distill.trimming import check_trimmable, most_used
 from ovspec_export.distill.work import Settings, begun_in, check_settings
 from ovspec_export.export import check_pair
 from ovspec_export.folders import check_output, check_space, manifest_in
 from ovspec_export.head_fit import check_fits
-from ovspec_export.head_layout import USUAL_TAPS, HeadLayout, new_head_layers
+from ovspec_export.head_layout import new_head_layers
 from ovspec_export.sources import GgufSource, HeadSource, Source, find_source
 
 Kind = Literal["head", "draft", "trimmed draft"]
@@ -364,22 +365,9 @@ def trained_weights(plan: Plan) -> float:
         return float(sum(map(size_of, plan.draft.layout.tensors().values())))
     if plan.draft:
         return float(plan.draft.parameters)
-    config = plan.target.text_config or plan.target.config
     hidden, vocab = plan.target.entry("hidden") or 0, plan.target.entry("vocab") or 0
-    heads = int(config.get("num_attention_heads") or 1)
-    layout = HeadLayout(
-        hidden=hidden,
-        intermediate=min(int(config.get("intermediate_size") or 3 * hidden), 6 * hidden),
-        heads=heads,
-        kv_heads=int(config.get("num_key_value_heads") or heads),
-        head_dim=int(config.get("head_dim") or hidden // heads),
-        vocab=vocab,
-        draft_vocab=min(plan.vocabulary, vocab),
-        taps=USUAL_TAPS,
-        target_hidden=hidden,
-        own_embedding=False,
-    )
-    return float(sum(map(size_of, layout.tensors().values())))
+    config = new_config(plan.target.config, vocab, hidden, plan.layers, min(plan.vocabulary, vocab))
+    return float(sum(map(size_of, new_layout(config, plan.layers).tensors().values())))
 
 
 def size_of(shape: list[int]) -> int:

@@ -22,11 +22,12 @@ from ovspec_export.compression import INT8
 from ovspec_export.distill import stages
 from ovspec_export.distill.card import made_in
 from ovspec_export.distill.documents import read_documents
+from ovspec_export.distill.expected import expected_speedup, share_of
 from ovspec_export.distill.gain import gained, no_gain
-from ovspec_export.distill.plan import DistillOptions, Plan, check_target, number_of, planned
+from ovspec_export.distill.plan import DistillOptions, Plan, check_target, number_of, planned, trained_weights
 from ovspec_export.distill.result import describe_made, export_draft, export_result, put_beside, write_result
 from ovspec_export.distill.trimming import most_used, share_without, trim
-from ovspec_export.distill.work import DATA, READING, TEXTS, TRAINING, Work, delete_work, open_work
+from ovspec_export.distill.work import COSTS, DATA, READING, TEXTS, TRAINING, Work, delete_work, open_work
 from ovspec_export.export import as_checkpoint, export_pair
 
 FIRST, GROWTH = 360.0, 1.6  # seconds of the first round, and how much longer than the one before each later one takes
@@ -98,6 +99,8 @@ def run(plan: Plan, work: Work) -> bool:
     """Run all rounds that are left; return whether they came to their end, and weren't stopped."""
     if plan.kind == "trimmed draft":
         return run_trimming(plan, work)
+    if not work.spent.told.get(COSTS) and not measure_costs(plan, work):
+        return False
     ends = round_ends(plan.budget)
     for number, end in enumerate(ends, 1):
         if is_full(plan, work):
@@ -112,6 +115,14 @@ def run(plan: Plan, work: Work) -> bool:
     if not work.has_result:
         raise OvspecError(f"{plan.name}: nothing was trained in so short a time; give more `minutes`.")
     return True
+
+
+def measure_costs(plan: Plan, work: Work) -> bool:
+    """Time what an inference of the target takes, so that it can be said what to expect."""
+    with step(f"{plan.name}: timing {plan.target.name}"):
+        done = stages.measure_costs(plan, work, lambda figures: work.spent.told.update({COSTS: figures}))
+    work.save_spent()
+    return done
 
 
 def run_trimming(plan: Plan, work: Work) -> bool:
@@ -197,7 +208,10 @@ def progress(plan: Plan, work: Work, stage: str) -> str:
     if speed:
         parts.append(f"{speed:,.0f} tokens/s")
     if accepted := spent.told.get(TRAINING, {}).get("accepted"):
-        parts.append(f"{accepted:.2f} accepted tokens a round")
+        parts.append(f"{accepted[-1]:.2f} accepted tokens a round")
+        if costs := spent.told.get(COSTS, {}).get("costs"):
+            share = share_of(stages.exported_target(plan, work).folder, trained_weights(plan))
+            parts.append(f"about {expected_speedup(accepted, costs, share):.2f} times as fast")
     left = plan.budget - spent.seconds_of()
     if plan.options.tokens and stage == TRAINING and speed:
         left = min(left, (plan.options.tokens - spent.tokens(stage)) / speed)

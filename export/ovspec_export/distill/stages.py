@@ -72,6 +72,12 @@ def train(plan: Plan, work: Work, seconds: float, told: Told) -> bool:
     return run_job("train_draft", draft, work.scratch, told, **given, **common)
 
 
+def measure_costs(plan: Plan, work: Work, told: Told) -> bool:
+    """Time the target, so that it can be said what to expect."""
+    target = exported_target(plan, work)
+    return run_job("measure_costs", target, work.scratch, told, model=str(target.folder))
+
+
 def measure_gain(plan: Plan, work: Work, old: Path | None, output: Path) -> None:
     """Time plain decoding, the old draft and the new one; Ctrl-C ends it at once."""
     target = exported_target(plan, work)

@@ -23,6 +23,7 @@ from ovspec.ir.compile import MODEL_FILE
 SETTINGS, SPENT, LOCK = "settings.json", "spent.json", "lock"
 SAVED = 10.0  # seconds after which what is spent is written again
 DATA, TEXTS, READING, TRAINING = ("texts", "features"), "texts", "features", "training"  # stages
+COSTS = "costs"  # what was told of the target's inferences
 
 
 @dataclass(frozen=True)

@@ -52,7 +52,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 def test_a_head_for_an_exported_model(distil: Distilling, capsys: pytest.CaptureFixture[str]) -> None:
     assert distil.run() == 0
     told = capsys.readouterr().err
-    assert "out: round 1, training: 1,000 tokens, 345 tokens/s, 0.34 accepted tokens a round" in told
+    assert "out: round 1, training: 1,000 tokens, 345 tokens/s, 0.34 accepted tokens a round, about 1.0" in told
     assert "tokens/round" in told, "the table of the benchmark"
     assert "model: out is its draft now" in told
     names = {"config.json", "model.safetensors", "openvino_model.xml", "openvino_model.bin"}

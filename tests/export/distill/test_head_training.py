@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from ovspec_export.distill import unroll
+from ovspec_export.distill import training, unroll
 from ovspec_export.distill.documents import Document
 from ovspec_export.distill.features import Example, computing, computing_in_torch, write_target
-from ovspec_export.distill.head import most_expected, new_config, new_layout
+from ovspec_export.distill.head import most_expected
+from ovspec_export.distill.new_head import new_config, new_layout
 from ovspec_export.distill.packing import Batch, pack
 from ovspec_export.distill.start import begin
 from ovspec_export.distill.training import moved
@@ -104,8 +105,8 @@ def embedding() -> torch.Tensor:
 @pytest.fixture(scope="module")
 def head(embedding: torch.Tensor) -> EagleHead:
     torch.manual_seed(3)
-    config = new_config({"num_attention_heads": 4, "num_key_value_heads": 2}, embedding, LAYERS, 24)
-    made = EagleHead(new_layout(config, embedding, LAYERS))
+    config = new_config({"num_attention_heads": 4, "num_key_value_heads": 2}, VOCAB, HIDDEN, LAYERS, 24)
+    made = EagleHead(new_layout(config, LAYERS))
     begin(made, random_examples(), embedding, torch.randn(24, HIDDEN))
     for weight in made.parameters():
         weight.data += 0.2 * torch.randn_like(weight)
@@ -194,6 +195,17 @@ def test_bugs_of_the_data_are_found(head: EagleHead, embedding: torch.Tensor, bu
     assert packed_loss(head, embedding, bug, examples) != pytest.approx(expected, rel=1e-4)
 
 
+def test_products_in_bf16_are_close(head: EagleHead, embedding: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(training, "processor_levels", lambda: (training.BF16,))
+    exact, examples = packed_loss(head, embedding, lambda batch: batch, random_examples()), random_examples()
+    with training.in_bf16("cpu"):
+        close = packed_loss(head, embedding, lambda batch: batch, examples)
+    assert close == pytest.approx(exact, rel=0.02) and close != exact
+    monkeypatch.setattr(training, "processor_levels", tuple)
+    with training.in_bf16("cpu"):
+        assert packed_loss(head, embedding, lambda batch: batch, examples) == exact
+
+
 def test_each_step_of_the_unroll_is_what_the_runtime_drafts(head: EagleHead, embedding: torch.Tensor) -> None:
     examples = random_examples()
     batch = pack(examples, STEPS, 0.5)
@@ -264,9 +276,9 @@ def test_begin_is_the_best_linear_guess() -> None:
         final = torch.zeros(len(example.ids), HIDDEN)
         final[1:] = F.rms_norm(example.features[:-1].float() @ mix + token[1:] @ effect, [HIDDEN])
         examples.append(replace(example, final=final.bfloat16()))
-    config = new_config({"num_attention_heads": 4, "num_key_value_heads": 2}, embedding, LAYERS, 24)
+    config = new_config({"num_attention_heads": 4, "num_key_value_heads": 2}, VOCAB, HIDDEN, LAYERS, 24)
     torch.manual_seed(0)
-    head = EagleHead(new_layout(config, embedding, LAYERS))
+    head = EagleHead(new_layout(config, LAYERS))
     divisor = begin(head, examples, embedding, torch.randn(24, HIDDEN))
     batch = pack(examples[:3], STEPS, 0.0)
     with torch.no_grad():

@@ -1,0 +1,56 @@
+"""What acceptance is worth on this machine, before there is anything to measure: from what inferences take."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+
+import ovspec
+from ovspec.ir.compile import MODEL_FILE
+from ovspec_export.channel import tell
+
+MOST = 3  # proposed tokens
+CONTEXT, TIMED = 128, 7  # tokens before them, and inferences of each width
+
+
+def measure_costs(model: str) -> None:
+    """Tell what an inference of 1, 2, … tokens takes, in seconds; a job."""
+    decoders = ovspec.load(model, "none", cache_memory=0).runtime.pool.take()
+    text = np.random.default_rng(0).integers(0, 1000, CONTEXT)
+    decoders.reset(1)
+    decoders.target.feed([text], [1])
+    costs = list[float]()
+    for width in range(1, MOST + 2):
+        moments = [time.perf_counter()]
+        for _ in range(TIMED + 1):  # the first one of a width takes longer
+            decoders.target.truncate(0, CONTEXT)
+            decoders.target.feed([text[:width]], [width])
+            moments.append(time.perf_counter())
+        costs.append(median(after - before for before, after in pairwise(moments[1:])))
+    tell(costs=costs)
+
+
+def expected_speedup(accepted: Sequence[float], costs: Sequence[float], share: float) -> float:
+    """Return how many times as fast as plain decoding a draft makes generation, with the best fixed lookahead.
+
+    Args:
+        accepted: mean number of accepted tokens if 1, 2, … are proposed.
+        costs: seconds of an inference of the target of 1, 2, … tokens.
+        share: of the first, that a step of the draft takes.
+    """
+    plain = costs[0]
+    ways = zip(accepted, costs[1:], strict=False)
+    return max([1.0, *((1 + a) * plain / (cost + k * share * plain) for k, (a, cost) in enumerate(ways, 1))])
+
+
+def share_of(target: Path, weights: float) -> float:
+    """Return the share of a target's inference that a draft's step takes, if it has so many weights in int8.
+
+    Both mostly wait for their weights to be read.
+    """
+    return weights / (target / MODEL_FILE).with_suffix(".bin").stat().st_size

@@ -1,0 +1,64 @@
+"""The sizes of a new head, which follow from its target's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ovspec.ir.config import CONTEXTS, LAYERS
+from ovspec_export.head_layout import LAYER_IDS, HeadLayout, usual_layers
+
+
+def new_config(
+    target: dict[str, Any], vocab: int, hidden: int, layers: list[int], draft_vocabulary: int
+) -> dict[str, Any]:
+    """Return the config.json of a new head, which has the target's sizes where its config says them."""
+    target = target.get("text_config") or target
+    heads = number(target, ("num_attention_heads", "n_head")) or max(1, hidden // 64)
+    wide = number(target, ("intermediate_size",)) or 0  # of a mixture of experts, perhaps that of one expert
+    rope = target.get("rope_parameters") or {}
+    base = target.get("rope_theta") or rope.get("rope_theta") or 10_000.0
+    count = number(target, LAYERS) or 0
+    config = {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        "hidden_size": hidden,
+        "intermediate_size": wide if hidden <= wide <= 6 * hidden else 3 * hidden,
+        "num_hidden_layers": 1,
+        "num_attention_heads": heads,
+        "num_key_value_heads": number(target, ("num_key_value_heads",)) or heads,
+        "head_dim": number(target, ("head_dim",)) or hidden // heads,
+        "vocab_size": vocab,
+        "draft_vocab_size": draft_vocabulary,
+        "max_position_embeddings": number(target, CONTEXTS) or 2048,
+        "rms_norm_eps": target.get("rms_norm_eps") or 1e-6,
+        "rope_theta": base,
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        **{name: target[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id") if name in target},
+    }
+    return config if layers == usual_layers(count) else config | {LAYER_IDS: layers}
+
+
+def number(config: dict[str, Any], names: Sequence[str]) -> int | None:
+    """Return the first of these entries that is a positive number."""
+    return next((config[name] for name in names if type(config.get(name)) is int and config[name] > 0), None)
+
+
+def new_layout(config: dict[str, Any], layers: list[int]) -> HeadLayout:
+    """Return the layout of a new head, by its config."""
+    return HeadLayout(
+        hidden=config["hidden_size"],
+        intermediate=config["intermediate_size"],
+        heads=config["num_attention_heads"],
+        kv_heads=config["num_key_value_heads"],
+        head_dim=config["head_dim"],
+        vocab=config["vocab_size"],
+        draft_vocab=config["draft_vocab_size"],
+        taps=len(layers),
+        target_hidden=config["hidden_size"],
+        eps=config["rms_norm_eps"],
+        rope={name: config[name] for name in ("rope_theta", "max_position_embeddings")},
+        own_embedding=False,
+    )

@@ -1,0 +1,79 @@
+"""Teach a model another style, lower-case answers with a sentence a line, on which an older head loses.
+
+    python scripts/train/style.py CHECKPOINT DOCUMENTS -o FOLDER [--minutes 5]
+
+CHECKPOINT is a folder, or a GGUF file. DOCUMENTS are what 'ovspec distill CHECKPOINT --work DIR' wrote
+(DIR/documents.jsonl), whose answers are rewritten. FOLDER gets the checkpoint of the tuned model, which is trained as
+distilled drafts are, but on the next token of the text.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shutil
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from ovspec_export.distill.documents import Document, create_documents, read_documents
+from ovspec_export.distill.draft import train_draft
+from ovspec_export.distill.features import DOCUMENTS, FEATURES, write_shard
+from ovspec_export.distill.training import CHECKPOINT
+from ovspec_export.export import as_checkpoint
+from ovspec_export.sources import find_source
+from transformers import AutoTokenizer
+
+CERTAIN = -100.0  # log-probability of tokens that aren't the next one
+
+
+def in_style(text: str) -> str:
+    """Return the text in lower case, with a line for each sentence."""
+    return re.sub(r"(?<=[.!?]) +", "\n", text).lower()
+
+
+def rewritten(document: Document, tokenizer: AutoTokenizer) -> Document:
+    """Return the document with its answer in the style; what ends the answer stays."""
+    encode, decode = tokenizer.encode, tokenizer.decode  # type: ignore[attr-defined]
+    body = document.ids[document.answer :]
+    end = [body.pop()] if body and body[-1] in tokenizer.all_special_ids else []  # type: ignore[attr-defined]
+    answer = encode(in_style(decode(body)), add_special_tokens=False)
+    return replace(document, ids=[*document.ids[: document.answer], *answer, *end])
+
+
+def part(document: Document) -> dict[str, torch.Tensor]:
+    """Return what a shard keeps of a document, as if a target were sure of each next token of the answer."""
+    ids = torch.tensor(document.ids, dtype=torch.int32)
+    following = torch.cat((ids[1:], ids[-1:]))
+    counts = (torch.arange(len(ids)) >= document.answer - 1) & (torch.arange(len(ids)) < len(ids) - 1)
+    logprobs = torch.where(counts, 0.0, CERTAIN).half()
+    return {"ids": ids, "choices": following[:, None], "logprobs": logprobs[:, None]}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("checkpoint", metavar="CHECKPOINT")
+    parser.add_argument("documents", type=Path, metavar="DOCUMENTS")
+    parser.add_argument("-o", "--output", type=Path, required=True, metavar="FOLDER")
+    parser.add_argument("--minutes", type=float, default=5)
+    args = parser.parse_args()
+    source = find_source(args.checkpoint)
+    with tempfile.TemporaryDirectory() as scratch:
+        work = Path(scratch)
+        checkpoint = as_checkpoint(source, work / "source", "bf16").folder
+        tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+        chats = [each for each in read_documents(args.documents) if each.source == "own" and each.answer]
+        documents = [rewritten(each, tokenizer) for each in chats]
+        create_documents(work / DOCUMENTS, documents)
+        (work / FEATURES).mkdir()
+        write_shard(work / FEATURES / "0000000.safetensors", 0, [part(each) for each in documents])
+        train_draft(str(checkpoint), source.model_type, str(work), 60 * args.minutes, 2**62, False)
+        shutil.copytree(checkpoint, args.output, ignore=shutil.ignore_patterns("*.safetensors*"))
+        for file in (work / CHECKPOINT).iterdir():
+            shutil.copy(file, args.output)
+    print(f"{args.output}: tuned on {len(documents)} chats")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,66 @@
+"""Heads for tiny random models of many families: trained and used, or refused by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from families import FAMILIES, VOCAB
+from family_models import export_as_the_worker_does, make
+from ovspec_export.compression import INT8
+from ovspec_export.convert import convert_head
+from ovspec_export.distill import training
+from ovspec_export.distill.documents import Document, create_documents
+from ovspec_export.distill.features import DOCUMENTS, write_features
+from ovspec_export.distill.head import train_head
+from ovspec_export.distill.plan import DistillOptions, planned
+from ovspec_export.distill.training import CHECKPOINT
+from ovspec_export.head_fit import check_fits
+from ovspec_export.sources import HeadSource, Source, source_in
+
+import ovspec
+from ovspec.base.errors import OvspecError
+
+pytestmark = pytest.mark.slow
+TRAINED = ("llama", "qwen3_moe", "mixtral", "mistral", "gemma2", "gemma3_text", "gpt2", "phi3", "granite", "cohere2")
+REFUSED = ("granitemoehybrid", "gemma3n_text", "mamba")
+DOCUMENT, TOKENS = 40, 6000  # tokens of a document, and those to train on
+
+
+def exported(name: str, folder: Path) -> Path:
+    """Return the folder of the family's random model in fp32."""
+    make(name, FAMILIES[name], 0, folder / "hf", [[5, 6, 7]], 1)
+    assert not export_as_the_worker_does(name, FAMILIES[name], folder / "hf", folder / "ir")
+    return folder / "ir"
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_a_head_is_trained_and_used(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ir, work, told = exported(name, tmp_path), tmp_path / "work", list[dict[str, Any]]()
+    work.mkdir()
+    draws = np.random.default_rng(0)
+    texts = [draws.integers(1, VOCAB, DOCUMENT).tolist() for _ in range(40)]
+    create_documents(work / DOCUMENTS, [Document(ids, 0, "own", True, i % 8 == 0) for i, ids in enumerate(texts)])
+    layers = planned(DistillOptions(str(ir), tmp_path / "head")).layers
+    write_features(str(ir), str(work), layers, 60, 1e9)
+    monkeypatch.setattr(training, "tell", lambda **figures: told.append(figures))
+    for limit in (1, TOKENS):
+        train_head(str(ir), str(work), layers, 60, limit, VOCAB)
+    first, last = told[0], told[-1]
+    assert last["agreement"][0] > first["agreement"][0]
+    target, head = Source(name, ir, True, ""), source_in(work / CHECKPOINT, "head", "")
+    assert isinstance(head, HeadSource)
+    convert_head(head, tmp_path / "head", INT8, target, check_fits(target, head), work / "no states")
+    plain, drafted = (ovspec.load(ir, draft, precision="f32", tune=False) for draft in ("none", tmp_path / "head"))
+    results = [[lm.generate(text[:9], max_tokens=24, lookahead=2) for text in texts[:3]] for lm in (plain, drafted)]
+    assert [each.token_ids for each in results[0]] == [each.token_ids for each in results[1]]
+    assert all(each.stats.proposed for each in results[1])
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_families_without_heads_are_refused(name: str, tmp_path: Path) -> None:
+    ir = exported(name, tmp_path)
+    with pytest.raises(OvspecError, match=r"a head can't be used|layers have keys"):
+        planned(DistillOptions(str(ir), tmp_path / "head"))
