@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ovspec_export.distill.features import Example, Examples
+from ovspec_export.distill.features import Example, read_examples
 from ovspec_export.distill.packing import Batch, batches, pack
 from ovspec_export.distill.training import STATE, Effort, in_a_row, train
 
@@ -33,9 +33,9 @@ class DraftStudent:
             {"params": [weight for weight in weights if weight.ndim <= 1], "most": RATE, "weight_decay": 0.0},
         ]
 
-    def batches(self, examples: Sequence[Example], numbers: Sequence[int]) -> Iterator[Batch]:
+    def batches(self, examples: Sequence[Example]) -> Iterator[Batch]:
         tokens = STEP_TOKENS if self.packed else 1
-        return (batch.to(self.device) for batch in batches(examples, numbers, tokens, 1, 0, ahead=0))
+        return (batch.to(self.device) for batch in batches(examples, tokens, 1, 0, ahead=0))
 
     def loss(self, batch: Batch) -> Tensor:
         """Return the cross-entropy with the target's likeliest tokens."""
@@ -46,7 +46,7 @@ class DraftStudent:
         return (probabilities.sum(-1) * logits.logsumexp(-1) - expected).mean()
 
     @torch.no_grad()
-    def judge(self, examples: list[Example]) -> dict[str, Any]:
+    def judge(self, examples: Iterable[Example]) -> dict[str, Any]:
         """Return how often the draft agrees with the target, and how many of 1, 2, … guesses are accepted."""
         agree, runs = list[Tensor](), list[Tensor]()
         for example in examples:
@@ -94,7 +94,7 @@ def train_draft(
     if (folder / STATE).is_file():
         state = torch.load(folder / STATE, "cpu", weights_only=True)
         model.load_state_dict(state["weights"])
-    student = DraftStudent(model, can_pack(model, Examples(folder)), torch_device)
+    student = DraftStudent(model, can_pack(model, read_examples(folder, held_out=False)), torch_device)
     train(student, folder, state, {}, Effort(seconds, tokens, torch_device))
 
 

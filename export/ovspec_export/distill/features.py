@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -131,27 +131,51 @@ def shards_in(folder: Path) -> list[Shard]:
     return found
 
 
-class Examples(Sequence[Example]):
-    """The documents that have a shard, read from the disk when they are asked for."""
+@dataclass(frozen=True)
+class Place:
+    """Where a document's rows are in an open shard."""
 
-    def __init__(self, work: Path) -> None:
-        self.documents = read_documents(work / DOCUMENTS)
-        self._places = list[tuple[Any, int, int]]()
-        for shard in shards_in(work / FEATURES):
-            opened = safe_open(shard.file, "pt")
-            starts = opened.get_tensor("starts").tolist()
-            self._places += [(opened, a, b) for a, b in pairwise(starts)]
+    document: Document
+    opened: Any
+    start: int
+    end: int
+
+    def read(self, *names: str) -> list[Tensor]:
+        """Return some of its tensors; empty ones for those that the shard doesn't have."""
+        there = self.opened.keys()
+        empty = torch.empty((self.end - self.start, 0))
+        return [self.opened.get_slice(name)[self.start : self.end] if name in there else empty for name in names]
+
+
+class Examples(Sequence[Example]):
+    """Documents that have a shard, read from the disk each time that they are asked for."""
+
+    def __init__(self, places: list[Place]) -> None:
+        self.places = places
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self.places)
 
     def __getitem__(self, index: int) -> Example:  # type: ignore[override]
-        opened, start, end = self._places[index]
-        kept = {name: opened.get_slice(name)[start:end] for name in opened.keys() if name != "starts"}  # noqa: SIM118
-        if kept["ids"].tolist() != self.documents[index].ids:
-            raise OvspecError("The features in the work folder belong to other texts; delete the folder.")
-        empty = torch.empty((end - start, 0))
-        return Example(self.documents[index], **{"features": empty, "final": empty, **kept})
+        place = self.places[index]
+        return Example(place.document, *place.read("ids", "features", "final", "choices", "logprobs"))
+
+
+def read_examples(work: Path, held_out: bool) -> Examples:
+    """Return the documents in a work folder that are held out, or those that aren't.
+
+    Raises:
+        OvspecError: a shard is of other documents.
+    """
+    documents, places = read_documents(work / DOCUMENTS), list[Place]()
+    for shard in shards_in(work / FEATURES):
+        opened = safe_open(shard.file, "pt")
+        starts = opened.get_tensor("starts").tolist()
+        own = documents[shard.first : shard.first + shard.count]
+        if starts != [0, *accumulate(len(document.ids) for document in own)]:
+            raise OvspecError("the features in the work folder belong to other texts; delete the folder")
+        places += [Place(*each, *span) for *each, span in zip(own, [opened] * len(own), pairwise(starts), strict=True)]
+    return Examples([place for place in places if place.document.held_out == held_out])
 
 
 def computing(model: Path, layers: list[int]) -> Callable[[list[int]], dict[str, Tensor]]:

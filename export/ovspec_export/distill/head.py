@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,10 +13,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from ovspec.base.files import read_json, replaced, write_atomically
-from ovspec_export.distill.features import TARGET, Example, Examples
+from ovspec_export.distill.features import TARGET, Example, Examples, read_examples
 from ovspec_export.distill.new_head import new_config, new_layout
 from ovspec_export.distill.packing import Batch, batches, pack
-from ovspec_export.distill.start import begin, root_mean_square
+from ovspec_export.distill.start import begin, usual_size
 from ovspec_export.distill.training import STATE, Effort, in_a_row, moved, train
 from ovspec_export.distill.unroll import agreement, loss_of
 from ovspec_export.head_layout import head_layout
@@ -60,8 +60,8 @@ class HeadStudent:
             {"params": last, "most": RATE * LM_HEAD, "weight_decay": 0.0},
         ]
 
-    def batches(self, examples: Sequence[Example], numbers: Sequence[int]) -> Iterator[Batch]:
-        return map(self.scaled, batches(examples, numbers, STEP_TOKENS, STEPS, SHARE))
+    def batches(self, examples: Sequence[Example]) -> Iterator[Batch]:
+        return map(self.scaled, batches(examples, STEP_TOKENS, STEPS, SHARE))
 
     def scaled(self, batch: Batch) -> Batch:
         batch = batch.to(self.device)
@@ -70,7 +70,7 @@ class HeadStudent:
     def loss(self, batch: Batch) -> Tensor:
         return loss_of(self.module, batch, self.embedding, self.draft_ids, STEPS)
 
-    def judge(self, examples: list[Example]) -> dict[str, Any]:
+    def judge(self, examples: Iterable[Example]) -> dict[str, Any]:
         """Return how often the head agrees with the target at each depth, and how many of 1, 2, … are accepted."""
         found = [
             agreement(self.module, self.scaled(pack([each], STEPS, 1.0)), self.embedding, self.ids, STEPS)
@@ -122,9 +122,8 @@ def train_head(
     folder = Path(work)
     target = load_file(folder / TARGET)
     embedding, rows = target["embedding"], target.get("lm_head", target["embedding"])
-    examples = Examples(folder)
-    training = [examples[i] for i in range(len(examples)) if not examples.documents[i].held_out]
-    ids = most_expected(training, len(rows), draft_vocabulary)
+    examples = read_examples(folder, held_out=False)
+    ids = most_expected(examples, len(rows), draft_vocabulary)
     state: dict[str, Any] = {}
     if (folder / STATE).is_file():
         state = torch.load(folder / STATE, "cpu", weights_only=True)
@@ -138,28 +137,29 @@ def train_head(
         config |= {"draft_vocab_size": len(ids)}
         old = torch.arange(len(head.d2t)) + head.d2t
         head.lm_head.weight = nn.Parameter(moved(head.lm_head.weight, old, ids, rows[ids].float()))
-        divisor = torch.ones(len(training[0].features[0]))
+        divisor = torch.ones(head.fc.in_features)
         if not head.layout.norms:  # as in a new one
-            divisor = root_mean_square([example.features[1:] for example in training])
+            divisor = usual_size(examples, "features")
             head.fc.weight.mul_(divisor)
     else:
         config = new_config(read_json(Path(model) / "config.json"), *embedding.shape, layers, len(ids))
         head = EagleHead(new_layout(config, layers))
-        divisor = begin(head, training, embedding, rows[ids].float())
+        divisor = begin(head, examples, embedding, rows[ids].float())
     student = HeadStudent(head, embedding, ids, divisor, config, torch_device)
     kept = {"config": config, "divisor": divisor, "ids": ids}
     train(student, folder, state, kept, Effort(seconds, tokens, torch_device))
 
 
-def most_expected(examples: list[Example], vocabulary: int, count: int) -> Tensor:
+def most_expected(examples: Examples, vocabulary: int, count: int) -> Tensor:
     """Return the ``count`` ids that the target expects most often, sorted; of unseen ones the smaller come first.
 
     Small ids are frequent in most tokenizers, because merges are numbered in the order in which they were found.
     """
     counts = torch.linspace(1e-6, 0, vocabulary, dtype=torch.float64)
-    for example in examples:
-        counts.index_add_(0, example.choices.flatten().long(), example.logprobs.flatten().double().exp())
-        counts.index_add_(0, example.ids.long(), torch.ones(len(example.ids), dtype=torch.float64))
+    for place in examples.places:
+        ids, choices, logprobs = place.read("ids", "choices", "logprobs")
+        counts.index_add_(0, choices.flatten().long(), logprobs.flatten().double().exp())
+        counts.index_add_(0, ids.long(), torch.ones(len(ids), dtype=torch.float64))
     return counts.topk(min(count, vocabulary)).indices.sort().values
 
 

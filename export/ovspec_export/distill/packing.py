@@ -72,14 +72,12 @@ def pack(examples: Sequence[Example], steps: int, share: float, ahead: int = 1) 
     )
 
 
-def batches(
-    examples: Sequence[Example], numbers: Sequence[int], tokens: int, steps: int, share: float, ahead: int = 1
-) -> Iterator[Batch]:
-    """Yield batches of about ``tokens`` entries of the examples of these ``numbers``, in random order, without end."""
+def batches(examples: Sequence[Example], tokens: int, steps: int, share: float, ahead: int = 1) -> Iterator[Batch]:
+    """Yield batches of about ``tokens`` entries, of the examples in random order, without end."""
     while True:
         taken, count = list[Example](), 0
-        for index in torch.randperm(len(numbers)).tolist():
-            taken.append(examples[numbers[index]])
+        for index in torch.randperm(len(examples)).tolist():
+            taken.append(examples[index])
             count += len(taken[-1].ids) - ahead
             if count >= tokens:
                 yield pack(taken, steps, share, ahead)

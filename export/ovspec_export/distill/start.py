@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -30,14 +30,8 @@ def begin(head: EagleHead, examples: Sequence[Example], embedding: Tensor, rows:
     """
     layout = head.layout
     hidden, kv_heads, width = layout.hidden, layout.kv_heads, layout.head_dim
-    some, tokens = list[Example](), 0
-    for example in examples:
-        if tokens < MOST:
-            some.append(example)
-            tokens += len(example.ids)
-    usual = root_mean_square([example.features[1:] for example in some])
-    final = root_mean_square([example.final[1:] for example in some])
-    of_features, of_token, directions = linear_guess(some, usual, final, embedding, kv_heads * width)
+    usual, final = usual_size(examples, "features"), usual_size(examples, "final")
+    of_features, of_token, directions = linear_guess(examples, usual, final, embedding, kv_heads * width)
     for weight in head.parameters():
         if weight.ndim > 1:
             weight.normal_(std=0.5 / math.sqrt(weight.shape[-1]))
@@ -61,13 +55,27 @@ def begin(head: EagleHead, examples: Sequence[Example], embedding: Tensor, rows:
     return usual
 
 
-def root_mean_square(parts: list[Tensor]) -> Tensor:
-    squares = torch.stack([part.float().square().sum(0) for part in parts]).sum(0)
-    return (squares / sum(len(part) for part in parts)).sqrt().clamp(min=1e-6)
+def some_of(examples: Sequence[Example]) -> Iterator[Example]:
+    """Yield the first examples, with ``MOST`` tokens in all, one at a time."""
+    tokens = 0
+    for example in examples:
+        if tokens >= MOST:
+            return
+        yield example
+        tokens += len(example.ids)
+
+
+def usual_size(examples: Sequence[Example], name: str) -> Tensor:
+    """Return the root mean square of each value of ``features`` or ``final``, but for a text's first token."""
+    squares, count = torch.zeros(()), 0
+    for example in some_of(examples):
+        values = getattr(example, name)[1:].float()
+        squares, count = squares + values.square().sum(0), count + len(values)
+    return (squares / count).sqrt().clamp(min=1e-6)
 
 
 def linear_guess(
-    examples: list[Example], usual: Tensor, final: Tensor, embedding: Tensor, rank: int
+    examples: Sequence[Example], usual: Tensor, final: Tensor, embedding: Tensor, rank: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Fit what the lm_head reads, in units of ``final``, to the features and the next token's normalised embedding.
 
@@ -75,14 +83,16 @@ def linear_guess(
     """
     wide, hidden = len(usual), embedding.shape[1]
     squares, products = torch.zeros(wide + hidden, wide + hidden), torch.zeros(wide + hidden, len(final))
-    for example in examples:
+    count = 0
+    for example in some_of(examples):
         token = F.rms_norm(embedding[example.ids[2:].long()].float(), [hidden])
         x = torch.cat((example.features[1:-1].float() / usual, token), -1)
         squares += x.T @ x
         products += x.T @ (example.final[2:].float() / final)
+        count += len(x)
     exact = squares.double()
     # The fewer tokens for each value, the less is believed; the best share was measured for 5,000 to 80,000 tokens.
-    ridge = len(exact) / sum(len(example.ids) for example in examples)
+    ridge = len(exact) / count
     exact += torch.diag(ridge * exact.diagonal() + 1e-6)
     weights = torch.linalg.solve(exact, products.double()).T
     of_token = weights[:, wide:]

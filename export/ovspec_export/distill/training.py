@@ -10,7 +10,7 @@ import contextlib
 import ctypes
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +23,7 @@ from ovspec.base.errors import OvspecError
 from ovspec.base.files import replaced
 from ovspec.ir.instruction_set import processor_levels
 from ovspec_export.channel import stopping, tell
-from ovspec_export.distill.features import Example, Examples
+from ovspec_export.distill.features import Example, Examples, read_examples
 from ovspec_export.distill.optimizer import Optimizer
 
 STATE, CHECKPOINT = "training.pt", "checkpoint"
@@ -45,11 +45,11 @@ class Student(Protocol):
 
     def groups(self) -> list[dict[str, Any]]: ...
 
-    def batches(self, examples: Sequence[Example], numbers: Sequence[int]) -> Iterator[Any]: ...
+    def batches(self, examples: Sequence[Example]) -> Iterator[Any]: ...
 
     def loss(self, batch: Any) -> Tensor: ...
 
-    def judge(self, examples: list[Example]) -> dict[str, Any]: ...
+    def judge(self, examples: Iterable[Example]) -> dict[str, Any]: ...
 
     def write(self, folder: Path) -> None: ...
 
@@ -76,12 +76,10 @@ def train(student: Student, work: Path, state: dict[str, Any], kept: dict[str, A
 
 def go_on(student: Student, work: Path, state: dict[str, Any], kept: dict[str, Any], effort: Effort) -> None:
     keep_heap()
-    examples = Examples(work)
-    numbers = [i for i in range(len(examples)) if not examples.documents[i].held_out]
-    if not numbers:
+    examples, held_out = (read_examples(work, held_out) for held_out in (False, True))
+    if not len(examples):
         raise OvspecError("there is no text to learn from yet; give more `minutes`")
-    held_out = [examples[i] for i in range(len(examples)) if examples.documents[i].held_out]
-    judged = held_out[:: max(1, len(held_out) // HELD_BACK)]
+    judged = Examples(held_out.places[:: max(1, len(held_out) // HELD_BACK)])
     named = {name: weight for name, weight in student.module.named_parameters() if weight.requires_grad}
     given = state.get("averaged") or {name: weight.detach() for name, weight in named.items()}
     averaged = {name: weight.clone().to(effort.device) for name, weight in given.items()}
@@ -113,7 +111,7 @@ def go_on(student: Student, work: Path, state: dict[str, Any], kept: dict[str, A
     began = reported = saved = time.monotonic()
     at_report, taken, shown = seen, 0, dict[str, Any]()
     judged_at = began - JUDGE + min(JUDGE, effort.seconds / 4)
-    for batch in student.batches(examples, numbers):
+    for batch in student.batches(examples):
         now = time.monotonic()
         if stopping() or now - began > effort.seconds or seen >= effort.tokens:
             break

@@ -10,8 +10,19 @@ import pytest
 import torch
 import torch.nn.functional as F
 from ovspec_export.distill import training, unroll
-from ovspec_export.distill.documents import Document
-from ovspec_export.distill.features import Example, computing, computing_in_torch, write_target
+from ovspec_export.distill.documents import Document, create_documents
+from ovspec_export.distill.features import (
+    DOCUMENTS,
+    FEATURES,
+    Example,
+    Examples,
+    computing,
+    computing_in_torch,
+    read_examples,
+    shards_in,
+    write_shard,
+    write_target,
+)
 from ovspec_export.distill.head import most_expected
 from ovspec_export.distill.new_head import new_config, new_layout
 from ovspec_export.distill.packing import Batch, pack
@@ -21,6 +32,8 @@ from ovspec_export.distill.unroll import agreement, loss_of, unrolled
 from ovspec_export.head_layout import new_head_layers, usual_layers
 from ovspec_export.heads import EagleHead
 from safetensors.torch import load_file
+
+from ovspec.base.errors import OvspecError
 
 ROOT = Path(__file__).parent.parent.parent.parent
 DEMO, CHECKPOINT = ROOT / "models" / "demo", ROOT / "models" / "demo-hf" / "target"
@@ -238,8 +251,38 @@ def test_only_guesses_of_answers_are_judged() -> None:
 # ---------------------------------------------------------------- vocabulary and layers
 
 
-def test_the_likeliest_ids_are_proposed_and_then_the_smallest() -> None:
+def stored(examples: list[Example], work: Path) -> Examples:
+    """Write examples into a work folder, and read them."""
+    create_documents(work / DOCUMENTS, [example.document for example in examples])
+    (work / FEATURES).mkdir()
+    names = ("ids", "features", "final", "choices", "logprobs")
+    parts = [{name: getattr(example, name) for name in names} for example in examples]
+    write_shard(work / FEATURES / "0000000.safetensors", 0, parts[:1])
+    write_shard(work / FEATURES / "0000001.safetensors", 1, parts[1:])
+    return read_examples(work, held_out=False)
+
+
+def test_examples_come_back_from_their_shards(tmp_path: Path) -> None:
     examples = random_examples()
+    examples[1] = replace(examples[1], document=replace(examples[1].document, held_out=True))
+    found = stored(examples, tmp_path)
+    for kept, example in zip(
+        [*found, *read_examples(tmp_path, held_out=True)], [*examples[::2], examples[1]], strict=True
+    ):
+        assert kept.document == example.document
+        assert torch.equal(kept.features, example.features) and torch.equal(kept.choices, example.choices)
+    assert [shard.first for shard in shards_in(tmp_path / FEATURES)] == [0, 1]
+    (tmp_path / FEATURES / "0000000.safetensors").unlink()
+    assert shards_in(tmp_path / FEATURES) == [], "after a gap, all are written again"
+    create_documents(tmp_path / DOCUMENTS, [example.document for example in examples[::-1]])
+    write_shard(tmp_path / FEATURES / "0000000.safetensors", 0, [{"ids": examples[0].ids}])
+    with pytest.raises(OvspecError, match="other texts"):
+        read_examples(tmp_path, held_out=False)
+
+
+def test_the_likeliest_ids_are_proposed_and_then_the_smallest(tmp_path: Path) -> None:
+    examples = random_examples()
+    kept = stored(examples, tmp_path)
     counts = dict.fromkeys(range(VOCAB), 0.0)
     for example in examples:
         for token in example.ids.tolist():
@@ -247,9 +290,9 @@ def test_the_likeliest_ids_are_proposed_and_then_the_smallest() -> None:
         for token, value in zip(example.choices.flatten().tolist(), example.logprobs.flatten().tolist(), strict=True):
             counts[token] += float(torch.tensor(value).double().exp())
     wanted = sorted(counts, key=lambda token: (-counts[token], token))
-    assert most_expected(examples, VOCAB, 12).tolist() == sorted(wanted[:12])
-    assert most_expected([], VOCAB, 7).tolist() == list(range(7))
-    assert most_expected(examples, VOCAB, 1000).tolist() == list(range(VOCAB))
+    assert most_expected(kept, VOCAB, 12).tolist() == sorted(wanted[:12])
+    assert most_expected(Examples([]), VOCAB, 7).tolist() == list(range(7))
+    assert most_expected(kept, VOCAB, 1000).tolist() == list(range(VOCAB))
 
 
 def test_rows_move_with_their_ids() -> None:
