@@ -89,7 +89,8 @@ def new_student(model: Path, layers: list[int], examples: list[Example], draft_v
         target = load_file(Path(folder) / TARGET)
     embedding, rows = target["embedding"], target.get("lm_head", target["embedding"])
     ids = torch.arange(draft_vocabulary)  # which of them doesn't matter for speed
-    config = new_config(read_json(model / "config.json"), *embedding.shape, layers, len(ids))
+    vocab, hidden = embedding.shape
+    config = new_config(read_json(model / "config.json"), vocab, hidden, layers, len(ids))
     head = EagleHead(new_layout(config, layers))
     divisor = begin(head, examples, embedding, rows[ids].float())
     return HeadStudent(head, embedding, ids, divisor, config, "cpu")

@@ -174,7 +174,8 @@ def read_examples(work: Path, held_out: bool) -> Examples:
         own = documents[shard.first : shard.first + shard.count]
         if starts != [0, *accumulate(len(document.ids) for document in own)]:
             raise OvspecError("the features in the work folder belong to other texts; delete the folder")
-        places += [Place(*each, *span) for *each, span in zip(own, [opened] * len(own), pairwise(starts), strict=True)]
+        spans = zip(own, pairwise(starts), strict=True)
+        places += [Place(document, opened, start, end) for document, (start, end) in spans]
     return Examples([place for place in places if place.document.held_out == held_out])
 
 

@@ -142,7 +142,8 @@ def train_head(
             divisor = usual_size(examples, "features")
             head.fc.weight.mul_(divisor)
     else:
-        config = new_config(read_json(Path(model) / "config.json"), *embedding.shape, layers, len(ids))
+        vocab, hidden = embedding.shape
+        config = new_config(read_json(Path(model) / "config.json"), vocab, hidden, layers, len(ids))
         head = EagleHead(new_layout(config, layers))
         divisor = begin(head, examples, embedding, rows[ids].float())
     student = HeadStudent(head, embedding, ids, divisor, config, torch_device)

@@ -184,20 +184,23 @@ def padded(batch: Batch) -> Batch:
 
 
 def packed_loss(
-    head: EagleHead, embedding: torch.Tensor, change: Callable[[Batch], Batch], examples: list[Example]
+    head: EagleHead, embedding: torch.Tensor, change: Callable[[Batch], Batch] | None, examples: list[Example]
 ) -> float:
-    batch = change(pack(examples, STEPS, 1.0))
+    batch = pack(examples, STEPS, 1.0)
+    return loss_without_distance(head, change(batch) if change else batch, embedding)
+
+
+@torch.no_grad()
+def loss_without_distance(head: EagleHead, batch: Batch, embedding: torch.Tensor) -> float:
     draft_ids = torch.full((VOCAB,), -1).index_put_((torch.arange(0, 24),), torch.arange(24))
-    batch = replace(batch, final=torch.zeros(len(batch), 0))  # no distance
-    with torch.no_grad():
-        return float(loss_of(head, batch, embedding, draft_ids, STEPS))
+    return float(loss_of(head, replace(batch, final=torch.zeros(len(batch), 0)), embedding, draft_ids, STEPS))
 
 
 def test_the_loss_is_that_of_drafting_each_document_alone(head: EagleHead, embedding: torch.Tensor) -> None:
     examples = random_examples()
     draft_ids = torch.full((VOCAB,), -1).index_put_((torch.arange(0, 24),), torch.arange(24))
     expected = reference_loss(head, examples, embedding, draft_ids)
-    assert packed_loss(head, embedding, lambda batch: batch, examples) == pytest.approx(expected, rel=1e-4)
+    assert packed_loss(head, embedding, None, examples) == pytest.approx(expected, rel=1e-4)
 
 
 @pytest.mark.parametrize("bug", [shifted, of_another_document, labels_shifted, one_document, padded])
@@ -209,14 +212,14 @@ def test_bugs_of_the_data_are_found(head: EagleHead, embedding: torch.Tensor, bu
 
 
 def test_products_in_bf16_are_close(head: EagleHead, embedding: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(training, "processor_levels", lambda: (training.BF16,))
-    exact, examples = packed_loss(head, embedding, lambda batch: batch, random_examples()), random_examples()
-    with training.in_bf16("cpu"):
-        close = packed_loss(head, embedding, lambda batch: batch, examples)
-    assert close == pytest.approx(exact, rel=0.02) and close != exact
-    monkeypatch.setattr(training, "processor_levels", tuple)
-    with training.in_bf16("cpu"):
-        assert packed_loss(head, embedding, lambda batch: batch, examples) == exact
+    batch = pack(random_examples(), STEPS, 1.0)
+    exact, found = loss_without_distance(head, batch, embedding), list[float]()
+    for levels in ((), (training.BF16,)):
+        monkeypatch.setattr(training, "processor_levels", lambda levels=levels: levels)
+        with training.in_bf16("cpu"):
+            found.append(loss_without_distance(head, batch, embedding))
+    assert found[0] == exact
+    assert found[1] == pytest.approx(exact, rel=0.02) and found[1] != exact
 
 
 def test_each_step_of_the_unroll_is_what_the_runtime_drafts(head: EagleHead, embedding: torch.Tensor) -> None:
