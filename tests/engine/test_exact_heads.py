@@ -109,6 +109,7 @@ def test_greedy(headed: Headed, plain: list[ovspec.Result], draft: str, lookahea
     headed.check(found, plain, lookahead != "auto")
 
 
+@pytest.mark.slow
 def test_a_real_model(tmp_path: Path) -> None:
     """The other tests run on it in slow runs."""
     headed = real(tmp_path)

@@ -184,6 +184,7 @@ def documented(name: str, row: str, update: bool) -> None:
     DOCS.write_text("\n".join([head, *table]) + "\n", encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_a_family_with_an_environment_of_its_own(tmp_path: Path, cache_dir: Path) -> None:
     family = FAMILIES[QUICK]
     expected = make(QUICK, family, 1, tmp_path / "hf", prompts(), QUICK_TOKENS)

@@ -178,6 +178,7 @@ def says_the_same(folder: Path, told: list[int], output: Path, cache_dir: Path) 
     assert [path.name for path in output.iterdir() if path.is_dir()] == []
 
 
+@pytest.mark.slow
 def test_the_text_model_of_gemma_says_what_the_whole_model_says(
     gemma: tuple[Path, list[int]], tmp_path: Path, cache_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
