@@ -17,8 +17,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from ovspec_export.distill import draft, training
 from ovspec_export.distill.documents import Document, create_documents, read_documents
-from ovspec_export.distill.draft import train_draft
 from ovspec_export.distill.features import DOCUMENTS, FEATURES, write_shard
 from ovspec_export.distill.training import CHECKPOINT
 from ovspec_export.export import as_checkpoint
@@ -68,7 +68,8 @@ def main() -> None:
         create_documents(work / DOCUMENTS, documents)
         (work / FEATURES).mkdir()
         write_shard(work / FEATURES / "0000000.safetensors", 0, [part(each) for each in documents])
-        train_draft(str(checkpoint), source.model_type, str(work), 60 * args.minutes, 2**62, False)
+        draft.STEP_TOKENS, draft.RATE, training.WARM_UP = 256, 3e-4, 20  # a few minutes are to change its style
+        draft.train_draft(str(checkpoint), source.model_type, str(work), 60 * args.minutes, 2**62, False)
         shutil.copytree(checkpoint, args.output, ignore=shutil.ignore_patterns("*.safetensors*"))
         for file in (work / CHECKPOINT).iterdir():
             shutil.copy(file, args.output)
