@@ -7,6 +7,8 @@ It tells how far it is as ``channel.py`` says.
 
 from __future__ import annotations
 
+import functools
+import importlib
 import json
 import os
 import shutil
@@ -208,74 +210,21 @@ def evaluate(source: str, folder: str, text: str, context: int, output: str, tru
     Path(output).write_text(json.dumps(result), encoding="utf-8")
 
 
-def write_texts(**arguments: Any) -> None:
-    """Let a model write what its student learns from."""
-    from ovspec_export.distill.texts import write_texts
-
-    write_texts(**arguments)
-
-
-def write_features(**arguments: Any) -> None:
-    """Compute what a student learns from."""
-    from ovspec_export.distill.features import write_features
-
-    write_features(**arguments)
-
-
-def train_head(**arguments: Any) -> None:
-    """Teach a head."""
-    share_processor()
-    from ovspec_export.distill.head import train_head
-
-    train_head(**arguments)
-
-
-def train_draft(**arguments: Any) -> None:
-    """Teach a draft model."""
-    share_processor()
-    from ovspec_export.distill.draft import train_draft
-
-    train_draft(**arguments)
-
-
-def measure_costs(**arguments: Any) -> None:
-    """Time a target."""
-    from ovspec_export.distill.expected import measure_costs
-
-    measure_costs(**arguments)
-
-
-def measure_gain(**arguments: Any) -> None:
-    """Time a model with what was made for it."""
-    from ovspec_export.distill.gain import measure_gain
-
-    measure_gain(**arguments)
-
-
-def share_processor() -> None:
-    """Let threads that wait sleep, before torch is imported: a night's training shouldn't slow down other programs."""
+def distill(job: str, **arguments: Any) -> None:
+    """Run a job of a distillation."""
+    # Before torch is imported: threads that wait sleep, so that a night's training doesn't slow down other programs.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    module = importlib.import_module(f"ovspec_export.distill.{DISTILL[job]}")
+    getattr(module, job)(**arguments)
 
 
+# Jobs of distillations, and the file that has each.
+DISTILL = {"write_texts": "texts", "write_features": "features", "train_head": "head", "train_draft": "draft"}
+DISTILL |= {"measure_costs": "expected", "measure_gain": "gain"}
 JOBS: dict[str, Callable[..., None]] = {
     job.__name__: job
-    for job in (
-        optimum_cli,
-        eagle_head,
-        gguf_weights,
-        tokenizer,
-        first_layers,
-        calibrate,
-        to_bf16,
-        evaluate,
-        write_texts,
-        write_features,
-        train_head,
-        train_draft,
-        measure_costs,
-        measure_gain,
-    )
-}
+    for job in (optimum_cli, eagle_head, gguf_weights, tokenizer, first_layers, calibrate, to_bf16, evaluate)
+} | {job: functools.partial(distill, job) for job in DISTILL}
 
 
 if __name__ == "__main__":

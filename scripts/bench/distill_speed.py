@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from harness import ROOT, Table, machine, options, ratios, shown, take_turns
 from ovspec_export.distill.documents import Document
-from ovspec_export.distill.features import TARGET, Example, computing, computing_in_torch, write_target
+from ovspec_export.distill.features import Example, computing, computing_in_torch, write_target
 from ovspec_export.distill.head import (
     SHARE,
     STEP_TOKENS,
@@ -35,6 +35,7 @@ from ovspec_export.distill.new_head import new_config, new_layout
 from ovspec_export.distill.packing import Batch, pack
 from ovspec_export.distill.start import begin
 from ovspec_export.distill.training import BETAS, keep_heap
+from ovspec_export.distill.work import TARGET
 from ovspec_export.export import as_checkpoint
 from ovspec_export.head_layout import new_head_layers
 from ovspec_export.heads import EagleHead

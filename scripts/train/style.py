@@ -19,8 +19,8 @@ from pathlib import Path
 import torch
 from ovspec_export.distill import draft, training
 from ovspec_export.distill.documents import Document, create_documents, read_documents
-from ovspec_export.distill.features import DOCUMENTS, FEATURES, write_shard
-from ovspec_export.distill.training import CHECKPOINT
+from ovspec_export.distill.features import write_shard
+from ovspec_export.distill.work import CHECKPOINT, DOCUMENTS, FEATURES
 from ovspec_export.export import as_checkpoint
 from ovspec_export.sources import find_source
 from transformers import AutoTokenizer

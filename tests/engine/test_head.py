@@ -18,6 +18,7 @@ import torch
 from conftest import PROMPTS, ROOT, TARGET, Reference, made_once
 from family_models import warm_jobs
 from heads import write_head
+from moves import moving_texts
 from ovspec_export import Compression, export_pair
 from ovspec_export.heads import EagleHead, load_head
 
@@ -127,24 +128,6 @@ def proposals(monkeypatch: pytest.MonkeyPatch) -> list[Proposed]:
     return found
 
 
-def texts(lm: ovspec.LanguageModel, lookahead: int) -> list[list[int]]:
-    """Generate texts in all the ways that move what a head has read; return their tokens."""
-    options: dict[str, Any] = {"lookahead": lookahead, "max_tokens": TOKENS, "ignore_eos": True}
-    found = [result.token_ids for result in lm.generate(PROMPTS[:5], batch_size=3, **options)]
-    with lm.session() as session:
-        session.append(PROMPTS[0])
-        mark = session.mark()
-        found.append(session.generate(**options).token_ids)
-        session.rewind(mark)
-        session.append("\n# and more\n")
-        found.append(session.generate(**options).token_ids)
-        fork = session.fork()
-        found.append(session.generate(**options).token_ids)
-        fork.append("x = 1")
-        found.append(fork.generate(**options).token_ids)
-    return found
-
-
 @pytest.mark.parametrize(("engine", "fewest"), [("paged", 1), ("paged", 2), pytest.param("stateful", 1, marks=SLOW)])
 def test_each_proposal_is_that_of_torch(
     load_headed: Callable[..., ovspec.LanguageModel],
@@ -157,9 +140,9 @@ def test_each_proposal_is_that_of_torch(
     headed = load_headed(engine)
     assert headed.draft
     headed.draft.rule = FeedRule(fewest=fewest)
-    found = texts(headed, LOOKAHEAD)
+    found = moving_texts(headed, PROMPTS, max_tokens=TOKENS, lookahead=LOOKAHEAD)
     assert len(proposals) > len(found) * TOKENS / 2 and all(map(torch_head.agrees, proposals))
-    assert found == texts(headed, 0)
+    assert found == moving_texts(headed, PROMPTS, max_tokens=TOKENS, lookahead=0)
 
 
 BUGS = ["wrong layer", "off by one", "rejected token", "no d2t"]

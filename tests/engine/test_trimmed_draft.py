@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import DRAFT, PROMPTS, Reference, made_once
+from moves import moving_texts
 from ovspec_export import draft_vocabulary
 from ovspec_export.distill.trimming import most_used
 from ovspec_export.draft_vocabulary import trim_ir
@@ -106,23 +107,6 @@ def agrees(proposed: Proposed, draft: Reference, ids: np.ndarray) -> bool:
     return all(len(at) and row[at[0]] > row.max() - CLEAR for at, row in zip(chosen, logits, strict=True))
 
 
-def texts(lm: ovspec.LanguageModel, lookahead: int, **options: Any) -> list[list[int]]:
-    """Generate texts in a batch, in a session that is rewound, and in a fork; return their tokens."""
-    options = {"lookahead": lookahead, "max_tokens": TOKENS, "ignore_eos": True} | options
-    found = [result.token_ids for result in lm.generate(PROMPTS[:5], batch_size=3, **options)]
-    with lm.session() as session:
-        session.append(PROMPTS[0])
-        mark = session.mark()
-        found.append(session.generate(**options).token_ids)
-        session.rewind(mark)
-        session.append("\n# and more\n")
-        found.append(session.generate(**options).token_ids)
-        fork = session.fork()
-        fork.append("x = 1")
-        found.append(fork.generate(**options).token_ids)
-    return found
-
-
 BUGS = ["none", "other ids", "rows of the next ids"]
 
 
@@ -147,10 +131,10 @@ def test_each_proposal_is_the_whole_drafts(
     trim_ir(tmp_path / "draft", ids, "draft")
     lm = load_with(tmp_path / "draft")
     assert lm.draft and (lm.draft.engine, lm.draft.drafter, lm.draft.ir.logits_width) == ("paged", "draft", COUNT)
-    found = texts(lm, 3)
+    found = moving_texts(lm, PROMPTS, max_tokens=TOKENS, lookahead=3)
     assert len(proposals) > 20
     assert all(agrees(proposed, whole_draft, ids) for proposed in proposals[::5]) == (bug == "none")
-    assert found == texts(lm, 0)
+    assert found == moving_texts(lm, PROMPTS, max_tokens=TOKENS, lookahead=0)
 
 
 WAYS: dict[str, dict[str, Any]] = {

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from ovspec_export.distill.features import Example, read_examples
 from ovspec_export.distill.packing import Batch, batches, pack
-from ovspec_export.distill.training import STATE, Effort, in_a_row, train
+from ovspec_export.distill.training import Effort, in_a_row, train
+from ovspec_export.distill.work import STATE
 
 STEP_TOKENS = 1024
 RATE = 1e-4  # the highest
@@ -101,6 +102,8 @@ def train_draft(
 @torch.no_grad()
 def can_pack(model: nn.Module, examples: Sequence[Example]) -> bool:
     """Return whether documents that share an inference get the logits that each gets alone."""
+    if len(examples) < 2:
+        return True
     some = [examples[0], examples[1]]
     both, second = (logits_of(model, pack(each, 1, 0, ahead=0)) for each in (some, some[1:]))
     return bool((both[-len(second) :] - second).abs().max() < ALIKE * second.std())

@@ -29,10 +29,10 @@ from ovspec.ir.device import DeviceOptions, compile_properties, core
 from ovspec.ir.hidden_states import embedding, layer_inputs
 from ovspec_export.channel import stopping, tell
 from ovspec_export.distill.documents import Document, read_documents
+from ovspec_export.distill.work import DOCUMENTS, FEATURES, TARGET
 
 TOP = 16  # of the likeliest tokens that are kept
 SHARD = 64e6  # bytes
-DOCUMENTS, FEATURES, TARGET = "documents.jsonl", "features", "target.safetensors"
 # Activations share a scale in larger groups than usual: a long text is read faster, and a head learns as well.
 PROPERTIES = {"DYNAMIC_QUANTIZATION_GROUP_SIZE": "128", "CACHE_DIR": ""}
 REPORT = 2.0  # seconds between two reports of progress

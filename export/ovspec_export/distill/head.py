@@ -13,12 +13,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from ovspec.base.files import read_json, replaced, write_atomically
-from ovspec_export.distill.features import TARGET, Example, Examples, read_examples
+from ovspec_export.distill.features import Example, Examples, read_examples
 from ovspec_export.distill.new_head import new_config, new_layout
 from ovspec_export.distill.packing import Batch, batches, pack
 from ovspec_export.distill.start import begin, usual_size
-from ovspec_export.distill.training import STATE, Effort, in_a_row, moved, train
+from ovspec_export.distill.training import Effort, in_a_row, moved, train
 from ovspec_export.distill.unroll import agreement, loss_of
+from ovspec_export.distill.work import STATE, TARGET
 from ovspec_export.head_layout import head_layout
 from ovspec_export.heads import EagleHead, load_head
 
@@ -137,6 +138,8 @@ def train_head(
         config |= {"draft_vocab_size": len(ids)}
         old = torch.arange(len(head.d2t)) + head.d2t
         head.lm_head.weight = nn.Parameter(moved(head.lm_head.weight, old, ids, rows[ids].float()))
+        if head.lm_head.bias is not None:
+            head.lm_head.bias = nn.Parameter(moved(head.lm_head.bias, old, ids, torch.zeros(len(ids))))
         divisor = torch.ones(head.fc.in_features)
         if not head.layout.norms:  # as in a new one
             divisor = usual_size(examples, "features")
@@ -166,12 +169,12 @@ def most_expected(examples: Examples, vocabulary: int, count: int) -> Tensor:
 
 def change_vocabulary(state: dict[str, Any], ids: Tensor, rows: Tensor) -> None:
     """Give a state the lm_head for other ``ids``; new ones begin as the target's ``rows``."""
-    old, name = state["ids"], "lm_head.weight"
-    fresh = rows[ids].float()
-    for values in (state["weights"], state["averaged"]):
-        values[name] = moved(values[name], old, ids, fresh)
-    moments = state["optimizer"][name]
-    for moment in ("exp_avg", "exp_avg_sq"):
-        moments[moment] = moved(moments[moment], old, ids, torch.zeros_like(fresh))
+    fresh = {"lm_head.weight": rows[ids].float(), "lm_head.bias": torch.zeros(len(ids))}
+    for name in fresh.keys() & state["averaged"].keys():
+        for values in (state["weights"], state["averaged"]):
+            values[name] = moved(values[name], state["ids"], ids, fresh[name])
+        moments = state["optimizer"][name]
+        for moment in ("exp_avg", "exp_avg_sq"):
+            moments[moment] = moved(moments[moment], state["ids"], ids, torch.zeros_like(fresh[name]))
     state["ids"] = ids
     state["config"]["draft_vocab_size"] = len(ids)

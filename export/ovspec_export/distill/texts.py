@@ -37,8 +37,8 @@ from ovspec_export.distill.documents import (
     read_given,
     repeats,
 )
+from ovspec_export.distill.work import DOCUMENTS
 
-DOCUMENTS = "documents.jsonl"
 MOST_QUESTION, MOST_ANSWER = 160, 320  # tokens
 BATCH = 64  # rows; twice as many gain a twelfth, and end twice as late
 FEWEST_ROWS, ROUNDS = 8, 120  # the rows are as many as leave time for so many rounds

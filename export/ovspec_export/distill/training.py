@@ -25,8 +25,8 @@ from ovspec.ir.instruction_set import processor_levels
 from ovspec_export.channel import stopping, tell
 from ovspec_export.distill.features import Example, Examples, read_examples
 from ovspec_export.distill.optimizer import Optimizer
+from ovspec_export.distill.work import CHECKPOINT, STATE
 
-STATE, CHECKPOINT = "training.pt", "checkpoint"
 HELD_BACK = 24  # held-out documents that are judged while it trains
 WARM_UP, STEADY = 100, 8000  # steps until the rate is the highest, and until it falls
 REPORT, SAVE, JUDGE = 5.0, 120.0, 60.0  # seconds between progress, states and judgements
@@ -109,7 +109,7 @@ def go_on(student: Student, work: Path, state: dict[str, Any], kept: dict[str, A
                     weight.copy_(own[name])
 
     began = reported = saved = time.monotonic()
-    at_report, taken, shown = seen, 0, dict[str, Any]()
+    at_report, shown = seen, dict[str, Any]()
     judged_at = began - JUDGE + min(JUDGE, effort.seconds / 4)
     for batch in student.batches(examples):
         now = time.monotonic()
@@ -124,7 +124,7 @@ def go_on(student: Student, work: Path, state: dict[str, Any], kept: dict[str, A
         nn.utils.clip_grad_norm_(list(named.values()), LONGEST)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        step, seen, taken = step + 1, seen + len(batch), taken + 1
+        step, seen = step + 1, seen + len(batch)
         share = (AVERAGED + 1) / (step + AVERAGED)
         for name, weight in named.items():
             averaged[name].lerp_(weight.detach(), share)

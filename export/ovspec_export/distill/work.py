@@ -21,6 +21,8 @@ from ovspec.base.files import read_as, write_atomically
 from ovspec.ir.compile import MODEL_FILE
 
 SETTINGS, SPENT, LOCK = "settings.json", "spent.json", "lock"
+DOCUMENTS, FEATURES, TARGET = "documents.jsonl", "features", "target.safetensors"
+STATE, CHECKPOINT = "training.pt", "checkpoint"
 SAVED = 10.0  # seconds after which what is spent is written again
 DATA, TEXTS, READING, TRAINING = ("texts", "features"), "texts", "features", "training"  # stages
 COSTS = "costs"  # what was told of the target's inferences
@@ -75,16 +77,16 @@ class Work:
 
     @property
     def documents(self) -> Path:
-        return self.folder / "documents.jsonl"
+        return self.folder / DOCUMENTS
 
     @property
     def features(self) -> Path:
-        return self.folder / "features"
+        return self.folder / FEATURES
 
     @property
     def checkpoint(self) -> Path:
         """The result so far."""
-        return self.folder / "checkpoint"
+        return self.folder / CHECKPOINT
 
     @property
     def target(self) -> Path:

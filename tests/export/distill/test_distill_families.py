@@ -13,10 +13,10 @@ from ovspec_export.compression import INT8
 from ovspec_export.convert import convert_head
 from ovspec_export.distill import training
 from ovspec_export.distill.documents import Document, create_documents
-from ovspec_export.distill.features import DOCUMENTS, write_features
+from ovspec_export.distill.features import write_features
 from ovspec_export.distill.head import train_head
 from ovspec_export.distill.plan import DistillOptions, planned
-from ovspec_export.distill.training import CHECKPOINT
+from ovspec_export.distill.work import CHECKPOINT, DOCUMENTS
 from ovspec_export.head_fit import check_fits
 from ovspec_export.sources import HeadSource, Source, source_in
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 from ovspec_export.distill.documents import Document
 from ovspec_export.distill.draft import DraftStudent, can_pack, logits_of, train_draft
-from ovspec_export.distill.features import DOCUMENTS, FEATURES, Example, write_shard
+from ovspec_export.distill.features import Example, write_shard
 from ovspec_export.distill.packing import Batch, pack
-from ovspec_export.distill.training import CHECKPOINT, STATE
+from ovspec_export.distill.work import CHECKPOINT, DOCUMENTS, FEATURES, STATE
 from transformers import AutoConfig, AutoModelForCausalLM, DataCollatorWithFlattening
 
 ROOT = Path(__file__).parent.parent.parent.parent

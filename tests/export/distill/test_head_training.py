@@ -12,8 +12,6 @@ import torch.nn.functional as F
 from ovspec_export.distill import training, unroll
 from ovspec_export.distill.documents import Document, create_documents
 from ovspec_export.distill.features import (
-    DOCUMENTS,
-    FEATURES,
     Example,
     Examples,
     computing,
@@ -23,12 +21,13 @@ from ovspec_export.distill.features import (
     write_shard,
     write_target,
 )
-from ovspec_export.distill.head import most_expected
+from ovspec_export.distill.head import change_vocabulary, most_expected
 from ovspec_export.distill.new_head import new_config, new_layout
 from ovspec_export.distill.packing import Batch, pack
 from ovspec_export.distill.start import begin
 from ovspec_export.distill.training import moved
 from ovspec_export.distill.unroll import agreement, loss_of, unrolled
+from ovspec_export.distill.work import DOCUMENTS, FEATURES
 from ovspec_export.head_layout import new_head_layers, usual_layers
 from ovspec_export.heads import EagleHead
 from safetensors.torch import load_file
@@ -302,6 +301,24 @@ def test_rows_move_with_their_ids() -> None:
     old, new = torch.tensor([1, 4, 7]), torch.tensor([0, 4, 5, 7, 30])
     rows, fresh = torch.tensor([[1.0], [4.0], [7.0]]), torch.full((5, 1), -1.0)
     assert moved(rows, old, new, fresh)[:, 0].tolist() == [-1.0, 4.0, -1.0, 7.0, -1.0]
+
+
+def test_an_lm_head_gets_other_ids_with_all_that_belongs_to_it() -> None:
+    old, new, rows = torch.tensor([1, 4]), torch.tensor([2, 4]), torch.arange(6.0)[:, None]
+    weight, bias = rows[old], 10 * old.float()
+    moments = {
+        name: {moment: values.clone() for moment in ("exp_avg", "exp_avg_sq")}
+        for name, values in {"lm_head.weight": weight, "lm_head.bias": bias}.items()
+    }
+    both = [{"lm_head.weight": weight.clone(), "lm_head.bias": bias.clone()} for _ in range(2)]
+    state = {"ids": old, "config": {}, "weights": both[0], "averaged": both[1], "optimizer": moments}
+    change_vocabulary(state, new, 100 + rows)
+    for values in both:
+        assert values["lm_head.weight"][:, 0].tolist() == [102.0, 4.0]
+        assert values["lm_head.bias"].tolist() == [0.0, 40.0]
+    assert moments["lm_head.weight"]["exp_avg"][:, 0].tolist() == [0.0, 4.0]
+    assert moments["lm_head.bias"]["exp_avg_sq"].tolist() == [0.0, 40.0]
+    assert state["ids"].tolist() == [2, 4] and state["config"] == {"draft_vocab_size": 2}
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 6, 7, 12, 30])
