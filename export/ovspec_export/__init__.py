@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 
+import ovspec as ovspec  # before anything that imports openvino, which would then report its use
+
 for _name in ("torch", "transformers", "optimum", "nncf"):
     if importlib.util.find_spec(_name) is None:
         raise ModuleNotFoundError(f"No module named {_name!r}", name=_name)
