@@ -6,7 +6,7 @@ import json
 import os
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, NamedTuple
@@ -178,10 +178,14 @@ class Given:
 
 
 class Candidate(NamedTuple):
-    """A document that may be a near-duplicate, which shows in its tokens from ``start`` on."""
+    """A document that may be a near-duplicate, which shows in its tokens from ``start`` on.
+
+    part: what it is a piece of, of which either all is held out or nothing.
+    """
 
     document: Document
     start: int
+    part: int
 
 
 def read_given(paths: Iterable[str | Path]) -> Given:
@@ -270,25 +274,38 @@ def given_documents(given: Given, runtime: Runtime, seen: Seen) -> list[Document
     Raises:
         OvspecError: the model has no chat template, or it can't render a chat.
     """
-    found = text_candidates(given.texts, runtime.tokenizer)
-    found += chat_candidates([chat for chat in given.chats if chat.answered], runtime)
-    kept = list[Document]()
-    # Those held out come last, because no training document may have been like them.
-    for document, start in sorted(found, key=lambda each: each.document.held_out):
-        if not seen.has(document.ids[start:]):
-            seen.add(document.ids)
-            kept.append(document)
-    return sorted(kept, key=lambda document: checksum(document.ids))
+    texts = text_candidates(given.texts, runtime.tokenizer)
+    chats = chat_candidates([chat for chat in given.chats if chat.answered], runtime)
+    # What is held out is drawn from what is left, because of texts with much in common nearly all might be dropped.
+    found = [each for kind in (texts, chats) for each in hold_out(distinct(kind, Seen()))]
+    # Those held out come last now, because no training document may have been like them.
+    kept = distinct(sorted(found, key=lambda each: each.document.held_out), seen)
+    return sorted((each.document for each in kept), key=lambda document: checksum(document.ids))
+
+
+def distinct(candidates: Iterable[Candidate], seen: Seen) -> list[Candidate]:
+    """Return the candidates without near-duplicates of ``seen`` and of those before them, and add them to ``seen``."""
+    kept = list[Candidate]()
+    for each in candidates:
+        if not seen.has(each.document.ids[each.start :]):
+            seen.add(each.document.ids)
+            kept.append(each)
+    return kept
+
+
+def hold_out(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Return the candidates of one kind, a twentieth of whose parts are held out."""
+    parts = held_out_of(each.part for each in candidates)
+    return [each._replace(document=replace(each.document, held_out=each.part in parts)) for each in candidates]
 
 
 def text_candidates(texts: Iterable[str], tokenizer: Tokenizer) -> list[Candidate]:
     """Cut texts into documents, each with the BOS that the model's prompts have."""
-    parts = [(part, zlib.crc32(part.encode())) for text in texts for part in stretches(text)]
-    held_out, bos, found = held_out_of(number for _, number in parts), tokenizer.bos, list[Candidate]()
-    for part, number in parts:
+    bos, found = tokenizer.bos, list[Candidate]()
+    for part in (part for text in texts for part in stretches(text)):
         for piece in pieces(tokenizer.encode(part, special=False).tolist(), MOST_TOKENS - len(bos), tokenizer):
-            document = Document([*bos, *piece], 0, "text", False, number in held_out)
-            found += [Candidate(document, len(bos))] if len(document.ids) > 1 else []
+            document = Document([*bos, *piece], 0, "text", False, False)
+            found += [Candidate(document, len(bos), zlib.crc32(part.encode()))] if len(document.ids) > 1 else []
     return found
 
 
@@ -326,22 +343,20 @@ def between_lines(before: int, after: int, tokenizer: Tokenizer) -> bool:
 
 def chat_candidates(chats: Iterable[Chat], runtime: Runtime) -> list[Candidate]:
     """Make documents of chats; all that follows the first answer counts. Chats with the same prompt stay together."""
-    rendered = list[tuple[list[int], int, int, int]]()
+    found = list[Candidate]()
     for chat in chats:
         try:
             ids, answer = chat_tokens(chat, runtime)
             start = content_start(chat, ids, runtime)
         except OvspecError as error:
             raise OvspecError(f"{chat.place}: {error}") from None
-        rendered.append((ids, answer, start, checksum(ids[:answer])))
-    held_out, found = held_out_of(number for *_, number in rendered), list[Candidate]()
-    for ids, answer, start, number in rendered:
+        part = checksum(ids[:answer])
         cut = max(0, answer - MOST_TOKENS // 2)  # of a long prompt, the end matters
         answer, start = answer - cut, start - cut
         for piece in pieces(ids[cut:], MOST_TOKENS, runtime.tokenizer):
             if answer < len(piece):
-                document = Document(piece, max(0, answer), "chats", False, number in held_out)
-                found.append(Candidate(document, max(0, start)))
+                document = Document(piece, max(0, answer), "chats", False, False)
+                found.append(Candidate(document, max(0, start), part))
             answer, start = answer - len(piece), start - len(piece)
     return found
 

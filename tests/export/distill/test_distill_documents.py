@@ -269,6 +269,15 @@ def test_what_is_held_out_was_never_trained_on(runtime: Runtime, monkeypatch: py
     assert len(alone) > 0.9 * sum(1 for each in everything) / 2, "what is no near-duplicate stays"
 
 
+def test_texts_in_many_versions_are_held_out_too(runtime: Runtime) -> None:
+    texts = [f"-- version {version}\n{text}" for text in TEXTS[:40] for version in range(4)]
+    found = given_documents(Given(texts, [], 0), runtime, Seen())
+    alone = given_documents(Given(TEXTS[:40], [], 0), runtime, Seen())
+    assert len(found) < 1.2 * len(alone)
+    assert sum(document.held_out for document in found) >= len(found) / 40
+    assert not leaks(found)
+
+
 def test_a_stretch_is_held_out_whole(runtime: Runtime) -> None:
     texts = ["".join(TEXTS[100:140]), *TEXTS[:10]]
     found = given_documents(Given(texts, [], 0), runtime, Seen())
