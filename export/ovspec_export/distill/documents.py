@@ -180,7 +180,7 @@ class Given:
 class Candidate(NamedTuple):
     """A document that may be a near-duplicate, which shows in its tokens from ``start`` on.
 
-    part: what it is a piece of, of which either all is held out or nothing.
+    part: checksum of the text or prompt that it belongs to; all documents of a part are held out, or none.
     """
 
     document: Document
@@ -276,9 +276,9 @@ def given_documents(given: Given, runtime: Runtime, seen: Seen) -> list[Document
     """
     texts = text_candidates(given.texts, runtime.tokenizer)
     chats = chat_candidates([chat for chat in given.chats if chat.answered], runtime)
-    # What is held out is drawn from what is left, because of texts with much in common nearly all might be dropped.
+    # Near-duplicates go first: of texts in many versions, what was held out before would nearly all be dropped below.
     found = [each for kind in (texts, chats) for each in hold_out(distinct(kind, Seen()))]
-    # Those held out come last now, because no training document may have been like them.
+    # Those held out come last, because no training document may be like them.
     kept = distinct(sorted(found, key=lambda each: each.document.held_out), seen)
     return sorted((each.document for each in kept), key=lambda document: checksum(document.ids))
 
