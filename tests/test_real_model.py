@@ -96,7 +96,7 @@ def equals_reference(lm: ovspec.LanguageModel, reference: Any, questions: list[s
 
 
 def test_greedy_equals_hugging_face(real: Loaded, reference: Any) -> None:
-    equals_reference(real(F32, precision="f32", lookahead=4), reference, QUESTIONS[:4], 20)
+    equals_reference(real(F32, precision="f32", lookahead=4), reference, QUESTIONS[2:4], 20)
 
 
 @pytest.mark.slow
@@ -151,6 +151,7 @@ def test_three_turns_are_exact_and_answer_like_new_chats(real: Loaded) -> None:
     assert compared > 1
 
 
+@pytest.mark.slow
 def test_two_clients_get_what_each_gets_alone(real: Loaded, start: Start) -> None:
     server = start(INT8, "--draft", "lookup", "--lookahead", "4", "--model-name", "smollm2")
     client = OpenAI(base_url=f"{server.url}/v1", api_key="none")
