@@ -1,51 +1,113 @@
-"""Time the answers to real chats: plain decoding, lookup, fixed lookaheads, and peers on the same weights, in turns.
+"""Time the answers to real chats in many ways, in turns: plain decoding, drafters, and peers on the same weights.
 
-    python scripts/bench/chats.py MODEL --out FILE [--checkpoint DIR] [--kinds NAME,...] [--prompts 2] [--turns 3]
+    python scripts/bench/chats.py MODEL --out FILE [--ways plain lookup head lookup,head genai ...]
+        [--draft NAME=PATH]... [--prompts 2] [--turns 3] [--contexts 0] [--batches 1] [--temperatures 0,1]
 
 MODEL is an exported model with a chat template, such as SmolLM2, or SmolLM2 widened by 'bench_pair.py --of'; its text
-is real, unlike the demo pair's. The chats are those of chats.json, the ones for judging first. Every turn of a chat is
-a line of FILE as soon as it is measured: stop the bench when you like, and the same command goes on; with more kinds,
-prompts or turns it adds what is missing. At the end the tables of all that FILE has are printed. Use an idle machine.
+is real, unlike the demo pair's. The chats are those of chats.json, the ones for judging first.
 
-Each answer ends where the model ends it, after --tokens tokens at most; peers generate as many tokens as ovspec. With
-the defaults and the peers, a model of 1.3 billion parameters in int8 should take less than two hours of two cores.
+A way is "plain", drafters as ovspec's --draft takes them, or a peer: genai or llamacpp, alone or with -lookup or -head,
+optimum, torch, or "ovspec", a control in a process of its own. "@K" fixes its lookahead, as in
+"lookup@4" or "genai-head@2". --draft names what a way loads: a head or draft model of ovspec's, "genai-head" the same
+head by 'optimum-cli export openvino --task text-generation-with-past --trust-remote-code', "llamacpp" a GGUF file of
+the model, and "llamacpp-head" one of the head.
+
+Every turn of a chat is a line of FILE as soon as it is measured: stop the bench when you like, and the same command
+goes on; with more kinds, prompts, turns, contexts or batches it adds what is missing. At the end the tables of all that
+FILE has are printed. Use an idle machine.
+
+Each answer ends where the model ends it, after --tokens tokens at most; peers generate as many tokens as ovspec, and
+only greedily. A batch has chats of one kind, over again if there are fewer.
 """
 
 from __future__ import annotations
 
 import json
+import shutil
 import statistics
 import sys
-from collections.abc import Callable, Iterator
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
+from itertools import product
 from pathlib import Path
 from typing import Any
 
+import openvino as ov
 import psutil
-from harness import Chat, Table, Worker, chats, machine, median_interval, options, several
-from peers.run import gguf_of
+from harness import Chat, Table, Worker, cap, chats, machine, median_interval, options, several, with_context
+from peers.install import gguf_of, server_of_llamacpp
 
 import ovspec
 from ovspec.api.comparison import rotated
 from ovspec.base.errors import OvspecError
 from ovspec.drafting.choice import DraftChoice
+from ovspec.ir.compile import MODEL_FILE
+from ovspec.ir.heads import read_model, target_layers
+from ovspec.ir.instruction_set import instruction_set
 
 KINDS = tuple(dict.fromkeys(chat.kind for chat in chats()))
-PLAIN, AUTO = "plain", "lookup"
-FIXED = {f"lookup, {k}": k for k in (1, 2, 4, 8)}  # fixed lookaheads; 0 is plain decoding
-# ovspec in a process of its own is a control: beside itself it should be as fast.
-PEERS = {"genai": "openvino-genai", "llamacpp": "llama.cpp, Q8_0", "ovspec": "ovspec as a peer"}
+PLAIN, LOOKUP = "plain", "lookup"
 WARM_UP = 32  # tokens, in which kernels are made for each width
 
 
 @dataclass(frozen=True)
-class Text:
-    """A generated text. ``tpot_ms``: of each token after the first; None if there is none. Peers count no rounds."""
+class Peer:
+    """A peer in one mode. ``files``: what it loads, MODEL ("ir"), its "checkpoint", or that as "gguf"."""
 
-    tokens: list[int]
-    ttft_ms: float
-    tpot_ms: float | None
+    worker: str
+    mode: str
+    files: str = "ir"
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+PEERS = {
+    "ovspec": Peer("ovspec", "plain"),
+    "genai": Peer("genai", "plain"),
+    "genai-lookup": Peer("genai", "lookup"),
+    "genai-head": Peer("genai", "draft"),
+    "llamacpp": Peer("llamacpp", "plain", "gguf"),
+    "llamacpp-lookup": Peer("llamacpp", "lookup", "gguf"),
+    "llamacpp-head": Peer("llamacpp", "head", "gguf"),
+    "optimum": Peer("optimum", "plain", options={"runtime": "openvino"}),
+    "torch": Peer("optimum", "plain", "checkpoint", {"runtime": "torch"}),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """What a turn answers: a chat, or ``batch`` chats of its kind that begin with it.
+
+    context: tokens of other text come before a shorter prompt until it has so many.
+    accept: the rule for sampled tokens.
+    """
+
+    chat: str
+    context: int
+    batch: int
+    temperature: float
+    accept: str
+    turn: int
+
+    @property
+    def group(self) -> tuple[int, int, float, str]:
+        """What a table is of."""
+        return self.batch, self.context, self.temperature, self.accept
+
+
+@dataclass(frozen=True)
+class Text:
+    """The texts that were generated together in one way.
+
+    tpot_ms: milliseconds per token after the first of each text; None if there is none, and for peers' batches.
+    seconds: with reading the prompts. Peers count no rounds.
+    """
+
+    tokens: list[list[int]]
+    seconds: float
+    ttft_ms: float | None = None
+    tpot_ms: float | None = None
     rounds: int = 0
     proposed: int = 0
     accepted: int = 0
@@ -53,17 +115,11 @@ class Text:
 
 @dataclass(frozen=True)
 class Turn:
-    """The texts of a chat in one turn, by the way in which each was generated."""
+    """The texts of a case, by the way in which they were generated. ``prompt_tokens``: of all prompts."""
 
-    chat: str
-    temperature: float
-    number: int
+    case: Case
     prompt_tokens: int
     texts: dict[str, Text]
-
-    @property
-    def key(self) -> tuple[str, float, int]:
-        return self.chat, self.temperature, self.number
 
 
 # ---------------------------------------------------------------- the file
@@ -75,7 +131,7 @@ class Log:
 
     file: Path
     about: dict[str, Any]
-    turns: dict[tuple[str, float, int], Turn] = field(default_factory=dict)
+    turns: dict[Case, Turn] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         written = self.file.read_bytes() if self.file.exists() else b""
@@ -90,12 +146,13 @@ class Log:
             if about.get(name) != value:
                 raise OvspecError(f"{self.file}: its {name} is {about.get(name)}, not {value}; give another --out.")
         for line in turns:
-            turn = Turn(**line | {"texts": {way: Text(**text) for way, text in line["texts"].items()}})
-            self.turns[turn.key] = turn
+            texts = {way: Text(**text) for way, text in line["texts"].items()}
+            turn = Turn(Case(**line["case"]), line["prompt_tokens"], texts)
+            self.turns[turn.case] = turn
 
     def add(self, turn: Turn) -> None:
         self._append(asdict(turn))
-        self.turns[turn.key] = turn
+        self.turns[turn.case] = turn
 
     def _append(self, line: dict[str, Any]) -> None:
         with self.file.open("a", encoding="utf-8") as out:
@@ -106,81 +163,155 @@ class Log:
 
 
 @dataclass(frozen=True)
-class Bench:
-    """The model without a drafter and with lookup, and the peers' processes.
+class Way:
+    """A way to generate: ``runner`` names drafters, or a peer; None lets it choose its ``lookahead``."""
 
-    fixed: number of chats of a kind that FIXED are tried on. lengths: tokens of the greedy answers, by chat.
+    name: str
+    runner: str
+    lookahead: int | None
+
+    @property
+    def is_peer(self) -> bool:
+        return self.runner in PEERS
+
+    def takes(self, case: Case) -> bool:
+        if self.is_peer:
+            return case.temperature == 0 and (case.batch == 1 or self.runner.startswith("genai"))
+        return True
+
+
+def way_of(text: str) -> Way:
+    """Read a way as it is given.
+
+    Raises:
+        ValueError: its lookahead isn't a number.
+    """
+    runner, fixed, lookahead = text.partition("@")
+    return Way(text, runner, int(lookahead) if fixed else None)
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What runs each way: models by their drafters, and peers' processes by name and whether they take batches.
+
+    lengths: tokens of the greedy answers of a case, which peers have to know.
     """
 
-    plain: ovspec.LanguageModel
-    lookup: ovspec.LanguageModel
-    workers: dict[str, Worker]
+    ways: list[Way]
+    models: dict[str, ovspec.LanguageModel]
+    workers: dict[tuple[str, bool], Worker]
     tokens: int
-    fixed: int
-    lengths: dict[str, int] = field(default_factory=dict)
-
-    def ways(self, chat: Chat, temperature: float) -> list[str]:
-        fixed = list(FIXED) if chat.number <= self.fixed else []
-        return [PLAIN, AUTO, *fixed, *(self.workers if temperature == 0 else ())]
+    lengths: dict[tuple[str, int, int], list[int]] = field(default_factory=dict)
 
     def warm_up(self, chat: Chat) -> None:
-        prompt = self.plain.encode(chat.messages).tolist()
-        for temperature in (0.0, 1.0):
-            self.texts(prompt, temperature, 0, [*FIXED, PLAIN, AUTO], WARM_UP)
-        self.texts(prompt, 0.0, 0, list(self.workers), WARM_UP)
-        self.lookup.use_large_pages()
+        prompt = self.models[PLAIN].encode(chat.messages).tolist()
+        for way, temperature in product(self.ways, (0.0, 1.0)):
+            if not way.is_peer:
+                self.text(way, Case(chat.name, 0, 1, temperature, "compare", 0), [prompt], [WARM_UP])
+        for (peer, together), worker in self.workers.items():
+            for way in (way for way in self.ways if way.runner == peer):
+                asked_of(worker, way, [prompt] * (1 + together), [WARM_UP] * (1 + together))
+        for model in self.models.values():
+            model.use_large_pages()
 
-    def turn(self, chat: Chat, temperature: float, number: int) -> Turn:
-        prompt = self.plain.encode(chat.messages).tolist()
-        tokens = self.tokens
-        if temperature == 0 and self.workers:  # peers have to know how many tokens there will be
-            if chat.name not in self.lengths:
-                self.lengths[chat.name] = len(self.plain.generate(prompt, max_tokens=tokens).token_ids)
-            tokens = self.lengths[chat.name]
-        ways = rotated(self.ways(chat, temperature), number + chat.number)
-        return Turn(chat.name, temperature, number, len(prompt), self.texts(prompt, temperature, number, ways, tokens))
+    def turn(self, case: Case) -> Turn:
+        """Generate the texts of a case in each way, which take turns."""
+        prompts = self.prompts(case)
+        ways = [way for way in self.ways if way.takes(case)]
+        most = [self.tokens] * case.batch
+        if any(way.is_peer for way in ways):
+            key = case.chat, case.context, case.batch
+            if key not in self.lengths:
+                found = self.models[PLAIN].generate(prompts, max_tokens=self.tokens, batch_size=case.batch)
+                self.lengths[key] = [len(result.token_ids) for result in found]
+            most = self.lengths[key]
+        first = case.turn + [chat.name for chat in chats()].index(case.chat)
+        texts = {way.name: self.text(way, case, prompts, most) for way in rotated(ways, first)}
+        return Turn(case, sum(map(len, prompts)), texts)
 
-    def texts(self, prompt: list[int], temperature: float, turn: int, ways: list[str], most: int) -> dict[str, Text]:
-        """Generate a text in each way. Fixed lookaheads share the reading of the prompt.
+    def prompts(self, case: Case) -> list[list[int]]:
+        model, every = self.models[PLAIN], chats()
+        first = next(chat for chat in every if chat.name == case.chat)
+        same = [chat for chat in every if chat.kind == first.kind]
+        rows = [same[(same.index(first) + i) % len(same)] for i in range(case.batch)]
+        return [with_context(model.tokenizer, model.encode(row.messages).tolist(), case.context) for row in rows]
 
-        Each continues a fork, because a session's lookup also finds what was generated and taken back.
-        """
-        asked: Any = {"temperature": temperature, "seed": turn + 1, "top_k": 0, "max_tokens": most}
-        found = dict[str, Text]()
-        with self.lookup.session() as session:
-            session.append(prompt)
-            mark = session.mark()
-            if FIXED.keys() & set(ways):
-                session.generate(max_tokens=1, lookahead=0)
-                session.rewind(mark)
-            for way in ways:
-                if way in self.workers:
-                    answer = self.workers[way].answer({"prompts": [prompt], "max_tokens": most})
-                    found[way] = Text(answer["tokens"][0], answer["ttft_ms"], answer["tpot_ms"])
-                elif way in FIXED:
-                    with session.fork() as fork:
-                        found[way] = text_of(fork.generate(**asked, lookahead=FIXED[way]))
-                else:
-                    found[way] = text_of((self.plain if way == PLAIN else self.lookup).generate(prompt, **asked))
-        return found
-
-
-def text_of(result: ovspec.Result) -> Text:
-    stats = result.stats
-    return Text(result.token_ids, stats.ttft_ms, stats.tpot_ms or None, stats.rounds, stats.proposed, stats.accepted)
+    def text(self, way: Way, case: Case, prompts: list[list[int]], most: list[int]) -> Text:
+        if way.is_peer:
+            worker = self.workers[way.runner, case.batch > 1]
+            return asked_of(worker, way, prompts, most)
+        asked: dict[str, Any] = {"temperature": case.temperature, "seed": case.turn + 1, "top_k": 0}
+        asked |= {"accept": case.accept, "max_tokens": max(most), "batch_size": case.batch}
+        if way.lookahead is not None:
+            asked["lookahead"] = way.lookahead
+        return text_of(self.models[way.runner].generate(prompts, **asked))
 
 
-def start(peer: str, folder: Path, checkpoint: Path | None) -> Worker:
+def asked_of(worker: Worker, way: Way, prompts: list[list[int]], lengths: list[int]) -> Text:
+    answer = worker.answer({"prompts": prompts, "max_tokens": max(lengths), "lengths": lengths, "k": way.lookahead})
+    return Text(answer["tokens"], answer["seconds"], answer["ttft_ms"], answer["tpot_ms"])
+
+
+def text_of(results: list[ovspec.Result]) -> Text:
+    stats = [result.stats for result in results]
+    later = sum(each.generated_tokens - 1 for each in stats)
+    decoding = max(each.tpot_ms * (each.generated_tokens - 1) for each in stats)
+    first = max(each.ttft_ms for each in stats)
+    counts = (sum(getattr(each, name) for each in stats) for name in ("rounds", "proposed", "accepted"))
+    tokens = [result.token_ids for result in results]
+    return Text(tokens, (first + decoding) / 1e3, first, decoding / later if later else None, *counts)
+
+
+def load_models(folder: Path, ways: Iterable[Way], drafts: dict[str, str], arithmetic: Any) -> dict[str, Any]:
+    """Load the model for each way but peers'. With a head it has further outputs, so the others don't share that."""
+    loaded = dict[str | None, ovspec.LanguageModel]()
+    found = dict[str, ovspec.LanguageModel]()
+    for runner in dict.fromkeys([PLAIN, *(way.runner for way in ways if not way.is_peer)]):
+        parts = [] if runner == PLAIN else runner.split(",")
+        named = next((part for part in parts if part != LOOKUP), None)
+        draft = drafts.get(named, named) if named else None
+        if draft not in loaded:
+            loaded[draft] = ovspec.load(
+                folder, [LOOKUP, *([draft] if draft else ())], arithmetic=arithmetic, cache_memory=0
+            )
+        model = loaded[draft]
+        chosen = model.runtime.choice.model if draft and model.runtime.choice else None
+        found[runner] = model.with_drafters(DraftChoice(lookup=LOOKUP in parts, model=chosen) or None)
+    return found
+
+
+def start(peer: str, together: bool, args: Any, scratch: Path) -> Worker:
     """Start a peer's process; raises RuntimeError if it can't be used here."""
-    setup: dict[str, Any] = {"target": str(folder)}
-    if peer == "llamacpp":
-        if not checkpoint:
-            raise RuntimeError("llamacpp needs --checkpoint, what MODEL was exported from; or leave it out of --peers")
-        setup = {"target": str(gguf_of(checkpoint, "q8_0")), "options": {"threads": psutil.cpu_count(logical=False)}}
-    worker = Worker(peer, setup)
+    kind, drafts = PEERS[peer], dict(args.draft)
+    target, draft, given = args.model, drafts.get(peer), dict(kind.options)
+    if peer.endswith("-head") and not draft:
+        raise RuntimeError(f"{peer} needs --draft {peer}=PATH")
+    if kind.files != "ir" and not args.checkpoint:
+        raise RuntimeError(f"{peer} needs --checkpoint, what MODEL was exported from")
+    if kind.files != "ir":
+        target = gguf_of(args.checkpoint, args.gguf) if kind.files == "gguf" else args.checkpoint
+    if kind.worker == "llamacpp":
+        given |= {"threads": psutil.cpu_count(logical=False), "server": str(server_of_llamacpp())}
+    if together:
+        given["batches"] = True
+    if peer == "genai-head":
+        draft = str(with_its_layers(Path(str(draft)), drafts.get("head"), scratch))
+    worker = Worker(kind.worker, {"target": str(target), "draft": draft, "mode": kind.mode, "options": given})
     if "error" in worker.ready:
-        raise RuntimeError(f"{peer}: {worker.ready['error']}; or leave it out of --peers")
+        raise RuntimeError(f"{peer}: {worker.ready['error']}")
     return worker
+
+
+def with_its_layers(head: Path, ours: str | None, scratch: Path) -> Path:
+    """Tell openvino-genai which layers a head was trained on; its own are the outputs of 2, N/2 and N-3."""
+    if not ours:
+        raise RuntimeError("genai-head needs --draft head=PATH, which knows its layers")
+    changed = read_model(head)
+    changed.set_rt_info([layer - 1 for layer in target_layers(read_model(Path(ours)))], ["hidden_layers_list"])
+    copy = scratch / "genai-head"
+    shutil.copytree(head, copy, ignore=shutil.ignore_patterns("openvino_model.*"), dirs_exist_ok=True)
+    ov.save_model(changed, copy / MODEL_FILE, compress_to_fp16=False)
+    return copy
 
 
 # ---------------------------------------------------------------- tables
@@ -188,9 +319,13 @@ def start(peer: str, folder: Path, checkpoint: Path | None) -> Worker:
 
 @dataclass(frozen=True)
 class Figures:
-    """What tables show of the turns of one kind of chat, or of all, at one temperature."""
+    """What tables show of some turns."""
 
     turns: list[Turn]
+
+    def of(self, chosen: Callable[[Chat], bool]) -> Figures:
+        names = {chat.name for chat in chats() if chosen(chat)}
+        return Figures([turn for turn in self.turns if turn.case.chat in names])
 
     def middle(self, way: str, figure: Callable[[Turn, Text], float | None], digits: int = 1) -> str | None:
         values = [figure(turn, turn.texts[way]) for turn in self.turns if way in turn.texts]
@@ -201,132 +336,150 @@ class Figures:
         return self.middle(way, lambda _, text: text.tpot_ms)
 
     def prompt_ms(self, way: str) -> str | None:
-        return self.middle(way, lambda turn, text: text.ttft_ms / turn.prompt_tokens, 2)
+        return self.middle(way, lambda turn, text: text.ttft_ms and text.ttft_ms / turn.prompt_tokens, 2)
 
-    def speeds(self, way: str, base: str = PLAIN) -> dict[str, list[float]]:
-        """Return the speed of ``way`` as a multiple of that of ``base`` in each turn, by chat."""
-        found: dict[str, list[float]] = {}
-        for turn in self.turns:
-            if way in turn.texts and base in turn.texts:
-                ours, others = turn.texts[way].tpot_ms, turn.texts[base].tpot_ms
-                if ours and others:
-                    found.setdefault(turn.chat, []).append(others / ours)
+    def speeds(self, way: str) -> list[float]:
+        """Return the speed of ``way`` as a multiple of plain decoding's in each turn."""
+        found = []
+        for turn in (turn for turn in self.turns if way in turn.texts):
+            text, plain = turn.texts[way], turn.texts[PLAIN]
+            if text.tpot_ms and plain.tpot_ms:
+                found.append(plain.tpot_ms / text.tpot_ms)
+            elif len(text.tokens) > 1:
+                found.append(plain.seconds / text.seconds)
         return found
 
-    def speed(self, way: str, base: str = PLAIN) -> str | None:
+    def speed(self, way: str) -> str | None:
         """Return the median of these with its interval."""
-        values = [value for each in self.speeds(way, base).values() for value in each]
+        values = self.speeds(way)
         if not values:
             return None
         return "{:.2f} ({:.2f} to {:.2f})".format(statistics.median(values), *median_interval(values))
 
-    def lowest(self, way: str) -> str | None:
-        """Return the median speed of the chat where it is lowest."""
-        speeds = self.speeds(way)
-        return f"{min(map(statistics.median, speeds.values())):.2f}" if speeds else None
-
-    def rates(self, way: str) -> tuple[str, str]:
-        """Return tokens per round, and accepted of proposed tokens."""
+    def rates(self, way: str) -> tuple[str | None, str | None]:
+        """Return tokens per round, and accepted of proposed tokens; None for peers."""
         texts = [turn.texts[way] for turn in self.turns if way in turn.texts]
         rounds, proposed, accepted = (
-            sum(getattr(t, name) for t in texts) for name in ("rounds", "proposed", "accepted")
+            sum(getattr(text, name) for text in texts) for name in ("rounds", "proposed", "accepted")
         )
-        tokens = sum(len(text.tokens) for text in texts)
-        return f"{tokens / max(rounds, 1):.2f}", f"{accepted} of {proposed}"
+        tokens = sum(len(each) for text in texts for each in text.tokens)
+        return (f"{tokens / rounds:.2f}" if rounds else None), (f"{accepted} of {proposed}" if proposed else None)
 
-    def equal(self, *ways: str) -> str:
+    def equal(self, way: str) -> str:
         """Return how many texts are those of plain decoding."""
-        pairs = [(turn.texts[way], turn.texts[PLAIN]) for turn in self.turns for way in ways if way in turn.texts]
-        return f"{sum(text.tokens == plain.tokens for text, plain in pairs)} of {len(pairs)}"
-
-    def with_fixed(self) -> Figures:
-        return Figures([turn for turn in self.turns if turn.texts.keys() >= FIXED.keys()])
-
-    def best_fixed(self) -> str:
-        """Return the fixed lookahead of the greatest median speed; 0 is plain decoding."""
-        speeds = {way: [value for each in self.speeds(way).values() for value in each] for way in (PLAIN, *FIXED)}
-        return max(speeds, key=lambda way: statistics.median(speeds[way] or [0.0]))
+        pairs = [
+            pair
+            for turn in self.turns
+            if way in turn.texts
+            for pair in zip(turn.texts[way].tokens, turn.texts[PLAIN].tokens, strict=True)
+        ]
+        return f"{sum(ours == plain for ours, plain in pairs)} of {len(pairs)}"
 
 
-def groups(log: Log, temperatures: list[float]) -> Iterator[tuple[str, str, Figures]]:
-    """Yield (kind, temperature, figures) of what was measured, and at the end those of all kinds."""
-    kinds = {chat.name: chat.kind for chat in chats()}
-    for temperature in temperatures:
-        turns = [turn for turn in log.turns.values() if turn.temperature == temperature]
-        for kind in (*KINDS, "all"):
-            of_kind = [turn for turn in turns if kind in (kinds[turn.chat], "all")]
-            if of_kind:
-                yield kind, f"{temperature:g}", Figures(of_kind)
+def groups(log: Log) -> Iterator[tuple[str, Figures]]:
+    """Yield the title and the figures of each table."""
+    for group in sorted(
+        {turn.case.group for turn in log.turns.values()}, key=lambda each: (each[1], each[0], *each[2:])
+    ):
+        context, batch, temperature, accept = group
+        size = "One at a time" if batch == 1 else f"Batches of {batch}"
+        length = f"a context of {context:,} tokens" if context else "the chats as they are"
+        rule = f"T={temperature:g}, by {accept}" if temperature else "greedy"
+        yield f"{size}, {length}, {rule}", Figures([turn for turn in log.turns.values() if turn.case.group == group])
 
 
 def print_tables(log: Log) -> None:
-    temperatures = sorted({turn.temperature for turn in log.turns.values()})
-    greedy = list(groups(log, [0.0]))
-    peers = {peer: name for peer, name in PEERS.items() if any(peer in turn.texts for turn in log.turns.values())}
-    print("Speeds are multiples of plain decoding's in the same turn: medians with their 95 % intervals.\n")
-    print("Greedy, milliseconds per token and speeds:\n")
-    table = Table(
-        "kind", "plain, ms", "lookup, ms", "lookup", *(c for name in peers.values() for c in (f"{name}, ms", name))
-    )
-    for kind, _, figures in greedy:
-        cells = (cell for peer in peers for cell in (figures.ms(peer), figures.speed(peer)))
-        table.row(kind, figures.ms(PLAIN), figures.ms(AUTO), figures.speed(AUTO), *cells)
+    print("Speeds are multiples of plain decoding's in the same turn: medians with their 95 % intervals.")
+    for title, every in groups(log):
+        parts = {kind: every.of(lambda chat, kind=kind: chat.kind == kind) for kind in KINDS}
+        parts |= {"for judging": every.of(lambda chat: chat.judge), "others": every.of(lambda chat: not chat.judge)}
+        parts = {name: figures for name, figures in parts.items() if figures.turns}
+        ways = list(dict.fromkeys(way for turn in every.turns for way in turn.texts))
+        print(f"\n{title}:\n")
+        table = Table("way", "ms a token", *parts, "tokens a round", "accepted", "equal texts")
+        for way in sorted(ways, key=lambda way: (way != PLAIN, way.partition("@")[0] in PEERS)):
+            speeds = (None if way == PLAIN else figures.speed(way) for figures in parts.values())
+            rates = (None, None) if way == PLAIN else every.rates(way)
+            table.row(way, every.ms(way), *speeds, *rates, None if way == PLAIN else every.equal(way))
     print("\nMilliseconds per token of the prompt, until the first token:\n")
-    table = Table("kind", "tokens", "ovspec", *peers.values())
-    for kind, _, figures in greedy:
+    alone = Figures([turn for turn in log.turns.values() if turn.case.batch == 1 and not turn.case.temperature])
+    peers = [peer for peer in PEERS if any(peer in turn.texts for turn in alone.turns)]
+    table = Table("kind", "tokens", "ovspec", *peers)
+    for kind in KINDS:
+        figures = alone.of(lambda chat, kind=kind: chat.kind == kind)
         tokens = figures.middle(PLAIN, lambda turn, _: turn.prompt_tokens, 0)
         table.row(kind, tokens, *(figures.prompt_ms(way) for way in (PLAIN, *peers)))
-    print("\nLookup with the automatic lookahead:\n")
-    table = Table("kind", "T", "speed", "lowest of a chat", "tokens per round", "accepted", "equal texts")
-    for kind, temperature, figures in groups(log, temperatures):
-        speeds = (figures.speed(AUTO), figures.lowest(AUTO))
-        table.row(kind, temperature, *speeds, *figures.rates(AUTO), figures.equal(AUTO))
-    print("\nLookup with fixed lookaheads, 0 being plain decoding, and the automatic one beside the best of them:\n")
-    table = Table("kind", "T", *map(str, FIXED.values()), "automatic", "best", "automatic / best", "equal texts")
-    for kind, temperature, every in groups(log, temperatures):
-        figures = every.with_fixed()
-        if figures.turns:
-            speeds, best = (figures.speed(way) for way in (*FIXED, AUTO)), figures.best_fixed()
-            table.row(kind, temperature, *speeds, FIXED.get(best, 0), figures.speed(AUTO, best), figures.equal(*FIXED))
+
+
+# ---------------------------------------------------------------- the command
+
+
+def named(text: str) -> tuple[str, str]:
+    name, equals, path = text.partition("=")
+    if not equals:
+        raise ValueError
+    return name, path
+
+
+def cases_of(args: Any) -> Iterator[Case]:
+    """Yield what is asked for, turn by turn. Batches begin with the first chat of a kind."""
+    chosen = [chat for chat in chats() if chat.kind in args.kinds and chat.number <= args.prompts]
+    for turn, chat, context, batch in product(range(args.turns), chosen, args.contexts, args.batches):
+        if batch == 1 or chat.number == 1:
+            for temperature in args.temperatures:
+                for accept in args.accept if temperature else ["compare"]:
+                    yield Case(chat.name, context, batch, temperature, accept, turn)
 
 
 def main() -> None:
     parser = options(__doc__)
     parser.add_argument("model", type=Path, metavar="MODEL")
     parser.add_argument("--out", type=Path, required=True, metavar="FILE")
+    parser.add_argument("--ways", type=way_of, nargs="+", default=["plain", "lookup"], metavar="WAY")
+    parser.add_argument("--draft", type=named, action="append", default=[], metavar="NAME=PATH")
     parser.add_argument("--checkpoint", type=Path, metavar="DIR", help="what MODEL was exported from, for llamacpp")
-    parser.add_argument("--peers", type=several(choices=(*PEERS, "none")), default="genai,llamacpp")
+    parser.add_argument("--gguf", choices=("q8_0", "q4_0"), default="q8_0", help="its weights in llama.cpp")
     parser.add_argument("--kinds", type=several(choices=KINDS), default=",".join(KINDS))
     parser.add_argument("--prompts", type=int, default=2, help="of each kind")
-    parser.add_argument("--fixed", type=int, default=2, help="prompts of each kind that fixed lookaheads are tried on")
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=64, help="of an answer, at most")
-    parser.add_argument("--arithmetic", choices=("exact", "fast"), default="exact")
+    parser.add_argument("--contexts", type=several(int), default="0", help="least tokens of a prompt")
+    parser.add_argument("--batches", type=several(int), default="1", help="chats that are answered together")
     parser.add_argument("--temperatures", type=several(float), default="0,1")
+    parser.add_argument("--accept", type=several(choices=("compare", "rejection")), default="compare")
+    parser.add_argument("--arithmetic", choices=("exact", "fast"), default="exact")
+    parser.add_argument("--isa", help="cap OpenVINO to this instruction set, such as AVX2")
     args = parser.parse_args()
-    chosen = [chat for chat in chats() if chat.kind in args.kinds and chat.number <= args.prompts]
-    lm = ovspec.load(args.model, arithmetic=args.arithmetic, cache_memory=0)
-    plain, lookup = lm.with_drafters(None), lm.with_drafters(DraftChoice(lookup=True))
+    cap(args.isa)
+    ways = [way_of(way) if isinstance(way, str) else way for way in args.ways]
+    ways = ways if any(way.name == PLAIN for way in ways) else [way_of(PLAIN), *ways]
+    drafts = dict(args.draft)
     here = machine().rpartition(", ")[0]  # without the month
-    about = {"model": str(args.model.resolve()), "tokens": args.tokens, "machine": here, "arithmetic": args.arithmetic}
-    log = Log(args.out, about)
-    with ExitStack() as stack:
-        peers = [peer for peer in args.peers if peer in PEERS]
-        workers = {peer: stack.enter_context(start(peer, args.model, args.checkpoint)) for peer in peers}
-        bench = Bench(plain, lookup, workers, args.tokens, args.fixed)
-        asked = [(turn, chat, t) for turn in range(args.turns) for chat in chosen for t in args.temperatures]
-        missing = [
-            (turn, chat, t)
-            for turn, chat, t in asked
-            if (chat.name, t, turn) not in log.turns
-            or not log.turns[chat.name, t, turn].texts.keys() >= set(bench.ways(chat, t))
-        ]
-        if missing:
-            bench.warm_up(chosen[0])
-        for place, (turn, chat, t) in enumerate(missing, 1):
-            print(f"{place} of {len(missing)}: turn {turn + 1}, {chat.name}, T={t:g}", file=sys.stderr, flush=True)
-            log.add(bench.turn(chat, t, turn))
-    print(f"{args.model.name} on {machine()}; by default it proposes with {lm.runtime.choice or 'nothing'} here\n")
+    about = {"model": str(args.model.resolve()), "tokens": args.tokens, "machine": here, "isa": instruction_set()}
+    log = Log(args.out, about | {"arithmetic": args.arithmetic, "draft": drafts})
+    asked = list(cases_of(args))
+    missing = [
+        case
+        for case in asked
+        if case not in log.turns or not log.turns[case].texts.keys() >= {way.name for way in ways if way.takes(case)}
+    ]
+    if missing:
+        with ExitStack() as stack:
+            scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            needed = {
+                (way.runner, case.batch > 1): None
+                for case in missing
+                for way in ways
+                if way.is_peer and way.takes(case)
+            }
+            workers = {each: stack.enter_context(start(*each, args, scratch)) for each in needed}
+            bench = Bench(ways, load_models(args.model, ways, drafts, args.arithmetic), workers, args.tokens)
+            bench.warm_up(chats()[0])
+            for place, case in enumerate(missing, 1):
+                what = f"turn {case.turn + 1}, {case.chat}, {', '.join(map(str, case.group))}"
+                print(f"{place} of {len(missing)}: {what}", file=sys.stderr, flush=True)
+                log.add(bench.turn(case))
+    print(f"{args.model.name} on {machine()}, {instruction_set()}\n")
     print_tables(log)
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 from harness import Table, Worker, machine, options, ratios, several, shown, take_turns
-from peers.run import gguf_of
+from peers.install import gguf_of
 
 import ovspec
 from ovspec.base.errors import OvspecError

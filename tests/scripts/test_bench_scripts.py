@@ -21,7 +21,6 @@ import llguidance.numpy
 import matrix
 import numpy as np
 import pytest
-import run
 import scipy.stats
 from arrivals import Load
 from conftest import CHECKPOINTS, PROMPTS, ROOT
@@ -46,7 +45,11 @@ RUNS: dict[str, Any] = {
     "formats.py": f"{CHECKPOINTS / 'draft'} --formats int8 --output OUT",
     "grammars.py": f"--tokenizer {TOKENIZER} --steps 2 --out OUT/lines.jsonl",
     "grammars.py, peers": f"--tokenizer {TOKENIZER} --steps 1 --peers",
-    "head_speed.py": f"{REAL} {ROOT / 'models' / 'smollm2-head'} --turns 1 --tokens 8 --fixed 1",
+    "chats.py": (
+        f"{REAL} --out OUT/x.jsonl --draft head={ROOT / 'models' / 'smollm2-head'} --kinds explain --prompts 1"
+        " --turns 1 --ways lookup head@2 lookup,head --tokens 8 --contexts 0,400 --batches 1,2"
+        " --accept compare,rejection"
+    ),
     "kv_drift.py": "DEMO/draft",
     "large_pages.py": "DEMO/draft --turns 1",
     "load_cost.py": "DEMO/draft",
@@ -54,7 +57,6 @@ RUNS: dict[str, Any] = {
     "matrix.py": "DEMO --workload prose --context 32 -n 4 --prompts 1 --lookahead 1,auto",
     "peers/distribution.py": "--texts 8 --k 2",
     "peers/fresh.py": "DEMO/draft --turns 1 --tokens 2,4 --ways ovspec",
-    "peers/run.py": "DEMO --row copy-trim --contexts 24 --tokens 4 --prompts 1 --warm-up 0 --out OUT/lines.jsonl",
     "prefixes.py": "DEMO/draft --prompt 100 --turns 1 --chat 3 --peers none",
     "processors.py": "DEMO/draft --here",
     "record_traces.py": "x=DEMO -o OUT --prompts 1 --tokens 8 --most 2",
@@ -91,8 +93,6 @@ def test_each_benchmark_runs(name: str, script: Callable[[str, str], str], tmp_p
     assert script(name.partition(",")[0], RUNS[name])
     for file in tmp_path.iterdir():
         assert file.suffix != ".png" or file.read_bytes().startswith(b"\x89PNG")
-    if name == "peers/run.py":
-        assert "| copy and trim | draft |" in script("peers/report.py", "OUT/lines.jsonl")
 
 
 def test_every_benchmark_is_run() -> None:
@@ -100,7 +100,7 @@ def test_every_benchmark_is_run() -> None:
     found = {
         file.relative_to(BENCH).as_posix() for file in BENCH.rglob("*.py") if "def main()" in file.read_text("utf-8")
     }
-    elsewhere = {"chats.py", "peers/install.py", "peers/gguf_writer.py", "peers/report.py"}
+    elsewhere = {"peers/install.py", "peers/gguf_writer.py"}
     assert found - elsewhere == {name.partition(",")[0] for name in RUNS}
 
 
@@ -113,9 +113,6 @@ def test_turns_ratios_and_medians() -> None:
     assert found == {name: [0, 1] for name in "abc"}
     assert [name for name, _ in order] == list("cab" + "abc" + "bca")
     assert harness.shown(harness.ratios([2.0, 9.0, 1.0], [1.0, 3.0, 2.0])) == "2.00 (0.50 to 3.00)"
-    assert run.compare([[1, 2, 3], [1, 9, 3]], [[1, 2, 3], [1, 2, 3]]) == ("1 of 2", 2.0)
-    assert run.middle([None, 3.0, 1.0]) == 2.0
-    assert run.middle([None]) is None
 
 
 def test_chats() -> None:
@@ -148,8 +145,8 @@ def talker(tmp_path: Path) -> Path:
 def test_the_bench_of_chats_can_be_stopped_and_goes_on(
     script: Callable[[str, str], str], talker: Path, tmp_path: Path
 ) -> None:
-    file, options = tmp_path / "chats.jsonl", f"{talker} --out OUT/chats.jsonl --tokens 6 --peers ovspec"
-    options += " --kinds explain,extract --temperatures 0,1"
+    file, ways = tmp_path / "chats.jsonl", "plain lookup lookup@2 ovspec"
+    options = f"{talker} --out OUT/chats.jsonl --tokens 6 --ways {ways} --kinds explain,extract --temperatures 0,1"
     asked = f"{options} --prompts 1 --turns 99".replace("OUT", str(tmp_path)).split()
     running = subprocess.Popen([sys.executable, str(BENCH / "chats.py"), *asked], stderr=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 60
@@ -165,49 +162,71 @@ def test_the_bench_of_chats_can_be_stopped_and_goes_on(
     tables = script("chats.py", f"{options} --prompts 1")
     lines = file.read_text("utf-8").splitlines()
     assert lines[: len(before)] == before
-    turns = [json.loads(line) for line in lines[1:]]
-    for key in itertools.product(("explain 1", "extract 1"), (0, 1), (0, 1)):
-        [turn] = [turn for turn in turns if (turn["chat"], turn["temperature"], turn["number"]) == key]
-        texts = turn["texts"]
-        assert texts.keys() == {"plain", "lookup", *chats.FIXED} | ({"ovspec"} if not turn["temperature"] else set())
+    turns = {chats.Case(**line["case"]): line["texts"] for line in map(json.loads, lines[1:])}
+    for chat, temperature, turn in itertools.product(("explain 1", "extract 1"), (0.0, 1.0), (0, 1)):
+        texts = turns[chats.Case(chat, 0, 1, temperature, "compare", turn)]
+        assert " ".join(sorted(texts)) == " ".join(sorted(ways.split()[: 3 if temperature else 4]))
         assert all(text["tokens"] == texts["plain"]["tokens"] for text in texts.values())
     assert script("chats.py", f"{options} --prompts 1") == tables, "nothing is left to measure"
     assert file.read_text("utf-8").splitlines() == lines
-    assert "| explain | 1 |" in tables and "| all |" in tables and "ovspec as a peer" in tables
-    assert "| explain | 1 |" in script("chats.py", options)  # two prompts of each kind
+    assert "the chats as they are, greedy" in tables and "T=1, by compare" in tables and "| ovspec |" in tables
+    assert "| explain |" in script("chats.py", options)  # two prompts of each kind
     assert len(file.read_text("utf-8").splitlines()) == len(lines) + 8
     with pytest.raises(SystemExit, match="its tokens is 6, not 7; give another --out"):
         script("chats.py", options.replace("--tokens 6", "--tokens 7"))
 
 
-def test_fixed_lookaheads_find_nothing_of_the_turn_before(talker: Path) -> None:
-    """They share the reading of a prompt, but each proposes what it would in a call of its own."""
-    lm = ovspec.load(talker, "lookup")
-    bench = chats.Bench(lm.with_drafters(None), lm, {}, 24, 2)
-    chat = harness.chats()[0]
-    for temperature in (0.0, 1.0):
-        texts = bench.turn(chat, temperature, 1).texts
-        for way, k in chats.FIXED.items():
-            alone = lm.generate(chat.messages, max_tokens=24, lookahead=k, temperature=temperature, seed=2, top_k=0)
-            counts = (texts[way].rounds, texts[way].proposed, texts[way].accepted)
-            assert counts == (alone.stats.rounds, alone.stats.proposed, alone.stats.accepted)
+def test_batches_and_contexts_of_chats(talker: Path) -> None:
+    """A batch has the chats of one kind in their order, over again; short prompts have other text before them."""
+    lm = ovspec.load(talker, "lookup", cache_memory=0)
+    ways = [chats.way_of("plain"), chats.way_of("lookup@2")]
+    bench = chats.Bench(ways, {"plain": lm.with_drafters(None), "lookup": lm}, {}, 6)
+    case = chats.Case("extract 5", 400, 8, 0.0, "compare", 0)
+    prompts = bench.prompts(case)
+    own = [lm.encode(chat.messages).tolist() for chat in harness.chats() if chat.kind == "extract"]
+    order = [*own[4:], *own]
+    assert [prompt[-len(chat) :] for prompt, chat in zip(prompts, order, strict=True)] == order
+    assert {len(prompt) for prompt in prompts} == {400}
+    turn = bench.turn(case)
+    assert turn.prompt_tokens == 8 * 400
+    assert turn.texts["lookup@2"].tokens == turn.texts["plain"].tokens
+    assert turn.texts["lookup@2"].proposed > 0
 
 
 def test_figures_of_chats() -> None:
-    def turn(chat: str, number: int, plain: float, lookup: float, fixed: float, tokens: list[int]) -> chats.Turn:
-        texts = {"plain": chats.Text([1, 2], 50.0, plain, 2), "lookup": chats.Text(tokens, 60.0, lookup, 1, 4, 2)}
-        texts |= {way: chats.Text([1, 2], 50.0, fixed / k, 2) for way, k in chats.FIXED.items()}
-        return chats.Turn(chat, 0.0, number, 10, texts)
+    def turn(chat: str, number: int, plain: float, lookup: float, peer: float, tokens: list[int]) -> chats.Turn:
+        texts = {
+            "plain": chats.Text([[1, 2]], 0.06, 50.0, plain, 2),
+            "lookup": chats.Text([tokens], 0.06, 60.0, lookup, 1, 4, 2),
+            "genai": chats.Text([[1, 2]], 0.03, 50.0, peer),
+        }
+        return chats.Turn(chats.Case(chat, 0, 1, 0.0, "compare", number), 10, texts)
 
-    found = chats.Figures([turn("a", 0, 8.0, 4.0, 8.0, [1, 2]), turn("a", 1, 8.0, 10.0, 8.0, [1, 3])])
-    found.turns.append(turn("b", 0, 6.0, 8.0, 24.0, [1, 2]))
+    turns = [turn("explain 1", 0, 8.0, 4.0, 8.0, [1, 2]), turn("explain 1", 1, 8.0, 10.0, 8.0, [1, 3])]
+    found = chats.Figures([*turns, turn("extract 3", 0, 6.0, 8.0, 24.0, [1, 2])])
     assert found.speed("lookup") == "0.80 (0.75 to 2.00)"
-    assert found.lowest("lookup") == "0.75"  # of b; a's median is 1.4
-    assert (found.ms("plain"), found.prompt_ms("lookup"), found.ms("genai")) == ("8.0", "6.00", None)
+    assert found.speed("genai") == "1.00 (0.25 to 1.00)"
+    assert (found.ms("plain"), found.prompt_ms("lookup"), found.ms("torch")) == ("8.0", "6.00", None)
     assert found.rates("lookup") == ("2.00", "6 of 12")
+    assert found.rates("genai") == (None, None), "peers don't tell"
     assert found.equal("lookup") == "2 of 3"
-    assert found.best_fixed() == "lookup, 8"
-    assert found.speed("lookup", "lookup, 8") == "0.25 (0.10 to 0.38)"
+    assert found.of(lambda chat: chat.judge).turns == turns
+    batch = chats.Case("chat 1", 0, 2, 0.0, "compare", 0)
+    texts = {"plain": chats.Text([[1], [2]], 3.0, 50.0, 8.0, 2), "genai": chats.Text([[1], [2]], 2.0)}
+    assert chats.Figures([chats.Turn(batch, 10, texts)]).speed("genai") == "1.50 (1.50 to 1.50)", "of the whole time"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ("--ways genai-head", "genai-head needs --draft genai-head=PATH"),
+        ("--ways llamacpp", "llamacpp needs --checkpoint, what MODEL was exported from"),
+        ("--ways torch", "torch needs --checkpoint, what MODEL was exported from"),
+    ],
+)
+def test_peers_need_their_files(script: Callable[[str, str], str], talker: Path, arguments: str, told: str) -> None:
+    with pytest.raises(SystemExit, match=told):
+        script("chats.py", f"{talker} --out OUT/x.jsonl --kinds explain {arguments}")
 
 
 @pytest.mark.parametrize("count", [1, 5, 6, 8, 9, 18, 100])
@@ -269,15 +288,15 @@ def test_workers_give_what_ovspec_gives(pair: Path, load: Callable[..., ovspec.L
     exact = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"}
     setup = {"target": str(pair), "draft": str(pair / "draft"), "properties": exact, "draft_properties": exact}
     ids = [lm.encode(prompt).tolist() for prompt in PROMPTS[:2]]
-    for name, mode, k in (("ovspec", "lookup,draft", None), ("copy_trim", "draft", 3)):
-        with Worker(name, setup | {"mode": mode}) as worker:
-            answer = worker.ask({"prompts": ids[:1], "max_tokens": 12, "k": k})
-            assert answer["tokens"] == expected[:1]
-            assert len(answer["times"]) == 12 and sorted(answer["times"]) == answer["times"]
-            assert 0 < answer["ttft_ms"] < answer["seconds"] * 1e3
-            assert answer["tpot_ms"] * 11 == pytest.approx(answer["seconds"] * 1e3 - answer["ttft_ms"])
-            together = worker.ask({"prompts": ids, "max_tokens": 12, "k": k})
-            assert together.get("tokens", together.get("error")) in (expected, "it has no batches here")
+    with Worker("ovspec", setup | {"mode": "lookup,draft"}) as worker:
+        answer = worker.ask({"prompts": ids[:1], "max_tokens": 12})
+        assert answer["tokens"] == expected[:1]
+        assert len(answer["times"]) == 12 and sorted(answer["times"]) == answer["times"]
+        assert 0 < answer["ttft_ms"] < answer["seconds"] * 1e3
+        assert answer["tpot_ms"] * 11 == pytest.approx(answer["seconds"] * 1e3 - answer["ttft_ms"])
+        assert worker.ask({"prompts": ids, "max_tokens": 12})["tokens"] == expected
+        wrong = worker.ask({"prompts": ids, "max_tokens": 12, "lengths": [12, 11]})
+        assert wrong["error"] == "it should have generated texts of [12, 11] tokens, but generated [12, 12]"
 
 
 def test_workers_that_fail_say_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

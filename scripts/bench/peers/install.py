@@ -3,12 +3,13 @@
     python scripts/bench/peers/install.py [NAME ...]      genai, llamacpp, optimum, xgrammar; all by default
 
 They go into .cache/peers/NAME. llama.cpp is compiled from source, twice: as llama-cpp-python, and as llama-server for
-draft models. Each takes minutes; without the server, only its rows are missing.
+speculation. Each takes minutes; without the server, only its rows are missing.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import os
 import subprocess
 import sys
@@ -38,6 +39,24 @@ def python_of(name: str) -> Path:
 
 def server_of_llamacpp() -> Path:
     return FOLDER / "llamacpp" / "server" / "bin" / ("llama-server.exe" if os.name == "nt" else "llama-server")
+
+
+def gguf_of(checkpoint: Path, kind: str) -> Path:
+    """Return the checkpoint as a GGUF file, written if it is missing or out of date.
+
+    Raises:
+        ValueError: it can't be written.
+    """
+    key = hashlib.sha256(str(checkpoint.resolve()).encode()).hexdigest()[:8]
+    out = FOLDER / "gguf" / f"{checkpoint.name}-{key}-{kind}.gguf"
+    source = checkpoint / "model.safetensors"
+    if not out.exists() or out.stat().st_mtime < source.stat().st_mtime:
+        command = [python_of("llamacpp"), HERE / "gguf_writer.py", checkpoint, out, "--type", kind]
+        try:
+            subprocess.run([str(part) for part in command], check=True, stdout=sys.stderr)
+        except (OSError, subprocess.CalledProcessError) as error:
+            raise ValueError(f"{checkpoint.name} can't be written as GGUF: {error}") from None
+    return out
 
 
 def cmake_flags(cpuinfo: Path = Path("/proc/cpuinfo")) -> list[str]:

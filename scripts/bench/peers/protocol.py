@@ -42,14 +42,22 @@ class Setup:
 
 @dataclass(frozen=True)
 class Request:
-    """A request. ``k``: the lookahead; None leaves it to the peer. ``top_k``: None allows any token to be drawn."""
+    """A request. ``k``: the lookahead; None leaves it to the peer. ``top_k``: None allows any token to be drawn.
+
+    lengths: tokens of each text; None for ``max_tokens``.
+    """
 
     prompts: list[list[int]]
     max_tokens: int
+    lengths: list[int] | None = None
     temperature: float = 0.0
     top_k: int | None = None
     seed: int = 1
     k: int | None = None
+
+    @property
+    def each_length(self) -> list[int]:
+        return self.lengths or [self.max_tokens] * len(self.prompts)
 
     @property
     def prompt(self) -> list[int]:
@@ -142,8 +150,8 @@ def timed(generate: Generate, request: Request) -> dict[str, Any]:
     texts = generate(request, watch)
     seconds = time.perf_counter() - watch.began
     lengths = [len(tokens) for tokens in texts.tokens]
-    if lengths != [request.max_tokens] * len(request.prompts):
-        raise Refusal(f"it should have generated {request.max_tokens} tokens per text, but generated {lengths}")
+    if lengths != request.each_length:
+        raise Refusal(f"it should have generated texts of {request.each_length} tokens, but generated {lengths}")
     first = watch.times[0] if watch.times else None
     alone = first is not None and len(request.prompts) == 1 and request.max_tokens > 1
     return {

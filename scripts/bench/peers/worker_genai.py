@@ -1,8 +1,8 @@
 """openvino-genai as a worker that generates texts.
 
-Modes: plain, draft, lookup, batch. Options: backend, PA (its own default), SDPA, or None to leave everything to its
-defaults; max_ngram_size, for lookup; prefix_caching and batched_tokens, for its scheduler. With a draft model, k=None
-selects its dynamic mode.
+Modes: plain, draft, lookup. Options: batches, True for several prompts at a time; backend, PA (its own default), SDPA,
+or None to leave everything to its defaults; max_ngram_size, for lookup; prefix_caching and batched_tokens, for its
+scheduler. With a draft model, k=None selects its dynamic mode.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ class FirstToken(genai.StreamerBase):
         pass
 
 
-def config_of(setup: protocol.Setup, request: protocol.Request) -> Any:
+def config_of(setup: protocol.Setup, request: protocol.Request, length: int) -> Any:
     config = genai.GenerationConfig()
-    config.max_new_tokens, config.ignore_eos, config.apply_chat_template = request.max_tokens, True, False
+    config.max_new_tokens, config.ignore_eos, config.apply_chat_template = length, True, False
     if request.temperature > 0:
         config.do_sample, config.temperature, config.rng_seed = True, request.temperature, request.seed
         config.top_p = 1.0
@@ -81,12 +81,12 @@ def drafting(setup: protocol.Setup) -> dict[str, Any]:
 
 def load(setup: protocol.Setup) -> protocol.Generate:
     properties: dict[str, Any] = drafting(setup)
-    if setup.mode == "batch":
+    if setup.options.get("batches"):
         several = genai.ContinuousBatchingPipeline(setup.target, scheduler(setup.options), "CPU", properties)
 
         def batch(request: protocol.Request, watch: protocol.Watch) -> protocol.Texts:
             del watch  # it streams single texts only
-            configs = [config_of(setup, request)] * len(request.prompts)
+            configs = [config_of(setup, request, length) for length in request.each_length]
             results = several.generate([tensor(ids) for ids in request.prompts], configs)
             return protocol.Texts([list(result.m_generation_ids[0]) for result in results])
 
@@ -99,7 +99,9 @@ def load(setup: protocol.Setup) -> protocol.Generate:
     pipeline = genai.LLMPipeline(setup.target, "CPU", **properties)
 
     def generate(request: protocol.Request, watch: protocol.Watch) -> protocol.Texts:
-        result = pipeline.generate(tensor(request.prompt), config_of(setup, request), FirstToken(watch))
+        result = pipeline.generate(
+            tensor(request.prompt), config_of(setup, request, request.max_tokens), FirstToken(watch)
+        )
         return protocol.Texts([list(result.tokens[0])])
 
     return generate

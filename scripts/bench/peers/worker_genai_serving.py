@@ -27,7 +27,7 @@ def load(given: dict[str, Any]) -> protocol.Answer:
         while running or not work.sent_all:
             for number in work.due():
                 lines[number] = work.sent(number)
-                config = config_of(setup, protocol.Request([], work.tokens[number], k=k))
+                config = config_of(setup, protocol.Request([], 0, k=k), work.tokens[number])
                 running[number] = pipeline.add_request(number, tensor(work.prompts[number]), config)
             if not running:
                 time.sleep(work.wait() or 0.0)

@@ -1,8 +1,8 @@
 """llama.cpp as a worker that generates texts.
 
-Modes: plain and lookup run in llama-cpp-python, server-plain and server-draft in llama-server. Options: server, the
-path of llama-server; threads; context, the maximum number of tokens of a prompt and its text; prefix_caching, for the
-modes in llama-cpp-python. ``target`` and ``draft`` are GGUF files, see ``gguf_writer.py``.
+Modes: plain runs in llama-cpp-python; lookup, which looks n-grams up, and head, an EAGLE-3 head, run in llama-server.
+Options: server, the path of llama-server; threads; context, the maximum number of tokens of a prompt and its text;
+prefix_caching, for plain. ``target`` and ``draft`` are GGUF files, see ``gguf_writer.py``.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from typing import Any
 import protocol
 from http_server import Server
 
-LOOKUP_TOKENS = 10  # llama-cpp-python's own default
+KINDS = {"lookup": "ngram-simple", "head": "draft-eagle3"}  # of its --spec-type
 
 
 def load(setup: protocol.Setup) -> protocol.Generate:
     # Its own default is half of the processors, because of hyper-threading.
     threads = int(setup.options.get("threads") or os.cpu_count() or 1)
     context = int(setup.options.get("context") or 4096)
-    begin = by_server if setup.mode.startswith("server-") else by_library
+    begin = by_server if setup.mode in KINDS else by_library
     return begin(setup, threads, context)
 
 
@@ -30,17 +30,11 @@ def load(setup: protocol.Setup) -> protocol.Generate:
 
 def by_library(setup: protocol.Setup, threads: int, context: int) -> protocol.Generate:
     from llama_cpp import Llama  # type: ignore[import-not-found]
-    from llama_cpp.llama_speculative import LlamaPromptLookupDecoding  # type: ignore[import-not-found]
 
-    lookup: Any = LlamaPromptLookupDecoding() if setup.mode == "lookup" else None
-    llama = Llama(
-        setup.target, n_ctx=context, n_threads=threads, n_threads_batch=threads, draft_model=lookup, verbose=False
-    )
+    llama = Llama(setup.target, n_ctx=context, n_threads=threads, n_threads_batch=threads, verbose=False)
 
     def generate(request: protocol.Request, watch: protocol.Watch) -> protocol.Texts:
         prompt = request.prompt
-        if lookup:
-            lookup.num_pred_tokens = request.k or LOOKUP_TOKENS
         if not setup.options.get("prefix_caching"):
             llama.reset()  # otherwise it would reuse what the last prompt and this one share
         llama.set_seed(request.seed)
@@ -63,7 +57,7 @@ def by_server(setup: protocol.Setup, threads: int, context: int) -> protocol.Gen
     running: dict[int | None, Server] = {None: start(setup, threads, context, None)}
 
     def generate(request: protocol.Request, watch: protocol.Watch) -> protocol.Texts:
-        prompt, k = request.prompt, request.k if setup.mode == "server-draft" else None
+        prompt, k = request.prompt, request.k if setup.mode == "head" else None
         if k not in running:  # a server's lookahead is fixed when it starts
             running.popitem()[1].stop()
             running[k] = start(setup, threads, context, k)
@@ -88,8 +82,9 @@ def start(setup: protocol.Setup, threads: int, context: int, k: int | None) -> S
     if not program:
         raise protocol.Refusal("llama-server is not installed")
     command = [program, "-m", setup.target, "-c", str(context), "-t", str(threads), "-np", "1"]
-    if setup.mode == "server-draft":
-        command += ["-md", setup.draft_folder, "--spec-type", "draft-simple", "-td", str(threads)]
+    command += ["--spec-type", KINDS[setup.mode]]
+    if setup.mode == "head":
+        command += ["-md", setup.draft_folder, "-td", str(threads)]
         command += ["--spec-draft-n-max", str(k)] if k is not None else []
     try:
         return Server(command)

@@ -1,7 +1,7 @@
 """Hugging Face's ``generate`` as a worker that generates texts.
 
-Modes: plain, draft (assisted generation), lookup. Options: runtime, torch (eager PyTorch on a checkpoint) or openvino
-(optimum-intel on an exported folder); dtype, bf16 or f32, for torch. k=None is Hugging Face's own default.
+Options: runtime, torch (eager PyTorch on a checkpoint) or openvino (optimum-intel on an exported folder); dtype, bf16
+or f32, for torch.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import torch
 from transformers import AutoModelForCausalLM, set_seed
 from transformers.generation.streamers import BaseStreamer
 
-LOOKUP_TOKENS = 10  # as in its documentation
 DTYPES = {"bf16": torch.bfloat16, "f32": torch.float32}
 
 
@@ -47,7 +46,6 @@ def model_of(folder: str, properties: dict[str, str], options: dict[str, Any]) -
 
 def load(setup: protocol.Setup) -> protocol.Generate:
     target = model_of(setup.target, setup.properties, setup.options)
-    draft = model_of(setup.draft_folder, setup.draft_properties, setup.options) if setup.mode == "draft" else None
 
     @torch.inference_mode()
     def generate(request: protocol.Request, watch: protocol.Watch) -> protocol.Texts:
@@ -56,15 +54,6 @@ def load(setup: protocol.Setup) -> protocol.Generate:
         if request.temperature > 0:
             options |= {"temperature": request.temperature, "top_k": request.top_k or 0, "top_p": 1.0}
             set_seed(request.seed)
-        if draft:
-            options["assistant_model"] = draft
-            if request.k is not None:
-                fixed = draft.generation_config
-                fixed.num_assistant_tokens, fixed.num_assistant_tokens_schedule = request.k, "constant"
-                fixed.assistant_confidence_threshold = 0.0
-        if setup.mode == "lookup":
-            # Its lookup compares with the EOS id, so there has to be one; no token is -1.
-            options |= {"prompt_lookup_num_tokens": request.k or LOOKUP_TOKENS, "eos_token_id": -1}
         made = target.generate(ids, attention_mask=torch.ones_like(ids), streamer=FirstToken(watch), **options)
         return protocol.Texts([made[0, ids.shape[1] :].tolist()])
 
