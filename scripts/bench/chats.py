@@ -378,10 +378,8 @@ class Figures:
 
 def groups(log: Log) -> Iterator[tuple[str, Figures]]:
     """Yield the title and the figures of each table."""
-    for group in sorted(
-        {turn.case.group for turn in log.turns.values()}, key=lambda each: (each[1], each[0], *each[2:])
-    ):
-        context, batch, temperature, accept = group
+    for group in sorted({turn.case.group for turn in log.turns.values()}):
+        batch, context, temperature, accept = group
         size = "One at a time" if batch == 1 else f"Batches of {batch}"
         length = f"a context of {context:,} tokens" if context else "the chats as they are"
         rule = f"T={temperature:g}, by {accept}" if temperature else "greedy"
@@ -404,9 +402,11 @@ def print_tables(log: Log) -> None:
     print("\nMilliseconds per token of the prompt, until the first token:\n")
     alone = Figures([turn for turn in log.turns.values() if turn.case.batch == 1 and not turn.case.temperature])
     peers = [peer for peer in PEERS if any(peer in turn.texts for turn in alone.turns)]
-    table = Table("kind", "tokens", "ovspec", *peers)
+    table = Table("kind", "tokens", "plain", *peers)
     for kind in KINDS:
         figures = alone.of(lambda chat, kind=kind: chat.kind == kind)
+        if not figures.turns:
+            continue
         tokens = figures.middle(PLAIN, lambda turn, _: turn.prompt_tokens, 0)
         table.row(kind, tokens, *(figures.prompt_ms(way) for way in (PLAIN, *peers)))
 

@@ -1,7 +1,7 @@
 """Make a model of real size that generates what a small one generates, to measure speed with.
 
     python scripts/train/bench_pair.py OUT [--size 1b|3b|moe] [--attention gqa|mha] [--vocab 32000] [--weight-format F]
-    python scripts/train/bench_pair.py OUT --of CHECKPOINT [--repeat 4] [--mlp UNITS] [--attention gqa|mha]
+    python scripts/train/bench_pair.py OUT --of CHECKPOINT [--head HEAD] [--repeat 4] [--mlp UNITS]
 
 There are no weights of real size in the repository, so small models are widened without changing their function: the
 demo pair, or with --of another Llama checkpoint, such as SmolLM2-135M-Instruct, whose text is a real model's:
@@ -13,8 +13,11 @@ demo pair, or with --of another Llama checkpoint, such as SmolLM2-135M-Instruct,
 - MLP units are added whose outputs are almost zero.
 - Ids are added whose lm_head rows are means of real rows, because a mean of logits is never the largest logit.
 
-OUT/hf/target and OUT/hf/draft are the checkpoints, OUT/FORMAT the exported pairs; with --of there is no draft. The
-logits are compared with the small model's, its weights rounded to bf16, and every export with its checkpoint. 1b takes
+With --of, the checkpoint of an EAGLE-3 head is widened with its model, and proposes what it proposed before.
+
+OUT/hf/target and OUT/hf/draft are the checkpoints, OUT/FORMAT the exported pairs; with --of, the draft is the head, if
+there is one. The logits are compared with the small model's, its weights rounded to bf16, and every export with its
+checkpoint. 1b takes
 2.1 GB of disk for the checkpoints, 1.1 for int8 and 0.6 for int4, and about 8 GB of memory. 3b has not been built yet.
 In moe, the target is a mixture of experts (Mixtral): each expert computes what the MLP computed, so it doesn't matter
 which ones a random router chooses.
@@ -44,6 +47,10 @@ TINY = 1e-6
 LLAMA_WEIGHTS = (
     r"(model\.(embed_tokens|norm|layers\.\d+\.(self_attn\.[qkvo]_proj|mlp\.(gate|up|down)_proj"
     r"|input_layernorm|post_attention_layernorm))|lm_head)\.weight"
+)
+HEAD_WEIGHTS = (
+    r"d2t|t2d|(fc|norm|lm_head|midlayer\.(hidden_norm|input_layernorm|post_attention_layernorm"
+    r"|self_attn\.[qkvo]_proj|mlp\.(gate|up|down)_proj))\.weight"
 )
 PROMPTS = [entry["text"] for entry in json.loads((ROOT / "models" / "prompts.json").read_text("utf-8"))["prompts"]]
 
@@ -187,6 +194,66 @@ def widen(weights: dict[str, torch.Tensor], config: dict[str, Any], shape: Shape
     return made, config | sizes
 
 
+def widen_head(weights: dict[str, torch.Tensor], config: dict[str, Any], repeat: int, copies: int) -> Any:
+    """Return (weights, config) of a wider EAGLE-3 head without an embedding, for a model that was widened.
+
+    Args:
+        weights: those of a checkpoint as 'ovspec distill' writes it; they are rounded to bf16.
+        repeat: copies of each hidden unit and head, as in the model.
+        copies: of each MLP unit, a power of two.
+
+    Raises:
+        ValueError: the head has other weights.
+    """
+    generator, hidden = torch.Generator().manual_seed(0), config["hidden_size"]
+    outputs = {"gate_proj": copies, "up_proj": copies, "lm_head": 1}  # copies of each; of the others, ``repeat``
+
+    def widened(name: str, matrix: torch.Tensor) -> torch.Tensor:
+        if name in ("d2t", "t2d"):
+            return matrix
+        if matrix.ndim == 1:
+            return matrix.to(torch.bfloat16).repeat(repeat)
+        part = name.split(".")[-2]
+        inputs = copies if part == "down_proj" else repeat
+        # What is read side by side, features of several layers or an embedding and a feature, was widened apart.
+        apart = matrix.split(matrix.shape[1] if part in ("o_proj", "down_proj") else hidden, dim=1)
+        rows = (
+            torch.cat([spread(each, inputs, generator) for each in apart], 1) for _ in range(outputs.get(part, repeat))
+        )
+        return torch.cat(list(rows))
+
+    if unknown := [name for name in weights if not re.fullmatch(HEAD_WEIGHTS, name)]:
+        raise ValueError(f"{unknown[0]} is not a weight of a head that can be widened; give one that ovspec distilled")
+    names = ("hidden_size", "num_attention_heads", "num_key_value_heads")
+    sizes = {name: repeat * config[name] for name in names} | {
+        "intermediate_size": copies * config["intermediate_size"]
+    }
+    return {name: widened(name, matrix) for name, matrix in weights.items()}, config | sizes
+
+
+def make_head(source: Path, folder: Path, repeat: int, copies: int) -> float:
+    """Write the widened checkpoint of a head; return the largest change of a logit in their standard deviations."""
+    from ovspec_export.heads import EagleHead, load_head
+
+    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    weights, wide = widen_head(load_file(source / "model.safetensors"), config, repeat, copies)
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file({name: t.contiguous() for name, t in weights.items()}, folder / "model.safetensors", {"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(wide, indent=2) + "\n", encoding="utf-8")
+    generator, hidden, tokens = torch.Generator().manual_seed(1), config["hidden_size"], 32
+    states, embedded = (torch.randn(1, tokens, count * hidden, generator=generator) for count in (3, 1))
+
+    @torch.no_grad()
+    def logits_of_head(head: EagleHead, copies: int) -> torch.Tensor:
+        parts = [part.repeat(1, 1, copies) for part in states.split(hidden, dim=2)]
+        ones = torch.ones((1, tokens), dtype=torch.int64)
+        read = embedded.repeat(1, 1, copies), head.fuse(torch.cat(parts, 2)), ones, ones.cumsum(1) - 1, head.no_cache()
+        return head(*read)[0]
+
+    before, after = logits_of_head(load_head(source), 1), logits_of_head(load_head(folder), repeat)
+    return float((after - before).abs().max() / before.std())
+
+
 def shape_of(source: Path, repeat: int, mlp: int | None) -> Shape:
     """Return the shape of a widened checkpoint with all its layers; ``mlp``: None takes twice its MLP units."""
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
@@ -240,6 +307,7 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--size", choices=SIZES, default="1b", help="of the demo pair's widened models")
     parser.add_argument("--of", type=Path, metavar="CHECKPOINT", help="widen this Llama checkpoint, without a draft")
+    parser.add_argument("--head", type=Path, metavar="HEAD", help="with --of: widen this checkpoint of its head, too")
     parser.add_argument("--repeat", type=int, default=4, help="with --of: copies of each hidden unit, a power of two")
     parser.add_argument("--mlp", type=int, help="with --of: MLP units of a layer  [default: twice the checkpoint's]")
     parser.add_argument("--attention", choices=("gqa", "mha"), default="gqa")
@@ -256,12 +324,21 @@ def main() -> None:
         print(f"{name}: {count / 1e6:,.0f} M parameters, logits moved by {moved:.0e} of their spread", flush=True)
         if moved > 1e-3:
             sys.exit(f"{name}: widening changed its logits")
+    draft = checkpoints / "draft" if "draft" in sources else None
+    if args.head and args.of:
+        draft, shape = checkpoints / "head", sources["target"][1]
+        config = json.loads((args.of / "config.json").read_text(encoding="utf-8"))
+        copies = 2 ** int(math.log2(shape.mlp // config["intermediate_size"]))  # as in ``widen``
+        moved = make_head(args.head, draft, shape.repeat, copies)
+        print(f"head: logits moved by {moved:.0e} of their spread", flush=True)
+        if moved > 1e-3:
+            sys.exit("head: widening changed its logits")
     with tempfile.TemporaryDirectory() as scratch:
         text = Path(scratch) / "text.txt"
         text.write_text("".join(PROMPTS), encoding="utf-8")
         for weight_format in args.weight_format:
             command = [sys.executable, "-m", "ovspec", "export", checkpoints / "target", "-o", args.out / weight_format]
-            command += ["--overwrite", *(["--draft", checkpoints / "draft"] if "draft" in sources else [])]
+            command += ["--overwrite", *(["--draft", draft] if draft else [])]
             command += ["--weight-format", weight_format, "--evaluate", text]
             subprocess.run([str(part) for part in command], check=True)
 

@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from bench_pair import Shape, check, make_checkpoint, shape_of, spread
+from bench_pair import Shape, check, make_checkpoint, make_head, shape_of, spread
 from conftest import CHECKPOINTS
+from heads import write_head
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -96,3 +97,17 @@ def test_what_is_not_llama_is_refused(tmp_path: Path) -> None:
         make_checkpoint(tmp_path / "small", tmp_path / "wide", Shape(4, 160, 2), 4096, "gqa")
     with pytest.raises(ValueError, match="at least twice the MLP units"):
         make_checkpoint(CHECKPOINTS / "draft", tmp_path / "wide", Shape(4, 600, 2), 4096, "gqa")
+
+
+def test_a_head_is_widened_with_its_model(tmp_path: Path) -> None:
+    """It reads hidden states of three layers, each of which was widened, and proposes the same tokens."""
+    target = {"vocab_size": 600, "hidden_size": 64}
+    write_head(tmp_path / "head", "specforge", target=target, embedding=False)
+    assert make_head(tmp_path / "head", tmp_path / "wide", 4, 2) < 1e-4
+    before, made = (load_file(tmp_path / name / "model.safetensors") for name in ("head", "wide"))
+    assert torch.equal(before["d2t"], made["d2t"])
+    assert made["fc.weight"].shape == (256, 3 * 256) and made["lm_head.weight"].shape == (256, 256)
+    assert made["midlayer.mlp.down_proj.weight"].shape == (256, 256)
+    write_head(tmp_path / "other", "specforge", target=target)
+    with pytest.raises(ValueError, match=r"embed_tokens.weight is not a weight of a head that can be widened"):
+        make_head(tmp_path / "other", tmp_path / "wide", 4, 2)

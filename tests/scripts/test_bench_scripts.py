@@ -169,7 +169,7 @@ def test_the_bench_of_chats_can_be_stopped_and_goes_on(
         assert all(text["tokens"] == texts["plain"]["tokens"] for text in texts.values())
     assert script("chats.py", f"{options} --prompts 1") == tables, "nothing is left to measure"
     assert file.read_text("utf-8").splitlines() == lines
-    assert "the chats as they are, greedy" in tables and "T=1, by compare" in tables and "| ovspec |" in tables
+    assert "the chats as they are, greedy" in tables and "T=1, by compare" in tables and "\n| ovspec |" in tables
     assert "| explain |" in script("chats.py", options)  # two prompts of each kind
     assert len(file.read_text("utf-8").splitlines()) == len(lines) + 8
     with pytest.raises(SystemExit, match="its tokens is 6, not 7; give another --out"):
