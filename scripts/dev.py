@@ -183,8 +183,7 @@ def main() -> None:
         test(arguments, "soak")
     elif name == "bench":
         if real_model():
-            options = ("--out", ".cache/bench/chats.jsonl", "--peers", "none")
-            run(python(), "scripts/bench/chats.py", REAL, *options, *arguments)
+            run(python(), "scripts/bench/chats.py", REAL, "--out", ".cache/bench/chats.jsonl", *arguments)
     elif name == "model":
         sys.exit(None if real_model() else 1)
     else:
