@@ -1,12 +1,13 @@
-"""Train an EAGLE-3 head on an accelerator, where a Llama writes and reads 100 times as fast as on two cores.
+"""Go on with an EAGLE-3 head of a Llama on an accelerator, which reads 20 times as many tokens a second as two cores.
 
     python scripts/train/head_on_gpu.py encode CHECKPOINT prompts.jsonl prompts.npz
     python scripts/train/head_on_gpu.py write CHECKPOINT prompts.npz ROWS --minutes 5
-    python scripts/train/head_on_gpu.py train CHECKPOINT ROWS HEAD -o NEW_HEAD --minutes 20
+    python scripts/train/head_on_gpu.py train CHECKPOINT ROWS HEAD -o HEADS --minutes 20
 
 'ovspec distill' makes a head on any processor. This is its recipe for a machine that has torch and transformers only:
-'write' lets the model answer the prompts of smollm2_prompts.py and what it asks itself, and 'train' teaches a head that
-'ovspec distill' began. The target's features are computed again whenever they are needed, so only ids are kept.
+'write' lets the model answer the prompts of smollm2_prompts.py and what it asks itself, and 'train' teaches HEAD, which
+'ovspec distill' began; the same command goes on from its state. Features are computed again for each batch, so ROWS
+holds only ids.
 
 All rows of a file have the same length, and chats go on until it is full: nothing is padded, and no mask is needed.
 """
@@ -34,7 +35,6 @@ SHORT = 576  # tokens of a row of chats that the model begins itself
 CACHE = 36e9  # bytes of keys and values
 ROUND = 64  # lengths of rows are multiples of it
 LEAST_LIKELY = 0.03  # of a question's tokens, as a share of the likeliest
-TAPS = (2, 15, 27)
 DRAFT_VOCABULARY = 16384
 HELD_OUT = 40  # every 40th row
 MATRICES, VECTORS, FC, LM_HEAD = 1.5e-3, 1e-3, 1e-3, 4e-4  # the highest rates: by Muon, and by AdamW of all else
@@ -94,7 +94,9 @@ def lists_in(file: Path) -> dict[str, list[list[int]]]:
 
 
 @torch.no_grad()
-def write_rows(model: Any, starts: Sequence[list[int]], asks: Tensor, greedy: Tensor, length: int, turns: Any) -> Tensor:
+def write_rows(
+    model: Any, starts: Sequence[list[int]], asks: Tensor, greedy: Tensor, length: int, turns: Any
+) -> Tensor:
     """Return ids [rows, length]: chats that begin with ``starts`` and go on, question by answer, until they are full.
 
     asks [rows]: whether the model goes on with a question. greedy [rows]: how it answers.
@@ -106,9 +108,10 @@ def write_rows(model: Any, starts: Sequence[list[int]], asks: Tensor, greedy: Te
     groups = config.num_attention_heads // config.num_key_value_heads
     end = turns[0][0]
     rest = max(len(turn) for turn in turns) - 1
-    forced = torch.full((rows, length + rest), -1, device=device)
+    forced = torch.full((rows, length + rest), -1)
     for row, ids in enumerate(starts):
         forced[row, : len(ids)] = torch.tensor(ids)
+    forced = forced.to(device)
     following = torch.full((2, rest), -1, device=device)
     for kind, turn in enumerate(turns):
         following[kind, : len(turn) - 1] = torch.tensor(turn[1:])
@@ -116,9 +119,7 @@ def write_rows(model: Any, starts: Sequence[list[int]], asks: Tensor, greedy: Te
     asks, greedy, count = asks.to(device), greedy.to(device), torch.zeros(rows, dtype=torch.long, device=device)
     shape = (rows, config.num_key_value_heads, length, width)
     caches = [[torch.empty(shape, dtype=model.dtype, device=device) for _ in "kv"] for _ in layers]
-    weights = [
-        torch.cat([getattr(layer.self_attn, f"{name}_proj").weight for name in "qkv"]) for layer in layers
-    ]
+    weights = [torch.cat([getattr(layer.self_attn, f"{name}_proj").weight for name in "qkv"]) for layer in layers]
     ups = [torch.cat((layer.mlp.gate_proj.weight, layer.mlp.up_proj.weight)) for layer in layers]
     cosines, sines = base.rotary_emb(base.embed_tokens.weight, torch.arange(length, device=device)[None])
     ids, sizes = forced[:, 0], [config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads]
@@ -168,7 +169,7 @@ def write(checkpoint: Path, prompts: Path, output: Path, seconds: float, device:
 
     share: of the prompts that are answered.
     """
-    began, output = time.monotonic(), output
+    began = time.monotonic()
     output.mkdir(parents=True, exist_ok=True)
     model, draws, given = load_model(checkpoint, device), np.random.default_rng(0), lists_in(prompts)
     config, total, number = model.config, 0, 0
@@ -183,7 +184,10 @@ def write(checkpoint: Path, prompts: Path, output: Path, seconds: float, device:
         torch.save(rows[fine].to(torch.int32).cpu(), output / f"{number:04}-{length}.pt")
         total, number = total + int(fine.sum()) * length, number + 1
         spent = time.monotonic() - began
-        print(f"{spent:.0f} s: {total:,} tokens, {len(starts)} rows of {length}, {fine.float().mean():.2f} varied", flush=True)
+        print(
+            f"{spent:.0f} s: {total:,} tokens, {len(starts)} rows of {length}, {fine.float().mean():.2f} varied",
+            flush=True,
+        )
 
     chosen = [ids for ids in given["prompts"] if len(ids) < 1200 and draws.random() < share]
     chosen.sort(key=len)
@@ -200,12 +204,19 @@ def write(checkpoint: Path, prompts: Path, output: Path, seconds: float, device:
 
 def load_model(checkpoint: Path, device: str) -> Any:
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    gguf = {"gguf_file": file.name for file in checkpoint.glob("*.gguf")}
-    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=dtype, attn_implementation="sdpa", **gguf)
+    gguf = next((file.name for file in checkpoint.glob("*.gguf")), None)
+    model = AutoModelForCausalLM.from_pretrained(
+        checkpoint, dtype=dtype, attn_implementation="sdpa", gguf_file=gguf, local_files_only=True
+    )
     return model.to(device).eval().requires_grad_(False)
 
 
 # ---------------------------------------------------------------- a head
+
+
+def taps(config: Any) -> tuple[int, ...]:
+    """Return the target's layers whose inputs a head reads: EAGLE-3's usual ones."""
+    return 2, config.num_hidden_layers // 2, config.num_hidden_layers - 3
 
 
 class Layer(nn.Module):
@@ -231,14 +242,18 @@ class Layer(nn.Module):
         if width > hidden:
             self.hidden_norm = nn.RMSNorm(hidden, eps)
 
-    def forward(self, embedded: Tensor | None, states: Tensor, rotary: Any, past: list[tuple[Tensor, Tensor]]) -> Tensor:
+    def forward(
+        self, embedded: Tensor | None, states: Tensor, rotary: Any, past: list[tuple[Tensor, Tensor]]
+    ) -> Tensor:
         """Return the output [rows, entries, hidden] of the next step, and add its keys and values to ``past``."""
         if embedded is None:
             read = self.input_layernorm(states)
         else:
             read = torch.cat((self.input_layernorm(embedded), self.hidden_norm(states)), -1)
         rows, entries = read.shape[:2]
-        heads = [self.self_attn[f"{name}_proj"](read).view(rows, entries, -1, self.width).transpose(1, 2) for name in "qkv"]
+        heads = [
+            self.self_attn[f"{name}_proj"](read).view(rows, entries, -1, self.width).transpose(1, 2) for name in "qkv"
+        ]
         query, key = apply_rotary_pos_emb(heads[0], heads[1], *rotary)
         past.append((key, heads[2]))
         states = states + self.self_attn["o_proj"](self.seen(query, past).transpose(1, 2).reshape(rows, entries, -1))
@@ -247,7 +262,9 @@ class Layer(nn.Module):
 
     def seen(self, query: Tensor, past: list[tuple[Tensor, Tensor]]) -> Tensor:
         """Return what entries see: the text up to their own place, and of later steps what came of themselves."""
-        (keys, values), *guessed = [[each.repeat_interleave(self.heads // self.kv_heads, 1) for each in pair] for pair in past]
+        (keys, values), *guessed = [
+            [each.repeat_interleave(self.heads // self.kv_heads, 1) for each in pair] for pair in past
+        ]
         if not guessed:
             return F.scaled_dot_product_attention(query, keys, values, is_causal=True)
         entries = query.shape[2]
@@ -267,7 +284,7 @@ class Head(nn.Module):
     def __init__(self, config: Any, ids: Tensor, layers: int) -> None:
         super().__init__()
         hidden = config.hidden_size
-        self.fc = nn.Linear(len(TAPS) * hidden, hidden, bias=False)
+        self.fc = nn.Linear(len(taps(config)) * hidden, hidden, bias=False)
         self.midlayer = Layer(config, 2 * hidden)
         self.more = nn.ModuleList(Layer(config, hidden) for _ in range(layers - 1))
         for layer in self.more:
@@ -304,7 +321,7 @@ class Head(nn.Module):
 def read(model: Any, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return the features [rows, n, taps * hidden], what the lm_head reads [rows, n, hidden], and its probabilities."""
     states = model.model(input_ids=rows, use_cache=False, output_hidden_states=True).hidden_states
-    features = torch.cat([states[layer] for layer in TAPS], -1)
+    features = torch.cat([states[layer] for layer in taps(model.config)], -1)
     return features, states[-1], model.lm_head(states[-1]).float().softmax(-1)
 
 
@@ -400,7 +417,9 @@ class Student:
     def __init__(self, name: str, head: Head, steps: int, accepted_weight: float) -> None:
         self.name, self.head, self.steps, self.accepted_weight = name, head, steps, accepted_weight
         named = dict(head.named_parameters())
-        inner = [name for name, weight in named.items() if weight.ndim > 1 and name not in ("fc.weight", "lm_head.weight")]
+        inner = [
+            name for name, weight in named.items() if weight.ndim > 1 and name not in ("fc.weight", "lm_head.weight")
+        ]
         self.muon = Muon([named[name] for name in inner])
         groups = [
             {"params": [named["fc.weight"]], "most": FC},
@@ -424,7 +443,9 @@ class Student:
         self.count += 1
         named = dict(self.head.named_parameters())
         torch._foreach_lerp_(
-            list(self.averaged.values()), [named[name].detach() for name in self.averaged], (AVERAGED + 1) / (self.count + AVERAGED)
+            list(self.averaged.values()),
+            [named[name].detach() for name in self.averaged],
+            (AVERAGED + 1) / (self.count + AVERAGED),
         )
         return loss.detach()
 
@@ -478,7 +499,10 @@ def train(checkpoint: Path, folder: Path, start: Path, output: Path, args: argpa
     features, _, _ = read(model, files[0][:16].to(device).long())
     usual = features[:, 1:].float().square().mean((0, 1)).sqrt().clamp(min=1e-6)
     total = sum(rows.numel() for rows in files)
-    print(f"{total:,} tokens in {sum(map(len, files)):,} rows; {counts[ids.cpu()].sum() / total:.4f} can be proposed", flush=True)
+    print(
+        f"{total:,} tokens in {sum(map(len, files)):,} rows; {counts[ids.cpu()].sum() / total:.4f} can be proposed",
+        flush=True,
+    )
     torch.manual_seed(0)
     students = list[Student]()
     for variant in args.variants.split(","):

@@ -1,0 +1,66 @@
+"""Write the checkpoint of an EAGLE-3 head that is kept as an int8 IR, as models/smollm2-head is.
+
+    python scripts/train/head_checkpoint.py models/smollm2-head CHECKPOINT
+
+Its weights are those of the IR, in f32: exported in int8, it is the same head again. It is in AngelSlim's format, as
+other engines convert it, 'ovspec distill --draft' goes on from it, and 'bench_pair.py --head' widens it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shutil
+from pathlib import Path
+
+import numpy as np
+import torch
+from ovspec_export.distill.head import their_name
+from safetensors.torch import save_file
+
+from ovspec.base.files import read_json
+from ovspec.ir.compile import target_ids
+from ovspec.ir.heads import read_model
+
+MATRIX = re.compile(r"self\.head\.(.*\.weight)$")
+NORM = re.compile(r"__module\.head\.(.*norm)/")
+
+
+def write_checkpoint(head: Path, output: Path) -> None:
+    """Write ``output``; raises OvspecError if ``head`` can't be read."""
+    model = read_model(head)
+    constants = {node.get_friendly_name(): node for node in model.get_ops() if node.get_type_name() == "Constant"}
+
+    def values(name: str) -> np.ndarray:
+        return np.asarray(constants[name].get_data(), np.float32)
+
+    tensors = dict[str, np.ndarray]()
+    for name, node in constants.items():
+        if matrix := MATRIX.match(name):
+            zero = values(f"{name}/zero_point") if f"{name}/zero_point" in constants else 0
+            tensors[matrix[1]] = (values(name) - zero) * values(f"{name}/scale")
+        for use in node.output(0).get_target_inputs():
+            if norm := NORM.match(use.get_node().get_friendly_name()):
+                tensors[f"{norm[1]}.weight"] = values(name).reshape(-1)
+    weights = {their_name(name): torch.from_numpy(tensor.copy()) for name, tensor in tensors.items()}
+    ids, vocabulary = target_ids(model), read_json(head / "config.json")["vocab_size"]
+    assert ids is not None, "a head has its ids"
+    own = torch.from_numpy(ids.astype(np.int64))
+    weights["d2t"] = own - torch.arange(len(own))
+    weights["t2d"] = torch.zeros(vocabulary, dtype=torch.bool).index_fill_(0, own, True)
+    output.mkdir(parents=True, exist_ok=True)
+    save_file(weights, output / "model.safetensors", {"format": "pt"})
+    shutil.copyfile(head / "config.json", output / "config.json")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("head", type=Path)
+    parser.add_argument("output", type=Path)
+    args = parser.parse_args()
+    write_checkpoint(args.head, args.output)
+    print(args.output)
+
+
+if __name__ == "__main__":
+    main()

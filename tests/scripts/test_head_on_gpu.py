@@ -1,0 +1,141 @@
+"""scripts/train/head_on_gpu.py on the CPU: it writes what the model says, and learns as 'ovspec distill' does."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from head_checkpoint import write_checkpoint
+from head_on_gpu import Head, encode, lists_in, losses, prepared, train, varied, write, write_rows
+from heads import write_head
+from safetensors.torch import load_file
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from ovspec_export.distill.packing import Batch
+from ovspec_export.distill.unroll import unrolled
+from ovspec_export.heads import load_head
+
+SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 6, "vocab_size": 600}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512}
+TURNS = [[7, 8, 9, 10], [7, 11, 12]]  # 7 ends a turn
+
+
+@pytest.fixture(scope="module")
+def model() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(**SIZES, **HEADS, initializer_range=0.3, tie_word_embeddings=True, eos_token_id=7)
+    return LlamaForCausalLM(config).eval().requires_grad_(False)
+
+
+def head_for(model: LlamaForCausalLM, folder: Path) -> Path:
+    target = model.config.to_dict()
+    rope = {"rms_norm_eps": model.config.rms_norm_eps, "intermediate_size": 96}
+    return write_head(folder, "specforge", target=target, embedding=False, draft_vocab=200, **rope)
+
+
+def test_rows_are_what_the_model_says(model: LlamaForCausalLM) -> None:
+    starts = [[5, 6, 30], [40, 41, 42, 43, 44, 45]]
+    rows = write_rows(model, starts, torch.tensor([False, False]), torch.tensor([True, True]), 48, TURNS)
+    for row, start in zip(rows, starts, strict=True):
+        [said] = model.generate(torch.tensor([start]), max_new_tokens=48 - len(start), do_sample=False, pad_token_id=7)
+        ended = said.tolist().index(7) + 1 if 7 in said else len(said)
+        assert row[:ended].tolist() == said[:ended].tolist()
+    assert (rows >= 0).all()
+
+
+def test_turns_follow_each_other(model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A question ends after two tokens and an answer after three, if the model doesn't end them."""
+    for name, most in {"QUESTION": 2, "ANSWER": 3}.items():
+        monkeypatch.setattr(f"head_on_gpu.{name}", most)
+    torch.manual_seed(1)
+    [row] = write_rows(model, [[5, 6]], torch.tensor([True]), torch.tensor([False]), 30, TURNS).tolist()
+    text = ",".join(map(str, row[2:]))
+    turns = [part.split(",") for part in text.replace(",7,8,9,10,", "|").replace(",7,11,12,", "|").split("|")]
+    assert len(turns) > 3
+    assert all(len(turn) <= 2 - number % 2 + number % 2 * 2 for number, turn in enumerate(turns[:-1]))
+
+
+def test_loops_are_known() -> None:
+    rows = torch.stack([torch.arange(90), torch.arange(90) % 9])
+    assert varied(rows).tolist() == [True, False]
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+def test_a_head_guesses_as_ours(model: LlamaForCausalLM, tmp_path: Path, layers: int) -> None:
+    """A second layer begins by changing nothing."""
+    ours = load_head(head_for(model, tmp_path / "head"))
+    ids = torch.arange(len(ours.d2t)) + ours.d2t
+    head = Head(model.config, ids, layers)
+    usual = torch.linspace(0.5, 2, 192)
+    with torch.no_grad():
+        # A rotary embedding's base is the target's here, and the head's there.
+        ours.rotary = model.model.rotary_emb
+        head.begin(tmp_path / "head", model.lm_head.weight, usual)
+        rows = torch.randint(600, (2, 40))
+        batch = prepared(model, rows, ids, usual)
+        found = list(head.steps(batch[0], batch[1], batch[4], 4))
+        for row in range(2):
+            zeros, entries = torch.zeros(39), torch.arange(39)
+            features = batch[1][row] * usual
+            packed = Batch(
+                rows[row, 1:], entries, zeros.long(), features, zeros, zeros, zeros, entries[:36], zeros.bool()
+            )
+            for states, theirs in zip(found, unrolled(ours, packed, model.lm_head.weight, 4), strict=True):
+                torch.testing.assert_close(states[row, :36], theirs[:36], rtol=1e-3, atol=1e-4)
+        logits = ours.logits(found[0])
+        expected = batch[3][:, 1:]
+        cross = -(expected * logits.log_softmax(-1)).sum(-1).mean()
+        distance = torch.nn.functional.mse_loss(ours.norm(found[0]), batch[2][:, 1:]) / batch[2][:, 1:].square().mean()
+        assert losses(head, batch, 1, 0.0).item() == pytest.approx((cross + 0.5 * distance).item(), rel=1e-4)
+
+
+def test_a_head_learns_and_goes_on(
+    model: LlamaForCausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """From prompts to a checkpoint that load_head takes."""
+    for name, value in {"HELD_OUT": 6, "SHORT": 48, "ROUND": 16, "ANSWER": 40, "STEP_TOKENS": 256}.items():
+        monkeypatch.setattr(f"head_on_gpu.{name}", value)
+    monkeypatch.setattr("head_on_gpu.DRAFT_VOCABULARY", 200)
+    monkeypatch.setattr("head_on_gpu.CACHE", 24 * 48 * 4 * 6 * 2 * 16)
+    model.save_pretrained(tmp_path / "model")
+    start = head_for(model, tmp_path / "head")
+    import numpy as np
+
+    one = {"prompts": [[3, 4, 5]], "leads": [[5, 6]], "turns": TURNS}
+    arrays = {name: np.concatenate([np.array(each, np.uint16) for each in lists]) for name, lists in one.items()}
+    arrays |= {f"{name}_lengths": np.array([len(each) for each in lists]) for name, lists in one.items()}
+    np.savez(tmp_path / "prompts.npz", **arrays)
+    assert lists_in(tmp_path / "prompts.npz") == one
+    write(tmp_path / "model", tmp_path / "prompts.npz", tmp_path / "rows", 2, "cpu", 1.0)
+    args = argparse.Namespace(variants="a:3:1:0,b:2:2:0.3", minutes=0.05, fall=True, torch_device="cpu")
+    judged = list[list[float]]()
+    for _ in range(2):
+        train(tmp_path / "model", tmp_path / "rows", start, tmp_path / "heads", args)
+        lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("a {")]
+        judged.append(json.loads(lines[-1][2:])["overlap"])
+    assert judged[1][0] > judged[0][0]
+    made = load_head(tmp_path / "heads" / "a")
+    assert made.lm_head.weight.shape == (200, 64)
+    assert torch.isfinite(made.fc.weight).all()
+
+
+def test_prompts_are_chats_in_the_models_format(tmp_path: Path) -> None:
+    from conftest import ROOT
+
+    chat = [{"role": "user", "content": "Hello"}]
+    (tmp_path / "prompts.jsonl").write_text(json.dumps({"messages": chat}) + "\n", "utf-8")
+    encode(ROOT / "models" / "demo-hf" / "target", tmp_path / "prompts.jsonl", tmp_path / "prompts.npz")
+    found = lists_in(tmp_path / "prompts.npz")
+    assert len(found["prompts"]) == 1 and len(found["leads"]) == 6 and len(found["turns"]) == 2
+
+
+def test_an_ir_gives_back_its_checkpoint(tmp_path: Path) -> None:
+    from conftest import ROOT
+
+    shipped = ROOT / "models" / "smollm2-head"
+    write_checkpoint(shipped, tmp_path / "head")
+    head = load_head(tmp_path / "head")
+    assert head.layout.draft_vocab == len(head.d2t) == len(load_file(tmp_path / "head" / "model.safetensors")["d2t"])
