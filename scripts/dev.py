@@ -29,6 +29,7 @@ VENV, GUIDANCE_VENV = ROOT / ".venv", ROOT / ".venv-guidance"
 BIN = "Scripts" if os.name == "nt" else "bin"
 REAL = "smollm2"  # the folder of the real model in int8
 REAL_F32 = ".cache/smollm2-f32"  # the same in f32, for tests
+HEAD = "models/smollm2-head"  # which proposes tokens for it
 PAIR = ".cache/demo-f32"
 # The embedded pair is too small to edit a file; it repeats what it has read, which lookup predicts.
 PAIR_PROMPTS = {"demos/complete.txt": "draft", "demos/edit.txt": "lookup,draft"}
@@ -42,7 +43,7 @@ ASKED = (
 )
 COMPARED = {
     "A rewriting task: the answer repeats much of the prompt, which lookup proposes.": ("-f", "demos/correct.txt"),
-    "A free answer: it repeats little, so lookup gains little.": ("Give me three tips for a good night's sleep.",),
+    "A free answer: it repeats little, so the head proposes.": ("Give me three tips for a good night's sleep.",),
 }
 
 
@@ -84,8 +85,8 @@ def fetched(name: str) -> Path | None:
 
 
 def real_model(folder: str = REAL, weight_format: str = "int8") -> bool:
-    """Export the real model, unless it was exported by this version of the export; return whether it is there."""
-    sources = sorted((ROOT / "export" / "ovspec_export").glob("*.py"))
+    """Export the real model with its head, unless this version of both is there; return whether there is one."""
+    sources = sorted([*(ROOT / "export" / "ovspec_export").glob("*.py"), *(ROOT / HEAD).glob("openvino_model.*")])
     wanted = hashlib.sha256(b"".join(file.read_bytes() for file in sources)).hexdigest()
     stamp = ROOT / ".cache" / f"{Path(folder).name}.exported-by"
     if (ROOT / folder).is_dir() and stamp.exists() and stamp.read_text(encoding="utf-8") == wanted:
@@ -93,7 +94,7 @@ def real_model(folder: str = REAL, weight_format: str = "int8") -> bool:
     if not (place := fetched("model")):
         return False
     (model,) = place.glob("*.gguf")
-    ovspec("export", str(model), "-o", folder, "--weight-format", weight_format, "--overwrite")
+    ovspec("export", str(model), "--draft", HEAD, "-o", folder, "--weight-format", weight_format, "--overwrite")
     stamp.parent.mkdir(exist_ok=True)
     stamp.write_text(wanted, encoding="utf-8")
     return True
@@ -109,7 +110,7 @@ def demo() -> None:
         print()
     for told, prompt in COMPARED.items():
         print(f"\n{told}")
-        ovspec("generate", REAL, "--chat", *prompt, "--draft", "lookup", "--compare", "-n", "100")
+        ovspec("generate", REAL, "--chat", *prompt, "--draft", "lookup,draft", "--compare", "-n", "100")
 
 
 def demo_of_pair() -> None:

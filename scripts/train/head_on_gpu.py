@@ -7,7 +7,7 @@
 'ovspec distill' makes a head on any processor. This is its recipe for a machine that has torch and transformers only:
 'write' lets the model answer the prompts of smollm2_prompts.py and what it asks itself, and 'train' teaches HEAD, which
 'ovspec distill' began; the same command goes on from its state. Features are computed again for each batch, so ROWS
-holds only ids.
+holds only ids. '--minutes 0 --draft-vocabulary N' leaves a head its most frequent ids.
 
 All rows of a file have the same length, and chats go on until it is full: nothing is padded, and no mask is needed.
 """
@@ -35,7 +35,6 @@ SHORT = 576  # tokens of a row of chats that the model begins itself
 CACHE = 36e9  # bytes of keys and values
 ROUND = 64  # lengths of rows are multiples of it
 LEAST_LIKELY = 0.03  # of a question's tokens, as a share of the likeliest
-DRAFT_VOCABULARY = 16384
 HELD_OUT = 40  # every 40th row
 MATRICES, VECTORS, FC, LM_HEAD = 1.5e-3, 1e-3, 1e-3, 4e-4  # the highest rates: by Muon, and by AdamW of all else
 WARM_UP, LAST = 100, 0.35  # steps until the rate is the highest; share of the time in which it falls to nothing
@@ -169,10 +168,9 @@ def write(checkpoint: Path, prompts: Path, output: Path, seconds: float, device:
 
     share: of the prompts that are answered.
     """
-    began = time.monotonic()
     output.mkdir(parents=True, exist_ok=True)
     model, draws, given = load_model(checkpoint, device), np.random.default_rng(0), lists_in(prompts)
-    config, total, number = model.config, 0, 0
+    config, total, number, began = model.config, 0, 0, time.monotonic()
     torch.manual_seed(int(time.time()))
     bytes_of_token = 4 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
 
@@ -495,7 +493,7 @@ def train(checkpoint: Path, folder: Path, start: Path, output: Path, args: argpa
     held_out = [rows[::HELD_OUT][: max(1, 20000 // rows.shape[1])] for rows in files]
     files = [rows[torch.arange(len(rows)) % HELD_OUT > 0] for rows in files if len(rows) > 1]
     counts = sum(torch.bincount(rows.flatten().long(), minlength=model.config.vocab_size) for rows in files)
-    ids = counts.topk(DRAFT_VOCABULARY).indices.sort().values.to(device)
+    ids = counts.topk(args.draft_vocabulary).indices.sort().values.to(device)
     features, _, _ = read(model, files[0][:16].to(device).long())
     usual = features[:, 1:].float().square().mean((0, 1)).sqrt().clamp(min=1e-6)
     total = sum(rows.numel() for rows in files)
@@ -552,7 +550,6 @@ def train(checkpoint: Path, folder: Path, start: Path, output: Path, args: argpa
         },
         state,
     )
-    np.savez_compressed(output / "counts.npz", counts=counts.numpy().astype(np.int64))
     print(f"{seen:,} tokens in {time.monotonic() - began:.0f} s", flush=True)
 
 
@@ -567,6 +564,7 @@ def main() -> None:
     parser.add_argument("--share", type=float, default=1.0, help="of the prompts that are answered")
     parser.add_argument("--variants", default="head:4:1:0", help="name:steps:layers:weight of what is accepted, ...")
     parser.add_argument("--fall", action="store_true", help="let the rate fall to nothing at the end")
+    parser.add_argument("--draft-vocabulary", type=int, default=16384, help="tokens that the head can propose")
     parser.add_argument("--torch-device", default="cuda")
     args = parser.parse_args()
     if args.what == "encode":
