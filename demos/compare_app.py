@@ -1,8 +1,8 @@
 """A web page that generates a text without and with speculation and shows who proposed each of its tokens.
 
-    python demos/compare_app.py [DIR]
+    python demos/compare_app.py [DIR] [--chat]
 
-DIR is a folder made by ``ovspec export``, by default the embedded pair. Fonts and
+DIR is a folder made by ``ovspec export``, by default the embedded pair; with --chat it answers questions. Fonts and
 everything else that the page needs come from this machine.
 """
 
@@ -28,11 +28,20 @@ from ovspec.api.comparison import Comparison, Pair, compare_turns, rotated, turn
 from ovspec.api.loading import embedded_pair
 from ovspec.drafting.choice import parse_draft
 from ovspec.ir.device import available_devices
+from ovspec.ir.heads import is_head
 from ovspec.setup.manifest import DRAFT_FOLDER
+from ovspec.text.chat_template import Message
 
 PROMPT = "import json\n\ndef read_config(path):\n    with open(path) as file:\n"
-DRAFTERS = {"none": "no draft", "draft": "draft model", "lookup": "lookup", "lookup,draft": "lookup, then draft model"}
-SOURCES = {"target": "the target itself", "draft": "draft model", "lookup": "lookup", "forced": "forced by the grammar"}
+QUESTION = "Give me three tips for a good night's sleep."
+DRAFTERS = {"none": "no draft", "draft": "{}", "lookup": "lookup", "lookup,draft": "lookup, then {}"}
+SOURCES = {
+    "target": "the target itself",
+    "draft": "draft model",
+    "head": "EAGLE-3 head",
+    "lookup": "lookup",
+    "forced": "forced by the grammar",
+}
 REFRESH = 0.1  # seconds between two updates of the page
 SETTLE = 0.2  # seconds for the browser, on the same machine, to draw what it was sent
 CSS = Path(__file__).with_suffix(".css")
@@ -51,7 +60,7 @@ class Run:
     result: ovspec.Result | None = None
 
 
-def generate(lm: ovspec.LanguageModel, prompt: str, options: dict[str, Any]) -> Iterator[Run]:
+def generate(lm: ovspec.LanguageModel, prompt: str | list[Message], options: dict[str, Any]) -> Iterator[Run]:
     """Yield the run several times as it grows, and once it is whole."""
     stream, detokenizer, run = lm.stream(prompt, **options), lm.tokenizer.detokenizer(), Run()
     shown = time.perf_counter()
@@ -72,25 +81,32 @@ def generate(lm: ovspec.LanguageModel, prompt: str, options: dict[str, Any]) -> 
     yield run
 
 
-def compare(lm: ovspec.LanguageModel, prompt: str, options: dict[str, Any], lookahead: int | str) -> Iterator[str]:
-    """Yield the page's results again and again: both texts as they grow, then how fast they are, timed in turns."""
+def compare(
+    lm: ovspec.LanguageModel, prompt: str, chat: bool, options: dict[str, Any], lookahead: int | str
+) -> Iterator[str]:
+    """Yield the page's results again and again: both texts as they grow, then how fast they are, timed in turns.
+
+    chat: the prompt is what a user says.
+    """
+    asked = [{"role": "user", "content": prompt}] if chat else prompt
+    shown = f"{prompt}\n\n" if chat else prompt
     runs, notes = [Run(), Run()], ["generating", "waits for the other"]
     ways: list[dict[str, Any]] = [options | {"lookahead": 0}, options | {"lookahead": lookahead}]
     for place, way in enumerate(ways):
         notes[place] = "generating"
-        yield results(prompt, runs, notes)
-        for runs[place] in generate(lm, prompt, way):
-            yield results(prompt, runs, notes)
+        yield results(shown, runs, notes)
+        for runs[place] in generate(lm, asked, way):
+            yield results(shown, runs, notes)
         notes[place] = "timed in turns"
     turns = list[Pair]()
     for turn in turns_within():
-        yield results(prompt, runs, [f"{notes[0]}: turn {turn + 1}"] * 2)
+        yield results(shown, runs, [f"{notes[0]}: turn {turn + 1}"] * 2)
         time.sleep(SETTLE)
-        timed = {place: lm.generate(prompt, **ways[place]) for place in rotated([0, 1], turn)}
+        timed = {place: lm.generate(asked, **ways[place]) for place in rotated([0, 1], turn)}
         turns.append((timed[0], timed[1]))
     plain, speculative = (run.result for run in runs)
     assert plain and speculative
-    yield results(prompt, runs, ["", ""], compare_turns(lm, prompt, (plain, speculative), turns))
+    yield results(shown, runs, ["", ""], compare_turns(lm, asked, (plain, speculative), turns))
 
 
 # ---------------------------------------------------------------- showing
@@ -123,7 +139,7 @@ def legend(run: Run) -> str:
     entries = [
         f'<li><span class="token {source}">{name}</span> {counts[source]}</li>'
         for source, name in SOURCES.items()
-        if source != "forced" or counts[source]
+        if source not in ("draft", "head", "forced") or counts[source]
     ]
     return f'<ul class="legend"><li>Tokens proposed by</li>{"".join(entries)}</ul>'
 
@@ -190,15 +206,16 @@ def loader(folder: Path, **loading: Any) -> ModelOf:
     return model
 
 
-def build(folder: Path, model: ModelOf) -> gr.Blocks:
-    """Return the page for the models in ``folder``."""
-    drafters = [
-        (name, draft) for draft, name in DRAFTERS.items() if "draft" not in draft or (folder / DRAFT_FOLDER).is_dir()
-    ]
+def build(folder: Path, model: ModelOf, chat: bool) -> gr.Blocks:
+    """Return the page for the models in ``folder``. chat: the prompt is first what a user says."""
+    draft = folder / DRAFT_FOLDER
+    proposer = SOURCES["head" if draft.is_dir() and is_head(draft) else "draft"]
+    drafters = [(name.format(proposer), key) for key, name in DRAFTERS.items() if "draft" not in key or draft.is_dir()]
     devices = [(f"{name} ({description})", name) for name, description in available_devices()]
 
     def pressed(
         prompt: str,
+        chat: bool,
         device: str,
         drafter: str,
         lookahead: Any,
@@ -210,7 +227,7 @@ def build(folder: Path, model: ModelOf) -> gr.Blocks:
             if drafter == "none" and not {"regex", "json_schema"} & options.keys():
                 ahead = 0  # nothing could propose a token
             yield '<p class="verdict">loading the model</p>'
-            yield from compare(model(device, drafter), prompt, options, ahead)
+            yield from compare(model(device, drafter), prompt, chat, options, ahead)
         except ovspec.OvspecError as error:
             yield f'<p class="error" role="alert">{escape(str(error))}</p>'
 
@@ -218,7 +235,9 @@ def build(folder: Path, model: ModelOf) -> gr.Blocks:
         gr.HTML(f"<h1>Plain and speculative decoding</h1><p>Model: {escape(folder.resolve().name)}</p>", padding=True)
         with gr.Row():
             with gr.Column(scale=3, min_width=320):
-                prompt = gr.Textbox(PROMPT, label="Prompt", lines=12, max_lines=20, elem_id="prompt")
+                first = QUESTION if chat else PROMPT
+                prompt = gr.Textbox(first, label="Prompt", lines=10, max_lines=20, elem_id="prompt")
+                is_chat = gr.Checkbox(chat, label="A user of a chat says this", elem_id="chat")
             with gr.Column(scale=2, min_width=320):
                 drafter = gr.Radio(drafters, value=drafters[-1][1], label="Proposals by", elem_id="drafter")
                 with gr.Row():
@@ -242,7 +261,7 @@ def build(folder: Path, model: ModelOf) -> gr.Blocks:
         output = gr.HTML(elem_id="output")
         button.click(
             pressed,
-            [prompt, device, drafter, lookahead, most, temperature, top_p, seed, regex, schema],
+            [prompt, is_chat, device, drafter, lookahead, most, temperature, top_p, seed, regex, schema],
             output,
             show_progress="hidden",
             trigger_mode="always_last",  # a press meanwhile is answered afterwards, not lost
@@ -257,6 +276,7 @@ def main() -> None:
     parser.add_argument(
         "folder", nargs="?", type=Path, metavar="DIR", help="made by 'ovspec export'; the embedded pair"
     )
+    parser.add_argument("--chat", action="store_true", help="begin with a question, answered by the chat template")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen at (%(default)s: this machine only)")
     parser.add_argument("--port", type=int, default=7860, help="%(default)s")
     parser.add_argument("--precision", choices=("f32", "bf16", "f16"), help="arithmetic; by default the device's own")
@@ -264,7 +284,7 @@ def main() -> None:
     try:
         folder = given.folder or embedded_pair()
         model = loader(folder, precision=given.precision)
-        page = build(folder, model)
+        page = build(folder, model, given.chat)
         model("CPU", "lookup")  # so that the first press of the button needn't wait
     except ovspec.OvspecError as error:
         sys.exit(str(error))

@@ -30,6 +30,7 @@ import ovspec
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 needs_chromium = pytest.mark.skipif(not CHROMIUM, reason="no chromium here (on Debian: apt-get install chromium)")
+REAL = ROOT / "smollm2"
 COLOUR = "element => getComputedStyle(element).backgroundColor"
 # Times nothing longer than it must, and doesn't let the browser settle: no test reads the times.
 HURRIED = "import compare_app as app; app.SETTLE, turns = 0, app.turns_within; app.turns_within = lambda: turns(0.0); "
@@ -42,9 +43,11 @@ def address(pair: Path, command_environment: dict[str, str], update_docs: bool) 
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    folder = ROOT / "models" / "demo" if update_docs else pair
-    script = ["compare_app.py"] if update_docs else ["-c", f"{HURRIED}app.main()"]
-    command = [sys.executable, *script, str(folder), "--port", str(port), "--precision", "f32"]
+    if update_docs:
+        command = [sys.executable, "compare_app.py", str(REAL), "--port", str(port), "--chat"]
+    else:
+        script = ["-c", f"{HURRIED}app.main()", str(pair)]
+        command = [sys.executable, *script, "--port", str(port), "--precision", "f32"]
     server = subprocess.Popen(command, cwd=ROOT / "demos", env=command_environment)
     try:
         deadline = time.monotonic() + 60
@@ -215,7 +218,8 @@ def test_what_cannot_be_done_is_said_in_a_sentence(page: Page) -> None:
 
 @needs_chromium
 def test_it_fits_a_narrow_window(page: Page, update_docs: bool) -> None:
-    press(page, compare_app.PROMPT, "lookup, then draft model", tokens=160)
+    prompt, drafters = (compare_app.QUESTION, "EAGLE-3 head") if update_docs else (compare_app.PROMPT, "draft model")
+    press(page, prompt, f"lookup, then {drafters}", "auto" if update_docs else "4", tokens=160)
     texts(page)
     if update_docs:
         picture = Image.open(io.BytesIO(page.screenshot(full_page=True)))
@@ -232,9 +236,8 @@ def test_one_text_after_the_other(load: Callable[..., ovspec.LanguageModel], mon
     monkeypatch.setattr(compare_app, "SETTLE", 0)
     monkeypatch.setattr(compare_app, "turns_within", functools.partial(compare_app.turns_within, 0.0))
     options: dict[str, Any] = compare_app.options_of(40, 1.0, 1.0, None, "", "")
-    pages = list(compare_app.compare(load(draft="lookup,draft"), PROMPTS[0], options, 4))
-    counts = [[side.count('class="token') for side in re.split('<section class="speculative">', p)] for p in pages]
-    counts = [(plain - 3, speculative) for plain, speculative in counts]  # the legend has three
+    pages = list(compare_app.compare(load(draft="lookup,draft"), PROMPTS[0], False, options, 4))
+    counts = [[side.count('class="token') for side in p.split("<section")[1:]] for p in pages]
     assert counts == sorted(counts)
     assert all(plain == counts[-1][0] for plain, speculative in counts if speculative)
     assert len(counts) > 40
@@ -243,6 +246,27 @@ def test_one_text_after_the_other(load: Callable[..., ovspec.LanguageModel], mon
     turns = [page for page in pages if "timed in turns" in page]
     assert len(turns) >= 4, "each way is timed several times, after both texts are whole"
     assert all('class="numbers"' not in page for page in pages[:-1])
+
+
+@needs_chromium
+def test_a_user_of_a_chat_asks(page: Page, load: Callable[..., ovspec.LanguageModel]) -> None:
+    expected = load(draft=True).generate([{"role": "user", "content": "Why?"}], max_tokens=30, lookahead=4)
+    page.get_by_label("A user of a chat says this").check()
+    press(page, "Why?", tokens=30)
+    assert texts(page) == [f"Why?\n\n{expected.text}"] * 2
+
+
+@pytest.mark.skipif(not REAL.is_dir(), reason="the real model could not be fetched")
+def test_a_head_answers_with_lookup(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first thing that one sees of a real model."""
+    monkeypatch.setattr(compare_app, "SETTLE", 0)
+    monkeypatch.setattr(compare_app, "turns_within", functools.partial(compare_app.turns_within, 0.0))
+    options: dict[str, Any] = compare_app.options_of(40, 0.0, 1.0, None, "", "")
+    lm = compare_app.loader(REAL)("CPU", "lookup,draft")
+    *_, last = compare_app.compare(lm, compare_app.QUESTION, True, options, 3)
+    assert "Both texts have the same 40 tokens." in last
+    assert last.count('class="token head"') > 10
+    assert "EAGLE-3 head</span> " in last and "draft model" not in last
 
 
 @pytest.mark.parametrize("value", ["0", "-1", "x", "", None, "1.5"])
