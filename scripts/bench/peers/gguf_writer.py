@@ -24,18 +24,19 @@ OUTSIDE = ("model.embed_tokens.weight", "lm_head.weight")
 
 
 def tensors(file: Path) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield (name, values as f32) of a safetensors file in bf16 or f32, because numpy has no bf16."""
+    """Yield (name, values as f32) of a safetensors file in bf16, f16 or f32, because numpy has no bf16."""
     with file.open("rb") as source:
         size = int.from_bytes(source.read(8), "little")
         header: dict[str, Any] = json.loads(source.read(size))
     for name, about in header.items():
         if name == "__metadata__":
             continue
-        kind = {"BF16": np.uint16, "F32": np.float32}[about["dtype"]]
+        kind = {"BF16": np.uint16, "F16": np.float16, "F32": np.float32}[about["dtype"]]
         begin, end = about["data_offsets"]
         count = (end - begin) // np.dtype(kind).itemsize
         stored = np.fromfile(file, kind, count, offset=8 + size + begin).reshape(about["shape"])
-        yield name, stored if kind is np.float32 else (stored.astype(np.uint32) << 16).view(np.float32)
+        bf16 = kind is np.uint16
+        yield name, (stored.astype(np.uint32) << 16).view(np.float32) if bf16 else stored.astype(np.float32)
 
 
 def interleaved(matrix: np.ndarray, heads: int) -> np.ndarray:
