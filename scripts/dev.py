@@ -110,7 +110,7 @@ def demo() -> None:
         print()
     for told, prompt in COMPARED.items():
         print(f"\n{told}")
-        ovspec("generate", REAL, "--chat", *prompt, "--draft", "lookup,draft", "--compare", "-n", "100")
+        ovspec("generate", REAL, "--chat", *prompt, "--draft", "lookup,head", "--compare", "-n", "100")
 
 
 def demo_of_pair() -> None:

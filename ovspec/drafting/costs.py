@@ -45,7 +45,7 @@ class Costs:
     narrower inference is filled up to the last width if that takes less time.
 
     Args:
-        measured: the costs of some widths, from a profile; without a profile, the first inferences set the scale.
+        measured: the costs of some widths, from a profile; without one, the first width that comes again sets the scale.
         change: what a change of width adds, if it was measured.
         fills: whether the decoder can fill up an inference.
         most: the most tokens that an inference may have; wider ones are several, see ``FeedRule``.
@@ -116,7 +116,7 @@ class Costs:
         """Learn from an inference of ``width`` tokens: adjust that width's cost most, and all others.
 
         One wider than ``WIDEST`` only adjusts the cost of such widths. Returns how many milliseconds it usually takes;
-        0.0 for the first one of all, which also makes kernels.
+        0.0 at first, until a width comes again: the first of each makes kernels.
         """
         changed, self._last = width != self._last, width
         if width > WIDEST:
@@ -128,11 +128,11 @@ class Costs:
         self._seen[width] += 1
         same = float(self.ms[width])
         usual = same + changed * self.change
-        if not self.known:  # the second inference counts
-            self.known = self._observed > 1
+        first = self._seen[width] == 1  # it may include the time to make kernels
+        if not self.known:  # the first that makes none counts
+            self.known = not first
             self.ms, self.change = self.ms * (ms / usual), self.change * (ms / usual)
             return ms if self.known else 0.0
-        first = self._seen[width] == 1  # it may include the time to make kernels
         if changed and (ms < usual or not first):
             self._changes += 1
             seen = max(0.0, min(ms, SLOWEST * usual) - same)

@@ -306,6 +306,17 @@ def test_costs_are_learned() -> None:
     assert costs(564) == pytest.approx(costs(64) + 200.0), "but it shows what reading a prompt costs"
 
 
+def test_making_kernels_makes_no_step_expensive() -> None:
+    """A head reads the prompt first, then a token, then those that were accepted: each first width makes kernels."""
+    costs = Costs()
+    for width, ms in ((51, 21.0), (1, 3.8), (6, 4.5)):
+        assert costs.learn(width, ms) == 0.0
+        assert not costs.known
+    costs.learn(1, 0.8)
+    assert costs.known
+    assert costs(1) < 1.2
+
+
 def test_costs_from_a_profile_and_beyond_it() -> None:
     costs = Costs({1: 10.0, 2: 12.0, 4: 14.0, 8: 22.0})
     assert (costs(1), costs(3), costs(8)) == (10.0, 13.0, 22.0)
