@@ -46,6 +46,7 @@ def test_the_manifest_tells_what_is_there(pair: Path) -> None:
     assert str(CHECKPOINTS.parent) not in (pair / "ovspec.json").read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_jobs_in_new_processes_give_the_same_files(pair: Path, tmp_path: Path) -> None:
     """As every export starts them; those of the pair had imported everything before."""
     export_pair(str(SMALL), None, tmp_path / "out", Compression("fp32"))

@@ -147,6 +147,7 @@ def test_left_out_scaling_would_be_noticed(files: Path, tmp_path: Path) -> None:
     assert not torch.allclose(logits(tmp_path / "made"), logits(files / "llama-3"), atol=1e-3)
 
 
+@pytest.mark.slow
 def test_shards_are_one_model(files: Path, tmp_path: Path) -> None:
     whole = find_source(str(files / "llama.gguf"))
     assert isinstance(whole, GgufSource)

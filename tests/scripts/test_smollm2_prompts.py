@@ -16,7 +16,7 @@ def test_prompts_of_what_is_installed(tmp_path: Path, monkeypatch: pytest.Monkey
     output = tmp_path / "prompts.jsonl"
     monkeypatch.setattr(sys, "argv", ["smollm2_prompts.py", str(output), "--count", "60"])
     monkeypatch.setattr(smollm2_prompts, "folders", lambda: [ROOT / "ovspec", ROOT / "docs"])
-    monkeypatch.setattr(smollm2_prompts, "metadata", lambda draws: iter(["Name: x\nVersion: 1"] * 99))
+    monkeypatch.setattr(smollm2_prompts, "metadata", lambda _: iter(["Name: x\nVersion: 1"] * 99))
     smollm2_prompts.main()
     chats = [json.loads(line)["messages"] for line in output.read_text("utf-8").splitlines()]
     assert len(chats) == 60

@@ -77,7 +77,7 @@ class Kitchen:
 
 @pytest.fixture(scope="module")
 def real(start: Start) -> Iterator[Running]:
-    server = start(REAL, "--draft", "lookup", "--lookahead", "4", "--temperature", "0")
+    server = start(REAL, "--draft", "lookup", "--lookahead", "4", "--temperature", "0", "--no-tune")
     yield server
     log = server.log.read_text("utf-8")
     assert set(re.findall(r" /v1/\S+ (\d+) ", log)) <= {"200"} and "Error" not in log and "unknown" not in log, log

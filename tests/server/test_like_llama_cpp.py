@@ -49,7 +49,7 @@ CALCULATE = tool("calculate", "expression", {"type": "string"}, "Computes values
 def real(start: Start) -> Running:
     if not REAL.is_dir():
         pytest.skip("the real model could not be fetched")
-    return start(REAL, "--draft", "lookup", "--lookahead", "4", "--temperature", "0")
+    return start(REAL, "--draft", "lookup", "--lookahead", "4", "--temperature", "0", "--no-tune")
 
 
 def answered(server: Running, messages: Any = BOOK, **more: Any) -> Any:

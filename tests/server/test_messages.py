@@ -51,7 +51,7 @@ WEB: Any = {"type": "web_search_20250305", "name": "web_search"}
 
 @pytest.fixture(scope="module")
 def real(start: Start) -> Iterator[Running]:
-    server = start(REAL, "--draft", "lookup", "--lookahead", "4", "--temperature", "0")
+    server = start(REAL, "--draft", "lookup", "--lookahead", "4", "--temperature", "0", "--no-tune")
     yield server
     log = server.log.read_text("utf-8")
     assert set(re.findall(r" /v1/\S+ (\d+) ", log)) <= {"200", "499"} and "Error" not in log, log

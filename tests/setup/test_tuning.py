@@ -31,6 +31,7 @@ def tuned_by_default(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
 
 
+@pytest.mark.slow
 def test_accuracy_is_measured_against_the_right_logits(tmp_path: Path) -> None:
     profile = tune(SMALL, DeviceOptions(cache_dir=tmp_path), effort=Effort(64, (1, 2, 4, 8), 1, True))
     by_setting = {m.setting: m for m in profile.measurements}
