@@ -45,7 +45,7 @@ class Costs:
     narrower inference is filled up to the last width if that takes less time.
 
     Args:
-        measured: the costs of some widths, from a profile; without one, the first width that comes again sets the scale.
+        measured: the costs of some widths, from a profile; without one, the first that comes again sets the scale.
         change: what a change of width adds, if it was measured.
         fills: whether the decoder can fill up an inference.
         most: the most tokens that an inference may have; wider ones are several, see ``FeedRule``.
