@@ -424,8 +424,10 @@ def named(text: str) -> tuple[str, str]:
 def cases_of(args: Any) -> Iterator[Case]:
     """Yield what is asked for, turn by turn. Batches begin with the first chat of a kind."""
     chosen = [chat for chat in chats() if chat.kind in args.kinds and chat.number <= args.prompts]
-    for turn, chat, context, batch in product(range(args.turns), chosen, args.contexts, args.batches):
-        if batch == 1 or chat.number == 1:
+    for turn, chat in product(range(args.turns), chosen):
+        for context, batch in product(args.contexts, args.batches):
+            if batch > 1 and chat.number > 1:
+                continue
             for temperature in args.temperatures:
                 for accept in args.accept if temperature else ["compare"]:
                     yield Case(chat.name, context, batch, temperature, accept, turn)

@@ -203,7 +203,8 @@ def write(checkpoint: Path, prompts: Path, output: Path, seconds: float, device:
 def load_model(checkpoint: Path, device: str) -> Any:
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     gguf = next((file.name for file in checkpoint.glob("*.gguf")), None)
-    model = AutoModelForCausalLM.from_pretrained(
+    models: Any = AutoModelForCausalLM
+    model = models.from_pretrained(
         checkpoint, dtype=dtype, attn_implementation="sdpa", gguf_file=gguf, local_files_only=True
     )
     return model.to(device).eval().requires_grad_(False)
@@ -284,12 +285,14 @@ class Head(nn.Module):
         hidden = config.hidden_size
         self.fc = nn.Linear(len(taps(config)) * hidden, hidden, bias=False)
         self.midlayer = Layer(config, 2 * hidden)
-        self.more = nn.ModuleList(Layer(config, hidden) for _ in range(layers - 1))
-        for layer in self.more:
-            nn.init.zeros_(layer.self_attn["o_proj"].weight)
-            nn.init.zeros_(layer.mlp["down_proj"].weight)
+        more = [Layer(config, hidden) for _ in range(layers - 1)]
+        for layer in more:
+            nn.init.zeros_(layer.self_attn["o_proj"].weight)  # type: ignore[arg-type]
+            nn.init.zeros_(layer.mlp["down_proj"].weight)  # type: ignore[arg-type]
+        self.more = nn.ModuleList(more)
         self.norm = nn.RMSNorm(hidden, config.rms_norm_eps)
         self.lm_head = nn.Linear(hidden, len(ids), bias=False)
+        self.ids: Tensor
         self.register_buffer("ids", ids, persistent=False)
 
     def steps(self, embedded: Tensor, features: Tensor, rotary: Any, steps: int) -> Iterator[Tensor]:
@@ -393,6 +396,7 @@ class Muon:
     @torch.no_grad()
     def step(self, rate: float) -> None:
         for weight, average in zip(self.weights, self.averages, strict=True):
+            assert weight.grad is not None
             average.lerp_(weight.grad, 0.05)
             step = orthogonal(weight.grad.lerp(average, 0.95))
             weight.mul_(1 - 0.01 * rate).add_(step, alpha=-0.2 * rate * max(weight.shape) ** 0.5)
@@ -439,12 +443,9 @@ class Student:
         self.adam.step()
         self.adam.zero_grad(set_to_none=True)
         self.count += 1
-        named = dict(self.head.named_parameters())
-        torch._foreach_lerp_(
-            list(self.averaged.values()),
-            [named[name].detach() for name in self.averaged],
-            (AVERAGED + 1) / (self.count + AVERAGED),
-        )
+        share = (AVERAGED + 1) / (self.count + AVERAGED)
+        for name, weight in self.head.named_parameters():
+            self.averaged[name].lerp_(weight.detach(), share)
         return loss.detach()
 
     def judge(self, *arguments: Any) -> dict[str, Any]:
@@ -492,7 +493,8 @@ def train(checkpoint: Path, folder: Path, start: Path, output: Path, args: argpa
     files = [torch.cat([rows for rows in written if rows.shape[1] == length]) for length in lengths]
     held_out = [rows[::HELD_OUT][: max(1, 20000 // rows.shape[1])] for rows in files]
     files = [rows[torch.arange(len(rows)) % HELD_OUT > 0] for rows in files if len(rows) > 1]
-    counts = sum(torch.bincount(rows.flatten().long(), minlength=model.config.vocab_size) for rows in files)
+    ids_of_all = torch.cat([rows.flatten().long() for rows in files])
+    counts = torch.bincount(ids_of_all, minlength=model.config.vocab_size)
     ids = counts.topk(args.draft_vocabulary).indices.sort().values.to(device)
     features, _, _ = read(model, files[0][:16].to(device).long())
     usual = features[:, 1:].float().square().mean((0, 1)).sqrt().clamp(min=1e-6)

@@ -6,6 +6,7 @@ import argparse
 import itertools
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -26,19 +27,20 @@ TURNS = [[7, 8, 9, 10], [7, 11, 12]]  # 7 ends a turn
 
 
 @pytest.fixture(scope="module")
-def model() -> LlamaForCausalLM:
+def model() -> Any:
     torch.manual_seed(0)
-    config = LlamaConfig(**SIZES, **HEADS, initializer_range=0.3, tie_word_embeddings=True, eos_token_id=7)
+    more: dict[str, Any] = {"initializer_range": 0.3, "tie_word_embeddings": True, "eos_token_id": 7}
+    config = LlamaConfig(**SIZES, **HEADS, **more)
     return LlamaForCausalLM(config).eval().requires_grad_(False)
 
 
-def head_for(model: LlamaForCausalLM, folder: Path) -> Path:
+def head_for(model: Any, folder: Path) -> Path:
     target = model.config.to_dict()
     rope = {"rms_norm_eps": model.config.rms_norm_eps, "intermediate_size": 96}
     return write_head(folder, "specforge", target=target, embedding=False, draft_vocab=200, **rope)
 
 
-def test_rows_are_what_the_model_says(model: LlamaForCausalLM) -> None:
+def test_rows_are_what_the_model_says(model: Any) -> None:
     starts = [[5, 6, 30], [40, 41, 42, 43, 44, 45]]
     rows = write_rows(model, starts, torch.tensor([False, False]), torch.tensor([True, True]), 48, TURNS)
     for row, start in zip(rows, starts, strict=True):
@@ -48,7 +50,7 @@ def test_rows_are_what_the_model_says(model: LlamaForCausalLM) -> None:
     assert (rows >= 0).all()
 
 
-def test_turns_follow_each_other(model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_turns_follow_each_other(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A question ends after two tokens and an answer after three, if the model doesn't end them."""
     for name, most in {"QUESTION": 2, "ANSWER": 3}.items():
         monkeypatch.setattr(f"head_on_gpu.{name}", most)
@@ -66,7 +68,7 @@ def test_loops_are_known() -> None:
 
 
 @pytest.mark.parametrize("layers", [1, 2])
-def test_a_head_guesses_as_ours(model: LlamaForCausalLM, tmp_path: Path, layers: int) -> None:
+def test_a_head_guesses_as_ours(model: Any, tmp_path: Path, layers: int) -> None:
     """A second layer begins by changing nothing."""
     ours = load_head(head_for(model, tmp_path / "head"))
     ids = torch.arange(len(ours.d2t)) + ours.d2t
@@ -95,7 +97,7 @@ def test_a_head_guesses_as_ours(model: LlamaForCausalLM, tmp_path: Path, layers:
 
 
 def test_a_head_learns_and_goes_on(
-    model: LlamaForCausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """From prompts to a checkpoint that load_head takes."""
     for name, value in {"HELD_OUT": 6, "SHORT": 48, "ROUND": 16, "ANSWER": 40, "STEP_TOKENS": 256}.items():
@@ -105,7 +107,9 @@ def test_a_head_learns_and_goes_on(
     model.save_pretrained(tmp_path / "model")
     start = head_for(model, tmp_path / "head")
     one = {"prompts": [[3, 4, 5]], "leads": [[5, 6]], "turns": TURNS}
-    arrays = {name: np.concatenate([np.array(each, np.uint16) for each in lists]) for name, lists in one.items()}
+    arrays: dict[str, Any] = {
+        name: np.concatenate([np.array(each, np.uint16) for each in lists]) for name, lists in one.items()
+    }
     arrays |= {f"{name}_lengths": np.array([len(each) for each in lists]) for name, lists in one.items()}
     np.savez(tmp_path / "prompts.npz", **arrays)
     assert lists_in(tmp_path / "prompts.npz") == one
