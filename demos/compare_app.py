@@ -33,7 +33,7 @@ from ovspec.setup.manifest import DRAFT_FOLDER
 from ovspec.text.chat_template import Message
 
 PROMPT = "import json\n\ndef read_config(path):\n    with open(path) as file:\n"
-QUESTION = "Give me three tips for a good night's sleep."
+QUESTION = "What is the difference between a list and a tuple in Python?"
 DRAFTERS = {"none": "no draft", "draft": "{}", "lookup": "lookup", "lookup,draft": "lookup, then {}"}
 SOURCES = {
     "target": "the target itself",

@@ -43,7 +43,9 @@ ASKED = (
 )
 COMPARED = {
     "A rewriting task: the answer repeats much of the prompt, which lookup proposes.": ("-f", "demos/correct.txt"),
-    "A free answer: it repeats little, so the head proposes.": ("Give me three tips for a good night's sleep.",),
+    "A free answer: it repeats little, so the head proposes.": (
+        "What is the difference between a list and a tuple in Python?",
+    ),
 }
 
 
