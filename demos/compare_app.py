@@ -237,7 +237,7 @@ def build(folder: Path, model: ModelOf, chat: bool) -> gr.Blocks:
             with gr.Column(scale=3, min_width=320):
                 first = QUESTION if chat else PROMPT
                 prompt = gr.Textbox(first, label="Prompt", lines=10, max_lines=20, elem_id="prompt")
-                is_chat = gr.Checkbox(chat, label="A user of a chat says this", elem_id="chat")
+                is_chat = gr.Checkbox(chat, label="Send as a chat message", elem_id="chat")
             with gr.Column(scale=2, min_width=320):
                 drafter = gr.Radio(drafters, value=drafters[-1][1], label="Proposals by", elem_id="drafter")
                 with gr.Row():

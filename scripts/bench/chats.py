@@ -10,7 +10,7 @@ A way is "plain", drafters as ovspec's --draft takes them, or a peer: genai or l
 optimum, torch, or "ovspec", a control in a process of its own. "@K" fixes its lookahead, as in
 "lookup@4" or "genai-head@2". --draft names what a way loads: a head or draft model of ovspec's, "genai-head" the same
 head by 'optimum-cli export openvino --task text-generation-with-past --trust-remote-code', "llamacpp" a GGUF file of
-the model, and "llamacpp-head" one of the head.
+the model, and "llamacpp-head" one of the head, by 'convert_hf_to_gguf.py HEAD --target-model-dir CHECKPOINT'.
 
 Every turn of a chat is a line of FILE as soon as it is measured: stop the bench when you like, and the same command
 goes on; with more kinds, prompts, turns, contexts or batches it adds what is missing. At the end the tables of all that

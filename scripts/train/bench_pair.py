@@ -17,10 +17,9 @@ With --of, the checkpoint of an EAGLE-3 head is widened with its model, and prop
 
 OUT/hf/target and OUT/hf/draft are the checkpoints, OUT/FORMAT the exported pairs; with --of, the draft is the head, if
 there is one. The logits are compared with the small model's, its weights rounded to bf16, and every export with its
-checkpoint. 1b takes
-2.1 GB of disk for the checkpoints, 1.1 for int8 and 0.6 for int4, and about 8 GB of memory. 3b has not been built yet.
-In moe, the target is a mixture of experts (Mixtral): each expert computes what the MLP computed, so it doesn't matter
-which ones a random router chooses.
+checkpoint. 1b takes 2.1 GB of disk for the checkpoints, 1.1 for int8 and 0.6 for int4, and about 8 GB of memory. 3b has
+not been built yet. In moe, the target is a mixture of experts (Mixtral): each expert computes what the MLP computed, so
+it doesn't matter which ones a random router chooses.
 """
 
 from __future__ import annotations

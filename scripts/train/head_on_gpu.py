@@ -4,10 +4,11 @@
     python scripts/train/head_on_gpu.py write CHECKPOINT prompts.npz ROWS --minutes 5
     python scripts/train/head_on_gpu.py train CHECKPOINT ROWS HEAD -o HEADS --minutes 20
 
-'ovspec distill' makes a head on any processor. This is its recipe for a machine that has torch and transformers only:
-'write' lets the model answer the prompts of smollm2_prompts.py and what it asks itself, and 'train' teaches HEAD, which
-'ovspec distill' began; the same command goes on from its state. Features are computed again for each batch, so ROWS
-holds only ids. '--minutes 0 --draft-vocabulary N' leaves a head its most frequent ids.
+'ovspec distill' makes a head on any processor. This is its recipe for a machine with an accelerator, which needs torch
+and transformers only. 'encode' makes ids of the prompts of smollm2_prompts.py, where ovspec is installed. 'write' lets
+the model answer them, and what it asks itself. 'train' teaches HEAD, which 'ovspec distill' began; the same command
+goes on from its state. Features are computed again for each batch, so ROWS holds only ids. With '--minutes 0
+--draft-vocabulary N' a head keeps only its N most frequent ids.
 
 All rows of a file have the same length, and chats go on until it is full: nothing is padded, and no mask is needed.
 """
@@ -41,21 +42,14 @@ WARM_UP, LAST = 100, 0.35  # steps until the rate is the highest; share of the t
 FEATURE_WEIGHT, FADING = 0.5, 0.8  # of the distance from what the lm_head reads; of each later step
 AVERAGED = 12  # the larger, the shorter the average of the weights
 STEP_TOKENS = 8192
-SYSTEMS = (
-    None,
-    "You are a programmer. You write code and explain it.",
-    None,
-    "You are a helpful assistant. Answer briefly.",
-    None,
-    "You are a writer who edits and corrects texts.",
-)
 
 
 # ---------------------------------------------------------------- prompts
 
 
 def encode(checkpoint: Path, prompts: Path, output: Path) -> None:
-    """Write the prompts' ids, and those with which the model asks and answers."""
+    """Write the prompts' ids, and those with which the model asks and answers; needs ovspec."""
+    from ovspec_export.distill.texts import SAID, SYSTEMS
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
@@ -68,15 +62,15 @@ def encode(checkpoint: Path, prompts: Path, output: Path) -> None:
     leads = list[list[int]]()
     for system in SYSTEMS:
         said = [{"role": "system", "content": system}] if system else []
-        whole = tokenizer.apply_chat_template([*said, {"role": "user", "content": "Xq7zv"}], tokenize=False)
-        leads.append(tokenizer(whole.partition("Xq7zv")[0], add_special_tokens=False).input_ids)
-    said = [("user", "Xq7zv"), ("assistant", "Xq7zv"), ("user", "Xq7zv")]
+        whole = tokenizer.apply_chat_template([*said, {"role": "user", "content": SAID}], tokenize=False)
+        leads.append(tokenizer(whole.partition(SAID)[0], add_special_tokens=False).input_ids)
+    said = [("user", SAID), ("assistant", SAID), ("user", SAID)]
     chat = [{"role": role, "content": content} for role, content in said]
-    turns = tokenizer.apply_chat_template(chat, tokenize=False).split("Xq7zv")[1:3]
+    turns = tokenizer.apply_chat_template(chat, tokenize=False).split(SAID)[1:3]
     turns_ids = [tokenizer(turn, add_special_tokens=False).input_ids for turn in turns]
     arrays = {}
     for name, lists in {"prompts": [ids_of(chat) for chat in chats], "leads": leads, "turns": turns_ids}.items():
-        arrays[name] = np.concatenate([np.array(each, np.uint16) for each in lists])
+        arrays[name] = np.concatenate([np.array(each, np.int32) for each in lists])
         arrays[f"{name}_lengths"] = np.array([len(each) for each in lists], np.int32)
     np.savez_compressed(output, **arrays)
 
@@ -404,6 +398,7 @@ class Muon:
 
 
 def orthogonal(matrix: Tensor) -> Tensor:
+    """Return a matrix with about equal singular values, near 1."""
     if len(matrix) > matrix.shape[1]:
         return orthogonal(matrix.T).T
     each = (matrix / (matrix.norm() + 1e-12)).bfloat16()

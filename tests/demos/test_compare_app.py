@@ -251,7 +251,7 @@ def test_one_text_after_the_other(load: Callable[..., ovspec.LanguageModel], mon
 @needs_chromium
 def test_a_user_of_a_chat_asks(page: Page, load: Callable[..., ovspec.LanguageModel]) -> None:
     expected = load(draft=True).generate([{"role": "user", "content": "Why?"}], max_tokens=30, lookahead=4)
-    page.get_by_label("A user of a chat says this").check()
+    page.get_by_label("Send as a chat message").check()
     press(page, "Why?", tokens=30)
     assert texts(page) == [f"Why?\n\n{expected.text}"] * 2
 

@@ -4,8 +4,6 @@ Each key is trace-mode-costs-narrowest. The aims: at most 1.05 times the millise
 at least 0.97 of the speed of plain decoding over any 48 tokens, 0.99 over any 500. For real chats, whose keys are
 trace-costs: 1.05 for each kind, and at least 0.93 of plain decoding for each chat.
 
-"head" are chats, too, where a change of width takes nearly half an inference.
-
 All others are traces of models of 1 to 3 ms, in which a change of width takes as long as a round: a trial of several
 tokens costs two rounds, and a text has to show for how long its kind lasts. These count less than the chats do.
 """
@@ -13,7 +11,6 @@ tokens costs two rounds, and a text has to show for how long its kind lasts. The
 from __future__ import annotations
 
 SLOWER_THAN_BEST = {
-    "head-T0-lookup-profile-1": 1.068,
     "prose-T0-chain-learning-1": 1.09,
     "prose-T0-chain-learning-2": 1.089,
     "prose-T0-chain-profile-1": 1.174,
@@ -62,7 +59,6 @@ SLOWEST_500 = {
     "small-T1-draft-profile-2": 0.99,
 }
 KINDS_SLOWER_THAN_BEST = {
-    "head-T0-lookup-profile-1": 1.068,
     "chats-135m-T0-learning": 1.069,
     "chats-135m-T0-profile": 1.065,
     "chats-135m-T1-learning": 1.053,

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import openvino as ov
 import pytest
 import torch
 from conftest import ROOT
@@ -18,8 +19,10 @@ from heads import write_head
 from ovspec_export.distill.packing import Batch
 from ovspec_export.distill.unroll import unrolled
 from ovspec_export.heads import load_head
-from safetensors.torch import load_file
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from ovspec.ir.compile import target_ids
+from ovspec.ir.heads import read_model
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 6, "vocab_size": 600}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512}
@@ -59,7 +62,7 @@ def test_turns_follow_each_other(model: Any, monkeypatch: pytest.MonkeyPatch) ->
     text = ",".join(map(str, row[2:]))
     turns = [part.split(",") for part in text.replace(",7,8,9,10,", "|").replace(",7,11,12,", "|").split("|")]
     assert len(turns) > 3
-    assert all(len(turn) <= 2 - number % 2 + number % 2 * 2 for number, turn in enumerate(turns[:-1]))
+    assert all(len(turn) <= (2, 3)[number % 2] for number, turn in enumerate(turns[:-1]))
 
 
 def test_loops_are_known() -> None:
@@ -108,7 +111,7 @@ def test_a_head_learns_and_goes_on(
     start = head_for(model, tmp_path / "head")
     one = {"prompts": [[3, 4, 5]], "leads": [[5, 6]], "turns": TURNS}
     arrays: dict[str, Any] = {
-        name: np.concatenate([np.array(each, np.uint16) for each in lists]) for name, lists in one.items()
+        name: np.concatenate([np.array(each, np.int32) for each in lists]) for name, lists in one.items()
     }
     arrays |= {f"{name}_lengths": np.array([len(each) for each in lists]) for name, lists in one.items()}
     np.savez(tmp_path / "prompts.npz", **arrays)
@@ -135,15 +138,34 @@ def test_a_head_learns_and_goes_on(
 
 
 def test_prompts_are_chats_in_the_models_format(tmp_path: Path) -> None:
-    chat = [{"role": "user", "content": "Hello"}]
+    checkpoint = ROOT / "models" / "demo-hf" / "target"
+    chat = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi"}]
+    chat += [{"role": "user", "content": "Bye"}]
     (tmp_path / "prompts.jsonl").write_text(json.dumps({"messages": chat}) + "\n", "utf-8")
-    encode(ROOT / "models" / "demo-hf" / "target", tmp_path / "prompts.jsonl", tmp_path / "prompts.npz")
-    found = lists_in(tmp_path / "prompts.npz")
-    assert len(found["prompts"]) == 1 and len(found["leads"]) == 6 and len(found["turns"]) == 2
+    encode(checkpoint, tmp_path / "prompts.jsonl", tmp_path / "prompts.npz")
+    found, tokenizer = lists_in(tmp_path / "prompts.npz"), AutoTokenizer.from_pretrained(checkpoint)
+    whole = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+    assert [tokenizer.decode(ids) for ids in found["prompts"]] == [whole]
+    question, answer = (tokenizer.decode(ids) for ids in found["turns"])
+    leads = [tokenizer.decode(ids) for ids in found["leads"]]
+    assert whole.startswith(f"{leads[0]}Hello{question}Hi{answer}Bye")
+    assert leads[0] == leads[2] != leads[1]
 
 
 def test_an_ir_gives_back_its_checkpoint(tmp_path: Path) -> None:
+    """The head in torch computes what the IR computes in f32."""
     shipped = ROOT / "models" / "smollm2-head"
     write_checkpoint(shipped, tmp_path / "head")
-    head = load_head(tmp_path / "head")
-    assert head.layout.draft_vocab == len(head.d2t) == len(load_file(tmp_path / "head" / "model.safetensors")["d2t"])
+    head, model = load_head(tmp_path / "head"), read_model(shipped)
+    exact = {"INFERENCE_PRECISION_HINT": "f32", "DYNAMIC_QUANTIZATION_GROUP_SIZE": "0", "KV_CACHE_PRECISION": "f32"}
+    request = ov.Core().compile_model(model, "CPU", exact).create_infer_request()
+    tokens, states, taps = torch.randn(1, 5, 576), torch.randn(1, 5, 576), torch.randn(1, 5, 3 * 576)
+    ones = torch.ones(1, 5, dtype=torch.int64)
+    given = {"inputs_embeds": tokens, "hidden_states": states, "target_hidden_states": taps, "attention_mask": ones}
+    given |= {"position_ids": ones.cumsum(1) - 1, "beam_idx": torch.zeros(1, dtype=torch.int32)}
+    request.infer({name: value.numpy() for name, value in given.items()})
+    logits, hidden, _ = head(tokens, states, ones, ones.cumsum(1) - 1, head.no_cache())
+    for name, expected in {"logits": logits, "hidden": hidden, "fused": head.fuse(taps)}.items():
+        found = torch.from_numpy(request.get_tensor(name).data.copy())
+        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
+    assert target_ids(model).tolist() == (torch.arange(len(head.d2t)) + head.d2t).tolist()  # type: ignore[union-attr]
