@@ -99,7 +99,7 @@ class Distilling:
 
     def run(self, **options: Any) -> int:
         """Distil in this process."""
-        usual: dict[str, Any] = {"tokens": 1000, "minutes": 1.0}
+        usual: dict[str, Any] = {"tokens": 1000, "minutes": 1.0, "size_limit": 0.5}
         return distill_model(DistillOptions(str(self.model), self.output, **usual | options))
 
     def start(self, *arguments: str, **given: Any) -> subprocess.Popen[str]:
@@ -107,7 +107,7 @@ class Distilling:
         environment = {**os.environ, **Distilling(self.folder, self.given | given).environment()}
         command = [sys.executable, "-c", CODE, "distill", str(self.model), "-o", str(self.output)]
         return subprocess.Popen(
-            [*command, "--tokens", "1000", "--minutes", "1", *arguments],
+            [*command, "--tokens", "1000", "--minutes", "1", "--size-limit", "0.5", *arguments],
             env=environment,
             stderr=subprocess.PIPE,
             encoding="utf-8",

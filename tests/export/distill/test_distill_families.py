@@ -43,7 +43,7 @@ def test_a_head_is_trained_and_used(name: str, tmp_path: Path, monkeypatch: pyte
     draws = np.random.default_rng(0)
     texts = [draws.integers(1, VOCAB, DOCUMENT).tolist() for _ in range(20)]
     create_documents(work / DOCUMENTS, [Document(ids, 0, "own", True, i % 10 == 0) for i, ids in enumerate(texts)])
-    layers = planned(DistillOptions(str(ir), tmp_path / "head")).layers
+    layers = planned(DistillOptions(str(ir), tmp_path / "head", size_limit=0.5)).layers
     write_features(str(ir), str(work), layers, 60, 1e9)
     monkeypatch.setattr(training, "tell", lambda **figures: told.append(figures))
     monkeypatch.setattr(training, "REPORT", 0)
@@ -66,4 +66,4 @@ def test_a_head_is_trained_and_used(name: str, tmp_path: Path, monkeypatch: pyte
 def test_families_without_heads_are_refused(name: str, tmp_path: Path) -> None:
     ir = exported(name, tmp_path)
     with pytest.raises(OvspecError, match=r"a head can't be used|layers have keys"):
-        planned(DistillOptions(str(ir), tmp_path / "head"))
+        planned(DistillOptions(str(ir), tmp_path / "head", size_limit=0.5))
