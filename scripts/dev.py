@@ -7,7 +7,7 @@
     python3 scripts/dev.py soak            long series of kills and of draws
     python3 scripts/dev.py test-guidance   the tests of the guidance library, in an environment of their own
     python3 scripts/dev.py lint            ruff, pyright, import-linter; references, lengths and links of the docs
-    python3 scripts/dev.py bench           plain and lookup on real chats, with the options of bench/chats.py
+    python3 scripts/dev.py bench           real chats, plain and with drafters, with the options of bench/chats.py
 
 The first call makes .venv and installs the project with all its extras except guidance, which needs an older
 llguidance; that is installed into .venv-guidance. What the demo and the tests need besides is fetched into the user's
@@ -186,7 +186,8 @@ def main() -> None:
         test(arguments, "soak")
     elif name == "bench":
         if real_model():
-            run(python(), "scripts/bench/chats.py", REAL, "--out", ".cache/bench/chats.jsonl", *arguments)
+            ways = ["--ways", "lookup", "head", "lookup,head", "--draft", f"head={REAL}/draft"]
+            run(python(), "scripts/bench/chats.py", REAL, "--out", ".cache/bench/chats.jsonl", *ways, *arguments)
     elif name == "model":
         sys.exit(None if real_model() else 1)
     else:

@@ -23,8 +23,9 @@ MEASURED_CHANGES = 4  # number of changes that a profile's measurement counts fo
 # One inference counts as no faster or slower than by these factors, and slower by less if it may have made kernels.
 FASTEST, SLOWEST, FIRST_SLOWEST = 0.1, 2.0, 1.1
 # Exponents by which all costs follow an inference's factor, and those of its own width and wider ones besides. Both are
-# larger at first: FIRST_... divided by the inferences so far. An inference may take longer for many reasons, but hardly
-# ever less time than it needs, so costs fall faster than they rise.
+# larger at first: FIRST_... divided by the inferences of its width, or by all since a prompt was read, that included.
+# An inference may take longer for many reasons, but hardly ever less time than it needs, so costs fall faster than they
+# rise.
 ALL_FOLLOW, OWN_FOLLOWS = 0.03, 0.06
 FIRST_RISE, FIRST_FALL, FIRST_OWN = 0.5, 1.0, 0.3
 CHANGE_FOLLOWS = 0.1  # share by which the cost of a change of width follows what it took, 1 / their number at first
@@ -77,7 +78,7 @@ class Costs:
         self._last = 0  # width of the last inference
         self._filled = 0.0  # milliseconds spent on filling since an inference last needed its width
         self._beyond = float(costs[WIDEST] - costs[WIDEST // 2]) / (WIDEST // 2)  # for each further token
-        self._observed = 0
+        self._observed = 0  # inferences since a prompt was read
         self._seen: Counter[int] = Counter()  # inferences of each width
 
     def __call__(self, width: int) -> float:
@@ -109,8 +110,11 @@ class Costs:
         return needed
 
     def skip(self, width: int) -> None:
-        """Note an inference of ``width`` tokens whose time says nothing."""
-        self._last = width
+        """Note an inference of ``width`` tokens whose time says nothing, as it read a prompt.
+
+        The context has another length from now on, which changes all costs alike: they follow almost as at first.
+        """
+        self._last, self._observed = width, 1
 
     def learn(self, width: int, ms: float) -> float:
         """Learn from an inference of ``width`` tokens: adjust that width's cost most, and all others.

@@ -40,10 +40,11 @@ class DraftModel(Drafter):
             return [NOTHING] * len(rows)
         self.decoder.adopt([row.sequence for row in rows])
         # The draft may hold tokens of another text: after a rewind, or of a text before this one.
-        texts = [(rows[index].sequence, self.decoder.rows[index]) for index in going]
-        unseen = sum([max(1, len(text) - common_prefix(text, held)) for text, held in texts])
+        seen = {index: common_prefix(rows[index].sequence, self.decoder.rows[index]) for index in going}
+        unseen = sum(max(1, len(rows[index].sequence) - count) for index, count in seen.items())
+        missed = unseen > WIDEST or not all(seen.values())
         left = [row.draftable(self.name) if budget else 0 for row, budget in zip(rows, budgets, strict=True)]
-        if not lookahead.starts(self.name, unseen, left):
+        if not lookahead.starts(self.name, unseen, left, missed):
             return [NOTHING] * len(rows)
         drafts = [Drafting(row, budget, self._vocabulary) for row, budget in zip(rows, budgets, strict=True)]
         # First feed the tokens that the draft has not read yet, then its own guesses; the last guess is never fed.
@@ -59,7 +60,6 @@ class DraftModel(Drafter):
                     going.remove(index)
                     feed[index] = feed[index][:room]
                 room -= len(feed[index])
-        missed = unseen > WIDEST
         while any(map(len, feed)):
             began, width = time.perf_counter(), lookahead.draft.fill(needed_width(self.decoder, feed))
             logits = self.decoder.feed(feed, [int(index in going) for index in range(len(rows))], width)

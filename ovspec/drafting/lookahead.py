@@ -86,13 +86,16 @@ class Lookahead:
         wider = float(costs[max(self._narrowest, width)] - costs[max(self._narrowest, rows)])
         return self._draft_ms(rows) + missed_ms + wider <= self._allowance(source, rows)
 
-    def starts(self, source: str, unseen: int, remaining: Sequence[int]) -> bool:
-        """Return whether to ask a drafter that must read ``unseen`` tokens; each row has ``remaining`` to generate."""
+    def starts(self, source: str, unseen: int, remaining: Sequence[int], missed: bool = False) -> bool:
+        """Return whether to ask a drafter that must read ``unseen`` tokens; each row has ``remaining`` to generate.
+
+        ``missed``: whether a prompt is among the unseen, which is read once, so its time isn't held against it.
+        """
         if self.fixed is not None:
             return True
         stats, rows = self._stats_of(source), sum(left > 0 for left in remaining)
         catch_up = self._draft_ms(unseen) - self._draft_ms(rows)
-        if not self.affords(source, rows, catch_up if unseen <= WIDEST else 0.0):  # reading a prompt happens once
+        if not self.affords(source, rows, 0.0 if missed else catch_up):
             return False
         # Assume at least the initial acceptance, so that a drafter gets another chance after a while.
         gain = self._expected(max(stats.acceptance.mean, FIRST_ACCEPTANCE), rows)
@@ -176,7 +179,7 @@ class Lookahead:
     # ------------------------------------------------------------ learning from rounds
 
     def note_draft(self, width: int, seconds: float, missed: bool = False) -> None:
-        """Learn from a step of the draft; ``missed``: it also read a prompt, so its time counts for this round only."""
+        """Learn from a step of the draft, which also read a prompt if ``missed``, see ``starts``."""
         usual = self.draft.learn(width, seconds * 1e3)
         self.most_ms -= usual if missed else 0.0
         self._steps_ms = (self._steps_ms or 0.0) + (0.0 if missed else usual)

@@ -7,14 +7,14 @@ MODEL is an exported model with a chat template, such as SmolLM2, or SmolLM2 wid
 is real, unlike the demo pair's. The chats are those of chats.json, the ones for judging first.
 
 A way is "plain", drafters as ovspec's --draft takes them, or a peer: genai or llamacpp, alone or with -lookup or -head,
-optimum, torch, or "ovspec", a control in a process of its own. "@K" fixes its lookahead, as in
-"lookup@4" or "genai-head@2". --draft names what a way loads: a head or draft model of ovspec's, "genai-head" the same
+optimum, torch, or "ovspec", a control in a process of its own. "@K" fixes the lookahead, as in "lookup@4" or
+"genai-head@2"; of peers, only genai's drafters and llamacpp-head take one, and genai's need it. --draft names what a way loads: a head or draft model of ovspec's, "genai-head" the same
 head by 'optimum-cli export openvino --task text-generation-with-past --trust-remote-code', "llamacpp" a GGUF file of
 the model, and "llamacpp-head" one of the head, by 'convert_hf_to_gguf.py HEAD --target-model-dir CHECKPOINT'.
 
 Every turn of a chat is a line of FILE as soon as it is measured: stop the bench when you like, and the same command
-goes on; with more kinds, prompts, turns, contexts or batches it adds what is missing. At the end the tables of all that
-FILE has are printed. Use an idle machine.
+goes on; with more ways, kinds, prompts, turns, contexts or batches it adds what is missing, each time beside plain
+decoding. At the end the tables of all that FILE has are printed. Use an idle machine.
 
 Each answer ends where the model ends it, after --tokens tokens at most; peers generate as many tokens as ovspec, and
 only greedily. A batch has chats of one kind, over again if there are fewer.
@@ -22,6 +22,7 @@ only greedily. A batch has chats of one kind, over again if there are fewer.
 
 from __future__ import annotations
 
+import argparse
 import json
 import shutil
 import statistics
@@ -54,22 +55,27 @@ WARM_UP = 32  # tokens, in which kernels are made for each width
 
 @dataclass(frozen=True)
 class Peer:
-    """A peer in one mode. ``files``: what it loads, MODEL ("ir"), its "checkpoint", or that as "gguf"."""
+    """A peer in one mode.
+
+    files: what it loads, MODEL ("ir"), its "checkpoint", or that as "gguf".
+    lookahead: whether it takes a number of tokens to propose: "no", or it "may" or "must" be given.
+    """
 
     worker: str
     mode: str
     files: str = "ir"
     options: Mapping[str, Any] = field(default_factory=dict)
+    lookahead: str = "no"
 
 
 PEERS = {
     "ovspec": Peer("ovspec", "plain"),
     "genai": Peer("genai", "plain"),
-    "genai-lookup": Peer("genai", "lookup"),
-    "genai-head": Peer("genai", "draft"),
+    "genai-lookup": Peer("genai", "lookup", lookahead="must"),
+    "genai-head": Peer("genai", "draft", lookahead="must"),
     "llamacpp": Peer("llamacpp", "plain", "gguf"),
     "llamacpp-lookup": Peer("llamacpp", "lookup", "gguf"),
-    "llamacpp-head": Peer("llamacpp", "head", "gguf"),
+    "llamacpp-head": Peer("llamacpp", "head", "gguf", lookahead="may"),
     "optimum": Peer("optimum", "plain", options={"runtime": "openvino"}),
     "torch": Peer("optimum", "plain", "checkpoint", {"runtime": "torch"}),
 }
@@ -131,7 +137,7 @@ class Log:
 
     file: Path
     about: dict[str, Any]
-    turns: dict[Case, Turn] = field(default_factory=dict)
+    turns: list[Turn] = field(default_factory=list)  # several of a case, if ways were added
 
     def __post_init__(self) -> None:
         written = self.file.read_bytes() if self.file.exists() else b""
@@ -147,12 +153,15 @@ class Log:
                 raise OvspecError(f"{self.file}: its {name} is {about.get(name)}, not {value}; give another --out.")
         for line in turns:
             texts = {way: Text(**text) for way, text in line["texts"].items()}
-            turn = Turn(Case(**line["case"]), line["prompt_tokens"], texts)
-            self.turns[turn.case] = turn
+            self.turns.append(Turn(Case(**line["case"]), line["prompt_tokens"], texts))
 
     def add(self, turn: Turn) -> None:
         self._append(asdict(turn))
-        self.turns[turn.case] = turn
+        self.turns.append(turn)
+
+    def has(self, case: Case) -> set[str]:
+        """Return the ways in which a case was measured."""
+        return {way for turn in self.turns if turn.case == case for way in turn.texts}
 
     def _append(self, line: dict[str, Any]) -> None:
         with self.file.open("a", encoding="utf-8") as out:
@@ -184,9 +193,14 @@ def way_of(text: str) -> Way:
     """Read a way as it is given.
 
     Raises:
-        ValueError: its lookahead isn't a number.
+        argparse.ArgumentTypeError: its lookahead isn't a number, or a peer doesn't take it or needs it.
     """
     runner, fixed, lookahead = text.partition("@")
+    takes = PEERS[runner].lookahead if runner in PEERS else "may"
+    if fixed and (takes == "no" or not lookahead.isdecimal()):
+        raise argparse.ArgumentTypeError(f"{runner} takes {'no' if takes == 'no' else 'a whole'} number after @: {text}")
+    if takes == "must" and not fixed:
+        raise argparse.ArgumentTypeError(f"{runner} needs the number of tokens to propose, as in {runner}@4")
     return Way(text, runner, int(lookahead) if fixed else None)
 
 
@@ -197,27 +211,23 @@ class Bench:
     lengths: tokens of the greedy answers of a case, which peers have to know.
     """
 
-    ways: list[Way]
     models: dict[str, ovspec.LanguageModel]
     workers: dict[tuple[str, bool], Worker]
     tokens: int
     lengths: dict[tuple[str, int, int], list[int]] = field(default_factory=dict)
 
-    def warm_up(self, chat: Chat) -> None:
+    def warm_up(self, chat: Chat, ways: list[Way], batches: set[int]) -> None:
         prompt = self.models[PLAIN].encode(chat.messages).tolist()
-        for way, temperature in product(self.ways, (0.0, 1.0)):
-            if not way.is_peer:
-                self.text(way, Case(chat.name, 0, 1, temperature, "compare", 0), [prompt], [WARM_UP])
-        for (peer, together), worker in self.workers.items():
-            for way in (way for way in self.ways if way.runner == peer):
-                asked_of(worker, way, [prompt] * (1 + together), [WARM_UP] * (1 + together))
+        for way, batch, temperature in product(ways, batches, (0.0, 1.0)):
+            case = Case(chat.name, 0, batch, temperature, "compare", 0)
+            if way.takes(case):
+                self.text(way, case, [prompt] * batch, [WARM_UP] * batch)
         for model in self.models.values():
             model.use_large_pages()
 
-    def turn(self, case: Case) -> Turn:
-        """Generate the texts of a case in each way, which take turns."""
+    def turn(self, case: Case, ways: list[Way]) -> Turn:
+        """Generate the texts of a case in each of ``ways``, which take turns."""
         prompts = self.prompts(case)
-        ways = [way for way in self.ways if way.takes(case)]
         most = [self.tokens] * case.batch
         if any(way.is_peer for way in ways):
             key = case.chat, case.context, case.batch
@@ -256,10 +266,11 @@ def text_of(results: list[ovspec.Result]) -> Text:
     stats = [result.stats for result in results]
     later = sum(each.generated_tokens - 1 for each in stats)
     decoding = max(each.tpot_ms * (each.generated_tokens - 1) for each in stats)
+    seconds = max(each.ttft_ms + each.tpot_ms * (each.generated_tokens - 1) for each in stats) / 1e3
     first = max(each.ttft_ms for each in stats)
     counts = (sum(getattr(each, name) for each in stats) for name in ("rounds", "proposed", "accepted"))
     tokens = [result.token_ids for result in results]
-    return Text(tokens, (first + decoding) / 1e3, first, decoding / later if later else None, *counts)
+    return Text(tokens, seconds, first, decoding / later if later else None, *counts)
 
 
 def load_models(folder: Path, ways: Iterable[Way], drafts: dict[str, str], arithmetic: Any) -> dict[str, Any]:
@@ -280,9 +291,9 @@ def load_models(folder: Path, ways: Iterable[Way], drafts: dict[str, str], arith
     return found
 
 
-def start(peer: str, together: bool, args: Any, scratch: Path) -> Worker:
+def start(peer: str, together: bool, args: Any, drafts: dict[str, str], scratch: Path) -> Worker:
     """Start a peer's process; raises RuntimeError if it can't be used here."""
-    kind, drafts = PEERS[peer], dict(args.draft)
+    kind = PEERS[peer]
     target, draft, given = args.model, drafts.get(peer), dict(kind.options)
     if peer.endswith("-head") and not draft:
         raise RuntimeError(f"{peer} needs --draft {peer}=PATH")
@@ -308,7 +319,7 @@ def with_its_layers(head: Path, ours: str | None, scratch: Path) -> Path:
         raise RuntimeError("genai-head needs --draft head=PATH, which knows its layers")
     changed = read_model(head)
     changed.set_rt_info([layer - 1 for layer in target_layers(read_model(Path(ours)))], ["hidden_layers_list"])
-    copy = scratch / "genai-head"
+    copy = Path(tempfile.mkdtemp(dir=scratch))  # each process has its own
     shutil.copytree(head, copy, ignore=shutil.ignore_patterns("openvino_model.*"), dirs_exist_ok=True)
     ov.save_model(changed, copy / MODEL_FILE, compress_to_fp16=False)
     return copy
@@ -339,14 +350,14 @@ class Figures:
         return self.middle(way, lambda turn, text: text.ttft_ms and text.ttft_ms / turn.prompt_tokens, 2)
 
     def speeds(self, way: str) -> list[float]:
-        """Return the speed of ``way`` as a multiple of plain decoding's in each turn."""
+        """Return the speed of ``way`` as a multiple of plain decoding's in each turn: of batches with their prompts."""
         found = []
         for turn in (turn for turn in self.turns if way in turn.texts):
             text, plain = turn.texts[way], turn.texts[PLAIN]
-            if text.tpot_ms and plain.tpot_ms:
-                found.append(plain.tpot_ms / text.tpot_ms)
-            elif len(text.tokens) > 1:
+            if turn.case.batch > 1:
                 found.append(plain.seconds / text.seconds)
+            elif text.tpot_ms and plain.tpot_ms:
+                found.append(plain.tpot_ms / text.tpot_ms)
         return found
 
     def speed(self, way: str) -> str | None:
@@ -356,14 +367,18 @@ class Figures:
             return None
         return "{:.2f} ({:.2f} to {:.2f})".format(statistics.median(values), *median_interval(values))
 
-    def rates(self, way: str) -> tuple[str | None, str | None]:
-        """Return tokens per round, and accepted of proposed tokens; None for peers."""
-        texts = [turn.texts[way] for turn in self.turns if way in turn.texts]
-        rounds, proposed, accepted = (
-            sum(getattr(text, name) for text in texts) for name in ("rounds", "proposed", "accepted")
-        )
-        tokens = sum(len(each) for text in texts for each in text.tokens)
-        return (f"{tokens / rounds:.2f}" if rounds else None), (f"{accepted} of {proposed}" if proposed else None)
+    def texts(self, way: str) -> list[Text]:
+        return [turn.texts[way] for turn in self.turns if way in turn.texts]
+
+    def tokens_per_round(self, way: str) -> str | None:
+        rounds = sum(text.rounds for text in self.texts(way))
+        tokens = sum(len(each) for text in self.texts(way) for each in text.tokens)
+        return f"{tokens / rounds:.2f}" if rounds else None
+
+    def accepted(self, way: str) -> str | None:
+        """Return accepted of proposed tokens; None for peers."""
+        proposed, accepted = (sum(getattr(text, name) for text in self.texts(way)) for name in ("proposed", "accepted"))
+        return f"{accepted} of {proposed}" if proposed else None
 
     def equal(self, way: str) -> str:
         """Return how many texts are those of plain decoding."""
@@ -378,29 +393,37 @@ class Figures:
 
 def groups(log: Log) -> Iterator[tuple[str, Figures]]:
     """Yield the title and the figures of each table."""
-    for group in sorted({turn.case.group for turn in log.turns.values()}):
+    for group in sorted({turn.case.group for turn in log.turns}):
         batch, context, temperature, accept = group
         size = "One at a time" if batch == 1 else f"Batches of {batch}"
         length = f"a context of {context:,} tokens" if context else "the chats as they are"
         rule = f"T={temperature:g}, by {accept}" if temperature else "greedy"
-        yield f"{size}, {length}, {rule}", Figures([turn for turn in log.turns.values() if turn.case.group == group])
+        yield f"{size}, {length}, {rule}", Figures([turn for turn in log.turns if turn.case.group == group])
 
 
 def print_tables(log: Log) -> None:
     print("Speeds are multiples of plain decoding's in the same turn: medians with their 95 % intervals.")
+    print("Those of batches are with reading the prompts.")
     for title, every in groups(log):
         parts = {kind: every.of(lambda chat, kind=kind: chat.kind == kind) for kind in KINDS}
         parts |= {"for judging": every.of(lambda chat: chat.judge), "others": every.of(lambda chat: not chat.judge)}
         parts = {name: figures for name, figures in parts.items() if figures.turns}
         ways = list(dict.fromkeys(way for turn in every.turns for way in turn.texts))
         print(f"\n{title}:\n")
-        table = Table("way", "ms a token", *parts, "tokens a round", "accepted", "equal texts")
-        for way in sorted(ways, key=lambda way: (way != PLAIN, way.partition("@")[0] in PEERS)):
+        ways.sort(key=lambda way: (way != PLAIN, way.partition("@")[0] in PEERS))
+        table = Table("way", "ms a token", *parts, "accepted", "equal texts")
+        for way in ways:
             speeds = (None if way == PLAIN else figures.speed(way) for figures in parts.values())
-            rates = (None, None) if way == PLAIN else every.rates(way)
-            table.row(way, every.ms(way), *speeds, *rates, None if way == PLAIN else every.equal(way))
+            counts = (None, None) if way == PLAIN else (every.accepted(way), every.equal(way))
+            table.row(way, every.ms(way), *speeds, *counts)
+        drafting = [way for way in ways if every.accepted(way)]
+        if drafting:
+            print("\nTokens a round:\n")
+            table = Table("way", *parts)
+            for way in drafting:
+                table.row(way, *(figures.tokens_per_round(way) for figures in parts.values()))
     print("\nMilliseconds per token of the prompt, until the first token:\n")
-    alone = Figures([turn for turn in log.turns.values() if turn.case.batch == 1 and not turn.case.temperature])
+    alone = Figures([turn for turn in log.turns if turn.case.batch == 1 and not turn.case.temperature])
     peers = [peer for peer in PEERS if any(peer in turn.texts for turn in alone.turns)]
     table = Table("kind", "tokens", "plain", *peers)
     for kind in KINDS:
@@ -437,7 +460,7 @@ def main() -> None:
     parser = options(__doc__)
     parser.add_argument("model", type=Path, metavar="MODEL")
     parser.add_argument("--out", type=Path, required=True, metavar="FILE")
-    parser.add_argument("--ways", type=way_of, nargs="+", default=["plain", "lookup"], metavar="WAY")
+    parser.add_argument("--ways", type=way_of, nargs="+", default=[way_of(LOOKUP)], metavar="WAY")
     parser.add_argument("--draft", type=named, action="append", default=[], metavar="NAME=PATH")
     parser.add_argument("--checkpoint", type=Path, metavar="DIR", help="what MODEL was exported from, for llamacpp")
     parser.add_argument("--gguf", choices=("q8_0", "q4_0"), default="q8_0", help="its weights in llama.cpp")
@@ -453,34 +476,30 @@ def main() -> None:
     parser.add_argument("--isa", help="cap OpenVINO to this instruction set, such as AVX2")
     args = parser.parse_args()
     cap(args.isa)
-    ways = [way_of(way) if isinstance(way, str) else way for way in args.ways]
-    ways = ways if any(way.name == PLAIN for way in ways) else [way_of(PLAIN), *ways]
-    drafts = dict(args.draft)
+    ways = [way_of(PLAIN), *(way for way in args.ways if way.name != PLAIN)]
+    drafts = {name: str(Path(path).resolve()) for name, path in args.draft}
     here = machine().rpartition(", ")[0]  # without the month
     about = {"model": str(args.model.resolve()), "tokens": args.tokens, "machine": here, "isa": instruction_set()}
-    log = Log(args.out, about | {"arithmetic": args.arithmetic, "draft": drafts})
-    asked = list(cases_of(args))
-    missing = [
-        case
-        for case in asked
-        if case not in log.turns or not log.turns[case].texts.keys() >= {way.name for way in ways if way.takes(case)}
-    ]
+    log = Log(args.out, about | {"arithmetic": args.arithmetic, "gguf": args.gguf, "draft": drafts})
+    plain, *others = ways
+    missing = dict[Case, list[Way]]()
+    for case in cases_of(args):
+        has = log.has(case)
+        new = [way for way in others if way.takes(case) and way.name not in has]
+        if new or not has:
+            missing[case] = [plain, *new]
     if missing:
         with ExitStack() as stack:
             scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-            needed = {
-                (way.runner, case.batch > 1): None
-                for case in missing
-                for way in ways
-                if way.is_peer and way.takes(case)
-            }
-            workers = {each: stack.enter_context(start(*each, args, scratch)) for each in needed}
-            bench = Bench(ways, load_models(args.model, ways, drafts, args.arithmetic), workers, args.tokens)
-            bench.warm_up(chats()[0])
-            for place, case in enumerate(missing, 1):
+            needed = dict.fromkeys(way for each in missing.values() for way in each)
+            peers = {(way.runner, case.batch > 1): 0 for case, each in missing.items() for way in each if way.is_peer}
+            workers = {each: stack.enter_context(start(*each, args, drafts, scratch)) for each in peers}
+            bench = Bench(load_models(args.model, needed, drafts, args.arithmetic), workers, args.tokens)
+            bench.warm_up(chats()[0], list(needed), {case.batch for case in missing})
+            for place, (case, each) in enumerate(missing.items(), 1):
                 what = f"turn {case.turn + 1}, {case.chat}, {', '.join(map(str, case.group))}"
                 print(f"{place} of {len(missing)}: {what}", file=sys.stderr, flush=True)
-                log.add(bench.turn(case))
+                log.add(bench.turn(case, each))
     print(f"{args.model.name} on {machine()}, {instruction_set()}\n")
     print_tables(log)
 

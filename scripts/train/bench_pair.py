@@ -113,7 +113,7 @@ def widen(weights: dict[str, torch.Tensor], config: dict[str, Any], shape: Shape
         raise ValueError("a model can only be made wider, by a power of two, with at least twice the MLP units")
     if unknown := [name for name in weights if not re.fullmatch(LLAMA_WEIGHTS, name)]:
         raise ValueError(f"{unknown[0]} is not a weight of Llama; give a checkpoint with Llama's layers and no biases")
-    copies = 2 ** int(math.log2(shape.mlp // mlp))  # of each MLP unit
+    copies = mlp_copies(shape, config)
     groups = heads // kv_heads if attention == "mha" else 1
 
     def read(name: str, layer: int) -> torch.Tensor:
@@ -253,6 +253,11 @@ def make_head(source: Path, folder: Path, repeat: int, copies: int) -> float:
     return float((after - before).abs().max() / before.std())
 
 
+def mlp_copies(shape: Shape, config: dict[str, Any]) -> int:
+    """Return how often each MLP unit is copied, a power of two."""
+    return 2 ** int(math.log2(shape.mlp // config["intermediate_size"]))
+
+
 def shape_of(source: Path, repeat: int, mlp: int | None) -> Shape:
     """Return the shape of a widened checkpoint with all its layers; ``mlp``: None takes twice its MLP units."""
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
@@ -307,16 +312,18 @@ def main() -> None:
     parser.add_argument("--size", choices=SIZES, default="1b", help="of the demo pair's widened models")
     parser.add_argument("--of", type=Path, metavar="CHECKPOINT", help="widen this Llama checkpoint, without a draft")
     parser.add_argument("--head", type=Path, metavar="HEAD", help="with --of: widen this checkpoint of its head, too")
-    parser.add_argument("--repeat", type=int, default=4, help="with --of: copies of each hidden unit, a power of two")
+    parser.add_argument("--repeat", type=int, help="with --of: copies of each hidden unit, a power of two  [default: 4]")
     parser.add_argument("--mlp", type=int, help="with --of: MLP units of a layer  [default: twice the checkpoint's]")
     parser.add_argument("--attention", choices=("gqa", "mha"), default="gqa")
     parser.add_argument("--vocab", type=int, default=32000, help="number of ids, unless the checkpoint has more")
     parser.add_argument("--weight-format", nargs="+", default=["int8"], help="as in 'ovspec export'")
     args = parser.parse_args()
+    if not args.of and (args.head or args.repeat or args.mlp):
+        parser.error("--head, --repeat and --mlp need --of")
     checkpoints = args.out / "hf"
     sources = {name: (DEMO / name, shape) for name, shape in SIZES[args.size].items()}
     if args.of:
-        sources = {"target": (args.of, shape_of(args.of, args.repeat, args.mlp))}
+        sources = {"target": (args.of, shape_of(args.of, args.repeat or 4, args.mlp))}
     for name, (source, shape) in sources.items():
         count = make_checkpoint(source, checkpoints / name, shape, args.vocab, args.attention)
         moved = check(source, checkpoints / name)
@@ -324,11 +331,10 @@ def main() -> None:
         if moved > 1e-3:
             sys.exit(f"{name}: widening changed its logits")
     draft = checkpoints / "draft" if "draft" in sources else None
-    if args.head and args.of:
-        draft, shape = checkpoints / "head", sources["target"][1]
+    if args.of and args.head:
+        draft, shape = checkpoints / "draft", sources["target"][1]
         config = json.loads((args.of / "config.json").read_text(encoding="utf-8"))
-        copies = 2 ** int(math.log2(shape.mlp // config["intermediate_size"]))  # as in ``widen``
-        moved = make_head(args.head, draft, shape.repeat, copies)
+        moved = make_head(args.head, draft, shape.repeat, mlp_copies(shape, config))
         print(f"head: logits moved by {moved:.0e} of their spread", flush=True)
         if moved > 1e-3:
             sys.exit("head: widening changed its logits")

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import re
 import shutil
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,7 @@ import torch
 from ovspec_export.distill.head import their_name
 from safetensors.torch import save_file
 
+from ovspec.base.errors import OvspecError
 from ovspec.base.files import read_json
 from ovspec.ir.compile import target_ids
 from ovspec.ir.heads import read_model
@@ -27,8 +29,9 @@ NORM = re.compile(r"__module\.head\.(.*norm)/")
 
 
 def write_checkpoint(head: Path, output: Path) -> None:
-    """Write ``output``; raises OvspecError if ``head`` can't be read."""
+    """Write ``output``; raises OvspecError if ``head`` can't be read, or is no head in int8 with ids of its own."""
     model = read_model(head)
+    ids = target_ids(model)
     constants = {node.get_friendly_name(): node for node in model.get_ops() if node.get_type_name() == "Constant"}
 
     def values(name: str) -> np.ndarray:
@@ -37,14 +40,17 @@ def write_checkpoint(head: Path, output: Path) -> None:
     tensors = dict[str, np.ndarray]()
     for name, node in constants.items():
         if matrix := MATRIX.match(name):
+            if f"{name}/scale" not in constants or node.get_element_type().bitwidth != 8:
+                raise OvspecError(f"{head}: its weights aren't in int8; export it with --draft-weight-format int8.")
             zero = values(f"{name}/zero_point") if f"{name}/zero_point" in constants else 0
             tensors[matrix[1]] = (values(name) - zero) * values(f"{name}/scale")
         for use in node.output(0).get_target_inputs():
             if norm := NORM.match(use.get_node().get_friendly_name()):
                 tensors[f"{norm[1]}.weight"] = values(name).reshape(-1)
     weights = {their_name(name): torch.from_numpy(tensor.copy()) for name, tensor in tensors.items()}
-    ids, vocabulary = target_ids(model), read_json(head / "config.json")["vocab_size"]
-    assert ids is not None, "a head has its ids"
+    if ids is None or "d2t" in weights or not weights:
+        raise OvspecError(f"{head}: not a head that proposes some of its target's ids.")
+    vocabulary = read_json(head / "config.json")["vocab_size"]
     own = torch.from_numpy(ids.astype(np.int64))
     weights["d2t"] = own - torch.arange(len(own))
     weights["t2d"] = torch.zeros(vocabulary, dtype=torch.bool).index_fill_(0, own, True)
@@ -58,7 +64,10 @@ def main() -> None:
     parser.add_argument("head", type=Path)
     parser.add_argument("output", type=Path)
     args = parser.parse_args()
-    write_checkpoint(args.head, args.output)
+    try:
+        write_checkpoint(args.head, args.output)
+    except (OvspecError, OSError) as error:
+        sys.exit(f"Error: {error}")
     print(args.output)
 
 

@@ -1,14 +1,15 @@
-"""Go on with an EAGLE-3 head of a Llama on an accelerator, which reads 20 times as many tokens a second as two cores.
+"""Go on with an EAGLE-3 head of a Llama on an accelerator.
 
     python scripts/train/head_on_gpu.py encode CHECKPOINT prompts.jsonl prompts.npz
     python scripts/train/head_on_gpu.py write CHECKPOINT prompts.npz ROWS --minutes 5
     python scripts/train/head_on_gpu.py train CHECKPOINT ROWS HEAD -o HEADS --minutes 20
+    python scripts/train/head_on_gpu.py train CHECKPOINT ROWS HEADS/head -o LESS --minutes 0 --draft-vocabulary 10240
 
 'ovspec distill' makes a head on any processor. This is its recipe for a machine with an accelerator, which needs torch
 and transformers only. 'encode' makes ids of the prompts of smollm2_prompts.py, where ovspec is installed. 'write' lets
 the model answer them, and what it asks itself. 'train' teaches HEAD, which 'ovspec distill' began; the same command
-goes on from its state. Features are computed again for each batch, so ROWS holds only ids. With '--minutes 0
---draft-vocabulary N' a head keeps only its N most frequent ids.
+goes on from its state. Features are computed again for each batch, so ROWS holds only ids. In no minutes, as in the
+last line, a head keeps only its most frequent ids.
 
 All rows of a file have the same length, and chats go on until it is full: nothing is padded, and no mask is needed.
 """
@@ -18,6 +19,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -52,7 +54,7 @@ def encode(checkpoint: Path, prompts: Path, output: Path) -> None:
     from ovspec_export.distill.texts import SAID, SYSTEMS
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint, gguf_file=gguf_in(checkpoint))
 
     def ids_of(messages: list[dict[str, str]]) -> list[int]:
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
@@ -163,6 +165,8 @@ def write(checkpoint: Path, prompts: Path, output: Path, seconds: float, device:
     share: of the prompts that are answered.
     """
     output.mkdir(parents=True, exist_ok=True)
+    if any(output.iterdir()):
+        raise ValueError(f"{output}: isn't empty; give another folder")
     model, draws, given = load_model(checkpoint, device), np.random.default_rng(0), lists_in(prompts)
     config, total, number, began = model.config, 0, 0, time.monotonic()
     torch.manual_seed(int(time.time()))
@@ -196,12 +200,14 @@ def write(checkpoint: Path, prompts: Path, output: Path, seconds: float, device:
 
 def load_model(checkpoint: Path, device: str) -> Any:
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    gguf = next((file.name for file in checkpoint.glob("*.gguf")), None)
     models: Any = AutoModelForCausalLM
-    model = models.from_pretrained(
-        checkpoint, dtype=dtype, attn_implementation="sdpa", gguf_file=gguf, local_files_only=True
-    )
+    usual = {"dtype": dtype, "attn_implementation": "sdpa", "local_files_only": True}
+    model = models.from_pretrained(checkpoint, gguf_file=gguf_in(checkpoint), **usual)
     return model.to(device).eval().requires_grad_(False)
+
+
+def gguf_in(checkpoint: Path) -> str | None:
+    return next((file.name for file in checkpoint.glob("*.gguf")), None)
 
 
 # ---------------------------------------------------------------- a head
@@ -215,10 +221,10 @@ def taps(config: Any) -> tuple[int, ...]:
 class Layer(nn.Module):
     """A decoder layer that guesses for all entries of a row at once, several steps deep."""
 
-    def __init__(self, config: Any, width: int) -> None:
+    def __init__(self, config: Any) -> None:
         super().__init__()
         hidden, self.heads, self.kv_heads = config.hidden_size, config.num_attention_heads, config.num_key_value_heads
-        self.width, eps = config.head_dim, config.rms_norm_eps
+        self.width, eps, width = config.head_dim, config.rms_norm_eps, 2 * hidden
         attention = {
             "q_proj": nn.Linear(width, self.heads * self.width, bias=False),
             "k_proj": nn.Linear(width, self.kv_heads * self.width, bias=False),
@@ -231,18 +237,12 @@ class Layer(nn.Module):
             "down_proj": nn.Linear(config.intermediate_size, hidden, bias=False),
         }
         self.self_attn, self.mlp = nn.ModuleDict(attention), nn.ModuleDict(mlp)
-        self.input_layernorm, self.post_attention_layernorm = nn.RMSNorm(hidden, eps), nn.RMSNorm(hidden, eps)
-        if width > hidden:
-            self.hidden_norm = nn.RMSNorm(hidden, eps)
+        self.input_layernorm, self.hidden_norm = nn.RMSNorm(hidden, eps), nn.RMSNorm(hidden, eps)
+        self.post_attention_layernorm = nn.RMSNorm(hidden, eps)
 
-    def forward(
-        self, embedded: Tensor | None, states: Tensor, rotary: Any, past: list[tuple[Tensor, Tensor]]
-    ) -> Tensor:
+    def forward(self, embedded: Tensor, states: Tensor, rotary: Any, past: list[tuple[Tensor, Tensor]]) -> Tensor:
         """Return the output [rows, entries, hidden] of the next step, and add its keys and values to ``past``."""
-        if embedded is None:
-            read = self.input_layernorm(states)
-        else:
-            read = torch.cat((self.input_layernorm(embedded), self.hidden_norm(states)), -1)
+        read = torch.cat((self.input_layernorm(embedded), self.hidden_norm(states)), -1)
         rows, entries = read.shape[:2]
         heads = [
             self.self_attn[f"{name}_proj"](read).view(rows, entries, -1, self.width).transpose(1, 2) for name in "qkv"
@@ -274,16 +274,11 @@ class Layer(nn.Module):
 class Head(nn.Module):
     """A head with the names of AngelSlim's format, in units of the features' usual sizes."""
 
-    def __init__(self, config: Any, ids: Tensor, layers: int) -> None:
+    def __init__(self, config: Any, ids: Tensor) -> None:
         super().__init__()
         hidden = config.hidden_size
         self.fc = nn.Linear(len(taps(config)) * hidden, hidden, bias=False)
-        self.midlayer = Layer(config, 2 * hidden)
-        more = [Layer(config, hidden) for _ in range(layers - 1)]
-        for layer in more:
-            nn.init.zeros_(layer.self_attn["o_proj"].weight)  # type: ignore[arg-type]
-            nn.init.zeros_(layer.mlp["down_proj"].weight)  # type: ignore[arg-type]
-        self.more = nn.ModuleList(more)
+        self.midlayer = Layer(config)
         self.norm = nn.RMSNorm(hidden, config.rms_norm_eps)
         self.lm_head = nn.Linear(hidden, len(ids), bias=False)
         self.ids: Tensor
@@ -292,13 +287,11 @@ class Head(nn.Module):
     def steps(self, embedded: Tensor, features: Tensor, rotary: Any, steps: int) -> Iterator[Tensor]:
         """Yield each step's output, which has an entry fewer than the one before. embedded: of the entries' tokens."""
         states, entries = self.fc(features), embedded.shape[1]
-        past: list[list[tuple[Tensor, Tensor]]] = [[] for _ in range(1 + len(self.more))]
+        past: list[tuple[Tensor, Tensor]] = []
         for step in range(steps):
             places = slice(step, entries)
             turned = tuple(each[:, places] for each in rotary)
-            states = self.midlayer(embedded[:, places], states[:, : entries - step], turned, past[0])
-            for layer, before in zip(self.more, past[1:], strict=True):
-                states = layer(None, states, turned, before)
+            states = self.midlayer(embedded[:, places], states[:, : entries - step], turned, past)
             yield states
 
     def begin(self, folder: Path, rows: Tensor, usual: Tensor) -> None:
@@ -309,7 +302,7 @@ class Head(nn.Module):
         whole[old] = tensors.pop("lm_head.weight").float()
         weights = {name: tensor.float() for name, tensor in tensors.items() if name not in ("d2t", "t2d")}
         weights |= {"lm_head.weight": whole[self.ids], "fc.weight": weights["fc.weight"] * usual}
-        self.load_state_dict(weights, strict=not self.more)
+        self.load_state_dict(weights)
 
 
 @torch.no_grad()
@@ -490,31 +483,34 @@ def train(checkpoint: Path, folder: Path, start: Path, output: Path, args: argpa
     files = [rows[torch.arange(len(rows)) % HELD_OUT > 0] for rows in files if len(rows) > 1]
     ids_of_all = torch.cat([rows.flatten().long() for rows in files])
     counts = torch.bincount(ids_of_all, minlength=model.config.vocab_size)
-    ids = counts.topk(args.draft_vocabulary).indices.sort().values.to(device)
-    features, _, _ = read(model, files[0][:16].to(device).long())
-    usual = features[:, 1:].float().square().mean((0, 1)).sqrt().clamp(min=1e-6)
+    state = output / "state.pt"
+    saved = torch.load(state, device) if state.is_file() else {}
+    if saved:
+        ids, usual = saved["ids"], saved["usual"]
+    else:
+        ids = counts.topk(args.draft_vocabulary).indices.sort().values.to(device)
+        features, _, _ = read(model, files[0][:16].to(device).long())
+        usual = features[:, 1:].float().square().mean((0, 1)).sqrt().clamp(min=1e-6)
+    if len(ids) != args.draft_vocabulary:
+        raise ValueError(f"{state}: its heads propose {len(ids)} ids, not {args.draft_vocabulary}; give another folder")
     total = sum(rows.numel() for rows in files)
     print(
         f"{total:,} tokens in {sum(map(len, files)):,} rows; {counts[ids.cpu()].sum() / total:.4f} can be proposed",
         flush=True,
     )
-    torch.manual_seed(0)
     students = list[Student]()
     for variant in args.variants.split(","):
-        name, steps, layers, accepted_weight = variant.split(":")
+        name, steps, accepted_weight = variant.split(":")
         with torch.device(device):
-            head = Head(model.config, ids, int(layers))
+            head = Head(model.config, ids)
         head.begin(start, model.lm_head.weight, usual)
-        students.append(Student(name, head, int(steps), float(accepted_weight)))
-    state = output / "state.pt"
-    if state.is_file():
-        saved = torch.load(state, device)
-        usual = saved["usual"]
-        for student in students:
-            own = saved[student.name]
+        students.append(student := Student(name, head, int(steps), float(accepted_weight)))
+        if name in saved:
+            own = saved[name]
             student.head.load_state_dict(own["weights"])
             student.averaged, student.muon.averages, student.count = own["averaged"], own["muon"], own["count"]
             student.adam.load_state_dict(own["adam"])
+    torch.manual_seed(max(student.count for student in students))  # each run has an order of its own
     seconds, seen, step, reported = args.minutes * 60, 0, 0, time.monotonic()
     loop = time.monotonic()
     for rows in batches(files, device):
@@ -534,7 +530,7 @@ def train(checkpoint: Path, folder: Path, start: Path, output: Path, args: argpa
         print(student.name, json.dumps(student.judge(model, held_out, usual, 6)), flush=True)
         student.write(output / student.name, start, model.config.vocab_size, usual)
     torch.save(
-        {"usual": usual}
+        {"ids": ids, "usual": usual}
         | {
             each.name: {
                 "weights": each.head.state_dict(),
@@ -552,25 +548,34 @@ def train(checkpoint: Path, folder: Path, start: Path, output: Path, args: argpa
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("encode", "write", "train"))
-    parser.add_argument("checkpoint", type=Path)
-    parser.add_argument("input", type=Path)
-    parser.add_argument("start", type=Path, help="the output of 'encode' and 'write', or the head to begin with")
-    parser.add_argument("-o", "--output", type=Path, default=Path("head"))
-    parser.add_argument("--minutes", type=float, default=5)
-    parser.add_argument("--share", type=float, default=1.0, help="of the prompts that are answered")
-    parser.add_argument("--variants", default="head:4:1:0", help="name:steps:layers:weight of what is accepted, ...")
-    parser.add_argument("--fall", action="store_true", help="let the rate fall to nothing at the end")
-    parser.add_argument("--draft-vocabulary", type=int, default=16384, help="tokens that the head can propose")
-    parser.add_argument("--torch-device", default="cuda")
+    commands = parser.add_subparsers(dest="command", required=True)
+    encoding, writing, training = (commands.add_parser(name) for name in ("encode", "write", "train"))
+    for command, arguments in {
+        encoding: ("checkpoint", "prompts", "output"),
+        writing: ("checkpoint", "prompts", "output"),
+        training: ("checkpoint", "rows", "head"),
+    }.items():
+        for name in arguments:
+            command.add_argument(name, type=Path, metavar=name.upper())
+    for command in (writing, training):
+        command.add_argument("--minutes", type=float, default=5)
+        command.add_argument("--torch-device", default="cuda")
+    writing.add_argument("--share", type=float, default=1.0, help="of the prompts that are answered")
+    training.add_argument("-o", "--output", type=Path, required=True, metavar="HEADS")
+    training.add_argument("--variants", default="head:5:0.3", help="name:steps:weight of what is accepted, ...")
+    training.add_argument("--fall", action="store_true", help="let the rate fall to nothing at the end")
+    training.add_argument("--draft-vocabulary", type=int, default=16384, help="tokens that the head can propose")
     args = parser.parse_args()
-    if args.what == "encode":
-        encode(args.checkpoint, args.input, args.start)
-    elif args.what == "write":
-        write(args.checkpoint, args.input, args.start, 60 * args.minutes, args.torch_device, args.share)
+    if args.command == "encode":
+        encode(args.checkpoint, args.prompts, args.output)
+    elif args.command == "write":
+        write(args.checkpoint, args.prompts, args.output, 60 * args.minutes, args.torch_device, args.share)
     else:
-        train(args.checkpoint, args.input, args.start, args.output, args)
+        train(args.checkpoint, args.rows, args.head, args.output, args)
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except (ValueError, OSError) as error:
+        sys.exit(f"Error: {error}")

@@ -99,8 +99,8 @@ def replay(lookahead: Lookahead, mode: str, text: dict[str, Any], machine: Machi
             confidence, right = text["draft"][place]
             most = min(remaining, lookahead.most, len(confidence))
             guesses: list[Guess] = []
-            if most and lookahead.starts("draft", PROMPT + place - seen, [remaining]):
-                needed = PROMPT + place - seen
+            needed = PROMPT + place - seen
+            if most and lookahead.starts("draft", needed, [remaining], needed > WIDEST):
                 while True:
                     width = lookahead.draft.fill(needed)
                     ms = machine.time(machine.draft_ms, width)
@@ -371,7 +371,7 @@ def test_a_draft_reads_as_much_of_prompts_as_a_round_has_time_for() -> None:
 def test_reading_a_long_prompt_does_not_count_against_the_draft() -> None:
     lookahead = Lookahead(None, Costs({1: 40.0, 2: 44.0, 16: 80.0}, 0.0), Costs({1: 4.0, 2: 4.1, 16: 8.0}, 0.0))
     guesses = [Proposal(np.arange(2), np.array([0.9, 0.9]), source="draft")]
-    assert lookahead.starts("draft", 2000, [200])
+    assert lookahead.starts("draft", 2000, [200], missed=True)
     lookahead.note_draft(2000, 0.5, missed=True)
     lookahead.note_draft(1, 0.004)
     lookahead.learn(RoundOutcome([(guesses[0], 2)], 3, 0, False, 0.504, 0.0468))
@@ -379,8 +379,25 @@ def test_reading_a_long_prompt_does_not_count_against_the_draft() -> None:
     assert lookahead._drafter_stats["draft"].ms == pytest.approx(4 + 46.8, rel=0.03)
     fresh = Lookahead(None, lookahead.target, lookahead.draft)
     for _ in range(20):
-        assert not fresh.starts("draft", 2000, [3]), "reading isn't worth it for three tokens"
-    assert fresh.starts("draft", 2000, [200]), "but it is for a longer text"
+        assert not fresh.starts("draft", 2000, [3], missed=True), "reading isn't worth it for three tokens"
+    assert fresh.starts("draft", 2000, [200], missed=True), "but it is for a longer text"
+
+
+def test_another_context_changes_all_costs_alike() -> None:
+    """After a long document, plain rounds of a short text tell what several tokens cost there, too."""
+    costs = Costs({1: 16.0, 2: 20.0, 8: 32.0}, 0.0)
+    costs.skip(40)
+    for _ in range(100):
+        costs.learn(1, 10.0)
+    assert costs(1) == pytest.approx(10.0, rel=0.01)
+    assert costs(2) == pytest.approx(12.5, rel=0.1) and costs(8) == pytest.approx(20.0, rel=0.1)
+
+
+def test_a_short_prompt_is_not_held_against_a_draft() -> None:
+    """Its reading costs more than a draft may lose at first, but happens once."""
+    lookahead = Lookahead(None, Costs({1: 10.0, 2: 11.0}, 0.0), Costs({1: 1.0, 60: 20.0}, 0.0))
+    assert lookahead.starts("draft", 50, [64], missed=True)
+    assert not lookahead.starts("draft", 50, [64])
 
 
 def test_a_prompt_says_nothing_about_rounds() -> None:
@@ -446,7 +463,7 @@ def test_a_draft_that_holds_more_than_the_text_has_a_whole_text_to_read() -> Non
     lookahead = Lookahead(None, Costs({1: 10.0, 2: 10.0}), Costs({1: 1.0, 2: 1.0}))
     asked: list[int] = []
     inner = lookahead.starts
-    lookahead.starts = lambda source, unseen, remaining: asked.append(unseen) or inner(source, unseen, remaining)
+    lookahead.starts = lambda source, unseen, *given: asked.append(unseen) or inner(source, unseen, *given)
     row = RowStep(Sequence([0, 1, 2, 7, 8]), GreedySampler(), 9)
     proposal = DraftModel(decoder).propose([row], lookahead)[0]
     assert asked == [2], "it shares three tokens with the text"

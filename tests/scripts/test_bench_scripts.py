@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import json
 import runpy
@@ -172,22 +173,39 @@ def test_the_bench_of_chats_can_be_stopped_and_goes_on(
     assert "the chats as they are, greedy" in tables and "T=1, by compare" in tables and "\n| ovspec |" in tables
     assert "| explain |" in script("chats.py", options)  # two prompts of each kind
     assert len(file.read_text("utf-8").splitlines()) == len(lines) + 8
+    added = script("chats.py", f"{options} --prompts 1".replace(ways, "lookup@3"))
+    assert all(f"\n| {way} |" in added for way in (*ways.split(), "lookup@3"))
+    new = [json.loads(line)["texts"] for line in file.read_text("utf-8").splitlines()[len(lines) + 8 :]]
+    assert [set(texts) for texts in new] == [{"plain", "lookup@3"}] * 8
     with pytest.raises(SystemExit, match="its tokens is 6, not 7; give another --out"):
         script("chats.py", options.replace("--tokens 6", "--tokens 7"))
+
+
+@pytest.mark.parametrize(
+    ("way", "message"),
+    [
+        ("genai-lookup", "genai-lookup needs the number of tokens to propose, as in genai-lookup@4"),
+        ("llamacpp-lookup@4", "llamacpp-lookup takes no number after @"),
+        ("lookup@all", "lookup takes a whole number after @"),
+    ],
+)
+def test_a_lookahead_that_a_way_ignores_is_refused(way: str, message: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match=message):
+        chats.way_of(way)
 
 
 def test_batches_and_contexts_of_chats(talker: Path) -> None:
     """A batch has the chats of one kind in their order, over again; short prompts have other text before them."""
     lm = ovspec.load(talker, "lookup", cache_memory=0)
     ways = [chats.way_of("plain"), chats.way_of("lookup@2")]
-    bench = chats.Bench(ways, {"plain": lm.with_drafters(None), "lookup": lm}, {}, 6)
+    bench = chats.Bench({"plain": lm.with_drafters(None), "lookup": lm}, {}, 6)
     case = chats.Case("extract 5", 400, 8, 0.0, "compare", 0)
     prompts = bench.prompts(case)
     own = [lm.encode(chat.messages).tolist() for chat in harness.chats() if chat.kind == "extract"]
     order = [*own[4:], *own]
     assert [prompt[-len(chat) :] for prompt, chat in zip(prompts, order, strict=True)] == order
     assert {len(prompt) for prompt in prompts} == {400}
-    turn = bench.turn(case)
+    turn = bench.turn(case, ways)
     assert turn.prompt_tokens == 8 * 400
     assert turn.texts["lookup@2"].tokens == turn.texts["plain"].tokens
     assert turn.texts["lookup@2"].proposed > 0
@@ -207,8 +225,8 @@ def test_figures_of_chats() -> None:
     assert found.speed("lookup") == "0.80 (0.75 to 2.00)"
     assert found.speed("genai") == "1.00 (0.25 to 1.00)"
     assert (found.ms("plain"), found.prompt_ms("lookup"), found.ms("torch")) == ("8.0", "6.00", None)
-    assert found.rates("lookup") == ("2.00", "6 of 12")
-    assert found.rates("genai") == (None, None), "peers don't tell"
+    assert (found.tokens_per_round("lookup"), found.accepted("lookup")) == ("2.00", "6 of 12")
+    assert (found.tokens_per_round("genai"), found.accepted("genai")) == (None, None), "peers don't tell"
     assert found.equal("lookup") == "2 of 3"
     assert found.of(lambda chat: chat.judge).turns == turns
     batch = chats.Case("chat 1", 0, 2, 0.0, "compare", 0)
@@ -219,7 +237,7 @@ def test_figures_of_chats() -> None:
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        ("--ways genai-head", "genai-head needs --draft genai-head=PATH"),
+        ("--ways genai-head@2", "genai-head needs --draft genai-head=PATH"),
         ("--ways llamacpp", "llamacpp needs --checkpoint, what MODEL was exported from"),
         ("--ways torch", "torch needs --checkpoint, what MODEL was exported from"),
     ],

@@ -70,12 +70,10 @@ def test_loops_are_known() -> None:
     assert varied(rows).tolist() == [True, False]
 
 
-@pytest.mark.parametrize("layers", [1, 2])
-def test_a_head_guesses_as_ours(model: Any, tmp_path: Path, layers: int) -> None:
-    """A second layer begins by changing nothing."""
+def test_a_head_guesses_as_ours(model: Any, tmp_path: Path) -> None:
     ours = load_head(head_for(model, tmp_path / "head"))
     ids = torch.arange(len(ours.d2t)) + ours.d2t
-    head = Head(model.config, ids, layers)
+    head = Head(model.config, ids)
     usual = torch.linspace(0.5, 2, 192)
     with torch.no_grad():
         # A rotary embedding's base is the target's here, and the head's there.
@@ -117,8 +115,10 @@ def test_a_head_learns_and_goes_on(
     np.savez(tmp_path / "prompts.npz", **arrays)
     assert lists_in(tmp_path / "prompts.npz") == one
     write(tmp_path / "model", tmp_path / "prompts.npz", tmp_path / "rows", 0.5, "cpu", 1.0)
+    with pytest.raises(ValueError, match="isn't empty"):
+        write(tmp_path / "model", tmp_path / "prompts.npz", tmp_path / "rows", 0.5, "cpu", 1.0)
     args = argparse.Namespace(
-        variants="a:3:1:0,b:2:2:0.3", minutes=0.05, fall=True, torch_device="cpu", draft_vocabulary=200
+        variants="a:3:0,b:2:0.3", minutes=0.05, fall=True, torch_device="cpu", draft_vocabulary=200
     )
     judged = list[list[float]]()
     for _ in range(2):
@@ -128,7 +128,9 @@ def test_a_head_learns_and_goes_on(
     assert judged[1][0] > judged[0][0]
     made = load_head(tmp_path / "heads" / "a")
     assert made.lm_head.weight.shape == (200, 64)
-    args.variants, args.minutes, args.draft_vocabulary = "less:3:1:0", 0, 50
+    args.variants, args.minutes, args.draft_vocabulary = "less:3:0", 0, 50
+    with pytest.raises(ValueError, match="propose 200 ids, not 50"):
+        train(tmp_path / "model", tmp_path / "rows", start, tmp_path / "heads", args)
     train(tmp_path / "model", tmp_path / "rows", tmp_path / "heads" / "a", tmp_path / "trimmed", args)
     less = load_head(tmp_path / "trimmed" / "less")
     kept = torch.isin(torch.arange(200) + made.d2t, torch.arange(50) + less.d2t)
