@@ -8,9 +8,10 @@ is real, unlike the demo pair's. The chats are those of chats.json, the ones for
 
 A way is "plain", drafters as ovspec's --draft takes them, or a peer: genai or llamacpp, alone or with -lookup or -head,
 optimum, torch, or "ovspec", a control in a process of its own. "@K" fixes the lookahead, as in "lookup@4" or
-"genai-head@2"; of peers, only genai's drafters and llamacpp-head take one, and genai's need it. --draft names what a way loads: a head or draft model of ovspec's, "genai-head" the same
-head by 'optimum-cli export openvino --task text-generation-with-past --trust-remote-code', "llamacpp" a GGUF file of
-the model, and "llamacpp-head" one of the head, by 'convert_hf_to_gguf.py HEAD --target-model-dir CHECKPOINT'.
+"genai-head@2"; of peers, only genai's drafters and llamacpp-head take one, and genai's need it. --draft names what a
+way loads: a head or draft model of ovspec's, "genai-head" the same head by 'optimum-cli export openvino --task
+text-generation-with-past --trust-remote-code', and "llamacpp-head" its GGUF file, by 'convert_hf_to_gguf.py HEAD
+--target-model-dir CHECKPOINT'.
 
 Every turn of a chat is a line of FILE as soon as it is measured: stop the bench when you like, and the same command
 goes on; with more ways, kinds, prompts, turns, contexts or batches it adds what is missing, each time beside plain
@@ -198,7 +199,9 @@ def way_of(text: str) -> Way:
     runner, fixed, lookahead = text.partition("@")
     takes = PEERS[runner].lookahead if runner in PEERS else "may"
     if fixed and (takes == "no" or not lookahead.isdecimal()):
-        raise argparse.ArgumentTypeError(f"{runner} takes {'no' if takes == 'no' else 'a whole'} number after @: {text}")
+        raise argparse.ArgumentTypeError(
+            f"{runner} takes {'no' if takes == 'no' else 'a whole'} number after @: {text}"
+        )
     if takes == "must" and not fixed:
         raise argparse.ArgumentTypeError(f"{runner} needs the number of tokens to propose, as in {runner}@4")
     return Way(text, runner, int(lookahead) if fixed else None)

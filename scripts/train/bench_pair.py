@@ -312,7 +312,7 @@ def main() -> None:
     parser.add_argument("--size", choices=SIZES, default="1b", help="of the demo pair's widened models")
     parser.add_argument("--of", type=Path, metavar="CHECKPOINT", help="widen this Llama checkpoint, without a draft")
     parser.add_argument("--head", type=Path, metavar="HEAD", help="with --of: widen this checkpoint of its head, too")
-    parser.add_argument("--repeat", type=int, help="with --of: copies of each hidden unit, a power of two  [default: 4]")
+    parser.add_argument("--repeat", type=int, help="with --of: copies of a hidden unit, a power of two  [default: 4]")
     parser.add_argument("--mlp", type=int, help="with --of: MLP units of a layer  [default: twice the checkpoint's]")
     parser.add_argument("--attention", choices=("gqa", "mha"), default="gqa")
     parser.add_argument("--vocab", type=int, default=32000, help="number of ids, unless the checkpoint has more")

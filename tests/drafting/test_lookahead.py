@@ -463,7 +463,12 @@ def test_a_draft_that_holds_more_than_the_text_has_a_whole_text_to_read() -> Non
     lookahead = Lookahead(None, Costs({1: 10.0, 2: 10.0}), Costs({1: 1.0, 2: 1.0}))
     asked: list[int] = []
     inner = lookahead.starts
-    lookahead.starts = lambda source, unseen, *given: asked.append(unseen) or inner(source, unseen, *given)
+
+    def starts(source: str, unseen: int, *given: Any, **named: Any) -> bool:
+        asked.append(unseen)
+        return inner(source, unseen, *given, **named)
+
+    lookahead.starts = starts
     row = RowStep(Sequence([0, 1, 2, 7, 8]), GreedySampler(), 9)
     proposal = DraftModel(decoder).propose([row], lookahead)[0]
     assert asked == [2], "it shares three tokens with the text"
