@@ -109,12 +109,15 @@ class Costs:
         self._filled = 0.0
         return needed
 
-    def skip(self, width: int) -> None:
-        """Note an inference of ``width`` tokens whose time says nothing, as it read a prompt.
+    def skip(self, width: int, prompt: bool = False) -> None:
+        """Note an inference of ``width`` tokens whose time says nothing.
 
-        The context has another length from now on, which changes all costs alike: they follow almost as at first.
+        If it read a ``prompt``, the context has another length from now on, which changes all costs alike: they follow
+        almost as at first.
         """
-        self._last, self._observed = width, 1
+        self._last = width
+        if prompt:
+            self._observed = 1
 
     def learn(self, width: int, ms: float) -> float:
         """Learn from an inference of ``width`` tokens: adjust that width's cost most, and all others.

@@ -89,7 +89,7 @@ class Lookahead:
     def starts(self, source: str, unseen: int, remaining: Sequence[int], missed: bool = False) -> bool:
         """Return whether to ask a drafter that must read ``unseen`` tokens; each row has ``remaining`` to generate.
 
-        ``missed``: whether a prompt is among the unseen, which is read once, so its time isn't held against it.
+        ``missed``: whether a prompt, or as much, is among the unseen: it is read once, so its time doesn't count.
         """
         if self.fixed is not None:
             return True
@@ -193,7 +193,7 @@ class Lookahead:
                 self._stats_of(proposal.source).acceptance.learn(proposal, accepted)
         rows, width, forced = len(outcome.judged), outcome.width, outcome.forced
         if outcome.prefilled or width > WIDEST:
-            self.target.skip(width)
+            self.target.skip(width, outcome.prefilled)
             return
         known, plain = self.target.known, self._plain(rows)
         verified = self.target.learn(width, outcome.verified * 1e3)

@@ -386,7 +386,7 @@ def test_reading_a_long_prompt_does_not_count_against_the_draft() -> None:
 def test_another_context_changes_all_costs_alike() -> None:
     """After a long document, plain rounds of a short text tell what several tokens cost there, too."""
     costs = Costs({1: 16.0, 2: 20.0, 8: 32.0}, 0.0)
-    costs.skip(40)
+    costs.skip(40, prompt=True)
     for _ in range(100):
         costs.learn(1, 10.0)
     assert costs(1) == pytest.approx(10.0, rel=0.01)
