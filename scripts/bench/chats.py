@@ -51,7 +51,7 @@ from ovspec.ir.instruction_set import instruction_set
 
 KINDS = tuple(dict.fromkeys(chat.kind for chat in chats()))
 PLAIN, LOOKUP = "plain", "lookup"
-WARM_UP = 32  # tokens, in which kernels are made for each width
+WARM_UP = 32  # tokens, at most, in which kernels are made for each width
 
 
 @dataclass(frozen=True)
@@ -224,7 +224,7 @@ class Bench:
         for way, batch, temperature in product(ways, batches, (0.0, 1.0)):
             case = Case(chat.name, 0, batch, temperature, "compare", 0)
             if way.takes(case):
-                self.text(way, case, [prompt] * batch, [WARM_UP] * batch)
+                self.text(way, case, [prompt] * batch, [min(WARM_UP, self.tokens)] * batch)
         for model in self.models.values():
             model.use_large_pages()
 

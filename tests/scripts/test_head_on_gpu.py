@@ -13,6 +13,7 @@ import openvino as ov
 import pytest
 import torch
 from conftest import ROOT
+from distilling import made_head
 from head_checkpoint import write_checkpoint
 from head_on_gpu import Head, encode, lists_in, losses, prepared, train, varied, write, write_rows
 from heads import write_head
@@ -21,6 +22,7 @@ from ovspec_export.distill.unroll import unrolled
 from ovspec_export.heads import load_head
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
+from ovspec.base.errors import OvspecError
 from ovspec.ir.compile import target_ids
 from ovspec.ir.heads import read_model
 
@@ -152,6 +154,16 @@ def test_prompts_are_chats_in_the_models_format(tmp_path: Path) -> None:
     leads = [tokenizer.decode(ids) for ids in found["leads"]]
     assert whole.startswith(f"{leads[0]}Hello{question}Hi{answer}Bye")
     assert leads[0] == leads[2] != leads[1]
+
+
+def test_only_a_head_in_int8_gives_back_its_checkpoint(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    with pytest.raises(OvspecError, match=r"ir: its weights aren't in int8; export it with --draft-weight-format int8"):
+        write_checkpoint(made_head(tmp_path_factory) / "ir", tmp_path / "head")
+    with pytest.raises(OvspecError, match="draft: not a head"):
+        write_checkpoint(ROOT / "models" / "demo" / "draft", tmp_path / "head")
+    assert not (tmp_path / "head").exists()
 
 
 def test_an_ir_gives_back_its_checkpoint(tmp_path: Path) -> None:
