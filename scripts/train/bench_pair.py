@@ -231,7 +231,10 @@ def widen_head(weights: dict[str, torch.Tensor], config: dict[str, Any], repeat:
 
 
 def make_head(source: Path, folder: Path, repeat: int, copies: int) -> float:
-    """Write the widened checkpoint of a head; return the largest change of a logit in their standard deviations."""
+    """Write the widened checkpoint of a head; return the largest change of a logit in their standard deviations.
+
+    As with models, the change is that of widening, from the weights rounded to bf16.
+    """
     from ovspec_export.heads import EagleHead, load_head
 
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
@@ -249,7 +252,9 @@ def make_head(source: Path, folder: Path, repeat: int, copies: int) -> float:
         read = embedded.repeat(1, 1, copies), head.fuse(torch.cat(parts, 2)), ones, ones.cumsum(1) - 1, head.no_cache()
         return head(*read)[0]
 
-    before, after = logits_of_head(load_head(source), 1), logits_of_head(load_head(folder), repeat)
+    rounded = load_head(source)
+    rounded.load_state_dict({name: weight.bfloat16().float() for name, weight in rounded.state_dict().items()})
+    before, after = logits_of_head(rounded, 1), logits_of_head(load_head(folder), repeat)
     return float((after - before).abs().max() / before.std())
 
 

@@ -108,6 +108,9 @@ def test_a_head_is_widened_with_its_model(tmp_path: Path) -> None:
     assert torch.equal(before["d2t"], made["d2t"])
     assert made["fc.weight"].shape == (256, 3 * 256) and made["lm_head.weight"].shape == (256, 256)
     assert made["midlayer.mlp.down_proj.weight"].shape == (256, 256)
+    finer = {name: 1.003 * weight.float() if weight.ndim == 2 else weight for name, weight in before.items()}
+    save_file(finer, tmp_path / "head" / "model.safetensors")
+    assert make_head(tmp_path / "head", tmp_path / "wide", 4, 2) < 1e-4  # bf16 does not hold its weights
     write_head(tmp_path / "other", "specforge", target=target)
     with pytest.raises(ValueError, match=r"embed_tokens.weight is not a weight of a head that can be widened"):
         make_head(tmp_path / "other", tmp_path / "wide", 4, 2)
