@@ -137,8 +137,9 @@ def test(arguments: list[str], which: str = "not slow and not soak") -> None:
         at = rest.index("--isa")
         cap_instruction_set(*rest[at + 1 : at + 2])
         del rest[at : at + 2]
-    # Two workers, each with its half of the cores (tests/conftest.py): small models gain nothing from more.
-    workers = ("-n", "2", "--dist", "worksteal") if "--update-docs" not in rest else ()
+    # Two workers, each with its half of the cores (tests/conftest.py): small models gain nothing from more. A file
+    # stays with one of them, so that its models and servers are made once.
+    workers = ("-n", "2", "--dist", "loadfile") if "--update-docs" not in rest else ()
     run(python(), "-m", "pytest", *workers, "-m", which, *rest)
 
 

@@ -98,7 +98,8 @@ def update_docs(request: pytest.FixtureRequest) -> bool:
 
 @pytest.fixture(scope="session")
 def cache_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("cache")
+    """Return a cache that all workers share, so that what one has found out the other need not."""
+    return made_once(tmp_path_factory, "cache", Path.mkdir)
 
 
 def made_once(tmp_path_factory: pytest.TempPathFactory, name: str, make: Callable[[Path], Any]) -> Path:

@@ -310,7 +310,7 @@ def thinking(start: Start, tmp_path_factory: pytest.TempPathFactory) -> Running:
     folder = tmp_path_factory.mktemp("thinking") / "model"
     folder.mkdir()
     for file in REAL.iterdir():
-        if file.name not in ("chat_template.jinja", "ovspec.json"):
+        if file.is_file() and file.name not in ("chat_template.jinja", "ovspec.json"):
             (folder / file.name).hardlink_to(file.resolve())
     source = (REAL / "chat_template.jinja").read_text("utf-8")
     opened = (
