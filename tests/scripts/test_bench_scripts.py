@@ -260,6 +260,7 @@ def test_the_interval_of_a_median(count: int) -> None:
     assert count < 6 or confidence(least + 1) < 0.95 <= confidence(least)
 
 
+@pytest.mark.slow
 def test_lines_of_the_matrix(script: Callable[[str, str], str]) -> None:
     options = "--workload completion,edit --temperature 0 --lookahead 2 --prompts 1 -n 12 --batch 1,2 --dictate --json"
     lines = [json.loads(line) for line in script("matrix.py", f"DEMO {options}").splitlines()]
