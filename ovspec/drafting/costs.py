@@ -28,6 +28,11 @@ FASTEST, SLOWEST, FIRST_SLOWEST = 0.1, 2.0, 1.1
 # rise.
 ALL_FOLLOW, OWN_FOLLOWS = 0.03, 0.06
 FIRST_RISE, FIRST_FALL, FIRST_OWN = 0.5, 1.0, 0.3
+# A model proposes in most rounds, so the same width comes many times in a row. From this one on, what it takes tells
+# how fast the machine is now, by its clock or by other work, rather than what the width costs: all follow more, its own
+# less.
+STEADY = 3
+ALL_FOLLOW_STEADY, OWN_FOLLOWS_STEADY = 0.1, 0.02
 CHANGE_FOLLOWS = 0.1  # share by which the cost of a change of width follows what it took, 1 / their number at first
 # A drafter may lose the time of this many plain rounds, and as much again as it has saved lately. After that it gets
 # this share of all rounds for its trials.
@@ -76,6 +81,7 @@ class Costs:
         self._changes = 0 if change is None else MEASURED_CHANGES  # from which ``change`` is learned
         self._fills = fills
         self._last = 0  # width of the last inference
+        self._in_a_row = 0  # inferences of that width before that one
         self._filled = 0.0  # milliseconds spent on filling since an inference last needed its width
         self._beyond = float(costs[WIDEST] - costs[WIDEST // 2]) / (WIDEST // 2)  # for each further token
         self._observed = 0  # inferences since a prompt was read
@@ -119,13 +125,15 @@ class Costs:
         if prompt:
             self._observed = 1
 
-    def learn(self, width: int, ms: float) -> float:
+    def learn(self, width: int, ms: float, drafted: bool = True) -> float:
         """Learn from an inference of ``width`` tokens: adjust that width's cost most, and all others.
 
+        ``drafted``: whether a draft model takes part: it is an inference of it, or of the target beside it.
         One wider than ``WIDEST`` only adjusts the cost of such widths. Returns how many milliseconds it usually takes;
         0.0 at first, until a width comes again: the first of each makes kernels.
         """
         changed, self._last = width != self._last, width
+        self._in_a_row = 0 if changed else self._in_a_row + 1
         if width > WIDEST:
             if self.known:
                 self.ms = np.minimum(self.ms, ms)  # a narrower one can't take longer
@@ -146,8 +154,12 @@ class Costs:
             self.change += max(CHANGE_FOLLOWS, 1 / self._changes) * (seen - self.change)
             usual = same + self.change
         factor = min(max(ms / usual, FASTEST), FIRST_SLOWEST if first else SLOWEST)
-        self.ms *= factor ** max(ALL_FOLLOW, (FIRST_RISE if factor > 1 else FIRST_FALL) / self._observed)
-        own = factor ** (OWN_FOLLOWS if changed else max(OWN_FOLLOWS, FIRST_OWN / self._seen[width]))
+        steady = drafted and self._in_a_row >= STEADY
+        follow = ALL_FOLLOW_STEADY if steady else ALL_FOLLOW
+        own_follows = OWN_FOLLOWS_STEADY if steady else OWN_FOLLOWS
+        self.change *= factor**follow if drafted else 1.0
+        self.ms *= factor ** max(follow, (FIRST_RISE if factor > 1 else FIRST_FALL) / self._observed)
+        own = factor ** (own_follows if changed else max(own_follows, FIRST_OWN / self._seen[width]))
         self.ms[max(1, width - 1) :] *= own  # its neighbour and all wider ones
         self.ms[width] *= own
         return usual

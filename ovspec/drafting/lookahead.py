@@ -196,7 +196,7 @@ class Lookahead:
             self.target.skip(width, outcome.prefilled)
             return
         known, plain = self.target.known, self._plain(rows)
-        verified = self.target.learn(width, outcome.verified * 1e3)
+        verified = self.target.learn(width, outcome.verified * 1e3, self.draft.known)
         if self.fixed is not None or not known:
             return
         drafted = outcome.drafted * 1e3 if steps_ms is None else steps_ms
