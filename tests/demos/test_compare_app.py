@@ -164,6 +164,7 @@ def test_text_is_never_markup(page: Page) -> None:
 
 
 @needs_chromium
+@pytest.mark.slow
 def test_a_schema_top_p_and_no_draft(page: Page, load: Callable[..., ovspec.LanguageModel]) -> None:
     """A schema forces tokens without any draft; a top-p of 0.01 draws what greedy decoding chooses."""
     press(page, PROMPTS[3], "no draft")
@@ -186,6 +187,7 @@ def test_a_schema_top_p_and_no_draft(page: Page, load: Callable[..., ovspec.Lang
 
 
 @needs_chromium
+@pytest.mark.slow
 def test_a_press_at_the_very_end_is_not_lost(page: Page) -> None:
     """When the table appears, the run isn't over for gradio yet."""
     page.evaluate("""() => {
@@ -249,6 +251,7 @@ def test_one_text_after_the_other(load: Callable[..., ovspec.LanguageModel], mon
 
 
 @needs_chromium
+@pytest.mark.slow
 def test_a_user_of_a_chat_asks(page: Page, load: Callable[..., ovspec.LanguageModel]) -> None:
     expected = load(draft=True).generate([{"role": "user", "content": "Why?"}], max_tokens=30, lookahead=4)
     page.get_by_label("Send as a chat message").check()

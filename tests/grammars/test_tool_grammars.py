@@ -280,7 +280,11 @@ def calls(answer: Answers, count: int, seed: int = 1) -> list[tuple[str, dict[st
     return found
 
 
-@pytest.mark.parametrize("format", XML, ids=lambda each: each.name)
+@pytest.mark.parametrize(
+    "format",
+    [pytest.param(each, marks=() if number < 2 else pytest.mark.slow) for number, each in enumerate(XML)],
+    ids=lambda each: each.name,
+)
 def test_values_in_xml(format: Any) -> None:
     """With tags as texts, as special tokens, as other tokens, and mixed; between two parameters, and alone."""
     vocabularies = [PLAIN, Vocabulary(tagged(format)), Vocabulary((), tagged(format)), Vocabulary(("</parameter>",))]

@@ -241,7 +241,7 @@ def test_verbose_debug(server: Running) -> None:
 # ---------------------------------------------------------------- test_tool_call.py
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("stream", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize(("given", "argument"), [(TEST, "success"), (PYTHON, "code")])
 def test_completion_with_required_tool(real: Running, given: Any, argument: str, stream: bool) -> None:
     greedy = {"temperature": 0.0, "top_k": 1, "top_p": 1.0}
