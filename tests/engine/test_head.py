@@ -128,7 +128,9 @@ def proposals(monkeypatch: pytest.MonkeyPatch) -> list[Proposed]:
     return found
 
 
-@pytest.mark.parametrize(("engine", "fewest"), [("paged", 1), ("paged", 2), pytest.param("stateful", 1, marks=SLOW)])
+@pytest.mark.parametrize(
+    ("engine", "fewest"), [pytest.param("paged", 1, marks=SLOW), ("paged", 2), pytest.param("stateful", 1, marks=SLOW)]
+)
 def test_each_proposal_is_that_of_torch(
     load_headed: Callable[..., ovspec.LanguageModel],
     torch_head: TorchHead,

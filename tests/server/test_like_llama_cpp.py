@@ -242,7 +242,9 @@ def test_verbose_debug(server: Running) -> None:
 
 
 @pytest.mark.parametrize("stream", [pytest.param(False, marks=pytest.mark.slow), True])
-@pytest.mark.parametrize(("given", "argument"), [(TEST, "success"), (PYTHON, "code")])
+@pytest.mark.parametrize(
+    ("given", "argument"), [(TEST, "success"), pytest.param(PYTHON, "code", marks=pytest.mark.slow)]
+)
 def test_completion_with_required_tool(real: Running, given: Any, argument: str, stream: bool) -> None:
     greedy = {"temperature": 0.0, "top_k": 1, "top_p": 1.0}
     asked: dict[str, Any] = {"tools": [given], "tool_choice": "required", "parallel_tool_calls": False, **greedy}
