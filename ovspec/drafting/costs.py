@@ -28,9 +28,8 @@ FASTEST, SLOWEST, FIRST_SLOWEST = 0.1, 2.0, 1.1
 # rise.
 ALL_FOLLOW, OWN_FOLLOWS = 0.03, 0.06
 FIRST_RISE, FIRST_FALL, FIRST_OWN = 0.5, 1.0, 0.3
-# A model proposes in most rounds, so the same width comes many times in a row. From this one on, what it takes tells
-# how fast the machine is now, by its clock or by other work, rather than what the width costs: all follow more, its own
-# less.
+# With a draft, the same width comes many times in a row. After this many, if a profile has measured what widths cost,
+# an inference tells how fast the machine is now, by its clock or by other work: all follow more, its own width less.
 STEADY = 3
 ALL_FOLLOW_STEADY, OWN_FOLLOWS_STEADY = 0.1, 0.02
 CHANGE_FOLLOWS = 0.1  # share by which the cost of a change of width follows what it took, 1 / their number at first
@@ -75,13 +74,13 @@ class Costs:
         if most and most < WIDEST:
             split = costs[most] * (widths // most) + np.where(widths % most, costs[widths % most], 0.0)
             costs = np.where(widths <= most, costs, split)
-        self.known = bool(measured)
+        self.known = self._measured = bool(measured)
         self.ms = costs
         self.change = FIRST_CHANGE * float(costs[1]) if change is None else change  # added by a change of width
         self._changes = 0 if change is None else MEASURED_CHANGES  # from which ``change`` is learned
         self._fills = fills
         self._last = 0  # width of the last inference
-        self._in_a_row = 0  # inferences of that width before that one
+        self._in_a_row = 0  # inferences of that width just before it
         self._filled = 0.0  # milliseconds spent on filling since an inference last needed its width
         self._beyond = float(costs[WIDEST] - costs[WIDEST // 2]) / (WIDEST // 2)  # for each further token
         self._observed = 0  # inferences since a prompt was read
@@ -128,9 +127,10 @@ class Costs:
     def learn(self, width: int, ms: float, drafted: bool = True) -> float:
         """Learn from an inference of ``width`` tokens: adjust that width's cost most, and all others.
 
-        ``drafted``: whether a draft model takes part: it is an inference of it, or of the target beside it.
         One wider than ``WIDEST`` only adjusts the cost of such widths. Returns how many milliseconds it usually takes;
         0.0 at first, until a width comes again: the first of each makes kernels.
+
+        ``drafted``: whether it is an inference of a draft model, or of a target that has one.
         """
         changed, self._last = width != self._last, width
         self._in_a_row = 0 if changed else self._in_a_row + 1
@@ -154,10 +154,9 @@ class Costs:
             self.change += max(CHANGE_FOLLOWS, 1 / self._changes) * (seen - self.change)
             usual = same + self.change
         factor = min(max(ms / usual, FASTEST), FIRST_SLOWEST if first else SLOWEST)
-        steady = drafted and self._in_a_row >= STEADY
+        steady = self._measured and drafted and self._in_a_row >= STEADY
         follow = ALL_FOLLOW_STEADY if steady else ALL_FOLLOW
         own_follows = OWN_FOLLOWS_STEADY if steady else OWN_FOLLOWS
-        self.change *= factor**follow if drafted else 1.0
         self.ms *= factor ** max(follow, (FIRST_RISE if factor > 1 else FIRST_FALL) / self._observed)
         own = factor ** (own_follows if changed else max(own_follows, FIRST_OWN / self._seen[width]))
         self.ms[max(1, width - 1) :] *= own  # its neighbour and all wider ones

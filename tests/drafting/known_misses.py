@@ -11,12 +11,11 @@ tokens costs two rounds, and a text has to show for how long its kind lasts. The
 from __future__ import annotations
 
 SLOWER_THAN_BEST = {
-    "demo-f32-T0-draft-learning-2": 1.052,
     "prose-T0-chain-learning-1": 1.09,
     "prose-T0-chain-learning-2": 1.089,
     "prose-T0-chain-profile-1": 1.174,
     "prose-T0-chain-profile-2": 1.149,
-    "prose-T0-draft-learning-1": 1.111,
+    "prose-T0-draft-learning-1": 1.099,
     "prose-T0-draft-learning-2": 1.139,
     "prose-T0-draft-profile-1": 1.163,
     "prose-T0-draft-profile-2": 1.163,
@@ -30,7 +29,6 @@ SLOWER_THAN_BEST = {
     "shallow-T1-lookup-profile-2": 1.114,
 }
 SLOWEST_48 = {
-    "shallow-T0-chain-profile-1": 0.968,
     "shallow-T0-chain-learning-1": 0.941,
     "shallow-T0-draft-learning-1": 0.947,
     "shallow-T0-draft-learning-2": 0.958,
@@ -54,7 +52,6 @@ SLOWEST_48 = {
 SLOWEST_500 = {
     "shallow-T0-draft-learning-2": 0.988,
     "shallow-T1-draft-learning-1": 0.989,
-    "shallow-T1-draft-learning-2": 0.99,
     "shallow-T1-draft-profile-2": 0.987,
     "small-T0-draft-learning-2": 0.987,
     "small-T0-draft-profile-2": 0.989,
@@ -62,7 +59,6 @@ SLOWEST_500 = {
     "small-T1-draft-profile-2": 0.99,
 }
 KINDS_SLOWER_THAN_BEST = {
-    "demo-f32-T0-draft-learning-2": 1.052,
     "chats-135m-T0-learning": 1.069,
     "chats-135m-T0-profile": 1.065,
     "chats-135m-T1-learning": 1.053,
