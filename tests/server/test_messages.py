@@ -392,7 +392,7 @@ def test_what_is_ignored_is_named(server: Running) -> None:
 @pytest.fixture(scope="module")
 def strict(start: Start) -> Running:
     """A server with a key and little room, which is strict."""
-    room = ("--batch-size", "1", "--queue-size", "1", "--queue-timeout", "0.3", "--request-timeout", "0.7")
+    room = ("--batch-size", "1", "--queue-size", "1", "--queue-timeout", "0.3", "--request-timeout", "1.2")
     options = ("--draft", "none", "--precision", "f32", "--strict-fields", "--strict-model", "--model-name", "its")
     return start(DEMO, *options, *room, OVSPEC_API_KEY="the-key")
 
