@@ -42,6 +42,7 @@ def run(page: str, pair: Path, skipped: bool = False) -> dict[str, Any]:
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page)])
 def test_python_on_a_page_runs(page: str, pair: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)  # the repository stays clean
+    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
     names = run(page, pair)
     if check := CHECKS.get(page):
         check(names)
@@ -75,7 +76,14 @@ def tools(names: dict[str, Any]) -> None:
     assert [message["role"] for message in names["chat"]] == ["user", "assistant", "tool"]
 
 
+def cluster(names: dict[str, Any]) -> None:
+    names["ray"].shutdown()
+    assert [row["prompt"] for row in names["rows"]] == ["def fib(", "import os\n"]
+    assert all(row["text"] and row["error"] is None for row in names["rows"])
+
+
 CHECKS = {
+    "docs/how-to/batches-on-a-cluster.md": cluster,
     "docs/how-to/use-tools.md": tools,
     "README.md": readme,
     "docs/how-to/sessions-and-chats.md": sessions,

@@ -151,6 +151,12 @@ def resolve_draft(choice: DraftChoice | None, folder: Path, manifest: Manifest |
     return replace(choice, model=beside)
 
 
+def folders_of(folder: Path, draft: Any) -> list[Path]:
+    """Return the folder of a model, and that of its draft if it has one."""
+    choice = resolve_draft(parse_draft(draft), folder)
+    return [folder, *([Path(choice.model)] if choice and choice.model else [])]
+
+
 def device_options(given: LoadParams) -> DeviceOptions:
     cache_dir = Path(given.cache_dir) if given.cache_dir else None
     properties = dict(given.properties or {})

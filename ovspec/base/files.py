@@ -9,8 +9,9 @@ import os
 import platform
 import secrets
 import shutil
+import tempfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -41,11 +42,14 @@ def read_text(path: Path) -> str:
     return text
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Write ``text`` to ``path`` in UTF-8, creating its folder. Readers see either the old file or the new one."""
+def write_atomically(path: Path, content: str | bytes) -> None:
+    """Write ``content``, text in UTF-8, to ``path``, creating its folder. Readers see the old file or the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with replaced(path) as partial:
-        partial.write_text(text, encoding="utf-8")
+        if isinstance(content, str):
+            partial.write_text(content, encoding="utf-8")
+        else:
+            partial.write_bytes(content)
 
 
 @contextlib.contextmanager
@@ -69,6 +73,56 @@ def replaced(path: Path) -> Iterator[Path]:
         on_disk(path.parent)
     finally:
         partial.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def scratch_folder(parent: Path, most: int) -> Iterator[Path]:
+    """Yield a new folder in ``parent`` by a path of at most ``most`` bytes; it is deleted in the end.
+
+    If its own path is longer, that is one of a link among the temporary files. Folders of processes that were killed
+    are deleted, too.
+    """
+    for left in parent.glob(f"{HOST}-*"):
+        if not psutil.pid_exists(int(left.name.rpartition("-")[2])):
+            shutil.rmtree(left, ignore_errors=True)
+    folder = parent / f"{HOST}-{os.getpid()}"
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        if len(os.fsencode(folder)) <= most:
+            yield folder
+            return
+        usual = tempfile.gettempdir()
+        with tempfile.TemporaryDirectory(prefix="ovspec-", dir=usual if len(usual) < most - 20 else "/tmp") as place:
+            link = Path(place) / "link"
+            link.symlink_to(folder)
+            yield link
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def pieces_of(path: Path, size: int) -> Iterator[bytes]:
+    """Yield the content of a file in pieces of ``size`` bytes; at least one, which is empty if the file is."""
+    with path.open("rb") as file:
+        yield file.read(size)
+        while piece := file.read(size):
+            yield piece
+
+
+def fill_once(folder: Path, pieces: Iterable[tuple[str, bytes]]) -> None:
+    """Create ``folder``, whole or not at all, from pieces of its files, each with its name, unless it exists."""
+    from filelock import FileLock  # it imports slowly
+
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{folder}.lock"):
+        if folder.is_dir():
+            return
+        partial = folder.with_name(f"{folder.name}{PARTIAL}")
+        shutil.rmtree(partial, ignore_errors=True)
+        for name, piece in pieces:
+            (partial / name).parent.mkdir(parents=True, exist_ok=True)
+            with (partial / name).open("ab") as file:
+                file.write(piece)
+        partial.rename(folder)
 
 
 def on_disk(path: Path) -> None:

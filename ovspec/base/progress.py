@@ -1,6 +1,7 @@
 """Say on stderr what takes long: in a line that is updated on a terminal, in lines of their own elsewhere."""
 
 import contextlib
+import os
 import shutil
 import sys
 import threading
@@ -57,6 +58,21 @@ def step(text: str, keep: bool = False) -> Iterator[Step]:
         shown.join()
     if keep:
         note(f"{made.text}: {time.monotonic() - began:.1f} s" + (f", {made.result}" if made.result else ""))
+
+
+@contextlib.contextmanager
+def only_python_on_stderr() -> Iterator[None]:
+    """Drop what libraries in other languages write to stderr."""
+    before, kept, null = sys.stderr, os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 2)
+    os.close(null)
+    try:
+        with os.fdopen(os.dup(kept), "w", encoding="utf-8", errors="replace") as sys.stderr:
+            yield
+    finally:
+        sys.stderr = before
+        os.dup2(kept, 2)
+        os.close(kept)
 
 
 def on_terminal() -> bool:

@@ -1,31 +1,83 @@
 from __future__ import annotations
 
+import re
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from ovspec.cli.options import chat_option, check_chat, generate_options, load, refuse, split_options, system_option
+from ovspec.cli.options import (
+    chat_option,
+    check_chat,
+    generate_options,
+    load,
+    refuse,
+    split_options,
+    system_option,
+    with_value,
+)
 
 if TYPE_CHECKING:
     from ovspec.openai.batch_file import BatchProgress
 
 EVERY = 10.0  # seconds between two lines of progress if stderr is not a terminal
+HERE = "local"  # the address of a cluster on this machine alone
 
 
-@click.command()
+def is_address(text: str) -> bool:
+    """Return whether ``text`` is where a cluster of Ray runs, rather than a file."""
+    return text == "auto" or bool(re.fullmatch(r"(ray://)?[\w.-]+:\d+", text))
+
+
+class RayCommand(click.Command):
+    """A command whose ``--ray`` takes only an address, not the argument that follows it."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        return super().parse_args(ctx, with_value(args, "--ray", HERE, is_address))
+
+
+@click.command(cls=RayCommand)
 @click.argument("arguments", nargs=-1, required=True, metavar="[DIR] FILE")
 @click.option(
-    "-o", "--output", required=True, type=click.Path(dir_okay=False, path_type=Path), help="File for the results."
+    "-o", "--output", required=True, metavar="FILE", help="File for the results; a folder if those to read are in one."
 )
 @click.option("--overwrite", is_flag=True, help="Replace the output file if it exists.")
+@click.option(
+    "--ray",
+    is_flag=False,
+    flag_value=HERE,
+    metavar="[ADDRESS]",
+    help="Let the workers of a cluster of Ray answer: of one on this machine, or of the one at ADDRESS (HOST:PORT, "
+    "ray://HOST:PORT or auto).",
+)
+@click.option(
+    "--cpus-per-worker",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Processors that each worker of --ray computes on.  [default: those of a NUMA node]",
+)
+@click.option(
+    "--mixed",
+    is_flag=True,
+    help="With --ray: let workers take part that compute other bits than the first one; each line says which kind of "
+    "worker it is from.",
+)
 @chat_option
 @system_option
 @generate_options
 def batch(
-    arguments: tuple[str, ...], output: Path, overwrite: bool, chat: bool | None, system: str | None, **others: Any
+    arguments: tuple[str, ...],
+    output: str,
+    overwrite: bool,
+    ray: str | None,
+    cpus_per_worker: int | None,
+    mixed: bool,
+    chat: bool | None,
+    system: str | None,
+    **others: Any,
 ) -> None:
     """Generate a text for each line of FILE with the model in DIR (by default the embedded demo pair).
 
@@ -38,38 +90,63 @@ def batch(
     its output has the error instead of a text, and the exit code is 1. After Ctrl-C or a kill, the same command
     continues from OUTPUT.partial.
 
+    With --ray, FILE may also be a folder of .jsonl, .parquet and .txt files, and FILE and OUTPUT may be in object
+    storage (s3://BUCKET/PATH, gs://BUCKET/PATH). Each file of a folder gets one of answers in the folder OUTPUT.
+
     \b
     Examples:
       ovspec batch my-pair requests.jsonl -o results.jsonl
       ovspec batch my-pair prompts.txt -o results.jsonl --draft --max-tokens 64 --batch-size 8
+      ovspec batch my-pair s3://bucket/requests -o s3://bucket/results --ray 10.0.0.1:6379
     """
     refuse(len(arguments) > 2, "Too many arguments; give FILE, or DIR and FILE.")
-    file, folder = Path(arguments[-1]), Path(arguments[0]) if len(arguments) == 2 else None
+    file, folder = arguments[-1], Path(arguments[0]) if len(arguments) == 2 else None
     check_chat(chat, system, others["heal"])
-    refuse(str(output) == "-", "--output can't be stdout, because finished results must be kept; name a file.")
-    if output.exists():
-        refuse(output.resolve() == file.resolve(), f"{output} is the input file; name another --output.")
+    refuse(output == "-", "--output can't be stdout, because finished results must be kept; name a file.")
+    refuse(cpus_per_worker and not ray, "--cpus-per-worker needs --ray.")
+    refuse(mixed and not ray, "--mixed needs --ray.")
+    for name in (file, output):
+        refuse(not ray and needs_ray(name), f"{name} is a folder, Parquet or object storage, which needs --ray.")
+    if Path(output).is_file():
+        refuse(Path(output).resolve() == Path(file).resolve(), f"{output} is the input file; name another --output.")
         refuse(not overwrite, f"{output} already exists; name another --output, or add --overwrite.")
     loading, options = split_options(others)
 
-    from ovspec.openai.batch_file import as_chat, read_requests, requests_of, run_file
+    from ovspec.openai.batch_file import run_file
+    from ovspec.openai.batch_requests import as_chat, read_requests, requests_of
 
-    requests = requests_of(read_stdin()) if str(file) == "-" else read_requests(file)
-    if chat:
-        requests = [as_chat(request, system) for request in requests]
-    lm = load(folder, **loading)
+    change = partial(as_chat, system=system) if chat else lambda request: request
+    source: Any = file
+    if not needs_ray(file):
+        source = list(map(change, requests_of(read_stdin()) if file == "-" else read_requests(Path(file))))
     report = Report()
     try:
-        found = run_file(lm, requests, output, options, report.note)  # type: ignore[typeddict-item]
+        if ray:
+            from ovspec.integrations.ray.cluster import connected
+
+            with connected(ray):
+                from ovspec.integrations.ray.batch import run_on_cluster
+
+                draft = loading.pop("draft", None)
+                ways: Any = {"cpus": cpus_per_worker, "mixed": mixed, "overwrite": overwrite, "change": change}
+                found = run_on_cluster(source, output, folder, draft, loading, options, **ways, note=report.note)
+        else:
+            found = run_file(load(folder, **loading), source, Path(output), options, report.note)  # type: ignore[typeddict-item]
     except KeyboardInterrupt:
         report.clear()
-        click.echo(f"stopped; the same command continues from the results kept in {output}.partial", err=True)
+        kept = "" if "://" in output else f" kept in {output}.partial"
+        click.echo(f"stopped; the same command continues from the results{kept}", err=True)
         raise
     report.clear()
     click.echo(report.line(found), err=True)
     if found.failed:
         click.echo(f"{output}: {found.failed} of {found.total} lines have an error instead of a text", err=True)
         sys.exit(1)
+
+
+def needs_ray(name: str) -> bool:
+    """Return whether ``name`` is a folder, Parquet, or in object storage."""
+    return "://" in name or name.lower().endswith(".parquet") or Path(name).is_dir()
 
 
 def read_stdin() -> str:
@@ -103,6 +180,8 @@ class Report:
             parts.append(f"{progress.failed} with an error")
         rate = progress.tokens / max(elapsed, 1e-9)
         parts.append(f"{progress.tokens} tokens in {elapsed:.0f} s ({rate:.0f} tokens/s)")
+        if progress.workers:
+            parts.append(f"{progress.workers} worker{'s' * (progress.workers > 1)}")
         if progress.done and progress.left:
             parts.append(f"about {elapsed / progress.done * progress.left:.0f} s left")
         return ", ".join(parts)

@@ -158,12 +158,17 @@ class StatsCommand(click.Command):
     """A command whose ``--stats`` takes only its own values, not the argument that follows it."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        options = args[: args.index("--")] if "--" in args else args
-        whole = [
-            f"--stats={STATS[0]}" if arg == "--stats" and after not in STATS else arg
-            for arg, after in zip(options, [*options[1:], ""], strict=True)
-        ]
-        return super().parse_args(ctx, [*whole, *args[len(options) :]])
+        return super().parse_args(ctx, with_value(args, "--stats", STATS[0], STATS.__contains__))
+
+
+def with_value(args: list[str], flag: str, usual: str, takes: Callable[[str], bool]) -> list[str]:
+    """Return ``args`` in which ``flag`` has the value ``usual`` unless it ``takes`` the argument that follows it."""
+    options = args[: args.index("--")] if "--" in args else args
+    whole = [
+        f"{flag}={usual}" if arg == flag and not takes(after) else arg
+        for arg, after in zip(options, [*options[1:], ""], strict=True)
+    ]
+    return [*whole, *args[len(options) :]]
 
 
 def refuse(wrong: Any, sentence: str) -> None:

@@ -66,6 +66,11 @@ def prompt_identity(folder: Path) -> str:
     return found.hexdigest()
 
 
+def folder_identity(folder: Path) -> str:
+    """Return a checksum of what a text depends on in a folder."""
+    return hashlib.sha256(f"{model_identity(folder)} {prompt_identity(folder)}".encode()).hexdigest()[:32]
+
+
 def compiled_properties(loaded: CompiledModel) -> dict[str, str]:
     """Return those OpenVINO properties of a model that its numbers depend on."""
     compiled = loaded.ir.compiled
@@ -79,6 +84,16 @@ def cache_setting(loaded: CompiledModel) -> str:
     values = [f"{name}={value}" for name, value in compiled_properties(loaded).items()]
     used = f"{instruction_set()} OpenVINO {ov.get_version()}"
     return " ".join([loaded.engine, loaded.arithmetic, loaded.ir.device, *values, used])
+
+
+def arithmetic_of(loaded: CompiledModel) -> tuple[str, str]:
+    """Return what a model's arithmetic depends on, in words, and a checksum, equal where the bits of its logits are.
+
+    Where they differ from one inference to another, the checksum is that of the words.
+    """
+    words = f"{cache_setting(loaded)}, {loaded.promise}"
+    bits = b"".join(loaded.bits()) if loaded.promise == "exact" else words.encode()
+    return words, hashlib.sha256(bits).hexdigest()
 
 
 def fingerprint(loaded: CompiledModel) -> dict[str, Any]:

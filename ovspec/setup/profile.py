@@ -9,10 +9,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, get_args
 
-from ovspec.base.files import remembered
+from ovspec.base.files import remembered, write_atomically
 from ovspec.cache.decoder import Arithmetic
 from ovspec.ir.compile import MODEL_FILE
-from ovspec.ir.device import DeviceOptions, check_device, machine_key
+from ovspec.ir.device import DeviceOptions, check_device, default_cache_dir, machine_key
 from ovspec.setup.engine_choice import CompiledModel, EngineChoice, EngineName, load_ir, load_with_features
 from ovspec.setup.exactness import Exactness
 
@@ -157,3 +157,24 @@ def known_profile(folder: Path, options: DeviceOptions) -> Profile | None:
     """Return the profile measured for models like the one in ``folder``, or None."""
     file = profile_file(folder, options) if check_device(options.device) == "CPU" else None
     return remembered(Profile, file)
+
+
+def profile_text(folder: Path, options: DeviceOptions) -> str | None:
+    """Return the profile measured for models like the one in ``folder``, in JSON, or None."""
+    file = profile_file(folder, options)
+    return file.read_text(encoding="utf-8") if file and file.is_file() else None
+
+
+def adopt_profiles(found: dict[Path, str | None], options: DeviceOptions) -> DeviceOptions:
+    """Return ``options`` with which models load with the profiles that were ``found`` elsewhere, by model folder.
+
+    If others were measured here, these are kept in a cache of their own.
+    """
+    if all(text in (None, profile_text(folder, options)) for folder, text in found.items()):
+        return options
+    name = hashlib.sha256(repr(sorted(map(str, found.values()))).encode()).hexdigest()[:16]
+    options = replace(options, cache_dir=default_cache_dir() / "adopted" / name)
+    for folder, text in found.items():
+        if text and (file := profile_file(folder, options)):
+            write_atomically(file, text)
+    return options

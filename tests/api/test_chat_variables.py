@@ -16,7 +16,8 @@ from ovspec.api.comparison import Parting
 from ovspec.api.verify import record_as_json, result_from_json
 from ovspec.cli import cli
 from ovspec.cli.compare import compare
-from ovspec.openai.batch_file import requests_of, run_file
+from ovspec.openai.batch_file import run_file
+from ovspec.openai.batch_requests import requests_of
 from ovspec.text.chat_format import ChatFormat
 from ovspec.text.chat_template import ChatTemplate
 

@@ -25,7 +25,8 @@ from conftest import PROMPTS, ROOT, Reference
 
 import ovspec
 from ovspec.api.verify import result_from_json
-from ovspec.openai.batch_file import Done, prompt_request, read_request, read_requests, run_file, what_matters
+from ovspec.openai.batch_file import Done, key_of, run_file, what_matters
+from ovspec.openai.batch_requests import prompt_request, read_request, read_requests
 from ovspec.params import GENERATE, make_params
 
 DEMO = ROOT / "models" / "demo"
@@ -337,8 +338,8 @@ def test_what_is_done_is_not_done_again(lm: ovspec.LanguageModel, tmp_path: Path
 
 def test_what_has_changed_is_done_again(tmp_path: Path) -> None:
     request, output = prompt_request("1", "a", "a"), tmp_path / "out"
-    done = Done(output, "model and options")
-    done.add(request, {"id": "1"})
+    done = Done(output)
+    done.add(key_of(request, "model and options"), {"id": "1"})
     done.close()
     for depends_on, changed, known in (
         ("model and options", request, True),
@@ -346,8 +347,8 @@ def test_what_has_changed_is_done_again(tmp_path: Path) -> None:
         ("model and options", prompt_request("1", "b", "b"), False),
         ("model and options", prompt_request("2", "a", "a"), False),
     ):
-        again = Done(output, depends_on)
-        assert again.has(changed) == known
+        again = Done(output)
+        assert (key_of(changed, depends_on) in again) == known
         again.close()
 
 
@@ -408,7 +409,11 @@ def test_wrong_usage(tmp_path: Path, command_here: Command) -> None:
         ((file,), 2, "--output"),
         ((file, "-o", there), 2, "already exists"),
         ((file, "-o", file, "--overwrite"), 2, "is the input file"),
-        ((DEMO, "-o", output), 1, "is a directory"),
+        ((DEMO, "-o", output), 2, "needs --ray"),
+        ((file, "-o", tmp_path / "out.parquet"), 2, "needs --ray"),
+        ((file, "-o", "s3://bucket/out.jsonl"), 2, "needs --ray"),
+        ((file, "-o", output, "--mixed"), 2, "--mixed needs --ray"),
+        ((file, "-o", output, "--cpus-per-worker", "1"), 2, "--cpus-per-worker needs --ray"),
         ((tmp_path / "none.jsonl", "-o", output), 1, "none.jsonl"),
         ((empty, "-o", output), 1, "contains no text"),
         ((file, "-o", output, "--draft", "none", "--lookahead", "3"), 2, "--draft"),
@@ -533,9 +538,9 @@ def test_another_model_in_the_same_place_begins_anew(tmp_path: Path, cache_dir: 
 
 
 def test_two_batches_on_one_output(tmp_path: Path) -> None:
-    first = Done(tmp_path / "out.jsonl", "x")
+    first = Done(tmp_path / "out.jsonl")
     with pytest.raises(ovspec.OvspecError, match="another batch is writing it"):
-        Done(tmp_path / "out.jsonl", "x")
+        Done(tmp_path / "out.jsonl")
     first.close()
-    Done(tmp_path / "out.jsonl", "x").close()
+    Done(tmp_path / "out.jsonl").close()
     assert [path.name for path in tmp_path.iterdir()] == ["out.jsonl.partial"]

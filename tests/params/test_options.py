@@ -32,7 +32,7 @@ import ovspec, ovspec.params
 from ovspec.cli import cli
 from ovspec.cli.generate import generate
 from ovspec.cli.options import split_options
-from ovspec.openai.batch_file import read_request
+from ovspec.openai.batch_requests import read_request
 from ovspec.openai.bodies import CompletionBody
 from ovspec.openai.requests import read_texts
 from ovspec.openai.bodies import read_body

@@ -19,7 +19,8 @@ from pydantic import BaseModel, Field, SecretStr
 import ovspec
 from ovspec.base.errors import OvspecError
 from ovspec.grammars.conversion import converted
-from ovspec.openai.batch_file import read_request, run_file
+from ovspec.openai.batch_file import run_file
+from ovspec.openai.batch_requests import read_request
 from ovspec.sampling.judging import JUDGE, schema_errors
 
 Load = Callable[..., ovspec.LanguageModel]
