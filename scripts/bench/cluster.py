@@ -1,0 +1,158 @@
+"""Time ``ovspec batch`` on one machine against local clusters of Ray, in turns, in fresh processes.
+
+    python scripts/bench/cluster.py DIR [--lines 200] [--tokens 48] [--turns 3] [--json OUT]
+
+Each way also answers a single line, which is its start-up: "lines" is the time of all lines without it. "half" is one
+worker with half of the processors, beside which nothing runs. Then the object store ships the model, and the driver
+takes groups of lines that need no time. Prints tables; --json writes the figures for simulate_cluster.py. Use an idle
+machine.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+from harness import Table, machine, mixed, options, ratios, shown, take_turns
+
+from ovspec.openai.batch_file import BatchProgress
+from ovspec.openai.batch_folder import BatchFile
+from ovspec.openai.batch_groups import MOST, Answers, groups_of
+from ovspec.openai.batch_requests import prompt_request
+
+ANSWER = {"id": "1", "text": "An answer of some length. " * 10, "finish_reason": "length", "generated_tokens": 48}
+
+
+def seconds(arguments: list[str], processors: list[int]) -> float:
+    """Return the seconds that a batch takes that has only these processors."""
+    began = time.perf_counter()
+    with subprocess.Popen([sys.executable, "-m", "ovspec", "batch", *arguments], stderr=subprocess.PIPE) as run:
+        psutil.Process(run.pid).cpu_affinity(processors)
+        _, told = run.communicate()
+    assert run.returncode == 0, told.decode()
+    return time.perf_counter() - began
+
+
+def requests(file: Path, count: int, tokens: int) -> Path:
+    """Write prompts, no two alike, whose answers have different lengths, half of ``tokens`` to one and a half."""
+    lines = [
+        {"prompt": f"{number}. {prompt}", "max_tokens": tokens // 2 + number * 37 % (tokens + 1), "ignore_eos": True}
+        for number, prompt in enumerate(mixed(count))
+    ]
+    file.write_text("".join(f"{json.dumps(line)}\n" for line in lines), encoding="utf-8")
+    return file
+
+
+def shipping(folder: Path) -> float:
+    """Return the bytes per second at which a model comes from the object store, of one machine."""
+    import ray
+
+    from ovspec.base.files import fill_once, pieces_of
+
+    size = sum(file.stat().st_size for file in folder.iterdir() if file.is_file())
+    with tempfile.TemporaryDirectory() as scratch:
+        began = time.perf_counter()
+        files = filter(Path.is_file, folder.iterdir())
+        pieces = [
+            (file.relative_to(folder).as_posix(), ray.put(piece))
+            for file in files
+            for piece in pieces_of(file, 1 << 26)
+        ]
+        fill_once(Path(scratch) / "copy", ((name, ray.get(piece)) for name, piece in pieces))
+        return size / (time.perf_counter() - began)
+
+
+class Nobody:
+    """A worker that needs no time."""
+
+    def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
+        import pickle
+
+        group = pickle.loads(batch["group"].item())
+        group.lines = {place: ANSWER | {"id": request.id} for place, request in group.requests.items()}
+        return {"group": [pickle.dumps(group)]}
+
+
+def driving(count: int, actors: int) -> float:
+    """Return the seconds that the driver takes for a group of lines, with workers that need no time."""
+    import pickle
+
+    import pyarrow
+    import ray.data
+
+    asked = [prompt_request(str(number), f"prompt {number}", f"prompt {number}") for number in range(MOST * count)]
+    with tempfile.TemporaryDirectory() as scratch:
+        answers = Answers([BatchFile("", str(Path(scratch) / "out"))], "", BatchProgress(0, 0))
+        rows = [{"group": pickle.dumps(group)} for group in groups_of(0, asked, "", (), 1)]
+        dataset = ray.data.from_arrow([pyarrow.Table.from_pylist([row]) for row in rows])
+        dataset.context.target_max_block_size = 1
+        pool = ray.data.ActorPoolStrategy(size=actors, max_tasks_in_flight_per_actor=4)
+        began = 0.0
+        for number, row in enumerate(
+            dataset.map_batches(Nobody, batch_size=None, num_cpus=0, compute=pool).iter_rows()
+        ):
+            if number == len(rows) // 4:  # all workers are there
+                began = time.perf_counter()
+            answers.take(pickle.loads(row["group"]))
+        return (time.perf_counter() - began) / (len(rows) - len(rows) // 4)
+
+
+def main() -> None:
+    parser = options(__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--lines", type=int, default=200)
+    parser.add_argument("--tokens", type=int, default=48)
+    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--groups", type=int, default=2000, help="that the driver takes")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    processors = psutil.Process().cpu_affinity()
+    cores = len(processors)
+    halves = ["--ray", "--cpus-per-worker", str(max(1, cores // 2))]
+    whole = ["--ray", "--cpus-per-worker", str(cores)]
+    ways = {"one machine": [], "1 worker": whole, "2 workers": halves, "half": halves}
+    print(f"{machine()}\n")
+    with tempfile.TemporaryDirectory() as scratch:
+        one, all_lines = (requests(Path(scratch) / f"{n}.jsonl", n, args.tokens) for n in (1, args.lines))
+
+        def timed(way: str, _: int) -> tuple[float, float]:
+            more = ["-o", str(Path(scratch) / "out"), "--overwrite", *ways[way]]
+            own = processors[: max(1, cores // 2)] if way == "half" else processors
+            began = seconds([str(args.folder), str(one), *more], own)
+            return began, seconds([str(args.folder), str(all_lines), *more], own) - began
+
+        found = take_turns(ways, timed, args.turns)
+    table = Table("way", "start-up, s", f"{args.lines} lines, s", "of one machine's speed")
+    for way, times in found.items():
+        begun, lines = zip(*times, strict=True)
+        plain = [lines for _, lines in found["one machine"]]
+        table.row(
+            way, f"{statistics.median(begun):.1f}", f"{statistics.median(lines):.1f}", shown(ratios(plain, lines))
+        )
+    from ovspec.integrations.ray.cluster import connected
+
+    with connected("local"):
+        figures = {
+            "lines": args.lines,
+            "cores": cores,
+            "startup_s": statistics.median(begun for begun, _ in found["1 worker"]),
+            "lines_s": {way: statistics.median(lines for _, lines in times) for way, times in found.items()},
+            "model_bytes": sum(file.stat().st_size for file in args.folder.iterdir() if file.is_file()),
+            "shipping_bytes_per_s": shipping(args.folder),
+            "driver_s_per_group": driving(args.groups, 2),
+        }
+    print(f"\nshipping: {figures['shipping_bytes_per_s'] / 1e6:.0f} MB/s")
+    print(f"driver: {figures['driver_s_per_group'] * 1e3:.2f} ms for a group of {MOST} lines")
+    if args.json:
+        args.json.write_text(json.dumps(figures, indent=1), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
