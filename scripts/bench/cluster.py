@@ -128,7 +128,7 @@ def main() -> None:
             began = seconds([str(args.folder), str(one), *more], own)
             return began, seconds([str(args.folder), str(all_lines), *more], own) - began
 
-        found = take_turns(ways, timed, args.turns)
+        found = take_turns(ways, timed, args.turns, warm_up=int(args.turns > 1))
     table = Table("way", "start-up, s", f"{args.lines} lines, s", "of one machine's speed")
     for way, times in found.items():
         begun, lines = zip(*times, strict=True)
