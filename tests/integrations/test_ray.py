@@ -196,6 +196,7 @@ def test_folders_go_to_folders_and_an_interrupted_run_goes_on(
         on_cluster(str(source), source / "out", pair)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("cluster")
 def test_object_storage(
     pair: Path, storage: str, requests_file: Path, tmp_path: Path, alone: Callable[..., Any]
