@@ -164,8 +164,11 @@ class Report:
     def __init__(self) -> None:
         self._live = sys.stderr.isatty()
         self._began = self._shown = time.monotonic()
+        self._first: tuple[float, int] | None = None  # when something was done first, and how much
 
     def note(self, progress: BatchProgress) -> None:
+        if progress.done and not self._first:
+            self._first = time.monotonic(), progress.done
         if time.monotonic() - self._shown >= (0.5 if self._live else EVERY):
             self._shown = time.monotonic()
             self.clear()
@@ -182,8 +185,9 @@ class Report:
         parts.append(f"{progress.tokens} tokens in {elapsed:.0f} s ({rate:.0f} tokens/s)")
         if progress.workers:
             parts.append(f"{progress.workers} worker{'s' * (progress.workers > 1)}")
-        if progress.done and progress.left:
-            parts.append(f"about {elapsed / progress.done * progress.left:.0f} s left")
+        if self._first and progress.left and progress.done > self._first[1]:
+            pace = (time.monotonic() - self._first[0]) / (progress.done - self._first[1])  # loading apart
+            parts.append(f"about {pace * progress.left:.0f} s left")
         return ", ".join(parts)
 
     def clear(self) -> None:

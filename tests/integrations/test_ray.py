@@ -230,15 +230,15 @@ def test_the_predictor_answers_the_rows_of_a_dataset(pair: Path) -> None:
     lm = ovspec.load(pair, threads=1)
     options = {"model": str(pair), "max_tokens": 8, "threads": 1}
     rows = [{"name": n, "prompt": PROMPTS[n]} for n in range(4)]
-    dataset = ray.data.from_items(rows, override_num_blocks=2)
-    answered = dataset.map_batches(Predictor, fn_constructor_kwargs=options, num_cpus=1, concurrency=1).take_all()
+    dataset, alone = ray.data.from_items(rows, override_num_blocks=2), ray.data.ActorPoolStrategy(size=1)
+    answered = dataset.map_batches(Predictor, fn_constructor_kwargs=options, num_cpus=1, compute=alone).take_all()
     for row in answered:
         assert row["text"] == lm.generate(PROMPTS[row["name"]], max_tokens=8).text
         assert (row["prompt"], row["error"], row["finish_reason"]) == (PROMPTS[row["name"]], None, "length")
         assert json.loads(row["result"])["record"]["token_ids"]
     for wrong, told in (({"column": "question"}, "no column 'question'"), ({"model": "nowhere"}, "nowhere")):
         with pytest.raises(RayError, match=told):
-            dataset.map_batches(Predictor, fn_constructor_kwargs=options | wrong, num_cpus=1, concurrency=1).take_all()
+            dataset.map_batches(Predictor, fn_constructor_kwargs=options | wrong, num_cpus=1, compute=alone).take_all()
 
 
 def batch_command(model: Path, file: Path, output: Path, *options: str) -> list[str]:

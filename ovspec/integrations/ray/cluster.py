@@ -42,7 +42,7 @@ def connected(address: str) -> Iterator[None]:
         try:
             if place := re.search(r"([\w.-]+):(\d+)$", address):  # because Ray would try for minutes
                 socket.create_connection((place[1], int(place[2])), timeout=10).close()
-            with step("Ray: starting"), only_python_on_stderr():
+            with step("Ray: connecting"), only_python_on_stderr():
                 ray.init(address, **ways)
         except (OSError, ValueError) as error:
             raise OvspecError(f"No cluster of Ray answers at {address} ({str(error).splitlines()[0]}).") from None
