@@ -50,20 +50,20 @@ class RayCommand(click.Command):
     is_flag=False,
     flag_value=HERE,
     metavar="[ADDRESS]",
-    help="Let the workers of a cluster of Ray answer: of one on this machine, or of the one at ADDRESS (HOST:PORT, "
-    "ray://HOST:PORT or auto).",
+    help="Let the workers of a Ray cluster answer: of one on this machine, or of the one at ADDRESS (HOST:PORT, or "
+    "auto on a machine of the cluster).",
 )
 @click.option(
     "--cpus-per-worker",
     type=click.IntRange(min=1),
     metavar="N",
-    help="Processors that each worker of --ray computes on.  [default: those of a NUMA node]",
+    help="Processors for each worker of --ray.  [default: those of a NUMA node]",
 )
 @click.option(
     "--mixed",
     is_flag=True,
-    help="With --ray: let workers take part that compute other bits than the first one; each line says which kind of "
-    "worker it is from.",
+    help="With --ray: let workers take part whose arithmetic differs from the first one's; each line says which kind "
+    "of worker it is from.",
 )
 @chat_option
 @system_option
@@ -105,6 +105,7 @@ def batch(
     refuse(output == "-", "--output can't be stdout, because finished results must be kept; name a file.")
     refuse(cpus_per_worker and not ray, "--cpus-per-worker needs --ray.")
     refuse(mixed and not ray, "--mixed needs --ray.")
+    refuse(ray and ray.startswith("ray://"), f"--ray {ray}: Ray Client isn't supported; give the cluster's HOST:PORT.")
     for name in (file, output):
         refuse(not ray and needs_ray(name), f"{name} is a folder, Parquet or object storage, which needs --ray.")
     if Path(output).is_file():

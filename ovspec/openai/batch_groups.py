@@ -84,8 +84,10 @@ class Answers:
     def _finished(self, file: BatchFile) -> bool:
         """Return whether an earlier run answered all that a file in a folder has now."""
         mark = beside(file.state, ".done")
-        total, _, found = mark.read_text(encoding="utf-8").partition(" ") if mark.is_file() else ("", "", "")
-        if not file.version or found != self._mark(file):
+        if not file.version or not mark.is_file():
+            return False
+        total, _, found = mark.read_text(encoding="utf-8").partition(" ")
+        if found != self._mark(file):
             return False
         self.progress.total += int(total)
         self.progress.before += int(total)

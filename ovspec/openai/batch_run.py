@@ -142,11 +142,12 @@ class BatchThread(Iterator[BatchRequest]):
                 for _ in BatchRun(self._lm, self._defaults, self, self._give).rounds():
                     pass
             except Exception as error:
-                for call in (*self._calls.values(), *(call for _, call in self._asked)):
-                    call.error = error
-                    call.ended.set()
-                self._calls.clear()
-                self._asked.clear()
+                with self._came:  # so that nothing is asked meanwhile, and then forgotten
+                    for call in (*self._calls.values(), *(call for _, call in self._asked)):
+                        call.error = error
+                        call.ended.set()
+                    self._calls.clear()
+                    self._asked.clear()
 
     def __next__(self) -> BatchRequest:
         if not self._asked:

@@ -20,6 +20,7 @@ import psutil
 import pyarrow
 import pyarrow.parquet
 import pytest
+from conftest import ROOT
 from pyarrow import fs
 
 pytest.importorskip("ray", reason="needs the extra ovspec[ray]")
@@ -150,6 +151,25 @@ def test_the_lines_that_one_machine_writes(
     found = on_cluster(read_requests(requests_file), tmp_path / "ray", pair, draft)
     assert (found.total, found.done, found.failed, found.workers) == (20, 20, 2, 2)
     assert without_times((tmp_path / "ray").read_text("utf-8")) == alone(requests_file, draft)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("cluster")
+def test_the_real_model_with_its_head(tmp_path: Path) -> None:
+    """In int8, greedy and sampled, at the defaults but for one thread; the head is in the model's folder."""
+    model, file = ROOT / "smollm2", tmp_path / "in.jsonl"
+    if not model.is_dir():
+        pytest.skip("the real model could not be fetched")
+    asked = ("Write a haiku about rain.", "What is the capital of France?", "List three fruits.")
+    chats = [[{"role": "user", "content": f"{asked[n % 3]} ({n})"}] for n in range(12)]
+    file.write_text(
+        as_lines([{"messages": chat, "temperature": n % 2, "n": 1} for n, chat in enumerate(chats)]), "utf-8"
+    )
+    on_cluster(read_requests(file), tmp_path / "ray", model, "lookup,head")
+    run_file(ovspec.load(model, "lookup,head", threads=1), read_requests(file), tmp_path / "alone", OPTIONS)
+    found, expected = (without_times((tmp_path / name).read_text("utf-8")) for name in ("ray", "alone"))
+    assert found == expected
+    assert len({line["text"] for line in found}) > 6
 
 
 @pytest.mark.usefixtures("cluster")

@@ -413,6 +413,8 @@ def test_wrong_usage(tmp_path: Path, command_here: Command) -> None:
         ((file, "-o", tmp_path / "out.parquet"), 2, "needs --ray"),
         ((file, "-o", "s3://bucket/out.jsonl"), 2, "needs --ray"),
         ((file, "-o", output, "--mixed"), 2, "--mixed needs --ray"),
+        (("--ray", file, "-o", there), 2, "already exists"),  # what follows --ray is no address
+        ((file, "-o", output, "--ray", "ray://host:10001"), 2, "Ray Client isn't supported"),
         ((file, "-o", output, "--cpus-per-worker", "1"), 2, "--cpus-per-worker needs --ray"),
         ((tmp_path / "none.jsonl", "-o", output), 1, "none.jsonl"),
         ((empty, "-o", output), 1, "contains no text"),

@@ -23,10 +23,12 @@ from ovspec.setup.profile import (
     Measurement,
     Profile,
     Setting,
+    adopt_profiles,
     completed,
     known_profile,
     largest_group,
     profile_file,
+    profile_text,
 )
 
 DEMO = ROOT / "models" / "demo"
@@ -155,6 +157,21 @@ def test_kept_and_read_again(tmp_path: Path) -> None:
     file.write_text('{"goal": 1}', encoding="utf-8")
     assert known_profile(DEMO, options) is None
     assert profile_file(DEMO, DeviceOptions(properties={"CACHE_DIR": ""})) is None
+
+
+def test_profiles_that_were_found_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are used without touching those measured here; if they are the same, nothing changes."""
+    monkeypatch.setattr("ovspec.setup.profile.default_cache_dir", lambda: tmp_path / "cache")
+    options, draft = DeviceOptions(cache_dir=tmp_path / "here"), DEMO / "draft"
+    own, other = profile(measured(FAST, step=5)), profile(measured(FAST, step=7))
+    remember(profile_file(DEMO, options), own)
+    text = profile_text(DEMO, options)
+    assert adopt_profiles({DEMO: text, draft: None}, options) == options
+    remember(profile_file(DEMO, DeviceOptions(cache_dir=tmp_path / "elsewhere")), other)
+    found = profile_text(DEMO, DeviceOptions(cache_dir=tmp_path / "elsewhere"))
+    adopted = adopt_profiles({DEMO: found, draft: None}, options)
+    assert (known_profile(DEMO, adopted), known_profile(DEMO, options)) == (other, own)
+    assert known_profile(draft, adopted) is None
 
 
 def test_the_key_is_the_kind_of_model_not_its_weights(tmp_path: Path, pair: Path) -> None:
