@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 from ovspec.api.model import LanguageModel
 from ovspec.base.errors import OvspecError
 from ovspec.base.files import read_text
+from ovspec.base.progress import note
 from ovspec.drafting.choice import EXPORTED, HEAD, SELF, DraftChoice, parse_draft
 from ovspec.engine.runtime import Runtime
 from ovspec.ir.compile import check_ir_folder, proposes_only
@@ -96,6 +97,8 @@ def load(
     draft_device = replace(device, device=given.draft_device or given.device)
     draft_profile = tune_if_new(draft_folder, draft_device) if tune and draft_folder and not head else None
     target = load_with(profile, folder, device, given.engine, given.arithmetic, head)
+    if target.is_inexact:
+        note(f"{folder}: {target.promise}; a draft, a batch or a cached prompt may change a text at near-ties.")
     proposer = None
     if head:
         proposer = load_head(head, target, draft_device)

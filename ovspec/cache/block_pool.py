@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from ovspec.cache.sequence import UNSHARED
+
 TOKEN_BYTES = 4
 
 
@@ -127,6 +129,8 @@ class BlockPool:
 
     def keep(self, tokens: np.ndarray, owner: Hashable, table: list[int]) -> None:
         """Keep the blocks ``table`` of a row with ``tokens`` (n,); those that are known already replace the row's."""
+        if owner is UNSHARED:
+            return
         text, width = encoded(tokens), self.size * TOKEN_BYTES
         entry = self._roots.setdefault(owner, Entry(b"", -1, None))
         for index, begin in enumerate(range(0, len(text), width)):

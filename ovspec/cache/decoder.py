@@ -24,19 +24,22 @@ class FeedRule:
     """How tokens are fed, so that each has the same bits however its text is cut; found by ``setup/exactness.py``.
 
     OpenVINO has several kernels for one operation, which round differently, and chooses among them by the number of
-    tokens. The rule keeps to those that agree. The default, for fast arithmetic, demands nothing.
+    tokens, or of logits in the lm_head. The rule keeps to those that agree. The default, for fast arithmetic, demands
+    nothing.
 
     queries: the fewest tokens of a row that attention gets; paged engine only.
-    fewest: the fewest tokens that an inference computes.
+    fewest: the fewest tokens that an inference computes; paged engine only.
     most: the most tokens that an inference computes, and so the most logits; None for any number.
     apart: stateful engine: a text's first token has an inference of its own, rejected tokens are cut off, and rows
         share no inference.
+    fewest_logits: the fewest tokens whose logits an inference computes.
     """
 
     queries: int = 1
     fewest: int = 1
     most: int | None = None
     apart: bool = False
+    fewest_logits: int = 1
 
     def room_beside(self, width: int, wanted: int) -> int:
         """Return how many of ``wanted`` tokens to feed beside ``width`` others.
@@ -53,6 +56,7 @@ class FeedRule:
         """The rule in words, kept because every text's statistics have them."""
         demands = [
             f"at least {self.fewest} tokens an inference" if self.fewest > 1 else "",
+            f"at least {self.fewest_logits} logits an inference" if self.fewest_logits > 1 else "",
             f"at most {self.most} tokens an inference" if self.most else "",
             f"attention gets at least {self.queries} tokens of a row" if self.queries > 1 else "",
             "first tokens apart, rejected tokens cut off, each row by itself" if self.apart else "",
@@ -195,11 +199,11 @@ class Decoder(Reader, Protocol):
 
 
 @functools.lru_cache(maxsize=256)
-def logit_positions(counts: tuple[int, ...], wanted: tuple[int, ...], packed: bool = False) -> np.ndarray:
+def logit_positions(counts: tuple[int, ...], wanted: tuple[int, ...], fewest: int, packed: bool = False) -> np.ndarray:
     """Return the flat indices of each row's last ``wanted`` of ``counts`` tokens.
 
-    Rows are padded to the longest, or, if ``packed``, follow each other without a gap. The result has at least two
-    indices: not every device can run a kernel on an empty list, and the lm_head rounds differently for a single one.
+    Rows are padded to the longest, or, if ``packed``, follow each other without a gap. The last index is repeated until
+    there are ``fewest``, at least one: not every device can run a kernel on an empty list.
     """
     if not any(counts):
         raise ValueError("feed needs at least one token")
@@ -207,7 +211,7 @@ def logit_positions(counts: tuple[int, ...], wanted: tuple[int, ...], packed: bo
         raise ValueError("logits can be requested for new tokens only")
     ends = list(itertools.accumulate(counts)) if packed else [row * max(counts) + n for row, n in enumerate(counts)]
     indices = [np.arange(end - want, end) for end, want in zip(ends, wanted, strict=True)]
-    filling = np.full(max(0, 2 - sum(wanted)), ends[-1] - 1)
+    filling = np.full(max(0, fewest - sum(wanted)), ends[-1] - 1)
     return np.concatenate([*indices, filling])
 
 

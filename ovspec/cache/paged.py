@@ -247,16 +247,19 @@ class PagedDecoder:
             copies += self._blocks.extend(row, begin, queries[i])
             start, longest = end, max(longest, begin + queries[i])
             self.rows[row].commit(tokens[row])
+            if (filling := begin + len(new) - len(self.rows[row])) > 0:  # the context may end here
+                positions[end - filling : end] = len(self.rows[row]) - 1
         self._longest[...] = longest
         if self._tensors.pool.needed > self._tensors.capacity:
             self._tensors.make_room()
         self._bind()
         self._tensors.copy(copies)
-        # What fills an inference up behind a text's first token has logits, too, which are left out of the result. The
-        # rows hold the new tokens by now, so that is what reaches beyond them.
+        # Tokens that fill an inference up behind a text's end have logits, too, which are left out of the result. The
+        # rows hold the new tokens by now, so these are the tokens beyond them.
         behind = [begin + len(new) - len(held) for held, (begin, new) in zip(self.rows, computed, strict=True)]
         given = [want + more for want, more in zip(wanted, behind, strict=True)]
-        logits_idx = logit_positions(tuple([len(new) for _, new in computed]), tuple(given), packed=True)
+        lengths = tuple([len(new) for _, new in computed])
+        logits_idx = logit_positions(lengths, tuple(given), self.rule.fewest_logits, packed=True)
         blocks, block_begins = self._block_lists(fed)
         paired = pairs(counts, queries)
         beside = self._beside(features, start)
@@ -286,27 +289,35 @@ class PagedDecoder:
             array = np.zeros((count, 1, self._head_width), dtype=np.float32)
             if count <= KEPT_WIDTH:
                 self._feature_arrays[count] = array
-        array[:, 0] = np.concatenate(features)  # a token that comes twice has the same features
+        read = np.concatenate(features)
+        array[: len(read), 0] = read
+        array[len(read) :, 0] = read[-1]  # of the tokens that fill up
         return array
 
     def _fill_up(self, computed: list[tuple[int, np.ndarray]], width: int) -> list[tuple[int, np.ndarray]]:
         """Return ``computed``, each row's (position, new tokens (n,)), with more tokens, up to ``width`` or the rule's.
 
-        One row computes the last tokens of its cache once more. A text's first token has none before it, so it comes
-        twice, and the next token is written over the second one. A head's tokens come twice, too, because what it has
-        read beside earlier ones isn't kept.
+        Rows compute the last tokens of their cache once more. If these are too few for the rule, the last new token
+        comes several times, and the next tokens are written over its copies. So do a head's tokens, because their
+        features aren't kept.
         """
-        count = sum([len(new) for _, new in computed])
-        for missing in (width - count, self.rule.fewest - count):  # what is wished, else what the rule demands
-            if missing <= 0 or self._head_width:
-                continue
-            for row, (begin, new) in enumerate(computed):
-                if len(new) and begin >= missing:
-                    again = self.rows[row].tokens[begin - missing :]
-                    computed[row] = begin - missing, np.concatenate((again, new))
-                    return computed
-        if count < self.rule.fewest:  # a text's first token alone, or a head's
-            return [(begin, np.repeat(new, self.rule.fewest)) for begin, new in computed]
+        reading = [row for row, (_, new) in enumerate(computed) if len(new)]
+        count = sum([len(computed[row][1]) for row in reading])
+        missing = max(width, self.rule.fewest) - count
+        if missing <= 0 or not reading:
+            return computed
+        cached = 0 if self._head_width else sum([computed[row][0] for row in reading])
+        if cached < missing:  # too few for the width
+            missing = self.rule.fewest - count
+        for row in reading if cached else ():
+            if missing > 0:
+                begin, new = computed[row]
+                again = min(begin, missing)
+                computed[row] = begin - again, np.concatenate((self.rows[row].tokens[begin - again :], new))
+                missing -= again
+        if missing > 0:
+            begin, new = computed[reading[-1]]
+            computed[reading[-1]] = begin, np.concatenate((new, np.repeat(new[-1:], missing)))
         return computed
 
     def _length_arrays(self, count: int) -> tuple[np.ndarray, np.ndarray]:

@@ -10,13 +10,26 @@ import numpy as np
 EMPTY = -1  # in a reordering of rows: a new, empty row
 
 
+class Unshared:
+    """The owner of texts that share no prefix with any other; it equals no owner, not even itself."""
+
+    __hash__ = object.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        return False
+
+
+UNSHARED = Unshared()
+
+
 class Sequence:
     """The token ids of a row: commits append to it, rewinds shorten it.
 
     What keeps state for a row, such as a KV cache, holds a Sequence of the tokens it has processed, and catches up from
     the ``common_prefix`` of that Sequence and the row.
 
-    owner: whose text it is. Texts of different owners share no prefix, because that would tell one what another wrote.
+    owner: whose text it is. Texts of different owners share no prefix, because that would tell one what another wrote;
+        those of ``UNSHARED`` share none at all.
     """
 
     __slots__ = ("_buffer", "_length", "owner")

@@ -295,7 +295,7 @@ class StatefulDecoder:
     def _append(self, tokens: list[np.ndarray], wanted: list[int], features: Features = None) -> np.ndarray:
         """Run one inference; return at least the ``wanted`` logits, all rows' in one array."""
         counts = [len(new) for new in tokens]
-        logits_idx = logit_positions(tuple(counts), tuple(wanted))
+        logits_idx = logit_positions(tuple(counts), tuple(wanted), self.rule.fewest_logits)
         if self._conv_kernel and len(self.rows[0]) and counts[0] > 1:
             alone = [self._append([token], [1])[:1].copy() for token in np.split(tokens[0], counts[0])]
             return np.concatenate(alone)[logits_idx]

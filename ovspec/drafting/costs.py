@@ -54,6 +54,7 @@ class Costs:
         change: what a change of width adds, if it was measured.
         fills: whether the decoder can fill up an inference.
         most: the most tokens that an inference may have; wider ones are several, see ``FeedRule``.
+        fewest: the fewest tokens that it computes, so that narrower ones cost as much.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class Costs:
         change: float | None = None,
         fills: bool = False,
         most: int | None = None,
+        fewest: int = 1,
     ) -> None:
         widths = np.arange(WIDEST + 1)
         if measured and len(measured) > 1:
@@ -74,6 +76,8 @@ class Costs:
         if most and most < WIDEST:
             split = costs[most] * (widths // most) + np.where(widths % most, costs[widths % most], 0.0)
             costs = np.where(widths <= most, costs, split)
+        costs[:fewest] = costs[fewest]
+        self.fewest = fewest
         self.known = self._measured = bool(measured)
         self.ms = costs
         self.change = FIRST_CHANGE * float(costs[1]) if change is None else change  # added by a change of width
@@ -100,6 +104,7 @@ class Costs:
         found[last] = self.ms[last]
         if self._fills:
             np.minimum(found[:last], self.ms[last], out=found[:last])
+        found[: self.fewest] = found[self.fewest]
         return found
 
     def fill(self, needed: int) -> int:
@@ -132,6 +137,7 @@ class Costs:
 
         ``drafted``: whether it is an inference of a draft model, or of a target that has one.
         """
+        width = max(width, self.fewest)
         changed, self._last = width != self._last, width
         self._in_a_row = 0 if changed else self._in_a_row + 1
         if width > WIDEST:
@@ -161,6 +167,7 @@ class Costs:
         own = factor ** (own_follows if changed else max(own_follows, FIRST_OWN / self._seen[width]))
         self.ms[max(1, width - 1) :] *= own  # its neighbour and all wider ones
         self.ms[width] *= own
+        self.ms[: self.fewest] = self.ms[self.fewest]
         return usual
 
 

@@ -48,7 +48,6 @@ class Lookahead:
         fixed: number of tokens to propose in every round; None for as many as pay.
         target: the cost of verifying.
         draft: the cost of a step of the draft model.
-        narrowest: the fewest tokens that the target computes. With 2, one token proposed for a single row is free.
     """
 
     def __init__(
@@ -56,9 +55,8 @@ class Lookahead:
         fixed: int | None = None,
         target: Costs | None = None,
         draft: Costs | None = None,
-        narrowest: int = 1,
     ) -> None:
-        self.fixed, self._narrowest = fixed, narrowest
+        self.fixed = fixed
         self.most = MOST if fixed is None else fixed
         self.target, self.draft = target or Costs(), draft or Costs()
         self.begin()
@@ -83,7 +81,7 @@ class Lookahead:
         width, costs = 2 * rows, self.target.next()
         if width > WIDEST:
             return False
-        wider = float(costs[max(self._narrowest, width)] - costs[max(self._narrowest, rows)])
+        wider = float(costs[width] - costs[rows])
         return self._draft_ms(rows) + missed_ms + wider <= self._allowance(source, rows)
 
     def starts(self, source: str, unseen: int, remaining: Sequence[int], missed: bool = False) -> bool:
@@ -221,11 +219,11 @@ class Lookahead:
 
     def _width(self, proposed: list[int]) -> int:
         """Return the tokens that the target computes for rows with this many proposed tokens each."""
-        return max(self._narrowest, len(proposed) + sum(proposed))
+        return len(proposed) + sum(proposed)
 
     def _plain(self, rows: int) -> float:
         """Return plain decoding's milliseconds per token."""
-        return self.target(max(self._narrowest, rows)) / rows
+        return self.target(rows) / rows
 
     def _draft_ms(self, width: int) -> float:
         """Return the milliseconds of a step of the draft, 0.0 if they aren't known."""
@@ -259,14 +257,14 @@ class Lookahead:
         rates = self._stats_of(proposal.source).acceptance.rates(proposal)[: max(0, WIDEST - width)]
         if not len(rates):
             return 0, plain
-        narrow, wider = max(self._narrowest, width), slice(width + 1, width + 1 + len(rates))
+        wider = slice(width + 1, width + 1 + len(rates))
         # For 1, 2, ... tokens: those gained on average, and what they cost.
         gained, costs = np.cumprod(rates).cumsum(), self.target.next()
-        cost = costs[wider] - costs[narrow]
+        cost = costs[wider] - costs[width]
         saved = gained * self._price(rows) - cost
         # Of what this round may lose, each row not decided on yet gets its part of the rest.
-        without = costs[max(self._narrowest, rows)]
-        spent = float(costs[narrow] - without)
+        without = costs[rows]
+        spent = float(costs[width] - without)
         part = (self._allowance(proposal.source, rows) - spent) / max(1, rows - self._decided_rows + 1)
         most = max(spent, spent + part, 0.0)  # what is free is always allowed
         saved[costs[wider] - without > most] = -math.inf

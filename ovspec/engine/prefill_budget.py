@@ -80,7 +80,7 @@ class PrefillBudget:
             # An inference may take longer for many reasons, but hardly ever less time than it needs.
             self._rounds[load.generating] += (0.5 if ms < known else RECENT) * (ms - known)
             if self._learns:
-                self._costs.learn(max(self._rule.fewest, load.generating), ms)
+                self._costs.learn(load.generating, ms)
 
     @property
     def _token_ms(self) -> float:
@@ -94,8 +94,8 @@ class PrefillBudget:
         """Return the milliseconds of a round in which ``rows`` generate a token each."""
         if not rows:
             return 0.0
-        expected = self._costs(max(self._rule.fewest, rows))
+        expected = self._costs(rows)
         if not self._rounds:
             return expected
         like = min(self._rounds, key=lambda seen: abs(seen - rows))
-        return max(self._rounds[like] + expected - self._costs(max(self._rule.fewest, like)), 1e-3)
+        return max(self._rounds[like] + expected - self._costs(like), 1e-3)

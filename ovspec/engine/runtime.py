@@ -22,7 +22,7 @@ from ovspec.base.errors import OvspecError, PromptError
 from ovspec.cache.blocks import BlockTensors
 from ovspec.cache.decoder import Decoder
 from ovspec.cache.head import HeadDecoder
-from ovspec.cache.sequence import Sequence
+from ovspec.cache.sequence import UNSHARED, Sequence
 from ovspec.drafting.choice import DraftChoice
 from ovspec.drafting.costs import Costs
 from ovspec.drafting.drafter import Drafter
@@ -117,7 +117,8 @@ class Runtime:
         lookahead: tokens proposed per round; None to choose automatically.
         corpus: texts that lookup may propose from.
         cache_bytes: what KV caches may take until those of ended texts give way; with 0, none are kept. By default a
-            quarter of the memory that is free.
+            quarter of the memory that is free, and greedy texts of a model that can't be exact share none, because
+            their tokens would depend on what is cached.
         tool_format: the name of the format in which the model writes tool calls; by default that of its chat template.
     """
 
@@ -341,6 +342,8 @@ class Runtime:
         eos = frozenset() if params.ignore_eos else config.eos_ids
         if not prompt_tokens:
             sequence.commit(config.beginning)
+        if self.cache_bytes is None and self.target.is_inexact and not params.sampled:
+            sequence.owner = UNSHARED
         constraints, healing = self._unconstrained(eos | frozenset(params.stop_ids)), None
         answer = self._answer_format(sequence.tokens, params) if origin.chat else None
         if params.constrains:
@@ -417,13 +420,15 @@ class Runtime:
             return None, PLAIN
         target, draft = decoders.target, decoders.draft
         if not decoders.lookaheads:
-            measured = {width: ms for width, ms in (self.target.verify_ms or {}).items() if width >= target.rule.fewest}
-            costs = Costs(measured, self.target.change_ms, target.fills, target.rule.most)
-            steps = Costs(self.draft.verify_ms, self.draft.change_ms, draft.fills) if self.draft and draft else Costs()
-            decoders.lookaheads = {kind: Lookahead(None, costs, steps, target.rule.fewest) for kind in (False, True)}
+            rule, measured = target.rule, self.target.verify_ms
+            costs = Costs(measured, self.target.change_ms, target.fills, rule.most, rule.fewest)
+            steps = Costs()
+            if self.draft and draft:
+                steps = Costs(self.draft.verify_ms, self.draft.change_ms, draft.fills, fewest=draft.rule.fewest)
+            decoders.lookaheads = {kind: Lookahead(None, costs, steps) for kind in (False, True)}
         lookahead = decoders.lookaheads[params.sampled]
         if params.lookahead is not None:
-            lookahead = Lookahead(params.lookahead, lookahead.target, lookahead.draft, target.rule.fewest)
+            lookahead = Lookahead(params.lookahead, lookahead.target, lookahead.draft)
         return decoders.drafter, lookahead
 
     def run(

@@ -116,7 +116,9 @@ class TextEndpoints:
             raise about_prompt(error, self._lm, request.prompt_field) from None
         rows = [row for each in found for row in each]
         for row in rows:
-            row.limits, row.sequence.owner = limits, None if self._service.options.share_prefixes else owner
+            row.limits = limits
+            if row.sequence.owner is None and not self._service.options.share_prefixes:
+                row.sequence.owner = owner
             if request.echo and request.only_prompts:
                 row.finish_reason, row.stats.cached_tokens = "length", 0
             elif request.only_prompts:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -20,7 +21,7 @@ from ovspec.cache.paged import PagedDecoder
 from ovspec.cache.stateful import StatefulDecoder, decoder_of, trimming
 from ovspec.ir.attention_mask import UNBOUNDED, narrowest_window
 from ovspec.ir.compile import MODEL_FILE, CompiledIR, check_weights, compile_ir, last_line
-from ovspec.ir.device import DeviceOptions, check_device
+from ovspec.ir.device import DeviceOptions, check_device, default_kv_precision
 from ovspec.ir.heads import HIDDEN, give_features
 from ovspec.ir.instruction_set import instruction_set
 from ovspec.ir.memory import room_for
@@ -83,6 +84,11 @@ class CompiledModel:
     def arithmetic(self) -> Arithmetic:
         return "exact" if self.promise == "exact" else "fast"
 
+    @property
+    def is_inexact(self) -> bool:
+        """Whether exact arithmetic was asked for, and can't be had."""
+        return self.promise not in ("exact", "fast")
+
     def decoder(
         self, vocabulary: KnownIds = ALL_IDS, rule: FeedRule | None = None, tensors: BlockTensors | None = None
     ) -> Decoder:
@@ -96,7 +102,11 @@ class CompiledModel:
         return decoder_of(self.ir, self.rollback, vocabulary, rule)
 
     def find_exactness(self, trial: Trial = SHORT) -> Exactness:
-        return find_exactness(lambda rule: self.decoder(rule=rule), self.engine, self.ir.logits_width, trial)
+        exactness = find_exactness(lambda rule: self.decoder(rule=rule), self.engine, self.ir.logits_width, trial)
+        if self.ir.config.rope_switch and exactness.rule and exactness.rule.most:
+            # A text is computed anew where its frequencies change, in a single inference.
+            return replace(exactness, rule=None, differing=exactness.positions)
+        return exactness
 
     def bits(self) -> list[bytes]:
         """Return the bits of the logits after each token of a random text."""
@@ -146,11 +156,12 @@ def load_ir(
         if wanted == "paged":
             raise OvspecError(f"{folder}: `engine='paged'` is not possible: {paged.reason}.")
         reason = paged.reason
-    ir = compile_ir(folder, options, partial(give_features, target=folder, head=head) if head else None)
-    loaded = CompiledModel(ir, "stateful", reason, find_probe(ir, options.cache_folder).rollback)
-    if arithmetic == "exact":
-        loaded.keep_to(known_exactness(folder, options, "stateful") or probed(loaded, folder, options))
-    return loaded
+
+    def compiled(options: DeviceOptions, paired: bool = False) -> CompiledModel:  # noqa: ARG001
+        ir = compile_ir(folder, options, partial(give_features, target=folder, head=head) if head else None)
+        return CompiledModel(ir, "stateful", reason, find_probe(ir, options.cache_folder).rollback)
+
+    return load_exactly(folder, options, "stateful", compiled) if arithmetic == "exact" else compiled(options)
 
 
 def load_with_features(
@@ -183,31 +194,58 @@ def load_paged(
 ) -> CompiledModel:
     """Compile for the paged engine, rewritten for exact arithmetic only where that is what makes it exact."""
 
-    def compiled(paired: bool) -> CompiledModel:
-        return CompiledModel(compile_paged(folder, options, paired, head), "paged", reason, PagedDecoder.rollback)
+    def compiled(options: DeviceOptions, paired: bool = False) -> CompiledModel:
+        ir = compile_paged(folder, options, paired, head)
+        loaded = CompiledModel(ir, "paged", reason, PagedDecoder.rollback)
+        if "KV_CACHE_PRECISION" in options.fixed:
+            loaded.decoder().feed([np.zeros(1, dtype=np.int64)], [1])
+        return loaded
 
-    known = known_exactness(folder, options, "paged") if arithmetic == "exact" else None
-    loaded = compiled(arithmetic == "exact" and (not known or known.needs_pairs))
-    if "KV_CACHE_PRECISION" in options.fixed:
-        loaded.decoder().feed([np.zeros(1, dtype=np.int64)], [1])
-    if arithmetic == "exact":
-        found = known or probed(loaded, folder, options)
-        if not known and not found.needs_pairs:
-            del loaded  # memory may hold the model only once
-            loaded = compiled(False)
-        loaded.keep_to(found)
+    return load_exactly(folder, options, "paged", compiled) if arithmetic == "exact" else compiled(options)
+
+
+def load_exactly(
+    folder: Path, options: DeviceOptions, engine: EngineName, compiled: Callable[[DeviceOptions, bool], CompiledModel]
+) -> CompiledModel:
+    """Load by the rule of exact arithmetic: in the default precision or, if it has none, in f32.
+
+    ``compiled`` compiles with these options, and with a second query for a token or without. A model that can't be
+    exact is loaded as for fast arithmetic.
+    """
+    inexact: Exactness | None = None  # in the default precision
+    for setting in [options, replace(options, precision="f32")] if f32_may_help(options) else [options]:
+        known = known_exactness(folder, setting, engine)
+        if not known or known.exact:
+            paired = engine == "paged" and (not known or known.needs_pairs)
+            loaded = compiled(setting, paired)
+            exactness = known or probed(loaded, folder, setting)
+            if exactness.exact:
+                if paired != exactness.needs_pairs:
+                    del loaded  # memory may hold the model only once
+                    loaded = compiled(setting, False)
+                loaded.keep_to(exactness)
+                return loaded
+            del loaded
+            known = exactness
+        inexact = inexact or known
+    assert inexact
+    loaded = compiled(options, False)
+    loaded.keep_to(inexact)
     return loaded
+
+
+def f32_may_help(options: DeviceOptions) -> bool:
+    """Return whether the CPU computes in 16 bits only because nobody has named a precision."""
+    if check_device(options.device) != "CPU" or "INFERENCE_PRECISION_HINT" in options.fixed:
+        return False
+    return default_kv_precision(DeviceOptions()) != "f32"
 
 
 def probed(loaded: CompiledModel, folder: Path, options: DeviceOptions) -> Exactness:
     """Find the rule of exact arithmetic, and remember it."""
     if check_weights(folder / MODEL_FILE) > LONG_PROBE:
         note(f"{folder}: finding out how each token gets the same bits, once; `arithmetic='fast'` skips it.")
-    found = loaded.find_exactness()
-    if loaded.ir.config.rope_switch and found.rule and found.rule.most:
-        # A text is computed anew where its frequencies change, in a single inference.
-        found = replace(found, rule=None, differing=found.positions)
-    return remember(exactness_file(folder, options, loaded.engine), found)
+    return remember(exactness_file(folder, options, loaded.engine), loaded.find_exactness())
 
 
 def compile_paged(folder: Path, options: DeviceOptions, paired: bool = True, head: Path | None = None) -> CompiledIR:

@@ -7,7 +7,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +26,7 @@ class Exactness:
     positions: int  # that were probed by the rule, or by the strictest one that was tried
     differing: int  # how many of them had other bits
     guess: float = 1.0  # how many times as long as a token's inference one takes in which another token is proposed
+    tried: dict[str, int] = field(default_factory=dict)  # rules that were probed -> positions with other bits
 
     @property
     def exact(self) -> bool:
@@ -35,11 +36,6 @@ class Exactness:
     def needs_pairs(self) -> bool:
         """Whether attention must compute a second query for a token."""
         return self.rule is not None and self.rule.queries > 1
-
-    @property
-    def fewest(self) -> int:
-        """The fewest tokens that an inference computes, by the rule or without one."""
-        return self.rule.fewest if self.rule else 1
 
     @property
     def share(self) -> float:
@@ -61,17 +57,22 @@ Make = Callable[[FeedRule], Decoder]
 SHORT = Trial((40,), (1, 2, 1, 1, 3, 8, 1))
 # Also shorter than one block, and, if possible, more blocks than there are threads to share them.
 FULL = Trial((20, 70, 600), tuple(range(1, 18)), (2, 9))
-WAY = "7"  # of probing; another one makes what was found before worthless
-UNIT = 16  # tokens of the inferences that wider ones, and tokens alone, are compared with
+WAY = "8"  # of probing; another one makes what was found before worthless
+# Tokens and logits of the inferences that narrower and wider ones are compared with, and the strictest rule's fewest.
+UNIT = 16
+COUNTS = (1, 2, 3, 4, 5, 6, 8, 10, 12, UNIT)  # fewest tokens and fewest logits to try
 # Tokens that are fed alone before that counts as the same: 16 bits hide most differences until one is in the cache.
 ALONE = 64
+ALONE_LOGITS = 8  # the same when only the lm_head differs, whose differences no rounding hides
 # Widths tried until one differs. If none does, there is no bound; a first load has no time for wider ones.
 RISING = (64, 96, 256)
 FALLING = (48, 32)  # tried if the first of these differs; smaller bounds would read prompts too slowly
-# Rules without a bound, from the one that costs least. Attention computes a single query with a kernel of its own
-# everywhere; where its bits seem the same, rounding to 16 bits has hidden that others come later.
-PAGED = (FeedRule(queries=2), FeedRule(queries=2, fewest=2))
-STATEFUL = (FeedRule(apart=True),)
+# Rules without a bound. Attention computes a single query with a kernel of its own everywhere; where its bits seem the
+# same, rounding to 16 bits has hidden that others come later.
+STRICTEST = {
+    "paged": FeedRule(queries=2, fewest=UNIT, fewest_logits=UNIT),
+    "stateful": FeedRule(apart=True, fewest_logits=UNIT),
+}
 TIMED = 5  # inferences of each width
 
 
@@ -80,22 +81,29 @@ def find_exactness(make: Make, engine: str, vocabulary: int, trial: Trial = SHOR
 
     ``make`` makes a decoder that keeps to a rule. Random ids are below ``vocabulary``.
     """
-    rules = PAGED if engine == "paged" else STATEFUL
-    text = random_text(make(rules[-1]), vocabulary)
-    most = most_together(make(rules[-1]), text)
-    found = probe_rule(make(rules[-1]), vocabulary, trial) if most == 0 else None
-    strictest = make(replace(rules[-1], most=most))
-    for rule in rules if most != 0 else ():
-        decoder = make(replace(rule, most=most))
-        if rule is not rules[-1] and not alone_is_the_same(decoder, strictest, text):
-            continue
-        found = probe_rule(decoder, vocabulary, trial)
-        if found.exact:
-            # Two are computed in any case where the rule says so; on the stateful engine nothing is proposed unasked.
-            guess = guess_cost(decoder, text) if engine == "paged" and rule.fewest < 2 else 1.0
-            return replace(found, guess=guess)
-    assert found  # the strictest rule was probed
-    return replace(found, rule=None)
+    strictest = STRICTEST[engine]
+    text = random_text(make(strictest), vocabulary)
+    most = most_together(make(strictest), text)
+    if most == 0:
+        return replace(probe_rule(make(strictest), vocabulary, trial), rule=None)
+    strictest = replace(strictest, most=most)
+    tried: dict[str, int] = {}
+
+    def probe(rule: FeedRule) -> Exactness:
+        exactness = probe_rule(make(rule), vocabulary, trial)
+        tried[str(rule)] = exactness.differing
+        return exactness
+
+    rule = least_rule(make, strictest, text)
+    exactness = probe(rule)
+    if not exactness.exact and rule != strictest:
+        exactness = probe(strictest)  # if it isn't exact, no lesser rule is
+        rules = rules_between(rule, strictest) if exactness.exact else ()
+        exactness = next(filter(lambda lesser: lesser.exact, map(probe, rules)), exactness)
+    # More tokens are computed in any case where the rule says so; on the stateful engine nothing is proposed unasked.
+    if engine == "paged" and exactness.rule and exactness.rule.fewest < 2:
+        exactness = replace(exactness, guess=guess_cost(make(exactness.rule), text))
+    return replace(exactness, tried=tried)
 
 
 def known_exactness(folder: Path, options: DeviceOptions, engine: str) -> Exactness | None:
@@ -144,16 +152,41 @@ def most_together(decoder: Decoder, text: np.ndarray) -> int | None:
     return last or next((width for width in FALLING if width < len(text) and agrees(width)), 0)
 
 
-def alone_is_the_same(decoder: Decoder, other: Decoder, text: np.ndarray) -> bool:
-    """Return whether tokens that ``decoder`` is fed one by one have the bits that they have together in ``other``."""
-    for each in (decoder, other):
-        each.reset(1)
-        each.feed([text[:UNIT]], [0])
-    for begin in range(UNIT, min(UNIT + ALONE, len(text)), UNIT):
-        piece = text[begin : begin + UNIT]
-        expected = bits(other.feed([piece], [len(piece)])[0])
-        if [bits(decoder.feed([token], [1])[0])[0] for token in piece[:, None]] != expected:
+def least_rule(make: Make, strictest: FeedRule, text: np.ndarray) -> FeedRule:
+    """Return the rule with the fewest tokens, then the fewest logits, whose bits seem to be the ``strictest``'s."""
+    decoder, begin = make(strictest), min(UNIT, len(text))
+    pieces = [text[at : at + UNIT] for at in range(0, len(text), UNIT)]
+    expected = [row for piece in pieces for row in bits(decoder.feed([piece], [len(piece)])[0])]
+    rule = strictest
+    for name, alone in (("fewest", ALONE - UNIT), ("fewest_logits", ALONE_LOGITS)):
+        for count in [count for count in COUNTS if count < getattr(strictest, name)]:
+            lesser = replace(rule, **{name: count})
+            # Tokens alone come first: they differ most often. Other widths may have kernels of their own, too.
+            widths = [1] * alone + list(range(count + 1, UNIT))
+            if agrees(make(lesser), text, begin, widths, expected):
+                rule = lesser
+                break
+    return rule
+
+
+def rules_between(rule: FeedRule, strictest: FeedRule) -> Iterator[FeedRule]:
+    """Yield rules stricter than ``rule`` with rising counts of tokens and logits, all less than the ``strictest``."""
+    for count in COUNTS:
+        fewest = min(max(rule.fewest, count), strictest.fewest)
+        stricter = replace(rule, fewest=fewest, fewest_logits=max(rule.fewest_logits, count))
+        if stricter not in (rule, strictest):
+            yield stricter
+
+
+def agrees(decoder: Decoder, text: np.ndarray, begin: int, widths: list[int], expected: list[bytes]) -> bool:
+    """Return whether ``text`` has the ``expected`` bits from ``begin`` on if it is fed in pieces of these widths."""
+    decoder.reset(1)
+    decoder.feed([text[:begin]], [0])
+    for width in widths:
+        piece = text[begin : begin + width]
+        if len(piece) and bits(decoder.feed([piece], [len(piece)])[0]) != expected[begin : begin + width]:
             return False
+        begin += width
     return True
 
 

@@ -9,8 +9,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, get_args
 
+import numpy as np
+
 from ovspec.base.files import remembered, write_atomically
-from ovspec.cache.decoder import Arithmetic
+from ovspec.cache.decoder import Arithmetic, FeedRule
 from ovspec.ir.compile import MODEL_FILE
 from ovspec.ir.device import DeviceOptions, check_device, default_cache_dir, machine_key
 from ovspec.setup.engine_choice import CompiledModel, EngineChoice, EngineName, load_ir, load_with_features
@@ -18,11 +20,14 @@ from ovspec.setup.exactness import Exactness
 
 Goal = Literal["decode", "prefill", "balanced", "accuracy"]
 GOALS = get_args(Goal)
-FORMAT = 7
-# A setting may be chosen if its KL divergence is at most this many times that of OpenVINO's own default ...
-KL_FACTOR = 1.25
-# ... or at most this many nats, which is too little to matter. The goal "accuracy" allows no more than this.
-KL_FLOOR = 1e-6
+FORMAT = 8
+# A setting may be chosen if its KL divergence is at most this many times that of OpenVINO's own default, or at most
+# this many nats, which is less than quantising weights costs ...
+KL_FACTOR, MOST_KL = 1.25, 1e-4
+# ... and if this share of the most probable tokens is right, or as many as with the default.
+LEAST_TOP1 = 0.99
+# The goal "accuracy" allows no more nats than this.
+MOST_KL_FOR_ACCURACY = 1e-6
 # A setting is chosen over one that was measured before it if it takes at most this share of the time.
 CLEARLY_BETTER = 0.97
 
@@ -57,12 +62,17 @@ class Measurement:
     change_ms: float = 0.0  # added to an inference of another width than the one before
     # Share of probed positions whose logits are the same, to the bit, however the text was fed; None: not probed.
     invariance: float | None = None
-    fewest: int = 2  # tokens that an inference computes at least, as far as that was probed
+    rule: FeedRule | None = None  # of exact arithmetic, if it was probed and found
+
+    def ms(self, width: int) -> float:
+        """Return the milliseconds of an inference that is fed ``width`` tokens, by the rule of exact arithmetic."""
+        computed = max(width, self.rule.fewest) if self.rule else width
+        widths = sorted(self.verify_ms)
+        return float(np.interp(computed, widths, [self.verify_ms[width] for width in widths]))
 
     @property
     def token_ms(self) -> float:
-        """Milliseconds of an inference that is fed a single token, in exact arithmetic if that is had."""
-        return self.verify_ms[self.fewest]
+        return self.ms(1)
 
     def cost(self, goal: Goal) -> float:
         """Return what ``goal`` minimises, in ms; by default a prompt of 256 tokens and 128 inferences of 2, 4 and 8."""
@@ -70,7 +80,13 @@ class Measurement:
             return self.token_ms
         if goal == "prefill":
             return self.prefill_ms
-        return 256 * self.prefill_ms + 128 / 3 * sum(self.verify_ms[width] for width in (2, 4, 8))
+        return 256 * self.prefill_ms + 128 / 3 * sum(map(self.ms, (2, 4, 8)))
+
+    def is_accurate(self, goal: Goal, default: Measurement) -> bool:
+        """Return whether ``goal`` allows this setting, compared with OpenVINO's ``default``."""
+        if goal == "accuracy":
+            return self.kl <= MOST_KL_FOR_ACCURACY
+        return self.kl <= max(KL_FACTOR * default.kl, MOST_KL) and self.top1 >= min(LEAST_TOP1, default.top1)
 
 
 @dataclass(frozen=True)
@@ -97,8 +113,7 @@ class Profile:
             if m.setting.engine == engine
             and all(fixed.get(name, value) == value for name, value in m.setting.properties.items())
         ]
-        most_kl = KL_FLOOR if self.goal == "accuracy" else max(KL_FACTOR * self.reference.kl, KL_FLOOR)
-        fit = [m for m in agreeing if m.kl <= most_kl]
+        fit = [m for m in agreeing if m.is_accurate(self.goal, self.reference)]
         if "INFERENCE_PRECISION_HINT" not in fixed:
             fit = [m for m in fit if m.invariance is None or m.invariance >= (usual.invariance or 0)]
         if not fit:

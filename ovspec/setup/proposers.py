@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,8 +24,9 @@ from ovspec.setup.profile import Profile, load_with
 
 # A head proposes, so that rounding matters less than speed: activations share a scale in larger groups than usual.
 HEAD_PROPERTIES = {"DYNAMIC_QUANTIZATION_GROUP_SIZE": "128"}
-# A token of a draft comes with another one where two take at most this part of the time of one; timed so often.
-PAIRED, TIMED_PAIRS, PAIR_CONTEXT = 0.97, 6, 16
+# A draft computes a token and its logits twice where that takes at most this part of the time of once; timed so often.
+WORTH_PAIRING, TIMED_PAIRS, PAIR_CONTEXT = 0.97, 12, 16
+PAIRED = FeedRule(fewest=2, fewest_logits=2)
 
 
 def load_head(folder: Path, target: CompiledModel, options: DeviceOptions) -> CompiledModel:
@@ -76,7 +78,7 @@ def in_pairs(proposer: CompiledModel, options: DeviceOptions) -> CompiledModel:
         setting = repr(("pairs", sorted(proposer.ir.properties.items())))
         file = memory_file("pairs", proposer.ir.folder, setting, options.cache_folder)
         found = remembered(PairCost, file) or remember(file, PairCost(pair_cost(proposer)))
-        proposer.rule = FeedRule(fewest=2) if found.cost < PAIRED else FAST
+        proposer.rule = PAIRED if found.cost < WORTH_PAIRING else FAST
     return proposer
 
 
@@ -88,12 +90,16 @@ class PairCost:
 
 
 def pair_cost(proposer: CompiledModel) -> float:
-    decoder, tokens, times = proposer.decoder(), np.zeros(PAIR_CONTEXT, dtype=np.int64), dict[int, list[float]]()
+    tokens = np.zeros(PAIR_CONTEXT, dtype=np.int64)
     beside = np.ones((len(tokens), proposer.ir.width_of(HIDDEN)), dtype=np.float32)
-    decoder.feed([tokens], [1], 0, [beside])
-    for count in (1, 1, 2, 2) * TIMED_PAIRS:  # the first inference after one of another width takes longer
-        decoder.truncate(0, len(tokens))
-        began = time.perf_counter()
-        decoder.feed([tokens[:count]], [1], 0, [beside[:count]])
-        times.setdefault(count, []).append(time.perf_counter() - began)
-    return min(times[2]) / min(times[1])
+    decoders = {rule: proposer.decoder(rule=rule) for rule in (FAST, PAIRED)}
+    least = dict.fromkeys(decoders, math.inf)
+    for decoder in decoders.values():
+        decoder.feed([tokens], [1], 0, [beside])
+    for _ in range(TIMED_PAIRS):
+        for rule, decoder in decoders.items():
+            decoder.truncate(0, len(tokens))
+            began = time.perf_counter()
+            decoder.feed([tokens[:1]], [1], 0, [beside[:1]])
+            least[rule] = min(least[rule], time.perf_counter() - began)
+    return least[PAIRED] / least[FAST]

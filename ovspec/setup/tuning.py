@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from ovspec.base.errors import OvspecError
-from ovspec.base.files import read_text, remember
+from ovspec.base.files import read_text, remember, remembered
 from ovspec.base.progress import note
 from ovspec.cache.decoder import FAST, Decoder, FeedRule, Rollback
 from ovspec.cache.paged import PagedDecoder
@@ -25,13 +25,14 @@ from ovspec.ir.memory import room_for
 from ovspec.sampling.logprobs import log_softmax
 from ovspec.setup.engine_choice import EXACT, CompiledModel, EngineName, check_paged, compile_paged
 from ovspec.setup.exactness import FULL as FULL_TRIAL
-from ovspec.setup.exactness import Exactness
+from ovspec.setup.exactness import Exactness, exactness_file
 from ovspec.setup.probing import probe_rollback
 from ovspec.setup.profile import (
     Goal,
     Measurement,
     Profile,
     Setting,
+    completed,
     known_profile,
     largest_group,
     profile_file,
@@ -52,10 +53,11 @@ LONG_PROMPT = 0.5  # seconds; a prefill that takes longer is timed once
 class Effort:
     """How much is measured."""
 
-    tokens: int  # of the text
+    tokens: int  # of the prompt that is timed, and before the timed inferences
     widths: tuple[int, ...]  # of the timed inferences, in tokens
     repeats: int  # how often each setting is timed
     full: bool  # whether all settings are tried, and exact arithmetic is probed thoroughly
+    judged: int = 256  # tokens by which accuracy is judged
 
 
 FULL = Effort(256, (1, 2, 4, 8, 16), 3, True)
@@ -80,27 +82,24 @@ def tune(
         raise OvspecError(f"{folder}: not enough memory is free for tuning, which holds the model twice.")
     began = time.monotonic()
     tell("f32 without dynamic quantisation (reference for accuracy)", 0.0)
-    text = np.resize(Tokenizer(folder).encode(read_text(TEXT)), effort.tokens)
-    timer = SettingTimer(folder, text, effort)
+    text = np.resize(Tokenizer(folder).encode(read_text(TEXT)), max(effort.tokens, effort.judged))
+    timer = SettingTimer(folder, text, effort, options)
     usual = Setting("paged" if check_paged(folder, options).usable else "stateful")
     others = settings_to_try(usual.engine, largest_group(folder), effort.full)
     total = 3 + len(others)
     tell(f"{usual} (used without a profile)", 1 / total)
-    timer.set_incumbent(usual)
-    probed = timer.probe(usual)
-    measured = [replace(timer.incumbent, invariance=probed.share, fewest=probed.fewest)]
+    measured = [timer.set_incumbent(usual)]
     if effort.full and usual.engine != "stateful":
         tell(f"{Setting('stateful')} (OpenVINO's default)", 2 / total)
         measured.append(timer.measure(Setting("stateful")))
-    found = Profile(goal, effort.full, len(text), 0.0, measured[-1], measured)
+    found = Profile(goal, effort.full, effort.tokens, 0.0, measured[-1], measured)
     for number, setting in enumerate(others, 3):
         tell(str(setting), number / total)
         measured.append(timer.measure(setting))
     # A probe takes longer than measuring: only settings that may be chosen are probed.
     while (best := found.choose(DeviceOptions(), "auto")) and best.invariance is None:
         tell(f"{best.setting}: bits of every way of feeding", 1.0)
-        probed = timer.probe(best.setting)
-        measured[measured.index(best)] = replace(best, invariance=probed.share, fewest=probed.fewest)
+        measured[measured.index(best)] = timer.probed(best)
     if effort.full and best:
         tell(f"{best.setting}: bits of long contexts, and of one thread", 1.0)
         found = replace(found, exactness=timer.exactness(best.setting))
@@ -115,11 +114,12 @@ def tune(
 def settings_to_try(engine: EngineName, most_group: int | None, full: bool) -> list[Setting]:
     """Return the settings to compare with the usual ones: precisions, and groups of dynamic quantisation.
 
-    A first load (not ``full``) tries only what is most likely to be faster: a larger group, in the usual precision.
+    A first load (not ``full``) tries only what is most likely to be faster: f32 with the largest group.
     """
     usual = default_kv_precision(DeviceOptions())  # the precision in which OpenVINO computes by default
     if not full:
-        return [Setting(engine, usual, 64)] if most_group and most_group >= 64 else []
+        largest = [group for group in (128, 64) if most_group and group <= most_group]
+        return [Setting(engine, "f32", group) for group in largest[:1]]
     precisions = ["f32", *native_precisions()]
     if not most_group:
         return [Setting(engine, precision) for precision in precisions if precision != usual]
@@ -146,40 +146,69 @@ def tune_if_new(folder: Path, options: DeviceOptions) -> Profile | None:
 
 
 class SettingTimer:
-    """Times settings of one model against the incumbent, after ``text`` (n,), token ids that are read as a prompt."""
+    """Times settings of one model against the incumbent, after the first tokens of ``text`` (n,), read as a prompt.
 
-    def __init__(self, folder: Path, text: np.ndarray, effort: Effort) -> None:
-        self.text, self.effort, self._folder = text, effort, folder
+    ``options``: say where what probing finds is remembered.
+    """
+
+    def __init__(self, folder: Path, text: np.ndarray, effort: Effort, options: DeviceOptions) -> None:
+        self.text, self.prompt, self.effort = text, text[: effort.tokens], effort
+        self._folder, self._options, self._widths = folder, options, effort.widths
         ir = compile_ir(folder, DeviceOptions(properties=EXACT))
         right = StatefulDecoder(ir, Rollback(None)).feed([text], [len(text)])[0]
         self._right = log_softmax(right).astype(np.float32)
+        self._last: tuple[Setting, CompiledModel] | None = None  # what was compiled last
 
-    def set_incumbent(self, setting: Setting) -> None:
-        """Measure the setting that the others are compared with, and keep it loaded."""
-        self._decoder = self._load(setting)
-        kl, top1 = self._distance(self._prefill(self._decoder)[1])
+    def set_incumbent(self, setting: Setting) -> Measurement:
+        """Probe and measure the setting that the others are compared with, and keep it loaded."""
+        model = self._compile(setting)
+        exactness = self.probe(setting, model)
+        if exactness.rule:
+            self._widths = tuple(sorted({*self._widths, exactness.rule.fewest}))
+        self._decoder = self._decoder_of(model)
+        kl, top1 = self._distance(self._judge(self._decoder))
+        self._prefill(self._decoder)
         self._round(self._decoder)
-        prefill = min(self._prefill(self._decoder)[0] for _ in range(2))
+        prefill = min(self._prefill(self._decoder) for _ in range(2))
         times, change = self._round(self._decoder, self.effort.repeats)
-        self.incumbent = Measurement(setting, times, prefill, kl, top1, change)
+        self.incumbent = Measurement(setting, times, prefill, kl, top1, change, exactness.share, exactness.rule)
+        return self.incumbent
 
     def measure(self, setting: Setting) -> Measurement:
-        decoder, mine = self._load(setting), self.incumbent
-        kl, top1 = self._distance(self._prefill(decoder)[1])  # not timed: the first prefill is slower
+        self._last = None  # memory may not hold a third model
+        self._last = setting, self._compile(setting)
+        decoder, mine = self._decoder_of(self._last[1]), self.incumbent
+        kl, top1 = self._distance(self._judge(decoder))
+        self._prefill(decoder)  # the first one is slower
         ratios: list[dict[int, float]] = []  # one entry per round: time relative to the incumbent, by width
         prefills, changes = list[float](), list[float]()
         for repeat in range(self.effort.repeats):
-            if repeat == 0 or mine.prefill_ms * len(self.text) < LONG_PROMPT * 1e3:
-                prefills.append(self._prefill(decoder)[0] / self._prefill(self._decoder)[0])
+            if repeat == 0 or mine.prefill_ms * len(self.prompt) < LONG_PROMPT * 1e3:
+                prefills.append(self._prefill(decoder) / self._prefill(self._decoder))
             (theirs, change), (ours, _) = self._round(decoder), self._round(self._decoder)
             changes.append(change)
             ratios.append({width: theirs[width] / ours[width] for width in ours})
-        verify = {width: statistics.median(r[width] for r in ratios) * ms for width, ms in mine.verify_ms.items()}
+        verify = {width: statistics.median(r[width] for r in ratios) * mine.ms(width) for width in ratios[0]}
         prefill, change = statistics.median(prefills) * mine.prefill_ms, statistics.median(changes)
         return Measurement(setting, verify, prefill, kl, top1, change)
 
-    def probe(self, setting: Setting) -> Exactness:
-        return self._compile(setting).find_exactness()
+    def probed(self, measurement: Measurement) -> Measurement:
+        """Return ``measurement`` with the rule of exact arithmetic, and the time of its fewest tokens."""
+        setting = measurement.setting
+        if not self._last or self._last[0] != setting:
+            self._last = None
+            self._last = setting, self._compile(setting)
+        exactness = self.probe(setting, self._last[1])
+        if exactness.rule and exactness.rule.fewest not in self._widths:
+            self._widths = tuple(sorted({*self._widths, exactness.rule.fewest}))
+            measurement = self.measure(setting)
+        return replace(measurement, invariance=exactness.share, rule=exactness.rule)
+
+    def probe(self, setting: Setting, model: CompiledModel) -> Exactness:
+        """Find the rule of exact arithmetic, and remember it for loads."""
+        options = completed(DeviceOptions(cache_dir=self._options.cache_folder), setting)
+        file = exactness_file(self._folder, options, setting.engine)
+        return remembered(Exactness, file) or remember(file, model.find_exactness())
 
     def exactness(self, setting: Setting) -> dict[int, Exactness]:
         """Find the rule thoroughly, with the usual number of threads and with one; by number of threads."""
@@ -192,12 +221,12 @@ class SettingTimer:
         return found
 
     def price(self, setting: Setting, rule: FeedRule | None) -> float | None:
-        """Return how many times as long as in fast arithmetic a token takes by ``rule``, after the text."""
+        """Return how many times as long as in fast arithmetic a token takes by ``rule``, after the prompt."""
         if not rule:
             return None
         decoders = self._compile(setting).decoder(rule=rule), self._compile(setting, paired=False).decoder()
         for decoder in decoders:
-            decoder.feed([self.text], [1])
+            decoder.feed([self.prompt], [1])
         times = [[self._time(decoder, 1)[1] for decoder in decoders] for _ in range(2 * self.effort.repeats)]
         return statistics.median(exact / fast for exact, fast in times)
 
@@ -209,23 +238,28 @@ class SettingTimer:
         ir = compile_ir(self._folder, options)
         return CompiledModel(ir, "stateful", "", probe_rollback(ir).rollback)
 
-    def _load(self, setting: Setting) -> Decoder:
-        # A second query for each token, as exact arithmetic has it, and as many tokens as are fed.
-        return self._compile(setting).decoder(rule=FeedRule(queries=2) if setting.engine == "paged" else FAST)
+    def _decoder_of(self, model: CompiledModel) -> Decoder:
+        # A second query for each token, as exact arithmetic has it, and as many tokens and logits as are fed.
+        return model.decoder(rule=FeedRule(queries=2) if model.engine == "paged" else FAST)
 
-    def _prefill(self, decoder: Decoder) -> tuple[float, np.ndarray]:
-        """Read the text as a prompt; return ms per token and the logits of every position."""
+    def _judge(self, decoder: Decoder) -> np.ndarray:
+        """Return the logits of every position of the text."""
+        decoder.reset(1)
+        return decoder.feed([self.text], [len(self.text)])[0]
+
+    def _prefill(self, decoder: Decoder) -> float:
+        """Read the prompt; return ms per token."""
         decoder.reset(1)
         began = time.perf_counter()
-        logits = decoder.feed([self.text], [len(self.text)])[0]
-        return (time.perf_counter() - began) * 1e3 / len(self.text), logits
+        decoder.feed([self.prompt], [len(self.prompt)])
+        return (time.perf_counter() - began) * 1e3 / len(self.prompt)
 
     def _round(self, decoder: Decoder, repeats: int = 1) -> tuple[dict[int, float], float]:
         """Return the median milliseconds of inferences after the text by width, and what a change of width adds."""
-        times: dict[int, list[float]] = {width: [] for width in self.effort.widths}
+        times: dict[int, list[float]] = {width: [] for width in self._widths}
         changes: list[float] = []
         for repeat in range(repeats + 1):
-            for width in self.effort.widths:
+            for width in self._widths:
                 changed, same = self._time(decoder, width)
                 if repeat:  # the first inferences of all, and those after another model's, are slower
                     times[width].append(same)
@@ -239,7 +273,7 @@ class SettingTimer:
             start = time.perf_counter()
             decoder.feed([self.text[:width]], [width])
             found.append((time.perf_counter() - start) * 1e3)
-            decoder.truncate(0, len(self.text))
+            decoder.truncate(0, len(self.prompt))
         return found[0], statistics.median(found[1 + len(found) // 4 :])
 
     def _distance(self, logits: np.ndarray) -> tuple[float, float]:
