@@ -76,11 +76,11 @@ class Costs:
         if most and most < WIDEST:
             split = costs[most] * (widths // most) + np.where(widths % most, costs[widths % most], 0.0)
             costs = np.where(widths <= most, costs, split)
-        costs[:fewest] = costs[fewest]
-        self.fewest = fewest
         self.known = self._measured = bool(measured)
         self.ms = costs
         self.change = FIRST_CHANGE * float(costs[1]) if change is None else change  # added by a change of width
+        costs[:fewest] = costs[fewest]
+        self.fewest = fewest
         self._changes = 0 if change is None else MEASURED_CHANGES  # from which ``change`` is learned
         self._fills = fills
         self._last = 0  # width of the last inference

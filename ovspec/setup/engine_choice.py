@@ -235,8 +235,9 @@ def load_exactly(
 
 
 def f32_may_help(options: DeviceOptions) -> bool:
-    """Return whether the CPU computes in 16 bits only because nobody has named a precision."""
-    if check_device(options.device) != "CPU" or "INFERENCE_PRECISION_HINT" in options.fixed:
+    """Return whether the CPU computes in 16 bits only because nobody has named a precision, or a type of the cache."""
+    named = {"INFERENCE_PRECISION_HINT", "KV_CACHE_PRECISION"} & options.fixed.keys()
+    if named or check_device(options.device) != "CPU":
         return False
     return default_kv_precision(DeviceOptions()) != "f32"
 

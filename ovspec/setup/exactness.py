@@ -158,7 +158,7 @@ def least_rule(make: Make, strictest: FeedRule, text: np.ndarray) -> FeedRule:
     pieces = [text[at : at + UNIT] for at in range(0, len(text), UNIT)]
     expected = [row for piece in pieces for row in bits(decoder.feed([piece], [len(piece)])[0])]
     rule = strictest
-    for name, alone in (("fewest", ALONE - UNIT), ("fewest_logits", ALONE_LOGITS)):
+    for name, alone in (("fewest", ALONE), ("fewest_logits", ALONE_LOGITS)):
         for count in [count for count in COUNTS if count < getattr(strictest, name)]:
             lesser = replace(rule, **{name: count})
             # Tokens alone come first: they differ most often. Other widths may have kernels of their own, too.

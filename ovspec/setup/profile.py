@@ -66,9 +66,12 @@ class Measurement:
 
     def ms(self, width: int) -> float:
         """Return the milliseconds of an inference that is fed ``width`` tokens, by the rule of exact arithmetic."""
-        computed = max(width, self.rule.fewest) if self.rule else width
+        return self.ms_computing(max(width, self.rule.fewest) if self.rule else width)
+
+    def ms_computing(self, width: int) -> float:
+        """Return the milliseconds of an inference that computes ``width`` tokens, whether they were timed or not."""
         widths = sorted(self.verify_ms)
-        return float(np.interp(computed, widths, [self.verify_ms[width] for width in widths]))
+        return float(np.interp(width, widths, [self.verify_ms[width] for width in widths]))
 
     @property
     def token_ms(self) -> float:

@@ -8,12 +8,13 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
-from ovspec.base.errors import OvspecError
+from ovspec.base.errors import InferenceError, OvspecError
 from ovspec.base.files import read_text, remember, remembered
 from ovspec.base.progress import note
 from ovspec.cache.decoder import FAST, Decoder, FeedRule, Rollback
@@ -95,7 +96,8 @@ def tune(
     found = Profile(goal, effort.full, effort.tokens, 0.0, measured[-1], measured)
     for number, setting in enumerate(others, 3):
         tell(str(setting), number / total)
-        measured.append(timer.measure(setting))
+        with suppress(InferenceError):  # its logits may not be numbers, as those of some models in f16
+            measured.append(timer.measure(setting))
     # A probe takes longer than measuring: only settings that may be chosen are probed.
     while (best := found.choose(DeviceOptions(), "auto")) and best.invariance is None:
         tell(f"{best.setting}: bits of every way of feeding", 1.0)
@@ -188,7 +190,7 @@ class SettingTimer:
             (theirs, change), (ours, _) = self._round(decoder), self._round(self._decoder)
             changes.append(change)
             ratios.append({width: theirs[width] / ours[width] for width in ours})
-        verify = {width: statistics.median(r[width] for r in ratios) * mine.ms(width) for width in ratios[0]}
+        verify = {width: statistics.median(r[width] for r in ratios) * mine.ms_computing(width) for width in ratios[0]}
         prefill, change = statistics.median(prefills) * mine.prefill_ms, statistics.median(changes)
         return Measurement(setting, verify, prefill, kl, top1, change)
 
@@ -206,7 +208,8 @@ class SettingTimer:
 
     def probe(self, setting: Setting, model: CompiledModel) -> Exactness:
         """Find the rule of exact arithmetic, and remember it for loads."""
-        options = completed(DeviceOptions(cache_dir=self._options.cache_folder), setting)
+        uncached = {} if self._options.cache_folder else {"CACHE_DIR": ""}
+        options = completed(DeviceOptions(cache_dir=self._options.cache_folder, properties=uncached), setting)
         file = exactness_file(self._folder, options, setting.engine)
         return remembered(Exactness, file) or remember(file, model.find_exactness())
 

@@ -145,8 +145,8 @@ def lookahead_of(machine: Machine, mode: str, fixed: int | None, profile: bool) 
         for times, fewest in ((machine.verify_ms, machine.narrowest), (draft_ms, 1))
     ]
     changes = [machine.change(same) if profile and same else None for same in (machine.verify_ms, draft_ms)]
-    target, draft = (Costs(times, change, True) for times, change in zip(measured, changes, strict=True))
-    return Lookahead(fixed, target, draft, machine.narrowest)
+    target = Costs(measured[0], changes[0], True, fewest=machine.narrowest)
+    return Lookahead(fixed, target, Costs(measured[1], changes[1], True))
 
 
 def ms_a_token(rounds: list[tuple[int, float]]) -> float:
@@ -431,12 +431,29 @@ def test_a_prompt_says_nothing_about_rounds() -> None:
 
 def test_what_is_free_is_proposed_whatever_was_lost() -> None:
     """Two tokens cost what a plain round does: a draft that lost doesn't keep lookup from proposing one."""
-    lookahead = Lookahead(None, Costs({2: 10.0, 3: 20.0}, 5.0), Costs({1: 50.0, 2: 50.0}, 0.0), narrowest=2)
+    lookahead = Lookahead(None, Costs({2: 10.0, 3: 20.0}, 5.0, fewest=2), Costs({1: 50.0, 2: 50.0}, 0.0))
     lost = Proposal(np.arange(1), np.array([0.9]), source="draft")
     lookahead.note_draft(1, 0.05)
     lookahead.learn(RoundOutcome([(lost, 0)], 2, 0, False, 0.05, 0.01))
     assert not lookahead.affords("draft", 1)
     assert len(lookahead.cut(Proposal(np.arange(4), np.full(4, 0.6), source="lookup"), 1).tokens) == 1
+
+
+def test_what_the_rule_computes_anyway_is_filled_with_proposals() -> None:
+    """With five tokens an inference, four of them cost nothing, whatever has been learned; a fifth does."""
+    target = Costs({1: 5.0, 2: 6.0, 4: 9.0, 5: 20.0, 8: 40.0}, 2.0, fewest=5)
+    lookahead = Lookahead(None, target, Costs({1: 0.5, 8: 1.0}, 0.0))
+    for width, ms in ((5, 20.0), (5, 22.0), (1, 19.0), (5, 20.0)):
+        target.learn(width, ms)
+        assert set(target.ms[:6]) == {target(5)} and set(target.next()[:6]) == {target.next()[5]}
+    unlikely = Proposal(np.arange(8), np.full(8, 0.1), source="lookup")
+    assert len(lookahead.cut(unlikely, 1).tokens) == 4
+    lookahead.begin()
+    cuts = [len(lookahead.cut(unlikely, 2).tokens) for _ in range(2)]
+    assert sum(cuts) == 3, "two rows, and three tokens more"
+    guesses = [Guess(0, 0.3)] * 3
+    assert lookahead.going_on("draft", [0], [guesses]) == [0], "a draft's fourth token costs its step alone"
+    assert lookahead.going_on("draft", [0], [[*guesses, Guess(0, 0.3)]]) == []
 
 
 def test_a_change_that_costs_less_than_expected_is_no_faster_inference() -> None:
@@ -468,7 +485,7 @@ def test_a_profile_measured_on_a_busy_machine_is_corrected() -> None:
     found = load(TRACES[0].with_name("demo-f32-T0.json"))
     machine = Machine(found, 0, 2)
     wrong = {width: 10 * ms for width, ms in machine.draft_ms.items()}
-    lookahead = Lookahead(None, Costs(machine.verify_ms, 0.0, True), Costs(wrong, 0.0, True), 2)
+    lookahead = Lookahead(None, Costs(machine.verify_ms, 0.0, True, fewest=2), Costs(wrong, 0.0, True))
     texts = found["texts"] * 4
     last = [replay(lookahead, "draft", text, machine) for text in texts][-1]
     assert ms_a_token(last) < 0.6 * machine.plain

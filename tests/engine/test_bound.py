@@ -1,4 +1,4 @@
-"""A bound on the tokens of an inference holds wherever the target is fed, and changes no text.
+"""The bounds on the tokens and logits of an inference hold wherever the target is fed, and change no text.
 
 The weights are f32, with which no processor needs a bound, so that the texts without one are the reference.
 """
@@ -14,18 +14,21 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import PROMPTS
+from moves import moving_texts
 
 import ovspec
-from ovspec.cache.decoder import FAST, FeedRule, Rollback, inferences
+from ovspec.cache.decoder import FAST, FeedRule, Rollback, inferences, logit_positions
 from ovspec.cache.paged import PREFILL_CHUNK, PagedDecoder
 from ovspec.cache.stateful import StatefulDecoder
 from ovspec.drafting.costs import WIDEST, Costs
+from ovspec.engine.runtime import DecoderPool
 from ovspec.ir.compile import CompiledIR
 from ovspec.ir.request import Request
 from ovspec.openai.logprobs import at_once, prompt_logprobs
 from ovspec.server.engine_thread import EngineThread, Job
 
 MOST = 24
+FEWEST, FEWEST_LOGITS = 5, 7
 LONG_TEXT = "".join(PROMPTS[:3])
 REPEATS = "for i in range(10):\n    print(i)\n" * 4
 OPTIONS: Any = {"max_tokens": 24, "ignore_eos": True}
@@ -36,8 +39,16 @@ def lm(pair: Path, cache_dir: Path) -> ovspec.LanguageModel:
     lm = ovspec.load(pair, "lookup", precision="f32", cache_dir=cache_dir, cache_memory=0)
     if lm.target.promise != "exact":
         pytest.skip(f"on this processor the arithmetic is {lm.target.promise}")
-    lm.target.rule = replace(lm.target.rule, most=MOST)
+    lm.target.rule = replace(lm.target.rule, fewest=FEWEST, most=MOST, fewest_logits=FEWEST_LOGITS)
     return lm
+
+
+@pytest.fixture(scope="module")
+def keeping(pair: Path, cache_dir: Path, lm: ovspec.LanguageModel) -> ovspec.LanguageModel:
+    """Return the same model with a prefix cache."""
+    keeping = ovspec.load(pair, "lookup", precision="f32", cache_dir=cache_dir)
+    keeping.target.rule = lm.target.rule
+    return keeping
 
 
 @pytest.fixture
@@ -47,7 +58,8 @@ def widths(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     infer = Request.infer
 
     def noting(self: Request, arrays: Any, logits_idx: np.ndarray) -> np.ndarray:
-        seen.append((arrays[0].size, len(logits_idx)))
+        if "draft" not in self._folder.parts:
+            seen.append((arrays[0].size, len(logits_idx)))
         return infer(self, arrays, logits_idx)
 
     monkeypatch.setattr(Request, "infer", noting)
@@ -119,8 +131,33 @@ def a_server(lm: ovspec.LanguageModel) -> Any:
     return [row.token_ids for row in rows]
 
 
+def short_texts(lm: ovspec.LanguageModel) -> Any:
+    """Rows that are shorter than an inference has to be, alone, in pairs and joined by others."""
+    ids = [[5], [6], [7, 8], [9]]
+    alone = [lm.generate(tokens, **OPTIONS).token_ids for tokens in ids]
+    together = lm.generate(ids, batch_size=2, max_tokens=3, ignore_eos=True)
+    return alone, [result.token_ids for result in together]
+
+
+def rewinds_and_forks(lm: ovspec.LanguageModel) -> Any:
+    return moving_texts(lm, [prompt[:6] for prompt in PROMPTS], max_tokens=12, lookahead=0)
+
+
+def prefix_hits(lm: ovspec.LanguageModel) -> Any:
+    results = [lm.generate(LONG_TEXT[:400], **OPTIONS) for _ in range(2)]
+    return [result.token_ids for result in results]
+
+
+def forced_tokens(lm: ovspec.LanguageModel) -> Any:
+    return lm.generate("{", choice=["abcdefgh", "abcdefgi", "x"], max_tokens=20).token_ids
+
+
 PLACES = [
     a_prompt,
+    short_texts,
+    rewinds_and_forks,
+    prefix_hits,
+    forced_tokens,
     logits_after_a_prompt,
     rounds_with_proposals,
     many_rows,
@@ -134,18 +171,97 @@ PLACES = [
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_the_bound_holds_wherever_the_target_is_fed(
+def test_the_bounds_hold_wherever_the_target_is_fed(
     lm: ovspec.LanguageModel,
+    keeping: ovspec.LanguageModel,
     widths: list[tuple[int, int]],
     monkeypatch: pytest.MonkeyPatch,
     place: Callable[[ovspec.LanguageModel], Any],
 ) -> None:
+    lm = keeping if place is prefix_hits else lm
     bounded = place(lm)
     assert widths and max(map(max, widths)) <= MOST
+    assert not is_narrow(widths)
     widths.clear()
     monkeypatch.setattr(PagedDecoder, "_most", PREFILL_CHUNK)
+    monkeypatch.setattr(lm.target, "rule", replace(lm.target.rule, fewest=1, fewest_logits=1))
+    monkeypatch.setattr(lm.runtime, "pool", DecoderPool(lm.runtime._make_decoders))
     assert place(lm) == bounded, "the bound changes a bit"
-    assert max(map(max, widths)) > MOST, "nothing here exceeds the bound, so the test can't fail"
+    narrow = place in (short_texts, rewinds_and_forks, prefix_hits, forced_tokens)
+    exceeds = is_narrow(widths) if narrow else max(map(max, widths)) > MOST
+    assert exceeds, "nothing here exceeds the bounds, so the test can't fail"
+
+
+def is_narrow(widths: list[tuple[int, int]]) -> bool:
+    """Return whether an inference has too few tokens or logits."""
+    return any(tokens < FEWEST or logits < FEWEST_LOGITS for tokens, logits in widths)
+
+
+@pytest.mark.parametrize("draft", ["draft", "lookup,draft"])
+def test_the_bounds_hold_beside_a_draft(
+    pair: Path, cache_dir: Path, lm: ovspec.LanguageModel, widths: list[tuple[int, int]], draft: str
+) -> None:
+    expected = moving_texts(lm, PROMPTS, max_tokens=12, lookahead=0)
+    drafting = ovspec.load(pair, draft, precision="f32", cache_dir=cache_dir)
+    drafting.target.rule = lm.target.rule
+    widths.clear()
+    assert moving_texts(drafting, PROMPTS, max_tokens=12, lookahead=3) == expected
+    assert widths and not is_narrow(widths)
+
+
+def no_filling(decoder: type[PagedDecoder], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decoder, "_fill_up", lambda self, computed, width: computed)  # noqa: ARG005
+
+
+def no_filling_behind_short_rows(decoder: type[PagedDecoder], monkeypatch: pytest.MonkeyPatch) -> None:
+    fill_up = decoder._fill_up
+
+    def filled(self: PagedDecoder, computed: list[tuple[int, np.ndarray]], width: int) -> Any:
+        cached = sum([begin for begin, new in computed if len(new)])
+        return fill_up(self, computed, width) if cached >= FEWEST else computed
+
+    monkeypatch.setattr(decoder, "_fill_up", filled)
+
+
+def a_fork_without_the_rule(decoder: type[PagedDecoder], monkeypatch: pytest.MonkeyPatch) -> None:
+    fork = decoder.fork
+
+    def forked(self: PagedDecoder) -> PagedDecoder:
+        other = fork(self)
+        other.rule = replace(other.rule, fewest=1)
+        return other
+
+    monkeypatch.setattr(decoder, "fork", forked)
+
+
+def no_more_logits(decoder: type[PagedDecoder], monkeypatch: pytest.MonkeyPatch) -> None:
+    del decoder
+
+    def positions(counts: Any, wanted: Any, fewest: int, packed: bool = False) -> np.ndarray:
+        return logit_positions(counts, wanted, min(fewest, 2), packed)
+
+    monkeypatch.setattr("ovspec.cache.paged.logit_positions", positions)
+
+
+@pytest.mark.parametrize(
+    ("plant", "place"),
+    [
+        (no_filling, a_prompt),
+        (no_filling_behind_short_rows, short_texts),
+        (a_fork_without_the_rule, rewinds_and_forks),
+        (no_more_logits, a_prompt),
+    ],
+)
+def test_a_place_that_ignores_the_rule_is_found(
+    lm: ovspec.LanguageModel,
+    widths: list[tuple[int, int]],
+    monkeypatch: pytest.MonkeyPatch,
+    plant: Callable[..., None],
+    place: Callable[[ovspec.LanguageModel], Any],
+) -> None:
+    plant(PagedDecoder, monkeypatch)
+    place(lm)
+    assert is_narrow(widths)
 
 
 @pytest.mark.parametrize("rule", [FeedRule(most=7), FeedRule(most=7, apart=True)])

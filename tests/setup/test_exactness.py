@@ -19,6 +19,7 @@ from ovspec.cache.stateful import StatefulDecoder, decoder_of
 from ovspec.ir.compile import CompiledIR, compile_ir
 from ovspec.ir.device import DeviceOptions
 from ovspec.ir.paged_attention import PAIRS
+from ovspec.ir.request import Request
 from ovspec.setup.engine_choice import compile_paged
 from ovspec.setup.exactness import FULL, SHORT, Exactness, Trial, find_exactness, probe_rule
 
@@ -44,8 +45,9 @@ def test_a_rule_is_found_for_the_paged_engine(make: Make, trial: Trial) -> None:
     assert found.rule and not found.differing, found
     assert found.positions >= len(trial.contexts) * ways * sum(trial.widths)
     # Only what is needed here is demanded.
-    if found.rule.fewest > 1:
-        assert not probe_rule(make(replace(found.rule, fewest=1)), 4096).exact
+    for name in ("fewest", "fewest_logits"):
+        if (count := getattr(found.rule, name)) > 1:
+            assert not probe_rule(make(replace(found.rule, **{name: count - 1})), 4096).exact
     if found.rule.queries > 1:
         assert not probe_rule(make(replace(found.rule, queries=1, fewest=1)), 4096).exact
     if found.rule.most:
@@ -53,13 +55,38 @@ def test_a_rule_is_found_for_the_paged_engine(make: Make, trial: Trial) -> None:
     assert find_exactness(make, "paged", 4096).rule == found.rule, "the same at each time"
 
 
-def wider_than(width: int) -> Callable[[int, int], bool]:
+Differs = Callable[[int, int], bool]  # whether an inference of so many tokens and logits has other bits
+
+
+def wider_than(width: int) -> Differs:
     return lambda tokens, logits: tokens > width and logits >= 0
+
+
+def plant_kernels(monkeypatch: pytest.MonkeyPatch, differs: Differs) -> list[tuple[int, int]]:
+    """Let inferences round differently where ``differs`` says so; return a list of their (tokens, logits)."""
+    infer, inferences = Request.infer, list[tuple[int, int]]()
+
+    def rounded(self: Request, arrays: Any, logits_idx: np.ndarray) -> np.ndarray:
+        inferences.append((arrays[0].size, len(logits_idx)))
+        logits = infer(self, arrays, logits_idx)
+        return logits + 1e-3 if differs(*inferences[-1]) else logits
+
+    monkeypatch.setattr(Request, "infer", rounded)
+    return inferences
 
 
 @pytest.mark.parametrize(
     ("differs", "rule"),
     [
+        (lambda tokens, _: tokens < 5, FeedRule(2, 5)),  # AMX's matrix products
+        (lambda _, logits: logits < 5, FeedRule(2, 1, fewest_logits=5)),
+        (lambda tokens, logits: tokens < 5 or logits < 5, FeedRule(2, 5, fewest_logits=5)),
+        (lambda tokens, logits: tokens < 4 or logits < 9, FeedRule(2, 4, fewest_logits=10)),
+        (lambda tokens, logits: tokens < 7 and logits < 3, FeedRule(2, 1, fewest_logits=3)),
+        (lambda tokens, _: tokens < 3 or 6 <= tokens < 8, FeedRule(2, 8)),  # several thresholds
+        (lambda tokens, logits: tokens < 5 or logits < 5 or tokens > 80, FeedRule(2, 5, 64, fewest_logits=5)),
+        (lambda tokens, _: tokens == 15, FeedRule(2, 16)),
+        (lambda tokens, _: tokens < 17, None),
         (wider_than(300), FeedRule(2, 1)),
         (wider_than(200), FeedRule(2, 1, 96)),
         (wider_than(80), FeedRule(2, 1, 64)),
@@ -69,29 +96,27 @@ def wider_than(width: int) -> Callable[[int, int], bool]:
         (lambda tokens, _: tokens == 1, FeedRule(2, 2)),
         (lambda tokens, _: tokens in (1, *range(90, 400)), FeedRule(2, 2, 64)),
         (lambda _, logits: logits > 70, FeedRule(2, 1, 64)),  # the lm_head
-        (lambda tokens, _: tokens == 3, None),
+        (lambda tokens, _: tokens == 3, FeedRule(2, 4)),
     ],
 )
 def test_the_rule_for_kernels_that_round_differently(
     make_paged: Callable[..., PagedDecoder],
     monkeypatch: pytest.MonkeyPatch,
-    differs: Callable[[int, int], bool],
+    differs: Differs,
     rule: FeedRule | None,
 ) -> None:
     """With weights in f32, tokens are only computed differently where this test says so, and alone in attention."""
     if find_exactness(lambda rule: make_paged(rule=rule), "paged", 4096).rule != FeedRule(2, 1):
         pytest.skip("this processor computes f32 in other ways")
-    inner = PagedDecoder._append
-
-    def append(self: PagedDecoder, tokens: list[np.ndarray], wanted: list[int], *more: Any, **named: Any) -> Any:
-        computed = max(self.rule.fewest, sum(map(len, tokens)))
-        found = inner(self, tokens, wanted, *more, **named)
-        return [logits + 1e-3 for logits in found] if differs(computed, sum(wanted)) else found
-
-    monkeypatch.setattr(PagedDecoder, "_append", append)
+    inferences = plant_kernels(monkeypatch, differs)
     found = find_exactness(lambda rule: make_paged(rule=rule), "paged", 4096)
     assert found.rule == rule, found
     assert bool(found.differing) == (rule is None)
+    assert found.tried == {} or rule is None or found.tried[str(rule)] == 0
+    if rule:
+        inferences.clear()
+        assert probe_rule(make_paged(rule=rule), 4096).exact
+        assert not any(differs(*inference) for inference in inferences), "each keeps to the rule"
 
 
 def test_differences_that_rounding_mostly_hides_are_found(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,7 +126,7 @@ def test_differences_that_rounding_mostly_hides_are_found(make: Make, monkeypatc
     inner = PagedDecoder._append
 
     def append(self: PagedDecoder, tokens: list[np.ndarray], wanted: list[int], *more: Any, **named: Any) -> Any:
-        single = max(self.rule.fewest, sum(map(len, tokens))) == 1
+        single = max(self.rule.fewest, sum(map(len, tokens))) == 1  # alone, and late enough to be missed at first
         found = inner(self, tokens, wanted, *more, **named)
         return [logits + 1e-3 for logits in found] if single and len(self.rows[0]) == 70 else found
 
@@ -144,7 +169,7 @@ def stale(decoder: PagedDecoder, monkeypatch: pytest.MonkeyPatch) -> None:
     def filled(computed: list[tuple[int, np.ndarray]], width: int) -> list[tuple[int, np.ndarray]]:
         right = fill_up(computed.copy(), width)
         alone = sum(len(new) for _, new in computed) == 1
-        return [(begin, new[[-1, -1]]) if alone and len(new) == 2 else (begin, new) for begin, new in right]
+        return [(begin, np.full(len(new), new[-1])) if alone and len(new) else (begin, new) for begin, new in right]
 
     fill_up = decoder._fill_up
     monkeypatch.setattr(decoder, "_fill_up", filled)
@@ -236,7 +261,10 @@ def test_without_a_rule_nothing_is_paid_for_one(cache_dir: Path, monkeypatch: py
 def test_the_rule_is_told(cache_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ovspec.setup.engine_choice, "known_exactness", lambda *_: Exactness(STRICT, 51, 0))
     stats = ovspec.load(SMALL, cache_dir=cache_dir).generate("a", max_tokens=2).stats
-    words = "at least 2 tokens an inference, at most 64 tokens an inference, attention gets at least 2 tokens of a row"
+    words = (
+        "at least 5 tokens an inference, at least 5 logits an inference, at most 64 tokens an inference, "
+        "attention gets at least 2 tokens of a row"
+    )
     assert (stats.arithmetic, stats.rule) == ("exact", words)
 
 

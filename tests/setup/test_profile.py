@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ovspec.base.files import remember
+from ovspec.cache.decoder import FeedRule
 from ovspec.cli.tune import report
 from ovspec.ir.device import DeviceOptions, compile_properties
 from ovspec.setup.exactness import Exactness
@@ -18,7 +19,9 @@ from ovspec.setup.profile import (
     CLEARLY_BETTER,
     GOALS,
     KL_FACTOR,
-    KL_FLOOR,
+    LEAST_TOP1,
+    MOST_KL,
+    MOST_KL_FOR_ACCURACY,
     Goal,
     Measurement,
     Profile,
@@ -67,6 +70,39 @@ def test_only_where_it_is_clearly_faster() -> None:
 @pytest.mark.parametrize(("factor", "expected"), [(0.99, FAST), (1.01, USUAL)])
 def test_not_where_it_moves_the_output_more_than_the_default(factor: float, expected: Setting) -> None:
     assert chosen(profile(measured(FAST, step=1, kl=1e-4 * KL_FACTOR * factor))) == expected
+
+
+@pytest.mark.parametrize(("kl", "expected"), [(0.99 * MOST_KL, FAST), (1.01 * MOST_KL, USUAL)])
+def test_what_is_less_than_quantising_weights_costs_is_allowed(kl: float, expected: Setting) -> None:
+    """However accurate the default is, but for the goal that asks for accuracy."""
+    strict = measured(USUAL, kl=1e-7)
+    found = replace(profile(measured(FAST, step=5, kl=kl)), reference=strict)
+    found = replace(found, measurements=[strict, *found.measurements[1:]])
+    assert chosen(found) == expected
+    assert chosen(replace(found, goal="accuracy")) == USUAL
+
+
+@pytest.mark.parametrize(
+    ("top1", "default", "expected"),
+    [(LEAST_TOP1, 1.0, FAST), (LEAST_TOP1 - 0.01, 1.0, USUAL), (LEAST_TOP1 - 0.01, LEAST_TOP1 - 0.01, FAST)],
+)
+def test_not_where_other_tokens_become_the_most_probable(top1: float, default: float, expected: Setting) -> None:
+    reference = replace(measured(Setting("stateful")), top1=default)
+    found = replace(profile(replace(measured(FAST, step=5), top1=top1)), reference=reference)
+    assert chosen(found) == expected
+
+
+def test_the_cost_is_that_of_the_rule() -> None:
+    """A setting is faster only if it still is with the tokens that its rule adds, whether they were timed or not."""
+    five = replace(measured(FAST, step=5), rule=FeedRule(queries=2, fewest=5, fewest_logits=5))
+    four, eight = five.verify_ms[4], five.verify_ms[8]
+    assert five.token_ms == pytest.approx(four + (eight - four) / 4)
+    assert [five.ms(width) for width in (1, 2, 4, 5)] == [five.token_ms] * 4
+    assert five.ms(8) == eight
+    assert five.cost("balanced") == pytest.approx(256 + 128 / 3 * (2 * five.token_ms + eight))
+    assert five.cost("decode") == five.token_ms
+    slower = measured(USUAL, step=7.5)
+    assert replace(five, rule=None).cost("decode") < slower.cost("decode") < five.cost("decode")
 
 
 @pytest.mark.parametrize("invariance", [0.0, 0.99])
@@ -135,7 +171,7 @@ MEASUREMENTS = st.builds(measured, SETTINGS, TIMES, TIMES, st.sampled_from([0.0,
 @given(st.lists(MEASUREMENTS, max_size=8), st.sampled_from(GOALS))
 def test_the_choice_is_allowed_and_nothing_allowed_is_clearly_better(found: list[Measurement], goal: Goal) -> None:
     best = profile(*found, goal=goal).choose(DeviceOptions(), "auto")
-    most = KL_FLOOR if goal == "accuracy" else KL_FACTOR * 1e-4
+    most = MOST_KL_FOR_ACCURACY if goal == "accuracy" else KL_FACTOR * 1e-4
     paged = [m for m in (measured(USUAL), *found) if m.setting.engine == "paged"]  # as without a profile
     allowed = [m for m in paged if m.kl <= most]
     if not allowed:

@@ -15,10 +15,11 @@ from conftest import ROOT, Reference
 import ovspec
 import ovspec.api.model
 import ovspec.setup.tuning
+from ovspec.base.errors import InferenceError
 from ovspec.cache.decoder import FAST, Decoder
 from ovspec.cli import cli
 from ovspec.ir.device import DeviceOptions
-from ovspec.setup.profile import Setting, known_profile
+from ovspec.setup.profile import Measurement, Setting, known_profile
 from ovspec.setup.tuning import SHORT, Effort, SettingTimer, tune
 
 DEMO = ROOT / "models" / "demo"
@@ -59,7 +60,7 @@ def test_the_distance_is_the_kl_divergence(pair: Path, reference: Reference) -> 
     from scipy.special import log_softmax, rel_entr
 
     text = np.random.default_rng(0).integers(3, 4096, 40)
-    timer = SettingTimer(pair, text, SHORT)
+    timer = SettingTimer(pair, text, SHORT, DeviceOptions(properties={"CACHE_DIR": ""}))
     right = reference.logits(text.tolist())
     wrong = right + np.random.default_rng(1).normal(size=right.shape).astype(np.float32)
     wrong[:10, 7] = 100.0
@@ -71,10 +72,14 @@ def test_the_distance_is_the_kl_divergence(pair: Path, reference: Reference) -> 
 
 
 def test_invariance_is_measured_on_the_exact_decoder(monkeypatch: pytest.MonkeyPatch) -> None:
-    timer = SettingTimer(DEMO, np.arange(3, 43), Effort(40, (1, 2, 4), 1, True))
-    assert timer.probe(Setting("paged", "f32", 32)).share == 1
-    monkeypatch.setattr("ovspec.setup.exactness.PAGED", (FAST,))
-    assert timer.probe(Setting("paged", "f32", 32)).share < 1, "a token alone is found"
+    uncached = DeviceOptions(properties={"CACHE_DIR": ""})
+    timer = SettingTimer(DEMO, np.arange(3, 43), Effort(40, (1, 2, 4), 1, True), uncached)
+    timer.set_incumbent(Setting("paged", "f32", 32))
+    assert timer.incumbent.invariance == 1 and timer.incumbent.rule
+    monkeypatch.setattr("ovspec.setup.exactness.STRICTEST", {"paged": FAST})
+    timer.set_incumbent(Setting("paged", "f32", 32))
+    assert timer.incumbent.rule is None
+    assert timer.incumbent.invariance is not None and timer.incumbent.invariance < 1, "a token alone is found"
 
 
 def test_what_slows_the_machine_down_for_a_while_changes_no_ratio(
@@ -90,10 +95,10 @@ def test_what_slows_the_machine_down_for_a_while_changes_no_ratio(
         return 2 * ms, ms
 
     monkeypatch.setattr(SettingTimer, "_time", slowed)
-    monkeypatch.setattr(SettingTimer, "_prefill", lambda self, d: (1.0, d.feed([self.text], [len(self.text)])[0]))
+    monkeypatch.setattr(SettingTimer, "_prefill", lambda self, d: 0.0 * len(d.feed([self.prompt], [1])) + 1.0)
     profile = tune(SMALL, DeviceOptions(cache_dir=tmp_path), effort=SHORT)
     assert len(profile.measurements) > 1
-    assert all(m.verify_ms == {1: 1.0, 2: 2.0, 4: 4.0, 8: 8.0} for m in profile.measurements)
+    assert all(m.verify_ms == {width: width for width in m.verify_ms} for m in profile.measurements)
     best = profile.choose(DeviceOptions(), "auto")
     assert best is profile.measurements[0], "nothing is clearly better"
 
@@ -138,6 +143,19 @@ def test_not_measured_unasked_where_it_would_take_long(
     monkeypatch.setattr(ovspec.setup.tuning, "room_for", lambda *_: False)
     assert ovspec.load(SMALL, cache_dir=tmp_path).target.profile is None
     assert "not enough memory is free for tuning" in capsys.readouterr().err
+
+
+def test_a_setting_whose_logits_are_not_numbers_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    measure = SettingTimer.measure
+
+    def failing(self: SettingTimer, setting: Setting) -> Measurement:
+        if setting.precision == "f32":
+            raise InferenceError("the model's logits are not numbers")
+        return measure(self, setting)
+
+    monkeypatch.setattr(SettingTimer, "measure", failing)
+    profile = tune(SMALL, DeviceOptions(cache_dir=tmp_path), effort=SHORT)
+    assert [m.setting for m in profile.measurements] == [Setting("paged")]
 
 
 @pytest.mark.slow
