@@ -163,4 +163,5 @@ def folders_of(folder: Path, draft: Any) -> list[Path]:
 def device_options(given: LoadParams) -> DeviceOptions:
     cache_dir = Path(given.cache_dir) if given.cache_dir else None
     properties = dict(given.properties or {})
-    return DeviceOptions(given.device, given.precision, given.kv_precision, given.threads, properties, cache_dir)
+    precision = properties.get("INFERENCE_PRECISION_HINT", given.precision)
+    return DeviceOptions(given.device, precision, given.kv_precision, given.threads, properties, cache_dir)

@@ -15,11 +15,11 @@ import openvino as ov
 from openvino import opset13 as ops
 
 from ovspec.base.errors import OvspecError
-from ovspec.ir.config import ModelConfig, model_config
+from ovspec.ir.config import MODEL_FILE, ModelConfig, model_config
+from ovspec.ir.crashes import without_crash
 from ovspec.ir.device import DeviceOptions, check_device, compile_properties, core
 from ovspec.ir.large_pages import LargePages
 
-MODEL_FILE = "openvino_model.xml"
 # Operations that may follow the lm_head, because they don't mix positions (bias, scale, soft cap).
 ELEMENTWISE = {"Add", "Multiply", "Divide", "Subtract", "Tanh", "Convert", "Clamp"}
 # Two threads that read their first model at once may wait for each other for ever, inside OpenVINO's Python binding.
@@ -252,8 +252,12 @@ def compile_ir(folder: Path, options: DeviceOptions, rewrite: Callable[[ov.Model
 
 
 def compile_graph(graph: Graph, folder: Path, options: DeviceOptions) -> CompiledIR:
-    """Compile ``graph``, which was read from ``folder``; raises OvspecError if the device can't."""
-    device, properties, large_pages = check_device(options.device), compile_properties(options), LargePages()
+    """Compile ``graph``, which was read from ``folder``, in f32 where OpenVINO would crash otherwise.
+
+    Raises OvspecError if the device can't compile it.
+    """
+    device = check_device(options.device)
+    properties, large_pages = compile_properties(without_crash(folder, options)), LargePages()
     try:
         made = core().compile_model(graph.model, device, properties)
     except RuntimeError as error:

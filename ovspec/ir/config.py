@@ -9,6 +9,7 @@ from typing import Any
 
 from ovspec.base.files import read_as
 
+MODEL_FILE = "openvino_model.xml"
 CONTEXTS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
 LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 WINDOWS = ("sliding_window", "window_size", "attention_chunk_size")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import hashlib
+import platform
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -16,6 +18,8 @@ from ovspec.ir.instruction_set import check_instruction_set, instruction_set
 # KV caches of these types survive trimming, compacting, forking and copying unchanged, in any arithmetic (measured in
 # tests/cache); u8 caches don't.
 EXACT_KV_PRECISIONS = ("f32", "bf16", "f16")
+# Properties of a device that tell it from others; a plugin may lack some, and the driver's has a name by plugin.
+IDENTIFYING = ("FULL_DEVICE_NAME", "DEVICE_ARCHITECTURE", "GPU_UARCH_VERSION")
 
 
 @dataclass(frozen=True)
@@ -58,12 +62,41 @@ def default_cache_dir() -> Path:
     return Path(platformdirs.user_cache_dir("ovspec", appauthor=False))
 
 
-def machine_key() -> tuple[str, ...]:
-    """Return what tells machines apart for everything that is found out on one and kept."""
+def machine_key(device: str = "CPU") -> tuple[str, ...]:
+    """Return what tells machines apart for everything that is found out on one and kept.
+
+    ``device``: what it was found out with. Devices other than the CPU add their names, architectures and drivers.
+    """
+    processor = str(core().get_property("CPU", "FULL_DEVICE_NAME"))
+    system = f"{platform.system()} {platform.machine()}"
+    others = [told for name in devices_of(device) if name != "CPU" for told in device_key(name)]
+    return processor, instruction_set(), f"{core_count()} cores", system, f"OpenVINO {ov.get_version()}", *others
+
+
+def core_count() -> int:
+    """Return the number of cores that this process may use."""
     process = psutil.Process()
-    cores = len(process.cpu_affinity()) if hasattr(process, "cpu_affinity") else psutil.cpu_count()
-    name = str(core().get_property("CPU", "FULL_DEVICE_NAME"))
-    return name, instruction_set(), f"{cores} cores", f"OpenVINO {ov.get_version()}"
+    return len(process.cpu_affinity()) if hasattr(process, "cpu_affinity") else psutil.cpu_count() or 1
+
+
+def device_key(name: str) -> list[str]:
+    """Return the name of a device, and its model, architecture and driver as far as its plugin tells them."""
+    try:
+        known = core().get_property(name, "SUPPORTED_PROPERTIES")
+        wanted = sorted(each for each in known if each in IDENTIFYING or each.endswith("DRIVER_VERSION"))
+        return [name, *(f"{each}={core().get_property(name, each)}" for each in wanted)]
+    except RuntimeError:
+        return [name]
+
+
+def devices_of(device: str) -> list[str]:
+    """Return the devices that may compute what is compiled for ``device``, such as AUTO:GPU,CPU or AUTO:-GPU."""
+    base, _, listed = device.upper().partition(":")
+    if base not in ("AUTO", "HETERO"):
+        return [base]
+    parts = listed.split(",") if listed else []
+    named = [part for part in parts if not part.startswith("-")]
+    return named or [name for name in core().available_devices if f"-{name}" not in parts]
 
 
 def available_devices() -> list[tuple[str, str]]:
@@ -97,8 +130,9 @@ def check_device(device: str, option: str = "device") -> str:
 
 def compile_properties(options: DeviceOptions) -> dict[str, str]:
     """Return the properties for ``Core.compile_model``."""
-    # OpenVINO would load a model that was compiled for another instruction set.
-    kept = options.cache_folder and options.cache_folder / f"{ov.get_version()[:20]} {instruction_set()}"
+    # OpenVINO would load a model that was compiled for another instruction set or number of cores.
+    machine = hashlib.sha256(repr(machine_key(options.device)).encode()).hexdigest()[:16]
+    kept = options.cache_folder and options.cache_folder / f"{ov.get_version()[:20]} {machine}"
     properties = {"PERFORMANCE_HINT": "LATENCY", "CACHE_DIR": str(kept or "")}
     if options.device.upper().startswith("AUTO"):
         # The KV cache lives in the request, which must not start on the CPU and then move to another device.
@@ -114,6 +148,12 @@ def native_precisions() -> list[str]:
     return [name for name, capability in (("bf16", "BF16"), ("f16", "FP16")) if capability in capabilities]
 
 
+def precision_of(options: DeviceOptions) -> str:
+    """Return the type in which the CPU computes with these options."""
+    default = core().get_property("CPU", "INFERENCE_PRECISION_HINT").get_type_name()
+    return options.fixed.get("INFERENCE_PRECISION_HINT", default)
+
+
 def default_kv_precision(options: DeviceOptions) -> str | None:
     """Return the default type of the KV cache: the one that attention computes in, so that rolling back is exact.
 
@@ -122,7 +162,6 @@ def default_kv_precision(options: DeviceOptions) -> str | None:
     """
     if check_device(options.device) != "CPU":
         return None
-    default = core().get_property("CPU", "INFERENCE_PRECISION_HINT").get_type_name()
-    precision = options.fixed.get("INFERENCE_PRECISION_HINT", default)
+    precision = precision_of(options)
     # With a 16-bit cache, attention refuses to run on a CPU without 16-bit instructions of that type.
     return precision if precision in native_precisions() else "f32"

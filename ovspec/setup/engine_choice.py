@@ -21,7 +21,8 @@ from ovspec.cache.paged import PagedDecoder
 from ovspec.cache.stateful import StatefulDecoder, decoder_of, trimming
 from ovspec.ir.attention_mask import UNBOUNDED, narrowest_window
 from ovspec.ir.compile import MODEL_FILE, CompiledIR, check_weights, compile_ir, last_line
-from ovspec.ir.device import DeviceOptions, check_device, default_kv_precision
+from ovspec.ir.crashes import without_crash
+from ovspec.ir.device import DeviceOptions, check_device, precision_of
 from ovspec.ir.heads import HIDDEN, give_features
 from ovspec.ir.instruction_set import instruction_set
 from ovspec.ir.memory import room_for
@@ -145,7 +146,7 @@ def load_ir(
 
     ``head``: the folder of a head that the model gives features to; see ``load_with_features``.
     """
-    reason = "as requested"
+    reason, options = "as requested", without_crash(folder, options)
     if wanted != "stateful":
         paged = check_paged(folder, options)
         if paged.usable:
@@ -239,7 +240,7 @@ def f32_may_help(options: DeviceOptions) -> bool:
     named = {"INFERENCE_PRECISION_HINT", "KV_CACHE_PRECISION"} & options.fixed.keys()
     if named or check_device(options.device) != "CPU":
         return False
-    return default_kv_precision(DeviceOptions()) != "f32"
+    return precision_of(options) != "f32"
 
 
 def probed(loaded: CompiledModel, folder: Path, options: DeviceOptions) -> Exactness:

@@ -14,6 +14,7 @@ import numpy as np
 
 from ovspec.base.files import remembered
 from ovspec.cache.decoder import Decoder, FeedRule
+from ovspec.ir.crashes import without_crash
 from ovspec.ir.device import DeviceOptions, compile_properties
 from ovspec.setup.probing import memory_file
 
@@ -112,8 +113,10 @@ def known_exactness(folder: Path, options: DeviceOptions, engine: str) -> Exactn
 
 
 def exactness_file(folder: Path, options: DeviceOptions, engine: str) -> Path | None:
-    setting = sorted((name, value) for name, value in compile_properties(options).items() if name != "CACHE_DIR")
-    return memory_file("exactness", folder, repr((engine, WAY, options.device, setting)), options.cache_folder)
+    properties = compile_properties(without_crash(folder, options))
+    setting = sorted((name, value) for name, value in properties.items() if name != "CACHE_DIR")
+    told = repr((engine, WAY, options.device, setting))
+    return memory_file("exactness", folder, told, options.cache_folder, options.device)
 
 
 # ---------------------------------------------------------------- finding the rule

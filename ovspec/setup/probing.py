@@ -88,15 +88,18 @@ def safe_bound(ir: CompiledIR) -> int | None:
 
 def find_probe(ir: CompiledIR, cache_dir: Path | None) -> Probe:
     """Return what an earlier run has found and remembered, or probe."""
-    file = memory_file("probes", ir.folder, setting_of(ir.device, ir.properties), cache_dir)
+    file = memory_file("probes", ir.folder, setting_of(ir.device, ir.properties), cache_dir, ir.device)
     return remembered(Probe, file) or remember(file, probe_rollback(ir))
 
 
-def memory_file(kind: str, folder: Path, setting: str, cache_dir: Path | None) -> Path | None:
-    """Return the file for findings about the model in ``folder`` in one ``setting`` on this machine; None: no cache."""
+def memory_file(kind: str, folder: Path, setting: str, cache_dir: Path | None, device: str = "CPU") -> Path | None:
+    """Return the file for findings about the model in ``folder`` in one ``setting`` on this machine; None: no cache.
+
+    ``device``: what they were found with.
+    """
     if not cache_dir:
         return None
     files = [folder / MODEL_FILE, (folder / MODEL_FILE).with_suffix(".bin"), folder / "config.json"]
     identity = [(str(f.resolve()), f.stat().st_size, f.stat().st_mtime_ns) for f in files if f.is_file()]
-    key = repr((identity, setting, machine_key(), __version__))
+    key = repr((identity, setting, machine_key(device), __version__))
     return cache_dir / kind / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"

@@ -14,6 +14,7 @@ from ovspec.base.files import remember, remembered
 from ovspec.cache.decoder import FAST, FeedRule, Rollback
 from ovspec.cache.paged import PagedDecoder
 from ovspec.ir.compile import compile_graph
+from ovspec.ir.crashes import without_crash
 from ovspec.ir.device import DeviceOptions, check_device
 from ovspec.ir.heads import HIDDEN, read_head
 from ovspec.ir.paged_attention import to_paged
@@ -36,13 +37,16 @@ def load_head(folder: Path, target: CompiledModel, options: DeviceOptions) -> Co
     """
     same = check_device(options.device) == target.ir.device
     properties = (target.ir.properties | HEAD_PROPERTIES if same else {}) | options.fixed
+    if "KV_CACHE_PRECISION" not in options.fixed:
+        properties.pop("KV_CACHE_PRECISION", None)  # the head's precision decides
     head = read_head(folder, target.ir.folder)
     check_ids(head.ids, folder, target)
     paged = same and target.engine == "paged"
     if paged:
         to_paged(head.model)
     join_products(head.model)
-    uncached = replace(options, properties=properties | {"CACHE_DIR": ""})
+    given = without_crash(folder, replace(options, properties=properties))
+    uncached = replace(given, properties=given.properties | {"CACHE_DIR": ""})
     ir = compile_graph(head, folder, uncached)
     if not paged:
         return CompiledModel(ir, "stateful", "as its target", Rollback("mask"))

@@ -1,0 +1,109 @@
+"""Recognise models that OpenVINO crashes on while it compiles them, and compute them in f32.
+
+A crash inside the library would end this process without a word. So a small layer of the same kind is compiled first,
+in a process of its own, for the same device and with the same properties; what became of it is remembered.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import signal
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ovspec import __version__
+from ovspec.base.errors import OvspecError
+from ovspec.base.files import remember, remembered
+from ovspec.base.progress import note
+from ovspec.ir.config import MODEL_FILE
+from ovspec.ir.device import DeviceOptions, compile_properties, core_count, devices_of, machine_key, precision_of
+
+TRIAL = ("-P", str(Path(__file__).with_name("crash_trial.py")))  # what Python runs; device and properties follow
+SECONDS = 60.0  # that a trial may take; it needs less than one
+# Exit codes of processes that a fault in their own code has ended; other signals come from outside.
+NAMES = ("SIGFPE", "SIGILL", "SIGSEGV", "SIGBUS", "SIGABRT")
+FAULTS = {-int(getattr(signal, name)): name for name in NAMES if hasattr(signal, name)}
+WINDOWS_FAULTS = 0xC0000000  # Windows' exit codes of such processes begin here
+MATRIX = re.compile(rb'<data element_type="(?:f32|f16|bf16)" shape="(\d+), ?(\d+)"')
+
+Setting = tuple[str, ...]
+known: dict[Setting, Crash] = {}  # what this process has found out or read, with or without a cache on the disk
+told = set[str]()
+
+
+@dataclass(frozen=True)
+class Crash:
+    """The signal that ended a trial, such as SIGFPE; empty if none did."""
+
+    fault: str
+
+
+def without_crash(folder: Path, options: DeviceOptions) -> DeviceOptions:
+    """Return ``options``, in f32 where OpenVINO would crash on the model in ``folder``; a note says so once.
+
+    Raises OvspecError if the user named the precision in which it crashes.
+    """
+    precision = precision_of(options)
+    if precision == "f32" or "CPU" not in devices_of(options.device) or not has_gates(folder):
+        return options
+    fault = find_crash(options).fault
+    if not fault:
+        return options
+    cores = core_count()
+    threads = min(int(options.fixed.get("INFERENCE_NUM_THREADS", 0)) or cores, cores)
+    what = f"when it compiles this model for {precision} with {threads} {'thread' if threads == 1 else 'threads'}"
+    crashes = f"{folder}: OpenVINO crashes here ({fault}) {what}"
+    if options.precision:
+        raise OvspecError(f"{crashes}; use `precision='f32'`, more threads, or int8 weights.")
+    sentence = f"{crashes}, so it is computed in f32; more threads or int8 weights avoid this."
+    if sentence not in told:
+        told.add(sentence)
+        note(sentence)
+    return replace(options, properties=options.properties | {"INFERENCE_PRECISION_HINT": "f32"})
+
+
+def has_gates(folder: Path) -> bool:
+    """Return whether the IR in ``folder`` has layers like the trial's: with a gate, and weights not compressed.
+
+    Such a layer has two matrices of one shape, and one of the same shape transposed.
+    """
+    file = folder / MODEL_FILE
+    found = MATRIX.findall(file.read_bytes() if file.is_file() else b"")
+    shapes = Counter((int(rows), int(columns)) for rows, columns in found)
+    return any(count > 1 < min(shape) and shapes[shape[::-1]] for shape, count in shapes.items())
+
+
+def find_crash(options: DeviceOptions) -> Crash:
+    """Return what this process or an earlier one found out, or try and remember it."""
+    properties = {name: value for name, value in compile_properties(options).items() if name != "CACHE_DIR"}
+    setting = (options.device.upper(), json.dumps(properties, sort_keys=True), *TRIAL)
+    if setting not in known:
+        key = repr((setting[:2], machine_key(options.device), __version__))
+        name = f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"
+        file = options.cache_folder / "crashes" / name if options.cache_folder else None
+        found = remembered(Crash, file)
+        if not found and (found := tried(*setting)):
+            remember(file, found)
+        known[setting] = found or Crash("")
+    return known[setting]
+
+
+def tried(device: str, properties: str, *trial: str) -> Crash | None:
+    """Run the trial; None if it took too long, or failed without a crash, so that nothing is known."""
+    command = [sys.executable, *trial, device, properties]
+    nowhere = subprocess.DEVNULL
+    try:
+        ended = subprocess.run(
+            command, stdin=nowhere, stdout=nowhere, stderr=nowhere, timeout=SECONDS, check=False
+        ).returncode
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    if ended == 0:
+        return Crash("")
+    fault = f"{ended:#x}" if ended >= WINDOWS_FAULTS else FAULTS.get(ended)
+    return Crash(fault) if fault else None
