@@ -27,7 +27,7 @@ def gated_layer() -> ov.Model:
     tokens = ops.parameter([-1, -1, WIDTH], np.float32)
     gate, up = product(tokens), product(tokens)
     silu = ops.multiply(gate, ops.sigmoid(gate))
-    return ov.Model([ops.result(product(ops.multiply(silu, up)))], [tokens])
+    return ov.Model([ops.result(product(ops.multiply(silu, up)))], [tokens])  # type: ignore[misc]
 
 
 def leave_no_core() -> None:

@@ -75,7 +75,9 @@ def has_gates(folder: Path) -> bool:
     file = folder / MODEL_FILE
     found = MATRIX.findall(file.read_bytes() if file.is_file() else b"")
     shapes = Counter((int(rows), int(columns)) for rows, columns in found)
-    return any(count > 1 < min(shape) and shapes[shape[::-1]] for shape, count in shapes.items())
+    return any(
+        count > 1 and 1 not in (rows, columns) and shapes[columns, rows] for (rows, columns), count in shapes.items()
+    )
 
 
 def find_crash(options: DeviceOptions) -> Crash:

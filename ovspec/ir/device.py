@@ -150,8 +150,8 @@ def native_precisions() -> list[str]:
 
 def precision_of(options: DeviceOptions) -> str:
     """Return the type in which the CPU computes with these options."""
-    default = core().get_property("CPU", "INFERENCE_PRECISION_HINT").get_type_name()
-    return options.fixed.get("INFERENCE_PRECISION_HINT", default)
+    named = options.fixed.get("INFERENCE_PRECISION_HINT")
+    return named or core().get_property("CPU", "INFERENCE_PRECISION_HINT").get_type_name()
 
 
 def default_kv_precision(options: DeviceOptions) -> str | None:

@@ -8,7 +8,11 @@ import pytest
 from conftest import PROMPTS, ROOT
 
 import ovspec
-from ovspec.ir.device import DeviceOptions, available_devices, check_device, compile_properties
+from ovspec.ir import device as device_module
+from ovspec.ir.device import DeviceOptions, available_devices, check_device, compile_properties, machine_key
+from ovspec.setup.probing import memory_file
+
+DEMO = ROOT / "models" / "demo"
 
 
 @pytest.mark.parametrize("name", ["CPU", "cpu", "AUTO", "auto:cpu", "HETERO:CPU"])
@@ -91,3 +95,43 @@ def test_a_batch_after_a_single_text_with_a_u8_cache(options: dict[str, Any], ca
         fresh = ovspec.load(ROOT / "models" / "demo", "none", cache_dir=cache_dir, **options)
         fresh.generate("x = ", max_tokens=8)
         assert [result.text for result in fresh.generate(["a", "b"], max_tokens=8)] == expected
+
+
+class Plugins:
+    """Devices as OpenVINO shows them, with these properties."""
+
+    def __init__(self, **devices: dict[str, str]) -> None:
+        self.devices, self.available_devices = devices, list(devices)
+
+    def get_property(self, device: str, name: str) -> Any:
+        if device not in self.devices:
+            raise RuntimeError(f"no device {device}")
+        known = self.devices[device]
+        return list(known) if name == "SUPPORTED_PROPERTIES" else known[name]
+
+
+def test_what_is_remembered_is_told_apart_by_device(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    gpu = {"FULL_DEVICE_NAME": "Arc", "DEVICE_ARCHITECTURE": "20.1", "GPU_DRIVER_VERSION": "1", "FREE_MEMORY": "5"}
+
+    def keys(**more: str) -> list[Any]:
+        plugins = Plugins(CPU={"FULL_DEVICE_NAME": "Xeon"}, GPU={**gpu, **more})
+        monkeypatch.setattr(device_module, "core", lambda: plugins)
+        return [
+            *(machine_key(device) for device in ("CPU", "GPU", "AUTO", "AUTO:GPU,CPU", "AUTO:-GPU", "NPU")),
+            *(memory_file("probes", DEMO, "", tmp_path, device) for device in ("CPU", "GPU")),
+        ]
+
+    before = keys()
+    assert len(set(before)) == 5, "AUTO may take both, and without the GPU it is the CPU"
+    assert keys(FREE_MEMORY="3") == before
+    for name in ("FULL_DEVICE_NAME", "DEVICE_ARCHITECTURE", "GPU_DRIVER_VERSION"):
+        changed = [old != new for old, new in zip(before, keys(**{name: "other"}), strict=True)]
+        assert changed == [False, True, True, True, False, False, False, True], name
+    assert before[0][0] == "Xeon"
+
+
+def test_what_is_compiled_is_told_apart_by_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """OpenVINO compiles for the cores that it sees, and would read that with fewer cores again."""
+    folder = compile_properties(DeviceOptions(cache_dir=tmp_path))["CACHE_DIR"]
+    monkeypatch.setattr(device_module, "core_count", lambda: 77)
+    assert compile_properties(DeviceOptions(cache_dir=tmp_path))["CACHE_DIR"] != folder
