@@ -70,14 +70,17 @@ def without_crash(folder: Path, options: DeviceOptions) -> DeviceOptions:
 def has_gates(folder: Path) -> bool:
     """Return whether the IR in ``folder`` has layers like the trial's: with a gate, and weights not compressed.
 
-    Such a layer has two matrices of one shape, and one of the same shape transposed.
+    Such a layer has two matrices of one shape and one of that shape transposed; without a gate it has as many of each.
     """
     file = folder / MODEL_FILE
     found = MATRIX.findall(file.read_bytes() if file.is_file() else b"")
-    shapes = Counter((int(rows), int(columns)) for rows, columns in found)
-    return any(
-        count > 1 and 1 not in (rows, columns) and shapes[columns, rows] for (rows, columns), count in shapes.items()
-    )
+    counts = Counter((int(rows), int(columns)) for rows, columns in found)
+
+    def gated(rows: int, columns: int) -> bool:
+        transposed = 2 if rows == columns else counts[columns, rows]
+        return counts[rows, columns] > transposed > 0
+
+    return any(gated(*shape) for shape in list(counts))
 
 
 def find_crash(options: DeviceOptions) -> Crash:

@@ -141,6 +141,26 @@ def test_only_what_could_crash_is_tried(plant: Callable[[str], Callable[[], int]
     assert trials() == 3, "each setting has its own"
 
 
+@pytest.mark.parametrize(
+    ("kind", "shapes", "expected"),
+    [
+        ("f16", ["96, 64", "96, 64", "64, 96"], True),
+        ("f32", ["96, 64", "96, 64", "64, 96"] * 2 + ["64, 64"] * 2, True),
+        ("f32", ["96, 64", "96, 64", "64, 96", "96, 64", "64, 96"], True),  # attention is as wide as the gate
+        ("f32", ["64, 64"] * 3, True),
+        ("f32", ["256, 64", "64, 256"] * 2, False),  # no gate
+        ("f32", ["192, 64", "64, 96"] * 2, False),  # gate and up in one matrix
+        ("f32", ["4096, 64", "4096, 64", "32, 64", "32, 64"], False),  # embedding and lm_head, keys and values
+        ("f16", ["96, 1", "96, 1", "64, 1"], False),  # scales
+        ("u8", ["96, 64", "96, 64", "64, 96"], False),
+    ],
+)
+def test_layers_with_a_gate(tmp_path: Path, kind: str, shapes: list[str], expected: bool) -> None:
+    constants = [f'<data element_type="{kind}" shape="{shape}" offset="0" size="1" />' for shape in shapes]
+    (tmp_path / "openvino_model.xml").write_text("\n".join(constants))
+    assert has_gates(tmp_path) == expected
+
+
 @pytest.mark.parametrize("engine", ["paged", "stateful"])
 def test_the_trial_ends_as_the_model_does(pair: Path, engine: str) -> None:
     """Whether they crash depends on the processor."""
