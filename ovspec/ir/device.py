@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import platform
@@ -81,12 +82,14 @@ def core_count() -> int:
 
 def device_key(name: str) -> list[str]:
     """Return the name of a device, and its model, architecture and driver as far as its plugin tells them."""
-    try:
-        known = core().get_property(name, "SUPPORTED_PROPERTIES")
-        wanted = sorted(each for each in known if each in IDENTIFYING or each.endswith("DRIVER_VERSION"))
-        return [name, *(f"{each}={core().get_property(name, each)}" for each in wanted)]
-    except RuntimeError:
-        return [name]
+    told, known = [name], list[str]()
+    with contextlib.suppress(RuntimeError):
+        known = sorted(core().get_property(name, "SUPPORTED_PROPERTIES"))
+    for each in known:
+        if each in IDENTIFYING or each.endswith("DRIVER_VERSION"):
+            with contextlib.suppress(RuntimeError):
+                told.append(f"{each}={core().get_property(name, each)}")
+    return told
 
 
 def devices_of(device: str) -> list[str]:
