@@ -11,23 +11,22 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections import Counter
 from collections.abc import Callable, Generator
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import pytest
 from filelock import FileLock
+from places import PLACE, cores_at
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ["OVSPEC_TUNE"] = "0"  # what is tested must not depend on which settings are fastest here
-if "PYTEST_XDIST_WORKER" in os.environ and hasattr(os, "sched_setaffinity"):
+if PLACE in os.environ and hasattr(os, "sched_setaffinity"):
     # Give each worker its own cores before OpenVINO counts them: on shared cores, its threads wait for each other.
-    number, workers = int(os.environ["PYTEST_XDIST_WORKER"][2:]), int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
-    cores = sorted(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, cores[number::workers] or cores)
+    os.sched_setaffinity(0, cores_at(os.environ[PLACE], os.sched_getaffinity(0)))
 
 import ovspec
 from ovspec.cache.decoder import FeedRule, Rollback
@@ -38,7 +37,8 @@ from ovspec.ir.device import DeviceOptions, default_cache_dir, native_precisions
 from ovspec.ir.instruction_set import instruction_set
 from ovspec.setup.engine_choice import compile_paged
 
-pytest_plugins = ["servers"]  # the fixtures of tests/server
+pytest_plugins = ["durations", "guardian", "limits", "servers"]
+pytest_plugins += ["scheduling"] if find_spec("xdist") else []
 ROOT = Path(__file__).resolve().parent.parent
 USERS_CACHE = default_cache_dir()  # holds the overlays for exports; most tests use another
 HAS_BF16 = "bf16" in native_precisions()  # elsewhere bf16 is emulated, and attention is computed in f32
@@ -77,18 +77,6 @@ def pytest_collection() -> Generator[None, Any, Any]:
 
 def pytest_report_header() -> str:
     return f"instruction set: {instruction_set()}"
-
-
-def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """Print the ten files whose tests take most time."""
-    seconds: Counter[str] = Counter()
-    for reports in terminalreporter.stats.values():
-        for report in reports:
-            if hasattr(report, "duration"):
-                seconds[report.location[0]] += report.duration
-    terminalreporter.write_sep("=", f"slowest files of {sum(seconds.values()):.0f} s")
-    for file, spent in seconds.most_common(10):
-        terminalreporter.write_line(f"{spent:7.1f} s  {file}")
 
 
 @pytest.fixture(scope="session")
