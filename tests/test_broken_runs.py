@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
+import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from textwrap import dedent
 
+import family_models
 import guardian
 import psutil
 import pytest
@@ -179,6 +183,32 @@ def test_a_cluster_ends_with_its_worker(project: Started, tmp_path: Path) -> Non
 
 def is_alive(pid: int) -> bool:
     return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+
+
+# Answers a job with its name, after a while.
+WORKER = """
+import json, sys, time
+for line in sys.stdin:
+    job, arguments = json.loads(line)
+    time.sleep(arguments["seconds"])
+    print(json.dumps(job), flush=True)
+"""
+
+
+@pytest.mark.skipif(os.name == "nt", reason="sends POSIX signals")
+def test_no_job_gets_the_answer_of_one_that_was_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
+    @functools.cache
+    def worker(_: None) -> subprocess.Popen[str]:
+        pipe = subprocess.PIPE
+        return subprocess.Popen([sys.executable, "-c", WORKER], stdin=pipe, stdout=pipe, text=True)
+
+    monkeypatch.setattr(family_models, "worker", worker)
+    timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        family_models.run(None, "first", seconds=5)
+    assert family_models.run(None, "second", seconds=0) == "second"
+    worker(None).kill()
 
 
 def test_workers_share_the_cores() -> None:

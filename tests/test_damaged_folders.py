@@ -35,14 +35,18 @@ def outcomes(folder: Path, cases: list[Case], tmp_path: Path) -> Iterator[tuple[
         ) as process:
             assert process.stdin
             assert process.stdout
-            for case in cases[begin : begin + EACH]:
-                print(json.dumps(case), file=process.stdin, flush=True)
-                began = time.monotonic()
-                answer = process.stdout.readline()
-                assert answer, f"the process died of {case}"
-                assert time.monotonic() - began < LONGEST, case
-                yield case, json.loads(answer)
-            process.stdin.close()
+            try:
+                for case in cases[begin : begin + EACH]:
+                    print(json.dumps(case), file=process.stdin, flush=True)
+                    began = time.monotonic()
+                    answer = process.stdout.readline()
+                    assert answer, f"the process died of {case}"
+                    assert time.monotonic() - began < LONGEST, case
+                    yield case, json.loads(answer)
+                process.stdin.close()
+                process.wait(LONGEST)
+            finally:
+                process.kill()
 
 
 @pytest.mark.parametrize("kind", [values_of, files_of])

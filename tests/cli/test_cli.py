@@ -340,7 +340,10 @@ def test_nothing_is_read_where_options_are_wrong(pair: Path, environment: dict[s
     command = [sys.executable, "-m", "ovspec", "generate", str(pair), "--draft", "models/typo"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE, env=environment) as process:
         assert process.stderr
-        assert b"no such folder" in process.stderr.read()  # while stdin is still open
+        try:
+            assert b"no such folder" in process.stderr.read()  # while stdin is still open
+        finally:
+            process.kill()
 
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows sends Ctrl-C to a whole console")

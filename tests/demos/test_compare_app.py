@@ -59,7 +59,10 @@ def address(pair: Path, command_environment: dict[str, str], update_docs: bool) 
         yield f"http://127.0.0.1:{port}/"
     finally:
         server.terminate()
-        server.wait()
+        try:
+            server.wait(30)
+        finally:
+            server.kill()
 
 
 @pytest.fixture(scope="module")

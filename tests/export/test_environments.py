@@ -141,7 +141,7 @@ def test_two_at_once_make_it_once(toy: Environment) -> None:
     command = [sys.executable, "-c", PREPARE, toy.wheels[0][2]]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "encoding": "utf-8"}
     both = [subprocess.Popen(command, **pipes) for _ in range(2)]
-    answers = [process.communicate() for process in both]
+    answers = [process.communicate(timeout=60) for process in both]
     assert [process.returncode for process in both] == [0, 0], answers
     assert {out.strip() for out, _ in answers} == {str(toy.folder)}
     assert left_in(toy) == [toy.folder.name]

@@ -86,9 +86,14 @@ def run(environment: Environment | None, job: str, **arguments: Any) -> str:
     """Run a job of ``warm_worker.py``; return why it failed, or nothing."""
     process = worker(environment)
     assert process.stdin and process.stdout
-    process.stdin.write(json.dumps([job, arguments]) + "\n")
-    process.stdin.flush()
-    return json.loads(process.stdout.readline())
+    try:
+        process.stdin.write(json.dumps([job, arguments]) + "\n")
+        process.stdin.flush()
+        return json.loads(process.stdout.readline())
+    except BaseException:  # the next job must not get this one's answer
+        process.kill()
+        worker.cache_clear()
+        raise
 
 
 def warm_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
