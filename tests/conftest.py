@@ -96,9 +96,11 @@ def made_once(tmp_path_factory: pytest.TempPathFactory, name: str, make: Callabl
     shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
     folder = shared / name
     with FileLock(shared / f"{name}.lock"):
+        part = shared / f"{name}.part"
         if not folder.exists():
-            make(shared / f"{name}.part")
-            (shared / f"{name}.part").rename(folder)
+            shutil.rmtree(part, ignore_errors=True)  # of a test that was interrupted
+            make(part)
+            part.rename(folder)
     return folder
 
 
@@ -114,8 +116,10 @@ def export_small_pair(folder: Path) -> None:
 
 @pytest.fixture(scope="session")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the folder of the small pair, exported in f32 once for all workers."""
-    return made_once(tmp_path_factory, "small-pair", export_small_pair)
+    """Return the folder of the small pair, exported in f32."""
+    from kept import kept_model
+
+    return kept_model(tmp_path_factory, "small-pair", export_small_pair)
 
 
 @pytest.fixture(scope="session")

@@ -8,7 +8,7 @@ from typing import Any
 
 import jsonschema
 import pytest
-from conftest import made_once
+from kept import kept_model
 from real_families import DOWNLOADS, FAMILIES, TEMPLATES, Family, export
 
 import ovspec
@@ -40,7 +40,7 @@ def family(request: pytest.FixtureRequest) -> Family:
 
 @pytest.fixture(scope="module")
 def lm(family: Family, tmp_path_factory: pytest.TempPathFactory) -> ovspec.LanguageModel:
-    folder = made_once(tmp_path_factory, f"real-{family.tokenizer}", lambda place: export(family, place))
+    folder = kept_model(tmp_path_factory, f"real-{family.tokenizer}", lambda place: export(family, place))
     mine = tmp_path_factory.mktemp("model") / "model"
     shutil.copytree(folder, mine)
     (mine / "ovspec.json").unlink()

@@ -15,9 +15,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import PROMPTS, ROOT, TARGET, Reference, made_once
+from conftest import PROMPTS, ROOT, TARGET, Reference
 from family_models import warm_jobs
 from heads import write_head
+from kept import kept_model
 from moves import moving_texts
 from ovspec_export import Compression, export_pair
 from ovspec_export.heads import EagleHead, load_head
@@ -66,7 +67,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
             warm_jobs(patched)
             export_pair(str(TARGET), str(place / "checkpoint"), place / "pair", Compression("fp32"))
 
-    return made_once(tmp_path_factory, "small-head", make)
+    return kept_model(tmp_path_factory, "small-head", make)
 
 
 @pytest.fixture(scope="module")

@@ -18,9 +18,10 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from conftest import ROOT, USERS_CACHE, made_once
+from conftest import ROOT, USERS_CACHE
 from families import FAMILIES, GROUPED, HEADED
 from family_models import warm_jobs
+from kept import kept_model
 from ovspec_export import Compression, export_pair, gguf_checkpoint
 from ovspec_export.convert import fitted
 from ovspec_export.evaluate import compare
@@ -107,8 +108,8 @@ def files(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReque
     if not LLAMA_CPP.is_dir():
         pytest.skip("llama.cpp's files could not be fetched")
     slow = "not slow" not in str(request.config.getoption("-m"))
-    names = tuple(MODELS) if slow else QUICK
-    return made_once(tmp_path_factory, "gguf", lambda folder: converted(folder, names))
+    name, models = ("gguf-all", tuple(MODELS)) if slow else ("gguf", QUICK)
+    return kept_model(tmp_path_factory, name, lambda folder: converted(folder, models))
 
 
 def logits(folder: Path, length: int = 150) -> torch.Tensor:

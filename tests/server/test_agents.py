@@ -12,11 +12,9 @@ from typing import Annotated, Any, Literal
 
 import openai
 import pytest
-from conftest import ROOT
 from pydantic import BaseModel, Field
-from servers import Running, Start
+from servers import REAL, Running
 
-REAL = ROOT / "smollm2"
 pytestmark = pytest.mark.skipif(not REAL.is_dir(), reason="the real model could not be fetched")
 
 STEPS = 5
@@ -76,10 +74,10 @@ class Kitchen:
 
 
 @pytest.fixture(scope="module")
-def real(start: Start) -> Iterator[Running]:
-    server = start(REAL, "--draft", "lookup", "--lookahead", "4", "--temperature", "0", "--no-tune")
-    yield server
-    log = server.log.read_text("utf-8")
+def real(real_server: Running) -> Iterator[Running]:
+    before = len(real_server.log.read_text("utf-8"))
+    yield real_server
+    log = real_server.log.read_text("utf-8")[before:]
     assert set(re.findall(r" /v1/\S+ (\d+) ", log)) <= {"200"} and "Error" not in log and "unknown" not in log, log
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import made_once
+from kept import kept_model
 from real_families import DOWNLOADS, FAMILIES, export
 from servers import Running, Start
 
@@ -48,7 +48,7 @@ VSCODE_AHEAD = {**OF_EDITORS, **NOTHING, "input_extra": EXTRA, "t_max_predict_ms
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if not (DOWNLOADS / "tokenizers" / "qwen3").is_dir():
         pytest.skip("the tokenizer could not be fetched")
-    return made_once(tmp_path_factory, "real-qwen3", lambda place: export(FAMILIES["qwen3"], place))
+    return kept_model(tmp_path_factory, "real-qwen3", lambda place: export(FAMILIES["qwen3"], place))
 
 
 @pytest.fixture(scope="module")

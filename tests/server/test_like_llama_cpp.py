@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import ROOT, USERS_CACHE
+from conftest import USERS_CACHE
 from openai import OpenAI
-from servers import Running, Start
+from servers import REAL, Running, Start
 
 from ovspec.text.chat_format import ChatFormat
 from ovspec.text.chat_template import ChatTemplate
 
-REAL, TEMPLATES = ROOT / "smollm2", USERS_CACHE / "downloads" / "llama.cpp" / "models" / "templates"
+TEMPLATES = USERS_CACHE / "downloads" / "llama.cpp" / "models" / "templates"
 CHATS = "/v1/chat/completions"
 BOOK: Any = [{"role": "system", "content": "Book"}, {"role": "user", "content": "What is the best book"}]
 CODE: Any = [
@@ -43,13 +43,6 @@ WEATHER = tool(
     "Get the current weather in a given location",
 )
 CALCULATE = tool("calculate", "expression", {"type": "string"}, "Computes values of arithmetic expressions.")
-
-
-@pytest.fixture(scope="module")
-def real(start: Start) -> Running:
-    if not REAL.is_dir():
-        pytest.skip("the real model could not be fetched")
-    return start(REAL, "--draft", "lookup", "--lookahead", "4", "--temperature", "0", "--no-tune")
 
 
 def answered(server: Running, messages: Any = BOOK, **more: Any) -> Any:
@@ -245,10 +238,10 @@ def test_verbose_debug(server: Running) -> None:
 @pytest.mark.parametrize(
     ("given", "argument"), [(TEST, "success"), pytest.param(PYTHON, "code", marks=pytest.mark.slow)]
 )
-def test_completion_with_required_tool(real: Running, given: Any, argument: str, stream: bool) -> None:
+def test_completion_with_required_tool(real_server: Running, given: Any, argument: str, stream: bool) -> None:
     greedy = {"temperature": 0.0, "top_k": 1, "top_p": 1.0}
     asked: dict[str, Any] = {"tools": [given], "tool_choice": "required", "parallel_tool_calls": False, **greedy}
-    choice = either(real, stream, CODE, max_tokens=512, **asked)
+    choice = either(real_server, stream, CODE, max_tokens=512, **asked)
     assert choice["finish_reason"] == "tool_calls" and choice["message"]["content"] is None
     [call] = choice["message"]["tool_calls"]
     assert call["function"]["name"] == given["function"]["name"] and call["id"]
@@ -257,25 +250,25 @@ def test_completion_with_required_tool(real: Running, given: Any, argument: str,
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(("tools", "choice"), [(None, None), ([], None), ([TEST], None), ([PYTHON], "none")])
-def test_completion_without_tool_call(real: Running, tools: Any, choice: Any, stream: bool) -> None:
+def test_completion_without_tool_call(real_server: Running, tools: Any, choice: Any, stream: bool) -> None:
     asked = [CODE[0], {"role": "user", "content": "say hello world with python"}]
-    found = either(real, stream, asked, max_tokens=32, tools=tools, tool_choice=choice)
+    found = either(real_server, stream, asked, max_tokens=32, tools=tools, tool_choice=choice)
     assert "tool_calls" not in found["message"] and found["message"]["content"]
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_weather(real: Running, stream: bool) -> None:
+def test_weather(real_server: Running, stream: bool) -> None:
     """With tool_choice, as a model of this size hardly calls by itself."""
     system = "You are a chatbot that uses tools/functions. Dont overthink things."
     asked = [{"role": "system", "content": system}, {"role": "user", "content": "What is the weather in Istanbul?"}]
     named = {"type": "function", "function": {"name": "get_current_weather"}}
-    choice = either(real, stream, asked, tools=[WEATHER], tool_choice=named, max_tokens=512)
+    choice = either(real_server, stream, asked, tools=[WEATHER], tool_choice=named, max_tokens=512)
     [call] = choice["message"]["tool_calls"]
     assert json.loads(call["function"]["arguments"])["location"].startswith("Istanbul")
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_calc_result(real: Running, stream: bool) -> None:
+def test_calc_result(real_server: Running, stream: bool) -> None:
     function = {"name": "calculate", "arguments": '{"expression":"sin(30 * pi / 180)"}'}
     asked = [
         {"role": "system", "content": "You express numerical values with at most two decimals."},
@@ -287,7 +280,7 @@ def test_calc_result(real: Running, stream: bool) -> None:
         },
         {"role": "tool", "name": "calculate", "content": "0.55644242476", "tool_call_id": "call_6789"},
     ]
-    choice = either(real, stream, asked, tools=[CALCULATE], max_tokens=64)
+    choice = either(real_server, stream, asked, tools=[CALCULATE], max_tokens=64)
     assert "tool_calls" not in choice["message"] and "0.556" in choice["message"]["content"]
 
 

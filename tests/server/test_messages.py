@@ -16,9 +16,8 @@ import anthropic
 import httpx
 import pytest
 from anthropic.types import Message, MessageTokensCount, RawMessageStreamEvent
-from conftest import ROOT
 from pydantic import BaseModel, Field, TypeAdapter
-from servers import DEMO, Running, Start
+from servers import DEMO, REAL, Running, Start
 
 import ovspec
 from ovspec.openai.messages.request import BILLING
@@ -30,7 +29,6 @@ from ovspec.server.bodies import LARGEST_BODY
 from ovspec.server.engine_thread import EngineThread
 from ovspec.server.guard import HEADER, Guard
 
-REAL = ROOT / "smollm2"
 needs_real = pytest.mark.skipif(not REAL.is_dir(), reason="the real model could not be fetched")
 EVENTS: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
 ASK: list[Any] = [{"role": "user", "content": "Repeat three times: The train to Bern leaves at noon."}]
@@ -50,10 +48,10 @@ WEB: Any = {"type": "web_search_20250305", "name": "web_search"}
 
 
 @pytest.fixture(scope="module")
-def real(start: Start) -> Iterator[Running]:
-    server = start(REAL, "--draft", "lookup", "--lookahead", "4", "--temperature", "0", "--no-tune")
-    yield server
-    log = server.log.read_text("utf-8")
+def real(real_server: Running) -> Iterator[Running]:
+    before = len(real_server.log.read_text("utf-8"))
+    yield real_server
+    log = real_server.log.read_text("utf-8")[before:]
     assert set(re.findall(r" /v1/\S+ (\d+) ", log)) <= {"200", "499"} and "Error" not in log, log
 
 

@@ -9,7 +9,7 @@ import anthropic
 import openai
 import pytest
 from anthropic.types import RawMessageStreamEvent
-from conftest import made_once
+from kept import kept_model
 from openai.types.responses import ResponseStreamEvent
 from pydantic import TypeAdapter
 from real_families import DOWNLOADS, FAMILIES, export
@@ -31,7 +31,7 @@ STEPS = 5
 @pytest.fixture(scope="module")
 def qwen(start: Start, tmp_path_factory: pytest.TempPathFactory) -> Running:
     family = FAMILIES["qwen3"]
-    folder = made_once(tmp_path_factory, f"real-{family.tokenizer}", lambda place: export(family, place))
+    folder = kept_model(tmp_path_factory, f"real-{family.tokenizer}", lambda place: export(family, place))
     return start(folder, "--draft", "lookup", "--lookahead", "3", "--temperature", "0", "--no-tune")
 
 

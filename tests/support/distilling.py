@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import ROOT, TARGET, made_once
+from conftest import ROOT, TARGET
+from kept import kept_model
 from ovspec_export import DistillOptions, convert, distill_model
 
 from ovspec.setup.manifest import Manifest, read_manifest
@@ -48,7 +49,7 @@ def made_head(tmp_path_factory: pytest.TempPathFactory) -> Path:
         options: dict[str, Any] = {"weight_format": "fp32", "quantization": {}, "target": "", "states": ""}
         eagle_head(str(head), "head", str(folder / "ir"), [1, 1, 1], **options)
 
-    return made_once(tmp_path_factory, "distilled-head", make)
+    return kept_model(tmp_path_factory, "distilled-head", make)
 
 
 def without_draft(pair: Path, folder: Path) -> Path:

@@ -19,7 +19,8 @@ def pytest_fixture_setup(fixturedef: pytest.FixtureDef[Any]) -> Generator[None, 
     try:
         return (yield)
     finally:
-        FIXTURES.append((f"{fixturedef.baseid}::{fixturedef.argname}", time.perf_counter() - began))
+        name = f"{fixturedef.baseid}::{fixturedef.argname}".removeprefix("::")
+        FIXTURES.append((name, time.perf_counter() - began))
 
 
 @pytest.hookimpl(wrapper=True)

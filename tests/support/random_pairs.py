@@ -11,8 +11,9 @@ from typing import Any
 import hybrid
 import pytest
 import torch
-from conftest import ROOT, made_once
+from conftest import ROOT
 from heads import write_head
+from kept import kept_model
 from ovspec_export.draft_vocabulary import trim_ir
 from safetensors.torch import load_file, save_file
 
@@ -65,7 +66,7 @@ PAIRS |= HEADS | TRIMMED
 
 def shared_pair(name: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder of a pair of ``PAIRS``, which is made once for all workers."""
-    return made_once(tmp_path_factory, f"random-{name}", lambda folder: make_pair(PAIRS[name], folder))
+    return kept_model(tmp_path_factory, f"random-{name}", lambda folder: make_pair(PAIRS[name], folder))
 
 
 def make_pair(pair: RandomPair, folder: Path) -> Path:

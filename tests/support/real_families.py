@@ -77,3 +77,4 @@ def export(family: Family, folder: Path) -> None:
         if hasattr(os, "fork"):
             warm_jobs(patched)
         export_pair(str(source), None, folder, Compression("fp32"))
+    shutil.rmtree(source)

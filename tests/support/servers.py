@@ -18,6 +18,7 @@ import pytest
 from conftest import ROOT
 
 DEMO = ROOT / "models" / "demo"
+REAL = ROOT / "smollm2"
 READY = re.compile(r"on (http://\S+)/v1 ")
 
 
@@ -102,5 +103,16 @@ def server(tmp_path_factory: pytest.TempPathFactory, command_environment: dict[s
     """A server of the demo pair, in f32, with two drafters, which propose whether that pays here or not."""
     options = ("--draft", "lookup,draft", "--lookahead", "2", "--precision", "f32", "--model-name", "demo")
     server = start_server(tmp_path_factory.mktemp("server") / "stderr", command_environment, DEMO, *options)
+    yield server
+    server.end()
+
+
+@pytest.fixture(scope="session")
+def real_server(tmp_path_factory: pytest.TempPathFactory, command_environment: dict[str, str]) -> Iterator[Running]:
+    """A server of the real model, with lookup."""
+    if not REAL.is_dir():
+        pytest.skip("the real model could not be fetched")
+    options = ("--draft", "lookup", "--lookahead", "4", "--temperature", "0", "--no-tune")
+    server = start_server(tmp_path_factory.mktemp("server") / "stderr", command_environment, REAL, *options)
     yield server
     server.end()
