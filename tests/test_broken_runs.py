@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import os
 import re
 import signal
@@ -19,8 +20,10 @@ import guardian
 import psutil
 import pytest
 from conftest import ROOT
+from durations import KEPT
 from guardian import kill_marked, marked
 from places import cores_at
+from scheduling import LongestFirst
 from servers import wait_until
 
 SUPPORT = ROOT / "tests" / "support"
@@ -84,7 +87,7 @@ def mark_of(run: subprocess.Popen[str]) -> str:
     return f"{os.environ[guardian.NAME]}/{run.pid}"
 
 
-def test_a_worker_that_dies_and_tests_that_hang(project: Started) -> None:
+def test_a_worker_that_dies_and_tests_that_hang(project: Started, tmp_path: Path) -> None:
     """The run names each of them, goes on with the others, and leaves no process."""
     run = project(
         test_dying="""
@@ -138,7 +141,34 @@ def test_a_worker_that_dies_and_tests_that_hang(project: Started) -> None:
     assert re.search(r"Timeout \(0:00:01\.5\d*\)!(?s:.*)in test_hears_nothing", told), told
     slowest = told.partition("slowest fixtures")[2]
     assert re.search(r" 1\.\d s  test_hanging\.py::stuck", slowest), told
+    seconds = json.loads((tmp_path / ".pytest_cache" / "v" / KEPT).read_text("utf-8"))
+    assert seconds["test_hanging.py"] > seconds["test_dying.py"] > 0
     wait_until(lambda: not marked(mark_of(run)), 10)
+
+
+def test_all_files_of_a_dead_worker_are_run(project: Started) -> None:
+    """Also if each has a single test left, and the other worker takes no more."""
+    run = project(
+        test_a="""
+        def test_dies():
+            os.kill(os.getpid(), signal.SIGFPE)
+
+        def test_left(): ...
+        """,
+        test_b="def test_one(): ...",
+        test_c="""
+        def test_one(): ...
+        def test_two(): ...
+        """,
+    )
+    told, _ = run.communicate(timeout=60)
+    assert "1 failed, 4 passed" in told, told
+
+
+def test_the_longest_files_come_first() -> None:
+    queue = LongestFirst({"b": 3.0, "c": 9.0})
+    queue.update({name: {} for name in "abcd"})
+    assert [queue.popitem(last=False)[0] for _ in "abcd"] == ["c", "b", "a", "d"]
 
 
 def test_a_run_that_is_killed(project: Started, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""How long files and fixtures took, printed at the end of a run."""
+"""How long files and fixtures took, printed at the end of a run. The files' times are kept for the next one."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 COUNT = 10
+KEPT = "ovspec/seconds"  # by file, in pytest's cache
 FIXTURES: list[tuple[str, float]] = []  # set up since the last report, with their seconds
 
 
@@ -32,7 +33,7 @@ def pytest_runtest_makereport() -> Generator[None, Any, Any]:
     return report
 
 
-def pytest_terminal_summary(terminalreporter: Any) -> None:
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     files, fixtures = Counter[str](), Counter[str]()
     for reports in terminalreporter.stats.values():
         for report in reports:
@@ -40,6 +41,8 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
                 files[report.location[0]] += report.duration
             for name, seconds in getattr(report, "fixtures", ()):
                 fixtures[name] += seconds
+    if config.cache:
+        config.cache.set(KEPT, {**config.cache.get(KEPT, {}), **files})
     show(terminalreporter, "files", files)
     show(terminalreporter, "fixtures", fixtures)
 

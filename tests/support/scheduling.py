@@ -1,11 +1,16 @@
-"""Which worker runs which file, also when workers die: each test is run once, and each worker's place stays taken."""
+"""Which worker runs which file: those that take longest come first, so that no worker waits long for the last one.
+
+Also when workers die: each test is run once, and each worker's place stays taken.
+"""
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from contextlib import suppress
 from typing import Any
 
 import pytest
+from durations import KEPT
 from places import PLACE
 from xdist.scheduler import LoadFileScheduling
 from xdist.workermanage import WorkerController
@@ -21,12 +26,29 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileSche
     return FileScheduling(config, log) if config.getoption("dist") == "loadfile" else None
 
 
+class LongestFirst(OrderedDict[str, dict[str, bool]]):
+    """Files with their tests, of which the one that took longest in earlier runs is taken first."""
+
+    def __init__(self, seconds: dict[str, float]) -> None:
+        super().__init__()
+        self.seconds = seconds
+
+    def popitem(self, last: bool = True) -> tuple[str, dict[str, bool]]:
+        assert not last
+        file = max(self, key=lambda file: self.seconds.get(file, 0.0))
+        return file, self.pop(file)
+
+
 class FileScheduling(LoadFileScheduling):
     """Like xdist's own of version 3.8, which repeats a test in which a worker died, until eight have died of it.
 
     After a death, that one may also give a worker nothing that it can begin, and then wait for it, or give work to a
     worker that still collects, and fail.
     """
+
+    def __init__(self, config: pytest.Config, log: Any) -> None:
+        super().__init__(config, log)
+        self.workqueue = LongestFirst(config.cache.get(KEPT, {}) if config.cache else {})
 
     def remove_node(self, node: WorkerController) -> str | None:
         """Remove a worker; return the test in which it died, which isn't run again."""
