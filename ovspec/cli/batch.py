@@ -176,6 +176,8 @@ class Report:
             click.echo(self.line(progress), nl=not self._live, err=True)
 
     def line(self, progress: BatchProgress) -> str:
+        if progress.loading and not progress.total:
+            return f"{progress.loading} worker{'s' * (progress.loading > 1)}: loading …"
         elapsed = time.monotonic() - self._began
         parts = [f"{progress.before + progress.done} of {progress.total} done"]
         if progress.before:
@@ -185,7 +187,8 @@ class Report:
         rate = progress.tokens / max(elapsed, 1e-9)
         parts.append(f"{progress.tokens} tokens in {elapsed:.0f} s ({rate:.0f} tokens/s)")
         if progress.workers:
-            parts.append(f"{progress.workers} worker{'s' * (progress.workers > 1)}")
+            loading = f" ({progress.loading} loading)" * (progress.loading > 0 and progress.left > 0)
+            parts.append(f"{progress.workers} worker{'s' * (progress.workers > 1)}{loading}")
         if self._first and progress.left and progress.done > self._first[1]:
             pace = (time.monotonic() - self._first[0]) / (progress.done - self._first[1])  # loading apart
             parts.append(f"about {pace * progress.left:.0f} s left")

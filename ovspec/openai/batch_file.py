@@ -29,7 +29,7 @@ class BatchProgress:
     """Counts of requests and generated tokens.
 
     ``before`` counts what earlier runs completed, ``done`` what this run has, ``failed`` requests included. ``workers``
-    is their number on a cluster.
+    is their number on a cluster, ``loading`` of which aren't ready yet.
     """
 
     total: int
@@ -38,6 +38,7 @@ class BatchProgress:
     failed: int = 0
     tokens: int = 0
     workers: int = 0
+    loading: int = 0
 
     @property
     def left(self) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +24,18 @@ class Group:
     keys: dict[int, str]
     requests: dict[int, BatchRequest]  # to be answered
     lines: dict[int, dict[str, Any]] = field(default_factory=dict)
+    deaths: int = 0  # of workers that were to answer it
+
+    def answer(self, lines: Iterable[dict[str, Any]]) -> None:
+        """Take the output line of each request."""
+        self.lines, self.requests = dict(zip(self.requests, lines, strict=True)), {}
+
+    def apart(self) -> Iterator[Group]:
+        """Yield a group for each request; the first one has the keys of the other lines, too."""
+        keys = {place: key for place, key in self.keys.items() if place not in self.requests}
+        for place, request in self.requests.items():
+            yield Group(self.file, self.total, keys | {place: self.keys[place]}, {place: request}, deaths=self.deaths)
+            keys = {}
 
 
 def groups_of(

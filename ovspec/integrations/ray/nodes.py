@@ -60,12 +60,12 @@ def ship(folder: Path) -> Shipment:
     return shipment
 
 
-def on_each_node(function: Callable[[], Any]) -> dict[str, Any]:
-    """Return what ``function`` returns on each machine of the cluster, by the id of its node."""
+def on_each_node(function: Callable[[], Any], timeout: float | None = None) -> dict[str, Any]:
+    """Return what ``function`` returns on each machine of the cluster, by the id of its node; wait ``timeout`` s."""
     task = ray.remote(num_cpus=0)(lambda: function())
     nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
     asked = [task.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)) for node in nodes]
-    return dict(zip(nodes, ray.get([each.remote() for each in asked]), strict=True))
+    return dict(zip(nodes, ray.get([each.remote() for each in asked], timeout=timeout), strict=True))
 
 
 def workers(cpus: int | None) -> tuple[int, int]:

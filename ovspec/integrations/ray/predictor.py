@@ -56,9 +56,7 @@ def loaded_once(loading: Callable[[], Any]) -> Callable[[], Any]:
 
     Not in the constructor of the actor, which Ray would start again and again if that failed.
     """
-    import ray
-
-    claim(max(1, int(ray.get_runtime_context().get_assigned_resources().get("CPU", 1))))
+    claim_share()
     found, lock = cache(loading), Lock()
 
     def load_or_wait() -> Any:
@@ -66,3 +64,10 @@ def loaded_once(loading: Callable[[], Any]) -> Callable[[], Any]:
             return found()
 
     return load_or_wait
+
+
+def claim_share() -> None:
+    """Pin this actor to as many processors as its ``num_cpus`` says, before any other thread begins."""
+    import ray
+
+    claim(max(1, int(ray.get_runtime_context().get_assigned_resources().get("CPU", 1))))

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import pickle
 import platform
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
-
 from ovspec.api.loading import device_options, folders_of, load
 from ovspec.base.errors import OvspecError
 from ovspec.drafting.choice import parse_draft
+from ovspec.integrations.ray.deaths import note_signals
 from ovspec.integrations.ray.nodes import Shipment
-from ovspec.integrations.ray.predictor import loaded_once
+from ovspec.integrations.ray.predictor import claim_share
 from ovspec.openai.batch_file import deciding, what_matters
-from ovspec.openai.batch_groups import Group
+from ovspec.openai.batch_requests import BatchRequest
 from ovspec.openai.batch_run import BatchThread
 from ovspec.params.loading import load_params
 from ovspec.setup.identity import arithmetic_of
@@ -32,6 +30,12 @@ class Job:
     generating: Any
     mixed: bool  # whether workers with other bits take part
 
+    def in_words(self, cpus: int, reference: Reference | None = None) -> str:
+        """Return what a worker with ``cpus`` processors loads, and how, for a sentence that says that it fails."""
+        options = [f"`{name}={value!r}`" for name, value in self.loading.items() if value is not None]
+        found = [f"as {reference.kind}"] if reference else []
+        return " ".join([str(self.folders[0].folder), *options, f"on {cpus} processor{'s' * (cpus > 1)}", *found])
+
 
 @dataclass(frozen=True)
 class Reference:
@@ -44,14 +48,16 @@ class Reference:
 
 
 class Worker:
-    """Answers groups of requests; keeps to ``reference``, or finds it if there is none."""
+    """Answers requests, as an actor of Ray; keeps to ``reference``, or finds it if there is none."""
 
-    def __init__(self, job: Job, reference: Reference | None = None) -> None:
-        self._job = job
-        self.loaded = loaded_once(lambda: self._load(reference))
+    def __init__(self, job: Job, reference: Reference | None, number: int) -> None:
+        note_signals(number)
+        claim_share()
+        self._job, self._reference = job, reference
 
-    def _load(self, reference: Reference | None) -> tuple[BatchThread, Reference]:
-        job = self._job
+    def load(self) -> Reference:
+        """Load the model, before anything is answered."""
+        job, reference = self._job, self._reference
         model, *outside = [each.arrive() for each in job.folders]
         draft = replace(parse_draft(job.draft), model=outside[0]) if outside else job.draft  # type: ignore[type-var]
         folders, options = folders_of(model, draft), device_options(load_params(job.loading))
@@ -60,7 +66,7 @@ class Worker:
         loading: Any = job.loading | {"cache_dir": options.cache_dir}
         lm = load(model, draft, **loading)
         lm.runtime.identity = lm.runtime.identity | {"folder": str(job.folders[0].folder)}
-        thread, params = BatchThread(lm, job.generating), lm.runtime.params(job.generating)
+        self._thread, params = BatchThread(lm, job.generating), lm.runtime.params(job.generating)
         kind, bits = (", draft: ".join(each) for each in zip(*map(arithmetic_of, deciding(lm, params)), strict=True))
         if reference and bits != reference.bits and not job.mixed:
             raise OvspecError(
@@ -68,14 +74,8 @@ class Worker:
                 f"({reference.kind}). Leave it out, or let it take part with `mixed=True`."
             )
         profiles = [profile_text(folder, options) for folder in folders]
-        return thread, Reference(what_matters(lm, params), kind, bits, profiles)
+        return Reference(what_matters(lm, params), kind, bits, profiles)
 
-    def __call__(self, batch: dict[str, np.ndarray]) -> dict[str, Any]:
-        """Return the group in the column ``group``, answered."""
-        group: Group = pickle.loads(batch["group"].item())
-        thread, reference = self.loaded()
-        lines = thread.answer(list(group.requests.values()))
-        if self._job.mixed:
-            lines = [line | {"worker": reference.kind} for line in lines]
-        group.lines, group.requests = dict(zip(group.requests, lines, strict=True)), {}
-        return {"group": [pickle.dumps(group)]}
+    def answer(self, requests: list[BatchRequest]) -> list[dict[str, Any]]:
+        """Return the output line of each request."""
+        return self._thread.answer(requests)
