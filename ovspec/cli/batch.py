@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import re
 import sys
 import time
@@ -125,7 +126,7 @@ def batch(
         if ray:
             from ovspec.integrations.ray.cluster import connected
 
-            with connected(ray):
+            with connected(ray), contextlib.redirect_stdout(None):  # on which Ray writes about workers that die
                 from ovspec.integrations.ray.batch import run_on_cluster
 
                 draft = loading.pop("draft", None)

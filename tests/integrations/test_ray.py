@@ -62,10 +62,15 @@ def cluster(storage: str) -> Iterator[None]:
             yield
 
 
-def on_cluster(source: Any, output: Any, model: Path, draft: Any = None, **ways: Any) -> BatchProgress:
+LOADING: Any = {"threads": 1}
+
+
+def on_cluster(
+    source: Any, output: Any, model: Path, draft: Any = None, loading: Any = LOADING, **ways: Any
+) -> BatchProgress:
     from ovspec.integrations.ray.batch import run_on_cluster
 
-    return run_on_cluster(source, str(output), model, draft, {"threads": 1}, OPTIONS, cpus=1, **ways)
+    return run_on_cluster(source, str(output), model, draft, loading, OPTIONS, cpus=1, **ways)
 
 
 def requests_of_all_kinds(count: int = 12) -> list[Any]:
@@ -110,9 +115,9 @@ def without_times(text: str) -> list[dict[str, Any]]:
 def alone(pair: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[dict[str, Any]]]:
     """Return a function that returns what one machine writes for a file."""
 
-    def run(file: Path, draft: Any = None) -> list[dict[str, Any]]:
+    def run(file: Path, draft: Any = None, loading: Any = LOADING) -> list[dict[str, Any]]:
         output = tmp_path_factory.mktemp("alone") / "out.jsonl"
-        run_file(ovspec.load(pair, draft, threads=1), read_requests(file), output, OPTIONS)
+        run_file(ovspec.load(pair, draft, **loading), read_requests(file), output, OPTIONS)
         return without_times(output.read_text("utf-8"))
 
     return run
@@ -241,6 +246,79 @@ def test_object_storage(
 
 
 @pytest.mark.usefixtures("cluster")
+def test_a_line_that_kills_workers_has_an_error_and_a_run_without_workers_goes_on(
+    pair: Path, tmp_path: Path, alone: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It kills by a drafter of the user's own, first where no worker is started again."""
+    loading = LOADING | {"precision": "f32"}  # in bf16, some processors die of this model in one thread
+    deadly = ovspec.load(pair, **loading).tokenizer.encode("Once upon a killer").tolist()
+
+    class Deadly(ovspec.Drafter):
+        def guess(self, tokens: Any, budget: int) -> list[int]:
+            if budget and tokens[: len(deadly)].tolist() == deadly:
+                os.kill(os.getpid(), signal.SIGFPE)
+                time.sleep(60)
+            return []
+
+    requests = requests_of_all_kinds(40)
+    requests[17] = {"id": "deadly", "prompt": "Once upon a killer"}
+    file, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    file.write_text(as_lines(requests), encoding="utf-8")
+    with monkeypatch.context() as patch:
+        patch.setattr("ovspec.integrations.ray.pool.RESTARTS", 0)
+        patch.setattr("ovspec.integrations.ray.pool.LINES", 1000)
+        with pytest.raises(OvspecError, match=rf"last one died of SIGFPE while it answered with {pair} .*exact; set "):
+            on_cluster(str(file), output, pair, Deadly(), loading)
+    assert not output.exists()
+    found = on_cluster(str(file), output, pair, Deadly(), loading)
+    assert (found.total, found.failed >= 1, found.before > 0) == (48, True, True)
+    *_, error = [line for line in without_times(output.read_text("utf-8")) if line["id"] == "deadly"]
+    assert error == {
+        "id": "deadly",
+        "error": "The worker that answered this line died of SIGFPE; others answered the lines beside it.",
+    }
+    others = [
+        [line for line in lines if line["id"] != "deadly"]
+        for lines in (without_times(output.read_text("utf-8")), alone(file, loading=loading))
+    ]
+    assert others[0] == others[1]
+
+
+@pytest.mark.usefixtures("cluster")
+def test_a_first_worker_that_dies(pair: Path, requests_file: Path, tmp_path: Path) -> None:
+    class Deadly:
+        of = os.getpid()
+
+        @property
+        def propose(self) -> Any:
+            if os.getpid() != self.of:
+                os.kill(os.getpid(), signal.SIGFPE)
+                time.sleep(60)
+
+    told = (
+        rf"The first worker died of SIGFPE while it loaded {pair} `threads=1` on 1 processor; set another `precision`"
+    )
+    with pytest.raises(OvspecError, match=told):
+        on_cluster(read_requests(requests_file), tmp_path / "out", pair, Deadly())
+
+
+@pytest.mark.slow
+def test_a_model_too_large_for_the_machine(
+    pair: Path, requests_file: Path, tmp_path: Path, command_environment: dict[str, str]
+) -> None:
+    """Ray's monitor, which here allows hardly any memory, ends the first worker."""
+    few = {"RAY_memory_usage_threshold": "0.001", "RAY_memory_monitor_refresh_ms": "100"}
+    command = batch_command(pair, requests_file, tmp_path / "out.jsonl")
+    done = subprocess.run(command, env=command_environment | few, capture_output=True, check=False, timeout=200)
+    assert (done.returncode, done.stdout) == (1, b""), done
+    told = done.stderr.decode().splitlines()[-1]
+    assert "The first worker was killed by Ray, because its machine ran out of memory while it loaded" in told
+    assert told.endswith(
+        "--threads 1 on 1 processor; set another --precision, or more --cpus-per-worker for fewer workers."
+    ), told
+
+
+@pytest.mark.usefixtures("cluster")
 def test_the_predictor_answers_the_rows_of_a_dataset(pair: Path) -> None:
     import ray.data
     from ray.exceptions import RayError
@@ -308,7 +386,7 @@ def test_a_kill_loses_nothing(
     if killed == ALL:
         os.killpg(run.pid, signal.SIGINT)
     elif killed == "worker":
-        random.Random(turn).choice(of_ray(run.pid, "ray::MapWorker")).kill()
+        random.Random(turn).choice(of_ray(run.pid, "ray::Worker")).kill()
     else:
         run.kill()
     _, told = run.communicate(timeout=300)

@@ -71,7 +71,8 @@ def run_on_cluster(
             return groups(path, file.read())
 
     here = isinstance(filesystem, LocalFileSystem)
-    reading = ray.remote(num_cpus=0, retry_exceptions=[OSError])(read_there)  # workers have all processors
+    beside: Any = {"num_cpus": 0, "retry_exceptions": [OSError]}  # because the workers have all processors
+    reading = ray.remote(**beside)(read_there)
     words = job.in_words(cpus, reference)
     try:
         if left:

@@ -6,6 +6,7 @@ import faulthandler
 import os
 import signal
 
+import ray
 from ray.exceptions import NodeDiedError, OutOfMemoryError, RayError
 
 from ovspec.integrations.ray.nodes import on_each_node
@@ -32,15 +33,21 @@ def noted(worker: int) -> str:
     return names.get(words, words)
 
 
+def noted_elsewhere(worker: int) -> str:
+    """Return what ``noted`` returns on the machine of the cluster that knows."""
+    if sum(node["Alive"] for node in ray.nodes()) == 1:
+        return ""
+    try:
+        return next(filter(None, on_each_node(lambda: noted(worker), WAIT).values()), "")
+    except RayError:  # a machine that is leaving
+        return ""
+
+
 def how_it_died(worker: int, error: RayError) -> str:
     """Return how a worker ended whose calls raise ``error``, for a sentence whose subject it is."""
     if isinstance(error, NodeDiedError) or "node has died" in str(error):
         return "was lost with its machine"
     if isinstance(error, OutOfMemoryError):
         return "was killed by Ray, because its machine ran out of memory"
-    try:
-        found = on_each_node(lambda: noted(worker), WAIT)
-    except RayError:  # a machine that is leaving
-        found = {}
-    name = next(filter(None, found.values()), "")
+    name = noted(worker) or noted_elsewhere(worker)
     return f"died of {name}" if name else "was killed (by SIGKILL, as the system does when memory runs out)"
