@@ -72,36 +72,36 @@ def shipping(folder: Path) -> float:
 class Nobody:
     """A worker that needs no time."""
 
-    def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
-        import pickle
+    def load(self) -> Any:
+        from ovspec.integrations.ray.worker import Reference
 
-        group = pickle.loads(batch["group"].item())
-        group.lines = {place: ANSWER | {"id": request.id} for place, request in group.requests.items()}
-        return {"group": [pickle.dumps(group)]}
+        return Reference("", "nobody", "", [])
+
+    def answer(self, requests: list[Any]) -> list[dict[str, Any]]:
+        return [ANSWER | {"id": request.id} for request in requests]
 
 
 def driving(count: int, actors: int) -> float:
     """Return the seconds that the driver takes for a group of lines, with workers that need no time."""
-    import pickle
+    import ray
 
-    import pyarrow
-    import ray.data
+    from ovspec.integrations.ray.pool import TOGETHER, Pool
 
     asked = [prompt_request(str(number), f"prompt {number}", f"prompt {number}") for number in range(MOST * count)]
+    groups = list(groups_of(0, asked, "", (), 1))
+    ways: Any = {"num_cpus": 0, "max_concurrency": TOGETHER}
     with tempfile.TemporaryDirectory() as scratch:
         answers = Answers([BatchFile("", str(Path(scratch) / "out"))], "", BatchProgress(0, 0))
-        rows = [{"group": pickle.dumps(group)} for group in groups_of(0, asked, "", (), 1)]
-        dataset = ray.data.from_arrow([pyarrow.Table.from_pylist([row]) for row in rows])
-        dataset.context.target_max_block_size = 1
-        pool = ray.data.ActorPoolStrategy(size=actors, max_tasks_in_flight_per_actor=4)
-        began = 0.0
-        for number, row in enumerate(
-            dataset.map_batches(Nobody, batch_size=None, num_cpus=0, compute=pool).iter_rows()
-        ):
-            if number == len(rows) // 4:  # all workers are there
-                began = time.perf_counter()
-            answers.take(pickle.loads(row["group"]))
-        return (time.perf_counter() - began) / (len(rows) - len(rows) // 4)
+        pool = Pool(lambda _: ray.remote(**ways)(Nobody).remote(), actors, False, "")
+        began, taken, before = 0.0, 0, 0
+        for answered in pool.answer(groups):
+            if not began and taken >= len(groups) // 4:  # all workers are there
+                began, before = time.perf_counter(), taken
+            for group in answered:
+                answers.take(group)
+            taken += len(answered)
+        pool.close()
+        return (time.perf_counter() - began) / (len(groups) - before)
 
 
 def main() -> None:
