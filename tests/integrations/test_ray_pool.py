@@ -14,7 +14,7 @@ import pytest
 pytest.importorskip("ray", reason="needs the extra ovspec[ray]")
 
 import ray
-from ray.exceptions import NodeDiedError, OutOfMemoryError
+from ray.exceptions import ActorDiedError, NodeDiedError, OutOfMemoryError
 
 from ovspec.base.errors import OvspecError
 from ovspec.integrations.ray.cluster import connected
@@ -177,5 +177,16 @@ def test_files_are_read_while_others_are_answered() -> None:
 
 
 def test_how_a_worker_was_lost() -> None:
+    class Broken:
+        def __init__(self) -> None:
+            raise ImportError("no module named x")
+
+        def load(self) -> None:
+            pass
+
+    broken: Any = ray.remote(num_cpus=0)(Broken)
+    with pytest.raises(ActorDiedError) as found:
+        ray.get(broken.remote().load.remote())
+    assert how_it_died(1, found.value) == "failed to start (ImportError: no module named x)"
     assert "ran out of memory" in how_it_died(1, OutOfMemoryError("1 worker(s) were killed"))
     assert "lost with its machine" in how_it_died(1, NodeDiedError(""))

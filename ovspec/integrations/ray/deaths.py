@@ -7,7 +7,7 @@ import os
 import signal
 
 import ray
-from ray.exceptions import NodeDiedError, OutOfMemoryError, RayError
+from ray.exceptions import NodeDiedError, OutOfMemoryError, RayActorError, RayError
 
 from ovspec.integrations.ray.nodes import on_each_node
 from ovspec.ir.device import default_cache_dir
@@ -49,5 +49,7 @@ def how_it_died(worker: int, error: RayError) -> str:
         return "was lost with its machine"
     if isinstance(error, OutOfMemoryError):
         return "was killed by Ray, because its machine ran out of memory"
+    if isinstance(error, RayActorError) and error.actor_init_failed:
+        return f"failed to start ({str(error).splitlines()[-1].strip()})"
     name = noted(worker) or noted_elsewhere(worker)
     return f"died of {name}" if name else "was killed (by SIGKILL, as the system does when memory runs out)"
