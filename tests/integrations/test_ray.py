@@ -432,6 +432,15 @@ def test_the_command_stays_on_this_machine(
     assert not psutil.wait_procs(processes[1:], timeout=10)[1]
 
 
+def test_progress_says_how_many_workers_are_loading() -> None:
+    from ovspec.cli.batch import Report
+
+    report = Report()
+    assert report.line(BatchProgress(0, 0, workers=2, loading=2)) == "2 workers: loading …"
+    assert report.line(BatchProgress(9, 0, done=4, workers=2, loading=1)).endswith("2 workers (1 loading)")
+    assert report.line(BatchProgress(9, 0, done=9, workers=2, loading=1)).endswith("2 workers")
+
+
 def test_without_the_extra_a_sentence_says_what_to_install(requests_file: Path, tmp_path: Path) -> None:
     code = "import sys; sys.modules['ray'] = None; from ovspec.__main__ import main; main()"
     command = [sys.executable, "-c", code, "batch", str(requests_file), "-o", str(tmp_path / "out"), "--ray"]

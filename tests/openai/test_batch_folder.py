@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import threading
@@ -60,6 +61,25 @@ def test_answers_in_any_order_and_over_two_runs(tmp_path: Path) -> None:
     lines = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text("utf-8").splitlines()]
     assert lines == [{"id": request.id, "text": request.source} for request in requests]
     assert [path.name for path in tmp_path.iterdir()] == ["out.jsonl"]
+
+
+def test_a_group_line_by_line_is_the_same_file(tmp_path: Path) -> None:
+    """Also where an earlier run has answered some of its lines."""
+    requests, file = prompts(16), BatchFile("", str(tmp_path / "out.jsonl"))
+    for most in (3, 16):
+        answers = Answers([file], "model", BatchProgress(0, 0))
+        groups = groups_of(0, requests, "model", answers.known[""], 1)
+        whole = Group(0, 16, {}, {})
+        for group in groups:
+            whole.keys |= group.keys
+            whole.requests |= group.requests
+        for single in itertools.islice(whole.apart(), most):
+            assert len(single.requests) == 1
+            answers.take(answered(single))
+        answers.close()
+    assert (answers.progress.before, answers.progress.done) == (3, 13)
+    lines = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text("utf-8").splitlines()]
+    assert [line["id"] for line in lines] == [request.id for request in requests]
 
 
 def test_a_file_of_a_folder_is_done_again_if_it_has_changed(tmp_path: Path) -> None:
