@@ -126,7 +126,7 @@ def batch(
         if ray:
             from ovspec.integrations.ray.cluster import connected
 
-            with connected(ray), contextlib.redirect_stdout(None):  # on which Ray writes about workers that die
+            with contextlib.redirect_stdout(None), connected(ray):  # where Ray writes about workers that die
                 from ovspec.integrations.ray.batch import run_on_cluster
 
                 draft = loading.pop("draft", None)

@@ -55,9 +55,9 @@ def run_on_cluster(
     """
     filesystem, files = find_files(source if isinstance(source, str) else None, output, overwrite)
     folder, *others = folders_of(model_folder(model), draft)
-    shipped = [ship(each) for each in (folder, *others) if each == folder or not each.is_relative_to(folder)]
-    job, (count, cpus) = Job(shipped, draft, loading, generating, mixed), workers(cpus)
     with told():
+        shipped = [ship(each) for each in (folder, *others) if each == folder or not each.is_relative_to(folder)]
+        job, (count, cpus) = Job(shipped, draft, loading, generating, mixed), workers(cpus)
         reference = first_of(job, cpus)
     answers = Answers(files, f"{reference.depends_on}{' mixed' * mixed}", BatchProgress(0, 0, workers=count))
     left, known, depends_on = answers.left, answers.known, answers.depends_on

@@ -62,7 +62,7 @@ def ship(folder: Path) -> Shipment:
 
 def on_each_node(function: Callable[[], Any], timeout: float | None = None) -> dict[str, Any]:
     """Return what ``function`` returns on each machine of the cluster, by the id of its node; wait ``timeout`` s."""
-    task = ray.remote(num_cpus=0)(lambda: function())
+    task = ray.remote(num_cpus=0, max_retries=0)(lambda: function())  # for lack of memory, Ray would retry for ever
     nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
     asked = [task.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)) for node in nodes]
     return dict(zip(nodes, ray.get([each.remote() for each in asked], timeout=timeout), strict=True))
@@ -82,13 +82,15 @@ def workers(cpus: int | None) -> tuple[int, int]:
 
 @contextlib.contextmanager
 def told() -> Iterator[None]:
-    """Raise what a worker raised as an OvspecError of the same sentence, instead of Ray's with the worker's stack."""
+    """Raise an OvspecError of a worker without Ray's and the worker's stack, and one of what Ray says in its errors."""
     try:
         yield
     except RayError as error:
         cause: Any = error
         while found := getattr(cause, "cause", None) or cause.__cause__:
             cause = found
-        if isinstance(cause, (OvspecError, RayError)):
+        if isinstance(cause, OvspecError):
             raise OvspecError(str(cause)) from None
+        if isinstance(cause, RayError):
+            raise OvspecError(f"Ray: {str(cause).strip().splitlines()[0]}") from None
         raise
