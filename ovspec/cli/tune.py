@@ -98,20 +98,19 @@ def report(name: str, folder: Path, profile: Profile) -> list[str]:
     heads = "".join(f"{f'm={width}':>8}" for width in reference.verify_ms)
     lines = [
         f"{name}: {folder}, {profile.seconds:.0f} s",
-        f"  {'ms per inference of m tokens':55}{heads}  prefill, ms/token       KL   top-1  invariance",
+        f"  {'ms per inference of m tokens':55}{heads}  prefill, ms/token       KL   top-1  invariance  rule",
     ]
     for m in profile.measurements:
         label = f"{m.setting} (OpenVINO's own default)" if m == reference and profile.full else str(m.setting)
-        times = "".join(f"{ms:8.2f}" for ms in m.verify_ms.values())
+        times = "".join(f"{m.ms_computing(width):8.2f}" for width in reference.verify_ms)
         same = "" if m.invariance is None else f"{m.invariance:.0%}"
-        lines.append(
-            f"{'*' if m is best else ' '} {label:55}{times}{m.prefill_ms:19.3f}{m.kl:9.1e}{m.top1:8.1%}{same:>12}"
-        )
+        accuracy = f"{m.kl:9.1e}{m.top1:8.1%}{same:>12}  {m.rule or ''}".rstrip()
+        lines.append(f"{'*' if m is best else ' '} {label:55}{times}{m.prefill_ms:19.3f}{accuracy}")
     if best:
         token = best.token_ms / reference.verify_ms[1]
         prompt = best.prefill_ms / reference.prefill_ms
         shares = f"a token takes {token:.2f}x and a prompt {prompt:.2f}x the default's time"
-        lines.append(f"chosen for {profile.goal}: {best.setting}; {shares}")
+        lines.append(f"chosen for {profile.goal}: {best.setting}; {shares}; KL divergence {best.kl:.1e} nats")
     for threads, found in profile.exactness.items():
         with_threads = f"{threads} thread{'s' * (threads != 1)}"
         differ = f"{found.differing} of {found.positions} probed positions differ from one pass over their text"

@@ -69,6 +69,7 @@ class CompiledModel:
     promise: str = "fast"  # or "exact", or that no rule was found for exact arithmetic, in words
     guess_is_free: bool = False  # whether verifying a token proposed for one text takes little time and changes no bit
     profile: str | None = None  # the setting that a profile chose
+    kl: float | None = None  # its KL divergence from f32 without dynamic quantisation, in nats
     verify_ms: dict[int, float] | None = None  # measured, per inference, by width in tokens; the widest is a prompt
     change_ms: float | None = None  # measured, added to an inference of another width than the one before
 

@@ -23,6 +23,8 @@ from ovspec.setup.proposers import load_head
 # OpenVINO's element types for weights -> the names that users know.
 WEIGHT_TYPES = {"f32": "fp32", "f16": "fp16", "bf16": "bf16", "i8": "int8", "u8": "int8", "i4": "int4", "u4": "int4"}
 
+NO_PROFILE = "none; a first load or 'ovspec tune' measures one"
+
 
 def inspect(
     folder: Path,
@@ -77,6 +79,7 @@ def inspected(loaded: CompiledModel, options: DeviceOptions, exported: ExportedM
         "arithmetic": loaded.promise,
         "rule": str(loaded.rule),
         "profile": loaded.profile,
+        "kl": loaded.kl,
         "rollback": str(probe.rollback if probe else loaded.rollback),
         "probed": probe and asdict(probe),
         "kv_precision": ir.properties.get("KV_CACHE_PRECISION", "the device's own"),
@@ -114,7 +117,7 @@ def summary(name: str, found: dict[str, Any]) -> list[str]:
         "states": states,
         "engine": f"{found['engine']} ({found['engine_reason']})",
         "arithmetic": found["arithmetic"] + (f": {found['rule']}" if found["arithmetic"] == "exact" else ""),
-        "profile": found["profile"] or "none; a first load or 'ovspec tune' measures one",
+        "profile": f"{found['profile']}; KL divergence {found['kl']:.1e} nats" if found["profile"] else NO_PROFILE,
         "rollback": found["rollback"] + probed,
         "memory": f"{cache}, {found['size'] / 1e6:,.1f} MB for the weights",
     }

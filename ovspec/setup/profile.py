@@ -145,7 +145,7 @@ def load_with(
     else:
         loaded = load_ir(folder, options, engine, arithmetic)
     if profile and best:
-        loaded.profile, loaded.change_ms = str(best.setting), best.change_ms
+        loaded.profile, loaded.kl, loaded.change_ms = str(best.setting), best.kl, best.change_ms
         loaded.verify_ms = {profile.tokens: best.prefill_ms * profile.tokens} | best.verify_ms
     return loaded
 
