@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import io
 import json
 import re
@@ -17,10 +18,10 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 from urllib.parse import urlsplit
 
-import compare_app
 import pytest
 from conftest import PROMPTS, ROOT
 from PIL import Image
@@ -35,6 +36,12 @@ COLOUR = "element => getComputedStyle(element).backgroundColor"
 # Times nothing longer than it must, and doesn't let the browser settle: no test reads the times.
 HURRIED = "import compare_app as app; app.SETTLE, turns = 0, app.turns_within; app.turns_within = lambda: turns(0.0); "
 HOSTILE = "<b>bold</b><img src=x onerror=alert(1)>${1 + 1}{{value}}@children &amp; </div>\n"
+
+
+@pytest.fixture(scope="module")
+def compare_app() -> ModuleType:
+    """The demo, which takes seconds to import; so only the worker that runs this file does."""
+    return importlib.import_module("compare_app")
 
 
 @pytest.fixture(scope="module")
@@ -222,7 +229,7 @@ def test_what_cannot_be_done_is_said_in_a_sentence(page: Page) -> None:
 
 
 @needs_chromium
-def test_it_fits_a_narrow_window(page: Page, update_docs: bool) -> None:
+def test_it_fits_a_narrow_window(page: Page, update_docs: bool, compare_app: ModuleType) -> None:
     prompt, drafters = (compare_app.QUESTION, "EAGLE-3 head") if update_docs else (compare_app.PROMPT, "draft model")
     press(page, prompt, f"lookup, then {drafters}", "auto" if update_docs else "4", tokens=160)
     texts(page)
@@ -235,7 +242,9 @@ def test_it_fits_a_narrow_window(page: Page, update_docs: bool) -> None:
     assert plain and speculative and plain["y"] + plain["height"] < speculative["y"]
 
 
-def test_one_text_after_the_other(load: Callable[..., ovspec.LanguageModel], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_text_after_the_other(
+    compare_app: ModuleType, load: Callable[..., ovspec.LanguageModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What is shown grows, and nothing is speculated before the plain text is whole; both get the same seed."""
     monkeypatch.setattr(compare_app, "REFRESH", 0)
     monkeypatch.setattr(compare_app, "SETTLE", 0)
@@ -264,7 +273,7 @@ def test_a_user_of_a_chat_asks(page: Page, load: Callable[..., ovspec.LanguageMo
 
 
 @pytest.mark.skipif(not REAL.is_dir(), reason="the real model could not be fetched")
-def test_a_head_answers_with_lookup(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_head_answers_with_lookup(compare_app: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first thing that one sees of a real model."""
     monkeypatch.setattr(compare_app, "SETTLE", 0)
     monkeypatch.setattr(compare_app, "turns_within", functools.partial(compare_app.turns_within, 0.0))
@@ -277,6 +286,6 @@ def test_a_head_answers_with_lookup(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("value", ["0", "-1", "x", "", None, "1.5"])
-def test_lookaheads_that_there_are_not(value: str | None) -> None:
+def test_lookaheads_that_there_are_not(compare_app: ModuleType, value: str | None) -> None:
     with pytest.raises(ovspec.OvspecError, match="must be auto or a number"):
         compare_app.lookahead_of(value)
