@@ -107,7 +107,7 @@ class EngineThread:
         self._decoders = lm.runtime.pool.take()
         self._drafter, self._lookahead = lm.runtime.drafting(lm.runtime.params({}), self._decoders)
         rule = self._decoders.target.rule
-        costs = self._lookahead.target if self._drafter else Costs(most=rule.most)
+        costs = self._lookahead.target if self._drafter else Costs(most=rule.most, fewest=rule.fewest)
         self._prefill_budget = PrefillBudget(costs, rule, not self._drafter, chunk)
         self._thread = threading.Thread(target=self._run, name="ovspec engine", daemon=True)
 
