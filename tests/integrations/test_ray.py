@@ -155,35 +155,6 @@ def test_workers_that_compute_other_bits(pair: Path, requests_file: Path, tmp_pa
     assert len(kinds) == 2, kinds
 
 
-@pytest.mark.slow
-def test_a_machine_that_leaves(
-    pair: Path, tmp_path: Path, alone: Callable[..., Any], capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Its worker's lines are answered by the other one, while another machine is waited for in vain."""
-    from ray.cluster_utils import Cluster
-
-    file, left = tmp_path / "in.jsonl", list[BatchProgress]()
-    file.write_text(as_lines(requests_of_all_kinds(200)), encoding="utf-8")
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
-    try:
-        node = cluster.add_node(num_cpus=1)
-
-        def leave(progress: BatchProgress) -> None:
-            if progress.done > 20 and not progress.loading and not left:
-                left.append(progress)
-                cluster.remove_node(node, allow_graceful=False)
-
-        with connected(str(cluster.address)):
-            found = on_cluster(read_requests(file), tmp_path / "out", pair, note=leave)
-    finally:
-        cluster.shutdown()
-    assert left and (found.total, found.workers, found.loading) == (208, 2, 1)
-    assert re.search(
-        r"worker \d (was lost with its machine|is out of reach); another one starts", capsys.readouterr().err
-    )
-    assert without_times((tmp_path / "out").read_text("utf-8")) == alone(file)
-
-
 @pytest.mark.usefixtures("cluster")
 @pytest.mark.parametrize("draft", [None, pytest.param("lookup,draft", marks=pytest.mark.slow)])
 def test_the_lines_that_one_machine_writes(
