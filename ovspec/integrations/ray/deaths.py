@@ -7,7 +7,7 @@ import os
 import signal
 
 import ray
-from ray.exceptions import NodeDiedError, OutOfMemoryError, RayActorError, RayError
+from ray.exceptions import ActorUnavailableError, NodeDiedError, OutOfMemoryError, RayActorError, RayError
 
 from ovspec.integrations.ray.nodes import on_each_node
 from ovspec.ir.device import default_cache_dir
@@ -47,6 +47,8 @@ def how_it_died(worker: int, error: RayError) -> str:
     """Return how a worker ended whose calls raise ``error``, for a sentence whose subject it is."""
     if isinstance(error, NodeDiedError) or "node has died" in str(error):
         return "was lost with its machine"
+    if isinstance(error, ActorUnavailableError):
+        return "is out of reach"
     if isinstance(error, OutOfMemoryError):
         return "was killed by Ray, because its machine ran out of memory"
     if isinstance(error, RayActorError) and error.actor_init_failed:
