@@ -1,6 +1,7 @@
 """Find the rule of exact arithmetic for each instruction set that this processor has, and what it costs.
 
     python scripts/bench/processors.py DIR [DIR ...] [--isa AVX2,AVX512_CORE] [--engines paged,stateful]
+        [--precision f32]
 
 Each instruction set is tried in a process of its own, capped to it. The share is that of the positions that have other
 bits in fast arithmetic. The prices are times by the rule, in those of fast arithmetic: of a token after 128 tokens, and
@@ -35,13 +36,14 @@ def main() -> None:
     usual = ",".join(levels[levels.index(NEEDED) :] if levels else ())
     parser.add_argument("--isa", type=several(), default=usual, help="[default: those of this processor]")
     parser.add_argument("--engines", type=several(choices=("paged", "stateful")), default="paged")
+    parser.add_argument("--precision", choices=("f32", "bf16", "f16"), help="[default: the processor's]")
     parser.add_argument("--here", action="store_true", help="print the table for this process's instruction set only")
     args = parser.parse_args()
     if args.here:
         table = Table(*HEADS)
         for folder in args.folders:
             for engine in args.engines:
-                table.row(instruction_set(), folder.name, engine, *found_of(folder, engine))
+                table.row(instruction_set(), folder.name, engine, *found_of(folder, engine, args.precision))
         return
     for name in args.isa:
         print(f"{machine()}, {name}\n", flush=True)
@@ -49,9 +51,9 @@ def main() -> None:
         subprocess.run([sys.executable, *sys.argv, "--here"], env=capped, check=True)
 
 
-def found_of(folder: Path, engine: str) -> list[str]:
+def found_of(folder: Path, engine: str, precision: str | None) -> list[str]:
     """Probe a model thoroughly; return the cells from the rule on."""
-    device = DeviceOptions(properties={"CACHE_DIR": ""})
+    device = DeviceOptions(precision=precision, properties={"CACHE_DIR": ""})
     loaded = load_ir(folder, device, engine, arithmetic="fast")  # type: ignore[arg-type]
     vocabulary = loaded.ir.logits_width
     share = probe_rule(loaded.decoder(), vocabulary, FULL)
