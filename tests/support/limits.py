@@ -102,5 +102,7 @@ def pytest_enter_pdb() -> None:
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    """End this process soon, whatever threads the tests have left."""
+    """End this process soon, whatever threads the tests have left; a worker waits until the others are done."""
+    if hasattr(config, "workerinput"):
+        return
     faulthandler.dump_traceback_later(END, exit=True, file=config.stash[STDERR])
