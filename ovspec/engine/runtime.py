@@ -143,6 +143,7 @@ class Runtime:
         self.pool = DecoderPool(self._make_decoders)
         self._token_bytes = sum(kv_bytes_per_token(ir) + recurrent_bytes(ir) for ir in self.irs())  # upper bound
         self.cache_bytes = cache_bytes
+        self._shares_sampled_only = cache_bytes is None and target.is_inexact
         most = psutil.virtual_memory().available / 4 if cache_bytes is None else cache_bytes
         self.tensors = {
             id(model): BlockTensors(model.ir, most / self._token_bytes)
@@ -342,7 +343,7 @@ class Runtime:
         eos = frozenset() if params.ignore_eos else config.eos_ids
         if not prompt_tokens:
             sequence.commit(config.beginning)
-        if self.cache_bytes is None and self.target.is_inexact and not params.sampled:
+        if self._shares_sampled_only and not params.sampled:
             sequence.owner = UNSHARED
         constraints, healing = self._unconstrained(eos | frozenset(params.stop_ids)), None
         answer = self._answer_format(sequence.tokens, params) if origin.chat else None

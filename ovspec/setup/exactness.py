@@ -156,20 +156,27 @@ def most_together(decoder: Decoder, text: np.ndarray) -> int | None:
 
 
 def least_rule(make: Make, strictest: FeedRule, text: np.ndarray) -> FeedRule:
-    """Return the rule with the fewest tokens, then the fewest logits, whose bits seem to be the ``strictest``'s."""
+    """Return the rule with the fewest tokens and logits whose bits seem to be the ``strictest``'s."""
     decoder, begin = make(strictest), min(UNIT, len(text))
-    pieces = [text[at : at + UNIT] for at in range(0, len(text), UNIT)]
+    looked_at = text[: UNIT + ALONE + sum(range(UNIT))]
+    pieces = [looked_at[at : at + UNIT] for at in range(0, len(looked_at), UNIT)]
     expected = [row for piece in pieces for row in bits(decoder.feed([piece], [len(piece)])[0])]
-    rule = strictest
-    for name, alone in (("fewest", ALONE), ("fewest_logits", ALONE_LOGITS)):
-        for count in [count for count in COUNTS if count < getattr(strictest, name)]:
-            lesser = replace(rule, **{name: count})
+
+    def least(rule: FeedRule, names: tuple[str, ...], alone: int) -> FeedRule:
+        """Return ``rule`` with the least count under these names, all alike and less than before, that agrees."""
+        most = min(getattr(rule, name) for name in names)
+        for count in [count for count in COUNTS if count < most]:
+            lesser = replace(rule, **dict.fromkeys(names, count))
             # Tokens alone come first: they differ most often. Other widths may have kernels of their own, too.
             widths = [1] * alone + list(range(count + 1, UNIT))
-            if agrees(make(lesser), text, begin, widths, expected):
-                rule = lesser
-                break
-    return rule
+            if agrees(make(lesser), looked_at, begin, widths, expected):
+                return lesser
+        return rule
+
+    if strictest.fewest == 1:
+        return least(strictest, ("fewest_logits",), ALONE)
+    both = least(strictest, ("fewest", "fewest_logits"), ALONE)
+    return least(least(both, ("fewest",), ALONE), ("fewest_logits",), ALONE_LOGITS)
 
 
 def rules_between(rule: FeedRule, strictest: FeedRule) -> Iterator[FeedRule]:

@@ -98,10 +98,14 @@ def tune(
         tell(str(setting), number / total)
         with suppress(InferenceError):  # its logits may not be numbers, as those of some models in f16
             measured.append(timer.measure(setting))
-    # A probe takes longer than measuring: only settings that may be chosen are probed.
-    while (best := found.choose(DeviceOptions(), "auto")) and best.invariance is None:
-        tell(f"{best.setting}: bits of every way of feeding", 1.0)
-        measured[measured.index(best)] = timer.probed(best)
+    # A probe takes longer than measuring: only settings that may be chosen are probed, and the usual one only where
+    # another might be less exact.
+    while best := found.choose(DeviceOptions(), "auto"):
+        unprobed = best if best.invariance is None else measured[0]
+        if unprobed.invariance is not None or best.invariance == 1:
+            break
+        tell(f"{unprobed.setting}: bits of every way of feeding", 1.0)
+        measured[measured.index(unprobed)] = timer.probed(unprobed)
     if effort.full and best:
         tell(f"{best.setting}: bits of long contexts, and of one thread", 1.0)
         found = replace(found, exactness=timer.exactness(best.setting))
@@ -155,31 +159,25 @@ class SettingTimer:
 
     def __init__(self, folder: Path, text: np.ndarray, effort: Effort, options: DeviceOptions) -> None:
         self.text, self.prompt, self.effort = text, text[: effort.tokens], effort
-        self._folder, self._options, self._widths = folder, options, effort.widths
+        self._folder, self._options = folder, options
         ir = compile_ir(folder, DeviceOptions(properties=EXACT))
         right = StatefulDecoder(ir, Rollback(None)).feed([text], [len(text)])[0]
         self._right = log_softmax(right).astype(np.float32)
-        self._last: tuple[Setting, CompiledModel] | None = None  # what was compiled last
 
     def set_incumbent(self, setting: Setting) -> Measurement:
-        """Probe and measure the setting that the others are compared with, and keep it loaded."""
-        model = self._compile(setting)
-        exactness = self.probe(setting, model)
-        if exactness.rule:
-            self._widths = tuple(sorted({*self._widths, exactness.rule.fewest}))
-        self._decoder = self._decoder_of(model)
+        """Measure the setting that the others are compared with, and keep it loaded."""
+        self._models = {setting: self._compile(setting)}
+        self._decoder = self._decoder_of(self._models[setting])
         kl, top1 = self._distance(self._judge(self._decoder))
         self._prefill(self._decoder)
         self._round(self._decoder)
         prefill = min(self._prefill(self._decoder) for _ in range(2))
         times, change = self._round(self._decoder, self.effort.repeats)
-        self.incumbent = Measurement(setting, times, prefill, kl, top1, change, exactness.share, exactness.rule)
+        self.incumbent = Measurement(setting, times, prefill, kl, top1, change)
         return self.incumbent
 
     def measure(self, setting: Setting) -> Measurement:
-        self._last = None  # memory may not hold a third model
-        self._last = setting, self._compile(setting)
-        decoder, mine = self._decoder_of(self._last[1]), self.incumbent
+        decoder, mine = self._decoder_of(self._model(setting)), self.incumbent
         kl, top1 = self._distance(self._judge(decoder))
         self._prefill(decoder)  # the first one is slower
         ratios: list[dict[int, float]] = []  # one entry per round: time relative to the incumbent, by width
@@ -190,28 +188,25 @@ class SettingTimer:
             (theirs, change), (ours, _) = self._round(decoder), self._round(self._decoder)
             changes.append(change)
             ratios.append({width: theirs[width] / ours[width] for width in ours})
-        verify = {width: statistics.median(r[width] for r in ratios) * mine.ms_computing(width) for width in ratios[0]}
+        verify = {width: statistics.median(r[width] for r in ratios) * ms for width, ms in mine.verify_ms.items()}
         prefill, change = statistics.median(prefills) * mine.prefill_ms, statistics.median(changes)
         return Measurement(setting, verify, prefill, kl, top1, change)
 
     def probed(self, measurement: Measurement) -> Measurement:
         """Return ``measurement`` with the rule of exact arithmetic, and the time of its fewest tokens."""
-        setting = measurement.setting
-        if not self._last or self._last[0] != setting:
-            self._last = None
-            self._last = setting, self._compile(setting)
-        exactness = self.probe(setting, self._last[1])
-        if exactness.rule and exactness.rule.fewest not in self._widths:
-            self._widths = tuple(sorted({*self._widths, exactness.rule.fewest}))
-            measurement = self.measure(setting)
-        return replace(measurement, invariance=exactness.share, rule=exactness.rule)
+        exactness, verify = self._probe(measurement.setting), measurement.verify_ms
+        if exactness.rule and (fewest := exactness.rule.fewest) not in verify:
+            widest = max(verify)
+            times, _ = self._round(self._decoder_of(self._model(measurement.setting)), 2, (fewest, widest))
+            verify = verify | {fewest: verify[widest] * times[fewest] / times[widest]}
+        return replace(measurement, verify_ms=verify, invariance=exactness.share, rule=exactness.rule)
 
-    def probe(self, setting: Setting, model: CompiledModel) -> Exactness:
+    def _probe(self, setting: Setting) -> Exactness:
         """Find the rule of exact arithmetic, and remember it for loads."""
         uncached = {} if self._options.cache_folder else {"CACHE_DIR": ""}
         options = completed(DeviceOptions(cache_dir=self._options.cache_folder, properties=uncached), setting)
         file = exactness_file(self._folder, options, setting.engine)
-        return remembered(Exactness, file) or remember(file, model.find_exactness())
+        return remembered(Exactness, file) or remember(file, self._model(setting).find_exactness())
 
     def exactness(self, setting: Setting) -> dict[int, Exactness]:
         """Find the rule thoroughly, with the usual number of threads and with one; by number of threads."""
@@ -232,6 +227,13 @@ class SettingTimer:
             decoder.feed([self.prompt], [1])
         times = [[self._time(decoder, 1)[1] for decoder in decoders] for _ in range(2 * self.effort.repeats)]
         return statistics.median(exact / fast for exact, fast in times)
+
+    def _model(self, setting: Setting) -> CompiledModel:
+        """Return the incumbent's model or the one that was compiled last, or compile one: memory may not hold three."""
+        if setting not in self._models:
+            self._models = {self.incumbent.setting: self._models[self.incumbent.setting]}
+            self._models[setting] = self._compile(setting)
+        return self._models[setting]
 
     def _compile(self, setting: Setting, paired: bool = True, threads: int | None = None) -> CompiledModel:
         # Not cached: what is compiled only to be measured is not worth keeping.
@@ -257,12 +259,14 @@ class SettingTimer:
         decoder.feed([self.prompt], [len(self.prompt)])
         return (time.perf_counter() - began) * 1e3 / len(self.prompt)
 
-    def _round(self, decoder: Decoder, repeats: int = 1) -> tuple[dict[int, float], float]:
+    def _round(
+        self, decoder: Decoder, repeats: int = 1, widths: tuple[int, ...] = ()
+    ) -> tuple[dict[int, float], float]:
         """Return the median milliseconds of inferences after the text by width, and what a change of width adds."""
-        times: dict[int, list[float]] = {width: [] for width in self._widths}
+        times: dict[int, list[float]] = {width: [] for width in widths or self.effort.widths}
         changes: list[float] = []
         for repeat in range(repeats + 1):
-            for width in self._widths:
+            for width in times:
                 changed, same = self._time(decoder, width)
                 if repeat:  # the first inferences of all, and those after another model's, are slower
                     times[width].append(same)

@@ -15,6 +15,7 @@ from conftest import HAS_BF16, ROOT, STRICT, Reference
 import ovspec
 import ovspec.cache.paged
 import ovspec.setup.engine_choice
+from ovspec.cache.decoder import FeedRule
 from ovspec.cache.paged import PagedDecoder
 from ovspec.ir.attention_mask import UNBOUNDED, narrowest_window
 from ovspec.ir.crashes import without_crash
@@ -42,7 +43,7 @@ def test_the_private_transformation_is_where_it_was() -> None:
 
 def test_a_batch_computes_each_token_once(make_paged: MakePaged, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only attention gets a row's only token twice, with the bits of one pass; no block is kept for the second."""
-    decoder = make_paged()
+    decoder = make_paged(FeedRule(queries=2, fewest=2))
     text = np.random.default_rng(1).integers(5, 1000, 80)
     expected = decoder.feed([text], [80])[0].copy()
     seen: list[tuple[int, int]] = []

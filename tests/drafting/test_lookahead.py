@@ -451,9 +451,10 @@ def test_what_the_rule_computes_anyway_is_filled_with_proposals() -> None:
     lookahead.begin()
     cuts = [len(lookahead.cut(unlikely, 2).tokens) for _ in range(2)]
     assert sum(cuts) == 3, "two rows, and three tokens more"
-    guesses = [Guess(0, 0.3)] * 3
+    lookahead.begin()
+    guesses = [Guess(0, 0.5)] * 3
     assert lookahead.going_on("draft", [0], [guesses]) == [0], "a draft's fourth token costs its step alone"
-    assert lookahead.going_on("draft", [0], [[*guesses, Guess(0, 0.3)]]) == []
+    assert lookahead.going_on("draft", [0], [[*guesses, Guess(0, 0.5)]]) == []
 
 
 def test_a_change_that_costs_less_than_expected_is_no_faster_inference() -> None:
