@@ -196,8 +196,9 @@ class SettingTimer:
         """Return ``measurement`` with the rule of exact arithmetic, and the time of its fewest tokens."""
         exactness, verify = self._probe(measurement.setting), measurement.verify_ms
         if exactness.rule and (fewest := exactness.rule.fewest) not in verify:
-            widest = max(verify)
-            times, _ = self._round(self._decoder_of(self._model(measurement.setting)), 2, (fewest, widest))
+            decoder, widest = self._decoder_of(self._model(measurement.setting)), max(verify)
+            self._prefill(decoder)
+            times, _ = self._round(decoder, 2, (fewest, widest))
             verify = verify | {fewest: verify[widest] * times[fewest] / times[widest]}
         return replace(measurement, verify_ms=verify, invariance=exactness.share, rule=exactness.rule)
 

@@ -16,9 +16,11 @@ import ovspec
 import ovspec.api.model
 import ovspec.setup.tuning
 from ovspec.base.errors import InferenceError
-from ovspec.cache.decoder import FAST, Decoder
+from ovspec.cache.decoder import FAST, Decoder, FeedRule
 from ovspec.cli import cli
 from ovspec.ir.device import DeviceOptions
+from ovspec.setup.engine_choice import CompiledModel
+from ovspec.setup.exactness import Exactness
 from ovspec.setup.profile import Measurement, Setting, known_profile
 from ovspec.setup.tuning import SHORT, Effort, SettingTimer, tune
 
@@ -80,6 +82,18 @@ def test_invariance_is_measured_on_the_exact_decoder(monkeypatch: pytest.MonkeyP
     probed = timer.probed(timer.set_incumbent(Setting("paged", "f32", 32)))
     assert probed.rule is None
     assert probed.invariance is not None and probed.invariance < 1, "a token alone is found"
+
+
+def test_the_fewest_tokens_of_a_rule_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    rule = FeedRule(queries=2, fewest=5, fewest_logits=5)
+    monkeypatch.setattr(CompiledModel, "find_exactness", lambda _: Exactness(rule, 77, 0))
+    text, uncached = np.arange(3, 43), DeviceOptions(properties={"CACHE_DIR": ""})
+    timer = SettingTimer(SMALL, text, Effort(40, (1, 2, 4, 8), 1, False), uncached)
+    measured = timer.set_incumbent(Setting("paged"))
+    probed = timer.probed(measured)
+    assert (probed.rule, probed.invariance) == (rule, 1.0)
+    assert probed.verify_ms.keys() == {1, 2, 4, 5, 8} and probed.token_ms == probed.verify_ms[5] > 0
+    assert {width: probed.verify_ms[width] for width in measured.verify_ms} == measured.verify_ms
 
 
 def test_what_slows_the_machine_down_for_a_while_changes_no_ratio(
