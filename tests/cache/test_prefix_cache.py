@@ -66,6 +66,34 @@ def test_samples_and_batches_read_what_they_share_once(lm: ovspec.LanguageModel,
     assert all(text.stats.cached_tokens >= len(lm.encode(PROMPT)) - 2 for text in batch)
 
 
+def test_greedy_texts_of_an_inexact_model_share_nothing_unasked(
+    cache_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A u8 cache isn't exact, so that a hit could change a text: it must not depend on what was asked before."""
+    inexact: dict[str, Any] = {"kv_precision": "u8", "precision": "f32", "cache_dir": cache_dir}
+    lm = ovspec.load(ROOT / "models" / "demo" / "draft", "none", **inexact)
+    assert lm.target.is_inexact
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "not exact here" in line]
+    assert "a cached prompt may change a text" in line
+    greedy = [lm.generate(PROMPT, max_tokens=8) for _ in range(2)]
+    together = lm.generate([PROMPT + "# ", PROMPT + "x"], max_tokens=4)
+    assert [result.stats.cached_tokens for result in [*greedy, *together]] == [0] * 4
+    assert pool_of(lm).idle == 0, "nothing is kept that nobody may find"
+    sampled = [lm.generate(PROMPT, max_tokens=8, temperature=1.0, seed=1) for _ in range(2)]
+    assert sampled[1].stats.cached_tokens > 0
+    assert lm.generate(PROMPT, max_tokens=8).stats.cached_tokens == 0, "nor of sampled texts"
+    with lm.session() as session:  # its own text is no other one's
+        session.append(PROMPT)
+        session.generate(max_tokens=4)
+        assert session.generate(max_tokens=4).stats.cached_tokens > 0
+    asked = ovspec.load(ROOT / "models" / "demo" / "draft", "none", cache_memory=0.1, **inexact)
+    assert [asked.generate(PROMPT, max_tokens=8).stats.cached_tokens > 0 for _ in range(2)] == [False, True]
+    exact = ovspec.load(ROOT / "models" / "demo" / "draft", "none", precision="f32", cache_dir=cache_dir)
+    if exact.target.promise == "exact":
+        assert [exact.generate(PROMPT, max_tokens=8).stats.cached_tokens > 0 for _ in range(2)] == [False, True]
+        assert "not exact" not in capsys.readouterr().err.replace(line, "")
+
+
 def test_sessions_share_with_texts(lm: ovspec.LanguageModel) -> None:
     text = lm.generate(PROMPT + "x = ", max_tokens=10)
     with lm.session() as session:
