@@ -41,8 +41,8 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
                 files[report.location[0]] += report.duration
             for name, seconds in getattr(report, "fixtures", ()):
                 fixtures[name] += seconds
-    if config.cache:
-        config.cache.set(KEPT, {**config.cache.get(KEPT, {}), **files})
+    if cache := getattr(config, "cache", None):  # there is none with -p no:cacheprovider
+        cache.set(KEPT, {**cache.get(KEPT, {}), **files})
     show(terminalreporter, "files", files)
     show(terminalreporter, "fixtures", fixtures)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import os
 import shutil
 from collections.abc import Callable, Iterable
 from importlib.metadata import distributions
@@ -14,14 +15,17 @@ import pytest
 from conftest import ROOT, made_once
 from filelock import FileLock
 
-PLACE = ROOT / ".cache" / "test-models"
+# What models are made of. In a copy with a bug in it (scripts/planted.py), these are the sources without the bug.
+SOURCES = Path(os.environ.get("OVSPEC_TESTS_SOURCES", ROOT))
+PLACE = SOURCES / ".cache" / "test-models"
 UNUSED = ("cli", "integrations", "openai", "server")  # folders of ovspec that no export imports
 Make = Callable[[Path], Any]
 
 
 def kept_model(tmp_path_factory: pytest.TempPathFactory, name: str, make: Make) -> Path:
     """Return a copy of a kept folder, which is this run's own and which all its workers share."""
-    key = digest([Path(make.__code__.co_filename)], ingredients())
+    maker = SOURCES / Path(make.__code__.co_filename).relative_to(ROOT)
+    key = digest([maker], ingredients())
     return made_once(tmp_path_factory, name, lambda folder: copy_kept(PLACE, name, key, make, folder))
 
 
@@ -41,11 +45,11 @@ def copy_kept(place: Path, name: str, key: str, make: Make, folder: Path) -> Non
 def ingredients() -> str:
     """Return a digest of the sources, the embedded models and the packages that test models are made with."""
     ours = [
-        file for folder in (ROOT / "ovspec").iterdir() if folder.name not in UNUSED for file in python_files(folder)
+        file for folder in (SOURCES / "ovspec").iterdir() if folder.name not in UNUSED for file in python_files(folder)
     ]
-    others = [file for name in ("export", "tests/support") for file in python_files(ROOT / name)]
-    single = [ROOT / "tests" / "conftest.py", ROOT / "scripts" / "fetch.py"]
-    models = [file for file in (ROOT / "models").rglob("*") if file.is_file()]
+    others = [file for name in ("export", "tests/support") for file in python_files(SOURCES / name)]
+    single = [SOURCES / "tests" / "conftest.py", SOURCES / "scripts" / "fetch.py"]
+    models = [file for file in (SOURCES / "models").rglob("*") if file.is_file()]
     versions = sorted(f"{package.name} {package.version}" for package in distributions())
     return digest([*ours, *others, *single, *models], *versions)
 
