@@ -6,6 +6,7 @@
         [--isa AVX2]                       as on a processor with this instruction set and no better one
     python3 scripts/dev.py soak            long series of kills and of draws
     python3 scripts/dev.py test-guidance   the tests of the guidance library, in an environment of their own
+    python3 scripts/dev.py planted [WORD]  plant bugs, one at a time, and see that the quick tests find each
     python3 scripts/dev.py lint            ruff, pyright, import-linter; references, lengths and links of the docs
     python3 scripts/dev.py bench           real chats, plain and with drafters, with the options of bench/chats.py
 
@@ -168,7 +169,7 @@ def lint() -> None:
 
 
 def main() -> None:
-    commands = ("demo", "model", "test", "soak", "test-guidance", "lint", "bench")
+    commands = ("demo", "model", "test", "soak", "test-guidance", "planted", "lint", "bench")
     if len(sys.argv) < 2 or sys.argv[1] not in commands:
         sys.exit(__doc__)
     name, arguments = sys.argv[1], sys.argv[2:]
@@ -185,6 +186,8 @@ def main() -> None:
         test(arguments)
     elif name == "soak":
         test(arguments, "soak")
+    elif name == "planted":
+        run(python(), "scripts/planted.py", *arguments)
     elif name == "bench":
         if real_model():
             ways = ["--ways", "lookup", "head", "lookup,head", "--draft", f"head={REAL}/draft"]
