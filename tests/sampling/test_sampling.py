@@ -355,6 +355,19 @@ def test_acceptance_of_both_rules() -> None:
     assert (1 - (1 - best)) / (2 - best) - 0.03 < rates["compare"] <= best + 0.03  # Daliri et al., theorem 3
 
 
+@pytest.mark.parametrize("accept", ["compare", "rejection"])
+def test_a_token_after_a_guess_is_distributed_as_without(accept: AcceptRule) -> None:
+    counts = np.zeros(5, dtype=int)
+    for seed in range(DRAWS // 2):
+        choose = sampler_of(dataclasses.replace(PLAIN, seed=seed, accept=accept), 0, UNCONSTRAINED)
+        guess = choose.guess(DRAFT[0], np.array([0]))
+        assert guess
+        logits = np.stack((TARGET[0], TARGET[guess.token]))
+        chosen = choose.verify(logits, Sequence([0]), np.array([guess.token]), [guess.q] if guess.q else None)
+        counts[chosen[0]] += 1
+    assert fits(counts, softmax(TARGET[0].astype(float))) > UNLIKELY
+
+
 # ---------------------------------------------------------------- time
 
 
