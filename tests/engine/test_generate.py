@@ -183,6 +183,8 @@ def test_every_id_of_an_eos_list_ends_the_text(load: Load, monkeypatch: pytest.M
         first = min(whole.token_ids.index(token) for token in ends if token in whole.token_ids)
         assert result.finish_reason == "eos"
         assert result.token_ids == whole.token_ids[: first + 1]
+        beside = lm.generate(PROMPTS[2], max_tokens=30, stop_ids=[4091])
+        assert (beside.finish_reason, beside.token_ids) == ("eos", result.token_ids), "stop ids take nothing away"
         assert lm.generate(PROMPTS[2], max_tokens=30, ignore_eos=True).token_ids == whole.token_ids
 
 

@@ -210,6 +210,16 @@ def test_rows_are_taken_when_there_is_room(load: Callable[..., ovspec.LanguageMo
     assert texts(lm.generate(PROMPTS[:2], max_tokens=8)) == texts([lm.generate(p, max_tokens=8) for p in PROMPTS[:2]])
 
 
+def test_a_batch_has_no_more_rows_than_it_may(load: Callable[..., ovspec.LanguageModel]) -> None:
+    lm = load(engine="paged")
+    waiting = Queue([row_of(lm, prompt, {"max_tokens": 4}) for prompt in PROMPTS[:5]], BatchLimits(2))
+    running = [row for _, row in waiting.take([])]
+    assert len(running) == 2
+    for row in running:
+        row.stats.rounds = 1
+    assert len(waiting.take(running[:1])) == 1, "one has ended, and several wait"
+
+
 def test_a_row_that_cannot_wait_overtakes_one_that_does(load: Callable[..., ovspec.LanguageModel]) -> None:
     lm = load(engine="paged")
     prompts = [MIXED[0], MIXED[0] + "#", MIXED[3]]
