@@ -73,17 +73,16 @@ def known_bugs() -> list[Bug]:
 
 
 def copy_sources(folder: Path) -> None:
-    """Make ``folder`` a copy of all files that git knows or that are new; its ``.cache`` is kept."""
+    """Make ``folder`` a copy of all files that git knows or that are new; bytecode and ``.cache`` are kept."""
     command = ("git", "ls-files", "--cached", "--others", "--exclude-standard", "-z")
     listed = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, check=True).stdout.decode().split("\0")
-    folder.mkdir(parents=True, exist_ok=True)
-    for old in folder.iterdir():
-        if old.name != ".cache":
-            shutil.rmtree(old) if old.is_dir() else old.unlink()
-    for name in filter(None, listed):
-        if (file := ROOT / name).is_file():
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(file, folder / name)
+    names = {Path(name) for name in listed if name and (ROOT / name).is_file()}
+    for old in [file.relative_to(folder) for file in folder.rglob("*") if file.is_file()]:
+        if old not in names and not {".cache", "__pycache__"}.intersection(old.parts):
+            (folder / old).unlink()
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(ROOT / name, folder / name)
 
 
 def copy_sound(folder: Path) -> None:
