@@ -13,6 +13,7 @@ from ovspec.cache.sequence import Sequence
 from ovspec.drafting.drafter import Drafter, RowStep
 from ovspec.drafting.lookahead import Lookahead
 from ovspec.engine.round import run_round
+from ovspec.sampling.constraint import Constraint, Constraints
 from ovspec.sampling.samplers import GreedySampler
 
 VOCAB = 11
@@ -92,6 +93,21 @@ def test_any_proposals_give_the_plain_text(prompt: list[int], proposals: list[li
     while len(plain) < len(sequence):
         plain.append(Counting.next_token(plain))
     assert sequence.tokens.tolist() == plain
+
+
+class Forcing(Constraint):
+    """Lets only threes follow."""
+
+    def forced(self, tokens: np.ndarray) -> list[int]:  # noqa: ARG002
+        return [3] * 4
+
+
+@given(st.integers(1, 6))
+def test_forced_tokens_stay_within_the_budget(budget: int) -> None:
+    row = RowStep(Sequence([1, 2]), GreedySampler(Constraints([Forcing()])), budget)
+    run_round(Counting(), None, Lookahead(), [row])  # type: ignore[arg-type]
+    assert row.tokens.tolist() == [3] * min(budget, 5)
+    assert row.ended == (budget <= 4)
 
 
 @given(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=5), st.integers(0, 5), st.integers(0, 5))

@@ -11,6 +11,7 @@ from conftest import PROMPTS, Reference
 
 import ovspec
 from ovspec.cache import stateful as decoder
+from ovspec.cache.paged import PagedDecoder
 from ovspec.engine import runtime
 from ovspec.engine.row import Row
 from ovspec.engine.scheduler import BatchLimits, Queue
@@ -218,6 +219,27 @@ def test_a_batch_has_no_more_rows_than_it_may(load: Callable[..., ovspec.Languag
     for row in running:
         row.stats.rounds = 1
     assert len(waiting.take(running[:1])) == 1, "one has ended, and several wait"
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_rows_that_stay_read_nothing_again(
+    load: Callable[..., ovspec.LanguageModel], monkeypatch: pytest.MonkeyPatch, engine: str
+) -> None:
+    lm, fed = load(engine=engine), list[int]()
+    kind = PagedDecoder if engine == "paged" else decoder.StatefulDecoder
+    append = kind._append
+
+    def noting(self: Any, tokens: list[np.ndarray], *more: Any, **named: Any) -> Any:
+        fed.append(sum(map(len, tokens)))
+        return append(self, tokens, *more, **named)
+
+    monkeypatch.setattr(kind, "_append", noting)
+    lengths = (2, 9, 5, 9)
+    rows = [row_of(lm, prompt, {"max_tokens": length}) for prompt, length in zip(PROMPTS, lengths, strict=False)]
+    for _ in lm.runtime.run(rows, lm.runtime.params({})):
+        pass
+    unread = sum(row.stats.prompt_tokens - row.stats.cached_tokens for row in rows)
+    assert sum(fed) == unread + sum(len(row.token_ids) - 1 for row in rows), "the last token of each is never read"
 
 
 def test_a_row_that_cannot_wait_overtakes_one_that_does(load: Callable[..., ovspec.LanguageModel]) -> None:

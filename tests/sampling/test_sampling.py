@@ -28,7 +28,7 @@ from ovspec.engine.round import run_round
 from ovspec.params import AcceptRule, Params, SamplingParams, make_params
 from ovspec.sampling import samplers as sampler_module
 from ovspec.sampling.constraint import UNCONSTRAINED, Constraints
-from ovspec.sampling.noise import draw, noise
+from ovspec.sampling.noise import ACCEPT, draw, noise
 from ovspec.sampling.processors import processing
 from ovspec.sampling.samplers import DraftVocabulary, Sampler, sampler_of
 from ovspec.sampling.warp import WarpedLogits, largest, leading, softmax, warp
@@ -100,6 +100,17 @@ def test_penalties_on_what_was_generated() -> None:
     got = constrained(params, 3)(logits, tokens)
     assert got.tolist() == [0, 0, 0, -0.5 - 0.75, -0.5 - 0.25, 0]
     assert not logits.any(), "the argument must not change"
+
+
+def test_repetition_penalty_and_bias() -> None:
+    """As transformers does: a penalised logit moves away from likely, whatever its sign."""
+    logits = np.array([2, -2, 2, -2, 0.5], dtype=np.float32)
+    before = logits.copy()
+    got = constrained(SamplingParams(repetition_penalty=2.0), 1)(logits, np.array([0, 1]))
+    assert got.tolist() == [1, -4, 2, -2, 0.5]
+    got = constrained(SamplingParams(logit_bias={2: 1.5, 4: -1.0, 99: 3.0}), 1)(logits, np.array([0, 1]))
+    assert got.tolist() == [2, -2, 3.5, -2, -0.5]
+    assert np.array_equal(logits, before), "the argument must not change"
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(1, 60), st.sampled_from([50, 3000, 20000]))
@@ -226,7 +237,8 @@ def test_rare_tokens_are_drawn_as_often_as_they_should() -> None:
 
 def test_noise_of_a_smaller_vocabulary_is_the_same() -> None:
     assert np.array_equal(noise(1, 2, 3, 1001)[:500], noise(1, 2, 3, 500))
-    assert not np.array_equal(noise(1, 2, 3, 500), noise(1, 2, 4, 500))
+    others = [noise(1, 2, 4, 500), noise(1, 3, 3, 500), noise(2, 2, 3, 500), noise(1, 2, 3, 500, ACCEPT)]
+    assert not any(np.array_equal(noise(1, 2, 3, 500), other) for other in others), "each argument matters"
 
 
 # Two models with a vocabulary of five, in which each token depends only on the one before it.
@@ -356,16 +368,17 @@ def test_acceptance_of_both_rules() -> None:
 
 
 @pytest.mark.parametrize("accept", ["compare", "rejection"])
-def test_a_token_after_a_guess_is_distributed_as_without(accept: AcceptRule) -> None:
+@pytest.mark.parametrize("last", range(5))
+def test_a_token_after_a_guess_is_distributed_as_without(last: int, accept: AcceptRule) -> None:
     counts = np.zeros(5, dtype=int)
-    for seed in range(DRAWS // 2):
+    for seed in range(DRAWS // 5):
         choose = sampler_of(dataclasses.replace(PLAIN, seed=seed, accept=accept), 0, UNCONSTRAINED)
-        guess = choose.guess(DRAFT[0], np.array([0]))
+        guess = choose.guess(DRAFT[last], np.array([last]))
         assert guess
-        logits = np.stack((TARGET[0], TARGET[guess.token]))
-        chosen = choose.verify(logits, Sequence([0]), np.array([guess.token]), [guess.q] if guess.q else None)
+        logits = np.stack((TARGET[last], TARGET[guess.token]))
+        chosen = choose.verify(logits, Sequence([last]), np.array([guess.token]), [guess.q] if guess.q else None)
         counts[chosen[0]] += 1
-    assert fits(counts, softmax(TARGET[0].astype(float))) > UNLIKELY
+    assert fits(counts, softmax(TARGET[last].astype(float))) > UNLIKELY
 
 
 # ---------------------------------------------------------------- time

@@ -385,6 +385,11 @@ def test_proposals_give_way_to_prompts() -> None:
     assert prefill_budget.most_ms(Load(5), 0) < (LIMIT - 1) * 21 + 1
     assert PrefillBudget(Costs({2: 20.0}), STRICT_UNBOUND, learns=False, chunk=256).most_ms(Load(4, 4), 900) == math.inf
     assert PrefillBudget(Costs(), STRICT_UNBOUND, learns=True).most_ms(Load(4), 1) == 0, "costs aren't known yet"
+    rooms = [
+        PrefillBudget(Costs({2: 20.0, 32: 26.0}, 0.0), STRICT_UNBOUND, learns=False).room(Load(4, 1, 0, proposed))
+        for proposed in (0, 20, 40)
+    ]
+    assert rooms[0] > rooms[1] > rooms[2], "what is proposed takes time that prompts could have"
 
 
 @pytest.mark.parametrize("chunk", [1, 37, 400])
