@@ -20,7 +20,11 @@ import ovspec
 from ovspec.api.loading import resolve_draft
 from ovspec.cache.sequence import Sequence
 from ovspec.drafting.choice import DraftChoice, parse_draft
+from ovspec.drafting.drafter import Drafter, RowStep
+from ovspec.drafting.lookahead import Lookahead
 from ovspec.drafting.lookup import LEAST_MATCH, LONGEST_MATCH, MOST_ROLLED_BACK, Index, Lookup, corpus_of
+from ovspec.drafting.making import Chain
+from ovspec.sampling.samplers import GreedySampler
 from ovspec.setup.engine_choice import EngineName
 from ovspec.text.generation_config import GenerationFile
 
@@ -143,6 +147,21 @@ def test_a_drafter_that_fails_is_named(load: Load, where: str, chained: bool) ->
 
     with pytest.raises(ovspec.OvspecError, match=r"The drafter Plain isn't an `ovspec.Drafter`"):
         drafting(Plain).generate("a", max_tokens=4)
+
+
+def test_each_row_has_the_proposal_of_one_drafter_within_its_budget() -> None:
+    class First(Drafter):
+        def guess(self, tokens: np.ndarray, budget: int) -> Iterable[int]:  # noqa: ARG002
+            return itertools.repeat(1) if tokens[0] == 0 else []
+
+    class Second(Drafter):
+        def guess(self, tokens: np.ndarray, budget: int) -> Iterable[int]:  # noqa: ARG002
+            assert tokens[0] != 0, "it has a proposal"
+            return itertools.repeat(2)
+
+    rows = [RowStep(Sequence([begin]), GreedySampler(), budget) for begin, budget in ((0, 9), (1, 4), (0, 3), (2, 1))]
+    found = Chain(First(), Second()).propose(rows, Lookahead(5))
+    assert [each.tokens.tolist() for each in found] == [[1] * 5, [2] * 3, [1] * 2, []]
 
 
 def test_guesses_without_end_are_cut(load: Load) -> None:

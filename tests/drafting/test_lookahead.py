@@ -427,6 +427,9 @@ def test_a_prompt_says_nothing_about_rounds() -> None:
         lookahead.learn(RoundOutcome([(NOTHING, 0)], 1, 0, False, 0.0, ms / 1e3))
     assert lookahead.target(1) == pytest.approx(40.0)
     assert lookahead.starts("draft", 5, [100])
+    for _ in range(3):
+        lookahead.learn(RoundOutcome([(NOTHING, 0)], 20, 0, True, 0.0, 9.0))
+    assert lookahead.target(1) == pytest.approx(40.0)
 
 
 def test_what_is_free_is_proposed_whatever_was_lost() -> None:

@@ -70,6 +70,17 @@ def test_what_is_taken_back(vocabulary: list[bytes | None], data: st.DataObject)
     assert healable(np.array(tokens, np.int64), first, ordered) == naive(tokens, first, vocabulary)
 
 
+def test_a_character_is_taken_back_whole_or_not_at_all() -> None:
+    first, second = "é".encode()[:1], "é".encode()[1:]
+    vocabulary: list[bytes | None] = [b"x", first, second, second + b"!", first + second + b"!"]
+    prompt, ordered = np.array([0, 1, 2]), ByteTokens(vocabulary)
+    assert healable(prompt, 0, ordered) == 2
+    assert healable(prompt, 0, ordered, whole_characters=True) == 2
+    without = ByteTokens(vocabulary[:4])
+    assert healable(prompt, 0, without) == 1
+    assert healable(prompt, 0, without, whole_characters=True) == 0
+
+
 @given(small, st.binary(min_size=1, max_size=4).map(lambda b: bytes(x % 3 + 97 for x in b)))
 def test_what_may_be_said_instead(vocabulary: list[bytes | None], said: bytes) -> None:
     expected = {i for i, t in enumerate(vocabulary) if t and (t.startswith(said) or said.startswith(t))}

@@ -113,6 +113,13 @@ def test_repetition_penalty_and_bias() -> None:
     assert np.array_equal(logits, before), "the argument must not change"
 
 
+def test_no_end_before_the_fewest_tokens() -> None:
+    constraints = constrained(Params(min_tokens=3), 2, frozenset({1}))
+    for generated in range(5):
+        got = constraints(np.zeros(3, dtype=np.float32), np.zeros(2 + generated, dtype=np.int64))
+        assert got.tolist() == [0, -np.inf if generated < 3 else 0, 0]
+
+
 @given(st.integers(0, 2**32 - 1), st.integers(1, 60), st.sampled_from([50, 3000, 20000]))
 @settings(max_examples=60, deadline=None)
 def test_the_largest(seed: int, count: int, width: int) -> None:
