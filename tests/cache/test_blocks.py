@@ -76,6 +76,18 @@ def test_forks_share_until_they_part() -> None:
     assert [table[:2] for table in blocks.tables] == [[0, 1]] * 3
 
 
+def test_another_decoders_fork_holds_its_blocks() -> None:
+    blocks = Blocks(1, BlockPool(SIZE))
+    blocks.extend(0, 0, 6)
+    fork = blocks.fork()
+    assert blocks.extend(0, 6, 1) == [(1, 2)], "the fork has the block, too"
+    blocks.truncate(0, 0)
+    assert blocks.pool.used == 2
+    blocks.extend(0, 0, 8)
+    assert fork.tables == [[0, 1]]
+    assert not {0, 1}.intersection(blocks.tables[0])
+
+
 def test_freed_blocks_are_used_again() -> None:
     blocks = Blocks(2, BlockPool(SIZE))
     for _ in range(50):
