@@ -34,7 +34,7 @@ LIMIT = 600  # seconds for the tests of a bug
 QUICK = "not slow and not soak"
 
 Verdict = Literal["found", "MISSED", "BROKEN", "skipped"]
-PASSED, FAILED = 0, 1  # exit codes of pytest
+PASSED, FAILED, TOO_LATE = 0, 1, 124  # exit codes of pytest; ours if its time was over
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ def run_tests(folder: Path, tests: list[str], place: str, *options: str) -> tupl
             timeout=LIMIT * (10 if folder == SOUND else 1),
         )
     except subprocess.TimeoutExpired as error:
-        return -1, (error.stdout or b"").decode(errors="replace")
+        return TOO_LATE, (error.stdout or b"").decode(errors="replace")
     return done.returncode, done.stdout.decode(errors="replace")
 
 
@@ -139,7 +139,7 @@ def tried(bug: Bug, folder: Path, place: str) -> Outcome:
     verdict: Verdict = "BROKEN"
     if code == PASSED:
         verdict = "MISSED" if " passed" in said else "skipped"
-    elif code == FAILED:
+    elif code == FAILED or code < 0:  # or a signal has ended it, such as SIGFPE in OpenVINO
         verdict = "found"
     failed = re.search(r"(?m)^(?:FAILED|ERROR) (\S+)", said)
     told = failed[1] if failed and verdict == "found" else "\n".join(said.splitlines()[-25:])
