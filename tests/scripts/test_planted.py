@@ -25,14 +25,14 @@ def test_their_tests_are_there_and_quick() -> None:
         assert bug.tests, bug.name
         for test in bug.tests:
             file, _, name = test.partition("::")
-            marks = tests_in(ROOT / file).get(name)
+            marks = marks_in(ROOT / file).get(name)
             assert marks is not None, f"{bug.name}: there is no {test}"
             assert not {"pytest.mark.slow", "pytest.mark.soak"}.intersection(marks), f"{bug.name}: {test} is slow"
 
 
 @functools.cache
-def tests_in(file: Path) -> dict[str, list[str]]:
-    """Return the tests in a file, each with its marks."""
+def marks_in(file: Path) -> dict[str, list[str]]:
+    """Return the marks of each test in a file."""
     functions = [each for each in ast.parse(file.read_text(encoding="utf-8")).body if isinstance(each, ast.FunctionDef)]
     return {each.name: [ast.unparse(mark) for mark in each.decorator_list] for each in functions}
 
