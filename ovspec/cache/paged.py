@@ -298,8 +298,8 @@ class PagedDecoder:
         """Return ``computed``, each row's (position, new tokens (n,)), with more tokens, up to ``width`` or the rule's.
 
         Rows compute the last tokens of their cache once more. If these are too few for the rule, the last new token
-        comes several times, and the next tokens are written over its copies. So do a head's tokens, because their
-        features aren't kept.
+        comes several times, and the next tokens are written over its copies. A head's always does, because the features
+        of earlier tokens aren't kept.
         """
         reading = [row for row, (_, new) in enumerate(computed) if len(new)]
         count = sum([len(computed[row][1]) for row in reading])

@@ -21,6 +21,7 @@ from ovspec.cache.decoder import FAST, Decoder, FeedRule, Rollback
 from ovspec.cache.paged import PagedDecoder
 from ovspec.cache.stateful import StatefulDecoder
 from ovspec.ir.compile import MODEL_FILE, check_weights, compile_ir
+from ovspec.ir.config import model_config
 from ovspec.ir.device import DeviceOptions, default_kv_precision, native_precisions
 from ovspec.ir.memory import room_for
 from ovspec.sampling.logprobs import log_softmax
@@ -83,7 +84,8 @@ def tune(
         raise OvspecError(f"{folder}: not enough memory is free for tuning, which holds the model twice.")
     began = time.monotonic()
     tell("f32 without dynamic quantisation (reference for accuracy)", 0.0)
-    text = np.resize(Tokenizer(folder).encode(read_text(TEXT)), max(effort.tokens, effort.judged))
+    judged = min(effort.judged, model_config(folder).context_length or effort.judged)
+    text = np.resize(Tokenizer(folder).encode(read_text(TEXT)), max(effort.tokens, judged))
     timer = SettingTimer(folder, text, effort, options)
     usual = Setting("paged" if check_paged(folder, options).usable else "stateful")
     others = settings_to_try(usual.engine, largest_group(folder), effort.full)
