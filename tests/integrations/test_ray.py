@@ -252,6 +252,7 @@ def test_object_storage(
     assert without_times("\n".join(row["result"] for row in table)) == expected
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("cluster")
 def test_a_line_that_kills_workers_has_an_error_and_a_run_without_workers_goes_on(
     pair: Path, tmp_path: Path, alone: Callable[..., Any], monkeypatch: pytest.MonkeyPatch

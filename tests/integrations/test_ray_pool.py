@@ -115,6 +115,7 @@ def test_a_line_that_kills_gets_an_error(count: int, capsys: pytest.CaptureFixtu
     assert capsys.readouterr().err.count("died of SIGFPE; another one starts") == 3
 
 
+@pytest.mark.slow
 def test_lines_that_all_kill_stop_the_run() -> None:
     started, answered = list[int](), list[Group]()
     pool = Pool(starting(signal.SIGKILL, started), 1, False, "model in words")
@@ -128,6 +129,7 @@ def test_lines_that_all_kill_stop_the_run() -> None:
     assert len(started) == 1 + RESTARTS
 
 
+@pytest.mark.slow
 def test_workers_that_all_die_while_they_load_stop_the_run() -> None:
     started = list[int]()
     pool = Pool(starting(signal.SIGABRT, started, loading=(1, 2)), 2, False, "model in words")
@@ -137,6 +139,7 @@ def test_workers_that_all_die_while_they_load_stop_the_run() -> None:
     assert started == [1, 2]
 
 
+@pytest.mark.slow
 def test_progress_goes_on_while_workers_load() -> None:
     class Slow:
         def load(self) -> Reference:
@@ -153,6 +156,7 @@ def test_progress_goes_on_while_workers_load() -> None:
     assert len(found) >= 4, "each second"
 
 
+@pytest.mark.slow
 def test_files_are_read_while_others_are_answered() -> None:
     begun = list[int]()
 

@@ -36,10 +36,11 @@ from ovspec.setup.profile import (
 
 DEMO = ROOT / "models" / "demo"
 USUAL = Setting("paged")
+KL = 10 * MOST_KL  # of the default, so that the factor is what limits the others
 
 
 def measured(
-    setting: Setting, step: float = 10.0, prefill: float = 1.0, kl: float = 1e-4, invariance: float | None = 1.0
+    setting: Setting, step: float = 10.0, prefill: float = 1.0, kl: float = KL, invariance: float | None = 1.0
 ) -> Measurement:
     times = {width: step * width**0.3 for width in (1, 2, 4, 8)}
     return Measurement(setting, times, prefill, kl, 1.0, 0.0, invariance)
@@ -69,7 +70,7 @@ def test_only_where_it_is_clearly_faster() -> None:
 
 @pytest.mark.parametrize(("factor", "expected"), [(0.99, FAST), (1.01, USUAL)])
 def test_not_where_it_moves_the_output_more_than_the_default(factor: float, expected: Setting) -> None:
-    assert chosen(profile(measured(FAST, step=1, kl=1e-4 * KL_FACTOR * factor))) == expected
+    assert chosen(profile(measured(FAST, step=1, kl=KL * KL_FACTOR * factor))) == expected
 
 
 @pytest.mark.parametrize(("kl", "expected"), [(0.99 * MOST_KL, FAST), (1.01 * MOST_KL, USUAL)])
@@ -165,13 +166,13 @@ SETTINGS = st.builds(
     st.sampled_from([None, 0, 32, 128]),
 )
 TIMES = st.floats(0.1, 100)
-MEASUREMENTS = st.builds(measured, SETTINGS, TIMES, TIMES, st.sampled_from([0.0, 1e-5, 1e-4, 2e-4]))
+MEASUREMENTS = st.builds(measured, SETTINGS, TIMES, TIMES, st.sampled_from([0.0, KL / 10, KL, 2 * KL]))
 
 
 @given(st.lists(MEASUREMENTS, max_size=8), st.sampled_from(GOALS))
 def test_the_choice_is_allowed_and_nothing_allowed_is_clearly_better(found: list[Measurement], goal: Goal) -> None:
     best = profile(*found, goal=goal).choose(DeviceOptions(), "auto")
-    most = MOST_KL_FOR_ACCURACY if goal == "accuracy" else KL_FACTOR * 1e-4
+    most = MOST_KL_FOR_ACCURACY if goal == "accuracy" else KL_FACTOR * KL
     paged = [m for m in (measured(USUAL), *found) if m.setting.engine == "paged"]  # as without a profile
     allowed = [m for m in paged if m.kl <= most]
     if not allowed:
