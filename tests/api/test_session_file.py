@@ -77,7 +77,8 @@ def test_sessions_go_on_in_another_process(
         saved.append((str(file), options))
     command = [sys.executable, "-c", GO_ON, str(SMALL), json.dumps(saved)]
     done = subprocess.run(command, capture_output=True, env=command_environment, timeout=120, check=True)
-    assert b"read again" not in done.stderr, done.stderr.decode()
+    # A model that can't be exact here says so; nothing else is said.
+    assert all("not exact here" in line for line in done.stderr.decode().splitlines()), done.stderr.decode()
     found = json.loads(done.stdout)
     assert len(found) == len(cases)
     for case, tokens, (continued, cached, prompt) in zip(cases, expected, found, strict=True):
