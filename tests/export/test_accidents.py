@@ -308,3 +308,20 @@ def test_what_lies_in_a_backup_is_not_deleted(tmp_path: Path) -> None:
     with pytest.raises(ovspec.OvspecError, match=r"\.out\.old: is in the way and holds what ovspec did not make"):
         check_output(output, overwrite=True)
     assert (backup / "mine").read_text(encoding="utf-8") == "mine"
+
+
+def test_a_replacement_that_ends_half_way_puts_the_old_folder_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output, new, rename = marked(tmp_path / "out", "old"), marked(tmp_path / "new", "new"), Path.rename
+
+    def ended(path: Path, to: Path) -> Path:
+        if path == new:
+            raise KeyboardInterrupt
+        return rename(path, to)
+
+    monkeypatch.setattr(Path, "rename", ended)
+    with pytest.raises(KeyboardInterrupt):
+        replace_folder(new, output)
+    assert contents(output) == {MANIFEST_FILE: MANIFEST.encode(), "text": b"old"}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["new", "out"]

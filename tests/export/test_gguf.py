@@ -26,6 +26,7 @@ from ovspec_export import Compression, export_pair, gguf_checkpoint
 from ovspec_export.convert import fitted
 from ovspec_export.evaluate import compare
 from ovspec_export.gguf_checkpoint import checkpoint_of, write_json, write_weights
+from ovspec_export.gguf_file import read_header
 from ovspec_export.sources import GgufSource, find_source
 from peers.install import python_of
 
@@ -342,3 +343,13 @@ def test_weights_have_16_bits_unless_f32_is_asked_for(files: Path) -> None:
         "float16",
         "float16",
     ]
+
+
+def test_where_tensors_are(tmp_path: Path) -> None:
+    """A file's axes come in the other order than a checkpoint's, and without its last byte it is refused."""
+    file = written(tmp_path / "model.gguf")
+    [info] = read_header(file)[1].values()
+    assert info.shape == (32, 64) and info.start + 4 * 32 * 64 == file.stat().st_size
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(OvspecError, match="damaged or cut off"):
+        read_header(file)

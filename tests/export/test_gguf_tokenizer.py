@@ -336,3 +336,10 @@ def test_damage_is_told_in_a_sentence(key: str, value: Any, problem: str) -> Non
 def test_damage_of_other_kinds(damage: dict[str, Any], problem: str) -> None:
     with pytest.raises(OvspecError, match=problem):
         build_tokenizer(SENTENCEPIECE | damage, "x.gguf")
+
+
+def test_words_are_cut_as_the_file_says() -> None:
+    """SmolLM's pre-tokenizer cuts each digit off, GPT-2's takes numbers whole."""
+    cut = {pre: build_tokenizer(BYTE_LEVEL | {"tokenizer.ggml.pre": pre}, "small") for pre in ("smollm", "gpt-2")}
+    assert cut["smollm"].tokenize("ab11") == ["ab", "1", "1"]
+    assert cut["gpt-2"].tokenize("ab11") == ["ab", "11"]

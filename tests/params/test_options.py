@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import pydoc
+import re
 import shutil
 import subprocess
 import sys
@@ -166,3 +167,31 @@ def test_a_draft_is_read_once() -> None:
     assert parse_draft(choice) is choice
     assert parse_draft(DraftChoice()) is None
     assert parse_draft([Path("x")]) == DraftChoice(model=Path("x"))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"top_p": 1.1, "temperature": 1.0}, "`top_p` is 1.1; it must be above 0 and at most 1"),
+        ({"top_p": 0, "temperature": 1.0}, "`top_p` is 0; it must be above 0 and at most 1"),
+        ({"n": 10_001, "temperature": 1.0}, "`n` is 10001; it must be at least 1 and at most 10,000"),
+        ({"max_tokens": -2}, "`max_tokens` is -2; it must be at least 1, or -1"),
+        ({"temperature": True}, "`temperature` is True, which has the wrong type"),
+        ({"top_p": 0.9}, "`top_p` needs a `temperature` above 0"),
+        ({"min_tokens": 9, "max_tokens": 8}, "`min_tokens` is 9, which is more than `max_tokens`, 8"),
+        ({"tools": [{"name": "f"}], "ignore_eos": True}, "`tools` can't be combined with `ignore_eos`"),
+        ({"regex": "a", "ignore_eos": True}, "`regex` decides where the text ends"),
+        ({"regex": "a", "choice": ["b"]}, "`regex` and `choice` can't be combined"),
+        ({"json_schema": {}, "retries": 1, "json_schema_mode": "checked"}, "`retries` needs a `temperature` above 0"),
+        ({"sampler": len, "temperature": 1.0}, "The sampler draws the tokens; leave out `temperature`"),
+    ],
+)
+def test_values_out_of_range_and_options_that_exclude_each_other(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ovspec.OvspecError, match=re.escape(message)):
+        make_params(options)  # type: ignore[arg-type]
+
+
+def test_the_ends_of_ranges_are_in_them() -> None:
+    for options in ({"top_p": 1, "temperature": 1}, {"max_tokens": -1}, {"max_tokens": 1}, {"n": 10_000}):
+        params = make_params(options)  # type: ignore[arg-type]
+        assert {name: getattr(params, name) for name in options} == options

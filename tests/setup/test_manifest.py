@@ -1,0 +1,69 @@
+"""The manifest of an export: any change of what it lists is found, of sizes always and of contents on request."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from ovspec.base.errors import OvspecError
+from ovspec.setup.manifest import (
+    MANIFEST_FILE,
+    UNFINISHED,
+    ExportedFile,
+    ExportedModel,
+    Manifest,
+    read_manifest,
+    sha256,
+)
+
+
+@pytest.fixture
+def exported(tmp_path: Path) -> Path:
+    """Return a folder that passes for an export."""
+    weights = tmp_path / "openvino_model.bin"
+    weights.write_bytes(b"weights")
+    model = ExportedModel("source", "fp16", {}, [])
+    Manifest(model, None, {}, {weights.name: ExportedFile(7, sha256(weights))}).write(tmp_path)
+    return tmp_path
+
+
+def refused(folder: Path, message: str, verify: bool = False) -> None:
+    with pytest.raises(OvspecError, match=re.escape(message)):
+        read_manifest(folder, verify)
+
+
+def test_what_is_as_it_was_exported(exported: Path) -> None:
+    manifest = read_manifest(exported)
+    assert manifest and manifest == read_manifest(exported, verify=True)
+
+
+def test_files_that_have_changed(exported: Path) -> None:
+    weights = exported / "openvino_model.bin"
+    weights.write_bytes(b"Weights")
+    assert read_manifest(exported), "only `verify` reads the files"
+    refused(exported, f"{weights}: changed since it was exported", verify=True)
+    weights.write_bytes(b"weight")
+    refused(exported, f"{weights}: missing, or not the size that was exported")
+    weights.unlink()
+    refused(exported, f"{weights}: missing")
+
+
+def test_files_that_have_come(exported: Path) -> None:
+    """They would decide which text is generated."""
+    added = exported / "generation_config.json"
+    added.write_text("{}", encoding="utf-8")
+    assert read_manifest(exported)
+    refused(exported, f"{added}: not a file of the export", verify=True)
+
+
+def test_what_is_no_whole_export_of_this_format(exported: Path) -> None:
+    manifest = exported / MANIFEST_FILE
+    manifest.write_text(json.dumps(json.loads(manifest.read_bytes()) | {"format": 2}), encoding="utf-8")
+    refused(exported, "format 2 is not known; update ovspec")
+    manifest.write_text(UNFINISHED, encoding="utf-8")
+    refused(exported, "the export was not finished")
+    manifest.unlink()
+    assert read_manifest(exported) is None, "ovspec did not export it"
