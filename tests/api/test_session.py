@@ -581,3 +581,15 @@ def test_a_chat_can_be_taken_back(session: ovspec.Session) -> None:
     assert (session.messages, session.text, len(session)) == ([], "", 0)
     session.append({"role": "user", "content": "new"})
     assert session.generate(max_tokens=3).stats.cached_tokens == 0
+
+
+def test_an_answer_that_ended_keeps_its_tokens(session: ovspec.Session) -> None:
+    """Also if the template ends answers with another token than the model did."""
+    session.append({"role": "user", "content": "hi"})
+    letters = [token for letter in "loop" for token in session.runtime.tokenizer.encode_more(letter).tolist()]
+    assert len(session.runtime.tokenizer.encode_more("loop")) < len(letters)
+    begun = session.tokens
+    session.append([*letters, min(session.runtime.generation_config.eos_ids)])
+    session.append({"role": "user", "content": "more"})
+    assert session.messages[1] == {"role": "assistant", "content": "loop"}
+    assert session.tokens[: len(begun) + 4] == [*begun, *letters]

@@ -311,3 +311,21 @@ def places(value: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
 
 def replaced_at(value: Any, place: tuple[Any, ...], by: Any) -> Any:
     return {**value, place[0]: replaced_at(value[place[0]], place[1:], by)} if place else by
+
+
+def test_a_cache_of_other_settings_is_not_restored(load: Load, tmp_path: Path) -> None:
+    """Even if its arrays would fit, for its values are others: of another version of OpenVINO, say."""
+    with load().session() as session:
+        session.append("one")
+        session.generate(max_tokens=2, ignore_eos=True)
+        session.save(tmp_path / "session")
+        with np.load(tmp_path / "session") as saved:
+            arrays = dict(saved)
+        about = json.loads(arrays["about"].tobytes())
+        about["caches"]["target"]["setting"] += "?"
+        arrays["about"] = np.frombuffer(json.dumps(about).encode(), dtype=np.uint8)
+        with (tmp_path / "other").open("wb") as file:
+            np.savez(file, **arrays)
+        with pytest.warns(UserWarning, match="saved with other settings .*the text is read again"):
+            session.load(tmp_path / "other")
+        assert session.generate(max_tokens=1, ignore_eos=True).stats.cached_tokens == 0

@@ -343,3 +343,11 @@ def test_words_are_cut_as_the_file_says() -> None:
     cut = {pre: build_tokenizer(BYTE_LEVEL | {"tokenizer.ggml.pre": pre}, "small") for pre in ("smollm", "gpt-2")}
     assert cut["smollm"].tokenize("ab11") == ["ab", "1", "1"]
     assert cut["gpt-2"].tokenize("ab11") == ["ab", "11"]
+
+
+def test_only_the_beginning_of_a_text_has_a_bos(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = build_tokenizer(SENTENCEPIECE, "small")
+    ours = converted(made, tmp_path, monkeypatch)
+    assert made.convert_ids_to_tokens(ours.encode("abb")) == ["<s>", "▁a", "b", "b"]
+    assert made.convert_ids_to_tokens(ours.encode("abb", special=False)) == ["▁a", "b", "b"]
+    assert made.convert_ids_to_tokens(ours.encode_more("abb")) == ["ab", "b"], "nor a space of its own"

@@ -176,3 +176,18 @@ def test_words_and_digits_are_those_of_ecmascript() -> None:
         for text in ("a_9", "mۙ", "é", "a-.9", "/3", "-", "٣"):
             schema: Schema = {"type": "string", "pattern": expression}
             assert taken(schema, json.dumps(text, ensure_ascii=False)) == (text in right), text
+
+
+@pytest.mark.parametrize("bounds", [{"minimum": 2, "exclusiveMaximum": 2}, {"exclusiveMinimum": 2, "maximum": 2}])
+def test_bounds_that_meet_leave_nothing_if_one_excludes_it(bounds: Schema) -> None:
+    """A list of such numbers could only be empty; a model that began one would be stuck in it."""
+    with pytest.raises(OvspecError, match="no JSON text"):
+        compiled({"type": "number", **bounds}, schema_problem)
+    assert Acceptor({"type": "number", "minimum": 2, "maximum": 2}).accepts(2)
+
+
+def test_no_string_has_control_characters() -> None:
+    each = matcher(grammar("json", lark_grammar=compiled({"type": "string"}, schema_problem).lark))
+    for code in (0, 9, 10, 31, 32, 127):
+        tokens = demo_tokenizer().tokenize_bytes(bytes([ord('"'), code]))
+        assert (each.deep_copy().try_consume_tokens(tokens) == len(tokens)) == (code == 32), code

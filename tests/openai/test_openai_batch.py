@@ -546,3 +546,14 @@ def test_two_batches_on_one_output(tmp_path: Path) -> None:
     first.close()
     Done(tmp_path / "out.jsonl").close()
     assert [path.name for path in tmp_path.iterdir()] == ["out.jsonl.partial"]
+
+
+def test_what_was_done_is_known_after_a_kill_in_the_middle_of_a_line(tmp_path: Path) -> None:
+    for key, before in (("a", []), ("b", ["a"]), ("c", ["a", "b"])):
+        done = Done(tmp_path / "out")
+        assert sorted(done.keys()) == before
+        done.add(key, {"id": key})
+        assert done.lines([*before, key]) == [{"id": each} for each in [*before, key]]
+        done.close()
+        with done.file.open("a", encoding="utf-8") as file:
+            file.write('{"key": "cut o')

@@ -320,3 +320,43 @@ def test_a_long_probe_is_told_once(
     for expected in (told, ""):
         ovspec.load(SMALL, cache_dir=tmp_path)
         assert capsys.readouterr().err == expected
+
+
+def test_the_last_token_of_a_piece_is_compared(
+    make_paged: Callable[..., PagedDecoder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The only one of pieces that are a single token, as in plain decoding."""
+    plain = probe_rule(make_paged(rule=FeedRule(2, 1)), 4096)
+    plant_kernels(monkeypatch, lambda _, logits: logits == 1)
+    assert probe_rule(make_paged(rule=FeedRule(2, 1)), 4096).differing > plain.differing
+
+
+def plant_rejections(monkeypatch: pytest.MonkeyPatch, differs: Differs) -> None:
+    """Let inferences round differently where ``differs`` says so, but only after a few tokens were rejected."""
+    truncate, rejected = PagedDecoder.truncate, [False]
+
+    def truncated(self: PagedDecoder, row: int, length: int) -> None:
+        rejected[0] = 0 < len(self.rows[row]) - length <= 3
+        truncate(self, row, length)
+
+    monkeypatch.setattr(PagedDecoder, "truncate", truncated)
+    plant_kernels(monkeypatch, lambda tokens, logits: rejected[0] and differs(tokens, logits))
+
+
+def test_what_a_rejection_leaves_in_the_cache_is_found(
+    make_paged: Callable[..., PagedDecoder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = probe_rule(make_paged(rule=FeedRule(2, 1)), 4096)
+    plant_rejections(monkeypatch, lambda *_: True)
+    assert probe_rule(make_paged(rule=FeedRule(2, 1)), 4096).differing > plain.differing
+
+
+def test_a_rule_between_is_found_where_only_the_probe_sees_a_difference(
+    make_paged: Callable[..., PagedDecoder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The search for the least rule rejects nothing."""
+    if find_exactness(lambda rule: make_paged(rule=rule), "paged", 4096).rule != FeedRule(2, 1):
+        pytest.skip("this processor computes f32 in other ways")
+    plant_rejections(monkeypatch, lambda tokens, _: tokens < 5)
+    found = find_exactness(lambda rule: make_paged(rule=rule), "paged", 4096)
+    assert found.rule == FeedRule(2, 5, fewest_logits=5), found

@@ -300,3 +300,11 @@ def test_arguments_must_be_objects() -> None:
         chat[2]["tool_calls"][0]["function"]["arguments"] = wrong
         with pytest.raises(PromptError, match="the arguments of get_weather must be a JSON object"):
             format.prompt(chat, TOOLS)
+
+
+@pytest.mark.parametrize("name", ["llama31", "gpt_oss"])
+def test_a_result_follows_its_own_call_where_another_has_none(name: str) -> None:
+    """These templates take one call at a time, and don't render to which one a result belongs."""
+    format, chat = ChatFormat(ChatTemplate(TEMPLATES[name], SPECIAL)), chat_of(CALLS, "", "")
+    said = format.prompt([*chat[:3], chat[4]], TOOLS).partition("Both?")[2]
+    assert 0 < said.index("get_weather") < said.index("get_time") < said.index("20")
