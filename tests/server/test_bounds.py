@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 from conftest import PROMPTS
-from servers import DEMO, Running, Start
+from servers import DEMO, Running, StartHere
 
 import ovspec
 from ovspec.cache.paged import PagedDecoder
@@ -29,9 +29,9 @@ SAMPLED: dict[str, Any] = {"temperature": 1.0, "seed": 1}
 
 
 @pytest.fixture(scope="module")
-def small(start: Start) -> Running:
+def small(start_here: StartHere) -> Running:
     """A server that generates two texts at a time, and lets four wait."""
-    return start(DEMO, "--draft", "none", "--precision", "f32", "--batch-size", "2", "--queue-size", "4")
+    return start_here(DEMO, "--draft", "none", "--precision", "f32", "--batch-size", "2", "--queue-size", "4")
 
 
 def until(holds: Callable[[], bool]) -> None:
@@ -229,12 +229,14 @@ def test_nothing_is_generated_after_a_prompt(server: Running) -> None:
 # ---------------------------------------------------------------- room for texts
 
 
-def test_texts_wait_for_room_in_the_cache(start: Start, load: Callable[..., ovspec.LanguageModel], pair: Any) -> None:
+def test_texts_wait_for_room_in_the_cache(
+    start_here: StartHere, load: Callable[..., ovspec.LanguageModel], pair: Any
+) -> None:
     """One at a time where there is room for one, and each is the text that it is alone."""
     lm = load()
     tokens = [len(lm.encode(prompt)) + 100 for prompt in PROMPTS[:3]]
     gigabytes = 1.2 * max(tokens) * kv_bytes_per_token(lm.target.ir) / 1e9
-    server = start(pair, "--draft", "none", "--precision", "f32", "--cache-size", f"{gigabytes:.9f}")
+    server = start_here(pair, "--draft", "none", "--precision", "f32", "--cache-size", f"{gigabytes:.9f}")
     found, most = dict[int, str](), [0.0, 0.0]
 
     def ask(number: int) -> None:

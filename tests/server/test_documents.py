@@ -15,7 +15,7 @@ import schemathesis
 from conftest import ROOT
 from hypothesis import HealthCheck, given, settings
 from schemathesis.specs.openapi.checks import response_schema_conformance, status_code_conformance
-from servers import DEMO, Running, Start
+from servers import DEMO, Running, StartHere
 
 from ovspec.openai.answers import ChatCompletion, Completion
 from ovspec.openai.apis import TokenCount
@@ -39,8 +39,8 @@ UNCHECKED = (
 
 
 @pytest.fixture(scope="module")
-def guarded(start: Start) -> Running:
-    return start(DEMO, "--draft", "lookup", "--request-timeout", "60", OVSPEC_API_KEY=KEY)
+def guarded(start_here: StartHere) -> Running:
+    return start_here(DEMO, "--draft", "lookup", "--request-timeout", "60", OVSPEC_API_KEY=KEY)
 
 
 @pytest.mark.skipif(not shutil.which("curl"), reason="curl isn't installed")

@@ -20,7 +20,7 @@ from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
-from servers import DEMO, Running, Start, wait_until
+from servers import DEMO, Running, StartHere, wait_until
 
 QUESTION = "Write a function."
 CHAT = [{"role": "user", "content": QUESTION}]
@@ -226,11 +226,11 @@ def test_unknown_fields_are_named(server: Running, api: Api) -> None:
 
 
 @pytest.fixture(scope="module")
-def strict(start: Start, tmp_path_factory: pytest.TempPathFactory) -> Running:
+def strict(start_here: StartHere, tmp_path_factory: pytest.TempPathFactory) -> Running:
     keys = tmp_path_factory.mktemp("keys") / "keys.txt"
     keys.write_text("secret\n", encoding="utf-8")
     options = ("--request-timeout", "0.4", "--strict-fields", "--strict-model", "--api-key-file", keys)
-    return start(DEMO, "--draft", "none", "--precision", "f32", *options)
+    return start_here(DEMO, "--draft", "none", "--precision", "f32", *options)
 
 
 @every

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from kept import kept_model
 from real_families import DOWNLOADS, FAMILIES, export
-from servers import Running, Start
+from servers import Running, StartHere
 
 PREFIX, SUFFIX, BEGINNING = "def total(values):\n", "\n    return found\n", "    found = su"
 EXTRA = [
@@ -52,9 +52,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def coder(start: Start, folder: Path) -> Running:
+def coder(start_here: StartHere, folder: Path) -> Running:
     options = ("--draft", "lookup", "--lookahead", "4", "--precision", "f32", "--model-name", "coder", "--no-tune")
-    return start(folder, *options)
+    return start_here(folder, *options)
 
 
 @pytest.fixture(scope="module")

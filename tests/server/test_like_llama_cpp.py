@@ -248,15 +248,27 @@ def test_completion_with_required_tool(real_server: Running, given: Any, argumen
     assert argument in json.loads(call["function"]["arguments"])
 
 
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize(("tools", "choice"), [(None, None), ([], None), ([TEST], None), ([PYTHON], "none")])
+@pytest.mark.parametrize(
+    ("tools", "choice", "stream"),
+    [
+        (None, None, False),
+        ([TEST], None, True),
+        ([PYTHON], "none", False),
+        *(
+            pytest.param(tools, choice, stream, marks=pytest.mark.slow)
+            for tools, choice, stream in (
+                (None, None, True), ([], None, False), ([], None, True), ([TEST], None, False), ([PYTHON], "none", True)
+            )
+        ),
+    ],
+)
 def test_completion_without_tool_call(real_server: Running, tools: Any, choice: Any, stream: bool) -> None:
     asked = [CODE[0], {"role": "user", "content": "say hello world with python"}]
-    found = either(real_server, stream, asked, max_tokens=32, tools=tools, tool_choice=choice)
+    found = either(real_server, stream, asked, max_tokens=12, tools=tools, tool_choice=choice)
     assert "tool_calls" not in found["message"] and found["message"]["content"]
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("stream", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_weather(real_server: Running, stream: bool) -> None:
     """With tool_choice, as a model of this size hardly calls by itself."""
     system = "You are a chatbot that uses tools/functions. Dont overthink things."
@@ -267,7 +279,7 @@ def test_weather(real_server: Running, stream: bool) -> None:
     assert json.loads(call["function"]["arguments"])["location"].startswith("Istanbul")
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("stream", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_calc_result(real_server: Running, stream: bool) -> None:
     function = {"name": "calculate", "arguments": '{"expression":"sin(30 * pi / 180)"}'}
     asked = [

@@ -16,8 +16,9 @@ import anthropic
 import httpx
 import pytest
 from anthropic.types import Message, MessageTokensCount, RawMessageStreamEvent
+from commands_here import Command, commands_here
 from pydantic import BaseModel, Field, TypeAdapter
-from servers import DEMO, REAL, Running, Start
+from servers import DEMO, REAL, Running, StartHere
 
 import ovspec
 from ovspec.openai.messages.request import BILLING
@@ -211,12 +212,17 @@ def test_tokens_are_counted_as_answers_report_them(real: Running, body: dict[str
     assert (HEADER in raw.headers) == (WEB in body.get("tools", ()) or BILLING in str(body))
 
 
-def test_answers_are_verified(server: Running, tmp_path: Path, ovspec_command: Any) -> None:
+@pytest.fixture
+def command(cache_dir: Path) -> Iterator[Command]:
+    yield from commands_here(cache_dir)
+
+
+def test_answers_are_verified(server: Running, tmp_path: Path, command: Command) -> None:
     """A whole answer is a file that 'ovspec verify' reads."""
     body = {"messages": ASK, "max_tokens": 20, "temperature": 0.7, "seed": 2, "return_record": True}
     for more in ({}, {"tools": [TOOL], "tool_choice": {"type": "any"}, "max_tokens": 80}):
         (tmp_path / "answer.json").write_bytes(server.post("/v1/messages", {**body, **more}).content)
-        done = ovspec_command("verify", tmp_path / "answer.json")
+        done = command("verify", tmp_path / "answer.json")
         assert not done.returncode and re.search(r"(?m)^exact: (\d+) of \1$", done.stdout), done.stdout + done.stderr
 
 
@@ -278,11 +284,11 @@ THINKS = (
 
 
 @pytest.fixture(scope="module")
-def thinker(start: Start, tmp_path_factory: pytest.TempPathFactory) -> Running:
+def thinker(start_here: StartHere, tmp_path_factory: pytest.TempPathFactory) -> Running:
     folder = tmp_path_factory.mktemp("thinker") / "model"
     shutil.copytree(DEMO / "draft", folder)
     (folder / "chat_template.jinja").write_text(THINKS, encoding="utf-8")
-    return start(folder, "--draft", "none", "--engine", "stateful")
+    return start_here(folder, "--draft", "none", "--engine", "stateful")
 
 
 def check_thinking(client: Any, **more: Any) -> None:
@@ -388,11 +394,11 @@ def test_what_is_ignored_is_named(server: Running) -> None:
 
 
 @pytest.fixture(scope="module")
-def strict(start: Start) -> Running:
+def strict(start_here: StartHere) -> Running:
     """A server with a key and little room, which is strict."""
     room = ("--batch-size", "1", "--queue-size", "1", "--queue-timeout", "0.3", "--request-timeout", "1.2")
     options = ("--draft", "none", "--precision", "f32", "--strict-fields", "--strict-model", "--model-name", "its")
-    return start(DEMO, *options, *room, OVSPEC_API_KEY="the-key")
+    return start_here(DEMO, *options, *room, OVSPEC_API_KEY="the-key")
 
 
 def test_what_a_strict_server_refuses(strict: Running) -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
 import openai
 import pytest
+from commands_here import Command, commands_here
 from conftest import PROMPTS
 from pydantic import BaseModel
 from servers import DEMO, Running
@@ -206,12 +208,17 @@ def test_usage_counts_tokens_and_proposals(server: Running) -> None:
     assert found["usage"]["completion_tokens_details"]["accepted_prediction_tokens"] > 0
 
 
-def test_answers_are_verified(server: Running, tmp_path: Path, ovspec_command: Any) -> None:
+@pytest.fixture
+def command(cache_dir: Path) -> Iterator[Command]:
+    yield from commands_here(cache_dir)
+
+
+def test_answers_are_verified(server: Running, tmp_path: Path, command: Command) -> None:
     """The whole answer is a file that 'ovspec verify' reads."""
     for path, more in (("/v1/completions", {"prompt": PROMPTS[0]}), ("/v1/chat/completions", {"messages": CHAT})):
         body = {"max_tokens": 20, "temperature": 0.7, "seed": 2, "n": 2, "return_record": True, **more}
         (tmp_path / "answer.json").write_bytes(server.post(path, body).content)
-        done = ovspec_command("verify", tmp_path / "answer.json")
+        done = command("verify", tmp_path / "answer.json")
         assert not done.returncode and "exact: 40 of 40 tokens in 2 texts" in done.stdout
     stream = {"prompt": "a", "max_tokens": 20, "ignore_eos": True, "return_record": True, "stream": True}
     chunks = server.post("/v1/completions", stream).text.split("\n\n")

@@ -7,15 +7,15 @@ from typing import Any
 
 import httpx
 import pytest
-from servers import DEMO, Start
+from servers import DEMO, StartHere
 
 import ovspec
 
 PROMPT = [100 + number % 50 for number in range(200)]
 
 
-def test_prompts_start_from_what_was_read(start: Start, cache_dir: Path) -> None:
-    server = start(DEMO, "--draft", "lookup", "--precision", "f32")
+def test_prompts_start_from_what_was_read(start_here: StartHere, cache_dir: Path) -> None:
+    server = start_here(DEMO, "--draft", "lookup", "--precision", "f32")
     lm = ovspec.load(DEMO, "none", precision="f32", cache_dir=cache_dir, cache_memory=0)
 
     def ask(prompt: list[int], **more: Any) -> tuple[list[int], int]:
@@ -39,9 +39,9 @@ def test_prompts_start_from_what_was_read(start: Start, cache_dir: Path) -> None
 
 
 @pytest.mark.parametrize("shares", [True, False])
-def test_keys_share_only_if_asked_to(shares: bool, start: Start, tmp_path: Path) -> None:
+def test_keys_share_only_if_asked_to(shares: bool, start_here: StartHere, tmp_path: Path) -> None:
     (tmp_path / "keys").write_text("first-key\nsecond-key\n", encoding="utf-8")
-    server = start(
+    server = start_here(
         DEMO, "--api-key-file", tmp_path / "keys", "--draft", "none", *(["--share-prefixes"] if shares else [])
     )
 
@@ -56,8 +56,8 @@ def test_keys_share_only_if_asked_to(shares: bool, start: Start, tmp_path: Path)
     assert cached("first-key") == cached("second-key") == len(PROMPT) - 1
 
 
-def test_a_small_cache_gives_way(start: Start) -> None:
-    server = start(DEMO, "--draft", "none", "--cache-memory", "0.002")
+def test_a_small_cache_gives_way(start_here: StartHere) -> None:
+    server = start_here(DEMO, "--draft", "none", "--cache-memory", "0.002")
     for first in range(30):
         answer = server.post("/v1/completions", {"prompt": [300 + first, *PROMPT], "max_tokens": 2})
         assert answer.status_code == 200, answer.text

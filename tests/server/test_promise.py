@@ -15,7 +15,7 @@ import pytest
 from conftest import PROMPTS, ROOT
 from pydantic_core import from_json
 from random_pairs import PAIRS, shared_pair
-from servers import Running, Start
+from servers import Running, StartHere
 
 import ovspec
 from ovspec.api.verify import result_from_json
@@ -181,7 +181,12 @@ SLOW = [
 
 @pytest.mark.parametrize(("name", "lookahead", "count"), [("qwen2-int8", "2", FEW), *SLOW])
 def test_no_request_changes_another(
-    name: str, lookahead: str, count: int, start: Start, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+    name: str,
+    lookahead: str,
+    count: int,
+    start_here: StartHere,
+    tmp_path: Path,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
     made = shared_pair(name, tmp_path_factory) if name in PAIRS else ROOT / "models" / "demo"
     folder = tmp_path / "model"
@@ -190,7 +195,7 @@ def test_no_request_changes_another(
     (folder / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
     model = "head" if name.endswith("head") else "draft"
     drafting = ("--draft", f"lookup,{model}", "--lookahead", lookahead)
-    server = start(folder, *drafting, "--batch-size", "6", "--deterministic")
+    server = start_here(folder, *drafting, "--batch-size", "6", "--deterministic")
     chance = random.Random(7)
     bodies = requests(chance, count)
     for body in bodies:

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from servers import Start
+from servers import StartHere
 
 import ovspec
 from ovspec.openai.bodies import BODIES, read_body
@@ -100,9 +100,9 @@ def test_a_wrong_recommendation(
 
 
 def test_a_server_says_what_it_samples_with(
-    start: Start, with_generation_config: Callable[[dict[str, Any]], Path]
+    start_here: StartHere, with_generation_config: Callable[[dict[str, Any]], Path]
 ) -> None:
-    running = start(with_generation_config(RECOMMENDED), "--draft", "lookup", "--precision", "f32")
+    running = start_here(with_generation_config(RECOMMENDED), "--draft", "lookup", "--precision", "f32")
     log = running.log.read_text("utf-8")
     assert (
         "sampling that a request leaves out is as the model recommends: temperature 1.5, top-k 20, top-p 0.9; "

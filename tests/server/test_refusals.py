@@ -9,6 +9,7 @@ import re
 import shutil
 import socket
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ import click
 import httpx
 import pytest
 from click.testing import CliRunner
-from servers import DEMO, Running, Start, wait_until
+from commands_here import Command, commands_here
+from servers import DEMO, Running, StartHere, wait_until
 
 import ovspec
 from ovspec.api.verify import result_from_json
@@ -215,12 +217,12 @@ def test_large_bodies_and_heads_are_cut_off(server: Running) -> None:
 
 
 @pytest.fixture(scope="module")
-def guarded(start: Start, tmp_path_factory: pytest.TempPathFactory) -> Running:
+def guarded(start_here: StartHere, tmp_path_factory: pytest.TempPathFactory) -> Running:
     """A server with two keys and little room, which others could reach."""
     keys = tmp_path_factory.mktemp("keys") / "keys.txt"
     keys.write_text("first-key\n\nsecond-key\n", encoding="utf-8")
     room = ("--batch-size", "1", "--queue-size", "1", "--queue-timeout", "2", "--cache-size", "0.005")
-    return start(DEMO, "--api-key-file", keys, "--host", "0.0.0.0", "--draft", "none", "--precision", "f32", *room)
+    return start_here(DEMO, "--api-key-file", keys, "--host", "0.0.0.0", "--draft", "none", "--precision", "f32", *room)
 
 
 def address(server: Running) -> str:
@@ -293,10 +295,10 @@ def test_a_full_queue_and_one_that_waits_too_long(guarded: Running) -> None:
     assert any(answer.status_code == 200 for answer in answers)
 
 
-def test_time_limits(start: Start) -> None:
+def test_time_limits(start_here: StartHere) -> None:
     """One text runs too long, and another waits too long behind it; a default for ``max_tokens`` is used."""
     limits = ("--request-timeout", "0.4", "--queue-timeout", "0.2", "--batch-size", "1", "-n", "5")
-    server = start(DEMO, "--draft", "none", "--precision", "f32", *limits)
+    server = start_here(DEMO, "--draft", "none", "--precision", "f32", *limits)
     assert server.post("/v1/completions", TEXT).json()["usage"]["completion_tokens"] == 5
     body = {**TEXT, "max_tokens": 1900, "ignore_eos": True}
     with concurrent.futures.ThreadPoolExecutor(3) as threads:
@@ -313,9 +315,9 @@ def test_time_limits(start: Start) -> None:
     wait_until(lambda: server.metric("ovspec_texts_running") == 0)
 
 
-def test_the_time_limit_counts_all_of_a_request(start: Start) -> None:
+def test_the_time_limit_counts_all_of_a_request(start_here: StartHere) -> None:
     """Reading prompts whose log-probabilities are repeated, and trying again, too; both would take long."""
-    server = start(DEMO, "--draft", "none", "--precision", "f32", "--request-timeout", "0.4")
+    server = start_here(DEMO, "--draft", "none", "--precision", "f32", "--request-timeout", "0.4")
     echo = {"prompt": [[100 + number] * 1500 for number in range(40)], "max_tokens": 1, "echo": True, "logprobs": 1}
     never = {**TEXT, "json_schema": {"type": "array", "minItems": 100}, "json_schema_mode": "checked", "max_tokens": 9}
     never |= {"temperature": 1.0, "retries": 10_000}
@@ -327,10 +329,10 @@ def test_the_time_limit_counts_all_of_a_request(start: Start) -> None:
         wait_until(lambda: server.post("/v1/completions", {**TEXT, "max_tokens": 1}).status_code == 200, 5.0)
 
 
-def test_a_key_learns_nothing_of_what_another_wrote(start: Start, tmp_path: Path) -> None:
+def test_a_key_learns_nothing_of_what_another_wrote(start_here: StartHere, tmp_path: Path) -> None:
     """Prefixes are shared between texts of one key only, because a shared one is read sooner."""
     (tmp_path / "keys").write_text("first-key\nsecond-key\n", encoding="utf-8")
-    server = start(DEMO, "--api-key-file", tmp_path / "keys", "--draft", "none", "--precision", "f32")
+    server = start_here(DEMO, "--api-key-file", tmp_path / "keys", "--draft", "none", "--precision", "f32")
     prompt = [100 + number % 50 for number in range(200)]
 
     def cached(key: str) -> int:
@@ -391,13 +393,18 @@ def test_options_that_cannot_be_met(arguments: Any, message: str) -> None:
     assert isinstance(done.exception, (OvspecError, click.ClickException)) and message in str(done.exception), done
 
 
-def test_too_small_a_cache(ovspec_command: Any) -> None:
-    done = ovspec_command("serve", DEMO / "draft", "--cache-size", "0.0000001", "--port", "0")
+@pytest.fixture
+def command(cache_dir: Path) -> Iterator[Command]:
+    yield from commands_here(cache_dir)
+
+
+def test_too_small_a_cache(command: Command) -> None:
+    done = command("serve", DEMO / "draft", "--cache-size", "0.0000001", "--port", "0")
     assert done.returncode and "--cache-size" in done.stderr, done.stderr
 
 
-def test_a_port_that_is_taken(server: Running, ovspec_command: Any) -> None:
-    done = ovspec_command("serve", DEMO, "--port", server.url.rsplit(":", 1)[1])
+def test_a_port_that_is_taken(server: Running, command: Command) -> None:
+    done = command("serve", DEMO, "--port", server.url.rsplit(":", 1)[1])
     assert done.returncode == 1 and "Can't listen on" in done.stderr
 
 
@@ -415,16 +422,16 @@ def test_a_key_that_no_client_could_send(tmp_path: Path, monkeypatch: pytest.Mon
         keys_of(None)
 
 
-def test_several_keys_and_a_shared_index(ovspec_command: Any, tmp_path: Path) -> None:
+def test_several_keys_and_a_shared_index(command: Command, tmp_path: Path) -> None:
     (tmp_path / "keys").write_text("a\nb\n", encoding="utf-8")
-    done = ovspec_command("serve", DEMO, "--api-key-file", tmp_path / "keys", "--lookup-memory", "1000")
+    done = command("serve", DEMO, "--api-key-file", tmp_path / "keys", "--lookup-memory", "1000")
     assert done.returncode == 1 and "--lookup-memory" in done.stderr
 
 
-def test_messages_do_not_tell_the_models_folder(start: Start, tmp_path: Path) -> None:
+def test_messages_do_not_tell_the_models_folder(start_here: StartHere, tmp_path: Path) -> None:
     shutil.copytree(DEMO / "draft", tmp_path / "its-folder")
     for name in ("chat_template.jinja", "ovspec.json"):
         (tmp_path / "its-folder" / name).unlink(missing_ok=True)
-    server = start(tmp_path / "its-folder", "--draft", "none", "--engine", "stateful", "--model-name", "public")
+    server = start_here(tmp_path / "its-folder", "--draft", "none", "--engine", "stateful", "--model-name", "public")
     answer = server.post("/v1/chat/completions", CHAT)
     assert answer.status_code == 400 and "no chat template" in answer.text and "its-folder" not in answer.text

@@ -10,7 +10,7 @@ import httpx
 import openai
 import pytest
 from conftest import PROMPTS
-from servers import DEMO, Running, Start
+from servers import DEMO, Running, StartHere
 
 from ovspec.openai.apis import BODIES
 from ovspec.openai.bodies import (
@@ -71,10 +71,10 @@ OF_AGENTS: dict[str, Any] = {
 
 
 @pytest.fixture(scope="module")
-def strict(start: Start) -> Running:
+def strict(start_here: StartHere) -> Running:
     names = ("--model-name", "its", "--model-name", "gpt-4o")
     options = ("--draft", "none", "--engine", "stateful", "--strict-fields", "--strict-model")
-    return start(DEMO / "draft", *options, *names, OVSPEC_API_KEY="the-key")
+    return start_here(DEMO / "draft", *options, *names, OVSPEC_API_KEY="the-key")
 
 
 def asked(strict: Running, path: str, body: Any) -> httpx.Response:
@@ -167,8 +167,8 @@ def test_names_that_could_deceive(server: Running) -> None:
     assert answer.status_code == 200 and "Set-Cookie" not in answer.headers
 
 
-def test_the_log_names_each_once_and_not_without_end(start: Start) -> None:
-    server = start(DEMO / "draft", "--draft", "none", "--engine", "stateful")
+def test_the_log_names_each_once_and_not_without_end(start_here: StartHere) -> None:
+    server = start_here(DEMO / "draft", "--draft", "none", "--engine", "stateful")
     names = [f"field{number}" for number in range(MOST_TOLD + 50)]
     for _ in range(2):
         for first in range(0, len(names), MOST_NAMED):

@@ -1,12 +1,15 @@
-"""A real server: a process that listens on a port of its own."""
+"""Real servers, each with a port of its own: processes, and threads of this process, which start much sooner."""
 
 from __future__ import annotations
 
+import logging
 import os
+import queue
 import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -17,6 +20,8 @@ import httpx
 import pytest
 from conftest import ROOT
 
+from ovspec.cli import cli
+
 DEMO = ROOT / "models" / "demo"
 REAL = ROOT / "smollm2"
 READY = re.compile(r"on (http://\S+)/v1 ")
@@ -26,7 +31,6 @@ READY = re.compile(r"on (http://\S+)/v1 ")
 class Running:
     """A server that listens. ``url`` has no path; ``log`` is what it writes to stderr."""
 
-    process: subprocess.Popen[bytes]
     url: str
     log: Path
 
@@ -41,6 +45,11 @@ class Running:
         found = re.findall(rf"(?m)^{name}(?:{{[^}}]*}})? (\S+)$", self.get("/metrics").text)
         return sum(map(float, found))
 
+
+@dataclass
+class ServerProcess(Running):
+    process: subprocess.Popen[bytes]
+
     def tell_to_end(self) -> None:
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGINT if os.name == "nt" else signal.SIGTERM)
@@ -54,10 +63,27 @@ class Running:
             raise
 
 
-Start = Callable[..., Running]
+@dataclass
+class ServerThread(Running):
+    """A server in a thread of this process. ``server``: uvicorn's."""
+
+    server: Any
+    thread: threading.Thread
+
+    def tell_to_end(self) -> None:
+        self.server.should_exit = True
+
+    def end(self) -> None:
+        self.tell_to_end()
+        self.thread.join(30)
+        assert not self.thread.is_alive()
 
 
-def start_server(log: Path, environment: dict[str, str], *arguments: str | Path) -> Running:
+Start = Callable[..., ServerProcess]
+StartHere = Callable[..., ServerThread]
+
+
+def start_server(log: Path, environment: dict[str, str], *arguments: str | Path) -> ServerProcess:
     """Start 'ovspec serve' with ``arguments`` and wait until it listens."""
     command = [sys.executable, "-m", "ovspec", "serve", *map(str, arguments), "--port", "0"]
     with log.open("wb") as stderr:
@@ -65,12 +91,49 @@ def start_server(log: Path, environment: dict[str, str], *arguments: str | Path)
     ends = time.monotonic() + 120
     while time.monotonic() < ends:
         if found := READY.search(log.read_text(encoding="utf-8", errors="replace")):
-            return Running(process, found[1], log)
+            return ServerProcess(found[1], log, process)
         if process.poll() is not None:
             break
         time.sleep(0.05)
     process.kill()
     raise AssertionError(log.read_text(encoding="utf-8"))
+
+
+def start_thread(log: Path, environment: dict[str, str], *arguments: str | Path) -> ServerThread:
+    """Do what ``start_server`` does, in a thread; only signals and the end of the process can't be tested so."""
+    from ovspec.server import server as module
+    from ovspec.server.guard import LOG
+
+    told: queue.SimpleQueue[module.Draining | BaseException] = queue.SimpleQueue()
+
+    class Telling(module.Draining):
+        async def startup(self, sockets: Any = None) -> None:
+            await super().startup(sockets)
+            told.put(self)
+
+    def serve() -> None:
+        try:
+            cli.main(["serve", *map(str, arguments), "--port", "0"], standalone_mode=False)
+        except BaseException as error:  # which the main thread raises
+            told.put(error)
+
+    thread = threading.Thread(target=serve, name=f"server {log}", daemon=True)
+    loggers = (LOG, logging.getLogger("uvicorn.error"))
+    others = [logger.handlers for logger in loggers]
+    with pytest.MonkeyPatch.context() as patched:
+        for name, value in environment.items():
+            patched.setenv(name, value)
+        patched.setattr(module, "Draining", Telling)
+        patched.setattr(sys, "stderr", log.open("w", buffering=1, encoding="utf-8"))
+        thread.start()
+        server = told.get(timeout=120)
+    if isinstance(server, BaseException):
+        raise server
+    for logger, handlers in zip(loggers, others, strict=True):  # each server writes its own log
+        logger.handlers[0].addFilter(lambda record: record.threadName == thread.name)
+        logger.handlers = [*handlers, *logger.handlers]
+    [url] = READY.findall(log.read_text(encoding="utf-8"))
+    return ServerThread(url, log, server, thread)
 
 
 def wait_until(holds: Callable[[], bool], seconds: float = 30.0) -> None:
@@ -84,9 +147,9 @@ def wait_until(holds: Callable[[], bool], seconds: float = 30.0) -> None:
 @pytest.fixture(scope="module")
 def start(tmp_path_factory: pytest.TempPathFactory, command_environment: dict[str, str]) -> Iterator[Start]:
     """Return a function that starts a server, which ends with the module."""
-    started: list[Running] = []
+    started: list[ServerProcess] = []
 
-    def start(*arguments: str | Path, **variables: str) -> Running:
+    def start(*arguments: str | Path, **variables: str) -> ServerProcess:
         log = tmp_path_factory.mktemp("server") / "stderr"
         started.append(start_server(log, {**command_environment, **variables}, *arguments))
         return started[-1]
@@ -96,6 +159,25 @@ def start(tmp_path_factory: pytest.TempPathFactory, command_environment: dict[st
         server.tell_to_end()
     for server in started:
         server.end()
+
+
+@pytest.fixture(scope="module")
+def start_here(tmp_path_factory: pytest.TempPathFactory, command_environment: dict[str, str]) -> Iterator[StartHere]:
+    """Return a function that starts a server in this process, which ends with the module."""
+    started: list[ServerThread] = []
+    interval = sys.getswitchinterval()
+
+    def start(*arguments: str | Path, **variables: str) -> ServerThread:
+        log = tmp_path_factory.mktemp("server") / "stderr"
+        started.append(start_thread(log, {**command_environment, **variables}, *arguments))
+        return started[-1]
+
+    yield start
+    for server in started:
+        server.tell_to_end()
+    for server in started:
+        server.end()
+    sys.setswitchinterval(interval)
 
 
 @pytest.fixture(scope="session")
