@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import random
 import shutil
@@ -259,24 +260,49 @@ def check_verified(lm: ovspec.LanguageModel, result: ovspec.Result) -> None:
     assert lm.verify(again).ok
 
 
-@pytest.mark.parametrize("draft", DRAFTS)
-@pytest.mark.parametrize("sampling", [{}, pytest.param(DRAWN, marks=pytest.mark.slow)], ids=["greedy", "sampled"])
+@pytest.fixture(scope="module")
+def plain_lm(tagged: Path, cache_dir: Path) -> ovspec.LanguageModel:
+    return ovspec.load(tagged, precision="f32", cache_dir=cache_dir)
+
+
+@pytest.fixture(scope="module")
+def alone(plain_lm: ovspec.LanguageModel) -> Callable[[str, bool], list[ovspec.Result]]:
+    """Return a function that generates an answer to each chat without anything that proposes, once for all drafts."""
+
+    @functools.cache
+    def alone(way: str, sampled: bool) -> list[ovspec.Result]:
+        return [plain_lm.generate(chat, lookahead=0, **options_of(way, sampled)) for chat in CHATS]
+
+    return alone
+
+
+def options_of(way: str, sampled: bool) -> dict[str, Any]:
+    return {"tools": TOOLS, "max_tokens": 60, **(DRAWN if sampled else {}), **WAYS[way]}
+
+
+@pytest.mark.parametrize("draft", ["draft", "lookup,draft", pytest.param("lookup", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("sampled", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["greedy", "sampled"])
 def test_accelerators_change_no_call(
-    tagged: Path, cache_dir: Path, templates: Any, draft: str, sampling: dict[str, Any]
+    tagged: Path,
+    cache_dir: Path,
+    templates: Any,
+    plain_lm: ovspec.LanguageModel,
+    alone: Callable[[str, bool], list[ovspec.Result]],
+    draft: str,
+    sampled: bool,
 ) -> None:
-    plain_lm = templates(ovspec.load(tagged, precision="f32", cache_dir=cache_dir), "hermes")
+    templates(plain_lm, "hermes")
     # A fixed lookahead, so that something is proposed on a busy machine, too.
     fast_lm = ovspec.load(tagged, DRAFTS[draft], lookahead=3, precision="f32", cache_dir=cache_dir)
     lm = templates(fast_lm, "hermes")
     proposed = accepted = forced = calls = thoughts = 0
     for way, options in WAYS.items():
-        given: dict[str, Any] = {"tools": TOOLS, "max_tokens": 60, **sampling, **options}
-        plain = [plain_lm.generate(chat, lookahead=0, **given) for chat in CHATS]
+        given, plain = options_of(way, sampled), alone(way, sampled)
         fast = [lm.generate(chat, **given) for chat in CHATS]
         batch = lm.generate(CHATS, batch_size=4, **given)
         assert [*map(said, fast)] == [*map(said, plain)], way
         assert [*map(said, batch)] == [*map(said, plain)], way
-        if sampling:
+        if sampled:
             assert [*map(said, lm.samples(CHATS[0], n=3, **given))] == [
                 *map(said, plain_lm.samples(CHATS[0], n=3, lookahead=0, **given))
             ]

@@ -357,7 +357,7 @@ FIELDS = [
 ]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     messages=JSON | st.lists(st.fixed_dictionaries({"role": st.sampled_from(WORDS[1:4]), "content": JSON}), max_size=3),
     more=st.dictionaries(st.sampled_from(FIELDS), JSON, max_size=4),

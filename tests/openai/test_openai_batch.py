@@ -360,14 +360,14 @@ def batch_command(*arguments: str | Path) -> list[str]:
 def test_a_batch_survives_being_stopped(
     tmp_path: Path,
     command_environment: dict[str, str],
-    ovspec_command: Callable[..., subprocess.CompletedProcess[str]],
+    command_here: Command,
     signals: list[str],
 ) -> None:
     if os.name == "nt":
         pytest.skip("signals")
     file = write_lines(tmp_path / "in.jsonl", [{"id": f"p{i}", "prompt": p} for i, p in enumerate(PROMPTS[:10] * 2)])
     output, partial = tmp_path / "out.jsonl", tmp_path / "out.jsonl.partial"
-    options = ("-o", output, "--draft", "--batch-size", "2", "-n", "100", "--ignore-eos")
+    options = ("-o", output, "--draft", "--batch-size", "2", "-n", "50", "--ignore-eos")
     # In this arithmetic, a text does not depend on the other rows of its batch.
     options = (*options, "--precision", "f32", "--property", "DYNAMIC_QUANTIZATION_GROUP_SIZE=0")
     kept = 0
@@ -386,7 +386,7 @@ def test_a_batch_survives_being_stopped(
             assert b"Traceback" not in err
         kept = partial.read_bytes().count(b"\n")
         assert 0 < kept < 20
-    done = ovspec_command("batch", file, *options)
+    done = command_here("batch", file, *options)
     assert done.returncode == 0, done.stderr
     assert "of them by an earlier run" in done.stderr
     lines = read_lines(output)
@@ -430,8 +430,8 @@ def test_wrong_usage(tmp_path: Path, command_here: Command) -> None:
     assert not output.exists()
 
 
-def test_requests_on_stdin(tmp_path: Path, ovspec_command: Callable[..., subprocess.CompletedProcess[str]]) -> None:
-    done = ovspec_command("batch", DEMO, "-", "-o", tmp_path / "out", "-n", "3", stdin='"import os"\n{"prompt": "a"}\n')
+def test_requests_on_stdin(tmp_path: Path, command_here: Command) -> None:
+    done = command_here("batch", DEMO, "-", "-o", tmp_path / "out", "-n", "3", stdin='"import os"\n{"prompt": "a"}\n')
     assert done.returncode == 0, done.stderr
     assert [(line["id"], line["generated_tokens"]) for line in read_lines(tmp_path / "out")] == [("1", 3), ("2", 3)]
 

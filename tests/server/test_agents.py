@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import openai
 import pytest
@@ -81,10 +81,22 @@ def real(real_server: Running) -> Iterator[Running]:
     assert set(re.findall(r" /v1/\S+ (\d+) ", log)) <= {"200"} and "Error" not in log and "unknown" not in log, log
 
 
-@pytest.fixture(params=["required", "auto"])
-def kitchen(real: Running, request: pytest.FixtureRequest) -> Kitchen:
+@pytest.fixture
+def kitchen(real: Running, way: Way) -> Kitchen:
     opening = real.post("/tokenize", {"content": "<", "add_special_tokens": False}).json()["tokens"]
-    return Kitchen(request.param, str(*opening))
+    return Kitchen(way, str(*opening))
+
+
+WAYS = get_args(Way)
+ways = pytest.mark.parametrize("way", WAYS)
+
+
+def quick(fast: tuple[Way, Callable[..., Any]], *others: Callable[..., Any]) -> pytest.MarkDecorator:
+    """Let a test ask in all ways with all functions; all but one take long."""
+    cases = [(way, ask) for way in WAYS for ask in (fast[1], *others)]
+    return pytest.mark.parametrize(
+        ("way", "ask"), [fast, *(pytest.param(*case, marks=pytest.mark.slow) for case in cases if case != fast)]
+    )
 
 
 def client_of(real: Running) -> openai.OpenAI:
@@ -114,13 +126,13 @@ def parsed(client: openai.OpenAI, **body: Any) -> Any:
     return answer
 
 
-@pytest.mark.parametrize("ask", [streamed, *(pytest.param(way, marks=pytest.mark.slow) for way in (whole, parsed))])
+@quick(("required", streamed), whole, parsed)
 def test_openai(real: Running, kitchen: Kitchen, ask: Callable[..., Any]) -> None:
     client, text = client_of(real), None
     tools = [openai.pydantic_function_tool(TakeStep, name="take_step")]
     messages: list[Any] = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": QUESTION}]
     while text is None:
-        limits = {"max_tokens": 160, "parallel_tool_calls": False}
+        limits = {"max_tokens": 60, "parallel_tool_calls": False}
         answer = ask(client, model="any", messages=messages, tools=tools, **limits, **kitchen.settings)
         message = answer.choices[0].message
         kitchen.note(message, answer.usage)
@@ -159,10 +171,7 @@ def parsed_response(client: openai.OpenAI, **body: Any) -> Any:
     return answer
 
 
-@pytest.mark.parametrize(
-    "ask",
-    [streamed_response, *(pytest.param(way, marks=pytest.mark.slow) for way in (whole_response, parsed_response))],
-)
+@quick(("auto", streamed_response), whole_response, parsed_response)
 def test_openai_responses(real: Running, kitchen: Kitchen, ask: Callable[..., Any]) -> None:
     client, text = client_of(real), ""
     tools = [openai.pydantic_function_tool(TakeStep, name="take_step")]
@@ -170,7 +179,7 @@ def test_openai_responses(real: Running, kitchen: Kitchen, ask: Callable[..., An
     while not text:
         settings = kitchen.settings
         bias = {"logit_bias": settings.pop("logit_bias")} if "logit_bias" in settings else None
-        limits = {"max_output_tokens": 160, "parallel_tool_calls": False, "store": False}
+        limits = {"max_output_tokens": 60, "parallel_tool_calls": False, "store": False}
         answer = ask(
             client, model="any", instructions=SYSTEM, input=items, tools=tools, extra_body=bias, **limits, **settings
         )
@@ -189,6 +198,7 @@ def test_openai_responses(real: Running, kitchen: Kitchen, ask: Callable[..., An
 
 
 @pytest.mark.slow
+@ways
 @pytest.mark.parametrize("stream", [False, True])
 def test_langchain(real: Running, kitchen: Kitchen, stream: bool) -> None:
     agents: Any = pytest.importorskip("langchain.agents")
@@ -223,6 +233,7 @@ def test_langchain(real: Running, kitchen: Kitchen, stream: bool) -> None:
 
 
 @pytest.mark.slow
+@ways
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("api", ["OpenAIChatCompletionsModel", "OpenAIResponsesModel"])
 def test_openai_agents(real: Running, kitchen: Kitchen, api: str, stream: bool) -> None:
@@ -272,7 +283,7 @@ def test_openai_agents(real: Running, kitchen: Kitchen, api: str, stream: bool) 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("kitchen", ["required"], indirect=True)
+@pytest.mark.parametrize("way", ["required"])
 def test_smolagents(real: Running, kitchen: Kitchen, stream: bool) -> None:
     """Its final text is a call, too. Not with auto: it sends calls and results as text, and the model imitates them."""
     smolagents: Any = pytest.importorskip("smolagents")

@@ -13,14 +13,14 @@ from typing import Any
 import httpx
 import psutil
 import pytest
-from servers import DEMO, Running, Start
+from servers import DEMO, ServerProcess, Start
 
 LONG_REQUEST = {"prompt": "def f(", "max_tokens": 600, "ignore_eos": True}
 SLOW_GRAMMAR = {"prompt": "a", "json_schema": {"type": "integer", "multipleOf": 9999889}}  # its check takes seconds
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="Windows has no SIGTERM to handle")
 
 
-def sent(server: Running, body: dict[str, Any], found: list[Any]) -> threading.Thread:
+def sent(server: ServerProcess, body: dict[str, Any], found: list[Any]) -> threading.Thread:
     """Send a request in a thread, which adds the answer to ``found``."""
 
     def ask() -> None:
@@ -34,7 +34,7 @@ def sent(server: Running, body: dict[str, Any], found: list[Any]) -> threading.T
     return thread
 
 
-def asked(server: Running, found: list[Any]) -> threading.Thread:
+def asked(server: ServerProcess, found: list[Any]) -> threading.Thread:
     """Send a request for a long text in a thread, and return when it is being generated."""
     thread = sent(server, LONG_REQUEST, found)
     ends = time.monotonic() + 20
@@ -45,7 +45,7 @@ def asked(server: Running, found: list[Any]) -> threading.Thread:
 
 
 @contextlib.contextmanager
-def its_checks_end(server: Running) -> Iterator[None]:
+def its_checks_end(server: ServerProcess) -> Iterator[None]:
     """Demand that the processes that check grammars for ``server`` end with it, however much they have to do."""
     checking = psutil.Process(server.process.pid).children(recursive=True)
     assert checking
@@ -106,7 +106,7 @@ def test_a_third_signal_ends_it_without_answers(start: Start) -> None:
 
 
 @pytest.fixture(scope="module")
-def restarted(start: Start) -> Running:
+def restarted(start: Start) -> ServerProcess:
     """A server that is started after one was killed."""
     server, found = start(DEMO, "--draft", "none", "--precision", "f32"), list[Any]()
     thread = asked(server, found)
@@ -116,11 +116,11 @@ def restarted(start: Start) -> Running:
     return start(DEMO, "--draft", "none", "--precision", "f32")
 
 
-def test_a_killed_server_starts_again(restarted: Running) -> None:
+def test_a_killed_server_starts_again(restarted: ServerProcess) -> None:
     assert restarted.get("/ready").status_code == 200
 
 
-def test_without_requests_it_ends_at_once(restarted: Running) -> None:
+def test_without_requests_it_ends_at_once(restarted: ServerProcess) -> None:
     """Idle connections do not hold it up."""
     with httpx.Client() as client, httpx.Client() as other:
         for each in (client, other):

@@ -11,6 +11,7 @@ from kept import kept_model
 from real_families import DOWNLOADS, FAMILIES, export
 from servers import Running, StartHere
 
+CONTEXT = 1536  # tokens
 PREFIX, SUFFIX, BEGINNING = "def total(values):\n", "\n    return found\n", "    found = su"
 EXTRA = [
     {"text": f"def helper_{n}(x):\n    return x + {n}\n", "time": [0, n], "filename": f"src/{n}.py"} for n in range(3)
@@ -52,9 +53,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def coder(start_here: StartHere, folder: Path) -> Running:
+def coder(start_here: StartHere, folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Running:
+    """A server of the model, with a short context, which is soon full."""
+    short = tmp_path_factory.mktemp("coder") / "model"
+    short.mkdir()
+    for file in folder.iterdir():
+        if file.name not in ("config.json", "ovspec.json"):
+            (short / file.name).hardlink_to(file)
+    config = json.loads((folder / "config.json").read_text("utf-8")) | {"max_position_embeddings": CONTEXT}
+    (short / "config.json").write_text(json.dumps(config), "utf-8")
     options = ("--draft", "lookup", "--lookahead", "4", "--precision", "f32", "--model-name", "coder", "--no-tune")
-    return start_here(folder, *options)
+    return start_here(short, *options)
 
 
 @pytest.fixture(scope="module")
@@ -113,11 +122,11 @@ def test_a_token_that_is_spelt_in_a_text_stays_text(coder: Running, theirs: Any)
 
 
 def test_chunks_that_do_not_fit_are_left_out_whole(coder: Running) -> None:
-    extra = [{"text": f"x{n} = 1\n" * 200, "filename": f"{n}.py"} for n in range(16)]
+    extra = [{"text": f"x{n} = 1\n" * 30, "filename": f"{n}.py"} for n in range(16)]
     found = filled(coder, input_extra=extra, n_predict=1)
     first = next(n for n in range(16) if layout(extra[n:]) == found["prompt"])
-    assert 0 < first < 15 and found["tokens_evaluated"] < found["generation_settings"]["n_ctx"] == 8192
-    refused = coder.post("/infill", {**AROUND, "input_prefix": "x = 1\n" * 9000})
+    assert 0 < first < 15 and found["tokens_evaluated"] < found["generation_settings"]["n_ctx"] == CONTEXT
+    refused = coder.post("/infill", {**AROUND, "input_prefix": "x = 1\n" * 2000})
     error = refused.json()["error"]
     assert refused.status_code == 400 and error["code"] == "context_length_exceeded", error
     assert error["param"] == "input_prefix"
@@ -261,7 +270,7 @@ def test_what_editors_send(coder: Running, body: dict[str, Any], fields: set[str
     if fields is not None:
         assert found.keys() == fields
     else:
-        assert isinstance(found["content"], str) and found["generation_settings"]["n_ctx"] == 8192
+        assert isinstance(found["content"], str) and found["generation_settings"]["n_ctx"] == CONTEXT
         assert found["timings"]["prompt_ms"] > 0
     if "content" in found and body["n_predict"]:
         assert found["content"] == filled(coder, n_predict=128, n_indent=4)["content"]

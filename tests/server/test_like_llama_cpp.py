@@ -257,7 +257,11 @@ def test_completion_with_required_tool(real_server: Running, given: Any, argumen
         *(
             pytest.param(tools, choice, stream, marks=pytest.mark.slow)
             for tools, choice, stream in (
-                (None, None, True), ([], None, False), ([], None, True), ([TEST], None, False), ([PYTHON], "none", True)
+                (None, None, True),
+                ([], None, False),
+                ([], None, True),
+                ([TEST], None, False),
+                ([PYTHON], "none", True),
             )
         ),
     ],

@@ -11,10 +11,10 @@ import httpx
 import psutil
 import pytest
 from conftest import PROMPTS
-from servers import DEMO, Running, Start
+from servers import DEMO, ServerProcess, Start
 
 
-async def client(number: int, server: Running, ends: float, breaks_off: float, found: Counter[str]) -> None:
+async def client(number: int, server: ServerProcess, ends: float, breaks_off: float, found: Counter[str]) -> None:
     """Send requests one after the other until ``ends``; break off a share of the streams."""
     chance = random.Random(number)
     async with httpx.AsyncClient(base_url=server.url, timeout=120) as connection:
@@ -38,13 +38,13 @@ async def client(number: int, server: Running, ends: float, breaks_off: float, f
                 found[repr(error)] += 1
 
 
-def resources(server: Running) -> tuple[float, int, int]:
+def resources(server: ServerProcess) -> tuple[float, int, int]:
     """Return a server's memory in MB, its open files, and its threads."""
     process = psutil.Process(server.process.pid)
     return process.memory_info().rss / 1e6, process.num_fds(), process.num_threads()
 
 
-def settle(server: Running) -> None:
+def settle(server: ServerProcess) -> None:
     """Wait until the server has noticed that everybody has gone."""
     ends = time.monotonic() + 10
     while server.metric("ovspec_texts_running") + server.metric("ovspec_texts_waiting"):
@@ -53,7 +53,7 @@ def settle(server: Running) -> None:
     time.sleep(0.3)
 
 
-async def load(server: Running, clients: int, seconds: float, breaks_off: float = 0.0) -> Counter[str]:
+async def load(server: ServerProcess, clients: int, seconds: float, breaks_off: float = 0.0) -> Counter[str]:
     found: Counter[str] = Counter()
     ends = time.monotonic() + seconds
     await asyncio.gather(*[client(number, server, ends, breaks_off, found) for number in range(clients)])

@@ -1,4 +1,4 @@
-"""Anthropic's messages, asked for with the client anthropic: on the real model, and on small ones what is refused."""
+"""Anthropic's messages, asked for with the client anthropic: of the demo pair, and in slow runs of the real model."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from ovspec.server.bodies import LARGEST_BODY
 from ovspec.server.engine_thread import EngineThread
 from ovspec.server.guard import HEADER, Guard
 
-needs_real = pytest.mark.skipif(not REAL.is_dir(), reason="the real model could not be fetched")
+slow_real = [pytest.mark.slow, pytest.mark.skipif(not REAL.is_dir(), reason="the real model could not be fetched")]
 EVENTS: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
 ASK: list[Any] = [{"role": "user", "content": "Repeat three times: The train to Bern leaves at noon."}]
 SAMPLED: dict[str, Any] = {"extra_body": {"temperature": 0.8, "top_p": 0.95, "seed": 5}}
@@ -48,11 +48,13 @@ TOOL: Any = {"name": "take_step", "description": "Take a step.", "input_schema":
 WEB: Any = {"type": "web_search_20250305", "name": "web_search"}
 
 
-@pytest.fixture(scope="module")
-def real(real_server: Running) -> Iterator[Running]:
-    before = len(real_server.log.read_text("utf-8"))
-    yield real_server
-    log = real_server.log.read_text("utf-8")[before:]
+@pytest.fixture(params=["server", pytest.param("real_server", marks=slow_real)])
+def asked(request: pytest.FixtureRequest) -> Iterator[Running]:
+    """A server that answers all that a test asks for."""
+    server: Running = request.getfixturevalue(request.param)
+    before = len(server.log.read_text("utf-8"))
+    yield server
+    log = server.log.read_text("utf-8")[before:]
     assert set(re.findall(r" /v1/\S+ (\d+) ", log)) <= {"200", "499"} and "Error" not in log, log
 
 
@@ -86,26 +88,25 @@ def prompt_tokens(usage: Any) -> int:
     return usage.input_tokens + usage.cache_read_input_tokens
 
 
-# ---------------------------------------------------------------- the real model
+# ---------------------------------------------------------------- answers
 
 
-@needs_real
 @pytest.mark.parametrize("more", [{}, SAMPLED])
-def test_streams_equal_whole_answers(real: Running, more: dict[str, Any]) -> None:
-    client, body = client_of(real), {"max_tokens": 40, "system": "You repeat.", "messages": ASK, **more}
+def test_streams_equal_whole_answers(asked: Running, more: dict[str, Any]) -> None:
+    client, body = client_of(asked), {"max_tokens": 40, "system": "You repeat.", "messages": ASK, **more}
     expected = whole(client, **body)
-    assert expected.content[0].text.strip() and (expected.role, expected.model) == ("assistant", "smollm2")
+    assert expected.content[0].text.strip() and expected.role == "assistant"
+    assert expected.model == client.models.list().data[0].id
     assert (expected.stop_reason == "max_tokens") == (expected.usage.output_tokens == 40)
     assert without_usage(streamed(client, **body)) == without_usage(expected)
     with client.messages.stream(model="any", **body) as stream:
         assert "".join(stream.text_stream) == expected.content[0].text
 
 
-@needs_real
-def test_every_event_is_one_of_the_clients(real: Running) -> None:
+def test_every_event_is_one_of_the_clients(asked: Running) -> None:
     body = {"max_tokens": 30, "messages": ASK, "tools": [TOOL], "stream": True}
     for choice, kinds in (("any", {"tool_use"}), ("none", {"text"})):
-        answer = real.post("/v1/messages", {**body, "tool_choice": {"type": choice}})
+        answer = asked.post("/v1/messages", {**body, "tool_choice": {"type": choice}})
         assert answer.headers["request-id"].startswith("req_") and "x-request-id" not in answer.headers
         parts = [part.split("\n") for part in answer.text.removesuffix("\n\n").split("\n\n")]
         events = [EVENTS.validate_json(data.removeprefix("data: "), strict=True) for _, data in parts]
@@ -113,12 +114,12 @@ def test_every_event_is_one_of_the_clients(real: Running) -> None:
         assert {event.content_block.type for event in events if event.type == "content_block_start"} == kinds
 
 
-@needs_real
-def test_proposals_and_the_cache_change_no_text(real: Running) -> None:
-    client, body = client_of(real), {"max_tokens": 60, "messages": ASK}
-    accepted = real.metric("ovspec_accepted_tokens_total")
+def test_proposals_and_the_cache_change_no_text(asked: Running) -> None:
+    system = "You repeat what you are asked to repeat. " * 6  # more than a block of the cache
+    client, body = client_of(asked), {"max_tokens": 60, "system": system, "messages": ASK}
+    accepted = asked.metric("ovspec_accepted_tokens_total")
     first = whole(client, **body)
-    assert real.metric("ovspec_accepted_tokens_total") > accepted
+    assert asked.metric("ovspec_accepted_tokens_total") > accepted
     plain = whole(client, **body, extra_body={"draft": "none"})
     assert without_usage(plain) == without_usage(first)
     assert plain.usage.cache_read_input_tokens > 0 and prompt_tokens(plain.usage) == prompt_tokens(first.usage)
@@ -126,16 +127,21 @@ def test_proposals_and_the_cache_change_no_text(real: Running) -> None:
     assert start.message.usage.cache_read_input_tokens == end.usage.cache_read_input_tokens > 0
 
 
-@needs_real
-@pytest.mark.parametrize("way", ["any", "auto"])
+@pytest.mark.parametrize(
+    ("asked", "way"),
+    [("server", "one"), *(pytest.param("real_server", way, marks=slow_real) for way in ("any", "auto"))],
+    indirect=["asked"],
+)
 @pytest.mark.parametrize("ask", [streamed, pytest.param(whole, marks=pytest.mark.slow)])
-def test_a_tool_is_called_five_times(real: Running, ask: Callable[..., Any], way: str) -> None:
-    client, taken, cached = client_of(real), list[str](), list[int]()
-    [opening] = real.post("/tokenize", {"content": "<", "add_special_tokens": False}).json()["tokens"]
+def test_a_tool_is_called_five_times(asked: Running, ask: Callable[..., Any], way: str) -> None:
+    client, taken, cached = client_of(asked), list[str](), list[int]()
+    [opening] = asked.post("/tokenize", {"content": "<", "add_special_tokens": False}).json()["tokens"]
     messages: list[Any] = [{"role": "user", "content": "Bake bread."}]
     while True:
         done = len(taken) == STEPS
         settings: dict[str, Any] = {"tool_choice": {"type": "none" if done else "any"}}
+        if way == "one" and not done:  # a model that has seen no chats calls without end
+            settings["tool_choice"]["disable_parallel_tool_use"] = True
         if way == "auto":  # a small model hardly calls by itself
             bias = {"logit_bias": {str(opening): -100 if done else 6}}
             settings = {"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}, "extra_body": bias}
@@ -158,15 +164,14 @@ def test_a_tool_is_called_five_times(real: Running, ask: Callable[..., Any], way
             results.append({"type": "tool_result", "tool_use_id": call.id, "content": f"Step {len(taken)} is done."})
         for call in calls[len(results) :]:
             results.append({"type": "tool_result", "tool_use_id": call.id, "content": "No more.", "is_error": True})
-        said: list[Any] = [{"type": "text", "text": "Go on."}] if way == "any" else []
+        said: list[Any] = [{"type": "text", "text": "Go on."}] if way != "auto" else []
         messages.append({"role": "user", "content": [*said, *results]})
     assert done and message.stop_reason in ("end_turn", "max_tokens") and message.content[0].text.strip()
     assert len(set(taken)) == STEPS and all(cached[1:])
 
 
-@needs_real
-def test_stop_sequences(real: Running) -> None:
-    client, body = client_of(real), {"max_tokens": 40, "messages": ASK}
+def test_stop_sequences(asked: Running) -> None:
+    client, body = client_of(asked), {"max_tokens": 40, "messages": ASK}
     text = whole(client, **body).content[0].text
     stop = text[len(text) // 2 : len(text) // 2 + 5]
     for ask in (whole, streamed):
@@ -175,9 +180,8 @@ def test_stop_sequences(real: Running) -> None:
         assert "".join(block.text for block in message.content) == text[: text.find(stop)]
 
 
-@needs_real
-def test_answers_are_parsed_as_pydantic_models(real: Running) -> None:
-    client = client_of(real)
+def test_answers_are_parsed_as_pydantic_models(asked: Running) -> None:
+    client = client_of(asked)
     made = client.messages.parse(model="any", max_tokens=80, messages=ASK, output_format=TakeStep)
     assert isinstance(made.parsed_output, TakeStep)
     old = whole(client, max_tokens=80, messages=ASK, extra_body={"output_format": OUTPUT})
@@ -202,10 +206,9 @@ COUNTED: list[dict[str, Any]] = [
 ]
 
 
-@needs_real
 @pytest.mark.parametrize("body", COUNTED)
-def test_tokens_are_counted_as_answers_report_them(real: Running, body: dict[str, Any]) -> None:
-    client, body = client_of(real), {"messages": ASK, **body}
+def test_tokens_are_counted_as_answers_report_them(asked: Running, body: dict[str, Any]) -> None:
+    client, body = client_of(asked), {"messages": ASK, **body}
     raw = client.messages.with_raw_response.count_tokens(model="any", **body)
     counted = MessageTokensCount.model_validate_json(raw.text(), strict=True).input_tokens
     assert counted == prompt_tokens(whole(client, max_tokens=1, **body).usage) > 0
@@ -226,8 +229,7 @@ def test_answers_are_verified(server: Running, tmp_path: Path, command: Command)
         assert not done.returncode and re.search(r"(?m)^exact: (\d+) of \1$", done.stdout), done.stdout + done.stderr
 
 
-@needs_real
-def test_a_request_of_claude_code(real: Running) -> None:
+def test_a_request_of_claude_code(asked: Running) -> None:
     """Its shape, not its texts."""
     block = {"type": "text", "cache_control": {"type": "ephemeral"}}
     headers = {"Authorization": "Bearer none", "anthropic-version": "2023-06-01", "anthropic-beta": "effort-2025-11-24"}
@@ -253,14 +255,14 @@ def test_a_request_of_claude_code(real: Running) -> None:
             "stream": True,
         }
         with httpx.stream(
-            "POST", f"{real.url}/v1/messages?beta=true", json=body, headers=headers, timeout=60
+            "POST", f"{asked.url}/v1/messages?beta=true", json=body, headers=headers, timeout=60
         ) as answer:
             assert answer.status_code == 200
             assert answer.headers[HEADER] == f"context_management, system.{BILLING}"
             lines = answer.iter_lines()
             start = next(json.loads(line[6:]) for line in lines if line.startswith("data: "))
             cached.append(start["message"]["usage"]["cache_read_input_tokens"])
-        until(lambda: real.metric("ovspec_texts_running") == 0)  # a client that goes away ends its text
+        until(lambda: asked.metric("ovspec_texts_running") == 0)  # a client that goes away ends its text
     assert cached[1] > cached[0]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import queue
@@ -19,12 +20,18 @@ from typing import Any
 import httpx
 import pytest
 from conftest import ROOT
+from httpx._transports import default
+from kept import kept_model
 
+import ovspec
 from ovspec.cli import cli
 
+# Each new client reads all certificates, which takes 40 ms, and ``httpx.post`` makes one for each request.
+default.create_ssl_context = functools.cache(default.create_ssl_context)
 DEMO = ROOT / "models" / "demo"
 REAL = ROOT / "smollm2"
 READY = re.compile(r"on (http://\S+)/v1 ")
+LOGGERS = [logging.getLogger(name) for name in ("ovspec.access", "uvicorn.error")]
 
 
 @dataclass
@@ -102,7 +109,6 @@ def start_server(log: Path, environment: dict[str, str], *arguments: str | Path)
 def start_thread(log: Path, environment: dict[str, str], *arguments: str | Path) -> ServerThread:
     """Do what ``start_server`` does, in a thread; only signals and the end of the process can't be tested so."""
     from ovspec.server import server as module
-    from ovspec.server.guard import LOG
 
     told: queue.SimpleQueue[module.Draining | BaseException] = queue.SimpleQueue()
 
@@ -118,8 +124,7 @@ def start_thread(log: Path, environment: dict[str, str], *arguments: str | Path)
             told.put(error)
 
     thread = threading.Thread(target=serve, name=f"server {log}", daemon=True)
-    loggers = (LOG, logging.getLogger("uvicorn.error"))
-    others = [logger.handlers for logger in loggers]
+    others = [logger.handlers for logger in LOGGERS]
     with pytest.MonkeyPatch.context() as patched:
         for name, value in environment.items():
             patched.setenv(name, value)
@@ -129,7 +134,7 @@ def start_thread(log: Path, environment: dict[str, str], *arguments: str | Path)
         server = told.get(timeout=120)
     if isinstance(server, BaseException):
         raise server
-    for logger, handlers in zip(loggers, others, strict=True):  # each server writes its own log
+    for logger, handlers in zip(LOGGERS, others, strict=True):  # each server writes its own log
         logger.handlers[0].addFilter(lambda record: record.threadName == thread.name)
         logger.handlers = [*handlers, *logger.handlers]
     [url] = READY.findall(log.read_text(encoding="utf-8"))
@@ -145,13 +150,15 @@ def wait_until(holds: Callable[[], bool], seconds: float = 30.0) -> None:
 
 
 @pytest.fixture(scope="module")
-def start(tmp_path_factory: pytest.TempPathFactory, command_environment: dict[str, str]) -> Iterator[Start]:
+def start(
+    tmp_path_factory: pytest.TempPathFactory, command_environment: dict[str, str], cache_dir: Path
+) -> Iterator[Start]:
     """Return a function that starts a server, which ends with the module."""
     started: list[ServerProcess] = []
 
     def start(*arguments: str | Path, **variables: str) -> ServerProcess:
         log = tmp_path_factory.mktemp("server") / "stderr"
-        started.append(start_server(log, {**command_environment, **variables}, *arguments))
+        started.append(start_server(log, {**command_environment, **variables}, "--cache-dir", cache_dir, *arguments))
         return started[-1]
 
     yield start
@@ -162,14 +169,16 @@ def start(tmp_path_factory: pytest.TempPathFactory, command_environment: dict[st
 
 
 @pytest.fixture(scope="module")
-def start_here(tmp_path_factory: pytest.TempPathFactory, command_environment: dict[str, str]) -> Iterator[StartHere]:
+def start_here(
+    tmp_path_factory: pytest.TempPathFactory, command_environment: dict[str, str], cache_dir: Path
+) -> Iterator[StartHere]:
     """Return a function that starts a server in this process, which ends with the module."""
     started: list[ServerThread] = []
-    interval = sys.getswitchinterval()
+    interval, handlers = sys.getswitchinterval(), [logger.handlers for logger in LOGGERS]
 
     def start(*arguments: str | Path, **variables: str) -> ServerThread:
         log = tmp_path_factory.mktemp("server") / "stderr"
-        started.append(start_thread(log, {**command_environment, **variables}, *arguments))
+        started.append(start_thread(log, {**command_environment, **variables}, "--cache-dir", cache_dir, *arguments))
         return started[-1]
 
     yield start
@@ -178,23 +187,36 @@ def start_here(tmp_path_factory: pytest.TempPathFactory, command_environment: di
     for server in started:
         server.end()
     sys.setswitchinterval(interval)
+    for logger, before in zip(LOGGERS, handlers, strict=True):
+        logger.handlers = before
 
 
 @pytest.fixture(scope="session")
-def server(tmp_path_factory: pytest.TempPathFactory, command_environment: dict[str, str]) -> Iterator[Running]:
+def server(
+    tmp_path_factory: pytest.TempPathFactory, command_environment: dict[str, str], cache_dir: Path
+) -> Iterator[Running]:
     """A server of the demo pair, in f32, with two drafters, which propose whether that pays here or not."""
     options = ("--draft", "lookup,draft", "--lookahead", "2", "--precision", "f32", "--model-name", "demo")
-    server = start_server(tmp_path_factory.mktemp("server") / "stderr", command_environment, DEMO, *options)
+    more = ("--cache-dir", cache_dir, *options)
+    server = start_server(tmp_path_factory.mktemp("server") / "stderr", command_environment, DEMO, *more)
     yield server
     server.end()
 
 
+def find_out(cache: Path) -> None:
+    """Fill a cache with what the first load of the real model takes long to find out."""
+    cache.mkdir()
+    ovspec.load(REAL, "lookup", precision="f32", tune=False, cache_dir=cache)
+
+
 @pytest.fixture(scope="session")
 def real_server(tmp_path_factory: pytest.TempPathFactory, command_environment: dict[str, str]) -> Iterator[Running]:
-    """A server of the real model, with lookup."""
+    """A server of the real model, with lookup, in f32, where texts are the same on all processors."""
     if not REAL.is_dir():
         pytest.skip("the real model could not be fetched")
-    options = ("--draft", "lookup", "--lookahead", "4", "--temperature", "0", "--no-tune")
-    server = start_server(tmp_path_factory.mktemp("server") / "stderr", command_environment, REAL, *options)
+    known = kept_model(tmp_path_factory, "known-of-smollm2", find_out)
+    options = ("--draft", "lookup", "--lookahead", "4", "--temperature", "0", "--no-tune", "--precision", "f32")
+    more = ("--cache-dir", known, *options)
+    server = start_server(tmp_path_factory.mktemp("server") / "stderr", command_environment, REAL, *more)
     yield server
     server.end()
