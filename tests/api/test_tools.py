@@ -35,7 +35,7 @@ CHATS = [
     [{"role": "user", "content": text}] for text in ("def test_get(self):", "import os", "class A:\n", "x = [1, 2, 3]")
 ]
 TAGS = ("<think>", *(trigger.replace("{NAME}", "tool_") for each in BY_NAME.values() for trigger in each.triggers))
-QUICK = ("hermes", "qwen-xml", "mistral", "harmony")  # the slow test judges all
+QUICK = ("hermes", "qwen-xml", "harmony")  # the slow test judges all
 
 
 @pytest.fixture(autouse=True)
@@ -169,7 +169,7 @@ def judge(lm: ovspec.LanguageModel, tool_format: str, count: int, number: int) -
 
 @pytest.mark.parametrize("tool_format", QUICK)
 def test_no_call_is_invalid(load: Load, templates: Any, tool_format: str) -> None:
-    counts = judge(templates(load(), tool_format), tool_format, 24, len(tool_format))
+    counts = judge(templates(load(), tool_format), tool_format, 16, len(tool_format))
     assert counts["whole"] >= 5, counts
     assert counts["refused"] <= 8, counts
 
