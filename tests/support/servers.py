@@ -27,7 +27,8 @@ import ovspec
 from ovspec.cli import cli
 
 # Each new client reads all certificates, which takes 40 ms, and ``httpx.post`` makes one for each request.
-default.create_ssl_context = functools.cache(default.create_ssl_context)
+transports: Any = default
+transports.create_ssl_context = functools.cache(transports.create_ssl_context)
 DEMO = ROOT / "models" / "demo"
 REAL = ROOT / "smollm2"
 READY = re.compile(r"on (http://\S+)/v1 ")
