@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT
-from kept import UNUSED, copy_kept, digest
+from kept import PLUGINS, UNUSED, copy_kept, digest
 
 
 class Maker:
@@ -63,3 +63,10 @@ def test_exports_import_nothing_of_what_the_key_leaves_out() -> None:
     for file in (ROOT / "export").rglob("*.py"):
         imported = re.findall(r"(?:from|import) ovspec\.(\w+)", file.read_text(encoding="utf-8"))
         assert not set(imported) & set(UNUSED), file
+
+
+def test_what_makes_models_imports_no_plugin() -> None:
+    """The other way round, a plugin's change would leave models that it has part in."""
+    for file in (ROOT / "tests" / "support").glob("*.py"):
+        imported = re.findall(r"(?m)^\s*(?:from|import) (\w+)", file.read_text(encoding="utf-8"))
+        assert file.stem in PLUGINS or not set(imported) & set(PLUGINS), file

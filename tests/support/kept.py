@@ -18,6 +18,7 @@ from filelock import FileLock
 # What models are made of. In a copy with a bug in it (scripts/planted.py), these are the sources without the bug.
 SOURCES = Path(os.environ.get("OVSPEC_TESTS_SOURCES", ROOT))
 PLACE = SOURCES / ".cache" / "test-models"
+PLUGINS = ("durations", "guardian", "limits", "places", "scheduling", "servers")  # of tests/support, make no model
 UNUSED = ("cli", "integrations", "openai", "server")  # folders of ovspec that no export imports
 Make = Callable[[Path], Any]
 
@@ -48,6 +49,7 @@ def ingredients() -> str:
         file for folder in (SOURCES / "ovspec").iterdir() if folder.name not in UNUSED for file in python_files(folder)
     ]
     others = [file for name in ("export", "tests/support") for file in python_files(SOURCES / name)]
+    others = [file for file in others if file.stem not in PLUGINS]
     single = [SOURCES / "tests" / "conftest.py", SOURCES / "scripts" / "fetch.py"]
     models = [file for file in (SOURCES / "models").rglob("*") if file.is_file()]
     versions = sorted(f"{package.name} {package.version}" for package in distributions())
@@ -62,7 +64,7 @@ def digest(files: Iterable[Path], *more: str) -> str:
     """Return a digest of the names and the contents of files, and of texts."""
     found = hashlib.sha256()
     for file in sorted(files):
-        found.update(f"{file}\0{hashlib.sha256(file.read_bytes()).hexdigest()}\0".encode())
+        found.update(f"{os.path.relpath(file, SOURCES)}\0{hashlib.sha256(file.read_bytes()).hexdigest()}\0".encode())
     for text in more:
         found.update(f"{text}\0".encode())
     return found.hexdigest()[:16]
