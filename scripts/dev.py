@@ -4,6 +4,7 @@
     python3 scripts/dev.py model           make that model alone: the folder smollm2, of SmolLM2-135M-Instruct in int8
     python3 scripts/dev.py test [--slow]   the tests, in two workers (-n 0 for none); further arguments go to pytest
         [--isa AVX2]                       as on a processor with this instruction set and no better one
+    python3 scripts/dev.py test-capped     the tests of exactness, as on laptops and desktops: AVX2 and AVX2_VNNI
     python3 scripts/dev.py soak            long series of kills and of draws
     python3 scripts/dev.py test-guidance   the tests of the guidance library, in an environment of their own
     python3 scripts/dev.py planted [WORD]  plant bugs, one at a time, and see that the quick tests find each
@@ -28,6 +29,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 VENV, GUIDANCE_VENV = ROOT / ".venv", ROOT / ".venv-guidance"
 BIN = "Scripts" if os.name == "nt" else "bin"
+LESSER = ("AVX2", "AVX2_VNNI")  # instruction sets of the processors that most users have
+EXACTNESS = ("tests/setup/test_exactness.py", "tests/engine/test_exact.py")  # under each of them in a minute at most
 REAL = "smollm2"  # the folder of the real model in int8
 REAL_F32 = ".cache/smollm2-f32"  # the same in f32, for tests
 HEAD = "models/smollm2-head"  # which proposes tokens for it
@@ -144,11 +147,23 @@ def test(arguments: list[str], which: str = "not slow and not soak") -> None:
     run(python(), "-m", "pytest", *workers, "-m", which, *rest)
 
 
+def test_capped() -> None:
+    for name in LESSER:
+        if name in processor_levels():
+            test([*EXACTNESS, "--isa", name])
+
+
+def processor_levels() -> list[str]:
+    """Return the names of the instruction sets that this processor has."""
+    levels = "from ovspec.ir.instruction_set import processor_levels; print(*processor_levels())"
+    return subprocess.run(
+        [python(), "-c", levels], cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True
+    ).stdout.split()
+
+
 def cap_instruction_set(name: str = "") -> None:
     """Let OpenVINO use no better instruction set than ``name``; exit if this processor lacks it."""
-    levels = "from ovspec.ir.instruction_set import processor_levels; print(*processor_levels())"
-    done = subprocess.run([python(), "-c", levels], cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
-    if name not in (known := done.stdout.split()):
+    if name not in (known := processor_levels()):
         sys.exit(f"--isa: this processor has no {name!r}; name one of {', '.join(known) or 'none (not x86)'}.")
     # The first is for OpenVINO's matrix products, the second for its own kernels; without both it contradicts itself.
     os.environ["ONEDNN_MAX_CPU_ISA"] = os.environ["OV_CPU_MAX_ISA"] = name
@@ -169,7 +184,7 @@ def lint() -> None:
 
 
 def main() -> None:
-    commands = ("demo", "model", "test", "soak", "test-guidance", "planted", "lint", "bench")
+    commands = ("demo", "model", "test", "test-capped", "soak", "test-guidance", "planted", "lint", "bench")
     if len(sys.argv) < 2 or sys.argv[1] not in commands:
         sys.exit(__doc__)
     name, arguments = sys.argv[1], sys.argv[2:]
@@ -184,6 +199,8 @@ def main() -> None:
         real_model(REAL_F32, "fp32")
     if name == "test":
         test(arguments)
+    elif name == "test-capped":
+        test_capped()
     elif name == "soak":
         test(arguments, "soak")
     elif name == "planted":
