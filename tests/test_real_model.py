@@ -14,7 +14,6 @@ import pytest
 import torch
 import transformers
 from conftest import ROOT, USERS_CACHE
-from openai import OpenAI
 from servers import Start
 
 import ovspec
@@ -153,6 +152,8 @@ def test_three_turns_are_exact_and_answer_like_new_chats(real: Loaded) -> None:
 
 @pytest.mark.slow
 def test_two_clients_get_what_each_gets_alone(real: Loaded, start: Start) -> None:
+    from openai import OpenAI
+
     server = start(INT8, "--draft", "lookup", "--lookahead", "4", "--model-name", "smollm2")
     client = OpenAI(base_url=f"{server.url}/v1", api_key="none")
 

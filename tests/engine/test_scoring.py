@@ -8,7 +8,6 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 from conftest import PROMPTS, Reference
-from scipy.special import log_softmax
 
 import ovspec
 from ovspec.api.model import LanguageModel
@@ -27,6 +26,8 @@ def load(load: Load, request: pytest.FixtureRequest) -> Load:
 
 def expected_logprobs(reference: Reference, tokens: list[int], begin: int) -> list[float]:
     """Return the log-probability of each token from position ``begin`` on, computed from scratch."""
+    from scipy.special import log_softmax
+
     logprobs = log_softmax(reference.logits(tokens).astype(np.float64), axis=-1)
     return [float(logprobs[place - 1, tokens[place]]) for place in range(begin, len(tokens))]
 

@@ -13,7 +13,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import gguf
 import numpy as np
 import pytest
 import torch
@@ -196,6 +195,8 @@ def test_damaged_header_is_refused_or_read(seed: int, files: Path, tmp_path: Pat
 
 def written(path: Path, architecture: str = "llama", **changes: Any) -> Path:
     """Write a GGUF file with the metadata of a small Llama and one tensor. changes: entries, with "__" for a dot."""
+    import gguf
+
     writer = gguf.GGUFWriter(path, architecture)
     entries: dict[str, Any] = {
         **{f"{architecture}.{key}": 2 for key in ("block_count", "attention.head_count", "attention.head_count_kv")},

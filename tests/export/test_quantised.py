@@ -13,8 +13,6 @@ import torch
 from conftest import TARGET
 from family_models import run
 from mxfp4 import make_gpt_oss
-from optimum.exporters.openvino import main_export
-from optimum.intel.openvino.configuration import OVConfig, get_default_quantization_config
 from ovspec_export import Compression, export_pair
 from ovspec_export import export as exporting
 from ovspec_export.quantised import check_quantisation, load_model
@@ -106,6 +104,8 @@ def test_checkpoints_with_usual_weights_pass() -> None:
 @pytest.mark.slow
 def test_gpt_oss_is_compared_before_optimum_compresses_it(gpt_oss: tuple[Path, Path], tmp_path: Path) -> None:
     """optimum compresses gpt-oss to int4 inside of its export, and other models after it."""
+    from optimum.exporters.openvino import main_export
+
     right, other = tmp_path / "any-name", tmp_path / "other"
     for folder in (right, other):
         shutil.copytree(gpt_oss[0], folder)
@@ -127,6 +127,8 @@ def test_gpt_oss_is_compared_before_optimum_compresses_it(gpt_oss: tuple[Path, P
     assert ours == theirs
 
 
-def four_bits() -> OVConfig:
+def four_bits() -> Any:
     """Return what optimum-cli compresses gpt-oss with."""
+    from optimum.intel.openvino.configuration import OVConfig, get_default_quantization_config
+
     return OVConfig(quantization_config=get_default_quantization_config("openai/gpt-oss-20b", "int4"))

@@ -10,10 +10,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from anthropic.types import Message, RawMessageStreamEvent
+from clients import type_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pydantic import TypeAdapter
 
 from ovspec.base.errors import OvspecError
 from ovspec.engine.results import Piece, Result, Stats
@@ -371,10 +370,16 @@ def test_whatever_is_sent_is_read_or_refused(messages: Any, more: dict[str, Any]
 
 TOOLS = BY_NAME["hermes"]
 THINK = next(each for each in THINKING if each.open == "<think>")
-EVENTS: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
+EVENT = "anthropic.types:RawMessageStreamEvent"
 HEAD = {"id": "msg_1", "created": 1, "model": "demo"}
 STATS = Stats(prompt_tokens=9, cached_tokens=4, generated_tokens=7)
 PLAIN = read()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _imported() -> None:
+    """Import the client before a test that has a deadline."""
+    type_of(EVENT)
 
 
 def answered(format: AnswerFormat, raw: str, cuts: list[int], cut_off: bool) -> tuple[list[Piece], Result]:
@@ -400,7 +405,7 @@ def streamed(pieces: list[Piece], result: Result, request: TextRequest = PLAIN) 
     events = list[Any]()
     for name, data in (event(each).decode().strip().split("\n") for each in made):
         events.append(json.loads(data.removeprefix("data: ")))
-        EVENTS.validate_json(data.removeprefix("data: "))
+        type_of(EVENT).validate_json(data.removeprefix("data: "))
         assert name == f"event: {events[-1]['type']}"
     return events
 
@@ -449,7 +454,7 @@ def test_a_stream_says_what_the_whole_answer_says(
     raw = raw if ends is None else raw[:ends]
     pieces, result = answered(AnswerFormat(TOOLS, THINK, ("f", "get")), raw, cuts, ends is not None)
     whole = whole_message(None, HEAD, PLAIN, [result], [])
-    Message.model_validate_json(whole.model_dump_json(exclude_unset=True), strict=True)
+    type_of("anthropic.types:Message").validate_json(whole.model_dump_json(exclude_unset=True), strict=True)
     assert message_of(streamed(pieces, result)) == whole.model_dump(exclude_unset=True, mode="json")
     assert whole.content and (whole.stop_reason == "max_tokens") == (ends is not None)
 

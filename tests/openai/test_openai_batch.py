@@ -16,10 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import openai.types
-import openai.types.chat
 import pytest
-import scipy.special
+from clients import type_of
 from commands_here import Command, commands_here
 from conftest import PROMPTS, ROOT, Reference
 
@@ -30,6 +28,7 @@ from ovspec.openai.batch_requests import prompt_request, read_request, read_requ
 from ovspec.params import GENERATE, make_params
 
 DEMO = ROOT / "models" / "demo"
+COMPLETION, CHAT_COMPLETION = "openai.types:Completion", "openai.types.chat:ChatCompletion"
 
 
 @pytest.fixture(scope="module")
@@ -72,15 +71,15 @@ def test_requests_of_openai(lm: ovspec.LanguageModel, tmp_path: Path) -> None:
     )
     assert [line["custom_id"] for line in written] == ["c", "a", "b", "x"]
     assert all(line["response"]["status_code"] == 200 and line["error"] is None for line in written[:3])
-    answer = openai.types.chat.ChatCompletion.model_validate(written[0]["response"]["body"], strict=True)
+    answer = type_of(CHAT_COMPLETION).validate_python(written[0]["response"]["body"], strict=True)
     assert answer.choices[0].message.content == lm.generate(messages, max_tokens=9).text
     assert answer.usage
     assert answer.usage.completion_tokens == 9
-    texts = openai.types.Completion.model_validate(written[1]["response"]["body"], strict=True)
+    texts = type_of(COMPLETION).validate_python(written[1]["response"]["body"], strict=True)
     expected = lm.samples(PROMPTS[0], n=2, max_tokens=7, temperature=1, seed=4)
     assert [choice.text for choice in texts.choices] == [result.text for result in expected]
     assert [choice.finish_reason for choice in texts.choices] == ["length", "length"]
-    stopped = openai.types.Completion.model_validate(written[2]["response"]["body"], strict=True)
+    stopped = type_of(COMPLETION).validate_python(written[2]["response"]["body"], strict=True)
     assert stopped.choices[0].finish_reason == "stop"
     assert "\n" not in stopped.choices[0].text
     assert written[3]["response"] is None
@@ -101,7 +100,7 @@ def test_tools(lm: ovspec.LanguageModel, tmp_path: Path) -> None:
     [call] = result.message["tool_calls"]
     assert json.loads(call["function"]["arguments"])["day"] in (1, 2)
     assert own["tool_calls"] == [call] and own["text"] == ""
-    answer = openai.types.chat.ChatCompletion.model_validate(of_openai["response"]["body"], strict=True)
+    answer = type_of(CHAT_COMPLETION).validate_python(of_openai["response"]["body"], strict=True)
     assert answer.choices[0].finish_reason == "tool_calls" and answer.choices[0].message.tool_calls
     assert answer.choices[0].message.tool_calls[0].model_dump() == call
     assert "the schema of f, at #/type" in failed["error"]
@@ -157,7 +156,9 @@ def test_plain_prompts(lm: ovspec.LanguageModel, tmp_path: Path) -> None:
 
 def prompt_logprobs(reference: Reference, ids: list[int]) -> np.ndarray:
     """Return log-probabilities (n - 1, vocab) that predict each of ``ids`` but the first, by Hugging Face."""
-    return scipy.special.log_softmax(reference.logits(ids).astype(np.float64), axis=-1)[:-1]
+    from scipy.special import log_softmax
+
+    return log_softmax(reference.logits(ids).astype(np.float64), axis=-1)[:-1]
 
 
 def test_several_prompts_logprobs_and_echo(
@@ -184,7 +185,9 @@ def test_several_prompts_logprobs_and_echo(
         logprobs=0,
     )
     bodies = [line["response"]["body"] for line in written[:3]]
-    texts = openai.types.Completion.construct(**bodies[0])
+    from openai.types import Completion
+
+    texts = Completion.construct(**bodies[0])
     expected = lm.samples(prompts, n=2, max_tokens=6, temperature=1, seed=4)
     assert [choice.index for choice in texts.choices] == list(range(6))
     assert texts.usage
@@ -205,13 +208,13 @@ def test_several_prompts_logprobs_and_echo(
             assert "\\x" in name or choice.text.startswith(name, at)
         tops = zip(found.tokens, found.top_logprobs, strict=True)
         assert all(len(top) in (2, 3) and name in top for name, top in tops if top)
-    echoed = openai.types.Completion.model_validate(
+    echoed = type_of(COMPLETION).validate_python(
         bodies[1] | {"choices": [{**each, "logprobs": None} for each in bodies[1]["choices"]]}, strict=True
     )
     alone = [lm.generate(prompt, max_tokens=5).text for prompt in prompts]
     assert [choice.text for choice in echoed.choices] == [one + two for one, two in zip(prompts, alone, strict=True)]
     assert bodies[1]["choices"][0]["logprobs"]["top_logprobs"] is None, "logprobs=0, which the whole file asks for"
-    answer = openai.types.chat.ChatCompletion.model_validate(bodies[2], strict=True)
+    answer = type_of(CHAT_COMPLETION).validate_python(bodies[2], strict=True)
     content = answer.choices[0].logprobs and answer.choices[0].logprobs.content
     assert content
     spelt = b"".join(bytes(each.bytes or []) for each in content).decode("utf-8", "replace")

@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from clients import type_of
 from hypothesis import given
 from hypothesis import strategies as st
-from openai.types.responses import ResponseStreamEvent
-from pydantic import TypeAdapter
 
 from ovspec.engine.results import Piece, Result, Stats
 from ovspec.openai.answers import head_of
@@ -20,7 +19,7 @@ from ovspec.openai.responses.request import read_response
 from ovspec.params import Params
 from ovspec.text.answer import ToolCall
 
-EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
+EVENT = "openai.types.responses:ResponseStreamEvent"
 GO = {"type": "function", "name": "go", "parameters": {"type": "object", "properties": {}}}
 FUNCTION = {name: value for name, value in GO.items() if name != "type"}
 SPACE = {"type": "namespace", "name": "mcp__maps", "description": "Maps.", "tools": [GO]}
@@ -251,6 +250,12 @@ def pieces_of(runs: list[tuple[str, list[str]]]) -> list[Piece]:
     return pieces
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _imported() -> None:
+    """Import the client before a test that has a deadline."""
+    type_of(EVENT)
+
+
 @given(RUNS, st.sampled_from(["eos", "length", "stop"]), st.booleans())
 def test_events_are_complete_and_in_order(runs: Any, reason: Any, record: bool) -> None:
     asked = read(tools=TOOLS, return_record=record, metadata={"a": "b"})
@@ -259,7 +264,7 @@ def test_events_are_complete_and_in_order(runs: Any, reason: Any, record: bool) 
     for piece in pieces_of(runs):
         made += output.add(piece, [])
     made += output.end(Result("", [1, 2], reason, Stats(prompt_tokens=5, generated_tokens=2)))
-    events = [EVENT.validate_json(event.model_dump_json(exclude_unset=True)) for event in made]
+    events = [type_of(EVENT).validate_json(event.model_dump_json(exclude_unset=True)) for event in made]
     assert [event.sequence_number for event in events] == list(range(len(events)))
     assert [event.type for event in events[:2]] == ["response.created", "response.in_progress"]
     last = events[-1]

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from bigrams import Bigrams
 from llguidance import LLMatcher
-from scipy import stats
 
 import ovspec.sampling.samplers as sampler_module
 from ovspec.cache.sequence import Sequence
@@ -119,6 +118,8 @@ def draw_texts(accept: AcceptRule, drafter: str, params: Params, draws: int) -> 
 
 def fits(counts: Counter[Any], params: Params) -> float:
     """Return the p-value of a chi-square test that counts rare texts together."""
+    from scipy import stats
+
     expected, draws = exact(params), sum(counts.values())
     assert abs(sum(expected.values()) - 1) < 1e-6
     assert set(counts) <= set(expected)

@@ -16,7 +16,6 @@ from bigrams import Bigrams
 from conftest import Reference
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from scipy.stats import chisquare
 
 import ovspec
 from ovspec.cache.sequence import Sequence
@@ -210,6 +209,8 @@ def test_a_draft_with_a_smaller_vocabulary() -> None:
 
 def fits(counts: np.ndarray, probabilities: np.ndarray) -> float:
     """Return the p-value of a chi-square test; cells expected fewer than 5 times are merged into one."""
+    from scipy.stats import chisquare
+
     expected = probabilities / probabilities.sum() * counts.sum()
     rare = expected < 5
     observed, wanted = counts[~rare], expected[~rare]

@@ -22,7 +22,6 @@ import llguidance.numpy
 import matrix
 import numpy as np
 import pytest
-import scipy.stats
 from arrivals import Load
 from conftest import CHECKPOINTS, PROMPTS, ROOT
 from harness import Worker
@@ -252,11 +251,13 @@ def test_peers_need_their_files(script: Callable[[str, str], str], talker: Path,
 @pytest.mark.parametrize("count", [1, 5, 6, 8, 9, 18, 100])
 def test_the_interval_of_a_median(count: int) -> None:
     """scipy says how probable it is that the median lies between two order statistics."""
+    from scipy import stats
+
     least, most = harness.median_interval(range(count))
     assert least + most == count - 1, "as many are left out below as above"
 
     def confidence(left_out: float) -> float:
-        return 1 - 2 * float(scipy.stats.binom.cdf(left_out, count, 0.5))
+        return 1 - 2 * float(stats.binom.cdf(left_out, count, 0.5))
 
     assert least == 0 or confidence(least) >= 0.95
     assert count < 6 or confidence(least + 1) < 0.95 <= confidence(least)

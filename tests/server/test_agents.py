@@ -8,12 +8,14 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Annotated, Any, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
-import openai
 import pytest
 from pydantic import BaseModel, Field
 from servers import REAL, Running
+
+if TYPE_CHECKING:
+    import openai  # which takes a second
 
 pytestmark = pytest.mark.skipif(not REAL.is_dir(), reason="the real model could not be fetched")
 
@@ -100,6 +102,8 @@ def quick(fast: tuple[Way, Callable[..., Any]], *others: Callable[..., Any]) -> 
 
 
 def client_of(real: Running) -> openai.OpenAI:
+    import openai
+
     return openai.OpenAI(base_url=f"{real.url}/v1", api_key="none", max_retries=0, timeout=120)
 
 
@@ -128,6 +132,8 @@ def parsed(client: openai.OpenAI, **body: Any) -> Any:
 
 @quick(("required", streamed), whole, parsed)
 def test_openai(real: Running, kitchen: Kitchen, ask: Callable[..., Any]) -> None:
+    import openai
+
     client, text = client_of(real), None
     tools = [openai.pydantic_function_tool(TakeStep, name="take_step")]
     messages: list[Any] = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": QUESTION}]
@@ -173,6 +179,8 @@ def parsed_response(client: openai.OpenAI, **body: Any) -> Any:
 
 @quick(("auto", streamed_response), whole_response, parsed_response)
 def test_openai_responses(real: Running, kitchen: Kitchen, ask: Callable[..., Any]) -> None:
+    import openai
+
     client, text = client_of(real), ""
     tools = [openai.pydantic_function_tool(TakeStep, name="take_step")]
     items: list[Any] = [{"role": "user", "content": QUESTION}]
@@ -258,6 +266,8 @@ def test_openai_agents(real: Running, kitchen: Kitchen, api: str, stream: bool) 
             given[1].model_settings = settings()  # of the agent
 
     async def run() -> Any:
+        import openai
+
         client = openai.AsyncOpenAI(base_url=f"{real.url}/v1", api_key="none", max_retries=0, timeout=120)
         model = getattr(agents, api)("any", client)
         agent = agents.Agent(

@@ -11,10 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import schemathesis
 from conftest import ROOT
 from hypothesis import HealthCheck, given, settings
-from schemathesis.specs.openapi.checks import response_schema_conformance, status_code_conformance
 from servers import DEMO, Running, StartHere
 
 from ovspec.openai.answers import ChatCompletion, Completion
@@ -80,12 +78,16 @@ def test_there_are_lines() -> None:
 
 @pytest.fixture(scope="module")
 def api(guarded: Running) -> Any:
+    import schemathesis
+
     headers = {"Authorization": f"Bearer {KEY}"}
     return schemathesis.openapi.from_url(f"{guarded.url}/openapi.json", headers=headers)
 
 
 @pytest.mark.parametrize("examples", [3, pytest.param(50, marks=pytest.mark.slow)])
 def test_no_request_is_a_server_error(api: Any, examples: int) -> None:
+    from schemathesis.specs.openapi.checks import response_schema_conformance, status_code_conformance
+
     tried = set()
     for found in api.get_all_operations():
         operation = found.ok()

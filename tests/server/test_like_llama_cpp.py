@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 from conftest import USERS_CACHE
-from openai import OpenAI
 from servers import REAL, Running, Start
 
 from ovspec.text.chat_format import ChatFormat
@@ -188,6 +187,8 @@ def test_chat_completion_with_timings_per_token(server: Running) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_logprobs(server: Running, stream: bool) -> None:
+    from openai import OpenAI
+
     client, text, tokens = OpenAI(base_url=f"{server.url}/v1", api_key="none"), "", list[Any]()
     asked: Any = {"model": "gpt-3.5-turbo-instruct", "messages": BOOK, "max_tokens": 5, "temperature": 0.0}
     asked |= {"logprobs": True, "top_logprobs": 10, "stream": stream}

@@ -12,12 +12,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
-import anthropic
 import httpx
 import pytest
-from anthropic.types import Message, MessageTokensCount, RawMessageStreamEvent
+from clients import type_of
 from commands_here import Command, commands_here
-from pydantic import BaseModel, Field, TypeAdapter
+from pydantic import BaseModel, Field
 from servers import DEMO, REAL, Running, StartHere
 
 import ovspec
@@ -31,7 +30,7 @@ from ovspec.server.engine_thread import EngineThread
 from ovspec.server.guard import HEADER, Guard
 
 slow_real = [pytest.mark.slow, pytest.mark.skipif(not REAL.is_dir(), reason="the real model could not be fetched")]
-EVENTS: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
+EVENT = "anthropic.types:RawMessageStreamEvent"
 ASK: list[Any] = [{"role": "user", "content": "Repeat three times: The train to Bern leaves at noon."}]
 SAMPLED: dict[str, Any] = {"extra_body": {"temperature": 0.8, "top_p": 0.95, "seed": 5}}
 STEPS = 5
@@ -59,6 +58,8 @@ def asked(request: pytest.FixtureRequest) -> Iterator[Running]:
 
 
 def client_of(server: Running, key: str = "none") -> Any:
+    import anthropic
+
     url = server.url.replace("0.0.0.0", "127.0.0.1")
     return anthropic.Anthropic(base_url=url, api_key=key, max_retries=0, timeout=120)
 
@@ -66,7 +67,7 @@ def client_of(server: Running, key: str = "none") -> Any:
 def whole(client: Any, **body: Any) -> Any:
     """Return an answer, which is one of the client's down to its last field."""
     raw = client.messages.with_raw_response.create(model="any", **body)
-    return Message.model_validate_json(raw.text(), strict=True)
+    return type_of("anthropic.types:Message").validate_json(raw.text(), strict=True)
 
 
 def streamed(client: Any, **body: Any) -> Any:
@@ -109,7 +110,7 @@ def test_every_event_is_one_of_the_clients(asked: Running) -> None:
         answer = asked.post("/v1/messages", {**body, "tool_choice": {"type": choice}})
         assert answer.headers["request-id"].startswith("req_") and "x-request-id" not in answer.headers
         parts = [part.split("\n") for part in answer.text.removesuffix("\n\n").split("\n\n")]
-        events = [EVENTS.validate_json(data.removeprefix("data: "), strict=True) for _, data in parts]
+        events = [type_of(EVENT).validate_json(data.removeprefix("data: "), strict=True) for _, data in parts]
         assert [name for name, _ in parts] == [f"event: {event.type}" for event in events]
         assert {event.content_block.type for event in events if event.type == "content_block_start"} == kinds
 
@@ -210,7 +211,7 @@ COUNTED: list[dict[str, Any]] = [
 def test_tokens_are_counted_as_answers_report_them(asked: Running, body: dict[str, Any]) -> None:
     client, body = client_of(asked), {"messages": ASK, **body}
     raw = client.messages.with_raw_response.count_tokens(model="any", **body)
-    counted = MessageTokensCount.model_validate_json(raw.text(), strict=True).input_tokens
+    counted = type_of("anthropic.types:MessageTokensCount").validate_json(raw.text(), strict=True).input_tokens
     assert counted == prompt_tokens(whole(client, max_tokens=1, **body).usage) > 0
     assert (HEADER in raw.headers) == (WEB in body.get("tools", ()) or BILLING in str(body))
 
@@ -364,6 +365,8 @@ def test_wrong_bodies(server: Running, body: dict[str, Any], message: str) -> No
 
 
 def test_the_client_raises_its_errors(server: Running) -> None:
+    import anthropic
+
     client = client_of(server)
     for ask in (client.messages.create, client.messages.count_tokens):
         with pytest.raises(anthropic.BadRequestError, match="must not be empty") as found:
@@ -404,6 +407,8 @@ def strict(start_here: StartHere) -> Running:
 
 
 def test_what_a_strict_server_refuses(strict: Running) -> None:
+    import anthropic
+
     client, body = client_of(strict, "the-key"), {"model": "its", "max_tokens": 3, "messages": [HI]}
     assert client.messages.create(**body, metadata={"user_id": "me"}).model == "its"
     bearer: Any = anthropic.Anthropic(base_url=strict.url, auth_token="the-key", api_key=None, max_retries=0)
@@ -427,6 +432,8 @@ def test_what_a_strict_server_refuses(strict: Running) -> None:
 
 def test_a_server_that_is_full_or_too_slow(strict: Running) -> None:
     """One text runs until its time is over, one waits in vain, and others are refused at once."""
+    import anthropic
+
     body = {"model": "its", "max_tokens": 1900, "messages": [HI], "ignore_eos": True}
     headers = {"x-api-key": "the-key"}
 

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
-import openai
 import pytest
 from commands_here import Command, commands_here
 from conftest import PROMPTS
@@ -28,6 +27,8 @@ BODIES: list[dict[str, Any]] = [
 
 @pytest.fixture(scope="module")
 def client(server: Running) -> Any:
+    import openai
+
     return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=120)
 
 
@@ -158,6 +159,8 @@ def test_grammars_under_our_names(client: Any) -> None:
 
 
 def test_many_at_once(server: Running, lm: ovspec.LanguageModel) -> None:
+    import openai
+
     async def ask(prompts: list[str]) -> list[str]:
         async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=120) as client:
             asked = [client.completions.create(model="demo", prompt=prompt, max_tokens=20) for prompt in prompts]

@@ -5,13 +5,9 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import anthropic
-import openai
 import pytest
-from anthropic.types import RawMessageStreamEvent
+from clients import type_of
 from kept import kept_model
-from openai.types.responses import ResponseStreamEvent
-from pydantic import TypeAdapter
 from real_families import DOWNLOADS, FAMILIES, export
 from servers import Running, Start
 
@@ -50,13 +46,15 @@ def response_of(client: Any, stream: bool, **body: Any) -> Any:
         return client.responses.create(model="any", **body)
     events: list[Any] = list(client.responses.create(model="any", stream=True, **body))
     for event in events:
-        TypeAdapter(ResponseStreamEvent).validate_python(event.to_dict())
+        type_of("openai.types.responses:ResponseStreamEvent").validate_python(event.to_dict())
     assert [event.sequence_number for event in events] == list(range(len(events)))
     return events[-1].response
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_responses(qwen: Running, thinking: dict[str, Any], stream: bool) -> None:
+    import openai
+
     client = openai.OpenAI(base_url=f"{qwen.url}/v1", api_key="none", max_retries=0)
     answer = response_of(client, stream, input=QUESTION, extra_body=thinking)
     reasoning, message = answer.output
@@ -83,13 +81,15 @@ def message_of(client: Any, stream: bool, **body: Any) -> Any:
     if not stream:
         return client.messages.create(**body)
     for event in client.messages.create(stream=True, **body):
-        TypeAdapter(RawMessageStreamEvent).validate_python(event.to_dict())
+        type_of("anthropic.types:RawMessageStreamEvent").validate_python(event.to_dict())
     with client.messages.stream(**body) as events:
         return events.get_final_message()
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_messages(qwen: Running, thinking: dict[str, Any], stream: bool) -> None:
+    import anthropic
+
     client: Any = anthropic.Anthropic(base_url=qwen.url, api_key="none", max_retries=0)
     chat: list[Any] = [{"role": "user", "content": QUESTION}]
     answer = message_of(client, stream, messages=chat, extra_body=thinking)

@@ -7,7 +7,6 @@ import re
 from typing import Any
 
 import httpx
-import openai
 import pytest
 from conftest import PROMPTS
 from servers import DEMO, Running, StartHere
@@ -259,6 +258,8 @@ def test_the_document_tells_what_is_refused(strict: Running, server: Running) ->
 
 
 def test_openais_client(server: Running, strict: Running) -> None:
+    import openai
+
     client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
     options: Any = {"model": "gpt-4o", "messages": CHAT, "max_tokens": 5}
     plain = client.chat.completions.create(**options)

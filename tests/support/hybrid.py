@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import openvino as ov
 import torch
-from optimum.exporters.openvino.stateful import patch_stateful_hybrid_ssm
 from torch import nn
 
 WIDTH, HEADS, HEAD, KERNEL = 48, 4, 12, 3
@@ -83,6 +82,8 @@ class Hybrid(nn.Module):
 
 def export(model: Hybrid, folder: Path, tokenizer_folder: Path) -> Path:
     """Export to ``folder`` as optimum-cli would, made stateful by optimum's own transformation for hybrid models."""
+    from optimum.exporters.openvino.stateful import patch_stateful_hybrid_ssm
+
     names = ["conv.0", "ssm.0", "key.0", "value.0"][: 4 if model.attention else 2]
     ids = torch.zeros((2, 3), dtype=torch.int64)
     example = (ids, torch.ones((2, 3 + 2 * bool(model.attention)), dtype=torch.int64), *model.nothing(2, 2))
