@@ -39,7 +39,12 @@ def run(page: str, pair: Path, skipped: bool = False) -> dict[str, Any]:
     return names
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page)])
+CLUSTER = "docs/how-to/batches-on-a-cluster.md"  # takes long; integrations/test_ray.py runs the same in quick runs
+
+
+@pytest.mark.parametrize(
+    "page", [pytest.param(page, marks=[pytest.mark.slow] * (page == CLUSTER)) for page in PAGES if blocks(page)]
+)
 def test_python_on_a_page_runs(page: str, pair: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)  # the repository stays clean
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
@@ -83,7 +88,7 @@ def cluster(names: dict[str, Any]) -> None:
 
 
 CHECKS = {
-    "docs/how-to/batches-on-a-cluster.md": cluster,
+    CLUSTER: cluster,
     "docs/how-to/use-tools.md": tools,
     "README.md": readme,
     "docs/how-to/sessions-and-chats.md": sessions,

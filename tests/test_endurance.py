@@ -90,7 +90,7 @@ class Held:
 @pytest.mark.skipif(not hasattr(psutil.Process, "num_fds"), reason="counts file descriptors")
 @pytest.mark.parametrize(
     ("threads", "each"),
-    [(4, 12), pytest.param(32, 40, marks=pytest.mark.slow), pytest.param(32, 500, marks=pytest.mark.soak)],
+    [(3, 10), pytest.param(32, 40, marks=pytest.mark.slow), pytest.param(32, 500, marks=pytest.mark.soak)],
 )
 def test_threads_with_grammars_and_refused_prompts(
     lm: ovspec.LanguageModel, made: weakref.WeakSet[Any], threads: int, each: int, monkeypatch: pytest.MonkeyPatch
@@ -151,7 +151,7 @@ def calls_of(lm: ovspec.LanguageModel, session: ovspec.Session) -> list[Callable
 
 
 @pytest.mark.parametrize(
-    "count", [100, pytest.param(3000, marks=pytest.mark.slow), pytest.param(20_000, marks=pytest.mark.soak)]
+    "count", [60, pytest.param(3000, marks=pytest.mark.slow), pytest.param(20_000, marks=pytest.mark.soak)]
 )
 def test_calls(lm: ovspec.LanguageModel, made: weakref.WeakSet[Any], count: int) -> None:
     """The second half of the calls needs no more than the first, whose beginning fills the caches."""

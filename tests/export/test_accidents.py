@@ -264,7 +264,7 @@ for turn in range(100000):
 
 
 @posix
-@pytest.mark.parametrize("times", [4, pytest.param(15, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("times", [2, pytest.param(15, marks=pytest.mark.slow)])
 def test_killed_while_folders_are_renamed(tmp_path: Path, times: int) -> None:
     output = marked(tmp_path / "out", "whole")
     moments = random.Random(1)

@@ -37,7 +37,11 @@ INFO = "ovspec_toy-1.0.dist-info"
 
 @pytest.fixture
 def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Environment:
-    """An environment of one small wheel, which pip finds in a folder; ovspec's cache is another."""
+    return toy_in(tmp_path, monkeypatch)
+
+
+def toy_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Environment:
+    """Return an environment of one small wheel, which pip finds in a folder; ovspec's cache is another."""
     (tmp_path / "wheels").mkdir()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("PIP_NO_INDEX", "1")
@@ -56,6 +60,22 @@ def wheel(folder: Path) -> str:
         archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
         archive.writestr(f"{info}/RECORD", "ovspec_toy/__init__.py,,17\n../../bin/toy,,5\n")
     return hashlib.sha256(file.read_bytes()).hexdigest()
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the toy's overlay, made once."""
+    place = tmp_path_factory.mktemp("whole")
+    with pytest.MonkeyPatch.context() as patched:
+        return prepare(toy_in(place, patched), "toys")
+
+
+def prepared(environment: Environment, whole: Path) -> Path:
+    """Put a whole copy where an environment's overlay is."""
+    environment.folder.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copytree(whole, environment.folder)
+    assert environment.is_prepared
+    return environment.folder
 
 
 def left_in(environment: Environment) -> list[str]:
@@ -160,22 +180,21 @@ def damage(toy: Environment, how: str) -> None:
 DAMAGES = ("missing", "cut off", "without a RECORD", "with an empty RECORD")
 
 
-def test_an_incomplete_copy_is_noticed(toy: Environment, tmp_path: Path) -> None:
-    shutil.copytree(prepare(toy, "toys"), tmp_path / "whole")
+def test_an_incomplete_copy_is_noticed(toy: Environment, whole: Path) -> None:
     for how in DAMAGES:
+        prepared(toy, whole)
         (toy.folder / "more").mkdir()  # no harm
         assert toy.is_prepared
         damage(toy, how)
         assert not toy.is_prepared, how
         shutil.rmtree(toy.folder)
-        shutil.copytree(tmp_path / "whole", toy.folder)
 
 
 @pytest.mark.parametrize("how", [DAMAGES[0], *[pytest.param(how, marks=pytest.mark.slow) for how in DAMAGES[1:]]])
 def test_an_incomplete_copy_is_made_anew(
-    toy: Environment, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], how: str
+    toy: Environment, whole: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], how: str
 ) -> None:
-    module = prepare(toy, "toys") / "ovspec_toy" / "__init__.py"
+    module = prepared(toy, whole) / "ovspec_toy" / "__init__.py"
     (toy.folder / "more").mkdir()
     damage(toy, how)
     with monkeypatch.context() as patched:
@@ -197,11 +216,11 @@ def test_each_overlay_is_looked_at_once_for_the_list(monkeypatch: pytest.MonkeyP
     assert len(looked_at) == len({*looked_at}) == sum(len(environment.wheels) for environment in OVERLAYS)
 
 
-def test_what_is_prepared_is_listed(toy: Environment, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_prepared_is_listed(toy: Environment, whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(families.FAMILIES, "toy", families.Family(toy, remote_code=True))
     line = next(line for line in families.family_list() if line.startswith("toy "))
     assert "not prepared" in line and "needs --trust-remote-code" in line
-    prepare(toy, "toys")
+    prepared(toy, whole)
     line = next(line for line in families.family_list() if line.startswith("toy "))
     assert "prepared" in line and "not prepared" not in line
 

@@ -23,9 +23,9 @@ from ovspec.base.errors import OvspecError
 from ovspec.text.tokenizer import Tokenizer, byte_level_alphabet
 
 MODELS = USERS_CACHE / "downloads" / "llama.cpp" / "models"
-QUICK = ["gpt-2", "deepseek-coder", "llama-spm"]
+QUICK = ["deepseek-coder", "llama-spm"]
 SLOW = ["falcon", "mpt", "refact", "starcoder", "phi-3", "deepseek-llm", "qwen2", "qwen35", "llama-bpe", "command-r"]
-SLOW += ["gemma-4"]
+SLOW += ["gemma-4", "gpt-2"]
 OWN_PRE = [(name, None) for name in ("llama-spm", "baichuan", "gemma-4", "aquila", "deepseek-llm", "llama-bpe")]
 OTHER_PRE = [("gpt-2", names.split()[0]) for names, row in TABLE.items() if row.spelt_in_bytes]
 LLAMA_CPP = """

@@ -17,13 +17,13 @@ from conftest import DRAFT, PROMPTS, TARGET
 from families import HEADED, LOCAL_EXPERTS, WINDOWS, Family
 from family_models import make, warm_jobs
 from heads import write_head
-from ovspec_export import Compression, export_pair
+from ovspec_export import Compression, convert, export_pair
 from ovspec_export import export as exporting
 from ovspec_export import heads as torch_heads
 from ovspec_export.head_agreement import check_head
 from ovspec_export.head_layout import is_head
 from ovspec_export.heads import EagleHead, head_ir, load_head
-from ovspec_export.sources import find_source
+from ovspec_export.sources import Source, find_source
 from ovspec_export.worker import eagle_head
 from safetensors.torch import load_file, save_file
 from test_gguf import LLAMA_CPP
@@ -389,7 +389,20 @@ def head_for_the_pair(folder: Path, **options: Any) -> Path:
     return write_head(folder, target=TARGET_CONFIG, layer_ids=OUTPUTS, **options)
 
 
-@pytest.mark.usefixtures("warm")
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Convert heads in this process."""
+
+    def run_job(job: str, _model: Source, scratch: Path, _told: Any = None, **arguments: Any) -> bool:
+        assert job == "eagle_head"
+        scratch.mkdir(parents=True, exist_ok=True)
+        eagle_head(**arguments)
+        return True
+
+    monkeypatch.setattr(convert, "run_job", run_job)
+
+
+@pytest.mark.usefixtures("here")
 def test_a_head_for_an_ir(pair: Path, tmp_path: Path, cache_dir: Path) -> None:
     head = head_for_the_pair(tmp_path / "head", embedding=False)
     manifest = export_pair(str(pair), str(head), tmp_path / "out", draft_compression=Compression("fp32"))

@@ -15,6 +15,7 @@ import torch
 from conftest import PROMPTS, ROOT, TARGET
 from families import DEEPER, DELTA_NET, EXPERTS, GROUPED, HEADED, LLAMA_4, VOCAB, WINDOWS
 from family_models import run, warm_jobs
+from kept import kept_model
 from ovspec_export import Compression, export_pair
 from ovspec_export.families import FAMILIES as REGISTRY
 from ovspec_export.families import TEXT_MODELS, TEXT_ONLY
@@ -166,8 +167,13 @@ def make(family: str, folder: Path) -> list[int]:
 @pytest.fixture(scope="module")
 def gemma(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[int]]:
     """A checkpoint of Gemma 3 with a vision part, and what it says."""
-    folder = tmp_path_factory.mktemp("gemma") / "hf"
-    return folder, make("gemma3", folder)
+
+    def made(folder: Path) -> None:
+        told = make("gemma3", folder / "hf")
+        (folder / "told.json").write_text(json.dumps(told), encoding="utf-8")
+
+    folder = kept_model(tmp_path_factory, "gemma-with-vision", made)
+    return folder / "hf", json.loads((folder / "told.json").read_text(encoding="utf-8"))
 
 
 def says_the_same(folder: Path, told: list[int], output: Path, cache_dir: Path) -> None:

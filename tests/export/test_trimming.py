@@ -23,7 +23,7 @@ from ovspec.setup.manifest import DRAFT_FOLDER, read_manifest
 
 DEMO = ROOT / "models" / "demo"
 COUNT, VOCAB = 400, 4096
-TOKENS = 48
+TOKENS = 24
 
 
 def test_the_most_used_ids() -> None:
@@ -45,7 +45,7 @@ def test_the_share_that_is_lost() -> None:
 
 
 def texts(lm: ovspec.LanguageModel) -> list[ovspec.Result]:
-    return [lm.generate(prompt, max_tokens=TOKENS, lookahead=3) for prompt in PROMPTS[:6]]
+    return [lm.generate(prompt, max_tokens=TOKENS, lookahead=3) for prompt in PROMPTS[:3]]
 
 
 class Trimmed:

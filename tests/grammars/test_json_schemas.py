@@ -127,7 +127,7 @@ def test_there_are_fifty_schemas() -> None:
     assert len(SCHEMAS) >= 50
 
 
-@pytest.mark.parametrize("examples", [50, pytest.param(150, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("examples", [20, pytest.param(150, marks=pytest.mark.slow)])
 def test_texts_of_any_schema_are_valid(examples: int) -> None:
     @settings(max_examples=examples, deadline=None, suppress_health_check=[HealthCheck.too_slow])
     @given(schemas())

@@ -72,7 +72,11 @@ HARD = {
 # Quick runs have those that take longest in a shorter form.
 SHORTER = {
     "many stacked repetitions": filled(lambda i: nested("(", f'"{i}"', ")" + STACKED), size=MAX_GBNF // 5),
+    "wide": filled(lambda i: f'"word{i}" | ', 'root ::= {}"x"', MAX_GBNF // 5),
+    "wide and recursive": filled(lambda i: f'"word{i}" root | ', 'root ::= {}"x"', MAX_GBNF // 5),
+    "wide and recursive on both sides": filled(lambda i: f'root "{i}" root | ', 'root ::= {}"x"', MAX_GBNF // 5),
     "wide and optional": filled(lambda i: f'"a{i}"? ', 'root ::= {}"x"', MAX_GBNF // 5),
+    "names before keywords": filled(lambda i: f'[a-z]+ "{i}" root | ', 'root ::= {}"x"', MAX_GBNF // 5),
     "many characters": f'root ::= "{"".join(chr(0x20000 + i) for i in range(20_000))}"',
 }
 CASES = [

@@ -148,7 +148,7 @@ def test_the_bench_of_chats_can_be_stopped_and_goes_on(
     script: Callable[[str, str], str], talker: Path, tmp_path: Path
 ) -> None:
     file, ways = tmp_path / "chats.jsonl", "plain lookup lookup@2 ovspec"
-    options = f"{talker} --out OUT/chats.jsonl --tokens 6 --ways {ways} --kinds explain,extract --temperatures 0,1"
+    options = f"{talker} --out OUT/chats.jsonl --tokens 6 --ways {ways} --kinds extract --temperatures 0,1"
     asked = f"{options} --prompts 1 --turns 99".replace("OUT", str(tmp_path)).split()
     running = subprocess.Popen([sys.executable, str(BENCH / "chats.py"), *asked], stderr=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 60
@@ -165,19 +165,19 @@ def test_the_bench_of_chats_can_be_stopped_and_goes_on(
     lines = file.read_text("utf-8").splitlines()
     assert lines[: len(before)] == before
     turns = {chats.Case(**line["case"]): line["texts"] for line in map(json.loads, lines[1:])}
-    for chat, temperature, turn in itertools.product(("explain 1", "extract 1"), (0.0, 1.0), (0, 1)):
+    for chat, temperature, turn in itertools.product(("extract 1",), (0.0, 1.0), (0, 1)):
         texts = turns[chats.Case(chat, 0, 1, temperature, "compare", turn)]
         assert " ".join(sorted(texts)) == " ".join(sorted(ways.split()[: 3 if temperature else 4]))
         assert all(text["tokens"] == texts["plain"]["tokens"] for text in texts.values())
     assert script("chats.py", f"{options} --prompts 1") == tables, "nothing is left to measure"
     assert file.read_text("utf-8").splitlines() == lines
     assert "the chats as they are, greedy" in tables and "T=1, by compare" in tables and "\n| ovspec |" in tables
-    assert "| explain |" in script("chats.py", options)  # two prompts of each kind
-    assert len(file.read_text("utf-8").splitlines()) == len(lines) + 8
+    assert "| extract |" in script("chats.py", options)  # two prompts of each kind
+    assert len(file.read_text("utf-8").splitlines()) == len(lines) + 4
     added = script("chats.py", f"{options} --prompts 1".replace(ways, "lookup@3"))
     assert all(f"\n| {way} |" in added for way in (*ways.split(), "lookup@3"))
-    new = [json.loads(line)["texts"] for line in file.read_text("utf-8").splitlines()[len(lines) + 8 :]]
-    assert [set(texts) for texts in new] == [{"plain", "lookup@3"}] * 8
+    new = [json.loads(line)["texts"] for line in file.read_text("utf-8").splitlines()[len(lines) + 4 :]]
+    assert [set(texts) for texts in new] == [{"plain", "lookup@3"}] * 4
     with pytest.raises(SystemExit, match="its tokens is 6, not 7; give another --out"):
         script("chats.py", options.replace("--tokens 6", "--tokens 7"))
 

@@ -114,13 +114,21 @@ def pieces_of(text: str, cuts: list[float]) -> list[str]:
     return [text[begin:end] for begin, end in itertools.pairwise(places)]
 
 
+UNCHECKED = [HealthCheck.too_slow, HealthCheck.filter_too_much]
+
+
+@pytest.mark.parametrize("examples", [10, pytest.param(60, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("format", FORMATS, ids=lambda format: format.name)
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
-@given(data=st.data(), cuts=st.lists(st.floats(0, 1), max_size=8), end=st.floats(0, 1))
-def test_answers_are_read_as_they_were_written(
-    format: ToolFormat, data: st.DataObject, cuts: list[float], end: float
-) -> None:
-    answer = data.draw(answers(format))
+def test_answers_are_read_as_they_were_written(format: ToolFormat, examples: int) -> None:
+    @settings(max_examples=examples, deadline=None, suppress_health_check=UNCHECKED)
+    @given(answer=answers(format), cuts=st.lists(st.floats(0, 1), max_size=8), end=st.floats(0, 1))
+    def each(answer: Answer, cuts: list[float], end: float) -> None:
+        check(answer, cuts, end)
+
+    each()
+
+
+def check(answer: Answer, cuts: list[float], end: float) -> None:
     said, calls = answer.read(pieces_of(answer.raw, cuts))
     assert (said.thinking, said.text) == (answer.thought, answer.text)
     assert [(call.name, json.loads(call.arguments)) for call in calls] == answer.calls

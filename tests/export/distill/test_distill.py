@@ -134,7 +134,7 @@ def interrupt(distil: Distilling, job: str, times: int) -> None:
 
 
 @posix
-@pytest.mark.parametrize("job", STAGES)
+@pytest.mark.parametrize("job", [pytest.param(STAGES[0], marks=pytest.mark.slow), *STAGES[1:]])
 def test_ctrl_c_keeps_what_there_is(
     distil: Distilling, job: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

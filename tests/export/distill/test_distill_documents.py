@@ -337,7 +337,12 @@ def unmatched(found: Iterable[Document], asked: list[list[Any]], runtime: Runtim
     return [document for document in found if document.ids[: document.answer] not in prompts]
 
 
-@pytest.mark.parametrize("name", ["chatml", *TEMPLATES])
+OFTEN = ("chatml", "deepseek", "gemma3", "gpt_oss", "llama31", "mistral_v3", "qwen35")  # in quick runs, too
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in OFTEN)) for name in ("chatml", *TEMPLATES)]
+)
 def test_the_answer_begins_behind_the_prompt(runtime: Runtime, tmp_path: Path, name: str) -> None:
     model = runtime if name == "chatml" else with_template(runtime, TEMPLATES[name])
     asked = [[user(question)] for question, _ in PAIRS[:30]]
