@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -42,27 +43,42 @@ DEMO, SMALL = str(ROOT / "models" / "demo"), str(ROOT / "models" / "demo" / "dra
 ARGUMENTS: dict[str, list[str]] = {
     "batch": ["batch", SMALL, "in.txt", "-o", "out.jsonl", "-n", "3"],
     "bench": ["bench", DEMO, "-n", "4", "--repeats", "1"],
-    "chat": ["chat", DEMO, "-n", "3", "--draft"],
+    "chat": ["chat", DEMO, "-n", "3"],
     "devices": ["devices"],
     "distill": ["distill", SMALL, "-o", "out", "--minutes", "1", "--tokens", "1"],
     "export": ["export", str(CHECKPOINTS / "draft"), "-o", "out", "--weight-format", "int8"],
     "generate": ["generate", DEMO, "def f(", "-n", "3", "--draft", "--json"],
     "inspect": ["inspect", SMALL],
     "perplexity": ["perplexity", SMALL, "in.txt"],
-    "serve": ["serve", DEMO, "--port", "0", "--draft"],
+    "serve": ["serve", SMALL, "--port", "0"],
     "tune": ["tune", DEMO, "--for", "decode"],
     "verify": ["verify", "result.json"],
 }
-SLOW = ("tune", "bench", "distill", "export", "generate")
+SLOW = ("tune", "bench", "distill", "export")
+# In quick runs, one process runs these, one after the other; each leaves what it prints in a file.
+TOGETHER = ("generate", *(name for name in COMMANDS if name not in (*SLOW, "generate", "serve")))
+TOGETHER_CODE = """
+import contextlib, json, sys
+from ovspec.cli import main
+
+for command, arguments in json.loads(sys.argv[1]).items():
+    sys.argv[1:] = arguments
+    with open("result.json" if command == "generate" else command, "w") as file, contextlib.redirect_stdout(file):
+        try:
+            main()
+        except SystemExit as ended:
+            if ended.code:
+                sys.exit(f"{command}: {ended.code}")
+"""
 NOTHING_GAINED = 3
 
 
 @pytest.mark.parametrize(
-    "command",
-    # What is verified is generated before.
-    [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in COMMANDS],
+    "commands",
+    [TOGETHER, ("serve",), *(pytest.param((name,), marks=pytest.mark.slow) for name in COMMANDS if name != "serve")],
+    ids="+".join,
 )
-def test_no_connection_no_file_and_no_process_is_left(command: str, tmp_path: Path) -> None:
+def test_no_connection_no_file_and_no_process_is_left(commands: tuple[str, ...], tmp_path: Path) -> None:
     home, work, site = (tmp_path / name for name in ("home", "work", "site"))
     for folder in (home, work, site):
         folder.mkdir()
@@ -73,18 +89,23 @@ def test_no_connection_no_file_and_no_process_is_left(command: str, tmp_path: Pa
     environment = kept | {"HOME": str(home), "USERPROFILE": str(home), "TMPDIR": str(tmp_path), "REPORTS": str(reports)}
     environment |= {"PYTHONPATH": os.pathsep.join([str(site), str(ROOT), str(ROOT / "export")]), "OVSPEC_TUNE": "0"}
 
-    def run(arguments: list[str]) -> subprocess.CompletedProcess[bytes]:
+    def run(*arguments: str) -> subprocess.CompletedProcess[bytes]:
         return subprocess.run(
-            [sys.executable, "-m", "ovspec", *arguments],
+            [sys.executable, *arguments],
             cwd=work, env=environment, input=b"Hello.\n", capture_output=True, timeout=280, check=False,
         )  # fmt: skip
 
-    if command == "verify":
-        made = run(ARGUMENTS["generate"])
+    if commands == ("verify",):
+        made = run("-m", "ovspec", *ARGUMENTS["generate"])
         assert made.returncode == 0, made.stderr.decode()
         (work / "result.json").write_bytes(made.stdout)
-    done = served(ARGUMENTS[command], work, environment) if command == "serve" else run(ARGUMENTS[command])
-    assert done.returncode in (0, NOTHING_GAINED if command == "distill" else 0), done.stderr.decode()
+    if commands == ("serve",):
+        done = served(ARGUMENTS["serve"], work, environment)
+    elif commands == TOGETHER:
+        done = run("-c", TOGETHER_CODE, json.dumps({name: ARGUMENTS[name] for name in TOGETHER}))
+    else:
+        done = run("-m", "ovspec", *ARGUMENTS[commands[0]])
+    assert done.returncode in (0, NOTHING_GAINED if commands == ("distill",) else 0), done.stderr.decode()
     assert not reports.exists(), reports.read_text(encoding="utf-8")
     written = {path.relative_to(home).as_posix() for path in home.rglob("*") if path.is_file()}
     assert all("ovspec" in Path(name).parts for name in written), written
@@ -113,7 +134,9 @@ def served(arguments: list[str], work: Path, environment: dict[str, str]) -> sub
     return subprocess.CompletedProcess(arguments, process.wait(30) if os.name != "nt" else 0, b"", log.read_bytes())
 
 
-@pytest.mark.parametrize("package", ["ovspec", "ovspec_export", "ovspec_export.distill.features"])
+@pytest.mark.parametrize(
+    "package", ["ovspec", "ovspec_export", pytest.param("ovspec_export.distill.features", marks=pytest.mark.slow)]
+)
 def test_importing_openvino_after_our_packages_reports_nothing(package: str) -> None:
     code = f"import {package}, openvino, sys; assert sys.modules['openvino_telemetry'] is None; print('fine')"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout.strip() == b"fine"

@@ -100,7 +100,7 @@ def test_a_replacement_killed_half_way_is_undone(tmp_path: Path) -> None:
 
 def test_odd_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The current folder, a link, an empty folder and a damaged leftover are all handled."""
-    shutil.copytree(CHECKPOINTS.parent / "demo", tmp_path / "real")
+    shutil.copytree(CHECKPOINTS.parent / "demo" / "draft", tmp_path / "real")
     monkeypatch.chdir(tmp_path / "real")
     assert ovspec.load(".").generate("def f(", max_tokens=2).token_ids
     restore_backup(Path("/"))

@@ -148,14 +148,20 @@ def refusals(names: Sequence[str], output: Path, endpoint: str, home: Path) -> d
     return {name: told.splitlines()[-1] for name, (_, told) in found.items()}
 
 
-def find(name: str, endpoint: str, home: Path) -> Source:
+FINDS = """
+import json, sys
+from ovspec_export.sources import find_source
+
+found = map(find_source, sys.argv[1:])
+print(json.dumps([[each.name, str(each.folder), each.is_ir, each.revision] for each in found]))
+"""
+
+
+def find(names: Sequence[str], endpoint: str, home: Path) -> list[Source]:
     """Return what ``find_source`` finds in a process of its own."""
-    fields = "[found.name, str(found.folder), found.is_ir, found.revision]"
-    code = f"import json; from ovspec_export.sources import find_source; found = find_source({name!r}); "
-    done = python(["-c", f"{code}print(json.dumps({fields}))"], endpoint, home)
+    done = python(["-c", FINDS, *names], endpoint, home)
     assert done.returncode == 0, done.stderr
-    name, folder, is_ir, revision = json.loads(done.stdout)
-    return Source(name, Path(folder), is_ir, revision)
+    return [Source(name, Path(folder), is_ir, revision) for name, folder, is_ir, revision in json.loads(done.stdout)]
 
 
 @pytest.mark.slow
@@ -206,34 +212,32 @@ def test_what_cannot_be_exported_is_refused_before_its_weights_come(hub: str, tm
         assert not [path for path in asked if path.endswith((".safetensors", "/tokenizer.json"))]
 
 
-def test_an_ir_needs_no_known_family(hub: str, tmp_path: Path) -> None:
-    source = find("org/unknown-ir", hub, tmp_path / "home")
-    assert source.is_ir and source.revision == COMMIT
-    assert (source.folder / "openvino_model.bin").is_file()
-    assert find("org/unknown-ir", "http://127.0.0.1:9", tmp_path / "home") == source
+def test_what_is_found(hub: str, tmp_path: Path) -> None:
+    """The second time without a network, in the hub's cache."""
+    names = ("org/model", "org/unknown-ir", "org/head")
+    found = find(names, hub, tmp_path / "home")
+    check_files_of_one_commit(found[0])
+    check_ir_of_an_unknown_family(found[1])
+    assert {path.name for path in found[2].folder.iterdir()} == set(HEAD), "a head may have pickled weights"
+    assert find(names, "http://127.0.0.1:9", tmp_path / "home") == found
 
 
-def test_a_head_may_have_pickled_weights(hub: str, tmp_path: Path) -> None:
-    source = find("org/head", hub, tmp_path / "home")
-    assert {path.name for path in source.folder.iterdir()} == set(HEAD)
-    assert find("org/head", "http://127.0.0.1:9", tmp_path / "home") == source
-
-
-def test_all_files_come_from_one_commit(hub: str, tmp_path: Path) -> None:
+def check_files_of_one_commit(source: Source) -> None:
     """What ``main`` named at the beginning is asked for by its commit; of folders only the chat templates come."""
-    source = find("org/model", hub, tmp_path / "home")
     assert (source.is_ir, source.revision, source.folder.name) == (False, COMMIT, COMMIT)
-    asked = [path.rpartition("/")[2] for path in REQUESTED if "/revision/" in path]
+    asked = [path.rpartition("/")[2] for path in REQUESTED if "/model/revision/" in path]
     assert asked == ["main", COMMIT]
     assert (source.folder / TEMPLATE).read_bytes() == b"{{ tools }}"
     inside = [path.relative_to(source.folder).as_posix() for path in source.folder.rglob("*/*") if path.is_file()]
     assert inside == [TEMPLATE]
-    assert find("org/model", "http://127.0.0.1:9", tmp_path / "home") == source
+
+
+def check_ir_of_an_unknown_family(source: Source) -> None:
+    assert source.is_ir and source.revision == COMMIT
+    assert (source.folder / "openvino_model.bin").is_file()
 
 
 def test_no_network(tmp_path: Path) -> None:
-    done = export("org/model", tmp_path / "out", "http://127.0.0.1:9", tmp_path / "home")
-    assert done.returncode == 1
-    last = done.stderr.strip().splitlines()[-1]
-    assert last.startswith("Error: org/model: neither a folder here nor in the hub's cache")
-    assert last.endswith("check the network.")
+    [told] = refusals(["org/model"], tmp_path / "out", "http://127.0.0.1:9", tmp_path / "home").values()
+    assert told.startswith("Error: org/model: neither a folder here nor in the hub's cache")
+    assert told.endswith("check the network.")

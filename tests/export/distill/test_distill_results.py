@@ -59,7 +59,7 @@ def test_a_draft_is_taught(distil: Distilling, pair: Path, monkeypatch: pytest.M
         assert result.stats.accepted > 0
 
 
-@pytest.mark.parametrize("exported", [False, True])
+@pytest.mark.parametrize("exported", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_vocabulary_is_trimmed(
     distil: Distilling, pair: Path, exported: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
