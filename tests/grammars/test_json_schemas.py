@@ -98,7 +98,10 @@ def texts(grammar: str, count: int) -> list[bytes]:
     return [text for text in found if text is not None]
 
 
-@pytest.mark.parametrize("path", SCHEMAS, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path",
+    [pytest.param(path, marks=[pytest.mark.slow] * (at % 2), id=path.stem) for at, path in enumerate(SCHEMAS)],
+)
 def test_texts_of_a_schema_are_valid(path: Path) -> None:
     grammar = converted("json_schema", path, str(path))
     found = texts(grammar, 12)

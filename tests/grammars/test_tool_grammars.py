@@ -81,7 +81,7 @@ LARGE = [*map(filled, range(127)), with_schema("tree", TREE)]
 
 
 @pytest.mark.parametrize(
-    "format", ["hermes", "qwen-xml", *(pytest.param(name, marks=pytest.mark.slow) for name in ("llama3", "harmony"))]
+    "format", ["hermes", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen-xml", "llama3", "harmony"))]
 )
 def test_large_sets_of_tools_are_quick(format: str) -> None:
     assert len(json.dumps(LARGE)) > 100_000

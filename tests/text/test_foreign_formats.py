@@ -60,8 +60,8 @@ def mistral_tokenizer(name: str) -> Any:
     [
         ("mistral_v3", "mistral_instruct_tokenizer_240323.model.v3"),
         ("mistralai-Mistral-Nemo-Instruct-2407", "tekken_240718.json"),
-        ("Mistral-Small-3.2-24B-Instruct-2506", "v11"),
-        ("unsloth-mistral-Devstral-Small-2507", "v13"),
+        pytest.param("Mistral-Small-3.2-24B-Instruct-2506", "v11", marks=pytest.mark.slow),
+        pytest.param("unsloth-mistral-Devstral-Small-2507", "v13", marks=pytest.mark.slow),
         ("mistralai-Ministral-3-14B-Reasoning-2512", "v13"),
     ],
 )
