@@ -244,7 +244,9 @@ AGENTS = [
 
 
 @needs_templates
-@pytest.mark.parametrize("name", FOUND)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (at % 2)) for at, name in enumerate(FOUND)]
+)
 def test_system_messages_may_be_anywhere(name: str) -> None:
     template = template_of(name)
     try:

@@ -191,7 +191,13 @@ def test_it_goes_on_after_a_kill(distil: Distilling, job: str) -> None:
 
 
 @posix
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 1), (signal.SIGINT, 130)], ids=["SIGTERM", "SIGINT"])
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [
+        pytest.param(signal.SIGTERM, 1, id="SIGTERM"),
+        pytest.param(signal.SIGINT, 130, id="SIGINT", marks=pytest.mark.slow),  # as Ctrl-C, above
+    ],
+)
 def test_signals_end_the_command(distil: Distilling, number: int, code: int) -> None:
     process = distil.start(stall="train_head")
     while not distil.began("train_head"):
