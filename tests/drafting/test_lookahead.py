@@ -24,6 +24,7 @@ FOUND = sorted((Path(__file__).parent / "traces").glob("*.json"))
 CHATS = [file for file in FOUND if file.stem.startswith("chats")]  # real text: six kinds of four chats, without a draft
 TRACES = [file for file in FOUND if file not in CHATS]
 OTHERS = [file for file in TRACES if file.stem.split("-")[0] in ("small", "shallow", "prose")]  # recorded last
+SLOW = pytest.mark.slow
 PROMPT = 80  # tokens of the prompt, which the draft reads before its first step; that time isn't counted
 
 
@@ -173,19 +174,16 @@ def case(file: Path, mode: str, profile: bool, narrowest: int) -> str:
     return f"{file.stem}-{mode}-{'profile' if profile else 'learning'}-{narrowest}"
 
 
-# With exact arithmetic, the default, and with fast arithmetic.
-@pytest.mark.parametrize(
-    ("mode", "narrowest"),
-    [
-        pytest.param("draft", 2, marks=pytest.mark.slow),
-        ("lookup", 2),
-        ("chain", 2),
-        ("draft", 1),
-        pytest.param("lookup", 1, marks=pytest.mark.slow),
-        pytest.param("chain", 1, marks=pytest.mark.slow),
-    ],
-)
-@pytest.mark.parametrize("file", TRACES, ids=lambda file: file.stem)
+# With exact arithmetic, the default, and with fast arithmetic; quick runs replay each trace in one of these ways.
+WAYS = [("draft", 1), ("lookup", 2), ("chain", 2), ("draft", 2), ("lookup", 1), ("chain", 1)]
+IN_HINDSIGHT = [
+    pytest.param(file, *way, marks=() if number % 3 == place else SLOW, id=f"{file.stem}-{way[0]}-{way[1]}")
+    for number, file in enumerate(TRACES)
+    for place, way in enumerate(WAYS)
+]
+
+
+@pytest.mark.parametrize(("file", "mode", "narrowest"), IN_HINDSIGHT)
 def test_within_five_percent_of_the_best_in_hindsight(file: Path, mode: str, narrowest: int) -> None:
     found = load(file)
     best = min(mean(found, mode, fixed, narrowest=narrowest) for fixed in FIXED)
@@ -211,18 +209,21 @@ def slowest(times: np.ndarray, plain: np.ndarray, tokens: int) -> float:
     return float(((plain[tokens:] - plain[:-tokens]) / (times[tokens:] - times[:-tokens])).min())
 
 
-@pytest.mark.parametrize(
-    ("mode", "profile", "narrowest"),
-    [
-        # Quick runs combine each mode with either arithmetic, each once while it learns and once with a profile.
-        pytest.param(mode, profile, narrowest, marks=() if quick else pytest.mark.slow)
-        for mode in ("draft", "chain")
-        for profile in (False, True)
-        for narrowest in (1, 2)
-        for quick in [(mode == "chain") + profile + narrowest in (2, 4)]
-    ],
-)
-@pytest.mark.parametrize("file", OTHERS, ids=lambda file: file.stem)
+# Quick runs combine the draft on greedy traces, and the chain on sampled ones, with either arithmetic: once while costs
+# are learned, and once with a profile.
+WINDOWS = [
+    pytest.param(
+        *(file, mode, profile, narrowest), marks=() if quick else SLOW, id=case(file, mode, profile, narrowest)
+    )
+    for file in OTHERS
+    for mode, temperature in (("draft", "T0"), ("chain", "T1"))
+    for profile in (False, True)
+    for narrowest in (1, 2)
+    for quick in [file.stem.endswith(temperature) and (profile + narrowest + (mode == "chain")) % 2 == 0]
+]
+
+
+@pytest.mark.parametrize(("file", "mode", "profile", "narrowest"), WINDOWS)
 def test_no_window_is_slower_than_plain_decoding(file: Path, mode: str, profile: bool, narrowest: int) -> None:
     """At least 0.97 of plain speed over any 48 tokens, and 0.99 over any 500.
 
@@ -236,8 +237,22 @@ def test_no_window_is_slower_than_plain_decoding(file: Path, mode: str, profile:
     assert slowest(times, plain, 500) >= min(0.99, SLOWEST_500.get(name, 1) / KEPT)
 
 
-@pytest.mark.parametrize("profile", [True, False])
-@pytest.mark.parametrize("file", CHATS, ids=lambda file: file.stem)
+# Of two sizes, on two instruction sets, greedy and sampled: quick runs pair each of them with each other.
+QUICK_CHATS = {
+    "chats-135m-T0-learning",
+    "chats-135m-avx2-T1-profile",
+    "chats-1b-T1-learning",
+    "chats-1b-avx2-T0-profile",
+}
+REAL_CHATS = [
+    pytest.param(file, profile, marks=() if name in QUICK_CHATS else SLOW, id=name)
+    for file in CHATS
+    for profile in (True, False)
+    for name in [f"{file.stem}-{'profile' if profile else 'learning'}"]
+]
+
+
+@pytest.mark.parametrize(("file", "profile"), REAL_CHATS)
 def test_real_chats(file: Path, profile: bool) -> None:
     """Lookup reaches 0.97 of plain decoding for each kind of chat, 0.93 for each chat, and 0.95 of the best fixed one.
 
@@ -254,8 +269,8 @@ def test_real_chats(file: Path, profile: bool) -> None:
             replays.append([sum(ms for _, ms in replay(lookahead, "lookup", text, machine)) for text in found["texts"]])
         return np.mean(replays, axis=0).reshape(6, -1)
 
-    plain, auto = times(0, 1), times(None, 5)
-    best = np.min([times(fixed, 1).sum(1) for fixed in FIXED], axis=0)
+    auto, (plain, *others) = times(None, 5), [times(fixed, 1) for fixed in FIXED]
+    best = np.min([each.sum(1) for each in (plain, *others)], axis=0)
     name = f"{file.stem}-{'profile' if profile else 'learning'}"
     known = KINDS_SLOWER_THAN_BEST.get(name, 0)
     assert (plain.sum(1) / auto.sum(1)).min() >= 0.97
@@ -272,7 +287,7 @@ def test_a_useless_draft_hardly_costs_anything(file: Path) -> None:
         assert mean(alone, "draft", None) <= mean(alone, "draft", 0) / 0.95
 
 
-@pytest.mark.parametrize("stem", ["head-T0", "head-T1"])
+@pytest.mark.parametrize("stem", ["head-T0", pytest.param("head-T1", marks=SLOW)])
 def test_a_machine_that_slows_down_pauses_no_draft(stem: str) -> None:
     """Proposals in every round hide what a plain round takes by now, which must not look cheaper for it."""
     found = load(TRACES[0].with_name(f"{stem}.json"))

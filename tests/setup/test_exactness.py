@@ -25,10 +25,11 @@ from ovspec.setup.exactness import FULL, SHORT, Exactness, Trial, find_exactness
 
 DEMO = ROOT / "models" / "demo"
 SMALL = DEMO / "draft"  # which is compiled sooner
+SLOW = pytest.mark.slow
 Make = Callable[[FeedRule], PagedDecoder]
 
 
-@pytest.fixture(scope="module", params=[None, 1], ids=["all threads", "one thread"])
+@pytest.fixture(scope="module", params=[None, pytest.param(1, marks=SLOW)], ids=["all threads", "one thread"])
 def ir(request: pytest.FixtureRequest) -> CompiledIR:
     return compile_paged(DEMO, DeviceOptions(precision="f32", threads=request.param))
 
@@ -38,7 +39,7 @@ def make(ir: CompiledIR) -> Make:
     return lambda rule: PagedDecoder(ir, rule=rule)
 
 
-@pytest.mark.parametrize("trial", [SHORT, pytest.param(FULL, marks=pytest.mark.slow)], ids=["short", "full"])
+@pytest.mark.parametrize("trial", [SHORT, pytest.param(FULL, marks=SLOW)], ids=["short", "full"])
 def test_a_rule_is_found_for_the_paged_engine(make: Make, trial: Trial) -> None:
     found = find_exactness(make, "paged", 4096, trial)
     ways = 1 + len(trial.batches)  # the first one also compares the context
@@ -75,38 +76,50 @@ def plant_kernels(monkeypatch: pytest.MonkeyPatch, differs: Differs) -> list[tup
     return inferences
 
 
+@pytest.fixture(scope="module")
+def f32_rule(make_paged: Callable[..., PagedDecoder]) -> FeedRule | None:
+    """Return the rule for weights in f32."""
+    return find_exactness(lambda rule: make_paged(rule=rule), "paged", 4096).rule
+
+
 @pytest.mark.parametrize(
     ("differs", "rule"),
     [
-        (lambda tokens, _: tokens < 5, FeedRule(2, 5)),  # AMX's matrix products
-        (lambda _, logits: logits < 5, FeedRule(2, 1, fewest_logits=5)),
-        (lambda tokens, logits: tokens < 5 or logits < 5, FeedRule(2, 5, fewest_logits=5)),
         (lambda tokens, logits: tokens < 4 or logits < 9, FeedRule(2, 4, fewest_logits=10)),
         (lambda tokens, logits: tokens < 7 and logits < 3, FeedRule(2, 1, fewest_logits=3)),
         (lambda tokens, _: tokens < 3 or 6 <= tokens < 8, FeedRule(2, 8)),  # several thresholds
         (lambda tokens, logits: tokens < 5 or logits < 5 or tokens > 80, FeedRule(2, 5, 64, fewest_logits=5)),
-        (lambda tokens, _: tokens == 15, FeedRule(2, 16)),
         (lambda tokens, _: tokens < 17, None),
-        (wider_than(300), FeedRule(2, 1)),
         (wider_than(200), FeedRule(2, 1, 96)),
-        (wider_than(80), FeedRule(2, 1, 64)),
         (wider_than(63), FeedRule(2, 1, 48)),
-        (wider_than(40), FeedRule(2, 1, 32)),
         (wider_than(31), None),
-        (lambda tokens, _: tokens == 1, FeedRule(2, 2)),
-        (lambda tokens, _: tokens in (1, *range(90, 400)), FeedRule(2, 2, 64)),
         (lambda _, logits: logits > 70, FeedRule(2, 1, 64)),  # the lm_head
-        (lambda tokens, _: tokens == 3, FeedRule(2, 4)),
+        *[
+            pytest.param(*case, marks=SLOW)
+            for case in (
+                (lambda tokens, _: tokens < 5, FeedRule(2, 5)),  # AMX's matrix products
+                (lambda _, logits: logits < 5, FeedRule(2, 1, fewest_logits=5)),
+                (lambda tokens, logits: tokens < 5 or logits < 5, FeedRule(2, 5, fewest_logits=5)),
+                (lambda tokens, _: tokens == 15, FeedRule(2, 16)),
+                (wider_than(300), FeedRule(2, 1)),
+                (wider_than(80), FeedRule(2, 1, 64)),
+                (wider_than(40), FeedRule(2, 1, 32)),
+                (lambda tokens, _: tokens == 1, FeedRule(2, 2)),
+                (lambda tokens, _: tokens in (1, *range(90, 400)), FeedRule(2, 2, 64)),
+                (lambda tokens, _: tokens == 3, FeedRule(2, 4)),
+            )
+        ],
     ],
 )
 def test_the_rule_for_kernels_that_round_differently(
     make_paged: Callable[..., PagedDecoder],
+    f32_rule: FeedRule | None,
     monkeypatch: pytest.MonkeyPatch,
     differs: Differs,
     rule: FeedRule | None,
 ) -> None:
     """With weights in f32, tokens are only computed differently where this test says so, and alone in attention."""
-    if find_exactness(lambda rule: make_paged(rule=rule), "paged", 4096).rule != FeedRule(2, 1):
+    if f32_rule != FeedRule(2, 1):
         pytest.skip("this processor computes f32 in other ways")
     inferences = plant_kernels(monkeypatch, differs)
     found = find_exactness(lambda rule: make_paged(rule=rule), "paged", 4096)
@@ -135,7 +148,7 @@ def test_differences_that_rounding_mostly_hides_are_found(make: Make, monkeypatc
     assert found.rule and found.rule.fewest == 2
 
 
-@pytest.mark.parametrize("context", [20, 40, 90, 120])
+@pytest.mark.parametrize("context", [20, 90, *[pytest.param(more, marks=SLOW) for more in (40, 120)]])
 def test_no_row_is_probed_beyond_the_context(make: Make, monkeypatch: pytest.MonkeyPatch, context: int) -> None:
     """A model with learned positions has none beyond it."""
     longest = 0
@@ -220,9 +233,9 @@ def test_the_stateful_engine_by_its_rule(pair: Path, rollback: Rollback, rule: F
 def test_remembered_by_setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     probed: list[int] = []
 
-    def counted(*arguments: Any) -> Exactness:
+    def counted(*_: Any) -> Exactness:
         probed.append(1)
-        return find_exactness(*arguments)
+        return Exactness(STRICT, 51, 0)
 
     monkeypatch.setattr(ovspec.setup.engine_choice, "find_exactness", counted)
     usual, small = dict[str, Any](), dict[str, Any](kv_precision="u8")
