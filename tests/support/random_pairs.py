@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,6 +13,7 @@ import hybrid
 import pytest
 import torch
 from conftest import ROOT
+from family_models import warm_jobs
 from heads import write_head
 from kept import kept_model
 from ovspec_export.draft_vocabulary import trim_ir
@@ -133,7 +135,10 @@ def export_with_head(model: Any, folder: Path, bits: int) -> Path:
         **{name: torch.ones_like(tensors[name]) for name in ("norm.weight", "layers.0.input_layernorm.weight")},
     }
     save_file({name: values.contiguous() for name, values in tensors.items()}, checkpoint / "model.safetensors")
-    export_pair(str(target), str(checkpoint), folder / "pair", draft_compression=Compression("int8"))
+    with pytest.MonkeyPatch.context() as patched:
+        if hasattr(os, "fork"):
+            warm_jobs(patched)
+        export_pair(str(target), str(checkpoint), folder / "pair", draft_compression=Compression("int8"))
     for file in (folder / "pair").iterdir():
         file.rename(folder / file.name)
     return folder
