@@ -197,7 +197,7 @@ def is_narrow(widths: list[tuple[int, int]]) -> bool:
     return any(tokens < FEWEST or logits < FEWEST_LOGITS for tokens, logits in widths)
 
 
-@pytest.mark.parametrize("draft", ["draft", "lookup,draft"])
+@pytest.mark.parametrize("draft", [pytest.param("draft", marks=pytest.mark.slow), "lookup,draft"])
 def test_the_bounds_hold_beside_a_draft(
     pair: Path, cache_dir: Path, lm: ovspec.LanguageModel, widths: list[tuple[int, int]], draft: str
 ) -> None:

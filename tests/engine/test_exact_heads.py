@@ -33,7 +33,7 @@ class Headed:
     """A target with its head or draft, and prompts that it answers."""
 
     def __init__(self, folder: Path, head: Path, cache: Path, prompts: list[Any], tokens: int) -> None:
-        self.lm = ovspec.load(folder, ["lookup", head], cache_dir=cache)
+        self.cache, self.lm = cache, ovspec.load(folder, ["lookup", head], cache_dir=cache)
         assert self.lm.target.promise == "exact" and self.lm.draft
         self.prompts, self.tokens, self.name = prompts, tokens, self.lm.draft.drafter
         self.head = self.lm.with_drafters(DraftChoice(model=head))
@@ -182,7 +182,7 @@ def test_a_session_goes_on_without_its_head_or_with_one(headed: Headed, tmp_path
     if headed.name != "head":
         pytest.skip("a draft model reads no features")
     options: dict[str, Any] = {"ignore_eos": True, "lookahead": 3, "max_tokens": 12}
-    plain = ovspec.load(headed.lm.target.ir.folder, "lookup", cache_dir=tmp_path)
+    plain = ovspec.load(headed.lm.target.ir.folder, "lookup", cache_dir=headed.cache)
     for number, (first, second) in enumerate(((headed.head, plain), (plain, headed.head))):
         found = []
         for lm in (first, second):

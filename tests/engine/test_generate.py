@@ -135,9 +135,22 @@ def test_pieces_add_up(load: Load, draft: bool) -> None:
     assert result.text == load(draft=draft).tokenizer.decode(result.token_ids)
 
 
-@pytest.mark.parametrize("draft", [False, True, pytest.param("lookup", marks=pytest.mark.slow), "lookup,draft"])
+WAYS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "stop": {"stop": "self"},
+    "sampled": {"temperature": 1.0, "seed": 3},
+    "regex": {"regex": r"(import os\.path, [a-z]{3,9}\n){9}"},
+}
+QUICK = [(False, "greedy"), (True, "sampled"), ("lookup,draft", "stop"), ("lookup,draft", "regex")]
+
+
 @pytest.mark.parametrize(
-    "options", [{}, {"stop": "self"}, {"temperature": 1.0, "seed": 3}, {"regex": r"(import os\.path, [a-z]{3,9}\n){9}"}]
+    ("draft", "options"),
+    [
+        pytest.param(draft, options, marks=() if (draft, way) in QUICK else pytest.mark.slow, id=f"{draft}-{way}")
+        for draft in (False, True, "lookup", "lookup,draft")
+        for way, options in WAYS.items()
+    ],
 )
 def test_pieces_say_where_each_token_came_from(load: Load, draft: bool | str, options: dict[str, Any]) -> None:
     lm = load(draft=draft)
@@ -287,19 +300,21 @@ def test_ctrl_c_between_rounds_leaves_a_result(load: Load) -> None:
     assert result.stats.other_ms > 0
 
 
-@pytest.mark.parametrize("setting", [{"no_repeat_ngram_size": 3}, {"forced_eos_token_id": 0}])
-def test_what_is_not_applied_is_said(
-    load: Load, pair: Path, tmp_path: Path, cache_dir: Path, setting: dict[str, int]
-) -> None:
+def test_what_is_not_applied_is_said(pair: Path, tmp_path: Path, cache_dir: Path) -> None:
     import json
     import shutil
 
     folder = tmp_path / "penalised"
     shutil.copytree(pair, folder)
     (folder / "ovspec.json").unlink()
-    (folder / "generation_config.json").write_text(json.dumps({"bos_token_id": 0} | setting), "utf-8")
-    with pytest.warns(UserWarning, match=f"sets {next(iter(setting))}, which ovspec does not apply"):
+    settings = {"no_repeat_ngram_size": 3, "forced_eos_token_id": 0}
+    (folder / "generation_config.json").write_text(json.dumps({"bos_token_id": 0} | settings), "utf-8")
+    named = "sets (?=.*no_repeat_ngram_size)(?=.*forced_eos_token_id).*, which ovspec does not apply"
+    with pytest.warns(UserWarning, match=named):
         ovspec.load(folder, engine="stateful", precision="f32", cache_dir=cache_dir)
+
+
+def test_a_lookahead_needs_something_that_proposes(load: Load) -> None:
     for call in (load().generate, load().stream):  # a stream fails too, before it is iterated over
         with pytest.raises(ovspec.OvspecError, match="`lookahead` needs something that proposes"):
             call("a", lookahead=3)

@@ -18,10 +18,14 @@ from ovspec.engine.scheduler import BatchLimits, Queue
 
 ENGINES = ("stateful", "paged")
 # Short and long prompts; the long ones are read in chunks when they join.
-MIXED = [prompt if i % 3 else "\n".join((*PROMPTS[i : i + 3], prompt)) for i, prompt in enumerate(PROMPTS[:12])]
+MIXED = [prompt if i % 3 else "\n".join((*PROMPTS[i : i + 3], prompt)) for i, prompt in enumerate(PROMPTS[:8])]
 
 # Without a proposal, the drafter makes no difference.
-QUICK = [(True, 0), (True, 4), (True, "auto"), ("lookup", 4)]
+QUICK = [
+    *((engine, True, 4) for engine in ENGINES),
+    ("paged", True, "auto"),
+    ("stateful", "lookup", 4),
+]
 
 
 @pytest.fixture
@@ -41,14 +45,14 @@ def texts(results: list[ovspec.Result]) -> list[list[int]]:
 
 @pytest.mark.usefixtures("small_pieces")
 @pytest.mark.parametrize(
-    ("drafter", "lookahead"),
+    ("engine", "drafter", "lookahead"),
     [
-        pytest.param(drafter, k, marks=() if (drafter, k) in QUICK else pytest.mark.slow)
+        pytest.param(engine, drafter, k, marks=() if (engine, drafter, k) in QUICK else pytest.mark.slow)
+        for engine in ENGINES
         for drafter in (True, "lookup", "lookup,draft")
         for k in (0, 4, "auto")
     ],
 )
-@pytest.mark.parametrize("engine", ENGINES)
 def test_rows_that_join_give_what_hugging_face_gives(
     load: Callable[..., ovspec.LanguageModel],
     reference: Reference,
@@ -86,8 +90,15 @@ def greedy(reference: Reference) -> dict[str, list[int]]:
     return {prompt: reference.generate(prompt, 51) for prompt in MIXED}
 
 
-@pytest.mark.parametrize("accept", ["compare", "rejection"])
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(
+    ("engine", "accept"),
+    [
+        ("stateful", "rejection"),
+        ("paged", "compare"),
+        pytest.param("stateful", "compare", marks=pytest.mark.slow),
+        pytest.param("paged", "rejection", marks=pytest.mark.slow),
+    ],
+)
 def test_sampled_rows_are_what_they_are_alone(
     load: Callable[..., ovspec.LanguageModel], engine: str, accept: Any
 ) -> None:
