@@ -30,7 +30,7 @@ from ovspec.text.generation_config import GenerationFile
 
 Load = Callable[..., ovspec.LanguageModel]
 TOKENS = 32
-SOME = PROMPTS[:4]
+SOME = PROMPTS[:3]
 
 
 class Earlier(ovspec.Drafter):
@@ -59,9 +59,10 @@ CHOICES: dict[str, dict[str, Any]] = {
 
 
 SLOW = pytest.mark.slow
-# Quick runs combine every choice with the chain, which has both kinds of drafters, and the others with two choices.
+# Quick runs combine every choice with the chain, which has both kinds of drafters, and the others with one choice each.
+OTHERS = {("model", "T=1"), ("lookup", "penalised"), ("own", "greedy")}
 CASES = [
-    pytest.param(draft, choice, marks=() if draft == "chain" or choice in ("penalised", "T=1") else SLOW)
+    pytest.param(draft, choice, marks=() if draft == "chain" or (draft, choice) in OTHERS else SLOW)
     for draft in DRAFTS
     for choice in CHOICES
 ]
@@ -92,7 +93,7 @@ def test_every_drafter_gives_the_plain_text(
             }.get(draft, {"lookup" if draft == "lookup" else "Earlier"})
 
 
-@pytest.mark.parametrize("draft", DRAFTS)
+@pytest.mark.parametrize("draft", ["model", "chain", *[pytest.param(name, marks=SLOW) for name in ("lookup", "own")]])
 def test_rejection_proposes_and_ends_the_same_way(load: Load, draft: str) -> None:
     """The texts depend on the draft, and the same draft gives the same text; test_sampling checks the distribution."""
     lm = load(draft=DRAFTS[draft])
@@ -196,6 +197,9 @@ def test_one_inference_a_round(load: Load, draft: str) -> None:
         assert session._decoders.target.inferences - before == result.stats.rounds < 40
 
 
+QUICK_SAMPLES = ((True, "stateful"), (False, "paged"), ("lookup,draft", "paged"))
+
+
 def test_penalties_as_hugging_face(load: Load, reference: Reference) -> None:
     """Greedy texts agree token for token, with every option that Hugging Face also has."""
     lm = load(draft="lookup,draft")
@@ -233,8 +237,14 @@ def test_logprobs_as_hugging_face(load: Load, reference: Reference) -> None:
             assert all(abs(value - right[i]) < 1e-4 for i, value in found.top)
 
 
-@pytest.mark.parametrize("engine", ["stateful", "paged"])
-@pytest.mark.parametrize("draft", [False, True, "lookup,draft"])
+@pytest.mark.parametrize(
+    ("draft", "engine"),
+    [
+        pytest.param(draft, engine, marks=() if (draft, engine) in QUICK_SAMPLES else SLOW)
+        for draft in (False, True, "lookup,draft")
+        for engine in ("stateful", "paged")
+    ],
+)
 def test_samples_of_one_prompt(load: Load, draft: Any, engine: EngineName) -> None:
     """The prompt is read once. The texts differ, and each is the same whatever it is generated together with."""
     lm = load(draft=draft, engine=engine, cache_memory=0)
@@ -261,8 +271,14 @@ def test_samples_of_one_prompt(load: Load, draft: Any, engine: EngineName) -> No
         assert stats.target_ms + stats.draft_ms + stats.other_ms <= elapsed
 
 
-@pytest.mark.parametrize("draft", [False, True, pytest.param("lookup,draft", marks=SLOW)])
-@pytest.mark.parametrize("engine", ["stateful", "paged"])
+@pytest.mark.parametrize(
+    ("draft", "engine"),
+    [
+        pytest.param(draft, engine, marks=() if (draft, engine) == (True, "paged") else SLOW)
+        for draft in (False, True, "lookup,draft")
+        for engine in ("stateful", "paged")
+    ],
+)
 def test_the_loop_takes_less_time_than_the_target(draft: Any, engine: EngineName, cache_dir: Path) -> None:
     lm = ovspec.load(ROOT / "models" / "demo", draft, engine=engine, precision="f32", cache_dir=cache_dir)
     [first, *_] = lm.samples(PROMPTS[0], n=4, temperature=1.0, seed=9, max_tokens=20, ignore_eos=True)
@@ -390,12 +406,12 @@ def test_a_drafter_that_loses_is_hardly_asked(load: Load) -> None:
     assert 0 < Slow.calls < 20
 
 
-@pytest.mark.parametrize("draft", ["lookup", "lookup,draft"])
+@pytest.mark.parametrize("draft", [pytest.param("lookup", marks=SLOW), "lookup,draft"])
 def test_auto_in_a_batch_too_wide_for_it(load: Load, draft: str) -> None:
     """With so many rows, a round exceeds the widths with known costs: it decodes plainly, or with few proposals."""
     prompts = [PROMPTS[i % 20][: 40 + i] for i in range(70)]
     lm = load(draft=draft)
-    for count in (20, 40, 70):
+    for count in (20, 70):
         together = lm.generate(prompts[:count], max_tokens=8, ignore_eos=True)
         plain = lm.generate(prompts[:count], max_tokens=8, ignore_eos=True, lookahead=0)
         assert [r.token_ids for r in together] == [r.token_ids for r in plain]

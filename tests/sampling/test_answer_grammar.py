@@ -39,6 +39,7 @@ CALL = '<tool_call>\n{"name": "get", "arguments": {"x": 5}}\n</tool_call>'
 TAGS = Vocabulary(("<tool_call>", "</tool_call>", "<think>", "</think>"))
 ADDED = Vocabulary((), TAGS.special)
 CHANNELS = Vocabulary(("<|channel|>", "<|message|>", "<|constrain|>", "<|end|>", "<|start|>"))
+SLOW = pytest.mark.slow
 NUMBER = re.compile(r"\s*[0-9]{1,3}")
 
 
@@ -134,7 +135,7 @@ def test_a_tag_that_is_a_token_begins_a_call_alone() -> None:
         assert (said.text, said.calls) == (f"Well {CALL}", [])
 
 
-@pytest.mark.parametrize("vocabulary", [PLAIN, TAGS, ADDED])
+@pytest.mark.parametrize("vocabulary", [PLAIN, TAGS, pytest.param(ADDED, marks=SLOW)])
 def test_what_may_be_called(vocabulary: Vocabulary) -> None:
     def made(**options: Any) -> Answers:
         return answers("hermes", TOOLS, vocabulary=vocabulary, **options)
@@ -205,8 +206,13 @@ def test_white_space_that_only_looks_so_begins_no_call() -> None:
 # ---------------------------------------------------------------- thinking
 
 
-@pytest.mark.parametrize("vocabulary", [PLAIN, TAGS, ADDED])
-@pytest.mark.parametrize("opened", [True, False])
+@pytest.mark.parametrize(
+    ("vocabulary", "opened"),
+    [
+        *((PLAIN, True), (TAGS, False), (ADDED, True)),
+        *(pytest.param(*case, marks=SLOW) for case in ((PLAIN, False), (TAGS, True), (ADDED, False))),
+    ],
+)
 def test_calls_after_thinking(vocabulary: Vocabulary, opened: bool) -> None:
     def made(**options: Any) -> Answers:
         begins = "thinking" if opened else "start"
@@ -296,7 +302,7 @@ def test_thinking_that_closes_by_itself_before_its_budget() -> None:
 # ---------------------------------------------------------------- Harmony
 
 
-@pytest.mark.parametrize("vocabulary", [PLAIN, CHANNELS])
+@pytest.mark.parametrize("vocabulary", [pytest.param(PLAIN, marks=SLOW), CHANNELS])
 def test_harmony(vocabulary: Vocabulary) -> None:
     def made(**options: Any) -> Answers:
         return answers("harmony", TOOLS, HARMONY, vocabulary, **options)
@@ -359,8 +365,25 @@ RESPONSES: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("response", RESPONSES)
-@pytest.mark.parametrize("format", ["hermes", "llama3", "qwen-xml"])
+# Quick runs combine two of them with each format.
+PAIRED = {
+    "regex": "hermes",
+    "any": "llama3",
+    "choice": "qwen-xml",
+    "schema": "llama3",
+    "gbnf": "hermes",
+    "lark": "qwen-xml",
+}
+
+
+@pytest.mark.parametrize(
+    ("format", "response"),
+    [
+        pytest.param(format, response, marks=() if PAIRED[response] == format else SLOW)
+        for format in ("hermes", "llama3", "qwen-xml")
+        for response in RESPONSES
+    ],
+)
 def test_an_answer_is_a_call_or_as_its_format_says(response: str, format: str) -> None:
     options, pattern = RESPONSES[response]
     numbers, trigger = random.Random(3), '{"name": "get", ' if format == "llama3" else "<tool_call>\n"
@@ -400,7 +423,15 @@ def test_a_format_that_begins_like_a_call() -> None:
 # ---------------------------------------------------------------- items that must differ
 
 
-@pytest.mark.parametrize("format", [each.name for each in FORMATS if not each.parameters])
+# Formats differ in what stands around the arguments: quick runs take one with names in JSON, one with names before it,
+# and one with marks.
+QUICK = ("hermes", "mistral", "harmony")
+
+
+@pytest.mark.parametrize(
+    "format",
+    [pytest.param(each.name, marks=() if each.name in QUICK else SLOW) for each in FORMATS if not each.parameters],
+)
 def test_items_that_must_differ(format: str) -> None:
     answer = answers(format, [SET, GET], tool_choice="required")
     layout = answer.format.tools
@@ -448,7 +479,7 @@ def test_what_is_said_depends_on_the_tokens_alone(setup: str) -> None:
     numbers, used = random.Random(setup), answer.constraint(budget)
     texts = [text for each in begun * 2 for text in steps(used, answer, numbers, each)]
     numbers.shuffle(texts)
-    for text in texts[:60]:
+    for text in texts[:40]:
         fresh = answer.constraint(budget)
         ended, token = fresh.complete(text), numbers.choice(answer.vocabulary.ids_of(CALL))
         for ask in numbers.sample(("forced", "complete", "allows"), 3):
@@ -464,7 +495,7 @@ def test_single_tokens_and_forced_ones_agree_with_masks(setup: str) -> None:
     answer, begun, budget = SETUPS[setup]
     numbers, size = random.Random(setup), len(answer.vocabulary.spelt)
     texts = [text for each in begun for text in steps(answer.constraint(budget), answer, numbers, each)]
-    for text in numbers.sample(texts, 8):
+    for text in numbers.sample(texts, 4):
         fresh, masking = answer.constraint(budget), answer.constraint(budget)
         if fresh.complete(text):
             continue
@@ -491,23 +522,33 @@ def test_a_constraint_that_fails_can_be_asked_again() -> None:
 # ---------------------------------------------------------------- all formats
 
 
-@pytest.mark.parametrize("format", FORMATS, ids=lambda each: each.name)
-def test_random_answers_are_valid_calls(format: Any) -> None:
+# Tags are spelt, special tokens, or other tokens: quick runs try one of these with each format.
+TAGS_ARE = ("spelt", "special", "added")
+CASES = [
+    pytest.param(format, tags, marks=() if number % 3 == place else SLOW, id=f"{format.name}-{tags}")
+    for number, format in enumerate(FORMATS)
+    for place, tags in enumerate(TAGS_ARE)
+]
+
+
+@pytest.mark.parametrize(("format", "tags_are"), CASES)
+def test_random_answers_are_valid_calls(format: Any, tags_are: str) -> None:
     tags = {tag for text in format.texts() for tag in re.findall(r"<[^<>\s=]+>|\[[A-Z_]+\]", text)}
     tools = [GET, GETS, with_schema("free", {"type": "object", "properties": {}})]
-    for vocabulary in (PLAIN, Vocabulary(tuple(sorted(tags))), Vocabulary((), tuple(sorted(tags)))):
-        numbers, calls = random.Random(format.name), 0
-        answer = answers(format.name, tools, vocabulary=vocabulary, tool_choice="required")
-        auto = answers(format.name, tools, vocabulary=vocabulary)
-        trigger = format.triggers[0].replace("{NAME}", "get")
-        for each, begun in [(answer, ""), (answer, ""), (auto, trigger), (auto, f"Hi {trigger}")]:
-            start = vocabulary.ids_of(begun)
-            found, ended = random_answer(each.constraint(), vocabulary, numbers, start, patience=20, limit=200)
-            cut = numbers.randint(0, len(found))
-            for tokens, whole in ((found, ended), (found[:cut], False)):
-                said, reader = each.read(tokens, numbers.choice((1, 2, 1000)))
-                check_calls(said, tools, whole)
-                calls += whole and len(reader.calls)
-                if not format.anywhere and begun.startswith("Hi"):
-                    assert not reader.calls
-        assert calls >= 2
+    names = tuple(sorted(tags))
+    vocabulary = {"spelt": PLAIN, "special": Vocabulary(names), "added": Vocabulary((), names)}[tags_are]
+    numbers, calls = random.Random(format.name), 0
+    answer = answers(format.name, tools, vocabulary=vocabulary, tool_choice="required")
+    auto = answers(format.name, tools, vocabulary=vocabulary)
+    trigger = format.triggers[0].replace("{NAME}", "get")
+    for each, begun in [(answer, ""), (answer, ""), (auto, trigger), (auto, f"Hi {trigger}")]:
+        start = vocabulary.ids_of(begun)
+        found, ended = random_answer(each.constraint(), vocabulary, numbers, start, patience=20, limit=200)
+        cut = numbers.randint(0, len(found))
+        for tokens, whole in ((found, ended), (found[:cut], False)):
+            said, reader = each.read(tokens, numbers.choice((1, 2, 1000)))
+            check_calls(said, tools, whole)
+            calls += whole and len(reader.calls)
+            if not format.anywhere and begun.startswith("Hi"):
+                assert not reader.calls
+    assert calls >= 2

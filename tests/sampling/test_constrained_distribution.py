@@ -26,7 +26,7 @@ from ovspec.sampling.samplers import DraftVocabulary, Guess, sampler_of
 from ovspec.sampling.warp import softmax, warp
 
 UNLIKELY = 1e-4
-DRAWS = 2000  # which find each planted bug, below
+DRAWS = 1200  # which find each planted bug, below
 END = 5
 # Five tokens, one of them with two letters, and one that ends the text. The logits depend only on the last token.
 VOCABULARY: list[bytes | None] = [b"a", b"b", b"ab", b"c", b"d", b""]
@@ -99,12 +99,12 @@ def draw_texts(accept: AcceptRule, drafter: str, params: Params, draws: int) -> 
     drafters["head"] = DraftModel(Bigrams(DRAFT, HEAD.ids), HEAD)  # type: ignore[arg-type]
     counts, done = Counter[Any](), Counter[str]()
     ends = frozenset({END})
+    constraints = Constraints([GRAMMARS.constraint(GRAMMAR, 1, ends)], ends)  # whose state is the text alone
     for seed in range(draws):
         sequence = Sequence([0])
         target.reset(1)
         if drafters[drafter]:
             drafters[drafter].reset(1)
-        constraints = Constraints([GRAMMARS.constraint(GRAMMAR, 1, ends)], ends)
         sampler = sampler_of(replace(params, seed=seed, accept=accept), 0, constraints)
         while len(sequence) == 1 or not constraints.ended(sequence.tokens):
             row = RowStep(sequence, sampler, 9)

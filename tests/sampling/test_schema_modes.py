@@ -69,22 +69,22 @@ def test_strict_refuses_what_checked_judges(load: Load) -> None:
     assert lm.generate("= ", json_schema={"type": "integer", "maximum": 9}, max_tokens=5).schema_errors is None
 
 
-def test_retries_take_the_next_seeds_until_the_text_is_valid(load: Load) -> None:
+@pytest.mark.parametrize("draft", [pytest.param(False, marks=pytest.mark.slow), True])
+def test_retries_take_the_next_seeds_until_the_text_is_valid(load: Load, draft: bool) -> None:
     options: dict[str, Any] = {"json_schema": ODD, "json_schema_mode": "checked", "temperature": 2.0}
-    for draft in (False, True):
-        lm = load(draft)
-        single = {seed: lm.generate("= ", seed=seed, **options) for seed in range(12)}
-        good = [seed for seed, result in single.items() if not result.schema_errors]
-        bad = next(seed for seed in range(12) if seed not in good and any(other > seed for other in good))
-        after = next(seed for seed in good if seed > bad)
-        result = lm.generate("= ", seed=bad, retries=after - bad, **options)
-        assert (result.text, result.stats.seed) == (single[after].text, after)
-        assert lm.generate("= ", seed=bad, retries=0, **options).schema_errors
-        assert lm.verify(result).ok
-        samples = lm.samples("= ", seed=bad, retries=20, n=4, **options)
-        assert all(not each.schema_errors for each in samples)
-        texts = lm.generate(["= ", "1 + "], seed=bad, retries=20, **options)
-        assert all(int(each.text) % 2 for each in texts)
+    lm = load(draft)
+    single = {seed: lm.generate("= ", seed=seed, **options) for seed in range(12)}
+    good = [seed for seed, result in single.items() if not result.schema_errors]
+    bad = next(seed for seed in range(12) if seed not in good and any(other > seed for other in good))
+    after = next(seed for seed in good if seed > bad)
+    result = lm.generate("= ", seed=bad, retries=after - bad, **options)
+    assert (result.text, result.stats.seed) == (single[after].text, after)
+    assert lm.generate("= ", seed=bad, retries=0, **options).schema_errors
+    assert lm.verify(result).ok
+    samples = lm.samples("= ", seed=bad, retries=20, n=4, **options)
+    assert all(not each.schema_errors for each in samples)
+    texts = lm.generate(["= ", "1 + "], seed=bad, retries=20, **options)
+    assert all(int(each.text) % 2 for each in texts)
 
 
 @pytest.mark.parametrize(
@@ -224,12 +224,12 @@ HOSTILE = {
 }
 DOUBLING = {"$defs": {f"d{i}": {"allOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 2} for i in range(60)} | {"d60": True}}
 ENDLESS = [
-    (HOSTILE, json.dumps({"x": "a" * 40 + "!"})),
-    ({**DOUBLING, "$ref": "#/$defs/d0"}, "1"),
+    pytest.param(HOSTILE, json.dumps({"x": "a" * 40 + "!"}), id="pattern"),
+    pytest.param({**DOUBLING, "$ref": "#/$defs/d0"}, "1", marks=pytest.mark.slow, id="references"),
 ]
 
 
-@pytest.mark.parametrize(("schema", "text"), ENDLESS, ids=["pattern", "references"])
+@pytest.mark.parametrize(("schema", "text"), ENDLESS)
 def test_judging_is_given_up_and_holds_up_nobody(schema: Any, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(JUDGE, "seconds", 1.0)
     found, waits = list[str](), list[float]()
