@@ -72,14 +72,14 @@ def test_without_the_transformation_the_stateful_engine_runs(tmp_path: Path, mon
     import openvino._offline_transformations as transformations
 
     monkeypatch.delattr(transformations, "paged_attention_transformation")
-    lm = ovspec.load(SMALL, cache_dir=tmp_path)
+    lm = ovspec.load(SMALL, arithmetic="fast", cache_dir=tmp_path)
     stats = lm.generate("def f(", max_tokens=4).stats
     assert (stats.engine, stats.engine_reason) == (
         "stateful",
         "this OpenVINO has no paged-attention transformation",
     )
     with pytest.raises(ovspec.OvspecError, match="`engine='paged'` is not possible: this OpenVINO has no"):
-        ovspec.load(SMALL, engine="paged", cache_dir=tmp_path)
+        ovspec.load(SMALL, engine="paged", arithmetic="fast", cache_dir=tmp_path)
 
 
 def test_the_comparison_is_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,9 +145,9 @@ def test_compared_in_its_own_arithmetic_where_memory_is_short(monkeypatch: pytes
 
 def test_the_compile_cache_is_not_filled_in_vain(tmp_path: Path) -> None:
     """OpenVINO can't read a paged model back from its cache."""
-    ovspec.load(SMALL, engine="paged", cache_dir=tmp_path)
+    ovspec.load(SMALL, engine="paged", arithmetic="fast", cache_dir=tmp_path)
     assert not list(tmp_path.rglob("*.blob"))
-    ovspec.load(SMALL, engine="stateful", cache_dir=tmp_path)
+    ovspec.load(SMALL, engine="stateful", arithmetic="fast", cache_dir=tmp_path)
     assert list(tmp_path.rglob("*.blob"))
 
 
@@ -236,7 +236,7 @@ def test_which_block_caches_are_exact_after_a_rollback(precision: str, cache_dir
     kinds = ("f32", "f16", "u8") if precision == "f32" else ("bf16" if HAS_BF16 else "f32", "u8")
     for kv_precision in kinds:
         options = DeviceOptions(precision=precision, kv_precision=kv_precision, cache_dir=cache_dir)
-        decoder = PagedDecoder(compile_paged(DEMO, options), rule=STRICT)
+        decoder = PagedDecoder(compile_paged(SMALL, options), rule=STRICT)
         decoder.feed([text[:190]], [1])
         clean = decoder.feed([text[190:]], [10])[0].copy()
         decoder.truncate(0, 190)
@@ -249,7 +249,7 @@ def test_which_block_caches_are_exact_after_a_rollback(precision: str, cache_dir
 @pytest.mark.parametrize("precision", ["f32", pytest.param("bf16", marks=pytest.mark.slow)])
 def test_a_token_has_the_same_bits_however_its_text_was_fed(precision: str, cache_dir: Path) -> None:
     """With quantised activations, where a token alone rounds differently. A filling is never seen by later tokens."""
-    ir = compile_paged(DEMO, DeviceOptions(precision=precision, cache_dir=cache_dir))
+    ir = compile_paged(SMALL, DeviceOptions(precision=precision, cache_dir=cache_dir))
     trial = Trial((1, 30, 64, 200), (1, 1, 2, 3, 1, 5, 1, 8, 16, 1), (2, 9))
     found = probe_rule(PagedDecoder(ir, rule=STRICT), ir.logits_width, trial)
     assert found.positions > 4 * 4 * 39 and found.exact, found

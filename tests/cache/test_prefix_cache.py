@@ -166,7 +166,7 @@ def differs(lm: ovspec.LanguageModel, cold: ovspec.LanguageModel) -> bool:
     """Return whether hits change a text, of prompts that end where blocks do and elsewhere."""
     ids = lm.encode(PROMPT + TEXT)
     found = False
-    for length in (64, 65, 80, 95, 96):
+    for length in (64, 65, 95):
         for _ in range(2):
             for end in ([], [7, 8, 9]):
                 prompt = [*ids[:length].tolist(), *end]
@@ -248,7 +248,7 @@ def converse(lm: ovspec.LanguageModel, cold: ovspec.LanguageModel, seed: int, tu
 @pytest.mark.parametrize("memory", [0.1, MANY])
 def test_conversations(memory: float, load: Load) -> None:
     lm, cold = load(draft="lookup,draft", cache_memory=memory), load(draft="none", cache_memory=0)
-    assert sum(converse(lm, cold, seed) for seed in range(4)) > 100
+    assert sum(converse(lm, cold, seed) for seed in range(3)) > 100
 
 
 @pytest.mark.slow

@@ -6,10 +6,10 @@ from hypothesis import strategies as st
 
 from ovspec.cache.sequence import Sequence, common_prefix
 
-TOKENS = st.lists(st.integers(0, 5), max_size=200)
+TOKENS = st.lists(st.integers(0, 5), max_size=60)
 
 
-@given(st.lists(st.tuples(TOKENS, st.integers(0, 300)), max_size=8))
+@given(st.lists(st.tuples(TOKENS, st.integers(0, 100)), max_size=8))
 def test_commits_and_rewinds_like_a_list(steps: list[tuple[list[int], int]]) -> None:
     sequence, model = Sequence(), []
     for tokens, length in steps:

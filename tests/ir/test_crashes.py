@@ -59,7 +59,7 @@ def precision(lm: ovspec.LanguageModel) -> str:
 
 
 @POSIX
-@pytest.mark.parametrize("engine", ["paged", "stateful"])
+@pytest.mark.parametrize("engine", ["paged", pytest.param("stateful", marks=pytest.mark.slow)])
 def test_where_openvino_crashes_f32_is_used_and_told(
     plant: Callable[[str], Callable[[], int]],
     pair: Path,
@@ -182,6 +182,7 @@ def without_cores() -> dict[str, str]:
     return dict(os.environ)
 
 
+@pytest.mark.slow
 def test_one_thread_with_weights_that_are_not_compressed(
     pair: Path, ovspec_command: Callable[..., subprocess.CompletedProcess[str]]
 ) -> None:

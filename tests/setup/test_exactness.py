@@ -13,14 +13,14 @@ from conftest import PROMPTS, ROOT, STRICT
 
 import ovspec
 import ovspec.setup.engine_choice
-from ovspec.cache.decoder import FAST, FeedRule, Rollback
+from ovspec.cache.decoder import FAST, Arithmetic, FeedRule, Rollback
 from ovspec.cache.paged import PagedDecoder, pairs
 from ovspec.cache.stateful import StatefulDecoder, decoder_of
 from ovspec.ir.compile import CompiledIR, compile_ir
 from ovspec.ir.device import DeviceOptions
 from ovspec.ir.paged_attention import PAIRS
 from ovspec.ir.request import Request
-from ovspec.setup.engine_choice import compile_paged
+from ovspec.setup.engine_choice import compile_paged, load_ir
 from ovspec.setup.exactness import FULL, SHORT, Exactness, Trial, find_exactness, probe_rule
 
 DEMO = ROOT / "models" / "demo"
@@ -240,17 +240,21 @@ def test_remembered_by_setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(ovspec.setup.engine_choice, "find_exactness", counted)
     usual, small = dict[str, Any](), dict[str, Any](kv_precision="u8")
     coarse: dict[str, Any] = {"properties": {"DYNAMIC_QUANTIZATION_GROUP_SIZE": "64"}}
+
+    def load(arithmetic: Arithmetic = "exact", **options: Any) -> None:
+        load_ir(SMALL, DeviceOptions(cache_dir=tmp_path, **options), arithmetic=arithmetic)
+
     for options, count in ((usual, 1), (usual, 1), (coarse, 2), (small, 3), (coarse, 3), (small, 3)):
-        ovspec.load(DEMO / "draft", cache_dir=tmp_path, **options)
+        load(**options)
         assert len(probed) == count, options
-    ovspec.load(DEMO / "draft", arithmetic="fast", cache_dir=tmp_path, precision="f32")
+    load("fast", precision="f32")
     assert len(probed) == 3
     for file in (tmp_path / "exactness").iterdir():
         file.write_text("[]", encoding="utf-8")
-    ovspec.load(DEMO / "draft", cache_dir=tmp_path, **usual)
+    load(**usual)
     assert len(probed) == 4, "what is damaged is probed again"
     monkeypatch.setattr("ovspec.ir.device.instruction_set", lambda: "another")
-    ovspec.load(DEMO / "draft", cache_dir=tmp_path, **usual)
+    load(**usual)
     assert len(probed) == 5, "another instruction set may compute in another way"
 
 
@@ -303,7 +307,7 @@ def test_the_default_is_lookup_where_a_guess_is_free(cache_dir: Path, monkeypatc
     )
     for draft, options, guess, proposes in ways:
         lm = ovspec.load(SMALL, draft, cache_dir=cache_dir, **options)
-        result = lm.generate(PROMPTS[0], max_tokens=60, ignore_eos=True)
+        result = lm.generate(PROMPTS[0], max_tokens=30, ignore_eos=True)
         assert bool(lm.runtime.choice) == proposes, (draft, options, guess)
         assert proposes or not result.stats.proposed
         texts.setdefault(lm.target.engine, result.token_ids)
@@ -315,7 +319,7 @@ def test_stateful_batches_and_drafts_are_exact_where_the_probe_says_so(pair: Pat
     lm = ovspec.load(pair, "lookup,draft", engine="stateful", precision="f32", threads=1, cache_dir=cache_dir)
     if lm.target.promise != "exact":
         pytest.skip(f"on this processor, the stateful engine is {lm.target.promise}")
-    prompts = PROMPTS[:4]
+    prompts = PROMPTS[:2]
     plain = [lm.generate(prompt, max_tokens=40, ignore_eos=True, lookahead=0) for prompt in prompts]
     drafted = [lm.generate(prompt, max_tokens=40, ignore_eos=True, lookahead=4) for prompt in prompts]
     batch = lm.generate(prompts, max_tokens=40, ignore_eos=True, lookahead=3)

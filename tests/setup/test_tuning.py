@@ -75,7 +75,7 @@ def test_the_distance_is_the_kl_divergence(pair: Path, reference: Reference) -> 
 
 def test_invariance_is_measured_on_the_exact_decoder(monkeypatch: pytest.MonkeyPatch) -> None:
     uncached = DeviceOptions(properties={"CACHE_DIR": ""})
-    timer = SettingTimer(DEMO, np.arange(3, 43), Effort(40, (1, 2, 4), 1, True), uncached)
+    timer = SettingTimer(SMALL, np.arange(3, 43), Effort(40, (1, 2, 4), 1, True), uncached)
     probed = timer.probed(timer.set_incumbent(Setting("paged", "f32", 32)))
     assert probed.invariance == 1 and probed.rule and probed.rule.fewest in probed.verify_ms
     monkeypatch.setattr("ovspec.setup.exactness.STRICTEST", {"paged": FAST})
@@ -152,11 +152,11 @@ def test_not_measured_unasked_where_it_would_take_long(
 ) -> None:
     assert tuned_by_default is None
     monkeypatch.setattr(ovspec.setup.tuning, "LARGEST_UNASKED", 1e5)
-    assert ovspec.load(SMALL, cache_dir=tmp_path).target.profile is None
+    assert ovspec.load(SMALL, arithmetic="fast", cache_dir=tmp_path).target.profile is None
     assert "too large to tune automatically" in capsys.readouterr().err
     monkeypatch.setattr(ovspec.setup.tuning, "LARGEST_UNASKED", 1e9)
     monkeypatch.setattr(ovspec.setup.tuning, "room_for", lambda *_: False)
-    assert ovspec.load(SMALL, cache_dir=tmp_path).target.profile is None
+    assert ovspec.load(SMALL, arithmetic="fast", cache_dir=tmp_path).target.profile is None
     assert "not enough memory is free for tuning" in capsys.readouterr().err
 
 

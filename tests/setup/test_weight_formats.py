@@ -50,7 +50,7 @@ def test_what_is_timed_is_a_product_with_compressed_weights(weights: WeightForma
 
 def test_times_are_of_every_format_and_grow_with_the_bytes() -> None:
     formats = [WeightFormat(8), WeightFormat(16)]
-    times = format_times(formats, 2048, 2048)
+    times = format_times(formats, 1024, 1024)
     assert list(times) == ["int8", "fp16"] and min(times.values()) > 0
 
 
