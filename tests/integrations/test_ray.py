@@ -1,168 +1,161 @@
-"""Batches on local clusters of Ray: the lines that one machine writes, whatever happens to workers and driver."""
+"""Batches on a cluster of Ray on this machine: the lines that one machine writes, though workers die.
+
+One cluster runs for all tests, because it takes seconds to start. ``test_ray_clusters.py`` has those with clusters of
+their own, and the kills.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
-import random
 import re
 import shutil
 import signal
-import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pyarrow
 import pyarrow.parquet
 import pytest
+from commands_here import Command, commands_here
 from conftest import ROOT
-from pyarrow import fs
+from ray_batches import (
+    FLAGS,
+    LOADING,
+    OPTIONS,
+    PROMPTS,
+    addresses,
+    alone,
+    as_lines,
+    file_of_all_kinds,
+    loaded,
+    of_ray,
+    on_cluster,
+    requests_of_all_kinds,
+    without_times,
+)
 
 pytest.importorskip("ray", reason="needs the extra ovspec[ray]")
 
+import ray
+from ray.exceptions import ActorDiedError, NodeDiedError, OutOfMemoryError
+
 import ovspec
 from ovspec.base.errors import OvspecError
+from ovspec.drafting.choice import parse_draft
 from ovspec.drafting.proposal import NOTHING
+from ovspec.integrations.ray import Predictor, batch
 from ovspec.integrations.ray.cluster import connected
-from ovspec.ir.instruction_set import instruction_set
+from ovspec.integrations.ray.deaths import how_it_died, note_signals
+from ovspec.integrations.ray.pool import RESTARTS, TOGETHER, Pool
+from ovspec.integrations.ray.worker import Reference, Worker
 from ovspec.openai.batch_file import BatchProgress, run_file
-from ovspec.openai.batch_requests import read_requests
-
-PROMPTS = ["def fib(", "The sky is", "Once upon a time", "import os\n"]
-OPTIONS: Any = {"max_tokens": 12, "seed": 5}
+from ovspec.openai.batch_groups import Group, groups_of
+from ovspec.openai.batch_requests import BatchRequest, prompt_request, read_requests
 
 
 @pytest.fixture(scope="module")
-def storage() -> Iterator[str]:
-    """Serve object storage with an empty bucket, as the environment tells; return its URI."""
-    boto3 = pytest.importorskip("boto3")
-    server = pytest.importorskip("moto.server").ThreadedMotoServer(port=0, verbose=False)
-    server.start()
+def cluster(cache_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Run a cluster with room for two workers of a processor each, also if this process has one; it leaves nothing."""
+    temporary, others = tmp_path_factory.mktemp("temporary"), of_ray(os.getpid())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:{1}".format(*server.get_host_and_port()))
-        for name in ("ACCESS_KEY_ID", "SECRET_ACCESS_KEY"):
-            patch.setenv(f"AWS_{name}", "test")
-        patch.setenv("AWS_DEFAULT_REGION", "us-east-1")
-        boto3.client("s3").create_bucket(Bucket="bucket")
-        yield "s3://bucket"
-    server.stop()
-
-
-@pytest.fixture(scope="module")
-def cluster(storage: str) -> Iterator[None]:
-    """Run a cluster with room for two workers of a processor each, also if this process has one."""
-    assert storage
-    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(cache_dir))
+        patch.setenv("TMPDIR", str(temporary))
+        patch.setattr(tempfile, "tempdir", None)
         patch.setattr("ovspec.integrations.ray.cluster.processors", lambda: [[0, 1]])
+        # As a variable says that ``connected`` sets, which Ray reads when it is imported.
+        patch.setattr("ray._private.ray_constants.ENABLE_RAY_CLUSTER", False)
         with connected("local"):
             yield
+            processes = [process for process in of_ray(os.getpid()) if process not in others]
+    assert not psutil.wait_procs(processes, timeout=10)[1]
+    assert not list(temporary.iterdir())
+    assert not list((cache_dir / "ovspec" / "ray" / "sessions").iterdir())
 
 
-LOADING: Any = {"threads": 1}
+@pytest.fixture
+def joined(cluster: None, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: ARG001
+    """Let commands use the cluster that this process is connected to."""
+    monkeypatch.setattr("ovspec.integrations.ray.cluster.connected", lambda _: contextlib.nullcontext())
 
 
-def on_cluster(
-    source: Any, output: Any, model: Path, draft: Any = None, loading: Any = LOADING, **ways: Any
-) -> BatchProgress:
-    from ovspec.integrations.ray.batch import run_on_cluster
-
-    return run_on_cluster(source, str(output), model, draft, loading, OPTIONS, cpus=1, **ways)
-
-
-def requests_of_all_kinds(count: int = 12) -> list[Any]:
-    """Return requests with and without seeds, and some that fail."""
-    own: Any = [{"id": f"own {n}", "prompt": PROMPTS[n % 4] + str(n), "temperature": n % 2} for n in range(count)]
-    seeded = [{"id": f"seed {n}", "prompt": PROMPTS[n], "seed": n, "temperature": 0.8, "n": 2} for n in range(4)]
-    body = {"model": "m", "prompt": "def f(", "max_tokens": 5, "logprobs": 2}
-    openai = {"custom_id": "openai", "method": "POST", "url": "/v1/completions", "body": body}
-    return [
-        *own,
-        *seeded,
-        openai,
-        {"id": "bad", "prompt": "x", "max_tokens": -5},
-        "just a prompt",
-        {"id": "own 3", "prompt": "twice"},
-    ]
-
-
-def as_lines(values: list[Any]) -> str:
-    return "".join(json.dumps(value) + "\n" for value in values)
+@pytest.fixture
+def command(cache_dir: Path) -> Iterator[Command]:
+    yield from commands_here(cache_dir)
 
 
 @pytest.fixture
 def requests_file(tmp_path: Path) -> Path:
-    file = tmp_path / "requests.jsonl"
-    file.write_text(as_lines(requests_of_all_kinds()), encoding="utf-8")
-    return file
+    return file_of_all_kinds(tmp_path)
 
 
-def without_times(text: str) -> list[dict[str, Any]]:
-    """Return the lines of a result without times, ids of the run and cached tokens."""
-
-    def cleaned(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {name: cleaned(each) for name, each in value.items() if name not in ("created", "cached_tokens")}
-        return [cleaned(each) for each in value] if isinstance(value, list) else value
-
-    return [cleaned(json.loads(line)) for line in text.splitlines()]
+def test_without_the_extra_a_sentence_says_what_to_install(
+    command: Command, requests_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    done = command("batch", requests_file, "-o", tmp_path / "out", "--ray")
+    assert (done.returncode, "Ray is missing; run pip install 'ovspec[ray]'." in done.stderr) == (1, True), done.stderr
 
 
-@pytest.fixture(scope="module")
-def alone(pair: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[dict[str, Any]]]:
-    """Return a function that returns what one machine writes for a file."""
-
-    def run(file: Path, draft: Any = None, loading: Any = LOADING) -> list[dict[str, Any]]:
-        output = tmp_path_factory.mktemp("alone") / "out.jsonl"
-        run_file(ovspec.load(pair, draft, **loading), read_requests(file), output, OPTIONS)
-        return without_times(output.read_text("utf-8"))
-
-    return run
+def test_an_address_where_no_cluster_is(command: Command, requests_file: Path, tmp_path: Path) -> None:
+    """Before the tests that use a cluster, because a process has one folder for the sessions of Ray."""
+    done = command("batch", requests_file, "-o", tmp_path / "out", "--ray", "127.0.0.1:9")
+    assert done.returncode == 1
+    assert "No cluster of Ray answers at 127.0.0.1:9" in done.stderr, done.stderr
 
 
-@pytest.mark.slow
-def test_workers_that_compute_other_bits(pair: Path, requests_file: Path, tmp_path: Path) -> None:
-    """On a cluster of two machines, one of which pretends to have a lesser processor.
-
-    Before the tests of this file that share a cluster, because a process has one at a time.
-    """
-    from ray.cluster_utils import Cluster
-
-    if instruction_set() == "AVX2":
-        pytest.skip("needs a processor with more than AVX2")
-    requests_file.write_text(as_lines(requests_of_all_kinds(120)), encoding="utf-8")
-
-    def slowly(progress: BatchProgress) -> None:
-        """Leave lines for the worker that loads last."""
-        time.sleep(3 * (progress.loading > 0))
-
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
-    try:
-        cluster.add_node(num_cpus=1, env_vars=dict.fromkeys(("ONEDNN_MAX_CPU_ISA", "OV_CPU_MAX_ISA"), "AVX2"))
-        with connected(str(cluster.address)):
-            with pytest.raises(
-                OvspecError, match=r"computes other bits \(.*\) than the first one .* with `mixed=True`"
-            ):
-                on_cluster(read_requests(requests_file), tmp_path / "out", pair, note=slowly)
-            on_cluster(read_requests(requests_file), tmp_path / "out", pair, mixed=True, note=slowly)
-    finally:
-        cluster.shutdown()
-    kinds = {json.loads(line)["worker"] for line in (tmp_path / "out").read_text("utf-8").splitlines()}
-    assert len(kinds) == 2, kinds
+@pytest.mark.usefixtures("joined")
+@pytest.mark.parametrize("options", [(), pytest.param(("--draft", "lookup,draft", "--mixed"), marks=pytest.mark.slow)])
+def test_the_lines_that_one_machine_writes(
+    command: Command, pair: Path, requests_file: Path, tmp_path: Path, options: tuple[str, ...]
+) -> None:
+    output = tmp_path / "out.jsonl"
+    done = command("batch", pair, requests_file, "-o", output, "--ray", *FLAGS, *options)
+    assert (done.returncode, done.stdout) == (1, ""), "because two lines fail"
+    *progress, last = done.stderr.splitlines()
+    assert re.fullmatch(r"20 of 20 done, 2 with an error, \d+ tokens in .* s \(.* tokens/s\), 2 workers", progress[-1])
+    assert all(re.match(r"\d+ of 20 done", line) for line in progress), progress
+    assert last == f"{output}: 2 of 20 lines have an error instead of a text"
+    found = without_times(output.read_text("utf-8"))
+    assert all(bool(line.pop("worker", "")) is ("--mixed" in options) for line in found)
+    assert found == alone(pair, requests_file, "lookup,draft" if options else None)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out.jsonl", "requests.jsonl"]
 
 
 @pytest.mark.usefixtures("cluster")
-@pytest.mark.parametrize("draft", [None, pytest.param("lookup,draft", marks=pytest.mark.slow)])
-def test_the_lines_that_one_machine_writes(
-    pair: Path, requests_file: Path, tmp_path: Path, alone: Callable[..., Any], draft: Any
+def test_the_cluster_stays_on_this_machine() -> None:
+    assert os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] == "0"
+    found = addresses([psutil.Process(), *of_ray(os.getpid())])
+    assert "127.0.0.1" in found and found <= {"127.0.0.1", "::1"}
+
+
+@pytest.mark.usefixtures("joined")
+def test_options_reach_the_workers(
+    command: Command, pair: Path, requests_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = on_cluster(read_requests(requests_file), tmp_path / "ray", pair, draft)
-    assert (found.total, found.done, found.failed, found.workers) == (20, 20, 2, 2)
-    assert without_times((tmp_path / "ray").read_text("utf-8")) == alone(requests_file, draft)
+    given: list[Any] = []
+    monkeypatch.setattr(batch, "first_of", lambda *first: given.extend(first) or Reference("", "kind", "", []))
+
+    def pool(_: Any, *more: Any) -> Any:
+        given.extend(more)
+        raise OvspecError("seen enough")
+
+    monkeypatch.setattr(batch, "Pool", pool)
+    ways = ("--ray", "--cpus-per-worker", "2", "--mixed", "--draft", "lookup", "--precision", "f32", "-n", "7")
+    done = command("batch", pair, requests_file, "-o", "nowhere", *ways)
+    assert "seen enough" in done.stderr
+    job, cpus, count, mixed, words = given
+    assert (cpus, count, mixed, job.mixed, job.folders[0].folder) == (2, 1, True, True, pair)
+    assert (job.draft, job.loading["precision"], job.generating["max_tokens"]) == (parse_draft("lookup"), "f32", 7)
+    assert "`precision='f32'` on 2 processors as kind" in words
 
 
 @pytest.mark.slow
@@ -184,10 +177,35 @@ def test_the_real_model_with_its_head(tmp_path: Path) -> None:
     assert len({line["text"] for line in found}) > 6
 
 
+class Here:
+    """A pool whose only worker is in this process."""
+
+    size, loading = 1, 0
+
+    def __init__(self, start: Callable[[int], Worker], *_: Any) -> None:
+        self._worker = start(1)
+        self._worker.load()
+
+    def answer(self, groups: list[Group], _: Any) -> Iterator[list[Group]]:
+        for group in groups:
+            group.answer(self._worker.answer(list(group.requests.values())))
+            yield [group]
+
+    def close(self) -> None:
+        pass
+
+
 @pytest.mark.usefixtures("cluster")
+@pytest.mark.parametrize("here", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_folders_go_to_folders_and_an_interrupted_run_goes_on(
-    pair: Path, tmp_path: Path, alone: Callable[..., Any]
+    pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, here: bool
 ) -> None:
+    if here:  # where a worker takes no seconds to start
+        monkeypatch.setattr("ovspec.integrations.ray.worker.note_signals", lambda _: None)
+        monkeypatch.setattr("ovspec.integrations.ray.worker.claim_share", lambda: None)
+        monkeypatch.setattr(batch, "start", lambda job, reference, _, number: Worker(job, reference, number))
+        monkeypatch.setattr(batch, "first_of", lambda job, _: Worker(job, None, 0).load())
+        monkeypatch.setattr(batch, "Pool", Here)
     source, output = tmp_path / "in", tmp_path / "out"
     (source / "more").mkdir(parents=True)
     lines = requests_of_all_kinds(40)
@@ -214,11 +232,11 @@ def test_folders_go_to_folders_and_an_interrupted_run_goes_on(
         "more/prompts.txt.jsonl",
         "rows.parquet",
     ]
-    assert without_times((output / "a b.jsonl").read_text("utf-8")) == alone(source / "a b.jsonl")
+    assert without_times((output / "a b.jsonl").read_text("utf-8")) == alone(pair, source / "a b.jsonl")
     written = (output / "more" / "prompts.txt.jsonl").read_text("utf-8")
-    assert without_times(written) == alone(source / "more" / "prompts.txt")
+    assert without_times(written) == alone(pair, source / "more" / "prompts.txt")
     (tmp_path / "rows.jsonl").write_text(as_lines([{k: v for k, v in row.items() if v} for row in rows]), "utf-8")
-    expected = alone(tmp_path / "rows.jsonl")
+    expected = alone(pair, tmp_path / "rows.jsonl")
     table = pyarrow.parquet.read_table(output / "rows.parquet").to_pylist()
     assert [row["text"] for row in table] == [line["text"] for line in expected]
     assert without_times("\n".join(row["result"] for row in table)) == expected
@@ -230,32 +248,8 @@ def test_folders_go_to_folders_and_an_interrupted_run_goes_on(
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("cluster")
-def test_object_storage(
-    pair: Path, storage: str, requests_file: Path, tmp_path: Path, alone: Callable[..., Any]
-) -> None:
-    bucket, path = fs.FileSystem.from_uri(f"{storage}/in")
-    for name in ("a b.jsonl", "c.jsonl"):
-        with bucket.open_output_stream(f"{path}/{name}") as file:
-            file.write(requests_file.read_bytes())
-    found = on_cluster(f"{storage}/in", f"{storage}/out/", pair)
-    assert (found.total, found.done, found.failed) == (40, 40, 4)
-    expected = alone(requests_file)
-    for name in ("a b.jsonl", "c.jsonl"):
-        with bucket.open_input_stream(f"bucket/out/{name}") as file:
-            assert without_times(file.read().decode()) == expected
-    with pytest.raises(OvspecError, match="already exists"):
-        on_cluster(f"{storage}/in", f"{storage}/out", pair)
-    with pytest.raises(OvspecError, match="there is no file whose name ends in"):
-        on_cluster(f"{storage}/other", f"{storage}/new", pair)
-    on_cluster(f"{storage}/in/c.jsonl", tmp_path / "c.parquet", pair)
-    table = pyarrow.parquet.read_table(tmp_path / "c.parquet").to_pylist()
-    assert without_times("\n".join(row["result"] for row in table)) == expected
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("cluster")
 def test_a_line_that_kills_workers_has_an_error_and_a_run_without_workers_goes_on(
-    pair: Path, tmp_path: Path, alone: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It kills by a drafter of the user's own, first where no worker is started again."""
     loading = LOADING | {"precision": "f32"}  # in bf16, some processors die of this model in one thread
@@ -287,7 +281,7 @@ def test_a_line_that_kills_workers_has_an_error_and_a_run_without_workers_goes_o
     }
     others = [
         [line for line in lines if line["id"] != "deadly"]
-        for lines in (without_times(output.read_text("utf-8")), alone(file, loading=loading))
+        for lines in (without_times(output.read_text("utf-8")), alone(pair, file, loading=loading))
     ]
     assert others[0] == others[1]
 
@@ -310,28 +304,32 @@ def test_a_first_worker_that_dies(pair: Path, requests_file: Path, tmp_path: Pat
         on_cluster(read_requests(requests_file), tmp_path / "out", pair, Deadly())
 
 
+def test_a_predictor_loads_with_its_first_rows(pair: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As an actor of Ray calls it, which would be started again for ever if its constructor failed."""
+    claimed: list[bool] = []
+    monkeypatch.setattr("ovspec.integrations.ray.predictor.claim_share", lambda: claimed.append(True))
+    rows = {"name": np.arange(4), "prompt": np.array(PROMPTS)}
+    answered = Predictor(pair, max_tokens=8, threads=1)(rows)
+    assert answered.keys() == {"name", "prompt", "text", "finish_reason", "error", "result"}
+    assert all(answered[name] is rows[name] for name in rows)
+    lm = loaded(pair, threads=1)
+    assert list(answered["text"]) == [lm.generate(prompt, max_tokens=8).text for prompt in PROMPTS]
+    assert list(answered["finish_reason"]) == ["length"] * 4 and list(answered["error"]) == [None] * 4
+    assert all(json.loads(result)["record"]["token_ids"] for result in answered["result"])
+    for wrong, told in (({"column": "question"}, "no column 'question'"), ({"model": "nowhere"}, "nowhere")):
+        predictor = Predictor(**{"model": pair} | wrong)
+        with pytest.raises(OvspecError, match=told):
+            predictor(rows)
+    assert len(claimed) == 3
+
+
 @pytest.mark.slow
-def test_a_machine_without_memory_is_told_of(
-    pair: Path, requests_file: Path, tmp_path: Path, command_environment: dict[str, str]
-) -> None:
-    """Ray's monitor, which here allows hardly any memory, ends each process that works."""
-    few = {"RAY_memory_usage_threshold": "0.001", "RAY_memory_monitor_refresh_ms": "100"}
-    command = batch_command(pair, requests_file, tmp_path / "out.jsonl")
-    done = subprocess.run(command, env=command_environment | few, capture_output=True, check=False, timeout=200)
-    assert (done.returncode, done.stdout) == (1, b""), done
-    *progress, told = done.stderr.decode().splitlines()
-    assert told.startswith(("Error: Ray: ", "Error: The first worker was killed ")), told
-    assert all(line.endswith("…") for line in progress), progress
-
-
 @pytest.mark.usefixtures("cluster")
 def test_the_predictor_answers_the_rows_of_a_dataset(pair: Path) -> None:
     import ray.data
     from ray.exceptions import RayError
 
-    from ovspec.integrations.ray import Predictor
-
-    lm = ovspec.load(pair, threads=1)
+    lm = loaded(pair, threads=1)
     options = {"model": str(pair), "max_tokens": 8, "threads": 1}
     rows = [{"name": n, "prompt": PROMPTS[n]} for n in range(4)]
     dataset, alone = ray.data.from_items(rows, override_num_blocks=2), ray.data.ActorPoolStrategy(size=1)
@@ -345,99 +343,6 @@ def test_the_predictor_answers_the_rows_of_a_dataset(pair: Path) -> None:
             dataset.map_batches(Predictor, fn_constructor_kwargs=options | wrong, num_cpus=1, compute=alone).take_all()
 
 
-def batch_command(model: Path, file: Path, output: Path, *options: str) -> list[str]:
-    ways = ["--ray", "--cpus-per-worker", "1", "--threads", "1", "--max-tokens", "12", "--seed", "5"]
-    return [sys.executable, "-m", "ovspec", "batch", *map(str, (model, file, "-o", output)), *ways, *options]
-
-
-def started(command: list[str], environment: dict[str, str], output: Path, lines: int) -> subprocess.Popen[bytes]:
-    """Start a batch, and return when it has some lines."""
-    partial = output.with_name(f"{output.name}.partial")
-    run = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, start_new_session=True)
-    while run.poll() is None and not (partial.is_file() and partial.read_bytes().count(b"\n") >= lines):
-        time.sleep(0.02)
-    return run
-
-
-def of_ray(of: int, name: str = "") -> list[psutil.Process]:
-    """Return the processes of a cluster that the process ``of`` runs, or those whose name begins with ``name``."""
-    found = psutil.Process(of).children(recursive=True)
-    return [process for process in found if "".join(process.cmdline()).startswith(name)]
-
-
-ALL = "all, with Ctrl-C"
-KILLS = [
-    pytest.param(killed, turn, marks=pytest.mark.slow if turn < 3 else pytest.mark.soak)
-    for killed, turns in (("worker", 20), ("driver", 20), (ALL, 1))
-    for turn in range(turns)
-]
-
-
-@pytest.mark.parametrize(("killed", "turn"), KILLS)
-def test_a_kill_loses_nothing(
-    pair: Path,
-    tmp_path: Path,
-    alone: Callable[..., Any],
-    command_environment: dict[str, str],
-    killed: str,
-    turn: int,
-) -> None:
-    file, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
-    file.write_text(as_lines(requests_of_all_kinds(400)), encoding="utf-8")
-    command = batch_command(pair, file, output)
-    run = started(command, command_environment, output, 10 * (1 + turn))
-    assert run.poll() is None, run.communicate()
-    # Its agents look every minute whether it is still there.
-    children = [process for process in of_ray(run.pid) if "Agent" not in process.name()]
-    if killed == ALL:
-        os.killpg(run.pid, signal.SIGINT)
-    elif killed == "worker":
-        random.Random(turn).choice(of_ray(run.pid, "ray::Worker")).kill()
-    else:
-        run.kill()
-    _, told = run.communicate(timeout=300)
-    assert not psutil.wait_procs(children, timeout=20)[1], "the cluster ends with its driver"
-    if killed == ALL:
-        assert run.returncode == 130
-        assert b"stopped; the same command continues from the results kept in" in told
-        assert b"Traceback" not in told, told
-    if killed != "worker":
-        done = subprocess.run(command, env=command_environment, capture_output=True, check=False, timeout=300)
-        told = done.stderr
-        assert b"by an earlier run" in told
-    assert b"of 408 done" in told, told
-    assert without_times(output.read_text("utf-8")) == alone(file)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "out.jsonl"]
-
-
-def test_the_command_stays_on_this_machine(
-    pair: Path, requests_file: Path, tmp_path: Path, command_environment: dict[str, str]
-) -> None:
-    """It listens on no other address, says nothing but its progress, and leaves nothing behind but its output."""
-    output, temporary = tmp_path / "out.jsonl", tmp_path / "tmp"
-    temporary.mkdir()
-    environment = command_environment | {"XDG_CACHE_HOME": str(tmp_path / "cache"), "TMPDIR": str(temporary)}
-    environment["OVSPEC_TUNE"] = "0"
-    run = started(batch_command(pair, requests_file, output, "--mixed"), environment, output, 1)
-    processes = [psutil.Process(run.pid), *of_ray(run.pid)]
-    found = [each for process in processes if process.is_running() for each in process.net_connections()]
-    listens = {each.laddr.ip.removeprefix("::ffff:") for each in found if each.status == psutil.CONN_LISTEN}
-    assert "127.0.0.1" in listens and listens <= {"127.0.0.1", "::1"}
-    _, told = run.communicate(timeout=200)
-    assert run.returncode == 1, "because two lines fail"
-    *progress, last = told.decode().splitlines()
-    assert re.fullmatch(
-        r"20 of 20 done, 2 with an error, \d+ tokens in .* s \(.* tokens/s\), \d workers?", progress[-1]
-    )
-    assert last.endswith("2 of 20 lines have an error instead of a text")
-    assert all(re.match(r"\d+ of \d+ done|.* …$", line) for line in progress), told
-    assert all("worker" in json.loads(line) for line in output.read_text("utf-8").splitlines())
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["cache", "out.jsonl", "requests.jsonl", "tmp"]
-    assert not list(temporary.iterdir())
-    assert not list((tmp_path / "cache" / "ovspec" / "ray" / "sessions").iterdir())
-    assert not psutil.wait_procs(processes[1:], timeout=10)[1]
-
-
 def test_progress_says_how_many_workers_are_loading() -> None:
     from ovspec.cli.batch import Report
 
@@ -445,20 +350,6 @@ def test_progress_says_how_many_workers_are_loading() -> None:
     assert report.line(BatchProgress(0, 0, workers=2, loading=2)) == "2 workers: loading …"
     assert report.line(BatchProgress(9, 0, done=4, workers=2, loading=1)).endswith("2 workers (1 loading)")
     assert report.line(BatchProgress(9, 0, done=9, workers=2, loading=1)).endswith("2 workers")
-
-
-def test_without_the_extra_a_sentence_says_what_to_install(requests_file: Path, tmp_path: Path) -> None:
-    code = "import sys; sys.modules['ray'] = None; from ovspec.__main__ import main; main()"
-    command = [sys.executable, "-c", code, "batch", str(requests_file), "-o", str(tmp_path / "out"), "--ray"]
-    done = subprocess.run(command, capture_output=True, check=False, timeout=60)
-    assert (done.returncode, b"Ray is missing; run pip install 'ovspec[ray]'." in done.stderr) == (1, True), done.stderr
-
-
-def test_an_address_where_no_cluster_is(requests_file: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "ovspec", "batch", str(requests_file), "-o", str(tmp_path / "out")]
-    done = subprocess.run([*command, "--ray", "127.0.0.1:9"], capture_output=True, check=False, timeout=100)
-    assert done.returncode == 1
-    assert b"No cluster of Ray answers at 127.0.0.1:9" in done.stderr, done.stderr
 
 
 @pytest.mark.usefixtures("cluster")
@@ -490,7 +381,7 @@ def test_a_model_is_shipped_to_machines_without_it(pair: Path, tmp_path: Path, m
 @pytest.mark.slow
 @pytest.mark.usefixtures("cluster")
 def test_workers_get_a_model_and_a_draft_that_they_lack(
-    pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, requests_file: Path, alone: Callable[..., Any]
+    pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, requests_file: Path
 ) -> None:
     """The draft isn't in the model's folder; both are shipped under names that no worker finds."""
     from ovspec.integrations.ray import nodes
@@ -510,6 +401,182 @@ def test_workers_get_a_model_and_a_draft_that_they_lack(
     found = without_times((tmp_path / "out").read_text("utf-8"))
     texts = [[line.get("text"), line.get("samples", [{}])[0].get("text")] for line in found]
     assert texts == [
-        [line.get("text"), line.get("samples", [{}])[0].get("text")] for line in alone(requests_file, "lookup,draft")
+        [line.get("text"), line.get("samples", [{}])[0].get("text")]
+        for line in alone(pair, requests_file, "lookup,draft")
     ]
     assert "elsewhere" in json.dumps(found[0]["record"])
+
+
+# ---------------------------------------------------------------- the pool
+
+DEADLY = "kill"
+
+
+def starting(how: signal.Signals, started: list[int], loading: tuple[int, ...] = ()) -> Callable[[int], Any]:
+    """Return what starts workers without a model, which a signal ends at a deadly line, or while ``loading``."""
+
+    class Fake:
+        def __init__(self, number: int) -> None:
+            self._number, self._answering = number, 0
+
+        def load(self) -> Reference:
+            if self._number in loading:
+                self.die()
+            return Reference("", f"kind of {self._number}", "", [])
+
+        def answer(self, requests: list[BatchRequest]) -> list[dict[str, Any]]:
+            self._answering += 1
+            time.sleep(0.05)  # so that several groups are answered at a time
+            if any(request.source.startswith(DEADLY) for request in requests):
+                self.die()
+            lines = [{"id": request.id, "text": request.source, "beside": self._answering - 1} for request in requests]
+            self._answering -= 1
+            return lines
+
+        def die(self) -> None:
+            note_signals(self._number)  # whose imports take a while
+            os.kill(os.getpid(), how)
+            time.sleep(60)
+
+    def start(number: int) -> Any:
+        started.append(number)
+        ways: Any = {"num_cpus": 0, "max_restarts": 0, "max_concurrency": TOGETHER}
+        return ray.remote(**ways)(Fake).remote(number)
+
+    return start
+
+
+def groups(texts: list[str], known: tuple[int, ...] = ()) -> list[Group]:
+    """Return the groups of a file of such prompts, some of which an earlier run answered."""
+    requests = [prompt_request(str(place), text, text) for place, text in enumerate(texts)]
+    keys = [key for group in groups_of(0, requests, "", (), 2) for key in group.keys.items()]
+    return list(groups_of(0, requests, "", [key for place, key in keys if place in known], 2))
+
+
+def lines_of(pool: Pool, todo: list[Group]) -> dict[int, dict[str, Any]]:
+    """Return all output lines by place; each line is there once."""
+    lines, keys = list[tuple[int, dict[str, Any]]](), list[int]()
+    for answered in pool.answer(todo):
+        for group in answered:
+            lines.extend(group.lines.items())
+            keys.extend(group.keys)
+    assert sorted(keys) == list(range(todo[0].total))
+    found = dict(lines)
+    assert len(found) == len(lines)
+    return found
+
+
+@pytest.mark.usefixtures("cluster")
+def test_a_worker_that_dies_while_it_loads_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+    started = list[int]()
+    pool = Pool(starting(signal.SIGFPE, started, loading=(2,)), 2, False, "model")
+    found = lines_of(pool, groups([f"prompt {n}" for n in range(100)]))
+    pool.close()
+    assert [found[n]["text"] for n in range(100)] == [f"prompt {n}" for n in range(100)]
+    assert max(line["beside"] for line in found.values()) == TOGETHER - 1, "the others stay full"
+    assert (started, pool.size) == ([1, 2], 1)
+    assert "worker 2 died of SIGFPE; it is left out" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("cluster")
+@pytest.mark.parametrize("count", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_line_that_kills_gets_an_error(count: int, capsys: pytest.CaptureFixture[str]) -> None:
+    """It ends a worker with others, then with its group, then alone; nothing else has an error."""
+    started, texts = list[int](), [f"prompt {n}" for n in range(99)]
+    texts[70:70] = [f"{DEADLY} this"]
+    pool = Pool(starting(signal.SIGFPE, started), count, True, "model")
+    found = lines_of(pool, groups(texts, known=(3, 72)))
+    pool.close()
+    error = found.pop(70)
+    assert "died of SIGFPE" in error["error"]
+    assert re.fullmatch(r"kind of \d", error["worker"])
+    assert sorted(found) == [n for n in range(100) if n not in (3, 70, 72)]
+    assert all(line["text"] == texts[n] for n, line in found.items())
+    assert len(started) == count + 3
+    assert capsys.readouterr().err.count("died of SIGFPE; another one starts") == 3
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("cluster")
+def test_lines_that_all_kill_stop_the_run() -> None:
+    started, answered = list[int](), list[Group]()
+    pool = Pool(starting(signal.SIGKILL, started), 1, False, "model in words")
+    told = r"No worker is left, because the last one was killed \(.*SIGKILL.*\) while it answered with model in words; "
+    with pytest.raises(OvspecError, match=told):
+        for more in pool.answer(groups([f"{DEADLY} {n}" for n in range(6)])):
+            answered.extend(more)
+    pool.close()
+    failed = [line for group in answered for line in group.lines.values()]
+    assert len(failed) == 2 and all("was killed" in line["error"] for line in failed), "they are kept"
+    assert len(started) == 1 + RESTARTS
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("cluster")
+def test_workers_that_all_die_while_they_load_stop_the_run() -> None:
+    started = list[int]()
+    pool = Pool(starting(signal.SIGABRT, started, loading=(1, 2)), 2, False, "model in words")
+    with pytest.raises(OvspecError, match=r"because the last one died of SIGABRT while it loaded model in words; "):
+        list(pool.answer(groups(["a", "b"])))
+    pool.close()
+    assert started == [1, 2]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("cluster")
+def test_progress_goes_on_while_workers_load() -> None:
+    class Slow:
+        def load(self) -> Reference:
+            time.sleep(2.5)
+            return Reference("", "kind", "", [])
+
+        def answer(self, requests: list[BatchRequest]) -> list[dict[str, Any]]:
+            return [{} for _ in requests]
+
+    pool = Pool(lambda _: ray.remote(num_cpus=0)(Slow).remote(), 1, False, "model")
+    found = [(len(answered), pool.loading) for answered in pool.answer(groups(["a"]))]
+    pool.close()
+    assert found[0] == (0, 1) and found[-1] == (1, 0)
+    assert len(found) >= 4, "each second"
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("cluster")
+def test_files_are_read_while_others_are_answered() -> None:
+    begun = list[int]()
+
+    @ray.remote(num_cpus=0)
+    def reading(number: int) -> list[Group]:
+        texts = [f"{number} {place}" for place in range(32)]
+        return list(groups_of(0, [prompt_request(text, text, text) for text in texts], "", (), 2))
+
+    def files() -> Iterator[Any]:
+        for number in range(40):
+            begun.append(number)
+            yield reading.remote(number)
+
+    pool, behind = Pool(starting(signal.SIGFPE, []), 1, False, "model"), list[int]()
+    texts = list[str]()
+    for answered in pool.answer([], files()):
+        texts.extend(line["text"] for group in answered for line in group.lines.values())
+        behind.append(32 * len(begun) - len(texts))
+    pool.close()
+    assert sorted(texts) == sorted(f"{number} {place}" for number in range(40) for place in range(32))
+    assert max(behind) < 32 * 40 / 2, "files are read as they are needed"
+
+
+@pytest.mark.usefixtures("cluster")
+def test_how_a_worker_was_lost() -> None:
+    class Broken:
+        def __init__(self) -> None:
+            raise ImportError("no module named x")
+
+        def load(self) -> None:
+            pass
+
+    broken: Any = ray.remote(num_cpus=0)(Broken)
+    with pytest.raises(ActorDiedError) as found:
+        ray.get(broken.remote().load.remote())
+    assert how_it_died(1, found.value) == "failed to start (ImportError: no module named x)"
+    assert "ran out of memory" in how_it_died(1, OutOfMemoryError("1 worker(s) were killed"))
+    assert "lost with its machine" in how_it_died(1, NodeDiedError(""))
