@@ -36,8 +36,8 @@ def command(cache_dir: Path) -> Iterator[Command]:
 
 
 @pytest.fixture(scope="module")
-def rows(ovspec_command: Any) -> list[dict[str, Any]]:
-    done = ovspec_command("bench", DEMO, "--lookahead", "2", "-n", "48", "--json")
+def rows(command: Command) -> list[dict[str, Any]]:
+    done = command("bench", DEMO, "--lookahead", "2", "-n", "48", "--json")
     found = rows_of(done)
     assert "text 3 of 3" in done.stderr
     return found

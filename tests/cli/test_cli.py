@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -12,10 +13,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import reference as references
 from commands_here import Command, commands_here
 from conftest import PROMPTS, ROOT, Reference
 
 from ovspec import OvspecError
+from ovspec.api.comparison import turns_within
+from ovspec.cli import compare as comparing
 
 HEAVY = ("openvino", "torch", "transformers", "numpy")
 
@@ -133,13 +137,14 @@ def test_the_help_leaves_out_what_is_refused(ovspec) -> None:
     assert "[default: 1024]" in " ".join(shown["chat"].split())
 
 
-def test_the_references_in_the_docs_are_current() -> None:
-    subprocess.run([sys.executable, ROOT / "scripts" / "reference.py", "--check"], check=True)
+def test_the_references_in_the_docs_are_current(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["reference.py", "--check"])
+    references.main()
 
 
 def test_text_on_stdout_statistics_on_stderr(ovspec, ovspec_command: Command, pair: Path, reference: Reference) -> None:
     expected = reference.tokenizer.decode(reference.generate(PROMPTS[0], 20), skip_special_tokens=True)
-    plain = ovspec_command("generate", pair, PROMPTS[0], "-n", 20, *F32)
+    plain = ovspec_command("generate", pair, "-n", 20, *F32, stdin=PROMPTS[0])
     assert (plain.stdout, plain.stderr, plain.returncode) == (expected + "\n", "", 0)
     drafted = ovspec("generate", pair, PROMPTS[0], "--draft", "--stats", "-n", 20, *F32)
     assert drafted.stdout == expected + "\n"
@@ -166,9 +171,7 @@ def test_stats_takes_no_prompt_for_its_value(ovspec, pair: Path) -> None:
 
 
 @pytest.mark.parametrize("way", ["argument", "option", "file", "windows", "stdin", "dash", "ids"])
-def test_ways_to_give_the_prompt(
-    ovspec, ovspec_command: Command, pair: Path, tmp_path: Path, reference: Reference, way: str
-) -> None:
+def test_ways_to_give_the_prompt(ovspec, pair: Path, tmp_path: Path, reference: Reference, way: str) -> None:
     file = tmp_path / "prompt.txt"
     newline = {"file": "\n", "windows": "\r\n"}.get(way, "")
     file.write_bytes(f"{PROMPTS[1]}{newline}".encode())
@@ -182,8 +185,7 @@ def test_ways_to_give_the_prompt(
         "dash": (["-f", "-"], PROMPTS[1]),
         "ids": (["--token-ids", ids], ""),
     }[way]
-    run = ovspec_command if way == "stdin" else ovspec  # once as a shell does it
-    done = run("generate", pair, *arguments, "--json", "-n", 8, *F32, stdin=stdin)
+    done = ovspec("generate", pair, *arguments, "--json", "-n", 8, *F32, stdin=stdin)
     result = json.loads(done.stdout)
     assert result["token_ids"] == reference.generate(PROMPTS[1], 8)
     assert result["finish_reason"] in ("length", "eos")
@@ -223,6 +225,13 @@ def test_either_engine_and_it_is_said(ovspec, pair: Path, reference: Reference, 
     assert found["target"]["rollback"] == "mask"
 
 
+@pytest.fixture
+def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Time no more turns than there must be."""
+    monkeypatch.setattr(comparing, "turns_within", lambda: turns_within(0.0))
+
+
+@pytest.mark.usefixtures("hurried")
 def test_compare(ovspec, pair: Path) -> None:
     done = ovspec("generate", pair, PROMPTS[3], "--compare", "--json", "-n", 40, "--lookahead", 4, *F32)
     report = json.loads(done.stdout)
@@ -237,6 +246,7 @@ def test_compare(ovspec, pair: Path) -> None:
     assert report["speedups"][0] <= report["speedup"] <= report["speedups"][-1]
 
 
+@pytest.mark.usefixtures("hurried")
 def test_compare_tells_both_texts_apart_on_a_pipe(ovspec, pair: Path, reference: Reference) -> None:
     text = reference.tokenizer.decode(reference.generate(PROMPTS[3], 40), skip_special_tokens=True)
     shown = ovspec("generate", pair, PROMPTS[3], "--compare", "-n", 40, "--lookahead", 4, *F32)
@@ -250,6 +260,7 @@ def test_compare_tells_both_texts_apart_on_a_pipe(ovspec, pair: Path, reference:
     assert re.search(r"[\d.]+ to [\d.]+, \d+ turns", lines[3])
 
 
+@pytest.mark.usefixtures("hurried")
 def test_compare_claims_nothing_where_nothing_was_proposed(ovspec, pair: Path) -> None:
     """A text of two tokens leaves no room for a proposal, whatever the clock says."""
     done = ovspec("generate", pair, PROMPTS[3], "--compare", "-n", 2, *F32)
@@ -269,7 +280,7 @@ def test_chat_renders_the_template(ovspec, pair: Path, reference: Reference) -> 
 
 
 def test_the_embedded_pair_is_the_default(ovspec) -> None:
-    done = ovspec("generate", "def fib(", "--draft", "--engine", "stateful", "--json", "-n", 8)
+    done = ovspec("generate", "def fib(", "--draft", "--arithmetic", "fast", "--json", "-n", 8)  # loads without probing
     assert json.loads(done.stdout)["stats"]["generated_tokens"] <= 8
 
 
@@ -300,7 +311,7 @@ def test_a_bare_draft_option_may_stand_before_the_prompt(ovspec, pair: Path) -> 
         (["generate", "PAIR", "hi", "--system", "x"], 2, "--system needs --chat"),
         (["generate", "PAIR", "hi", "--draft-device", "CPU"], 1, "--draft-device needs a draft model"),
         (["generate", "PAIR", "--token-ids", "1 x"], 2, "not a list of numbers"),
-        (["generate", "PAIR", "--token-ids", "99999"], 1, "not in the vocabulary"),
+        (["generate", "PAIR", "--token-ids", "99999", *F32], 1, "not in the vocabulary"),
         (["generate", "PAIR", "-f", "nowhere.txt"], 2, "No such file"),
         (["generate", "PAIR"], 2, "stdin: it is empty; give a prompt, or --prompt '' to start from nothing."),
         (["generate", "PAIR", "-f", "EMPTY"], 2, "empty.txt: it is empty; give a prompt"),
@@ -311,7 +322,7 @@ def test_a_bare_draft_option_may_stand_before_the_prompt(ovspec, pair: Path) -> 
             1,
             "at the top: a schema must be an object.",
         ),
-        (["generate", "PAIR", "--token-ids", "5 " * 2048, "-n", "1"], 1, "context is 2048; shorten the prompt"),
+        (["generate", "PAIR", "--token-ids", "5 " * 2048, "-n", "1", *F32], 1, "context is 2048; shorten the prompt"),
         (["generate", "PAIR", "hi", "-n", "0"], 2, "--max-tokens is 0; it must be at least 1, or -1 for"),
         (["generate", "my-pear", "-p", "hi"], 1, "no such folder"),
         (["export", "PAIR", "-o", "OUT", "--group-size", "64"], 1, "works only with --weight-format int4"),
@@ -346,33 +357,28 @@ def test_nothing_is_read_where_options_are_wrong(pair: Path, environment: dict[s
             process.kill()
 
 
+# Says at once what a command begins.
+AT_ONCE = "from ovspec.base import progress; progress.QUIET = 0.0; from ovspec.__main__ import main; main()"
+
+
 @pytest.mark.skipif(os.name == "nt", reason="Windows sends Ctrl-C to a whole console")
 @pytest.mark.parametrize("as_json", [False, True])
-def test_ctrl_c_prints_what_there_is(environment: dict[str, str], as_json: bool) -> None:
-    import signal
-
-    demo = str(ROOT / "models" / "demo")  # slow enough to be interrupted
-    options = ["--ignore-eos", "-n", "1500", "--draft", "none", *F32]
-    command = [sys.executable, "-m", "ovspec", "generate", demo, PROMPTS[4], *options]
-    out = err = ""
-    for seconds in (0.8, 1.1, 1.5, 2.0, 2.8, 4.0, 5.6, 8.0):  # a busy machine still loads, a fast one is done
-        process = subprocess.Popen(
-            [*command, *["--json"] * as_json, "--stats", "full"],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env=environment,
-            encoding="utf-8",
-        )
-        if as_json:
-            time.sleep(seconds)
-        else:
-            assert process.stdout and process.stdout.read(1)
-        process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=30)
-        if "ended by cancelled" in err:
-            break
-        assert "Traceback" not in err
-        assert process.returncode in (0, 130, -signal.SIGINT), "it was done, still loading, or already leaving"
+def test_ctrl_c_prints_what_there_is(pair: Path, environment: dict[str, str], as_json: bool) -> None:
+    options = ["--ignore-eos", "-n", "1900", "--draft", "none", "--stats", "full", *["--json"] * as_json, *F32]
+    process = subprocess.Popen(
+        [sys.executable, "-c", AT_ONCE, "generate", str(pair), PROMPTS[4], *options],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=environment,
+        encoding="utf-8",
+    )
+    assert process.stdout and process.stderr
+    if as_json:
+        assert "generating …\n" in iter(process.stderr.readline, "")
+    else:
+        assert process.stdout.read(1)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=30)
     assert process.returncode == 130
     assert "ended by cancelled" in err
     assert "Traceback" not in err

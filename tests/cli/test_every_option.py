@@ -53,6 +53,8 @@ def generating(run: Callable[..., Outcome], command: str, *options: Any, prompt:
         options = ("-n", "12", *options)
     if "--engine" not in options:
         options = ("--engine", "stateful", *options)  # which loads sooner
+    if "--arithmetic" not in options:
+        options = ("--arithmetic", "fast", *options)
     folder = damaged() if "--verify" in options else talkative() if "--chat" in options or TALKS in options else FOLDER
     if command == "generate":
         return run(command, folder, *options, "--json", "-p", prompt)
@@ -208,7 +210,9 @@ SHARED: dict[str, Case] = {
     "precision": Case(("--precision", "f32"), is_f32),
     "kv_precision": Case(("--kv-precision", "u8"), other_cache),
     "arithmetic": Case(
-        ("--arithmetic", "fast"), lambda f, b: f.stats.arithmetic == "fast" and "exact" in b.stats.arithmetic
+        ("--arithmetic", "fast"),
+        lambda f, b: f.stats.arithmetic == "fast" and "exact" in b.stats.arithmetic,
+        ("--arithmetic", "exact"),
     ),
     "engine": Case(("--engine", "paged"), lambda f, b: (f.stats.engine, b.stats.engine) == ("paged", "stateful")),
     "threads": Case(("--threads", "1"), one_thread),
@@ -287,7 +291,9 @@ def test_what_a_command_has_of_its_own(run: Callable[..., Outcome], command: str
     Path("there").write_text("precious", encoding="utf-8")
     options, stdin, effect = OF_EACH[command][name]
     more = ["prompt.txt"] if command == "batch" else []
-    found = run(command, FOLDER, *more, "--engine", "stateful", "-n", "6", *options, stdin=stdin)
+    found = run(
+        command, FOLDER, *more, "--engine", "stateful", "--arithmetic", "fast", "-n", "6", *options, stdin=stdin
+    )
     assert found.code == 0, found.err
     assert effect(found), found
 

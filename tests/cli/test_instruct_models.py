@@ -12,7 +12,7 @@ from command_runs import Outcome, runs
 
 from ovspec.cli import generate as command_module
 
-SHORT = ("-n", "6", "--engine", "stateful")  # the stateful engine loads faster
+SHORT = ("-n", "6", "--engine", "stateful", "--arithmetic", "fast")  # which loads fastest
 QUESTION = "What is the capital of France?"
 ASKED = "--chat asks it as a chat"
 RECOMMENDED = {"do_sample": True, "temperature": 1.5, "top_p": 0.9, "top_k": 20}

@@ -34,16 +34,17 @@ COMPILED: dict[str, tuple[tuple[str, ...], Callable[[Any, dict[str, str]], bool]
 }
 
 
-@pytest.mark.parametrize("name", COMPILED)
+@pytest.mark.parametrize("names", [("device", "kv_precision", "threads"), ("precision", "properties", "cache_dir")])
 @pytest.mark.parametrize("command", ["inspect", "perplexity"])
-def test_where_and_how_models_are_compiled(run: Callable[..., Outcome], command: str, name: str) -> None:
-    """OpenVINO gets the values of the options."""
-    options, given = COMPILED[name]
+def test_where_and_how_models_are_compiled(run: Callable[..., Outcome], command: str, names: tuple[str, ...]) -> None:
+    """OpenVINO gets the values of the options, those that set other properties with one load."""
+    options = [part for name in names for part in COMPILED[name][0]]
     LOADED.clear()
-    found = measuring(run, command, "--engine", "stateful", *options)
+    found = measuring(run, command, "--engine", "stateful", "--arithmetic", "fast", *options)
     assert found.code == 0, found.err
     assert found.compiled
-    assert all(given(*each) for each in found.compiled)
+    for name in names:
+        assert all(COMPILED[name][1](*each) for each in found.compiled), name
 
 
 def measuring(run: Callable[..., Outcome], command: str, *options: Any) -> Outcome:

@@ -72,8 +72,15 @@ def lm(cache_dir: Path) -> ovspec.LanguageModel:
     return ovspec.load(DEMO, "none", cache_dir=cache_dir)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-@pytest.mark.parametrize("command", [chat, generate])
+@pytest.mark.parametrize(
+    ("command", "number"),
+    [
+        (chat, signal.SIGTERM),
+        (generate, signal.SIGHUP),
+        pytest.param(chat, signal.SIGHUP, marks=pytest.mark.slow),
+        pytest.param(generate, signal.SIGTERM, marks=pytest.mark.slow),
+    ],
+)
 def test_in_the_middle_of_a_text(command, number, lm, command_environment, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     running = command(command_environment, tmp_path / "s.ov")
     seen = shown(running, 40)

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib
 import io
@@ -13,9 +12,7 @@ import json
 import re
 import shutil
 import socket
-import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -28,13 +25,12 @@ from PIL import Image
 from playwright.sync_api import BrowserContext, Page, sync_playwright
 
 import ovspec
+from ovspec.api.comparison import turns_within
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 needs_chromium = pytest.mark.skipif(not CHROMIUM, reason="no chromium here (on Debian: apt-get install chromium)")
 REAL = ROOT / "smollm2"
 COLOUR = "element => getComputedStyle(element).backgroundColor"
-# Times nothing longer than it must, and doesn't let the browser settle: no test reads the times.
-HURRIED = "import compare_app as app; app.SETTLE, turns = 0, app.turns_within; app.turns_within = lambda: turns(0.0); "
 HOSTILE = "<b>bold</b><img src=x onerror=alert(1)>${1 + 1}{{value}}@children &amp; </div>\n"
 
 
@@ -45,31 +41,32 @@ def compare_app() -> ModuleType:
 
 
 @pytest.fixture(scope="module")
-def address(pair: Path, command_environment: dict[str, str], update_docs: bool) -> Iterator[str]:
-    """Of the page, served by a process of its own."""
+def address(pair: Path, cache_dir: Path, compare_app: ModuleType, update_docs: bool) -> Iterator[str]:
+    """Of the page, which this process serves as the demo does."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    if update_docs:
-        command = [sys.executable, "compare_app.py", str(REAL), "--port", str(port), "--chat"]
-    else:
-        script = ["-c", f"{HURRIED}app.main()", str(pair)]
-        command = [sys.executable, *script, "--port", str(port), "--precision", "f32"]
-    server = subprocess.Popen(command, cwd=ROOT / "demos", env=command_environment)
-    try:
-        deadline = time.monotonic() + 60
-        while True:
-            assert server.poll() is None and time.monotonic() < deadline, "the server did not start"
-            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port)):
-                break
-            time.sleep(0.1)
-        yield f"http://127.0.0.1:{port}/"
-    finally:
-        server.terminate()
+    given = [str(REAL), "--chat"] if update_docs else [str(pair), "--precision", "f32"]
+    build, pages = compare_app.build, list[Any]()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(cache_dir))
+        patch.setattr(sys, "argv", ["compare_app.py", *given, "--port", str(port)])
+        patch.setattr(compare_app, "build", lambda *arguments: pages.append(build(*arguments)) or pages[0])
+        launch = functools.partialmethod(compare_app.gr.Blocks.launch, prevent_thread_lock=True)
+        patch.setattr(compare_app.gr.Blocks, "launch", launch)
+        if not update_docs:
+            hurry(compare_app, patch)
+        compare_app.main()
         try:
-            server.wait(30)
+            yield f"http://127.0.0.1:{port}/"
         finally:
-            server.kill()
+            pages[0].close(verbose=False)
+
+
+def hurry(compare_app: ModuleType, patch: pytest.MonkeyPatch) -> None:
+    """Time a single turn, and don't let the browser settle: no test reads the times."""
+    patch.setattr(compare_app, "SETTLE", 0)
+    patch.setattr(compare_app, "turns_within", lambda: range(1))
 
 
 @pytest.fixture(scope="module")
@@ -159,6 +156,14 @@ def test_both_texts_their_times_and_who_proposed_them(page: Page, load: Callable
     ]
     assert page.locator(".plain .token.draft").count() == 0 < page.locator(".plain .token.target").count()
     assert colour(page, "draft") != colour(page, "target")
+    fits_narrow_window(page)
+
+
+def fits_narrow_window(page: Page) -> None:
+    page.set_viewport_size({"width": 400, "height": 800})
+    assert page.evaluate("document.documentElement.scrollWidth") <= 400
+    plain, speculative = (page.locator(f".{name}").bounding_box() for name in ("plain", "speculative"))
+    assert plain and speculative and plain["y"] + plain["height"] < speculative["y"]
 
 
 @needs_chromium
@@ -229,6 +234,7 @@ def test_what_cannot_be_done_is_said_in_a_sentence(page: Page) -> None:
 
 
 @needs_chromium
+@pytest.mark.slow
 def test_it_fits_a_narrow_window(page: Page, update_docs: bool, compare_app: ModuleType) -> None:
     prompt, drafters = (compare_app.QUESTION, "EAGLE-3 head") if update_docs else (compare_app.PROMPT, "draft model")
     press(page, prompt, f"lookup, then {drafters}", "auto" if update_docs else "4", tokens=160)
@@ -236,10 +242,7 @@ def test_it_fits_a_narrow_window(page: Page, update_docs: bool, compare_app: Mod
     if update_docs:
         picture = Image.open(io.BytesIO(page.screenshot(full_page=True)))
         picture.quantize(64).save(ROOT / "docs" / "images" / "compare_app.png", optimize=True)
-    page.set_viewport_size({"width": 400, "height": 800})
-    assert page.evaluate("document.documentElement.scrollWidth") <= 400
-    plain, speculative = (page.locator(f".{name}").bounding_box() for name in ("plain", "speculative"))
-    assert plain and speculative and plain["y"] + plain["height"] < speculative["y"]
+    fits_narrow_window(page)
 
 
 def test_one_text_after_the_other(
@@ -247,8 +250,8 @@ def test_one_text_after_the_other(
 ) -> None:
     """What is shown grows, and nothing is speculated before the plain text is whole; both get the same seed."""
     monkeypatch.setattr(compare_app, "REFRESH", 0)
-    monkeypatch.setattr(compare_app, "SETTLE", 0)
-    monkeypatch.setattr(compare_app, "turns_within", functools.partial(compare_app.turns_within, 0.0))
+    hurry(compare_app, monkeypatch)
+    monkeypatch.setattr(compare_app, "turns_within", functools.partial(turns_within, 0.0))
     # Without a seed, some texts would end before they have 40 tokens.
     options: dict[str, Any] = compare_app.options_of(40, 1.0, 1.0, None, "", "") | {"ignore_eos": True}
     pages = list(compare_app.compare(load(draft="lookup,draft"), PROMPTS[0], False, options, 4))
@@ -273,12 +276,11 @@ def test_a_user_of_a_chat_asks(page: Page, load: Callable[..., ovspec.LanguageMo
 
 
 @pytest.mark.skipif(not REAL.is_dir(), reason="the real model could not be fetched")
-def test_a_head_answers_with_lookup(compare_app: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_head_answers_with_lookup(compare_app: ModuleType, cache_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first thing that one sees of a real model."""
-    monkeypatch.setattr(compare_app, "SETTLE", 0)
-    monkeypatch.setattr(compare_app, "turns_within", functools.partial(compare_app.turns_within, 0.0))
+    hurry(compare_app, monkeypatch)
     options: dict[str, Any] = compare_app.options_of(40, 0.0, 1.0, None, "", "")
-    lm = compare_app.loader(REAL, tune=False)("CPU", "lookup,draft")
+    lm = compare_app.loader(REAL, tune=False, cache_dir=cache_dir)("CPU", "lookup,draft")
     *_, last = compare_app.compare(lm, compare_app.QUESTION, True, options, 3)
     assert "Both texts have the same " in last
     assert last.count('class="token head"') > 10

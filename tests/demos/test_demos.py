@@ -2,30 +2,38 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
+import runpy
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 from conftest import ROOT
 
-
-def run(name: str, *arguments: str | Path) -> str:
-    """What a demo prints."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUTF8": "1"}
-    command = [sys.executable, str(ROOT / "demos" / name), *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, env=environment, cwd=ROOT / "tests", timeout=120, check=False)
-    assert not done.returncode, done.stderr.decode()
-    return done.stdout.decode()
+Run = Callable[..., str]
 
 
-def test_embed() -> None:
+@pytest.fixture
+def run(cache_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Return a function that runs a demo in this process, in another folder, and returns what it prints."""
+
+    def run(name: str, *arguments: str | Path) -> str:
+        monkeypatch.setenv("XDG_CACHE_HOME", str(cache_dir))
+        monkeypatch.chdir(ROOT / "tests")
+        monkeypatch.setattr(sys, "argv", [name, *map(str, arguments)])
+        runpy.run_path(str(ROOT / "demos" / name), run_name="__main__")
+        return capsys.readouterr().out
+
+    return run
+
+
+def test_embed(run: Run) -> None:
     out = run("embed.py")
     assert re.search(r"colour = '(red|green|blue)$", out.strip())
 
 
-def test_guided_program_says_how_to_install_guidance(pair: Path) -> None:
+def test_guided_program_says_how_to_install_guidance(run: Run, pair: Path) -> None:
     out = run("guided_program.py", pair)
     assert out.count("pip install '.[guidance]'") == 2
     for part in out.split("--- with_sessions")[1:]:
