@@ -96,6 +96,18 @@ class Case:
     prompt: str = PROMPT
 
 
+BASES: dict[tuple[Any, ...], Outcome] = {}
+
+
+def base_of(run: Callable[..., Outcome], command: str, case: Case) -> Outcome:
+    """Return what a command did with the options that a case is compared with, which many cases share."""
+    key = command, case.against, case.prompt
+    if key not in BASES:
+        BASES[key] = generating(run, command, *case.against, prompt=case.prompt)
+        assert BASES[key].code == 0, BASES[key].err
+    return BASES[key]
+
+
 def refusal(sentence: str) -> Effect:
     return lambda found, _: found.code in (1, 2) and sentence in found.err
 
@@ -245,8 +257,7 @@ def test_options_of_generating_commands(run: Callable[..., Outcome], command: st
     Path("grammar.lark").write_text('start: "yes" | "no"\n', encoding="utf-8")
     Path("grammar.gbnf").write_text('root ::= "yes" | "no"\n', encoding="utf-8")
     case = OWN.get((command, name)) or SHARED[name]
-    base = generating(run, command, *case.against, prompt=case.prompt)
-    assert base.code == 0, base.err
+    base = base_of(run, command, case)
     Path("corpus.txt").write_text(f"{base.text}\n{PROMPT}{base.text}", encoding="utf-8")
     values = {"TEXT": base.text[2:4], "STOP": str(base.tokens[3])} if len(base.tokens) > 3 else {}
     options = [option if (value := values.get(option)) is None else value for option in case.options]
