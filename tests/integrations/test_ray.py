@@ -18,6 +18,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -54,7 +55,8 @@ from ovspec.drafting.choice import parse_draft
 from ovspec.drafting.proposal import NOTHING
 from ovspec.integrations.ray import Predictor, batch
 from ovspec.integrations.ray.cluster import connected
-from ovspec.integrations.ray.deaths import how_it_died, note_signals
+from ovspec.integrations.ray.deaths import how_it_died
+from ovspec.integrations.ray.nodes import Shipment
 from ovspec.integrations.ray.pool import RESTARTS, TOGETHER, Pool
 from ovspec.integrations.ray.worker import Reference, Worker
 from ovspec.openai.batch_file import BatchProgress, run_file
@@ -142,6 +144,7 @@ def test_options_reach_the_workers(
     command: Command, pair: Path, requests_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given: list[Any] = []
+    monkeypatch.setattr(batch, "ship", lambda folder: Shipment(folder, "", []))
     monkeypatch.setattr(batch, "first_of", lambda *first: given.extend(first) or Reference("", "kind", "", []))
 
     def pool(_: Any, *more: Any) -> Any:
@@ -316,10 +319,12 @@ def test_a_predictor_loads_with_its_first_rows(pair: Path, monkeypatch: pytest.M
     assert list(answered["text"]) == [lm.generate(prompt, max_tokens=8).text for prompt in PROMPTS]
     assert list(answered["finish_reason"]) == ["length"] * 4 and list(answered["error"]) == [None] * 4
     assert all(json.loads(result)["record"]["token_ids"] for result in answered["result"])
-    for wrong, told in (({"column": "question"}, "no column 'question'"), ({"model": "nowhere"}, "nowhere")):
-        predictor = Predictor(**{"model": pair} | wrong)
+    for wrong, told in (
+        (Predictor(pair, column="question"), "no column 'question'"),
+        (Predictor("nowhere"), "nowhere"),
+    ):
         with pytest.raises(OvspecError, match=told):
-            predictor(rows)
+            wrong(rows)
     assert len(claimed) == 3
 
 
@@ -418,11 +423,15 @@ def starting(how: signal.Signals, started: list[int], loading: tuple[int, ...] =
     class Fake:
         def __init__(self, number: int) -> None:
             self._number, self._answering = number, 0
+            if how is not signal.SIGKILL:
+                from ovspec.integrations.ray.deaths import note_signals
 
-        def load(self) -> Reference:
+                note_signals(number)
+
+        def load(self) -> SimpleNamespace:
             if self._number in loading:
                 self.die()
-            return Reference("", f"kind of {self._number}", "", [])
+            return SimpleNamespace(kind=f"kind of {self._number}")  # a Reference's module imports slowly
 
         def answer(self, requests: list[BatchRequest]) -> list[dict[str, Any]]:
             self._answering += 1
@@ -434,7 +443,6 @@ def starting(how: signal.Signals, started: list[int], loading: tuple[int, ...] =
             return lines
 
         def die(self) -> None:
-            note_signals(self._number)  # whose imports take a while
             os.kill(os.getpid(), how)
             time.sleep(60)
 
@@ -479,21 +487,29 @@ def test_a_worker_that_dies_while_it_loads_is_left_out(capsys: pytest.CaptureFix
 
 
 @pytest.mark.usefixtures("cluster")
-@pytest.mark.parametrize("count", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_a_line_that_kills_gets_an_error(count: int, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("count", "how", "told"),
+    [
+        (1, signal.SIGKILL, "was killed (by SIGKILL, as the system does when memory runs out)"),
+        pytest.param(2, signal.SIGFPE, "died of SIGFPE", marks=pytest.mark.slow),
+    ],
+)
+def test_a_line_that_kills_gets_an_error(
+    count: int, how: signal.Signals, told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     """It ends a worker with others, then with its group, then alone; nothing else has an error."""
     started, texts = list[int](), [f"prompt {n}" for n in range(99)]
     texts[70:70] = [f"{DEADLY} this"]
-    pool = Pool(starting(signal.SIGFPE, started), count, True, "model")
+    pool = Pool(starting(how, started), count, True, "model")
     found = lines_of(pool, groups(texts, known=(3, 72)))
     pool.close()
     error = found.pop(70)
-    assert "died of SIGFPE" in error["error"]
+    assert f"this line {told}; " in error["error"]
     assert re.fullmatch(r"kind of \d", error["worker"])
     assert sorted(found) == [n for n in range(100) if n not in (3, 70, 72)]
     assert all(line["text"] == texts[n] for n, line in found.items())
     assert len(started) == count + 3
-    assert capsys.readouterr().err.count("died of SIGFPE; another one starts") == 3
+    assert capsys.readouterr().err.count(f"{told}; another one starts") == 3
 
 
 @pytest.mark.slow
