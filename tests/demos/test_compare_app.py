@@ -275,6 +275,34 @@ def test_a_user_of_a_chat_asks(page: Page, load: Callable[..., ovspec.LanguageMo
     assert texts(page) == [f"Why?\n\n{expected.text}"] * 2
 
 
+def test_a_head_is_named(
+    compare_app: ModuleType,
+    pair: Path,
+    cache_dir: Path,
+    tmp_path: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A random one, which proposes; what it would propose rightly has its name, too."""
+    from distilling import made_head, without_draft
+
+    hurry(compare_app, monkeypatch)
+    folder = tmp_path / "headed"
+    without_draft(pair, folder)
+    shutil.copytree(made_head(tmp_path_factory) / "ir", folder / "draft")
+    options: dict[str, Any] = compare_app.options_of(40, 0.0, 1.0, None, "", "") | {"ignore_eos": True}
+    model = compare_app.loader(folder, tune=False, precision="f32", cache_dir=cache_dir)
+    *_, last = compare_app.compare(model("CPU", "draft"), PROMPTS[0], False, options, 3)
+    assert "Both texts have the same 40 tokens." in last
+    assert re.search(r"<td>\d+ of [1-9]\d* ", last) and "draft model" not in last
+    page = json.dumps(compare_app.build(folder, model, False).get_config_file(), default=str)
+    assert "lookup, then EAGLE-3 head" in page and "draft model" not in page
+    run = compare_app.Run([("a", "target"), ("b", "head")])
+    shown = compare_app.results("", [run, run], ["", ""])
+    assert "EAGLE-3 head</span> 1</li>" in shown and shown.count('class="token head" title="EAGLE-3 head">b<') == 2
+
+
+@pytest.mark.slow
 @pytest.mark.skipif(not REAL.is_dir(), reason="the real model could not be fetched")
 def test_a_head_answers_with_lookup(compare_app: ModuleType, cache_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first thing that one sees of a real model."""
