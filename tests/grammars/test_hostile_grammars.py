@@ -22,24 +22,15 @@ from ovspec.grammars.sources import LIMITS
 from ovspec.grammars.wording import in_words
 
 SOURCES = {"grammar": LARK, "gbnf": GBNF, "regex": REGEX, "choice": CHOICES, "json_schema": SCHEMAS}
-# Quick runs leave out what is large and accepted; test_sources.py and test_heartbeat.py have some of it. Of the cases
-# with one message they have the first.
-LARGE, ALIKE = 4000, {EITHER: 15}
-
-
-def in_quick_runs(kind: str, index: int) -> bool:
-    given, expected = SOURCES[kind][index]
-    before = sum(other == expected for _, other in SOURCES[kind][:index])
-    return before < ALIKE.get(expected, 2) and not (expected == EITHER and len(str(given)) > LARGE)
-
-
+# Quick runs leave out what is large and accepted; test_sources.py and test_heartbeat.py have some of it.
+LARGE = 4000
 CASES = [
     pytest.param(
         kind,
         given,
         expected,
         id=f"{kind}-{i}-{re.sub('[^ -~]', '', str(given))[:40]}",
-        marks=() if in_quick_runs(kind, i) else pytest.mark.slow,
+        marks=[pytest.mark.slow] * (expected == EITHER and len(str(given)) > LARGE),
     )
     for kind, cases in SOURCES.items()
     for i, (given, expected) in enumerate(cases)
