@@ -62,6 +62,7 @@ def run(*command: str | Path) -> None:
     """Run a command in the repository's root; exit with its code if it fails."""
     path = f"{Path(command[0]).parent}{os.pathsep}{os.environ['PATH']}"
     environment = {**os.environ, "PATH": path, "PYTHONUTF8": "1"}
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)  # the tests' many processes would compile every module again
     done = subprocess.run([str(part) for part in command], cwd=ROOT, env=environment)
     if done.returncode:
         sys.exit(done.returncode)
