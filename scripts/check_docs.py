@@ -18,7 +18,7 @@ FENCE = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
 
 def pages() -> list[Path]:
     """Return all Markdown files of the project."""
-    folders = [ROOT / name for name in ("docs", "demos", "models")]
+    folders = [ROOT / name for name in ("docs", "demos", "models", "tests")]
     return sorted([*ROOT.glob("*.md"), *(page for folder in folders for page in folder.rglob("*.md"))])
 
 

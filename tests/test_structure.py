@@ -6,6 +6,7 @@ import asyncio
 import re
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,9 +38,8 @@ def file_of(frame: Any) -> str | None:
 
 
 def test_the_folders_are_the_ones_in_the_docs() -> None:
-    listed = re.findall(
-        r"^\| `(\w+)(?:/|\.py)` \|", (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8"), re.MULTILINE
-    )
+    section = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8").partition("## The folders\n")[2]
+    listed = re.findall(r"(?m)^\| `(\w+)(?:/|\.py)` \|", section.partition("\n## ")[0])
     package = ROOT / "ovspec"
     folders = {file.parent.name for file in package.glob("*/__init__.py")}
     beside = {file.stem for file in package.glob("*.py")} - {"__init__", "__main__", "compat", "guidance"}
@@ -107,3 +107,30 @@ def test_the_road_of_a_request_is_the_one_in_the_docs() -> None:
     engine.end()
     assert passed - before == listed_under("The road of a request")
     assert len(passed - before) <= 15
+
+
+def test_the_tests_of_each_file_are_where_the_docs_say() -> None:
+    """In a file of its name, or in one that its folder's row names; a row names no file that needs it no more."""
+    rows = (ROOT / "tests" / "README.md").read_text(encoding="utf-8")
+    listed, tested_in = set[str](), set[str]()
+    for folder, cell in re.findall(r"(?m)^\| `(\w+)/` \| (.*) \|$", rows):
+        for files, tests in re.findall(r"([^;]+): ([^;]+)", cell):
+            listed |= {f"{folder}/{name}" for name in re.findall(r"`([\w/]+)`", files)}
+            tested_in |= set(re.findall(r"`([\w/]+)`", tests))
+    assert not [name for name in tested_in if not (ROOT / "tests" / f"{name}.py").is_file()]
+    others = {file.removesuffix(".py") for file in all_files() if not has_tests_of_its_name(file)}
+    folders = {name for name in listed if name.endswith("/")}
+    assert {name for name in others if not name.startswith(tuple(folders))} == listed - folders
+    assert all(any(name.startswith(folder) for name in others) for folder in folders)
+
+
+def all_files() -> Iterator[str]:
+    """Yield the modules of both packages, such as ``cache/paged.py`` and ``export/sources.py``."""
+    for package in (ROOT / "ovspec", ROOT / "export" / "ovspec_export"):
+        for file in package.rglob("[!_]*.py"):
+            if file.parent != ROOT / "ovspec":  # public names alone
+                yield ("" if package.name == "ovspec" else "export/") + file.relative_to(package).as_posix()
+
+
+def has_tests_of_its_name(file: str) -> bool:
+    return any((ROOT / "tests" / file.partition("/")[0]).rglob(f"test_{Path(file).name}"))

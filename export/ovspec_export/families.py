@@ -1,7 +1,7 @@
 """What each model family needs to be exported: an environment, and changes to optimum, each with its reason.
 
 A family is the ``model_type`` of a checkpoint's config. Families without an entry are refused.
-``tests/export/test_family_patches.py`` fails when a change here is no longer needed.
+``tests/export/test_patches.py`` fails when a change here is no longer needed.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """With an EAGLE-3 head, too, no token changes in the default arithmetic: on random targets and on a real model.
 
 ``test_head.py`` shows that heads propose what they should; here they are crossed with all else that moves a text. So
-are draft models with a trimmed vocabulary, of which ``test_trimmed_draft.py`` shows the same.
+are draft models with a trimmed vocabulary, of which ``test_draft_model.py`` shows the same.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ import pytest
 from conftest import ROOT
 from hypothesis import HealthCheck, given, settings
 from schema_strategy import Schema, is_linked_list, schemas
-from test_json_schemas import SCHEMAS, prove
+from test_json_schema import SCHEMAS, prove
 
 import ovspec
 

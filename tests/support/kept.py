@@ -6,6 +6,7 @@ import functools
 import hashlib
 import os
 import shutil
+import sysconfig
 from collections.abc import Callable, Iterable
 from importlib.metadata import distributions
 from pathlib import Path
@@ -52,7 +53,8 @@ def ingredients() -> str:
     others = [file for file in others if file.stem not in PLUGINS]
     single = [SOURCES / "tests" / "conftest.py", SOURCES / "scripts" / "fetch.py"]
     models = [file for file in (SOURCES / "models").rglob("*") if file.is_file()]
-    versions = sorted(f"{package.name} {package.version}" for package in distributions())
+    packages = distributions(path=[sysconfig.get_path("purelib")])  # Ray adds some of its own to sys.path
+    versions = sorted(f"{package.name} {package.version}" for package in packages)
     return digest([*ours, *others, *single, *models], *versions)
 
 

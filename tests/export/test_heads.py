@@ -26,8 +26,8 @@ from ovspec_export.heads import EagleHead, head_ir, load_head
 from ovspec_export.sources import Source, find_source
 from ovspec_export.worker import eagle_head
 from safetensors.torch import load_file, save_file
-from test_gguf import LLAMA_CPP
-from test_gguf import converted as gguf_files
+from test_gguf_checkpoint import LLAMA_CPP
+from test_gguf_checkpoint import converted as gguf_files
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.activations import ACT2FN
