@@ -25,6 +25,7 @@ from kept import kept_model
 
 import ovspec
 from ovspec.cli import cli
+from ovspec.ir.instruction_set import instruction_set
 
 # Each new client reads all certificates, which takes 40 ms, and ``httpx.post`` makes one for each request.
 transports: Any = default
@@ -205,19 +206,27 @@ def server(
 
 
 def find_out(cache: Path) -> None:
-    """Fill a cache with what the first load of the real model takes long to find out."""
+    """Fill a cache with what the first loads of the real model take long to find out."""
     cache.mkdir()
-    ovspec.load(REAL, "lookup", precision="f32", tune=False, cache_dir=cache)
+    for precision in (None, "f32"):
+        ovspec.load(REAL, "lookup", precision=precision, tune=False, cache_dir=cache)
 
 
 @pytest.fixture(scope="session")
-def real_server(tmp_path_factory: pytest.TempPathFactory, command_environment: dict[str, str]) -> Iterator[Running]:
-    """A server of the real model, with lookup, in f32, where texts are the same on all processors."""
+def known_of_real(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a cache with what is known of the real model on this processor, kept between runs."""
     if not REAL.is_dir():
         pytest.skip("the real model could not be fetched")
-    known = kept_model(tmp_path_factory, "known-of-smollm2", find_out)
+    return kept_model(tmp_path_factory, f"known-of-smollm2-{instruction_set()}", find_out)
+
+
+@pytest.fixture(scope="session")
+def real_server(
+    tmp_path_factory: pytest.TempPathFactory, command_environment: dict[str, str], known_of_real: Path
+) -> Iterator[Running]:
+    """A server of the real model, with lookup, in f32, where texts are the same on all processors."""
     options = ("--draft", "lookup", "--lookahead", "4", "--temperature", "0", "--no-tune", "--precision", "f32")
-    more = ("--cache-dir", known, *options)
+    more = ("--cache-dir", known_of_real, *options)
     server = start_server(tmp_path_factory.mktemp("server") / "stderr", command_environment, REAL, *more)
     yield server
     server.end()
