@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import json
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +15,7 @@ import jsonschema
 import numpy as np
 import pytest
 from conftest import ROOT, USERS_CACHE
-from kept import PLACE, SOURCES, copy_kept, digest
+from kept import PLACE, copy_kept, digest
 from servers import Start
 
 import ovspec
@@ -83,8 +84,8 @@ def greedy(tmp_path_factory: pytest.TempPathFactory) -> Greedy:
             folder.mkdir()
             (folder / "ids.json").write_text(json.dumps(found), encoding="utf-8")
 
-        sources = [GGUF, SOURCES / Path(__file__).relative_to(ROOT)]
-        key = digest(sources, version("transformers"), version("torch"), json.dumps(prompts))
+        code = inspect.getsource(reference) + inspect.getsource(make)
+        key = digest([GGUF], version("transformers"), version("torch"), json.dumps(prompts), code)
         folder = tmp_path_factory.mktemp("greedy") / "kept"
         copy_kept(PLACE, f"greedy-{tokens}", key, make, folder)
         found = json.loads((folder / "ids.json").read_text(encoding="utf-8"))
