@@ -146,6 +146,7 @@ def test_a_worker_that_dies_and_tests_that_hang(project: Started, tmp_path: Path
     wait_until(lambda: not marked(mark_of(run)), 10)
 
 
+@pytest.mark.slow
 def test_all_files_of_a_dead_worker_are_run(project: Started) -> None:
     """Also if each has a single test left, and the other worker takes no more."""
     run = project(

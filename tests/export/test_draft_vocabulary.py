@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -81,9 +82,15 @@ def check(folder: Path, rows: np.ndarray, whole: np.ndarray) -> None:
 
 CASES = [(each, "tied") for each in FORMATS] + [("f32", kind) for kind in KINDS[1:]]
 CASES += [("int8_asym", "biased and capped"), ("int4_sym", "biased and capped"), ("f16", "transposed")]
+# Each of their formats and kinds is in another case of quick runs.
+REPEATED = [("f32", "tied"), ("int8_asym", "tied"), ("int4_sym", "tied"), ("f16", "tied"), ("f32", "biased and capped")]
+REPEATED += [("f32", "transposed")]
 
 
-@pytest.mark.parametrize(("weight_format", "kind"), CASES)
+@pytest.mark.parametrize(
+    ("weight_format", "kind"),
+    [pytest.param(*case, marks=[pytest.mark.slow] * (case in REPEATED), id="-".join(case)) for case in CASES],
+)
 def test_rows_are_cut_in_every_format(weight_format: str, kind: str, tmp_path: Path) -> None:
     folder = write_model(tmp_path / "ir", weight_format, kind)
     rows, whole = weights(folder), logits(folder)
@@ -117,10 +124,19 @@ BUGS: dict[str, tuple[str, Callable[..., Any]]] = {
 }
 
 
+@pytest.fixture(scope="module")
+def with_bias(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, np.ndarray, np.ndarray]:
+    """Return the folder of a model with weights of four bits and a bias, its rows, and its logits."""
+    folder = write_model(tmp_path_factory.mktemp("with-bias") / "ir", "int4_asym", "biased and capped")
+    return folder, weights(folder), logits(folder)
+
+
 @pytest.mark.parametrize("bug", BUGS)
-def test_planted_bugs_are_found(bug: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = write_model(tmp_path / "ir", "int4_asym", "biased and capped")
-    rows, whole = weights(folder), logits(folder)
+def test_planted_bugs_are_found(
+    bug: str, with_bias: tuple[Path, np.ndarray, np.ndarray], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, rows, whole = with_bias
+    folder = shutil.copytree(made, tmp_path / "ir")
     monkeypatch.setattr(draft_vocabulary, *BUGS[bug])
     trim_ir(folder, IDS, "draft")
     with pytest.raises(AssertionError):

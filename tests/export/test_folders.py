@@ -11,6 +11,7 @@ import sys
 import time
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 from conftest import CHECKPOINTS
@@ -98,11 +99,12 @@ def test_a_replacement_killed_half_way_is_undone(tmp_path: Path) -> None:
         replace_folder(tmp_path / "vanished", output)
 
 
-def test_odd_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_odd_places(tmp_path: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The current folder, a link, an empty folder and a damaged leftover are all handled."""
     shutil.copytree(CHECKPOINTS.parent / "demo" / "draft", tmp_path / "real")
     monkeypatch.chdir(tmp_path / "real")
-    assert ovspec.load(".").generate("def f(", max_tokens=2).token_ids
+    options: dict[str, Any] = {"arithmetic": "fast", "cache_dir": cache_dir}
+    assert ovspec.load(".", **options).generate("def f(", max_tokens=2).token_ids
     restore_backup(Path("/"))
     monkeypatch.chdir(tmp_path)
     marked(tmp_path / "there", "old")
@@ -115,7 +117,7 @@ def test_odd_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not backup_of(tmp_path / "empty").exists()
     backup_of(tmp_path / "real").mkdir()
     (backup_of(tmp_path / "real") / MANIFEST_FILE).write_text("", encoding="utf-8")  # as a power cut leaves it
-    assert ovspec.load(tmp_path / "real")
+    assert ovspec.load(tmp_path / "real", **options)
 
 
 def test_a_pair_is_replaced_only_on_request(tmp_path: Path) -> None:
@@ -145,11 +147,11 @@ def test_an_unfinished_folder_is_not_loaded(tmp_path: Path) -> None:
         read_manifest(tmp_path / "part")
 
 
-def test_loading_finds_a_replacement_that_was_killed_half_way(tmp_path: Path) -> None:
+def test_loading_finds_a_replacement_that_was_killed_half_way(tmp_path: Path, cache_dir: Path) -> None:
     output = tmp_path / "out"
     shutil.copytree(CHECKPOINTS.parent / "demo", output)
     output.rename(backup_of(output))
-    assert ovspec.load(output).generate("def f(", max_tokens=2).token_ids
+    assert ovspec.load(output, arithmetic="fast", cache_dir=cache_dir).generate("def f(", max_tokens=2).token_ids
 
 
 def test_one_export_at_a_time(tmp_path: Path) -> None:
@@ -187,7 +189,13 @@ def test_a_full_disk_leaves_what_was_there(tmp_path: Path, limit: int) -> None:
 
 
 @posix
-@pytest.mark.parametrize(("number", "expected"), [(signal.SIGINT, 130), (signal.SIGTERM, 1)], ids=["SIGINT", "SIGTERM"])
+@pytest.mark.parametrize(
+    ("number", "expected"),
+    [
+        pytest.param(signal.SIGINT, 130, id="SIGINT"),
+        pytest.param(signal.SIGTERM, 1, id="SIGTERM", marks=pytest.mark.slow),  # as in distill/test_run.py
+    ],
+)
 def test_an_export_told_to_end_clears_up(tmp_path: Path, number: int, expected: int) -> None:
     marked(tmp_path / "out", "old")
     before = contents(tmp_path)
@@ -264,7 +272,7 @@ for turn in range(100000):
 
 
 @posix
-@pytest.mark.parametrize("times", [2, pytest.param(15, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("times", [1, pytest.param(15, marks=pytest.mark.slow)])
 def test_killed_while_folders_are_renamed(tmp_path: Path, times: int) -> None:
     output = marked(tmp_path / "out", "whole")
     moments = random.Random(1)

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import to_gguf
 import torch
 import transformers
 from conftest import ROOT, USERS_CACHE
@@ -96,10 +97,14 @@ def converted(folder: Path, names: tuple[str, ...], *options: str) -> None:
     for name in names:
         make(name, folder / name)
         places += [str(folder / name), str(folder / f"{name}.gguf")]
-    script = ROOT / "tests" / "support" / "to_gguf.py"
-    command = [sys.executable, str(script), str(LLAMA_CPP), *places, "--", *options]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert not done.returncode, done.stderr[-2000:]
+    before = {*sys.modules}
+    with pytest.MonkeyPatch.context() as patched:  # here, where torch is imported already
+        patched.setattr(sys, "path", [*sys.path])
+        patched.setattr(sys, "argv", ["to_gguf.py", str(LLAMA_CPP), *places, "--", *options])
+        to_gguf.main()
+    for name in {*sys.modules} - before:
+        if str(LLAMA_CPP) in str(getattr(sys.modules[name], "__file__", "")):
+            del sys.modules[name]
 
 
 @pytest.fixture(scope="session")

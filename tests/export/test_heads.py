@@ -231,7 +231,7 @@ def test_heads_compute_what_their_checkpoints_say(name: str, tmp_path: Path) -> 
     [
         pytest.param(Compression("bf16"), {"bf16"}, marks=pytest.mark.slow),
         pytest.param(Compression("fp16"), {"f16"}, marks=pytest.mark.slow),
-        (Compression("int8"), {"u8"}),
+        pytest.param(Compression("int8"), {"u8"}, marks=pytest.mark.slow),
         pytest.param(Compression("int8", sym=True), {"i8"}, marks=pytest.mark.slow),
         (Compression("int4", group_size=64), {"u4", "u8"}),
         pytest.param(Compression("int4", group_size=64, awq=True), {"u4", "u8"}, marks=pytest.mark.slow),

@@ -192,21 +192,25 @@ CANNOT_BE_HAD = {
 }
 
 
-def test_models_that_cannot_be_had(hub: str, tmp_path: Path) -> None:
-    found = refusals([*CANNOT_BE_HAD], tmp_path / "out", hub, tmp_path / "home")
+CANNOT_BE_EXPORTED = {
+    "org/unknown": "of the family unknowable",
+    "org/seq2seq": "encoder-decoder",
+    "org/deep-head": "more than one layer",
+}
+
+
+def test_what_is_refused_before_its_weights_come(hub: str, tmp_path: Path) -> None:
+    """The second time without a network: what was fetched suffices to refuse it."""
+    told = refusals([*CANNOT_BE_HAD, *CANNOT_BE_EXPORTED], tmp_path / "out", hub, tmp_path / "home")
     for name, message in CANNOT_BE_HAD.items():
-        assert found[name].startswith(f"Error: {name}: ")
-        assert message in found[name]
-
-
-def test_what_cannot_be_exported_is_refused_before_its_weights_come(hub: str, tmp_path: Path) -> None:
-    expected = {"org/unknown": "of the family unknowable", "org/seq2seq": "encoder-decoder"}
-    expected |= {"org/deep-head": "more than one layer"}
-    # The second time without a network: what was fetched suffices to refuse it.
-    for endpoint in (hub, "http://127.0.0.1:9"):
-        found = refusals([*expected], tmp_path / "out", endpoint, tmp_path / "home")
-        assert all(message in found[name] for name, message in expected.items()), found
-    for name in expected:
+        assert told[name].startswith(f"Error: {name}: ")
+        assert message in told[name]
+    again = refusals(["org/model", *CANNOT_BE_EXPORTED], tmp_path / "out", "http://127.0.0.1:9", tmp_path / "home")
+    for found in (told, again):
+        assert all(message in found[name] for name, message in CANNOT_BE_EXPORTED.items()), found
+    assert again["org/model"].startswith("Error: org/model: neither a folder here nor in the hub's cache")
+    assert again["org/model"].endswith("check the network.")
+    for name in CANNOT_BE_EXPORTED:
         asked = [path for path in REQUESTED if f"/{name}/" in path]
         assert any(path.endswith("/config.json") for path in asked)
         assert not [path for path in asked if path.endswith((".safetensors", "/tokenizer.json"))]
@@ -235,9 +239,3 @@ def check_files_of_one_commit(source: Source) -> None:
 def check_ir_of_an_unknown_family(source: Source) -> None:
     assert source.is_ir and source.revision == COMMIT
     assert (source.folder / "openvino_model.bin").is_file()
-
-
-def test_no_network(tmp_path: Path) -> None:
-    [told] = refusals(["org/model"], tmp_path / "out", "http://127.0.0.1:9", tmp_path / "home").values()
-    assert told.startswith("Error: org/model: neither a folder here nor in the hub's cache")
-    assert told.endswith("check the network.")

@@ -12,20 +12,23 @@ from typing import Any
 import hybrid
 import pytest
 import torch
+import warm_worker
 from conftest import PROMPTS, ROOT, TARGET
 from families import DEEPER, DELTA_NET, EXPERTS, GROUPED, HEADED, LLAMA_4, VOCAB, WINDOWS
 from family_models import run, warm_jobs
 from kept import kept_model
-from ovspec_export import Compression, export_pair
+from ovspec_export import Compression, export_pair, patches, worker
+from ovspec_export.environments import Environment
 from ovspec_export.families import FAMILIES as REGISTRY
 from ovspec_export.families import TEXT_MODELS, TEXT_ONLY
 from ovspec_export.sources import find_source
 from ovspec_export.text_part import text_part
 from safetensors.torch import load_file, save_file
-from transformers import CONFIG_MAPPING
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
 import ovspec
 from ovspec.base.errors import OvspecError
+from ovspec.text.tokenizer import Tokenizer
 
 TOKENS = 24
 VISION = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -140,26 +143,32 @@ def warm(monkeypatch: pytest.MonkeyPatch) -> None:
     warm_jobs(monkeypatch)
 
 
+def environment_of(family: str) -> Environment | None:
+    return next(REGISTRY[text].environment for text in TEXT_MODELS[family.partition(",")[0]])
+
+
 def make(family: str, folder: Path) -> list[int]:
     """Make a checkpoint of a family in ``folder``; return the prompt's and what its ``generate`` says after it."""
     model_class, config, arguments, spread, embedding = CHECKPOINTS[family]
-    environment = next(REGISTRY[text].environment for text in TEXT_MODELS[family.partition(",")[0]])
-    prompt = ovspec.load(ROOT / "models" / "demo").encode(PROMPTS[0]).tolist()[:12]
-    failure = run(
-        environment,
-        "make",
-        config=config,
-        arguments=arguments,
-        folder=str(folder),
-        prompts=[prompt],
-        tokens=TOKENS,
-        spread=spread,
-        embedding=embedding,
-        norms=0.0,
-        attention="sdpa",
-        inside=model_class,
-    )
-    assert not failure, failure
+    environment = environment_of(family)
+    prompt = Tokenizer(ROOT / "models" / "demo").encode(PROMPTS[0]).tolist()[:12]
+    arguments = {
+        "config": config,
+        "arguments": arguments,
+        "folder": str(folder),
+        "prompts": [prompt],
+        "tokens": TOKENS,
+        "spread": spread,
+        "embedding": embedding,
+        "norms": 0.0,
+        "attention": "sdpa",
+        "inside": model_class,
+    }
+    if environment:
+        failure = run(environment, "make", **arguments)
+        assert not failure, failure
+    else:  # what is installed is imported here already
+        warm_worker.make(**arguments)
     hybrid.copy_tokenizer(ROOT / "models" / "demo-hf" / "draft", folder)
     return prompt + json.loads((folder / "expected.json").read_text(encoding="utf-8"))[0]
 
@@ -331,16 +340,28 @@ def test_tied_and_untied_heads(gemma: tuple[Path, list[int]], tmp_path: Path) ->
     assert "tie_word_embeddings" not in config_with(None, None, head=False)  # as the class does
 
 
-@pytest.mark.parametrize(
-    "tensor", [pytest.param("model.layers.1.mlp.up_proj.weight", marks=pytest.mark.slow), "model.norm.weight"]
-)
-def test_a_missing_tensor_is_named(tensor: str, tmp_path: Path) -> None:
-    """transformers would fill it at random; with a wrong prefix, whole layers were random and nobody was told."""
-
+def without_tensor(tensor: str, folder: Path) -> Path:
     def remove(_: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
         del tensors[tensor]
 
-    folder = changed(TARGET, tmp_path / "less", remove)
+    return changed(TARGET, folder, remove)
+
+
+def with_scales(folder: Path) -> Path:
+    def add(_: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+        tensors["model.layers.0.mlp.up_proj.weight_scale_inv"] = torch.ones(1)
+
+    return changed(TARGET, folder, add)
+
+
+UNKNOWN_SCALES = r"quantised in a way that isn't understood \(model\.layers\.0\.mlp"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tensor", ["model.layers.1.mlp.up_proj.weight", "model.norm.weight"])
+def test_a_missing_tensor_is_named(tensor: str, tmp_path: Path) -> None:
+    """transformers would fill it at random; with a wrong prefix, whole layers were random and nobody was told."""
+    folder = without_tensor(tensor, tmp_path / "less")
     with pytest.raises(OvspecError, match=f"less: .*lacks the tensor {re.escape(tensor)}"):
         export_pair(str(folder), None, tmp_path / "pair")
     assert not (tmp_path / "pair").exists()
@@ -351,11 +372,35 @@ def test_quantised_weights_are_not_taken_for_others(gemma: tuple[Path, list[int]
     with pytest.raises(OvspecError, match="fp8: its weights are quantised"):
         export_pair(str(folder), None, tmp_path / "pair")
 
-    def add(_: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
-        tensors["model.layers.0.mlp.up_proj.weight_scale_inv"] = torch.ones(1)
 
-    with pytest.raises(OvspecError, match=r"quantised in a way that isn't understood \(model\.layers\.0\.mlp"):
-        export_pair(str(changed(TARGET, tmp_path / "scaled", add)), None, tmp_path / "pair")
+@pytest.mark.slow
+def test_scales_that_nobody_knows_are_not_left_out(tmp_path: Path) -> None:
+    with pytest.raises(OvspecError, match=UNKNOWN_SCALES):
+        export_pair(str(with_scales(tmp_path / "scaled")), None, tmp_path / "pair")
+
+
+def test_tensors_are_checked_when_they_are_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PreTrainedModel, "from_pretrained", vars(PreTrainedModel)["from_pretrained"])  # restored
+    assert AutoModelForCausalLM.from_pretrained(without_tensor("model.norm.weight", tmp_path / "less"))
+    patches.check_tensors()
+    with pytest.raises(OvspecError, match=r"lacks the tensor model\.norm\.weight"):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "less")
+    with pytest.raises(OvspecError, match=UNKNOWN_SCALES):
+        AutoModelForCausalLM.from_pretrained(with_scales(tmp_path / "scaled"))
+
+
+def test_exports_check_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Checked(Exception): ...
+
+    def check() -> None:
+        raise Checked
+
+    monkeypatch.setattr(patches, "adapt", lambda _: {})
+    monkeypatch.setattr(patches, "check_tensors", check)
+    for change in ("keep_splits_apart", "find_the_same_tokens"):  # of the libraries
+        monkeypatch.setattr(worker, change, lambda: None)
+    with pytest.raises(Checked):
+        worker.optimum_cli([], "", "llama", False)
 
 
 def test_a_family_that_nobody_knows_is_refused(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ CASES = [
         given,
         expected,
         id=f"{kind}-{i}-{re.sub('[^ -~]', '', str(given))[:40]}",
-        marks=[pytest.mark.slow] * (expected == EITHER and len(str(given)) > LARGE),
+        marks=[pytest.mark.slow] * (expected == EITHER and len(str(given)) > LARGE or given in SLOW),
     )
     for kind, cases in SOURCES.items()
     for i, (given, expected) in enumerate(cases)
@@ -119,7 +119,11 @@ FREEZING: list[tuple[str, Any]] = [
 
 
 @pytest.mark.usefixtures("hurried")
-@pytest.mark.parametrize(("kind", "given"), FREEZING, ids=lambda value: str(value)[:24])
+@pytest.mark.parametrize(
+    ("kind", "given"),
+    [pytest.param(*each, marks=[pytest.mark.slow] * (each == FREEZING[2])) for each in FREEZING],  # it takes the limit
+    ids=lambda value: str(value)[:24],
+)
 def test_the_calling_process_goes_on_meanwhile(kind: str, given: Any) -> None:
     waits, stop = [], threading.Event()
 

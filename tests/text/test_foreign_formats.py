@@ -62,7 +62,7 @@ def mistral_tokenizer(name: str) -> Any:
         ("mistralai-Mistral-Nemo-Instruct-2407", "tekken_240718.json"),
         pytest.param("Mistral-Small-3.2-24B-Instruct-2506", "v11", marks=pytest.mark.slow),
         pytest.param("unsloth-mistral-Devstral-Small-2507", "v13", marks=pytest.mark.slow),
-        ("mistralai-Ministral-3-14B-Reasoning-2512", "v13"),
+        pytest.param("mistralai-Ministral-3-14B-Reasoning-2512", "v13", marks=pytest.mark.slow),
     ],
 )
 def test_prompts_are_those_of_mistral_common(name: str, tokenizer: str) -> None:
@@ -195,6 +195,7 @@ def read_tokens(
     return said, [(call.name, json.loads(call.arguments)) for call in reader.calls]
 
 
+@pytest.mark.slow
 @needs_tokenizers
 def test_tokens_of_qwen3() -> None:
     from tokenizers import Tokenizer
