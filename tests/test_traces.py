@@ -55,7 +55,7 @@ ARGUMENTS: dict[str, list[str]] = {
     "verify": ["verify", "result.json"],
 }
 SLOW = ("tune", "bench", "distill", "export")
-# In quick runs, one process runs these with the smaller model, one after the other; each leaves what it prints in a file.
+# In quick runs, one process runs these with the smaller model; each leaves what it prints in a file.
 TOGETHER = ("generate", *(name for name in COMMANDS if name not in (*SLOW, "generate", "serve")))
 GENERATING = ("batch", "chat", "generate", "perplexity")
 TOGETHER_CODE = """

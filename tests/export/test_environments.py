@@ -15,6 +15,7 @@ import sys
 import time
 import zipfile
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -157,13 +158,29 @@ def test_a_killed_preparation_leaves_no_overlay_and_the_next_one_cleans_up(
     assert (toy.folder / "ovspec_toy" / "__init__.py").is_file()
 
 
-def test_two_at_once_make_it_once(toy: Environment) -> None:
+@pytest.mark.slow
+def test_two_processes_at_once_make_it_once(toy: Environment) -> None:
     command = [sys.executable, "-c", PREPARE, toy.wheels[0][2]]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "encoding": "utf-8"}
     both = [subprocess.Popen(command, **pipes) for _ in range(2)]
     answers = [process.communicate(timeout=60) for process in both]
     assert [process.returncode for process in both] == [0, 0], answers
     assert {out.strip() for out, _ in answers} == {str(toy.folder)}
+    assert left_in(toy) == [toy.folder.name]
+
+
+def test_two_at_once_make_it_once(toy: Environment, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads, whose locks are as those of processes."""
+    installed, install = list[str](), environments.install
+
+    def counted(environment: Environment, families: str) -> int:
+        installed.append(families)
+        return install(environment, families)
+
+    monkeypatch.setattr(environments, "install", counted)
+    with ThreadPoolExecutor(2) as executor:
+        assert [*executor.map(lambda _: prepare(toy, "toys"), range(2))] == [toy.folder] * 2
+    assert installed == ["toys"]
     assert left_in(toy) == [toy.folder.name]
 
 

@@ -129,10 +129,11 @@ def test_bounded_in_time(source: str) -> None:
 
 
 @pytest.mark.usefixtures("hurried")
-def test_bounded_in_size(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("sources", [LARGE[::3], pytest.param(LARGE, marks=pytest.mark.slow)], ids=len)
+def test_bounded_in_size(sources: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """In one test, so that a process that refuses one goes on with the next."""
     monkeypatch.setattr(RENDERER, "seconds", MAX_SECONDS)
-    for source in LARGE:
+    for source in sources:
         refused(source, 6)
 
 

@@ -194,7 +194,13 @@ def test_the_format_is_found(name: str) -> None:
 
 
 @needs_templates
-@pytest.mark.parametrize("name", KNOWN)
+@pytest.mark.parametrize(  # quick runs have a template of each format
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] * (KNOWN[name] in [*KNOWN.values()][:at]))
+        for at, name in enumerate(KNOWN)
+    ],
+)
 def test_prompts_with_calls_are_those_of_hugging_face(name: str) -> None:
     template, calls = template_of(name), PLAIN_CALLS if name in PLAIN else CALLS
     format = ChatFormat(template)

@@ -11,6 +11,7 @@ import pytest
 from conftest import DRAFT, PROMPTS, TARGET
 from distilling import Distilling, distilling, made_head, row
 from ovspec_export import DistillOptions, distill_model
+from ovspec_export.distill import gain
 from ovspec_export.distill.card import Data, Made, card, made_in
 from ovspec_export.distill.gain import BEGINNING, gained, measure_gain, no_gain, prompts_in
 from ovspec_export.sources import HeadSource, find_source
@@ -139,6 +140,7 @@ def test_prompts_are_what_was_held_out(tmp_path: Path) -> None:
 
 def test_the_gain_is_measured(distil: Distilling, pair: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache_dir))
+    monkeypatch.setattr(gain, "TOKENS", 16)
     file, output = distil.folder / "documents.jsonl", distil.folder / "rows.json"
     ids = Tokenizer(pair).encode(PROMPTS[0]).tolist()
     given = document(0, True) | {"ids": ids, "answer": len(ids) - 1}
