@@ -19,6 +19,8 @@ from families import FAMILIES
 from family_models import export
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from kept import kept_model
+from transformers import AutoModelForCausalLM
 
 import ovspec
 from ovspec.cache.decoder import FeedRule, Rollback
@@ -59,16 +61,18 @@ class LongRope:
 
 @pytest.fixture(scope="module")
 def longrope(tmp_path_factory: pytest.TempPathFactory, cache_dir: Path) -> LongRope:
-    folder = tmp_path_factory.mktemp("longrope")
     family = FAMILIES["phi3, longrope"]
     short = family.arguments | {"original_max_position_embeddings": SWITCH}
-    model = export(dataclasses.replace(family, arguments=short), folder)
+    folder = kept_model(
+        tmp_path_factory, "longrope", lambda place: export(dataclasses.replace(family, arguments=short), place)
+    )
+    model = AutoModelForCausalLM.from_pretrained(folder / "hf", attn_implementation="eager").eval()
     ir = compile_ir(folder / "ir", DeviceOptions(precision="f32", cache_dir=cache_dir))
     assert ir.config.rope_switch == SWITCH
     return LongRope(model, folder / "ir", ir)
 
 
-@pytest.fixture(params=["exact", "fast"])
+@pytest.fixture(params=["exact", pytest.param("fast", marks=pytest.mark.slow)])
 def make(request: pytest.FixtureRequest, longrope: LongRope) -> Callable[[], RowByRow]:
     """Return what makes an empty decoder, in either arithmetic."""
 

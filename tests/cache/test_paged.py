@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import openvino as ov
 import pytest
+from compiling import AGREES, compile_once, trust_paged
 from conftest import HAS_BF16, ROOT, STRICT, Reference
 
 import ovspec
@@ -27,7 +28,6 @@ from ovspec.setup.exactness import Trial, probe_rule
 
 DEMO = ROOT / "models" / "demo"
 SMALL = DEMO / "draft"  # which is compiled sooner
-AGREES = PagedCheck(True, "it agrees with the stateful decoder")
 MakePaged = Callable[..., PagedDecoder]
 
 
@@ -84,9 +84,8 @@ def test_without_the_transformation_the_stateful_engine_runs(tmp_path: Path, mon
 
 def test_the_comparison_is_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     compared = []
-    monkeypatch.setattr(
-        ovspec.setup.engine_choice, "compare_engines", lambda *a: compared.append(a) or compare_engines(*a)
-    )
+    compile_once(monkeypatch)
+    monkeypatch.setattr(ovspec.setup.engine_choice, "compare_engines", lambda *a: compared.append(a) or AGREES)
     for precision in ("f32", "f32", "bf16"):
         loaded = load_ir(SMALL, DeviceOptions(precision=precision, cache_dir=tmp_path))
         assert (loaded.engine, loaded.reason) == ("paged", AGREES.reason)
@@ -98,6 +97,15 @@ def test_the_comparison_is_remembered(tmp_path: Path, monkeypatch: pytest.Monkey
     assert len(compared) == 2
 
 
+@pytest.fixture(scope="module")
+def compiled_once() -> Iterator[None]:
+    """Compile the stateful model once for all that compare it."""
+    with pytest.MonkeyPatch.context() as patched:
+        compile_once(patched)
+        yield
+
+
+@pytest.mark.usefixtures("compiled_once")
 @pytest.mark.parametrize("mistake", ["positions", "rollback", "sharing", "window"])
 def test_a_paged_decoder_that_differs_is_not_used(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if mistake == "positions":
@@ -128,6 +136,7 @@ def without_copies(extend: Callable[..., Any]) -> Callable[..., Any]:
     return extended
 
 
+@pytest.mark.slow
 def test_compared_in_its_own_arithmetic_where_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled = []
     compile_ir = ovspec.setup.engine_choice.compile_ir
@@ -143,8 +152,9 @@ def test_compared_in_its_own_arithmetic_where_memory_is_short(monkeypatch: pytes
     assert compiled == ["f32", "f32", "bf16", "bf16"]
 
 
-def test_the_compile_cache_is_not_filled_in_vain(tmp_path: Path) -> None:
+def test_the_compile_cache_is_not_filled_in_vain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """OpenVINO can't read a paged model back from its cache."""
+    trust_paged(monkeypatch)
     ovspec.load(SMALL, engine="paged", arithmetic="fast", cache_dir=tmp_path)
     assert not list(tmp_path.rglob("*.blob"))
     ovspec.load(SMALL, engine="stateful", arithmetic="fast", cache_dir=tmp_path)
@@ -159,8 +169,9 @@ def test_other_devices_are_stateful(tmp_path: Path) -> None:
         load_ir(SMALL, DeviceOptions(device="AUTO:CPU", cache_dir=tmp_path), "paged")
 
 
-def test_a_cache_that_openvino_refuses_when_paged(tmp_path: Path) -> None:
+def test_a_cache_that_openvino_refuses_when_paged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In f32, paged attention can't use a bf16 cache: "auto" falls back to the stateful engine, "paged" is refused."""
+    trust_paged(monkeypatch)
     options = DeviceOptions(precision="f32", kv_precision="bf16", cache_dir=tmp_path)
     loaded = load_ir(SMALL, options)
     assert loaded.engine == "stateful"

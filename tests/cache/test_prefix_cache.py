@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from chat_templates import SPECIAL
+from compiling import compile_once
 from conftest import ROOT, USERS_CACHE
 from random_pairs import PAIRS, shared_pair
 
@@ -28,7 +29,7 @@ def pool_of(lm: ovspec.LanguageModel) -> BlockPool:
     return lm.runtime.tensors[id(lm.target)].pool
 
 
-@pytest.fixture(params=["none", "lookup,draft"])
+@pytest.fixture(params=[pytest.param("none", marks=pytest.mark.slow), "lookup,draft"])
 def lm(request: pytest.FixtureRequest, load: Load) -> ovspec.LanguageModel:
     return load(draft=request.param, cache_memory=0.1)
 
@@ -67,9 +68,10 @@ def test_samples_and_batches_read_what_they_share_once(lm: ovspec.LanguageModel,
 
 
 def test_greedy_texts_of_an_inexact_model_share_nothing_unasked(
-    cache_dir: Path, capsys: pytest.CaptureFixture[str]
+    cache_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A u8 cache isn't exact, so that a hit could change a text: it must not depend on what was asked before."""
+    compile_once(monkeypatch)
     inexact: dict[str, Any] = {"kv_precision": "u8", "precision": "f32", "cache_dir": cache_dir}
     lm = ovspec.load(ROOT / "models" / "demo" / "draft", "none", **inexact)
     assert lm.target.is_inexact
@@ -186,6 +188,7 @@ def test_a_write_into_a_kept_block_is_found(load: Load, monkeypatch: pytest.Monk
     assert differs(load(draft="lookup", cache_memory=0.12), cold)
 
 
+@pytest.mark.slow
 def test_a_block_that_is_freed_while_it_is_kept_is_found(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
     def release(pool: BlockPool, blocks: list[int]) -> None:
         RELEASE(pool, blocks)
@@ -245,7 +248,7 @@ def converse(lm: ovspec.LanguageModel, cold: ovspec.LanguageModel, seed: int, tu
     return cached
 
 
-@pytest.mark.parametrize("memory", [0.1, MANY])
+@pytest.mark.parametrize("memory", [pytest.param(0.1, marks=pytest.mark.slow), MANY])
 def test_conversations(memory: float, load: Load) -> None:
     lm, cold = load(draft="lookup,draft", cache_memory=memory), load(draft="none", cache_memory=0)
     assert sum(converse(lm, cold, seed) for seed in range(3)) > 100

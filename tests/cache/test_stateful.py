@@ -197,7 +197,7 @@ def hybrids(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[hyb
     return make
 
 
-@pytest.mark.parametrize("precision", ["f32", "bf16"])
+@pytest.mark.parametrize("precision", [pytest.param("f32", marks=pytest.mark.slow), "bf16"])
 def test_which_kv_precisions_survive(precision: str, cache_dir: Path) -> None:
     """The default is one of the types that masking, trimming, compacting, forking and copying leave unchanged."""
     rng = np.random.default_rng(0)

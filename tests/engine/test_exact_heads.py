@@ -74,7 +74,7 @@ def headed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     if request.param == "real":
         return real(cache)
     folder = shared_pair(request.param, tmp_path_factory)
-    return Headed(folder, folder / "draft", cache, [*PROMPTS[:12:3]], 80)
+    return Headed(folder, folder / "draft", cache, [*PROMPTS[:12:4]], 60)
 
 
 @pytest.fixture(scope="module")

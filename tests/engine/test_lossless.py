@@ -29,7 +29,7 @@ CACHES = {
     "paged": {"engine": "paged"},
 }
 # Slow runs test all of them: with each cache, proposals of one to eight tokens.
-QUICK = [("mask", 1), ("mask-compacted", 4), ("trim-compacted", 4), ("paged", 1), ("paged", 4)]
+QUICK = [("mask", 1), ("mask-compacted", 4), ("trim-compacted", 4), ("paged", 4)]
 CASES = [
     pytest.param(cache, k, marks=() if (cache, k) in QUICK else pytest.mark.slow)
     for cache in CACHES

@@ -25,9 +25,9 @@ from ovspec.text.generation_config import GenerationFile
 Load = Callable[..., LanguageModel]
 
 
-@pytest.fixture(scope="module", params=["stateful", "paged"])
+@pytest.fixture(scope="module", params=[pytest.param("stateful", marks=pytest.mark.slow), "paged"])
 def load(load: Load, request: pytest.FixtureRequest) -> Load:
-    """Load with each engine: every test in this file must pass with both."""
+    """Load with each engine: every test in this file must pass with both. A row doesn't know which one it is."""
     return functools.partial(load, engine=request.param)
 
 
@@ -311,7 +311,7 @@ def test_what_is_not_applied_is_said(pair: Path, tmp_path: Path, cache_dir: Path
     (folder / "generation_config.json").write_text(json.dumps({"bos_token_id": 0} | settings), "utf-8")
     named = "sets (?=.*no_repeat_ngram_size)(?=.*forced_eos_token_id).*, which ovspec does not apply"
     with pytest.warns(UserWarning, match=named):
-        ovspec.load(folder, engine="stateful", precision="f32", cache_dir=cache_dir)
+        ovspec.load(folder, engine="stateful", arithmetic="fast", precision="f32", cache_dir=cache_dir)
 
 
 def test_a_lookahead_needs_something_that_proposes(load: Load) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from compiling import trust_paged
 from conftest import PROMPTS, ROOT, TARGET
 
 import ovspec
@@ -70,6 +71,7 @@ def test_where_openvino_crashes_f32_is_used_and_told(
     engine: str,
 ) -> None:
     trials = plant(FAULT)
+    trust_paged(monkeypatch)
     lm = ovspec.load(pair, True, engine=engine, threads=1, cache_dir=tmp_path)  # type: ignore[arg-type]
     told = capsys.readouterr().err.splitlines()
     what = "OpenVINO crashes here (SIGFPE) when it compiles this model for bf16 with 1 thread, so it is computed in f32"
@@ -161,7 +163,7 @@ def test_layers_with_a_gate(tmp_path: Path, kind: str, shapes: list[str], expect
     assert has_gates(tmp_path) == expected
 
 
-@pytest.mark.parametrize("engine", ["paged", "stateful"])
+@pytest.mark.parametrize("engine", ["paged", pytest.param("stateful", marks=pytest.mark.slow)])
 def test_the_trial_ends_as_the_model_does(pair: Path, engine: str) -> None:
     """Whether they crash depends on the processor."""
     options = DeviceOptions(precision="bf16", threads=1, properties={"CACHE_DIR": ""})

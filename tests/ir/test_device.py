@@ -43,7 +43,7 @@ def test_the_scheduling_hints_of_the_docs_are_accepted(
     load: Callable[..., ovspec.LanguageModel], cache_dir: Path, pair: Path
 ) -> None:
     hints = {"SCHEDULING_CORE_TYPE": "PCORE_ONLY", "ENABLE_HYPER_THREADING": "NO", "ENABLE_CPU_PINNING": "NO"}
-    lm = ovspec.load(pair, draft=True, precision="f32", properties=hints, cache_dir=cache_dir)
+    lm = ovspec.load(pair, draft=True, precision="f32", arithmetic="fast", properties=hints, cache_dir=cache_dir)
     expected = load().generate(PROMPTS[0], max_tokens=8).token_ids
     assert lm.generate(PROMPTS[0], max_tokens=8).token_ids == expected
 
@@ -56,7 +56,7 @@ def test_properties_win_over_options() -> None:
 
 
 def test_options_reach_the_compiled_model(load: Callable[..., ovspec.LanguageModel]) -> None:
-    compiled = load(threads=1, kv_precision="u8").target.ir.compiled
+    compiled = load(threads=1, kv_precision="u8", arithmetic="fast").target.ir.compiled
     assert compiled.get_property("INFERENCE_NUM_THREADS") == 1
     assert compiled.get_property("KV_CACHE_PRECISION").get_type_name() == "u8"
     assert compiled.get_property("INFERENCE_PRECISION_HINT").get_type_name() == "f32"
@@ -82,7 +82,11 @@ def test_unknown_property_is_named(pair: Path, cache_dir: Path) -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{"device": "AUTO:CPU"}, {"device": "HETERO:CPU"}, {"kv_precision": "u8", "engine": "stateful"}],
+    [
+        {"device": "AUTO:CPU"},
+        pytest.param({"device": "HETERO:CPU"}, marks=pytest.mark.slow),
+        {"kv_precision": "u8", "engine": "stateful"},
+    ],
     ids=lambda options: "-".join(options.values()),
 )
 def test_a_batch_after_a_single_text_with_a_u8_cache(options: dict[str, Any], cache_dir: Path) -> None:

@@ -135,7 +135,7 @@ def test_a_tag_that_is_a_token_begins_a_call_alone() -> None:
         assert (said.text, said.calls) == (f"Well {CALL}", [])
 
 
-@pytest.mark.parametrize("vocabulary", [PLAIN, TAGS, pytest.param(ADDED, marks=SLOW)])
+@pytest.mark.parametrize("vocabulary", [PLAIN, *[pytest.param(each, marks=SLOW) for each in (TAGS, ADDED)]])
 def test_what_may_be_called(vocabulary: Vocabulary) -> None:
     def made(**options: Any) -> Answers:
         return answers("hermes", TOOLS, vocabulary=vocabulary, **options)
@@ -423,9 +423,9 @@ def test_a_format_that_begins_like_a_call() -> None:
 # ---------------------------------------------------------------- items that must differ
 
 
-# Formats differ in what stands around the arguments: quick runs take one with names in JSON, one with names before it,
-# and one with marks.
-QUICK = ("hermes", "mistral", "harmony")
+# Formats differ in what stands around the arguments: quick runs take one with names in JSON and one with names before
+# it.
+QUICK = ("hermes", "mistral")
 
 
 @pytest.mark.parametrize(
@@ -473,7 +473,14 @@ def same(one: np.ndarray | None, other: np.ndarray | None) -> bool:
     return one is other if one is None or other is None else bool((one == other).all())
 
 
-@pytest.mark.parametrize("setup", SETUPS)
+# Quick runs ask each of the two questions of every other setup.
+ASKED_TWICE, ASKED_EACH = (
+    [pytest.param(setup, marks=() if number % 2 == odd else SLOW) for number, setup in enumerate(SETUPS)]
+    for odd in (0, 1)
+)
+
+
+@pytest.mark.parametrize("setup", ASKED_TWICE)
 def test_what_is_said_depends_on_the_tokens_alone(setup: str) -> None:
     answer, begun, budget = SETUPS[setup]
     numbers, used = random.Random(setup), answer.constraint(budget)
@@ -490,7 +497,7 @@ def test_what_is_said_depends_on_the_tokens_alone(setup: str) -> None:
             assert same(used.mask(text), fresh.mask(text))
 
 
-@pytest.mark.parametrize("setup", SETUPS)
+@pytest.mark.parametrize("setup", ASKED_EACH)
 def test_single_tokens_and_forced_ones_agree_with_masks(setup: str) -> None:
     answer, begun, budget = SETUPS[setup]
     numbers, size = random.Random(setup), len(answer.vocabulary.spelt)

@@ -29,6 +29,7 @@ VOCABULARY = byte_vocabulary(msgspec.convert(TOKENIZER, TokenizerFile))
 assert VOCABULARY
 SIZE = len(VOCABULARY)
 EOS = frozenset({0})
+SLOW = pytest.mark.slow
 PERSON = {
     "type": "object",
     "properties": {
@@ -98,11 +99,7 @@ def check_text(case: str, result: ovspec.Result) -> None:
 # ---------------------------------------------------------------- the matrix
 
 DRAFTS: dict[str, Any] = {"none": False, "lookup": "lookup", "model": True, "chain": "lookup,draft"}
-QUICK = [
-    ("none", "greedy"),
-    ("model", "T=1"),
-    ("chain", "greedy"),
-]
+QUICK = [("model", "T=1"), ("chain", "greedy")]
 
 
 @pytest.mark.parametrize("engine", ["paged", pytest.param("stateful", marks=pytest.mark.slow)])
@@ -186,15 +183,14 @@ def test_user_samplers_and_processors(load: Callable[..., ovspec.LanguageModel])
 def test_rows_of_a_batch_have_their_own(load: Callable[..., ovspec.LanguageModel], engine: str) -> None:
     """Rows at different positions in a grammar, more prompts than fit into a batch, and several samples of a prompt."""
     lm = load(draft="lookup,draft", engine=engine)
-    for case in ("json", "lark"):
+    for case, sampling in (("json", {}), ("lark", {"temperature": 1.0, "seed": 3})):
         prompts = [prompt_of(case, index) for index in range(5)]
-        for sampling in ({}, {"temperature": 1.0, "seed": 3}):
-            options = {"max_tokens": 40, **CASES[case], **sampling}
-            together = lm.generate(prompts, batch_size=3, lookahead=4, **options)
-            for prompt, result in zip(prompts, together, strict=True):
-                alone = lm.generate(prompt, lookahead=0, **options)
-                assert result.token_ids == alone.token_ids
-                check_text(case, result)
+        options = {"max_tokens": 40, **CASES[case], **sampling}
+        together = lm.generate(prompts, batch_size=3, lookahead=4, **options)
+        for prompt, result in zip(prompts, together, strict=True):
+            alone = lm.generate(prompt, lookahead=0, **options)
+            assert result.token_ids == alone.token_ids
+            check_text(case, result)
     texts = lm.samples(prompt_of("json"), n=4, temperature=1.2, seed=1, max_tokens=60, json_schema=PERSON)
     assert len({result.text for result in texts}) > 1
     for result in texts:
@@ -240,7 +236,7 @@ def grammars() -> Grammars:
     return Grammars(TOKENIZER, list(VOCABULARY or []))
 
 
-@pytest.mark.parametrize("case", ["json", "lark", "gbnf", "choice"])
+@pytest.mark.parametrize("case", ["json", "gbnf", *[pytest.param(each, marks=SLOW) for each in ("lark", "choice")]])
 @given(st.data())
 @settings(deadline=None, max_examples=10)
 def test_answers_depend_on_the_text_alone(grammars: Grammars, case: str, data: st.DataObject) -> None:

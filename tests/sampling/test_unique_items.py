@@ -117,7 +117,7 @@ def test_a_prompt_that_has_items_already(load: Callable[..., ovspec.LanguageMode
             lm.generate('x = ["a", "a", ', max_tokens=30, json_schema=schema, constrain_from="[")
 
 
-@pytest.mark.parametrize("heal", [False, True])
+@pytest.mark.parametrize("heal", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_the_same_with_any_draft(load: Callable[..., ovspec.LanguageModel], heal: bool) -> None:
     schema = {"type": "array", "items": {"type": "string", "maxLength": 2}, "uniqueItems": True, "minItems": 6}
     schema["maxItems"] = 6

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from compiling import compile_once, trust_paged
 from conftest import PROMPTS, ROOT, STRICT
 
 import ovspec
@@ -237,6 +238,8 @@ def test_remembered_by_setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         probed.append(1)
         return Exactness(STRICT, 51, 0)
 
+    compile_once(monkeypatch)
+    trust_paged(monkeypatch)
     monkeypatch.setattr(ovspec.setup.engine_choice, "find_exactness", counted)
     usual, small = dict[str, Any](), dict[str, Any](kv_precision="u8")
     coarse: dict[str, Any] = {"properties": {"DYNAMIC_QUANTIZATION_GROUP_SIZE": "64"}}
@@ -260,6 +263,7 @@ def test_remembered_by_setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 def test_without_a_rule_nothing_is_paid_for_one(cache_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A u8 cache isn't exact after a rollback: the model runs as with fast arithmetic, at every load, and says so."""
+    compile_once(monkeypatch)
     for load in ("first", "second"):
         lm = ovspec.load(SMALL, kv_precision="u8", cache_dir=cache_dir)
         stats = lm.generate(PROMPTS[0], max_tokens=8).stats
@@ -287,6 +291,7 @@ def test_the_rule_is_told(cache_dir: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_the_default_is_lookup_where_a_guess_is_free(cache_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     texts, guess = {}, 1.0
+    compile_once(monkeypatch)
     known = ovspec.setup.engine_choice.known_exactness
 
     def measured(*arguments: Any) -> Exactness | None:
@@ -332,6 +337,8 @@ def test_stateful_batches_and_drafts_are_exact_where_the_probe_says_so(pair: Pat
 def test_a_long_probe_is_told_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    compile_once(monkeypatch)
+    trust_paged(monkeypatch)
     monkeypatch.setattr(ovspec.setup.engine_choice, "LONG_PROBE", 1e6)
     told = f"{SMALL}: finding out how each token gets the same bits, once; `arithmetic='fast'` skips it.\n"
     for expected in (told, ""):

@@ -66,18 +66,25 @@ def test_neither_helps(target_ir: CompiledIR, monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize("window", [24, pytest.param(3000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("told", [pytest.param(True, marks=pytest.mark.slow), False])
-def test_a_window_is_found_in_the_mask_itself(tmp_path: Path, window: int, told: bool) -> None:
+def test_a_window_is_found_in_the_mask_itself(
+    tmp_path_factory: pytest.TempPathFactory, window: int, told: bool
+) -> None:
     """The window is found even if no probe could reach it by running the model, or the config does not mention it."""
     from families import GROUPED, Family
     from family_models import export
+    from kept import kept_model
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        export(Family("MistralConfig", GROUPED | {"sliding_window": window, "max_position_embeddings": 8192}), tmp_path)
-    config = tmp_path / "ir" / "config.json"
-    data = json.loads(config.read_text(encoding="utf-8"))
-    config.write_text(json.dumps(data if told else data | {"sliding_window": None}), encoding="utf-8")
-    ir = compile_ir(tmp_path / "ir", DeviceOptions(precision="f32"))
+    def make(place: Path) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            arguments = GROUPED | {"sliding_window": window, "max_position_embeddings": 8192}
+            export(Family("MistralConfig", arguments), place)
+        config = place / "ir" / "config.json"
+        data = json.loads(config.read_text(encoding="utf-8"))
+        config.write_text(json.dumps(data if told else data | {"sliding_window": None}), encoding="utf-8")
+
+    folder = kept_model(tmp_path_factory, f"window-{window}-{told}", make)
+    ir = compile_ir(folder / "ir", DeviceOptions(precision="f32"))
     assert ir.config.attention_window == (window if told else None)
     assert mask_bound(ir) == window
     assert probe_rollback(ir).rollback == Rollback("mask", window)

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from compiling import compile_once, trust_paged
 from conftest import ROOT, Reference
 
 import ovspec
@@ -122,6 +123,7 @@ def test_a_first_load_measures_once_and_keeps_it(
     tmp_path: Path, tuned_by_default: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert tuned_by_default is None
+    trust_paged(monkeypatch)
     lm = ovspec.load(SMALL, cache_dir=tmp_path)
     said = capsys.readouterr()
     assert "measuring the fastest settings, once" in said.err
@@ -151,6 +153,8 @@ def test_not_measured_unasked_where_it_would_take_long(
     tmp_path: Path, tuned_by_default: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert tuned_by_default is None
+    compile_once(monkeypatch)
+    trust_paged(monkeypatch)
     monkeypatch.setattr(ovspec.setup.tuning, "LARGEST_UNASKED", 1e5)
     assert ovspec.load(SMALL, arithmetic="fast", cache_dir=tmp_path).target.profile is None
     assert "too large to tune automatically" in capsys.readouterr().err
