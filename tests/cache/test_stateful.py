@@ -39,7 +39,7 @@ OPERATIONS = st.lists(
 @pytest.mark.parametrize(
     "decoders",
     [
-        [{"rollback": "mask"}],
+        pytest.param([{"rollback": "mask"}], marks=pytest.mark.slow),  # it is driven beside the paged one, too
         [{"rollback": "mask", "compact_at": 3}],
         [{"rollback": "trim"}],
         [{}, {"rollback": "mask"}],

@@ -42,7 +42,7 @@ from ovspec.setup.engine_choice import CompiledModel
 
 LAYERS = [1, 0, 1]
 LOOKAHEAD = 3
-TOKENS = 24
+TOKENS = 16
 CLEAR = 1e-3  # logits that are nearer than this may come in another order
 SLOW = pytest.mark.slow
 

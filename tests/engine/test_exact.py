@@ -171,7 +171,7 @@ def test_sessions_forks_and_files(load: Make, plain: list[ovspec.Result], tmp_pa
 @pytest.mark.parametrize(
     "options",
     [
-        {"temperature": 1.0, "seed": 3},
+        pytest.param({"temperature": 1.0, "seed": 3}, marks=SLOW),
         {"temperature": 0.8, "top_p": 0.9, "repetition_penalty": 1.1, "seed": 4, "logprobs": 2},
         {"regex": r"([a-z_ ]{1,9}[(),.=\n]{1,3})+", "lookahead": 4},
         {"heal": True},

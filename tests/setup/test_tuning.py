@@ -27,6 +27,7 @@ from ovspec.setup.tuning import SHORT, Effort, SettingTimer, tune
 
 DEMO = ROOT / "models" / "demo"
 SMALL = DEMO / "draft"  # what is told of all settings is told of a small model too
+LITTLE = Effort(16, (1, 2, 4, 8), 1, False)  # where no time matters
 
 
 @pytest.fixture
@@ -109,6 +110,7 @@ def test_what_slows_the_machine_down_for_a_while_changes_no_ratio(
         ms = width * (1.0 if len(calls) < 80 else 3.0)
         return 2 * ms, ms
 
+    trust_paged(monkeypatch)
     monkeypatch.setattr(SettingTimer, "_time", slowed)
     monkeypatch.setattr(SettingTimer, "_prefill", lambda self, d: 0.0 * len(d.feed([self.prompt], [1])) + 1.0)
     profile = tune(SMALL, DeviceOptions(cache_dir=tmp_path), effort=SHORT)
@@ -123,7 +125,9 @@ def test_a_first_load_measures_once_and_keeps_it(
     tmp_path: Path, tuned_by_default: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert tuned_by_default is None
+    compile_once(monkeypatch)
     trust_paged(monkeypatch)
+    monkeypatch.setattr(ovspec.setup.tuning, "SHORT", LITTLE)
     lm = ovspec.load(SMALL, cache_dir=tmp_path)
     said = capsys.readouterr()
     assert "measuring the fastest settings, once" in said.err
@@ -173,7 +177,8 @@ def test_a_setting_whose_logits_are_not_numbers_is_left_out(tmp_path: Path, monk
         return measure(self, setting)
 
     monkeypatch.setattr(SettingTimer, "measure", failing)
-    profile = tune(SMALL, DeviceOptions(cache_dir=tmp_path), effort=SHORT)
+    trust_paged(monkeypatch)
+    profile = tune(SMALL, DeviceOptions(cache_dir=tmp_path), effort=LITTLE)
     assert [m.setting for m in profile.measurements] == [Setting("paged")]
 
 
