@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from compiling import trust_paged
 from conftest import PROMPTS, ROOT
 from random_pairs import PAIRS, shared_pair
 
@@ -39,7 +40,9 @@ def load(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         key = repr((arithmetic, options))
         if key not in loaded:
             cache = tmp_path_factory.mktemp("cache")
-            loaded[key] = ovspec.load(folder, "lookup,draft", arithmetic=arithmetic, cache_dir=cache, **options)
+            with pytest.MonkeyPatch.context() as patched:
+                trust_paged(patched)
+                loaded[key] = ovspec.load(folder, "lookup,draft", arithmetic=arithmetic, cache_dir=cache, **options)
         choice = parse_draft(draft)
         return loaded[key].with_drafters(choice and parse_draft(str(draft).replace("draft", str(folder / "draft"))))
 

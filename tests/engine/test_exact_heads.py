@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from compiling import trust_paged
 from conftest import PROMPTS, ROOT
 from random_pairs import HEADS, TRIMMED, shared_pair
 
@@ -33,7 +34,9 @@ class Headed:
     """A target with its head or draft, and prompts that it answers."""
 
     def __init__(self, folder: Path, head: Path, cache: Path, prompts: list[Any], tokens: int) -> None:
-        self.cache, self.lm = cache, ovspec.load(folder, ["lookup", head], cache_dir=cache)
+        with pytest.MonkeyPatch.context() as patched:
+            trust_paged(patched)
+            self.cache, self.lm = cache, ovspec.load(folder, ["lookup", head], cache_dir=cache)
         assert self.lm.target.promise == "exact" and self.lm.draft
         self.prompts, self.tokens, self.name = prompts, tokens, self.lm.draft.drafter
         self.head = self.lm.with_drafters(DraftChoice(model=head))
