@@ -186,12 +186,12 @@ def test_two_sessions_do_not_mix(load: Load) -> None:
 def test_ctrl_c_leaves_kv_and_text_in_agreement(load: Load) -> None:
     """Another thread sends a real SIGINT while rounds run; afterwards the session continues as if nothing happened."""
     lm = load(draft=True)
-    whole = lm.generate(PROMPTS[5], max_tokens=300, ignore_eos=True)
+    whole = lm.generate(PROMPTS[5], max_tokens=150, ignore_eos=True)
     for delay in (0.0, 0.01, 0.02, 0.05):
         with lm.session() as session:
             session.append(PROMPTS[5])
             start = len(session.sequence)
-            stream = session.stream(max_tokens=300, ignore_eos=True)
+            stream = session.stream(max_tokens=150, ignore_eos=True)
             pieces = [next(iter(stream))]
             with pytest.raises(KeyboardInterrupt):
                 threading.Thread(target=lambda d=delay: (time.sleep(d), os.kill(os.getpid(), signal.SIGINT))).start()
@@ -203,8 +203,8 @@ def test_ctrl_c_leaves_kv_and_text_in_agreement(load: Load) -> None:
                 assert result.text == "".join(piece.text for piece in pieces)
                 assert result.token_ids == session.sequence.tokens[start:].tolist()
             done = len(session.sequence) - start
-            rest = session.generate(max_tokens=320 - done, ignore_eos=True)
-            assert (session.sequence.tokens[start : start + 300].tolist()) == whole.token_ids
+            rest = session.generate(max_tokens=160 - done, ignore_eos=True)
+            assert (session.sequence.tokens[start : start + 150].tolist()) == whole.token_ids
             assert rest.finish_reason == "length"
 
 
@@ -323,7 +323,8 @@ def test_whatever_is_done_to_any_session(load: Load, cache: dict[str, Any], draf
         Program(load(draft=draft, **cache), load(**cache), seed).run(60)
 
 
-@pytest.mark.parametrize("attention", [pytest.param(None, marks=pytest.mark.slow), "mask"])
+@pytest.mark.slow  # tests/cache/test_stateful.py rolls such states back
+@pytest.mark.parametrize("attention", [None, "mask"])
 def test_sessions_of_recurrent_models(attention: str | None, tmp_path: Path, cache_dir: Path) -> None:
     """Convolution and SSM states can't be rolled back to every position, so some tokens are read again."""
     model = hybrid.Hybrid(4096, attention)
@@ -482,7 +483,7 @@ def test_turns_do_not_grow_beyond_their_text(load: Load) -> None:
     with lm.session() as session:
         session.append(PROMPTS[0])
         mark = session.mark()
-        for turn in range(100):
+        for turn in range(60):
             session.append(f"\n# {turn}\n")
             session.generate(max_tokens=6, ignore_eos=True)
             if turn % 10:
@@ -502,7 +503,8 @@ def test_turns_do_not_grow_beyond_their_text(load: Load) -> None:
             assert decoder._tensors.capacity == 8, "closing must free the memory"
 
 
-@pytest.mark.parametrize("engine", [pytest.param("stateful", marks=pytest.mark.slow), "paged"])
+@pytest.mark.slow  # the test above sees what closing frees, without measuring it
+@pytest.mark.parametrize("engine", ["stateful", "paged"])
 def test_closing_frees_the_memory(engine: EngineName, cache_dir: Path) -> None:
     """Measured on the demo model, whose cache is large compared with other allocations."""
     import gc

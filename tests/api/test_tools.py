@@ -20,6 +20,7 @@ from pydantic_core import from_json
 
 import ovspec
 from ovspec.api.verify import record_as_json, result_from_json
+from ovspec.drafting.choice import parse_draft
 from ovspec.engine.results import Piece
 from ovspec.engine.row import Row
 from ovspec.text.chat_format import ChatFormat
@@ -35,7 +36,7 @@ CHATS = [
     [{"role": "user", "content": text}] for text in ("def test_get(self):", "import os", "class A:\n", "x = [1, 2, 3]")
 ]
 TAGS = ("<think>", *(trigger.replace("{NAME}", "tool_") for each in BY_NAME.values() for trigger in each.triggers))
-QUICK = ("hermes", "qwen-xml", "harmony")  # the slow test judges all
+QUICK = ("qwen-xml", "harmony")  # of each kind one; the slow test judges all
 
 
 @pytest.fixture(autouse=True)
@@ -169,9 +170,9 @@ def judge(lm: ovspec.LanguageModel, tool_format: str, count: int, number: int) -
 
 @pytest.mark.parametrize("tool_format", QUICK)
 def test_no_call_is_invalid(load: Load, templates: Any, tool_format: str) -> None:
-    counts = judge(templates(load(), tool_format), tool_format, 16, len(tool_format))
+    counts = judge(templates(load(), tool_format), tool_format, 10, len(tool_format))
     assert counts["whole"] >= 5, counts
-    assert counts["refused"] <= 8, counts
+    assert counts["refused"] <= 5, counts
 
 
 @pytest.mark.slow
@@ -245,8 +246,8 @@ WAYS: dict[str, dict[str, Any]] = {
         "logit_bias": {TAG: 4.0},
     },
 }
+ASKED = CHATS[:3]
 DRAWN = {"temperature": 1.0, "seed": 7}
-DRAFTS: dict[str, Any] = {"lookup": "lookup", "draft": True, "lookup,draft": "lookup,draft"}
 
 
 def said(result: ovspec.Result) -> tuple[Any, ...]:
@@ -261,8 +262,14 @@ def check_verified(lm: ovspec.LanguageModel, result: ovspec.Result) -> None:
 
 
 @pytest.fixture(scope="module")
-def plain_lm(tagged: Path, cache_dir: Path) -> ovspec.LanguageModel:
-    return ovspec.load(tagged, precision="f32", cache_dir=cache_dir)
+def fast_lm(tagged: Path, cache_dir: Path) -> ovspec.LanguageModel:
+    """The pair with a fixed lookahead, so that something is proposed on a busy machine, too."""
+    return ovspec.load(tagged, "lookup,draft", lookahead=3, precision="f32", cache_dir=cache_dir)
+
+
+@pytest.fixture(scope="module")
+def plain_lm(fast_lm: ovspec.LanguageModel) -> ovspec.LanguageModel:
+    return fast_lm.with_drafters(None)
 
 
 @pytest.fixture(scope="module")
@@ -271,7 +278,7 @@ def alone(plain_lm: ovspec.LanguageModel) -> Callable[[str, bool], list[ovspec.R
 
     @functools.cache
     def alone(way: str, sampled: bool) -> list[ovspec.Result]:
-        return [plain_lm.generate(chat, lookahead=0, **options_of(way, sampled)) for chat in CHATS]
+        return [plain_lm.generate(chat, lookahead=0, **options_of(way, sampled)) for chat in ASKED]
 
     return alone
 
@@ -280,26 +287,25 @@ def options_of(way: str, sampled: bool) -> dict[str, Any]:
     return {"tools": TOOLS, "max_tokens": 60, **(DRAWN if sampled else {}), **WAYS[way]}
 
 
-@pytest.mark.parametrize("draft", ["draft", "lookup,draft", pytest.param("lookup", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "draft", ["lookup,draft", *(pytest.param(draft, marks=pytest.mark.slow) for draft in ("lookup", "draft"))]
+)
 @pytest.mark.parametrize("sampled", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["greedy", "sampled"])
 def test_accelerators_change_no_call(
-    tagged: Path,
-    cache_dir: Path,
     templates: Any,
+    fast_lm: ovspec.LanguageModel,
     plain_lm: ovspec.LanguageModel,
     alone: Callable[[str, bool], list[ovspec.Result]],
     draft: str,
     sampled: bool,
 ) -> None:
     templates(plain_lm, "hermes")
-    # A fixed lookahead, so that something is proposed on a busy machine, too.
-    fast_lm = ovspec.load(tagged, DRAFTS[draft], lookahead=3, precision="f32", cache_dir=cache_dir)
-    lm = templates(fast_lm, "hermes")
+    lm = templates(fast_lm.with_drafters(parse_draft(draft)), "hermes")
     proposed = accepted = forced = calls = thoughts = 0
     for way, options in WAYS.items():
         given, plain = options_of(way, sampled), alone(way, sampled)
-        fast = [lm.generate(chat, **given) for chat in CHATS]
-        batch = lm.generate(CHATS, batch_size=4, **given)
+        fast = [lm.generate(chat, **given) for chat in ASKED]
+        batch = lm.generate(ASKED, batch_size=3, **given)
         assert [*map(said, fast)] == [*map(said, plain)], way
         assert [*map(said, batch)] == [*map(said, plain)], way
         if sampled:

@@ -17,7 +17,10 @@ from servers import REAL, Running
 if TYPE_CHECKING:
     import openai  # which takes a second
 
-pytestmark = pytest.mark.skipif(not REAL.is_dir(), reason="the real model could not be fetched")
+pytestmark = [
+    pytest.mark.slow,  # test_messages.py calls tools with the demo pair, test_like_llama_cpp.py with OpenAI's fields
+    pytest.mark.skipif(not REAL.is_dir(), reason="the real model could not be fetched"),
+]
 
 STEPS = 5
 SYSTEM = "You follow a recipe. Call take_step for each step."
@@ -93,14 +96,6 @@ WAYS = get_args(Way)
 ways = pytest.mark.parametrize("way", WAYS)
 
 
-def quick(fast: tuple[Way, Callable[..., Any]], *others: Callable[..., Any]) -> pytest.MarkDecorator:
-    """Let a test ask in all ways with all functions; all but one take long."""
-    cases = [(way, ask) for way in WAYS for ask in (fast[1], *others)]
-    return pytest.mark.parametrize(
-        ("way", "ask"), [fast, *(pytest.param(*case, marks=pytest.mark.slow) for case in cases if case != fast)]
-    )
-
-
 def client_of(real: Running) -> openai.OpenAI:
     import openai
 
@@ -130,7 +125,8 @@ def parsed(client: openai.OpenAI, **body: Any) -> Any:
     return answer
 
 
-@quick(("required", streamed), whole, parsed)
+@ways
+@pytest.mark.parametrize("ask", [whole, streamed, parsed])
 def test_openai(real: Running, kitchen: Kitchen, ask: Callable[..., Any]) -> None:
     import openai
 
@@ -177,7 +173,8 @@ def parsed_response(client: openai.OpenAI, **body: Any) -> Any:
     return answer
 
 
-@quick(("auto", streamed_response), whole_response, parsed_response)
+@ways
+@pytest.mark.parametrize("ask", [whole_response, streamed_response, parsed_response])
 def test_openai_responses(real: Running, kitchen: Kitchen, ask: Callable[..., Any]) -> None:
     import openai
 
@@ -205,7 +202,6 @@ def test_openai_responses(real: Running, kitchen: Kitchen, ask: Callable[..., An
     kitchen.check(text)
 
 
-@pytest.mark.slow
 @ways
 @pytest.mark.parametrize("stream", [False, True])
 def test_langchain(real: Running, kitchen: Kitchen, stream: bool) -> None:
@@ -240,7 +236,6 @@ def test_langchain(real: Running, kitchen: Kitchen, stream: bool) -> None:
     kitchen.check(messages[-1].text)
 
 
-@pytest.mark.slow
 @ways
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("api", ["OpenAIChatCompletionsModel", "OpenAIResponsesModel"])
@@ -291,7 +286,6 @@ def test_openai_agents(real: Running, kitchen: Kitchen, api: str, stream: bool) 
     kitchen.check(result.final_output)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("way", ["required"])
 def test_smolagents(real: Running, kitchen: Kitchen, stream: bool) -> None:

@@ -136,7 +136,7 @@ def test_a_client_that_does_not_read_a_stream_is_cut_off(serve: Serve) -> None:
     wait_until(lambda: served.statuses == [499, 200])
 
 
-@pytest.mark.parametrize("ending", [b"\r\n", b"Connection: close\r\n\r\n"])
+@pytest.mark.parametrize("ending", [pytest.param(b"\r\n", marks=pytest.mark.slow), b"Connection: close\r\n\r\n"])
 def test_a_client_that_does_not_read_an_answer_is_cut_off(serve: Serve, ending: bytes) -> None:
     """An answer counts as sent when it has been handed over, so that nothing else waits for its client."""
     served = serve(Response(b"x" * 20_000_000))
@@ -222,9 +222,10 @@ def test_files_for_all_connections() -> None:
     assert hard == before[1] and soft == (hard if 0 <= hard < 2200 else 2200)
 
 
-def test_a_head_that_does_not_arrive(serve: Serve) -> None:
+def test_a_head_that_does_not_arrive(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor does one that comes after an answer; an answer itself may take as long as it wants."""
-    app = Streaming(15, 10, 0.1)
+    monkeypatch.setattr(connections, "HEAD_SECONDS", 0.2)
+    app = Streaming(8, 10, 0.1)
     served = serve(app)
     with served.connect() as silent, served.connect(HEAD) as slow, served.connect(HEAD + b"\r\n") as whole:
         for client in (silent, slow):
@@ -236,7 +237,7 @@ def test_a_head_that_does_not_arrive(serve: Serve) -> None:
             part = whole.recv(10_000)
             assert part, found
             found += part
-        assert found.count(b"x" * 10) == 15
+        assert found.count(b"x" * 10) == 8
         wait_until(lambda: app.ended == 1)
         whole.sendall(HEAD)  # a second one, which doesn't end
         assert read_all(whole) == b""

@@ -392,7 +392,7 @@ def test_proposals_give_way_to_prompts() -> None:
     assert rooms[0] > rooms[1] > rooms[2], "what is proposed takes time that prompts could have"
 
 
-@pytest.mark.parametrize("chunk", [1, 37, 400])
+@pytest.mark.parametrize("chunk", [pytest.param(1, marks=pytest.mark.slow), 37, 400])
 def test_a_chosen_chunk_is_what_rounds_read(
     load: Callable[..., ovspec.LanguageModel], monkeypatch: pytest.MonkeyPatch, chunk: int
 ) -> None:
@@ -420,6 +420,7 @@ def test_a_chosen_chunk_is_what_rounds_read(
     assert len(fed) > (most - PREFILL_ABOVE) // chunk
 
 
+@pytest.mark.slow  # tests/drafting/test_lookahead.py says how much a draft may read at a time
 def test_a_draft_reads_prompts_in_parts(
     load: Callable[..., ovspec.LanguageModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -78,6 +78,10 @@ APIS = {
     ),
 }  # fmt: skip
 every = pytest.mark.parametrize("api", APIS.values(), ids=APIS)
+SHOWN = ("chat", "messages")  # what the server does alike for all is shown of two in quick runs
+either = pytest.mark.parametrize(
+    "api", [pytest.param(api, id=name, marks=[] if name in SHOWN else pytest.mark.slow) for name, api in APIS.items()]
+)
 
 
 def ask(server: Running, api: Api, tokens: int = 24, **more: Any) -> Any:
@@ -164,7 +168,7 @@ def raw_request(server: Running, api: Api, **more: Any) -> socket.socket:
     return client
 
 
-@every
+@either
 def test_streams_that_are_cut_off_anywhere_free_their_rows(server: Running, api: Api) -> None:
     chance = random.Random(5)
     for _ in range(4):
@@ -177,7 +181,7 @@ def test_streams_that_are_cut_off_anywhere_free_their_rows(server: Running, api:
     assert api.told(ask(server, api))
 
 
-@every
+@either
 def test_a_client_that_reads_slowly_gets_everything(server: Running, api: Api) -> None:
     wanted = {api.limit: 60, "temperature": 0.8, "seed": 3}
     whole = server.post(api.path, {**api.body, **wanted, "ignore_eos": True}).json()
@@ -235,7 +239,7 @@ def strict(start_here: StartHere, tmp_path_factory: pytest.TempPathFactory) -> R
     return start_here(DEMO, "--draft", "none", "--precision", "f32", *options)
 
 
-@every
+@either
 def test_strictness_keys_and_time_limits(strict: Running, api: Api) -> None:
     def post(more: dict[str, Any], key: str = "secret") -> httpx.Response:
         return strict.post(api.path, {**api.body, api.limit: 1, **more}, headers={"x-api-key": key})

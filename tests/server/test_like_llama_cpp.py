@@ -234,15 +234,30 @@ def test_verbose_debug(server: Running) -> None:
 
 # ---------------------------------------------------------------- test_tool_call.py
 
+slow_real = [pytest.mark.slow, pytest.mark.skipif(not REAL.is_dir(), reason="the real model could not be fetched")]
 
-@pytest.mark.parametrize("stream", [pytest.param(False, marks=pytest.mark.slow), True])
+
+@pytest.fixture
+def caller(request: pytest.FixtureRequest) -> Running:
+    return request.getfixturevalue(request.param)
+
+
 @pytest.mark.parametrize(
-    ("given", "argument"), [(TEST, "success"), pytest.param(PYTHON, "code", marks=pytest.mark.slow)]
+    ("caller", "given", "argument", "stream"),
+    [
+        ("server", TEST, "success", True),
+        *(
+            pytest.param("real_server", given, argument, stream, marks=slow_real)
+            for given, argument in ((TEST, "success"), (PYTHON, "code"))
+            for stream in (False, True)
+        ),
+    ],
+    indirect=["caller"],
 )
-def test_completion_with_required_tool(real_server: Running, given: Any, argument: str, stream: bool) -> None:
+def test_completion_with_required_tool(caller: Running, given: Any, argument: str, stream: bool) -> None:
     greedy = {"temperature": 0.0, "top_k": 1, "top_p": 1.0}
     asked: dict[str, Any] = {"tools": [given], "tool_choice": "required", "parallel_tool_calls": False, **greedy}
-    choice = either(real_server, stream, CODE, max_tokens=512, **asked)
+    choice = either(caller, stream, CODE, max_tokens=512, **asked)
     assert choice["finish_reason"] == "tool_calls" and choice["message"]["content"] is None
     [call] = choice["message"]["tool_calls"]
     assert call["function"]["name"] == given["function"]["name"] and call["id"]
@@ -250,30 +265,27 @@ def test_completion_with_required_tool(real_server: Running, given: Any, argumen
 
 
 @pytest.mark.parametrize(
-    ("tools", "choice", "stream"),
+    ("caller", "tools", "choice", "stream"),
     [
-        (None, None, False),
-        ([TEST], None, True),
-        ([PYTHON], "none", False),
+        ("server", None, None, False),
+        ("server", [TEST], None, True),
+        ("server", [PYTHON], "none", False),
         *(
-            pytest.param(tools, choice, stream, marks=pytest.mark.slow)
-            for tools, choice, stream in (
-                (None, None, True),
-                ([], None, False),
-                ([], None, True),
-                ([TEST], None, False),
-                ([PYTHON], "none", True),
-            )
+            pytest.param("real_server", tools, choice, stream, marks=slow_real)
+            for tools, choice in ((None, None), ([], None), ([TEST], None), ([PYTHON], "none"))
+            for stream in (False, True)
         ),
     ],
+    indirect=["caller"],
 )
-def test_completion_without_tool_call(real_server: Running, tools: Any, choice: Any, stream: bool) -> None:
+def test_completion_without_tool_call(caller: Running, tools: Any, choice: Any, stream: bool) -> None:
     asked = [CODE[0], {"role": "user", "content": "say hello world with python"}]
-    found = either(real_server, stream, asked, max_tokens=12, tools=tools, tool_choice=choice)
+    found = either(caller, stream, asked, max_tokens=12, tools=tools, tool_choice=choice)
     assert "tool_calls" not in found["message"] and found["message"]["content"]
 
 
-@pytest.mark.parametrize("stream", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.slow
+@pytest.mark.parametrize("stream", [False, True])
 def test_weather(real_server: Running, stream: bool) -> None:
     """With tool_choice, as a model of this size hardly calls by itself."""
     system = "You are a chatbot that uses tools/functions. Dont overthink things."
@@ -284,7 +296,8 @@ def test_weather(real_server: Running, stream: bool) -> None:
     assert json.loads(call["function"]["arguments"])["location"].startswith("Istanbul")
 
 
-@pytest.mark.parametrize("stream", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("stream", [False, True])
 def test_calc_result(real_server: Running, stream: bool) -> None:
     function = {"name": "calculate", "arguments": '{"expression":"sin(30 * pi / 180)"}'}
     asked = [

@@ -221,6 +221,7 @@ def command(cache_dir: Path) -> Iterator[Command]:
     yield from commands_here(cache_dir)
 
 
+@pytest.mark.slow  # test_promise.py verifies such answers in process, test_openai_client.py others with the command
 def test_answers_are_verified(server: Running, tmp_path: Path, command: Command) -> None:
     """A whole answer is a file that 'ovspec verify' reads."""
     body = {"messages": ASK, "max_tokens": 20, "temperature": 0.7, "seed": 2, "return_record": True}
@@ -291,7 +292,7 @@ def thinker(start_here: StartHere, tmp_path_factory: pytest.TempPathFactory) -> 
     folder = tmp_path_factory.mktemp("thinker") / "model"
     shutil.copytree(DEMO / "draft", folder)
     (folder / "chat_template.jinja").write_text(THINKS, encoding="utf-8")
-    return start_here(folder, "--draft", "none", "--engine", "stateful")
+    return start_here(folder, "--draft", "none", "--engine", "stateful", "--arithmetic", "fast")
 
 
 def check_thinking(client: Any, **more: Any) -> None:
@@ -430,10 +431,8 @@ def test_what_a_strict_server_refuses(strict: Running) -> None:
     assert (answer.status_code, answer.json()["error"]["type"]) == (413, "request_too_large")
 
 
-def test_a_server_that_is_full_or_too_slow(strict: Running) -> None:
+def test_a_server_that_is_full(strict: Running) -> None:
     """One text runs until its time is over, one waits in vain, and others are refused at once."""
-    import anthropic
-
     body = {"model": "its", "max_tokens": 1900, "messages": [HI], "ignore_eos": True}
     headers = {"x-api-key": "the-key"}
 
@@ -452,16 +451,23 @@ def test_a_server_that_is_full_or_too_slow(strict: Running) -> None:
     name, data = stream.text.strip().split("\n\n")[-1].split("\n")
     assert name == "event: error" and json.loads(data[6:])["error"]["type"] == "timeout_error"
     assert "event: message_stop" not in stream.text
-    late = ask(False)
+
+
+@pytest.mark.slow  # test_every_api.py waits for such answers and streams
+def test_a_text_that_takes_too_long(strict: Running) -> None:
+    import anthropic
+
+    body = {"model": "its", "max_tokens": 1900, "messages": [HI], "ignore_eos": True}
+    late = strict.post("/v1/messages", body, headers={"x-api-key": "the-key"})
     assert (late.status_code, late.json()["error"]["type"]) == (504, "timeout_error")
     endless = {"extra_body": {"ignore_eos": body.pop("ignore_eos")}}
     with pytest.raises(anthropic.APIStatusError, match="took longer than"):
         list(client_of(strict, "the-key").messages.create(**body, **endless, stream=True))
 
 
-def test_pings_while_a_prompt_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pings_while_a_prompt_is_read(cache_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(endpoints, "EVERY", 0.002)
-    lm = ovspec.load(DEMO, "none", engine="paged")
+    lm = ovspec.load(DEMO / "draft", "none", engine="paged", precision="f32", cache_dir=cache_dir)
     engine = EngineThread(lm, rows=2)
     engine.start()
     app: Any = Guard(make_app(Service(lm, engine, ["demo"], ServeParams())), [], True, lambda *_: None)

@@ -11,12 +11,13 @@ from servers import DEMO, StartHere
 
 import ovspec
 
+SMALL = DEMO / "draft"  # which is loaded sooner
 PROMPT = [100 + number % 50 for number in range(200)]
 
 
 def test_prompts_start_from_what_was_read(start_here: StartHere, cache_dir: Path) -> None:
-    server = start_here(DEMO, "--draft", "lookup", "--precision", "f32")
-    lm = ovspec.load(DEMO, "none", precision="f32", cache_dir=cache_dir, cache_memory=0)
+    server = start_here(SMALL, "--draft", "lookup", "--precision", "f32")
+    lm = ovspec.load(SMALL, "none", precision="f32", cache_dir=cache_dir, cache_memory=0)
 
     def ask(prompt: list[int], **more: Any) -> tuple[list[int], int]:
         answer = server.post("/v1/completions", {"prompt": prompt, "max_tokens": 20, "return_record": True, **more})
@@ -38,11 +39,11 @@ def test_prompts_start_from_what_was_read(start_here: StartHere, cache_dir: Path
     assert server.metric("ovspec_cache_blocks_used") == server.metric("ovspec_cache_blocks_evicted") == 0
 
 
-@pytest.mark.parametrize("shares", [True, False])
+@pytest.mark.parametrize("shares", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_keys_share_only_if_asked_to(shares: bool, start_here: StartHere, tmp_path: Path) -> None:
     (tmp_path / "keys").write_text("first-key\nsecond-key\n", encoding="utf-8")
     server = start_here(
-        DEMO, "--api-key-file", tmp_path / "keys", "--draft", "none", *(["--share-prefixes"] if shares else [])
+        SMALL, "--api-key-file", tmp_path / "keys", "--draft", "none", *(["--share-prefixes"] if shares else [])
     )
 
     def cached(key: str) -> int:
@@ -56,9 +57,10 @@ def test_keys_share_only_if_asked_to(shares: bool, start_here: StartHere, tmp_pa
     assert cached("first-key") == cached("second-key") == len(PROMPT) - 1
 
 
+@pytest.mark.slow  # tests/cache/test_prefix_cache.py bounds what is kept
 def test_a_small_cache_gives_way(start_here: StartHere) -> None:
-    server = start_here(DEMO, "--draft", "none", "--cache-memory", "0.002")
-    for first in range(30):
+    server = start_here(SMALL, "--draft", "none", "--cache-memory", "0.0005")
+    for first in range(12):
         answer = server.post("/v1/completions", {"prompt": [300 + first, *PROMPT], "max_tokens": 2})
         assert answer.status_code == 200, answer.text
     assert server.metric("ovspec_cache_blocks_evicted") > 0

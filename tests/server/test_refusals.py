@@ -29,6 +29,8 @@ from ovspec.server.server import keys_of, open_socket
 
 CHAT = {"messages": [{"role": "user", "content": "Hi"}]}
 TEXT = {"prompt": "a"}
+SMALL = DEMO / "draft"  # which is loaded and generates sooner
+FAST = ("--arithmetic", "fast")  # needs no probing
 # path, body, what the message says, and the field that it names
 WRONG: list[tuple[str, Any, str, str | None]] = [
     ("/v1/completions", {}, "prompt is missing", "prompt"),
@@ -221,8 +223,10 @@ def guarded(start_here: StartHere, tmp_path_factory: pytest.TempPathFactory) -> 
     """A server with two keys and little room, which others could reach."""
     keys = tmp_path_factory.mktemp("keys") / "keys.txt"
     keys.write_text("first-key\n\nsecond-key\n", encoding="utf-8")
-    room = ("--batch-size", "1", "--queue-size", "1", "--queue-timeout", "2", "--cache-size", "0.005")
-    return start_here(DEMO, "--api-key-file", keys, "--host", "0.0.0.0", "--draft", "none", "--precision", "f32", *room)
+    room = ("--batch-size", "1", "--queue-size", "1", "--queue-timeout", "2", "--cache-size", "0.0005")
+    return start_here(
+        SMALL, "--api-key-file", keys, "--host", "0.0.0.0", "--draft", "none", "--precision", "f32", *room
+    )
 
 
 def address(server: Running) -> str:
@@ -267,7 +271,7 @@ def test_keys_in_either_header(guarded: Running, headers: dict[str, str], status
 def test_a_text_ends_where_memory_ends(guarded: Running, cache_dir: Path) -> None:
     asked = ask(guarded, max_tokens=2000, ignore_eos=True, return_record=True)
     assert (
-        ovspec.load(DEMO, "none", precision="f32", cache_dir=cache_dir)
+        ovspec.load(SMALL, "none", precision="f32", cache_dir=cache_dir)
         .verify(result_from_json(asked.json()["choices"][0]))
         .ok
     )
@@ -295,10 +299,15 @@ def test_a_full_queue_and_one_that_waits_too_long(guarded: Running) -> None:
     assert any(answer.status_code == 200 for answer in answers)
 
 
-def test_time_limits(start_here: StartHere) -> None:
-    """One text runs too long, and another waits too long behind it; a default for ``max_tokens`` is used."""
+@pytest.fixture(scope="module")
+def limited(start_here: StartHere) -> Running:
     limits = ("--request-timeout", "0.4", "--queue-timeout", "0.2", "--batch-size", "1", "-n", "5")
-    server = start_here(DEMO, "--draft", "none", "--precision", "f32", *limits)
+    return start_here(DEMO, "--draft", "none", "--precision", "f32", *limits)
+
+
+def test_time_limits(limited: Running) -> None:
+    """One text runs too long, and another waits too long behind it; a default for ``max_tokens`` is used."""
+    server = limited
     assert server.post("/v1/completions", TEXT).json()["usage"]["completion_tokens"] == 5
     body = {**TEXT, "max_tokens": 1900, "ignore_eos": True}
     with concurrent.futures.ThreadPoolExecutor(3) as threads:
@@ -315,9 +324,9 @@ def test_time_limits(start_here: StartHere) -> None:
     wait_until(lambda: server.metric("ovspec_texts_running") == 0)
 
 
-def test_the_time_limit_counts_all_of_a_request(start_here: StartHere) -> None:
+def test_the_time_limit_counts_all_of_a_request(limited: Running) -> None:
     """Reading prompts whose log-probabilities are repeated, and trying again, too; both would take long."""
-    server = start_here(DEMO, "--draft", "none", "--precision", "f32", "--request-timeout", "0.4")
+    server = limited
     echo = {"prompt": [[100 + number] * 1500 for number in range(40)], "max_tokens": 1, "echo": True, "logprobs": 1}
     never = {**TEXT, "json_schema": {"type": "array", "minItems": 100}, "json_schema_mode": "checked", "max_tokens": 9}
     never |= {"temperature": 1.0, "retries": 10_000}
@@ -399,7 +408,7 @@ def command(cache_dir: Path) -> Iterator[Command]:
 
 
 def test_too_small_a_cache(command: Command) -> None:
-    done = command("serve", DEMO / "draft", "--cache-size", "0.0000001", "--port", "0")
+    done = command("serve", SMALL, *FAST, "--cache-size", "0.0000001", "--port", "0")
     assert done.returncode and "--cache-size" in done.stderr, done.stderr
 
 
@@ -429,9 +438,11 @@ def test_several_keys_and_a_shared_index(command: Command, tmp_path: Path) -> No
 
 
 def test_messages_do_not_tell_the_models_folder(start_here: StartHere, tmp_path: Path) -> None:
-    shutil.copytree(DEMO / "draft", tmp_path / "its-folder")
+    shutil.copytree(SMALL, tmp_path / "its-folder")
     for name in ("chat_template.jinja", "ovspec.json"):
         (tmp_path / "its-folder" / name).unlink(missing_ok=True)
-    server = start_here(tmp_path / "its-folder", "--draft", "none", "--engine", "stateful", "--model-name", "public")
+    server = start_here(
+        tmp_path / "its-folder", "--draft", "none", "--engine", "stateful", *FAST, "--model-name", "public"
+    )
     answer = server.post("/v1/chat/completions", CHAT)
     assert answer.status_code == 400 and "no chat template" in answer.text and "its-folder" not in answer.text

@@ -15,6 +15,7 @@ import psutil
 import pytest
 from servers import DEMO, ServerProcess, Start
 
+SMALL = DEMO / "draft"  # which starts sooner
 LONG_REQUEST = {"prompt": "def f(", "max_tokens": 600, "ignore_eos": True}
 SLOW_GRAMMAR = {"prompt": "a", "json_schema": {"type": "integer", "multipleOf": 9999889}}  # its check takes seconds
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="Windows has no SIGTERM to handle")
@@ -57,6 +58,13 @@ def its_checks_end(server: ServerProcess) -> Iterator[None]:
 def test_a_signal_lets_requests_end(start: Start) -> None:
     server, found = start(DEMO, "--draft", "none", "--precision", "f32"), list[Any]()
     thread = asked(server, found)
+    with httpx.Client() as idle:  # which does not hold it up
+        assert idle.get(f"{server.url}/health").status_code == 200
+        signalled(server, thread, found)
+
+
+def signalled(server: ServerProcess, thread: threading.Thread, found: list[Any]) -> None:
+    """Tell a server to end and check what it does until then."""
     server.process.send_signal(signal.SIGTERM)
     time.sleep(0.3)
     assert server.get("/ready").status_code == 503 and server.get("/health").status_code == 200
@@ -66,7 +74,8 @@ def test_a_signal_lets_requests_end(start: Start) -> None:
     thread.join(60)
     assert found[0].status_code == 200 and found[0].json()["usage"]["completion_tokens"] == 600
     assert server.process.wait(10) == 0
-    assert "Traceback" not in server.log.read_text(encoding="utf-8")
+    log = server.log.read_text(encoding="utf-8")
+    assert "Traceback" not in log and "timeout" not in log
 
 
 def test_a_second_signal_ends_them(start: Start) -> None:
@@ -94,7 +103,7 @@ def test_a_second_signal_ends_them(start: Start) -> None:
 
 
 def test_a_third_signal_ends_it_without_answers(start: Start) -> None:
-    server, found = start(DEMO, "--draft", "none", "--precision", "f32"), list[Any]()
+    server, found = start(SMALL, "--draft", "none", "--precision", "f32"), list[Any]()
     thread = sent(server, SLOW_GRAMMAR, found)
     time.sleep(1)
     with its_checks_end(server):
@@ -105,27 +114,25 @@ def test_a_third_signal_ends_it_without_answers(start: Start) -> None:
     thread.join(10)
 
 
-@pytest.fixture(scope="module")
-def restarted(start: Start) -> ServerProcess:
-    """A server that is started after one was killed."""
+@pytest.mark.slow
+def test_a_killed_server_starts_again(start: Start) -> None:
     server, found = start(DEMO, "--draft", "none", "--precision", "f32"), list[Any]()
     thread = asked(server, found)
     server.process.kill()
     thread.join(10)
     assert isinstance(found[0], Exception)
-    return start(DEMO, "--draft", "none", "--precision", "f32")
-
-
-def test_a_killed_server_starts_again(restarted: ServerProcess) -> None:
+    restarted = start(DEMO, "--draft", "none", "--precision", "f32")
     assert restarted.get("/ready").status_code == 200
 
 
-def test_without_requests_it_ends_at_once(restarted: ServerProcess) -> None:
+@pytest.mark.slow
+def test_without_requests_it_ends_at_once(start: Start) -> None:
     """Idle connections do not hold it up."""
+    server = start(SMALL, "--draft", "none", "--engine", "stateful", "--arithmetic", "fast")
     with httpx.Client() as client, httpx.Client() as other:
         for each in (client, other):
-            assert each.get(f"{restarted.url}/health").status_code == 200
+            assert each.get(f"{server.url}/health").status_code == 200
         began = time.monotonic()
-        assert restarted.end() == 0
+        assert server.end() == 0
         assert time.monotonic() - began < 8
-    assert "timeout" not in restarted.log.read_text(encoding="utf-8")
+    assert "timeout" not in server.log.read_text(encoding="utf-8")

@@ -72,7 +72,7 @@ OF_AGENTS: dict[str, Any] = {
 @pytest.fixture(scope="module")
 def strict(start_here: StartHere) -> Running:
     names = ("--model-name", "its", "--model-name", "gpt-4o")
-    options = ("--draft", "none", "--engine", "stateful", "--strict-fields", "--strict-model")
+    options = ("--draft", "none", "--engine", "stateful", "--arithmetic", "fast", "--strict-fields", "--strict-model")
     return start_here(DEMO / "draft", *options, *names, OVSPEC_API_KEY="the-key")
 
 
@@ -167,7 +167,7 @@ def test_names_that_could_deceive(server: Running) -> None:
 
 
 def test_the_log_names_each_once_and_not_without_end(start_here: StartHere) -> None:
-    server = start_here(DEMO / "draft", "--draft", "none", "--engine", "stateful")
+    server = start_here(DEMO / "draft", "--draft", "none", "--engine", "stateful", "--arithmetic", "fast")
     names = [f"field{number}" for number in range(MOST_TOLD + 50)]
     for _ in range(2):
         for first in range(0, len(names), MOST_NAMED):
