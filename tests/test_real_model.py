@@ -71,23 +71,24 @@ def reference() -> Any:
     return model
 
 
+def write_greedy(prompts: list[list[int]], tokens: int, folder: Path) -> None:
+    import torch
+
+    options = {"do_sample": False, "max_new_tokens": tokens}
+    found = [reference().generate(torch.tensor([prompt]), **options)[0].tolist() for prompt in prompts]
+    folder.mkdir()
+    (folder / "ids.json").write_text(json.dumps(found), encoding="utf-8")
+
+
 @pytest.fixture(scope="module")
 def greedy(tmp_path_factory: pytest.TempPathFactory) -> Greedy:
     """Return a function that returns what Hugging Face's model generates for prompts, which is kept between runs."""
 
     def generated(prompts: list[list[int]], tokens: int) -> list[list[int]]:
-        def make(folder: Path) -> None:
-            import torch
-
-            options = {"do_sample": False, "max_new_tokens": tokens}
-            found = [reference().generate(torch.tensor([prompt]), **options)[0].tolist() for prompt in prompts]
-            folder.mkdir()
-            (folder / "ids.json").write_text(json.dumps(found), encoding="utf-8")
-
-        code = inspect.getsource(reference) + inspect.getsource(make)
-        key = digest([GGUF], version("transformers"), version("torch"), json.dumps(prompts), code)
+        makers = [inspect.getsource(maker) for maker in (reference, write_greedy)]
+        key = digest([GGUF], version("transformers"), version("torch"), json.dumps(prompts), *makers)
         folder = tmp_path_factory.mktemp("greedy") / "kept"
-        copy_kept(PLACE, f"greedy-{tokens}", key, make, folder)
+        copy_kept(PLACE, f"greedy-{tokens}", key, functools.partial(write_greedy, prompts, tokens), folder)
         found = json.loads((folder / "ids.json").read_text(encoding="utf-8"))
         return [ids[len(prompt) :] for prompt, ids in zip(prompts, found, strict=True)]
 

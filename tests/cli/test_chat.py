@@ -48,10 +48,10 @@ def test_messages_of_several_lines() -> None:
         message(line)
 
 
-def test_a_chat_through_a_pipe(ovspec_command: Command, lm: ovspec.LanguageModel) -> None:
+def test_a_chat_through_a_pipe(command: Command, lm: ovspec.LanguageModel) -> None:
     """Answers go to stdout, everything else to stderr. Each answer is what a session generates for the chat so far."""
     said = ["Write a loop.", "/stats full", "And a class,\\", "please.", "/undo", "/undo", "Write a loop.", "/exit"]
-    done = ovspec_command("chat", DEMO, "--draft", *SHORT, stdin="\n".join(said))
+    done = command("chat", DEMO, "--draft", *SHORT, stdin="\n".join(said))
     assert done.returncode == 0, done.stderr
     with lm.session() as session:
         expected = []

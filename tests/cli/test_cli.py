@@ -89,13 +89,14 @@ def test_the_text_of_a_step_may_change(monkeypatch: pytest.MonkeyPatch, capsys: 
     from ovspec.base import progress
 
     monkeypatch.setattr(progress, "QUIET", 0.0)
-    monkeypatch.setattr(progress, "AGAIN", 0.2)
+    monkeypatch.setattr(progress, "AGAIN", 0.1)
     for terminal in (False, True):
         monkeypatch.setattr(sys.stderr, "isatty", lambda terminal=terminal: terminal)
+        seconds = 0.7 if terminal else 0.35
         with progress.step("training", keep=True) as training:
-            time.sleep(0.7)
+            time.sleep(seconds)
             training.text = "training, 12 tokens/s"
-            time.sleep(0.7)
+            time.sleep(seconds)
         told = re.split(r"[\r\n]+", capsys.readouterr().err.replace("\x1b[K", "").strip("\r\n"))
         lines = [re.sub(r"(?<=…) \d s $|: \d\.\d s$", "", line) for line in told]
         assert list(dict.fromkeys(lines)) == ["training …", "training, 12 tokens/s …", "training, 12 tokens/s"]
@@ -280,7 +281,7 @@ def test_chat_renders_the_template(ovspec, pair: Path, reference: Reference) -> 
 
 
 def test_the_embedded_pair_is_the_default(ovspec) -> None:
-    done = ovspec("generate", "def fib(", "--draft", "--arithmetic", "fast", "--json", "-n", 8)  # loads without probing
+    done = ovspec("generate", "def fib(", "--draft", "--engine", "stateful", "--arithmetic", "fast", "--json", "-n", 8)
     assert json.loads(done.stdout)["stats"]["generated_tokens"] <= 8
 
 
@@ -362,7 +363,7 @@ AT_ONCE = "from ovspec.base import progress; progress.QUIET = 0.0; from ovspec._
 
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows sends Ctrl-C to a whole console")
-@pytest.mark.parametrize("as_json", [False, True])
+@pytest.mark.parametrize("as_json", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_ctrl_c_prints_what_there_is(pair: Path, environment: dict[str, str], as_json: bool) -> None:
     options = ["--ignore-eos", "-n", "1900", "--draft", "none", "--stats", "full", *["--json"] * as_json, *F32]
     process = subprocess.Popen(

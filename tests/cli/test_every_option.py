@@ -249,8 +249,13 @@ NOT_TAKEN = {
 }
 
 
-@pytest.mark.parametrize("name", SHARED)
-@pytest.mark.parametrize("command", GENERATING)
+def case_of(command: str, name: str) -> Any:
+    """Options that need a load of their own, which is the same for all commands, are slow but for one of them."""
+    slow = name in ("lookup_corpus", "cache_dir") and command != "generate"
+    return pytest.param(command, name, marks=[pytest.mark.slow] * slow)
+
+
+@pytest.mark.parametrize(("command", "name"), [case_of(command, name) for name in SHARED for command in GENERATING])
 def test_options_of_generating_commands(run: Callable[..., Outcome], command: str, name: str) -> None:
     if (command, name) in NOT_TAKEN:
         pytest.skip("not an option of this command")

@@ -52,25 +52,30 @@ def measuring(run: Callable[..., Outcome], command: str, *options: Any) -> Outco
     return run(command, SMALL, *["notes.txt"] * (command == "perplexity"), *options)
 
 
-@pytest.mark.parametrize("command", ["inspect", "perplexity"])
+@pytest.mark.parametrize("command", [pytest.param("inspect", marks=pytest.mark.slow), "perplexity"])
 def test_commands_that_measure(run: Callable[..., Outcome], command: str) -> None:
+    """``test_cli.py`` has a quick test of either engine with inspect."""
     for engine in ("stateful", "paged"):
         found = measuring(run, command, "--json", "--engine", engine)
         assert found.code == 0, found.err
         told = json.loads(found.out)
         assert (told["target"]["engine"] if command == "inspect" else found.lm.target.engine) == engine
-    refused = measuring(run, command, "--draft-device", "CPU")
-    assert (refused.code, "No such option '--draft-device'" in refused.err) == (2, True)
     if command == "perplexity":
         assert measuring(run, command, "--engine", "stateful").tuned
         assert not measuring(run, command, "--engine", "stateful", "--no-tune").tuned
         windows = [json.loads(measuring(run, command, "--json", "--context", n).out)["context"] for n in (20, 30)]
         assert windows == [20, 30]
-    else:
-        assert (
-            "All files have the checksums they were exported with."
-            in run(command, DEMO, "--verify", "--engine", "stateful").out
-        )
+
+
+@pytest.mark.parametrize("command", ["inspect", "perplexity"])
+def test_commands_that_measure_take_no_draft(run: Callable[..., Outcome], command: str) -> None:
+    refused = measuring(run, command, "--draft-device", "CPU")
+    assert (refused.code, "No such option '--draft-device'" in refused.err) == (2, True)
+
+
+def test_inspect_checks_files(run: Callable[..., Outcome], pair: Path) -> None:
+    found = run("inspect", pair, "--verify", "--engine", "stateful", "--arithmetic", "fast")
+    assert "All files have the checksums they were exported with." in found.out
 
 
 def test_inspect_without_the_profile(run: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch) -> None:

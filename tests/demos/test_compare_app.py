@@ -51,7 +51,7 @@ def address(pair: Path, cache_dir: Path, compare_app: ModuleType, update_docs: b
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(cache_dir))
         patch.setattr(sys, "argv", ["compare_app.py", *given, "--port", str(port)])
-        patch.setattr(compare_app, "build", lambda *arguments: pages.append(build(*arguments)) or pages[0])
+        patch.setattr(compare_app, "build", lambda *arguments: pages.append(build(*arguments)) or pages[-1])
         launch = functools.partialmethod(compare_app.gr.Blocks.launch, prevent_thread_lock=True)
         patch.setattr(compare_app.gr.Blocks, "launch", launch)
         if not update_docs:
@@ -168,7 +168,10 @@ def fits_narrow_window(page: Page) -> None:
 
 @needs_chromium
 def test_text_is_never_markup(page: Page) -> None:
-    """Neither of the prompt nor of the model, which a grammar has say it here."""
+    """Neither of a field nor of the prompt nor of the model, which a grammar has say it here."""
+    press(page, "import os", lookahead="<i>few</i>")
+    page.wait_for_selector(".error")
+    assert page.inner_text(".error") == "The lookahead is <i>few</i>; it must be auto or a number of at least 1."
     open_sampling(page)
     page.fill("#regex input, #regex textarea", re.escape(HOSTILE.strip()))
     press(page, HOSTILE, "lookup, then draft model", tokens=100)
@@ -219,6 +222,7 @@ def test_a_press_at_the_very_end_is_not_lost(page: Page) -> None:
 
 
 @needs_chromium
+@pytest.mark.slow
 def test_what_cannot_be_done_is_said_in_a_sentence(page: Page) -> None:
     press(page, "import os", tokens=0)
     page.wait_for_selector(".error")

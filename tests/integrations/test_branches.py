@@ -74,11 +74,12 @@ def test_logits_of_texts_that_grow_part_and_shrink(load: Load, drafter: str, mon
 
 
 @pytest.mark.parametrize("draft", [pytest.param(True, marks=pytest.mark.slow), "lookup,draft"])
-def test_guesses_change_no_bit(draft: bool | str, cache_dir: Path) -> None:
+def test_guesses_change_no_bit(draft: bool | str, cache_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A token alone would round differently from several."""
-    pair = ROOT / "models" / "demo"
-    lm = ovspec.load(pair, "none", precision="bf16", cache_dir=cache_dir)
-    drafting = ovspec.load(pair, draft, precision="bf16", cache_dir=cache_dir, lookahead=4)
+    drafting = ovspec.load(ROOT / "models" / "demo", draft, precision="bf16", cache_dir=cache_dir, lookahead=4)
+    lm = drafting.with_drafters(None)
+    monkeypatch.setattr(lm.runtime, "lookahead", None)
+    assert drafting.runtime.lookahead == 4
     plain, drafted = Branches(lm), Branches(drafting)
     text = lm.encode(PROMPTS[0]).tolist()[:50]
     for _ in range(60):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +14,7 @@ pytest.importorskip("ray", reason="needs the extra ovspec[ray]")
 from ray.exceptions import NodeDiedError
 
 from ovspec.base.errors import OvspecError
-from ovspec.integrations.ray.pool import RESTARTS, Pool
+from ovspec.integrations.ray.pool import RESTARTS, TOGETHER, Pool
 from ovspec.openai.batch_groups import Group, groups_of
 from ovspec.openai.batch_requests import BatchRequest, prompt_request
 
@@ -49,10 +50,12 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return []
 
 
-def pool_of(count: int, started: list[int]) -> Pool:
+def pool_of(count: int, started: list[int], deadly: int | None = None) -> Pool:
+    """Return a pool whose worker ``deadly`` dies while it loads."""
+
     def start(number: int) -> Any:
         started.append(number)
-        load = SimpleNamespace(remote=lambda: Ended(SimpleNamespace(kind="here")))
+        load = SimpleNamespace(remote=lambda: Ended(SimpleNamespace(kind="here"), died=number == deadly))
         return SimpleNamespace(load=load, answer=SimpleNamespace(remote=answer))
 
     return Pool(start, count, False, "model")
@@ -86,3 +89,19 @@ def test_a_line_that_kills_gets_an_error_and_the_others_an_answer(started: list[
     assert "this line was lost with its machine; others answered" in error
     assert {n: line["text"] for n, line in lines.items()} == {n: t for n, t in enumerate(texts) if t != DEADLY}
     assert len(started) == 2 + 3, "it dies beside others, with its group, and alone"
+
+
+def test_a_worker_that_dies_while_it_loads_is_left_out(
+    started: list[int], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    calls = list[int]()
+    monkeypatch.setattr(RAY, "wait", lambda refs, **_: calls.append(len(refs)) or (list(refs), []))
+    pool, texts = pool_of(2, started, deadly=2), [f"prompt {n}" for n in range(60)]
+    lines = dict[int, dict[str, Any]]()
+    for answered in itertools.islice(pool.answer(groups(texts)), 100):
+        for group in answered:
+            lines |= group.lines
+    assert [lines[n]["text"] for n in range(60)] == texts
+    assert max(calls) == TOGETHER, "the other stays full"
+    assert (started, pool.size) == ([1, 2], 1)
+    assert "worker 2 was lost with its machine; it is left out" in capsys.readouterr().err

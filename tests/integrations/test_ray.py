@@ -209,6 +209,7 @@ def test_folders_go_to_folders_and_an_interrupted_run_goes_on(
         monkeypatch.setattr(batch, "start", lambda job, reference, _, number: Worker(job, reference, number))
         monkeypatch.setattr(batch, "first_of", lambda job, _: Worker(job, None, 0).load())
         monkeypatch.setattr(batch, "Pool", Here)
+        monkeypatch.setattr("ovspec.integrations.ray.worker.load", loaded)
     source, output = tmp_path / "in", tmp_path / "out"
     (source / "more").mkdir(parents=True)
     lines = requests_of_all_kinds(40)
@@ -474,6 +475,7 @@ def lines_of(pool: Pool, todo: list[Group]) -> dict[int, dict[str, Any]]:
     return found
 
 
+@pytest.mark.slow  # test_pool.py has a quick one, and one of a line that kills
 @pytest.mark.usefixtures("cluster")
 def test_a_worker_that_dies_while_it_loads_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:
     started = list[int]()
@@ -486,12 +488,13 @@ def test_a_worker_that_dies_while_it_loads_is_left_out(capsys: pytest.CaptureFix
     assert "worker 2 died of SIGFPE; it is left out" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("cluster")
 @pytest.mark.parametrize(
     ("count", "how", "told"),
     [
         (1, signal.SIGKILL, "was killed (by SIGKILL, as the system does when memory runs out)"),
-        pytest.param(2, signal.SIGFPE, "died of SIGFPE", marks=pytest.mark.slow),
+        (2, signal.SIGFPE, "died of SIGFPE"),
     ],
 )
 def test_a_line_that_kills_gets_an_error(
@@ -590,9 +593,18 @@ def test_how_a_worker_was_lost() -> None:
         def load(self) -> None:
             pass
 
-    broken: Any = ray.remote(num_cpus=0)(Broken)
-    with pytest.raises(ActorDiedError) as found:
-        ray.get(broken.remote().load.remote())
-    assert how_it_died(1, found.value) == "failed to start (ImportError: no module named x)"
+    class Killed:
+        def load(self) -> None:
+            os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(60)
+
+    remote: Any = ray.remote(num_cpus=0)
+    workers, told = [remote(each).remote() for each in (Broken, Killed)], list[str]()
+    for number, call in enumerate([worker.load.remote() for worker in workers]):
+        with pytest.raises(ActorDiedError) as found:
+            ray.get(call)
+        told.append(how_it_died(number, found.value))
+    assert told[0] == "failed to start (ImportError: no module named x)"
+    assert told[1] == "was killed (by SIGKILL, as the system does when memory runs out)"
     assert "ran out of memory" in how_it_died(1, OutOfMemoryError("1 worker(s) were killed"))
     assert "lost with its machine" in how_it_died(1, NodeDiedError(""))
