@@ -42,7 +42,7 @@ QUESTIONS = [
 ]
 PERSON = json.loads((ROOT / "demos" / "person.schema.json").read_text(encoding="utf-8"))
 Loaded = Callable[..., ovspec.LanguageModel]
-Greedy = Callable[[list[list[int]], int], list[list[int]]]
+Greedy = Callable[[list[str], int], list[tuple[list[int], list[int]]]]
 
 
 @pytest.fixture(scope="module")
@@ -71,26 +71,28 @@ def reference() -> Any:
     return model
 
 
-def write_greedy(prompts: list[list[int]], tokens: int, folder: Path) -> None:
+def write_greedy(questions: list[str], tokens: int, folder: Path) -> None:
     import torch
 
+    prompts = list(map(chat, questions))
     options = {"do_sample": False, "max_new_tokens": tokens}
     found = [reference().generate(torch.tensor([prompt]), **options)[0].tolist() for prompt in prompts]
+    texts = [(prompt, ids[len(prompt) :]) for prompt, ids in zip(prompts, found, strict=True)]
     folder.mkdir()
-    (folder / "ids.json").write_text(json.dumps(found), encoding="utf-8")
+    (folder / "ids.json").write_text(json.dumps(texts), encoding="utf-8")
 
 
 @pytest.fixture(scope="module")
 def greedy(tmp_path_factory: pytest.TempPathFactory) -> Greedy:
-    """Return a function that returns what Hugging Face's model generates for prompts, which is kept between runs."""
+    """Return a function that returns the ids of chats and of Hugging Face's answers, which are kept between runs."""
 
-    def generated(prompts: list[list[int]], tokens: int) -> list[list[int]]:
-        makers = [inspect.getsource(maker) for maker in (reference, write_greedy)]
-        key = digest([GGUF], version("transformers"), version("torch"), json.dumps(prompts), *makers)
+    def generated(questions: list[str], tokens: int) -> list[tuple[list[int], list[int]]]:
+        makers = [inspect.getsource(maker) for maker in (reference, tokenizer, chat, write_greedy)]
+        files = [GGUF, *INT8.glob("tokenizer*.json"), *INT8.glob("*.jinja")]
+        key = digest(files, version("transformers"), version("torch"), json.dumps(questions), *makers)
         folder = tmp_path_factory.mktemp("greedy") / "kept"
-        copy_kept(PLACE, f"greedy-{tokens}", key, functools.partial(write_greedy, prompts, tokens), folder)
-        found = json.loads((folder / "ids.json").read_text(encoding="utf-8"))
-        return [ids[len(prompt) :] for prompt, ids in zip(prompts, found, strict=True)]
+        copy_kept(PLACE, f"greedy-{tokens}", key, functools.partial(write_greedy, questions, tokens), folder)
+        return json.loads((folder / "ids.json").read_text(encoding="utf-8"))
 
     return generated
 
@@ -116,8 +118,7 @@ def answer(lm: ovspec.LanguageModel, question: str, **options: Any) -> Result:
 
 def equals_reference(lm: ovspec.LanguageModel, greedy: Greedy, questions: list[str], tokens: int) -> None:
     proposed = accepted = 0
-    prompts = list(map(chat, questions))
-    for question, prompt, ids in zip(questions, prompts, greedy(prompts, tokens), strict=True):
+    for question, (prompt, ids) in zip(questions, greedy(questions, tokens), strict=True):
         with lm.session() as session:
             session.append({"role": "user", "content": question})
             assert session.tokens == prompt

@@ -62,7 +62,7 @@ def test_a_row_for_each_mode(rows: list[dict[str, Any]]) -> None:
 
 
 def test_prompts_of_your_own(command: Command, tmp_path: Path) -> None:
-    """The same prompt as a text and from a file gives the same counts, and each repeat counts."""
+    """The same prompt as a text and from a file gives the same counts, each repeat counts, and texts are short."""
     (tmp_path / "prompt.txt").write_text(PROMPTS[0], encoding="utf-8")
     common = ["bench", DEMO, "--lookahead", "1", "-n", "8", "--json"]
     given = rows_of(command(*common, "--prompt", PROMPTS[0]))
@@ -71,20 +71,18 @@ def test_prompts_of_your_own(command: Command, tmp_path: Path) -> None:
     counts = [[(row["proposed"], row["accepted"]) for row in found] for found in (given, read)]
     assert counts[0] == counts[1]
     assert {row["texts"] for row in given} == {1}
+    assert all(row["accepted"] < 8 for row in given)
     assert {row["texts"] for row in both} == {4}
     missing = command("bench", DEMO, "--prompt-file", tmp_path / "none.txt")
     assert missing.returncode == 1
     assert "none.txt" in missing.stderr
 
 
-def test_temperature_and_length(command: Command, rows: list[dict[str, Any]]) -> None:
-    common = ["bench", DEMO, "--lookahead", "2", "--json"]
-    sampled = rows_of(command(*common, "-n", "48", "-t", "1"))
+def test_temperature(command: Command, rows: list[dict[str, Any]]) -> None:
+    sampled = rows_of(command("bench", DEMO, "--lookahead", "2", "--json", "-n", "48", "-t", "1"))
     assert all(row["equal"] == 3 for row in sampled), "plain decoding has the same seeds"
     rate = [row[2]["accepted"] / row[2]["proposed"] for row in (rows, sampled)]
     assert rate[0] > rate[1], "the demo pair's greedy guesses are better"
-    short = rows_of(command(*common, "-n", "12"))
-    assert short[2]["proposed"] < rows[2]["proposed"] / 2
 
 
 def test_the_table_without_a_draft(command: Command, tmp_path: Path) -> None:

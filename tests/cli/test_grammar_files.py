@@ -19,6 +19,7 @@ def ovspec(cache_dir: Path) -> Iterator[Command]:
     yield from commands_here(cache_dir)
 
 
+@pytest.mark.slow  # test_every_option.py has quick ones
 @pytest.mark.parametrize("option", GRAMMARS)
 @pytest.mark.parametrize("command", ["generate", "chat", "batch"])
 def test_a_grammar_in_a_file(ovspec: Command, command: str, option: str, tmp_path: Path) -> None:
