@@ -136,7 +136,6 @@ def without_copies(extend: Callable[..., Any]) -> Callable[..., Any]:
     return extended
 
 
-@pytest.mark.slow
 def test_compared_in_its_own_arithmetic_where_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled = []
     compile_ir = ovspec.setup.engine_choice.compile_ir
