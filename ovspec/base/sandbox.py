@@ -66,7 +66,8 @@ class Worker:
         with self._free:
             try:
                 return self._ask(request)
-            except (OSError, ValueError):  # the process may have been killed since the last request
+            except (OSError, ValueError):  # the process may have been killed since the last request, and others with it
+                self.stop()
                 return self._ask(request)
 
     def _ask(self, request: str) -> dict[str, Any]:
