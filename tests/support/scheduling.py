@@ -48,7 +48,8 @@ class FileScheduling(LoadFileScheduling):
 
     def __init__(self, config: pytest.Config, log: Any) -> None:
         super().__init__(config, log)
-        self.workqueue = LongestFirst(config.cache.get(KEPT, {}) if config.cache else {})
+        cache = getattr(config, "cache", None)  # there is none with -p no:cacheprovider
+        self.workqueue = LongestFirst(cache.get(KEPT, {}) if cache else {})
 
     def remove_node(self, node: WorkerController) -> str | None:
         """Remove a worker; return the test in which it died, which isn't run again."""
