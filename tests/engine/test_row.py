@@ -53,6 +53,11 @@ def test_stop_strings_in_any_pieces(text: str, stops: list[str], data: st.DataOb
         assert not any(stop in shown for stop in stops)
 
 
+def test_the_first_of_two_stop_strings_in_a_piece_ends_the_text() -> None:
+    for stops in (["bc", "aa"], ["aa", "bc"], ["a", "aa"]):
+        assert StopStrings(stops).push("xaabc")[0] == "x"
+
+
 @given(st.text("a \t\n", max_size=30), st.integers(0, 4), st.data())
 def test_indentation_in_any_pieces(text: str, least: int, data: st.DataObject) -> None:
     finder, shown, rest, ended = Indentation(least), "", text, False
