@@ -153,7 +153,7 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("engine", ["stateful", "paged"])
+@pytest.mark.parametrize("engine", [pytest.param("stateful", marks=pytest.mark.slow), "paged"])
 def test_no_text_changes(draft: Path, load: Load, load_with: Load, engine: str) -> None:
     lm = load_with(draft, engine)
     for way, options in WAYS.items():

@@ -323,6 +323,7 @@ def test_contexts_and_weights() -> None:
     assert harness.read_bandwidth(1 << 24) > 1e8
 
 
+@pytest.mark.slow
 def test_workers_give_what_ovspec_gives(pair: Path, load: Callable[..., ovspec.LanguageModel]) -> None:
     lm = load(engine="paged")
     expected = [result.token_ids for result in lm.generate(PROMPTS[:2], max_tokens=12, ignore_eos=True)]

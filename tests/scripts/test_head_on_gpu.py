@@ -99,6 +99,7 @@ def test_a_head_guesses_as_ours(model: Any, tmp_path: Path) -> None:
         assert losses(head, batch, 1, 0.0).item() == pytest.approx((cross + 0.5 * distance).item(), rel=1e-4)
 
 
+@pytest.mark.slow
 def test_a_head_learns_and_goes_on(
     model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
