@@ -21,7 +21,7 @@ from ovspec.cache.paged import PagedDecoder
 from ovspec.drafting.choice import parse_draft
 
 SLOW = pytest.mark.slow
-TOKENS = 90
+TOKENS = 200
 SOME = PROMPTS[:9:3]
 Make = Callable[..., ovspec.LanguageModel]
 

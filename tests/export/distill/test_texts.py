@@ -201,14 +201,14 @@ def misplaced(lm: ovspec.LanguageModel, found: list[Document]) -> list[Document]
 
 
 def test_it_asks_and_answers_and_goes_on(lm: ovspec.LanguageModel, write: Write, told: list[dict[str, Any]]) -> None:
-    first = write(700)
+    first = write(1500)
     assert told[0] == {"tokens": 0, "per_second": 0, "documents": 0, "skipped": 0}
     total = sum(len(document.ids) for document in first)
-    assert 700 <= total < 4000
+    assert 1500 <= total < 8000
     assert {name: told[-1][name] for name in ("tokens", "documents")} == {"tokens": total, "documents": len(first)}
     assert told[-1]["per_second"] > 0
     done = len(told)
-    second = write(1500)
+    second = write(3000)
     assert second[: len(first)] == first
     assert len(second) > len(first)
     assert told[done]["tokens"] == total
