@@ -85,6 +85,12 @@ def test_temperature(command: Command, rows: list[dict[str, Any]]) -> None:
     assert rate[0] > rate[1], "the demo pair's greedy guesses are better"
 
 
+@pytest.mark.slow
+def test_length(command: Command, rows: list[dict[str, Any]]) -> None:
+    short = rows_of(command("bench", DEMO, "--lookahead", "2", "--json", "-n", "12"))
+    assert short[2]["proposed"] < rows[2]["proposed"] / 2
+
+
 def test_the_table_without_a_draft(command: Command, tmp_path: Path) -> None:
     """A text of two tokens leaves no room for a proposal, so no speed-up is shown."""
     shutil.copytree(DEMO / "draft", tmp_path / "alone", ignore=shutil.ignore_patterns("ovspec.json"))
