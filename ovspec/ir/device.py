@@ -133,16 +133,21 @@ def check_device(device: str, option: str = "device") -> str:
 
 def compile_properties(options: DeviceOptions) -> dict[str, str]:
     """Return the properties for ``Core.compile_model``."""
-    # OpenVINO would load a model that was compiled for another instruction set or number of cores.
-    machine = hashlib.sha256(repr(machine_key(options.device)).encode()).hexdigest()[:16]
-    kept = options.cache_folder and options.cache_folder / f"{ov.get_version()[:20]} {machine}"
-    properties = {"PERFORMANCE_HINT": "LATENCY", "CACHE_DIR": str(kept or "")}
+    properties = {"PERFORMANCE_HINT": "LATENCY"}
     if options.device.upper().startswith("AUTO"):
         # The KV cache lives in the request, which must not start on the CPU and then move to another device.
         properties["ENABLE_STARTUP_FALLBACK"] = "NO"
     if kv_precision := default_kv_precision(options):
         properties["KV_CACHE_PRECISION"] = kv_precision
-    return properties | options.fixed
+    properties |= options.fixed
+    properties["CACHE_DIR"] = ""
+    if options.cache_folder:
+        # OpenVINO would load a model that was compiled with other properties, such as another precision, for another
+        # instruction set or number of cores.
+        setting = repr((machine_key(options.device), sorted(properties.items())))
+        name = f"{ov.get_version()[:20]} {hashlib.sha256(setting.encode()).hexdigest()[:16]}"
+        properties["CACHE_DIR"] = str(options.cache_folder / name)
+    return properties
 
 
 def native_precisions() -> list[str]:

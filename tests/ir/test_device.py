@@ -1,15 +1,28 @@
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from conftest import PROMPTS, ROOT
 
 import ovspec
+from ovspec.base.errors import OvspecError
+from ovspec.cache.decoder import Rollback
+from ovspec.cache.stateful import StatefulDecoder
 from ovspec.ir import device as device_module
-from ovspec.ir.device import DeviceOptions, available_devices, check_device, compile_properties, machine_key
+from ovspec.ir.compile import compile_ir
+from ovspec.ir.device import (
+    DeviceOptions,
+    available_devices,
+    check_device,
+    compile_properties,
+    machine_key,
+    native_precisions,
+)
 from ovspec.setup.probing import memory_file
 
 DEMO = ROOT / "models" / "demo"
@@ -137,3 +150,29 @@ def test_what_is_compiled_is_told_apart_by_machine(monkeypatch: pytest.MonkeyPat
     folder = compile_properties(DeviceOptions(cache_dir=tmp_path))["CACHE_DIR"]
     monkeypatch.setattr(device_module, "core_count", lambda: 77)
     assert compile_properties(DeviceOptions(cache_dir=tmp_path))["CACHE_DIR"] != folder
+
+
+def test_what_is_compiled_is_told_apart_by_setting(tmp_path: Path) -> None:
+    properties = {"DYNAMIC_QUANTIZATION_GROUP_SIZE": "64"}
+    settings: list[dict[str, Any]] = [{}, {"precision": "f16"}, {"kv_precision": "u8"}, {"threads": 1}]
+    folders = [compile_properties(DeviceOptions(**each, cache_dir=tmp_path))["CACHE_DIR"] for each in settings]
+    for named in ({}, properties):
+        options = DeviceOptions(properties={**named, "CACHE_DIR": str(tmp_path)})
+        folders.append(compile_properties(options)["CACHE_DIR"])
+    assert folders[4] == folders[0], "a folder that is named as a property is used in the same way"
+    assert len(set(folders)) == 5
+    assert {Path(folder).parent for folder in folders} == {tmp_path}
+
+
+def test_a_precision_keeps_its_bits_after_another_was_compiled(pair: Path, tmp_path: Path) -> None:
+    """OpenVINO would read what it compiled for bf16 again for f32, with layers that compute in bf16."""
+
+    def logits(precision: str, **options: Any) -> np.ndarray:
+        ir = compile_ir(pair, DeviceOptions(precision=precision, **options))
+        return StatefulDecoder(ir, Rollback(None)).feed([np.arange(5, 15)], [4])[0].copy()
+
+    expected = logits("f32", properties={"CACHE_DIR": ""})
+    for precision in native_precisions():
+        with contextlib.suppress(OvspecError):  # OpenVINO crashes on this model in bf16 with AMX and one thread
+            logits(precision, cache_dir=tmp_path)
+    assert np.array_equal(logits("f32", cache_dir=tmp_path), expected)
